@@ -43,7 +43,7 @@ def get(backend, *names, size=4):
     return [bytes(target) for target in targets]
 
 
-@pytest.mark.parametrize("kind", ["memory", "posix", "uring"])
+@pytest.mark.parametrize("kind", ["posix", pytest.param("uring", marks=pytest.mark.slow)])
 def test_the_conformance_suite_passes(kind, tmp_path):
     if kind == "uring":
         from tests.integration.support import uring_missing
@@ -52,17 +52,11 @@ def test_the_conformance_suite_passes(kind, tmp_path):
             pytest.skip(reason)
 
     def open_root(root):
-        places = {
-            name: f"{kind}://{root}-{name}"
-            if kind == "memory"
-            else f"{kind}://{tmp_path}/{root}/{name}"
-            for name in ("fast", "durable")
-        }
+        places = {name: f"{kind}://{tmp_path}/{root}/{name}" for name in ("fast", "durable")}
         return open_backend({"type": "tiered", **places})
 
     left_out = check_backend(open_root)
-    assert not [n for n in left_out if "direct_io" not in n and "process" not in n]
-    assert kind == "memory" or not [n for n in left_out if "process" in n]
+    assert not [n for n in left_out if "direct_io" not in n]
 
 
 def test_each_blob_is_read_from_the_fastest_tier_that_has_it():

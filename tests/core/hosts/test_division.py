@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.core.format.records import Frame
@@ -78,6 +78,7 @@ def needs(draw):
 
 
 @given(members=needs())
+@settings(max_examples=12)
 def test_each_byte_is_read_once_by_one_that_needs_it_and_all_agree(members):
     found = divided(members)
     read = [byte for me, division in enumerate(found) for byte in read_by(division, me)]
@@ -97,7 +98,14 @@ def test_each_byte_is_read_once_by_one_that_needs_it_and_all_agree(members):
         assert sorted(of_all) == sorted(members_of)
 
 
+@pytest.mark.slow
 @given(members=needs())
+def test_of_many_needs_each_byte_is_read_once(members):
+    test_each_byte_is_read_once_by_one_that_needs_it_and_all_agree.hypothesis.inner_test(members)
+
+
+@given(members=needs())
+@settings(max_examples=12)
 def test_each_use_lies_within_one_range_that_is_read_or_taken(members):
     for jobs, division in zip(members, divided(members), strict=True):
         parts = [*division.alone, *(p.job for p in division.pieces)]
@@ -106,6 +114,12 @@ def test_each_use_lies_within_one_range_that_is_read_or_taken(members):
             for use in one.uses:
                 inside = [s for s in spans if s.start <= use.at and use.at + use.length <= s.stop]
                 assert len(inside) == 1
+
+
+@pytest.mark.slow
+@given(members=needs())
+def test_of_many_needs_each_use_lies_within_one_range(members):
+    test_each_use_lies_within_one_range_that_is_read_or_taken.hypothesis.inner_test(members)
 
 
 def test_replicas_share_the_bytes_evenly():

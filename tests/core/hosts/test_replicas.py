@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.core.hosts.test_division import LENGTH, job, needs
 
@@ -45,6 +45,7 @@ def jobs_of_hosts(draw):
 
 
 @given(hosts=jobs_of_hosts())
+@settings(max_examples=12)
 def test_what_crosses_the_network_is_read_by_one_that_needs_it_and_all_agree(hosts):
     found, ranks, ways = agreed(hosts)
     readers, recipients, sources = {}, {}, {}
@@ -66,10 +67,25 @@ def test_what_crosses_the_network_is_read_by_one_that_needs_it_and_all_agree(hos
         assert {*by_rank} == recipients[number]
 
 
+@pytest.mark.slow
 @given(hosts=jobs_of_hosts())
+def test_of_many_jobs_what_crosses_the_network_is_read_by_one_that_needs_it(hosts):
+    test_what_crosses_the_network_is_read_by_one_that_needs_it_and_all_agree.hypothesis.inner_test(
+        hosts
+    )
+
+
+@given(hosts=jobs_of_hosts())
+@settings(max_examples=12)
 def test_all_that_equal_hosts_need_crosses_the_network(hosts):
     found, _, ways = agreed([hosts[0], *hosts])
     assert len(ways[0]) == len(found[0].components)
+
+
+@pytest.mark.slow
+@given(hosts=jobs_of_hosts())
+def test_of_many_jobs_all_that_equal_hosts_need_crosses_the_network(hosts):
+    test_all_that_equal_hosts_need_crosses_the_network.hypothesis.inner_test(hosts)
 
 
 def test_hosts_read_evenly_of_what_all_need():

@@ -88,7 +88,7 @@ rules_of_a_copy = st.one_of(
 
 
 @given(state=states, setting=settings_of_a_save, rules=rules_of_a_copy)
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_tree_encoded_anew_is_the_same_bit_by_bit(workers, state, setting, rules):
     source, target = memory(), memory()
     save_to(source, state, setting)
@@ -101,8 +101,17 @@ def test_any_tree_encoded_anew_is_the_same_bit_by_bit(workers, state, setting, r
         assert ckpt.verify().ok
 
 
-@given(state=states, setting=settings_of_a_save, rules=rules_of_a_copy, data=st.data())
+@pytest.mark.slow
+@given(state=states, setting=settings_of_a_save, rules=rules_of_a_copy)
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_many_trees_encoded_anew_are_the_same_bit_by_bit(workers, state, setting, rules):
+    test_any_tree_encoded_anew_is_the_same_bit_by_bit.hypothesis.inner_test(
+        workers, state, setting, rules
+    )
+
+
+@given(state=states, setting=settings_of_a_save, rules=rules_of_a_copy, data=st.data())
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_part_of_any_tree_is_what_loading_that_part_gives(workers, state, setting, rules, data):
     source, target = memory(), memory()
     save_to(source, state, setting)
@@ -120,8 +129,17 @@ def test_a_part_of_any_tree_is_what_loading_that_part_gives(workers, state, sett
         assert [o.path for o in copied.open().objects()] == kept
 
 
+@pytest.mark.slow
+@given(state=states, setting=settings_of_a_save, rules=rules_of_a_copy, data=st.data())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_parts_of_many_trees_are_what_loading_them_gives(workers, state, setting, rules, data):
+    test_a_part_of_any_tree_is_what_loading_that_part_gives.hypothesis.inner_test(
+        workers, state, setting, rules, data
+    )
+
+
 @given(state=states, setting=settings_of_a_save)
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_tree_copied_as_it_is_is_the_same_bit_by_bit(workers, state, setting):
     source, target = memory(), memory()
     save_to(source, state, setting)
@@ -130,6 +148,15 @@ def test_any_tree_copied_as_it_is_is_the_same_bit_by_bit(workers, state, setting
     with Checkpointer(target) as ckpt:
         assert same(ckpt.load(), plain(state))
         assert ckpt.verify().ok
+
+
+@pytest.mark.slow
+@given(state=states, setting=settings_of_a_save)
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_many_trees_copied_as_they_are_are_the_same_bit_by_bit(workers, state, setting):
+    test_any_tree_copied_as_it_is_is_the_same_bit_by_bit.hypothesis.inner_test(
+        workers, state, setting
+    )
 
 
 class Net(torch.nn.Module):

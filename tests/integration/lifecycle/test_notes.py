@@ -42,12 +42,17 @@ def noted(backend):
     return [info.name for info in backend.list("notes/")]
 
 
-@pytest.fixture
-def run(tmp_path):
-    run = Run(tmp_path / "run")
+@pytest.fixture(scope="module")
+def saved_run(tmp_path_factory):
+    run = Run(tmp_path_factory.mktemp("notes") / "run")
     with run.open() as ckpt:
         save(ckpt, 1, 2, 3, metadata={"seed": 7, "loss": 9.0})
     return run
+
+
+@pytest.fixture
+def run(saved_run, tmp_path):
+    return saved_run.copy_to(tmp_path / "run")
 
 
 def test_later_annotations_override_earlier_keys(run):
@@ -72,13 +77,13 @@ def test_whatever_json_holds_comes_back(run):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "metadata", [[], {1: 2}, {"x": object()}, {"x": "y" * (1 << 16)}, {"x": torch.ones(2)}]
-)
-def test_what_cannot_be_stored_is_refused_and_changes_nothing(run, metadata):
+def test_what_cannot_be_stored_is_refused_and_changes_nothing(run):
     with run.open() as ckpt:
-        with pytest.raises(ConfigError):
-            ckpt.annotate(1, metadata)
+        for metadata in (
+            [], {1: 2}, {"x": object()}, {"x": "y" * (1 << 16)}, {"x": torch.ones(2)},
+        ):  # fmt: skip
+            with pytest.raises(ConfigError):
+                ckpt.annotate(1, metadata)
         assert ckpt.info(1).metadata == {"seed": 7, "loss": 9.0}
     assert not (run.root / "notes").exists()
 
@@ -142,8 +147,7 @@ def test_notes_go_with_their_checkpoint_its_commit_record_first(run, delete):
     with run.open() as ckpt:
         faulty = FaultyBackend(ckpt._backend.inner)
         with checkpointer(faulty, retention={"keep_last": 1}) as other:
-            if delete is not None:
-                delete(other)
+            delete(other)
         calls = [names for call, names in faulty.calls if call == "delete"]
         first = {
             kind: n
@@ -275,14 +279,13 @@ def folder(run, name):
     "damage",
     [
         lambda run, name: run.flip(name, 150),
-        lambda run, name: run.truncate(name, 40),
         lambda run, name: run.write(name, b""),
         lambda run, name: run.write(name, b"x" * (1 << 20)),
         forged,
         of_another_kind,
         folder,
     ],
-    ids=["flipped", "cut", "empty", "long", "forged", "other-fields", "folder"],
+    ids=["flipped", "empty", "long", "forged", "other-fields", "folder"],
 )
 def test_damaged_note_is_reported_and_hides_nothing_else(run, annotated, damage, caplog):
     damage(run, annotated)

@@ -1,6 +1,7 @@
 """Runs in two tiers: in memory, to be opened with faults, and in folders, to be damaged."""
 
 import itertools
+import shutil
 
 from tests.integration.support import TINY, checkpointer
 
@@ -45,6 +46,11 @@ class Folders:
 
     def __init__(self, root):
         self.fast, self.durable = root / "fast", root / "durable"
+
+    def copy_to(self, root):
+        shutil.copytree(self.fast, root / "fast")
+        shutil.copytree(self.durable, root / "durable")
+        return Folders(root)
 
     def open(self, **options):
         places = {"fast": f"posix://{self.fast}", "durable": f"posix://{self.durable}"}

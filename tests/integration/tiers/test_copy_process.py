@@ -13,19 +13,21 @@ import fsspec
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
-from tests.integration.support import checkpointer, run_python, same
+from tests import interpreters
+from tests.integration.support import checkpointer, run_program, same
 
-from penstock import CheckpointGoneError, DamagedError, NotDrainedError
+from penstock import Checkpointer, CheckpointGoneError, DamagedError, NotDrainedError
 from penstock.core import errors
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.storage.open import open_backend
 from penstock.core.testing.timing import FAST, current_timing
 from penstock.core.tiers import process as copy_process
 from penstock.core.tiers.copier import WORTH_BYTES
-from penstock.core.tiers.process import CopyProcess, UnsuitableError, encoded
+from penstock.core.tiers.process import CopyProcess, encoded
 from penstock.core.tiers.whereabouts import mark, pending
 
-SLOW = "1 MB"  # per second: `STATE` takes long enough to be caught on its way
+SLOW = "100 KB"  # per second: a state takes long enough to be caught on its way
+STEADY = "400 KB"  # the same, and the copy ends within the test
 PATIENCE_S = 60.0
 
 
@@ -47,7 +49,7 @@ def log(caplog):
 
 
 def state(seed=1):
-    return {"w": torch.arange(seed, seed + 1_500_000), "step": seed}
+    return {"w": torch.arange(seed, seed + 150_000), "step": seed}
 
 
 def tiers_at(folder, **options):
@@ -86,7 +88,7 @@ def until(condition):
     end_s = time.monotonic() + PATIENCE_S
     while not (found := condition()):
         assert time.monotonic() < end_s, "it does not come to that"
-        time.sleep(0.02)
+        time.sleep(0.05)  # `condition` may read all of /proc
     return found
 
 
@@ -118,31 +120,12 @@ def test_a_checkpoint_is_copied_whole_by_another_process_that_then_ends(tmp_path
         assert same(alone.load(1), state())
 
 
-def test_it_leaves_the_processor_and_memory_to_training(tmp_path):
-    with checkpointer(tiers_at(tmp_path, drain_bytes_per_s=SLOW)) as ckpt:
-        pid = begun(ckpt.save(state(), 1), tmp_path)
-        mine = os.getpriority(os.PRIO_PROCESS, 0)
-        assert os.getpriority(os.PRIO_PROCESS, pid) == min(mine + 10, 19)
-        assert int(Path(f"/proc/{pid}/oom_score_adj").read_text()) == 500
-        assert os.getsid(pid) != os.getsid(0)  # Ctrl-C at the terminal is not for it
-        ckpt.delete(1)
-
-
-def test_its_command_line_tells_no_secrets(tmp_path):
-    durable = {"type": "fsspec", "url": f"file://{tmp_path}/durable", "options": {}}
-    durable["options"]["auto_mkdir"] = True
-    durable["options"]["skip_instance_cache"] = "hunter2"  # any option may be a password
-    with checkpointer(tiers_at(tmp_path, durable=durable, drain_bytes_per_s=SLOW)) as ckpt:
-        pid = begun(ckpt.save(state(), 1), tmp_path)
-        assert b"hunter2" not in Path(f"/proc/{pid}/cmdline").read_bytes()
-        assert b"hunter2" not in Path(f"/proc/{pid}/environ").read_bytes()
-        ckpt.delete(1)
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_one_that_is_killed_is_begun_again_and_nothing_is_lost(tmp_path, log, number, waits):
     waits(FAST)
-    with checkpointer(tiers_at(tmp_path, drain_bytes_per_s="4 MB")) as ckpt:
+    with checkpointer(tiers_at(tmp_path, drain_bytes_per_s=STEADY)) as ckpt:
         handle = ckpt.save(state(), 1)
         os.kill(begun(handle, tmp_path), number)
         assert handle.result(PATIENCE_S).tiers == ("fast", "durable")
@@ -153,18 +136,27 @@ def test_one_that_is_killed_is_begun_again_and_nothing_is_lost(tmp_path, log, nu
 
 def test_one_that_does_not_get_on_is_killed_and_begun_again(tmp_path, log, waits):
     waits(FAST)
-    options = tiers_at(tmp_path, drain_bytes_per_s="4 MB")
-    with checkpointer(options, io_timeout_s=6.0) as ckpt:
+    options = tiers_at(tmp_path, drain_bytes_per_s=STEADY)
+    with checkpointer(options, io_timeout_s=10.0) as ckpt:
         handle = ckpt.save(state(), 1)
         os.kill(begun(handle, tmp_path), signal.SIGSTOP)
         assert handle.result(PATIENCE_S).tiers == ("fast", "durable")
-    assert "no progress for 6 s; the process that copied was killed" in log.text
+    assert "no progress for 10 s; the process that copied was killed" in log.text
 
 
-def test_deleting_a_checkpoint_ends_its_copy_and_lists_none_of_it(tmp_path):
-    with checkpointer(tiers_at(tmp_path, drain_bytes_per_s=SLOW)) as ckpt:
+def test_it_yields_to_training_tells_no_secrets_and_ends_when_its_checkpoint_is_deleted(tmp_path):
+    durable = {"type": "fsspec", "url": f"file://{tmp_path}/durable", "options": {}}
+    durable["options"]["auto_mkdir"] = True
+    durable["options"]["skip_instance_cache"] = "hunter2"  # any option may be a password
+    with checkpointer(tiers_at(tmp_path, durable=durable, drain_bytes_per_s=SLOW)) as ckpt:
         handle = ckpt.save(state(), 1)
-        begun(handle, tmp_path)
+        pid = begun(handle, tmp_path)
+        mine = os.getpriority(os.PRIO_PROCESS, 0)
+        assert os.getpriority(os.PRIO_PROCESS, pid) == min(mine + 10, 19)
+        assert int(Path(f"/proc/{pid}/oom_score_adj").read_text()) == 500
+        assert os.getsid(pid) != os.getsid(0)  # Ctrl-C at the terminal is not for it
+        assert b"hunter2" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+        assert b"hunter2" not in Path(f"/proc/{pid}/environ").read_bytes()
         ckpt.delete(1)
         with pytest.raises(CheckpointGoneError):
             handle.result(PATIENCE_S)
@@ -240,13 +232,13 @@ def is_running(pid):
 
 # With "accept" the process takes a place of its own for the run's: only the trainer sees then that
 # the copy is not where it should be.
-@pytest.mark.parametrize("roots", ["check", "accept"])
-@pytest.mark.parametrize("private", ["fast", "durable"])
+@pytest.mark.parametrize(
+    ("private", "roots"), [("fast", "check"), ("durable", "check"), ("durable", "accept")]
+)
 def test_tiers_that_only_the_trainer_sees_are_copied_by_its_threads(tmp_path, log, private, roots):
     with checkpointer(tiers_at(tmp_path, roots=roots, **{private: "memory://"})) as ckpt:
         assert ckpt.save(state(), 1).result(PATIENCE_S).tiers == ("fast", "durable")
-        assert ckpt.save(state(2), 2).result(PATIENCE_S).tiers == ("fast", "durable")
-        assert ckpt.steps() == [1, 2]
+        assert ckpt.steps() == [1]
     assert warned(log) == 1
 
 
@@ -267,7 +259,7 @@ class OwnFiles(MemoryFileSystem):
 def test_a_file_system_that_only_the_trainer_knows_is_written_by_its_threads(tmp_path, log):
     fsspec.register_implementation("own-files", OwnFiles, clobber=True)
     with checkpointer(tiers_at(tmp_path, durable="own-files://run")) as ckpt:
-        for step in range(1, 4):
+        for step in (1, 2):
             assert ckpt.save(state(step), step).result(PATIENCE_S).tiers == ("fast", "durable")
     assert warned(log) == 1
     assert "another process cannot open the tiers" in log.text
@@ -276,7 +268,7 @@ def test_a_file_system_that_only_the_trainer_knows_is_written_by_its_threads(tmp
 @pytest.mark.slow
 def test_what_is_killed_again_and_again_is_copied_by_threads(tmp_path, log, waits):
     waits(FAST)
-    with checkpointer(tiers_at(tmp_path, drain_bytes_per_s="4 MB")) as ckpt:
+    with checkpointer(tiers_at(tmp_path, drain_bytes_per_s=STEADY)) as ckpt:
         handle = ckpt.save(state(), 1)
         handle.committed.result(PATIENCE_S)
         killed = set()
@@ -304,32 +296,6 @@ def test_deleting_does_not_wait_for_a_process_that_does_not_start(tmp_path, monk
         assert not children()
 
 
-def test_paths_of_the_trainer_may_be_of_any_type(tmp_path, log, monkeypatch):
-    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
-    with checkpointer(tiers_at(tmp_path)) as ckpt:
-        assert ckpt.save(state(), 1).result(PATIENCE_S).tiers == ("fast", "durable")
-    assert warned(log) == 0
-
-
-def test_what_else_prints_there_does_no_harm(tmp_path, log, monkeypatch):
-    (tmp_path / "sitecustomize.py").write_text("print('welcome')\nprint('[1]', flush=True)\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with checkpointer(tiers_at(tmp_path)) as ckpt:
-        assert ckpt.save(state(), 1).result(PATIENCE_S).tiers == ("fast", "durable")
-    assert warned(log) == 0
-    assert "printed: b'welcome'" in log.text
-
-
-def test_modules_in_the_working_directory_are_not_run(tmp_path, monkeypatch, log):
-    for name in ("json", "queue", "threading"):
-        (tmp_path / f"{name}.py").write_text("import os; os.mkdir('ran')\n")
-    monkeypatch.chdir(tmp_path)
-    with checkpointer(tiers_at(tmp_path)) as ckpt:
-        assert ckpt.save(state(), 1).result(PATIENCE_S).tiers == ("fast", "durable")
-    assert not (tmp_path / "ran").exists()
-    assert warned(log) == 0
-
-
 def test_a_working_directory_that_is_gone_is_not_needed(tmp_path, monkeypatch, log):
     here = tmp_path / "here"
     here.mkdir()
@@ -342,14 +308,17 @@ def test_a_working_directory_that_is_gone_is_not_needed(tmp_path, monkeypatch, l
 
 def test_the_trainers_standard_streams_may_be_closed(tmp_path):
     program = f"""
-import os, torch
+import os
 from tests.integration.tiers.test_copy_process import checkpointer, state, tiers_at
 for stream in (0, 1, 2):
     os.close(stream)
 with checkpointer(tiers_at({str(tmp_path)!r})) as ckpt:
     ckpt.save(state(), 1).result({PATIENCE_S})
+os._exit(0)  # at its end Python would flush these streams
 """
-    assert run_python("-c", program, timeout=PATIENCE_S).returncode == 0
+    interpreters.server()
+    _others.update(started())
+    assert run_program(program, timeout=PATIENCE_S).returncode == 0
     assert Catalog(open_backend(tmp_path / "durable")).steps() == [1]
 
 
@@ -370,21 +339,28 @@ def test_a_small_checkpoint_starts_no_process(tmp_path, log, drain_in):
 
 def test_by_itself_one_is_started_for_what_is_worth_it(tmp_path, log):
     worth = {"w": torch.arange(WORTH_BYTES // 8), "step": 1}
-    with checkpointer(tiers_at(tmp_path, drain_in="auto")) as ckpt:
+    with Checkpointer(tiers_at(tmp_path, drain_in="auto")) as ckpt:
         assert ckpt.save(worth, 1).result(PATIENCE_S).tiers == ("fast", "durable")
     assert "process" in log.text
 
 
-def test_relative_paths_mean_what_they_meant_when_the_run_was_opened(tmp_path, log, monkeypatch):
-    here, there = tmp_path / "here", tmp_path / "there"
-    here.mkdir()
-    there.mkdir()
+def test_nothing_around_the_trainer_disturbs_it(tmp_path, log, monkeypatch):
+    here, there, site = tmp_path / "here", tmp_path / "there", tmp_path / "site"
+    for folder in (here, there, site):
+        folder.mkdir()
+    for name in ("json", "queue", "threading"):  # in the working directory: not to be imported
+        (here / f"{name}.py").write_text("import os; os.mkdir('ran')\n")
+    (site / "sitecustomize.py").write_text("print('welcome')\nprint('[1]', flush=True)\n")
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])  # an entry that is not a string
     monkeypatch.chdir(here)
     with checkpointer(tiers_at(".")) as ckpt:
-        monkeypatch.chdir(there)
+        monkeypatch.chdir(there)  # relative paths keep their meaning
         assert ckpt.save(state(), 1).result(PATIENCE_S).tiers == ("fast", "durable")
     assert "threads of the trainer" not in log.text
+    assert "printed: b'welcome'" in log.text
     assert list(there.iterdir()) == []
+    assert not (here / "ran").exists()
 
 
 def test_what_is_damaged_is_not_copied_and_is_named(tmp_path, log):
@@ -451,14 +427,6 @@ def test_it_may_be_closed_twice_and_used_again(tmp_path):
         process.close()
         process.close()
     assert sum(moved) == record.bytes_stored  # the second time it is there
-    nowhere = {**tiers_at(tmp_path), "fast": str(tmp_path / "nowhere")}
-    other = CopyProcess(nowhere, 0, stuck_s=PATIENCE_S, timing=current_timing())
-    try:
-        copy = other.copy(record, workers=1, grace_s=3600.0, bytes_per_s=None)
-        with pytest.raises(UnsuitableError, match="does not see"):
-            copy.run(on_progress=moved.append)
-    finally:
-        other.close()
 
 
 def test_that_no_process_can_open_what_was_opened_here_is_said(tmp_path, log):

@@ -25,12 +25,17 @@ from penstock.core.tiers.eviction import Eviction
 from penstock.core.tiers.whereabouts import is_marked, mark
 
 
-@pytest.fixture
-def folders(tmp_path):
-    made = Folders(tmp_path)
+@pytest.fixture(scope="module")
+def saved_folders(tmp_path_factory):
+    made = Folders(tmp_path_factory.mktemp("saved"))
     with made.open() as ckpt:
         ckpt.save(make_state(1), 1).result(300)
     return made
+
+
+@pytest.fixture
+def folders(saved_folders, tmp_path):
+    return saved_folders.copy_to(tmp_path)
 
 
 @pytest.fixture
@@ -64,8 +69,10 @@ def every_file(*places):
     return {p: p.read_bytes() for place in places for p in place.rglob("*") if p.is_file()}
 
 
-@pytest.mark.parametrize("how", ["flip", "missing", "cut", "record"])
-@pytest.mark.parametrize("bad", ["fast", "durable"])
+@pytest.mark.parametrize(
+    ("bad", "how"),
+    [("fast", "flip"), ("fast", "missing"), ("durable", "cut"), ("durable", "record")],
+)
 def test_a_bad_copy_is_brought_anew_from_the_good_one(folders, bad, how):
     other = {"fast": "durable", "durable": "fast"}[bad]
     damage(getattr(folders, bad), how)
@@ -354,7 +361,7 @@ def test_verify_says_where_a_step_is_and_how_a_bad_copy_can_be_mended(folders, c
     assert "step 1 is whole in fast:" in call("verify", url).out
 
 
-@pytest.mark.parametrize("how", ["flip", "missing", "cut"])
+@pytest.mark.parametrize("how", ["flip", "missing"])
 def test_copy_goes_to_the_next_tier_where_the_fastest_has_a_damaged_copy(
     folders, call, tmp_path, how
 ):

@@ -34,12 +34,17 @@ def call(capsys, monkeypatch):
     return caller(capsys, monkeypatch)
 
 
-@pytest.fixture
-def folders(tmp_path):
-    """A run of which step 1 is in both tiers."""
-    made = Folders(tmp_path)
+@pytest.fixture(scope="module")
+def saved_folders(tmp_path_factory):
+    made = Folders(tmp_path_factory.mktemp("saved"))
     save(made, 1)
     return made
+
+
+@pytest.fixture
+def folders(saved_folders, tmp_path):
+    """A run of which step 1 is in both tiers."""
+    return saved_folders.copy_to(tmp_path)
 
 
 def opened(folders, **options):

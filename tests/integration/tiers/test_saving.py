@@ -189,8 +189,14 @@ def damage(backend, name, how):
         blobs[name] = replace(blobs[name], data=bytes(data))
 
 
-@pytest.mark.parametrize("how", ["flip", "cut", "missing"])
-@pytest.mark.parametrize("what", [".raw", ".enc", ".json.zst", "index", "commit"])
+@pytest.mark.parametrize(
+    ("what", "how"),
+    [
+        *((what, "flip") for what in (".raw", ".enc", ".json.zst", "index", "commit")),
+        *((what, "cut") for what in (".raw", "index")),
+        *((what, "missing") for what in (".raw", ".json.zst", "index", "commit")),
+    ],
+)
 def test_a_damaged_copy_is_made_good_by_the_other_tier(what, how, places, caplog):
     caplog.set_level("INFO", "penstock")
     rules = {"rules": [{"match": "optimizer/**", "codecs": ["zstd"]}]}
