@@ -112,7 +112,7 @@ def uninterrupted(tmp_path_factory):
     return train(config, STEPS, {"ROOT": str(folder)})
 
 
-QUICK = {"tiered over s3"}  # which touches most
+QUICK = {"tiered"}  # which has most threads, and needs no server
 
 
 @pytest.mark.parametrize(

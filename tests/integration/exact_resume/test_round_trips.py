@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from tests.effort import examples
 from tests.integration.support import memory, same
 
 from penstock import Checkpointer, RestoreMismatchError, UnsupportedStateError
@@ -298,7 +299,7 @@ def escaped(path):
 
 
 @given(state=states, data=st.data())
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_a_region_of_any_tensor_is_what_slicing_it_gives(state, data):
     store = memory()
     state = {**state, "tensor": data.draw(tensors.filter(lambda t: t.ndim))}
@@ -316,7 +317,7 @@ def test_a_region_of_any_tensor_is_what_slicing_it_gives(state, data):
 
 
 @given(state=states, writer=settings_of_a_save)
-@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(10), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_one_engine_reads_what_another_wrote(state, writer, tmp_path):
     root = tmp_path / uuid.uuid4().hex
     with Checkpointer(f"posix://{root}", **writer.options) as ckpt:

@@ -106,14 +106,18 @@ CASES = {str(case): case for case in (*SAVES, *READS, *DELETES)}
 
 
 def cases(kind, what):
-    """What can be had of it: a ring moves the bytes of blobs without calls of the C library."""
-    moves = {"pwritev", "preadv"}
-    return {
-        name: case
-        for name, case in CASES.items()
-        if case.does in what
-        and (kind == "posix" or case.call not in moves or case.part not in BLOBS)
-    }
+    """All for `posix`; for `uring`, which makes the same calls, one of each error number.
+
+    A ring moves the bytes of blobs without calls of the C library.
+    """
+    found = {name: case for name, case in CASES.items() if case.does in what}
+    if kind == "posix":
+        return found
+    once = {}
+    for name, case in found.items():
+        if case.call not in {"pwritev", "preadv"} or case.part not in BLOBS:
+            once.setdefault((case.does, case.number), name)
+    return {name: CASES[name] for name in once.values()}
 
 
 def make(number):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from tests.integration.faults.failing_calls import CASES, cases
-from tests.integration.support import run_python, uring_missing
+from tests.integration.support import run_python
 
 HERE = Path(__file__).parent
 HINTS = {
@@ -43,43 +43,26 @@ def library(tmp_path_factory):
     return built
 
 
-@pytest.fixture(scope="module")
-def outcomes(library, tmp_path_factory):
-    """What came of cases: one process does all of one kind and one test."""
-    known = {}
-
-    def of(kind, what):
-        if (kind, what) not in known:
-            folder = tmp_path_factory.mktemp(kind)
-            words = ["-m", "tests.integration.faults.failing_calls", kind, folder, *what]
-            done = run_python(*words, timeout=300, LD_PRELOAD=str(library))
-            assert done.returncode == 0, done.stderr
-            known[kind, what] = json.loads(done.stdout)
-            shutil.rmtree(folder)
-        return known[kind, what]
-
-    return of
-
-
 @pytest.fixture
-def outcome(request, outcomes):
-    """`(case, what came of it)`."""
-    kind, what, name = request.param
-    missing = uring_missing() if kind == "uring" else None
-    if missing:
-        pytest.skip(f"needs io_uring: {missing}")
-    seen = outcomes(kind, what)[name]
-    assert seen["hits"] == 1, "the call never came"
-    return CASES[name], seen
+def check_each(kind, library, tmp_path):
+    """Run all cases that do one of some things in one process, and look at what came of each."""
 
+    def check_each(check, *what):
+        words = ["-m", "tests.integration.faults.failing_calls", kind, tmp_path, *what]
+        done = run_python(*words, timeout=300, LD_PRELOAD=str(library))
+        assert done.returncode == 0, done.stderr
+        outcomes = json.loads(done.stdout)
+        assert [*outcomes] == [*cases(kind, what)]
+        for name, seen in outcomes.items():
+            try:
+                assert seen["hits"] == 1, "the call never came"
+                check(CASES[name], seen)
+                check_nothing_is_left(seen)
+            except AssertionError as error:
+                error.add_note(name)
+                raise
 
-def every(*what):
-    return pytest.mark.parametrize(
-        "outcome",
-        [(kind, what, name) for kind in ("posix", "uring") for name in cases(kind, what)],
-        ids=lambda which: f"{which[0]}-{which[2]}",
-        indirect=True,
-    )
+    return check_each
 
 
 def check_nothing_is_left(seen):
@@ -92,13 +75,10 @@ def check_nothing_is_left(seen):
     assert len(seen["data"]) == len(seen["at last"])  # whatever was left behind, prune took
 
 
-@every("save")
-def test_a_call_that_fails_costs_that_save_and_nothing_else(outcome):
-    case, seen = outcome
+def failed_save(case, seen):
     if case.late:  # the link was made, and that can be seen
         assert seen["error"] == []
         assert seen["steps"] == [1, 2]
-        check_nothing_is_left(seen)
         return
     (kinds, message), *causes = seen["error"]
     if "commits" in case.part:
@@ -114,12 +94,13 @@ def test_a_call_that_fails_costs_that_save_and_nothing_else(outcome):
         assert "cannot " in message
         assert "data/" in message
         assert causes[-1][0][0] == "OSError"
-    check_nothing_is_left(seen)
 
 
-@every("restore", "load", "verify")
-def test_a_call_that_fails_while_reading_is_an_outage_and_no_damage(outcome):
-    case, seen = outcome
+def test_a_call_that_fails_costs_that_save_and_nothing_else(check_each):
+    check_each(failed_save, "save")
+
+
+def failed_read(case, seen):
     chain = seen["error"]
     kinds = [kind for kinds, _ in chain for kind in kinds]
     assert "PenstockError" in chain[0][0]
@@ -131,12 +112,13 @@ def test_a_call_that_fails_while_reading_is_an_outage_and_no_damage(outcome):
     assert HINTS[case.number] in message
     assert case.part.strip("/") in message
     assert seen["steps"] == [1]
-    check_nothing_is_left(seen)
 
 
-@every("delete", "prune")
-def test_a_call_that_fails_while_deleting_leaves_what_is_named_whole(outcome):
-    case, seen = outcome
+def test_a_call_that_fails_while_reading_is_an_outage_and_no_damage(check_each):
+    check_each(failed_read, "restore", "load", "verify")
+
+
+def failed_deletion(case, seen):
     kinds, message = seen["error"][0]
     assert kinds[0] == "StorageError"
     assert case.number in message
@@ -144,4 +126,7 @@ def test_a_call_that_fails_while_deleting_leaves_what_is_named_whole(outcome):
     assert "cannot delete" in message
     kept = case.does == "prune" or (case.call, case.part) == ("unlinkat", "/commits/")
     assert seen["steps"] == ([1] if kept else [])
-    check_nothing_is_left(seen)
+
+
+def test_a_call_that_fails_while_deleting_leaves_what_is_named_whole(check_each):
+    check_each(failed_deletion, "delete", "prune")

@@ -137,7 +137,9 @@ def small_disk(tmp_path):
 
 
 @pytest.mark.parametrize("engine", ["posix", pytest.param("uring", marks=pytest.mark.uring)])
-@pytest.mark.parametrize("rules", [{}, ENCODED], ids=["raw", "encoded"])
+@pytest.mark.parametrize(
+    ("rules", "mode"), [({}, "async"), (ENCODED, "lazy")], ids=["raw", "encoded"]
+)
 def test_a_full_disk_costs_the_saves_that_do_not_fit_and_nothing_else(
     small_disk, engine, rules, mode, caplog
 ):
@@ -236,25 +238,27 @@ OPERATIONS = [
 FOREIGN = [ZeroDivisionError("in a plugin"), asyncio.CancelledError(), SystemExit(3)]
 
 
+# Each operation dies of one error here, and of the others in the slow run.
+@pytest.mark.parametrize("turn", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
 @pytest.mark.parametrize("budget", [{}, TINY_BUDGET], ids=["ample", "tiny"])
-@pytest.mark.parametrize("error", FOREIGN, ids=lambda e: type(e).__name__)
-@pytest.mark.parametrize("where", OPERATIONS)
-def test_a_writer_that_dies_of_anything_fails_its_save_only(store, where, error, budget, caplog):
-    operation, match = where.split()
+def test_a_writer_that_dies_of_anything_fails_its_save_only(store, budget, turn, caplog):
     with Checkpointer(store, **SMALL, **ENCODED, **budget) as ckpt:
         loop = Loop(ckpt)
         loop.save().result()
-        store.fail(operation, error, match=match)
-        handle = loop.save()
-        for _ in range(2):
-            with pytest.raises(SaveError, match=rf"step 2: {type(error).__name__}"):
-                handle.result(300)
-        ckpt.wait()
-        assert ckpt.steps() == [1]
-        assert_nothing_is_held(ckpt)
+        for number, where in enumerate(OPERATIONS, start=turn):
+            operation, match = where.split()
+            error = FOREIGN[number % len(FOREIGN)]
+            store.fail(operation, error, match=match)
+            handle = loop.save()
+            for _ in range(2):
+                with pytest.raises(SaveError, match=f"{loop.step}: {type(error).__name__}"):
+                    handle.result(300)
+            ckpt.wait()
+            assert ckpt.steps() == [1], where
+            assert_nothing_is_held(ckpt)
         loop.save().result()
-        loop.check(1, 3)
-        assert len(errors_logged(caplog)) == 1
+        loop.check(1, loop.step)
+        assert len(errors_logged(caplog)) == len(OPERATIONS)
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -710,7 +714,10 @@ def test_a_save_that_failed_holds_its_memory_until_the_store_lets_go_of_it(store
         assert_nothing_is_held(ckpt)
 
 
-@pytest.mark.parametrize("budget", [{}, TINY_BUDGET], ids=["ample", "tiny"])
+@pytest.mark.parametrize(
+    "budget",
+    [pytest.param({}, id="ample", marks=pytest.mark.slow), pytest.param(TINY_BUDGET, id="tiny")],
+)
 def test_fifty_saves_leave_no_threads_and_no_staging_behind(store, budget):
     before = len(penstock_threads())
     with Checkpointer(store, **SMALL, **ENCODED, **budget) as ckpt:

@@ -111,13 +111,17 @@ def test_a_call_that_hangs_costs_that_save_and_never_training(operation, gate, w
     given_up = given_up_as(operation)
     with ExitStack() as stack:
         stack.callback(gate.set)
-        wait, skip, refuse = stuck = [
+        # What a busy saver does with the next save does not depend on the call that hangs.
+        policies = ("wait", "skip", "raise") if operation == "write .raw" else ("wait",)
+        wait, *others = stuck = [
             Stuck(stack, on_busy, operation, gate=gate, late=late, waits=waits)
-            for on_busy in ("wait", "skip", "raise")
+            for on_busy in policies
         ]
-        assert skip.ckpt.save(make(3), 3).skipped
-        with pytest.raises(BusyError, match="step 2 is still under way"):
-            refuse.ckpt.save(make(3), 3)
+        if others:
+            skip, refuse = others
+            assert skip.ckpt.save(make(3), 3).skipped
+            with pytest.raises(BusyError, match="step 2 is still under way"):
+                refuse.ckpt.save(make(3), 3)
         for each in stuck:
             assert not each.handle.done()
             each.state["optimizer"].step()  # does not wait: all is captured
@@ -126,7 +130,7 @@ def test_a_call_that_hangs_costs_that_save_and_never_training(operation, gate, w
             wait.ckpt.save(make(3), 3)
         assert "the save of step 3 has started" in caught.value.__notes__[0]
         wait.ckpt.wait()
-        for each in (skip, refuse):
+        for each in others:
             with pytest.raises(given_up, match=r"memory://.*io_timeout_s=600"):
                 each.handle.result(300)
             each.ckpt.save(make(3), 3).result(300)
@@ -167,18 +171,19 @@ def test_a_read_that_hangs_ends_the_restore_and_touches_nothing_else(which, gate
         assert ckpt.verify(1).ok
 
 
+# Each call with the last thing that it asks a store for.
 ASKING = {
-    "save": (lambda c: c.save(make(2), 2), ["list"]),
-    "steps": (lambda c: c.steps(), ["list"]),
-    "latest": (lambda c: c.latest(), ["list"]),
-    "info": (lambda c: c.info(1), ["list", "read commits/"]),
-    "restore": (lambda c: c.restore(expected(5), 1), ["list", "read commits/", "read parts/"]),
-    "load": (lambda c: c.load(), ["list", "read commits/", "read parts/"]),
-    "open": (lambda c: c.open().read("raw"), ["list", "read commits/", "read index"]),
-    "verify": (lambda c: c.verify(1, deep=False), ["list", "read commits/", "stat"]),
-    "delete": (lambda c: c.delete(1), ["list", "read commits/"]),
-    "prune": (lambda c: c.prune(), ["list", "read commits/"]),
-    "rewind": (lambda c: c.rewind(1), ["list"]),
+    "save": (lambda c: c.save(make(2), 2), "list"),
+    "steps": (lambda c: c.steps(), "list"),
+    "latest": (lambda c: c.latest(), "list"),
+    "info": (lambda c: c.info(1), "read commits/"),
+    "restore": (lambda c: c.restore(expected(5), 1), "read parts/"),
+    "load": (lambda c: c.load(), "read parts/"),
+    "open": (lambda c: c.open().read("raw"), "read index"),
+    "verify": (lambda c: c.verify(1, deep=False), "stat"),
+    "delete": (lambda c: c.delete(1), "read commits/"),
+    "prune": (lambda c: c.prune(), "read commits/"),
+    "rewind": (lambda c: c.rewind(1), "list"),
 }
 
 
@@ -187,11 +192,8 @@ def time_flies(clock, fault):
     clock.ahead_s = lambda: 1e6 if fault.reached.is_set() else 0.0
 
 
-@pytest.mark.parametrize(
-    ("call", "operation"),
-    [(call, operation) for call, (_, operations) in ASKING.items() for operation in operations],
-)
-def test_what_hangs_in_the_foreground_ends_and_leaves_all_as_it_was(call, operation, gate, clock):
+@pytest.mark.parametrize(("ask", "operation"), ASKING.values(), ids=ASKING)
+def test_what_hangs_in_the_foreground_ends_and_leaves_all_as_it_was(ask, operation, gate, clock):
     store = FaultyBackend(memory())
     with Checkpointer(store, rules=OPTIONS["rules"]) as ckpt:
         ckpt.save(make(1), 1).result()
@@ -199,7 +201,7 @@ def test_what_hangs_in_the_foreground_ends_and_leaves_all_as_it_was(call, operat
         fault = store.block(name, gate, match=match)
         time_flies(clock, fault)
         with pytest.raises(StorageTimeoutError, match=r"memory://.*600 s \(io_timeout_s\).*stuck"):
-            ASKING[call][0](ckpt)
+            ask(ckpt)
         assert fault.reached.is_set()
         store.clear()  # while the one call still hangs
         assert ckpt.steps() == [1]

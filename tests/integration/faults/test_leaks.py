@@ -34,7 +34,7 @@ from penstock import (
 from penstock.core.storage.open import open_backend
 from penstock.core.testing.faults import FaultyBackend
 
-CYCLES = int(os.environ.get("PENSTOCK_LEAK_CYCLES", "24"))
+CYCLES = int(os.environ.get("PENSTOCK_LEAK_CYCLES", "16"))
 WARM_UP = 6
 STATE_BYTES = 1 << 20
 # Far less than a state for each cycle, and more than the allocator's moods.
@@ -109,13 +109,6 @@ def save_that_is_refused(bench, number):
         bench.ckpt.save({**bench.state, "lock": threading.Lock()}, bench.step + 1)
 
 
-def save_with_little_staging(bench, number):
-    with Checkpointer(bench.store, **OPTIONS, staging_bytes=0) as ckpt:
-        ckpt.save(bench.state, bench.next()).result()
-        ckpt.delete(bench.step)
-        assert ckpt._saver.staging.used_bytes == 0
-
-
 def overwrite(bench, number):
     bench.ckpt.save(bench.state, 1, overwrite=True).result()
 
@@ -160,10 +153,11 @@ def prune(bench, number):
 
 
 def a_checkpointer_of_its_own(bench, number):
-    """As an evaluation that polls a run."""
-    with Checkpointer(bench.url, **OPTIONS) as ckpt:
+    """As an evaluation that polls a run; with little staging."""
+    with Checkpointer(bench.url, **OPTIONS, staging_bytes=0) as ckpt:
         ckpt.save(bench.state, bench.next(), mode="async")
         ckpt.wait()
+        assert ckpt._saver.staging.used_bytes == 0
         assert same(ckpt.load(), bench.state)
         ckpt.delete(bench.step)
 
@@ -172,13 +166,12 @@ WAYS = [
     save,
     save_that_fails,
     save_that_is_refused,
-    save_with_little_staging,
-    overwrite,
+    pytest.param(overwrite, marks=pytest.mark.slow),  # a save and a deletion
     restore,
     restore_of_damage,
     restore_that_fails,
     open_and_read,
-    verify,
+    pytest.param(verify, marks=pytest.mark.slow),  # also in `restore_of_damage`
     prune,
     a_checkpointer_of_its_own,
 ]
