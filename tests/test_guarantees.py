@@ -19,6 +19,13 @@ def tree_of(path):
 
 
 @functools.cache
+def defined_in(path):
+    """Names of functions, of classes, and of state machines: `TestRun = Run.TestCase`."""
+    text = (ROOT / path).read_text()
+    return set(re.findall(r"^ *(?:def |class |(?=\w+ = ))(\w+)", text, re.MULTILINE))
+
+
+@functools.cache
 def found_in(scope, name):
     """The first definition of `name` anywhere within `scope`; None: there is none."""
     return next((node for node in ast.walk(scope) if getattr(node, "name", None) == name), None)
@@ -29,16 +36,8 @@ def test_every_test_that_is_named_exists(page):
     named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)(?:::(\w+))?`", (ROOT / page).read_text())
     assert len(named) > 20
     for path, *names in named:
-        scope: ast.AST = tree_of(path)
         for name in filter(None, names):
-            found = found_in(scope, name)
-            if found is None:  # state machines: `TestRun = Run.TestCase`
-                targets = [
-                    t for n in ast.walk(scope) if isinstance(n, ast.Assign) for t in n.targets
-                ]
-                assert name in {getattr(t, "id", None) for t in targets}, f"{path}::{name}"
-                break
-            scope = found
+            assert name in defined_in(path), f"{path}::{name}"
 
 
 def rows():

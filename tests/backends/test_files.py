@@ -169,6 +169,7 @@ def test_a_link_or_file_in_place_of_a_top_folder_is_an_error_and_no_empty_list(
         files.list(f"{top}/")
 
 
+@pytest.mark.parametrize("open_files", ["posix-off"], indirect=True)
 def test_sweep_leaves_folders_alone_that_are_nested_deeper_than_names_go(files, tmp_path):
     files.publish("data/u/index", b"x")
     folder = os.open(tmp_path / "root" / "data", os.O_RDONLY)

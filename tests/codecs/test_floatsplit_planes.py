@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 
@@ -51,11 +53,12 @@ def empty_planes(itemsize, *, apart=False):
     return [np.empty(ELEMENTS * w, np.uint8).view(f"<u{w}") for w in widths]
 
 
-@pytest.mark.parametrize("itemsize", [2, 4, 8])
-@pytest.mark.parametrize("kind", Halves)
-@pytest.mark.parametrize("predicted", [False, True])
-@pytest.mark.parametrize("apart", [False, True])
-def test_a_block_is_joined_to_what_it_was(splitter, itemsize, kind, predicted, apart):
+def test_a_block_is_joined_to_what_it_was(splitter):
+    for itemsize, kind, predicted, apart in product(WIDTHS, Halves, (False, True), (False, True)):
+        expect_joined(splitter, itemsize, kind, predicted=predicted, apart=apart)
+
+
+def expect_joined(splitter, itemsize, kind, *, predicted, apart):
     rng = np.random.default_rng(itemsize)
     grid = grid_of(rng, predicted=predicted)
     block = block_of(rng, itemsize, kind, grid)
@@ -73,11 +76,13 @@ def test_a_block_is_joined_to_what_it_was(splitter, itemsize, kind, predicted, a
     assert (joined == block).all()
 
 
-@pytest.mark.parametrize("itemsize", [2, 4, 8])
-@pytest.mark.parametrize("predicted", [False, True])
 @pytest.mark.parametrize("kind", [Halves.UNSIGNED, Halves.NEAR])
-@pytest.mark.parametrize("place", [0, ELEMENTS - 1])
-def test_one_element_that_does_not_fit_is_noticed(splitter, itemsize, predicted, kind, place):
+def test_one_element_that_does_not_fit_is_noticed(splitter, kind):
+    for itemsize, predicted, place in product(WIDTHS, (False, True), (0, ELEMENTS - 1)):
+        expect_noticed(splitter, kind, itemsize, place, predicted=predicted)
+
+
+def expect_noticed(splitter, kind, itemsize, place, *, predicted):
     rng = np.random.default_rng(0)
     grid = grid_of(rng, predicted=predicted)
     block = block_of(rng, itemsize, kind, grid)
@@ -94,14 +99,13 @@ def test_one_element_that_does_not_fit_is_noticed(splitter, itemsize, predicted,
     assert not splitter.split_block(block, empty_planes(itemsize), kind, grid, Scratch())
 
 
-@pytest.mark.parametrize("unused", [1, 2])
-@pytest.mark.parametrize("size", [0, 1, 31, 32, 63, 64, 65, 1000, 4096 + 7])
-def test_packed_bytes_come_back(unused, size):
-    plane = np.random.default_rng(size).integers(0, 256 >> unused, size).astype(np.uint8)
-    packed = np.empty(planes.packed_size(size, unused), np.uint8)
-    scratch = np.empty(size, np.uint8)
-    pack(plane, unused, packed, scratch)
-    assert size < 64 or len(packed) < size
-    back = np.empty_like(plane)
-    unpack(packed, unused, back, scratch)
-    assert (back == plane).all()
+def test_packed_bytes_come_back():
+    for unused, size in product((1, 2), (0, 1, 31, 32, 63, 64, 65, 1000, 4096 + 7)):
+        plane = np.random.default_rng(size).integers(0, 256 >> unused, size).astype(np.uint8)
+        packed = np.empty(planes.packed_size(size, unused), np.uint8)
+        scratch = np.empty(size, np.uint8)
+        pack(plane, unused, packed, scratch)
+        assert size < 64 or len(packed) < size
+        back = np.empty_like(plane)
+        unpack(packed, unused, back, scratch)
+        assert (back == plane).all()

@@ -20,8 +20,7 @@ import torch
 
 import penstock
 from penstock.backends.fsspec import FsspecBackend, FsspecConfig
-from penstock.core.testing.backends import BACKEND_CHECKS
-from penstock.core.testing.expectations import NotDeclaredError
+from penstock.core.testing.backends import check_backend
 
 # The clients themselves cause these warnings.
 pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
@@ -91,15 +90,11 @@ def cloud(request):
     return {"url": f"{scheme}://{CONTAINER}/{uuid.uuid4().hex}", "options": options}
 
 
-@pytest.mark.parametrize("check", BACKEND_CHECKS, ids=lambda c: c.__name__)
-def test_it_conforms(check, cloud):
-    def open_root(name):
-        return FsspecBackend(FsspecConfig(**{**cloud, "url": f"{cloud['url']}/{name}"}))
-
-    try:
-        check(open_root)
-    except NotDeclaredError as left_out:
-        pytest.skip(str(left_out))
+@pytest.mark.slow
+def test_it_conforms(cloud):
+    check_backend(
+        lambda name: FsspecBackend(FsspecConfig(**{**cloud, "url": f"{cloud['url']}/{name}"}))
+    )
 
 
 def test_a_run_lives_there(cloud):

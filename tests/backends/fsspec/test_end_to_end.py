@@ -44,8 +44,7 @@ def config(folder, proxy):
     }
 
 
-@pytest.mark.parametrize("mode", ["blocking", "async"])
-@pytest.mark.parametrize("codecs", [[], ["zstd"]])
+@pytest.mark.parametrize(("mode", "codecs"), [("blocking", []), ("async", ["zstd"])])
 def test_round_trip(config, mode, codecs):
     saved = state(1)
     rules = [{"match": "**", "codecs": codecs}] if codecs else []

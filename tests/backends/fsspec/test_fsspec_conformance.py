@@ -6,29 +6,35 @@ import uuid
 import pytest
 
 from penstock.backends.fsspec import FsspecBackend, FsspecConfig
-from penstock.core.testing.backends import BACKEND_CHECKS
+from penstock.core.testing.backends import BACKEND_CHECKS, check_backend
+from penstock.core.testing.backends.access import an_abort_leaves_a_later_blob_of_its_name_alone
 from penstock.core.testing.expectations import NotDeclaredError
 
 PART = 5 << 20
 
 
-def checks(test):
-    return pytest.mark.parametrize("check", BACKEND_CHECKS, ids=lambda c: c.__name__)(test)
-
-
-@checks
-def test_memory_file_system_conforms(check):
+@pytest.mark.slow
+def test_memory_file_system_conforms():
     root = uuid.uuid4().hex
-    check(lambda name: FsspecBackend(FsspecConfig(url=f"memory://{root}/{name}")))
+    check_backend(lambda name: FsspecBackend(FsspecConfig(url=f"memory://{root}/{name}")))
 
 
-@checks
-def test_local_file_system_conforms(check, tmp_path):
-    check(lambda name: FsspecBackend(FsspecConfig(url=f"file://{tmp_path}/{name}")))
+@pytest.fixture
+def open_local(tmp_path):
+    return lambda name: FsspecBackend(FsspecConfig(url=f"file://{tmp_path}/{name}"))
+
+
+@pytest.mark.slow
+def test_local_file_system_conforms(open_local):
+    check_backend(open_local)
+
+
+def test_abort_on_a_local_file_system_leaves_a_later_blob_alone(open_local):
+    an_abort_leaves_a_later_blob_of_its_name_alone(open_local)
 
 
 @pytest.mark.s3
-@checks
+@pytest.mark.parametrize("check", BACKEND_CHECKS, ids=lambda c: c.__name__)
 def test_s3_conforms(check, s3_url, folder):
     options = {"endpoint_url": s3_url}
     check(lambda name: FsspecBackend(FsspecConfig(url=f"s3://{folder}/{name}", options=options)))
@@ -36,9 +42,8 @@ def test_s3_conforms(check, s3_url, folder):
 
 @pytest.mark.slow
 @pytest.mark.s3
-@checks
-def test_s3_conforms_through_failures(check, proxy, folder):
-    chance = random.Random(check.__name__)
+def test_s3_conforms_through_failures(proxy, folder):
+    chance = random.Random(0)
     taken = proxy.take
 
     def take(method, path):
@@ -47,7 +52,7 @@ def test_s3_conforms_through_failures(check, proxy, folder):
         return chance.choice(kinds) if chance.random() < 0.1 else taken(method, path)
 
     proxy.take = take
-    check(
+    check_backend(
         lambda name: FsspecBackend(
             FsspecConfig(
                 url=f"s3://{folder}/{name}",
@@ -60,7 +65,7 @@ def test_s3_conforms_through_failures(check, proxy, folder):
     )
 
 
-def test_what_is_not_declared_is_left_out_on_file_systems_only(tmp_path, opened):
+def test_what_is_not_declared_is_left_out_on_file_systems_only(open_local, tmp_path, opened):
     backend = opened(f"file://{tmp_path}/x")
     assert backend.capabilities.ordered
     assert not backend.capabilities.exclusive_publish
@@ -68,6 +73,6 @@ def test_what_is_not_declared_is_left_out_on_file_systems_only(tmp_path, opened)
     for check in BACKEND_CHECKS:
         if check.__name__ in ("batches_from_threads_read_back", "of_publishers_in_a_race_exactly"):
             with pytest.raises(NotDeclaredError):
-                check(lambda name: FsspecBackend(FsspecConfig(url=f"file://{tmp_path}/{name}")))
+                check(open_local)
             left_out.append(check.__name__)
     assert left_out == ["batches_from_threads_read_back"]

@@ -24,7 +24,7 @@ from penstock.core.errors import (
 )
 from penstock.core.plugins.registry import default_registry
 from penstock.core.storage.open import open_backend
-from penstock.core.testing.backends import BACKEND_CHECKS
+from penstock.core.testing.backends import check_backend
 from penstock.core.testing.expectations import at_phase
 from penstock.core.types import ReadRequest, WriteRequest
 
@@ -50,10 +50,10 @@ def put(backend, name=BLOB, data=b"penstock", size_hint=None):
 # -- conformance ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["posix", pytest.param("uring", marks=pytest.mark.uring)])
-@pytest.mark.parametrize("check", BACKEND_CHECKS, ids=lambda check: check.__name__)
-def test_on_another_file_system_it_conforms(check, engine, tmp_path):
-    check(
+def test_on_another_file_system_it_conforms(engine, tmp_path):
+    check_backend(
         lambda root: LustreBackend(
             LustreConfig(path=str(tmp_path / root), not_lustre="warn", engine=engine)
         )
@@ -61,11 +61,10 @@ def test_on_another_file_system_it_conforms(check, engine, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("check", BACKEND_CHECKS, ids=lambda check: check.__name__)
-def test_with_layouts_set_it_conforms(check, open_lustre, lfs):
+def test_with_layouts_set_it_conforms(open_lustre, lfs):
     # Records too are placed, and blobs striped over named OSTs: every path that differs.
     lfs.set(default_count=-1)
-    check(lambda root: open_lustre(root, writers=2, shows_layouts=False, records="dom"))
+    check_backend(lambda root: open_lustre(root, writers=2, shows_layouts=False, records="dom"))
 
 
 # -- whether this is Lustre -----------------------------------------------------------------------
@@ -352,9 +351,10 @@ class Recording(LustreBackend):
         return os.pwritev(fd, views, offset)
 
 
-@pytest.mark.parametrize("direct_io", ["auto", "off"])
-@pytest.mark.parametrize("stripe", [4 * MIB, 16 * MIB])
-@pytest.mark.parametrize("start", [0, 4096, 5 * MIB + 64])
+@pytest.mark.parametrize(
+    ("direct_io", "stripe", "start"),
+    [("auto", 4 * MIB, 4096), ("auto", 16 * MIB, 5 * MIB + 64), ("off", 4 * MIB, 5 * MIB + 64)],
+)
 def test_no_request_concerns_two_osts(open_lustre, direct_io, stripe, start):
     backend = open_lustre(cls=Recording, direct_io=direct_io, stripe_bytes=stripe)
     data = at_phase(os.urandom(40 * MIB), start % 4096)

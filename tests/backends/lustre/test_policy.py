@@ -193,7 +193,7 @@ def test_nodes_do_not_meet_on_all_their_osts_round_after_round(round_, node, oth
     assert len(osts(node) & osts(12 * round_ + other)) <= 4
 
 
-@given(st.integers(1, 200), st.integers(1, 6))
+@given(st.integers(1, 60), st.integers(1, 4))
 def test_every_round_of_writers_meets_every_ost_once(count, rounds):
     spread, stripes = blobs_per_ost(count * rounds, count)
     if count * rounds > 1:

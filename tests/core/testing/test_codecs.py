@@ -79,7 +79,7 @@ def _xor(one, other):
     return (int.from_bytes(one, "big") ^ int.from_bytes(other, "big")).to_bytes(size, "big")
 
 
-@pytest.mark.parametrize("good", [Good, GoodWithBase])
+@pytest.mark.parametrize("good", [Good, pytest.param(GoodWithBase, marks=pytest.mark.slow)])
 def test_the_good_ones_pass(good):
     checks.check_codec(good(GoodConfig()))
 
@@ -770,7 +770,15 @@ def test_a_class_in_a_function_is_not_tried_in_another_process():
 # -- the proofs ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        # Another process costs a second.
+        pytest.param(cls, marks=[pytest.mark.slow] if cls is KnowsOnlyWhatItEncoded else [])
+        for cls in MUTANTS
+    ],
+    ids=lambda cls: cls.__name__,
+)
 def test_suite_catches(mutant):
     codec = mutant(mutant.Config())
     # Whatever it raises: what is found is said in a sentence.
@@ -792,10 +800,12 @@ def test_a_codec_that_says_nothing_of_its_version_is_told_what_to_write():
         checks.check_declarations(InheritsItsVersion(GoodConfig()))
 
 
+@pytest.mark.slow
 def test_lossy_codec_that_says_so_passes():
     checks.check_codec(Coarse(GoodConfig()))
 
 
+@pytest.mark.slow
 def test_codec_that_takes_one_dtype_and_declines_the_rest_passes():
     checks.check_codec(OnlyFloat32(GoodConfig()))
 

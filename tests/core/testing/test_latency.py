@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.backends.memory import MemoryBackend, MemoryConfig
-from penstock.core.testing.backends import BACKEND_CHECKS
+from penstock.core.testing.backends import check_backend
 from penstock.core.testing.latency import LatencyBackend
 from penstock.core.testing.wrapper import OPERATIONS
 
@@ -26,13 +26,13 @@ def play(backend):
         backend.list("")
 
 
-@pytest.mark.parametrize("check", BACKEND_CHECKS, ids=lambda check: check.__name__)
-def test_it_conforms(check, tmp_path):
+@pytest.mark.slow
+def test_it_conforms(tmp_path):
     def open_root(root):
         memory = MemoryBackend(MemoryConfig(name=f"{tmp_path}{root}"))
         return LatencyBackend(memory, jitter_s=1e-6)
 
-    check(open_root)
+    check_backend(open_root)
 
 
 def test_jitter_is_the_same_for_the_same_seed(slept):

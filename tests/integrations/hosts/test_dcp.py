@@ -4,6 +4,7 @@ import pytest
 from tests.integrations.hosts.harness import check_exact_resume, program_of
 
 
+@pytest.mark.slow  # `make test-hosts` runs it
 @pytest.mark.process
 @pytest.mark.multirank
 def test_the_program_of_the_page_resumes_exactly(tmp_path):

@@ -399,7 +399,6 @@ def test_proxy_of_the_environment_gets_all_requests(opened, folder, proxy, monke
 @pytest.mark.parametrize(
     "environment",
     [
-        {"NO_PROXY": "127.0.0.1"},
         {"no_proxy": "127.0.0.1"},
         {"NO_PROXY": "other.example"},
         {"no_proxy": "*"},

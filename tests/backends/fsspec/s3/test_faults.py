@@ -29,9 +29,12 @@ def written(backend, name="b.raw", size=SIZE):
     return data
 
 
-@pytest.mark.parametrize("kind", ["500", "503", "reset", "lost", "lost-500"])
 @pytest.mark.parametrize(
-    ("method", "part"), [("PUT", "partNumber=2"), ("POST", "uploads"), ("POST", "uploadId=")]
+    ("method", "part", "kind"),
+    [
+        *(("PUT", "partNumber=2", kind) for kind in ("500", "503", "reset", "lost", "lost-500")),
+        *(("POST", part, kind) for part in ("uploads", "uploadId=") for kind in ("lost", "500")),
+    ],
 )
 def test_upload_outlives_one_failure_of_each_request(shaky, proxy, kind, method, part):
     fault = proxy.fail(kind, method=method, part=part)
@@ -80,7 +83,13 @@ def test_repeated_part_keeps_its_number(shaky, proxy):
     assert sent == [2, 1, 1, 0]
 
 
-@pytest.mark.parametrize("kind", ["500", "503", "reset", "lost", "cut", "short", "stall"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("500", "cut", "short", "stall"),
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("503", "reset", "lost")),
+    ],
+)
 def test_read_outlives_one_failure(behind_proxy, proxy, kind):
     backend = behind_proxy(timeout_s=4 if kind == "stall" else 60)
     data = written(backend)

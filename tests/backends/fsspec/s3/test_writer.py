@@ -331,7 +331,7 @@ def test_sweep_ends_old_uploads_and_spares_young_ones(store, look, folder):
 
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("short", [0, 1, PAGE_BYTES - 1, PAGE_BYTES])
-@pytest.mark.parametrize("step", [PART, 1 << 20])
+@pytest.mark.parametrize("step", [1 << 20, pytest.param(PART, marks=pytest.mark.slow)])
 def test_a_blob_may_end_anywhere_in_the_last_page_of_a_part(store, parts, short, step):
     length = parts * PART - short
     data = pattern(length)
