@@ -212,7 +212,7 @@ def test_each_chunk_is_read_once_and_kept_no_longer_than_it_is_needed(tmp_path):
             reader.read(start, memoryview(found)[start : start + 20])
             assert len(reader.held) <= 1
     assert found == whole
-    assert [path for path in opened if path.endswith(".pt")] == [str(b.file) for b in blobs]
+    assert [path for path in opened if path.endswith(".pt")] == [str(b.source.path) for b in blobs]
     assert not reader.held
 
 
