@@ -20,7 +20,7 @@ QUICK = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("most_cuts", [2, pytest.param(6, marks=pytest.mark.slow)])  # at one point
+@pytest.mark.parametrize("most_cuts", [4, pytest.param(6, marks=pytest.mark.slow)])  # at one point
 @each_scenario(*QUICK)
 def test_a_power_cut_during_any_effect_leaves_old_or_new(scenario, most_cuts):
     prepared = scenario.prepared()
