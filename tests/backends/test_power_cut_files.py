@@ -7,6 +7,7 @@ import random
 import shutil
 import time
 from contextlib import closing
+from functools import partial
 
 import pytest
 from tests.backends.conftest import open_backend
@@ -26,7 +27,6 @@ from penstock.core.testing.expectations import pattern
 from penstock.core.types import WriteRequest
 
 ROOT = "runs/gpt"  # neither is there before
-SEEDS = 2
 LIMIT = 1 << 20
 ANY = "anything"  # of a blob that is not sealed: any bytes, or nothing
 
@@ -38,9 +38,9 @@ def base(tmp_path):
     return base
 
 
-def losses(number):
+def losses(number, *, seeds=0):
     """Ways in which a cut at moment `number` may end."""
-    chances = [Loss(chance=random.Random(f"{number} {seed}")) for seed in range(SEEDS)]
+    chances = [Loss(chance=random.Random(f"{number} {seed}")) for seed in range(seeds)]
     return [ALL_LOST, ALL_KEPT, NAMES_KEPT, DATA_KEPT, *chances]
 
 
@@ -125,11 +125,12 @@ def check(may_hold, root):
     [
         ("posix-off", "missing"),
         ("posix-off", "made by another"),
-        ("posix-auto", "missing"),
+        pytest.param("posix-auto", "missing", marks=pytest.mark.slow),
         ("uring-auto", "missing"),
     ],
 )
-def test_what_has_returned_survives_a_cut_at_any_effect(kind, root_is, base, tmp_path):
+@pytest.mark.parametrize("seeds", [0, pytest.param(4, marks=pytest.mark.slow)])
+def test_what_has_returned_survives_a_cut_at_any_effect(kind, root_is, seeds, base, tmp_path):
     if root_is != "missing":
         (base / ROOT).parent.mkdir()
     watched = Watched(base)
@@ -140,7 +141,7 @@ def test_what_has_returned_survives_a_cut_at_any_effect(kind, root_is, base, tmp
             (base / ROOT).mkdir()  # by somebody who syncs nothing
         do_everything(Ledger(backend, watched))
     checked = 0
-    for moment, root in each_survivor(watched.moments, tmp_path):
+    for moment, root in each_survivor(watched.moments, tmp_path, partial(losses, seeds=seeds)):
         try:
             check(moment.promised, root)
         except AssertionError as error:
@@ -171,11 +172,12 @@ def use_a_run(kind, base):
     return watched.moments
 
 
+@pytest.mark.parametrize(("stride", "seeds"), [(5, 0), pytest.param(1, 4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["posix", "uring"])
-def test_a_run_in_files_survives_a_cut_at_any_effect(kind, base, tmp_path):
-    moments = use_a_run(kind, base)
+def test_a_run_in_files_survives_a_cut_at_any_effect(kind, stride, seeds, base, tmp_path):
+    moments = use_a_run(kind, base)[::stride]
     checked = 0
-    for moment, root in each_survivor(moments, tmp_path):
+    for moment, root in each_survivor(moments, tmp_path, partial(losses, seeds=seeds)):
         with closing(open_backend("posix-off", root)) as left, opened(left) as ckpt:
             found = contents(ckpt)
             assert found in moment.promised, f"cut before {moment.before}"
@@ -183,7 +185,8 @@ def test_a_run_in_files_survives_a_cut_at_any_effect(kind, base, tmp_path):
     print(f"{kind}: {checked} different outcomes of cuts at {len(moments)} moments")
 
 
-def test_files_that_a_crash_leaves_go_with_a_later_prune(base, tmp_path):
+@pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.slow)])
+def test_files_that_a_crash_leaves_go_with_a_later_prune(stride, base, tmp_path):
     watched = Watched(base)
     with (
         watched.watching(),
@@ -192,7 +195,8 @@ def test_files_that_a_crash_leaves_go_with_a_later_prune(base, tmp_path):
     ):
         save(ckpt, 1, 1, mode="blocking")
     stays = {}
-    for moment, root in each_survivor(watched.moments, tmp_path, losses=lambda _: [ALL_KEPT]):
+    moments = watched.moments[::stride]
+    for moment, root in each_survivor(moments, tmp_path, losses=lambda _: [ALL_KEPT]):
         old_s = time.time() - 2 * DAY_S
         for path in root.rglob("*"):
             os.utime(path, (old_s, old_s))

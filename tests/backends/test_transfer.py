@@ -2,8 +2,9 @@
 
 import random
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.effort import examples
 
 from penstock.backends.local.batch import TransferBatch
 from penstock.backends.local.kernel import address
@@ -22,6 +23,7 @@ from penstock.backends.local.transfer import (
 from penstock.core.testing.expectations import at_phase
 from penstock.core.types import PAGE_BYTES, align_down, align_up
 
+few = settings(max_examples=examples(15))  # with megabytes each
 DIRECT = OpenBlob("blob", -1, direct=True)
 PLAIN = OpenBlob("blob", -1, direct=False)
 
@@ -55,6 +57,7 @@ def expected_file(requests):
     return content
 
 
+@few
 @given(plans())
 def test_direct_writes_cover_whole_pages_with_the_right_bytes(requests):
     content = expected_file(requests)
@@ -76,6 +79,7 @@ def test_direct_writes_cover_whole_pages_with_the_right_bytes(requests):
     assert got.rstrip(b"\0") == content.rstrip(b"\0")
 
 
+@few
 @given(plans())
 def test_buffered_writes_move_exactly_the_requests(requests):
     got = bytearray(len(expected_file(requests)))
@@ -100,6 +104,7 @@ def copied(transfers):
     )
 
 
+@few
 @given(st.integers(0, 4095), st.integers(100_000, 40_000_000), st.integers(0, 3))
 def test_only_edges_are_copied_where_memory_and_file_have_one_phase(phase, length, page):
     memory = memoryview(bytearray(length + 2 * PAGE_BYTES))
@@ -132,6 +137,7 @@ def test_neighbouring_small_requests_share_one_call():
     assert len(cut_writes(TransferBatch("write", "/"), DIRECT, requests)) == 1
 
 
+@few
 @given(plans(), st.data())
 def test_short_results_are_resumed_where_they_stopped(requests, data):
     content = expected_file(requests)
@@ -151,6 +157,7 @@ def test_short_results_are_resumed_where_they_stopped(requests, data):
         assert got.rstrip(b"\0") == content.rstrip(b"\0")
 
 
+@few
 @given(plans())
 def test_reads_fill_the_targets_and_may_end_with_the_file(requests):
     content = expected_file(requests)

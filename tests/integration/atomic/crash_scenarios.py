@@ -322,22 +322,18 @@ SCENARIOS = [
 ]
 
 
-# Saves in each mode and of each kind, but not each kind in each mode, are quick.
-SLOW = {
-    f"save {words}"
-    for words in (
-        "blocking encoded", "blocking both", "async raw", "async both", "lazy raw", "lazy encoded",
+def each_scenario(*quick):
+    """Parametrize a test by all scenarios; those that are not in `quick` are slow."""
+    assert {*quick} <= {s.name for s in SCENARIOS}
+    return pytest.mark.parametrize(
+        "scenario",
+        [
+            pytest.param(
+                s, id=s.name.replace(" ", "-"), marks=() if s.name in quick else pytest.mark.slow
+            )
+            for s in SCENARIOS
+        ],
     )
-}  # fmt: skip
-each_scenario = pytest.mark.parametrize(
-    "scenario",
-    [
-        pytest.param(
-            s, id=s.name.replace(" ", "-"), marks=[pytest.mark.slow] if s.name in SLOW else []
-        )
-        for s in SCENARIOS
-    ],
-)
 
 
 # -- what must hold --------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from tests.integration.atomic.crash_scenarios import (
     DAY_S,
     check_run,
@@ -14,14 +15,25 @@ from tests.integration.atomic.crash_scenarios import (
 from penstock.core.testing.faults import EFFECTS, CrashAt
 from penstock.core.testing.powercut import Disk, PowerCut
 
+# Of each kind of call one; `test_power_cut` has others in the quick run.
+QUICK = [
+    "save blocking raw", "save lazy both", "first save", "overwrite again", "delete",
+    "rewind two generations", "save that fails to seal", "overwrite of a chain", "end of a chain",
+]  # fmt: skip
 
-@each_scenario
-def test_a_crash_before_any_effect_leaves_old_or_new(scenario):
+
+@pytest.mark.parametrize(
+    "operations",
+    [("publish", "delete"), pytest.param(EFFECTS, marks=pytest.mark.slow)],
+    ids=["records", "all"],
+)
+@each_scenario(*QUICK)
+def test_a_crash_before_any_effect_leaves_old_or_new(scenario, operations):
     prepared = scenario.prepared()
     found, points = [], 0
     while True:
         disk = prepared.copy()
-        dying = CrashAt(PowerCut(disk), points + 1, operations=EFFECTS)
+        dying = CrashAt(PowerCut(disk), points + 1, operations=operations)
         promised = scenario.run(dying)
         found.append(check_run(disk, scenario.ends[promised if dying.crashed else -1 :]))
         if not dying.crashed:

@@ -108,7 +108,10 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("how", ["retention", "overwrite", "shared"])
+@pytest.mark.parametrize(
+    "how",
+    ["shared", *(pytest.param(h, marks=pytest.mark.slow) for h in ("retention", "overwrite"))],
+)
 def test_a_saver_killed_at_any_call_of_the_store_leaves_the_old_or_the_new(
     how, kind, killer, tmp_path
 ):
@@ -139,11 +142,19 @@ def test_what_exists_is_decided_by_the_publish_of_the_commit_record(
             assert (watch.olds - olds, watch.news - news) == ((0, 1) if committed else (1, 0))
 
 
-@pytest.mark.parametrize("how", ["retention", "overwrite", "shared overwrite"])
-def test_a_saver_killed_at_a_random_moment_leaves_the_old_or_the_new(how, kind, killer, tmp_path):
+@pytest.mark.parametrize(
+    ("how", "times"),
+    [
+        ("overwrite", 3),
+        *(pytest.param(h, 6, marks=pytest.mark.slow) for h in ("retention", "shared overwrite")),
+    ],
+)
+def test_a_saver_killed_at_a_random_moment_leaves_the_old_or_the_new(
+    how, times, kind, killer, tmp_path
+):
     watch = Watch(tmp_path / "root", kind, **RUNS[how])
     chance = random.Random(f"{kind} {how}")
-    for _ in range(6):
+    for _ in range(times):
         watch.kill(killer, commits=chance.randrange(3), delay_s=chance.random() * 0.02)
     watch.save_on()
 
@@ -163,6 +174,7 @@ def test_the_check_itself_finds_a_torn_checkpoint(tmp_path):
         watch.check(9)
 
 
+@pytest.mark.slow
 def test_savers_a_pruner_a_deleter_and_a_reader_killed_at_random_leave_a_whole_run(tmp_path):
     """For some seconds; `tools/kill_savers.py` by itself goes on for longer."""
     tool = Path(__file__).parents[3] / "tools" / "kill_savers.py"
@@ -190,7 +202,7 @@ def test_operations_crossed_at_random_and_killed_leave_what_a_dict_says(kind, tm
     assert " kills\n" in done.stdout
 
 
-@pytest.mark.process
+@pytest.mark.slow
 @pytest.mark.multirank
 def test_ranks_killed_stopped_and_woken_at_random_leave_a_whole_run_and_nobody_waits(tmp_path):
     """Two jobs of two to four ranks on one root; `tools/kill_savers.py --ranks` goes on longer."""

@@ -319,13 +319,19 @@ class Runs(RuleBasedStateMachine):
             self.close()
 
 
-def test_a_run_holds_what_a_dict_says_whatever_dies():
+def explore(count, steps, **options):
     run_state_machine_as_test(
         Runs,
         settings=settings(
-            derandomize=False,
-            deadline=None,
-            max_examples=examples(20),
-            stateful_step_count=20,
+            deadline=None, max_examples=examples(count), stateful_step_count=steps, **options
         ),
     )
+
+
+def test_a_run_holds_what_a_dict_says_whatever_dies():
+    explore(5, 15, derandomize=True)
+
+
+@pytest.mark.slow
+def test_a_run_holds_what_a_dict_says_for_longer():
+    explore(40, 20, derandomize=False)

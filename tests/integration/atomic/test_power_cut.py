@@ -13,8 +13,15 @@ from penstock.core.testing.powercut import PowerCut
 JITTER = {"write": 0.002, "seal": 0.002}
 
 
-@pytest.mark.parametrize("most_cuts", [2, pytest.param(6, marks=pytest.mark.slow)])  # at one point
-@each_scenario
+# Of each kind of call one; `test_crash` has others in the quick run.
+QUICK = [
+    "save async encoded", "overwrite the latest", "retention", "delete two generations", "rewind",
+    "delete of a chain", "prune",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("most_cuts", [4, pytest.param(6, marks=pytest.mark.slow)])  # at one point
+@each_scenario(*QUICK)
 def test_a_power_cut_during_any_effect_leaves_old_or_new(scenario, most_cuts):
     prepared = scenario.prepared()
     found, points, cuts = [], 0, 0

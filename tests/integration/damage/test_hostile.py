@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import os
 import re
@@ -54,13 +55,18 @@ def listing(folder):
     }  # fmt: skip
 
 
-@pytest.fixture
-def root(tmp_path):
-    root = tmp_path / "root"
-    with Checkpointer(f"posix://{root}?direct_io=off", **TINY) as ckpt:
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    root = tmp_path_factory.mktemp("saved") / "root"
+    with opened(root) as ckpt:
         ckpt.save(make_state(1), 1, mode="blocking")
         ckpt.save(make_state(2), 2, mode="blocking")
     return root
+
+
+@pytest.fixture
+def root(saved, tmp_path):
+    return shutil.copytree(saved, tmp_path / "root")
 
 
 def opened(root):
@@ -99,8 +105,16 @@ def test_a_name_that_leads_elsewhere_is_refused_by_every_operation(name, root):
     assert listing(root) == before
 
 
-@pytest.mark.parametrize("field", ["index", "part", "blob", "borrowed", "uid"])
-@pytest.mark.parametrize("name", ["../../outside/secret", "/etc/passwd", "\0", "a" * 70_000])
+ELSEWHERE = ["../../outside/secret", "/etc/passwd", "\0", "a" * 70_000]
+
+
+@pytest.mark.parametrize(
+    ("field", "name"),
+    [
+        *(("blob", name) for name in ELSEWHERE),
+        *((field, ELSEWHERE[0]) for field in ("index", "part", "borrowed", "uid")),
+    ],
+)
 @pytest.mark.usefixtures("untouched")
 def test_a_record_that_names_something_elsewhere_is_refused(name, field, root):
     files = {n: (root / n).read_bytes() for n in files_of(root)}
@@ -150,8 +164,14 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("what", PLANTED)
-@pytest.mark.parametrize("to", ["a copy", "a secret", "itself", "/dev/zero"])
+def each_link():
+    """All links to a copy, which could be read; others only from a folder, a record and a blob."""
+    for what, to in itertools.product(PLANTED, ["a copy", "a secret", "itself", "/dev/zero"]):
+        quick = to == "a copy" or what in {"blobs", "record", "raw"}
+        yield pytest.param(what, to, marks=() if quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("what", "to"), [*each_link()])
 def test_a_planted_link_is_not_followed(what, to, root, outside):
     place = root / PLANTED[what](uid_of(root, 2))
     copy = outside / "copy"
@@ -246,7 +266,10 @@ def swapping(one, other):
         raise failed[0]
 
 
-@pytest.mark.parametrize("what", ["commits", "attempt", "blobs", "raw"])
+@pytest.mark.parametrize(
+    "what",
+    ["attempt", *(pytest.param(w, marks=pytest.mark.slow) for w in ("commits", "blobs", "raw"))],
+)
 def test_a_folder_swapped_for_a_link_while_it_is_read_leads_nowhere(what, root, outside):
     """The link leads to a copy in which every value is another: reading it would be seen."""
     place = root / PLANTED[what](uid_of(root, 2))
@@ -286,7 +309,7 @@ def test_a_folder_swapped_for_a_link_while_it_is_read_leads_nowhere(what, root, 
         assert same(ckpt.load(2), expected)
 
 
-@pytest.mark.parametrize("what", ["commits", "data"])
+@pytest.mark.parametrize("what", ["data", pytest.param("commits", marks=pytest.mark.slow)])
 def test_a_folder_swapped_for_a_link_while_it_is_written_leads_nowhere(what, root, outside):
     link = root / "link"
     link.symlink_to(outside)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import suppress
-from itertools import pairwise
 
 import pytest
 import torch
@@ -29,14 +29,21 @@ def state(step):
     return {"model": first, "plain": torch.arange(1000.0) + step}
 
 
-@pytest.fixture
-def store():
-    """Steps 0 to 2, each but the first encoded against the one before."""
+@pytest.fixture(scope="module")
+def saved():
+    """Files of steps 0 to 2, each but the first encoded against the one before."""
     store = memory()
     with Checkpointer(store, rules=RULES, **OPTIONS) as ckpt:
         for step in STEPS:
             ckpt.save(state(step), step, mode="blocking")
         assert [len(ckpt._catalog.record(step).references) for step in STEPS] == [0, 1, 2]
+    return files_of(store)
+
+
+@pytest.fixture
+def store(saved):
+    store = memory()
+    put(store, saved)
     return store
 
 
@@ -80,9 +87,20 @@ def swap(files, name, other, _at):
     files[name], files[other] = files[other], files[name]
 
 
-@pytest.mark.parametrize("damage", [flip, cut, remove, swap], ids=lambda d: d.__name__)
-@pytest.mark.parametrize("kind", ["record", "index", "part", "encoded", "raw"])
-@pytest.mark.parametrize("step", STEPS)
+def each_damage():
+    """All kinds and damages of the middle step; those of the ends are slow, but for one each."""
+    kinds_and_damages = itertools.product(
+        ["record", "index", "part", "encoded", "raw"], [flip, cut, remove, swap]
+    )
+    for step, (kind, damage) in itertools.product(STEPS, kinds_and_damages):
+        quick = step == 1 or (kind, damage) == ("encoded", flip)
+        yield pytest.param(
+            step, kind, damage, id=f"{step}-{kind}-{damage.__name__}",
+            marks=() if quick else pytest.mark.slow,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(("step", "kind", "damage"), [*each_damage()])
 def test_damage_of_any_file_of_any_link_is_found_by_all_that_need_it(step, kind, damage, store):
     with Checkpointer(store, **OPTIONS) as ckpt:
         name = kinds(ckpt, step)[kind]
@@ -247,7 +265,7 @@ def test_a_chain_longer_than_any_may_be_is_refused():
         def change(column, frames):
             same_length = [n for n in encoded(frames) if frames["raw_length"][n] == 8192][:links]
             column = [None] * len(column)
-            for before, number in pairwise(same_length):
+            for before, number in itertools.pairwise(same_length):
                 column[number] = before
             return column
 

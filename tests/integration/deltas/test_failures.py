@@ -79,8 +79,11 @@ def fail_one_call(operation, nth, error, *, late, mode, memory_bytes):
         ("stat", 0), ("read", None), ("read", 0),
     ],
 )  # fmt: skip
-def test_a_save_of_a_chain_that_fails_at_any_call_costs_that_save_alone(operation, memory_bytes):
-    for nth in itertools.count(1):
+@pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_save_of_a_chain_that_fails_at_any_call_costs_that_save_alone(
+    operation, memory_bytes, stride
+):
+    for nth in itertools.count(1, stride):
         odd, memory = nth % 2 == 1, {"memory_bytes": memory_bytes}
         foreign = FOREIGN[nth % len(FOREIGN)]
         fail_one_call(operation, nth, StorageError("simulated"), late=odd, mode="async", **memory)

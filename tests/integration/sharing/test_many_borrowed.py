@@ -19,14 +19,16 @@ from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.prune import prune
 from penstock.core.catalog.survey import borrowed_blobs, has_data, missing_borrowed
 from penstock.core.errors import DamagedError
+from penstock.core.format import commit_record
 from penstock.core.format.commit_record import encode_borrowed, encode_commit
 from penstock.core.format.records import blob_uid, commit_name
-from penstock.core.limits import MAX_LISTED_BORROWED
+from penstock.core.save import manifest
 from penstock.core.storage.open import open_backend
 from penstock.core.testing.timing import FAST
 from penstock.core.tiers.whereabouts import mark
 
-LAST = MAX_LISTED_BORROWED // 2 + 2
+LISTED = 8  # instead of 64, so that a run of seven saves is enough
+LAST = LISTED // 2 + 2
 RULES = [{"match": "z*", "codecs": ["zstd"]}]
 
 
@@ -49,8 +51,16 @@ def hasty(waits):
     waits(FAST)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def few():
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (commit_record, manifest):
+            patch.setattr(module, "MAX_LISTED_BORROWED", LISTED)
+        yield
+
+
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
+def saved(few, tmp_path_factory):
     root = tmp_path_factory.mktemp("many") / "run"
     with opened(root) as ckpt:
         for step in range(LAST + 1):

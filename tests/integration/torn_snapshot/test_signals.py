@@ -194,7 +194,13 @@ with ckpt:
 
 
 @pytest.mark.parametrize(
-    "place", ["time.sleep(300)", "handle.result()", "ckpt.wait()", "handle.durable.result()"]
+    "place",
+    [
+        "handle.result()",
+        "ckpt.wait()",
+        pytest.param("time.sleep(300)", marks=pytest.mark.slow),
+        pytest.param("handle.durable.result()", marks=pytest.mark.slow),
+    ],
 )
 def test_ctrl_c_wherever_training_stands_leaves_the_pending_save_to_end(place, run, url):
     body = f"""
@@ -226,7 +232,7 @@ def tick(number, frame):
 
 signal.signal(signal.SIGALRM, tick)
 signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
-for step in range(2, 12):
+for step in range(2, 8):
     ckpt.save(make(step), step, mode=("async", "blocking")[step % 2]).result()
     ckpt.load(step)
 signal.setitimer(signal.ITIMER_REAL, 0)
@@ -235,7 +241,7 @@ say(count > 10)
 """
     lines, errors, status = run(body)
     assert (lines, status) == (["True"], 0), errors
-    holds(url, *range(1, 12))
+    holds(url, *range(1, 8))
 
 
 ENDS = {
@@ -246,7 +252,12 @@ ENDS = {
 
 
 @pytest.mark.parametrize(
-    ("end", "uses"), [("os._exit", True), ("sys.exit", False), ("an error", True)]
+    ("end", "uses"),
+    [
+        ("os._exit", True),
+        ("sys.exit", False),
+        pytest.param("an error", True, marks=pytest.mark.slow),
+    ],
 )
 def test_a_fork_in_the_middle_of_a_save_disturbs_nobody(uses, end, run, run_anew, url):
     if end == "an error":
@@ -327,8 +338,13 @@ def on_signal():
     signal.signal(signal.SIGUSR1, before)
 
 
-@pytest.mark.parametrize("mode", ["blocking", "async", "lazy"])
-@pytest.mark.parametrize("use", ["save", "wait", "fence", "close"])
+@pytest.mark.parametrize(
+    ("use", "mode"),
+    [
+        ("save", "blocking"), ("save", "async"), ("save", "lazy"),
+        ("wait", "async"), ("fence", "lazy"), ("close", "blocking"),
+    ],
+)  # fmt: skip
 def test_a_handler_that_interrupts_the_planning_of_a_save_is_refused(mode, use, on_signal):
     refused = []
 

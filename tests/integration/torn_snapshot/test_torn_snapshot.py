@@ -27,15 +27,12 @@ from torch import nn
 from penstock import FenceTimeoutError, SaveAbortedError, TornSnapshotError
 
 AMPLE = {"staging_bytes": "8 MiB"}
-BUDGETS = pytest.mark.parametrize("budget", [AMPLE, TINY_BUDGET], ids=["ample", "tiny"])
-RULES = pytest.mark.parametrize(
-    "rules",
-    [
-        [],
-        [{"match": "optimizer/**", "codecs": ["zstd"]}],
-        [{"match": "**", "codecs": ["lz4"]}],
-    ],
-    ids=["raw", "some encoded", "all encoded"],
+SOME_ENCODED = [{"match": "optimizer/**", "codecs": ["zstd"]}]
+ALL_ENCODED = [{"match": "**", "codecs": ["lz4"]}]
+BUDGETS_AND_RULES = pytest.mark.parametrize(
+    ("budget", "rules"),
+    [(AMPLE, []), (AMPLE, SOME_ENCODED), (TINY_BUDGET, []), (TINY_BUDGET, ALL_ENCODED)],
+    ids=["ample raw", "ample some encoded", "tiny raw", "tiny all encoded"],
 )
 
 
@@ -51,8 +48,7 @@ def stored(ckpt, step):
 # -- everything changes ------------------------------------------------------------------------
 
 
-@RULES
-@BUDGETS
+@BUDGETS_AND_RULES
 def test_async_stores_what_was_there_at_save(store, gate, budget, rules, caplog):
     tiny = budget is TINY_BUDGET
     # Ample: nothing at all has been written when everything changes. Tiny: `save` has to write
@@ -76,8 +72,7 @@ def test_async_stores_what_was_there_at_save(store, gate, budget, rules, caplog)
     assert len(warnings) == tiny
 
 
-@RULES
-@BUDGETS
+@BUDGETS_AND_RULES
 def test_lazy_stores_what_was_there_at_save(store, gate, budget, rules):
     if budget is AMPLE:
         store.block("create", gate)
@@ -99,7 +94,7 @@ def test_lazy_stores_what_was_there_at_save(store, gate, budget, rules):
     assert bool(report.straight_bytes) is (budget is TINY_BUDGET)
 
 
-@RULES
+@pytest.mark.parametrize("rules", [[], ALL_ENCODED], ids=["raw", "encoded"])
 def test_async_waits_until_what_had_no_room_is_written(store, gate, rules):
     fault = store.block("create", gate)
     state = {"optimizer": {"moment": torch.arange(50_000)}}
@@ -151,8 +146,9 @@ def test_a_stuck_store_with_little_staging_holds_the_step_until_all_is_written(s
         assert not differences(copies([other.state_dict(), fresh.state_dict()]), expected)
 
 
-@pytest.mark.parametrize("mode", ["async", "lazy"])
-@BUDGETS
+@pytest.mark.parametrize(
+    ("mode", "budget"), [("async", TINY_BUDGET), ("lazy", AMPLE)], ids=["async", "lazy"]
+)
 def test_many_saves_in_a_row_reuse_staging_without_mixing(store, mode, budget):
     store.slow("write", 0.001)
     job = Everything()
@@ -308,9 +304,13 @@ class ListsOfState(torch.optim.SGD):
                 tensor.add_(parameter.grad)
 
 
-@pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, ListsOfState])
 @pytest.mark.parametrize(
-    "make", [in_shared_memory, normalised_in_forward, of_another_tree], ids=lambda m: m.__name__
+    ("make", "optimizer_class"),
+    [
+        (in_shared_memory, torch.optim.SGD),
+        (normalised_in_forward, ListsOfState),
+        (of_another_tree, torch.optim.SGD),
+    ],
 )
 def test_a_step_is_the_fence_of_its_state_even_if_no_parameter_is_deferred(
     ckpt, make, optimizer_class
@@ -448,7 +448,7 @@ def test_a_change_before_the_fence_fails_that_save_and_no_other(ckpt, job, chang
     assert not differences(stored_job(ckpt, 2), later)
 
 
-@pytest.mark.parametrize("change", UNFENCED, ids=lambda c: c.__name__)
+@pytest.mark.parametrize("change", [clamp, change_of_optimizer_state], ids=lambda c: c.__name__)
 def test_after_an_explicit_fence_anything_may_change(ckpt, job, change):
     save = PendingSave(ckpt, job)
     with held_at_fence(ckpt.fence):
@@ -499,13 +499,16 @@ def numpy_write(model, optimizer):
     model.weight.detach().numpy()[:] = 0
 
 
-UNCOUNTED = pytest.mark.parametrize(
-    "change", [data_write, foreach_write, clipping_of_data, numpy_write], ids=lambda c: c.__name__
+@pytest.mark.parametrize(
+    ("change", "when"),
+    [
+        (data_write, "before the capture"),
+        (data_write, "after the capture"),
+        (foreach_write, "after the capture"),
+        (clipping_of_data, "after the capture"),
+        (numpy_write, "after the capture"),
+    ],
 )
-
-
-@UNCOUNTED
-@pytest.mark.parametrize("when", ["before the capture", "after the capture"])
 def test_change_that_torch_does_not_count_fails_that_save(ckpt, store, job, change, when):
     gate = Gate()
     store.block("create", gate)  # else it may be committed before the change
