@@ -160,7 +160,7 @@ def test_a_flat_copy_of_damage_fails_with_one_message(call, chained, tmp_path):
     damage(chained, 3)
     done = call("copy", chained, tmp_path / "flat", "--flatten")
     assert (done.code, done.out) == (1, "")
-    assert re.fullmatch(r"penstock: step 3 on .* is damaged in \d object: [^\n]*\n", done.err)
+    assert re.fullmatch(r"penstock: step 3 on .* is damaged in \d objects?: [^\n]*\n", done.err)
     done = call("copy", chained, tmp_path / "flat", "--flatten", "--step", "all")
     assert (done.code, done.err) == (1, "")
     assert done.out.count("step 3 on ") == 1

@@ -20,7 +20,7 @@ RULES = [{"match": "**", "codecs": ["delta", "floatsplit"]}]
 @functools.cache
 def starts_and_drifts():
     generator = torch.Generator().manual_seed(3)
-    shapes = {"large": (400, 500), "odd": (1231, 77), **{f"small{n}": (40, 5) for n in range(5)}}
+    shapes = {"large": (600, 700), "odd": (1231, 77), **{f"small{n}": (40, 5) for n in range(5)}}
     return {
         name: tuple(torch.randn(shape, generator=generator) for _ in range(2))
         for name, shape in shapes.items()

@@ -18,7 +18,6 @@ import penstock
 from penstock import Checkpointer, DamagedError, PenstockError, RankError
 from penstock.core.abc import ByteSink, DelegatingBackend, Placement, StateProvider, Target
 from penstock.core.errors import StorageError
-from penstock.core.hosts import reading
 from penstock.core.pipeline.reader import Loader
 from penstock.core.plugins.registry import GROUPS, Registry
 from penstock.core.testing.faults import Fault, FaultyBackend
@@ -453,18 +452,16 @@ def test_chunks_that_have_no_room_in_the_window_are_read_by_each():
     assert read(Job(4, store, host=SAME).run(work)) == 4 * (20 << 20)
 
 
-def test_every_target_is_what_was_saved_where_the_window_is_smaller_than_the_state(monkeypatch):
-    monkeypatch.setattr(reading, "_WINDOWS_BYTES", 8 << 20)
-    monkeypatch.setattr(reading, "_LEAST_WINDOW_BYTES", 2 << 20)
-    store, size = memory(), 150 << 16
-    large = {"a": torch.randint(0, 255, (size,), dtype=torch.uint8)}
-    with Checkpointer(store, chunk_bytes=8 << 16) as ckpt:
+def test_every_target_is_what_was_saved_where_the_window_is_smaller_than_the_state():
+    store = memory()
+    large = {"a": torch.randint(0, 255, (150 << 20,), dtype=torch.uint8)}
+    with Checkpointer(store, chunk_bytes=8 << 20) as ckpt:
         ckpt.save({"a": large["a"].clone()}, 1, mode="blocking")
 
     def work(ckpt, rank):
-        state = {"a": torch.zeros(size, dtype=torch.uint8)}
+        state = {"a": torch.zeros(150 << 20, dtype=torch.uint8)}
         report = ckpt.restore(state)
         assert torch.equal(state["a"], large["a"])
         return report
 
-    assert read(Job(4, store, host=SAME).run(work)) == size
+    assert read(Job(4, store, host=SAME).run(work)) == 150 << 20

@@ -179,22 +179,20 @@ def test_files_are_read_once_by_the_engine_of_the_disk(tmp_path):
     assert read(reports) == NEEDED
 
 
-def test_a_state_larger_than_all_windows_is_read_once(monkeypatch):
-    monkeypatch.setattr(reading, "_WINDOWS_BYTES", 8 << 20)
-    monkeypatch.setattr(reading, "_LEAST_WINDOW_BYTES", 2 << 20)
-    store, size = memory(), 150 << 16
-    large = {"a": torch.randint(0, 255, (size,), dtype=torch.uint8)}
-    with Checkpointer(store, chunk_bytes=8 << 16) as ckpt:
+def test_a_state_larger_than_all_windows_is_read_once():
+    store = memory()
+    large = {"a": torch.randint(0, 255, (150 << 20,), dtype=torch.uint8)}
+    with Checkpointer(store, chunk_bytes=8 << 20) as ckpt:
         ckpt.save({"a": large["a"].clone()}, 1, mode="blocking")
 
     def work(ckpt, rank):
-        state = {"a": torch.zeros(size, dtype=torch.uint8)}
+        state = {"a": torch.zeros(150 << 20, dtype=torch.uint8)}
         report = ckpt.restore(state)
         assert torch.equal(state["a"], large["a"])
         return report
 
     job = Job(4, store, host=two_hosts, read_once_per_job=True)
-    assert read(job.run(work, timeout_s=LONG_S)) == size
+    assert read(job.run(work, timeout_s=LONG_S)) == 150 << 20
 
 
 @pytest.mark.parametrize("on", [True, False])
