@@ -1,9 +1,11 @@
 """In each process of a test of torch, those that it spawns too: our storage in place of DCP's own.
 
-Each save adds a line to the file `PENSTOCK_SAVES`.
+Each save adds a line to the file `PENSTOCK_SAVES`. If `PENSTOCK_ON_CPU` is set, a test
+that asks for GPUs also runs on a machine without one.
 """
 
 import os
+from functools import partial
 from pathlib import Path
 
 import torch.distributed.checkpoint as dcp
@@ -32,3 +34,11 @@ class FileSystemReader(Reader):
 for _module in (dcp, filesystem, _storage_utils):
     _module.FileSystemWriter = FileSystemWriter
     _module.FileSystemReader = FileSystemReader
+
+if "PENSTOCK_ON_CPU" in os.environ:
+    from torch.testing._internal import common_distributed
+
+    # Set before any test file imports the decorator, from this module or from one that imports it.
+    common_distributed.skip_if_lt_x_gpu = partial(
+        common_distributed.skip_if_lt_x_gpu, allow_cpu=True
+    )
