@@ -1,0 +1,226 @@
+"""Small runs, one for each way in which a checkpoint is stored, and the states that they hold.
+
+States are computed without random numbers and rounding, so every machine computes the same bits.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import random
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from tests.integration.ranks.saving import Job
+from tests.integration.support import TINY
+
+from penstock import Checkpointer, PerRank, Shard
+from penstock.core.storage.open import open_backend
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+DTYPES = [
+    "bool",
+    "uint8",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+    "float8_e4m3fn",
+    "float8_e5m2",
+]
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32, step: int = 0) -> torch.Tensor:
+    """Different numbers, which move a little with each step."""
+    count = int(np.prod(shape))
+    at = torch.arange(count)
+    found = (at * 37 % 31 - 15).double() + step * 2.0**-12 * (at % 7).double()
+    return found.to(dtype).reshape(shape)
+
+
+# -- one process -----------------------------------------------------------------------------------
+
+
+def one(step: int) -> dict[str, Any]:
+    """Every kind of object."""
+    model = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.BatchNorm1d(30))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.125)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(numbers(*parameter.shape, step=step))
+            optimizer.state[parameter] = {
+                "step": torch.tensor(float(step)),
+                "exp_avg": numbers(*parameter.shape, step=step + 1),
+                "exp_avg_sq": numbers(*parameter.shape, step=step + 2).square(),
+            }
+    tensors = {name: numbers(5, 7, dtype=getattr(torch, name)) for name in DTYPES}
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "tensors": tensors
+        | {"tied": tensors["float32"], "scalar": torch.tensor(3), "empty": torch.zeros(0, 4)},
+        "large": numbers(120, 100, step=step),
+        "arrays": {"c": np.arange(12).reshape(3, 4), "text": np.array(["a", "bc"])},
+        "random": {"python": random.Random(5), "numpy": np.random.default_rng(5)},
+        "values": {
+            "epoch": step, "text": "ä/%~", "none": None, "flag": True, "big": 1 << 80,
+            "bytes": b"\0\xff",
+            "list": [1, (2.5, float("inf")), {"a": []}], "set": {1, 2}, "complex": 1 - 2j,
+            "day": dt.date(2026, 1, 2), "path": PurePosixPath("a/b"), 7: "an integer key",
+        },
+    }  # fmt: skip
+
+
+def moving(step: int) -> dict[str, Any]:
+    """Tensors that move a little."""
+    return {
+        "model": {
+            "w": numbers(40, 100, step=step),
+            "half": numbers(20, 20, dtype=torch.bfloat16, step=step),
+        },
+        "epoch": step,
+    }
+
+
+def still(step: int) -> dict[str, Any]:
+    """The same, and more that stand still."""
+    return moving(step) | {"frozen": {f"f{n}": numbers(80, 60) * (n + 1) for n in range(4)}}
+
+
+def mixed(step: int) -> dict[str, Any]:
+    """Weights in half precision, and their masters."""
+    masters = {name: numbers(130, 300, step=step) for name in ("a.weight", "b.weight")}
+    return {"model": {n: m.bfloat16() for n, m in masters.items()}, "master": masters}
+
+
+def positive(step: int) -> dict[str, Any]:
+    """Moments, which `log8` takes."""
+    return {"m": numbers(64, 64, step=step), "v": numbers(64, 64, step=step).square()}
+
+
+def many(step: int) -> dict[str, Any]:
+    """More objects than a section of a manifest holds."""
+    return {"model": {f"p{n}": numbers(3, step=n) for n in range(2100)}, "epoch": step}
+
+
+# -- four ranks ------------------------------------------------------------------------------------
+
+ROWS = [0, 4, 7, 7, 10]  # of 10: the third rank has none
+
+
+def of_rank(rank: int) -> dict[str, Any]:
+    """What a rank holds: rows of a tensor, a range of another, and what all hold alike."""
+    whole, flat = numbers(10, 70), numbers(3, 11)
+    low, high = ROWS[rank], ROWS[rank + 1]
+    start, stop = 8 * rank, min(8 * rank + 8, 33) if rank < 3 else 33
+    return {
+        "cut": Shard(whole[low:high], whole.shape, offsets=(low, 0)),
+        "flat": Shard(flat.reshape(-1)[start:stop], flat.shape, flat_range=(start, stop)),
+        "alike": {"w": numbers(50, 60), "name": "all"},
+        "loader": PerRank({"position": 100 + rank}),
+    }
+
+
+def blank_of_rank(rank: int) -> dict[str, Any]:
+    """Where a rank restores it to."""
+    state = of_rank(rank)
+    for piece in (state["cut"], state["flat"]):
+        object.__setattr__(piece, "tensor", torch.zeros_like(piece.tensor))
+    return state | {
+        "alike": {"w": torch.zeros(50, 60), "name": ""},
+        "loader": PerRank({"position": 0}),
+    }
+
+
+def of_all(step: int) -> dict[str, Any]:
+    """What one process loads of it."""
+    del step
+    return {
+        "cut": numbers(10, 70),
+        "flat": numbers(3, 11),
+        "alike": {"w": numbers(50, 60), "name": "all"},
+        "loader": {str(rank): {"position": 100 + rank} for rank in range(4)},
+    }
+
+
+# -- the runs --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that is stored.
+
+    Attributes:
+        state: Returns what a step holds.
+        steps: The steps that are saved, in this order.
+        left: The steps that are there at the end.
+        options: Those of the checkpointer that saves, and of one that goes on.
+        lossy: Whether what is loaded differs from what was saved; then digests are stored beside.
+        ranks: Whether four ranks save it.
+    """
+
+    state: Callable[[int], dict[str, Any]]
+    steps: tuple[int, ...] = (1,)
+    left: tuple[int, ...] = (1,)
+    options: dict[str, Any] = field(default_factory=dict)
+    lossy: bool = False
+    ranks: bool = False
+
+    def opened(self, root: Path) -> Checkpointer:
+        """Open it, to go on."""
+        return Checkpointer(backend(root, tiers=root.name == "tiers"), **{**TINY, **self.options})
+
+    def write(self, root: Path) -> None:
+        """Store it."""
+        if self.ranks:
+            store = open_backend(f"file://{root}")
+            for result in Job(4, store, writer_bytes=1).save(of_rank):
+                assert not isinstance(result, Exception), result
+            store.close()
+            return
+        with self.opened(root) as ckpt:
+            for step in self.steps:
+                ckpt.save(self.state(step), step, mode="blocking")
+                if step == 3 and len(self.left) < len(self.steps):
+                    ckpt.pin(3, "kept")
+                    ckpt.annotate(3, {"loss": 0.5})
+
+
+def backend(root: Path, *, tiers: bool) -> Any:
+    """The backend of a run, for `Checkpointer`."""
+    if not tiers:
+        return str(root)
+    return open_backend(
+        {"type": "tiered", "fast": f"{root}/fast", "durable": f"{root}/durable", "keep_fast": 1}
+    )
+
+
+DELTA = [{"match": "model/**", "codecs": ["delta", "floatsplit"]}]
+ZSTD = [{"match": "**", "codecs": ["zstd"]}]
+LOSSY = [
+    {"match": "m", "codecs": [{"type": "cast", "to": "bfloat16"}]},
+    {"match": "v", "codecs": ["log8", "zstd"]},
+]
+RUNS = {
+    "one": Run(one, options={"rules": [{"match": "large", "codecs": ["zstd"]}]}),
+    "ranks": Run(of_all, ranks=True),
+    "chain": Run(moving, (1, 2, 3, 4), (1, 2, 3, 4), {"rules": DELTA}),
+    "share": Run(still, (1, 2, 3), (1, 2, 3), {"share": True}),
+    "derived": Run(mixed, (1, 2), (1, 2), {"share": True, "rules": ZSTD}),
+    "lossy": Run(positive, options={"rules": LOSSY}, lossy=True),
+    "tiers": Run(moving, (1, 2), (1, 2)),
+    "sections": Run(many),
+    "retention": Run(
+        moving, tuple(range(1, 10)), (3, 4, 8, 9), {"retention": {"keep_last": 2, "keep_every": 4}}
+    ),
+}

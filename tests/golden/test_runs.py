@@ -1,0 +1,136 @@
+"""Runs that were once stored are read for ever, and go on.
+
+With PENSTOCK_REWRITE_GOLDEN=1 runs that are missing are written. Those that are there stay as they
+are, since users have such runs; a change of the format takes a new folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tests.golden.runs import RUNS, blank_of_rank, of_rank
+from tests.integration.ranks.saving import Job
+from tests.integration.support import bits, leaves, same
+
+from penstock.core.format.records import FORMAT_VERSION
+from penstock.core.storage.open import open_backend
+from penstock.core.testing.golden import rewriting
+
+GOLDEN = Path(__file__).parent / f"format-{FORMAT_VERSION}"
+ALONE = [name for name in RUNS if not RUNS[name].ranks]
+
+
+def digests(tree):
+    return {path: hashlib.sha256(bits(leaf)).hexdigest() for path, leaf in leaves(tree)}
+
+
+def copied(name, tmp_path):
+    """A copy of a run, which may be written to."""
+    run, root = RUNS[name], GOLDEN / name
+    if rewriting() and not root.exists():
+        new = tmp_path / "new" / name
+        run.write(new)
+        if run.lossy:
+            with run.opened(new) as ckpt:
+                found = {step: digests(ckpt.load(step)) for step in run.left}
+            (GOLDEN / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
+        shutil.copytree(new, root)
+    assert root.is_dir(), f"{root} is missing: write it with PENSTOCK_REWRITE_GOLDEN=1"
+    return Path(shutil.copytree(root, tmp_path / name))
+
+
+def plain(tree):
+    """A state with its modules, optimizers and generators as what they hold."""
+    if isinstance(tree, torch.nn.Module | torch.optim.Optimizer):
+        return plain(tree.state_dict())
+    if isinstance(tree, random.Random):
+        return tree.getstate()
+    if isinstance(tree, np.random.Generator):
+        return tree.bit_generator.state
+    if isinstance(tree, dict):
+        return {key: plain(value) for key, value in tree.items()}
+    return tree
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_step_is_what_was_saved(name, tmp_path):
+    run = RUNS[name]
+    with run.opened(copied(name, tmp_path)) as ckpt:
+        assert tuple(ckpt.steps()) == run.left
+        for step in run.left:
+            assert ckpt.verify(step).ok
+            if run.lossy:
+                stored = json.loads((GOLDEN / f"{name}.json").read_text())
+                assert digests(ckpt.load(step)) == stored[str(step)]
+            elif run.ranks:
+                assert same(ckpt.load(step), run.state(step))
+            else:
+                target = run.state(99)
+                ckpt.restore(target, step)
+                assert same(plain(target), plain(run.state(step)))
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_run_goes_on(name, tmp_path):
+    run, root = RUNS[name], copied(name, tmp_path)
+    step = run.left[-1] + 1
+    with run.opened(root) as ckpt:
+        report = ckpt.save(run.state(step), step, mode="blocking").result()
+        steps = ckpt.steps()
+        kept = ckpt.info(steps[0])
+    if name in {"chain", "share", "derived"}:
+        assert report.bytes_stored < 0.7 * report.bytes_raw
+    if name == "retention":
+        assert steps == [3, 4, 8, 9, 10]
+        assert (kept.metadata, tuple(kept.tags)) == ({"loss": 0.5}, ("kept",))
+    with run.opened(root) as ckpt:
+        assert all(ckpt.verify(n).ok for n in steps)
+        if not run.lossy:
+            target = run.state(99)
+            ckpt.restore(target, step)
+            assert same(plain(target), plain(run.state(step)))
+
+
+def test_ranks_get_what_each_had(tmp_path):
+    store = open_backend(f"file://{copied('ranks', tmp_path)}")
+
+    def restored(ckpt, rank):
+        state = blank_of_rank(rank)
+        ckpt.restore(state)
+        return state
+
+    for rank, state in enumerate(Job(4, store, writer_bytes=1).run(restored)):
+        wanted = of_rank(rank)
+        assert torch.equal(state["cut"].tensor, wanted["cut"].tensor)
+        assert torch.equal(state["flat"].tensor, wanted["flat"].tensor)
+        assert same(state["alike"], wanted["alike"])
+        assert state["loader"].value == wanted["loader"].value
+    store.close()
+
+
+def test_each_way_of_storing_is_there(tmp_path):
+    """Else a run would show nothing: its chain, its shares, its second section."""
+    with RUNS["chain"].opened(copied("chain", tmp_path)) as ckpt:
+        assert [(b := ckpt._catalog.record(step).base) and b.step for step in (1, 2, 3, 4)] == [
+            None,
+            1,
+            2,
+            3,
+        ]
+    with RUNS["share"].opened(copied("share", tmp_path)) as ckpt:
+        assert ckpt._catalog.record(3).references
+    with RUNS["derived"].opened(copied("derived", tmp_path)) as ckpt:
+        found = [o.record.path for o in ckpt.open(2).contents.objects() if o.record.derived]
+        assert found == [("model", "a.weight"), ("model", "b.weight")]
+    tiers = copied("tiers", tmp_path)
+    assert [len(list((tiers / tier / "commits").glob("*"))) for tier in ("fast", "durable")] == [
+        1,
+        2,
+    ]
