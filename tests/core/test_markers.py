@@ -27,9 +27,8 @@ def test_tensor_without_elements_is_whole_everywhere():
         assert Shard(torch.zeros(0, 3), (0, 3), **where).regions == (Region((0, 0), (0, 3)),)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
+def test_what_does_not_fit_together_is_refused():
+    for arguments, said in [
         (((4, 3), (3, 0)), "elements 3:5 of dimension 0, which has 4"),
         (((4, 3), (-1, 0)), "elements -1:1 of dimension 0"),
         (((4, 3), (2,)), "2 dimensions, 1 offsets"),
@@ -41,13 +40,10 @@ def test_tensor_without_elements_is_whole_everywhere():
         (((4, 3), (2, 0), (-1, 2)), "replica=(-1, 2)"),
         (((4, 3), (2, 0), (0, 1, 2)), "replica=(0, 1, 2)"),
         (((4, 3), (2, 0), 2), "replica=2"),
-    ],
-    ids=str,
-)
-def test_what_does_not_fit_together_is_refused(arguments, said):
-    with pytest.raises(UnsupportedStateError) as caught:
-        Shard(torch.zeros(2, 3), *arguments)
-    assert said in str(caught.value)
+    ]:
+        with pytest.raises(UnsupportedStateError) as caught:
+            Shard(torch.zeros(2, 3), *arguments)
+        assert said in str(caught.value)
 
 
 def test_flat_range_is_as_many_rectangles_as_it_takes():
@@ -60,9 +56,8 @@ def test_flat_range_is_as_many_rectangles_as_it_takes():
     assert Shard(torch.zeros(0), (3, 4), flat_range=(12, 12)).regions == ()
 
 
-@pytest.mark.parametrize(
-    ("shape", "options", "said"),
-    [
+def test_flat_range_that_does_not_fit_is_refused():
+    for shape, options, said in [
         ((3, 4), {"offsets": (0, 0), "flat_range": (0, 6)}, "it takes one of them"),
         ((3, 4), {"flat_range": (7, 13)}, "which has 12"),
         ((3, 4), {"flat_range": (-1, 5)}, "flat_range=(-1, 5)"),
@@ -71,13 +66,10 @@ def test_flat_range_is_as_many_rectangles_as_it_takes():
         ((3, 4), {"flat_range": (0, 6, 1)}, "say (start, stop)"),
         ((3, 4), {"flat_range": 6}, "flat_range=6"),
         ((3, 4), {"flat_range": (0, 5)}, "leave out what pads it"),
-    ],
-    ids=str,
-)
-def test_flat_range_that_does_not_fit_is_refused(shape, options, said):
-    with pytest.raises(UnsupportedStateError) as caught:
-        Shard(torch.zeros(6), shape, **options)
-    assert said in str(caught.value)
+    ]:
+        with pytest.raises(UnsupportedStateError) as caught:
+            Shard(torch.zeros(6), shape, **options)
+        assert said in str(caught.value)
 
 
 def test_what_is_no_tensor_is_refused():
@@ -105,9 +97,8 @@ def test_shards_take_any_sequence_of_pieces_of_one_tensor():
     assert len(Shards([nothing, nothing]).pieces) == 2
 
 
-@pytest.mark.parametrize(
-    ("pieces", "said"),
-    [
+def test_pieces_that_do_not_go_together_are_refused():
+    for pieces, said in [
         ([], "holds nothing: give it a list of penstock.Shard"),
         ([torch.zeros(3)], "holds ['Tensor']"),
         ([piece(0, 2), piece(1, 4)], "from [0, 0] of shape [2, 3] and from [1, 0] of shape [3, 3]"),
@@ -127,13 +118,10 @@ def test_shards_take_any_sequence_of_pieces_of_one_tensor():
             [piece(0, 2), Shard(torch.zeros(2, 3, device="meta"), (8, 3), (2, 0))],
             "device cpu and meta",
         ),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_pieces_that_do_not_go_together_are_refused(pieces, said):
-    with pytest.raises(UnsupportedStateError) as caught:
-        Shards(pieces)
-    assert said in str(caught.value)
+    ]:
+        with pytest.raises(UnsupportedStateError) as caught:
+            Shards(pieces)
+        assert said in str(caught.value)
 
 
 def test_overlaps_are_found_among_all_pieces_whatever_their_order():

@@ -1,6 +1,7 @@
 """What a mistake is answered with: the message names it, and the right form."""
 
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -185,10 +186,10 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_every_call_after_close_says_that_it_is_closed(ckpt, name):
-    ckpt.close()
-    assert "is closed" in message(SaverClosedError, lambda: CALLS[name](ckpt))
+def test_every_call_after_close_says_that_it_is_closed(ckpt):
+    for name, call in CALLS.items():
+        ckpt.close()
+        assert "is closed" in message(SaverClosedError, partial(call, ckpt)), name
     ckpt.close()
 
 
@@ -260,9 +261,8 @@ def test_options_given_in_python_are_refused_without_a_file():
     assert found.startswith("options of backend 'posix': 1 problem\n  y: unknown key")
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
+def test_an_option_of_the_wrong_shape_is_answered_with_the_right_one(tmp_path):
+    for options, words in [
         ({"keep_last": 3}, "keep_last: unknown key; it stands in [retention]"),
         ({"keep_every": 3}, "keep_every: unknown key; it stands in [retention]"),
         ({"codecs": "zstd"}, "codecs: unknown key; it stands in [[rules]]"),
@@ -276,10 +276,8 @@ def test_options_given_in_python_are_refused_without_a_file():
         ),
         ({"retention": 3}, "retention: Input should be a table"),
         ({"wokers": 3}, "wokers: unknown key; did you mean workers?"),
-    ],
-)
-def test_an_option_of_the_wrong_shape_is_answered_with_the_right_one(tmp_path, options, words):
-    assert words in message(ConfigError, lambda: penstock.Checkpointer(tmp_path, **options))
+    ]:
+        assert words in message(ConfigError, partial(penstock.Checkpointer, tmp_path, **options))
 
 
 @pytest.mark.parametrize("option", ["rules", "defer"])

@@ -43,18 +43,18 @@ def replay(events):
 HISTORIES = list(histories(5))
 
 
-@pytest.mark.parametrize(("state", "event"), list(itertools.product(State, Event)))
-def test_every_pair_is_in_the_table_or_refused_without_a_change(state, event):
-    commit = Commit()
-    commit._state = state
-    if (state, event) in TABLE:
-        assert commit.feed(event) is TABLE[state, event][1]
-        assert commit.state is TABLE[state, event][0]
-    else:
-        with pytest.raises(IllegalEventError, match=str(event)):
-            commit.feed(event)
-        assert commit.state is state
-        assert not commit.may_delete_own_data
+def test_every_pair_is_in_the_table_or_refused_without_a_change():
+    for state, event in itertools.product(State, Event):
+        commit = Commit()
+        commit._state = state
+        if (state, event) in TABLE:
+            assert commit.feed(event) is TABLE[state, event][1]
+            assert commit.state is TABLE[state, event][0]
+        else:
+            with pytest.raises(IllegalEventError, match=str(event)):
+                commit.feed(event)
+            assert commit.state is state
+            assert not commit.may_delete_own_data
 
 
 def test_what_may_come_from_another_thread_is_legal_in_every_state():
@@ -74,21 +74,17 @@ def test_nothing_is_deleted_once_a_rank_has_sealed_unless_nobody_can_publish_it_
             assert Action.FAIL_MAY_DELETE not in actions or aborted, events
 
 
-@pytest.mark.parametrize(
-    "history",
-    [
+def test_sealed_data_may_be_deleted_where_nobody_can_publish_it_any_more():
+    for history in [
         [Event.SEALED, Event.ABORT_DECIDED],
         [Event.SEALED, Event.COMMIT_DECIDED, Event.NEVER_PUBLISHED],
         [Event.SEALED, Event.PUBLISH_STARTED, Event.PUBLISH_LOST, Event.RECORD_IS_OTHER_FOR_GOOD],
-    ],
-)
-def test_sealed_data_may_be_deleted_where_nobody_can_publish_it_any_more(history):
-    assert replay(history).may_delete_own_data
+    ]:
+        assert replay(history).may_delete_own_data
 
 
-@pytest.mark.parametrize(
-    ("history", "never"),
-    [
+def test_a_record_that_was_tried_may_come_unless_the_store_has_refused_it():
+    for history, never in [
         ([Event.SEALED, Event.INTENT_GONE], True),
         ([Event.SEALED, Event.PUBLISH_STARTED, Event.PUBLISH_OK], False),
         ([Event.SEALED, Event.PUBLISH_STARTED, Event.PUBLISH_ANSWER_LOST], False),
@@ -110,10 +106,8 @@ def test_sealed_data_may_be_deleted_where_nobody_can_publish_it_any_more(history
             ],
             True,
         ),
-    ],
-)
-def test_a_record_that_was_tried_may_come_unless_the_store_has_refused_it(history, never):
-    assert replay(history).never_published is never
+    ]:
+        assert replay(history).never_published is never
 
 
 def test_an_abort_that_was_decided_cannot_follow_a_publish_nor_be_followed_by_one():

@@ -154,9 +154,12 @@ LARGE = {
     "delete and read",
     "overwrite and delete",
     "overwrite, without exclusive publish, and delete",
+    "prune by the saver's own process",
     "prune, and naps of a quarter",
     "resume, while the old process saves",
     "same step",
+    "the last borrowers are deleted",
+    "tiers: drain and compaction of one checkpoint",
     "tiers: overwrite, drain and compaction",
     "tiers: overwrite and compaction of what waits to be drained",
     "tiers: overwrite, drain and compaction, one dies",
@@ -336,13 +339,23 @@ ONLY_BROKEN = {
 }
 
 
-@pytest.mark.parametrize(("breaks", "name"), BROKEN, ids=[b.__name__ for b, _ in BROKEN])
+SLOW = {break_half_grace, break_lineage, break_own_uids}
+
+
+@pytest.mark.parametrize(
+    ("breaks", "name"),
+    [
+        pytest.param(*case, id=case[0].__name__, marks=[pytest.mark.slow] * (case[0] in SLOW))
+        for case in BROKEN
+    ],
+)
 def test_a_broken_guard_is_found(breaks, name, monkeypatch):
     breaks(monkeypatch)
     with pytest.raises(ViolationError):
         Search({**SCENARIOS, **ONLY_BROKEN}[name]).run()
 
 
+@pytest.mark.slow
 def test_the_assumption_is_needed_that_a_record_lands_within_half_the_grace_time():
     scenario = Scenario((SLEEPY, PRUNER), ticks=3, nap=2)
     with pytest.raises(ViolationError, match="is there without"):

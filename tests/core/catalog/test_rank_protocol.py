@@ -36,14 +36,14 @@ FAITHFUL = Rank(0, 2, A, 2, at_once=True, grace_s=GRACE_S, tires=False)
 
 SCENARIOS = {
     "all that can go wrong, once": Scenario(PAIR, ONE, faults=1, crashes=1, cuts=1, full=1),
-    "a restart with fewer ranks": Scenario((*PAIR, Saver(B, 2)), ONE, faults=1),
-    "retention, and one dies": Scenario(ranks(2, A, 2, keep_last=1, at_once=True), ONE, crashes=1),
     "overwrite, and one dies": Scenario(
         ranks(2, A, 1, overwrite=True, at_once=True), ONE, crashes=1
     ),
 }  # fmt: skip
 
 LARGE = {
+    "a restart with fewer ranks": Scenario((*PAIR, Saver(B, 2)), ONE, faults=1),
+    "retention, and one dies": Scenario(ranks(2, A, 2, keep_last=1, at_once=True), ONE, crashes=1),
     "three ranks, one dies": Scenario(THREE, ONE, crashes=1),
     "the latest is deleted": Scenario((*PAIR, Deleter(1)), ONE),
     "prune": Scenario(
@@ -185,7 +185,13 @@ _ASKING = {Phase.DECIDING, Phase.GIVING_UP, Phase.ABORTING}
 WELL = Scenario(TWO, ONE)
 CUT_OFF = Scenario(TWO, ONE, cuts=1)
 BORROWS = Scenario((*ranks(2, A, 2, at_once=True, like=1, tires=False), Deleter(1)), ONE)
-SLOW = {break_absent_records, break_unknown_decisions, break_waiting_for_all}
+SLOW = {
+    break_absent_records,
+    break_references,
+    break_the_register,
+    break_unknown_decisions,
+    break_waiting_for_all,
+}
 BROKEN = [
     (break_asking, WELL, "does not say commit"),
     (break_waiting_for_all, WELL, "giving up on rank 1 cannot see: the register says commit"),

@@ -246,9 +246,8 @@ def test_json_may_stand_before_the_command(penstock, run_folder):
     assert penstock("--json").returncode == 2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
+def test_a_wrong_option_is_shown_with_the_forms_that_are_right(penstock, run_folder):
+    for arguments, words in [
         (
             ("show", "--step", "abc"),
             "'abc' is no step: give a whole number of at least 0, or `latest`",
@@ -269,15 +268,11 @@ def test_json_may_stand_before_the_command(penstock, run_folder):
         (("drain", "--timeout", "soon"), "'soon' is no time: give seconds, such as 90 or 0.5"),
         (("drain", "--timeout", "nan"), "'nan' is no time"),
         (("prune", "--grace", "soon"), "'soon' is not a time such as 90s"),
-    ],
-)
-def test_a_wrong_option_is_shown_with_the_forms_that_are_right(
-    penstock, run_folder, arguments, words
-):
-    command, *rest = arguments
-    done = penstock(command, run_folder, *rest)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert words in done.stderr
+    ]:
+        command, *rest = arguments
+        done = penstock(command, run_folder, *rest)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert words in done.stderr
 
 
 def test_a_run_is_not_copied_onto_itself(penstock, tmp_path):
@@ -506,9 +501,8 @@ def test_columns_go_in_the_order_of_their_keep_and_flexible_ones_shrink():
     assert fitting(columns, rows, 1) == {0: 4, 3: 12}
 
 
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [
+def test_sizes_are_shown_in_binary_units():
+    for size, text in [
         (0, "0 B"),
         (1023, "1023 B"),
         (1024, "1.0 KiB"),
@@ -516,18 +510,20 @@ def test_columns_go_in_the_order_of_their_keep_and_flexible_ones_shrink():
         ((1 << 20) - 1, "1.0 MiB"),
         (3 << 40, "3.0 TiB"),
         (1 << 80, "1048576.0 EiB"),
-    ],
-)
-def test_sizes_are_shown_in_binary_units(size, text):
-    assert size_text(size) == text
+    ]:
+        assert size_text(size) == text
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(-5, "now"), (0.4, "now"), (59, "59 s"), (60, "1 min"), (7300, "2 h"), (200_000, "2 d")],
-)
-def test_ages_are_shown_in_their_largest_unit(seconds, text):
-    assert age_text(seconds) == text
+def test_ages_are_shown_in_their_largest_unit():
+    for seconds, text in [
+        (-5, "now"),
+        (0.4, "now"),
+        (59, "59 s"),
+        (60, "1 min"),
+        (7300, "2 h"),
+        (200_000, "2 d"),
+    ]:
+        assert age_text(seconds) == text
 
 
 def test_ratio_of_nothing_is_a_dash():
@@ -535,9 +531,8 @@ def test_ratio_of_nothing_is_a_dash():
     assert ratio_text(0, 0) == ratio_text(1, 0) == ratio_text(0, 1) == "-"
 
 
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
+def test_invisible_characters_become_escapes():
+    for text, shown in [
         ("plain", "plain"),
         ("ünï 文字", "ünï 文字"),
         ("a\nb\tc\0", r"a\nb\tc\x00"),
@@ -546,10 +541,8 @@ def test_ratio_of_nothing_is_a_dash():
         ("\ud800", r"\ud800"),
         ("a\u00a0b", "a b"),
         ("\U000e0001", r"\U000e0001"),
-    ],
-)
-def test_invisible_characters_become_escapes(text, shown):
-    assert visible(text) == shown
+    ]:
+        assert visible(text) == shown
 
 
 def test_metadata_is_shown_short():

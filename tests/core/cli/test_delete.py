@@ -315,8 +315,8 @@ def test_grace_is_a_number_with_a_unit(text, seconds):
     assert seconds_of(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "h", "-1h", "1w", "1 h 30 min", "1e3", "nan"])
-def test_grace_that_is_no_time_is_a_wrong_call(call, tmp_path, text):
-    done = call("prune", tmp_path, f"--grace={text}")
-    assert done.code == 2
-    assert "--grace" in done.err
+def test_grace_that_is_no_time_is_a_wrong_call(call, tmp_path):
+    for text in ["", "h", "-1h", "1w", "1 h 30 min", "1e3", "nan"]:
+        done = call("prune", tmp_path, f"--grace={text}")
+        assert done.code == 2
+        assert "--grace" in done.err

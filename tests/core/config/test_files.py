@@ -12,9 +12,8 @@ from penstock.core.errors import ConfigError
 SET = {"BUCKET": "runs", "LEVEL": "3", "EMPTY": "", "MONEY": "$BUCKET ${BUCKET}"}
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
+def test_a_text_is_filled():
+    for text, expected in [
         ("s3://${BUCKET}/gpt", "s3://runs/gpt"),
         ("${BUCKET}${LEVEL}", "runs3"),
         ("${NOWHERE:-/tmp/run}", "/tmp/run"),
@@ -25,10 +24,8 @@ SET = {"BUCKET": "runs", "LEVEL": "3", "EMPTY": "", "MONEY": "$BUCKET ${BUCKET}"
         ("plain $ and { and } and 5$ and $5", "plain $ and { and } and 5$ and $5"),
         ("$$HOME and $${", "$HOME and ${"),
         ("${MONEY}", "$BUCKET ${BUCKET}"),  # what comes in is not looked at again
-    ],
-)
-def test_a_text_is_filled(text, expected):
-    assert filled(text, SET, what="file") == expected
+    ]:
+        assert filled(text, SET, what="file") == expected
 
 
 def test_texts_are_filled_at_any_depth_and_nothing_else_changes():

@@ -192,15 +192,17 @@ CHAINS = [
 ]
 
 
-@pytest.mark.parametrize("makers", CHAINS)
-@pytest.mark.parametrize("size", [0, 1, 5, 4096, 200_000])
-def test_chain_gives_back_what_it_encoded(makers, size):
-    chain = CodecChain([make() for make in makers])
-    chunk = random.Random(3).randbytes(size // 2) + bytes(size - size // 2)
-    frame, stored = _encode(chain, chunk)
-    assert len(frame.lengths) == len(makers) - 1
-    decoded = _decode(chain, stored, size, lengths=frame.lengths, raw_checksum=frame.raw_checksum)
-    assert decoded == chunk
+def test_chain_gives_back_what_it_encoded():
+    for makers in CHAINS:
+        for size in [0, 1, 5, 4096, 200_000]:
+            chain = CodecChain([make() for make in makers])
+            chunk = random.Random(3).randbytes(size // 2) + bytes(size - size // 2)
+            frame, stored = _encode(chain, chunk)
+            assert len(frame.lengths) == len(makers) - 1
+            decoded = _decode(
+                chain, stored, size, lengths=frame.lengths, raw_checksum=frame.raw_checksum
+            )
+            assert decoded == chunk
 
 
 @given(st.binary(max_size=3000), st.lists(st.sampled_from([_zstd, _lz4, _Recording]), min_size=1))
@@ -253,14 +255,14 @@ def test_a_frame_is_decoded_by_the_chain_of_those_that_did_not_decline(chunk, ma
     assert decoded == chunk or not CodecChain(left).lossless
 
 
-@pytest.mark.parametrize("chunk", [bytes(3000), random.Random(5).randbytes(3000)])
-@pytest.mark.parametrize("makers", [[_Uniform, _zstd], [_lz4, _Uniform], [_Uniform, _Uniform]])
-def test_there_is_room_for_what_a_codec_declines_that_would_have_made_it_small(chunk, makers):
-    codecs = [make() for make in makers]
-    frame, stored = _encode(CodecChain(codecs), chunk)
-    left = [codec for number, codec in enumerate(codecs) if number not in frame.declined]
-    if left:
-        assert _decode(CodecChain(left), stored, len(chunk), lengths=frame.lengths) == chunk
+def test_there_is_room_for_what_a_codec_declines_that_would_have_made_it_small():
+    for chunk in [bytes(3000), random.Random(5).randbytes(3000)]:
+        for makers in [[_Uniform, _zstd], [_lz4, _Uniform], [_Uniform, _Uniform]]:
+            codecs = [make() for make in makers]
+            frame, stored = _encode(CodecChain(codecs), chunk)
+            left = [codec for number, codec in enumerate(codecs) if number not in frame.declined]
+            if left:
+                assert _decode(CodecChain(left), stored, len(chunk), lengths=frame.lengths) == chunk
 
 
 def test_a_lossy_codec_behind_a_lossless_one_is_refused():
@@ -344,9 +346,8 @@ class _Says(_Recording):
         return self._says(context)
 
 
-@pytest.mark.parametrize(
-    "output",
-    [
+def test_an_output_that_cannot_be_is_a_breach_of_contract():
+    for output in [
         None,
         "float32",
         CodecOutput(""),
@@ -356,13 +357,11 @@ class _Says(_Recording):
         CodecOutput("uint16", True),
         CodecOutput(np.dtype("f4"), 4),
         CodecOutput("uint16", 2, elementwise=1),
-    ],
-)
-@pytest.mark.parametrize("place", [0, 1])
-def test_an_output_that_cannot_be_is_a_breach_of_contract(output, place):
-    codecs = [_Says(lambda context: output), _Recording()]
-    with pytest.raises(CodecError, match="codec recording broke its contract: output is"):
-        _encode(CodecChain(codecs if place == 0 else codecs[::-1]), bytes(40))
+    ]:
+        for place in [0, 1]:
+            codecs = [_Says(lambda context, output=output: output), _Recording()]
+            with pytest.raises(CodecError, match="codec recording broke its contract: output is"):
+                _encode(CodecChain(codecs if place == 0 else codecs[::-1]), bytes(40))
 
 
 def test_an_error_while_a_codec_says_its_output_is_a_codec_error():

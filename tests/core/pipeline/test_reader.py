@@ -519,7 +519,7 @@ def test_a_chain_that_is_read_link_by_link_decodes_to_the_same(direct, store, by
 
 
 @pytest.mark.parametrize("decode", [True, False])
-@pytest.mark.parametrize("link", range(LINKS))
+@pytest.mark.parametrize("link", [0, 2, LINKS - 1])
 @pytest.mark.parametrize("lost", [True, False])
 def test_damage_of_any_link_is_found_when_they_are_read_one_by_one(
     lost, link, decode, store, by_links

@@ -21,23 +21,19 @@ def found(*objects, lossy=()):
     return find_masters(objects, is_exact=lambda chain: chain not in lossy)
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
+def test_a_master_has_the_name_of_the_weight_in_its_path():
+    for path in [
         ("master", "wte.weight"),
         ("optimizer", "state", "wte.weight", "master_param"),
         ("wte.weight",),
         ("wte.weight", "x"),
-    ],
-)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_master_has_the_name_of_the_weight_in_its_path(path, dtype):
-    assert found(half("model", "wte.weight", dtype=dtype), full(*path)) == {0: (1,)}
+    ]:
+        for dtype in ["bfloat16", "float16"]:
+            assert found(half("model", "wte.weight", dtype=dtype), full(*path)) == {0: (1,)}
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
+def test_others_are_no_masters():
+    for other in [
         full("master", "wpe.weight"),
         full("master", "wte.weight.x"),
         full("master", "wte.weight", count=COUNT + 2),
@@ -47,10 +43,8 @@ def test_a_master_has_the_name_of_the_weight_in_its_path(path, dtype):
         planned(
             NoBytes(4 * COUNT, device="cuda:0"), itemsize=4, dtype="float32", path=("wte.weight",)
         ),
-    ],
-)
-def test_others_are_no_masters(other):
-    assert not found(half("model", "wte.weight"), other, lossy=[1])
+    ]:
+        assert not found(half("model", "wte.weight"), other, lossy=[1])
 
 
 def test_the_same_path_below_the_top_level_key_comes_first():

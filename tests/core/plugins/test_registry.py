@@ -154,22 +154,23 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("defect", BROKEN)
-def test_broken_plugin_is_reported_with_its_distribution_and_breaks_no_other(plugin_site, defect):
-    source, complaint = BROKEN[defect]
-    _add_codec(plugin_site, "bad-codecs", "bad", module="bad_codec", source=source, version="2.1")
+def test_broken_plugins_are_reported_with_their_distributions_and_break_no_other(plugin_site):
+    for name, (source, _) in BROKEN.items():
+        named = source.replace("bad", name)
+        _add_codec(plugin_site, f"{name}-codecs", name, module=name, source=named, version="2.1")
     _add_codec(plugin_site, "acme-codecs", "acme", module="acme_codec")
     registry = Registry()
-    for _ in range(2):  # the second answer is the remembered one
-        with pytest.raises(PluginError, match=r"codec 'bad' of bad-codecs 2\.1") as caught:
-            registry.codec_class("bad")
-        assert complaint in str(caught.value)
+    for name, (_, complaint) in BROKEN.items():
+        for _ in range(2):  # the second answer is the remembered one
+            with pytest.raises(PluginError, match=rf"'{name}' of {name}-codecs 2\.1") as caught:
+                registry.codec_class(name)
+            assert complaint.replace("bad", name) in str(caught.value)
     assert registry.codec("acme", {}).name == "acme"
     states = {i.name: i for i in registry.listing() if i.distribution.endswith("-codecs")}
-    assert (states["bad"].state, states["acme"].state) == ("failed", "ok")
-    assert complaint in states["bad"].error
-    assert states["bad"].version == "2.1"
-    assert states["acme"].error is None
+    assert (states["acme"].state, states["acme"].error) == ("ok", None)
+    for name, (_, complaint) in BROKEN.items():
+        assert (states[name].state, states[name].version) == ("failed", "2.1")
+        assert complaint.replace("bad", name) in states[name].error
 
 
 def test_module_that_is_not_there_is_seen_without_loading(plugin_site):
@@ -348,51 +349,56 @@ NOT_USABLE = {
 }
 
 
-@pytest.mark.parametrize("defect", NOT_USABLE)
-def test_provider_that_only_fails_in_use_is_listed_as_failed_and_says_why(plugin_site, defect):
-    source, complaint = NOT_USABLE[defect]
-    _add_provider(plugin_site, "p-bad", "bad", module="p_bad", source=source)
+def test_providers_that_only_fail_in_use_are_listed_as_failed_and_say_why(plugin_site):
+    for name, (source, _) in NOT_USABLE.items():
+        named = source.replace("bad", name)
+        _add_provider(plugin_site, f"p-{name}", name, module=f"p_{name}", source=named)
     _add_provider(plugin_site, "p-good", "good", module="p_good", source=_provider("good"))
-    assert _listed("bad").state == "failed"
-    assert complaint in _listed("bad").error
-    assert _listed("good").state == "ok"
+    listed = {info.name: info for info in Registry().listing()}
+    for name, (_, complaint) in NOT_USABLE.items():
+        assert listed[name].state == "failed"
+        assert complaint.replace("bad", name) in listed[name].error
+    assert listed["good"].state == "ok"
 
 
 INIT = "        def __init__(self, config, /): raise OSError('no card')\n"
 
 
-@pytest.mark.parametrize(
-    ("more", "complaint"),
-    [
-        (INIT, "codec 'bad' of bad-codecs 1.0 cannot be created: OSError: no card"),
-        ("        def max_encoded_size(self, raw_length, /): return raw_length / 2\n", "500.0"),
-        (
-            "        def decode(self, frame, out, /, *, context): pass\n",
-            "it is declared lossless, but 1000 bytes came back changed",
-        ),
-        (
-            "        def encode(self, chunk, out, /, *, context): out[:] = chunk\n",
-            "it returned None from encode",
-        ),
-        (
-            "        def __init__(self, config, /): self.options = config\n",
-            "cannot be created: AttributeError",
-        ),
-        (
-            "        def __init__(self, config, /): self.config = {}\n",
-            "it does not keep its options as `config`",
-        ),
-        (
-            "        def output(self, context, /): return 'float32'\n",
-            "it says 'float32' for its output: it must be a CodecOutput",
-        ),
-    ],
-)
-def test_codec_that_needs_no_options_is_made_to_see_whether_it_works(plugin_site, more, complaint):
-    source = _codec("bad") + more
-    _add_codec(plugin_site, "bad-codecs", "bad", module="bad_codec", source=source)
-    assert _listed("bad").state == "failed"
-    assert complaint in _listed("bad").error
+FAILING_CODECS = [
+    (INIT, "codec 'bad' of bad-codecs 1.0 cannot be created: OSError: no card"),
+    ("        def max_encoded_size(self, raw_length, /): return raw_length / 2\n", "500.0"),
+    (
+        "        def decode(self, frame, out, /, *, context): pass\n",
+        "it is declared lossless, but 1000 bytes came back changed",
+    ),
+    (
+        "        def encode(self, chunk, out, /, *, context): out[:] = chunk\n",
+        "it returned None from encode",
+    ),
+    (
+        "        def __init__(self, config, /): self.options = config\n",
+        "cannot be created: AttributeError",
+    ),
+    (
+        "        def __init__(self, config, /): self.config = {}\n",
+        "it does not keep its options as `config`",
+    ),
+    (
+        "        def output(self, context, /): return 'float32'\n",
+        "it says 'float32' for its output: it must be a CodecOutput",
+    ),
+]
+
+
+def test_codecs_that_need_no_options_are_made_to_see_whether_they_work(plugin_site):
+    for number, (more, _) in enumerate(FAILING_CODECS):
+        name = f"bad{number}"
+        source = _codec(name) + more
+        _add_codec(plugin_site, f"{name}-codecs", name, module=name, source=source)
+    listed = {info.name: info for info in Registry().listing()}
+    for number, (_, complaint) in enumerate(FAILING_CODECS):
+        assert listed[f"bad{number}"].state == "failed"
+        assert complaint.replace("bad", f"bad{number}") in listed[f"bad{number}"].error
 
 
 def test_codec_that_needs_options_is_not_made(plugin_site):
@@ -414,23 +420,26 @@ BACKEND = """
 """
 
 
-@pytest.mark.parametrize(
-    ("more", "complaint"),
-    [
-        ("", None),
-        ("        def __init__(self, config, /): raise OSError('no route')\n", "OSError: no route"),
-        ("        url = None\n", "says None for its url"),
-        ("        capabilities = {'direct_io': True}\n", "has capabilities of type dict"),
-    ],
-)
-def test_backend_that_needs_no_options_is_made_and_closed(plugin_site, more, complaint):
-    source = BACKEND.format(name="acme") + more
-    target = {"penstock.backends": {"acme": "acme_store:Store"}}
-    plugin_site.add("acme-store", target, acme_store=source)
-    info = _listed("acme")
-    assert info.state == ("failed" if complaint else "ok")
-    assert (complaint or "") in (info.error or "")
-    assert len(sys.modules["acme_store"].Store.closed) == (0 if "route" in more else 1)
+MADE_BACKENDS = [
+    ("", None),
+    ("        def __init__(self, config, /): raise OSError('no route')\n", "OSError: no route"),
+    ("        url = None\n", "says None for its url"),
+    ("        capabilities = {'direct_io': True}\n", "has capabilities of type dict"),
+]
+
+
+def test_backends_that_need_no_options_are_made_and_closed(plugin_site):
+    for number, (more, _) in enumerate(MADE_BACKENDS):
+        source = BACKEND.format(name=f"acme{number}") + more
+        target = {"penstock.backends": {f"acme{number}": f"acme_store{number}:Store"}}
+        plugin_site.add(f"acme{number}", target, **{f"acme_store{number}": source})
+    listed = {info.name: info for info in Registry().listing()}
+    for number, (more, complaint) in enumerate(MADE_BACKENDS):
+        info = listed[f"acme{number}"]
+        assert info.state == ("failed" if complaint else "ok")
+        assert (complaint or "") in (info.error or "")
+        closed = sys.modules[f"acme_store{number}"].Store.closed
+        assert len(closed) == (0 if "route" in more else 1)
 
 
 @pytest.mark.parametrize(

@@ -292,9 +292,18 @@ def act(ckpt, action):
         getattr(ckpt, action)()
 
 
-@pytest.mark.parametrize("action", ["close", "wait", "save", "fence"])
-@pytest.mark.parametrize("kind", ["started", "captured", "committed"])
-@pytest.mark.parametrize("mode", ["async", "blocking"])
+@pytest.mark.parametrize(
+    ("kind", "action", "mode"),
+    [
+        ("started", "close", "async"),
+        ("captured", "wait", "async"),
+        ("committed", "save", "async"),
+        ("committed", "fence", "async"),
+        ("started", "wait", "blocking"),
+        ("captured", "save", "blocking"),
+        ("committed", "close", "blocking"),
+    ],
+)
 def test_a_callback_that_the_save_waits_for_may_not_wait_for_the_save(
     backend, kind, action, mode, caplog
 ):

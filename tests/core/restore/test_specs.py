@@ -1,7 +1,5 @@
 """The specs of a checkpoint's objects, which need no data."""
 
-import subprocess
-import sys
 from dataclasses import FrozenInstanceError
 
 import pytest
@@ -101,18 +99,3 @@ def test_a_spec_is_frozen_and_compares_by_what_it_says(store):
     assert one["net/w"] == other["net/w"] != other["zeros"]
     with pytest.raises(FrozenInstanceError):
         one["net/w"].dtype = "int8"
-
-
-def test_specs_need_no_torch(tmp_path):
-    with Checkpointer(tmp_path) as ckpt:
-        ckpt.save({"w": torch.ones(2, 3)}, 1, mode="blocking")
-    code = (
-        "import sys, penstock\n"
-        f"with penstock.Checkpointer({str(tmp_path)!r}, ranks='alone') as ckpt:\n"
-        "    spec = ckpt.open().specs()['w']\n"
-        "    print(spec.shape, spec.shards, 'torch' in sys.modules)\n"
-    )
-    shown = subprocess.run(
-        [sys.executable, "-c", code], check=True, capture_output=True, text=True
-    ).stdout
-    assert shown == "(2, 3) (Region(offsets=(0, 0), sizes=(2, 3)),) False\n"

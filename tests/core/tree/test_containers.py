@@ -73,16 +73,16 @@ TREES = {
 }
 
 
-@pytest.mark.parametrize("name", TREES)
-def test_tree_is_built_again_as_it_was(name):
-    assert same(save(TREES[name]).load(), TREES[name])
+def test_tree_is_built_again_as_it_was():
+    for name, tree in TREES.items():
+        assert same(save(tree).load(), tree), name
 
 
-@pytest.mark.parametrize("name", TREES)
-def test_tree_is_restored_into_itself_without_a_difference(name):
-    stored = save(TREES[name])
-    stored.restore(TREES[name])
-    assert save(TREES[name]).data == stored.data
+def test_tree_is_restored_into_itself_without_a_difference():
+    for name, tree in TREES.items():
+        stored = save(tree)
+        stored.restore(tree)
+        assert save(tree).data == stored.data, name
 
 
 @pytest.mark.parametrize("root", [OrderedDict(a=t(1)), defaultdict(list, {"a": [t(1)]}), {1: t(1)}])
@@ -210,9 +210,8 @@ def flat_tensors(value):
             yield from flat_tensors(item)
 
 
-@pytest.mark.parametrize(
-    ("state", "reason"),
-    [
+def test_trees_that_cannot_be_built_again_are_refused():
+    for state, reason in [
         ({1: t(1), "1": t(2)}, "the state has two keys that are both written '1'"),
         ({"a": {None: t(1), "None": 1}}, "a has two keys that are both written 'None'"),
         ({"a": {(1, 2): t(1)}}, r"a has the key \(1, 2\) of type tuple"),
@@ -223,11 +222,9 @@ def flat_tensors(value):
         ({"a": type("T", (tuple,), {})([t(1)])}, "a is a .*T: only plain tuples"),
         ({"a": namedtuple("Local", "x")(t(1))}, "a is a .*Local: only plain tuples"),
         ({"a": {"b": {t(1)}}}, r"a/b\{\} is a torch.Tensor"),
-    ],
-)
-def test_trees_that_cannot_be_built_again_are_refused(state, reason):
-    with pytest.raises(UnsupportedStateError, match=reason):
-        save(state)
+    ]:
+        with pytest.raises(UnsupportedStateError, match=reason):
+            save(state)
 
 
 def test_cycles_are_refused_with_the_path():
@@ -255,9 +252,8 @@ def test_one_container_in_two_places_is_stored_twice_and_its_tensors_once():
     assert loaded["a"]["t"] is loaded["b"][0]["t"]
 
 
-@pytest.mark.parametrize(
-    ("stored", "template", "problem"),
-    [
+def test_other_kinds_are_problems():
+    for stored, template, problem in [
         (
             {"a": {"t": t(1), "x": t(2)}},
             {"a": {"t": 5, "x": t(2)}},
@@ -270,11 +266,9 @@ def test_one_container_in_two_places_is_stored_twice_and_its_tensors_once():
         ({"a": {"t": t(1)}}, {"a": None}, "a is stored as a dict of objects, but is a plain None"),
         ({"a": {"b": t(1)}}, {"a": t(1)}, "a is stored as a container, but is a tensor"),
         ({"a": 5}, {"a": t(1)}, "a is stored as a value, but is a tensor in"),
-    ],
-)
-def test_other_kinds_are_problems(stored, template, problem):
-    (found,) = save(stored).plan(template).problems
-    assert found.startswith(problem)
+    ]:
+        (found,) = save(stored).plan(template).problems
+        assert found.startswith(problem)
 
 
 def test_all_that_is_missing_is_listed_and_only_within_the_selection():
@@ -478,12 +472,11 @@ BROKEN_ENTRIES = {
 }
 
 
-@pytest.mark.parametrize("what", BROKEN_ENTRIES)
-def test_what_a_provider_must_not_describe_is_refused_and_names_it_and_the_path(what):
-    entries, complaint = BROKEN_ENTRIES[what]
-    blamed = rf"a/b: provider 'describes' \(.*Describes\) broke its contract: .*{complaint}"
-    with pytest.raises(PluginError, match=blamed):
-        store({"a": {"b": Twice()}}, providers=of(entries))
+def test_what_a_provider_must_not_describe_is_refused_and_names_it_and_the_path():
+    for entries, complaint in BROKEN_ENTRIES.values():
+        blamed = rf"a/b: provider 'describes' \(.*Describes\) broke its contract: .*{complaint}"
+        with pytest.raises(PluginError, match=blamed):
+            store({"a": {"b": Twice()}}, providers=of(entries))
 
 
 def test_what_a_checkpoint_gives_back_may_stand_in_a_meta():

@@ -39,10 +39,10 @@ def test_shown_form_is_as_documented(path, shown):
     assert show_path(path) == shown
 
 
-@pytest.mark.parametrize("text", ["a//b", "/a", "a/", "100%", "a%2fb", "a%00", "%41"])
-def test_text_that_is_no_shown_path_is_refused(text):
-    with pytest.raises(SelectionError):
-        parse_path(text)
+def test_text_that_is_no_shown_path_is_refused():
+    for text in ["a//b", "/a", "a/", "100%", "a%2fb", "a%00", "%41"]:
+        with pytest.raises(SelectionError):
+            parse_path(text)
 
 
 def test_hash_is_that_of_the_shown_utf8_text():
