@@ -135,8 +135,10 @@ def rounded(tensor):
     return ((tensor.view(torch.int32) >> 16) << 16).view(torch.float32)
 
 
-@pytest.mark.parametrize("chain", [["half"], ["half", "zstd"], ["careless"]])
-@pytest.mark.parametrize("size", [100, 10_000])  # a slab, and chunks
+@pytest.mark.parametrize(
+    ("chain", "size"),
+    [(["half"], 100), (["half", "zstd"], 10_000), (["careless"], 10_000)],  # a slab, and chunks
+)
 def test_what_a_lossy_codec_wrote_is_read_with_its_neighbours(opened, chain, size):
     torch.manual_seed(0)
     state = {"w": torch.randn(size), "other": torch.ones(3), "epoch": 7}
@@ -194,9 +196,7 @@ def test_a_tensor_of_no_dimensions_never_goes_through_a_lossy_codec(opened):
     ("first", "codecs_of_model"),
     [
         ("best", None),
-        ("model", None),
         ("model", []),
-        ("best", ["zstd"]),
         ("best", "auto"),
         ("model", [{"type": "cast", "to": "float8_e5m2"}]),
     ],
@@ -223,20 +223,21 @@ def test_tied_tensor_is_rounded_if_equal_codecs_round_each_of_its_names(opened):
         assert torch.equal(ckpt.load(1)["b"], rounded(weight))
 
 
-@pytest.mark.parametrize(
-    "pattern", ["**", "*", "**/*", "*/**", "?*/**", "[a-z]*", "[!x]*/[]a-z_]*", "**/*.*", "*_*"]
-)
-def test_a_lossy_codec_is_refused_where_a_rule_names_nothing(opened, pattern):
-    with pytest.raises(ConfigError, match=r"codec half is lossy, .* names nothing"):
-        opened((pattern, "half", "zstd"))
+def test_a_lossy_codec_is_refused_where_a_rule_names_nothing(opened):
+    for pattern in ("**", "?*/**", "[a-z]*", "[!x]*/[]a-z_]*", "**/*.*", "*_*"):
+        with pytest.raises(ConfigError, match=r"codec half is lossy, .* names nothing"):
+            opened((pattern, "half", "zstd"))
 
 
-@pytest.mark.parametrize("pattern", ["model/**", "**/exp_avg_sq", "*.weight", "[a-z]x", "\\*", "w"])
-def test_a_lossy_codec_is_taken_where_a_rule_names_something(opened, pattern):
-    state = {"w": torch.randn(300)}
-    with opened((pattern, "half")) as ckpt:
+def test_a_lossy_codec_is_taken_where_a_rule_names_something(opened):
+    for pattern in ("model/**", "**/exp_avg_sq", "*.weight", "[a-z]x", "\\*"):
+        opened((pattern, "half")).close()
+    state = {"w": torch.randn(300), "x": torch.randn(300)}
+    with opened(("w", "half")) as ckpt:
         ckpt.save(state, step=1, mode="blocking")
-        assert torch.equal(ckpt.load(1)["w"], rounded(state["w"])) == (pattern == "w")
+        tree = ckpt.load(1)
+    assert torch.equal(tree["w"], rounded(state["w"]))
+    assert torch.equal(tree["x"], state["x"])
 
 
 def test_small_tensors_reach_codecs_as_what_they_are(opened):
@@ -337,8 +338,8 @@ def with_codec(root, codec, *, codecs=("grown",)):
     return penstock.Checkpointer(f"posix://{root}/run", registry=registry, rules=rules)
 
 
-@pytest.mark.parametrize("codecs", [["grown"], ["grown", "zstd"], ["zstd", "grown", "lz4"]])
-def test_a_codec_reads_what_its_older_version_wrote(tmp_path, codecs):
+def test_a_codec_reads_what_its_older_version_wrote(tmp_path):
+    codecs = ["zstd", "grown", "lz4"]
     state = {"w": torch.arange(9000.0)}
     for step, codec in enumerate((First, Second), start=1):
         with with_codec(tmp_path, codec, codecs=codecs) as ckpt:

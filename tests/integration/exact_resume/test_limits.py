@@ -275,8 +275,7 @@ def test_what_no_reader_would_take_is_refused_by_save_with_its_path(state, path,
     assert [blob.name for blob in store.list("commits/")] == ["commits/00000001-0.json"]
 
 
-@pytest.mark.parametrize("mode", ["blocking", "async", "lazy"])
-@pytest.mark.parametrize("kept_bytes", [0, 40])
+@pytest.mark.parametrize(("mode", "kept_bytes"), [("blocking", 0), ("lazy", 40)])
 def test_a_tensor_whose_storage_was_freed_or_shrunk_is_refused(mode, kept_bytes):
     with Checkpointer(memory(), mode=mode, defer="**") as ckpt:
         ckpt.save({"a": 1}, 1).result(300)
@@ -327,21 +326,18 @@ def test_a_view_of_what_is_left_of_a_storage_is_stored():
             ckpt.save({"w": gone}, 2)
 
 
-@pytest.mark.parametrize(
-    ("option", "complaint"),
-    [
+def test_options_that_no_reader_would_take_are_refused_when_it_is_opened():
+    for option, complaint in (
         ({"block_bytes": "2 GiB"}, "block_bytes"),
         ({"chunk_bytes": 2 << 30}, "chunk_bytes"),
         ({"rules": [{"match": "**", "codecs": ["zstd"] * 17}]}, r"rules\[0\].codecs"),
-    ],
-)
-def test_options_that_no_reader_would_take_are_refused_when_it_is_opened(option, complaint):
-    with pytest.raises(ConfigError, match=complaint):
-        Checkpointer(memory(), **option)
+    ):
+        with pytest.raises(ConfigError, match=complaint):
+            Checkpointer(memory(), **option)
 
 
-@pytest.mark.parametrize("step", [10**18, 2**62 - 1])
-def test_a_step_as_large_as_a_clock_in_nanoseconds_is_found_again(step):
+def test_a_step_as_large_as_a_clock_in_nanoseconds_is_found_again():
+    step = 2**62 - 1
     with Checkpointer(memory(), mode="blocking") as ckpt:
         ckpt.save({"a": 1}, 5)
         ckpt.save({"a": 2}, step)
@@ -352,20 +348,16 @@ def test_a_step_as_large_as_a_clock_in_nanoseconds_is_found_again(step):
         assert ckpt.prune().refused == ()
 
 
-@pytest.mark.parametrize(
-    ("said", "complaint"),
-    [
-        (nested(900, lambda v: {"a": v}, 1), "nested more than 100 levels"),
-        ({1: "a", "1": "b"}, "metadata has the key 1: keys of metadata are text"),
-        ({"a": [{None: 1, "null": 2}]}, r"metadata\['a'\]\[0\] has the key None"),
-        ({HUGE: 1}, "4300 digits"),
-    ],
-    ids=["deep", "1", "null", "long"],
-)
-def test_metadata_that_would_not_come_back_is_refused_by_save(said, complaint):
+def test_metadata_that_would_not_come_back_is_refused_by_save():
     with Checkpointer(memory(), mode="blocking") as ckpt:
-        with pytest.raises(ConfigError, match=complaint):
-            ckpt.save({"a": 1}, 1, metadata=said)
+        for metadata, complaint in (
+            (nested(900, lambda v: {"a": v}, 1), "nested more than 100 levels"),
+            ({1: "a", "1": "b"}, "metadata has the key 1: keys of metadata are text"),
+            ({"a": [{None: 1, "null": 2}]}, r"metadata\['a'\]\[0\] has the key None"),
+            ({HUGE: 1}, "4300 digits"),
+        ):
+            with pytest.raises(ConfigError, match=complaint):
+                ckpt.save({"a": 1}, 1, metadata=metadata)
         assert ckpt.steps() == []
 
 

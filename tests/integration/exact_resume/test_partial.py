@@ -107,8 +107,7 @@ def ckpt(backend):
 # -- how much is read ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("codecs", [[], ["zstd"]], ids=["raw", "zstd"])
-@pytest.mark.parametrize("part", ["optimizer", "model"])
+@pytest.mark.parametrize(("part", "codecs"), [("optimizer", []), ("model", ["zstd"])])
 def test_only_the_needed_bytes_are_read(part, codecs, saved):
     store, state = memory(), saved[1]
     backend = Counting(store)
@@ -158,27 +157,26 @@ def large():
         yield backend, checkpoint, tensor
 
 
-@pytest.mark.parametrize(
-    "rows", [(0, 1), (0, 1500), (1, 2), (370, 380), (374, 375), (1000, 1499), (1499, 1500), (7, 7)]
-)
-def test_of_a_region_at_most_one_block_more_at_each_end_is_read(rows, large):
+def test_of_a_region_at_most_one_block_more_at_each_end_is_read(large):
     backend, checkpoint, tensor = large
-    part = checkpoint.read("w", (slice(*rows),))
-    assert same(part, tensor[slice(*rows)].clone())
-    assert part.nbytes <= backend.blobs <= part.nbytes + 2 * BLOCK or not part.numel()
-    assert part.numel() or not backend.blobs
+    for rows in ((0, 1), (0, 1500), (370, 380), (374, 375), (1000, 1499), (1499, 1500), (7, 7)):
+        backend.reset()
+        part = checkpoint.read("w", (slice(*rows),))
+        assert same(part, tensor[slice(*rows)].clone())
+        assert part.nbytes <= backend.blobs <= part.nbytes + 2 * BLOCK or not part.numel()
+        assert part.numel() or not backend.blobs
 
 
-@pytest.mark.parametrize("rows", [(0, 128), (100, 300), (255, 257), (500, 512)])
-def test_little_more_is_read_of_a_tensor_of_average_size_than_the_rows_that_are_wanted(rows):
+def test_little_more_is_read_of_a_tensor_of_average_size_than_the_rows_that_are_wanted():
     backend = Counting(memory())
     state = {name: torch.randn(512, 1024) for name in "abc"}  # 2 MiB
     with checkpointer(backend, chunk_bytes=16 << 20, block_bytes=None) as ckpt:
         ckpt.save(state, 1, mode="blocking")
-        backend.reset()
-        part = ckpt.open().read("b", (slice(*rows),))
-    assert same(part, state["b"][slice(*rows)].clone())
-    assert part.nbytes <= backend.blobs <= part.nbytes + 2 * (2 << 20) // 3
+        for rows in ((0, 128), (100, 300), (255, 257), (500, 512)):
+            backend.reset()
+            part = ckpt.open().read("b", (slice(*rows),))
+            assert same(part, state["b"][slice(*rows)].clone())
+            assert part.nbytes <= backend.blobs <= part.nbytes + 2 * (2 << 20) // 3
 
 
 def test_a_region_of_columns_reads_the_blocks_that_hold_them_once(large):
@@ -188,20 +186,17 @@ def test_a_region_of_columns_reads_the_blocks_that_hold_them_once(large):
     assert backend.blobs <= 300 * 700 * 4 + 2 * BLOCK
 
 
-@pytest.mark.parametrize(
-    "region",
-    [
+def test_a_region_that_does_not_lie_within_the_tensor_is_refused(large):
+    backend, checkpoint, _ = large
+    for region in (
         (slice(0, 3), slice(0, 3), slice(0, 3)),
         (slice(0, 10, 2),),
         Region((0,), (5,)),
         Region((0, 0), (1501, 1)),
         Region((-1, 0), (1, 1)),
-    ],
-)
-def test_a_region_that_does_not_lie_within_the_tensor_is_refused(region, large):
-    backend, checkpoint, _ = large
-    with pytest.raises(SelectionError, match="w"):
-        checkpoint.read("w", region)
+    ):
+        with pytest.raises(SelectionError, match="w"):
+            checkpoint.read("w", region)
     assert not backend.blobs
 
 
@@ -232,58 +227,52 @@ EVERYTHING = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("include", "exclude", "restored"),
-    [
-        ("model", None, EVERYTHING),
-        ("model/layers", None, {k for k in EVERYTHING if "layers" in k}),
-        ("model/layers.1", None, {k for k in EVERYTHING if "layers.1" in k}),
-        ("model/layer", None, None),
-        ("model/*.bias", None, {k for k in EVERYTHING if k.endswith(".bias")}),
-        ("model/layers.?.weight", None, {"model/layers.0.weight", "model/layers.1.weight"}),
-        ("model/layers.[1-9].*", None, {"model/layers.1.weight", "model/layers.1.bias"}),
-        ("**/norm.*", "**/running_*", None),
-        ("**/norm.*", "**/*running_*", {
-            "model/norm.weight", "model/norm.bias", "model/norm.num_batches_tracked",
-        }),
-        (["model/embed", "model/head.weight"], None, {"model/embed.weight", "model/head.weight"}),
-        ("model", ["model/layers", "model/norm"], {"model/embed.weight", "model/head.weight"}),
-    ],
-)  # fmt: skip
-def test_include_and_exclude_select_objects(include, exclude, restored, ckpt, saved):
+SELECTIONS = [
+    ("model", None, EVERYTHING),
+    ("model/layers", None, {k for k in EVERYTHING if "layers" in k}),
+    ("model/*.bias", None, {k for k in EVERYTHING if k.endswith(".bias")}),
+    ("model/layers.?.weight", None, {"model/layers.0.weight", "model/layers.1.weight"}),
+    ("model/layers.[1-9].*", None, {"model/layers.1.weight", "model/layers.1.bias"}),
+    ("**/norm.*", "**/*running_*", {
+        "model/norm.weight", "model/norm.bias", "model/norm.num_batches_tracked",
+    }),
+    (["model/embed", "model/head.weight"], None, {"model/embed.weight", "model/head.weight"}),
+    ("model", ["model/layers", "model/norm"], {"model/embed.weight", "model/head.weight"}),
+]  # fmt: skip
+
+
+def test_include_and_exclude_select_objects(ckpt, saved):
+    for include, exclude, restored in SELECTIONS:
+        target = make(5)
+        before = weights(target)
+        report = ckpt.restore(target, include=include, exclude=exclude)
+        assert set(report.restored) == restored
+        touched = {k.removeprefix("model/") for k in restored}
+        tied = {"embed.weight", "head.weight"}
+        touched |= tied if tied & touched else set()
+        for name, tensor in weights(target).items():
+            expected = saved[1]["model"].state_dict() if name in touched else before
+            assert torch.equal(tensor, expected[name]), (include, exclude, name)
+        tree = ckpt.load(include=include, exclude=exclude)
+        assert {f"model/{k}" for k in tree.pop("model")} == restored
+        assert tree == {}
+
+
+def test_a_pattern_that_matches_nothing_is_an_error_with_the_nearest_names(ckpt):
     target = make(5)
     before = weights(target)
-    if restored is None:
-        with pytest.raises(SelectionError, match="matches nothing; nearest: "):
-            ckpt.restore(target, include=include, exclude=exclude)
-        assert same(weights(target), before)
-        return
-    report = ckpt.restore(target, include=include, exclude=exclude)
-    assert set(report.restored) == restored
-    touched = {k.removeprefix("model/") for k in restored}
-    tied = {"embed.weight", "head.weight"}
-    touched |= tied if tied & touched else set()
-    for name, tensor in weights(target).items():
-        expected = saved[1]["model"].state_dict() if name in touched else before
-        assert torch.equal(tensor, expected[name]), name
-    tree = ckpt.load(include=include, exclude=exclude)
-    assert {f"model/{k}" for k in tree.pop("model")} == restored
-    assert tree == {}
-
-
-@pytest.mark.parametrize(
-    ("pattern", "near"),
-    [("modle", "model"), ("optimiser/**", "optimizer"), ("model/emded", "model/embed.weight")],
-)
-@pytest.mark.parametrize("option", ["include", "exclude"])
-def test_a_pattern_that_matches_nothing_is_an_error_with_the_nearest_names(
-    option, pattern, near, ckpt, backend
-):
-    for read in (ckpt.load, lambda **o: ckpt.restore(make(5), **o)):
-        with pytest.raises(SelectionError) as caught:
-            read(**{option: pattern})
-        assert pattern in str(caught.value)
-        assert near in str(caught.value).split("nearest")[1]
+    for option, pattern, near in (
+        ("include", "modle", "model"),
+        ("include", "model/layer", "model/layers"),
+        ("exclude", "optimiser/**", "optimizer"),
+        ("exclude", "model/emded", "model/embed.weight"),
+    ):
+        for read in (ckpt.load, lambda **o: ckpt.restore(target, **o)):
+            with pytest.raises(SelectionError) as caught:
+                read(**{option: pattern})
+            assert pattern in str(caught.value)
+            assert near in str(caught.value).split("nearest")[1]
+    assert same(weights(target), before)
 
 
 HEADS = {
@@ -297,16 +286,16 @@ HEADS = {
 }
 
 
-@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
-@pytest.mark.parametrize("pattern", ["head", "head/**"])
-def test_what_only_the_template_has_can_be_excluded(pattern, head):
+def test_what_only_the_template_has_can_be_excluded():
     with checkpointer(memory()) as ckpt:
         ckpt.save({"a": torch.ones(1)}, 1, mode="blocking")
-        target = {"a": torch.zeros(1), "head": head()}
-        live = target["head"]
-        assert ckpt.restore(target, exclude=pattern).missing == ()
-        assert target["a"] == 1
-        assert target["head"] is live
+        for name, head in HEADS.items():
+            for pattern in ("head", "head/**"):
+                target = {"a": torch.zeros(1), "head": head()}
+                live = target["head"]
+                assert ckpt.restore(target, exclude=pattern).missing == (), name
+                assert target["a"] == 1
+                assert target["head"] is live
 
 
 def test_a_part_of_an_optimizer_that_only_the_template_has_can_be_excluded():
@@ -715,19 +704,17 @@ VIEWS = {
 }
 
 
-@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-@pytest.mark.parametrize("base", ["whole", "strided"])
-def test_views_of_one_memory_are_restored_if_what_is_stored_agrees(view, base):
-    whole = torch.randn(200, 120)
-    target = torch.zeros(200, 120)
-    bases = {"whole": lambda w: w, "strided": lambda w: w[:, :119]}
-    saved = {"w": bases[base](whole), "v": view(whole)}
+@pytest.mark.parametrize("base", [lambda w: w, lambda w: w[:, :119]], ids=["whole", "strided"])
+def test_views_of_one_memory_are_restored_if_what_is_stored_agrees(base):
     with checkpointer(memory()) as ckpt:
-        ckpt.save(saved, 1, mode="blocking")
-        template = {"w": bases[base](target), "v": view(target)}
-        ckpt.restore(template)
-        assert same(template["w"], saved["w"])
-        assert same(template["v"], saved["v"])
+        for step, (name, view) in enumerate(VIEWS.items()):
+            whole, target = torch.randn(200, 120), torch.zeros(200, 120)
+            saved = {"w": base(whole), "v": view(whole)}
+            ckpt.save(saved, step, mode="blocking")
+            template = {"w": base(target), "v": view(target)}
+            ckpt.restore(template)
+            assert same(template["w"], saved["w"]), name
+            assert same(template["v"], saved["v"]), name
 
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
@@ -916,7 +903,7 @@ def test_what_is_not_selected_is_not_looked_at(include):
 
 def test_pieces_of_the_manifest_without_anything_selected_are_not_read(tmp_path):
     # Top-level keys with more than a piece of the manifest each: 2048 objects are in one.
-    state = {key: {f"{n:04}": torch.ones(1) for n in range(2500)} for key in ("a", "b")}
+    state = {key: {f"{n:04}": torch.ones(1) for n in range(2100)} for key in ("a", "b")}
     store = Counting(memory())
     with checkpointer(store) as ckpt:
         ckpt.save(state, 1, mode="blocking")
@@ -943,7 +930,7 @@ def test_records_are_made_of_what_is_selected_only(monkeypatch):
 
 
 def test_the_pieces_of_a_manifest_are_read_together():
-    state = {"m": {f"{n:05}": torch.ones(1) for n in range(9000)}}
+    state = {"m": {f"{n:05}": torch.ones(1) for n in range(4200)}}
     backend = FaultyBackend(memory())
     with checkpointer(backend) as ckpt:
         ckpt.save(state, 1, mode="blocking")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import sys
 import types
@@ -24,6 +25,11 @@ from penstock.core.types import BlobInfo
 STATE = {"w": torch.arange(5000.0)}
 
 
+@functools.cache
+def installed():
+    return [e for group in GROUPS.values() for e in importlib.metadata.entry_points(group=group)]
+
+
 def registry_with(monkeypatch, kind, cls):
     """Everything that is installed, and `cls` as a third party's."""
     module = "somebodys_plugin"
@@ -31,20 +37,16 @@ def registry_with(monkeypatch, kind, cls):
     made.Plugin = cls
     cls.__module__ = module
     monkeypatch.setitem(sys.modules, module, made)
-    group = GROUPS[kind]
-    own = [e for g in GROUPS.values() for e in importlib.metadata.entry_points(group=g)]
-    entry = importlib.metadata.EntryPoint(cls.name, f"{module}:Plugin", group)
-    return Registry([*own, entry])
+    entry = importlib.metadata.EntryPoint(cls.name, f"{module}:Plugin", GROUPS[kind])
+    return Registry([*installed(), entry])
 
 
 @pytest.mark.parametrize(
     ("method", "returned", "complaint"),
     [
         ("encode", None, "wrote None bytes"),
-        ("encode", 1.0, "wrote 1.0 bytes"),
         ("encode", -1, "wrote -1 bytes"),
         ("max_encoded_size", 2.5, "max_encoded_size is 2.5"),
-        ("max_encoded_size", None, "max_encoded_size is None"),
         ("max_encoded_size", -4, "max_encoded_size is -4"),
     ],
 )
@@ -138,42 +140,49 @@ def answers(value):
     return lambda self, *arguments, **options: value
 
 
-@pytest.mark.parametrize(
-    ("attribute", "value", "complaint"),
-    [
-        ("list", answers(None), r"list\('.*'\) is NoneType, not a sequence of BlobInfo"),
-        ("list", answers(iter([])), r"list\('.*'\) is list_iterator, not a sequence"),
-        ("list", answers([("a", 1, 2.0)]), r"an item of list\('.*'\) is tuple, not a BlobInfo"),
-        ("list", answers([BlobInfo("a", 1.5, 0.0)]), "size_bytes of an item .* is float, not an"),
-        ("stat", answers(None), r"stat\('r'\) is NoneType, not a BlobInfo"),
-        ("stat", answers(BlobInfo("r", 1, "now")), "modified_s of .* is str, not a float"),
-        ("stat", answers(BlobInfo(b"r", 1, 0.0)), "name of .* is bytes, not a str"),
-        ("read_record", answers(None), r"read_record\('r'\) is NoneType, not bytes"),
-        ("read_record", answers(bytearray(b"x")), "is bytearray, not bytes"),
-        ("url", None, "url is NoneType, not a str"),
-        ("url", "", "url is str, not a str that shows"),
-        ("direct_io", "yes", "direct_io is str, not True or False"),
-        ("free_bytes", answers("all"), r"free_bytes\(\) is str, not an int or None"),
-        ("store_time_s", answers(None), r"store_time_s\(\) is NoneType, not a float"),
-        ("submit_read", answers(None), r"submit_read\(\) is NoneType, not a Future"),
-        ("tiers", ["fast"], "tiers is list, not a tuple of Tier"),
-        ("tiers", ("fast",), "one of the tiers is str, not a Tier"),
-    ],
-)
-def test_what_a_backend_answers_is_looked_at(attribute, value, complaint, monkeypatch):
-    odd = type("Odd", (MemoryBackend,), {"api_version": 1, "name": "odd", attribute: value})
-    registry = registry_with(monkeypatch, "backend", odd)
-    with closing(open_backend({"type": "odd"}, registry)) as backend:
-        asked = {
-            "list": lambda: backend.list("x"),
-            "stat": lambda: backend.stat("r"),
-            "read_record": lambda: backend.read_record("r", limit_bytes=9),
-            "free_bytes": backend.free_bytes,
-            "store_time_s": backend.store_time_s,
-            "submit_read": lambda: backend.submit_read([]),
-        }
-        with pytest.raises(StorageError, match=rf"'odd' \(somebodys_plugin\..*{complaint}"):
-            asked.get(attribute, lambda: getattr(backend, attribute))()
+ANSWERS = [
+    ("list", answers(None), r"list\('.*'\) is NoneType, not a sequence of BlobInfo"),
+    ("list", answers(iter([])), r"list\('.*'\) is list_iterator, not a sequence"),
+    ("list", answers([("a", 1, 2.0)]), r"an item of list\('.*'\) is tuple, not a BlobInfo"),
+    ("list", answers([BlobInfo("a", 1.5, 0.0)]), "size_bytes of an item .* is float, not an"),
+    ("stat", answers(None), r"stat\('r'\) is NoneType, not a BlobInfo"),
+    ("stat", answers(BlobInfo("r", 1, "now")), "modified_s of .* is str, not a float"),
+    ("stat", answers(BlobInfo(b"r", 1, 0.0)), "name of .* is bytes, not a str"),
+    ("read_record", answers(None), r"read_record\('r'\) is NoneType, not bytes"),
+    ("read_record", answers(bytearray(b"x")), "is bytearray, not bytes"),
+    ("url", None, "url is NoneType, not a str"),
+    ("url", "", "url is str, not a str that shows"),
+    ("direct_io", "yes", "direct_io is str, not True or False"),
+    ("free_bytes", answers("all"), r"free_bytes\(\) is str, not an int or None"),
+    ("store_time_s", answers(None), r"store_time_s\(\) is NoneType, not a float"),
+    ("submit_read", answers(None), r"submit_read\(\) is NoneType, not a Future"),
+    ("tiers", ["fast"], "tiers is list, not a tuple of Tier"),
+    ("tiers", ("fast",), "one of the tiers is str, not a Tier"),
+]
+
+
+def ask(backend, attribute):
+    """Call the method, or read the property, of that name."""
+    calls = {
+        "list": lambda: backend.list("x"),
+        "stat": lambda: backend.stat("r"),
+        "read_record": lambda: backend.read_record("r", limit_bytes=9),
+        "free_bytes": backend.free_bytes,
+        "store_time_s": backend.store_time_s,
+        "submit_read": lambda: backend.submit_read([]),
+    }
+    calls.get(attribute, lambda: getattr(backend, attribute))()
+
+
+def test_what_a_backend_answers_is_looked_at(monkeypatch):
+    for attribute, value, complaint in ANSWERS:
+        odd = type("Odd", (MemoryBackend,), {"api_version": 1, "name": "odd", attribute: value})
+        registry = registry_with(monkeypatch, "backend", odd)
+        with (
+            closing(open_backend({"type": "odd"}, registry)) as backend,
+            pytest.raises(StorageError, match=rf"'odd' \(somebodys_plugin\..*{complaint}"),
+        ):
+            ask(backend, attribute)
 
 
 def test_a_list_that_is_none_fails_by_name_whatever_was_asked(monkeypatch):
@@ -214,14 +223,14 @@ def test_a_file_is_no_empty_run(kind, tmp_path):
                 use()
 
 
-@pytest.mark.parametrize("name", ["penstock.toml", "run.yaml", "run.YML", "run.json"])
 @pytest.mark.parametrize("there", [False, True])
-def test_a_configuration_file_is_no_run(name, there, tmp_path):
-    path = tmp_path / name
-    if there:
-        path.write_text("")
-    with pytest.raises(ConfigError, match="from_config"):
-        Checkpointer(path)
-    assert path.exists() is there
+def test_a_configuration_file_is_no_run(there, tmp_path):
+    for name in ("penstock.toml", "run.yaml", "run.YML", "run.json"):
+        path = tmp_path / name
+        if there:
+            path.write_text("")
+        with pytest.raises(ConfigError, match="from_config"):
+            Checkpointer(path)
+        assert path.exists() is there
     (tmp_path / "folder.json").mkdir()
     Checkpointer(tmp_path / "folder.json").close()

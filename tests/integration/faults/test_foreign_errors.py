@@ -278,7 +278,7 @@ TABLE = {
         "place": (PluginError, "box", "provider 'box'"),
         "parameters": (PluginError, "box", "provider 'box'"),
     },
-    "load": {**READ, **PLACE, "rebuild": (RestoreError, "box")},
+    "load": {"settle": PLACE["settle"], "rebuild": (RestoreError, "box")},  # reads as restore does
     "verify": {**READ, "stat .raw": (StorageError, "backend 'acme'", ".raw")},
     "prune": {
         "store_time_s": (StorageError, "backend 'acme'"),

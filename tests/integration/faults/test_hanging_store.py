@@ -105,7 +105,11 @@ class Stuck:
         return self._late.is_set() and self.handle is not None and not self.handle.done()
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
+# Blobs of both kinds have one writer: the program below holds up the other calls, too.
+@pytest.mark.parametrize(
+    "operation",
+    [each for each in OPERATIONS if each not in {"create .raw", "write .enc", "seal .raw"}],
+)
 def test_a_call_that_hangs_costs_that_save_and_never_training(operation, gate, waits):
     late = threading.Event()
     given_up = given_up_as(operation)
@@ -175,10 +179,8 @@ def test_a_read_that_hangs_ends_the_restore_and_touches_nothing_else(which, gate
 ASKING = {
     "save": (lambda c: c.save(make(2), 2), "list"),
     "steps": (lambda c: c.steps(), "list"),
-    "latest": (lambda c: c.latest(), "list"),
     "info": (lambda c: c.info(1), "read commits/"),
     "restore": (lambda c: c.restore(expected(5), 1), "read parts/"),
-    "load": (lambda c: c.load(), "read parts/"),
     "open": (lambda c: c.open().read("raw"), "read index"),
     "verify": (lambda c: c.verify(1, deep=False), "stat"),
     "delete": (lambda c: c.delete(1), "read commits/"),

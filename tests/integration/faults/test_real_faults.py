@@ -151,8 +151,9 @@ def job(kind, root, **options):
 # -- full ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rules", [{}, ENCODED], ids=["raw", "encoded"])
-@pytest.mark.parametrize("system", FILE_SYSTEMS)
+@pytest.mark.parametrize(
+    ("system", "rules"), [("ext4", {}), ("tmpfs", ENCODED)], ids=["ext4-raw", "tmpfs-encoded"]
+)
 def test_a_full_file_system(system, rules, kind, tmp_path):
     with FILE_SYSTEMS[system](tmp_path, 8) as disk, job(kind, disk / "run", **rules) as work:
         for mode in ("async", "blocking"):
@@ -380,7 +381,7 @@ def held_job(kind, root, operation, match=""):
         held.store.close()
 
 
-MOMENTS = ["create", "write", "seal", "publish parts/", "publish index"]
+MOMENTS = ["create", "seal", "publish index"]
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -476,11 +477,8 @@ def test_a_wall_clock_that_jumps_costs_no_save_and_no_data(jump_s, kind, tmp_pat
         work.check()
 
 
-@pytest.mark.parametrize("jump_s", [-10 * 365 * 86400, 10 * 365 * 86400], ids=["back", "ahead"])
-def test_a_wall_clock_that_jumps_in_the_middle_of_a_save_costs_nothing(
-    jump_s, kind, tmp_path, monkeypatch
-):
-    really = time.time
+def test_a_wall_clock_that_jumps_in_the_middle_of_a_save_costs_nothing(kind, tmp_path, monkeypatch):
+    really, jump_s = time.time, 10 * 365 * 86400
     with held_job(kind, tmp_path / "run", "seal") as (work, held):
         fault = held.hold()
         handle = work.ckpt.save(make(1), 1)

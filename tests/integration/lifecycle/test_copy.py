@@ -88,7 +88,7 @@ rules_of_a_copy = st.one_of(
 
 
 @given(state=states, setting=settings_of_a_save, rules=rules_of_a_copy)
-@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_tree_encoded_anew_is_the_same_bit_by_bit(workers, state, setting, rules):
     source, target = memory(), memory()
     save_to(source, state, setting)
@@ -111,7 +111,7 @@ def test_many_trees_encoded_anew_are_the_same_bit_by_bit(workers, state, setting
 
 
 @given(state=states, setting=settings_of_a_save, rules=rules_of_a_copy, data=st.data())
-@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_part_of_any_tree_is_what_loading_that_part_gives(workers, state, setting, rules, data):
     source, target = memory(), memory()
     save_to(source, state, setting)
@@ -220,7 +220,7 @@ def test_what_is_tied_to_something_left_out_is_stored_itself(workers):
         assert same(ckpt.load()["model"]["head.weight"], original["model"]["embed.weight"])
 
 
-@pytest.mark.parametrize("staging_bytes", [0, 1 << 20])
+@pytest.mark.parametrize("staging_bytes", [0, pytest.param(1 << 20, marks=pytest.mark.slow)])
 def test_state_that_is_larger_than_the_buffers_is_copied(workers, staging_bytes):
     state = {"big": torch.randn(600, 1000), "small": [torch.randn(40) for _ in range(300)]}
     source, target = memory(), memory()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 
@@ -9,27 +10,19 @@ import pytest
 import torch
 from tests.integration.support import (
     ENCODED,
-    Run,
     blank,
     checkpointer,
     make_state,
-    memory,
-    place_of,
     same,
     uring_missing,
 )
 
-from penstock import (
-    CapabilityError,
-    CheckpointNotFoundError,
-    DamagedError,
-    StepExistsError,
-)
+from penstock import CapabilityError
 from penstock.backends.local.direct import DirectAccess
 from penstock.backends.uring.ring import DISABLE_VARIABLE
 from penstock.core.storage import open as opening
 
-ENGINES = ["uring-on", "uring-off", "posix-on", "posix-off", "memory"]
+ENGINES = ["uring-on", "uring-off", "posix-on", "posix-off"]
 
 
 @pytest.fixture
@@ -43,8 +36,6 @@ def engine(request, tmp_path):
     """`(what to open, name of the engine, whether it bypasses the page cache)`."""
     name, _, direct = request.param.partition("-")
     root = tmp_path / "root"
-    if name == "memory":
-        return memory(), "memory", False
     if name == "uring" and (missing := uring_missing()):
         pytest.skip(f"needs io_uring: {missing}")
     if direct == "on" and (refusal := DirectAccess("auto", str(tmp_path)).refusal):
@@ -60,15 +51,14 @@ def ckpt(engine):
 
 def test_save_and_restore(engine, ckpt):
     what, name, direct = engine
-    for step, mode in enumerate(["blocking", "async", "lazy"], 1):
-        state = make_state(step)
-        report = ckpt.save(state, step, mode=mode).result(300)
-        assert (report.engine, report.exclusive) == (name, True)
-        target = blank(state)
-        restored = ckpt.restore(target)
-        assert same(target, state)
-        assert restored.engine == name
-        assert report.direct_io is restored.direct_io is direct
+    state = make_state(1)
+    report = ckpt.save(state, 1).result(300)
+    assert (report.engine, report.exclusive) == (name, True)
+    target = blank(state)
+    restored = ckpt.restore(target)
+    assert same(target, state)
+    assert restored.engine == name
+    assert report.direct_io is restored.direct_io is direct
     assert ckpt.verify().ok
     with checkpointer(what) as another:
         assert same(another.load(), state)
@@ -104,47 +94,10 @@ def test_partial_restore_and_regions(ckpt):
     assert same(view["table"], state["table"])
 
 
-def test_overwrite_rewind_and_delete(ckpt):
-    for step in (1, 2, 3):
-        ckpt.save(make_state(step), step, mode="blocking")
-    with pytest.raises(StepExistsError):
-        ckpt.save(make_state(3), 3)
-    ckpt.save(make_state(30), 3, mode="blocking", overwrite=True)
-    ckpt.wait()
-    assert same(ckpt.load(), make_state(30))
-    assert ckpt.rewind(2) == [3]
-    ckpt.delete(1)
-    assert ckpt.steps() == [2]
-    with pytest.raises(CheckpointNotFoundError):
-        ckpt.load(1)
-    ckpt.save(make_state(4), 4, mode="blocking")
-    assert same(ckpt.load(2), make_state(2))
-    assert same(ckpt.load(), make_state(4))
-    assert ckpt.prune().uids == ()
-
-
-@pytest.mark.parametrize("path", ["model/weight", "optimizer/moment"])
-def test_a_flipped_bit_is_found_and_named(path, engine, ckpt, tmp_path):
-    state = make_state(1)
-    ckpt.save(state, 1, mode="blocking")
-    place = place_of(ckpt.open(), path)
-    if engine[1] == "memory":
-        data = engine[0]._store.blobs[place.blob].data
-        data[place.offset] ^= 1
-    else:
-        Run(tmp_path / "root").flip(place.blob, place.offset, mask=1)
-    for read in (ckpt.load, lambda: ckpt.restore(blank(state)), lambda: ckpt.open()[path]):
-        with pytest.raises(DamagedError) as caught:
-            read()
-        assert path in caught.value.damaged
-    assert path in {damage.what for damage in ckpt.verify().damaged}
-
-
-@pytest.mark.parametrize("error", ["EPERM", "ENOSYS"])
 def test_a_plain_path_falls_back_with_one_warning_that_says_why(
-    error, tmp_path, monkeypatch, forget_warnings, caplog
+    tmp_path, monkeypatch, forget_warnings, caplog
 ):
-    monkeypatch.setenv(DISABLE_VARIABLE, error)
+    monkeypatch.setenv(DISABLE_VARIABLE, "EPERM")
     caplog.set_level(logging.WARNING)
     for number, root in enumerate([tmp_path / "a", f"file://{tmp_path}/b", tmp_path / "a"]):
         with checkpointer(root) as ckpt:
@@ -154,14 +107,13 @@ def test_a_plain_path_falls_back_with_one_warning_that_says_why(
     (warning,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
     assert "uring" in warning
     assert "posix" in warning
-    assert error in warning
-    assert os.strerror(getattr(__import__("errno"), error)) in warning
+    assert "EPERM" in warning
+    assert os.strerror(errno.EPERM) in warning
 
 
-@pytest.mark.parametrize("error", ["EPERM", "ENOSYS"])
-def test_an_explicit_url_never_falls_back(error, tmp_path, monkeypatch):
-    monkeypatch.setenv(DISABLE_VARIABLE, error)
-    with pytest.raises(CapabilityError, match=error):
+def test_an_explicit_url_never_falls_back(tmp_path, monkeypatch):
+    monkeypatch.setenv(DISABLE_VARIABLE, "EPERM")
+    with pytest.raises(CapabilityError, match="EPERM"):
         checkpointer(f"uring://{tmp_path}/root")
     assert not (tmp_path / "root").exists()
 

@@ -36,27 +36,21 @@ def overwrite(store, step):
     store.inner.publish(name, b"{}")
 
 
-@pytest.mark.parametrize("step", ["latest", 3])
-@pytest.mark.parametrize("on_damage", ["raise", "fallback"])
 @pytest.mark.parametrize(
     "use",
     [
         lambda ckpt, **options: ckpt.restore({"w": torch.zeros(8)}, **options),
-        lambda ckpt, **options: ckpt.load(**options),
+        lambda ckpt, **options: ckpt.restore({"w": torch.zeros(8)}, on_damage="raise", **options),
+        lambda ckpt, **options: ckpt.load(on_damage="fallback", **options),
+        lambda ckpt, **options: ckpt.open(**options),
     ],
-    ids=["restore", "load"],
+    ids=["restore", "restore or raise", "load or fall back", "open"],
 )
-def test_commit_records_are_listed_once_and_one_is_read_once(store, use, step, on_damage):
+def test_commit_records_are_listed_once_and_one_is_read_once(store, use):
     with checkpointer(store) as ckpt:
-        use(ckpt, step=step, on_damage=on_damage)
-    assert of_commits(store) == {COMMIT_PREFIX: 1, commit_name(3, 0): 1}
-
-
-@pytest.mark.parametrize("step", ["latest", 3])
-def test_a_view_lists_commit_records_once_and_reads_one_once(store, step):
-    with checkpointer(store) as ckpt:
-        ckpt.open(step)
-    assert of_commits(store) == {COMMIT_PREFIX: 1, commit_name(3, 0): 1}
+        for count, step in enumerate(("latest", 3), start=1):
+            use(ckpt, step=step)
+            assert of_commits(store) == {COMMIT_PREFIX: count, commit_name(3, 0): count}
 
 
 def test_a_fallback_reads_the_record_of_each_step_that_it_tries_once(store):

@@ -71,7 +71,7 @@ def every_file(*places):
 
 @pytest.mark.parametrize(
     ("bad", "how"),
-    [("fast", "flip"), ("fast", "missing"), ("durable", "cut"), ("durable", "record")],
+    [("fast", "flip"), ("durable", "missing"), ("durable", "record")],
 )
 def test_a_bad_copy_is_brought_anew_from_the_good_one(folders, bad, how):
     other = {"fast": "durable", "durable": "fast"}[bad]

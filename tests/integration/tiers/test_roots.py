@@ -439,9 +439,10 @@ def test_doctor_and_ls_know_the_record(folders, call):
     assert (folders.durable / ROOT_NAME).is_file()
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
+def test_a_record_that_is_none_is_refused():
+    record = RootRecord("0" * 32, "1" * 32, 2, (("1" * 32, 2),))
+    assert decode_root(encode_root(record)) == record
+    for change in (
         {"penstock": 1},
         {"run": "x" * 32},
         {"root": None},
@@ -449,14 +450,9 @@ def test_doctor_and_ls_know_the_record(folders, call):
         {"opened": True},
         {"tiers": [["0" * 32]]},
         {"tiers": 3},
-    ],
-    ids=str,
-)
-def test_a_record_that_is_none_is_refused(change):
-    record = RootRecord("0" * 32, "1" * 32, 2, (("1" * 32, 2),))
-    assert decode_root(encode_root(record)) == record
-    with pytest.raises(FormatError, match="cannot be read"):
-        decode_root(json.dumps(json.loads(encode_root(record)) | change).encode())
+    ):
+        with pytest.raises(FormatError, match="cannot be read"):
+            decode_root(json.dumps(json.loads(encode_root(record)) | change).encode())
 
 
 def test_a_record_that_is_damaged_is_made_anew(folders, caplog):
