@@ -18,13 +18,16 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils import zero_to_fp32
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from penstock import (
@@ -84,7 +87,31 @@ def use(engine: Any, url: str | Path | None = None, **options: Any) -> PenstockE
         raise ConfigError(msg)
     adapter = PenstockEngine(engine.checkpoint_engine, url=url, **options)
     engine.checkpoint_engine = adapter
+    _merge_from_stubs(engine, adapter)
     return adapter
+
+
+def _merge_from_stubs(engine: Any, adapter: PenstockEngine) -> None:
+    """Let `load_checkpoint` read stubs where DeepSpeed reads files without its checkpoint engine.
+
+    For ZeRO-3 without optimizer states, `zero_to_fp32` merges the weights from the files of all
+    ranks, and opens these files with `torch.load`.
+    """
+    load_checkpoint = engine.load_checkpoint
+
+    def load(file: str, map_location: Any = None, **_: Any) -> Any:
+        return adapter.load(file, map_location)
+
+    def load_from_stubs(*args: Any, **kwargs: Any) -> Any:
+        if engine.checkpoint_engine is not adapter:  # the program has left Penstock
+            return load_checkpoint(*args, **kwargs)
+        zero_to_fp32.torch = SimpleNamespace(**{**vars(torch), "load": load})
+        try:
+            return load_checkpoint(*args, **kwargs)
+        finally:
+            zero_to_fp32.torch = torch
+
+    engine.load_checkpoint = load_from_stubs
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import inspect
 import logging
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import penstock
@@ -45,7 +46,7 @@ class PenstockIO(TorchCheckpointIO):  # type: ignore[misc]  # the host is chosen
 
         Args:
             checkpoint: What `Trainer.dump_checkpoint` has made.
-            path: The root of the run. A file of Lightning there is replaced.
+            path: The root of the run. A file of Lightning there is replaced, and so is a link.
             storage_options: None; the options of Penstock are those of the plugin.
 
         Raises:
@@ -65,7 +66,8 @@ class PenstockIO(TorchCheckpointIO):  # type: ignore[misc]  # the host is chosen
             msg = "PenstockIO takes no storage_options: pass options to PenstockIO(...)"
             raise penstock.ConfigError(msg)
         self._raise_first(done=True)
-        if filesystem_of(path).isfile(path):
+        # `save_last="link"` leaves a link to another run, which would be overwritten.
+        if filesystem_of(path).isfile(path) or Path(path).is_symlink():
             super().remove_checkpoint(path)
         filesystem_of(path).makedirs(path, exist_ok=True)  # ModelCheckpoint looks for taken names
         ckpt = penstock.Checkpointer(os.fspath(path), **self._options)

@@ -148,6 +148,33 @@ with pytest.raises(penstock.CheckpointNotFoundError, match="no checkpoint of ste
     engine.load_checkpoint("out")
 """
 
+# ZeRO-3 merges weights from the files of all ranks if it is to load them alone.
+WEIGHTS_ALONE = """
+def gathered(engine):
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        return weight(engine)
+
+config["zero_optimization"]["stage"] = 3
+engine = make()
+own = engine.checkpoint_engine
+use(engine)
+train(engine)
+engine.save_checkpoint("out")
+fresh = make()
+use(fresh)
+assert not gathered(fresh).equal(gathered(engine))
+fresh.load_checkpoint("out", load_optimizer_states=False)
+assert gathered(fresh).equal(gathered(engine))
+
+engine.checkpoint_engine = own
+engine.save_checkpoint("theirs")
+fresh.checkpoint_engine = own
+train(fresh)
+assert not gathered(fresh).equal(gathered(engine))
+fresh.load_checkpoint("theirs", load_optimizer_states=False)
+assert gathered(fresh).equal(gathered(engine))
+"""
+
 
 @pytest.mark.multirank
 @pytest.mark.parametrize("stage", [0, 1])
@@ -175,7 +202,9 @@ def test_a_kill_between_the_commit_and_latest_leaves_a_whole_checkpoint(tag, tmp
     assert killed.losses | resumed.losses == unbroken.losses
 
 
-@pytest.mark.parametrize("checks", [TAGS, DAMAGE], ids=["tags", "damage"])
+@pytest.mark.parametrize(
+    "checks", [TAGS, DAMAGE, WEIGHTS_ALONE], ids=["tags", "damage", "weights_alone"]
+)
 def test_what_one_rank_writes_and_reads(checks, tmp_path):
     one_rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}

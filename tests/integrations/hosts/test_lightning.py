@@ -142,6 +142,12 @@ with penstock.Checkpointer("saved/last.ckpt") as ckpt:
         time.sleep(0.1)
     ckpt.save({"global_step": 3}, 3, overwrite=True)
 assert PenstockIO().load_checkpoint("saved/last.ckpt") == {"global_step": 3}
+os.symlink("last.ckpt", "saved/link.ckpt")  # as `save_last="link"` leaves it
+over = PenstockIO()
+over.save_checkpoint({"global_step": 4}, "saved/link.ckpt")
+over.teardown()
+assert PenstockIO().load_checkpoint("saved/link.ckpt") == {"global_step": 4}
+assert PenstockIO().load_checkpoint("saved/last.ckpt") == {"global_step": 3}
 
 stock = trainer(1, [])
 stock.fit(Model())
