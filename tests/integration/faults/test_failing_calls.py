@@ -49,7 +49,7 @@ def check_each(kind, library, tmp_path):
 
     def check_each(check, *what):
         words = ["-m", "tests.integration.faults.failing_calls", kind, tmp_path, *what]
-        done = run_python(*words, timeout=300, LD_PRELOAD=str(library))
+        done = run_python(*words, timeout=800, LD_PRELOAD=str(library))
         assert done.returncode == 0, done.stderr
         outcomes = json.loads(done.stdout)
         assert [*outcomes] == [*cases(kind, what)]
