@@ -37,28 +37,25 @@ def equal(one, other):
 
 
 def wipe(array):
-    if not array.size:
-        return np.zeros((0, 3), np.int8)
     array[...] = np.zeros(array.shape, f"V{array.itemsize}").view(array.dtype)
-    return None
 
 
-@pytest.mark.parametrize("kind", [k for k in ARRAYS if k != "empty"])
+@pytest.mark.parametrize("kind", ["float32", "strided", "text"])
 def test_arrays_keep_the_contract(providers, kind):
     check_provider(ARRAYS[kind], wipe, equal, providers=providers)
 
 
-@pytest.mark.parametrize("kind", ARRAYS)
-def test_arrays_come_back_equal_and_in_place(save, kind):
-    stored = save({"a": ARRAYS[kind]()})
-    assert equal(stored.load()["a"], ARRAYS[kind]())
-    target = ARRAYS[kind]()
-    wipe(target)
-    state = {"a": target}
-    stored.restore(state)
-    assert state["a"] is target
-    assert equal(target, ARRAYS[kind]())
-    check_source(ArraySource(ARRAYS[kind]()), target.itemsize)
+def test_arrays_come_back_equal_and_in_place(save):
+    for kind, make in ARRAYS.items():
+        stored = save({"a": make()})
+        assert equal(stored.load()["a"], make()), kind
+        target = make()
+        wipe(target)
+        state = {"a": target}
+        stored.restore(state)
+        assert state["a"] is target
+        assert equal(target, make()), kind
+        check_source(ArraySource(make()), target.itemsize)
 
 
 def test_read_only_arrays_are_replaced(save):

@@ -17,22 +17,18 @@ from penstock.core.types import Role
 CASES = {
     "Adam": {},
     "Adam amsgrad": {"amsgrad": True},
-    "Adam foreach": {"foreach": True},
     "Adam fused": {"fused": True},
     "Adam capturable": {"capturable": True},
     "Adam tensor lr": {"lr": torch.tensor(0.01), "foreach": False},
     "AdamW": {"weight_decay": 0.1},
-    "AdamW fused": {"fused": True, "amsgrad": True},
     "SGD": {"lr": 0.1},
     "SGD momentum": {"lr": 0.1, "momentum": 0.9, "nesterov": True},
-    "SGD foreach": {"lr": 0.1, "momentum": 0.9, "foreach": True},
     "Adadelta": {},
     "Adafactor": {},
     "Adagrad": {},
     "Adamax": {},
     "ASGD": {"t0": 2},
     "LBFGS": {"max_iter": 3, "history_size": 3},
-    "LBFGS wolfe": {"max_iter": 3, "history_size": 3, "line_search_fn": "strong_wolfe"},
     "Muon": {},
     "NAdam": {"decoupled_weight_decay": True},
     "RAdam": {},
@@ -40,7 +36,6 @@ CASES = {
     "Rprop": {},
     "SparseAdam": {},
 }
-CAPTURABLE_ON_CPU = {"Adam capturable"}
 
 
 def test_every_optimizer_of_torch_is_among_the_cases():
@@ -121,21 +116,20 @@ def flat(value):
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("stepped", [0, 2], ids=["fresh target", "stepped target"])
-def test_training_goes_on_bit_by_bit(save, case, stepped):
+def test_training_goes_on_bit_by_bit(save, case):
     job = Job(case, steps=3)
     stored = save(job.state)
-    other = Job(case, steps=stepped, seed=7)
-    placement = stored.restore(other.state)
-    assert placement.notes["matched_by"] == "name"
-    assert other.snapshot() == job.snapshot()
-    other.done = job.done
+    fresh, stepped = Job(case, seed=7), Job(case, steps=2, seed=7)
+    for other in (fresh, stepped):
+        assert stored.restore(other.state).notes["matched_by"] == "name"
+        assert other.snapshot() == job.snapshot()
+        other.done = job.done
+        other.train(2)
     job.train(2)
-    other.train(2)
-    assert other.snapshot() == job.snapshot()
+    assert fresh.snapshot() == stepped.snapshot() == job.snapshot()
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["AdamW", "Adagrad", "LBFGS"])
 def test_never_stepped_optimizers_round_trip_and_drop_what_the_target_had(save, case):
     job = Job(case)
     stored = save(job.state)
@@ -144,7 +138,7 @@ def test_never_stepped_optimizers_round_trip_and_drop_what_the_target_had(save, 
     assert other.snapshot() == job.snapshot()
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["AdamW", "Adam tensor lr", "SGD momentum", "LBFGS"])
 def test_load_gives_what_torch_takes(save, case):
     job = Job(case, steps=2)
     loaded = save(job.state).load()
@@ -155,7 +149,7 @@ def test_load_gives_what_torch_takes(save, case):
     assert other.snapshot() == job.snapshot()
 
 
-@pytest.mark.parametrize("case", ["Adam", "SGD momentum", "LBFGS", "Adafactor"])
+@pytest.mark.parametrize("case", ["SGD momentum", "LBFGS"])
 def test_optimizers_keep_the_contract(providers, case):
     def make():
         return Job(case, steps=2).optimizer

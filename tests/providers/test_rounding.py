@@ -1,5 +1,7 @@
 """Whether one tensor is another one, rounded: the answer is right for each bit."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -37,15 +39,14 @@ def test_a_tensor_is_rounded_only_if_a_reader_gets_its_very_bits(dtype, numbers)
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("place", [0, 1_000_003, -1])
-def test_one_bit_anywhere_makes_a_difference(dtype, place, device):
+def test_one_bit_anywhere_makes_a_difference(dtype, device):
     master = torch.randn(3, 700_001, device=device)
     rounded = master.to(dtype)
     assert is_rounded(rounded, master)
-    for bit in (1, -(1 << 15)):
+    for place, bit in itertools.product((0, 1_000_003, -1), (1, -(1 << 15))):
         changed = rounded.clone()
         changed.view(torch.int16).view(-1)[place] ^= bit
-        assert not is_rounded(changed, master)
+        assert not is_rounded(changed, master), (place, bit)
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])

@@ -59,41 +59,37 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_comes_back_bit_by_bit(save, dtype):
-    tensor = raw(3, 5, dtype=dtype)
-    stored = save({"t": tensor, "scalar": tensor[0, 0]})
-    loaded = stored.load()
-    assert loaded["t"].dtype is dtype
-    assert bits(loaded["t"]) == bits(tensor)
-    assert loaded["scalar"].shape == ()
-    target = {"t": raw(3, 5, dtype=dtype, seed=1), "scalar": raw(dtype=dtype, seed=2)}
-    live = target["t"]
-    stored.restore(target)
-    assert target["t"] is live
-    assert bits(live) == bits(tensor)
-    assert bits(target["scalar"]) == bits(tensor[0, 0])
+def test_every_dtype_comes_back_bit_by_bit(save):
+    for dtype in DTYPES:
+        tensor = raw(3, 5, dtype=dtype)
+        stored = save({"t": tensor, "scalar": tensor[0, 0]})
+        loaded = stored.load()
+        assert loaded["t"].dtype is dtype
+        assert bits(loaded["t"]) == bits(tensor), dtype
+        assert loaded["scalar"].shape == ()
+        target = {"t": raw(3, 5, dtype=dtype, seed=1), "scalar": raw(dtype=dtype, seed=2)}
+        live = target["t"]
+        stored.restore(target)
+        assert target["t"] is live
+        assert bits(live) == bits(tensor), dtype
+        assert bits(target["scalar"]) == bits(tensor[0, 0]), dtype
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.complex128, torch.bool], ids=str
-)
-def test_every_layout_is_stored_row_major_and_restored_in_place(save, layout, dtype):
-    tensor = LAYOUTS[layout](raw(4, 6, 8, dtype=dtype))
-    stored = save({"t": tensor})
-    assert stored.data["t",] == bits(tensor)
-    base = raw(4, 6, 8, dtype=dtype, seed=1)
-    target = LAYOUTS[layout](base)
-    stored.restore({"t": target})
-    assert bits(target) == bits(tensor)
-    assert target.stride() == LAYOUTS[layout](raw(4, 6, 8, dtype=dtype)).stride()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex128], ids=str)
+def test_every_layout_is_stored_row_major_and_restored_in_place(save, dtype):
+    for layout, of in LAYOUTS.items():
+        tensor = of(raw(4, 6, 8, dtype=dtype))
+        stored = save({"t": tensor})
+        assert stored.data["t",] == bits(tensor), layout
+        target = of(raw(4, 6, 8, dtype=dtype, seed=1))
+        stored.restore({"t": target})
+        assert bits(target) == bits(tensor), layout
+        assert target.stride() == tensor.stride()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_source_gives_any_piece(layout):
-    source = TensorSource(LAYOUTS[layout](raw(4, 6, 8)))
-    check_source(source, 4)
+def test_source_gives_any_piece():
+    for of in LAYOUTS.values():
+        check_source(TensorSource(of(raw(4, 6, 8))), 4)
 
 
 def test_contiguous_cpu_memory_is_offered_without_a_copy():
@@ -343,15 +339,15 @@ class Dispatching(torch.Tensor):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_is_no_plain_memory_is_refused_with_its_path(save, what):
-    make, reason = REFUSED[what]
-    with pytest.raises(UnsupportedStateError, match=rf"^a/list/0 .*{reason}"):
-        save({"a": {"list": [make()]}})
-    with pytest.raises(UnsupportedStateError, match=rf"^a/list/2 .*{reason}"):
-        save({"a": {"list": [torch.ones(3), torch.ones(3), make(), torch.ones(3)]}})
-    with pytest.raises(UnsupportedStateError, match=r"^a/list/0 "):
-        save({"a": {"list": [torch.ones(3)]}}).plan({"a": {"list": [make()]}})
+def test_what_is_no_plain_memory_is_refused_with_its_path(save):
+    stored = save({"a": {"list": [torch.ones(3)]}})
+    for make, reason in REFUSED.values():
+        with pytest.raises(UnsupportedStateError, match=rf"^a/list/0 .*{reason}"):
+            save({"a": {"list": [make()]}})
+        with pytest.raises(UnsupportedStateError, match=rf"^a/list/2 .*{reason}"):
+            save({"a": {"list": [torch.ones(3), torch.ones(3), make(), torch.ones(3)]}})
+        with pytest.raises(UnsupportedStateError, match=r"^a/list/0 "):
+            stored.plan({"a": {"list": [make()]}})
 
 
 def test_dtensor_of_one_rank_is_stored_as_a_tensor(save, tmp_path):
@@ -438,30 +434,30 @@ def sampled(tensors, kind=TensorSource):
     return TensorSource.sample(sources, lines)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_lines_are_the_same_wherever_and_however_a_tensor_lies(dtype):
+def test_lines_are_the_same_wherever_and_however_a_tensor_lies():
     """Whole ones, some that one view has all lines of and others, and such with gaps."""
-    base = raw(7, 13, 41, dtype=dtype)
-    tensors = [base, base[:, 0], base[1, 2, 3], raw(16, 64, dtype=dtype)]
-    tensors += [base.transpose(0, 2), base[:, 1:, ::2], raw(3, 5, dtype=dtype).t()]
-    if dtype.is_complex:
-        tensors += [base.conj(), base.real, base.conj().imag]
-    read = sampled(tensors)
-    expected = [lines_of(bits(tensor), tensor.dtype.itemsize) for tensor in tensors]
-    base.untyped_storage().copy_(
-        torch.zeros(base.untyped_storage().nbytes(), dtype=torch.uint8).untyped_storage()
-    )
-    assert read() == expected
+    for dtype in DTYPES:
+        base = raw(7, 13, 41, dtype=dtype)
+        tensors = [base, base[:, 0], base[1, 2, 3], raw(16, 64, dtype=dtype)]
+        tensors += [base.transpose(0, 2), base[:, 1:, ::2], raw(3, 5, dtype=dtype).t()]
+        if dtype.is_complex:
+            tensors += [base.conj(), base.real, base.conj().imag]
+        read = sampled(tensors)
+        expected = [lines_of(bits(tensor), tensor.dtype.itemsize) for tensor in tensors]
+        base.untyped_storage().copy_(
+            torch.zeros(base.untyped_storage().nbytes(), dtype=torch.uint8).untyped_storage()
+        )
+        assert read() == expected, dtype
 
 
-@pytest.mark.parametrize("nbytes", [4, 572, 576, 580, 640, 4096, 4100, 65_500])
-def test_lines_lie_within_a_tensor_with_its_first_and_last_byte(nbytes):
-    lines = lines_within(nbytes, 4)
-    starts = lines.starts(nbytes)
-    assert starts[0] == 0
-    assert starts[-1] + lines.width == nbytes
-    assert all(start % 4 == 0 for start in starts)
-    assert all(one + lines.width <= other for one, other in pairwise(starts))
+def test_lines_lie_within_a_tensor_with_its_first_and_last_byte():
+    for nbytes in (4, 572, 576, 580, 640, 4096, 4100, 65_500):
+        lines = lines_within(nbytes, 4)
+        starts = lines.starts(nbytes)
+        assert starts[0] == 0
+        assert starts[-1] + lines.width == nbytes
+        assert all(start % 4 == 0 for start in starts)
+        assert all(one + lines.width <= other for one, other in pairwise(starts))
 
 
 def test_lines_of_memory_that_was_freed_are_refused():
@@ -473,7 +469,7 @@ def test_lines_of_memory_that_was_freed_are_refused():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["contiguous", "every other", "empty"])
 def test_cuda_lines_are_those_of_the_moment_they_were_asked_for(providers, layout):
     from penstock.core.tree.describe import describe_tree
 
@@ -494,7 +490,7 @@ def test_cuda_lines_are_those_of_the_moment_they_were_asked_for(providers, layou
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["contiguous", "every other", "empty"])
 def test_cuda_source_gives_the_values_of_the_moment_it_was_described(providers, layout):
     from penstock.core.tree.describe import describe_tree
 
@@ -539,7 +535,7 @@ def test_cuda_copies_into_pageable_memory_are_complete_on_return(providers):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["contiguous", "every other", "empty"])
 def test_cuda_targets_are_filled_in_place(save, layout):
     stored = save({"t": LAYOUTS[layout](raw(4, 6, 8))})
     target = LAYOUTS[layout](torch.zeros(4, 6, 8, device="cuda"))

@@ -62,9 +62,8 @@ def open_member(request, tmp_path):
         yield on_store(dist.HashStore())
 
 
-@pytest.mark.parametrize("check", COORDINATION_CHECKS, ids=lambda check: check.__name__)
-def test_coordination_conforms(check, open_member):
-    check(open_member)
+def test_coordination_conforms(open_member):
+    check_coordination(open_member)
 
 
 def test_no_check_is_forgotten():

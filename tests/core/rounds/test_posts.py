@@ -52,10 +52,10 @@ def test_terms_come_back_and_those_that_are_too_large_are_refused():
 
 
 @pytest.mark.parametrize("decode", [posts.decode_slot, posts.decode_go, posts.decode_verdict])
-@pytest.mark.parametrize("data", [b"", b"{}", b"[1]", b"\xff", b'{"v":1}', b'{"v":0,"commit":1}'])
-def test_bytes_that_nobody_posted_are_refused(decode, data):
-    with pytest.raises(FormatError):
-        decode(data)
+def test_bytes_that_nobody_posted_are_refused(decode):
+    for data in (b"", b"{}", b"[1]", b"\xff", b'{"v":1}', b'{"v":0,"commit":1}'):
+        with pytest.raises(FormatError):
+            decode(data)
 
 
 def test_another_version_is_refused_with_the_remedy():

@@ -27,10 +27,10 @@ def words_of(world, number=0):
 
 
 @pytest.mark.parametrize("kind", ["save", "restore"])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 100])
-def test_ranks_that_are_well_commit(kind, world_size):
-    world = World(Plan(kind=kind, world_size=world_size, rounds=2)).run()
-    assert words_of(world, 0) == words_of(world, 1) == {"committed"}
+def test_ranks_that_are_well_commit(kind):
+    for world_size in (1, 2, 3, 20):
+        world = World(Plan(kind=kind, world_size=world_size, rounds=2)).run()
+        assert words_of(world, 0) == words_of(world, 1) == {"committed"}
 
 
 def test_one_that_is_slow_but_moves_is_waited_for():
@@ -50,9 +50,9 @@ def test_ranks_that_were_suspended_together_accuse_nobody():
     assert words_of(World(plan).run()) == {"committed"}
 
 
-@pytest.mark.parametrize("timeout_s", [6.0, 60.0])
+@pytest.mark.parametrize("timeout_s", [6.0, pytest.param(60.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["die", "stop", "hang"])
-@pytest.mark.parametrize("rank", [0, 1, 7])
+@pytest.mark.parametrize("rank", [0, 7])
 def test_all_know_of_a_dead_or_stopped_rank_after_five_quarters_of_the_timeout(
     rank, kind, timeout_s
 ):
@@ -205,16 +205,17 @@ def test_each_survivor_of_an_abort_deletes_what_it_had_sealed():
     assert set(world.root(0).data.values()) == {"deleted"}
 
 
-@pytest.mark.parametrize("world_size", [2, 16, 256])
+@pytest.mark.parametrize("world_size", [2, 64])
 def test_a_rank_posts_at_most_six_times_beside_its_beats(world_size):
     world = World(Plan(world_size=world_size, timeout_s=600.0, work_s=(1.0, 2.0))).run()
     assert max(rank.posts[0] for rank in world.ranks) <= 6
     assert max(map(len, world.values.values())) <= 512
 
 
-def test_from_the_last_seal_to_the_commit_takes_a_second_for_a_thousand_ranks():
+@pytest.mark.parametrize("world_size", [128, pytest.param(1024, marks=pytest.mark.slow)])
+def test_from_the_last_seal_to_the_commit_takes_a_second_at_most(world_size):
     plan = Plan(
-        world_size=1024,
+        world_size=world_size,
         timeout_s=60.0,
         latency_s=0.01,
         server_s=20e-6,

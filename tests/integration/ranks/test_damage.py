@@ -144,16 +144,12 @@ def overwritten(run, name):
     run.write(name, data[:edge] + inner + data[-edge:])
 
 
-def shortened(run, name):
-    run.truncate(name, len(run.read(name)) // 2)
-
-
 def removed(run, name):
     run.remove(name)
 
 
 @each_writer
-@pytest.mark.parametrize("damage", [overwritten, shortened, removed])
+@pytest.mark.parametrize("damage", [overwritten, removed])
 def test_damage_to_what_any_rank_stored_leads_all_ranks_to_the_older_checkpoint(
     damage, pristine, tmp_path, writers
 ):

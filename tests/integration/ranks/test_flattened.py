@@ -49,7 +49,7 @@ def plain():
     return values_of(state), train(state["model"], state["optimizer"], 2, start=2), store
 
 
-@pytest.mark.parametrize("where", STRATEGIES)
+@pytest.mark.parametrize("where", [where for where in STRATEGIES if where != "FULL_SHARD 2"])
 def test_one_process_restores_what_ranks_have_saved(where, plain):
     values, losses, stored = plain
     count, _ = STRATEGIES[where]
@@ -96,8 +96,9 @@ def test_ranks_hold_ranges_and_save_each_byte_once(plain):
     assert min(report.bytes_raw for report in reports) > raw // 5
 
 
-@pytest.mark.parametrize("where", ["FULL_SHARD 2", "SHARD_GRAD_OP 4"])
-@pytest.mark.parametrize("mode", ["blocking", "lazy"])
+@pytest.mark.parametrize(
+    ("where", "mode"), [("FULL_SHARD 2", "blocking"), ("SHARD_GRAD_OP 4", "lazy")]
+)
 def test_saved_between_forward_and_backward(where, mode, plain):
     values, _, stored = plain
     count, _ = STRATEGIES[where]

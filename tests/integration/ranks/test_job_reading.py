@@ -84,8 +84,11 @@ def test_without_shared_memory_the_ranks_of_one_host_read_once_by_the_network():
     assert [report.bytes_shared for report in reports] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("cut", [None, rows, columns], ids=["one process", "rows", "columns"])
-@pytest.mark.parametrize("host", [two_hosts, PAIRS], ids=["2 hosts", "4 hosts"])
+@pytest.mark.parametrize(
+    ("cut", "host"),
+    [(None, two_hosts), (rows, PAIRS), (columns, two_hosts)],
+    ids=["one process", "rows", "columns"],
+)
 def test_columns_of_all_hosts_are_read_once(cut, host):
     store, values = memory(), tensors()
     saved(store, values, cut, 2)
@@ -107,10 +110,9 @@ def test_replicas_of_shards_on_several_hosts_are_read_once():
     assert read(reports) <= 1.05 * NEEDED
 
 
-@pytest.mark.parametrize("codecs", [["zstd"], ["floatsplit", "zstd"]])
-def test_encoded_frames_cross_the_network_as_they_are_stored(codecs):
+def test_encoded_frames_cross_the_network_as_they_are_stored():
     store, values = memory(), tensors()
-    rules = [{"match": "**", "codecs": codecs}]
+    rules = [{"match": "**", "codecs": ["floatsplit", "zstd"]}]
     stored = saved(store, values, rules=rules).bytes_stored
     for cut, host in ((whole, PAIRS), (columns, two_hosts)):
         reports = once(store, values, cut, 4, host=host)

@@ -46,8 +46,9 @@ def check(store, steps):
             assert ckpt.verify(step).ok
 
 
-@pytest.mark.parametrize("rules", [[], [{"match": "**", "codecs": ["zstd"]}]])
-@pytest.mark.parametrize("state_of", [whole, pieces])
+@pytest.mark.parametrize(
+    ("state_of", "rules"), [(whole, []), (pieces, [{"match": "**", "codecs": ["zstd"]}])]
+)
 def test_what_has_not_changed_is_stored_once(state_of, rules):
     store = memory()
     first, *later = save_all(store, 3, range(3), state_of, rules=rules)
@@ -60,7 +61,7 @@ def test_what_has_not_changed_is_stored_once(state_of, rules):
         assert ckpt._catalog.record(0).uid in uids
 
 
-@pytest.mark.parametrize("counts", [(2, 3), (3, 2), (2, 1), (1, 2)])
+@pytest.mark.parametrize("counts", [(2, 3), (2, 1)])
 def test_other_ranks_find_what_has_not_changed(counts):
     store = memory()
     first, _ = save_all(store, counts[0], [0, 1], whole)

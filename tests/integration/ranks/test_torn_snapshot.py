@@ -43,8 +43,7 @@ def versions(state):
     return [(tensor._version, local(tensor)._version) for tensor in tensors(state) if tensor.ndim]
 
 
-@pytest.mark.parametrize("how", ["foreach", "fused"])
-@pytest.mark.parametrize("changed_by", [0, 1])
+@pytest.mark.parametrize(("how", "changed_by"), [("foreach", 1), ("fused", 0)])
 def test_a_step_of_dtensors_behind_the_fence_fails_the_save_on_all_ranks(how, changed_by):
     store, go_on = memory(), threading.Event()
     job = Job(WORLD, lambda _: FaultyBackend(store))

@@ -10,7 +10,7 @@ from torch import nn
 
 from penstock.core.reporting.reports import SaveTotals
 
-TOPOLOGIES = ["DDP 2", "FSDP2 2", "FSDP2 8", "HSDP 2 x 2", "TP 4", "pipeline 2 x FSDP2 2"]
+TOPOLOGIES = ["DDP 2", "HSDP 2 x 2", "pipeline 2 x FSDP2 2"]
 
 
 class Wide(nn.Module):

@@ -108,7 +108,7 @@ def test_one_process_restores_into_a_plain_optimizer(stored, plain):
     assert train(state["model"], state["optimizer"], 2, start=2) == losses
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize("count", [1, 3])
 def test_each_partition_gets_its_own_before_the_first_step(stored, plain, count):
     values, losses, _ = plain
     job = Job(count, stored)
