@@ -44,14 +44,14 @@ def neighbours(dtype, *, count=70_000, step=3):
     return old, old + rng.integers(-step, step + 1, count).astype(dtype)
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "uint64"])
-def test_neighbours_round_trip_as_small_numbers(dtype):
-    old, new = neighbours(dtype)
-    frame = encoded(new, old)
-    words = np.frombuffer(frame, dtype)
-    assert words[-1] == Comparison.SUBTRACT
-    assert words[:-1].max() <= 6
-    assert decoded(frame, new, old).tobytes() == new.tobytes()
+def test_neighbours_round_trip_as_small_numbers():
+    for dtype in ["uint8", "uint16", "uint32", "uint64"]:
+        old, new = neighbours(dtype)
+        frame = encoded(new, old)
+        words = np.frombuffer(frame, dtype)
+        assert words[-1] == Comparison.SUBTRACT
+        assert words[:-1].max() <= 6
+        assert decoded(frame, new, old).tobytes() == new.tobytes()
 
 
 def test_flipped_bits_are_compared_by_xor():
@@ -75,26 +75,26 @@ def test_every_pattern_of_bits_round_trips(data, size, how):
     assert decoded(frame, words, base).tobytes() == words.tobytes()
 
 
-@pytest.mark.parametrize("size", [1, 2, 4, 8])
-@pytest.mark.parametrize("how", Comparison)
-def test_one_pass_or_several_give_the_same_bits(size, how):
-    pytest.importorskip("numba", reason="numba, of the extra `fast`, is missing")
-    from penstock.codecs.delta import fused
+def test_one_pass_or_several_give_the_same_bits():
+    for how in Comparison:
+        for size in [1, 2, 4, 8]:
+            pytest.importorskip("numba", reason="numba, of the extra `fast`, is missing")
+            from penstock.codecs.delta import fused
 
-    rng = np.random.default_rng(size)
-    # Unaligned, as frames and chunks may be; and longer than a block of the several passes.
-    new, old = (
-        np.frombuffer(rng.bytes(size * 70_001 + 1), np.uint8)[1:].view(f"<u{size}")
-        for _ in range(2)
-    )
-    plain, fast = np.empty_like(new), np.empty_like(new)
-    comparison.compare(new, old, how, plain)
-    fused.compare(new, old, how, fast)
-    assert np.array_equal(plain, fast)
-    for way in (comparison, fused):
-        back = np.empty_like(new)
-        way.apply(plain, old, how, back)
-        assert np.array_equal(back, new)
+            rng = np.random.default_rng(size)
+            # Unaligned, as frames and chunks may be; and longer than a block of the several passes.
+            new, old = (
+                np.frombuffer(rng.bytes(size * 70_001 + 1), np.uint8)[1:].view(f"<u{size}")
+                for _ in range(2)
+            )
+            plain, fast = np.empty_like(new), np.empty_like(new)
+            comparison.compare(new, old, how, plain)
+            fused.compare(new, old, how, fast)
+            assert np.array_equal(plain, fast)
+            for way in (comparison, fused):
+                back = np.empty_like(new)
+                way.apply(plain, old, how, back)
+                assert np.array_equal(back, new)
 
 
 def test_what_has_nothing_to_do_with_its_base_is_declined():
@@ -136,16 +136,16 @@ def test_a_damaged_frame_is_refused(damage):
         decoded(frame, new, base)
 
 
-@pytest.mark.parametrize("itemsize", [3, 12, 16])
-def test_elements_that_are_no_machine_words_are_compared_byte_by_byte(itemsize):
-    old = np.zeros(5000 * itemsize, np.uint8)
-    new = old.copy()
-    new[::97] = 1
-    odd = CodecContext("void", itemsize, (5000,), 0, new.nbytes, base=memoryview(old))
-    out = bytearray(CODEC.max_encoded_size(new.nbytes))
-    new[1::5] = 7
-    length = CODEC.encode(memoryview(new), memoryview(out), context=odd)
-    back = bytearray(new.nbytes)
-    if length is not DECLINED:
-        CODEC.decode(memoryview(out)[:length], memoryview(back), context=odd)
-        assert bytes(back) == new.tobytes()
+def test_elements_that_are_no_machine_words_are_compared_byte_by_byte():
+    for itemsize in [3, 12, 16]:
+        old = np.zeros(5000 * itemsize, np.uint8)
+        new = old.copy()
+        new[::97] = 1
+        odd = CodecContext("void", itemsize, (5000,), 0, new.nbytes, base=memoryview(old))
+        out = bytearray(CODEC.max_encoded_size(new.nbytes))
+        new[1::5] = 7
+        length = CODEC.encode(memoryview(new), memoryview(out), context=odd)
+        back = bytearray(new.nbytes)
+        if length is not DECLINED:
+            CODEC.decode(memoryview(out)[:length], memoryview(back), context=odd)
+            assert bytes(back) == new.tobytes()

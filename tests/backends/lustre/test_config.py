@@ -1,13 +1,10 @@
 """Options that come from the environment: the ranks, as launchers set them."""
 
-import pytest
-
 from penstock.backends.lustre import LustreConfig
 
 
-@pytest.mark.parametrize(
-    ("environment", "ranks"),
-    [
+def test_launchers_are_believed_where_they_make_sense():
+    for environment, ranks in [
         ({}, (1, 0)),
         ({"WORLD_SIZE": "8", "RANK": "3"}, (8, 3)),
         ({"SLURM_NTASKS": "16", "SLURM_PROCID": "15"}, (16, 15)),
@@ -19,7 +16,5 @@ from penstock.backends.lustre import LustreConfig
         ({"WORLD_SIZE": "-8", "RANK": "x"}, (1, 0)),
         ({"WORLD_SIZE": "0", "RANK": "0"}, (1, 0)),
         ({"WORLD_SIZE": "²", "RANK": "0"}, (1, 0)),
-    ],
-)
-def test_launchers_are_believed_where_they_make_sense(environment, ranks):
-    assert LustreConfig(path="/run").ranks(environment) == ranks
+    ]:
+        assert LustreConfig(path="/run").ranks(environment) == ranks

@@ -126,11 +126,11 @@ def test_a_released_file_has_no_objects():
     assert component.osts == ()
 
 
-@pytest.mark.parametrize("count", [0xFFFF, 0xFFE0])
-def test_a_folder_may_ask_for_every_ost(count):
-    component = parse_layout(plain(count=count, size=0)).components[0]
-    assert component.stripe_count == ALL_STRIPES
-    assert component.striped
+def test_a_folder_may_ask_for_every_ost():
+    for count in [0xFFFF, 0xFFE0]:
+        component = parse_layout(plain(count=count, size=0)).components[0]
+        assert component.stripe_count == ALL_STRIPES
+        assert component.striped
 
 
 def test_a_folder_may_name_its_osts():
@@ -154,9 +154,8 @@ def test_the_other_byte_order_is_read_too():
     assert parse_layout(foreign(b"x", order=BIG)).foreign
 
 
-@pytest.mark.parametrize(
-    ("data", "what"),
-    [
+def test_what_is_no_layout_is_refused():
+    for data, what in [
         (b"", "no magic"),
         (b"\x00\x00\xd1\x0b" + bytes(60), "unknown kind"),
         (plain([1], magic=0x0BD20BD0), "unknown kind 0x0bd20bd0"),  # JOIN_V1
@@ -170,11 +169,9 @@ def test_the_other_byte_order_is_read_too():
         (composite(), "no component"),
         (foreign(b"daos")[:-1], "does not fit"),
         (plain([1]) + bytes(2 << 20), "more than a layout can have"),
-    ],
-)
-def test_what_is_no_layout_is_refused(data, what):
-    with pytest.raises(FormatError, match=what):
-        parse_layout(data)
+    ]:
+        with pytest.raises(FormatError, match=what):
+            parse_layout(data)
 
 
 def test_a_component_cannot_lie_outside_or_on_the_table():

@@ -2,8 +2,6 @@
 
 import errno
 
-import pytest
-
 from penstock.backends.lustre.layout import ALL_STRIPES, Component, Layout
 from penstock.backends.lustre.placing import about_default, about_osts
 from penstock.backends.lustre.policy import Ost
@@ -37,12 +35,13 @@ def test_long_lists_are_cut():
     assert "and 12 more" in about_osts(errno.EIO, wide, None, ())
 
 
-@pytest.mark.parametrize(
-    ("number", "layout"),
-    [(errno.EDQUOT, STRIPED), (errno.ENOSPC, None), (errno.ENOSPC, Layout((Component(),)))],
-)
-def test_where_no_ost_is_to_blame_or_known_nothing_is_said(number, layout):
-    assert about_osts(number, layout, ByteRange(0, 4096), OSTS) == ""
+def test_where_no_ost_is_to_blame_or_known_nothing_is_said():
+    for number, layout in [
+        (errno.EDQUOT, STRIPED),
+        (errno.ENOSPC, None),
+        (errno.ENOSPC, Layout((Component(),))),
+    ]:
+        assert about_osts(number, layout, ByteRange(0, 4096), OSTS) == ""
 
 
 def default(count, **component):
@@ -52,10 +51,10 @@ def default(count, **component):
 ALWAYS = {"blob_bytes": 64 << 30, "blobs_inherit": True, "records_inherit": True}
 
 
-@pytest.mark.parametrize(("count", "said"), [(ALL_STRIPES, "every OST"), (16, "many OSTs")])
-def test_a_wide_default_hurts_records(count, said):
-    assert said in about_default(default(count), **ALWAYS)
-    assert about_default(default(count), **ALWAYS | {"records_inherit": False}) == ""
+def test_a_wide_default_hurts_records():
+    for count, said in [(ALL_STRIPES, "every OST"), (16, "many OSTs")]:
+        assert said in about_default(default(count), **ALWAYS)
+        assert about_default(default(count), **ALWAYS | {"records_inherit": False}) == ""
 
 
 def test_one_stripe_hurts_blobs_that_are_big_and_inherit_it():

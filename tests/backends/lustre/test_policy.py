@@ -3,7 +3,6 @@
 from collections import Counter
 from fractions import Fraction
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -84,10 +83,10 @@ def test_stripes_are_never_more_than_useful(demand, count):
     assert striping.stripe_count == 1 or blob >= striping.stripe_count * MIN_OBJECT_BYTES
 
 
-@pytest.mark.parametrize("blob", [0, 1, 4096, MIN_OBJECT_BYTES, 2 * MIN_OBJECT_BYTES - 1])
-@pytest.mark.parametrize("writers", [1, 2, 7, 1000])
-def test_small_blobs_have_one_stripe(blob, writers):
-    assert plan_striping(Demand(blob, writers), ring(100)).stripe_count == 1
+def test_small_blobs_have_one_stripe():
+    for writers in [1, 2, 7, 1000]:
+        for blob in [0, 1, 4096, MIN_OBJECT_BYTES, 2 * MIN_OBJECT_BYTES - 1]:
+            assert plan_striping(Demand(blob, writers), ring(100)).stripe_count == 1
 
 
 def blobs_per_ost(writers, count, **changes):
@@ -134,9 +133,8 @@ def test_the_busiest_ost_has_hardly_more_than_any_layout_would_give_it(writers, 
     assert counts in ([1], [counts[-1]], [1, counts[-1]])
 
 
-@pytest.mark.parametrize(
-    ("writers", "count", "stripes"),
-    [
+def test_full_rounds_take_one_stripe_and_the_rest_several():
+    for writers, count, stripes in [
         (100, 100, [1]),
         (1000, 50, [1]),
         (1001, 50, [1, 5]),
@@ -146,10 +144,8 @@ def test_the_busiest_ost_has_hardly_more_than_any_layout_would_give_it(writers, 
         (13, 96, [7]),
         (64, 96, [3]),
         (49, 96, [96]),
-    ],
-)
-def test_full_rounds_take_one_stripe_and_the_rest_several(writers, count, stripes):
-    assert blobs_per_ost(writers, count)[1] == stripes
+    ]:
+        assert blobs_per_ost(writers, count)[1] == stripes
 
 
 def test_a_lone_writer_takes_what_it_can_have_in_flight():
@@ -171,12 +167,9 @@ def test_half_of_what_is_in_flight_covers_the_share_of_the_osts(writers):
         assert MIN_IO_BYTES <= striping.stripe_bytes <= MAX_RUN_BYTES
 
 
-@pytest.mark.parametrize(
-    ("writers", "stripe_mib"),
-    [(1, 4), (4, 4), (8, 8), (13, 16), (24, 16), (49, 64), (64, 64)],
-)
-def test_few_writers_have_short_stripes(writers, stripe_mib):
-    assert plan_striping(Demand(64 * GIB, writers), ring(96)).stripe_bytes == stripe_mib * MIB
+def test_few_writers_have_short_stripes():
+    for writers, stripe_mib in [(1, 4), (4, 4), (8, 8), (13, 16), (24, 16), (49, 64), (64, 64)]:
+        assert plan_striping(Demand(64 * GIB, writers), ring(96)).stripe_bytes == stripe_mib * MIB
 
 
 def test_where_osts_hold_several_objects_stripes_are_long():
@@ -228,11 +221,11 @@ def test_a_full_ost_is_left_out():
     assert usable_osts(Demand(GIB, 4), known) == (0, 1, 2, 3)
 
 
-@pytest.mark.parametrize("writers", [1, 8, 1000])
-def test_unknown_osts_get_few_stripes_and_no_names(writers):
-    striping = plan_striping(Demand(64 * GIB, writers), ())
-    assert (striping.stripe_count, striping.osts) == (4, ())
-    assert plan_striping(Demand(1 << 20, writers), ()).stripe_count == 1
+def test_unknown_osts_get_few_stripes_and_no_names():
+    for writers in [1, 8, 1000]:
+        striping = plan_striping(Demand(64 * GIB, writers), ())
+        assert (striping.stripe_count, striping.osts) == (4, ())
+        assert plan_striping(Demand(1 << 20, writers), ()).stripe_count == 1
 
 
 def test_without_several_stripes_a_stripe_is_one_request():

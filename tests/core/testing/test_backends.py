@@ -132,10 +132,6 @@ OF_PROCESSES = (
 )
 
 
-def test_the_good_one_passes(tmp_path):
-    assert check_backend(root_of(Good, tmp_path)) == (DIRECT, *OF_PROCESSES)
-
-
 # -- blobs --------------------------------------------------------------------------------------
 
 
@@ -833,11 +829,11 @@ class FailsInARace(Files):
             raise StorageError("it was taken meanwhile") from error
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda cls: cls.__name__)
-def test_suite_catches(mutant, tmp_path, waits):
+def test_suite_catches(tmp_path, waits):
     waits(store_tick_s=0.05)  # how long broken ones get
-    with pytest.raises(AssertionError, match=r"\S+ \S+ \S+"):  # in words
-        MUTANTS[mutant](root_of(mutant, tmp_path))
+    for mutant, check in MUTANTS.items():
+        with pytest.raises(AssertionError, match=r"\S+ \S+ \S+"):  # in words
+            check(root_of(mutant, tmp_path / mutant.__name__))
 
 
 def test_no_check_is_without_a_defect_that_only_it_is_for():
@@ -897,15 +893,18 @@ class ModestAndOrdered(Ordered, Modest):
         return replace(self.inner.capabilities, ordered=True, exclusive_publish=False)
 
 
-def test_what_is_not_declared_is_left_out_by_name(tmp_path):
-    open_root = root_of(ModestAndOrdered, tmp_path)
+def test_what_is_not_declared_or_cannot_be_tried_is_left_out_by_name(tmp_path):
+    open_root = refuses_forks(tmp_path, ModestAndOrdered)
     left_out = check_backend(open_root)
+    crash = what_a_crash_leaves_is_listed_and_can_be_deleted
     undeclared = {batches_from_threads_read_back, of_publishers_in_a_race_exactly_one_wins}
     names = {check.__name__ for check in undeclared}
-    assert set(left_out) == {*names, DIRECT, *OF_PROCESSES}
+    assert set(left_out) == {*names, DIRECT, crash.__name__, *OF_PROCESSES}
     for check in undeclared:
         with pytest.raises(NotDeclaredError, match="does not declare"):
             check(open_root)
+    with pytest.raises(NotTriedError, match="blob: StorageError: the connection is another pro"):
+        crash(open_root)
 
 
 class UndeclaredOrder(Ordered):
@@ -934,23 +933,16 @@ def test_skipped_check_is_a_failure(skip, tmp_path):
     assert "one small request reads back" in caught.value.__notes__[0]
 
 
-def refuses_forks(tmp_path):
+def refuses_forks(tmp_path, cls):
     """As one whose connection belongs to the process that made it."""
     parent = os.getpid()
 
     def open_root(root):
         if os.getpid() != parent:
             raise StorageError("the connection is another process's")
-        return root_of(Good, tmp_path)(root)
+        return root_of(cls, tmp_path)(root)
 
     return open_root
-
-
-def test_crash_that_cannot_be_tried_is_left_out_by_name_and_never_passes_unseen(tmp_path):
-    check = what_a_crash_leaves_is_listed_and_can_be_deleted
-    with pytest.raises(NotTriedError, match="blob: StorageError: the connection is another pro"):
-        check(refuses_forks(tmp_path))
-    assert check_backend(refuses_forks(tmp_path)) == (DIRECT, check.__name__, *OF_PROCESSES)
 
 
 def test_crash_of_a_process_that_a_signal_ends_is_not_tried(tmp_path):

@@ -79,9 +79,14 @@ def _xor(one, other):
     return (int.from_bytes(one, "big") ^ int.from_bytes(other, "big")).to_bytes(size, "big")
 
 
-@pytest.mark.parametrize("good", [Good, pytest.param(GoodWithBase, marks=pytest.mark.slow)])
+@pytest.mark.slow  # `test_docs` makes all checks of such a codec, but for those in a process
+@pytest.mark.parametrize("good", [Good, GoodWithBase])
 def test_the_good_ones_pass(good):
     checks.check_codec(good(GoodConfig()))
+
+
+def test_a_good_one_passes_in_another_process():
+    checks.check_other_processes(Good(GoodConfig()))
 
 
 MUTANTS = {}
@@ -770,20 +775,22 @@ def test_a_class_in_a_function_is_not_tried_in_another_process():
 # -- the proofs ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "mutant",
-    [
-        # Another process costs a second.
-        pytest.param(cls, marks=[pytest.mark.slow] if cls is KnowsOnlyWhatItEncoded else [])
-        for cls in MUTANTS
-    ],
-    ids=lambda cls: cls.__name__,
-)
-def test_suite_catches(mutant):
+def test_suite_catches():
+    for mutant, check in MUTANTS.items():
+        if mutant is not KnowsOnlyWhatItEncoded:
+            catch(mutant, check)
+
+
+@pytest.mark.slow
+def test_suite_catches_a_codec_that_knows_only_what_it_encoded():  # a process costs a second
+    catch(KnowsOnlyWhatItEncoded, MUTANTS[KnowsOnlyWhatItEncoded])
+
+
+def catch(mutant, check):
     codec = mutant(mutant.Config())
     # Whatever it raises: what is found is said in a sentence.
     with pytest.raises(AssertionError, match=r"\w+ \w+"):
-        MUTANTS[mutant](codec)
+        check(codec)
 
 
 def test_no_check_is_without_a_defect_that_only_it_is_for():
@@ -866,30 +873,30 @@ class RaisesForOddSizes(Good):
         return super().encode(chunk, out, context=context)
 
 
-@pytest.mark.parametrize(
-    ("mutant", "sentence"),
-    [
-        (
-            ForgetsTheSignOfZero,
-            "of float32, .* came back changed, from byte 0 on: 00 00 00 80 .* became 00 00 00 00",
-        ),
-        (
-            AsksNumpyForTheDtype,
-            "encode of 9600 bytes of bfloat16, from byte 0 of a region of shape",
-        ),
-        (KeepsItsInput, r"`encode` \(its input\) keeps a view of the buffer"),
-        (NeedsMoreThanItSays, "of max_encoded_size: IndexError: no room"),
-        (RaisesForeignErrorsWhereItIsTooSmall, "encode into 0 bytes, where it needs .*ValueError"),
-        (FailsInOtherThreads, "encode in another thread: RuntimeError: no compressor"),
-        (StumblesWithoutABase, "without the base it was encoded with: TypeError"),
-        (ForgetsToReturn, "encode returned None of type NoneType"),
-        (BoundIsAFraction, r"max_encoded_size\(1\) returned"),
-        (HasNoConfig, "check_declarations: AttributeError"),
-    ],
-)
-def test_finding_says_what_was_tried_and_what_came_of_it(mutant, sentence):
-    with pytest.raises(AssertionError, match=sentence):
-        MUTANTS[mutant](mutant(mutant.Config()))
+FINDINGS = [
+    (
+        ForgetsTheSignOfZero,
+        "of float32, .* came back changed, from byte 0 on: 00 00 00 80 .* became 00 00 00 00",
+    ),
+    (
+        AsksNumpyForTheDtype,
+        "encode of 9600 bytes of bfloat16, from byte 0 of a region of shape",
+    ),
+    (KeepsItsInput, r"`encode` \(its input\) keeps a view of the buffer"),
+    (NeedsMoreThanItSays, "of max_encoded_size: IndexError: no room"),
+    (RaisesForeignErrorsWhereItIsTooSmall, "encode into 0 bytes, where it needs .*ValueError"),
+    (FailsInOtherThreads, "encode in another thread: RuntimeError: no compressor"),
+    (StumblesWithoutABase, "without the base it was encoded with: TypeError"),
+    (ForgetsToReturn, "encode returned None of type NoneType"),
+    (BoundIsAFraction, r"max_encoded_size\(1\) returned"),
+    (HasNoConfig, "check_declarations: AttributeError"),
+]
+
+
+def test_finding_says_what_was_tried_and_what_came_of_it():
+    for mutant, sentence in FINDINGS:
+        with pytest.raises(AssertionError, match=sentence):
+            MUTANTS[mutant](mutant(mutant.Config()))
 
 
 def test_a_codec_that_raises_for_what_does_not_suit_it_is_told_to_decline():

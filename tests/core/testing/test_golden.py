@@ -25,26 +25,25 @@ def test_equal_bytes_pass(path):
     assert read_golden(path) == GOLDEN
 
 
-@pytest.mark.parametrize(
-    ("data", "where"),
-    [
+def test_a_difference_is_shown_where_it_begins(path):
+    for data, where in [
         (GOLDEN[:40] + b"\xff" + GOLDEN[41:], r"from byte 40 on they are ff 29 .*, not 28 29 "),
         (GOLDEN[:50], r"50 bytes are not the 64 .* from byte 50 on they are the end, not 32 33 "),
         (GOLDEN + b"\x07", r"65 bytes are not the 64 .* from byte 64 on they are 07, not the end"),
         (b"", r"0 bytes are not the 64 .* from byte 0 on they are the end, not 00 01 "),
-    ],
-)
-def test_a_difference_is_shown_where_it_begins(path, data, where):
-    with pytest.raises(AssertionError, match=where):
-        check_golden(path, data)
-    assert path.read_bytes() == GOLDEN
+    ]:
+        with pytest.raises(AssertionError, match=where):
+            check_golden(path, data)
+        assert path.read_bytes() == GOLDEN
 
 
-@pytest.mark.parametrize("use", [lambda path: check_golden(path, b"x"), read_golden])
-def test_a_missing_file_is_an_error_that_says_how_to_write_it(tmp_path, use):
-    with pytest.raises(AssertionError, match=rf"no golden file .*new\.bin.*{REWRITE_VARIABLE}=1"):
-        use(tmp_path / "new.bin")
-    assert not list(tmp_path.iterdir())
+def test_a_missing_file_is_an_error_that_says_how_to_write_it(tmp_path):
+    for use in [lambda path: check_golden(path, b"x"), read_golden]:
+        with pytest.raises(
+            AssertionError, match=rf"no golden file .*new\.bin.*{REWRITE_VARIABLE}=1"
+        ):
+            use(tmp_path / "new.bin")
+        assert not list(tmp_path.iterdir())
 
 
 def test_the_variable_writes_files_anew(path, tmp_path, monkeypatch):

@@ -17,8 +17,8 @@ from penstock.core.testing.powercut import Disk, PowerCut
 
 # Of each kind of call one; `test_power_cut` has others in the quick run.
 QUICK = [
-    "save blocking raw", "save lazy both", "first save", "overwrite again", "delete",
-    "rewind two generations", "save that fails to seal", "overwrite of a chain", "end of a chain",
+    "save lazy both", "first save", "overwrite again", "rewind two generations",
+    "save that fails to seal", "end of a chain",
 ]  # fmt: skip
 
 

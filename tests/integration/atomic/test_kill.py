@@ -128,7 +128,9 @@ def test_a_saver_killed_at_any_call_of_the_store_leaves_the_old_or_the_new(
     assert watch.borrowed == ({"raw", "enc"} if watch.share else {"enc"})
 
 
-@pytest.mark.parametrize("overwrite", [False, True], ids=["retention", "overwrite"])
+@pytest.mark.parametrize(
+    "overwrite", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["retention", "overwrite"]
+)
 def test_what_exists_is_decided_by_the_publish_of_the_commit_record(
     overwrite, kind, killer, tmp_path
 ):

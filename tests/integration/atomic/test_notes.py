@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from tests.effort import every
 from tests.integration.atomic.crash_scenarios import (
     BEFORE,
     CHAINED,
@@ -92,5 +93,5 @@ def test_crash_in_a_compaction_loses_no_annotation():
             check_no_garbage(PowerCut(disk), steps=3)
         if not dying.crashed:
             break
-        points += 1
+        points += every(3)
     assert points > 10

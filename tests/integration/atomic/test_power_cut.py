@@ -14,10 +14,7 @@ JITTER = {"write": 0.002, "seal": 0.002}
 
 
 # Of each kind of call one; `test_crash` has others in the quick run.
-QUICK = [
-    "save async encoded", "overwrite the latest", "retention", "delete two generations", "rewind",
-    "delete of a chain", "prune",
-]  # fmt: skip
+QUICK = ["save async encoded", "retention", "delete two generations", "rewind", "prune"]
 
 
 @pytest.mark.parametrize("most_cuts", [4, pytest.param(6, marks=pytest.mark.slow)])  # at one point

@@ -81,26 +81,26 @@ def uid_of(root, step):
 # -- names -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES, ids=lambda n: repr(n[:20]))
 @pytest.mark.usefixtures("untouched")
-def test_a_name_that_leads_elsewhere_is_refused_by_every_operation(name, root):
+def test_a_name_that_leads_elsewhere_is_refused_by_every_operation(root):
     backend = PosixBackend(PosixConfig(path=str(root), direct_io="off"))
     before = listing(root)
     operations = [
-        lambda: backend.create(name),
-        lambda: backend.publish(name, b"x", exclusive=True),
-        lambda: backend.publish(name, b"x"),
-        lambda: backend.read([ReadRequest(name, 0, memoryview(bytearray(1)))]),
-        lambda: backend.read_record(name, limit_bytes=100),
-        lambda: backend.stat(name),
-        lambda: backend.delete([name]),
+        backend.create,
+        lambda name: backend.publish(name, b"x", exclusive=True),
+        lambda name: backend.publish(name, b"x"),
+        lambda name: backend.read([ReadRequest(name, 0, memoryview(bytearray(1)))]),
+        lambda name: backend.read_record(name, limit_bytes=100),
+        backend.stat,
+        lambda name: backend.delete([name]),
     ]
-    for operation in operations:
-        with pytest.raises(StorageError):
-            operation()
-    if name and len(name) < 300:  # a longer one is a prefix of nothing
-        with pytest.raises(StorageError):
-            backend.list(name)
+    for name in NAMES:
+        for operation in operations:
+            with pytest.raises(StorageError):
+                operation(name)
+        if name and len(name) < 300:  # a longer one is a prefix of nothing
+            with pytest.raises(StorageError):
+                backend.list(name)
     backend.close()
     assert listing(root) == before
 
@@ -165,9 +165,9 @@ PLANTED = {
 
 
 def each_link():
-    """All links to a copy, which could be read; others only from a folder, a record and a blob."""
+    """All links to a copy, which could be read; others only from a record."""
     for what, to in itertools.product(PLANTED, ["a copy", "a secret", "itself", "/dev/zero"]):
-        quick = to == "a copy" or what in {"blobs", "record", "raw"}
+        quick = to == "a copy" or what == "record"
         yield pytest.param(what, to, marks=() if quick else pytest.mark.slow)
 
 

@@ -94,15 +94,15 @@ def test_a_length_that_nothing_can_have_is_refused_before_memory_is_taken(field,
         ckpt.load()
 
 
-@pytest.mark.parametrize("match", ["/parts/", "/index", "commits/"])
-def test_too_little_memory_for_a_record_is_no_damage(match):
-    store = FaultyBackend(memory())
-    with checkpointer(store) as ckpt:
-        ckpt.save({"w": 1}, 1, mode="blocking")
-        store.fail("read", MemoryError, match=match, times=None)
-        store.fail("read_record", MemoryError, match=match, times=None)
-        with pytest.raises(RestoreError, match="more memory than this process can get"):
-            ckpt.verify()
+def test_too_little_memory_for_a_record_is_no_damage():
+    for match in ["/parts/", "/index", "commits/"]:
+        store = FaultyBackend(memory())
+        with checkpointer(store) as ckpt:
+            ckpt.save({"w": 1}, 1, mode="blocking")
+            store.fail("read", MemoryError, match=match, times=None)
+            store.fail("read_record", MemoryError, match=match, times=None)
+            with pytest.raises(RestoreError, match="more memory than this process can get"):
+                ckpt.verify()
 
 
 def test_an_index_that_names_one_section_a_thousand_times_has_it_searched_once(monkeypatch):
@@ -162,20 +162,20 @@ def test_all_objects_can_be_read_although_the_index_lacks_one():
 TAGS = ["set", "frozenset", "dict", "Counter", "OrderedDict", "defaultdict"]
 
 
-@pytest.mark.parametrize("tag", TAGS)
-def test_values_whose_hashes_collide_are_refused_before_a_set_of_them_is_built(tag):
-    pairs = tag not in {"set", "frozenset"}
-    for numbers in (range(300), range(0, 300 * PRIME, PRIME)):
-        members = ",".join(
-            f'[{{"$":"int","v":"{n:#x}"}},1]' if pairs else f'{{"$":"int","v":"{n:#x}"}}'
-            for n in numbers
-        )
-        data = f'{{"$":"{tag}","factory":null,"v":[{members}]}}'.encode()
-        if numbers.step == 1:
-            assert len(decode_value(data, ("v",))) == 300
-        else:
-            with pytest.raises(FormatError, match=r"v holds .*hashes that collide"):
-                decode_value(data, ("v",))
+def test_values_whose_hashes_collide_are_refused_before_a_set_of_them_is_built():
+    for tag in TAGS:
+        pairs = tag not in {"set", "frozenset"}
+        for numbers in (range(300), range(0, 300 * PRIME, PRIME)):
+            members = ",".join(
+                f'[{{"$":"int","v":"{n:#x}"}},1]' if pairs else f'{{"$":"int","v":"{n:#x}"}}'
+                for n in numbers
+            )
+            data = f'{{"$":"{tag}","factory":null,"v":[{members}]}}'.encode()
+            if numbers.step == 1:
+                assert len(decode_value(data, ("v",))) == 300
+            else:
+                with pytest.raises(FormatError, match=r"v holds .*hashes that collide"):
+                    decode_value(data, ("v",))
 
 
 def test_keys_of_one_hash_are_refused_by_the_save_that_would_store_them():
@@ -248,11 +248,9 @@ def test_numbers_that_walk_over_the_table_are_too_many():
         decode_context(context, ("c",))
 
 
-@pytest.mark.parametrize(
-    "step", [1, -3, 1 << 7, 1 << 30, 1 << 47, 1 << 56, 0.5**11, 0.1, 1j, (1 << 61) + 5]
-)
-def test_numbers_at_equal_distances_do_not_collide(step):
-    assert not collide([step * n for n in range(2000)])
+def test_numbers_at_equal_distances_do_not_collide():
+    for step in [1, -3, 1 << 7, 1 << 30, 1 << 47, 1 << 56, 0.5**11, 0.1, 1j, (1 << 61) + 5]:
+        assert not collide([step * n for n in range(2000)])
 
 
 @pytest.mark.slow

@@ -79,7 +79,7 @@ def fail_one_call(operation, nth, error, *, late, mode, memory_bytes):
         ("stat", 0), ("read", None), ("read", 0),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [11, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_save_of_a_chain_that_fails_at_any_call_costs_that_save_alone(
     operation, memory_bytes, stride
 ):

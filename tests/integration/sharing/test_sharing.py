@@ -15,7 +15,6 @@ from penstock.core.storage.open import open_backend
 from penstock.core.testing.faults import FaultyBackend
 
 DELTA = ["delta", "floatsplit"]
-CODECS = [[], ["zstd"], DELTA]
 
 
 def rules(*codecs):
@@ -65,12 +64,9 @@ def borrowed(root, step):
 
 
 @pytest.mark.parametrize(
-    ("codecs", "mode", "one_process"),  # each pair of values once
-    [
-        ([], "blocking", True), ([], "async", False), (["zstd"], "lazy", True),
-        (["zstd"], "blocking", False), (DELTA, "async", True), (DELTA, "lazy", False),
-    ],
-)  # fmt: skip
+    ("codecs", "mode", "one_process"),
+    [([], "blocking", True), (["zstd"], "lazy", False), (DELTA, "async", True)],
+)
 def test_a_frozen_nine_tenths_of_a_model_are_stored_once(tmp_path, codecs, mode, one_process):
     options = {"rules": rules(*codecs), "mode": mode, "block_bytes": 4096}
     if one_process:
@@ -86,7 +82,7 @@ def test_a_frozen_nine_tenths_of_a_model_are_stored_once(tmp_path, codecs, mode,
     check(tmp_path, {n: layers(n) for n in range(3)})
 
 
-@pytest.mark.parametrize("codecs", CODECS)
+@pytest.mark.parametrize("codecs", [[], DELTA])
 def test_data_that_stands_still_takes_nothing(tmp_path, codecs):
     saved(tmp_path, [0], rules=rules(*codecs))
     for step in (1, 2):
@@ -173,7 +169,6 @@ def test_a_chunk_that_a_lossy_codec_declines_is_stored_once(tmp_path):
 CHANGED = [
     (["cast"], []),
     ([], ["cast"]),
-    (["floatsplit"], ["cast", "floatsplit"]),
     (["cast", "floatsplit"], ["floatsplit"]),
     (["cast"], [{"type": "cast", "to": "float16"}]),
     (["cast"], ["log8"]),
@@ -322,9 +317,7 @@ def twins():
     }
 
 
-@pytest.mark.parametrize(
-    ("codecs", "mode"), [([], "blocking"), (["zstd"], "async"), (DELTA, "lazy")]
-)
+@pytest.mark.parametrize(("codecs", "mode"), [([], "blocking"), (DELTA, "lazy")])
 def test_equal_chunks_of_one_save_are_stored_once(tmp_path, codecs, mode):
     shared, alone = tmp_path / "shared", tmp_path / "alone"
     options = {"rules": rules(*codecs), "mode": mode}

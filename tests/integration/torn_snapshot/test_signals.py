@@ -197,7 +197,7 @@ with ckpt:
     "place",
     [
         "handle.result()",
-        "ckpt.wait()",
+        pytest.param("ckpt.wait()", marks=pytest.mark.slow),
         pytest.param("time.sleep(300)", marks=pytest.mark.slow),
         pytest.param("handle.durable.result()", marks=pytest.mark.slow),
     ],

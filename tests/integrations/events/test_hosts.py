@@ -171,18 +171,15 @@ def records_of(data):
             record = b""
 
 
-@pytest.mark.parametrize(
-    ("module", "extra", "make"),
-    [
+def test_a_host_that_is_missing_is_named_with_its_extra(monkeypatch):
+    for module, extra, make in [
         ("opentelemetry.trace", "otel", events.OpenTelemetrySink),
         ("torch.utils.tensorboard", "tensorboard", lambda: events.TensorBoardSink("x")),
         ("wandb", "wandb", events.WandbSink),
-    ],
-)
-def test_a_host_that_is_missing_is_named_with_its_extra(monkeypatch, module, extra, make):
-    monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(penstock.ConfigError, match=rf"{module} .*'penstock\[{extra}\]'"):
-        make()
+    ]:
+        monkeypatch.setitem(sys.modules, module, None)
+        with pytest.raises(penstock.ConfigError, match=rf"{module} .*'penstock\[{extra}\]'"):
+            make()
 
 
 @pytest.mark.process

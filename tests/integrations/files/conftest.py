@@ -1,7 +1,6 @@
 """A run with a model, and what is wrong if an import fails."""
 
 import contextlib
-import itertools
 
 import pytest
 import torch
@@ -62,13 +61,12 @@ def run(tmp_path_factory, model):
 def refused(tmp_path):
     """A context in which an import into the given run fails, and leaves its checkpoint alone."""
 
-    numbers = itertools.count()
+    root = tmp_path / "target"
+    with penstock.Checkpointer(root) as ckpt:
+        ckpt.save({"w": torch.ones(3)}, 1, mode="blocking")
 
     @contextlib.contextmanager
     def context(error, match):
-        root = tmp_path / f"target{next(numbers)}"
-        with penstock.Checkpointer(root) as ckpt:
-            ckpt.save({"w": torch.ones(3)}, 1, mode="blocking")
         with pytest.raises(error, match=match) as caught:
             yield root
         assert isinstance(caught.value, penstock.PenstockError)

@@ -164,22 +164,19 @@ def test_config_and_tokenizer_are_copied_and_weights_and_code_are_not(tmp_path, 
     assert all((tmp_path / "o" / name).read_text() == name for name in copied)
 
 
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
+def test_wrong_options_are_refused_before_anything_is_written(tmp_path, run):
+    for options, match in [
         ({"to": "gguf"}, "no format to export to"),
         ({"cast": "int8"}, "no dtype to convert to"),
         ({"shard_bytes": 0}, "at least 1"),
         ({"config_from": "nowhere"}, "no config.json"),
         ({"config_from": ".", "to": "torch"}, "folder of safetensors"),
         ({"out": "s3://bucket/x"}, "is a URL"),
-    ],
-)
-def test_wrong_options_are_refused_before_anything_is_written(tmp_path, run, options, match):
-    options = {"to": "safetensors", "out": tmp_path / "o", **options}
-    with pytest.raises(penstock.ConfigError, match=match):
-        penstock.export_checkpoint(run, **options)
-    assert names_in(tmp_path) == []
+    ]:
+        given = {"to": "safetensors", "out": tmp_path / "o", **options}
+        with pytest.raises(penstock.ConfigError, match=match):
+            penstock.export_checkpoint(run, **given)
+        assert names_in(tmp_path) == []
 
 
 def test_an_out_that_exists_is_refused_and_stays(tmp_path, run):
@@ -276,15 +273,16 @@ def test_file_whose_header_has_the_length_of_another_magic_number_is_read(tmp_pa
     assert penstock.import_checkpoint(tmp_path / name, tmp_path / "run").objects == 1
 
 
-@pytest.mark.parametrize("dtype", NAMES)
-def test_every_dtype_goes_out_and_comes_back_as_the_library_has_it(tmp_path, dtype):
-    wanted = {"w": torch.arange(2, dtype=torch.uint8).repeat(8).view(getattr(torch, dtype))}
+def test_every_dtype_goes_out_and_comes_back_as_the_library_has_it(tmp_path):
+    bits = torch.arange(2, dtype=torch.uint8).repeat(8)
+    wanted = {dtype: bits.clone().view(getattr(torch, dtype)) for dtype in NAMES}
     save_file(wanted, tmp_path / "x.safetensors")
     penstock.import_checkpoint(tmp_path / "x.safetensors", tmp_path / "run")
     penstock.export_checkpoint(tmp_path / "run", tmp_path / "o.safetensors", to="safetensors")
     found = load_file(tmp_path / "o.safetensors")
-    assert found["w"].dtype == wanted["w"].dtype
-    assert torch.equal(found["w"].view(torch.uint8), wanted["w"].view(torch.uint8))
+    for dtype, tensor in wanted.items():
+        assert found[dtype].dtype == tensor.dtype
+        assert torch.equal(found[dtype].view(torch.uint8), bits)
 
 
 def test_shards_come_back_bit_by_bit_and_restore_into_a_module(tmp_path):
@@ -407,12 +405,11 @@ BAD = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_wrong_file_is_a_clear_error(tmp_path, refused, name):
-    data, match = BAD[name]
-    (tmp_path / "x.safetensors").write_bytes(data)
-    with refused(penstock.FormatError, match) as root:
-        penstock.import_checkpoint(tmp_path / "x.safetensors", root, step=2)
+def test_wrong_file_is_a_clear_error(tmp_path, refused):
+    for data, match in BAD.values():
+        (tmp_path / "x.safetensors").write_bytes(data)
+        with refused(penstock.FormatError, match) as root:
+            penstock.import_checkpoint(tmp_path / "x.safetensors", root, step=2)
 
 
 def sharded(folder, weight_map, files):
@@ -440,12 +437,12 @@ BAD_INDEXES = {
 }
 
 
-@pytest.mark.parametrize("name", BAD_INDEXES)
-def test_wrong_index_is_a_clear_error(tmp_path, refused, name):
-    weight_map, files, match = BAD_INDEXES[name]
-    folder = sharded(tmp_path / "f", weight_map, files)
-    with refused(penstock.FormatError, match) as root:
-        penstock.import_checkpoint(folder, root, step=2)
+def test_wrong_index_is_a_clear_error(tmp_path, refused):
+    for name, (weight_map, files, match) in BAD_INDEXES.items():
+        (tmp_path / name).mkdir()
+        folder = sharded(tmp_path / name / "f", weight_map, files)
+        with refused(penstock.FormatError, match) as root:
+            penstock.import_checkpoint(folder, root, step=2)
 
 
 def test_several_files_without_an_index_are_refused(tmp_path, refused):

@@ -18,12 +18,12 @@ MIB = 1 << 20
 PART = 5 * MIB
 
 
-@pytest.mark.parametrize("size", [None, 0, 1, 80 << 30, 5 << 40])
-def test_part_size_follows_the_hint_within_the_rules_of_s3(size):
-    part = part_bytes_for(size, PART)
-    assert part >= PART
-    assert part * MAX_PARTS >= (size or 0)
-    assert part <= 5 << 30
+def test_part_size_follows_the_hint_within_the_rules_of_s3():
+    for size in [None, 0, 1, 80 << 30, 5 << 40]:
+        part = part_bytes_for(size, PART)
+        assert part >= PART
+        assert part * MAX_PARTS >= (size or 0)
+        assert part <= 5 << 30
 
 
 def test_parts_of_large_blobs_are_larger_but_enough_to_share():
@@ -55,23 +55,23 @@ def test_memory_is_used_again():
     assert memory.take(80) is not first
 
 
-@pytest.mark.parametrize("length", [20, 19, 14, 12, 8, 4, 1, 0])
-@pytest.mark.parametrize("lent", [{}, {12}, {3}, {3, 12}])
-@pytest.mark.parametrize("owned", [False, True])
-def test_gaps_of_a_part_are_zero_whatever_is_copied(length, lent, owned):
-    memory = PartMemory(100)
-    memory.give(memoryview(bytearray(b"\xff" * 20)))
-    part = Part(0, 20)
-    for at, data in ((12, b"later"), (3, b"first")):
-        if at in lent:
-            part.lend(at, memoryview(data))
-        else:
-            part.put(at, memoryview(data), memory=memory)
-    if owned:
-        part.own(memory=memory)
-    expected = b"\0\0\0first\0\0\0\0later\0\0\0"
-    assert b"".join(part.views(length)) == expected[:length]
-    assert bool(part.lent) == (bool(lent) and not owned)
+def test_gaps_of_a_part_are_zero_whatever_is_copied():
+    for owned in [False, True]:
+        for lent in [{}, {12}, {3}, {3, 12}]:
+            for length in [20, 19, 14, 12, 8, 4, 1, 0]:
+                memory = PartMemory(100)
+                memory.give(memoryview(bytearray(b"\xff" * 20)))
+                part = Part(0, 20)
+                for at, data in ((12, b"later"), (3, b"first")):
+                    if at in lent:
+                        part.lend(at, memoryview(data))
+                    else:
+                        part.put(at, memoryview(data), memory=memory)
+                if owned:
+                    part.own(memory=memory)
+                expected = b"\0\0\0first\0\0\0\0later\0\0\0"
+                assert b"".join(part.views(length)) == expected[:length]
+                assert bool(part.lent) == (bool(lent) and not owned)
 
 
 def test_part_that_nobody_wrote_is_zero():
