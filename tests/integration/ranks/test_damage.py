@@ -177,7 +177,7 @@ def test_a_rank_that_still_reads_what_another_found_damaged_stops_and_goes_on_wi
         return {f"t{n:02}": torch.full((65536,), float(value)) for n in range(75)}
 
     for step in (1, 2):
-        with Checkpointer(store, chunk_bytes=16384, block_bytes=16384) as ckpt:
+        with Checkpointer(store, chunk_bytes=4096, block_bytes=4096) as ckpt:
             uid = ckpt.save(filled(step), step).result(300).uid
     bad._store.blobs.update(store._store.blobs)
     for name, blob in store._store.blobs.items():
