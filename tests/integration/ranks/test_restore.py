@@ -281,17 +281,9 @@ def is_certain(tensor):
     return True
 
 
-@pytest.mark.parametrize("number", [7, pytest.param(25, marks=pytest.mark.slow)])
-def test_any_rectangles_come_back_in_any_placement(number):
-    @settings(deadline=None, max_examples=examples(number))
-    @given(splits(Region.whole(SHAPE)), st.sampled_from([(2,), (3,), (2, 2), (3, 2)]), st.data())
-    def come_back(rectangles, mesh, data):
-        check_rectangles(rectangles, mesh, data)
-
-    come_back()
-
-
-def check_rectangles(rectangles, mesh, data):
+@settings(deadline=None, max_examples=examples(35))
+@given(splits(Region.whole(SHAPE)), st.sampled_from([(2,), (3,), (2, 2), (3, 2)]), st.data())
+def test_any_rectangles_come_back_in_any_placement(rectangles, mesh, data):
     count, chosen = math.prod(mesh), [data.draw(placements(mesh)) for _ in range(3)]
     array = np.random.default_rng(0).standard_normal(SHAPE).astype(np.float32)
     ranks = [[] for _ in range(3)]
