@@ -253,11 +253,11 @@ class Actor:
     def prune(self) -> None:
         """Prune."""
         none_before = not self.ckpt.steps()
-        refused = self.ckpt.prune().refused
-        if refused and (none_before or not self.ckpt.steps()):
-            self._say("refused", op="prune")  # aged data, and no checkpoint: perhaps half a copy
-        elif refused:
-            self._problem(f"prune refused: {refused}")
+        for why in self.ckpt.prune().refused:
+            if "not one commit record" in why and (none_before or not self.ckpt.steps()):
+                self._say("refused", op="prune")
+            else:
+                self._problem(f"prune refused: {why}")
 
     def compact(self) -> None:
         """Compact a step, all, or what keeps data of deleted ones."""
