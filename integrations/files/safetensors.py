@@ -85,21 +85,21 @@ class _StoredTensor:
     shape: tuple[int, ...]
     start: int  # in the file
     nbytes: int
-    file: SourceFile
+    source: SourceFile
 
     def streamed(self) -> Streamed:
         return Streamed(self.dtype, self.shape, partial(_read_bytes, self))
 
 
 def _read_bytes(tensor: _StoredTensor, start: int, out: memoryview) -> None:
-    with tensor.file.path.open("rb", buffering=0) as file:
+    with tensor.source.path.open("rb", buffering=0) as file:
         file.seek(tensor.start + start)
         at = 0
         while at < out.nbytes and (count := file.readinto(out[at:])):
             at += count
-    tensor.file.check(tensor.name)
+    tensor.source.check(tensor.name)
     if at < out.nbytes:
-        raise wrong(tensor.file.path, f"ended in the middle of {tensor.name!r}")
+        raise wrong(tensor.source.path, f"ended in the middle of {tensor.name!r}")
 
 
 def _read_header(path: Path) -> list[_StoredTensor]:
