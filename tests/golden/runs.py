@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import datetime as dt
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -133,10 +133,12 @@ def of_rank(rank: int) -> dict[str, Any]:
 
 def blank_of_rank(rank: int) -> dict[str, Any]:
     """Where a rank restores it to."""
-    state = of_rank(rank)
-    for piece in (state["cut"], state["flat"]):
-        object.__setattr__(piece, "tensor", torch.zeros_like(piece.tensor))
-    return state | {
+    pieces = {
+        name: replace(piece, tensor=torch.zeros_like(piece.tensor))
+        for name, piece in of_rank(rank).items()
+        if isinstance(piece, Shard)
+    }
+    return pieces | {
         "alike": {"w": torch.zeros(50, 60), "name": ""},
         "loader": PerRank({"position": 0}),
     }
@@ -164,9 +166,10 @@ class Run:
         state: Returns what a step holds.
         steps: The steps that are saved, in this order.
         left: The steps that are there at the end.
-        options: Those of the checkpointer that saves, and of one that goes on.
+        options: Those of the checkpointer that saves, and of one that continues.
         lossy: Whether what is loaded differs from what was saved; then digests are stored beside.
         ranks: Whether four ranks save it.
+        tiers: Whether it has a fast tier, which keeps one checkpoint, and a durable one.
     """
 
     state: Callable[[int], dict[str, Any]]
@@ -175,10 +178,15 @@ class Run:
     options: dict[str, Any] = field(default_factory=dict)
     lossy: bool = False
     ranks: bool = False
+    tiers: bool = False
 
     def opened(self, root: Path) -> Checkpointer:
-        """Open it, to go on."""
-        return Checkpointer(backend(root, tiers=root.name == "tiers"), **{**TINY, **self.options})
+        """Open it, to continue."""
+        place: Any = str(root)
+        if self.tiers:
+            place = {"type": "tiered", "fast": f"{root}/fast", "durable": f"{root}/durable"}
+            place["keep_fast"] = 1
+        return Checkpointer.from_config({"backend": place, **TINY, **self.options})
 
     def write(self, root: Path) -> None:
         """Store it."""
@@ -191,18 +199,9 @@ class Run:
         with self.opened(root) as ckpt:
             for step in self.steps:
                 ckpt.save(self.state(step), step, mode="blocking")
-                if step == 3 and len(self.left) < len(self.steps):
+                if step == 3 and "retention" in self.options:
                     ckpt.pin(3, "kept")
                     ckpt.annotate(3, {"loss": 0.5})
-
-
-def backend(root: Path, *, tiers: bool) -> Any:
-    """The backend of a run, for `Checkpointer`."""
-    if not tiers:
-        return str(root)
-    return open_backend(
-        {"type": "tiered", "fast": f"{root}/fast", "durable": f"{root}/durable", "keep_fast": 1}
-    )
 
 
 DELTA = [{"match": "model/**", "codecs": ["delta", "floatsplit"]}]
@@ -218,7 +217,7 @@ RUNS = {
     "share": Run(still, (1, 2, 3), (1, 2, 3), {"share": True}),
     "derived": Run(mixed, (1, 2), (1, 2), {"share": True, "rules": ZSTD}),
     "lossy": Run(positive, options={"rules": LOSSY}, lossy=True),
-    "tiers": Run(moving, (1, 2), (1, 2)),
+    "tiers": Run(moving, (1, 2), (1, 2), tiers=True),
     "sections": Run(many),
     "retention": Run(
         moving, tuple(range(1, 10)), (3, 4, 8, 9), {"retention": {"keep_last": 2, "keep_every": 4}}

@@ -78,7 +78,7 @@ def test_every_step_is_what_was_saved(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ALONE)
-def test_a_run_goes_on(name, tmp_path):
+def test_a_run_continues(name, tmp_path):
     run, root = RUNS[name], copied(name, tmp_path)
     step = run.left[-1] + 1
     with run.opened(root) as ckpt:

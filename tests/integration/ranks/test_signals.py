@@ -32,7 +32,7 @@ class Starts:
         def start(thread):
             self._look(thread, "before")
             self._start(thread)
-            self._look(thread, "behind")
+            self._look(thread, "after")
 
         return start
 
@@ -43,7 +43,7 @@ class Starts:
             signal.raise_signal(signal.SIGUSR1)
 
 
-@pytest.mark.parametrize(("when", "interrupted"), [("before", 0), ("behind", 1)])
+@pytest.mark.parametrize(("when", "interrupted"), [("before", 0), ("after", 1)])
 @pytest.mark.parametrize("name", ["save", "watch", "capture"])
 def test_a_save_outlasts_a_handler_that_interrupts_its_start_on_one_rank(
     interrupted, name, when, on_signal, monkeypatch
