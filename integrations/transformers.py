@@ -42,6 +42,14 @@ BEST = "best_global_step"
 log = logging.getLogger("penstock")
 
 
+class _OlderStepError(Exception):
+    """Training must resume from an older step: a newer one was found damaged."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(step)
+        self.step = step
+
+
 @dataclass
 class _Run:
     """The run of one call of `train`.
@@ -49,6 +57,7 @@ class _Run:
     Attributes:
         ckpt: Its checkpointer.
         folder: Where transformers believes its checkpoints to be.
+        on_damage: What a restore does about damage.
         step: The checkpoint that training resumes from; -1: it begins.
         parts: The keys of that checkpoint.
         newest: The newest step that training comes from, or has saved.
@@ -56,6 +65,7 @@ class _Run:
 
     ckpt: Checkpointer
     folder: Path
+    on_damage: str = "raise"
     step: int = -1
     parts: frozenset[str] = frozenset()
     newest: int = -1
@@ -67,10 +77,18 @@ class _Run:
         return folder
 
     def restore(self, live: dict[str, Any], *keys: str) -> None:
-        """Restore what the checkpoint has of these keys."""
+        """Restore what the checkpoint has of these keys.
+
+        Raises:
+            _OlderStepError: The checkpoint is damaged. What was restored before is of this one.
+        """
         wanted = self.parts & live.keys() & {*keys}
         if wanted:
-            self.ckpt.restore(live, self.step, include=sorted(wanted))
+            report = self.ckpt.restore(
+                live, self.step, include=sorted(wanted), on_damage=self.on_damage
+            )
+            if report.step != self.step:
+                raise _OlderStepError(report.step)
 
 
 class PenstockTrainerMixin(Trainer):  # type: ignore[misc]  # transformers may not be installed
@@ -100,9 +118,10 @@ class PenstockTrainerMixin(Trainer):  # type: ignore[misc]  # transformers may n
         """Train as `Trainer.train` does.
 
         Args:
-            resume_from_checkpoint: True: the newest checkpoint, or if there is none, that of the
-                trainer itself in `output_dir`, or a new training. A number: the checkpoint of
-                this step; the first save deletes all later ones. A path: a folder of transformers.
+            resume_from_checkpoint: True: the newest whole checkpoint, or if there is none, that of
+                the trainer itself in `output_dir`, or a new training. A number: the checkpoint of
+                this step. In both cases the first save deletes all later checkpoints. A path: a
+                folder of transformers.
             trial: As for `Trainer.train`.
             args: As for `Trainer.train`.
             kwargs: As for `Trainer.train`.
@@ -129,10 +148,21 @@ class PenstockTrainerMixin(Trainer):  # type: ignore[misc]  # transformers may n
         ):
             if self.args.save_strategy != "no":
                 ckpt.check({})  # else the first save would find that nothing can be written
-            self._penstock = _Run(ckpt, Path(folder))
+            self._penstock = run = _Run(ckpt, Path(folder))
+            step: int | str = "latest"
+            if resume_from_checkpoint is True:
+                run.on_damage = "fallback"
+            elif isinstance(resume_from_checkpoint, int):  # False is an int too
+                step = resume_from_checkpoint
             try:
-                begin = self._begin(self._penstock, resume_from_checkpoint, url)
-                return super().train(begin, trial, *args, **kwargs)
+                while True:
+                    begin = self._begin(run, resume_from_checkpoint, step, url)
+                    try:
+                        return super().train(begin, trial, *args, **kwargs)
+                    except _OlderStepError as error:
+                        step = error.step
+                        if self.neftune_noise_alpha is not None:
+                            self.neftune_hook_handle.remove()  # else it would be there twice
             finally:
                 if self._owner(self.state.best_model_checkpoint):
                     self.state.best_model_checkpoint = None  # the temporary folder is gone
@@ -155,21 +185,22 @@ class PenstockTrainerMixin(Trainer):  # type: ignore[misc]  # transformers may n
             raise ConfigError(msg)
 
     def _retention(self) -> dict[str, Any] | None:
-        """Return what keeps at most `save_total_limit`, as transformers does: the best and last."""
+        """Return what keeps the last `save_total_limit`, and besides the best."""
         limit = self.args.save_total_limit
         if limit is None or limit < 1:
             return None
         if self.args.metric_for_best_model is None:
             return {"keep_last": limit}
         best = {"keep_best": 1, "best_metric": BEST, "best_mode": "max"}
-        return {"keep_last": max(limit - 1, 1), **best}
+        return {"keep_last": limit, **best}
 
-    def _begin(self, run: _Run, resume: str | int | None, url: object) -> str | None:
+    def _begin(
+        self, run: _Run, resume: str | int | None, step: int | str, url: object
+    ) -> str | None:
         """Return the folder that `Trainer.train` is to resume from, if any."""
         if isinstance(resume, int) and resume is not False:  # True is an int too
-            step, damage = ("latest", "fallback") if resume is True else (resume, "raise")
             try:
-                stored = run.ckpt.load(step, include="files", on_damage=damage)["files"]
+                stored = run.ckpt.load(step, include="files", on_damage=run.on_damage)["files"]
             except CheckpointNotFoundError:
                 if resume is not True:
                     raise

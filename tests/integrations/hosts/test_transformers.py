@@ -169,7 +169,7 @@ def test_the_best_model_is_known_after_a_resume(tmp_path):
     resumed = trainer_of(ScriptedTrainer, tmp_path, max_steps=5, save_total_limit=2, **BEST)
     resumed.losses = (None, None, None, 2.0, 2.0)
     resumed.train(resume_from_checkpoint=True)
-    assert steps_of(tmp_path) == [2, 3, 5]  # of which 3 is spared as what was restored from
+    assert steps_of(tmp_path) == [2, 3, 4, 5]  # the best, that which was restored, the last two
     assert resumed.state.best_global_step == 2
     assert torch.equal(resumed.model.layer.weight, stored_weight(tmp_path, 2))
 
@@ -182,6 +182,34 @@ def test_a_resume_from_a_step_forgets_later_ones(tmp_path):
     assert steps_of(tmp_path) == [1, 2, 3]
     assert resumed.state.global_step == 3
     assert torch.equal(stored_weight(tmp_path, 3), later)
+
+
+@pytest.mark.parametrize("part", ["model/layer.weight", "optimizer/state", "rng/torch"])
+def test_a_resume_takes_the_newest_whole_checkpoint(tmp_path, caplog, part):
+    trainer_of(Trainer, tmp_path).train()
+    last = stored_weight(tmp_path, 4)
+    with penstock.Checkpointer(tmp_path / "penstock") as ckpt:
+        stored = ckpt.load(3, include=part)
+        ckpt.rewind(3)
+    damage(tmp_path / "penstock", stored)
+    resumed = trainer_of(Trainer, tmp_path)
+    with pytest.raises(penstock.DamagedError, match=part.partition("/")[0]):
+        resumed.train(resume_from_checkpoint=3)
+    resumed.train(resume_from_checkpoint=True)
+    assert "step 3 is damaged, taking an older one" in caplog.text
+    assert steps_of(tmp_path) == [1, 2, 3, 4]
+    assert torch.equal(stored_weight(tmp_path, 4), last)
+    assert torch.equal(resumed.model.layer.weight, last)
+
+
+def damage(run, stored):
+    """Change a byte of the largest tensor in `stored`, in the newest file that has it."""
+    leaves = torch.utils._pytree.tree_leaves(stored)
+    tensor = max(filter(torch.is_tensor, leaves), key=torch.numel)
+    data = tensor.contiguous().view(torch.uint8).numpy().tobytes()
+    holders = [path for path in run.rglob("*") if path.is_file() and data in path.read_bytes()]
+    newest = max(holders, key=lambda path: path.stat().st_mtime_ns)
+    newest.write_bytes(newest.read_bytes().replace(data, bytes([data[0] ^ 1]) + data[1:]))
 
 
 def test_a_new_training_refuses_the_checkpoints_of_another(tmp_path):
