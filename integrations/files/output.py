@@ -43,6 +43,7 @@ def published(out: Path, *, is_folder: bool, overwrite: bool) -> Iterator[Path]:
     """
     _check_free(out, is_folder=is_folder, overwrite=overwrite)
     partial = out.with_name(f".{out.name}.partial-{secrets.token_hex(8)}")
+    missing = [folder for folder in out.parents if not folder.exists()]
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         if is_folder:
@@ -53,7 +54,8 @@ def published(out: Path, *, is_folder: bool, overwrite: bool) -> Iterator[Path]:
         _sync(partial)
         _check_free(out, is_folder=is_folder, overwrite=overwrite)
         _move(partial, out, overwrite=overwrite)
-        _sync(out.parent)
+        for path in (out, *missing):
+            _sync(path.parent)
     except OSError as error:
         kind = StorageFullError if error.errno in {errno.ENOSPC, errno.EDQUOT} else StorageError
         msg = f"the export to {out} failed: {error.strerror or error}"
