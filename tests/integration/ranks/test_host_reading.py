@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.integration.ranks.saving import LONG_S, TIMEOUT_S, Job
+from tests.integration.ranks.saving import LONG_S, PATIENCE_S, TIMEOUT_S, Job
 from tests.integration.support import TINY, memory
 
 import penstock
 from penstock import Checkpointer, DamagedError, PenstockError, RankError
 from penstock.core.abc import ByteSink, DelegatingBackend, Placement, StateProvider, Target
+from penstock.core.concurrency.watchdog import Deadline
+from penstock.core.coordination.memory import MemoryCoordination
 from penstock.core.errors import StorageError
 from penstock.core.pipeline.reader import Loader
 from penstock.core.plugins.registry import GROUPS, Registry
@@ -261,20 +263,35 @@ def test_damage_that_one_rank_reads_for_all_fails_all_by_name():
     assert all(name in str(one) for one in found)
 
 
+class Reticent(MemoryCoordination):
+    """Posts nothing about damage before the other ranks have what they need."""
+
+    def __init__(self, board, until):
+        super().__init__(board)
+        self._until = until
+
+    def post(self, key, value, /):
+        deadline = Deadline(PATIENCE_S)
+        while b"damaged" in value and not self._until() and not deadline.is_over():
+            time.sleep(0.01)
+        super().post(key, value)
+
+
 def test_what_one_rank_finds_damaged_the_others_look_at_themselves():
     store, bad, values = memory(), memory(), tensors()
     saved(store, values)
     for name, blob in store._store.blobs.items():
         bad._store.blobs[name] = replace(blob, data=bytearray(blob.data))
     damage(bad)
-    states = {}
-
-    def work(ckpt, rank):
-        ckpt.restore(states.setdefault(rank, whole(rank, 3)))
-
-    found = Job(3, lambda rank: bad if rank == 0 else store, host=SAME).run(work)
+    states = {rank: whole(rank, 3) for rank in range(3)}
+    job = Job(3, lambda rank: bad if rank == 0 else store, host=SAME)
+    restored = lambda: [equals(states[rank], values) for rank in (1, 2)]  # noqa: E731
+    rank_0 = Reticent(job.board, lambda: all(restored()))
+    group = job.group
+    job.group = lambda rank: group(rank, coordination=None if rank else rank_0)
+    found = job.run(lambda ckpt, rank: ckpt.restore(states[rank]))
     assert [type(one) for one in found] == [DamagedError, RankError, RankError]
-    assert [equals(states[rank], values) for rank in (1, 2)] == [True, True]
+    assert restored() == [True, True]
 
 
 def test_damage_that_one_rank_reads_for_all_leads_all_to_the_older_checkpoint():
