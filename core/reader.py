@@ -284,7 +284,7 @@ class Reader:
             if checkpoint.backend.tiers:
                 contents, known = checkpoint.contents, [name for name, _ in self._rescued]
                 self._rescued += lost_by_tiers(
-                    checkpoint.backend, contents.record, contents.lengths(), known=known
+                    checkpoint.backend, contents.record, contents.manifest.lengths(), known=known
                 )
             return found, tuple(dict.fromkeys(self._rescued[earlier:]))
 

@@ -19,8 +19,8 @@ from penstock.core.errors import BlobNotFoundError, DamagedError, FormatError
 from penstock.core.format.blocks import frame_blocks
 from penstock.core.format.records import blob_uid
 from penstock.core.format.zstd import digest
-from penstock.core.plugins.registry import default_registry
-from penstock.core.restore.contents import Contents
+from penstock.core.restore.manifest_reader import ManifestReader
+from penstock.core.restore.sweep import check_cover
 from penstock.core.suggest import listed
 from penstock.core.types import ByteRange, show_path
 
@@ -48,12 +48,12 @@ class CopySource:
     def __init__(self, backend: Backend, record: CommitRecord) -> None:
         self.record = record
         self._backend = backend
-        self._contents = Contents(backend, record, default_registry())
+        self._manifest = ManifestReader(backend, record)
 
     @property
     def parts(self) -> Sequence[PartEntry]:
         """The parts of the checkpoint."""
-        return self._contents.parts
+        return self._manifest.parts
 
     def read(self) -> list[CheckedBlob]:
         """Read and verify parts and index, compare the sizes of the blobs, and return the blobs.
@@ -62,20 +62,20 @@ class CopySource:
             DamagedError: A record or a size is not what was written; names it.
             CheckpointGoneError: The checkpoint was deleted meanwhile.
         """
-        contents = self._contents
+        manifest = self._manifest
         drafts: dict[str, _BlobRanges] = {}
-        for part, entry in enumerate(self._contents.parts):
-            contents.check_size(entry.name, entry.length)
-            head = contents.head(part)
-            contents.shards(part)
+        for part, entry in enumerate(self._manifest.parts):
+            manifest.check_size(entry.name, entry.length)
+            head = manifest.head(part)
+            manifest.shards(part)
             for blob in head.blobs:
                 drafts.setdefault(blob.name, _BlobRanges(blob)).agree(blob)
-            for frame in (frame for section in contents.sections(part) for frame in section.frames):
+            for frame in (frame for section in manifest.sections(part) for frame in section.frames):
                 drafts[head.blobs[frame.blob].name].add(frame, head.block_bytes)
-        contents.check_index()
-        contents.check_borrowed()
+        manifest.check_index()
+        manifest.check_borrowed()
         for draft in drafts.values():
-            contents.check_size(draft.blob.name, draft.blob.length)
+            manifest.check_size(draft.blob.name, draft.blob.length)
         return [draft.checked() for draft in drafts.values()]
 
     def check_cover(self) -> None:
@@ -85,7 +85,7 @@ class CopySource:
             DamagedError: They do not, or a part is damaged; names the objects.
             CheckpointGoneError: The checkpoint was deleted meanwhile.
         """
-        self._contents.check_cover()
+        check_cover(self._manifest)
 
     def records(self) -> Iterator[tuple[str, bytes]]:
         """Yield name and bytes of each part, then of the index; holds one of them at a time.
@@ -94,15 +94,15 @@ class CopySource:
             DamagedError: A record differs from the one that `read` verified.
             CheckpointGoneError: The checkpoint was deleted meanwhile.
         """
-        for part, entry in enumerate(self._contents.parts):
-            head = self._contents.head(part)
+        for part, entry in enumerate(self._manifest.parts):
+            head = self._manifest.head(part)
             bound = [(i.offset, i.length, i.sha256) for i in (head.shards, *head.sections)]
             yield (
                 entry.name,
                 self._whole(entry, [(0, entry.head_length, entry.head_sha256), *bound]),
             )
         index = self.record.index
-        yield index.name, self._whole(index, self._contents.index(self._backend).bound())
+        yield index.name, self._whole(index, self._manifest.index(self._backend).bound())
 
     def _whole(self, entry: PartEntry | IndexEntry, bound: Iterable[tuple[int, int, str]]) -> bytes:
         """Read a record, and compare its pieces; `bound` has their offset, length and sha256."""
@@ -146,10 +146,10 @@ class CopySource:
     def _objects_in(self, blob: str, ranges: Sequence[ByteRange]) -> list[str]:
         found: dict[str, None] = {}
         for part in range(self.record.part_count):
-            head = self._contents.head(part)
+            head = self._manifest.head(part)
             if all(b.name != blob for b in head.blobs):
                 continue
-            for section in self._contents.sections(part):
+            for section in self._manifest.sections(part):
                 found |= dict.fromkeys(_touched(section, head, blob, ranges))
         return list(found)
 

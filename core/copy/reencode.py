@@ -176,7 +176,7 @@ def save_stored(
             # From the record: the providers of the copied objects need not be installed here.
             shipper=lambda plugin: contents.record.plugins.get(plugin) or registry.shipper(plugin),
             earlier_errors=_errors(contents),
-            earlier_choices=contents.choices() if how.keep_codecs else (),
+            earlier_choices=contents.manifest.choices() if how.keep_codecs else (),
             compacts=contents.record.uid if how.compacts else "",
         ),
         destination=Destination(place),
@@ -348,7 +348,7 @@ class _KeptCodecs(ChainTable):
 
 def _chain_of(contents: Contents, located: Located) -> Chain:
     located = contents.master(located)
-    head = contents.head(located.part)
+    head = contents.manifest.head(located.part)
     frames = located.frames
     chunks = [chunk for shard in located.record.shards for chunk in shard.chunks]
     # Codecs may have declined some of the chunks: the longest chain is the one of the rule.

@@ -123,7 +123,9 @@ class _Stored:
 def _stored(contents: Contents, located: Located) -> list[_Stored]:
     """Return the chunks of an object, in an order that does not depend on who saved it."""
     found = (
-        _Stored(shard.region, ref, one.frames[ref.frame], contents.head(one.part).block_bytes)
+        _Stored(
+            shard.region, ref, one.frames[ref.frame], contents.manifest.head(one.part).block_bytes
+        )
         for one in contents.descriptions(located)
         for shard in one.record.shards
         for ref in shard.chunks

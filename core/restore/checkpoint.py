@@ -37,6 +37,7 @@ from penstock.core.restore.fill import (
 from penstock.core.restore.restore import build_leaf, build_new
 from penstock.core.restore.rounding import rounding_of
 from penstock.core.restore.specs import Specs
+from penstock.core.restore.sweep import sweep
 from penstock.core.suggest import nearest
 from penstock.core.tree.paths import parse_path, show_path
 from penstock.core.tree.select import Selection
@@ -382,8 +383,8 @@ class Checkpoint:
         began = time.monotonic()
         meter.begin("manifest")
         damaged: list[Damage] = []
-        heads, objects = self.contents.sweep(
-            lambda what, detail: damaged.append(Damage(what, detail))
+        heads, objects = sweep(
+            self.contents, lambda what, detail: damaged.append(Damage(what, detail))
         )
         notes = NotesOfRun.of(self.backend, self._record).read(self._record, warn=False)
         damaged += [Damage(name, str(error)) for name, error in notes.damaged.items()]
@@ -409,7 +410,7 @@ class Checkpoint:
             damaged=tuple(dict.fromkeys(damaged)),
             objects=self._record.objects,
             frames=frames,
-            bytes_read=bytes_read + self.contents.bytes_read,
+            bytes_read=bytes_read + self.contents.manifest.bytes_read,
             deep=deep,
             seconds=time.monotonic() - began,
             not_decoded=tuple(sorted(absent)),

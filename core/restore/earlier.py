@@ -49,7 +49,7 @@ class EarlierReader:
         """
         contents = Contents(backend, record, self._registry)
         described = contents.everywhere(within)
-        heads = {part: contents.head(part) for part in {one.part for one in described}}
+        heads = {part: contents.manifest.head(part) for part in {one.part for one in described}}
         return stored_frames(described, heads)
 
     def read(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from penstock.core.catalog.survey import has_data, sizes_of
 from penstock.core.errors import CheckpointGoneError, DamagedError, PluginError
 from penstock.core.restore.contents import Contents
+from penstock.core.restore.sweep import sweep
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -64,7 +65,7 @@ class Inspector:
         contents = Contents(backend, record, self._registry)
         problems: list[str] = []
         try:
-            heads, _ = contents.sweep(lambda _, detail: problems.append(detail))
+            heads, _ = sweep(contents, lambda _, detail: problems.append(detail))
             for number, head in enumerate(heads if not problems else ()):
                 contents.check_codecs(number, head)
         except CheckpointGoneError:
@@ -72,7 +73,7 @@ class Inspector:
         except (DamagedError, PluginError) as error:
             problems.append(str(error))
         if not problems:
-            return contents.lengths()
+            return contents.manifest.lengths()
         self._tell(backend, record, problems[0])
         return None
 

@@ -340,7 +340,7 @@ def _report(
         bytes_read=stored.tally.read,
         bytes_shared=stored.tally.shared,
         bytes_received=stored.tally.received,
-        bytes_metadata=checkpoint.contents.bytes_read,
+        bytes_metadata=checkpoint.contents.manifest.bytes_read,
         engine=checkpoint.backend.name,
         direct_io=checkpoint.backend.direct_io,
         seconds={

@@ -45,7 +45,9 @@ def rounding_of(contents: Contents, objects: Iterable[Located], registry: Regist
         for one in contents.descriptions(stored):
             for shard in one.record.shards:
                 used.update((one.part, one.frames[chunk.frame].chain) for chunk in shard.chunks)
-    names = {link.name for part, number in used for link in contents.head(part).chains[number]}
+    names = {
+        link.name for part, number in used for link in contents.manifest.head(part).chains[number]
+    }
     is_lossless = {name: registry.is_lossless(name) for name in sorted(names)}
     return Rounding(
         tuple(name for name, lossless in is_lossless.items() if lossless is False),

@@ -43,7 +43,7 @@ def storage_of(located: Located, contents: Contents) -> Storage:
     codecs: dict[str, None] = {}
     stored = borrowed = 0
     for one in contents.descriptions(located):
-        head, frames = contents.head(one.part), one.frames
+        head, frames = contents.manifest.head(one.part), one.frames
         shards |= dict.fromkeys(shard.region for shard in one.record.shards)
         # Bytes of the object in each frame: a slab's stored bytes are shared out among its objects.
         used: dict[int, int] = defaultdict(int)

@@ -190,7 +190,7 @@ def place_of(checkpoint, path, number=0, *, link=0):
     contents = checkpoint.contents
     found = contents.find(parse_path(path))
     frame = [*found.frames[found.record.shards[0].chunks[number].frame].links()][link]
-    blob = contents.head(found.part).blobs[frame.blob].name
+    blob = contents.manifest.head(found.part).blobs[frame.blob].name
     return Place(blob, frame.offset, frame.length)
 
 

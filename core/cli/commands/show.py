@@ -170,7 +170,7 @@ def run(
         ]
         chain = chain_of(backend, contents, chosen)
         classes = {class_of(one.record.role, one.record.spec.dtype) for one in chosen}
-        choices = [choice for choice in contents.choices() if choice.objects in classes]
+        choices = [choice for choice in contents.manifest.choices() if choice.objects in classes]
         if how.stats:
             shown = [replace(s, stats=tensor_stats(checkpoint, s.record)) for s in shown]
         notes = NotesOfRun.of(backend, contents.record).read(contents.record)

@@ -69,7 +69,7 @@ def chain_of(backend: Backend, contents: Contents, chosen: Iterable[Located]) ->
     depths: dict[str, int] = {}
     stored = map(contents.master, map(contents.owner, chosen))
     for located in (one for whole in stored for one in contents.descriptions(whole)):
-        blobs = contents.head(located.part).blobs
+        blobs = contents.manifest.head(located.part).blobs
         for frame in _frames(located):
             for depth, link in enumerate(frame.links()):
                 name = blobs[link.blob].name

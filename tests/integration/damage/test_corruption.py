@@ -323,7 +323,7 @@ def test_verify_finds_bytes_behind_the_end_of_a_record(name, run, ckpt, saved):
 def test_verify_finds_damage_in_the_path_hashes_of_a_part(run, ckpt, saved):
     checkpoint = ckpt.open(STEP)
     name = f"{step_of(ckpt, STEP)}/parts/00000.json.zst"
-    run.flip(name, checkpoint.contents.head(0).shards.offset + 3)
+    run.flip(name, checkpoint.contents.manifest.head(0).shards.offset + 3)
     assert not read_all_ways(ckpt, saved)  # only a merge of several parts uses them
     assert any(name in what for what in damage_of(ckpt))
 
@@ -366,7 +366,7 @@ def frames_of(checkpoint):
         for shard in located.record.shards:
             for ref in shard.chunks:
                 for frame in located.frames[ref.frame].links():
-                    name = contents.head(located.part).blobs[frame.blob].name
+                    name = contents.manifest.head(located.part).blobs[frame.blob].name
                     found.setdefault(name, set()).add((frame.offset, frame.offset + frame.length))
     return found
 

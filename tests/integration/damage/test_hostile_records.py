@@ -14,7 +14,7 @@ from tests.integration.support import checkpointer, memory
 
 from penstock import DamagedError, RestoreError, UnsupportedStateError
 from penstock.core.errors import FormatError
-from penstock.core.restore.contents import Contents
+from penstock.core.restore.manifest_reader import ManifestReader
 from penstock.core.testing.faults import FaultyBackend
 from penstock.core.tree.containers import make_tuple
 from penstock.core.types import collide, loaded_class
@@ -113,13 +113,13 @@ def test_an_index_that_names_one_section_a_thousand_times_has_it_searched_once(m
 
     store = forged({"w": 1}, change)
     seen = Counter()
-    section = Contents.section
+    section = ManifestReader.section
 
-    def counted(contents, *place):
+    def counted(manifest, *place):
         seen[place] += 1
-        return section(contents, *place)
+        return section(manifest, *place)
 
-    monkeypatch.setattr(Contents, "section", counted)
+    monkeypatch.setattr(ManifestReader, "section", counted)
     with checkpointer(store) as ckpt:
         assert "w" in ckpt.open()
     assert max(seen.values()) == 1

@@ -128,7 +128,7 @@ def pieces_of(run, checkpoint, generation):
     contents = checkpoint.contents
     intent, commit = intent_name(uid), run.commit(checkpoint.step, generation)
     part, index = f"data/{uid}/parts/00000.json.zst", f"data/{uid}/index"
-    head = contents.head(0)
+    head = contents.manifest.head(0)
     index_head = contents.record.index.head_length
     shards, section = head.shards, head.sections[0]
     line = run.read(commit).index(b"\n")
@@ -174,11 +174,11 @@ def pieces_of(run, checkpoint, generation):
 def padding_of(checkpoint, place):
     """Bytes of a slab that belong to none of its objects."""
     contents, used = checkpoint.contents, []
-    section = contents.section(0, 0)
+    section = contents.manifest.section(0, 0)
     for record in section.objects:
         for ref in (r for shard in record.shards for r in shard.chunks):
             frame = section.frames[ref.frame]
-            blob = contents.head(0).blobs[frame.blob].name
+            blob = contents.manifest.head(0).blobs[frame.blob].name
             if (blob, frame.offset) == (place.blob, place.offset):
                 used.append((place.offset + ref.at, place.offset + ref.at + ref.stop - ref.start))
     return next(
@@ -192,8 +192,8 @@ def gap_of(checkpoint, name):
     contents = checkpoint.contents
     spans = sorted(
         (f.offset, f.offset + f.length)
-        for f in contents.section(0, 0).frames
-        if contents.head(0).blobs[f.blob].name == name
+        for f in contents.manifest.section(0, 0).frames
+        if contents.manifest.head(0).blobs[f.blob].name == name
     )
     return next((b, c) for (_, b), (c, _) in itertools.pairwise(spans) if b < c)
 

@@ -276,7 +276,7 @@ def test_a_chain_longer_than_any_may_be_is_refused():
         assert torch.equal(ckpt.load(0)["model"], tensor)
     put(store, forge(good, chained(MAX_LINKS), number=1))
     with Checkpointer(store, **OPTIONS) as ckpt:
-        assert ckpt.open(1).contents.section(0, 0)
+        assert ckpt.open(1).contents.manifest.section(0, 0)
 
 
 def borrowed(change):

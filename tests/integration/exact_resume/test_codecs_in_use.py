@@ -293,7 +293,7 @@ def test_a_codec_for_floats_behind_one_that_makes_floats_works_on_these(opened, 
         tree = ckpt.load(1)
         assert ckpt.verify(1).ok
         part = ckpt.open(1)
-        chains = {tuple(c.name for c in chain) for chain in part.contents.head(0).chains}
+        chains = {tuple(c.name for c in chain) for chain in part.contents.manifest.head(0).chains}
     assert ("half", "floatsplit") in chains  # it declines what is no float
     for name, tensor in state.items():
         wanted = rounded(tensor) if tensor.dtype == torch.float32 else tensor

@@ -77,7 +77,7 @@ def codecs(backend, step=1):
         frames = located.frames
         for shard in located.record.shards:
             for ref in shard.chunks:
-                chain = contents.head(located.part).chains[frames[ref.frame].chain]
+                chain = contents.manifest.head(located.part).chains[frames[ref.frame].chain]
                 found[located.record.path] = tuple(link.name for link in chain)
     return found
 

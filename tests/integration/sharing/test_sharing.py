@@ -198,7 +198,7 @@ def test_as_many_codecs_may_still_be_others(tmp_path):
     for step, codecs in enumerate([[split], [narrow, split]]):
         save(tmp_path, state, step, rules=[{"match": "w", "codecs": codecs}])
     with penstock.Checkpointer(tmp_path) as ckpt:
-        heads = [ckpt.open(step).contents.head(0) for step in range(2)]
+        heads = [ckpt.open(step).contents.manifest.head(0) for step in range(2)]
         chains = [[codec.name for codec in head.chains[-1]] for head in heads]
         assert chains == [["floatsplit"], ["cast"]]
         assert torch.equal(ckpt.load(0)["w"], state["w"])
@@ -346,7 +346,7 @@ def test_equal_chunks_of_other_codecs_are_stored_by_these(tmp_path):
             "/".join(o.record.path): {
                 link.name
                 for ref in o.record.shards[0].chunks
-                for link in contents.head(0).chains[o.frames[ref.frame].chain]
+                for link in contents.manifest.head(0).chains[o.frames[ref.frame].chain]
             }
             for o in contents.objects()
         }

@@ -1,0 +1,401 @@
+"""Reads the records of one committed checkpoint from any tier, and verifies each of them."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from itertools import groupby
+from operator import itemgetter
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+
+from penstock.core.catalog.catalog import Catalog
+from penstock.core.errors import BlobNotFoundError, BlobTruncatedError, DamagedError, FormatError
+from penstock.core.foreign import memory_permitting
+from penstock.core.format.commit_record import decode_borrowed
+from penstock.core.format.index import IndexReader
+from penstock.core.format.part import decode_head, decode_section, decode_shards
+from penstock.core.format.records import ManyParts, borrowed_from
+from penstock.core.storage.failover import from_any_tier
+from penstock.core.types import ReadRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+
+    from penstock.core.abc import Backend
+    from penstock.core.errors import PenstockError
+    from penstock.core.format.index import ShardTable
+    from penstock.core.format.records import (
+        ChoiceRecord,
+        CommitRecord,
+        PartEntry,
+        PartHead,
+        Section,
+        SectionInfo,
+    )
+    from penstock.core.tree.select import Selection
+    from penstock.core.types import Region
+
+T = TypeVar("T")
+Place = tuple[int, int]
+"""A section: the number of its part, and its number there."""
+
+# Up to this length a read does not ask for the size first, which takes a store as long as the read.
+_UNASKED_BYTES = 1 << 20
+
+_AHEAD_BYTES = 16 << 20  # of the records in one batch
+
+
+class ManifestReader:
+    """The commit record's index, and the heads and sections of its parts. Not thread-safe.
+
+    Heads and sections are kept. A record that one tier lacks, or has damaged, is read from another.
+    """
+
+    def __init__(self, backend: Backend, record: CommitRecord) -> None:
+        self.record = record
+        self.backend = backend
+        self.bytes_read = 0
+        self._heads: dict[int, PartHead] = {}
+        self._sections: dict[Place, Section] = {}
+        self._indexes: dict[int, IndexReader] = {}
+        self._parts = record.parts if record.many_parts is None else None
+        # By path hash: the sections with shards of an object, and the regions of these shards.
+        self._rows: dict[int, list[tuple[Place, Region | None]]] = {}
+
+    @property
+    def parts(self) -> tuple[PartEntry, ...]:
+        """The parts, as the commit record or the index lists them."""
+        if self._parts is None:
+            self._parts = self.from_index(self._listed_parts)
+        return self._parts
+
+    def _listed_parts(self, index: IndexReader) -> tuple[PartEntry, ...]:
+        many, name = self.record.many_parts, self.record.index.name
+        parts = index.parts(self.record.uid)
+        lengths = sum(part.length for part in parts)
+        if many != ManyParts(len(parts), lengths) or parts[-1].rank >= self.record.world_size:
+            msg = f"{name}: does not list the parts that the commit record counts"
+            raise FormatError(msg, [name])
+        return parts
+
+    @property
+    def heads(self) -> Mapping[int, PartHead]:
+        """The heads that were read so far, by part."""
+        return self._heads
+
+    @property
+    def kept(self) -> Mapping[Place, Section]:
+        """The whole sections that were read so far."""
+        return self._sections
+
+    def head(self, part: int) -> PartHead:
+        """Return the head of a part, bound by the commit record's digest."""
+        if part not in self._heads:
+            entry = self.parts[part]
+            self._heads[part] = self._decoded(
+                entry.name,
+                (0, entry.head_length),
+                lambda data: decode_head(data, entry, self.record),
+            )
+        return self._heads[part]
+
+    def section(self, part: int, number: int) -> Section:
+        """Return a section of a part, bound by the digest in the head."""
+        place = (part, number)
+        if place not in self._sections:
+            head = self.head(part)
+            info = head.sections[number]
+            self._sections[place] = self._decoded(
+                self.parts[part].name,
+                (info.offset, info.length),
+                lambda data: decode_section(data, info, head),
+            )
+        return self._sections[place]
+
+    def sections(
+        self,
+        part: int,
+        selection: Selection | None = None,
+        wanted: Collection[int] | None = None,
+        *,
+        keep: bool = False,
+    ) -> Iterator[Section]:
+        """Yield sections of a part.
+
+        Adjacent sections are read at once. A million objects are in 500 sections, and one read for
+        each would be a round trip for each.
+
+        Args:
+            part: The number of the part.
+            selection: Leave out objects that it does not touch, and sections that have none of the
+                others, but for the first.
+            wanted: The numbers of the sections; default: all.
+            keep: Whether to keep sections that are whole. Not for a caller that needs each once.
+        """
+        head, name = self.head(part), self.parts[part].name
+        numbers = [
+            number
+            for number, info in enumerate(head.sections)
+            if (wanted is None or number in wanted) and _may_hold(info, number, selection)
+        ]
+        for run in _runs(head.sections, numbers):
+            start = head.sections[run[0]].offset
+            data: bytes | None = None
+            # After damage each section is read again alone, from any tier that has it whole.
+            with suppress(DamagedError):
+                last = head.sections[run[-1]]
+                data = self._fetch(name, start, last.offset + last.length - start, self.backend)
+            for number in run:
+                info = head.sections[number]
+                section = self._sections.get((part, number))
+                if section is None and data is not None:
+                    at = info.offset - start
+                    piece = data[at : at + info.length]
+                    with suppress(FormatError):
+                        section = decode_section(piece, info, head, selection)
+                        if selection is None and keep:
+                            self._sections[part, number] = section
+                section = section or self.section(part, number)
+                if selection is not None:
+                    kept = tuple(o for o in section.objects if selection.touches(o.path))
+                    section = replace(section, objects=kept)
+                yield section
+
+    def shards(self, part: int) -> ShardTable:
+        """Return the table of a part's shards, bound by the digest in the head."""
+        head = self.head(part)
+        info, name = head.shards, self.parts[part].name
+        with memory_permitting(name):
+            return decode_shards(self._fetch(name, info.offset, info.length, self.backend), head)
+
+    def choices(self) -> tuple[ChoiceRecord, ...]:
+        """Return how codecs were chosen, once for each class of objects: as the first rank did."""
+        choices: dict[str, ChoiceRecord] = {}
+        for part in range(len(self.parts)):
+            for choice in self.head(part).choices:
+                choices.setdefault(choice.objects, choice)
+        return tuple(choices.values())
+
+    # -- the index ---------------------------------------------------------------------------------
+
+    def index(self, backend: Backend) -> IndexReader:
+        """Return a reader of the index on one tier; its head is read and verified."""
+        index = self.record.index
+        if id(backend) not in self._indexes:
+            self._indexes[id(backend)] = IndexReader(
+                lambda offset, length: self._fetch(index.name, offset, length, backend),
+                index,
+                borrowed=self.record.many_borrowed,
+            )
+        return self._indexes[id(backend)]
+
+    def from_index(self, read: Callable[[IndexReader], T]) -> T:
+        """Return what `read` returns of the index, on any tier on which it is whole."""
+        with memory_permitting(self.record.index.name):
+            return from_any_tier(self.backend, lambda backend: read(self.index(backend)))
+
+    def find_all(self, hashes: Collection[int]) -> ShardTable:
+        """Return the rows of the index for these path hashes."""
+        return self.from_index(lambda index: index.find_all(np.array([*hashes], np.uint64)))
+
+    def rows(self, hashed: int) -> list[tuple[Place, Region | None]]:
+        """Return the sections that have shards of an object, by path hash, and their regions."""
+        rows = self._rows.get(hashed)
+        if rows is None:
+            table = self.from_index(lambda index: index.find(hashed))
+            rows = [*zip(table.places(), table.regions(), strict=True)]
+        return rows
+
+    def look_up(self, hashes: Collection[int]) -> None:
+        """Find the rows of objects at once: one by one takes ten times as long."""
+        unknown = set(hashes) - self._rows.keys()
+        if not unknown:
+            return
+        table = self.find_all(unknown)
+        rows = zip(table.hashes.tolist(), table.places(), table.regions(), strict=True)
+        for number, group in groupby(rows, key=itemgetter(0)):
+            self._rows[number] = [(place, region) for _, place, region in group]
+
+    def checked_place(self, place: Place) -> Place:
+        """Return the place of a section that is there.
+
+        Raises:
+            FormatError: An index row points to a section that does not exist.
+        """
+        part, number = place
+        if part >= len(self.parts) or number >= len(self.head(part).sections):
+            name = self.record.index.name
+            msg = f"{name}: a shard is in section {number} of part {part}, which is not there"
+            raise FormatError(msg, [name])
+        return place
+
+    def read_ahead(self, places: Collection[Place]) -> None:
+        """Read these sections, and the heads that they need, in two batches.
+
+        Skips records that are damaged, missing or long. Their reader fetches them one by one from
+        any tier and raises the right error.
+        """
+        parts = {part for part, _ in places if part < len(self.parts)} - self._heads.keys()
+        entries = [(part, self.parts[part]) for part in sorted(parts)]
+        heads = [(part, (entry.name, 0, entry.head_length)) for part, entry in entries]
+        for part, data in self._fetched(heads):
+            with suppress(DamagedError):
+                self._heads[part] = decode_head(data, self.parts[part], self.record)
+        sections = []
+        for part, number in sorted({*places} - self._sections.keys()):
+            head = self._heads.get(part)
+            if head is not None and number < len(head.sections):
+                info = head.sections[number]
+                sections.append(((part, number), (self.parts[part].name, info.offset, info.length)))
+        for (part, number), data in self._fetched(sections):
+            head = self._heads[part]
+            with suppress(DamagedError):
+                self._sections[part, number] = decode_section(data, head.sections[number], head)
+
+    # -- checks ------------------------------------------------------------------------------------
+
+    def check_index(self) -> None:
+        """Read and verify the whole index.
+
+        Raises:
+            FormatError: The index is damaged.
+        """
+        index = self.record.index
+        with memory_permitting(index.name):
+            self.check_size(index.name, index.length)
+            for _ in self.index(self.backend).blocks():
+                pass  # each is verified as it is read
+
+    def check_borrowed(self) -> None:
+        """Compare what the heads read so far name of other saves with what the record borrows.
+
+        Raises:
+            FormatError: The table of borrowed blobs is damaged, or lacks one of them.
+        """
+        index, table = self.record.index, self.record.many_borrowed
+        if table is None:
+            return  # compared as each head was read
+        start = index.length - table.length
+        data = self._fetch(index.name, start, table.length, self.backend)
+        with memory_permitting(index.name):
+            listed = set(decode_borrowed(data, self.record))
+        every = {blob for head in self._heads.values() for blob in head.blobs}
+        lacking = [b for b in borrowed_from(every, self.record.uid) if b not in listed]
+        if lacking:
+            name = index.name
+            msg = f"{name}: does not list the borrowed {lacking[0].name} that the parts name"
+            raise FormatError(msg, [name])
+
+    def check_size(self, name: str, length: int) -> None:
+        """Compare the size of a record or blob with its recorded length.
+
+        Raises:
+            FormatError: The size differs, or there is no such record or blob.
+            CheckpointGoneError: The checkpoint was deleted meanwhile.
+        """
+        size = self._size(name, self.backend)
+        if size != length:
+            msg = f"{name} on {self.backend.url} has {size} bytes, {length} were written"
+            raise FormatError(msg, [name])
+
+    def lengths(self) -> dict[str, int]:
+        """Return the lengths of the index, of the parts, and of the blobs of heads read so far."""
+        lengths = {entry.name: entry.length for entry in self.parts}
+        lengths[self.record.index.name] = self.record.index.length
+        for head in self._heads.values():
+            lengths |= {blob.name: blob.length for blob in head.blobs}
+        return lengths
+
+    # -- bytes -------------------------------------------------------------------------------------
+
+    def _decoded(self, name: str, place: tuple[int, int], decode: Callable[[bytes], T]) -> T:
+        """Read the bytes at `place`, `(offset, length)`, from any tier, and decode them."""
+        with memory_permitting(name):
+            return from_any_tier(
+                self.backend,
+                lambda backend: decode(self._fetch(name, *place, backend)),
+            )
+
+    def _fetched(
+        self, wanted: Iterable[tuple[T, tuple[str, int, int]]]
+    ) -> Iterator[tuple[T, bytes]]:
+        """Yield the bytes at each `(name, offset, length)`, but for those that `read_ahead` skips.
+
+        Nothing of a batch with a missing or truncated blob is yielded.
+        """
+        batch: list[tuple[T, ReadRequest]] = []
+        size = 0
+        for key, (name, offset, length) in wanted:
+            if length > _UNASKED_BYTES:
+                continue
+            if size + length > _AHEAD_BYTES:
+                yield from self._fetched_batch(batch)
+                batch, size = [], 0
+            batch.append((key, ReadRequest(name, offset, memoryview(bytearray(length)))))
+            size += length
+        yield from self._fetched_batch(batch)
+
+    def _fetched_batch(self, batch: Sequence[tuple[T, ReadRequest]]) -> Iterator[tuple[T, bytes]]:
+        if not batch:
+            return
+        try:
+            self.backend.read([request for _, request in batch])
+        except (BlobNotFoundError, BlobTruncatedError):
+            return
+        for key, request in batch:
+            self.bytes_read += request.target.nbytes
+            yield key, bytes(request.target)
+
+    def _fetch(self, name: str, offset: int, length: int, backend: Backend) -> bytes:
+        # A damaged record may declare any length, so a large one is compared with the size before
+        # memory is allocated. A small read that is too long fails by itself.
+        if length > _UNASKED_BYTES and offset + length > (size := self._size(name, backend)):
+            msg = (
+                f"{name} on {backend.url} has {size} bytes, but {offset + length} are "
+                "recorded: it was cut off"
+            )
+            raise FormatError(msg, [name])
+        data = bytearray(length)
+        try:
+            backend.read([ReadRequest(name, offset, memoryview(data))])
+        except BlobNotFoundError as error:
+            raise self._missing(name) from error
+        except BlobTruncatedError as error:
+            raise FormatError(str(error), [name]) from error
+        self.bytes_read += length
+        return bytes(data)
+
+    def _size(self, name: str, backend: Backend) -> int:
+        try:
+            return backend.stat(name).size_bytes
+        except BlobNotFoundError as error:
+            raise self._missing(name) from error
+
+    def _missing(self, name: str) -> PenstockError:
+        """Return the error for a missing record: the checkpoint was deleted, or is damaged."""
+        error = FormatError(f"{name} on {self.backend.url} is missing", [name])
+        catalog = Catalog(self.backend)
+        return catalog.gone_or_damaged(self.record.step, self.record.uid, error)
+
+
+def _may_hold(info: SectionInfo, number: int, selection: Selection | None) -> bool:
+    """Return whether a section may hold touched objects, or the node of the root."""
+    if selection is None or info.groups is None or not number:
+        return True  # the root is described first, so its node is in the first section
+    test = selection.below(())
+    return test if isinstance(test, bool) else any(map(test, info.groups))
+
+
+def _runs(infos: Sequence[SectionInfo], numbers: Sequence[int]) -> Iterator[Sequence[int]]:
+    """Yield runs of adjacent sections, each short enough for one read of unasked size."""
+    run: list[int] = []
+    for number in numbers:
+        total = infos[number].offset + infos[number].length - infos[run[0]].offset if run else 0
+        if run and (number != run[-1] + 1 or total > _UNASKED_BYTES):
+            yield run
+            run = []
+        run.append(number)
+    if run:
+        yield run

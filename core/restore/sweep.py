@@ -1,0 +1,173 @@
+"""Checks the whole manifest of a checkpoint, record by record."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.core.errors import FormatError
+from penstock.core.foreign import memory_permitting
+from penstock.core.format.index import dump_table, encode_index, shard_table
+from penstock.core.format.section import shards_of
+from penstock.core.plan.regions import flaw_of_cover
+from penstock.core.restore.contents import (
+    DIFFERENT,
+    check_ties,
+    containers,
+    differ,
+    located_in,
+)
+from penstock.core.tree.paths import path_hash, show_path
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from penstock.core.format.index import ShardTable
+    from penstock.core.format.records import IndexEntry, ObjectRecord, PartEntry, PartHead
+    from penstock.core.plan.restore import Located
+    from penstock.core.restore.contents import Contents
+    from penstock.core.restore.manifest_reader import ManifestReader
+    from penstock.core.types import ObjectPath
+
+_SHOWN_FLAWS = 4
+
+
+def check_cover(manifest: ManifestReader) -> None:
+    """Check that the parts describe each object alike, and have each of its elements.
+
+    Raises:
+        FormatError: They do not, or a part is damaged; names the first objects.
+    """
+    step = manifest.record.step
+    if manifest.record.world_size == 1:
+        return  # a section with an object that is not one whole shard cannot be read
+    with memory_permitting(f"step {step}"):
+        parts = range(len(manifest.parts))
+        sections = (section for part in parts for section in manifest.sections(part))
+        flaws = [*_flaws(record for section in sections for record in section.objects)]
+    if flaws:
+        shown = "; ".join(f"{path}: {why}" for path, why in flaws[:_SHOWN_FLAWS])
+        msg = f"step {step}: {len(flaws)} object(s) are not whole: {shown}"
+        raise FormatError(msg, [path for path, _ in flaws])
+
+
+def sweep(
+    contents: Contents, damage: Callable[[str, str], None]
+) -> tuple[list[PartHead], list[Located]]:
+    """Read every record of the manifest; report the damage of each instead of stopping.
+
+    Args:
+        contents: The checkpoint.
+        damage: Called with the record's name and a sentence on the damage.
+
+    Returns:
+        The heads and the untied objects that can be read.
+    """
+    manifest, index = contents.manifest, contents.record.index
+    heads: list[PartHead] = []
+    objects: list[Located] = []
+    tables: list[ShardTable] = []
+    with _reported(index.name, damage):
+        manifest.check_index()
+    parts: tuple[PartEntry, ...] = ()
+    with _reported(index.name, damage):
+        parts = manifest.parts
+    for part, entry in enumerate(parts):
+        with _reported(entry.name, damage):
+            manifest.check_size(entry.name, entry.length)
+        with _reported(entry.name, damage):
+            heads.append(manifest.head(part))
+        if part not in manifest.heads:
+            continue
+        with _reported(entry.name, damage):
+            tables.append(manifest.shards(part))
+        for number in range(len(manifest.head(part).sections)):
+            with _reported(f"{entry.name} section {number}", damage):
+                objects += located_in(manifest.section(part, number), part)
+        with _reported(entry.name, damage):
+            _check_shards(manifest, part, tables)
+    with _reported(index.name, damage):
+        manifest.check_borrowed()
+    absent: set[ObjectPath] = set()
+    with _reported(index.name, damage):
+        absent = _check_paths(contents, objects, damage)
+    # A lookup of one path relies on the index, a full read on the sections: an index that lacks a
+    # path would hide the object from some readers only.
+    if parts and len(tables) == len(parts):
+        with _reported(index.name, damage):
+            tables = [table.without(map(path_hash, absent)) for table in tables]
+            if _index_over(manifest, tables) != index:
+                msg = f"{index.name}: does not lead to every path of the parts"
+                raise FormatError(msg, [index.name])
+    records = [o.record for o in objects]
+    if len(heads) == len(parts) and contents.record.world_size > 1:
+        for path, why in _flaws(records):
+            damage(path, why)
+    try:
+        check_ties(records)
+    except FormatError as error:
+        for name in error.damaged:
+            damage(name, str(error))
+    return heads, [o for o in objects if o.record.same_as is None]
+
+
+@contextmanager
+def _reported(name: str, damage: Callable[[str, str], None]) -> Iterator[None]:
+    try:
+        yield
+    except FormatError as error:
+        damage(name, str(error))
+
+
+def _check_shards(manifest: ManifestReader, part: int, tables: Sequence[ShardTable]) -> None:
+    """Compare the table of a part, the last of `tables`, with the shards in its sections."""
+    places = [(part, number) for number in range(len(manifest.head(part).sections))]
+    if len(tables) <= part or any(place not in manifest.kept for place in places):
+        return  # a section or a table could not be read, which is reported already
+    actual = shard_table(shards_of(manifest.kept[place]) for place in places)
+    several = manifest.record.world_size > 1
+    same_traits = not several or np.array_equal(actual.traits, tables[part].traits)
+    if dump_table(actual) != dump_table(tables[part]) or not same_traits:
+        name = manifest.parts[part].name
+        msg = f"{name}: its table does not list the shards that are in its sections"
+        raise FormatError(msg, [name])
+
+
+def _check_paths(
+    contents: Contents, objects: Sequence[Located], damage: Callable[[str, str], None]
+) -> set[ObjectPath]:
+    """Report objects that have others below them; return the values that count as absent.
+
+    These are not in the index, and no reader sees them.
+    """
+    nodes = [node for section in contents.manifest.kept.values() for node in section.nodes]
+    both = containers(objects, nodes) & {o.record.path for o in objects}
+    absent = contents.unlisted([o for o in objects if o.record.path in both])
+    for path in sorted(both - absent):
+        damage(show_path(path), "is stored as one object, and other objects below it")
+    return absent
+
+
+def _index_over(manifest: ManifestReader, tables: Sequence[ShardTable]) -> IndexEntry:
+    record = manifest.record
+    parts = () if record.many_parts is None else manifest.parts
+    entry, borrowed = encode_index(record.uid, tables, parts).entry, record.many_borrowed
+    return replace(entry, length=entry.length + (borrowed.length if borrowed else 0))
+
+
+def _flaws(described: Iterable[ObjectRecord]) -> Iterator[tuple[str, str]]:
+    """Yield objects that the parts describe differently, or do not hold as a whole."""
+    by_path: dict[ObjectPath, list[ObjectRecord]] = {}
+    for record in described:
+        by_path.setdefault(record.path, []).append(record)
+    for path, records in by_path.items():
+        first = records[0]
+        if any(differ(record, first) for record in records):
+            yield show_path(path), DIFFERENT
+        elif first.same_as is None and first.derived is None:
+            regions = (shard.region for record in records for shard in record.shards)
+            if flaw := flaw_of_cover(first.spec.shape, regions):
+                yield show_path(path), flaw
