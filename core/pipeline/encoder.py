@@ -14,9 +14,10 @@ from penstock.core.types import ByteRange, show_path
 if TYPE_CHECKING:
     from penstock.core.pipeline.chain import CodecChain, EncodedFrame
     from penstock.core.pipeline.choices import ChainChoices
-    from penstock.core.pipeline.chunks import Captured, ChunkBases
+    from penstock.core.pipeline.chunks import Captured
     from penstock.core.plan.bases import StoredFrame
     from penstock.core.plan.save import Chunk, SavePlan
+    from penstock.core.save.bases import SaveBases
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class EncodedChunk:
 class ChunkEncoder:
     """Encodes the chunks of one save. Thread-safe."""
 
-    def __init__(self, plan: SavePlan, choices: ChainChoices, bases: ChunkBases | None) -> None:
+    def __init__(self, plan: SavePlan, choices: ChainChoices, bases: SaveBases | None) -> None:
         """Prepare to encode.
 
         Args:

@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from penstock.core.abc import Backend, BlobWriter
     from penstock.core.concurrency.workers import Workers
     from penstock.core.pipeline.choices import ChainChoices
-    from penstock.core.pipeline.chunks import Captured, ChunkBases
+    from penstock.core.pipeline.chunks import Captured
     from penstock.core.plan.save import SavePlan
+    from penstock.core.save.bases import SaveBases
 
 log = logging.getLogger("penstock")
 
@@ -65,7 +66,7 @@ class FrameWriter:
         release: Callable[[Captured], None],
         tick: Callable[[int], None],
         share: bool = False,
-        bases: ChunkBases | None = None,
+        bases: SaveBases | None = None,
     ) -> None:
         """Prepare to write; nothing has begun.
 
