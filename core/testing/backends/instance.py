@@ -11,7 +11,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import ValidationError
 
-from penstock.core.abc import PluginConfig
+from penstock.core.abc import Backend, PluginConfig
 from penstock.core.errors import BlobExistsError, ConfigError, PenstockError
 from penstock.core.testing.backends.forks import ForkedProcess
 from penstock.core.testing.backends.page_cache import cached_part, file_of_size, goes_past_the_cache
@@ -28,11 +28,12 @@ from penstock.core.testing.expectations import (
     promise,
     read_all,
 )
+from penstock.core.testing.signatures import expect_signatures
 from penstock.core.testing.wrapper import WrapperBackend
 from penstock.core.types import WriteRequest
 
 if TYPE_CHECKING:
-    from penstock.core.abc import Backend, BlobWriter
+    from penstock.core.abc import BlobWriter
     from penstock.core.testing.expectations import BackendCheck, OpenRoot
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
@@ -45,6 +46,12 @@ _ANY_SCHEME = "fsspec"  # serves every scheme that is no backend's name
 def it_says_which_version_of_the_contract_it_is_for(open_root: OpenRoot) -> None:
     with closing(open_root("version")) as backend:
         expect_own_api_version(backend)
+
+
+@promise
+def its_methods_take_the_arguments_of_the_contract(open_root: OpenRoot) -> None:
+    with closing(open_root("signatures")) as backend:
+        expect_signatures(backend, Backend)
 
 
 @promise
@@ -211,6 +218,7 @@ def _crash_while_writing(open_root: OpenRoot, name: str) -> None:
 
 INSTANCE_CHECKS: tuple[BackendCheck, ...] = (
     it_says_which_version_of_the_contract_it_is_for,
+    its_methods_take_the_arguments_of_the_contract,
     its_url_shows_where_it_is_and_no_credentials,
     its_url_means_the_same_store,
     free_bytes_is_a_number_of_bytes_or_none,
