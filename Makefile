@@ -84,6 +84,7 @@ names: $(READY)
 
 picture: $(READY)
 	$(BIN)/python tools/architecture.py --check
+	$(BIN)/python tools/options.py --check
 
 torch-free: $(READY)
 	$(BIN)/python tools/check_torch_free.py

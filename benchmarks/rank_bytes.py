@@ -25,10 +25,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import penstock
-from penstock.core.coordination.memory import MemoryBoard, MemoryCoordination
 from penstock.core.plan.ranks import RankPlaces, chunks_of_rank, spans_of_rank
 from penstock.core.ranks.group import RankGroup
 from penstock.core.ranks.structure import classes_of, place_in, structure_digest
+from penstock.core.testing.memory_coordination import MemoryBoard, MemoryCoordination
 from penstock.core.types import Kind, Region
 
 if TYPE_CHECKING:

@@ -93,11 +93,7 @@ class Checkpointer:
                 rank leaves out, or that fails before its first use there, shifts all later ones.
                 With a name it does not matter which others were used. In one process a name is of
                 one open checkpointer; once it is closed, the name may be used again.
-            options: Any field of `CheckpointerConfig` except `backend`: `rules`, `retention`,
-                `deltas`, `mode`, `on_busy`, `staging_bytes`, `allow_pickle`, `defer`,
-                `fence_timeout_s`, `io_timeout_s`, `share`, `chunk_bytes`, `block_bytes`, `workers`,
-                `grace_s`, `prefer`, `ranks`, `rank_timeout_s`, `rank_network`,
-                `read_once_per_host`, `read_once_per_job`.
+            options: Any field of `CheckpointerConfig` except `backend`.
 
         Raises:
             ConfigError: An option is unknown or wrong; the nearest valid name is given.

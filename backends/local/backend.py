@@ -7,13 +7,13 @@ import threading
 import weakref
 from abc import abstractmethod
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 from urllib.parse import quote
 
 from penstock.backends.local.batch import TransferBatch, failed, settle
 from penstock.backends.local.blob import FileWriter, SpaceAhead
 from penstock.backends.local.config import LocalConfig, local_options
-from penstock.backends.local.device import is_virtio
 from penstock.backends.local.direct import DirectAccess
 from penstock.backends.local.failures import explained
 from penstock.backends.local.namespace import Namespace
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 SMALL_READ_BYTES = 256 << 10  # below this the page cache costs less than a bounce page
 INLINE_READ_BYTES = 1 << 20  # below this the calling thread reads: no thread, no ring to start
+_MOST_DEVICES = 64  # looked at: volumes can be stacked on each other
 
 
 class LocalBackend(Backend):
@@ -297,3 +298,41 @@ def _carry_all(batch: TransferBatch, transfers: Sequence[Transfer]) -> None:
         except (OSError, EOFError) as error:
             batch.fail(error, transfer)
         batch.done()
+
+
+def is_virtio(folder: str, sys: str = "/sys/dev/block") -> bool:
+    """Return whether `folder` is on a disk of the hypervisor's own kind (virtio).
+
+    Such a disk hands each small page to the host by itself: direct reads into memory in pages of
+    4 KiB gave 1.3 GB/s where huge pages gave 3.1 (Firecracker, Linux 6.18). A controller of NVMe
+    does not care. False where that cannot be found out, as of file systems without a device.
+
+    Args:
+        folder: The folder; the first one above it that exists counts.
+        sys: Where the kernel describes devices by their numbers; tests have others.
+    """
+    number = _device_of(folder)
+    waiting = [] if number is None else [Path(sys, f"{os.major(number)}:{os.minor(number)}")]
+    for _ in range(_MOST_DEVICES):
+        if not waiting:
+            break
+        device = waiting.pop()
+        try:
+            if any(part.startswith("virtio") for part in device.resolve(strict=True).parts):
+                return True
+            waiting += (device / "slaves").iterdir()  # of a volume: what it is made of
+        except (OSError, RuntimeError):
+            continue
+    return False
+
+
+def _device_of(folder: str) -> int | None:
+    here = Path(folder)
+    for one in (here, *here.parents):
+        try:
+            return os.stat(one).st_dev
+        except FileNotFoundError:
+            continue
+        except OSError:
+            return None
+    return None

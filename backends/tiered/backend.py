@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
+from urllib.parse import unquote
 
 from penstock.backends.tiered.config import TieredConfig
-from penstock.backends.tiered.distinct_roots import check_apart
 from penstock.backends.tiered.reading import read_from, read_in_background
 from penstock.backends.tiered.reconnecting import LateBackend, open_or_wait
 from penstock.core.abc import (
@@ -34,7 +36,7 @@ from penstock.core.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Hashable, Sequence
     from concurrent.futures import Future
     from typing import Any
 
@@ -387,3 +389,41 @@ def _inner(name: str, backend: Backend, *, durable: bool) -> tuple[Tier, ...]:
         replace(tier, name=f"{name}.{tier.name}", durable=tier.durable and durable)
         for tier in backend.tiers
     )
+
+
+def check_apart(backends: Sequence[Backend], /) -> None:
+    """Refuse two tiers that are one folder, even by other paths or engines.
+
+    Raises:
+        ConfigError: Two tiers are one folder; the message names them.
+    """
+    seen: dict[Hashable, str] = {}
+    for backend in backends:
+        place = _place(backend.url)
+        if place is None:
+            continue
+        if place in seen:
+            msg = (
+                f"two tiers are one place ({seen[place]} and {backend.url}): what is evicted from "
+                "the faster one would be lost. Give each a place of its own."
+            )
+            raise ConfigError(msg)
+        seen[place] = backend.url
+
+
+def _place(url: str) -> Hashable | None:
+    """Return an identity of a folder, the same through links and bind mounts; None for no folder.
+
+    Where the server of a mount is gone, the identity is the path alone: the run opens without that
+    tier.
+    """
+    where = url.partition("://")[2]
+    if not where.startswith("/"):
+        return None
+    path = Path(os.path.realpath(unquote(where)))
+    try:
+        there = next((p for p in (path, *path.parents) if p.exists()), path)
+        status = there.stat()
+    except OSError:  # ENOTCONN, ESTALE, EIO: `exists` raises these as well
+        return str(path)
+    return status.st_dev, status.st_ino, str(path.relative_to(there))

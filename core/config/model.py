@@ -317,36 +317,46 @@ class CheckpointerConfig(_Model):
     """All options of a checkpointer but its callbacks.
 
     Attributes:
-        backend: Path, URL, table with `type`, or an open `Backend`.
-        rules: Rules that choose codecs. The first match wins; objects that match none stay raw.
-        retention: Which checkpoints to keep; None keeps all.
+        backend: Where checkpoints live: a path, a URL, a table with `type`, or an open `Backend`.
+        rules: Which codecs objects go through, by their paths. The first match wins; objects that
+            match none stay raw.
+        retention: Which checkpoints to keep. By default all stay.
         deltas: How far checkpoints depend on earlier ones, where a rule names the codec `delta`.
-        staging_bytes: Budget of this rank for captured state; None takes the state's size and two
-            chunks, at most half of the available memory divided among local ranks.
-        mode: Mode of saves that name none.
-        on_busy: What a save does while another is under way.
+        staging_bytes: Memory of this rank for captured state. By default the state's size and two
+            chunks, at most half of the available memory divided among the ranks of the machine.
+        mode: The mode of saves that name none: `"blocking"`, `"async"` or `"lazy"`.
+        on_busy: What a save does while another is under way: `"wait"` (counted as blocked),
+            `"skip"` itself, or `"raise"`.
         allow_pickle: Whether values that no provider can store are pickled, and unpickled.
-        defer: Patterns of further tensors that change only behind the fence (lazy mode).
-        fence_timeout_s: How long training waits for a pending capture before that save is
-            aborted.
-        io_timeout_s: How long one request may take before the store counts as stuck.
-        ranks: `"auto"`: the ranks of torch.distributed save together. `"alone"`: each process saves
-            for itself, to a root of its own.
-        rank_timeout_s: How long a rank may make no progress before the others give the save up.
+        defer: Patterns of further tensors that change only after the fence: your promise, for lazy
+            saves.
+        fence_timeout_s: Seconds that training waits for a pending capture before that save is
+            given up.
+        io_timeout_s: Seconds that one request may take before the store counts as stuck, and the
+            save, restore or call ends with `StorageTimeoutError`.
+        ranks: `"auto"`: the ranks of torch.distributed save one checkpoint together. `"alone"`:
+            each process saves for itself, to a root of its own.
+        rank_timeout_s: Seconds that a rank may make no progress before the others give the save up
+            with a `RankError`.
         read_once_per_host: Whether one rank of each host reads what several of them need in a
             restore, and hands it to the others through shared memory.
         read_once_per_job: Whether one rank of the job reads what ranks of several hosts need in a
             restore, and sends it to the others over the network. The option of rank 0 counts.
-        rank_network: The network by which ranks of several hosts reach each other, such as
-            `10.1.0.0/16`; None takes the one by which this machine reaches the store of the job.
+        rank_network: The network between hosts for that, such as `"10.1.0.0/16"` or `"fd00::/64"`.
+            By default the one by which this machine reaches the store of the job.
         share: Whether a save refers to bytes that are stored already, instead of storing them
             again.
-        chunk_bytes: Most raw bytes in one frame.
-        block_bytes: Raw bytes under one checksum; None takes 256 KiB to 4 MiB by the average size
-            of what is stored, and 4 MiB with `share` or a codec that needs a base.
-        workers: Threads that encode and hash; None takes a number by the cores.
-        grace_s: Age below which `prune` leaves uncommitted data alone.
-        prefer: The distribution to take for a plugin whose name several claim.
+        chunk_bytes: Most raw bytes in one frame; a multiple of 4096, at most 1 GiB.
+        block_bytes: Raw bytes under one checksum; a multiple of 4096, at most 1 GiB. With smaller
+            blocks less is read for a region of a tensor, and the manifest grows. By default about
+            a quarter of the average tensor that this process holds, from 256 KiB to 4 MiB; 4 MiB
+            with `share` or a rule with `delta`, since a save refers to raw bytes of another only
+            if their blocks are equal.
+        workers: Threads that encode and hash. By default a number by the cores.
+        grace_s: Seconds for which `prune` leaves uncommitted data alone. Above 0, since a save
+            that was silent for half of them is not committed.
+        prefer: The distribution to take a plugin from if several claim its name, by kind of
+            plugin.
     """
 
     backend: Annotated[

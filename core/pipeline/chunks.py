@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,29 +62,3 @@ class ChunkResult:
 
 DERIVED = ChunkResult(0, 0, (), chain=0)
 """The result of a chunk of a derived object, which has no frame."""
-
-
-class ChunkBases(Protocol):
-    """What earlier saves have stored of the chunks of a save. Thread-safe."""
-
-    def shared(self, index: int, content: int, chain: int) -> StoredFrame | None:
-        """Return a stored frame with the content of a chunk, if there is one.
-
-        Args:
-            index: The number of the chunk.
-            content: The `content_hash` of its bytes.
-            chain: The number of the chain that would encode it.
-        """
-        ...
-
-    def base_of(self, index: int) -> tuple[StoredFrame, memoryview] | None:
-        """Return the frame and the bytes of the base of a chunk; None: encode it whole.
-
-        The bytes stay as they are until this thread calls `keep` for the chunk, or `base_of` for
-        another one.
-        """
-        ...
-
-    def keep(self, index: int, view: memoryview) -> None:
-        """Note the bytes of a chunk that was encoded: the base for the next save."""
-        ...

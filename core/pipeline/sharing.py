@@ -13,10 +13,11 @@ from penstock.core.plan.sharing import content_key
 if TYPE_CHECKING:
     from penstock.core.pipeline.chain import EncodedFrame
     from penstock.core.pipeline.choices import ChainChoices
-    from penstock.core.pipeline.chunks import Captured, ChunkBases
+    from penstock.core.pipeline.chunks import Captured
     from penstock.core.plan.bases import StoredFrame
     from penstock.core.plan.save import SavePlan
     from penstock.core.plan.sharing import ContentKey
+    from penstock.core.save.bases import SaveBases
 
 
 class ChunkSharing:
@@ -26,7 +27,7 @@ class ChunkSharing:
     first of equal chunks is stored, and the others refer to its frame.
     """
 
-    def __init__(self, plan: SavePlan, choices: ChainChoices, bases: ChunkBases | None) -> None:
+    def __init__(self, plan: SavePlan, choices: ChainChoices, bases: SaveBases | None) -> None:
         """Prepare to look up chunks.
 
         Args:

@@ -90,11 +90,6 @@ class Staging:
         """Bytes of all arenas."""
         return sum(a.size for a in self._arenas)
 
-    @property
-    def used_bytes(self) -> int:
-        """Bytes reserved at the moment."""
-        return self._used
-
     def expect(
         self, total_bytes: int, *, largest_bytes: int = 0, copied_from: str | None = None
     ) -> None:

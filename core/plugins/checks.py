@@ -26,7 +26,6 @@ from penstock.core.errors import CodecError
 from penstock.core.types import Capabilities
 
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
-_NOT_CALLED = frozenset({"Config", "register"})  # `register` is of ABCMeta
 
 
 def breach_of_class(cls: Any, contract: Any, /, *, name: str, distribution: str) -> str | None:
@@ -44,7 +43,6 @@ def breach_of_class(cls: Any, contract: Any, /, *, name: str, distribution: str)
         _breach_of_versions(cls, contract, distribution)
         or _breach_of_declarations(cls, name)
         or _breach_of_facts(cls)
-        or _breach_of_signatures(cls, contract)
     )
 
 
@@ -92,57 +90,6 @@ def _breach_of_facts(cls: Any) -> str | None:
 def _declares(cls: type, name: str) -> bool:
     """Return whether the class, or one between it and the contract, sets the attribute itself."""
     return any(name in vars(base) for base in cls.__mro__ if base is not StateProvider)
-
-
-def _breach_of_signatures(cls: Any, contract: Any) -> str | None:
-    """Describe the first method that cannot be called as core calls it."""
-    for name in dir(contract):
-        private = name.startswith("_") and not (name == "__init__" and name in vars(contract))
-        if private or name in _NOT_CALLED:
-            continue
-        promised = inspect.getattr_static(contract, name)
-        found = inspect.getattr_static(cls, name)
-        if found is promised:
-            continue
-        if isinstance(promised, property):
-            if inspect.isfunction(found):
-                return f"has {name!r} as a method: core reads it, so make it a property"
-        elif callable(getattr(contract, name)) and not isinstance(promised, type):
-            problem = _breach_of_call(name, getattr(contract, name), getattr(cls, name))
-            if problem is not None:
-                return problem
-    return None
-
-
-def _breach_of_call(name: str, promised: Any, found: Any) -> str | None:
-    if not callable(found):
-        return f"has {name!r} that is no method"
-    wanted = inspect.signature(promised)
-    try:
-        signature = inspect.signature(found)
-    except (TypeError, ValueError):
-        return None  # a function in C without a signature: it may fit
-    kinds = {key: parameter.kind for key, parameter in wanted.parameters.items()}
-    keywords = [key for key, kind in kinds.items() if kind is inspect.Parameter.KEYWORD_ONLY]
-    # Bound to its class, a class method shows no `cls`; a plain function shows its `self`.
-    positional = len(kinds) - len(keywords) + inspect.ismethod(promised) - inspect.ismethod(found)
-    try:
-        signature.bind(*[None] * positional, **dict.fromkeys(keywords))
-    except TypeError as error:
-        return (
-            f"has {name}{_shown(signature)}, which cannot be called as the contract has it, "
-            f"{name}{_shown(wanted)}: {error}"
-        )
-    return None
-
-
-def _shown(signature: inspect.Signature) -> str:
-    """Return the signature without annotations, which would make a message of many lines."""
-    bare = [
-        parameter.replace(annotation=inspect.Parameter.empty)
-        for parameter in signature.parameters.values()
-    ]
-    return str(inspect.Signature(bare))
 
 
 def _is_tuple_of_names(forms: object) -> bool:

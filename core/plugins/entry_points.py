@@ -74,13 +74,12 @@ def label(kind: PluginKind, entry: EntryPoint) -> str:
 
 def conflict(kind: PluginKind, name: str, entries: Sequence[EntryPoint]) -> str:
     """Return the message for several entry points of one name."""
-    entries = sorted(entries, key=shipper_of)  # found in the order of folders, which is none
+    # Found in the order of folders, which is none. First that of Penstock, so that whoever copies
+    # the hint goes on reading what was stored by it.
+    entries = sorted(entries, key=lambda entry: (not is_ours(entry), shipper_of(entry)))
     claims = " and ".join(f"{distribution(e)} ({e.value})" for e in entries)
-    hint = prefer_hint(kind, name, entries[0])
-    return f"{kind} {name!r} is claimed by {claims}: uninstall all but one, or {hint}"
-
-
-def prefer_hint(kind: PluginKind, name: str, entry: EntryPoint) -> str:
-    """Return the hint how to choose this entry point by the option `prefer`."""
-    chosen = json.dumps({kind: {name: shipper_of(entry)[0]}})
-    return f"say which by the option prefer, as prefer={chosen}"
+    chosen = json.dumps({kind: {name: shipper_of(entries[0])[0]}})
+    return (
+        f"{kind} {name!r} is claimed by {claims}: uninstall all but one, or say which by the "
+        f"option prefer, as prefer={chosen}"
+    )

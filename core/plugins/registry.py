@@ -28,7 +28,6 @@ from penstock.core.plugins.entry_points import (
     is_ours,
     label,
     module_exists,
-    prefer_hint,
     shipper_of,
 )
 from penstock.core.plugins.providers import ProviderSet
@@ -79,27 +78,22 @@ class PluginInfo:
 class Registry:
     """Plugins by kind and name. Thread-safe.
 
-    Where several distributions claim one name, the one that `prefer` names is taken, else the one
-    that ships with Penstock, with a warning; else the name is an error that names all of them.
+    A name that several distributions claim is an error that names all of them, until `prefer` says
+    which one to take.
 
     Args:
         entry_points: The entry points to choose from; default: everything installed, looked up on
             first use.
-        prefer: The distribution to take for a name that several claim, by kind and name.
     """
 
-    def __init__(
-        self, entry_points: Iterable[EntryPoint] | None = None, *, prefer: Preferences | None = None
-    ) -> None:
+    def __init__(self, entry_points: Iterable[EntryPoint] | None = None) -> None:
         self._given = None if entry_points is None else tuple(entry_points)
         self._lock = threading.RLock()  # guards all below; nothing is loaded or created twice
         self._preferred: dict[tuple[PluginKind, str], str] = {}
         self._registered: dict[tuple[PluginKind, str], EntryPoint] = {}
-        self._warned: set[tuple[PluginKind, str]] = set()
         self._by_kind: dict[PluginKind, dict[str, list[EntryPoint]]] = {}
         self._loaded: dict[EntryPoint, type | PluginError] = {}
         self._providers: ProviderSet | None = None
-        self.prefer(prefer or {})
 
     # -- contents -------------------------------------------------------------------------------
 
@@ -317,41 +311,13 @@ class Registry:
                 f"(installed: {', '.join(names) or 'none'}): install the package that provides it"
             )
             raise PluginError(msg)
-        return entries[0] if len(entries) == 1 else self._settled(kind, name, entries)
-
-    def _settled(self, kind: PluginKind, name: str, entries: list[EntryPoint]) -> EntryPoint:
-        """Return the one entry point of several that is taken.
-
-        Raises:
-            PluginError: The option `prefer` names none of them, and none is Penstock's.
-        """
-        wanted = self._preferred.get((kind, name))
-        if wanted is not None:
-            chosen = [e for e in entries if _canonical(shipper_of(e)[0]) == _canonical(wanted)]
-            if len(chosen) == 1:
-                return chosen[0]
-            msg = (
-                f"{conflict(kind, name, entries)}; `prefer` names {wanted!r}, which is none of them"
-            )
-            raise PluginError(msg)
-        shipped = [entry for entry in entries if is_ours(entry)]
-        if len(shipped) != 1:
+        if len(entries) == 1:
+            return entries[0]
+        wanted = _canonical(self._preferred.get((kind, name), ""))
+        chosen = [entry for entry in entries if _canonical(shipper_of(entry)[0]) == wanted]
+        if len(chosen) != 1:
             raise PluginError(conflict(kind, name, entries))
-        # Else any package could take a shipped name, and every checkpoint written with it.
-        if (kind, name) not in self._warned:
-            self._warned.add((kind, name))
-            logger.warning("%s", self._set_aside(kind, name, entries, shipped[0]))
-        return shipped[0]
-
-    def _set_aside(
-        self, kind: PluginKind, name: str, entries: list[EntryPoint], taken: EntryPoint
-    ) -> str:
-        others = [entry for entry in entries if entry is not taken]
-        claims = " and ".join(f"{distribution(e)} ({e.value})" for e in others)
-        return (
-            f"{kind} {name!r} is claimed by {claims} as well: that of {distribution(taken)} is "
-            f"used; to take another one, {prefer_hint(kind, name, others[0])}"
-        )
+        return chosen[0]
 
     def _load(self, kind: PluginKind, entry: EntryPoint) -> type:
         if entry not in self._loaded:
@@ -414,12 +380,11 @@ class Registry:
 
     def _clash(self, kind: PluginKind, name: str, entry: EntryPoint) -> str | None:
         """Return why another entry point of that name is taken, or none; None if this one is."""
-        entries = self._entries(kind)[name]
         try:
             taken = self._only(kind, name)
         except PluginError as error:
             return str(error)
-        return None if taken is entry else self._set_aside(kind, name, entries, taken)
+        return None if taken is entry else f"`prefer` takes {label(kind, taken)}"
 
     def _try(self, kind: PluginKind, entry: EntryPoint, cls: type) -> None:
         """Make an instance without configuration, and call its cheap methods."""

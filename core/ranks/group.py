@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.core.concurrency.timing import SYSTEM_CLOCK
 from penstock.core.concurrency.watchdog import Deadline, spawn
-from penstock.core.coordination.torch_store import TorchCoordination, job_prefix
 from penstock.core.errors import ConfigError, CoordinationError
 from penstock.core.limits import MAX_INT
 from penstock.core.plan.ranks import WRITER_BYTES
 from penstock.core.ranks.drains import FollowedDrains, ToldDrains
+from penstock.core.ranks.torch_store import TorchCoordination, job_prefix
 from penstock.core.rounds.posts import (
     At,
     DrainedPost,

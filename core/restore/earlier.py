@@ -26,7 +26,7 @@ _TOGETHER_BYTES = 64 << 20  # of a chain; each worker reads one
 
 
 class EarlierReader:
-    """The checkpoints of a run, as far as a save refers to them; see `EarlierCheckpoints`."""
+    """Reads committed checkpoints, as far as a save refers to them. Thread-safe."""
 
     def __init__(self, registry: Registry) -> None:
         """Create a reader that finds codecs in `registry`."""

@@ -1,6 +1,6 @@
 """The rounds by which ranks agree on one save or one restore, sans-IO.
 
 Here: what a rank posts, the tables of phases, the round that walks them, and the operations that
-it asks for. Not here: who carries the operations out, which `ranks` has, and where posts are left,
-which `coordination` has. `ranks` and `hosts` import it.
+it asks for. Not here: who carries the operations out, and where ranks post, which `ranks` has.
+`ranks` and `hosts` import it.
 """

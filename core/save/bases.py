@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from penstock.core.pipeline.chunks import ChunkResult
     from penstock.core.plan.bases import ChunkKey, StoredFrame
     from penstock.core.plan.save import SavePlan
-    from penstock.core.save.request import EarlierCheckpoints
+    from penstock.core.restore.earlier import EarlierReader
     from penstock.core.types import ObjectPath, Region
 
 log = logging.getLogger("penstock")
@@ -132,7 +132,7 @@ class SaveBases:
         *,
         step: int,
         kept: KeptChunks,
-        earlier: EarlierCheckpoints,
+        earlier: EarlierReader,
         deltas: Deltas,
         share: bool,
         block_bytes: int,
@@ -316,7 +316,13 @@ class SaveBases:
         return BaseEntry(record.uid, record.step, self._age_above(record))
 
     def shared(self, index: int, content: int, chain: int) -> StoredFrame | None:
-        """See `ChunkBases`."""
+        """Return a stored frame with the content of a chunk, if there is one. Thread-safe.
+
+        Args:
+            index: The number of the chunk.
+            content: The `content_hash` of its bytes.
+            chain: The number of the chain that would encode it.
+        """
         chunk = self._plan.chunks[index]
         context, elements = context_of(self._plan, chunk), elements_of(self._plan, chunk)
         wanted = content, context, elements, self._chains[chain]
@@ -334,7 +340,11 @@ class SaveBases:
         return stored if kept is not None or self._read(stored, context) is not None else None
 
     def base_of(self, index: int) -> tuple[StoredFrame, memoryview] | None:
-        """See `ChunkBases`."""
+        """Return the frame and the bytes of the base of a chunk; None: encode it whole.
+
+        Thread-safe. The bytes stay as they are until this thread calls `keep` for the chunk, or
+        `base_of` for another one.
+        """
         key = self._keys[index]
         newest = stored = self._frames.get(key)
         is_kept = newest is not None and self._kept_frames.get(key) is newest
@@ -353,7 +363,7 @@ class SaveBases:
         return None if out is None else (stored, out)
 
     def keep(self, index: int, view: memoryview) -> None:
-        """See `ChunkBases`."""
+        """Keep the bytes of a chunk that was encoded: the base for the next save. Thread-safe."""
         if self._keeps:
             self._kept.keep(self._keys[index], view)
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from penstock.core.reporting.reports import SaveHandle
     from penstock.core.save.job import SaveJob
-    from penstock.core.save.request import TiersOfSave
+    from penstock.core.tiers.drains import Drains
 
 T = TypeVar("T")
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 class Pending:
     """Lets one save at a time run; used by the thread that trains."""
 
-    def __init__(self, tiers: TiersOfSave | None = None) -> None:
+    def __init__(self, tiers: Drains | None = None) -> None:
         self._tiers = tiers
         self.job: SaveJob | None = None
         """The newest save, which may have ended."""

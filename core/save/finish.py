@@ -70,7 +70,8 @@ if TYPE_CHECKING:
         PartSummary,
         RankManifest,
     )
-    from penstock.core.save.request import Destination, RankTurn, SaveRequest, TierChoice
+    from penstock.core.save.request import Destination, RankTurn, SaveRequest
+    from penstock.core.tiers.save_drain import TierOfRanks
 
 log = logging.getLogger("penstock")
 
@@ -456,7 +457,7 @@ class Finish:
     def _choose_tier(
         self,
         agreement: SaveAgreement,
-        choice: TierChoice,
+        choice: TierOfRanks,
         arrivals: Mapping[int, Mapping[str, Any]],
     ) -> str:
         """Choose the tier that all ranks write to; return its name."""

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from penstock.core.ranks.structure import Brought
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from penstock.core.abc import Backend, CodecContext, Node, StateObject
+    from penstock.core.abc import Backend, Node, StateObject
     from penstock.core.errors import StorageFullError
     from penstock.core.format.records import CommitRecord
     from penstock.core.pipeline.chain import CodecChain
     from penstock.core.pipeline.choices import AutoChains
-    from penstock.core.plan.bases import ChunkKey, StoredFrame
     from penstock.core.plan.save import SavePlan
     from penstock.core.ranks.group import RankGroup
     from penstock.core.reporting.reports import SaveReport
     from penstock.core.save.merge import KnownParts
-    from penstock.core.types import ObjectPath, Region
+    from penstock.core.tiers.save_drain import TierOfRanks
+    from penstock.core.types import ObjectPath
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,40 +103,6 @@ class RankTurn:
         return self.group.place.rank
 
 
-class EarlierCheckpoints(Protocol):
-    """Reads committed checkpoints, as far as a save refers to them. Thread-safe."""
-
-    def frames(
-        self,
-        backend: Backend,
-        record: CommitRecord,
-        within: Mapping[ObjectPath, Collection[Region]] | None = None,
-    ) -> Mapping[ChunkKey, StoredFrame]:
-        """Return frames of a checkpoint by the keys of their chunks.
-
-        Args:
-            backend: The place that has the checkpoint.
-            record: Its commit record.
-            within: The paths of objects, each with regions of it: frames without bytes of these
-                may be left out. None: all frames.
-
-        Raises:
-            PenstockError: The manifest is damaged, or the store failed.
-        """
-        ...
-
-    def read(
-        self, backend: Backend, stored: StoredFrame, context: CodecContext, out: memoryview
-    ) -> None:
-        """Read, verify and decode one chunk into `out`, which has its length.
-
-        Raises:
-            PenstockError: The chunk, or a base of it, is damaged; a codec is missing; or the store
-                failed. `out` is undefined.
-        """
-        ...
-
-
 class SaveSurroundings:
     """The run around a save, as far as the save thread calls it: here one that stays as it is.
 
@@ -192,42 +158,6 @@ class Onward(Protocol):
         ...
 
 
-class TierChoice(Protocol):
-    """The choice of one tier for all ranks of a save: rank 0 chooses it, the others follow."""
-
-    def arrival(self) -> Mapping[str, Any]:
-        """Return what this rank tells rank 0 before the choice."""
-        ...
-
-    def choose(
-        self, arrivals: Mapping[int, Mapping[str, Any]], wait: Callable[[], None]
-    ) -> tuple[str, Backend] | None:
-        """Return name and backend of the fastest tier that has room, and that all ranks can use.
-
-        None: no tier has room, and the save is to be skipped.
-
-        Args:
-            arrivals: What each rank has told.
-            wait: Called again and again while no tier has room; may raise to give up.
-
-        Raises:
-            StorageFullError: No tier has room, and the configuration says `raise`.
-        """
-        ...
-
-    def follow(self, name: str) -> Backend:
-        """Return the tier that rank 0 has chosen.
-
-        Raises:
-            ConfigError: This rank has no such tier.
-        """
-        ...
-
-    def failed(self, error: BaseException) -> None:
-        """Note that the save has failed on this rank: its tier may be the reason."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Destination:
     """The backend that a save writes to, and the way from there to slower tiers, if any.
@@ -240,28 +170,4 @@ class Destination:
 
     backend: Backend
     onward: Onward | None = None
-    choice: TierChoice | None = None
-
-
-class TiersOfSave(Protocol):
-    """The tiers of a run, as far as a save needs to know them."""
-
-    def entries(self, *, strict: bool) -> dict[int, list[str]]:
-        """Return the names of commit records by step; `strict`: every tier has to answer."""
-        ...
-
-    def destination(self, request: SaveRequest) -> Destination | None:
-        """Return the fastest tier that has room for a save; None: the save is to be skipped."""
-        ...
-
-    def destination_of_ranks(self, request: SaveRequest, turn: RankTurn) -> Destination:
-        """Return the destination of a save of several ranks, whose tier is chosen later."""
-        ...
-
-    def is_silent(self) -> bool:
-        """Whether a tier did not answer its latest call."""
-        ...
-
-    def settle(self, timeout_s: float | None = None) -> bool:
-        """Wait until nothing is left to copy; False: `timeout_s` seconds were too few."""
-        ...
+    choice: TierOfRanks | None = None

@@ -53,9 +53,11 @@ if TYPE_CHECKING:
     from penstock.core.ranks.group import RanksOfJob
     from penstock.core.reporting.events import EventStream
     from penstock.core.reporting.reports import Progress, SaveHandle, SaveReport
+    from penstock.core.restore.earlier import EarlierReader
     from penstock.core.rounds.round import RankPlace
-    from penstock.core.save.request import EarlierCheckpoints, SaveRequest, TiersOfSave
+    from penstock.core.save.request import SaveRequest
     from penstock.core.storage.time_limited import TimeLimitedBackend
+    from penstock.core.tiers.drains import Drains
     from penstock.core.types import ObjectPath
 
 log = logging.getLogger("penstock")
@@ -94,8 +96,8 @@ class Saver(SaveSurroundings):
         registry: Registry,
         workers: Workers,
         events: EventStream,
-        tiers: TiersOfSave | None,
-        earlier: EarlierCheckpoints,
+        tiers: Drains | None,
+        earlier: EarlierReader,
         ranks: RanksOfJob,
     ) -> None:
         """Make the saver of a run.

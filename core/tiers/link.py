@@ -10,7 +10,7 @@ from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from penstock.core.catalog.notes import carry_notes
 from penstock.core.catalog.survey import has, is_whole, missing_borrowed
@@ -35,9 +35,8 @@ if TYPE_CHECKING:
     from penstock.core.abc import Backend, Tier
     from penstock.core.concurrency.workers import Workers
     from penstock.core.format.records import CommitRecord
-    from penstock.core.tiers.eviction import Eviction
+    from penstock.core.tiers.drains import Drains
     from penstock.core.tiers.process import CopyProcess
-    from penstock.core.tiers.roots import TierRoots
 
 log = logging.getLogger("penstock")
 
@@ -76,33 +75,6 @@ class DrainState:
         return sorted({*self.waiting, *([] if self.step is None else [self.step])})
 
 
-class LinkOwner(Protocol):
-    """All links of a run together, as far as one link needs them: `Drains`, which imports this."""
-
-    eviction: Eviction
-    roots: TierRoots
-
-    def prepare(self, number: int, uid: str, step: int, replaces: Collection[str] | None) -> bool:
-        """Mark a checkpoint before its commit in tier `number`, if it is to be copied on."""
-        ...
-
-    def arrived(self, number: int, record: CommitRecord) -> None:
-        """Take note that a checkpoint is whole in tier `number`."""
-        ...
-
-    def send_again(self, number: int, record: CommitRecord) -> bool:
-        """Copy a checkpoint to tier `number` once more; return whether a faster tier has it."""
-        ...
-
-    def end(self, record: CommitRecord, error: BaseException | None) -> None:
-        """Take note that a checkpoint will be copied no further, because of `error`."""
-        ...
-
-    def end_gone(self, number: int, record: CommitRecord) -> None:
-        """Take note that a checkpoint is gone, which was to be copied to tier `number`."""
-        ...
-
-
 class DrainLink:
     """Copies from tier `number` to the next, one checkpoint at a time, the lowest step first."""
 
@@ -110,7 +82,7 @@ class DrainLink:
         self,
         tiers: Sequence[Tier],
         number: int,
-        drains: LinkOwner,
+        drains: Drains,
         *,
         workers: Workers,
         grace_s: float,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from penstock.core.errors import ConfigError, NotDrainedError, RankError, StorageError
 from penstock.core.plan.ranks import bytes_of_rank
@@ -10,62 +10,21 @@ from penstock.core.rounds.posts import DrainedPost
 from penstock.core.suggest import listed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping
 
-    from penstock.core.abc import Backend, Tier
+    from penstock.core.abc import Backend
     from penstock.core.format.records import CommitRecord
     from penstock.core.save.request import RankTurn, SaveRequest
+    from penstock.core.tiers.drains import Drains
 
 OnEnd: TypeAlias = "Callable[[BaseException | None], None]"
 """Called once: with None when a checkpoint is as durable as it is to be, else with the reason."""
 
 
-class DrainsOfRun(Protocol):
-    """All links of a run together, as far as a save needs them: `Drains`, which imports this."""
-
-    @property
-    def tiers(self) -> Sequence[Tier]:
-        """The tiers, the fastest first."""
-        ...
-
-    def place(
-        self,
-        step: int,
-        need_bytes: int,
-        *,
-        refused: Mapping[str, str],
-        wait: Callable[[], None],
-    ) -> int | None:
-        """Return the fastest tier that has room and is not refused; None: skip the save."""
-        ...
-
-    def leave_alone(self, number: int) -> None:
-        """Save to other tiers for a while."""
-        ...
-
-    def prepare(self, number: int, uid: str, step: int, replaces: Collection[str] | None) -> bool:
-        """Mark a checkpoint before its commit in tier `number`, if it is to be copied on."""
-        ...
-
-    def committed(self, number: int, record: CommitRecord, on_end: OnEnd, *, marked: bool) -> None:
-        """Queue the copy of a checkpoint that was committed in tier `number`, if it is marked."""
-        ...
-
-    def having(self, record: CommitRecord) -> tuple[str, ...]:
-        """Return the names of the tiers that have a checkpoint."""
-        ...
-
-    def failing(self) -> str:
-        """Return why waiting for the copies makes no sense; empty if it does."""
-        ...
-
-
 class DrainOfSave:
     """The drain of one save that is committed in tier `number`; see `save.request.Onward`."""
 
-    def __init__(
-        self, drains: DrainsOfRun, replaces: Collection[str] = (), number: int = 0
-    ) -> None:
+    def __init__(self, drains: Drains, replaces: Collection[str] = (), number: int = 0) -> None:
         self._drains = drains
         self._number = number
         self._replaces = replaces
@@ -97,9 +56,9 @@ class DrainOfSave:
 
 
 class TierOfRanks:
-    """The tier that several ranks save to together; see `save.request.TierChoice`."""
+    """The choice of one tier for all ranks of a save: rank 0 chooses it, the others follow."""
 
-    def __init__(self, drains: DrainsOfRun, request: SaveRequest, *, away: Collection[str]) -> None:
+    def __init__(self, drains: Drains, request: SaveRequest, *, away: Collection[str]) -> None:
         self.number: int | None = None
         """The number of the tier, once it is chosen."""
         self._drains = drains
@@ -113,7 +72,17 @@ class TierOfRanks:
     def choose(
         self, arrivals: Mapping[int, Mapping[str, Any]], wait: Callable[[], None]
     ) -> tuple[str, Backend] | None:
-        """Choose the fastest tier with room for all, which no rank has told it cannot use."""
+        """Return name and backend of the fastest tier that has room, and that all ranks can use.
+
+        None: no tier has room, and the save is to be skipped.
+
+        Args:
+            arrivals: What each rank has posted, by its number.
+            wait: Called again and again while no tier has room; may raise to give up.
+
+        Raises:
+            StorageFullError: No tier has room, and the configuration says `raise`.
+        """
         alike: dict[str, int] = {}
         total = 0
         lacking: dict[str, list[int]] = {}
@@ -135,7 +104,11 @@ class TierOfRanks:
         return tier.name, tier.backend
 
     def follow(self, name: str) -> Backend:
-        """Take the tier that rank 0 has chosen."""
+        """Return the tier that rank 0 has chosen.
+
+        Raises:
+            ConfigError: This rank has no such tier.
+        """
         for number, tier in enumerate(self._drains.tiers):
             if tier.name == name:
                 self.number = number
@@ -156,7 +129,7 @@ class LeadingDrain(DrainOfSave):
     """The drain of a save of several ranks, on rank 0, which tells the others how it ends."""
 
     def __init__(
-        self, drains: DrainsOfRun, choice: TierOfRanks, turn: RankTurn, replaces: Collection[str]
+        self, drains: Drains, choice: TierOfRanks, turn: RankTurn, replaces: Collection[str]
     ) -> None:
         super().__init__(drains, replaces)
         self._choice = choice

@@ -6,16 +6,10 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 import penstock
 from penstock.integrations.lightning.hosts import Checkpoint
-from penstock.integrations.lightning.samplers import (
-    drawing_samplers,
-    generator_states,
-    order_state,
-    samplers_of,
-    set_generators,
-)
 from penstock.integrations.lightning.state import (
     TrainerState,
     fetches_itself,
@@ -35,6 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 log = logging.getLogger("penstock")
+_RANDOM_SAMPLERS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 class PenstockCallback(Checkpoint):  # type: ignore[misc]  # the host is chosen at run time
@@ -340,3 +335,47 @@ class PenstockCallback(Checkpoint):  # type: ignore[misc]  # the host is chosen 
         handle = self._ckpt.save(tree, step, metadata=metadata)
         if not has_ended:  # the log has its error; training continues, and the end is saved too
             handle.durable.add_done_callback(lambda done: done.exception())
+
+
+def samplers_of(loop: Any) -> list[Any]:
+    """Return the samplers of all loaders, each once; those of batch samplers too."""
+    loaders = loop._combined_loader.flattened
+    sources = [*loaders, *(getattr(each, "batch_sampler", None) for each in loaders)]
+    found = [getattr(each, "sampler", None) for each in sources]
+    return list({id(each): each for each in found if each is not None}.values())
+
+
+def drawing_samplers(loop: Any) -> list[tuple[Any, Any]]:
+    """Return the samplers whose order comes from random numbers that no loader stores.
+
+    They are those of torch, and those that Lightning wraps for several ranks. Each comes with what
+    holds it in the wrapper, or None.
+    """
+    found = []
+    for sampler in samplers_of(loop):
+        holder: Any = getattr(sampler, "dataset", None)
+        if hasattr(holder, "_sampler"):
+            found.append((holder, holder._sampler))
+        elif isinstance(sampler, _RANDOM_SAMPLERS):
+            found.append((None, sampler))
+    return found
+
+
+def order_state(loop: Any) -> dict[str, Any] | None:
+    """Return what the order of samples will be drawn from, if it is not in a loader's state."""
+    if not drawing_samplers(loop):
+        return None
+    return {"random": torch.get_rng_state(), "generators": generator_states(loop)}
+
+
+def generator_states(loop: Any) -> list[Any]:
+    """Return the states of the samplers' own generators; None for a sampler without one."""
+    own = [getattr(sampler, "generator", None) for _, sampler in drawing_samplers(loop)]
+    return [None if each is None else each.get_state() for each in own]
+
+
+def set_generators(loop: Any, states: list[Any]) -> None:
+    """Restore what `generator_states` has returned."""
+    for (_, sampler), state in zip(drawing_samplers(loop), states, strict=False):
+        if state is not None:
+            sampler.generator.set_state(state)

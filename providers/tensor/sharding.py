@@ -82,7 +82,7 @@ def local_shard(tensor: DTensor, path: ObjectPath, *, last_cut: int | None = Non
     Args:
         tensor: The tensor; its local tensor is only asked for its shape.
         path: Where it stands in the state, for messages.
-        last_cut: The mesh dimension that `fully_shard` has cut, as `fully_shard_cuts` says it of a
+        last_cut: The mesh dimension that `fully_shard` has cut, as `last_cut_of` says it of a
             parameter; also for what is made like the parameter: gradient, state of an optimizer.
             None: not known, so all orders of cutting that the placements allow have to agree.
 
@@ -121,14 +121,6 @@ def local_shard(tensor: DTensor, path: ObjectPath, *, last_cut: int | None = Non
             "without strides, called on every rank",
         )
     return LocalShard(shape, regions, replica)
-
-
-def fully_shard_cuts(module: torch.nn.Module) -> Iterator[tuple[DTensor, int]]:
-    """Yield each parameter below `module` that `fully_shard` has cut, and the mesh dimension."""
-    for one in _fully_sharded(module):
-        cut = _cut_of(one)
-        if cut is not None:
-            yield one.sharded_param, cut
 
 
 def sharded_parameters(module: torch.nn.Module) -> dict[int, DTensor]:

@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from penstock.core.errors import UnsupportedStateError
 from penstock.core.plan.regions import flaw_of_cover
 from penstock.providers.tensor import sharding
-from penstock.providers.tensor.sharding import fully_shard_cuts, local_shard
+from penstock.providers.tensor.sharding import last_cut_of, local_shard, note_fully_shard
 
 SHAPES = [(n,) for n in range(14)] + [(5, 3), (7, 2), (8, 6), (3, 0), (4, 3, 5), (3, 7, 2)]
 PATH = ("model", "weight")
@@ -187,8 +187,10 @@ class Weight(nn.Module):
 
 def held_by_modules(module):
     """As `held` of the one parameter, told that `fully_shard` cut it; its gradient; a copy."""
-    ((parameter, last_cut),) = fully_shard_cuts(module)
-    assert parameter is module.weight
+    note_fully_shard(module)
+    parameter = module.weight
+    last_cut = last_cut_of(parameter)
+    assert last_cut is not None
     same = held(torch.zeros_like(parameter), last_cut=last_cut)[1]
     known = held(parameter, last_cut=last_cut)
     assert getattr(same, "regions", str(same)) == getattr(known[1], "regions", str(known[1]))
@@ -315,9 +317,9 @@ def test_seven_rows_on_three_by_two_ranks_are_all_there():
             model[1].weight.copy_(whole((5, 7)))
         parallelize_module(model, devices["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
         fully_shard(model, mesh=devices["dp"])
-        cuts = {id(tensor): cut for tensor, cut in fully_shard_cuts(model)}
-        first, second = model[0].weight, model[1].weight
-        return held(first, last_cut=cuts[id(first)]), held(second, last_cut=cuts[id(second)])
+        note_fully_shard(model)
+        weights = model[0].weight, model[1].weight
+        return tuple(held(weight, last_cut=last_cut_of(weight)) for weight in weights)
 
     first, second = zip(*run_ranks(6, work), strict=True)
     check_ranks((7, 5), first)

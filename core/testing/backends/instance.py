@@ -4,17 +4,20 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import os
 import re
-from contextlib import closing
+from contextlib import closing, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 from pydantic import ValidationError
 
-from penstock.core.abc import PluginConfig
+from penstock.core.abc import Backend, PluginConfig
 from penstock.core.errors import BlobExistsError, ConfigError, PenstockError
 from penstock.core.testing.backends.forks import ForkedProcess
-from penstock.core.testing.backends.page_cache import cached_part, file_of_size, goes_past_the_cache
 from penstock.core.testing.expectations import (
     MIB,
     NotTriedError,
@@ -28,23 +31,31 @@ from penstock.core.testing.expectations import (
     promise,
     read_all,
 )
+from penstock.core.testing.signatures import expect_signatures
 from penstock.core.testing.wrapper import WrapperBackend
 from penstock.core.types import WriteRequest
 
 if TYPE_CHECKING:
-    from penstock.core.abc import Backend, BlobWriter
+    from penstock.core.abc import BlobWriter
     from penstock.core.testing.expectations import BackendCheck, OpenRoot
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _SECRET = re.compile(r"(?i)pass(word|wd|phrase)?|secret|token|credential|(access|api|account)_?key")
 _HALF = 0.5  # of the pages: truncating a file may read its last page into the cache
 _ANY_SCHEME = "fsspec"  # serves every scheme that is no backend's name
+_PROBE_BYTES = 16 * mmap.PAGESIZE
 
 
 @promise
 def it_says_which_version_of_the_contract_it_is_for(open_root: OpenRoot) -> None:
     with closing(open_root("version")) as backend:
         expect_own_api_version(backend)
+
+
+@promise
+def its_methods_take_the_arguments_of_the_contract(open_root: OpenRoot) -> None:
+    with closing(open_root("signatures")) as backend:
+        expect_signatures(backend, Backend)
 
 
 @promise
@@ -211,6 +222,7 @@ def _crash_while_writing(open_root: OpenRoot, name: str) -> None:
 
 INSTANCE_CHECKS: tuple[BackendCheck, ...] = (
     it_says_which_version_of_the_contract_it_is_for,
+    its_methods_take_the_arguments_of_the_contract,
     its_url_shows_where_it_is_and_no_credentials,
     its_url_means_the_same_store,
     free_bytes_is_a_number_of_bytes_or_none,
@@ -218,3 +230,48 @@ INSTANCE_CHECKS: tuple[BackendCheck, ...] = (
     sweep_takes_nothing_that_has_a_name_or_is_young,
     what_a_crash_leaves_is_listed_and_can_be_deleted,
 )
+
+
+def file_of_size(backend: Backend, size_bytes: int) -> Path | None:
+    """Find a file of exactly that size below the folder that the URL of the backend names."""
+    root = Path(unquote(urlsplit(backend.url).path))
+    if not backend.capabilities.local or not root.is_dir():
+        return None
+    sized = (path for path in root.rglob("*") if path.is_file())
+    return next((path for path in sized if path.stat().st_size == size_bytes), None)
+
+
+def cached_part(file: Path) -> float | None:
+    """Return the part of a file in the page cache, 0 to 1; None if the kernel does not tell."""
+    with file.open("r+b") as opened, mmap.mmap(opened.fileno(), 0) as memory:
+        pages = -(-len(memory) // mmap.PAGESIZE)
+        found = (ctypes.c_ubyte * pages)()
+        anchor = ctypes.c_char.from_buffer(memory)
+        try:
+            look = ctypes.CDLL(None, use_errno=True).mincore
+            address = ctypes.c_void_p(ctypes.addressof(anchor))
+            failed = look(address, ctypes.c_size_t(len(memory)), found)
+        except (AttributeError, OSError):
+            return None
+        finally:
+            del anchor  # a mapping with an exported buffer cannot be closed
+        return None if failed else sum(flags & 1 for flags in found) / pages
+
+
+def goes_past_the_cache(folder: Path) -> bool:
+    """Return whether direct writes leave nothing in the cache: a tmpfs consists of cache."""
+    probe = folder / f"~direct-{os.getpid()}"
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_DIRECT", 0)
+    try:
+        fd = os.open(probe, flags, 0o600)
+        try:
+            with mmap.mmap(-1, _PROBE_BYTES) as page:
+                os.write(fd, page)
+        finally:
+            os.close(fd)
+        return cached_part(probe) == 0
+    except OSError:
+        return False
+    finally:
+        with suppress(OSError):
+            probe.unlink()

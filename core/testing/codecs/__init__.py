@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from penstock.core.abc import PluginConfig
+from penstock.core.abc import Codec, PluginConfig
 from penstock.core.testing.codecs.calls import (
     SIZES,
     bound_of,
@@ -47,9 +47,9 @@ from penstock.core.testing.codecs.surroundings import (
     check_threads,
 )
 from penstock.core.testing.expectations import expect_own_api_version, finding
+from penstock.core.testing.signatures import expect_signatures
 
 if TYPE_CHECKING:
-    from penstock.core.abc import Codec
     from penstock.core.testing.codecs.calls import CodecCheck
 
 __all__ = [
@@ -86,6 +86,7 @@ def check_declarations(codec: Codec) -> None:
     """Check that name, versions and the facts that core plans with are declared and valid."""
     assert codec.name, "a codec needs a name"
     expect_own_api_version(codec)
+    expect_signatures(codec, Codec)
     version: object = codec.version
     assert type(version) is int, f"version is {version!r}, no integer"
     assert version >= 1, "versions count from 1"

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.core.abc import Lines, MemoryKey, Node
+from penstock.core.abc import Lines, MemoryKey, Node, StateProvider
 from penstock.core.abc.provider import describes_together
 from penstock.core.testing.expectations import expect_own_api_version
+from penstock.core.testing.signatures import expect_signatures
 from penstock.core.testing.stored import read_piece, read_source, store
 from penstock.core.types import show_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from penstock.core.abc import ByteSource, StateProvider
+    from penstock.core.abc import ByteSource
     from penstock.core.testing.stored import Stored
     from penstock.core.tree.containers import Providers
     from penstock.core.types import ObjectPath
@@ -40,6 +41,7 @@ def declarations_are_sane(value: object, providers: Providers) -> None:
     if provider is None:
         return  # plain data: the provider of values takes it without claiming its type
     expect_own_api_version(provider)
+    expect_signatures(provider, StateProvider)
     assert provider.name, "a provider needs a name"
     assert provider.version >= 1, "versions count from 1"
     assert isinstance(provider.forms, tuple), "forms is a tuple of names"

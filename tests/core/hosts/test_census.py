@@ -6,11 +6,11 @@ from base64 import b64encode
 import pytest
 
 from penstock.core.concurrency.watchdog import Deadline
-from penstock.core.coordination.memory import MemoryBoard, MemoryCoordination
 from penstock.core.errors import FormatError
 from penstock.core.format.zstd import compress
 from penstock.core.hosts.census import ranks_by_host
 from penstock.core.ranks.group import RankGroup
+from penstock.core.testing.memory_coordination import MemoryBoard, MemoryCoordination
 
 
 def ask(hosts, *, limit_s=60.0, absent=(), board=None, ended=lambda: False):

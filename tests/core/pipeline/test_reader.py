@@ -313,7 +313,7 @@ def test_every_frame_arrives_however_little_scratch_there_is(store, workers):
         sinks.append((sink, data))
     assert not loader.run(jobs).damaged
     assert all(sink.data == data for sink, data in sinks)
-    assert loader._idle[0].used_bytes == 0
+    assert loader._idle[0]._used == 0
 
 
 class Together(ZstdCodec):

@@ -10,18 +10,16 @@ import pytest
 import torch.distributed as dist
 from tests import interpreters
 
-from penstock.backends.memory import MemoryBackend, MemoryConfig
 from penstock.core.catalog.commit_table import Commit, Event
-from penstock.core.coordination.memory import MemoryBoard, MemoryCoordination
-from penstock.core.coordination.records import RecordCoordination
-from penstock.core.coordination.torch_store import TorchCoordination
 from penstock.core.errors import CoordinationError
 from penstock.core.ranks.conductor import Conductor
+from penstock.core.ranks.torch_store import TorchCoordination
 from penstock.core.rounds.posts import Result
 from penstock.core.rounds.restore import RestoreRound
 from penstock.core.rounds.round import RankPlace
 from penstock.core.rounds.save import SaveRound
 from penstock.core.rounds.table import Phase, Step
+from penstock.core.testing.memory_coordination import MemoryBoard, MemoryCoordination
 
 WORLD = 4
 PATIENCE_S = 60.0
@@ -31,9 +29,6 @@ def members_of(kind):
     if kind == "memory":
         board = MemoryBoard()
         return lambda: MemoryCoordination(board)
-    if kind == "records":
-        backend = MemoryBackend(MemoryConfig())
-        return lambda: RecordCoordination(backend, "ranks/job")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     return lambda: TorchCoordination(store, prefix="job")
 
@@ -90,7 +85,7 @@ def restore_round(member):
     return RestoreRound(member, 0, timeout_s=30.0)
 
 
-@pytest.mark.parametrize("kind", ["memory", "records", "tcp"])
+@pytest.mark.parametrize("kind", ["memory", "tcp"])
 def test_all_ranks_commit_together(kind):
     ends, rounds, published = go_through(members_of(kind), save_round)
     assert ends == dict.fromkeys(range(WORLD), Step.DONE)
@@ -100,7 +95,7 @@ def test_all_ranks_commit_together(kind):
     assert max(r.posts for r in rounds.values()) <= 6
 
 
-@pytest.mark.parametrize("kind", ["memory", "records", "tcp"])
+@pytest.mark.parametrize("kind", ["memory", "tcp"])
 @pytest.mark.parametrize("make_round", [save_round, restore_round])
 def test_one_rank_that_fails_ends_it_for_all_by_name(kind, make_round):
     ends, rounds, published = go_through(members_of(kind), make_round, broken=2)
@@ -160,7 +155,7 @@ from penstock.core.ranks.conductor import Conductor
 from penstock.core.rounds.round import RankPlace
 from penstock.core.rounds.save import SaveRound
 from penstock.core.rounds.table import Step
-from penstock.core.coordination.torch_store import TorchCoordination
+from penstock.core.ranks.torch_store import TorchCoordination
 
 rank, port, timeout_s = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 store = dist.TCPStore("127.0.0.1", port, is_master=False)

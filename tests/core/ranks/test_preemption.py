@@ -9,8 +9,8 @@ from tests.integration.ranks.saving import Job
 from tests.integration.support import memory
 
 from penstock import ConfigError, Preemption
-from penstock.core.coordination.memory import MemoryCoordination
 from penstock.core.ranks.preemption import AgreedStop
+from penstock.core.testing.memory_coordination import MemoryCoordination
 from penstock.core.testing.timing import FAST, timing_in_force
 
 PATIENCE_S = 300.0

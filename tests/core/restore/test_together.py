@@ -13,7 +13,6 @@ from tests.integration.support import Run, place_of
 
 from penstock.core.concurrency.workers import Workers
 from penstock.core.config.model import load_config
-from penstock.core.coordination.memory import MemoryBoard, MemoryCoordination
 from penstock.core.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -30,6 +29,7 @@ from penstock.core.reader import Reader
 from penstock.core.reporting.events import EventStream
 from penstock.core.storage.open import open_backend
 from penstock.core.storage.time_limited import TimeLimitedBackend
+from penstock.core.testing.memory_coordination import MemoryBoard, MemoryCoordination
 
 WORLD = 3
 PATIENCE_S = 30.0

@@ -303,7 +303,7 @@ def test_small_object_whose_memory_was_freed_fails_the_save_by_name():
     run = Run(*((source, NOW) for source in sources))
     with pytest.raises(TornSnapshotError, match=r"^g/5 changed"):
         run.capture.take_now()
-    assert run.staging.used_bytes == 0
+    assert run.staging._used == 0
 
 
 # -- straight --------------------------------------------------------------------------------------
@@ -608,7 +608,7 @@ def test_cancel_ends_every_wait(error, waits_for):
     assert raised is error or raised.__cause__ is error
     run.give_back()
     run.capture.close()
-    assert run.staging.used_bytes == 0
+    assert run.staging._used == 0
 
 
 def test_cancel_opens_the_fence():
@@ -623,11 +623,11 @@ def test_close_gives_back_what_device_copies_hold_once_they_have_landed():
     device = Device(3 * CHUNK)
     run = Run((device, DEFERRED))
     run.capture.take_now()
-    assert run.staging.used_bytes
+    assert run.staging._used
     run.capture.cancel(SaveAbortedError("given up"))
     run.capture.close()
     assert all(copy.landed for copy in device.copies)
-    assert run.staging.used_bytes == 0
+    assert run.staging._used == 0
 
 
 @pytest.mark.parametrize("when", [NOW, DEFERRED])
@@ -639,7 +639,7 @@ def test_a_source_that_fails_leaves_no_staging_behind(when):
         run.capture.take_now() if when is NOW else run.capture.take_deferred()
     run.give_back()
     run.capture.close()
-    assert run.staging.used_bytes == 0
+    assert run.staging._used == 0
 
 
 class Lent(Host):
@@ -704,7 +704,7 @@ def test_memory_of_a_slab_goes_back_only_when_copies_under_way_have_landed():
     with pytest.raises(ZeroDivisionError):
         run.capture.take_now()
     assert device.copies[0].landed
-    assert run.staging.used_bytes == 0
+    assert run.staging._used == 0
 
 
 # -- derived objects -------------------------------------------------------------------------------
@@ -772,7 +772,7 @@ def test_each_chunk_of_a_derived_object_is_handed_on_without_bytes():
     assert len(without) * 2 == len(run.captured)
     assert all(c.view.nbytes == 0 and c.block is None for c in without)
     run.give_back()
-    assert run.staging.used_bytes == 0
+    assert run.staging._used == 0
 
 
 def test_an_object_that_is_none_of_its_masters_rounded_is_captured():
@@ -815,5 +815,5 @@ def test_copy_that_cannot_be_waited_for_keeps_only_its_own_memory(caplog):
         run.capture.take_now()
     run.capture.close()
     assert other.copies[0].landed
-    assert run.staging.used_bytes == CHUNK + PAGE_BYTES  # chunks begin within a page
+    assert run.staging._used == CHUNK + PAGE_BYTES  # chunks begin within a page
     assert "cannot be waited for: ZeroDivisionError()" in caplog.text

@@ -59,6 +59,7 @@ from penstock.core.testing.backends.instance import (
     direct_io_leaves_the_page_cache_alone,
     free_bytes_is_a_number_of_bytes_or_none,
     it_says_which_version_of_the_contract_it_is_for,
+    its_methods_take_the_arguments_of_the_contract,
     its_url_means_the_same_store,
     its_url_shows_where_it_is_and_no_credentials,
     sweep_takes_nothing_that_has_a_name_or_is_young,
@@ -746,6 +747,12 @@ class InheritsItsVersion(WrapperBackend):
 @caught_by(it_says_which_version_of_the_contract_it_is_for)
 class OtherVersion(Good):
     api_version = 2
+
+
+@caught_by(its_methods_take_the_arguments_of_the_contract)
+class TakesNoPrefix(Good):
+    def list(self):
+        return self.inner.list("")
 
 
 # -- other processes ----------------------------------------------------------------------------

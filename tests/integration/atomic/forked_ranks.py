@@ -19,8 +19,8 @@ from penstock import (
     RankError,
     Shard,
 )
-from penstock.core.coordination.torch_store import TorchCoordination
 from penstock.core.ranks.group import RankGroup
+from penstock.core.ranks.torch_store import TorchCoordination
 
 RANK_TIMEOUT_S = 3.0
 OPTIONS = {

@@ -18,7 +18,7 @@ from penstock.core.restore.manifest_reader import ManifestReader
 from penstock.core.testing.faults import FaultyBackend
 from penstock.core.tree.containers import make_tuple
 from penstock.core.types import collide, loaded_class
-from penstock.providers.tensor.context import decode_context
+from penstock.providers.tensor.parts import decode_context
 from penstock.providers.values.decode import decode_value
 
 PRIME = (1 << 61) - 1  # Python hashes integers modulo this

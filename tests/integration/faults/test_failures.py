@@ -98,7 +98,7 @@ def errors_logged(caplog):
 
 
 def assert_nothing_is_held(ckpt):
-    assert ckpt._saver.staging.used_bytes == 0
+    assert ckpt._saver.staging._used == 0
 
 
 @pytest.fixture

@@ -155,7 +155,7 @@ def a_checkpointer_of_its_own(bench, number):
     with Checkpointer(bench.url, **OPTIONS, staging_bytes=0) as ckpt:
         ckpt.save(bench.state, bench.next(), mode="async")
         ckpt.wait()
-        assert ckpt._saver.staging.used_bytes == 0
+        assert ckpt._saver.staging._used == 0
         assert same(ckpt.load(), bench.state)
         ckpt.delete(bench.step)
 
@@ -202,7 +202,7 @@ def resources(bench):
         "shm maps": sum("/dev/shm/" in one and "/torch_" not in one for one in maps),
         "data": entries(bench.run.root / "data"),
         "commits": entries(bench.run.root / "commits"),
-        "staging used": bench.ckpt._saver.staging.used_bytes,
+        "staging used": bench.ckpt._saver.staging._used,
         "staging": bench.ckpt._saver.staging.allocated_bytes,
         "threads": len(penstock_threads()),
         "rss": pages * os.sysconf("SC_PAGE_SIZE"),

@@ -22,9 +22,9 @@ from tests.integration.ranks.saving import Job
 from tests.integration.support import FlyingClock
 
 from penstock import RankError
-from penstock.core.coordination.memory import MemoryCoordination
 from penstock.core.testing.faults import EFFECTS, CrashAt, SimulatedCrashError
 from penstock.core.testing.latency import LatencyBackend
+from penstock.core.testing.memory_coordination import MemoryCoordination
 from penstock.core.testing.powercut import Disk, PowerCut
 
 WORLD = 2

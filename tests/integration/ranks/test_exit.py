@@ -9,8 +9,8 @@ from tests.integration.ranks.slow_link import SlowLink
 from tests.integration.ranks.test_processes import JOIN, end
 from tests.integration.support import start_python
 
-from penstock.core.coordination.torch_store import TorchCoordination
 from penstock.core.errors import CoordinationError
+from penstock.core.ranks.torch_store import TorchCoordination
 
 SAVE = """
 def ours():

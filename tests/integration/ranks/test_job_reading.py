@@ -31,11 +31,11 @@ from tests.integration.ranks.wire import Wire
 from tests.integration.support import TINY, memory
 
 from penstock import Checkpointer, DamagedError, RankError
-from penstock.core.coordination.memory import MemoryCoordination
 from penstock.core.errors import StorageError
 from penstock.core.hosts import reading
 from penstock.core.pipeline.reader import Loader
 from penstock.core.testing.faults import Fault, FaultyBackend
+from penstock.core.testing.memory_coordination import MemoryCoordination
 
 PAIRS = "node{}".format  # each rank on a host of its own
 

@@ -23,7 +23,6 @@ from torch.distributed.tensor import Shard as Split
 from penstock import Checkpointer, Shard
 from penstock.codecs.zstd import ZstdCodec
 from penstock.core.abc.delegating import DelegatingBackend
-from penstock.core.coordination.memory import MemoryCoordination
 from penstock.core.errors import (
     PenstockError,
     RankError,
@@ -38,6 +37,7 @@ from penstock.core.errors import (
 from penstock.core.plugins.registry import GROUPS, Registry
 from penstock.core.rounds.posts import go_key
 from penstock.core.testing.faults import Fault, FaultyBackend
+from penstock.core.testing.memory_coordination import MemoryCoordination
 from penstock.providers.tensor.memory import TensorSource
 from penstock.providers.tensor.provider import TensorProvider
 

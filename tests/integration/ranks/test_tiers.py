@@ -27,10 +27,10 @@ from penstock import (
 )
 from penstock.backends.tiered import TieredBackend, TieredConfig
 from penstock.core.catalog.catalog import Catalog
-from penstock.core.coordination.memory import MemoryCoordination
 from penstock.core.errors import SaveError, StorageFullError
 from penstock.core.rounds.posts import Verdict, encode_verdict, end_key
 from penstock.core.testing.faults import Fault, FaultyBackend
+from penstock.core.testing.memory_coordination import MemoryCoordination
 from penstock.core.testing.timing import FAST
 from penstock.core.testing.wrapper import WrapperBackend
 

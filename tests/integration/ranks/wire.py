@@ -5,7 +5,7 @@ import socket
 import threading
 from contextlib import suppress
 
-from penstock.core.coordination.memory import MemoryCoordination
+from penstock.core.testing.memory_coordination import MemoryCoordination
 
 
 class Wire:

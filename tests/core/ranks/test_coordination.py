@@ -9,18 +9,13 @@ import pytest
 import torch.distributed as dist
 from tests.integration.ranks.slow_link import SlowLink
 
-from penstock.backends.memory import MemoryBackend, MemoryConfig
-from penstock.backends.posix import PosixBackend
 from penstock.core.abc import COORDINATION_VALUE_BYTES
 from penstock.core.concurrency.watchdog import Deadline
-from penstock.core.coordination.memory import MemoryBoard, MemoryCoordination
-from penstock.core.coordination.records import RecordCoordination
-from penstock.core.coordination.torch_store import TorchCoordination, job_prefix
-from penstock.core.errors import CapabilityError, ConfigError, CoordinationError, StorageError
+from penstock.core.errors import ConfigError, CoordinationError
+from penstock.core.ranks.torch_store import TorchCoordination, job_prefix
 from penstock.core.testing import coordination as suite
 from penstock.core.testing.coordination import COORDINATION_CHECKS, check_coordination
-from penstock.core.testing.wrapper import WrapperBackend
-from penstock.core.types import Capabilities
+from penstock.core.testing.memory_coordination import MemoryBoard, MemoryCoordination
 
 NUMBERS = itertools.count()
 
@@ -35,31 +30,20 @@ def on_boards():
     return lambda job, rank: MemoryCoordination(boards.setdefault(job, MemoryBoard()))
 
 
-def on_records(backend):
-    return lambda job, rank: RecordCoordination(backend, f"ranks/{job}")
-
-
 def on_store(store):
     number = next(NUMBERS)
     return lambda job, rank: TorchCoordination(store, prefix=f"{number}/{job}")
 
 
-@pytest.fixture(params=["memory", "records in memory", "records in files", "tcp", "hash", "file"])
+@pytest.fixture(params=["memory", "tcp", "hash", "file"])
 def open_member(request, tmp_path):
     if request.param == "memory":
-        yield on_boards()
-    elif request.param == "records in memory":
-        yield on_records(MemoryBackend(MemoryConfig()))
-    elif request.param == "records in files":
-        with_files = PosixBackend(PosixBackend.Config(path=str(tmp_path)))
-        yield on_records(with_files)
-        with_files.close()
-    elif request.param == "tcp":
-        yield on_store(request.getfixturevalue("tcp_store"))
-    elif request.param == "file":
-        yield on_store(dist.FileStore(str(tmp_path / "store"), 1))
-    else:
-        yield on_store(dist.HashStore())
+        return on_boards()
+    if request.param == "tcp":
+        return on_store(request.getfixturevalue("tcp_store"))
+    if request.param == "file":
+        return on_store(dist.FileStore(str(tmp_path / "store"), 1))
+    return on_store(dist.HashStore())
 
 
 def test_coordination_conforms(open_member):
@@ -135,56 +119,6 @@ def test_the_suite_notices(broken):
     boards = {}
     with pytest.raises(AssertionError, match=r"\w"):
         check_coordination(lambda job, rank: broken(boards.setdefault(job, MemoryBoard())))
-
-
-# -- records ---------------------------------------------------------------------------------------
-
-
-class Undecided(WrapperBackend):
-    @property
-    def capabilities(self):
-        return Capabilities(exclusive_publish=False)
-
-
-class Hanging(WrapperBackend):
-    def __init__(self, inner):
-        super().__init__(inner)
-        self.answer = threading.Event()
-
-    def publish(self, name, data, *, exclusive=False):
-        self.answer.wait(30)
-        self.inner.publish(name, data, exclusive=exclusive)
-
-
-class Answerless(WrapperBackend):
-    def publish(self, name, data, *, exclusive=False):
-        self.inner.publish(name, data, exclusive=exclusive)
-        raise StorageError("no answer")
-
-
-def test_records_need_a_store_that_decides():
-    with pytest.raises(CapabilityError, match=r"torch\.distributed"):
-        RecordCoordination(Undecided(MemoryBackend(MemoryConfig())), "ranks/job")
-
-
-def test_a_store_that_hangs_is_left_behind_after_the_time_of_a_call():
-    backend = Hanging(MemoryBackend(MemoryConfig()))
-    with RecordCoordination(backend, "ranks/job", call_s=1.0) as member:
-        with pytest.raises(CoordinationError, match="did not answer in 1 s"):
-            member.decide("end", b"commit")
-        assert member.read(["end"]) == [None]
-        backend.answer.set()
-
-
-def test_a_decision_whose_answer_was_lost_is_learned_by_asking_again():
-    backend = MemoryBackend(MemoryConfig())
-    with (
-        RecordCoordination(Answerless(backend), "ranks/job") as member,
-        pytest.raises(CoordinationError, match="no answer"),
-    ):
-        member.decide("end", b"commit")
-    with RecordCoordination(backend, "ranks/job") as member:
-        assert member.decide("end", b"abort") == b"commit"
 
 
 # -- the store of torch ----------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Coordination within one process, for threads that are ranks, and for simulations."""
+"""Coordination within one process, for tests whose ranks are threads, and for simulations."""
 
 from __future__ import annotations
 

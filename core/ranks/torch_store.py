@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
+import time
 from collections import defaultdict
 from concurrent.futures import wait
 from importlib import import_module
@@ -23,7 +24,6 @@ from penstock.core.abc import (
 )
 from penstock.core.concurrency.pool import Pool
 from penstock.core.concurrency.watchdog import Deadline
-from penstock.core.coordination.polling import wait_by_reading
 from penstock.core.errors import ConfigError, CoordinationError
 
 if TYPE_CHECKING:
@@ -156,9 +156,14 @@ class TorchCoordination(Coordination):
         Not by the store's own `wait`: the client could not do anything else meanwhile, and each
         time-out prints a warning of the C++ library.
         """
-        return wait_by_reading(
-            self, key, timeout_s, first_s=_FIRST_POLL_S, growth=1.5, most_s=self._most_poll_s
-        )
+        deadline = Deadline(timeout_s)
+        pause_s = _FIRST_POLL_S
+        while self.read([key])[0] is None:
+            if deadline.is_over():
+                return False
+            time.sleep(min(pause_s, deadline.left_s()))
+            pause_s = min(1.5 * pause_s, self._most_poll_s)
+        return True
 
     def close(self) -> None:
         """Close as the contract says; a call that hangs for the call time-out is left behind.
@@ -226,10 +231,12 @@ def _distributed() -> Any:
     try:
         module = import_module("torch.distributed")
     except ImportError as error:
-        msg = "torch cannot be imported: agree by records of the root instead"
+        msg = "several ranks agree by the store of torch.distributed, and torch cannot be imported"
         raise ConfigError(msg) from error
     if not module.is_available():
-        msg = "this torch has no torch.distributed: agree by records of the root instead"
+        msg = (
+            "several ranks agree by the store of torch.distributed, which this torch does not have"
+        )
         raise ConfigError(msg)
     return module
 

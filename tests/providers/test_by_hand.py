@@ -3,8 +3,8 @@
 import torch
 
 from penstock.core.abc import PendingCopy
+from penstock.providers.tensor.by_hand import PiecesSource
 from penstock.providers.tensor.memory import TensorSource
-from penstock.providers.tensor.pieces import PiecesSource
 
 
 def made():
