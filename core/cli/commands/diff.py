@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from penstock.core.catalog.catalog import Catalog
+from penstock.core.cli.app import Exclude, Include, Json, backend_of, command, exits, step_or_latest
 from penstock.core.cli.output.render import (
     Column,
     number_text,
@@ -53,49 +56,71 @@ _NORM_COLUMNS = (
 _WORDS = {"only_a": "only in A", "only_b": "only in B"}
 
 
-@dataclass(frozen=True, slots=True)
-class Where:
-    """The two checkpoints to compare.
-
-    Attributes:
-        url_a: The run of A.
-        url_b: The run of B; None takes the run of A.
-        step_a: The step of A; None takes the latest, or in one run the step before B's.
-        step_b: The step of B; None takes the latest.
-    """
-
-    url_a: str
-    url_b: str | None
-    step_a: int | None
-    step_b: int | None
-
-
-def run(
-    where: Where,
+@command(
+    "diff",
+    epilog="""\b
+Examples:
+  penstock diff runs/gpt              the two newest
+  penstock diff runs/gpt --step-a 100 --step-b 200
+  penstock diff runs/gpt /backup/gpt --include model
+  penstock diff runs/gpt --norms --json |
+    jq '.changes[] | select(.norms)'
+""",
+)
+def diff(
+    url_a: Annotated[
+        str,
+        typer.Argument(metavar="A", help="Root of a run: a path, a URL, or a configuration file."),
+    ],
+    url_b: Annotated[
+        str | None,
+        typer.Argument(metavar="B", help="Root of another run.", show_default="the same run"),
+    ] = None,
     *,
-    include: Sequence[str] | None,
-    exclude: Sequence[str] | None,
-    norms: bool,
-    as_json: bool,
+    step_a: Annotated[
+        int | None,
+        typer.Option(
+            "--step-a",
+            metavar="STEP",
+            parser=step_or_latest,
+            help="Which checkpoint of A.",
+            show_default="latest; of one run, the one before B's",
+        ),
+    ] = None,
+    step_b: Annotated[
+        int | None,
+        typer.Option(
+            "--step-b",
+            metavar="STEP",
+            parser=step_or_latest,
+            help="Which checkpoint of B.",
+            show_default="latest",
+        ),
+    ] = None,
+    include: Include = None,
+    exclude: Exclude = None,
+    norms: Annotated[
+        bool,
+        typer.Option("--norms", help="Read tensors that differ, and say how far they are apart."),
+    ] = False,
+    as_json: Json = False,
 ) -> bool:
-    """Compare two checkpoints, and print what differs.
+    """Say what differs between two checkpoints, of one run or of two.
 
-    Returns:
-        Whether nothing differs.
-
-    Raises:
-        PenstockError: A checkpoint does not exist or cannot be read, or a pattern matches nothing.
+    Objects that only one of them has; kinds, dtypes and shapes; bytes, by their stored checksums
+    where these tell, else by reading both; values, kinds of containers, metadata. Exits with 0
+    if nothing differs, 1 if something does, 2 if it went wrong.
     """
+    exits.trouble = 2  # as diff(1): 1 says that they differ
     with ExitStack() as stack:
-        a = stack.enter_context(closing(open_backend(where.url_a, must_exist=True)))
+        a = stack.enter_context(closing(open_backend(backend_of(url_a), must_exist=True)))
         b = a
-        if where.url_b is not None:
-            b = stack.enter_context(closing(open_backend(where.url_b, must_exist=True)))
+        if url_b is not None:
+            b = stack.enter_context(closing(open_backend(backend_of(url_b), must_exist=True)))
         workers = stack.enter_context(closing(Workers(min(4, os.cpu_count() or 1))))
-        step_b = Catalog(b).require_latest() if where.step_b is None else where.step_b
-        step_a = where.step_a
+        step_b = Catalog(b).require_latest() if step_b is None else step_b
         if step_a is None:
-            step_a = _before(a, step_b) if where.url_b is None else Catalog(a).require_latest()
+            step_a = _before(a, step_b) if url_b is None else Catalog(a).require_latest()
         sides = [
             Checkpoint.open(backend, step, loader=Loader(backend, workers))
             for backend, step in ((a, step_a), (b, step_b))

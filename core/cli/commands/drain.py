@@ -9,10 +9,12 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
 
 from penstock.core.catalog.prune import GRACE_S
-from penstock.core.cli.app import debugging
+from penstock.core.cli.app import Json, Url, command, debugging
 from penstock.core.cli.output.render import print_json, print_line, visible
 from penstock.core.cli.output.runs_on_disk import tiers_quiet
 from penstock.core.concurrency.timing import current_timing
@@ -97,22 +99,42 @@ class CommandDeadline(Deadline):
         return call_with_deadline("ask", call, left, late, timing=timing, patience_s=0.0)
 
 
-def run(url: str, *, timeout_s: float | None, as_json: bool) -> bool:
-    """Copy to slower tiers the checkpoints that wait for it, and print the result.
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not seconds >= 0:  # `not >=` also refuses `nan`
+        msg = f"{text!r} is no time: give seconds, such as 90 or 0.5"
+        raise typer.BadParameter(msg)
+    return seconds
 
-    Args:
-        url: The URL of the run.
-        timeout_s: The most seconds to take, also where a tier hangs: its call is left behind.
-        as_json: Whether to print one JSON document.
 
-    Returns:
-        Whether every tier answered and nothing is left to copy.
+@command(
+    "drain",
+    epilog="""\b
+Examples:
+  penstock drain penstock.toml
+  penstock drain \\
+    'tiered://?fast=/nvme/run&durable=/lustre/run'
+""",
+)
+def drain(
+    url: Url,
+    *,
+    timeout: Annotated[
+        float | None,
+        typer.Option("--timeout", metavar="SECONDS", parser=_seconds, help="Stop after this time."),
+    ] = None,
+    as_json: Json = False,
+) -> bool:
+    """Copy what saves have left in the fast tier of a run and what has yet to go to the next one.
 
-    Raises:
-        PenstockError: The run cannot be read.
+    A process that saves there does the same in the background; this is for when none will. While
+    one does, what it is just copying is left to it. Exits with 1 if something is still left.
     """
     with tiers_quiet(), closing(Workers(min(4, os.cpu_count() or 1))) as workers:
-        deadline = CommandDeadline(workers.timing, timeout_s)
+        deadline = CommandDeadline(workers.timing, timeout)
         backend = deadline.ask("opening the tiers", lambda: open_backend(url, must_exist=True))
         try:  # not `closing`: a tier that hangs would hang the command in its `close`
             if not backend.tiers:

@@ -9,12 +9,15 @@ import time
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.chains import borrowed_bytes, find_lenders, lent_by_deleted
 from penstock.core.catalog.notes import NotesOfRun
 from penstock.core.catalog.survey import find_unrecorded
+from penstock.core.cli.app import Json, Url, command, whole_number
 from penstock.core.cli.output.metrics import check_metrics, metric_text, usual_metrics
 from penstock.core.cli.output.render import (
     Cell,
@@ -65,23 +68,6 @@ _KEEP_USUAL, _KEEP_WANTED = 6, 9  # of columns of metrics; those that the user n
 
 
 @dataclass(frozen=True, slots=True)
-class ListOptions:
-    """The options of the output.
-
-    Attributes:
-        metadata: Whether to print all metadata of each checkpoint, not only what fits a line.
-        metrics: The keys of metadata that have a column; empty: the usual ones.
-        last: How many of the newest steps to print; None prints all.
-        as_json: Whether to print one JSON document.
-    """
-
-    metadata: bool = False
-    metrics: tuple[str, ...] = ()
-    last: int | None = None
-    as_json: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Listed:
     """One step of a run: its newest commit record, or the reason why that is unreadable.
 
@@ -102,13 +88,51 @@ class Listed:
     notes: Notes | None = None
 
 
-def run(url: str, how: ListOptions) -> None:
-    """Print the checkpoints of a run, ascending by step.
+def _last(text: str) -> int:
+    return whole_number(text, "number of checkpoints", 1)
 
-    Raises:
-        PenstockError: The run cannot be read; of a run in tiers, no tier can be read. Or no
-            checkpoint has a metric that has to have a column.
+
+@command(
+    "ls",
+    epilog="""\b
+Examples:
+  penstock ls runs/gpt
+  penstock ls runs/gpt --last 5 --metrics loss,eval.mmlu
+  penstock ls runs/gpt --metadata
+  penstock ls runs/gpt --json |
+    jq '.checkpoints[] | select(.state == "ok") | .step'
+""",
+)
+def ls(
+    url: Url,
+    *,
+    metadata: Annotated[
+        bool, typer.Option("--metadata", help="Print all of each checkpoint's metadata.")
+    ] = False,
+    metrics: Annotated[
+        str,
+        typer.Option(
+            "--metrics",
+            metavar="KEY,...",
+            help="Columns for these keys of metadata, `a.b` for one inside another.",
+            show_default="up to three that most checkpoints have",
+        ),
+    ] = "",
+    last: Annotated[
+        int | None,
+        typer.Option("--last", metavar="N", parser=_last, help="Only the N newest steps."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """List the checkpoints of a run: step, generation, age, sizes, ratio, state, metrics.
+
+    The state is `ok`, or `damaged` where the commit record cannot be read; what a checkpoint
+    holds is looked at by `penstock verify`. Reads one small record for each checkpoint.
+
+    STORED is the size of the blobs, including the gaps that direct I/O needs; RATIO is RAW over
+    STORED; `penstock show` counts what the objects themselves take.
     """
+    wanted = tuple(filter(None, metrics.split(",")))
     with tiers_quiet(), closing(open_backend(url, must_exist=True, light=True)) as backend:
         tiered, silent = bool(backend.tiers), dict[str, str]()
         listed = list_tiers(backend.tiers, silent) if tiered else list_run(backend)
@@ -116,12 +140,12 @@ def run(url: str, how: ListOptions) -> None:
         notes = NotesOfRun(answering if tiered else [backend])
         shown = [
             replace(one, notes=None if one.record is None else notes.read(one.record))
-            for one in listed[-how.last if how.last else 0 :]
+            for one in listed[-last if last else 0 :]
         ]
         waiting = _unrecorded(answering if tiered else [backend], listed)
         kept = kept_for_borrowers(backend, [one.record for one in listed if one.record is not None])
-        check_metrics(how.metrics, [one.notes.metadata for one in shown if one.notes])
-        if how.as_json:
+        check_metrics(wanted, [one.notes.metadata for one in shown if one.notes])
+        if as_json:
             found: dict[str, Any] = {"url": backend.url}
             found["checkpoints"] = [_as_json(one, tiered=tiered) for one in shown]
             found["unrecorded"] = waiting
@@ -137,13 +161,13 @@ def run(url: str, how: ListOptions) -> None:
             _print_runs_near(named_root(backend))
             return
     lenders = _lenders(listed)
-    _print_table(shown, lenders, how, tiered=tiered)
+    _print_table(shown, lenders, wanted, tiered=tiered)
     for one in shown:
         if one.error:
             print_line(f"step {one.step}: {visible(one.error)}", style="red")
     _print_unrecorded(waiting)
     _print_kept(kept, url)
-    if how.metadata:
+    if metadata:
         for one in shown:
             _print_metadata(one)
 
@@ -217,14 +241,14 @@ def _lenders(listed: Sequence[Listed]) -> Mapping[str, LendingSave]:
 def _print_table(
     listed: Sequence[Listed],
     lenders: Mapping[str, LendingSave],
-    how: ListOptions,
+    wanted: Sequence[str],
     *,
     tiered: bool,
 ) -> None:
     now_s = time.time()
     noted = [one.notes.metadata for one in listed if one.notes]
-    metrics = how.metrics or usual_metrics(noted)
-    keep = _KEEP_WANTED if how.metrics else _KEEP_USUAL
+    metrics = wanted or usual_metrics(noted)
+    keep = _KEEP_WANTED if wanted else _KEEP_USUAL
     columns = [
         *_COLUMNS,
         *(Column(visible(name), right=True, keep=keep) for name in metrics),
@@ -232,7 +256,7 @@ def _print_table(
     ]
     rows = [_as_row(one, metrics, now_s) for one in listed]
     # Beside metrics that the user has named, the rest of the metadata was not asked for.
-    if how.metrics or (metrics and not any(row[-1] for row in rows)):
+    if wanted or (metrics and not any(row[-1] for row in rows)):
         del columns[-1]
         for row in rows:
             del row[-1]

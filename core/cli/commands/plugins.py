@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Annotated
 
+import typer
+
+from penstock.core.cli.app import Json, command
 from penstock.core.cli.output.render import (
     Cell,
     Column,
@@ -25,18 +29,16 @@ _COLUMNS = (
 )
 
 
-def run(*, check: bool, as_json: bool) -> bool:
-    """Print the installed plugins.
-
-    Args:
-        check: Import and validate each plugin, and construct each that needs no options. This
-            takes as long as the plugins' imports do (torch, for one). Without it only the
-            existence of the module is checked.
-        as_json: Whether to print one JSON document.
-
-    Returns:
-        Whether no check found an error.
-    """
+@command("plugins")
+def plugins(
+    *,
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="Import and try each; exits with 1 if one is broken."),
+    ] = False,
+    as_json: Json = False,
+) -> bool:
+    """List the installed providers, codecs and backends, and why one cannot be used."""
     found = default_registry().listing(load=check)
     if as_json:
         print_json({"plugins": [asdict(info) for info in found]})

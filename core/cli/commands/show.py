@@ -6,10 +6,23 @@ import sys
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.notes import NotesOfRun
+from penstock.core.cli.app import (
+    AsGiven,
+    Exclude,
+    Include,
+    Json,
+    Step,
+    backend_of,
+    command,
+    is_configuration,
+    whole_number,
+)
 from penstock.core.cli.commands.ls import record_json
 from penstock.core.cli.output.chain import chain_of, depth_of, print_chain
 from penstock.core.cli.output.render import (
@@ -76,34 +89,6 @@ _STATS_COLUMNS = (
 
 
 @dataclass(frozen=True, slots=True)
-class ShowOptions:
-    """The options of the output.
-
-    Attributes:
-        tree: Whether to print an indented tree with sums; None does in a terminal only.
-        depth: The levels of the tree to print; None prints all.
-        stats: Whether to read tensors and print statistics of their values.
-        as_json: Whether to print one JSON document.
-        by: What to group the objects by, one of `GROUPINGS`; None prints each object.
-        rules: For `by="rule"`, the configuration file with the rules.
-    """
-
-    tree: bool | None = None
-    depth: int | None = None
-    stats: bool = False
-    as_json: bool = False
-    by: str | None = None
-    rules: str = ""
-
-    @property
-    def as_tree(self) -> bool:
-        """Whether the output is a tree, given the options and where standard output goes."""
-        if self.tree is None:
-            return self.depth is not None or sys.stdout.isatty()
-        return self.tree
-
-
-@dataclass(frozen=True, slots=True)
 class Shown:
     """One object and how it is stored.
 
@@ -140,23 +125,72 @@ class Shown:
         return "" if self.record.derived is None else "derived"
 
 
-def run(
-    url: str,
-    *,
-    step: int | None,
-    include: Sequence[str] | None,
-    exclude: Sequence[str] | None,
-    how: ShowOptions,
-) -> None:
-    """Print the selected objects of one checkpoint in tree order, or sums over groups of them.
+def _depth(text: str) -> int:
+    return whole_number(text, "depth", 1)
 
-    Raises:
-        PenstockError: The checkpoint does not exist or is damaged, a pattern matches nothing, or
-            the configuration with the rules cannot be read.
+
+@command(
+    "show",
+    epilog="""\b
+Examples:
+  penstock show runs/gpt --depth 1
+  penstock show runs/gpt --step 300
+  penstock show runs/gpt --include 'model/*.bias'
+  penstock show runs/gpt --by codec
+  penstock show runs/gpt --include model --stats |
+    grep -v ' 0 *0$'
+""",
+)
+def show(  # noqa: PLR0913 - its options
+    url: AsGiven,
+    *,
+    step: Step = None,
+    include: Include = None,
+    exclude: Exclude = None,
+    stats: Annotated[
+        bool,
+        typer.Option(
+            "--stats", help="Read the selected tensors: min, max, mean, std, nan and inf of each."
+        ),
+    ] = False,
+    tree: Annotated[
+        bool | None,
+        typer.Option(
+            "--tree/--flat",
+            help="Indented, with sums; or one line with the whole path for each object.",
+            show_default="a tree in a terminal, flat in a pipe",
+        ),
+    ] = None,
+    depth: Annotated[
+        int | None,
+        typer.Option("--depth", metavar="N", parser=_depth, help="Fold the tree below N levels."),
+    ] = None,
+    by: Annotated[
+        str | None,
+        typer.Option(
+            "--by",
+            metavar="WHAT",
+            help="Sums instead of objects: by `codec`, `rule`, `role` or `dtype`.",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show the objects of one checkpoint: type, shape, bytes, ratio, codecs, role.
+
+    Reads the manifest only, unless --stats is given. A pattern is a path with `*` (within one
+    segment), `**` (any number), `?`, `[..]`; a bare prefix takes all that is below it.
+
+    STORED is what an object takes without the gaps between objects, RATIO is BYTES over STORED;
+    `penstock ls` counts the gaps, too. BORROWED is what it needs of the blobs of other checkpoints.
     """
+    if depth is not None and (tree is False or as_json):
+        msg = "--depth folds the tree; leave out --flat and --json"
+        raise typer.BadParameter(msg)
+    if by is not None:
+        _check_grouping(url, by, objects=tree is not None or depth is not None or stats)
     selection = Selection(include or None, exclude or None)
-    group_of = None if how.by is None else _grouping(how.by, how.rules)
-    with closing(open_backend(url, must_exist=True, light=not how.stats)) as backend:
+    group_of = None if by is None else _grouping(by, url)
+    with closing(open_backend(backend_of(url), must_exist=True, light=not stats)) as backend:
         if step is None:
             step = Catalog(backend).require_latest()
         checkpoint = Checkpoint.open(backend, step)
@@ -171,31 +205,45 @@ def run(
         chain = chain_of(backend, contents, chosen)
         classes = {class_of(one.record.role, one.record.spec.dtype) for one in chosen}
         choices = [choice for choice in contents.choices() if choice.objects in classes]
-        if how.stats:
+        if stats:
             shown = [replace(s, stats=tensor_stats(checkpoint, s.record)) for s in shown]
         notes = NotesOfRun.of(backend, contents.record).read(contents.record)
     record = contents.record
     sums = [] if group_of is None else sums_of(_as_sum(one, group_of(one)) for one in shown)
-    if how.as_json:
+    if as_json:
         found: dict[str, Any] = {
             "checkpoint": {"step": record.step, **record_json(record, notes)},
             "chain": [link.as_json() for link in chain],
             "choices": [asdict(choice) for choice in choices],
         }
-        if how.by is None:
-            found["objects"] = [_as_json(one, how) for one in shown]
+        if by is None:
+            found["objects"] = [_as_json(one, stats=stats) for one in shown]
         else:
-            found |= {"by": how.by, "groups": [asdict(one) for one in sums]}
+            found |= {"by": by, "groups": [asdict(one) for one in sums]}
         print_json(found)
         return
     _print_head(record, notes, chain)
-    if how.by is None:
-        _print_objects(shown, how)
+    if by is None:
+        as_tree = (depth is not None or sys.stdout.isatty()) if tree is None else tree
+        _print_objects(shown, tree=as_tree, depth=depth, stats=stats)
     else:
-        print_sums(how.by.upper(), sums)
+        print_sums(by.upper(), sums)
     _print_sum(record, shown)
     _print_rounding(shown)
     _print_choices(choices)
+
+
+def _check_grouping(url: str, by: str, *, objects: bool) -> None:
+    """Refuse groups that do not exist, and groups beside options of objects."""
+    msg = ""
+    if by not in GROUPINGS:
+        msg = f"--by: {by!r} is none of {', '.join(GROUPINGS)}"
+    elif objects:
+        msg = "--by prints no objects; leave out --tree, --flat, --depth and --stats"
+    elif by == "rule" and not is_configuration(url):
+        msg = "--by rule: a checkpoint stores no rules; give their configuration file as URL"
+    if msg:
+        raise typer.BadParameter(msg)
 
 
 def _grouping(by: str, rules: str) -> Callable[[Shown], str]:
@@ -249,24 +297,26 @@ def _print_head(record: CommitRecord, notes: Notes, chain: Sequence[Link]) -> No
     print_line("")
 
 
-def _print_objects(shown: list[Shown], how: ShowOptions) -> None:
+def _print_objects(shown: list[Shown], *, tree: bool, depth: int | None, stats: bool) -> None:
     columns = [
         *_COLUMNS,
         _BORROWED,
         _LINKS,
-        *(_STATS_COLUMNS if how.stats else ()),
+        *(_STATS_COLUMNS if stats else ()),
         *_ERROR_COLUMNS,
     ]
-    if how.as_tree:
-        tree = grown((one.record.path, one) for one in shown)
+    if tree:
+        root = grown((one.record.path, one) for one in shown)
         rows = [
-            _branch_row(row.branch, row.level, how) + [""] * len(_ERROR_COLUMNS)
+            _branch_row(row.branch, row.level, stats=stats) + [""] * len(_ERROR_COLUMNS)
             if row.item is None
-            else _as_row(row.item, "  " * row.level + visible(show_segment(row.segment)), how)
-            for row in rows_of(tree, how.depth)
+            else _as_row(
+                row.item, "  " * row.level + visible(show_segment(row.segment)), stats=stats
+            )
+            for row in rows_of(root, depth)
         ]
     else:
-        rows = [_as_row(one, visible(show_path(one.record.path)), how) for one in shown]
+        rows = [_as_row(one, visible(show_path(one.record.path)), stats=stats) for one in shown]
     if not any(one.record.errors is not None for one in shown):
         del columns[-len(_ERROR_COLUMNS) :]
         rows = [row[: len(columns)] for row in rows]
@@ -339,7 +389,7 @@ def _with_gaps(record: CommitRecord, shown: list[Shown]) -> str:
     return f"; its blobs take {size_text(record.bytes_stored)} ({ratio}), alignment gaps included"
 
 
-def _branch_row(branch: Branch[Shown], level: int, how: ShowOptions) -> list[str]:
+def _branch_row(branch: Branch[Shown], level: int, *, stats: bool) -> list[str]:
     below = list(branch.leaves())
     raw, stored = sum(s.nbytes for s in below), sum(s.bytes_stored for s in below)
     count = f"{len(below)} object{'' if len(below) == 1 else 's'}"
@@ -354,7 +404,7 @@ def _branch_row(branch: Branch[Shown], level: int, how: ShowOptions) -> list[str
         "",
         size_text(sum(s.bytes_borrowed for s in below)),
         str(max(s.links for s in below)),
-        *([""] * len(_STATS_COLUMNS) if how.stats else []),
+        *([""] * len(_STATS_COLUMNS) if stats else []),
     ]
 
 
@@ -366,7 +416,7 @@ def _codecs_of_all(below: Sequence[Shown]) -> str:
     return ", ".join([*names[:_CODECS_OF_A_CONTAINER], *([f"+{more}"] if more > 0 else [])])
 
 
-def _as_row(one: Shown, name: str, how: ShowOptions) -> list[str]:
+def _as_row(one: Shown, name: str, *, stats: bool) -> list[str]:
     record, tensor = one.record, one.record.kind is Kind.TENSOR
     if record.same_as is not None:
         name += f" = {visible(show_path(record.same_as))}"
@@ -383,7 +433,7 @@ def _as_row(one: Shown, name: str, how: ShowOptions) -> list[str]:
         record.role.value,
         size_text(one.bytes_borrowed),
         str(one.links),
-        *(_stats_cells(one.stats) if how.stats else []),
+        *(_stats_cells(one.stats) if stats else []),
         *_error_cells(record.errors),
     ]
 
@@ -401,7 +451,7 @@ def _stats_cells(stats: Stats | None) -> list[str]:
     return [*figures, str(stats.nan), str(stats.inf)]
 
 
-def _as_json(one: Shown, how: ShowOptions) -> dict[str, Any]:
+def _as_json(one: Shown, *, stats: bool) -> dict[str, Any]:
     record = one.record
     found = {
         "path": show_path(record.path),
@@ -423,6 +473,6 @@ def _as_json(one: Shown, how: ShowOptions) -> dict[str, Any]:
     if record.errors is not None:
         figures = asdict(record.errors).items()
         found["errors"] = {name: figure if isfinite(figure) else None for name, figure in figures}
-    if how.stats:
+    if stats:
         found["stats"] = None if one.stats is None else asdict(one.stats)
     return found

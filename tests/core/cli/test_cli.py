@@ -856,7 +856,7 @@ def test_error_that_nobody_expected_is_one_message_too(penstock, tmp_path):
     broken = (
         "import penstock.core.cli.commands.ls as ls\n"
         "def run(*_, **__): raise ZeroDivisionError('\x1b[31m')\n"
-        "ls.run = run"
+        "ls.open_backend = run"
     )
     done = penstock("ls", tmp_path, before=broken)
     assert done.returncode == 1

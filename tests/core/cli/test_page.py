@@ -10,7 +10,7 @@ import typer
 from tests.core.cli.command import caller
 
 import penstock
-from penstock.core.cli.main import app
+from penstock.core.cli.app import app, load_command
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "cli.md").read_text()
 SECTIONS = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
@@ -49,7 +49,7 @@ def keys(value, place=""):
 
 
 def commands():
-    return typer.main.get_command(app).commands
+    return {name: load_command(name) for name in typer.main.get_command(app).commands}
 
 
 def test_page_has_every_command_and_every_option():
