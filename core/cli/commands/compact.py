@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from contextlib import closing
 from dataclasses import asdict
@@ -13,6 +12,7 @@ import typer
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.cli.app import DryRun, Json, Url, command, step_of
 from penstock.core.cli.output.render import print_json, print_line, visible
+from penstock.core.concurrency.cores import default_workers
 from penstock.core.concurrency.workers import Workers
 from penstock.core.config.model import load_config
 from penstock.core.copy.compact import CompactedStep, Compactor
@@ -69,7 +69,7 @@ def compact(
         raise typer.BadParameter(msg)
     with (
         closing(open_backend(url, must_exist=True)) as backend,
-        closing(Workers(min(4, os.cpu_count() or 1))) as workers,
+        closing(Workers(default_workers())) as workers,
     ):
         registry = default_registry()
         inspector = Inspector(registry)

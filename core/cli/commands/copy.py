@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import tomllib
 from contextlib import closing
@@ -18,6 +17,7 @@ from penstock.core.catalog.survey import is_whole
 from penstock.core.cli.app import Exclude, Include, Json, backend_of, command, size_of
 from penstock.core.cli.output.render import print_json, print_line, visible
 from penstock.core.cli.output.runs_on_disk import same_place
+from penstock.core.concurrency.cores import default_workers
 from penstock.core.concurrency.workers import Workers
 from penstock.core.config.model import load_config
 from penstock.core.copy.checkpoint_copy import CheckpointCopy
@@ -229,7 +229,7 @@ def copy(  # noqa: PLR0913 - its options
     with (
         closing(open_backend(from_url, must_exist=True)) as source,
         closing(open_backend(to_url)) as target,
-        closing(Workers(min(4, os.cpu_count() or 1))) as workers,
+        closing(Workers(default_workers())) as workers,
     ):
         _check_two_runs(source, target, anew=encodes and overwrite)
         copier = _Copier(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated
@@ -19,6 +18,7 @@ from penstock.core.cli.output.render import (
     print_table,
     visible,
 )
+from penstock.core.concurrency.cores import default_workers
 from penstock.core.concurrency.workers import Workers
 from penstock.core.diff.diff import diff_checkpoints
 from penstock.core.errors import CheckpointNotFoundError
@@ -117,7 +117,7 @@ def diff(
         b = a
         if url_b is not None:
             b = stack.enter_context(closing(open_backend(backend_of(url_b), must_exist=True)))
-        workers = stack.enter_context(closing(Workers(min(4, os.cpu_count() or 1))))
+        workers = stack.enter_context(closing(Workers(default_workers())))
         step_b = Catalog(b).require_latest() if step_b is None else step_b
         if step_a is None:
             step_a = _before(a, step_b) if url_b is None else Catalog(a).require_latest()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -17,6 +16,7 @@ from penstock.core.catalog.prune import GRACE_S
 from penstock.core.cli.app import Json, Url, command, debugging
 from penstock.core.cli.output.render import print_json, print_line, visible
 from penstock.core.cli.output.runs_on_disk import tiers_quiet
+from penstock.core.concurrency.cores import default_workers
 from penstock.core.concurrency.timing import current_timing
 from penstock.core.concurrency.watchdog import Deadline, call_with_deadline
 from penstock.core.concurrency.workers import Workers
@@ -133,7 +133,7 @@ def drain(
     A process that saves there does the same in the background; this is for when none will. While
     one does, what it is just copying is left to it. Exits with 1 if something is still left.
     """
-    with tiers_quiet(), closing(Workers(min(4, os.cpu_count() or 1))) as workers:
+    with tiers_quiet(), closing(Workers(default_workers())) as workers:
         deadline = CommandDeadline(workers.timing, timeout)
         backend = deadline.ask("opening the tiers", lambda: open_backend(url, must_exist=True))
         try:  # not `closing`: a tier that hangs would hang the command in its `close`

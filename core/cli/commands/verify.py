@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import closing
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
@@ -14,6 +13,7 @@ from penstock.core.catalog.prune import GRACE_S
 from penstock.core.cli.app import Json, Step, Url, command
 from penstock.core.cli.output.damage import print_damage
 from penstock.core.cli.output.render import print_json, print_line, print_wrapped, visible
+from penstock.core.concurrency.cores import default_workers
 from penstock.core.concurrency.workers import Workers
 from penstock.core.errors import CheckpointNotFoundError, DamagedError
 from penstock.core.format.records import blob_uid
@@ -76,7 +76,7 @@ def verify(
     reports: list[VerifyReport] = []
     light = not (deep or repair)
     with closing(open_backend(url, must_exist=True, light=light)) as backend:
-        with closing(Workers(min(4, os.cpu_count() or 1))) as workers:
+        with closing(Workers(default_workers())) as workers:
             look = _Look(backend, workers, deep=deep, repair=repair)
             for number in _steps(backend, step, every=every):
                 bar = ProgressBar(f"step {number}", every_s=None, transient=True)
