@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, closing
-from dataclasses import asdict, replace
+from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -30,29 +31,23 @@ from penstock.core.tree.select import Selection
 from penstock.core.units import size_text
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from penstock.core.abc import Backend
     from penstock.core.diff.diff import Change, CheckpointDiff
-    from penstock.core.diff.norms import Norms
 
-_COLUMNS = (
-    Column("PATH", flexible=True, middle=True),
-    Column("DIFFERS"),
-    Column("A", keep=3, flexible=True),
-    Column("B", keep=2, flexible=True),
-)
-# Norms need the width: dtype and shape give way, so that paths stay long enough to be unique.
-_NORM_COLUMNS = (
-    *(replace(column, spare=column.keep > 0) for column in _COLUMNS),
-    Column("MAX", right=True, keep=9),
-    Column("L2", right=True, keep=7, spare=True),
-    Column("REL L2", right=True, keep=8),
-    Column("ELEMENTS", right=True, keep=10),
-    Column("OF", right=True, keep=6, spare=True),
-    Column("NAN", right=True, keep=5, spare=True),
-    Column("INF", right=True, keep=4, spare=True),
-)
+# With norms, which need the width, dtype and shape give way, so that paths stay long enough to be
+# unique.
+_NORMS = {
+    "max_abs": ("MAX", 9),
+    "l2": ("L2", 7),
+    "relative_l2": ("REL L2", 8),
+    "differing": ("ELEMENTS", 10),
+    "elements": ("OF", 6),
+    "nan": ("NAN", 5),
+    "inf": ("INF", 4),
+}
+_SPARE = {"L2", "OF", "NAN", "INF"}
 _WORDS = {"only_a": "only in A", "only_b": "only in B"}
 
 
@@ -137,7 +132,21 @@ def diff(
         lossy = [_lossy(side, selection) for side in sides]
         bar.close()  # before the output, so that both do not share a line of the terminal
         if as_json:
-            _print_json(sides, found, lossy, norms=norms)
+            named = [
+                {
+                    "url": s.backend.url,
+                    "step": s.step,
+                    "uid": s.contents.record.uid,
+                    "lossy": codecs,
+                }
+                for s, codecs in zip(sides, lossy, strict=True)
+            ]
+            figures = asdict(found)
+            changes = figures.pop("changes")
+            for change in () if norms else changes:
+                del change["norms"]
+            ends = {"a": named[0], "b": named[1], "same": found.same}
+            print_json({**ends, **figures, "changes": changes})
         else:
             _print(sides, found, lossy, norms=norms)
     return found.same
@@ -176,10 +185,7 @@ def _print(
         print_line(f"nothing differs in {found.compared} objects{read}", style="green")
         return
     print_line("")
-    print_table(
-        _NORM_COLUMNS if norms else _COLUMNS,
-        [_row(change, norms=norms) for change in found.changes],
-    )
+    print_table([*_columns(norms=norms)], found.changes)
     objects = [c for c in found.changes if c.what not in {"container", "metadata"}]
     alone = sum(c.what in {"only_a", "only_b"} for c in objects)
     print_line(
@@ -188,47 +194,15 @@ def _print(
     )
 
 
-def _row(change: Change, *, norms: bool) -> list[str]:
-    sides = [visible(text or "-") for text in (change.a, change.b)]
-    row = [visible(change.path) or "/", _WORDS.get(change.what, change.what), *sides]
-    return [*row, *_norm_cells(change.norms)] if norms else row
+def _columns(*, norms: bool) -> Iterator[Column[Change]]:
+    yield Column("PATH", lambda change: change.path or "/", flexible=True, middle=True)
+    yield Column("DIFFERS", lambda change: _WORDS.get(change.what, change.what))
+    yield Column("A", lambda change: change.a or "-", keep=3, flexible=True, spare=norms)
+    yield Column("B", lambda change: change.b or "-", keep=2, flexible=True, spare=norms)
+    for name, (title, keep) in _NORMS.items() if norms else ():
+        cell = partial(_norm_cell, name)
+        yield Column(title, cell, right=True, keep=keep, spare=title in _SPARE)
 
 
-def _norm_cells(norms: Norms | None) -> list[str]:
-    if norms is None:
-        return [""] * (len(_NORM_COLUMNS) - len(_COLUMNS))
-    figures = [number_text(n) for n in (norms.max_abs, norms.l2, norms.relative_l2)]
-    counts = [norms.differing, norms.elements, norms.nan, norms.inf]
-    return [*figures, *(number_text(n) for n in counts)]
-
-
-def _print_json(
-    sides: Sequence[Checkpoint],
-    found: CheckpointDiff,
-    lossy: Sequence[Sequence[str]],
-    *,
-    norms: bool,
-) -> None:
-    changes = [asdict(change) for change in found.changes]
-    for change in changes:
-        if not norms:
-            del change["norms"]
-    named = [
-        {
-            "url": side.backend.url,
-            "step": side.step,
-            "uid": side.contents.record.uid,
-            "lossy": list(codecs),
-        }
-        for side, codecs in zip(sides, lossy, strict=True)
-    ]
-    print_json(
-        {
-            "a": named[0],
-            "b": named[1],
-            "same": found.same,
-            "compared": found.compared,
-            "bytes_read": found.bytes_read,
-            "changes": changes,
-        }
-    )
+def _norm_cell(name: str, change: Change) -> str:
+    return "" if change.norms is None else number_text(getattr(change.norms, name))

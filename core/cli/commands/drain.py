@@ -148,7 +148,17 @@ def drain(
             with suppress(StorageTimeoutError):
                 deadline.ask("closing", backend.close, ending=True)
     if as_json:
-        _print_json(outcome)
+        print_json(
+            {
+                "url": outcome.url,
+                "found": outcome.found,
+                "left": [record.step for record in outcome.left],
+                "bytes": sum(record.bytes_stored for record in outcome.before),
+                "seconds": outcome.seconds,
+                "links": [asdict(state) for state in outcome.states],
+                "silent": dict(outcome.silent),
+            }
+        )
     else:
         _print(outcome)
     # A tier that does not answer, or an empty folder in its place, has no marks: "nothing is left"
@@ -256,20 +266,6 @@ def _watch(drains: Drains, total: int, deadline: CommandDeadline) -> None:
             bar(Progress(sum(state.bytes_moved for state in drains.states()), total, "copy"))
     finally:
         bar.close()
-
-
-def _print_json(outcome: DrainOutcome) -> None:
-    print_json(
-        {
-            "url": outcome.url,
-            "found": outcome.found,
-            "left": [record.step for record in outcome.left],
-            "bytes": sum(record.bytes_stored for record in outcome.before),
-            "seconds": outcome.seconds,
-            "links": [asdict(state) for state in outcome.states],
-            "silent": dict(outcome.silent),
-        }
-    )
 
 
 def _print(outcome: DrainOutcome) -> None:

@@ -18,11 +18,9 @@ from penstock.core.cli.prompt import ask
 from penstock.core.plugins.registry import default_registry
 from penstock.core.restore.inspector import Inspector
 from penstock.core.storage.open import open_backend
-from penstock.core.units import SECONDS, seconds_of, size_text
+from penstock.core.units import SECONDS, counted, seconds_of, size_text
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from penstock.core.abc import Backend
     from penstock.core.catalog.prune import PruneReport
 
@@ -100,7 +98,7 @@ def prune(
     if young and not report.refused:
         size = size_text(found["younger_bytes"])
         print_line(
-            f"left alone, since a save may be under way: {_counted(young, 'attempt')} younger "
+            f"left alone, since a save may be under way: {counted(len(young), 'attempt')} younger "
             f"than {_time_text(grace_s)} ({size})"
         )
     return not report.refused
@@ -112,7 +110,7 @@ def _ask(
     if not report.uids:
         return
     if everything:
-        attempts = _counted(report.uids, "attempt")
+        attempts = counted(len(report.uids), "attempt")
         question = (
             f"The data of {attempts} goes, although commit records may be still to come if the run "
             f"was copied. Prune {visible(backend.url)}"
@@ -139,7 +137,7 @@ def _print(report: PruneReport, superseded_bytes: int, grace_s: float) -> None:
     if report.unrecorded:
         print_line(
             f"left alone, since only the commit record is missing, which may be still to come: "
-            f"{_counted(report.unrecorded, 'attempt')}; a later checkpoint, or --all, ends that"
+            f"{counted(len(report.unrecorded), 'attempt')}; a later checkpoint, or --all, ends that"
         )
     if not report.uids and not report.superseded:
         print_line(f"nothing to prune: no leftovers older than {_time_text(grace_s)}")
@@ -152,15 +150,10 @@ def _print(report: PruneReport, superseded_bytes: int, grace_s: float) -> None:
     size = size_text(report.size_bytes + superseded_bytes)
     what = []
     if report.uids:
-        files = "1 file" if report.names == 1 else f"{report.names} files"
-        what.append(f"{_counted(report.uids, 'attempt')} with {files}")
+        what.append(f"{counted(len(report.uids), 'attempt')} with {counted(report.names, 'file')}")
     if report.superseded:
-        what.append(_counted(report.superseded, "overwritten generation"))
+        what.append(counted(len(report.superseded), "overwritten generation"))
     print_line(f"{size} {verb}: {', '.join(what)}")
-
-
-def _counted(things: Sequence[str], word: str) -> str:
-    return f"{len(things)} {word}{'' if len(things) == 1 else 's'}"
 
 
 def _time_text(seconds: float) -> str:

@@ -349,7 +349,7 @@ def test_nothing_that_is_printed_steers_a_terminal(capsys):
     """Whatever forgot to look at what it prints."""
     print_line(EVIL)
     print_wrapped(EVIL)
-    print_table([Column("A")], [[EVIL], [Cell(EVIL, "red")]])
+    print_table([Column("A", lambda cell: cell)], [EVIL, Cell(EVIL, "red")])
     assert capsys.readouterr().out.count(r"\x1b[31mred\x07") == 4
 
 
