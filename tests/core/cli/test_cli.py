@@ -911,13 +911,6 @@ def test_long_lines_are_wrapped_to_the_terminal_and_stay_whole(
         assert any(re.match(r" {6}\S", line) for line in lines)  # the rest of a long finding
 
 
-def test_help_names_every_command(penstock):
-    done = penstock("--help")
-    assert done.returncode == 0
-    for command in ("ls", "show", "verify", "prune", "delete", "doctor", "plugins", "schema"):
-        assert f"\n  {command} " in done.stdout
-
-
 @pytest.mark.parametrize(
     "arguments", [("ls",), ("ls", "--json"), ("show",), ("verify", "--quick"), ("verify",)]
 )
@@ -969,7 +962,9 @@ def test_commands_that_only_look_import_neither_torch_nor_numpy(penstock, run_fo
         ("ls", str(run_folder), "--json"),
         ("plugins",),
     ]
-    found = imported(penstock, {"torch", "numpy", "liburing", "rich"}, *commands)
+    # `show`, since none of these runs it.
+    heavy = {"torch", "numpy", "liburing", "rich", "penstock.core.cli.commands.show"}
+    found = imported(penstock, heavy, *commands)
     assert [line.split()[1] for line in found] == [command[0] for command in commands]
     assert all(len(line.split()) == 3 for line in found)
 
