@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 
 from penstock.core.abc import Backend
 from penstock.core.catalog.notes import check_tag
+from penstock.core.concurrency.cores import default_workers
 from penstock.core.concurrency.workers import Workers
 from penstock.core.config.model import CheckpointerConfig, load_config
 from penstock.core.copy.compact import Compactor, CompactReport
@@ -101,7 +102,7 @@ class Checkpointer:
         """
         config = load_config({**options, "backend": backend})
         registry = (registry or default_registry()).preferring(config.prefer.choices)
-        count = config.workers or min(4, os.cpu_count() or 1)
+        count = config.workers or default_workers()
         store = open_backend(config.backend, registry=registry)
         self._config = config
         self._registry = registry

@@ -1,17 +1,20 @@
-"""The typer application: options before the command, and arguments that commands share."""
+"""The typer application: the table of commands, and the options and arguments that they share."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import groupby
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, TypeVar, cast
 
 import typer
 from typer.core import TyperGroup
 
 from penstock.core.cli.output.render import visible, visible_lines
+
+F = TypeVar("F", bound=Callable[..., object])
 
 # `\b` keeps typer from wrapping the examples, so each line must fit the narrowest terminal by
 # itself: 60 cells with the indentation of two.
@@ -33,34 +36,109 @@ is damaged, 2 the command was called wrongly.
 """
 
 
-class _ByTask(TyperGroup):
-    """Lists commands under the tasks that they are for; typer does so only with rich's boxes."""
+TASKS = {
+    "Look": {
+        "ls": ("commands.ls", "List the checkpoints of a run."),
+        "show": ("commands.show", "Show the objects of one checkpoint."),
+        "diff": ("commands.diff", "Say what differs between two checkpoints."),
+        "report": ("report.report", "Write a page with charts on a run."),
+    },
+    "Move": {
+        "copy": ("commands.copy", "Copy checkpoints to another place."),
+        "export": ("commands.files", "Write a checkpoint as files of another tool."),
+        "import": ("commands.files", "Save files of another tool as a checkpoint."),
+        "drain": ("commands.drain", "Copy to slower tiers what was left to be copied."),
+    },
+    "Keep": {
+        "annotate": ("commands.annotate", "Add metadata to a checkpoint."),
+        "pin": ("commands.annotate", "Give a checkpoint a tag; retention spares it."),
+        "unpin": ("commands.annotate", "Take a tag from a checkpoint."),
+    },
+    "Check and repair": {
+        "verify": ("commands.verify", "Compare every checksum."),
+        "doctor": ("doctor.doctor", "Say what this machine and store can do."),
+    },
+    "Set up": {
+        "plugins": ("commands.plugins", "List providers, codecs and backends."),
+        "schema": ("commands.schema", "Print the schema of configurations."),
+    },
+    "Delete": {
+        "prune": ("commands.prune", "Delete what crashed saves left behind."),
+        "delete": ("commands.delete", "Delete checkpoints."),
+        "compact": ("commands.compact", "Make checkpoints of a chain stand alone."),
+    },
+}
+"""Each command's module and its line in `--help`, in the order of a user's tasks: what deletes or
+rewrites comes last."""
+
+
+class _Commands(TyperGroup):
+    """Lists commands by task, from `TASKS` alone; imports only the module of the one that runs."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         del ctx
         width = max(map(len, self.commands))
-        for task, commands in groupby(self.commands.values(), _task_of):
+        for task, names in TASKS.items():
             with formatter.section(task):
                 formatter.write_dl(
                     [
                         (f"{one.name:{width}}", one.get_short_help_str(formatter.width - width - 6))
-                        for one in commands
+                        for one in map(self.commands.__getitem__, names)
                     ]
                 )
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
+        name, listed, rest = super().resolve_command(ctx, args)
+        return name, None if name is None or listed is None else load_command(name), rest
 
-def _task_of(command: Any) -> str:
-    return str(command.rich_help_panel)
+
+def _exit(ok: bool | None, **_: object) -> None:
+    if ok is False:
+        raise typer.Exit(1)
 
 
 app = typer.Typer(
-    cls=_ByTask,
+    cls=_Commands,
     no_args_is_help=True,
     add_completion=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
+    result_callback=_exit,
 )
+
+
+def _listed() -> None:
+    """Take the place of a command whose module is not imported."""
+
+
+for _commands in TASKS.values():
+    for _name, (_, _short_help) in _commands.items():
+        app.command(_name, short_help=_short_help)(_listed)
+
+_declared: dict[str, typer.Typer] = {}
+
+
+def command(name: str, *, epilog: str | None = None) -> Callable[[F], F]:
+    """Declare a function of a module in `TASKS` as a command.
+
+    Its docstring is the help, its parameters are the arguments and options. A command that returns
+    False exits with 1.
+    """
+
+    def declare(function: F) -> F:
+        _declared[name] = typer.Typer(add_completion=False, rich_markup_mode=None)
+        _declared[name].command(name, epilog=epilog)(function)
+        return function
+
+    return declare
+
+
+def load_command(name: str) -> Any:
+    """Import the module of a command, and return the command with its arguments and options."""
+    module = next(commands[name][0] for commands in TASKS.values() if name in commands)
+    import_module(f"penstock.core.cli.{module}")
+    return typer.main.get_command(_declared[name])
 
 
 def is_configuration(url: str) -> bool:

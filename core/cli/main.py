@@ -7,31 +7,9 @@ import os
 import sys
 from typing import NoReturn
 
-from penstock.core.cli import (
-    deletion_commands,  # noqa: F401 - importing it declares its commands
-    file_commands,  # noqa: F401 - likewise
-    inspection_commands,  # noqa: F401 - likewise
-    note_commands,  # noqa: F401 - likewise
-    transfer_commands,  # noqa: F401 - likewise
-)
 from penstock.core.cli.app import app, debugging, exits, log_visibly
 from penstock.core.cli.output.render import visible, visible_lines
 from penstock.core.errors import PenstockError
-
-_TASKS = {
-    "Look": ["ls", "show", "diff", "report"],
-    "Move": ["copy", "export", "import", "drain"],
-    "Keep": ["annotate", "pin", "unpin"],
-    "Check and repair": ["verify", "doctor"],
-    "Set up": ["plugins", "schema"],
-    "Delete": ["prune", "delete", "compact"],
-}
-"""The order in `--help`: that of a user's tasks. What deletes or rewrites comes last."""
-
-_PLACES = {name: (task, n) for task, names in _TASKS.items() for n, name in enumerate(names)}
-for _command in app.registered_commands:
-    _command.rich_help_panel = _PLACES[_command.name or ""][0]
-app.registered_commands.sort(key=lambda command: [*_PLACES].index(command.name or ""))
 
 
 def main() -> None:

@@ -1,9 +1,11 @@
-"""Measures how many cores this process may use, and how many of them it keeps busy."""
+"""How many cores this process may use, and how many of them it keeps busy."""
 
 from __future__ import annotations
 
+import math
 import os
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -11,6 +13,8 @@ if TYPE_CHECKING:
 
 _LEAST_S = 0.5  # a shorter time says too little
 _ASSUMED = 1.0  # the thread that trains
+_CGROUP = "/sys/fs/cgroup"
+_MOST_WORKERS = 4  # more cores are left to training and its data loaders
 
 
 class CoreMeter:
@@ -42,12 +46,35 @@ class CoreMeter:
 
     @property
     def cores(self) -> float:
-        """The cores that this process may use: its share where several ranks run here."""
+        """The cores that this process may use."""
+        return usable_cores()
+
+
+def default_workers(cgroup: str = _CGROUP) -> int:
+    """Return the number of threads that encode and hash, unless the user sets it."""
+    return max(1, min(_MOST_WORKERS, int(usable_cores(cgroup))))
+
+
+def usable_cores(cgroup: str = _CGROUP) -> float:
+    """Return the cores that this process may use: its share where several ranks run here."""
+    try:
+        count = len(os.sched_getaffinity(0))
+    except (AttributeError, OSError):  # no Linux
+        count = os.cpu_count() or 1
+    return min(count, _quota(cgroup)) / local_ranks()
+
+
+def _quota(cgroup: str) -> float:
+    """Return the cores whose time a container may use (cgroup v2, else v1); inf without a limit."""
+    for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
         try:
-            count = len(os.sched_getaffinity(0))
-        except (AttributeError, OSError):  # no Linux
-            count = os.cpu_count() or 1
-        return count / local_ranks()
+            texts = [Path(cgroup, name).read_text(encoding="ascii") for name in names]
+        except OSError:
+            continue
+        quota, period = " ".join(texts).split()
+        if quota.isdigit():  # without a limit `max`, in v1 -1
+            return int(quota) / int(period)
+    return math.inf
 
 
 def local_ranks() -> int:

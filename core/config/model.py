@@ -352,7 +352,8 @@ class CheckpointerConfig(_Model):
             a quarter of the average tensor that this process holds, from 256 KiB to 4 MiB; 4 MiB
             with `share` or a rule with `delta`, since a save refers to raw bytes of another only
             if their blocks are equal.
-        workers: Threads that encode and hash. By default a number by the cores.
+        workers: Threads that encode and hash. By default one for each core that the process may
+            use (affinity, the CPU limit of a container), divided by `LOCAL_WORLD_SIZE`; at most 4.
         grace_s: Seconds for which `prune` leaves uncommitted data alone. Above 0, since a save
             that was silent for half of them is not committed.
         prefer: The distribution to take a plugin from if several claim its name, by kind of

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.notes import NotesOfRun, check_tag
+from penstock.core.cli.app import Json, Url, command, step_of
 from penstock.core.cli.output.render import metadata_text, print_json, print_line
 from penstock.core.save.prepare import check_metadata
 from penstock.core.storage.open import open_backend
@@ -15,19 +18,74 @@ from penstock.core.storage.open import open_backend
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+_Tag = Annotated[str, typer.Argument(metavar="TAG", help="Letters, digits, and any of . _ -")]
+_Step = Annotated[int, typer.Argument(metavar="STEP", parser=step_of, help="Which checkpoint.")]
 
-def parse_pairs(pairs: Iterable[str]) -> dict[str, Any]:
+
+@command(
+    "annotate",
+    epilog="""\b
+Examples:
+  penstock annotate runs/gpt 100 val_loss=2.31
+  penstock annotate runs/gpt 100 'eval={"mmlu": 0.61}'
+""",
+)
+def annotate(
+    url: Url,
+    step: _Step,
+    pairs: Annotated[
+        list[str], typer.Argument(metavar="KEY=VALUE", help="JSON; what is no JSON is text.")
+    ],
+    *,
+    as_json: Json = False,
+) -> None:
+    """Add metadata to a checkpoint, such as a metric that is known only later.
+
+    A key that the checkpoint has already gets the new value. Prints all metadata it has then.
+    """
+    _add(url, step, _parsed(pairs), {}, as_json=as_json)
+
+
+@command(
+    "pin",
+    epilog="""\b
+Examples:
+  penstock pin runs/gpt 100 best
+  penstock pin runs/gpt 300 paper-v2
+""",
+)
+def pin(url: Url, step: _Step, tag: _Tag, *, as_json: Json = False) -> None:
+    """Give a checkpoint a tag: retention deletes no checkpoint that has one.
+
+    `penstock delete` does so with --force alone. `penstock ls` shows the tags.
+    """
+    _add(url, step, {}, {tag: True}, as_json=as_json)
+
+
+@command(
+    "unpin",
+    epilog="""\b
+Example:
+  penstock unpin runs/gpt 100 best
+""",
+)
+def unpin(url: Url, step: _Step, tag: _Tag, *, as_json: Json = False) -> None:
+    """Take a tag from a checkpoint, whether or not it has it."""
+    _add(url, step, {}, {tag: False}, as_json=as_json)
+
+
+def _parsed(pairs: Iterable[str]) -> dict[str, Any]:
     """Parse `KEY=VALUE` pairs; a value that is no JSON is text.
 
     Raises:
-        ValueError: A pair has no `=`, or nothing in front of it.
+        typer.BadParameter: A pair has no `=`, or nothing in front of it.
     """
     found: dict[str, Any] = {}
     for pair in pairs:
         key, equals, text = pair.partition("=")
         if not key or not equals:
             msg = f"{pair!r} is not KEY=VALUE"
-            raise ValueError(msg)
+            raise typer.BadParameter(msg)
         try:
             found[key] = json.loads(text)
         except (ValueError, RecursionError):
@@ -35,7 +93,7 @@ def parse_pairs(pairs: Iterable[str]) -> dict[str, Any]:
     return found
 
 
-def run(
+def _add(
     url: str, step: int, metadata: Mapping[str, Any], tags: Mapping[str, bool], *, as_json: bool
 ) -> None:
     """Add metadata and tags to a checkpoint, and print what it has then.

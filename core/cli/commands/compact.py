@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from contextlib import closing
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from penstock.core.catalog.catalog import Catalog
+from penstock.core.cli.app import DryRun, Json, Url, command, step_of
 from penstock.core.cli.output.render import print_json, print_line, visible
+from penstock.core.concurrency.cores import default_workers
 from penstock.core.concurrency.workers import Workers
 from penstock.core.config.model import load_config
 from penstock.core.copy.compact import CompactedStep, Compactor
@@ -22,40 +25,51 @@ from penstock.core.storage.open import open_backend
 from penstock.core.units import size_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from penstock.core.abc import Backend
     from penstock.core.format.records import CommitRecord
 
 
-@dataclass(frozen=True, slots=True)
-class CompactOptions:
-    """The options of a compaction.
+@command(
+    "compact",
+    epilog="""\b
+Examples:
+  penstock compact runs/gpt --dry-run
+  penstock compact runs/gpt
+  penstock compact runs/gpt 100 200
+""",
+)
+def compact(
+    url: Url,
+    steps: Annotated[
+        list[int] | None,
+        typer.Argument(
+            metavar="STEP",
+            parser=step_of,
+            help="Which checkpoints.",
+            show_default="those because of which data of deleted ones is kept",
+        ),
+    ] = None,
+    *,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Every checkpoint that needs data of others.")
+    ] = False,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+) -> bool:
+    """Rewrite checkpoints that need data of others so that they stand alone, under the same step.
 
-    Attributes:
-        everything: Compact all checkpoints that borrow, if no step is named.
-        dry_run: Print what would be freed, or taken, and change nothing.
-        as_json: Print one JSON document.
+    They restore to the same as before; data that nothing needs any more is freed. The run may take
+    more room afterwards: --dry-run says about how much. Exits with 1 if a checkpoint could not be
+    compacted; it is then as it was.
     """
-
-    everything: bool = False
-    dry_run: bool = False
-    as_json: bool = False
-
-
-def run(url: str, steps: Iterable[int] | None, how: CompactOptions) -> bool:
-    """Make checkpoints of chains stand alone, and print the result of each.
-
-    Returns:
-        Whether all of them stand alone now.
-
-    Raises:
-        CheckpointNotFoundError: One of the steps does not exist; nothing was changed.
-        PenstockError: The run cannot be read.
-    """
+    if everything and steps:
+        msg = "--all takes every checkpoint of a chain; leave out the steps"
+        raise typer.BadParameter(msg)
     with (
         closing(open_backend(url, must_exist=True)) as backend,
-        closing(Workers(min(4, os.cpu_count() or 1))) as workers,
+        closing(Workers(default_workers())) as workers,
     ):
         registry = default_registry()
         inspector = Inspector(registry)
@@ -67,20 +81,20 @@ def run(url: str, steps: Iterable[int] | None, how: CompactOptions) -> bool:
             workers=workers,
             loader=Loader(backend, workers),
         )
-        chosen = compactor.choose(steps, everything=how.everything)
+        chosen = compactor.choose(steps or None, everything=everything)
         failed: dict[int, str] = {}
-        if how.dry_run:
+        if dry_run:
             report = compactor.plan(chosen)
             done, before, after = list(report.steps), report.bytes_before, report.bytes_after
         else:
             before = compactor.needed_bytes()
-            done = _compact(compactor, chosen, failed, quiet=how.as_json)
+            done = _compact(compactor, chosen, failed, quiet=as_json)
             after = compactor.needed_bytes()
-        if how.as_json:
+        if as_json:
             print_json(
                 {
                     "url": backend.url,
-                    "dry_run": how.dry_run,
+                    "dry_run": dry_run,
                     "ok": not failed,
                     "compacted": [asdict(one) for one in done],
                     "failed": failed,
@@ -89,7 +103,7 @@ def run(url: str, steps: Iterable[int] | None, how: CompactOptions) -> bool:
                 }
             )
         else:
-            _print(backend, done, failed, before=before, after=after, dry_run=how.dry_run)
+            _print(backend, done, failed, before=before, after=after, dry_run=dry_run)
     return not failed
 
 

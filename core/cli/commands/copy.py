@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import tomllib
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.prune import GRACE_S
 from penstock.core.catalog.survey import is_whole
+from penstock.core.cli.app import Exclude, Include, Json, backend_of, command, size_of
 from penstock.core.cli.output.render import print_json, print_line, visible
 from penstock.core.cli.output.runs_on_disk import same_place
+from penstock.core.concurrency.cores import default_workers
 from penstock.core.concurrency.workers import Workers
 from penstock.core.config.model import load_config
 from penstock.core.copy.checkpoint_copy import CheckpointCopy
@@ -41,38 +44,6 @@ if TYPE_CHECKING:
     from penstock.core.abc import Backend
     from penstock.core.copy.checkpoint_copy import CopyReport
     from penstock.core.format.records import CommitRecord
-
-
-@dataclass(frozen=True, slots=True)
-class CopyOptions:
-    """The options of a copy.
-
-    Attributes:
-        include: Patterns of objects to take; None takes all.
-        exclude: Patterns of objects to leave out.
-        rules: The rules to encode by, and the options of deltas if there are any, as in a
-            configuration; None copies the stored frames as they are.
-        rules_from: The file or option that the rules come from, for messages.
-        overwrite: Whether to replace another checkpoint at the same step.
-        bytes_per_s: The most to copy per second; None sets no limit.
-        trust_sealed: Whether to skip reading again the blobs that an interrupted copy has sealed.
-        flatten: Whether the copy borrows no blobs of other checkpoints.
-    """
-
-    include: Sequence[str] | None = None
-    exclude: Sequence[str] | None = None
-    rules: Mapping[str, Any] | None = None
-    rules_from: str = "rules"
-    overwrite: bool = False
-    bytes_per_s: float | None = None
-    trust_sealed: bool = False
-    flatten: bool = False
-
-    @property
-    def encodes(self) -> bool:
-        """Whether the copy is a new save that encodes, not the same bytes."""
-        chosen = any(x is not None for x in (self.include, self.exclude, self.rules))
-        return chosen or self.flatten
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,41 +133,119 @@ def _check_codec(name: str) -> None:
         raise ConfigError(msg) from error
 
 
-def run(source_url: str, target_url: str, step: str, how: CopyOptions, *, as_json: bool) -> bool:
-    """Copy one checkpoint, or all of a run, and print the result of each.
+@command(
+    "copy",
+    epilog="""\b
+Examples:
+  penstock copy runs/gpt s3://bucket/gpt
+  penstock copy runs/gpt /backup/gpt --step all
+  penstock copy runs/gpt /share/weights --include model \\
+    --codec zstd
+""",
+)
+def copy(  # noqa: PLR0913 - its options
+    from_url: Annotated[
+        str,
+        typer.Argument(
+            metavar="FROM",
+            help="Root of the run to copy from: a path, a URL, or a configuration file.",
+            callback=backend_of,
+        ),
+    ],
+    to_url: Annotated[
+        str,
+        typer.Argument(
+            metavar="TO",
+            help="Root of the run to copy to, likewise; made if needed.",
+            callback=backend_of,
+        ),
+    ],
+    *,
+    step: Annotated[
+        str, typer.Option("--step", metavar="STEP", help="A step, `latest`, or `all`.")
+    ] = "latest",
+    include: Include = None,
+    exclude: Exclude = None,
+    codec: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--codec",
+            metavar="CODEC",
+            help="Encode again with this codec; repeatable, in the order of encoding. With delta a "
+            "copy is encoded against the newest earlier step that TO has.",
+        ),
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Store again without any codec.")] = False,
+    rules: Annotated[
+        str | None,
+        typer.Option(
+            "--rules",
+            metavar="FILE",
+            help="Encode again by the [[rules]] and [deltas] of this file.",
+        ),
+    ] = None,
+    flatten: Annotated[
+        bool,
+        typer.Option(
+            "--flatten", help="Make the copy stand alone, without data of other checkpoints."
+        ),
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace another checkpoint at that step.")
+    ] = False,
+    rate: Annotated[
+        str | None,
+        typer.Option("--rate", metavar="SIZE", help="The most to copy per second: 200MiB."),
+    ] = None,
+    trust: Annotated[
+        bool,
+        typer.Option(
+            "--trust", help="Do not read again what an interrupted copy has brought there."
+        ),
+    ] = False,
+    as_json: Json = False,
+) -> bool:
+    """Copy checkpoints to another run, by default the latest one.
 
-    Returns:
-        Whether the target has all of these checkpoints now.
-
-    Raises:
-        ConfigError: Both URLs name the same run.
-        PenstockError: The one step that was asked for cannot be copied.
+    Without options that select or encode, the copy is the same byte for byte. Every checksum is
+    compared on the way, and the checkpoint appears at the target when it is whole and durable
+    there, not before. When a copy was interrupted the same command goes on.
     """
-    done: list[Copied] = []
+    if step not in {"latest", "all"} and not (step.isascii() and step.isdecimal()):
+        msg = (
+            f"--step: {step!r} is no step: give a whole number of at least 0, or `latest`, or `all`"
+        )
+        raise typer.BadParameter(msg)
+    if sum((codec is not None, raw, rules is not None)) > 1:
+        msg = "--codec, --raw and --rules each say how to encode; pass one of them"
+        raise typer.BadParameter(msg)
+    wanted = wanted_rules(codec, rules, raw=raw)
+    bytes_per_s = None if rate is None else float(size_of(rate, "--rate"))
+    encodes = bool(include or exclude or flatten) or wanted is not None
+    if encodes and (trust or rate is not None):
+        option = "--trust" if trust else "--rate"
+        msg = f"{option} is for copies byte for byte; leave out what selects or encodes"
+        raise typer.BadParameter(msg)
     with (
-        closing(open_backend(source_url, must_exist=True)) as source,
-        closing(open_backend(target_url)) as target,
-        closing(Workers(min(4, os.cpu_count() or 1))) as workers,
+        closing(open_backend(from_url, must_exist=True)) as source,
+        closing(open_backend(to_url)) as target,
+        closing(Workers(default_workers())) as workers,
     ):
-        _check_two_runs(source, target, how)
-        copier = _Copier(source, target, workers, how)
-        for number in _steps(source, step):
-            try:
-                copied = copier.copy(number)
-            except KeyboardInterrupt:
-                sys.stderr.write(f"penstock: interrupted; {copier.interrupted(number)}\n")
-                raise
-            except CheckpointNotFoundError:
-                if step != "all":
-                    raise
-                continue  # deleted after the listing, as by retention: nothing to copy, no failure
-            except PenstockError as error:
-                if step != "all":
-                    raise
-                copied = Copied(number, "failed", not how.encodes, error=str(error))
-            done.append(copied)
-            if not as_json:
-                _print(copied, latest=step == "latest")
+        _check_two_runs(source, target, anew=encodes and overwrite)
+        copier = _Copier(
+            source=source,
+            target=target,
+            workers=workers,
+            encodes=encodes,
+            selection=Selection(include or None, exclude or None),
+            rules=wanted,
+            rules_from=rules or "--codec",
+            overwrite=overwrite,
+            bytes_per_s=bytes_per_s,
+            trust_sealed=trust,
+            flatten=flatten,
+        )
+        done = _copied(copier, step, quiet=as_json)
         ok = all(copied.state != "failed" for copied in done)
         if as_json:
             found = [asdict(copied) for copied in done]
@@ -206,9 +255,32 @@ def run(source_url: str, target_url: str, step: str, how: CopyOptions, *, as_jso
     return ok
 
 
-def _check_two_runs(source: Backend, target: Backend, how: CopyOptions) -> None:
+def _copied(copier: _Copier, step: str, *, quiet: bool) -> list[Copied]:
+    """Copy one checkpoint, or all of a run, and print the result of each."""
+    done: list[Copied] = []
+    for number in _steps(copier.source, step):
+        try:
+            copied = copier.copy(number)
+        except KeyboardInterrupt:
+            sys.stderr.write(f"penstock: interrupted; {copier.interrupted(number)}\n")
+            raise
+        except CheckpointNotFoundError:
+            if step != "all":
+                raise
+            continue  # deleted after the listing, as by retention: nothing to copy, no failure
+        except PenstockError as error:
+            if step != "all":
+                raise
+            copied = Copied(number, "failed", not copier.encodes, error=str(error))
+        done.append(copied)
+        if not quiet:
+            _print(copied, latest=step == "latest")
+    return done
+
+
+def _check_two_runs(source: Backend, target: Backend, *, anew: bool) -> None:
     # Copying a run onto itself byte for byte does nothing: only encoding it anew is a use.
-    if same_place(source, target) and not (how.encodes and how.overwrite):
+    if same_place(source, target) and not anew:
         both = "" if source.url == target.url else f" and {target.url}"
         msg = (
             f"FROM and TO are the same run, {source.url}{both}: give another place to copy to, or "
@@ -223,22 +295,27 @@ def _steps(source: Backend, step: str) -> Sequence[int]:
     return [Catalog(source).require_latest() if step == "latest" else int(step)]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Copier:
     """Copies steps of one run to another."""
 
-    def __init__(
-        self, source: Backend, target: Backend, workers: Workers, how: CopyOptions
-    ) -> None:
-        self._source = source
-        self._target = target
-        self._workers = workers
-        self._how = how
+    source: Backend
+    target: Backend
+    workers: Workers
+    encodes: bool  # the copy is a new save that encodes, not the same bytes
+    selection: Selection
+    rules: Mapping[str, Any] | None  # `rules` and `deltas` of a configuration
+    rules_from: str  # the file or option that the rules come from, for messages
+    overwrite: bool
+    bytes_per_s: float | None
+    trust_sealed: bool  # skip reading again the blobs that an interrupted copy has sealed
+    flatten: bool
 
     def copy(self, step: int) -> Copied:
-        record = Catalog(self._source).record(step)
+        record = Catalog(self.source).record(step)
         bar = ProgressBar(f"step {step}", every_s=None, transient=True)
         try:
-            if self._how.encodes:
+            if self.encodes:
                 return self._encode(step, bar)
             return self._copy(record, bar)
         finally:
@@ -246,16 +323,16 @@ class _Copier:
 
     def interrupted(self, step: int) -> str:
         """Return the sentence that says what an interrupted copy has left, and how to go on."""
-        if self._how.encodes:
-            return f"step {step} is not at {visible(self._target.url)}: copy it again"
+        if self.encodes:
+            return f"step {step} is not at {visible(self.target.url)}: copy it again"
         return (
-            f"step {step} is at {visible(self._target.url)} whole or not at all; "
+            f"step {step} is at {visible(self.target.url)} whole or not at all; "
             "the same command goes on from what was copied"
         )
 
     def _copy(self, record: CommitRecord, bar: ProgressBar) -> Copied:
         stored = record  # under its own generation: `_above` renames only the copy
-        if self._how.overwrite:
+        if self.overwrite:
             record = self._above(record)
         total, done = record.bytes_needed, 0
 
@@ -265,7 +342,7 @@ class _Copier:
             bar(Progress(done, max(done, total), "copy"))
 
         try:
-            report = self._copy_from(self._source, record, moved)
+            report = self._copy_from(self.source, record, moved)
         except DamagedError as error:
             report = self._copy_from_another(stored, record, moved, error)
         return Copied(
@@ -286,13 +363,13 @@ class _Copier:
     ) -> CopyReport:
         copy = CheckpointCopy(
             source,
-            self._target,
+            self.target,
             record,
-            workers=self._workers,
+            workers=self.workers,
             grace_s=GRACE_S,
-            bytes_per_s=self._how.bytes_per_s,
-            trust_sealed=self._how.trust_sealed,
-            replace=self._how.overwrite,
+            bytes_per_s=self.bytes_per_s,
+            trust_sealed=self.trust_sealed,
+            replace=self.overwrite,
             check_cover=True,
         )
         return copy.run(on_progress=moved)
@@ -305,7 +382,7 @@ class _Copier:
         error: DamagedError,
     ) -> CopyReport:
         """Copy from a slower tier after the fastest tier with this checkpoint had damage."""
-        for tier in self._source.tiers[1:]:
+        for tier in self.source.tiers[1:]:
             if is_whole(tier.backend, stored):
                 sys.stderr.write(f"penstock: {visible(str(error))}\n")
                 sys.stderr.write(f"penstock: tier {tier.name} is tried instead\n")
@@ -317,30 +394,28 @@ class _Copier:
 
     def _above(self, record: CommitRecord) -> CommitRecord:
         """Return the record with a generation above all that the target has of its step."""
-        generation = Catalog(self._target).next_generation(record.step)
+        generation = Catalog(self.target).next_generation(record.step)
         return replace(record, generation=max(record.generation, generation))
 
     def _encode(self, step: int, bar: ProgressBar) -> Copied:
-        how = self._how
-        config = load_config({"backend": self._target, **(how.rules or {})}, what=how.rules_from)
-        checkpoint = Checkpoint.open(self._source, step, loader=Loader(self._source, self._workers))
-        selection = Selection(how.include, how.exclude)
+        config = load_config({"backend": self.target, **(self.rules or {})}, what=self.rules_from)
+        checkpoint = Checkpoint.open(self.source, step, loader=Loader(self.source, self.workers))
         report = copy_objects(
             checkpoint,
-            self._target,
+            self.target,
             Reencoding(
                 config=config,
-                selection=selection,
-                keep_codecs=how.rules is None,
-                overwrite=how.overwrite,
-                alone=how.flatten,
+                selection=self.selection,
+                keep_codecs=self.rules is None,
+                overwrite=self.overwrite,
+                alone=self.flatten,
             ),
             registry=default_registry(),
-            workers=self._workers,
+            workers=self.workers,
             on_progress=bar,
         )
         everything = checkpoint.contents.objects()
-        taken = (one for one in everything if selection.selects(one.record.path))
+        taken = (one for one in everything if self.selection.selects(one.record.path))
         return Copied(
             step=report.step,
             state="copied",
@@ -351,7 +426,7 @@ class _Copier:
             objects=report.objects,
             bytes_stored=report.bytes_stored,
             bytes_copied=report.bytes_stored,
-            bytes_kept=Catalog(self._target).record(report.step).bytes_borrowed,
+            bytes_kept=Catalog(self.target).record(report.step).bytes_borrowed,
             seconds=report.seconds["total"],
         )
 

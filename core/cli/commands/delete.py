@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.deletion import check_same
 from penstock.core.catalog.notes import NotesOfRun
 from penstock.core.catalog.survey import places_of, survey_records, survey_run, uids_named
+from penstock.core.cli.app import DryRun, Json, Url, Yes, command, step_of
 from penstock.core.cli.commands.ls import free_by_compacting
 from penstock.core.cli.output.render import print_json, print_line, print_wrapped, visible
 from penstock.core.cli.prompt import ask
@@ -44,65 +47,75 @@ class DeletedStep:
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class DeleteOptions:
-    """The options of a deletion.
+@command(
+    "delete",
+    epilog="""\b
+Examples:
+  penstock delete runs/gpt 100 200
+  penstock delete runs/gpt 100 --dry-run
+  penstock delete runs/gpt 100 --yes
+""",
+)
+def delete(
+    url: Url,
+    steps: Annotated[
+        list[int], typer.Argument(metavar="STEP", parser=step_of, help="Which checkpoints.")
+    ],
+    *,
+    dry_run: DryRun = False,
+    yes: Yes = False,
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force", help="Also pinned checkpoints, and even if no whole one would be left."
+        ),
+    ] = False,
+    tier: Annotated[
+        str | None,
+        typer.Option(
+            "--tier",
+            metavar="NAME",
+            help="From this tier alone: fast, durable.",
+            show_default="all",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Delete checkpoints for good, and say how much was freed. Asks first.
 
-    Attributes:
-        dry_run: Print what would be deleted, and change nothing.
-        yes: Do not ask.
-        force: Delete also pinned checkpoints, and even if no whole checkpoint would be left.
-        tier: Delete from this tier alone; None deletes from all.
-        as_json: Print one JSON document.
-    """
-
-    dry_run: bool = False
-    yes: bool = False
-    force: bool = False
-    tier: str | None = None
-    as_json: bool = False
-
-
-def run(url: str, steps: Iterable[int], how: DeleteOptions) -> None:
-    """Delete checkpoints, and print what was freed.
-
-    Raises:
-        CheckpointNotFoundError: One of the steps does not exist; nothing was deleted.
-        ConfigError: No whole checkpoint would be left, or one of the steps is pinned, and `force`
-            is not given; or two tiers
-            have different checkpoints at one of the steps.
+    Either all of the steps are there, or none is deleted. Data that another checkpoint uses stays.
     """
     chosen = sorted(set(steps))
     with closing(open_backend(url, must_exist=True, light=True)) as whole:
-        backend = whole if how.tier is None else _tier(whole, how.tier)
-        others = [tier for tier in whole.tiers if tier.name != how.tier]
-        elsewhere = [] if how.tier is None else [tier.backend for tier in others]
+        backend = whole if tier is None else _tier(whole, tier)
+        others = [one.backend for one in whole.tiers if one.name != tier]
+        elsewhere = [] if tier is None else others
         look = Inspector(default_registry()).is_whole
         catalog = Catalog(backend, look=look)
         entries = catalog.entries()
         named = {step: _named_by(backend, catalog, step, entries.get(step)) for step in chosen}
         doomed = [_deleted_step(backend, step, uids) for step, uids in named.items()]
         left = [step for step in entries if step not in chosen]
-        if not how.force:
+        if not force:
             _check_pins(backend, catalog, chosen)
-        if how.tier is None:
+        if tier is None:
             check_same(whole.tiers, chosen)
         others_have = (_has_whole(other, look) for other in elsewhere)
         # Whole, not just listed: with the data of the others lost, this may be the last good step.
-        if not (how.force or catalog.has_whole(left) or any(others_have)):
+        if not (force or catalog.has_whole(left) or any(others_have)):
             msg = (
                 f"no whole checkpoint would be left under {backend.url} without "
                 f"{_named(chosen)}; pass --force to delete all the same"
             )
             raise ConfigError(msg)
         uids = [uid for one in doomed for uid in one.uids]
-        if how.dry_run:
+        if dry_run:
             freed = data_bytes(backend, _unneeded(backend, chosen))
         else:
             total = sum(one.size_bytes for one in doomed)
             ask(
                 f"Delete {_named(chosen)} ({size_text(total)}) of {visible(backend.url)}",
-                yes=how.yes,
+                yes=yes,
             )
             uids += _lent(backend, chosen)
             before = data_bytes(backend, uids)
@@ -111,18 +124,18 @@ def run(url: str, steps: Iterable[int], how: DeleteOptions) -> None:
                 catalog.delete(step, named[step])
             freed = before - data_bytes(backend, uids)
         borrowers = _borrowers(backend, {u for one in doomed for u in one.uids}, chosen)
-        if how.as_json:
+        if as_json:
             print_json(
                 {
                     "url": backend.url,
-                    "dry_run": how.dry_run,
+                    "dry_run": dry_run,
                     "deleted": [asdict(one) for one in doomed],
                     "bytes_freed": freed,
                     "remaining": left,
                 }
             )
         else:
-            _print(doomed, left, freed, dry_run=how.dry_run)
+            _print(doomed, left, freed, dry_run=dry_run)
             _print_kept(doomed, freed, borrowers, url)
 
 

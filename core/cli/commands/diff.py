@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from penstock.core.catalog.catalog import Catalog
+from penstock.core.cli.app import Exclude, Include, Json, backend_of, command, exits, step_or_latest
 from penstock.core.cli.output.render import (
     Column,
     number_text,
@@ -16,6 +19,7 @@ from penstock.core.cli.output.render import (
     print_table,
     visible,
 )
+from penstock.core.concurrency.cores import default_workers
 from penstock.core.concurrency.workers import Workers
 from penstock.core.diff.diff import diff_checkpoints
 from penstock.core.errors import CheckpointNotFoundError
@@ -27,75 +31,91 @@ from penstock.core.tree.select import Selection
 from penstock.core.units import size_text
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from penstock.core.abc import Backend
     from penstock.core.diff.diff import Change, CheckpointDiff
-    from penstock.core.diff.norms import Norms
 
-_COLUMNS = (
-    Column("PATH", flexible=True, middle=True),
-    Column("DIFFERS"),
-    Column("A", keep=3, flexible=True),
-    Column("B", keep=2, flexible=True),
-)
-# Norms need the width: dtype and shape give way, so that paths stay long enough to be unique.
-_NORM_COLUMNS = (
-    *(replace(column, spare=column.keep > 0) for column in _COLUMNS),
-    Column("MAX", right=True, keep=9),
-    Column("L2", right=True, keep=7, spare=True),
-    Column("REL L2", right=True, keep=8),
-    Column("ELEMENTS", right=True, keep=10),
-    Column("OF", right=True, keep=6, spare=True),
-    Column("NAN", right=True, keep=5, spare=True),
-    Column("INF", right=True, keep=4, spare=True),
-)
+# With norms, which need the width, dtype and shape give way, so that paths stay long enough to be
+# unique.
+_NORMS = {
+    "max_abs": ("MAX", 9),
+    "l2": ("L2", 7),
+    "relative_l2": ("REL L2", 8),
+    "differing": ("ELEMENTS", 10),
+    "elements": ("OF", 6),
+    "nan": ("NAN", 5),
+    "inf": ("INF", 4),
+}
+_SPARE = {"L2", "OF", "NAN", "INF"}
 _WORDS = {"only_a": "only in A", "only_b": "only in B"}
 
 
-@dataclass(frozen=True, slots=True)
-class Where:
-    """The two checkpoints to compare.
-
-    Attributes:
-        url_a: The run of A.
-        url_b: The run of B; None takes the run of A.
-        step_a: The step of A; None takes the latest, or in one run the step before B's.
-        step_b: The step of B; None takes the latest.
-    """
-
-    url_a: str
-    url_b: str | None
-    step_a: int | None
-    step_b: int | None
-
-
-def run(
-    where: Where,
+@command(
+    "diff",
+    epilog="""\b
+Examples:
+  penstock diff runs/gpt              the two newest
+  penstock diff runs/gpt --step-a 100 --step-b 200
+  penstock diff runs/gpt /backup/gpt --include model
+  penstock diff runs/gpt --norms --json |
+    jq '.changes[] | select(.norms)'
+""",
+)
+def diff(
+    url_a: Annotated[
+        str,
+        typer.Argument(metavar="A", help="Root of a run: a path, a URL, or a configuration file."),
+    ],
+    url_b: Annotated[
+        str | None,
+        typer.Argument(metavar="B", help="Root of another run.", show_default="the same run"),
+    ] = None,
     *,
-    include: Sequence[str] | None,
-    exclude: Sequence[str] | None,
-    norms: bool,
-    as_json: bool,
+    step_a: Annotated[
+        int | None,
+        typer.Option(
+            "--step-a",
+            metavar="STEP",
+            parser=step_or_latest,
+            help="Which checkpoint of A.",
+            show_default="latest; of one run, the one before B's",
+        ),
+    ] = None,
+    step_b: Annotated[
+        int | None,
+        typer.Option(
+            "--step-b",
+            metavar="STEP",
+            parser=step_or_latest,
+            help="Which checkpoint of B.",
+            show_default="latest",
+        ),
+    ] = None,
+    include: Include = None,
+    exclude: Exclude = None,
+    norms: Annotated[
+        bool,
+        typer.Option("--norms", help="Read tensors that differ, and say how far they are apart."),
+    ] = False,
+    as_json: Json = False,
 ) -> bool:
-    """Compare two checkpoints, and print what differs.
+    """Say what differs between two checkpoints, of one run or of two.
 
-    Returns:
-        Whether nothing differs.
-
-    Raises:
-        PenstockError: A checkpoint does not exist or cannot be read, or a pattern matches nothing.
+    Objects that only one of them has; kinds, dtypes and shapes; bytes, by their stored checksums
+    where these tell, else by reading both; values, kinds of containers, metadata. Exits with 0
+    if nothing differs, 1 if something does, 2 if it went wrong.
     """
+    exits.trouble = 2  # as diff(1): 1 says that they differ
     with ExitStack() as stack:
-        a = stack.enter_context(closing(open_backend(where.url_a, must_exist=True)))
+        a = stack.enter_context(closing(open_backend(backend_of(url_a), must_exist=True)))
         b = a
-        if where.url_b is not None:
-            b = stack.enter_context(closing(open_backend(where.url_b, must_exist=True)))
-        workers = stack.enter_context(closing(Workers(min(4, os.cpu_count() or 1))))
-        step_b = Catalog(b).require_latest() if where.step_b is None else where.step_b
-        step_a = where.step_a
+        if url_b is not None:
+            b = stack.enter_context(closing(open_backend(backend_of(url_b), must_exist=True)))
+        workers = stack.enter_context(closing(Workers(default_workers())))
+        step_b = Catalog(b).require_latest() if step_b is None else step_b
         if step_a is None:
-            step_a = _before(a, step_b) if where.url_b is None else Catalog(a).require_latest()
+            step_a = _before(a, step_b) if url_b is None else Catalog(a).require_latest()
         sides = [
             Checkpoint.open(backend, step, loader=Loader(backend, workers))
             for backend, step in ((a, step_a), (b, step_b))
@@ -112,7 +132,21 @@ def run(
         lossy = [_lossy(side, selection) for side in sides]
         bar.close()  # before the output, so that both do not share a line of the terminal
         if as_json:
-            _print_json(sides, found, lossy, norms=norms)
+            named = [
+                {
+                    "url": s.backend.url,
+                    "step": s.step,
+                    "uid": s.contents.record.uid,
+                    "lossy": codecs,
+                }
+                for s, codecs in zip(sides, lossy, strict=True)
+            ]
+            figures = asdict(found)
+            changes = figures.pop("changes")
+            for change in () if norms else changes:
+                del change["norms"]
+            ends = {"a": named[0], "b": named[1], "same": found.same}
+            print_json({**ends, **figures, "changes": changes})
         else:
             _print(sides, found, lossy, norms=norms)
     return found.same
@@ -151,10 +185,7 @@ def _print(
         print_line(f"nothing differs in {found.compared} objects{read}", style="green")
         return
     print_line("")
-    print_table(
-        _NORM_COLUMNS if norms else _COLUMNS,
-        [_row(change, norms=norms) for change in found.changes],
-    )
+    print_table([*_columns(norms=norms)], found.changes)
     objects = [c for c in found.changes if c.what not in {"container", "metadata"}]
     alone = sum(c.what in {"only_a", "only_b"} for c in objects)
     print_line(
@@ -163,47 +194,15 @@ def _print(
     )
 
 
-def _row(change: Change, *, norms: bool) -> list[str]:
-    sides = [visible(text or "-") for text in (change.a, change.b)]
-    row = [visible(change.path) or "/", _WORDS.get(change.what, change.what), *sides]
-    return [*row, *_norm_cells(change.norms)] if norms else row
+def _columns(*, norms: bool) -> Iterator[Column[Change]]:
+    yield Column("PATH", lambda change: change.path or "/", flexible=True, middle=True)
+    yield Column("DIFFERS", lambda change: _WORDS.get(change.what, change.what))
+    yield Column("A", lambda change: change.a or "-", keep=3, flexible=True, spare=norms)
+    yield Column("B", lambda change: change.b or "-", keep=2, flexible=True, spare=norms)
+    for name, (title, keep) in _NORMS.items() if norms else ():
+        cell = partial(_norm_cell, name)
+        yield Column(title, cell, right=True, keep=keep, spare=title in _SPARE)
 
 
-def _norm_cells(norms: Norms | None) -> list[str]:
-    if norms is None:
-        return [""] * (len(_NORM_COLUMNS) - len(_COLUMNS))
-    figures = [number_text(n) for n in (norms.max_abs, norms.l2, norms.relative_l2)]
-    counts = [norms.differing, norms.elements, norms.nan, norms.inf]
-    return [*figures, *(number_text(n) for n in counts)]
-
-
-def _print_json(
-    sides: Sequence[Checkpoint],
-    found: CheckpointDiff,
-    lossy: Sequence[Sequence[str]],
-    *,
-    norms: bool,
-) -> None:
-    changes = [asdict(change) for change in found.changes]
-    for change in changes:
-        if not norms:
-            del change["norms"]
-    named = [
-        {
-            "url": side.backend.url,
-            "step": side.step,
-            "uid": side.contents.record.uid,
-            "lossy": list(codecs),
-        }
-        for side, codecs in zip(sides, lossy, strict=True)
-    ]
-    print_json(
-        {
-            "a": named[0],
-            "b": named[1],
-            "same": found.same,
-            "compared": found.compared,
-            "bytes_read": found.bytes_read,
-            "changes": changes,
-        }
-    )
+def _norm_cell(name: str, change: Change) -> str:
+    return "" if change.norms is None else number_text(getattr(change.norms, name))

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
 
 from penstock.core.catalog.prune import GRACE_S
-from penstock.core.cli.app import debugging
+from penstock.core.cli.app import Json, Url, command, debugging
 from penstock.core.cli.output.render import print_json, print_line, visible
 from penstock.core.cli.output.runs_on_disk import tiers_quiet
+from penstock.core.concurrency.cores import default_workers
 from penstock.core.concurrency.timing import current_timing
 from penstock.core.concurrency.watchdog import Deadline, call_with_deadline
 from penstock.core.concurrency.workers import Workers
@@ -97,22 +99,42 @@ class CommandDeadline(Deadline):
         return call_with_deadline("ask", call, left, late, timing=timing, patience_s=0.0)
 
 
-def run(url: str, *, timeout_s: float | None, as_json: bool) -> bool:
-    """Copy to slower tiers the checkpoints that wait for it, and print the result.
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not seconds >= 0:  # `not >=` also refuses `nan`
+        msg = f"{text!r} is no time: give seconds, such as 90 or 0.5"
+        raise typer.BadParameter(msg)
+    return seconds
 
-    Args:
-        url: The URL of the run.
-        timeout_s: The most seconds to take, also where a tier hangs: its call is left behind.
-        as_json: Whether to print one JSON document.
 
-    Returns:
-        Whether every tier answered and nothing is left to copy.
+@command(
+    "drain",
+    epilog="""\b
+Examples:
+  penstock drain penstock.toml
+  penstock drain \\
+    'tiered://?fast=/nvme/run&durable=/lustre/run'
+""",
+)
+def drain(
+    url: Url,
+    *,
+    timeout: Annotated[
+        float | None,
+        typer.Option("--timeout", metavar="SECONDS", parser=_seconds, help="Stop after this time."),
+    ] = None,
+    as_json: Json = False,
+) -> bool:
+    """Copy what saves have left in the fast tier of a run and what has yet to go to the next one.
 
-    Raises:
-        PenstockError: The run cannot be read.
+    A process that saves there does the same in the background; this is for when none will. While
+    one does, what it is just copying is left to it. Exits with 1 if something is still left.
     """
-    with tiers_quiet(), closing(Workers(min(4, os.cpu_count() or 1))) as workers:
-        deadline = CommandDeadline(workers.timing, timeout_s)
+    with tiers_quiet(), closing(Workers(default_workers())) as workers:
+        deadline = CommandDeadline(workers.timing, timeout)
         backend = deadline.ask("opening the tiers", lambda: open_backend(url, must_exist=True))
         try:  # not `closing`: a tier that hangs would hang the command in its `close`
             if not backend.tiers:
@@ -126,7 +148,17 @@ def run(url: str, *, timeout_s: float | None, as_json: bool) -> bool:
             with suppress(StorageTimeoutError):
                 deadline.ask("closing", backend.close, ending=True)
     if as_json:
-        _print_json(outcome)
+        print_json(
+            {
+                "url": outcome.url,
+                "found": outcome.found,
+                "left": [record.step for record in outcome.left],
+                "bytes": sum(record.bytes_stored for record in outcome.before),
+                "seconds": outcome.seconds,
+                "links": [asdict(state) for state in outcome.states],
+                "silent": dict(outcome.silent),
+            }
+        )
     else:
         _print(outcome)
     # A tier that does not answer, or an empty folder in its place, has no marks: "nothing is left"
@@ -234,20 +266,6 @@ def _watch(drains: Drains, total: int, deadline: CommandDeadline) -> None:
             bar(Progress(sum(state.bytes_moved for state in drains.states()), total, "copy"))
     finally:
         bar.close()
-
-
-def _print_json(outcome: DrainOutcome) -> None:
-    print_json(
-        {
-            "url": outcome.url,
-            "found": outcome.found,
-            "left": [record.step for record in outcome.left],
-            "bytes": sum(record.bytes_stored for record in outcome.before),
-            "seconds": outcome.seconds,
-            "links": [asdict(state) for state in outcome.states],
-            "silent": dict(outcome.silent),
-        }
-    )
 
 
 def _print(outcome: DrainOutcome) -> None:

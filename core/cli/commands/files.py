@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from penstock import export_checkpoint, import_checkpoint
 from penstock.core.catalog.catalog import Catalog
+from penstock.core.cli.app import Exclude, Include, Json, Step, Url, command, size_of, step_of
 from penstock.core.cli.output.render import print_json, print_line, visible
 from penstock.core.reporting.progress_bar import ProgressBar
 from penstock.core.restore.checkpoint import Checkpoint
@@ -19,8 +20,15 @@ from penstock.core.units import counted, size_text
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+_Rename = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--rename", metavar="OLD=NEW", help="Put NEW for OLD where a path begins; repeatable."
+    ),
+]
 
-def pairs(texts: Sequence[str] | None) -> dict[str, str] | None:
+
+def _pairs(texts: Sequence[str] | None) -> dict[str, str] | None:
     """Parse `OLD=NEW` texts.
 
     Raises:
@@ -36,11 +44,57 @@ def pairs(texts: Sequence[str] | None) -> dict[str, str] | None:
     return found or None
 
 
-def run_export(url: str, out: str, step: int | None, *, as_json: bool, **options: Any) -> None:
-    """Export a checkpoint, and print the result.
+@command(
+    "export",
+    epilog="""\b
+Examples:
+  penstock export runs/gpt gpt-hf --to safetensors \\
+    --config-from gpt2 --cast bfloat16
+  penstock export runs/gpt gpt.pt --to torch
+  penstock export runs/gpt gpt-dcp --to dcp
+""",
+)
+def export(  # noqa: PLR0913 - its options
+    url: Url,
+    out: Annotated[
+        str, typer.Argument(metavar="OUT", help="The file or folder to write; must not exist.")
+    ],
+    *,
+    to: Annotated[
+        str, typer.Option("--to", metavar="FORMAT", help="`safetensors`, `torch` or `dcp`.")
+    ],
+    step: Step = None,
+    include: Include = None,
+    exclude: Exclude = None,
+    rename: _Rename = None,
+    cast: Annotated[
+        str | None, typer.Option("--cast", metavar="DTYPE", help="Convert floats to this dtype.")
+    ] = None,
+    shard_bytes: Annotated[
+        str,
+        typer.Option(
+            "--shard-bytes", metavar="SIZE", help="The most bytes in one file of safetensors."
+        ),
+    ] = "5GB",
+    keep_tied: Annotated[
+        bool, typer.Option("--keep-tied", help="Write tied tensors under each of their names.")
+    ] = False,
+    config_from: Annotated[
+        str | None,
+        typer.Option(
+            "--config-from", metavar="DIR", help="Copy config.json and tokenizer files from there."
+        ),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an earlier export at OUT.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Write a checkpoint, by default the latest one, as files of another tool.
 
-    Raises:
-        PenstockError: The export failed; nothing is at `out`.
+    With `--to safetensors` it is a folder as Hugging Face has it, or one file if OUT ends in
+    .safetensors, of what is below `model` unless --include names something else. Every checksum is
+    compared on the way, and OUT appears when it is whole and durable, not before.
     """
     with (
         closing(open_backend(url, must_exist=True)) as backend,
@@ -48,7 +102,20 @@ def run_export(url: str, out: str, step: int | None, *, as_json: bool, **options
     ):
         number = Catalog(backend).require_latest() if step is None else step
         checkpoint = Checkpoint.open(backend, number)
-        report = export_checkpoint(checkpoint, out, **options, on_progress=bar)
+        report = export_checkpoint(
+            checkpoint,
+            out,
+            to=to,
+            include=include or None,
+            exclude=exclude or None,
+            rename=_pairs(rename),
+            cast=cast,
+            shard_bytes=size_of(shard_bytes, "--shard-bytes"),
+            keep_tied=keep_tied,
+            config_from=config_from,
+            overwrite=overwrite,
+            on_progress=bar,
+        )
     if as_json:
         print_json(asdict(report))
         return
@@ -62,14 +129,81 @@ def run_export(url: str, out: str, step: int | None, *, as_json: bool, **options
         print_line(f"{visible(left_out)} is tied to {visible(owner)}, and left out (--keep-tied)")
 
 
-def run_import(source: str, run: str, *, as_json: bool, **options: Any) -> None:
-    """Import files as a checkpoint, and print the result.
+@command(
+    "import",
+    epilog="""\b
+Examples:
+  penstock import gpt2/ runs/gpt
+  penstock import old.pt runs/gpt --rename sd=model
+  penstock import dcp/step-900 runs/gpt --step 900
+""",
+)
+def import_(  # noqa: PLR0913 - its options
+    source: Annotated[
+        str, typer.Argument(metavar="FROM", help="The file or folder to import; is not changed.")
+    ],
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN",
+            help="Root of the run to save to: a path, a URL, or a configuration file.",
+        ),
+    ],
+    *,
+    step: Annotated[
+        int | None,
+        typer.Option(
+            "--step",
+            metavar="STEP",
+            parser=step_of,
+            help="The step to save as.",
+            show_default="0",
+        ),
+    ] = None,
+    format: Annotated[  # noqa: A002 - the option's name
+        str,
+        typer.Option(
+            "--format",
+            metavar="FORMAT",
+            help="`safetensors`, `torch`, `dcp`, `deepspeed` or `auto`.",
+        ),
+    ] = "auto",
+    include: Include = None,
+    exclude: Exclude = None,
+    rename: _Rename = None,
+    names_from: Annotated[
+        str | None,
+        typer.Option(
+            "--names-from",
+            metavar="MODEL",
+            help="Name the parameters of optimizers by this path or file.",
+        ),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the checkpoint at that step.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Save what is in files of another tool as a checkpoint of a run.
 
-    Raises:
-        PenstockError: The import failed; the run is as it was.
+    Takes safetensors and old .bin files as Hugging Face has them, adapters of PEFT, files of
+    torch.save, and folders of torch.distributed.checkpoint and of DeepSpeed with ZeRO. No code that
+    is in a file runs: what cannot be read without that is refused by name. An import that fails
+    leaves the run as it was.
     """
     with closing(ProgressBar("import", every_s=None, transient=True)) as bar:
-        report = import_checkpoint(source, run, **options, on_progress=bar)
+        report = import_checkpoint(
+            source,
+            run,
+            step=step or 0,
+            format=format,
+            include=include or None,
+            exclude=exclude or None,
+            rename=_pairs(rename),
+            names_from=names_from,
+            overwrite=overwrite,
+            on_progress=bar,
+        )
     if as_json:
         print_json({"source": source, **asdict(report)})
         return

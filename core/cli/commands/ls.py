@@ -9,12 +9,16 @@ import time
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.chains import borrowed_bytes, find_lenders, lent_by_deleted
 from penstock.core.catalog.notes import NotesOfRun
 from penstock.core.catalog.survey import find_unrecorded
+from penstock.core.cli.app import Json, Url, command, whole_number
 from penstock.core.cli.output.metrics import check_metrics, metric_text, usual_metrics
 from penstock.core.cli.output.render import (
     Cell,
@@ -37,7 +41,7 @@ from penstock.core.tiers.whereabouts import pending
 from penstock.core.units import size_text
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from penstock.core.abc import Backend, Tier
@@ -46,39 +50,7 @@ if TYPE_CHECKING:
     from penstock.core.reporting.reports import LendingSave
 
 _RUNS_SHOWN = 20
-_TIERS = Column("TIERS", keep=6)
-_TAGS = Column("TAGS", keep=4)
-_BASE = Column("BASE", right=True, keep=8)
-_NEEDS = Column("NEEDS", right=True, keep=3)
-_COLUMNS = (
-    Column("STEP", right=True),
-    Column("GEN", right=True, keep=1),
-    Column("AGE", right=True, keep=7),
-    Column("OBJECTS", right=True, keep=4),
-    Column("RAW", right=True, keep=5),
-    Column("STORED", right=True, keep=6),
-    Column("RATIO", right=True, keep=2),
-    Column("STATE"),
-)
-_METADATA = Column("METADATA", keep=3, flexible=True)
 _KEEP_USUAL, _KEEP_WANTED = 6, 9  # of columns of metrics; those that the user names stay longest
-
-
-@dataclass(frozen=True, slots=True)
-class ListOptions:
-    """The options of the output.
-
-    Attributes:
-        metadata: Whether to print all metadata of each checkpoint, not only what fits a line.
-        metrics: The keys of metadata that have a column; empty: the usual ones.
-        last: How many of the newest steps to print; None prints all.
-        as_json: Whether to print one JSON document.
-    """
-
-    metadata: bool = False
-    metrics: tuple[str, ...] = ()
-    last: int | None = None
-    as_json: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +74,51 @@ class Listed:
     notes: Notes | None = None
 
 
-def run(url: str, how: ListOptions) -> None:
-    """Print the checkpoints of a run, ascending by step.
+def _last(text: str) -> int:
+    return whole_number(text, "number of checkpoints", 1)
 
-    Raises:
-        PenstockError: The run cannot be read; of a run in tiers, no tier can be read. Or no
-            checkpoint has a metric that has to have a column.
+
+@command(
+    "ls",
+    epilog="""\b
+Examples:
+  penstock ls runs/gpt
+  penstock ls runs/gpt --last 5 --metrics loss,eval.mmlu
+  penstock ls runs/gpt --metadata
+  penstock ls runs/gpt --json |
+    jq '.checkpoints[] | select(.state == "ok") | .step'
+""",
+)
+def ls(
+    url: Url,
+    *,
+    metadata: Annotated[
+        bool, typer.Option("--metadata", help="Print all of each checkpoint's metadata.")
+    ] = False,
+    metrics: Annotated[
+        str,
+        typer.Option(
+            "--metrics",
+            metavar="KEY,...",
+            help="Columns for these keys of metadata, `a.b` for one inside another.",
+            show_default="up to three that most checkpoints have",
+        ),
+    ] = "",
+    last: Annotated[
+        int | None,
+        typer.Option("--last", metavar="N", parser=_last, help="Only the N newest steps."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """List the checkpoints of a run: step, generation, age, sizes, ratio, state, metrics.
+
+    The state is `ok`, or `damaged` where the commit record cannot be read; what a checkpoint
+    holds is looked at by `penstock verify`. Reads one small record for each checkpoint.
+
+    STORED is the size of the blobs, including the gaps that direct I/O needs; RATIO is RAW over
+    STORED; `penstock show` counts what the objects themselves take.
     """
+    wanted = tuple(filter(None, metrics.split(",")))
     with tiers_quiet(), closing(open_backend(url, must_exist=True, light=True)) as backend:
         tiered, silent = bool(backend.tiers), dict[str, str]()
         listed = list_tiers(backend.tiers, silent) if tiered else list_run(backend)
@@ -116,16 +126,19 @@ def run(url: str, how: ListOptions) -> None:
         notes = NotesOfRun(answering if tiered else [backend])
         shown = [
             replace(one, notes=None if one.record is None else notes.read(one.record))
-            for one in listed[-how.last if how.last else 0 :]
+            for one in listed[-last if last else 0 :]
         ]
         waiting = _unrecorded(answering if tiered else [backend], listed)
         kept = kept_for_borrowers(backend, [one.record for one in listed if one.record is not None])
-        check_metrics(how.metrics, [one.notes.metadata for one in shown if one.notes])
-        if how.as_json:
+        check_metrics(wanted, [one.notes.metadata for one in shown if one.notes])
+        if as_json:
             found: dict[str, Any] = {"url": backend.url}
             found["checkpoints"] = [_as_json(one, tiered=tiered) for one in shown]
             found["unrecorded"] = waiting
-            found["kept"] = [one.as_json() for one in kept]
+            found["kept"] = [
+                {**asdict(one.lender), "bytes": one.size_bytes, "borrowers": one.borrowers}
+                for one in kept
+            ]
             print_json({**found, "silent": silent} if tiered else found)
             return
         for name, why in silent.items():  # on standard error: the table may go into a pipe
@@ -137,13 +150,13 @@ def run(url: str, how: ListOptions) -> None:
             _print_runs_near(named_root(backend))
             return
     lenders = _lenders(listed)
-    _print_table(shown, lenders, how, tiered=tiered)
+    print_table([*_columns(shown, lenders, wanted, tiered=tiered)], shown)
     for one in shown:
         if one.error:
             print_line(f"step {one.step}: {visible(one.error)}", style="red")
     _print_unrecorded(waiting)
     _print_kept(kept, url)
-    if how.metadata:
+    if metadata:
         for one in shown:
             _print_metadata(one)
 
@@ -161,16 +174,6 @@ class Kept:
     lender: LendingSave
     size_bytes: int
     borrowers: tuple[int, ...]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the fields for JSON."""
-        return {
-            "uid": self.lender.uid,
-            "step": self.lender.step,
-            "state": self.lender.state,
-            "bytes": self.size_bytes,
-            "borrowers": list(self.borrowers),
-        }
 
 
 def kept_for_borrowers(backend: Backend, records: Sequence[CommitRecord]) -> list[Kept]:
@@ -214,37 +217,53 @@ def _lenders(listed: Sequence[Listed]) -> Mapping[str, LendingSave]:
     return find_lenders(records, {r.base.uid for r in records if r.base is not None})
 
 
-def _print_table(
+def _columns(
     listed: Sequence[Listed],
     lenders: Mapping[str, LendingSave],
-    how: ListOptions,
+    wanted: Sequence[str],
     *,
     tiered: bool,
-) -> None:
+) -> Iterator[Column[Listed]]:
+    """Yield the columns for these checkpoints, with those of chains and tiers only where needed."""
     now_s = time.time()
-    noted = [one.notes.metadata for one in listed if one.notes]
-    metrics = how.metrics or usual_metrics(noted)
-    keep = _KEEP_WANTED if how.metrics else _KEEP_USUAL
-    columns = [
-        *_COLUMNS,
-        *(Column(visible(name), right=True, keep=keep) for name in metrics),
-        _METADATA,
-    ]
-    rows = [_as_row(one, metrics, now_s) for one in listed]
-    # Beside metrics that the user has named, the rest of the metadata was not asked for.
-    if how.metrics or (metrics and not any(row[-1] for row in rows)):
-        del columns[-1]
-        for row in rows:
-            del row[-1]
-    if any(one.notes and one.notes.tags for one in listed):
-        tags = [visible(" ".join(one.notes.tags)) if one.notes else "" for one in listed]
-        _insert(columns, rows, _TAGS, tags, behind="STATE")
+    noted = [one.notes for one in listed if one.notes]
+    metrics = wanted or usual_metrics([notes.metadata for notes in noted])
+    yield Column("STEP", lambda one: str(one.step), right=True)
+    yield Column("GEN", _of(lambda record: str(record.generation)), right=True, keep=1)
+    if lenders:
+        yield Column("BASE", _of(partial(_base_cell, lenders)), right=True, keep=8)
+    yield Column(
+        "AGE", _of(lambda record: age_text(now_s - _created_s(record))), right=True, keep=7
+    )
+    yield Column("OBJECTS", _of(lambda record: str(record.objects)), right=True, keep=4)
+    yield Column("RAW", _of(lambda record: size_text(record.bytes_raw)), right=True, keep=5)
+    yield Column("STORED", _of(lambda record: size_text(record.bytes_stored)), right=True, keep=6)
+    if lenders:  # all blobs that a checkpoint needs, its own and borrowed ones
+        yield Column(
+            "NEEDS", _of(lambda record: size_text(record.bytes_needed)), right=True, keep=3
+        )
+    yield Column(
+        "RATIO",
+        _of(lambda record: ratio_text(record.bytes_raw, record.bytes_stored)),
+        right=True,
+        keep=2,
+    )
+    yield Column("STATE", lambda one: state_cell("damaged" if one.record is None else "ok"))
     if tiered:
-        _insert(columns, rows, _TIERS, [_tiers_text(one) for one in listed], behind="STATE")
-    if lenders:  # a run without chains is shown without their columns
-        _insert(columns, rows, _NEEDS, [_needs_text(one) for one in listed], behind="STORED")
-        _insert(columns, rows, _BASE, [_base_cell(one, lenders) for one in listed], behind="GEN")
-    print_table(columns, rows)
+        yield Column("TIERS", _tiers_text, keep=6)
+    if any(notes.tags for notes in noted):
+        yield Column("TAGS", lambda one: " ".join(one.notes.tags) if one.notes else "", keep=4)
+    for name in metrics:
+        keep = _KEEP_WANTED if wanted else _KEEP_USUAL
+        yield Column(visible(name), partial(_metric_text, name), right=True, keep=keep)
+    # Beside metrics that the user has named, the rest of the metadata was not asked for.
+    if not wanted and (not metrics or any(notes.metadata.keys() - metrics for notes in noted)):
+        yield Column("METADATA", partial(_rest_text, metrics), keep=3, flexible=True)
+
+
+def _of(text: Callable[[CommitRecord], str | Cell]) -> Callable[[Listed], str | Cell]:
+    """Return the cell of a commit record; `-` where that is unreadable."""
+    return lambda one: "-" if one.record is None else text(one.record)
 
 
 def _unrecorded(backends: Sequence[Backend], listed: Sequence[Listed]) -> dict[str, int]:
@@ -372,56 +391,27 @@ def record_json(record: CommitRecord, notes: Notes) -> dict[str, Any]:
     }
 
 
-def _insert(
-    columns: list[Column],
-    rows: Sequence[list[str | Cell]],
-    column: Column,
-    cells: Sequence[str | Cell],
-    *,
-    behind: str,
-) -> None:
-    """Insert a column, with the cell of each row, behind the column of that title."""
-    at = [one.title for one in columns].index(behind) + 1
-    columns.insert(at, column)
-    for row, cell in zip(rows, cells, strict=True):
-        row.insert(at, cell)
-
-
 def _tiers_text(one: Listed) -> str:
     return "+".join(one.tiers) + (" (to copy)" if one.waiting else "")
 
 
-def _base_cell(one: Listed, lenders: Mapping[str, LendingSave]) -> str | Cell:
+def _base_cell(lenders: Mapping[str, LendingSave], record: CommitRecord) -> str | Cell:
     """Return the step that a checkpoint is encoded against, and what has become of it."""
-    if one.record is None:
-        return "-"
-    base = one.record.base
+    base = record.base
     if base is None:
         return "none"
     state = lenders[base.uid].state
     return str(base.step) if state == "ok" else Cell(f"{state} {base.step}", "yellow")
 
 
-def _needs_text(one: Listed) -> str:
-    """Return the size of all blobs that a checkpoint needs, its own and borrowed ones."""
-    record = one.record
-    return "-" if record is None else size_text(record.bytes_needed)
+def _created_s(record: CommitRecord) -> float:
+    return datetime.fromisoformat(record.created).timestamp()
 
 
-def _as_row(one: Listed, metrics: Sequence[str], now_s: float) -> list[str | Cell]:
-    record, notes = one.record, one.notes
-    if record is None or notes is None:
-        return [str(one.step), *["-"] * 6, state_cell("damaged"), *["-" for _ in metrics], ""]
-    created_s = datetime.fromisoformat(record.created).timestamp()
-    return [
-        str(record.step),
-        str(record.generation),
-        age_text(now_s - created_s),
-        str(record.objects),
-        size_text(record.bytes_raw),
-        size_text(record.bytes_stored),
-        ratio_text(record.bytes_raw, record.bytes_stored),
-        state_cell("ok"),
-        *(metric_text(notes.metadata, name) for name in metrics),
-        metadata_text({k: v for k, v in notes.metadata.items() if k not in metrics}),
-    ]
+def _metric_text(name: str, one: Listed) -> str:
+    return "-" if one.notes is None else metric_text(one.notes.metadata, name)
+
+
+def _rest_text(metrics: Sequence[str], one: Listed) -> str:
+    metadata = one.notes.metadata if one.notes else {}
+    return metadata_text({k: v for k, v in metadata.items() if k not in metrics})

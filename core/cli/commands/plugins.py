@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
 
+import typer
+
+from penstock.core.cli.app import Json, command
 from penstock.core.cli.output.render import (
-    Cell,
     Column,
     print_json,
     print_line,
@@ -15,44 +18,34 @@ from penstock.core.cli.output.render import (
 )
 from penstock.core.plugins.registry import default_registry
 
-_COLUMNS = (
-    Column("KIND"),
-    Column("NAME"),
-    Column("STATE"),
-    Column("DISTRIBUTION", keep=2),
-    Column("VERSION", keep=1),
-    Column("TARGET", flexible=True, keep=3),
+if TYPE_CHECKING:
+    from penstock.core.plugins.registry import PluginInfo
+
+_COLUMNS: tuple[Column[PluginInfo], ...] = (
+    Column("KIND", lambda info: info.kind),
+    Column("NAME", lambda info: info.name),
+    Column("STATE", lambda info: state_cell(info.state)),
+    Column("DISTRIBUTION", lambda info: info.distribution, keep=2),
+    Column("VERSION", lambda info: info.version, keep=1),
+    Column("TARGET", lambda info: info.target, flexible=True, keep=3),
 )
 
 
-def run(*, check: bool, as_json: bool) -> bool:
-    """Print the installed plugins.
-
-    Args:
-        check: Import and validate each plugin, and construct each that needs no options. This
-            takes as long as the plugins' imports do (torch, for one). Without it only the
-            existence of the module is checked.
-        as_json: Whether to print one JSON document.
-
-    Returns:
-        Whether no check found an error.
-    """
+@command("plugins")
+def plugins(
+    *,
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="Import and try each; exits with 1 if one is broken."),
+    ] = False,
+    as_json: Json = False,
+) -> bool:
+    """List the installed providers, codecs and backends, and why one cannot be used."""
     found = default_registry().listing(load=check)
     if as_json:
         print_json({"plugins": [asdict(info) for info in found]})
         return all(info.error is None for info in found)
-    rows: list[list[str | Cell]] = [
-        [
-            info.kind,
-            visible(info.name),
-            state_cell(info.state),
-            visible(info.distribution),
-            visible(info.version),
-            visible(info.target),
-        ]
-        for info in found
-    ]
-    print_table(_COLUMNS, rows)
+    print_table(_COLUMNS, found)
     # Several plugins may share one error, such as an import that fails: each is printed once.
     for error in dict.fromkeys(info.error for info in found if info.error):
         print_line("\n" + "\n".join(visible(line) for line in error.splitlines()), style="red")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import typer
+
+from penstock.core.cli.app import command
 from penstock.core.cli.output.render import print_json, visible
 from penstock.core.config.model import json_schema
 from penstock.core.errors import PluginError
@@ -14,8 +17,24 @@ if TYPE_CHECKING:
     from penstock.core.plugins.registry import Registry
 
 
-def run() -> None:
-    """Print the JSON Schema of configuration files."""
+@command(
+    "schema",
+    epilog="""\b
+Example:
+  penstock schema > penstock.schema.json
+""",
+)
+def schema(
+    *,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="What is printed is JSON in any case.")
+    ] = False,
+) -> None:
+    """Print the JSON Schema of configuration files, for editors and other tools.
+
+    It holds the options of every backend and codec that is installed here.
+    """
+    del as_json
     print_json(full_schema(default_registry()))
 
 

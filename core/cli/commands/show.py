@@ -5,11 +5,25 @@ from __future__ import annotations
 import sys
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.notes import NotesOfRun
+from penstock.core.cli.app import (
+    AsGiven,
+    Exclude,
+    Include,
+    Json,
+    Step,
+    backend_of,
+    command,
+    is_configuration,
+    whole_number,
+)
 from penstock.core.cli.commands.ls import record_json
 from penstock.core.cli.output.chain import chain_of, depth_of, print_chain
 from penstock.core.cli.output.render import (
@@ -24,7 +38,7 @@ from penstock.core.cli.output.render import (
 )
 from penstock.core.cli.output.stats import Stats, tensor_stats
 from penstock.core.cli.output.sums import Sum, print_sums, sums_of
-from penstock.core.cli.output.tree import Branch, grown, rows_of
+from penstock.core.cli.output.tree import Row, grown, rows_of
 from penstock.core.plan.choice import class_of
 from penstock.core.restore.checkpoint import Checkpoint
 from penstock.core.restore.rounding import Rounding
@@ -33,74 +47,24 @@ from penstock.core.storage.open import open_backend
 from penstock.core.tree.paths import show_path
 from penstock.core.tree.select import Selection
 from penstock.core.types import Kind, show_segment
-from penstock.core.units import size_text
+from penstock.core.units import counted, size_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from penstock.core.catalog.notes import Notes
     from penstock.core.cli.output.chain import Link
     from penstock.core.format.records import ChoiceRecord, CommitRecord, ObjectRecord
     from penstock.core.plan.restore import Located
     from penstock.core.restore.contents import Contents
-    from penstock.core.types import WorstErrors
 
 GROUPINGS = ("codec", "rule", "role", "dtype")
 """The values of `--by`."""
 
 _CODECS_OF_A_CONTAINER = 2  # the most that a container names; more would fill the table
-_COLUMNS = (
-    Column("PATH", flexible=True),
-    Column("TYPE", keep=9),
-    Column("SHAPE", keep=8),
-    Column("BYTES", right=True, keep=9),
-    Column("STORED", right=True, keep=10),
-    Column("RATIO", right=True, keep=5, spare=True),
-    Column("CODECS", keep=4, spare=True),
-    Column("ROLE", keep=1, spare=True),
-)
-_BORROWED = Column("BORROWED", right=True, keep=3, spare=True)
-_LINKS = Column("LINKS", right=True, keep=2, spare=True)
-_ERROR_COLUMNS = (
-    Column("ABS ERROR", right=True, keep=6),
-    Column("REL ERROR", right=True, keep=7),
-)
-_STATS_COLUMNS = (
-    Column("MIN", right=True, keep=13),
-    Column("MAX", right=True, keep=12),
-    Column("MEAN", right=True, keep=14),
-    Column("STD", right=True, keep=11),
-    Column("NAN", right=True, keep=16),
-    Column("INF", right=True, keep=15),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class ShowOptions:
-    """The options of the output.
-
-    Attributes:
-        tree: Whether to print an indented tree with sums; None does in a terminal only.
-        depth: The levels of the tree to print; None prints all.
-        stats: Whether to read tensors and print statistics of their values.
-        as_json: Whether to print one JSON document.
-        by: What to group the objects by, one of `GROUPINGS`; None prints each object.
-        rules: For `by="rule"`, the configuration file with the rules.
-    """
-
-    tree: bool | None = None
-    depth: int | None = None
-    stats: bool = False
-    as_json: bool = False
-    by: str | None = None
-    rules: str = ""
-
-    @property
-    def as_tree(self) -> bool:
-        """Whether the output is a tree, given the options and where standard output goes."""
-        if self.tree is None:
-            return self.depth is not None or sys.stdout.isatty()
-        return self.tree
+# What stays longest in a narrow terminal has the highest numbers.
+_STATS = {"min": 13, "max": 12, "mean": 14, "std": 11, "nan": 16, "inf": 15}
+_ERRORS = {"absolute": ("ABS ERROR", 6), "relative": ("REL ERROR", 7)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,23 +104,72 @@ class Shown:
         return "" if self.record.derived is None else "derived"
 
 
-def run(
-    url: str,
-    *,
-    step: int | None,
-    include: Sequence[str] | None,
-    exclude: Sequence[str] | None,
-    how: ShowOptions,
-) -> None:
-    """Print the selected objects of one checkpoint in tree order, or sums over groups of them.
+def _depth(text: str) -> int:
+    return whole_number(text, "depth", 1)
 
-    Raises:
-        PenstockError: The checkpoint does not exist or is damaged, a pattern matches nothing, or
-            the configuration with the rules cannot be read.
+
+@command(
+    "show",
+    epilog="""\b
+Examples:
+  penstock show runs/gpt --depth 1
+  penstock show runs/gpt --step 300
+  penstock show runs/gpt --include 'model/*.bias'
+  penstock show runs/gpt --by codec
+  penstock show runs/gpt --include model --stats |
+    grep -v ' 0 *0$'
+""",
+)
+def show(  # noqa: PLR0913 - its options
+    url: AsGiven,
+    *,
+    step: Step = None,
+    include: Include = None,
+    exclude: Exclude = None,
+    stats: Annotated[
+        bool,
+        typer.Option(
+            "--stats", help="Read the selected tensors: min, max, mean, std, nan and inf of each."
+        ),
+    ] = False,
+    tree: Annotated[
+        bool | None,
+        typer.Option(
+            "--tree/--flat",
+            help="Indented, with sums; or one line with the whole path for each object.",
+            show_default="a tree in a terminal, flat in a pipe",
+        ),
+    ] = None,
+    depth: Annotated[
+        int | None,
+        typer.Option("--depth", metavar="N", parser=_depth, help="Fold the tree below N levels."),
+    ] = None,
+    by: Annotated[
+        str | None,
+        typer.Option(
+            "--by",
+            metavar="WHAT",
+            help="Sums instead of objects: by `codec`, `rule`, `role` or `dtype`.",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show the objects of one checkpoint: type, shape, bytes, ratio, codecs, role.
+
+    Reads the manifest only, unless --stats is given. A pattern is a path with `*` (within one
+    segment), `**` (any number), `?`, `[..]`; a bare prefix takes all that is below it.
+
+    STORED is what an object takes without the gaps between objects, RATIO is BYTES over STORED;
+    `penstock ls` counts the gaps, too. BORROWED is what it needs of the blobs of other checkpoints.
     """
+    if depth is not None and (tree is False or as_json):
+        msg = "--depth folds the tree; leave out --flat and --json"
+        raise typer.BadParameter(msg)
+    if by is not None:
+        _check_grouping(url, by, objects=tree is not None or depth is not None or stats)
     selection = Selection(include or None, exclude or None)
-    group_of = None if how.by is None else _grouping(how.by, how.rules)
-    with closing(open_backend(url, must_exist=True, light=not how.stats)) as backend:
+    group_of = None if by is None else _grouping(by, url)
+    with closing(open_backend(backend_of(url), must_exist=True, light=not stats)) as backend:
         if step is None:
             step = Catalog(backend).require_latest()
         checkpoint = Checkpoint.open(backend, step)
@@ -171,31 +184,48 @@ def run(
         chain = chain_of(backend, contents, chosen)
         classes = {class_of(one.record.role, one.record.spec.dtype) for one in chosen}
         choices = [choice for choice in contents.manifest.choices() if choice.objects in classes]
-        if how.stats:
+        if stats:
             shown = [replace(s, stats=tensor_stats(checkpoint, s.record)) for s in shown]
         notes = NotesOfRun.of(backend, contents.record).read(contents.record)
     record = contents.record
     sums = [] if group_of is None else sums_of(_as_sum(one, group_of(one)) for one in shown)
-    if how.as_json:
+    if as_json:
         found: dict[str, Any] = {
             "checkpoint": {"step": record.step, **record_json(record, notes)},
-            "chain": [link.as_json() for link in chain],
+            "chain": [
+                {**asdict(link.lender), "frames": link.frames, "bytes_read": link.bytes_read}
+                for link in chain
+            ],
             "choices": [asdict(choice) for choice in choices],
         }
-        if how.by is None:
-            found["objects"] = [_as_json(one, how) for one in shown]
+        if by is None:
+            found["objects"] = [_as_json(one, stats=stats) for one in shown]
         else:
-            found |= {"by": how.by, "groups": [asdict(one) for one in sums]}
+            found |= {"by": by, "groups": [asdict(one) for one in sums]}
         print_json(found)
         return
     _print_head(record, notes, chain)
-    if how.by is None:
-        _print_objects(shown, how)
+    if by is None:
+        as_tree = (depth is not None or sys.stdout.isatty()) if tree is None else tree
+        _print_objects(shown, tree=as_tree, depth=depth, stats=stats)
     else:
-        print_sums(how.by.upper(), sums)
+        print_sums(by.upper(), sums)
     _print_sum(record, shown)
     _print_rounding(shown)
     _print_choices(choices)
+
+
+def _check_grouping(url: str, by: str, *, objects: bool) -> None:
+    """Refuse groups that do not exist, and groups beside options of objects."""
+    msg = ""
+    if by not in GROUPINGS:
+        msg = f"--by: {by!r} is none of {', '.join(GROUPINGS)}"
+    elif objects:
+        msg = "--by prints no objects; leave out --tree, --flat, --depth and --stats"
+    elif by == "rule" and not is_configuration(url):
+        msg = "--by rule: a checkpoint stores no rules; give their configuration file as URL"
+    if msg:
+        raise typer.BadParameter(msg)
 
 
 def _grouping(by: str, rules: str) -> Callable[[Shown], str]:
@@ -249,37 +279,114 @@ def _print_head(record: CommitRecord, notes: Notes, chain: Sequence[Link]) -> No
     print_line("")
 
 
-def _print_objects(shown: list[Shown], how: ShowOptions) -> None:
-    columns = [
-        *_COLUMNS,
-        _BORROWED,
-        _LINKS,
-        *(_STATS_COLUMNS if how.stats else ()),
-        *_ERROR_COLUMNS,
-    ]
-    if how.as_tree:
-        tree = grown((one.record.path, one) for one in shown)
-        rows = [
-            _branch_row(row.branch, row.level, how) + [""] * len(_ERROR_COLUMNS)
-            if row.item is None
-            else _as_row(row.item, "  " * row.level + visible(show_segment(row.segment)), how)
-            for row in rows_of(tree, how.depth)
-        ]
+@dataclass(frozen=True, slots=True)
+class _TableLine:
+    """A line of the table: an object, or with `leaf` None a container of several."""
+
+    name: str
+    objects: Sequence[Shown]
+    leaf: Shown | None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(one.nbytes for one in self.objects)
+
+    @property
+    def bytes_stored(self) -> int:
+        return sum(one.bytes_stored for one in self.objects)
+
+
+def _print_objects(shown: list[Shown], *, tree: bool, depth: int | None, stats: bool) -> None:
+    if tree:
+        root = grown((one.record.path, one) for one in shown)
+        lines = [_line_of(row) for row in rows_of(root, depth)]
     else:
-        rows = [_as_row(one, visible(show_path(one.record.path)), how) for one in shown]
-    if not any(one.record.errors is not None for one in shown):
-        del columns[-len(_ERROR_COLUMNS) :]
-        rows = [row[: len(columns)] for row in rows]
-    for column, used in (
-        (_LINKS, any(one.links for one in shown)),
-        (_BORROWED, any(one.bytes_borrowed for one in shown)),
-    ):
-        if not used:
-            at = columns.index(column)
-            del columns[at]
-            for row in rows:
-                del row[at]
-    print_table(columns, rows)
+        lines = [_TableLine(_name(one, show_path(one.record.path)), [one], one) for one in shown]
+    print_table([*_columns(shown, stats=stats)], lines)
+
+
+def _line_of(row: Row[Shown]) -> _TableLine:
+    name = "  " * row.level + show_segment(row.segment)
+    if row.item is None:
+        return _TableLine(f"{name}/", list(row.branch.leaves()), None)
+    return _TableLine(_name(row.item, name), [row.item], row.item)
+
+
+def _name(one: Shown, name: str) -> str:
+    if one.record.same_as is not None:
+        name += f" = {show_path(one.record.same_as)}"
+    if one.record.derived is not None:
+        name += f" derived from {show_path(one.record.derived)}"
+    return name
+
+
+def _columns(shown: Sequence[Shown], *, stats: bool) -> Iterator[Column[_TableLine]]:
+    yield Column("PATH", lambda line: line.name, flexible=True)
+    yield Column("TYPE", _type_text, keep=9)
+    yield Column("SHAPE", _shape_text, keep=8)
+    yield Column("BYTES", lambda line: size_text(line.nbytes), right=True, keep=9)
+    yield Column("STORED", lambda line: size_text(line.bytes_stored), right=True, keep=10)
+    yield Column(
+        "RATIO",
+        lambda line: ratio_text(line.nbytes, line.bytes_stored),
+        right=True,
+        keep=5,
+        spare=True,
+    )
+    yield Column("CODECS", _codecs_of, keep=4, spare=True)
+    yield Column(
+        "ROLE", lambda line: line.leaf.record.role.value if line.leaf else "", keep=1, spare=True
+    )
+    if any(one.bytes_borrowed for one in shown):
+        yield Column("BORROWED", _borrowed_text, right=True, keep=3, spare=True)
+    if any(one.links for one in shown):
+        yield Column("LINKS", _links_text, right=True, keep=2, spare=True)
+    for name, keep in _STATS.items() if stats else ():
+        yield Column(name.upper(), partial(_stat_text, name), right=True, keep=keep)
+    if any(one.record.errors is not None for one in shown):
+        for name, (title, keep) in _ERRORS.items():
+            yield Column(title, partial(_error_text, name), right=True, keep=keep)
+
+
+def _type_text(line: _TableLine) -> str:
+    if line.leaf is None:
+        return counted(len(line.objects), "object")
+    record = line.leaf.record
+    return record.spec.dtype if record.kind is Kind.TENSOR else record.form
+
+
+def _shape_text(line: _TableLine) -> str:
+    if line.leaf is None or line.leaf.record.kind is not Kind.TENSOR:
+        return ""
+    return "x".join(map(str, line.leaf.record.spec.shape))
+
+
+def _codecs_of(line: _TableLine) -> str:
+    """Return the codecs of an object, or of a container's objects, those of most bytes first."""
+    if line.leaf is not None:
+        return _codecs_text(line.leaf)
+    sums = sums_of(_as_sum(one, _codecs_text(one)) for one in line.objects if not one.elsewhere)
+    names = [one.group for one in sums]
+    more = len(names) - _CODECS_OF_A_CONTAINER
+    return ", ".join([*names[:_CODECS_OF_A_CONTAINER], *([f"+{more}"] if more > 0 else [])])
+
+
+def _borrowed_text(line: _TableLine) -> str:
+    return size_text(sum(one.bytes_borrowed for one in line.objects))
+
+
+def _links_text(line: _TableLine) -> str:
+    return str(max(one.links for one in line.objects))
+
+
+def _stat_text(name: str, line: _TableLine) -> str:
+    stats = None if line.leaf is None else line.leaf.stats
+    return "" if stats is None else number_text(getattr(stats, name))
+
+
+def _error_text(name: str, line: _TableLine) -> str:
+    errors = None if line.leaf is None else line.leaf.record.errors
+    return "" if errors is None else number_text(getattr(errors, name))
 
 
 def _print_sum(record: CommitRecord, shown: list[Shown]) -> None:
@@ -323,7 +430,7 @@ def _codecs_text(one: Shown) -> str:
     lossy, unknown = set(one.rounding.lossy), set(one.rounding.unknown)
     marks = ["(lossy)" if c in lossy else "(?)" if c in unknown else "" for c in one.codecs]
     named = (name + mark for name, mark in zip(one.codecs, marks, strict=True))
-    return visible("+".join(named)) or "raw"
+    return "+".join(named) or "raw"
 
 
 def _with_gaps(record: CommitRecord, shown: list[Shown]) -> str:
@@ -339,69 +446,7 @@ def _with_gaps(record: CommitRecord, shown: list[Shown]) -> str:
     return f"; its blobs take {size_text(record.bytes_stored)} ({ratio}), alignment gaps included"
 
 
-def _branch_row(branch: Branch[Shown], level: int, how: ShowOptions) -> list[str]:
-    below = list(branch.leaves())
-    raw, stored = sum(s.nbytes for s in below), sum(s.bytes_stored for s in below)
-    count = f"{len(below)} object{'' if len(below) == 1 else 's'}"
-    return [
-        "  " * level + visible(show_segment(branch.segment)) + "/",
-        count,
-        "",
-        size_text(raw),
-        size_text(stored),
-        ratio_text(raw, stored),
-        _codecs_of_all(below),
-        "",
-        size_text(sum(s.bytes_borrowed for s in below)),
-        str(max(s.links for s in below)),
-        *([""] * len(_STATS_COLUMNS) if how.stats else []),
-    ]
-
-
-def _codecs_of_all(below: Sequence[Shown]) -> str:
-    """Return the codecs of a container's objects, those of most bytes first."""
-    sums = sums_of(_as_sum(one, _codecs_text(one)) for one in below if not one.elsewhere)
-    names = [one.group for one in sums]
-    more = len(names) - _CODECS_OF_A_CONTAINER
-    return ", ".join([*names[:_CODECS_OF_A_CONTAINER], *([f"+{more}"] if more > 0 else [])])
-
-
-def _as_row(one: Shown, name: str, how: ShowOptions) -> list[str]:
-    record, tensor = one.record, one.record.kind is Kind.TENSOR
-    if record.same_as is not None:
-        name += f" = {visible(show_path(record.same_as))}"
-    if record.derived is not None:
-        name += f" derived from {visible(show_path(record.derived))}"
-    return [
-        name,
-        visible(record.spec.dtype if tensor else record.form),
-        "x".join(map(str, record.spec.shape)) if tensor else "",
-        size_text(one.nbytes),
-        size_text(one.bytes_stored),
-        ratio_text(one.nbytes, one.bytes_stored),
-        _codecs_text(one),
-        record.role.value,
-        size_text(one.bytes_borrowed),
-        str(one.links),
-        *(_stats_cells(one.stats) if how.stats else []),
-        *_error_cells(record.errors),
-    ]
-
-
-def _error_cells(errors: WorstErrors | None) -> list[str]:
-    if errors is None:
-        return [""] * len(_ERROR_COLUMNS)
-    return [number_text(errors.absolute), number_text(errors.relative)]
-
-
-def _stats_cells(stats: Stats | None) -> list[str]:
-    if stats is None:
-        return [""] * len(_STATS_COLUMNS)
-    figures = [number_text(n) for n in (stats.min, stats.max, stats.mean, stats.std)]
-    return [*figures, str(stats.nan), str(stats.inf)]
-
-
-def _as_json(one: Shown, how: ShowOptions) -> dict[str, Any]:
+def _as_json(one: Shown, *, stats: bool) -> dict[str, Any]:
     record = one.record
     found = {
         "path": show_path(record.path),
@@ -423,6 +468,6 @@ def _as_json(one: Shown, how: ShowOptions) -> dict[str, Any]:
     if record.errors is not None:
         figures = asdict(record.errors).items()
         found["errors"] = {name: figure if isfinite(figure) else None for name, figure in figures}
-    if how.stats:
+    if stats:
         found["stats"] = None if one.stats is None else asdict(one.stats)
     return found

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import closing
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.prune import GRACE_S
+from penstock.core.cli.app import Json, Step, Url, command
 from penstock.core.cli.output.damage import print_damage
 from penstock.core.cli.output.render import print_json, print_line, print_wrapped, visible
+from penstock.core.concurrency.cores import default_workers
 from penstock.core.concurrency.workers import Workers
 from penstock.core.errors import CheckpointNotFoundError, DamagedError
 from penstock.core.format.records import blob_uid
@@ -31,35 +34,50 @@ if TYPE_CHECKING:
     from penstock.core.reporting.reports import LendingSave, Progress, Repair
 
 
-@dataclass(frozen=True, slots=True)
-class VerifyOptions:
-    """The options of a verification.
+@command(
+    "verify",
+    epilog="""\b
+Examples:
+  penstock verify runs/gpt
+  penstock verify runs/gpt --all --quick
+  penstock verify penstock.toml --all --repair
+  penstock verify runs/gpt --step 300 --json |
+    jq -r '.reports[].damaged[].what'
+""",
+)
+def verify(
+    url: Url,
+    *,
+    step: Step = None,
+    every: Annotated[bool, typer.Option("--all", help="Verify every checkpoint.")] = False,
+    deep: Annotated[
+        bool,
+        typer.Option(
+            "--deep/--quick",
+            help="Read and decode every frame, or check only the manifest's digests and the sizes.",
+        ),
+    ] = True,
+    repair: Annotated[
+        bool,
+        typer.Option(
+            "--repair", help="With tiers: bring damaged copies anew from a good one, read first."
+        ),
+    ] = False,
+    as_json: Json = False,
+) -> bool:
+    """Compare every checksum of a checkpoint; exits with 1 if anything is damaged.
 
-    Attributes:
-        deep: Read and decode every frame, not only the manifest and the sizes of the blobs.
-        repair: Replace damaged copies by good ones from another tier.
-        as_json: Print one JSON document.
+    All damage is listed, not only the first, by the path of the object or the name of the record.
+    With --repair, 1 means that something still is.
     """
-
-    deep: bool = True
-    repair: bool = False
-    as_json: bool = False
-
-
-def run(url: str, *, step: int | None, every: bool, how: VerifyOptions) -> bool:
-    """Verify one checkpoint, or every one, and print the damage.
-
-    Returns:
-        Whether every checkpoint is whole, after repairs, and all its codecs could decode.
-
-    Raises:
-        PenstockError: The checkpoint does not exist, or the run cannot be read.
-    """
+    if every and step is not None:
+        msg = "--all verifies every step; leave out --step"
+        raise typer.BadParameter(msg)
     reports: list[VerifyReport] = []
-    light = not (how.deep or how.repair)
+    light = not (deep or repair)
     with closing(open_backend(url, must_exist=True, light=light)) as backend:
-        with closing(Workers(min(4, os.cpu_count() or 1))) as workers:
-            look = _Look(backend, workers, how)
+        with closing(Workers(default_workers())) as workers:
+            look = _Look(backend, workers, deep=deep, repair=repair)
             for number in _steps(backend, step, every=every):
                 bar = ProgressBar(f"step {number}", every_s=None, transient=True)
                 try:
@@ -68,11 +86,11 @@ def run(url: str, *, step: int | None, every: bool, how: VerifyOptions) -> bool:
                     if not every:
                         raise
                     continue  # deleted after the listing
-                if not how.as_json:
+                if not as_json:
                     _print(report, backend.url, told=_damaged_uids(reports))
                 reports.append(report)
         ok = all(report.ok and not report.not_decoded for report in reports)
-        if how.as_json:
+        if as_json:
             found = [asdict(report) for report in reports]
             print_json({"url": backend.url, "ok": ok, "reports": found})
         elif every:
@@ -100,28 +118,29 @@ def _steps(backend: Backend, step: int | None, *, every: bool) -> Sequence[int]:
 class _Look:
     """Verifies steps of one run."""
 
-    def __init__(self, backend: Backend, workers: Workers, how: VerifyOptions) -> None:
+    def __init__(self, backend: Backend, workers: Workers, *, deep: bool, repair: bool) -> None:
         self._backend = backend
         self._loader = Loader(backend, workers)
-        self._how = how
+        self._deep = deep
         self._repairs = None
-        if how.repair:
+        if repair:
             stuck_s = workers.timing.stuck_s
             drains = Drains(backend.tiers, workers=workers, grace_s=GRACE_S, stuck_s=stuck_s)
             self._repairs = drains.repairs
 
     def at(self, step: int, on_progress: Callable[[Progress], None]) -> VerifyReport:
         """Verify one step, and repair it if `--repair` is given."""
-        deep = self._how.deep
         try:
             checkpoint = Checkpoint.open(self._backend, step, loader=self._loader)
         except DamagedError as error:
             # A manifest that cannot be read is a finding, not an error: `--all` goes on behind it.
             damaged = tuple(Damage(name, str(error)) for name in error.damaged or (f"step {step}",))
-            return VerifyReport(step, False, damaged, 0, 0, 0, deep, 0.0)
+            return VerifyReport(step, False, damaged, 0, 0, 0, self._deep, 0.0)
         if self._repairs is None:
-            return checkpoint.verify(deep=deep, on_progress=on_progress)
-        return verify_and_repair(checkpoint, self._repairs, deep=deep, on_progress=on_progress)
+            return checkpoint.verify(deep=self._deep, on_progress=on_progress)
+        return verify_and_repair(
+            checkpoint, self._repairs, deep=self._deep, on_progress=on_progress
+        )
 
 
 def _links(reports: Sequence[VerifyReport]) -> dict[LendingSave, list[int]]:

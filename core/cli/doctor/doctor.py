@@ -6,13 +6,17 @@ import logging
 import signal
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from penstock.core.catalog.prune import CLOCK_PREFIX
+from penstock.core.cli.app import Json, Url, command
 from penstock.core.cli.doctor.host_checks import check_folder, check_process, check_uring
 from penstock.core.cli.doctor.store_checks import Check, check_store
 from penstock.core.cli.output.render import print_json, print_line, print_wrapped, visible
 from penstock.core.cli.output.runs_on_disk import local_root, named_root, quiet, tiers_quiet
+from penstock.core.config.model import parse_size
 from penstock.core.config.plugin_choice import shown_url
 from penstock.core.errors import ConfigError, PenstockError, StorageError, WrongPlaceError
 from penstock.core.foreign import said
@@ -30,20 +34,40 @@ _STYLES = {"ok": "green", "info": "", "warn": "yellow", "fail": "bold red"}
 _INDENT = 6
 
 
-def run(url: str, *, probe_bytes: int, as_json: bool) -> bool:
-    """Check this machine and the store at `url`, and print the findings.
+@command(
+    "doctor",
+    epilog="""\b
+Examples:
+  penstock doctor runs/gpt
+  penstock doctor /nvme/new-run --no-probe
+  penstock doctor runs/gpt --json |
+    jq '.checks[] | select(.status != "ok")'
+""",
+)
+def doctor(
+    url: Url,
+    *,
+    probe: Annotated[
+        bool,
+        typer.Option("--probe/--no-probe", help="Measure how fast the store writes and reads."),
+    ] = True,
+    probe_size: Annotated[
+        str,
+        typer.Option("--probe-size", metavar="SIZE", help="The most to write for it."),
+    ] = "256MiB",
+    as_json: Json = False,
+) -> bool:
+    """Look at what this machine and this store can do for a run, and say what to change.
 
-    Args:
-        url: The URL of a run, which need not exist yet.
-        probe_bytes: The most to write to measure the store; 0 measures nothing.
-        as_json: Whether to print one JSON document.
-
-    Returns:
-        Whether no check expects a save to fail.
-
-    Raises:
-        ConfigError: The URL, or an option of the backend, is wrong.
+    The run need not exist yet, and nothing stays behind. Exits with 1 if a save would fail.
     """
+    try:
+        size = parse_size(probe_size)
+    except ValueError as error:
+        msg = f"--probe-size: {probe_size!r} is {error}"
+        raise typer.BadParameter(msg) from None
+    assert isinstance(size, int)
+    probe_bytes = size if probe else 0
     checks = [check_uring()]
     shown = _shown_url(url)
     try:

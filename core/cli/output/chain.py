@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.chains import find_lenders, records_down
@@ -21,13 +22,6 @@ if TYPE_CHECKING:
     from penstock.core.plan.restore import Located
     from penstock.core.restore.contents import Contents
 
-_COLUMNS = (
-    Column("CHAIN", flexible=True),
-    Column("READ", right=True),
-    Column("FRAMES", right=True, keep=2),
-    Column("UID", keep=1),
-)
-
 
 @dataclass(frozen=True, slots=True)
 class Link:
@@ -42,16 +36,6 @@ class Link:
     lender: LendingSave
     frames: int
     bytes_read: int
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the fields for JSON."""
-        return {
-            "uid": self.lender.uid,
-            "step": self.lender.step,
-            "state": self.lender.state,
-            "frames": self.frames,
-            "bytes_read": self.bytes_read,
-        }
 
 
 def depth_of(located: Located) -> int:
@@ -98,14 +82,19 @@ def print_chain(links: Sequence[Link], age: int | None) -> None:
     total = size_text(sum(link.bytes_read for link in links))
     kind = "it borrows blobs" if age is None else f"{counted(age, 'save')} after one without a base"
     print_line(f"{kind}; a restore reads {total} of {counted(len(links), 'checkpoint')}\n")
-    rows: list[list[str | Cell]] = []
-    for number, link in enumerate(links):
-        lender = link.lender
-        name = "  " * bool(number) + ("a deleted step" if lender.step is None else str(lender))
-        style = "" if lender.state == "ok" else "yellow"
-        read = size_text(link.bytes_read)
-        rows.append([Cell(name, style), read, str(link.frames), lender.uid])
-    print_table(_COLUMNS, rows)
+    columns: tuple[Column[Link], ...] = (
+        Column("CHAIN", partial(_lender_cell, first=links[0]), flexible=True),
+        Column("READ", lambda link: size_text(link.bytes_read), right=True),
+        Column("FRAMES", lambda link: str(link.frames), right=True, keep=2),
+        Column("UID", lambda link: link.lender.uid, keep=1),
+    )
+    print_table(columns, links)
+
+
+def _lender_cell(link: Link, *, first: Link) -> Cell:
+    lender = link.lender
+    name = "a deleted step" if lender.step is None else str(lender)
+    return Cell(name if link is first else f"  {name}", "" if lender.state == "ok" else "yellow")
 
 
 def _frames(located: Located) -> Iterable[Frame]:

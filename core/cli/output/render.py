@@ -8,12 +8,14 @@ import re
 import sys
 import unicodedata
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from rich.console import Console
+
+T = TypeVar("T")
 
 _FLEXIBLE_MIN_WIDTH = 12
 _GAP = 2  # cells between columns
@@ -22,11 +24,12 @@ _PERIODS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class Column(Generic[T]):
     """A column of a table.
 
     Attributes:
         title: The head of the column.
+        cell: Returns the cell of an item, which is one line of the table.
         right: Whether its cells are aligned right.
         keep: On a narrow terminal columns with the lowest `keep` go first; 0 stays always.
         flexible: Whether its cells may be cut (with an ellipsis) to fit.
@@ -35,6 +38,7 @@ class Column:
     """
 
     title: str
+    cell: Callable[[T], str | Cell] = str
     right: bool = False
     keep: int = 0
     flexible: bool = False
@@ -95,11 +99,12 @@ def print_wrapped(text: str, *, indent: int = 0, hanging: int = 2, style: str = 
     print_line(wrapped, style=style)
 
 
-def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str | Cell]]) -> None:
+def print_table(columns: Sequence[Column[T]], items: Iterable[T]) -> None:
     """Print a table that fits the terminal: leaves columns out, then cuts flexible ones.
 
-    In a pipe nothing is left out, cut or coloured.
+    In a pipe nothing is left out, cut or coloured. Cells are printed with escapes, as by `visible`.
     """
+    rows = [[column.cell(item) for column in columns] for item in items]
     if not sys.stdout.isatty():
         _print_plain(columns, rows)
         return
@@ -137,7 +142,7 @@ def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str | Cell]])
 
 
 def fitting(
-    columns: Sequence[Column], rows: Sequence[Sequence[str | Cell]], width: int
+    columns: Sequence[Column[Any]], rows: Sequence[Sequence[str | Cell]], width: int
 ) -> dict[int, int]:
     """Return the widths, by column number, of the columns to show in `width` cells."""
     wanted = dict(enumerate(_widths(columns, rows)))
@@ -228,7 +233,7 @@ def _console() -> Console:
     return Console(color_system=None if os.environ.get("NO_COLOR") else "auto")
 
 
-def _print_plain(columns: Sequence[Column], rows: Sequence[Sequence[str | Cell]]) -> None:
+def _print_plain(columns: Sequence[Column[Any]], rows: Sequence[Sequence[str | Cell]]) -> None:
     widths = _widths(columns, rows)
     lines = [[column.title for column in columns], *([_plain(c) for c in row] for row in rows)]
     for line in lines:
@@ -239,7 +244,7 @@ def _print_plain(columns: Sequence[Column], rows: Sequence[Sequence[str | Cell]]
         sys.stdout.write((" " * _GAP).join(padded).rstrip() + "\n")
 
 
-def _widths(columns: Sequence[Column], rows: Sequence[Sequence[str | Cell]]) -> list[int]:
+def _widths(columns: Sequence[Column[Any]], rows: Sequence[Sequence[str | Cell]]) -> list[int]:
     return [
         max([_cells(column.title), *(_cells(_plain(row[n])) for row in rows)])
         for n, column in enumerate(columns)

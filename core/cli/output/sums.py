@@ -5,19 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from penstock.core.cli.output.render import Column, print_table, ratio_text, visible
+from penstock.core.cli.output.render import Column, print_table, ratio_text
 from penstock.core.units import size_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-
-_COLUMNS = (
-    Column("OBJECTS", right=True),
-    Column("BYTES", right=True),
-    Column("STORED", right=True),
-    Column("RATIO", right=True),
-)
-_BORROWED = Column("BORROWED", right=True, keep=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,19 +50,15 @@ def sums_of(sums: Iterable[Sum]) -> list[Sum]:
 
 def print_sums(title: str, sums: Sequence[Sum]) -> None:
     """Print a line for each sum, under a title for the groups."""
-    columns = [Column(title, flexible=True), *_COLUMNS]
-    borrowing = any(one.bytes_borrowed for one in sums)
-    if borrowing:
-        columns.append(_BORROWED)
-    rows = [
-        [
-            visible(one.group),
-            str(one.objects),
-            size_text(one.bytes_raw),
-            size_text(one.bytes_stored),
-            ratio_text(one.bytes_raw, one.bytes_stored),
-            *([size_text(one.bytes_borrowed)] if borrowing else []),
-        ]
-        for one in sums
+    columns: list[Column[Sum]] = [
+        Column(title, lambda one: one.group, flexible=True),
+        Column("OBJECTS", lambda one: str(one.objects), right=True),
+        Column("BYTES", lambda one: size_text(one.bytes_raw), right=True),
+        Column("STORED", lambda one: size_text(one.bytes_stored), right=True),
+        Column("RATIO", lambda one: ratio_text(one.bytes_raw, one.bytes_stored), right=True),
     ]
-    print_table(columns, rows)
+    if any(one.bytes_borrowed for one in sums):
+        columns.append(
+            Column("BORROWED", lambda one: size_text(one.bytes_borrowed), right=True, keep=1)
+        )
+    print_table(columns, sums)

@@ -4,39 +4,54 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Annotated
 
+import typer
+
+from penstock.core.cli.app import Json, Step, Url, command
 from penstock.core.cli.output.render import print_json, print_line, visible
 from penstock.core.cli.report.gather import gather
 from penstock.core.cli.report.page import page_of, plotly_html
 from penstock.core.errors import ConfigError, StorageError
 from penstock.core.units import counted
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
-
-def run(
-    url: str,
-    out: str,
+@command(
+    "report",
+    epilog="""\b
+Examples:
+  penstock report runs/gpt gpt.html
+  penstock report runs/gpt gpt.html --overwrite \\
+    --events events.jsonl
+""",
+)
+def report(
+    url: Url,
+    out: Annotated[str, typer.Argument(metavar="OUT", help="The HTML file to write.")],
     *,
-    step: int | None,
-    events: Sequence[str],
-    overwrite: bool,
-    as_json: bool,
+    step: Step = None,
+    events: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--events",
+            metavar="FILE",
+            help="Events of saves, from a JsonLinesSink: times, blocked ones too; repeatable.",
+        ),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.")] = False,
+    as_json: Json = False,
 ) -> None:
-    """Write a page on a run.
+    """Write one page with charts on a run: sizes by path and by step, times, gaps, chains, tiers.
 
-    Raises:
-        PenstockError: The run cannot be read, or has no checkpoint; plotly is not installed; or
-            the page cannot be written. Then `out` is as it was.
+    The page needs no network and no server. Reads the records of the run, and the manifest of one
+    checkpoint. Needs plotly: pip install 'penstock[report]'.
     """
     place = Path(out)
     if place.exists() and not overwrite:
         msg = f"{out} is there already; --overwrite replaces it"
         raise ConfigError(msg)
     plotly_html()  # it is missing more often than anything else, and reading a run takes time
-    facts = gather(url, step, events)
+    facts = gather(url, step, events or [])
     _replace(place, page_of(facts))
     if as_json:
         steps = [one.step for one in facts.listed]

@@ -349,7 +349,7 @@ def test_nothing_that_is_printed_steers_a_terminal(capsys):
     """Whatever forgot to look at what it prints."""
     print_line(EVIL)
     print_wrapped(EVIL)
-    print_table([Column("A")], [[EVIL], [Cell(EVIL, "red")]])
+    print_table([Column("A", lambda cell: cell)], [EVIL, Cell(EVIL, "red")])
     assert capsys.readouterr().out.count(r"\x1b[31mred\x07") == 4
 
 
@@ -854,7 +854,7 @@ def test_error_that_nobody_expected_is_one_message_too(penstock, tmp_path):
     broken = (
         "import penstock.core.cli.commands.ls as ls\n"
         "def run(*_, **__): raise ZeroDivisionError('\x1b[31m')\n"
-        "ls.run = run"
+        "ls.open_backend = run"
     )
     done = penstock("ls", tmp_path, before=broken)
     assert done.returncode == 1
@@ -909,13 +909,6 @@ def test_long_lines_are_wrapped_to_the_terminal_and_stay_whole(
         assert any(re.match(r" {6}\S", line) for line in lines)  # the rest of a long finding
 
 
-def test_help_names_every_command(penstock):
-    done = penstock("--help")
-    assert done.returncode == 0
-    for command in ("ls", "show", "verify", "prune", "delete", "doctor", "plugins", "schema"):
-        assert f"\n  {command} " in done.stdout
-
-
 @pytest.mark.parametrize(
     "arguments", [("ls",), ("ls", "--json"), ("show",), ("verify", "--quick"), ("verify",)]
 )
@@ -967,7 +960,9 @@ def test_commands_that_only_look_import_neither_torch_nor_numpy(penstock, run_fo
         ("ls", str(run_folder), "--json"),
         ("plugins",),
     ]
-    found = imported(penstock, {"torch", "numpy", "liburing", "rich"}, *commands)
+    # `show`, since none of these runs it.
+    heavy = {"torch", "numpy", "liburing", "rich", "penstock.core.cli.commands.show"}
+    found = imported(penstock, heavy, *commands)
     assert [line.split()[1] for line in found] == [command[0] for command in commands]
     assert all(len(line.split()) == 3 for line in found)
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from tests.core.cli.command import caller, tree_of
-from tests.core.cli.test_page import documented, keys
 from tests.core.stored_ranks import store_ranks
 
 import penstock
@@ -92,12 +91,6 @@ def test_one_step_or_all_are_copied(call, run, target):
     assert done.out.splitlines()[1] == "step 2 is there already"
     assert done.out.splitlines()[-1] == "2 checkpoints copied, 1 already there, 0 failed"
     assert records(target) == records(run)
-
-
-def test_json_is_as_documented(call, run, target):
-    found = call("copy", run, target, "--json").json
-    assert keys(found) == keys(documented("copy"))
-    assert (found["ok"], found["copies"][0]["state"]) == (True, "copied")
 
 
 @pytest.mark.parametrize(

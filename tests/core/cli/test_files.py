@@ -6,7 +6,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.core.cli.command import caller
-from tests.core.cli.test_page import documented, keys
 
 import penstock
 
@@ -61,15 +60,6 @@ def test_export_takes_the_latest_step_and_refuses_an_out_that_exists(call, run, 
     )
     assert done.code == 0
     assert load_file(out).keys() == {"wte", "head", "b"}
-
-
-def test_json_is_as_documented(call, run, tmp_path):
-    done = call("export", run, tmp_path / "o", "--to", "safetensors", "--step", "7", "--json")
-    free = {key for key in keys(done.json) if not key.startswith(".tied")}
-    assert free == {key for key in keys(documented("export")) if not key.startswith(".tied")}
-    assert done.json["tied"] == {"head": "wte"}
-    done = call("import", tmp_path / "o", tmp_path / "new", "--json")
-    assert keys(done.json) == keys(documented("import"))
 
 
 @pytest.mark.parametrize("to", ["safetensors", "torch", "dcp"])

@@ -237,7 +237,8 @@ def test_last_lists_the_newest_steps_alone(call, run):
 
 def test_metrics_fit_a_terminal_of_80_cells():
     metrics = [Column(name, right=True, keep=ls._KEEP_USUAL) for name in ("loss", "val_loss", "lr")]
-    columns = [*ls._COLUMNS, *metrics, ls._METADATA]
+    *columns, metadata = ls._columns([], {}, (), tiered=False)
+    columns += [*metrics, metadata]
     row = ["120000", "0", "21 min", "1444", "12.4 GiB", "10.0 GiB", "1.24x", "ok"]
     row += ["2.30982", "2.41207", "0.0003", "tokens=123456789"]
     shown = [columns[n].title for n in fitting(columns, [row], 80)]

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -215,7 +216,9 @@ def test_stats_columns_stay_when_others_must_go(call, saved):
 def test_of_all_figures_the_stored_size_stays_longest(width):
     row = ["transformer.h.0.attn.c_attn.weight", "bfloat16", "768x2304", "3.4 MiB", "574.8 KiB"]
     row += ["3.48x", "delta+floatsplit", "parameter", "7.1 MiB", "3"]
-    columns = [*show._COLUMNS, show._BORROWED, show._LINKS]
+    record = SimpleNamespace(errors=None)
+    borrowing = show.Shown(record, (), 1, bytes_borrowed=1, links=1)
+    columns = [*show._columns([borrowing], stats=False)]
     shown = [columns[n].title for n in fitting(columns, [row], width)]
     assert shown[0] == "PATH"
     assert "STORED" in shown

@@ -1,8 +1,10 @@
-"""How many cores training uses, from clocks that the test sets."""
+"""How many cores there are for this process, and how many training uses."""
 
 import os
 
-from penstock.core.concurrency.cores import CoreMeter
+import pytest
+
+from penstock.core.concurrency.cores import CoreMeter, default_workers, usable_cores
 
 
 def test_the_cores_of_training_are_measured_between_two_saves():
@@ -24,6 +26,34 @@ def test_the_cores_of_training_are_measured_between_two_saves():
 
 def test_ranks_of_a_machine_share_its_cores(monkeypatch):
     alone = CoreMeter().cores
-    assert alone == len(os.sched_getaffinity(0))
+    assert 0 < alone <= len(os.sched_getaffinity(0))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert CoreMeter().cores == alone / 4
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({}, 8),
+        ({"cpu.max": "max 100000\n"}, 8),
+        ({"cpu.max": "150000 100000\n"}, 1.5),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 8),
+        ({"cpu/cpu.cfs_quota_us": "50000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 0.5),
+        ({"cpu.max": "9900000 100000\n"}, 8),
+    ],
+)
+def test_a_container_may_have_fewer_cores_than_the_machine(files, cores, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert usable_cores(str(tmp_path)) == cores
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "workers"), [(1, 1, 1), (3, 1, 3), (64, 1, 4), (8, 4, 2), (2, 8, 1)]
+)
+def test_there_is_a_worker_for_each_core_up_to_four(cores, ranks, workers, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    assert default_workers(str(tmp_path)) == workers
