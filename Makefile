@@ -98,14 +98,13 @@ docs: $(READY) ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(READY) ## compare with torch.save, safetensors, DCP and TorchSnapshot (needs 10 GB of disk)
-	@$(BIN)/python benchmarks/compare.py
-	@$(BIN)/python benchmarks/blocked.py
-	@$(BIN)/python benchmarks/report.py
+	@$(BIN)/python benchmarks/compare.py --only blocking background loop/
 
 # zipnn is built from source: without a compiler the comparison runs without it, and says so.
 bench-codecs: $(READY) ## compare floatsplit with zipnn, blosc2 and zstd (trains a small model once)
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[bench-codecs]' || true
-	@$(BIN)/python benchmarks/codecs.py
+	@test -e build/snapshots/step201.pt || $(BIN)/python benchmarks/make_state.py build/snapshots
+	@$(BIN)/python benchmarks/codecs.py --snapshots build/snapshots
 
 format: $(READY) ## format the sources and apply safe fixes
 	$(BIN)/ruff check --fix .

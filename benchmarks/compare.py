@@ -1,212 +1,392 @@
-"""Compare Penstock with its peers, side by side in one run.
+"""Penstock beside torch.save, safetensors, DCP and TorchSnapshot, on one disk in one run.
 
-Blocking saves (durable before the clock stops) and cold restores (page cache dropped, into
-tensors that exist, verified afterwards) of one state; then how long background saves block.
-Every measurement has a process of its own. Systems take turns within each round, and the order
-rotates, so that a disk that gets slower does so for all. Only ratios of one run mean anything.
+    python benchmarks/compare.py                        # all; some 20 minutes, 10 GB of disk
+    python benchmarks/compare.py --only blocking --gb 1
+    python benchmarks/compare.py --only blocking/Penstock --against ../before/.venv/bin/python
+    python benchmarks/compare.py --only "loop, codecs"
+
+`blocking`: saves, durable before the clock stops, and restores from an empty page cache into live
+tensors, compared afterwards. `background`: how long saves hold training (`fenced` adds a fence
+right after the call, the worst case of a lazy save). `loop`: what a save costs a training loop.
+`auto`: blocking saves with `codecs = "auto"`, to the disk and behind a limit of 200 MB/s.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
-import os
-import platform
 import shutil
 import statistics
 import subprocess
-import sys
-import tempfile
-from datetime import UTC, datetime
-from pathlib import Path
-from typing import Annotated, Any
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable  # noqa: TC003 - a dataclass reads its annotations
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 
+import bench
 import torch
-import typer
-from disk import file_system, fio_version, remove, run_fio
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from systems import BACKGROUND, BLOCKING
-from tables import summarize, terminal_tables
+from torch import nn
 
-MEASURE = Path(__file__).with_name("measure.py")
-BUILD = Path(__file__).resolve().parent.parent / "build"
-PACKAGES = ("penstock", "torch", "safetensors", "torchsnapshot", "liburing", "xxhash", "numpy")
-AGAINST = ", against"  # behind the name of a system that another installation measures
-IN_MEMORY = {"tmpfs", "ramfs", "overlay"}
+WARM_UP_GB = 0.02
 
-console = Console(width=None if sys.stdout.isatty() else 110)
+# -- the contenders ----------------------------------------------------------------------------
 
 
-def main(
-    *,
-    size_gb: Annotated[float, typer.Option(help="State size in GB (10^9 bytes).", min=0.05)] = 3.0,
-    rounds: Annotated[int, typer.Option(help="Measurements per system.", min=1)] = 3,
-    folder: Annotated[
-        Path, typer.Option(help="Folder on the disk to measure; what is made there is removed.")
-    ] = BUILD / "bench",
-    out: Annotated[Path, typer.Option(help="JSON file for the results.")] = BUILD
-    / "benchmarks.json",
-    only: Annotated[
-        list[str] | None, typer.Option(help="Systems whose name contains this; repeatable.")
-    ] = None,
-    blocking: Annotated[bool, typer.Option(help="Measure blocking saves and restores.")] = True,
-    background: Annotated[bool, typer.Option(help="Measure background saves.")] = True,
-    fio: Annotated[bool, typer.Option(help="Ask fio for what the disk can do.")] = True,
-    saves: Annotated[int, typer.Option(help="Background saves in a row.", min=2)] = 4,
-    pause_s: Annotated[float, typer.Option(help="Pause for the disk before each clock.")] = 1.0,
-    against: Annotated[
-        Path | None,
-        typer.Option(help="Python of another installation of Penstock, which takes turns."),
-    ] = None,
-) -> None:
-    """Compare with torch.save, safetensors, DCP and TorchSnapshot.
+@dataclass(frozen=True)
+class Pending:
+    """A background save in flight."""
 
-    Takes about 15 minutes at 3 GB and 3 rounds, 2.5 times the state in disk space and in memory.
-    Drop caches as root, or the restores are only as cold as posix_fadvise makes them.
+    wait: Callable[[], object]
+    done: Callable[[], bool]
+    fence: Callable[[], object] = lambda: None
+    held_s: Callable[[], float] = lambda: 0.0
+    """How long training was held, in `save` and at fences; 0 where nothing says so."""
+
+
+class System(ABC):
+    """One way to save and restore, called in the fastest way that was found for it.
+
+    Peers get a flat dict of tensors, the cheapest form; Penstock gets module and optimizer.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    _check_disk(folder, size_gb)
-    with tempfile.TemporaryDirectory(prefix="run-", dir=folder) as scratch:
-        work = Path(scratch)
-        plan = _plan(only, blocking=blocking, background=background, fio=fio)
-        if against is not None:
-            own = [(kind, name) for kind, name in plan if name.startswith("Penstock")]
-            plan += [(kind, name + AGAINST) for kind, name in own]
-        results: list[dict[str, Any]] = []
-        load = [os.getloadavg()[0]]
-        with _bar() as bar:
-            task = bar.add_task("", total=len(plan) * rounds)
-            for number in range(rounds):
-                turn = number * len(plan) // rounds
-                for kind, system in plan[turn:] + plan[:turn]:
-                    bar.update(task, description=f"round {number + 1}: {system}")
-                    found = _measure(
-                        kind,
-                        system,
-                        work,
-                        size_gb=size_gb,
-                        saves=saves,
-                        pause_s=pause_s,
-                        against=against,
-                    )
-                    load.append(os.getloadavg()[0])
-                    results += [{"round": number, **r} for r in found]
-                    bar.advance(task)
-    run = {
-        "made": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "options": {"size_gb": size_gb, "rounds": rounds, "saves": saves, "pause_s": pause_s},
-        "machine": _machine(folder, load),
-        "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
-        "results": results,
-    }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(run, indent=1) + "\n")
-    for table in terminal_tables(summarize(run)):
-        console.print(table)
-    failed = [r for r in results if "error" in r]
-    for result in failed:
-        console.print(f"[red]failed[/] {result['system']}: {result['error']}")
-    console.print(f"Results: {out}. For the documentation: benchmarks/report.py --results {out}")
-    if any(r["system"].startswith("Penstock") for r in failed):
-        raise typer.Exit(1)
+
+    durable_by_itself = False
+
+    def __init__(self, folder):
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    @abstractmethod
+    def save(self, state):
+        """Save below `folder`; the caller syncs what this leaves unsynced."""
+
+    @abstractmethod
+    def restore(self, state):
+        """Restore into the tensors of `state`, in place."""
+
+    def forget(self, number):
+        """Delete background save `number`."""
+        bench.remove(self.folder / str(number))
+
+    def close(self):  # noqa: B027 - most keep nothing
+        """Release what is kept from save to save."""
 
 
-def _plan(
-    only: list[str] | None, *, blocking: bool, background: bool, fio: bool
-) -> list[tuple[str, str]]:
-    plan: list[tuple[str, str]] = []
-    if fio and blocking:
-        if fio_version() is None:
-            console.print("fio is not installed: no raw reference for the disk is measured.")
-        else:
-            plan.append(("fio", "fio"))
-    if blocking:
-        plan += [("blocking", name) for name in BLOCKING]
-    if background:
-        plan += [("background", name) for name in BACKGROUND] + [("copy", "memory copy")]
-    if only:
-        plan = [(kind, name) for kind, name in plan if any(o in name for o in only)]
-    if not plan:
-        message = f"nothing to measure; systems: {', '.join([*BLOCKING, *BACKGROUND])}"
-        raise typer.BadParameter(message)
-    return plan
+class TorchSave(System):
+    def save(self, state):
+        torch.save(state.tensors, self.folder / "state.pt")
+
+    def restore(self, state):
+        # Faster here than without mmap, which reads into new memory first.
+        loaded = torch.load(self.folder / "state.pt", weights_only=True, mmap=True)
+        for name, tensor in state.tensors.items():
+            tensor.copy_(loaded[name])
 
 
-def _measure(
-    kind: str,
-    system: str,
-    work: Path,
-    *,
-    size_gb: float,
-    saves: int,
-    pause_s: float,
-    against: Path | None,
-) -> list[dict[str, Any]]:
-    if kind == "fio":
-        points = run_fio(work, int(size_gb * 1e9), pause_s)
-        return [{"system": "fio", **point} for point in points]
-    folder, answer = work / "data", work / "answer.json"
-    answer.unlink(missing_ok=True)
-    python = against if system.endswith(AGAINST) else sys.executable
-    command = [
-        str(python),
-        str(MEASURE),
-        f"--system={system.removesuffix(AGAINST)}",
-        f"--kind={kind}",
-        f"--folder={folder}",
-        f"--out={answer}",
-        f"--size-gb={size_gb}",
-        f"--saves={saves}",
-        f"--pause-s={pause_s}",
-    ]
-    env = {**os.environ, "TYPER_USE_RICH": "0", "_TYPER_STANDARD_TRACEBACK": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
-    remove(folder)
-    if done.returncode or not answer.exists():
-        lines = (done.stderr or done.stdout).strip().splitlines()
-        return [{"system": system, "kind": kind, "error": lines[-1] if lines else "no answer"}]
-    found: list[dict[str, Any]] = json.loads(answer.read_text())
-    return [{**result, "system": system} for result in found]
+class Safetensors(System):
+    def __init__(self, folder):
+        super().__init__(folder)
+        self._open = import_module("safetensors").safe_open
+        self._save = import_module("safetensors.torch").save_file
+
+    def save(self, state):
+        self._save(state.tensors, self.folder / "state.safetensors")
+
+    def restore(self, state):
+        # Faster here than load_file, and than backend="pread".
+        with self._open(self.folder / "state.safetensors", framework="pt") as stored:
+            for name, tensor in state.tensors.items():
+                tensor.copy_(stored.get_tensor(name))
 
 
-def _check_disk(folder: Path, size_gb: float) -> None:
-    if file_system(folder) in IN_MEMORY:
-        message = f"{folder} is on {file_system(folder)}; pass --folder on a real disk"
-        raise typer.BadParameter(message)
-    free = shutil.disk_usage(folder).free
-    if free < 2.5e9 * size_gb:
-        message = f"{folder} has {free / 1e9:.1f} GB free; {2.5 * size_gb:.1f} GB are needed"
-        raise typer.BadParameter(message)
+def dcp_stager():
+    """A stager that is kept, so reuses its memory; all that wants an accelerator is off."""
+    staging = import_module("torch.distributed.checkpoint.staging")
+    off = ("pinned_memory", "shared_memory", "async_staging", "non_blocking_copy")
+    return staging.DefaultStager(staging.StagingOptions(**{f"use_{name}": False for name in off}))
 
 
-def _machine(folder: Path, load: list[float]) -> dict[str, Any]:
-    info = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.split(":")[1].strip() for line in info if line.startswith("model n")), "")
-    pages, page = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    return {
-        "cpu": model or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gb": round(pages * page / 1e9, 1),
-        "kernel": platform.release().split("-")[0],
-        "file_system": file_system(folder),
-        "python": platform.python_version(),
-        "fio": fio_version(),
-        "torch_threads": torch.get_num_threads(),
-        "load_before": round(load[0], 2),
-        "load_during": round(statistics.median(load[1:]), 2),
-    }
+class Dcp(System):
+    """One process; it syncs its files itself."""
+
+    def __init__(self, folder, threads, *, keep_staging=False):
+        super().__init__(folder)
+        self._dcp, self._threads = import_module("torch.distributed.checkpoint"), threads
+        self._stager = dcp_stager() if keep_staging else None
+
+    def _writer(self, folder):
+        return self._dcp.FileSystemWriter(folder, thread_count=self._threads, sync_files=True)
+
+    def save(self, state):
+        self._dcp.save(state.tensors, storage_writer=self._writer(self.folder), no_dist=True)
+
+    def restore(self, state):
+        reader = self._dcp.FileSystemReader(self.folder)
+        self._dcp.load(state.tensors, storage_reader=reader, no_dist=True)
+
+    def save_in_background(self, state, number):
+        pending = self._dcp.async_save(
+            state.tensors,
+            storage_writer=self._writer(self.folder / str(number)),
+            async_stager=self._stager,
+            no_dist=True,
+        )
+        return Pending(pending.result, pending.done)
 
 
-def _bar() -> Progress:
-    return Progress(
-        TextColumn("{task.description:<44}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
+class TorchSnapshot(System):
+    def __init__(self, folder):
+        super().__init__(folder)
+        self._lib = import_module("torchsnapshot")
+
+    def _app(self, state):
+        return {"state": self._lib.StateDict(**state.tensors)}
+
+    def save(self, state):
+        self._lib.Snapshot.take(str(self.folder), self._app(state))
+
+    def restore(self, state):
+        self._lib.Snapshot(str(self.folder)).restore(self._app(state))
+
+    def save_in_background(self, state, number):
+        pending = self._lib.Snapshot.async_take(str(self.folder / str(number)), self._app(state))
+        return Pending(pending.wait, pending.done)
+
+
+class Penstock(System):
+    """Checksums on; durable and committed when it says so. Opening and closing is timed too."""
+
+    durable_by_itself = True
+
+    def __init__(self, folder, backend="", mode="blocking", codecs=()):
+        super().__init__(folder)
+        self._lib, self._mode = import_module("penstock"), mode
+        # A plain path goes through io_uring, or through threads where that is not to be had.
+        self._spec = {"type": backend, "path": str(folder)} if backend else str(folder)
+        self._rules = [{"match": "**", "codecs": codecs}] if codecs else []
+        self._kept = None
+
+    def save(self, state):
+        with self._lib.Checkpointer(self._spec, mode="blocking") as ckpt:
+            ckpt.save(state.tree, step=1).result()
+
+    def restore(self, state):
+        with self._lib.Checkpointer(self._spec) as ckpt:
+            ckpt.restore(state.tree)
+
+    def save_in_background(self, state, number):
+        if self._kept is None:
+            self._kept = self._lib.Checkpointer(self._spec, rules=self._rules)
+        handle = self._kept.save(state.tree, step=number, mode=self._mode)
+        held_s = lambda: handle.result().seconds["blocked"]  # noqa: E731
+        return Pending(handle.result, handle.done, self._kept.fence, held_s)
+
+    def forget(self, number):
+        if number:  # the newest one stays until there is a newer one
+            self._kept.delete(number - 1)
+
+    def close(self):
+        if self._kept is not None:
+            self._kept.close()
+
+
+BLOCKING = {
+    "Penstock": Penstock,
+    "Penstock, threads": partial(Penstock, backend="posix"),
+    "safetensors": Safetensors,
+    **{f"DCP, {n} thread{'s' * (n > 1)}": partial(Dcp, threads=n) for n in (1, 2, 4)},
+    "TorchSnapshot": TorchSnapshot,
+    "torch.save": TorchSave,
+}
+BACKGROUND = {
+    "Penstock, lazy": partial(Penstock, mode="lazy"),
+    "Penstock, async": partial(Penstock, mode="async"),
+    "DCP async_save": partial(Dcp, threads=2),
+    "DCP async_save, kept stager": partial(Dcp, threads=2, keep_staging=True),
+    "TorchSnapshot async_take": TorchSnapshot,
+}
+CODECS = {
+    "raw": (),
+    "floatsplit": ["floatsplit"],
+    "delta, floatsplit": ["delta", "floatsplit"],
+    "auto": "auto",
+}
+ENCODED = {
+    f"Penstock, {mode}: {name}": partial(Penstock, mode=mode, codecs=codecs)
+    for mode in ("lazy", "async")
+    for name, codecs in CODECS.items()
+}
+
+# -- measures ----------------------------------------------------------------------------------
+
+
+def blocking(make, folder, options):
+    """A save until it is durable, and a cold restore."""
+    warm = make(folder / "warm")
+    small = bench.gpt_state(WARM_UP_GB)
+    warm.save(small)  # imports, thread pools and caches of code are nobody's save
+    warm.restore(small)
+    state = bench.gpt_state(options.gb)
+    expected, contender = bench.digests(state.tensors), make(folder / "data")
+    found = {}
+    bench.settle()
+    with bench.timed(found, "save", "CPU", "MB"):
+        contender.save(state)
+        if not contender.durable_by_itself:
+            bench.sync_tree(folder / "data")
+    state.wipe()
+    bench.settle()
+    bench.drop_cache(folder)
+    with bench.timed(found, "restore", "CPU", "MB"):
+        contender.restore(state)
+    bench.check(bench.digests(state.tensors) == expected, make)
+    rates = {f"{n}, GB/s": state.nbytes / found[f"{n}, s"] / 1e9 for n in ("save", "restore")}
+    return rates | found
+
+
+def background(make, folder, options):
+    """Background saves in a row; the first allocates staging memory."""
+    warm = make(folder / "warm")
+    pending = warm.save_in_background(bench.gpt_state(WARM_UP_GB), 0)
+    pending.fence()
+    pending.wait()
+    warm.close()
+    state, contender = bench.gpt_state(options.gb), make(folder / "data")
+    rows, memory = [], {}
+    with bench.timed(memory, "all", "MB"):
+        for number in range(4):
+            bench.settle()
+            row = {}
+            with bench.timed(row, "durable"):
+                with bench.timed(row, "fenced"):
+                    with bench.timed(row, "call"):
+                        pending = contender.save_in_background(state, number)
+                    pending.fence()
+                pending.wait()
+                if not contender.durable_by_itself:
+                    bench.sync_tree(contender.folder)
+            contender.forget(number)
+            rows.append(row)
+    contender.close()
+    first = {f"first {name}": rows[0][name] for name in ("call, s", "fenced, s")}
+    later = {name: statistics.median(row[name] for row in rows[1:]) for name in rows[0]}
+    return first | later | {"MB": memory["all, MB"]}
+
+
+def loop(make, folder, options):
+    """Windows of training steps with one save each, and windows without, in turns."""
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    layers = max(2, round(options.gb * 1e9 / 12 / 2048**2))
+    parts = [part for _ in range(layers) for part in (nn.Linear(2048, 2048), nn.ReLU())]
+    model = nn.Sequential(*parts)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    data = torch.randn(options.batch, 2048)
+
+    def step():
+        began = time.perf_counter()
+        model(data).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return time.perf_counter() - began
+
+    step()
+    state, contender = (
+        bench.State(model, optimizer, bench.tensors_of(model, optimizer)),
+        make(folder / "data"),
     )
+    quiet, calls, fences, busy, windows = [], [], [], [], []
+    for number in range(options.windows + 1):
+        bench.settle(0.3)
+        without = [step() for _ in range(options.steps)]
+        began = time.perf_counter()
+        pending = contender.save_in_background(state, number)
+        called_s = time.perf_counter() - began
+        steps = []
+        for place in range(options.steps):
+            under_way = not pending.done()
+            took_s = step()
+            steps.append(took_s)
+            # The first step holds the fence, so it says nothing about those that follow.
+            if number and place and under_way and not pending.done():
+                busy.append(took_s)
+        whole_s = time.perf_counter() - began
+        pending.wait()
+        if not contender.durable_by_itself:
+            bench.sync_tree(contender.folder)
+        contender.forget(number)
+        if number:  # the first save allocates staging memory
+            quiet += without
+            calls.append(called_s)
+            fences.append(max(0.0, pending.held_s() - called_s))
+            windows.append(whole_s)
+    contender.close()
+    step_s = statistics.median(quiet)
+    found = {"save(), s": statistics.median(calls), "fence, s": statistics.median(fences)}
+    found |= {"step, s": step_s} | ({"step meanwhile, s": statistics.median(busy)} if busy else {})
+    return found | {"cost of a save, s": statistics.median(windows) - options.steps * step_s}
 
+
+def auto(codecs, slow, folder, options):
+    """Blocking saves of a GPT with bfloat16 copies of its weights; the first measures the store."""
+    import penstock  # noqa: PLC0415 - another installation's, with --against
+    from penstock.core.storage.open import open_backend  # noqa: PLC0415
+    from penstock.core.testing.latency import LatencyBackend  # noqa: PLC0415
+
+    state = bench.gpt_state(options.gb * 12 / 14)
+    half = {name: p.data.bfloat16() for name, p in state.model.named_parameters()}
+    store = open_backend(folder / "data")
+    if slow:
+        store = LatencyBackend(store, bytes_per_s=200e6)
+    rules = [{"match": "**", "codecs": codecs}]
+    took = []
+    with penstock.Checkpointer(store, rules=rules, retention={"keep_last": 1}) as ckpt:
+        for number in range(5):
+            bench.settle(0.3)
+            report = ckpt.save({**state.tree, "half": half}, step=number, mode="blocking").result()
+            took.append(report.seconds["total"])
+    ratio = report.bytes_raw / report.bytes_stored
+    return {"first, s": took[0], "later, s": statistics.median(took[1:]), "smaller by": ratio}
+
+
+def fio(folder, options):
+    """Raw writes and reads past the page cache."""
+    found = {}
+    for name, flags in (("save", ["--rw=write", "--end_fsync=1"]), ("restore", ["--rw=read"])):
+        bench.settle()
+        bench.drop_cache(folder)
+        command = ["fio", "--output-format=json", "--name=raw", f"--directory={folder}"]
+        command += [f"--size={int(options.gb * 1e9) >> 20}M", "--bs=8M", "--iodepth=16"]
+        command += ["--ioengine=io_uring", "--direct=1", *flags]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
+        moved = job["write" if name == "save" else "read"]
+        found[f"{name}, GB/s"] = moved["io_bytes"] / moved["runtime"] / 1e6
+    return found
+
+
+GROUPS = {
+    "blocking": {name: partial(blocking, make) for name, make in BLOCKING.items()},
+    "background": {name: partial(background, make) for name, make in BACKGROUND.items()},
+    "loop": {name: partial(loop, make) for name, make in BACKGROUND.items()},
+    "loop, codecs": {name: partial(loop, make) for name, make in ENCODED.items()},
+    **{
+        f"auto, {place}": {
+            f"Penstock: {name}": partial(auto, CODECS[name], place != "disk")
+            for name in ("raw", "floatsplit", "auto")
+        }
+        for place in ("disk", "200 MB per s")
+    },
+}
+if shutil.which("fio"):
+    GROUPS["blocking"]["fio"] = fio
 
 if __name__ == "__main__":
-    typer.run(main)
+    sizes = {
+        "gb": (3.0, "state size in GB (10^9 bytes)"),
+        "windows": (6, "saves in a training loop"),
+        "steps": (8, "steps between them"),
+        "batch": (16, "rows of a step: how long it takes"),
+        "threads": (1, "threads of torch in the loop"),
+    }
+    bench.run(__doc__, GROUPS, sizes, base="Penstock")

@@ -13,21 +13,17 @@ until 195, so 100 -> 101 shows early steps, and 200 -> 201 late ones.
 
 from __future__ import annotations
 
+import argparse
 import collections
 import math
 import re
 import sysconfig
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
 
 import torch
-import typer
 from torch import nn
 from torch.nn import functional
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 SNAPSHOTS = (100, 101, 110, 150, 200, 201)
 LAYERS, WIDTH, HEADS, VOCABULARY, CONTEXT, BATCH = 6, 448, 7, 8192, 256, 8
@@ -39,7 +35,7 @@ _WORD = re.compile(r"[A-Za-z_]\w*|\d|\s+|[^\w\s]")
 class Block(nn.Module):
     """Attention and a perceptron, each behind a norm and around a residual."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
@@ -47,7 +43,7 @@ class Block(nn.Module):
         self.up = nn.Linear(WIDTH, 4 * WIDTH)
         self.down = nn.Linear(4 * WIDTH, WIDTH)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         batch, length, _ = x.shape
         heads = self.qkv(self.norm1(x)).view(batch, length, 3, HEADS, WIDTH // HEADS)
         q, k, v = heads.permute(2, 0, 3, 1, 4)
@@ -59,7 +55,7 @@ class Block(nn.Module):
 class Gpt(nn.Module):
     """A decoder of 18 M parameters whose output layer is its embedding."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, WIDTH)
         self.places = nn.Embedding(CONTEXT, WIDTH)
@@ -67,37 +63,34 @@ class Gpt(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
-                scale = (
-                    1 / math.sqrt(2 * LAYERS) if name.endswith(("out.weight", "down.weight")) else 1
-                )
-                nn.init.normal_(parameter, std=0.02 * scale)
+                narrow = name.endswith(("out.weight", "down.weight"))
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * LAYERS if narrow else 1))
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens):
         x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
         return self.norm(x) @ self.tokens.weight.T
 
 
-def main(
-    folder: Annotated[Path, typer.Argument(help="Where the snapshots go: 1.3 GB.")],
-    *,
-    seed: Annotated[int, typer.Option(help="Seed of weights and batches.")] = 0,
-) -> None:
+def main():
     """Train for 201 steps, and write the snapshots."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for step, model, optimizer in training(SNAPSHOTS[-1], seed=seed):
-        if step in SNAPSHOTS:
-            torch.save(snapshot(model, optimizer), folder / f"step{step}.pt")
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", type=Path, help="where the snapshots go: 1.3 GB")
+    parser.add_argument("--shorten", type=int, default=1, help="divides the steps, to try it out")
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    snapshots = {number // options.shorten: number for number in SNAPSHOTS}
+    for step, model, optimizer in training(max(snapshots)):
+        if step in snapshots:
+            torch.save(snapshot(model, optimizer), options.folder / f"step{snapshots[step]}.pt")
 
 
-def training(last: int, *, seed: int = 0) -> Iterator[tuple[int, Gpt, torch.optim.Optimizer]]:
-    """Train, and yield the number of each step behind it, from 1 to `last`."""
-    torch.manual_seed(seed)
+def training(last):
+    """Train, and yield the number of each step after it, from 1 to `last`."""
+    torch.manual_seed(0)
     data = tokens_of_the_standard_library()
     model = Gpt()
-    count = sum(p.numel() for p in model.parameters())
-    print(f"{count / 1e6:.2f} M parameters, {len(data) / 1e6:.1f} M tokens")
     decayed = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
@@ -121,7 +114,7 @@ def training(last: int, *, seed: int = 0) -> Iterator[tuple[int, Gpt, torch.opti
         yield step, model, optimizer
 
 
-def learning_rate(step: int) -> float:
+def learning_rate(step):
     """Warm up, stay at the peak, fall linearly."""
     if step <= DECAY_FROM:
         return PEAK * min(1, step / WARM_UP)
@@ -129,21 +122,13 @@ def learning_rate(step: int) -> float:
     return PEAK + share * (LAST - PEAK)
 
 
-def snapshot(
-    model: nn.Module, optimizer: torch.optim.Optimizer
-) -> dict[str, dict[str, torch.Tensor]]:
-    """Copy weights and moments."""
-    return {
-        name: {
-            "w": parameter.detach().clone(),
-            "m": optimizer.state[parameter]["exp_avg"].clone(),
-            "v": optimizer.state[parameter]["exp_avg_sq"].clone(),
-        }
-        for name, parameter in model.named_parameters()
-    }
+def snapshot(model, optimizer):
+    """Weights and moments by the names of parameters."""
+    of = {name: (p.detach(), optimizer.state[p]) for name, p in model.named_parameters()}
+    return {n: {"w": w, "m": s["exp_avg"], "v": s["exp_avg_sq"]} for n, (w, s) in of.items()}
 
 
-def tokens_of_the_standard_library() -> torch.Tensor:
+def tokens_of_the_standard_library():
     """Tokenize all sources: the most frequent words have a number, others are spelled in bytes."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"site-packages", "__pycache__", "test", "idlelib"}
@@ -151,14 +136,9 @@ def tokens_of_the_standard_library() -> torch.Tensor:
     words = [word for path in files for word in _WORD.findall(path.read_text(errors="replace"))]
     counts = collections.Counter(words)
     known = {word: 256 + n for n, (word, _) in enumerate(counts.most_common(VOCABULARY - 256))}
-    numbers: list[int] = []
-    for word in words:
-        if word in known:
-            numbers.append(known[word])
-        else:
-            numbers.extend(word.encode())
-    return torch.tensor(numbers)
+    spelled = ([known[word]] if word in known else word.encode() for word in words)
+    return torch.tensor([number for numbers in spelled for number in numbers])
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

@@ -37,22 +37,18 @@ def main() -> int:
     parser.add_argument("--seconds", type=int, default=60)
     parser.add_argument("--cases", type=int, help="end after so many, if not before")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--random", action="store_true", help="even where atheris is there")
-    parser.add_argument("--keep-going", action="store_true", help="only without atheris")
     parser.add_argument("--collect", type=Path, help="write a case per kind of outcome here")
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT))
     warnings.simplefilter("ignore")
     logging.disable()
     resource.setrlimit(resource.RLIMIT_AS, (LIMIT_BYTES, LIMIT_BYTES))
-    if not options.random:
-        try:
-            import atheris  # noqa: PLC0415 - not a dependency
-        except ImportError:
-            print("atheris is not installed: cases are drawn at random")
-        else:
-            return bred(atheris, options)
-    return drawn(options)
+    try:
+        import atheris  # noqa: PLC0415 - not a dependency
+    except ImportError:
+        print("atheris is not installed: cases are drawn at random")
+        return drawn(options)
+    return bred(atheris, options)
 
 
 def bred(atheris: object, options: argparse.Namespace) -> int:
@@ -82,32 +78,25 @@ def drawn(options: argparse.Namespace) -> int:
     chance = random.Random(options.seed)  # noqa: S311
     known = corpus(options.target)
     outcomes: dict[object, bytes] = {}
-    failures: set[str] = set()
+    failed = False
     count, end = 0, time.monotonic() + options.seconds
-    while time.monotonic() < end and count != options.cases:
+    while time.monotonic() < end and count != options.cases and not failed:
         case = chance.randbytes(chance.randint(2, MAX_CASE_BYTES))
         if known and chance.random() < 0.3:  # noqa: PLR2004
             case = chance.choice(known)[: chance.randint(1, MAX_CASE_BYTES)] + case[:4]
         count += 1
         try:
             outcome: object = run(case)
-        except Exception:  # noqa: BLE001 - to be printed and counted
-            text = traceback.format_exc()
-            place = "\n".join(text.splitlines()[-6:])
-            if place not in failures:
-                failures.add(place)
-                print(f"{case.hex()}\n{text}", flush=True)
-            if not options.keep_going:
-                break
+        except Exception:  # noqa: BLE001 - to be printed
+            print(f"{case.hex()}\n{traceback.format_exc()}", flush=True)
+            failed = True
             continue
-        if outcome not in outcomes or len(case) < len(outcomes[outcome]):
-            outcomes[outcome] = case
-    print(f"{options.target}: {count} cases, {len(outcomes)} kinds of outcome,"
-          f" {len(failures)} failures")  # fmt: skip
+        outcomes[outcome] = min(outcomes.get(outcome, case), case, key=len)
+    print(f"{options.target}: {count} cases, {len(outcomes)} kinds of outcome")
     if options.collect:
         cases = sorted(outcomes.values(), key=lambda case: (len(case), case))
         options.collect.write_text("".join(case.hex() + "\n" for case in cases))
-    return 1 if failures else 0
+    return int(failed)
 
 
 def corpus(target: str) -> list[bytes]:

@@ -1,6 +1,6 @@
 """Crosses all operations of a run at random, kills its processes, and compares with a plain dict.
 
-    python tools/kill_runs.py --minutes 10
+    python tools/kill_runs.py --seconds 600
     python tools/kill_runs.py --seed 7 --rounds 1 --kind tiers
 
 Each round is a run of its own, in one place or in two tiers, used by one session after the other.
@@ -24,14 +24,10 @@ multipart uploads.
 
 from __future__ import annotations
 
-import argparse
-import faulthandler
 import gc
-import json
 import logging
 import os
 import random
-import select
 import shutil
 import signal
 import sys
@@ -45,10 +41,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from killing import MOST_CHARS, Reports, end, fork, parser, show_where
 from tests.backends import s3_server
+from tests.integration.support import same
 
 import penstock
 from penstock.core.catalog.survey import survey_records
@@ -62,6 +57,7 @@ from penstock.core.testing.timing import FAST, timing_in_force
 from penstock.core.tree.select import Selection
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable
 
 _ELEMENTS = 50_000  # some 1 MB in all: several writes, and a copy that takes a while
@@ -108,20 +104,8 @@ def state_of(number: int) -> dict[str, Any]:
 def is_same(tree: dict[str, Any]) -> bool:
     """Whether a loaded tree is, bit for bit, the save that it says it is."""
     expected = state_of(tree["number"])
-    ema = expected.pop("ema")
-    rounded = ema.bfloat16().float()  # where the rules of the save say so
-    found = dict(tree)
-    return any(torch.equal(found["ema"], one) for one in (ema, rounded)) and _equal(
-        {key: value for key, value in found.items() if key != "ema"}, expected
-    )
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
+    rounded = {**expected, "ema": expected["ema"].bfloat16().float()}  # by the rules of some saves
+    return same(tree, expected) or same(tree, rounded)
 
 
 # -- what there must be ----------------------------------------------------------------------------
@@ -195,10 +179,11 @@ class Model:
 class Actor:
     """A process that works on a run until it is killed, or for a number of operations."""
 
-    def __init__(self, run: Run, options: dict[str, Any], seed: int, pipe: int) -> None:
+    def __init__(
+        self, run: Run, options: dict[str, Any], seed: int, say: Callable[..., None]
+    ) -> None:
         self._chance = random.Random(seed)  # noqa: S311 - no secret
-        self._run, self._pipe = run, pipe
-        self._options = options
+        self._run, self._options, self._say = run, options, say
         self._numbers = iter(range(seed << 24, (seed + 1) << 24))
 
     def work(self, operations: int, weights: dict[str, int]) -> None:
@@ -213,11 +198,8 @@ class Actor:
                     self._say("gone", op=name)
                 self._say("ends", op=name)
 
-    def _say(self, what: str, **more: Any) -> None:
-        os.write(self._pipe, json.dumps({"what": what, **more}).encode() + b"\n")
-
     def _problem(self, text: str) -> None:
-        self._say("problem", text=text[:1500])
+        self._say("problem", text=text[:MOST_CHARS])
 
     def _step(self) -> int:
         steps = self.ckpt.steps()
@@ -390,27 +372,6 @@ class Run:
         return penstock.Checkpointer.from_config({"backend": self.backend, "workers": 1, **options})
 
 
-def forked(work: Callable[[int], None]) -> tuple[int, int]:
-    """Fork a process; return its pid, and the end of the pipe that it writes to."""
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid:
-        os.close(writing)
-        return pid, reading
-    os.close(reading)
-    status = 1
-    try:
-        faulthandler.register(signal.SIGUSR1)
-        with timing_in_force(FAST):
-            work(writing)
-        status = 0
-    except BaseException as error:  # noqa: BLE001 - the parent has to hear of it
-        text = f"ended with {type(error).__name__}: {error}"[:1500]
-        os.write(writing, json.dumps({"what": "problem", "text": text}).encode() + b"\n")
-    finally:
-        os._exit(status)
-
-
 def children_of(pid: int) -> list[int]:
     """Processes that one has started."""
     found: list[int] = []
@@ -458,44 +419,41 @@ class Round:
         self._seen["sessions"] += 1
         self._seen["sessions with a second process"] += beside
 
-        def train(pipe: int) -> None:
-            Actor(self._run, options, seeds[0], pipe).work(count, TRAINER)
+        reports = Reports()
 
-        def work_beside(pipe: int) -> None:
-            Actor(self._run, {}, seeds[1], pipe).work(10_000, OTHER)
+        def start(who: str, seed: int, how: dict[str, Any], *work: Any) -> int:
+            def body() -> None:
+                with timing_in_force(FAST):
+                    Actor(self._run, how, seed, partial(reports.say, who=who)).work(*work)
 
-        actors = {"trainer": forked(train)}
+            return fork(who, reports, body)
+
+        pids = {"trainer": start("trainer", seeds[0], options, count, TRAINER)}
         if beside:
-            actors["other"] = forked(work_beside)
-        listening = {pipe: (name, [b""], [""]) for name, (_, pipe) in actors.items()}
-        trainer, began = actors["trainer"][0], time.monotonic()
+            pids["other"] = start("other", seeds[1], {}, 10_000, OTHER)
+        doing = dict.fromkeys(pids, "")
+        trainer, began = pids["trainer"], time.monotonic()
         strike = began + (delay_s if kills else _HANGS_S)
         alive = True
         while alive and time.monotonic() < strike:
-            self._hear(listening, 0.02, beside=beside)
+            self._hear(reports, doing, 0.02, beside=beside)
             alive = os.waitid(os.P_PID, trainer, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
             # It starts slowly on a busy machine: the delay counts from its first operation.
-            if kills and not listening[actors["trainer"][1]][2][0]:
+            if kills and not doing["trainer"]:
                 strike = min(time.monotonic() + delay_s, began + _HANGS_S)
         if alive and not kills:
-            self._hangs(number, trainer)
+            self.problems.append(f"session {number}: the trainer hangs")
+            show_where(trainer)
         doomed = children_of(trainer) if alive else []
-        for pid, _ in actors.values():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+        for pid in pids.values():
+            end(pid)
         self._seen["kills"] += alive
         self._end_copying(doomed, kill=node)
-        self._hear(listening, 0, beside=beside)
-        for pipe, (name, _, current) in listening.items():
-            os.close(pipe)
-            if current[0] and (alive or name == "other"):
-                self._seen[f"{name} killed in {current[0]}"] += 1
-
-    def _hangs(self, number: int, trainer: int) -> None:
-        self.problems.append(f"session {number}: the trainer hangs")
-        os.kill(trainer, signal.SIGUSR1)  # prints where
-        time.sleep(1)
+        self._hear(reports, doing, 0, beside=beside)
+        reports.close()
+        for who, what in doing.items():
+            if what and (alive or who == "other"):
+                self._seen[f"{who} killed in {what}"] += 1
 
     def _drawn_options(self) -> dict[str, Any]:
         chance = self._chance
@@ -528,36 +486,23 @@ class Round:
                 time.sleep(0.02)
         self._seen["kills of a copying process"] += len(pids) if kill else 0
 
-    def _hear(self, listening: dict[int, Any], wait_s: float, *, beside: bool) -> None:
-        while ready := select.select([*listening], [], [], wait_s)[0]:
-            read = 0
-            for pipe in ready:
-                name, rest, current = listening[pipe]
-                found = os.read(pipe, 1 << 16)
-                read += len(found)
-                *lines, rest[0] = (rest[0] + found).split(b"\n")
-                for line in lines:
-                    told = json.loads(line)
-                    self._hear_one(name, told, current)
-                    if name == "trainer":
-                        self.model.hear(told, beside=beside)
-            wait_s = 0
-            if not read:  # its end
-                time.sleep(0.01)
-                return
-
-    def _hear_one(self, name: str, told: dict[str, Any], current: list[str]) -> None:
-        what = told["what"]
-        if what == "begins":
-            current[0] = told["op"]
-        elif what == "ends":
-            self._seen[f"{name}: {told['op']}"] += 1
-        elif what == "problem":
-            self.problems.append(f"{name}, in {current[0]}: {told['text']}")
-        elif what == "compacted":
-            self._seen["steps compacted"] += told["count"]
-        elif what in {"gone", "lost", "refused"}:
-            self._seen[f"{name}: {told['op']} {what}"] += 1
+    def _hear(
+        self, reports: Reports, doing: dict[str, str], wait_s: float, *, beside: bool
+    ) -> None:
+        for told in reports.hear(wait_s):
+            who, what = told["who"], told["what"]
+            if what == "begins":
+                doing[who] = told["op"]
+            elif what == "ends":
+                self._seen[f"{who}: {told['op']}"] += 1
+            elif what == "problem":
+                self.problems.append(f"{who}, in {doing[who]}: {told['text']}")
+            elif what == "compacted":
+                self._seen["steps compacted"] += told["count"]
+            elif what in {"gone", "lost", "refused"}:
+                self._seen[f"{who}: {told['op']} {what}"] += 1
+            if who == "trainer":
+                self.model.hear(told, beside=beside)
 
     # -- what is left ------------------------------------------------------------------------------
 
@@ -673,19 +618,15 @@ def places_of(folder: Path, durable: str | None, chance: random.Random, options:
 
 def parsed() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--minutes", type=float, default=0.0, help="how long to go on")
-    parser.add_argument("--seconds", type=float, default=0.0, help="added to the minutes")
-    parser.add_argument("--rounds", type=int, default=1_000_000, help="at most")
-    parser.add_argument("--kind", choices=["one", "tiers", "all"], default="all")
-    place = parser.add_mutually_exclusive_group()
+    options = parser(__doc__, 60)
+    options.add_argument("--rounds", type=int, default=1_000_000, help="at most")
+    options.add_argument("--kind", choices=["one", "tiers", "all"], default="all")
+    place = options.add_mutually_exclusive_group()
     place.add_argument("--durable", help="URL of a folder for durable tiers; default: on this disk")
     place.add_argument("--s3", action="store_true", help="the durable tier is S3, on loopback")
-    parser.add_argument("--elements", type=int, default=_ELEMENTS, help="of the largest tensors")
-    parser.add_argument("--drain-in", default="thread", choices=["thread", "process"])
-    parser.add_argument("--root", type=Path, help="parent of the roots; default: temporary")
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().getrandbits(24))
-    return parser.parse_args()
+    options.add_argument("--elements", type=int, default=_ELEMENTS, help="of the largest tensors")
+    options.add_argument("--drain-in", default="thread", choices=["thread", "process"])
+    return options.parse_args()
 
 
 def main() -> None:
@@ -696,9 +637,8 @@ def main() -> None:
     logging.getLogger("penstock").setLevel(logging.CRITICAL)
     torch.set_num_threads(1)
     default_registry().listing()  # imports every plugin, so that no child has to
-    limit_s = options.minutes * 60 + options.seconds or 60.0
-    end_s, seen, wrong = time.monotonic() + limit_s, Counter[str](), 0
-    print(f"seed {options.seed}, for {limit_s:.0f} s", flush=True)
+    end_s, seen, wrong = time.monotonic() + options.seconds, Counter[str](), 0
+    print(f"seed {options.seed}, for {options.seconds:.0f} s", flush=True)
     with ExitStack() as stack:
         endpoint = ""
         if options.s3:

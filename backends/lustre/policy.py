@@ -2,7 +2,7 @@
 
 The aim is that a checkpoint of any number of ranks loads every OST alike, with as few stripes per
 blob as possible. Fewer stripes are fewer objects to create, to lock and to lose, and fewer writers
-on one disk. `benchmarks/lustre_sim.py` compares the result with other layouts.
+on one disk.
 """
 
 from __future__ import annotations

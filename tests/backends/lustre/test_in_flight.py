@@ -1,4 +1,4 @@
-"""The bytes that one save has in flight: layouts are chosen, and simulated, for this number."""
+"""The bytes that one save has in flight: layouts are chosen for this number."""
 
 import errno
 import threading

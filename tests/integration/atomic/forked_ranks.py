@@ -7,7 +7,7 @@ import random
 import threading
 
 import torch.distributed as dist
-from tests.integration.atomic.forked_savers import make
+from tests.integration.atomic.forked_savers import OPTIONS, make
 from tests.integration.support import same
 
 from penstock import (
@@ -23,13 +23,6 @@ from penstock.core.ranks.group import RankGroup
 from penstock.core.ranks.torch_store import TorchCoordination
 
 RANK_TIMEOUT_S = 3.0
-OPTIONS = {
-    "chunk_bytes": 16384,
-    "block_bytes": 4096,
-    "workers": 1,
-    "rules": [{"match": "encoded", "codecs": ["delta", "zstd"]}],
-    "deltas": {"every": 4, "max_chain": 2},
-}
 _CUT = ("raw", "still", "encoded")
 _LARGEST_NUMBER = 1 << 24  # float32 holds it exactly
 

@@ -68,6 +68,7 @@ def redis_running(folder):
         "[penstock.backends]\nredis = penstock_redis.backend:RedisBackend\n"
     )
     command = [binary, "--port", str(port), "--save", "", "--dir", str(folder)]
+    command += ["--appendonly", "yes", "--appendfsync", "always"]  # which the backend demands
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
         while True:

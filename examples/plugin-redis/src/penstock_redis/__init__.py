@@ -1,1 +1,1 @@
-"""A backend for Penstock that keeps checkpoints in the memory of a Redis server."""
+"""A backend for Penstock that keeps checkpoints in a Redis server."""

@@ -1,49 +1,104 @@
-"""The `redis` backend: blobs and records in the memory of a Redis server."""
+"""The `redis` backend: blobs and records in a Redis server that writes an append-only file.
+
+One hash is the index: each name has an entry of an id, a state, a size and a time. The bytes of a
+blob are strings of `CHUNK_BYTES` under its id, so an entry alone decides what readers see.
+"""
 
 from __future__ import annotations
 
+import os
 import secrets
-from typing import TYPE_CHECKING, Any, ClassVar
+import threading
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+import redis
 from penstock.core.abc import Backend, BlobWriter, PluginConfig, check_blob_name
 from penstock.core.errors import (
     BlobExistsError,
     BlobNotFoundError,
     BlobTruncatedError,
+    CapabilityError,
     FormatError,
     StorageError,
     StorageFullError,
+    StorageTimeoutError,
 )
-from penstock.core.types import BlobInfo, Capabilities
-
-from penstock_redis.config import RedisConfig, options_of_url
-from penstock_redis.keys import Entry, Keys, group_of, groups_named
-from penstock_redis.scripts import CREATE, DELETE, PUBLISH, RECORD, SWEEP, USED
-from penstock_redis.server import MARGIN_MS, Server, check_policy, check_server
-from penstock_redis.transfer import Transfer
-from penstock_redis.writer import RedisWriter
+from penstock.core.types import BlobInfo, Capabilities, flat_view
+from pydantic import ConfigDict, Field
+from redis.backoff import NoBackoff
+from redis.credentials import UsernamePasswordCredentialProvider
+from redis.retry import Retry
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
-    import redis
-    from penstock.core.types import ReadRequest
+    from penstock.core.types import ReadRequest, WriteRequest
 
-_LARGEST_RECORD_BYTES = 512_000_000
-_LOOKS = 5  # at a name whose blob is replaced while it is read
-_GROUPS = 100  # asked for, or deleted, in one go
-_NOTE = (
-    "in the memory of the server: survives the end of training, not that of the server, unless "
-    "it writes an append-only file and require_aof is set"
-)
-_AOF_NOTE = "the server writes to its append-only file before it answers"
+    Piece = tuple[str, int, memoryview]  # key of a chunk, start in it, bytes
+
+_REQUIRED = {
+    "appendonly": "yes",
+    "appendfsync": "always",
+    "no-appendfsync-on-rewrite": "no",
+    "maxmemory-policy": "noeviction",
+}
+CHUNK_BYTES = 1 << 20
+_BATCH_BYTES, _BATCH_COMMANDS = 16 << 20, 1000  # most of a write in flight
+_REPLACED_S = 60  # bytes of a replaced record stay so long for readers that know its entry
+
+# Changes the entry of a name only while it is the one that the caller knows: the name may have been
+# deleted since, and belong to another writer.
+_CHANGE = """
+if redis.call('HGET', KEYS[1], ARGV[1]) ~= ARGV[2] then return 0 end
+if ARGV[3] == '' then redis.call('HDEL', KEYS[1], ARGV[1])
+else redis.call('HSET', KEYS[1], ARGV[1], ARGV[3]) end
+return 1
+"""
+
+
+class RedisConfig(PluginConfig):
+    """Options of `redis`. The password comes from the variable REDIS_PASSWORD.
+
+    Attributes:
+        url: `redis://host:6379/0`, without credentials: URLs are shown.
+        prefix: Name of the root among others on the same server. It holds no colon, which
+            separates the parts of a key, so no root can reach into another.
+        timeout_s: How long the server may take to connect, or to make progress.
+    """
+
+    model_config = ConfigDict(hide_input_in_errors=True)
+
+    url: str = Field(pattern=r"^redis://[^/?#@]+/\d+$")
+    prefix: str = Field(default="penstock", pattern=r"^[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*$")
+    timeout_s: float = Field(default=30.0, gt=0)
+
+
+class Entry(NamedTuple):
+    """What the index holds for a name; `sealed` is 0 while a writer is unfinished."""
+
+    id: str
+    sealed: int
+    size: int
+    modified_ms: int
+
+    def encode(self) -> str:
+        return " ".join(map(str, self))
+
+    def info(self, name: str) -> BlobInfo:
+        return BlobInfo(name, self.size, self.modified_ms / 1000)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Entry:
+        blob_id, *numbers = data.decode().split()
+        return cls(blob_id, *map(int, numbers))
 
 
 class RedisBackend(Backend):
-    """Blobs as chunks, each a string; records as one.
+    """Blobs and records in one Redis server.
 
-    Sealed blobs and published records are in the memory of another process, or machine: they are
-    durable against the end of this one. With `require_aof` they are on that machine's disk.
+    `seal` and `publish` are durable: the server answers after fsync of its append-only file. It is
+    asked for that when the root is opened, and refused otherwise.
     """
 
     api_version: ClassVar[int] = 1
@@ -51,279 +106,284 @@ class RedisBackend(Backend):
     Config: ClassVar[type[PluginConfig]] = RedisConfig
 
     def __init__(self, config: RedisConfig, /) -> None:
-        """Connect, and refuse a server that would not keep its data."""
+        """Connect, and refuse a server that could lose what it has confirmed."""
         self._config = config
-        self._keys = Keys(config.prefix)
-        self._server = Server(config, self._keys)
-        ttl_ms = 0 if config.ttl_s is None else round(config.ttl_s * 1000) + 3 * MARGIN_MS
-        self._transfer = Transfer(
-            self._server, self._keys, pipeline_bytes=config.pipeline_bytes, ttl_ms=ttl_ms
+        self._index = f"penstock:{config.prefix}:index"
+        self._closed = False
+        password = os.environ.get("REDIS_PASSWORD")
+        self._client = redis.Redis.from_url(
+            config.url,
+            # Unlike `password`, it is in no `repr`.
+            credential_provider=password and UsernamePasswordCredentialProvider(None, password),
+            socket_timeout=config.timeout_s,
+            socket_connect_timeout=config.timeout_s,
+            socket_read_size=CHUNK_BYTES,  # by default 64 KiB, which takes twice the CPU
+            # By default redis-py repeats a call whose answer was lost. An exclusive publish would
+            # then find its own record, and report that another publisher has won.
+            retry=Retry(NoBackoff(), 0),
         )
-        # Births of the groups that this instance relies on: one that has another has lost its past.
-        self._births: dict[str, str] = {}
-        # What it sealed there, by name: who went on after a restart may not know that it is gone.
-        self._sealed: dict[str, dict[str, str]] = {}
-        try:
-            check_server(
-                self._server, expires=config.ttl_s is not None, require_aof=config.require_aof
-            )
-        except StorageError:
-            self._server.close()
-            raise
+        with self.mapped("open the root") as client:
+            wrong = [f"{n} {v}" for n, v in _REQUIRED.items() if client.config_get(n).get(n) != v]
+        if wrong:
+            self.close()
+            msg = f"{self.url} could lose confirmed data: set {', '.join(wrong)} in redis.conf"
+            raise CapabilityError(msg)
 
     @classmethod
     def from_url(cls, url: str, options: dict[str, str], /) -> PluginConfig:
-        """Options for `redis://host:port/db/prefix`."""
-        return cls.Config.model_validate(options_of_url(url, options))
+        """Options for `redis://host:port/database/prefix`."""
+        scheme, _, rest = url.partition("://")
+        place, _, path = rest.partition("/")
+        database, _, prefix = path.partition("/")
+        named = {"prefix": prefix} if prefix else {}
+        url = f"{scheme}://{place}/{database}"
+        return cls.Config.model_validate({**options, **named, "url": url})
 
     @property
     def url(self) -> str:
-        return self._config.shown_url
+        return f"{self._config.url}/{self._config.prefix}"
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(
-            preferred_io_bytes=self._config.pipeline_bytes,
-            preferred_parallel=2,
-            notes=(_AOF_NOTE if self._config.require_aof else _NOTE,),
-        )
+        return Capabilities(preferred_io_bytes=_BATCH_BYTES, preferred_parallel=2)
 
     def create(self, name: str, /, *, size_hint: int | None = None) -> BlobWriter:
         del size_hint
         check_blob_name(name)
-        group, blob = group_of(name), secrets.token_hex(8)
-        chunk_bytes, what = self._config.chunk_bytes, f"create {name}"
-        birth = secrets.token_hex(8), self._births.get(group, "")
-        word, rest = self._server.answer(what, CREATE, group, name, blob, chunk_bytes, *birth)
-        self._refuse(what, word, rest)
-        self._births.setdefault(group, rest[0].decode())
-        entry = Entry(False, blob, 0, chunk_bytes, 0)
-        return RedisWriter(
-            self._server, self._transfer, (group, name), entry, self._refuse, self._sealed_here
-        )
+        entry = Entry(secrets.token_hex(8), 0, 0, self.now_ms(f"create {name}"))
+        with self.mapped(f"create {name}") as client:
+            # The server decides, in one command: a look before the write would let two win.
+            if not client.hsetnx(self._index, name, entry.encode()):
+                msg = f"{name} exists already on {self.url}"
+                raise BlobExistsError(msg)
+        return RedisWriter(self, name, entry)
 
     def read(self, requests: Sequence[ReadRequest], /) -> None:
         for request in requests:
             check_blob_name(request.name)
-        names = sorted({request.name for request in requests})
+        names = {request.name for request in requests}
         entries = self._entries(names)
-        for _ in range(_LOOKS):
-            for request in requests:
-                self._check_range(request, entries[request.name])
-            missing = self._transfer.read([(r, entries[r.name]) for r in requests])
-            if not missing:
-                return
-            # Replaced or deleted since, or else damaged.
-            before, entries = entries, self._entries(names)
-            for name in missing:
-                if entries[name].blob == before[name].blob:
-                    raise BlobTruncatedError(self._lost(name))  # damage: another tier may have it
-        msg = f"cannot read {missing[0]} on {self.url}: it was replaced {_LOOKS} times meanwhile"
-        raise StorageError(msg)
+        for request in requests:
+            target, entry = flat_view(request.target), entries[request.name]
+            if request.offset + target.nbytes > entry.size:
+                msg = f"{request.name} on {self.url} ends at {entry.size}, before the range does"
+                raise BlobTruncatedError(msg)
+            for start in range(0, target.nbytes, CHUNK_BYTES):
+                some = target[start : start + CHUNK_BYTES]
+                self._fill(request.name, entry, request.offset + start, some)
+        # Missing chunks read as zeros, and those of a blob that is deleted meanwhile are missing.
+        if self._entries(names) != entries:
+            msg = f"cannot read {', '.join(names)} on {self.url}: replaced while it was read"
+            raise StorageError(msg)
+
+    def _fill(self, name: str, entry: Entry, offset: int, target: memoryview) -> None:
+        pieces = list(self.cut(entry, offset, target))
+        with self.mapped(f"read {name}") as client:
+            pipe = client.pipeline(transaction=False)
+            for key, start, data in pieces:
+                pipe.getrange(key, start, start + data.nbytes - 1)
+            for (_, _, data), found in zip(pieces, pipe.execute(), strict=True):
+                data[: len(found)] = found
+                data[len(found) :] = bytes(data.nbytes - len(found))  # never written
 
     def read_record(self, name: str, /, *, limit_bytes: int) -> bytes:
         check_blob_name(name)
-        what = f"read {name}"
-        word, rest = self._server.answer(what, RECORD, group_of(name), name, limit_bytes)
-        if word == "large":
-            msg = f"{name} on {self.url} has {int(rest[0])} bytes, more than {limit_bytes} allowed"
+        entry = self._entries({name})[name]
+        if entry.size > limit_bytes:
+            msg = f"{name} on {self.url} has {entry.size} bytes, more than {limit_bytes}"
             raise FormatError(msg, [name])
-        if word == "lost":
-            raise FormatError(self._lost(name), [name])
-        if word == "missing":
-            raise BlobNotFoundError(self._not_there(name))
-        return rest[0]
+        data = bytearray(entry.size)
+        self._fill(name, entry, 0, memoryview(data))
+        self._entries({name})  # raises if it was deleted; of a record that was replaced bytes stay
+        return bytes(data)
 
     def publish(self, name: str, data: bytes, /, *, exclusive: bool = False) -> None:
         check_blob_name(name)
-        if len(data) > _LARGEST_RECORD_BYTES:
-            msg = f"cannot publish {name} on {self.url}: {len(data)} bytes are no small record"
-            raise StorageError(msg)
-        what, group = f"publish {name}", group_of(name)
-        named = groups_named(name, data)
-        known = [part for other in named for part in (other, self._births.get(other, ""))]
-        # Drawn once: a repetition finds its own record by it, and does not fail by itself.
-        blob, token = secrets.token_hex(8), secrets.token_hex(8)
-        stamp = self._server.stamp(what)
-        relied_on = self._births.get(group, "")
-        for other in named:
-            self._check_sealed(what, other)
-        mine = (group, name, blob, token, relied_on, stamp, int(exclusive), data)
-        word, rest = self._server.answer(what, PUBLISH, *mine, *known)
-        self._refuse(what, word, rest)
-        born, *others = (birth.decode() for birth in rest)
-        self._births.setdefault(group, born)
-        for other, birth in zip(others[::2], others[1::2], strict=True):
-            self._births.setdefault(other, birth)
-            self._sealed.pop(other, None)
+        what = f"publish {name}"
+        entry = Entry(secrets.token_hex(8), 1, len(data), self.now_ms(what))
+        with self.mapped(what) as client:
+            # The bytes first: no reader sees them before the entry names them.
+            for key, _, piece in self.cut(entry, 0, memoryview(data)):
+                client.set(key, piece)
+            if not exclusive:
+                pipe = client.pipeline(transaction=True)
+                pipe.hget(self._index, name)
+                pipe.hset(self._index, name, entry.encode())
+                before = pipe.execute()[0]
+                for key in self.keys(Entry.decode(before)) if before is not None else ():
+                    client.expire(key, _REPLACED_S)
+            elif not client.hsetnx(self._index, name, entry.encode()):
+                self.unlink(self.keys(entry))
+                msg = f"{name} exists already on {self.url}"
+                raise BlobExistsError(msg)
 
     def list(self, prefix: str, /) -> Sequence[BlobInfo]:
         check_blob_name(prefix, prefix=True)
-        what = f"list {prefix!r}"
-        fields: Any = self._server.run(what, lambda client: client.hkeys(self._keys.root))
-        groups = [field.decode() for field in fields if _may_hold(field.decode(), prefix)]
-        found: list[BlobInfo] = []
-        for at in range(0, len(groups), _GROUPS):
-            keys = [self._keys.group(group) for group in groups[at : at + _GROUPS]]
-
-            def ask(client: redis.Redis, keys: Sequence[str] = keys) -> Any:
-                pipe = self._server.pipeline(client)
-                for key in keys:
-                    pipe.hgetall(key)
-                return pipe.execute()
-
-            for names in self._server.run(what, ask):
-                # Unsealed ones too: `prune` deletes only listed blobs.
-                found += [
-                    _info(name.decode(), Entry.parse(words))
-                    for name, words in names.items()
-                    if not name.startswith(b"~") and name.startswith(prefix.encode())
-                ]
-        return sorted(found, key=lambda info: info.name)
+        with self.mapped(f"list {prefix!r}") as client:
+            index: Any = client.hgetall(self._index)
+        entries = {name.decode(): Entry.decode(data) for name, data in index.items()}
+        names = sorted(name for name in entries if name.startswith(prefix))
+        return [entries[name].info(name) for name in names]
 
     def stat(self, name: str, /) -> BlobInfo:
         check_blob_name(name)
-        return _info(name, self._entries([name])[name])
+        return self._entries({name})[name].info(name)
 
     def delete(self, names: Sequence[str], /) -> None:
         for name in names:
             check_blob_name(name)
-        self._server.check_open()
-        if not names:
-            return
-        what = f"delete {', '.join(names[:3])}"
-        stamp = self._server.stamp(what)
-        for at in range(0, len(names), _GROUPS):
-            some = names[at : at + _GROUPS]
-
-            def remove(client: redis.Redis, some: Sequence[str] = some) -> Any:
-                pipe = self._server.pipeline(client)
-                for name in some:  # one connection, so in this order
-                    self._server.script(pipe, DELETE, group_of(name), name, stamp)
-                return pipe.execute()
-
-            for name in some:
-                self._sealed.get(group_of(name), {}).pop(name, None)
-            for name, (_, left) in zip(some, self._server.run(what, remove), strict=True):
-                if left == b"0":  # our own data is gone, and we know it
-                    self._births.pop(group_of(name), None)
-
-    def store_time_s(self) -> float:
-        seconds, micros = self._server.run("ask for the time", lambda client: client.time())
-        return float(seconds) + micros / 1e6
-
-    def free_bytes(self) -> int | None:
-        """Return the free part of the server's `maxmemory`, and of `max_bytes`.
-
-        Raises:
-            CapabilityError: It has been told to drop keys when it is full, since it was opened.
-        """
-        info: dict[str, Any] = self._server.run(
-            "ask for room", lambda client: client.info("memory")
-        )
-        self._check_policy(str(info.get("maxmemory_policy")))
-        room = []
-        if info.get("maxmemory"):
-            room.append(info["maxmemory"] - info["used_memory"])
-        if self._config.max_bytes is not None:
-            _, rest = self._server.answer("ask for room", USED)
-            room.append(self._config.max_bytes - int(rest[0]))
-        return max(0, min(room)) if room else None
+        for name in names:
+            with self.mapped(f"delete {name}") as client:
+                pipe = client.pipeline(transaction=True)
+                pipe.hget(self._index, name)
+                pipe.hdel(self._index, name)
+                if (found := pipe.execute()[0]) is not None:
+                    self.unlink(self.keys(Entry.decode(found)))
 
     def sweep(self, before_s: float, /) -> None:
-        self._server.answer("sweep", SWEEP, round(before_s * 1e6))
+        """Remove chunks that no entry names: of requests that were cut off, or came late."""
+        idle_s = self.store_time_s() - before_s
+        with self.mapped("sweep") as client:
+            # The keys first: a blob that is created later has its entry before its chunks.
+            keys = list(client.scan_iter(f"penstock:{self._config.prefix}:chunk:*", 1000))
+            index: Any = client.hvals(self._index)
+            used = {Entry.decode(data).id for data in index}
+            for key in keys:
+                if key.decode().split(":")[3] not in used:
+                    seconds: Any = client.object("idletime", key)
+                    if seconds is not None and seconds > idle_s:
+                        client.unlink(key)
+
+    def store_time_s(self) -> float:
+        return self.now_ms("ask for the time") / 1000
 
     def close(self) -> None:
-        super().close()
-        self._server.close()
+        super().close()  # waits for what `submit_write` and `submit_read` have in flight
+        self._closed = True
+        self._client.close()
 
-    def _sealed_here(self, group: str, name: str, blob: str) -> None:
-        self._sealed.setdefault(group, {})[name] = blob
+    # What the writer uses ----------------------------------------------------------------------
 
-    def _check_sealed(self, what: str, group: str) -> None:
-        """Refuse to name a group that lacks data of this instance.
+    def change(self, what: str, name: str, before: Entry, after: Entry | None) -> bool:
+        """Replace the entry of `name`, or remove it, if it is still `before`."""
+        new = "" if after is None else after.encode()
+        with self.mapped(what) as client:
+            return bool(client.eval(_CHANGE, 1, self._index, name, before.encode(), new))
 
-        A restart behind this look is seen by the birth that is relied on.
-        """
-        sealed = self._sealed.get(group)
-        if not sealed:
-            return
+    def now_ms(self, what: str) -> int:
+        with self.mapped(what) as client:
+            seconds, microseconds = client.time()
+        return seconds * 1000 + microseconds // 1000
+
+    def key(self, entry: Entry, number: int) -> str:
+        return f"penstock:{self._config.prefix}:chunk:{entry.id}:{number}"
+
+    def cut(self, entry: Entry, offset: int, data: memoryview) -> Iterator[Piece]:
+        """Yield the pieces of `data` at `offset`, cut where chunks end."""
+        while data:
+            number, start = divmod(offset, CHUNK_BYTES)
+            size = min(data.nbytes, CHUNK_BYTES - start)
+            yield self.key(entry, number), start, data[:size]
+            data, offset = data[size:], offset + size
+
+    def keys(self, entry: Entry, *, after: int = 0) -> list[str]:
+        """Return the keys of the chunks of a blob that begin at `after` bytes or later."""
+        numbers = range(-(-after // CHUNK_BYTES), -(-entry.size // CHUNK_BYTES))
+        return [self.key(entry, number) for number in numbers]
+
+    def unlink(self, keys: list[str]) -> None:
+        with self.mapped(f"delete {len(keys)} chunks") as client:
+            for start in range(0, len(keys), _BATCH_COMMANDS):
+                client.unlink(*keys[start : start + _BATCH_COMMANDS])
+
+    @contextmanager
+    def mapped(self, what: str) -> Iterator[redis.Redis]:
+        """Lend the client. The one place where Redis' errors become ours."""
+        if self._closed:
+            msg = f"cannot {what} on {self.url}: it is closed"
+            raise StorageError(msg)
         try:
-            found = self._entries(sorted(sealed))
-        except BlobNotFoundError:
-            found = {}
-        if any(name not in found or found[name].blob != blob for name, blob in sealed.items()):
-            self._sealed.pop(group, None)
-            self._refuse(what, "lost", [group.encode()])
+            yield self._client
+        except redis.RedisError as error:
+            msg = f"cannot {what} on {self.url}: {error}"
+            if isinstance(error, redis.OutOfMemoryError):
+                msg = f"{msg}; delete checkpoints, or raise the server's maxmemory"
+                raise StorageFullError(msg) from error
+            if isinstance(error, redis.TimeoutError):
+                raise StorageTimeoutError(f"{msg}; check the server, or raise timeout_s") from error
+            if isinstance(error, redis.AuthenticationError):
+                raise StorageError(f"{msg}; check REDIS_PASSWORD") from error
+            raise StorageError(f"{msg}; check that the server answers, then save again") from error
 
-    def _entries(self, names: Sequence[str]) -> dict[str, Entry]:
-        def ask(client: redis.Redis) -> list[bytes | None]:
-            pipe = self._server.pipeline(client)
-            for name in names:
-                pipe.hget(self._keys.group(group_of(name)), name)
-            found: list[bytes | None] = pipe.execute()
-            return found
-
-        answers = self._server.run(f"look up {', '.join(names[:3])}", ask)
-        entries: dict[str, Entry] = {}
-        for name, words in zip(names, answers, strict=True):
-            entry = None if words is None else Entry.parse(words)
-            if entry is None or not entry.sealed:
-                raise BlobNotFoundError(self._not_there(name))
-            entries[name] = entry
+    def _entries(self, names: set[str]) -> dict[str, Entry]:
+        with self.mapped(f"find {', '.join(sorted(names)[:3])}") as client:
+            found: Any = client.hmget(self._index, sorted(names)) if names else []
+        entries = {}
+        for name, data in zip(sorted(names), found, strict=True):
+            if data is None or not Entry.decode(data).sealed:
+                msg = f"{name} is not on {self.url}"
+                raise BlobNotFoundError(msg)
+            entries[name] = Entry.decode(data)
         return entries
 
-    def _check_range(self, request: ReadRequest, entry: Entry) -> None:
-        stop = request.offset + request.target.nbytes
-        if stop > entry.size_bytes:
-            msg = (
-                f"cannot read {request.target.nbytes} bytes from {request.offset} on of "
-                f"{request.name} on {self.url}: it has {entry.size_bytes}"
-            )
-            raise BlobTruncatedError(msg)
 
-    def _refuse(self, what: str, word: str, rest: Sequence[bytes]) -> None:
-        """Turn any answer of a script but `ok` into an error."""
-        if word == "ok":
-            return
-        if word in {"restarted", "lost", "expired", "gone"}:
-            self._births.pop(rest[0].decode(), None)  # a retry begins anew
-        if word == "evicts":
-            self._check_policy(rest[0].decode())
-        head = f"cannot {what} on {self.url}"
-        if word == "exists":
-            msg = f"{head}: the name is taken"
-            raise BlobExistsError(msg)
-        if word == "full":
-            most = self._config.max_bytes
-            msg = f"{head}: {int(rest[0])} of max_bytes {most} are used; delete checkpoints"
-            raise StorageFullError(msg)
-        said = {
-            "gone": "it was sealed, deleted or lost meanwhile, or expired; save again",
-            "restarted": "the server was restarted since this save began, and may have lost parts "
-            "of it; save again",
-            "lost": "the server has lost what this record names; save again",
-            "expired": "what this record names has expired since; save again, with a larger ttl_s",
-        }
-        msg = f"{head}: {said[word]}"
-        raise StorageError(msg)
+class RedisWriter(BlobWriter):
+    """Sets chunks that no reader knows; `seal` makes them known in one step."""
 
-    def _check_policy(self, policy: str) -> None:
-        check_policy(self.url, policy, expires=self._config.ttl_s is not None)
+    def __init__(self, backend: RedisBackend, name: str, entry: Entry) -> None:
+        self._backend = backend
+        self._name = name
+        self._entry = entry
+        self._finished = False
+        # Held by every call, so that `abort` waits for a write in flight.
+        self._lock = threading.Lock()
 
-    def _not_there(self, name: str) -> str:
-        return f"{name} is not on {self.url}"
+    def write(self, requests: Sequence[WriteRequest], /) -> None:
+        what = f"write {self._name}"
+        with self._lock:
+            self._check_unfinished(what)
+            # The size first: `delete` finds by it the chunks that a crash has left.
+            end = max((request.offset + request.length for request in requests), default=0)
+            self._change(what, size=max(end, self._entry.size))
+            with self._backend.mapped(what) as client:
+                pipe, size = client.pipeline(transaction=False), 0
+                for key, start, piece in self._pieces(requests):
+                    pipe.setrange(key, start, piece)
+                    size += piece.nbytes
+                    if size >= _BATCH_BYTES or len(pipe) >= _BATCH_COMMANDS:
+                        pipe.execute()
+                        size = 0
+                pipe.execute()
 
-    def _lost(self, name: str) -> str:
-        return (
-            f"{name} on {self.url} lacks a part: it was evicted, or deleted by something else; "
-            f"check maxmemory-policy, and take another checkpoint"
-        )
+    def _pieces(self, requests: Sequence[WriteRequest]) -> Iterator[Piece]:
+        for request in requests:
+            offset = request.offset
+            for buffer in request.buffers:
+                yield from self._backend.cut(self._entry, offset, flat_view(buffer))
+                offset += buffer.nbytes
 
+    def seal(self, length: int, /) -> None:
+        with self._lock:
+            self._check_unfinished(f"seal {self._name}")
+            written = self._entry
+            self._change(f"seal {self._name}", size=length, sealed=1)
+            self._finished = True
+            self._backend.unlink(self._backend.keys(written, after=length))
 
-def _may_hold(group: str, prefix: str) -> bool:
-    return not group.startswith("~") and (group.startswith(prefix) or prefix.startswith(group))
+    def abort(self) -> None:
+        with self._lock, suppress(StorageError):
+            finished, self._finished = self._finished, True
+            if not finished and self._backend.change("abort", self._name, self._entry, None):
+                self._backend.unlink(self._backend.keys(self._entry))
 
+    def _change(self, what: str, **fields: int) -> None:
+        after = self._entry._replace(modified_ms=self._backend.now_ms(what), **fields)
+        if not self._backend.change(what, self._name, self._entry, after):
+            msg = f"cannot {what} on {self._backend.url}: it was deleted"
+            raise StorageError(msg)
+        self._entry = after
 
-def _info(name: str, entry: Entry) -> BlobInfo:
-    return BlobInfo(name, entry.size_bytes, entry.modified_us / 1e6)
+    def _check_unfinished(self, what: str) -> None:
+        if self._finished:
+            msg = f"cannot {what} on {self._backend.url}: it is finished already"
+            raise StorageError(msg)
