@@ -185,7 +185,7 @@ class Timing:
     keep times in whole seconds, some only in even ones."""
 
     process_leave_s: float = 5.0
-    """The copy process, when it is told to end, waits this long for its copy to release the
+    """The copy process, when the trainer is gone, waits this long for its copy to release the
     lease."""
 
 

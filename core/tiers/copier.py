@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.core.catalog.survey import has, is_whole
 from penstock.core.copy.checkpoint_copy import CheckpointCopy
@@ -13,8 +13,9 @@ from penstock.core.errors import (
     PenstockError,
     SaveAbortedError,
     StorageTimeoutError,
+    WrongPlaceError,
 )
-from penstock.core.tiers.process import UnsuitableError
+from penstock.core.tiers.process import ProcessCopy, UnsuitableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from penstock.core.abc import Tier
     from penstock.core.concurrency.workers import Workers
     from penstock.core.format.records import CommitRecord
-    from penstock.core.tiers.process import CopyProcess, ProcessCopy
+    from penstock.core.tiers.process import ProcessSetup
 
 log = logging.getLogger("penstock")
 
@@ -41,7 +42,7 @@ class TierCopier:
         *,
         workers: Workers,
         grace_s: float,
-        process: CopyProcess | None,
+        process: ProcessSetup | None,
     ) -> None:
         self._source = source
         self._target = target
@@ -73,16 +74,24 @@ class TierCopier:
         Raises:
             CheckpointGoneError: The tier does not have the checkpoint any more.
         """
+        options: dict[str, Any] = {
+            "grace_s": self._grace_s,
+            "bytes_per_s": self._source.drain_bytes_per_s,
+            "replace": list(replace),
+        }
         if self._process is not None and self._is_for_process(record):
             try:
-                copy = self._by_process(self._process, record, replace)
-                self._run(record, copy, may_begin, on_progress)
+                elsewhere = ProcessCopy(
+                    self._process, record, workers=self._workers.count, **options
+                )
+                self._run(record, elsewhere, may_begin, on_progress)
                 self._check_seen(record)
-            except UnsuitableError as error:
+            # The trainer sees the right place: it has checked that before.
+            except (UnsuitableError, WrongPlaceError) as error:
                 if not has(self._source.backend, record):
                     msg = f"step {record.step} is not in tier {self._source.name} any more"
                     raise CheckpointGoneError(msg) from error
-                self._note_unsuitable(self._process, error)
+                self._note_unsuitable(error)
             except StorageTimeoutError:
                 raise  # a thread would hang in the same store, and cannot be killed
             except PenstockError:
@@ -92,18 +101,15 @@ class TierCopier:
             else:
                 self._unsuitable = 0
                 return
-        self._run(record, self._by_threads(record, replace), may_begin, on_progress)
+        source, target = self._source.backend, self._target.backend
+        copy = CheckpointCopy(source, target, record, workers=self._workers, **options)
+        self._run(record, copy, may_begin, on_progress)
 
     def cancel(self, uids: Collection[str] | None = None) -> None:
         """Cancel the copy in flight, if it is one of `uids`, or if `uids` is None."""
         with self._lock:
             if self._in_flight is not None and (uids is None or self._in_flight[0] in uids):
                 self._in_flight[1].cancel()
-
-    def end_process(self) -> None:
-        """End the process, since the queue is empty; the next copy starts another one."""
-        if self._process is not None:
-            self._process.close()
 
     # ------------------------------------------------------------------------------------------
 
@@ -112,35 +118,12 @@ class TierCopier:
         wanted = self._source.drain_in == "process" or record.bytes_stored >= WORTH_BYTES
         return wanted and self._failed != (record.uid, _TRIES)
 
-    def _note_unsuitable(self, process: CopyProcess, error: UnsuitableError) -> None:
-        process.close()
+    def _note_unsuitable(self, error: Exception) -> None:
         level = logging.DEBUG if self._unsuitable else logging.WARNING
         log.log(level, "threads of the trainer copy to %s: %s", self._target.name, str(error))
         self._unsuitable += 1
         if self._unsuitable == _TRIES:  # no passing reason, such as too little memory
             self._process = None
-
-    def _by_process(
-        self, process: CopyProcess, record: CommitRecord, replace: Collection[str]
-    ) -> ProcessCopy:
-        return process.copy(
-            record,
-            workers=self._workers.count,
-            grace_s=self._grace_s,
-            bytes_per_s=self._source.drain_bytes_per_s,
-            replace=replace,
-        )
-
-    def _by_threads(self, record: CommitRecord, replace: Collection[str]) -> CheckpointCopy:
-        return CheckpointCopy(
-            self._source.backend,
-            self._target.backend,
-            record,
-            workers=self._workers,
-            grace_s=self._grace_s,
-            bytes_per_s=self._source.drain_bytes_per_s,
-            replace=replace,
-        )
 
     def _check_seen(self, record: CommitRecord) -> None:
         """Make sure that the process has copied to the place that this process sees.

@@ -32,7 +32,7 @@ from penstock.core.tiers.eviction import Eviction
 from penstock.core.tiers.link import DrainLink
 from penstock.core.tiers.losses import mark_lost
 from penstock.core.tiers.outages import Outages
-from penstock.core.tiers.process import CopyProcess
+from penstock.core.tiers.process import ProcessSetup
 from penstock.core.tiers.repairs import TierRepairs
 from penstock.core.tiers.roots import TierRoots
 from penstock.core.tiers.save_drain import DrainOfSave, FollowedDrain, LeadingDrain, TierOfRanks
@@ -124,7 +124,7 @@ class Drains:
                 stuck_s=stuck_s,
                 process=None
                 if backend is None or tiers[number].drain_in == "thread"
-                else CopyProcess(backend, number, stuck_s=stuck_s, timing=workers.timing),
+                else ProcessSetup(backend, number, stuck_s, workers.timing),
             )
             for number in range(len(tiers) - 1)
         ]

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from penstock.core.concurrency.workers import Workers
     from penstock.core.format.records import CommitRecord
     from penstock.core.tiers.drains import Drains
-    from penstock.core.tiers.process import CopyProcess
+    from penstock.core.tiers.process import ProcessSetup
 
 log = logging.getLogger("penstock")
 
@@ -87,7 +87,7 @@ class DrainLink:
         workers: Workers,
         grace_s: float,
         stuck_s: float = 600.0,
-        process: CopyProcess | None = None,
+        process: ProcessSetup | None = None,
     ) -> None:
         self._number = number
         self._source = tiers[number]
@@ -237,10 +237,7 @@ class DrainLink:
             finally:
                 with self._changed:
                     self._current = None
-                    over = not self._queue or self._closed
                     self._changed.notify_all()
-                if over:
-                    self._copier.end_process()
 
     def _next(self) -> CommitRecord | None:
         with self._changed:

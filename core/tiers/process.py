@@ -1,8 +1,8 @@
-"""The trainer's side of a process that copies checkpoints; `process_server` is the other side.
+"""Copies one checkpoint in another process, so that the copy takes only what training leaves over.
 
 A copy on threads of the trainer holds the GIL for moments of each piece, and slows training with
-each change of the memory map; a process of low priority takes only what training leaves over. The
-process speaks lines of JSON over its standard streams, and ends when these end.
+each change of the memory map. The trainer starts `ProcessCopy` and sends it the job on standard
+input; `copy_for_trainer` reports on standard output, in lines of JSON. `SIGTERM` cancels the copy.
 """
 
 from __future__ import annotations
@@ -16,46 +16,58 @@ import subprocess
 import sys
 import threading
 from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from penstock.core import errors
-from penstock.core.concurrency.timing import CountedClock
-from penstock.core.concurrency.watchdog import NEVER, Deadline, Watchdog
+from penstock.core.catalog.survey import read_commit
+from penstock.core.concurrency.timing import CountedClock, current_timing
+from penstock.core.concurrency.watchdog import NEVER, Deadline
+from penstock.core.concurrency.workers import Workers
+from penstock.core.copy.checkpoint_copy import CheckpointCopy
 from penstock.core.errors import (
-    PenstockError,
+    BlobNotFoundError,
     SaveAbortedError,
     SaveError,
     StorageError,
     StorageTimeoutError,
 )
 from penstock.core.format.records import commit_name
+from penstock.core.storage.open import open_backend
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable
 
     from penstock.core.concurrency.timing import Timing
     from penstock.core.format.records import CommitRecord
 
 log = logging.getLogger("penstock")
 
-# The trainer may end while this program still imports, so a thread watches it from the beginning.
+_KEY = "penstock"  # of messages; tells them from what other code prints
+_NICE = 10  # training has priority
+_OOM_SCORE = "500"  # if memory runs out, this process is killed first: a copy can be repeated
+
+# The trainer may end while this program still imports, so a thread watches it from the beginning:
+# else it would copy beside the next trainer.
 _PROGRAM = """
 import os, sys
 sys.path[:] = [path for path in sys.path if path]  # no modules of the working directory
-import json, threading, time
-line = sys.stdin.buffer.readline()
-hello = json.loads(line) if line else sys.exit()
-leave = [lambda: os._exit(0)]
+import json, signal, threading, time
+line = sys.stdin.readline()
+job = json.loads(line) if line else sys.exit()
+signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the trainer may ignore or block it
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 def watch():
-    while os.getppid() == hello["pid"]:
+    while os.getppid() == job["pid"]:
         time.sleep(1)
-    leave[0]()
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(job["leave_s"])
+    os._exit(1)
 threading.Thread(target=watch, daemon=True).start()
-sys.path[:] = hello["path"]
-from penstock.core.tiers.process_server import CopyServer
-server = CopyServer(hello)
-leave[0] = server.leave
-server.run()
+sys.path[:] = job["path"]
+from penstock.core.tiers.process import copy_for_trainer
+copy_for_trainer(job)
 """
 
 
@@ -63,81 +75,58 @@ class UnsuitableError(Exception):
     """No process can make the copy: none can be started, or it does not see the same tiers."""
 
 
-class CopyProcess:
-    """Copies from one tier to the next, in a process that starts with the first copy."""
+# -- the trainer's side ------------------------------------------------------------------------
 
-    def __init__(
-        self, backend: str | dict[str, Any], number: int, *, stuck_s: float, timing: Timing
-    ) -> None:
-        """Prepare; no process starts yet.
 
-        Args:
-            backend: The configuration from which the tiers were opened.
-            number: The number of the tier to copy from.
-            stuck_s: The process is killed if its copy makes no progress for so long.
-            timing: Has the times that the process may take to start, and to end.
-        """
-        self._hello = {"backend": backend, "number": number, "level": log.getEffectiveLevel()}
-        try:
-            self._folder: str | None = os.getcwd()  # noqa: PTH109 - relative paths start there
-        except OSError:  # it was deleted, so no path can be relative to it
-            self._folder = None
-        self._stuck_s = stuck_s
-        self._timing = timing
-        self._jobs = 0
-        self._child: _Child | None = None
+def _working_folder() -> str | None:
+    try:
+        return os.getcwd()  # noqa: PTH109 - relative paths start there
+    except OSError:  # it was deleted, so no path can be relative to it
+        return None
 
-    def copy(
-        self,
-        record: CommitRecord,
-        *,
-        workers: int,
-        grace_s: float,
-        bytes_per_s: float | None,
-        replace: Collection[str] = (),
-    ) -> ProcessCopy:
-        """Return the copy of one checkpoint, to be `run`; options are those of `CheckpointCopy`."""
-        self._jobs += 1
-        job = {
-            "job": self._jobs,
-            "name": commit_name(record.step, record.generation),
-            "uid": record.uid,
-            "workers": workers,
-            "grace_s": grace_s,
-            "bytes_per_s": bytes_per_s,
-            "replace": sorted(replace),
-        }
-        return ProcessCopy(self._started, job, stuck_s=self._stuck_s, timing=self._timing)
 
-    def _started(self, go_on: Callable[[], bool]) -> _Child:
-        if self._child is None or not self._child.is_running():
-            self.close()
-            self._child = _Child(self._hello, self._folder, go_on, self._timing)
-        return self._child
+@dataclass(frozen=True, slots=True)
+class ProcessSetup:
+    """What the processes that copy from one tier to the next have in common.
 
-    def close(self) -> None:
-        """End the process, if it runs; the next copy starts another one."""
-        child, self._child = self._child, None
-        if child is not None:
-            child.end(self._timing.process_end_s)
+    Attributes:
+        backend: The configuration from which the tiers were opened.
+        number: The number of the tier to copy from.
+        stuck_s: A process is killed if its copy makes no progress for so long.
+        timing: Has the times that a process may take to start, and to end.
+        folder: The working directory at the time when the tiers were opened; None if it is gone.
+    """
+
+    backend: str | dict[str, Any] = field(repr=False)  # it may hold secrets
+    number: int
+    stuck_s: float
+    timing: Timing
+    folder: str | None = field(default_factory=_working_folder)
 
 
 class ProcessCopy:
     """The copy of one checkpoint by another process, with the methods of `CheckpointCopy`."""
 
     def __init__(
-        self,
-        start: Callable[[Callable[[], bool]], _Child],
-        job: dict[str, Any],
-        *,
-        stuck_s: float,
-        timing: Timing,
+        self, setup: ProcessSetup, record: CommitRecord, *, workers: int, **options: object
     ) -> None:
-        self._start = start
-        self._child: _Child | None = None
-        self._job = job
-        self._stuck_s = stuck_s
-        self._timing = timing
+        """Prepare a copy by `workers` threads; `options` are those of `CheckpointCopy`."""
+        self._job = {
+            "backend": setup.backend,
+            "number": setup.number,
+            "name": commit_name(record.step, record.generation),
+            "uid": record.uid,
+            "workers": workers,
+            "options": options,
+            "level": log.getEffectiveLevel(),
+            "leave_s": setup.timing.process_leave_s,
+        }
+        self._folder = setup.folder
+        self._stuck_s = setup.stuck_s
+        self._timing = setup.timing
+        self._process: subprocess.Popen[bytes] | None = None
+        self._unread = bytearray()
+        self._began = False  # whether the process has imported all that it needs
         self._cancelled = False
 
     def run(self, *, on_progress: Callable[[int], None]) -> None:
@@ -148,179 +137,131 @@ class ProcessCopy:
             StorageTimeoutError: The copy made no progress; the process was killed.
             StorageError: The process ended.
         """
-        child = self._child = self._start(lambda: not self._cancelled)
-        child.send(self._job)
-        if self._cancelled:  # `cancel` found no process yet
-            self.cancel()
-        # Counts polls instead of reading the time: a debugger or SIGSTOP that stops this process
-        # stops the other one as well, and that time is no silence of the other one.
-        clock = CountedClock()
-        silent, ending = Watchdog(self._stuck_s, clock), NEVER
-        while True:
-            message = self._received(child)
-            if message is None:
-                if self._cancelled and ending is NEVER:
-                    ending = Deadline(self._timing.process_end_s, clock)
-                clock.advance(self._timing.poll_s)
-                self._check_deadlines(child, silent, ending)
-            elif message.get("job") == self._job["job"]:
-                if "moved" not in message:
-                    _raise_outcome(message)
-                    return
-                silent.moved()
-                on_progress(message["moved"])
+        process = self._process = self._started()
+        try:
+            self._send_job(process)
+            if self._cancelled:  # `cancel` found no process yet
+                process.terminate()
+            self._follow(process, on_progress)
+        finally:
+            self._end(process)
 
     def cancel(self) -> None:
         """Make `run` raise SaveAbortedError soon; any thread may call this."""
         self._cancelled = True
-        if self._child is not None:
-            self._child.send({"cancel": self._job["job"]})
+        if self._process is not None:
+            self._process.terminate()
 
-    def _received(self, child: _Child) -> dict[str, Any] | None:
-        try:
-            return child.receive()
-        except EOFError as error:
-            if self._cancelled:
-                raise _given_up() from None
-            msg = f"{error}; what it had sealed is not copied again"
-            raise StorageError(msg) from None
-
-    def _check_deadlines(self, child: _Child, silent: Watchdog, ending: Deadline) -> None:
-        if ending.is_over():
-            child.end(0.0)
-            raise _given_up()
-        if silent.is_over():
-            child.end(0.0)
-            msg = f"no progress for {self._stuck_s:g} s; the process that copied was killed"
-            raise StorageTimeoutError(msg)
-
-
-class _Child:
-    """The process, and the messages to and from it."""
-
-    def __init__(
-        self,
-        hello: dict[str, Any],
-        folder: str | None,
-        go_on: Callable[[], bool],
-        timing: Timing,
-    ) -> None:
-        """Start the process, and wait until it is ready, or `go_on` returns False.
-
-        Raises:
-            UnsuitableError: The process does not start.
-            SaveAbortedError: `go_on` returned False.
-        """
-        self._timing = timing
-        self._sending = threading.Lock()  # guards the standard input of the process
-        self._received = bytearray()
+    def _started(self) -> subprocess.Popen[bytes]:
         if not sys.executable or getattr(sys, "frozen", False):
             msg = "a process for it cannot be started: where Python is, is not known"
             raise UnsuitableError(msg)
         try:
-            self._process = subprocess.Popen(  # noqa: S603 - our own interpreter
+            process = subprocess.Popen(  # noqa: S603 - our own interpreter
                 [sys.executable, *_flags(), "-c", _PROGRAM],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 # Python 3.13.0 cannot be used in a folder that is gone.
-                cwd=folder or "/",
+                cwd=self._folder or "/",
                 start_new_session=True,  # Ctrl-C reaches the trainer alone, which ends the process
             )
         except (OSError, ValueError) as error:
             msg = f"a process for it cannot be started: {error}"
             raise UnsuitableError(msg) from error
-        try:
-            self._greet(hello, folder, go_on)
-        except EOFError as error:
-            msg = f"a process for it does not start: {error}"
-            raise UnsuitableError(msg) from error
-        except BaseException:
-            self.end(0.0)
-            raise
-        log.debug("process %d copies", self._process.pid)
+        log.debug("process %d copies", process.pid)
+        return process
 
-    def _greet(self, hello: dict[str, Any], folder: str | None, go_on: Callable[[], bool]) -> None:
+    def _send_job(self, process: subprocess.Popen[bytes]) -> None:
         # Python ignores entries of `sys.path` that are no text, and JSON cannot take them. "" means
         # the working directory, and where that is gone, the process is in another one.
         entries: list[object] = [*sys.path]
-        path = [entry for entry in entries if isinstance(entry, str) and (entry or folder)]
-        self.send({**hello, "path": path, "pid": os.getpid()})
+        path = [e for e in entries if isinstance(e, str) and (e or self._folder)]
+        job = {**self._job, "path": path, "pid": os.getpid()}
+        assert process.stdin is not None
+        with suppress(OSError), process.stdin as stdin:  # `_received` reports an early end
+            stdin.write(json.dumps(job).encode() + b"\n")
+
+    def _follow(self, process: subprocess.Popen[bytes], on_progress: Callable[[int], None]) -> None:
+        """Return when the copy is made; raise the error that ended it."""
+        # Counts polls instead of reading the time: a debugger or SIGSTOP that stops this process
+        # stops the other one as well, and that time is no silence of the other one.
         clock = CountedClock()
-        deadline = Deadline(self._timing.process_start_s, clock)
-        while self.receive() is None:
-            clock.advance(self._timing.poll_s)
-            if not go_on():
-                raise _given_up()
-            if deadline.is_over():
-                msg = f"a process for it said nothing for {deadline.limit_s:g} s"
-                raise UnsuitableError(msg)
+        silent, ending = Deadline(self._timing.process_start_s, clock), NEVER
+        while True:
+            kind, value = self._received(process)
+            if kind == "done":
+                return
+            if kind == "error":
+                raise decoded(*value)
+            if kind == "log":
+                log.log(value[0], "%s", value[1])
+            elif kind == "moved":
+                self._began, silent = True, Deadline(self._stuck_s, clock)
+                on_progress(value)
+            else:
+                if self._cancelled and ending is NEVER:
+                    ending = Deadline(self._timing.process_end_s, clock)
+                clock.advance(self._timing.poll_s)
+                if silent.is_over() or ending.is_over():
+                    process.kill()
+                    why = f"no progress for {silent.limit_s:g} s; the copying process was killed"
+                    raise self._failure(why, StorageTimeoutError)
 
-    def is_running(self) -> bool:
-        return self._process.poll() is None
-
-    def send(self, message: dict[str, Any]) -> None:
-        """Send a message; do nothing if the process has ended, which `receive` reports."""
-        assert self._process.stdin is not None
-        with self._sending, suppress(OSError, ValueError):
-            self._process.stdin.write(json.dumps(message).encode() + b"\n")
-            self._process.stdin.flush()
-
-    def receive(self) -> dict[str, Any] | None:
-        """Return the next message, or None if none comes within `poll_s`; log records are logged.
+    def _received(self, process: subprocess.Popen[bytes]) -> tuple[str, Any]:
+        """Return kind and value of the next message; an empty kind if none comes within `poll_s`.
 
         Raises:
-            EOFError: The process has ended; the message says how.
+            StorageError: The process has ended.
         """
-        while True:
-            line, newline, rest = self._received.partition(b"\n")
-            if newline:
-                self._received = rest
-                message = _parsed(line)
-                if message is None:
-                    log.debug("process %d printed: %r", self._process.pid, bytes(line[:200]))
-                    continue
-                if "log" not in message:
-                    return message
-                level, text = message["log"]
-                log.log(level, "%s", text)
-            elif not self._read():
-                return None
+        while (line := self._line(process)) is not None:
+            with suppress(ValueError):
+                message = json.loads(line)
+                if isinstance(message, dict) and _KEY in message:
+                    kind, value = message[_KEY]
+                    return kind, value
+            # Other code has printed it, such as `sitecustomize`.
+            log.debug("process %d printed: %r", process.pid, bytes(line[:200]))
+        return "", None
 
-    def _read(self) -> bool:
-        assert self._process.stdout is not None
+    def _line(self, process: subprocess.Popen[bytes]) -> bytearray | None:
+        assert process.stdout is not None
         poll = select.poll()
-        poll.register(self._process.stdout, select.POLLIN)
-        if not poll.poll(1000 * self._timing.poll_s):
-            if self._process.poll() is None:
-                return False
+        poll.register(process.stdout, select.POLLIN)
+        while b"\n" not in self._unread:
             # A process that it has forked may hold the other end of the pipe open: then the end of
             # the file never comes.
-            if not poll.poll(0):
-                self._raise_ended()
-        data = os.read(self._process.stdout.fileno(), 1 << 16)
-        if not data:
-            self._raise_ended()
-        self._received += data
-        return True
+            is_over = process.poll() is not None
+            if poll.poll(0 if is_over else 1000 * self._timing.poll_s):
+                data = os.read(process.stdout.fileno(), 1 << 16)
+            elif is_over:
+                data = b""
+            else:
+                return None
+            if not data:
+                code = self._end(process)
+                how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+                why = f"the copying process ended with {how}"
+                raise self._failure(why)
+            self._unread += data
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line
 
-    def _raise_ended(self) -> NoReturn:
-        code = self.end(self._timing.process_end_s)
-        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        msg = f"the process that copied ended with {how}"
-        raise EOFError(msg)
+    def _failure(self, why: str, kind: type[StorageError] = StorageError) -> Exception:
+        if self._cancelled:
+            msg = "the copy was given up; copy again to continue from where it ended"
+            return SaveAbortedError(msg)
+        if not self._began:
+            return UnsuitableError(f"a process for it does not start: {why}")
+        return kind(f"{why}; what it had sealed is not copied again")
 
-    def end(self, patience_s: float) -> int:
-        """Make the process end, by force after `patience_s`; return its exit code."""
-        process = self._process
-        assert process.stdin is not None
+    def _end(self, process: subprocess.Popen[bytes]) -> int:
+        """Make the process end, by force after `process_end_s`; return its exit code."""
+        process.terminate()
         assert process.stdout is not None
-        self.send({"end": True})  # a fork of the trainer may hold the pipe open
-        with self._sending, suppress(OSError):
-            process.stdin.close()
         process.stdout.close()
-        for again in (False, True):
+        for _ in range(2):
             try:
-                return process.wait(self._timing.process_end_s if again else patience_s)
+                return process.wait(self._timing.process_end_s)
             except subprocess.TimeoutExpired:
                 process.kill()
         # The kernel holds the process in a call that does not end, as that of a dead mount.
@@ -337,32 +278,115 @@ def _flags() -> list[str]:
     return [flag for flag, given in wanted if given]
 
 
-def _parsed(line: bytes | bytearray) -> dict[str, Any] | None:
-    """Return a message, or None if other code has printed the line, such as `sitecustomize`."""
+# -- the other process -------------------------------------------------------------------------
+
+
+def copy_for_trainer(job: dict[str, Any]) -> NoReturn:
+    """Make the copy that a trainer wants, report to it, and end the process."""
+    reports = _Reports(job["level"])
+    with suppress(OSError):
+        os.nice(_NICE)
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE, encoding="ascii")
+    reports.send_progress()
     try:
-        message = json.loads(line)
-    except ValueError:
-        return None
-    return message if isinstance(message, dict) else None
+        _copy(job, reports)
+    except BaseException as error:  # noqa: BLE001 - a task's boundary: the trainer raises it
+        reports.send("error", encoded(error))
+    else:
+        reports.send_progress()
+        reports.send("done")
+    os._exit(0)
+
+
+def _copy(job: dict[str, Any], reports: _Reports) -> None:
+    try:
+        backend = open_backend(job["backend"])
+    except StorageError:
+        raise
+    except Exception as error:  # the trainer has opened it, so threads can copy
+        msg = f"another process cannot open the tiers: {encoded(error)[1][0]}"
+        raise UnsuitableError(msg) from error
+    source, target = (tier.backend for tier in backend.tiers[job["number"] :][:2])
+    try:
+        record = read_commit(source, job["name"])
+    except BlobNotFoundError:
+        record = None
+    if record is None or record.uid != job["uid"]:
+        msg = f"another process does not see what is on {source.url}"
+        raise UnsuitableError(msg)
+    copy = CheckpointCopy(
+        source,
+        target,
+        record,
+        workers=Workers(job["workers"]),
+        **job["options"],
+    )
+    terminated = False
+
+    def cancel(*_: object) -> None:
+        nonlocal terminated
+        terminated = True
+        copy.cancel()
+
+    signal.signal(signal.SIGTERM, cancel)
+    try:
+        copy.run(on_progress=reports.moved)
+    except SaveAbortedError:
+        if terminated:  # the trainer learns of the signal from the end of this process
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+        raise
+
+
+class _Reports(logging.Handler):
+    """Sends progress and log records to the trainer; standard output is for nothing else."""
+
+    def __init__(self, level: int) -> None:
+        super().__init__()
+        self._out = os.fdopen(os.dup(1), "wb", buffering=0)
+        # What plugins print goes to standard error. If the trainer has closed that, descriptor 2
+        # may be any file.
+        os.dup2(os.open(os.devnull, os.O_WRONLY) if sys.stderr is None else 2, 1)
+        self._writing = threading.Lock()  # guards the output
+        self._interval_s = current_timing().progress_interval_s
+        self._next = Deadline(0.0)  # over when progress is reported again
+        self._moved_bytes = 0  # since the last report
+        logger = logging.getLogger("penstock")
+        logger.setLevel(level)
+        logger.addHandler(self)
+        logger.propagate = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.name != "penstock.core.storage.open":  # the trainer has logged these itself
+            self.send("log", (record.levelno, record.getMessage()))
+
+    def moved(self, size_bytes: int) -> None:
+        self._moved_bytes += size_bytes
+        if self._next.is_over():  # each report wakes a thread of the trainer
+            self.send_progress()
+
+    def send_progress(self) -> None:
+        moved_bytes, self._moved_bytes = self._moved_bytes, 0
+        self._next = Deadline(self._interval_s)
+        self.send("moved", moved_bytes)
+
+    def send(self, kind: str, value: object = None) -> None:
+        data = json.dumps({_KEY: (kind, value)}).encode() + b"\n"
+        with self._writing, suppress(OSError):  # the trainer has closed its end
+            while data:
+                data = data[self._out.write(data) or 0 :]
 
 
 def encoded(error: BaseException) -> tuple[str, list[Any]]:
     """Return an error as JSON can hold it: the nearest class of our tree, and its arguments."""
     for cls in type(error).__mro__:
-        if issubclass(cls, PenstockError) and getattr(errors, cls.__name__, None) is cls:
+        if cls is UnsuitableError or getattr(errors, cls.__name__, None) is cls:
             return cls.__name__, json.loads(json.dumps(error.args, default=str))
     return SaveError.__name__, [f"{type(error).__name__}: {error}"]
 
 
-def _raise_outcome(message: dict[str, Any]) -> None:
-    """Raise the error that ended a copy, if any."""
-    if "unsuitable" in message:
-        raise UnsuitableError(message["unsuitable"])
-    if "error" in message:
-        name, args = message["error"]
-        error: PenstockError = getattr(errors, name)(*args)
-        raise error
-
-
-def _given_up() -> SaveAbortedError:
-    return SaveAbortedError("the copy was given up; copy again to go on from where it ended")
+def decoded(name: str, args: list[Any]) -> Exception:
+    """Return the error that `encoded` was given, or the nearest one."""
+    error: Exception = getattr(errors, name, UnsuitableError)(*args)
+    return error

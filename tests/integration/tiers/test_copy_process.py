@@ -1,5 +1,6 @@
 """Copies from tier to tier by a process of their own: what ends it, and what it cannot do."""
 
+import json
 import logging
 import os
 import signal
@@ -17,7 +18,13 @@ from fsspec.implementations.memory import MemoryFileSystem
 from tests import interpreters
 from tests.integration.support import checkpointer, run_program, same
 
-from penstock import Checkpointer, CheckpointGoneError, DamagedError, NotDrainedError
+from penstock import (
+    Checkpointer,
+    CheckpointGoneError,
+    DamagedError,
+    NotDrainedError,
+    SaveAbortedError,
+)
 from penstock.core import errors
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.concurrency.timing import CountedClock
@@ -25,7 +32,7 @@ from penstock.core.storage.open import open_backend
 from penstock.core.testing.timing import FAST, current_timing
 from penstock.core.tiers import process as copy_process
 from penstock.core.tiers.copier import WORTH_BYTES
-from penstock.core.tiers.process import CopyProcess, encoded
+from penstock.core.tiers.process import ProcessCopy, ProcessSetup, decoded, encoded
 from penstock.core.tiers.whereabouts import mark, pending
 
 SLOW = "100 KB"  # per second: a state takes long enough to be caught on its way
@@ -154,7 +161,7 @@ def test_one_that_does_not_get_on_is_killed_and_begun_again(tmp_path, log, waits
         os.kill(begun(handle, tmp_path), signal.SIGSTOP)
         stopped.set()
         assert handle.result(PATIENCE_S).tiers == ("fast", "durable")
-    assert "no progress for 600 s; the process that copied was killed" in log.text
+    assert "no progress for 600 s; the copying process was killed" in log.text
 
 
 def test_it_yields_to_training_tells_no_secrets_and_ends_when_its_checkpoint_is_deleted(tmp_path):
@@ -178,7 +185,7 @@ def test_it_yields_to_training_tells_no_secrets_and_ends_when_its_checkpoint_is_
 
 
 def test_one_that_was_stopped_for_good_holds_no_deletion_up(tmp_path, waits):
-    waits(process_end_s=0.5)
+    waits(process_end_s=3.0)  # a process of low priority takes its time to die
     with checkpointer(tiers_at(tmp_path, drain_bytes_per_s=SLOW)) as ckpt:
         pid = begun(ckpt.save(state(), 1), tmp_path)
         os.kill(pid, signal.SIGSTOP)
@@ -187,7 +194,7 @@ def test_one_that_was_stopped_for_good_holds_no_deletion_up(tmp_path, waits):
         assert pid not in children()
 
 
-def test_it_ends_with_the_trainer_though_a_fork_holds_its_input_open(tmp_path):
+def test_it_ends_with_the_trainer_though_a_fork_of_it_lives(tmp_path):
     reading, writing = os.pipe()
     trainer = os.fork()
     if trainer == 0:
@@ -218,22 +225,34 @@ def test_it_ends_with_the_trainer_though_a_fork_holds_its_input_open(tmp_path):
     assert Catalog(open_backend(tmp_path / "durable")).steps() == [1, 2]
 
 
-def test_it_ends_when_it_is_told_to_though_a_fork_holds_its_input_open(tmp_path, waits):
-    waits(process_end_s=10 * PATIENCE_S)
-    with checkpointer(str(tmp_path / "fast")) as alone:
+def saved_in_fast(folder):
+    """A checkpoint that is in the fast tier alone, and what it takes to copy it by a process."""
+    with checkpointer(str(folder / "fast")) as alone:
         alone.save(state(), 1).result(PATIENCE_S)
-    record = Catalog(open_backend(tmp_path / "fast")).record(1)
-    process = CopyProcess(tiers_at(tmp_path), 0, stuck_s=PATIENCE_S, timing=current_timing())
-    process.copy(record, workers=1, grace_s=3600.0, bytes_per_s=None)
-    worker = os.fork()
-    if worker == 0:
-        time.sleep(20 * PATIENCE_S)
-        os._exit(0)
+    setup = ProcessSetup(tiers_at(folder), 0, PATIENCE_S, current_timing())
+    return setup, Catalog(open_backend(folder / "fast")).record(1)
+
+
+def test_a_copy_is_cancelled_and_releases_its_lease_though_the_trainer_blocks_signals(
+    tmp_path, waits
+):
+    waits(process_end_s=10 * PATIENCE_S)  # it is not killed
+    setup, record = saved_in_fast(tmp_path)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     try:
-        process.close()
+        copy = ProcessCopy(setup, record, workers=1, grace_s=3600.0, bytes_per_s=1e5)
+
+        def cancel():
+            on_its_way(tmp_path / "durable")
+            copy.cancel()
+
+        threading.Thread(target=cancel).start()
+        with pytest.raises(SaveAbortedError):
+            copy.run(on_progress=lambda _: None)
     finally:
-        os.kill(worker, signal.SIGKILL)
-        os.waitpid(worker, 0)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    (lease,) = (tmp_path / "durable").glob("data/*/copy.json")
+    assert json.loads(lease.read_text())["token"] == ""
 
 
 def is_running(pid):
@@ -341,6 +360,20 @@ def test_without_a_process_threads_copy(tmp_path, log, monkeypatch, python):
     assert "threads of the trainer copy to durable: a process for it" in log.text
 
 
+def test_a_process_that_has_ended_is_not_waited_for_though_a_fork_of_it_lives(
+    tmp_path, log, monkeypatch
+):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nsleep 100 & echo $! >&1\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    with checkpointer(tiers_at(tmp_path)) as ckpt:
+        assert ckpt.save(state(), 1).result(PATIENCE_S).tiers == ("fast", "durable")
+    (fork,) = {int(r.args[1]) for r in log.records if "printed" in r.message}
+    os.kill(fork, signal.SIGKILL)
+    assert "ended with exit code 0" in log.text
+
+
 @pytest.mark.parametrize("drain_in", ["auto", "thread"])
 def test_a_small_checkpoint_starts_no_process(tmp_path, log, drain_in):
     with checkpointer(tiers_at(tmp_path, drain_in=drain_in)) as ckpt:
@@ -362,7 +395,7 @@ def test_nothing_around_the_trainer_disturbs_it(tmp_path, log, monkeypatch):
         folder.mkdir()
     for name in ("json", "queue", "threading"):  # in the working directory: not to be imported
         (here / f"{name}.py").write_text("import os; os.mkdir('ran')\n")
-    (site / "sitecustomize.py").write_text("print('welcome')\nprint('[1]', flush=True)\n")
+    (site / "sitecustomize.py").write_text("print('welcome')\nprint('{}', flush=True)\n")
     monkeypatch.setenv("PYTHONPATH", str(site))
     monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])  # an entry that is not a string
     monkeypatch.chdir(here)
@@ -413,9 +446,8 @@ def test_a_target_that_is_away_fails_that_try_only(tmp_path, log):
     ],
 )
 def test_errors_cross_processes_as_what_they_are(error):
-    with pytest.raises(type(error)) as caught:
-        copy_process._raise_outcome({"error": encoded(error)})
-    assert (type(caught.value), caught.value.args) == (type(error), error.args)
+    crossed = decoded(*encoded(error))
+    assert (type(crossed), crossed.args) == (type(error), error.args)
 
 
 def test_errors_of_others_cross_as_the_nearest_of_ours():
@@ -426,18 +458,12 @@ def test_errors_of_others_cross_as_the_nearest_of_ours():
     assert encoded(KeyError("x")) == ("SaveError", ["KeyError: 'x'"])
 
 
-def test_it_may_be_closed_twice_and_used_again(tmp_path):
-    with checkpointer(str(tmp_path / "fast")) as alone:
-        alone.save(state(), 1).result(PATIENCE_S)
-    record = Catalog(open_backend(tmp_path / "fast")).record(1)
-    process = CopyProcess(tiers_at(tmp_path), 0, stuck_s=PATIENCE_S, timing=current_timing())
-    process.close()
+def test_progress_is_that_of_the_copy(tmp_path):
+    setup, record = saved_in_fast(tmp_path)
     moved = []
     for _ in range(2):
-        copy = process.copy(record, workers=1, grace_s=3600.0, bytes_per_s=None)
+        copy = ProcessCopy(setup, record, workers=1, grace_s=3600.0)
         copy.run(on_progress=moved.append)
-        process.close()
-        process.close()
     assert sum(moved) == record.bytes_stored  # the second time it is there
 
 
