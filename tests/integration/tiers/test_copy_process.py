@@ -184,8 +184,7 @@ def test_it_yields_to_training_tells_no_secrets_and_ends_when_its_checkpoint_is_
     assert Catalog(open_backend(tmp_path / "durable")).steps() == []
 
 
-def test_one_that_was_stopped_for_good_holds_no_deletion_up(tmp_path, waits):
-    waits(process_end_s=3.0)  # a process of low priority takes its time to die
+def test_one_that_was_stopped_for_good_holds_no_deletion_up(tmp_path):
     with checkpointer(tiers_at(tmp_path, drain_bytes_per_s=SLOW)) as ckpt:
         pid = begun(ckpt.save(state(), 1), tmp_path)
         os.kill(pid, signal.SIGSTOP)
