@@ -4,7 +4,6 @@ DeepSpeed finds what to load by the names of files. So each of its files has a s
 and `penstock.json` beside the stubs says which checkpoint they stand for.
 """
 
-# Pyright takes the name `deepspeed` for this module.
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations

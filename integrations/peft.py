@@ -1,7 +1,6 @@
 """The adapters of a PEFT model as a state tree: what is trained, without the frozen base."""
 
-# Pyright takes the name `peft` for this module.
-# pyright: reportCallIssue=false
+# pyright: reportMissingImports=false
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ files that the trainer, and classes that derive from it, write there themselves.
 the state, and laid out again for a resume.
 """
 
-# Pyright takes the name `transformers` for this module.
 # pyright: reportMissingImports=false
 
 from __future__ import annotations

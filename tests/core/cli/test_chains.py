@@ -11,6 +11,7 @@ from tests.core.cli.command import caller
 from tests.integration.deltas.test_chains import run_of
 
 import penstock
+from penstock.core.restore.sweep import sweep
 
 
 @pytest.fixture
@@ -101,9 +102,10 @@ def test_show_lists_the_links_and_what_restoring_reads_of_each(call, chained):
     ]
     with penstock.Checkpointer(f"posix://{chained}") as ckpt:
         report = ckpt.verify(3)
-        manifest = ckpt.open(3).contents
-        manifest.sweep(lambda *_: None)
-    assert sum(link["bytes_read"] for link in chain) == report.bytes_read - manifest.bytes_read
+        contents = ckpt.open(3).contents
+        sweep(contents, lambda *_: None)
+    manifest_bytes = contents.manifest.bytes_read
+    assert sum(link["bytes_read"] for link in chain) == report.bytes_read - manifest_bytes
     assert {one["path"]: one["links"] for one in found["objects"]}["model/odd"] == 3
 
 

@@ -18,11 +18,11 @@ import penstock
 from penstock import Checkpointer, DamagedError, PenstockError, RankError
 from penstock.core.abc import ByteSink, DelegatingBackend, Placement, StateProvider, Target
 from penstock.core.concurrency.watchdog import Deadline
-from penstock.core.coordination.memory import MemoryCoordination
 from penstock.core.errors import StorageError
 from penstock.core.pipeline.reader import Loader
 from penstock.core.plugins.registry import GROUPS, Registry
 from penstock.core.testing.faults import Fault, FaultyBackend
+from penstock.core.testing.memory_coordination import MemoryCoordination
 from penstock.core.types import Region, TensorSpec
 
 ROWS, COLUMNS = 144, 512
