@@ -198,7 +198,7 @@ def test_it_ends_with_the_trainer_though_a_fork_of_it_lives(tmp_path):
     trainer = os.fork()
     if trainer == 0:
         try:
-            ckpt = checkpointer(tiers_at(tmp_path, drain_bytes_per_s=SLOW))
+            ckpt = checkpointer(tiers_at(tmp_path, drain_bytes_per_s="1 KB"))
             pid = begun(ckpt.save(state(), 1), tmp_path)
             worker = os.fork()
             if worker:
