@@ -155,7 +155,7 @@ def test_a_store_that_is_slow_is_heard_again_after_a_call_that_took_too_long(tcp
             link.delay_s = 1.2
             with pytest.raises(CoordinationError, match="did not answer in 2 s"):
                 member.read(["key"])
-            link.delay_s = 0.12
+            link.delay_s = 0.4  # longer than a call gets after one that hangs
             answers, deadline = [], Deadline(60.0)
             while not answers and not deadline.is_over():
                 with suppress(CoordinationError):
