@@ -135,9 +135,10 @@ class Contents:
     def _in_section(self, place: Place) -> dict[ObjectPath, Located]:
         if place not in self._by_path:
             part, number = self.manifest.checked_place(place)
-            self._by_path[place] = {
-                o.record.path: o for o in located_in(self.manifest.section(part, number), part)
-            }
+            with memory_permitting(self.record.index.name):
+                self._by_path[place] = {
+                    o.record.path: o for o in located_in(self.manifest.section(part, number), part)
+                }
         return self._by_path[place]
 
     def jobs(

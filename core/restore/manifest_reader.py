@@ -204,8 +204,9 @@ class ManifestReader:
         """Return the sections that have shards of an object, by path hash, and their regions."""
         rows = self._rows.get(hashed)
         if rows is None:
-            table = self.from_index(lambda index: index.find(hashed))
-            rows = [*zip(table.places(), table.regions(), strict=True)]
+            with memory_permitting(self.record.index.name):
+                table = self.from_index(lambda index: index.find(hashed))
+                rows = [*zip(table.places(), table.regions(), strict=True)]
         return rows
 
     def look_up(self, hashes: Collection[int]) -> None:
@@ -213,10 +214,11 @@ class ManifestReader:
         unknown = set(hashes) - self._rows.keys()
         if not unknown:
             return
-        table = self.find_all(unknown)
-        rows = zip(table.hashes.tolist(), table.places(), table.regions(), strict=True)
-        for number, group in groupby(rows, key=itemgetter(0)):
-            self._rows[number] = [(place, region) for _, place, region in group]
+        with memory_permitting(self.record.index.name):
+            table = self.find_all(unknown)
+            rows = zip(table.hashes.tolist(), table.places(), table.regions(), strict=True)
+            for number, group in groupby(rows, key=itemgetter(0)):
+                self._rows[number] = [(place, region) for _, place, region in group]
 
     def checked_place(self, place: Place) -> Place:
         """Return the place of a section that is there.
