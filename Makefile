@@ -12,7 +12,7 @@ WORKERS := -n 4 --dist worksteal
 PYTEST_ARGS ?= $(WORKERS) -m "not slow"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo imports test test-fast test-all test-hosts check bench bench-codecs docs clean format lint types layers names picture torch-free wheel
+.PHONY: help demo imports test test-fast test-all test-gpu test-hosts check bench bench-codecs docs clean format lint types layers names picture torch-free wheel
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,6 +43,9 @@ test-fast: $(READY) ## run in a minute the tests that start no process and never
 
 test-all: $(READY) ## run all tests
 	@$(BIN)/python -m pytest $(WORKERS)
+
+test-gpu: $(READY) ## run the tests that need a CUDA device, which the others hide
+	@$(BIN)/python -m pytest -n 4 -m gpu
 
 # The trainers that Penstock works with, in an environment on top of .venv: some of them change what
 # others do as soon as they are installed. The packages that torchtitan itself needs exclude each

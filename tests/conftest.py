@@ -44,6 +44,9 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if "not slow" in config.getoption("markexpr") and "HYPOTHESIS_PROFILE" not in os.environ:
         hypothesis.settings.load_profile("quick")
+    if "gpu" not in config.getoption("markexpr"):
+        # Several ranks run on the CPU: where they see a device, torch wants one for each of them.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if config.getoption("--fast"):
         sys.addaudithook(_skip_what_leaves_this_process)
 
@@ -72,13 +75,13 @@ def _skip_what_leaves_this_process(event, arguments):
 
 @pytest.fixture(autouse=True)
 def _needs_gpu(request):
-    """Skip tests marked `gpu` where there is no CUDA device."""
+    """Skip tests marked `gpu` where no CUDA device is seen."""
     if request.node.get_closest_marker("gpu") is None:
         return
     import torch
 
     if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device; torch.cuda.is_available() is False")
+        pytest.skip("needs a CUDA device, and `make test-gpu`")
 
 
 @pytest.fixture(autouse=True)

@@ -120,7 +120,7 @@ numpy_scalars = st.one_of(
         [
             np.float16(-0.0), np.float64(PAYLOAD_NAN), np.longdouble(1) / 3, np.complex64(1j),
             np.bool_(True), np.uint64(2**64 - 1), np.int8(-128), np.void(b"abc"),
-            np.datetime64("NaT"), np.datetime64("2024-01-01T00:00", "25m"),
+            np.datetime64("NaT", "s"), np.datetime64("2024-01-01T00:00", "25m"),
             np.timedelta64(-(2**63) + 1, "as"), np.array([(1, 2.0)], "i4,f8")[0],
         ]
     ),
