@@ -264,17 +264,24 @@ def test_damage_that_one_rank_reads_for_all_fails_all_by_name():
 
 
 class Reticent(MemoryCoordination):
-    """Posts nothing about damage before the other ranks have what they need."""
+    """Says nothing about damage before the other ranks have what they need."""
 
     def __init__(self, board, until):
         super().__init__(board)
         self._until = until
 
     def post(self, key, value, /):
+        self._hold(value)
+        super().post(key, value)
+
+    def decide(self, key, value, /):
+        self._hold(value)
+        return super().decide(key, value)
+
+    def _hold(self, value):
         deadline = Deadline(PATIENCE_S)
         while b"damaged" in value and not self._until() and not deadline.is_over():
             time.sleep(0.01)
-        super().post(key, value)
 
 
 def test_what_one_rank_finds_damaged_the_others_look_at_themselves():
