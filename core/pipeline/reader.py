@@ -19,6 +19,7 @@ from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
+from penstock.core.abc import first_whole
 from penstock.core.concurrency.copy_bytes import copy_bytes
 from penstock.core.concurrency.watchdog import Watchdog, call_with_deadline
 from penstock.core.errors import (
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
     from concurrent.futures import Future
 
-    from penstock.core.abc import Backend
+    from penstock.core.abc import Backend, Tier
     from penstock.core.concurrency.workers import Workers
     from penstock.core.pipeline.chain import CodecChain
     from penstock.core.pipeline.exchange import Exchange
@@ -593,20 +594,24 @@ class _Session:
         `check` returns the damage of what was read then, in words.
         """
         rescued: dict[int, tuple[str, str]] = {}  # the last tier that each link was read from
-        for tier in self._backend.tiers:
+
+        def reread(tier: Tier) -> bool:
             # All, where none is damaged as it is stored: then one of them does not decode.
             for link in [link for link in read.links if _damage(link)] or read.links:
-                try:
+                with contextlib.suppress(StorageError):
                     tier.backend.read([link.request])
-                except StorageError:
-                    continue
-                link.error = None
-                if tier.name:  # else the store itself was read, which needs no repair
-                    rescued[id(link)] = link.job.blob, tier.name
-            if not any(link.error for link in read.links) and check() is None:
-                self._stats.rescued += rescued.values()
-                return True
-        return False
+                    link.error = None
+                    if tier.name:  # else the store itself was read, which needs no repair
+                        rescued[id(link)] = link.job.blob, tier.name
+            detail = next((str(link.error) for link in read.links if link.error), None) or check()
+            if detail is not None:
+                raise DamagedError(detail)
+            return True
+
+        if not first_whole(self._backend.tiers, reread):
+            return False
+        self._stats.rescued += rescued.values()
+        return True
 
     def _checker(self, reads: list[_Read]) -> Callable[[], list[tuple[_Read, str]]]:
         def task() -> list[tuple[_Read, str]]:

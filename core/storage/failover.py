@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, TypeVar
 
-from penstock.core.abc import DelegatingBackend
-from penstock.core.errors import DamagedError, StorageError
+from penstock.core.abc import DelegatingBackend, first_whole
+from penstock.core.errors import DamagedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,7 +21,7 @@ T = TypeVar("T")
 class ObservedBackend(DelegatingBackend):
     """Delegates everything, and holds the observer that `from_any_tier` tells of a failover.
 
-    Damage is found by checksums, after the call of the backend returned, so no call shows it here.
+    No call of the backend shows damage, which checksums find after it returned.
     """
 
     def __init__(self, inner: Backend, on_failover: Callable[[str, str], None], /) -> None:
@@ -46,14 +46,12 @@ def from_any_tier(backend: Backend, read: Callable[[Backend], T]) -> T:
     try:
         return read(backend)
     except DamagedError as error:
-        for tier in backend.tiers:
-            try:
-                found = read(tier.backend)
-            except (DamagedError, StorageError):
-                continue
-            log.warning("%s; the copy in tier %s is good, and is used", str(error), tier.name)
-            if isinstance(backend, ObservedBackend):
-                for name in error.damaged:
-                    backend.on_failover(name, tier.name)
-            return found
-        raise
+        whole = first_whole(backend.tiers, lambda tier: (tier.name, read(tier.backend)))
+        if whole is None:
+            raise
+        name, result = whole
+        log.warning("%s; the copy in tier %s is good, and is used", str(error), name)
+        if isinstance(backend, ObservedBackend):
+            for damaged in error.damaged:
+                backend.on_failover(damaged, name)
+        return result
