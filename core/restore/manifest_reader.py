@@ -193,8 +193,8 @@ class ManifestReader:
 
     def from_index(self, read: Callable[[IndexReader], T]) -> T:
         """Return what `read` returns of the index, on any tier on which it is whole."""
-        with memory_permitting(self.record.index.name):
-            return from_any_tier(self.backend, lambda backend: read(self.index(backend)))
+        name = self.record.index.name
+        return from_any_tier(self.backend, name, lambda backend: read(self.index(backend)))
 
     def find_all(self, hashes: Collection[int]) -> ShardTable:
         """Return the rows of the index for these path hashes."""
@@ -202,23 +202,26 @@ class ManifestReader:
 
     def rows(self, hashed: int) -> list[tuple[Place, Region | None]]:
         """Return the sections that have shards of an object, by path hash, and their regions."""
+
+        def read(index: IndexReader) -> list[tuple[Place, Region | None]]:
+            table = index.find(hashed)
+            return [*zip(table.places(), table.regions(), strict=True)]
+
         rows = self._rows.get(hashed)
-        if rows is None:
-            with memory_permitting(self.record.index.name):
-                table = self.from_index(lambda index: index.find(hashed))
-                rows = [*zip(table.places(), table.regions(), strict=True)]
-        return rows
+        return self.from_index(read) if rows is None else rows
 
     def look_up(self, hashes: Collection[int]) -> None:
         """Find the rows of objects at once: one by one takes ten times as long."""
-        unknown = set(hashes) - self._rows.keys()
-        if not unknown:
-            return
-        with memory_permitting(self.record.index.name):
-            table = self.find_all(unknown)
+        unknown = np.array([*set(hashes) - self._rows.keys()], np.uint64)
+
+        def read(index: IndexReader) -> None:
+            table = index.find_all(unknown)
             rows = zip(table.hashes.tolist(), table.places(), table.regions(), strict=True)
             for number, group in groupby(rows, key=itemgetter(0)):
                 self._rows[number] = [(place, region) for _, place, region in group]
+
+        if len(unknown):
+            self.from_index(read)
 
     def checked_place(self, place: Place) -> Place:
         """Return the place of a section that is there.
@@ -314,11 +317,9 @@ class ManifestReader:
 
     def _decoded(self, name: str, place: tuple[int, int], decode: Callable[[bytes], T]) -> T:
         """Read the bytes at `place`, `(offset, length)`, from any tier, and decode them."""
-        with memory_permitting(name):
-            return from_any_tier(
-                self.backend,
-                lambda backend: decode(self._fetch(name, *place, backend)),
-            )
+        return from_any_tier(
+            self.backend, name, lambda backend: decode(self._fetch(name, *place, backend))
+        )
 
     def _fetched(
         self, wanted: Iterable[tuple[T, tuple[str, int, int]]]

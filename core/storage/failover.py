@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from penstock.core.abc import DelegatingBackend, first_whole
 from penstock.core.errors import DamagedError
+from penstock.core.foreign import memory_permitting
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,21 +38,28 @@ class ObservedBackend(DelegatingBackend):
         self.on_failover = on_failover
 
 
-def from_any_tier(backend: Backend, read: Callable[[Backend], T]) -> T:
+def from_any_tier(backend: Backend, name: str, read: Callable[[Backend], T]) -> T:
     """Return the result of `read` for `backend`, or for its first tier that is not damaged.
+
+    Args:
+        backend: The store.
+        name: The name of the record that is read, for messages.
+        read: Reads the record from a store, and verifies it.
 
     Raises:
         DamagedError: Each tier is damaged too, or fails; the error is the one of `backend`.
+        RestoreError: There was too little memory.
     """
-    try:
-        return read(backend)
-    except DamagedError as error:
-        whole = first_whole(backend.tiers, lambda tier: (tier.name, read(tier.backend)))
-        if whole is None:
-            raise
-        name, result = whole
-        log.warning("%s; the copy in tier %s is good, and is used", str(error), name)
-        if isinstance(backend, ObservedBackend):
-            for damaged in error.damaged:
-                backend.on_failover(damaged, name)
-        return result
+    with memory_permitting(name):
+        try:
+            return read(backend)
+        except DamagedError as error:
+            whole = first_whole(backend.tiers, lambda tier: (tier.name, read(tier.backend)))
+            if whole is None:
+                raise
+            tier_name, result = whole
+            log.warning("%s; the copy in tier %s is good, and is used", str(error), tier_name)
+            if isinstance(backend, ObservedBackend):
+                for damaged in error.damaged:
+                    backend.on_failover(damaged, tier_name)
+            return result

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.backends.memory import MemoryBackend, MemoryConfig
 from penstock.backends.tiered import TieredBackend, TieredConfig
-from penstock.core.errors import BlobNotFoundError, DamagedError, StorageError
+from penstock.core.errors import BlobNotFoundError, DamagedError, RestoreError, StorageError
 from penstock.core.storage.failover import ObservedBackend, from_any_tier
 from penstock.core.testing.faults import Fault, FaultyBackend
 
@@ -35,7 +35,9 @@ def test_whole_record_is_read_once_and_reported_to_nobody():
     backend, (_, durable) = two_tiers(WHOLE, WHOLE)
     durable.add(Fault("read", times=None, error=StorageError("not to be asked")))
     failovers = []
-    assert from_any_tier(ObservedBackend(backend, lambda *what: failovers.append(what)), read)
+    assert from_any_tier(
+        ObservedBackend(backend, lambda *what: failovers.append(what)), "record", read
+    )
     assert failovers == []
 
 
@@ -44,7 +46,7 @@ def test_damaged_record_is_read_from_the_next_tier_and_the_observer_hears_of_it(
     failovers = []
     observed = ObservedBackend(backend, lambda *what: failovers.append(what))
     with caplog.at_level(logging.WARNING, "penstock"):
-        assert from_any_tier(observed, read) == WHOLE
+        assert from_any_tier(observed, "record", read) == WHOLE
     assert failovers == [("record", "durable")]
     assert "the copy in tier durable is good" in caplog.text
 
@@ -53,17 +55,25 @@ def test_damaged_record_is_read_from_the_next_tier_and_the_observer_hears_of_it(
 def test_error_is_that_of_the_fastest_tier_where_no_copy_is_whole(durable):
     backend, _ = two_tiers(b"flipped", durable)
     with pytest.raises(DamagedError, match="flipped"):
-        from_any_tier(backend, read)
+        from_any_tier(backend, "record", read)
 
 
 def test_tier_that_fails_has_no_whole_copy():
     backend, (_, durable) = two_tiers(b"flipped", WHOLE)
     durable.add(Fault("read", times=None, error=StorageError("away")))
     with pytest.raises(DamagedError, match="flipped"):
-        from_any_tier(backend, read)
+        from_any_tier(backend, "record", read)
 
 
 def test_missing_record_is_no_damage():
     backend, _ = two_tiers(None, None)
     with pytest.raises(BlobNotFoundError):
-        from_any_tier(backend, read)
+        from_any_tier(backend, "record", read)
+
+
+def test_too_little_memory_is_no_damage():
+    def read_too_much(_):
+        raise MemoryError
+
+    with pytest.raises(RestoreError, match="record: reading it takes more memory"):
+        from_any_tier(two_tiers(WHOLE, WHOLE)[0], "record", read_too_much)
