@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
     from penstock.core.format.index import SectionShards
     from penstock.core.format.records import CommitRecord, NodeRecord, Section
-    from penstock.core.format.section import SectionDraft
+    from penstock.core.format.section_writer import SectionWriter
     from penstock.core.tree.select import Selection
     from penstock.core.types import Kind, ObjectPath
 
@@ -83,7 +83,7 @@ class EncodedPart:
 
 
 def encode_part(  # noqa: PLR0913 - tables of one part, each by name
-    sections: Iterable[SectionDraft],
+    sections: Iterable[SectionWriter],
     *,
     uid: str,
     rank: int,
@@ -97,7 +97,7 @@ def encode_part(  # noqa: PLR0913 - tables of one part, each by name
     """Encode a part, and check that every reader takes it.
 
     Args:
-        sections: Drafts of the sections, in order.
+        sections: The sections, in order.
         uid: The uid of the save.
         rank: The rank that writes the part.
         step: The step of the save.
@@ -114,10 +114,12 @@ def encode_part(  # noqa: PLR0913 - tables of one part, each by name
     infos: list[SectionInfo] = []
     frames: list[bytes] = []
     at = 0
-    for draft in sections:
-        frame, info = _squeeze(draft.dump(), at)
-        shards.append(draft.shards(with_traits=world_size > 1))
-        infos.append(replace(info, objects=draft.objects, nodes=draft.nodes, groups=draft.groups))
+    for section in sections:
+        frame, info = _squeeze(section.dump(), at)
+        shards.append(section.shards(with_traits=world_size > 1))
+        infos.append(
+            replace(info, objects=section.objects, nodes=section.nodes, groups=section.groups)
+        )
         frames.append(frame)
         at += len(frame)
     table = shard_table(shards)
