@@ -40,7 +40,7 @@ from penstock.core.pipeline.writer import BATCH_BYTES
 from penstock.core.types import PAGE_BYTES, ByteRange, ReadRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
     from concurrent.futures import Future
 
     from penstock.core.abc import Backend, Tier
@@ -131,7 +131,7 @@ class _Flight:
     number: int
     reads: list[_Read]
     future: Future[None] | None
-    checks: list[Future[list[tuple[_Read, str]]]] = field(default_factory=list)
+    checks: list[Future[list[tuple[_Read, str, str]]]] = field(default_factory=list)
 
     def is_over(self) -> bool:
         """Return whether all was read and checked."""
@@ -459,7 +459,7 @@ class _Session:
         try:
             with noting_origin(lambda: _whose(job)):
                 stored = map(self._stored, reversed(job.links))
-                self._reader.finish_links(job, stored, decode=self._decode)
+                self._reader.finish(job, stored, decode=self._decode)
         except DamagedError as error:
             found = [(name, str(error), error.damaged[0]) for name in job.label]
             self._damaged.append((self._submitted, found))
@@ -477,10 +477,12 @@ class _Session:
         request = ReadRequest(link.blob, link.frame.offset, _own_memory(link, span))
         read = _Read(link, request, span, None, direct=True)
         self._read_singly([read])
-        detail = _damage(read)
-        if detail is not None and not self._rescue(read, lambda: _damage(read)):
-            self._stats.missing_blob |= isinstance(read.error, BlobNotFoundError)
-            raise DamagedError(detail, [link.blob])
+        try:
+            _verify(read)
+        except DamagedError:
+            if not self._rescue(read, _verify):
+                self._stats.missing_blob |= isinstance(read.error, BlobNotFoundError)
+                raise
         self._watchdog.moved()
         self._stats.bytes_read += span.length
         if self._progress is not None:
@@ -541,18 +543,16 @@ class _Session:
                 del error
         share = -(-len(flight.reads) // self._workers.count)
         for at in range(0, len(flight.reads), share):
-            check = self._checker(flight.reads[at : at + share])
+            check = partial(self._check_all, flight.reads[at : at + share])
             flight.checks.append(self._workers.submit(check))
 
     def _retire(self, flight: _Flight) -> None:
         """Take note of what the checks of a batch found, and free or lend its memory."""
         damaged: set[_Read] = set()
         while flight.checks:
-            for read, detail in flight.checks.pop(0).result():
-                if not self._rescue(read, partial(self._check, read)):
+            for read, detail, blob in flight.checks.pop(0).result():
+                if not self._rescue(read, self._check):
                     damaged.add(read)
-                    blobs = [link.job.blob for link in read.links]
-                    blob = next((name for name in blobs if name in detail), blobs[0])
                     found = [(name, detail, blob) for name in read.job.label]
                     self._damaged.append((flight.number, found))
         links = [link for read in flight.reads for link in read.links]
@@ -588,24 +588,22 @@ class _Session:
             except (BlobNotFoundError, BlobTruncatedError) as error:
                 link.error = error
 
-    def _rescue(self, read: _Read, check: Callable[[], str | None]) -> bool:
+    def _rescue(self, read: _Read, check: Callable[[_Read], None]) -> bool:
         """Read the damaged ranges of a frame and its bases from other tiers, if any has them.
 
-        `check` returns the damage of what was read then, in words.
+        `check` raises DamagedError if what was read then is damaged.
         """
         rescued: dict[int, tuple[str, str]] = {}  # the last tier that each link was read from
 
         def reread(tier: Tier) -> bool:
             # All, where none is damaged as it is stored: then one of them does not decode.
-            for link in [link for link in read.links if _damage(link)] or read.links:
+            for link in [link for link in read.links if _is_damaged(link)] or read.links:
                 with contextlib.suppress(StorageError):
                     tier.backend.read([link.request])
                     link.error = None
                     if tier.name:  # else the store itself was read, which needs no repair
                         rescued[id(link)] = link.job.blob, tier.name
-            detail = next((str(link.error) for link in read.links if link.error), None) or check()
-            if detail is not None:
-                raise DamagedError(detail)
+            check(read)
             return True
 
         if not first_whole(self._backend.tiers, reread):
@@ -613,29 +611,33 @@ class _Session:
         self._stats.rescued += rescued.values()
         return True
 
-    def _checker(self, reads: list[_Read]) -> Callable[[], list[tuple[_Read, str]]]:
-        def task() -> list[tuple[_Read, str]]:
-            damaged = []
-            for read in reads:
-                error = next((link.error for link in read.links if link.error), None)
-                detail = self._check(read) if error is None else str(error)
-                if detail is not None:
-                    damaged.append((read, detail))
-            return damaged
+    def _check_all(self, reads: list[_Read]) -> list[tuple[_Read, str, str]]:
+        """Check reads; return those that are damaged, the damage in words, and the blob."""
+        damaged = []
+        for read in reads:
+            try:
+                self._check(read)
+            except DamagedError as error:  # is not kept: its traceback would keep targets alive
+                damaged.append((read, str(error), error.damaged[0]))
+        return damaged
 
-        return task
+    def _check(self, read: _Read) -> None:
+        """Verify, decode and place what was read.
 
-    def _check(self, read: _Read) -> str | None:
-        with noting_origin(lambda: _whose(read.job)):
-            return self._reader.finish(
-                read.job,
-                read.span,
-                read.request.target,
-                placed=read.direct,
-                decode=self._decode,
-                bases=[base.request.target for base in read.bases],
-                out=None if read.lent is None else read.lent.view,
-            )
+        Raises:
+            DamagedError: The frame or a base of it is missing or damaged; names the blob.
+        """
+        job = read.job
+        for link in read.links:
+            if link.error is not None or job.chain is None:
+                _verify(link)
+        with noting_origin(lambda: _whose(job)):
+            if job.chain is not None:
+                stored = [link.request.target for link in reversed(read.links)]
+                out = None if read.lent is None else read.lent.view
+                self._reader.finish(job, stored, decode=self._decode, out=out)
+            elif not read.direct:
+                place(job.uses, read.request.target, base=read.span.start)
 
 
 def _own_memory(job: FrameJob[CodecChain], span: ByteRange) -> memoryview:
@@ -649,11 +651,23 @@ def _own_memory(job: FrameJob[CodecChain], span: ByteRange) -> memoryview:
         raise RestoreError(msg) from error
 
 
-def _damage(read: _Read) -> str | None:
-    """Return the damage of the stored bytes that were read, in words, or None."""
+def _verify(read: _Read) -> None:
+    """Compare what was read with its checksums.
+
+    Raises:
+        DamagedError: It is missing or damaged; names the blob.
+    """
     if read.error is not None:
-        return str(read.error)
-    return stored_damage(read.job, read.span, read.request.target)
+        raise DamagedError(str(read.error), [read.job.blob])
+    _verify_stored(read.job, read.span, read.request.target)
+
+
+def _is_damaged(read: _Read) -> bool:
+    try:
+        _verify(read)
+    except DamagedError:
+        return True
+    return False
 
 
 def _whose(job: FrameJob[CodecChain]) -> str:
@@ -689,102 +703,59 @@ class FrameReader:
     def finish(
         self,
         job: FrameJob[CodecChain],
-        span: ByteRange,
-        data: memoryview,
+        stored: Iterable[memoryview],
         *,
-        placed: bool,
         decode: bool,
-        bases: Sequence[memoryview] = (),
         out: memoryview | None = None,
-    ) -> str | None:
-        """Verify `data`, the bytes of `span`, and copy them to their sinks.
-
-        Args:
-            job: The frame, and its sinks.
-            span: The range of the frame that was read.
-            data: The bytes of that range.
-            placed: Whether they are in their target already.
-            decode: Off, an encoded frame is compared with its checksum only.
-            bases: All stored bytes of each of `job.bases`.
-            out: Gets the chunk of an encoded frame, besides the sinks; None: they alone.
-
-        Returns:
-            The damage in words, or None.
-        """
-        stored = list(zip(job.bases, bases, strict=True))
-        damages = (stored_damage(base, ByteRange(0, held.nbytes), held) for base, held in stored)
-        detail = stored_damage(job, span, data) or next(filter(None, damages), None)
-        if detail is not None:
-            return detail
-        if job.chain is not None:
-            return self._decode(job, data, stored, out) if decode else None
-        if not placed:
-            place(job.uses, data, base=span.start)
-        return None
-
-    def finish_links(
-        self, job: FrameJob[CodecChain], stored: Iterator[memoryview], *, decode: bool
     ) -> None:
-        """Decode an encoded frame link by link, and copy it to its sinks.
+        """Verify and decode an encoded frame, and copy its chunk to its sinks.
 
         Args:
             job: The frame, and its sinks.
-            stored: As for `decode_chunk`, verified.
-            decode: Off, only `stored` is run through.
+            stored: As for `decode_chunk`.
+            decode: Off, the stored bytes are compared with their checksums only.
+            out: Gets the chunk, besides the sinks; None: they alone.
 
         Raises:
-            DamagedError: A link does not decode, or `stored` raised it.
+            DamagedError: A link is damaged or does not decode; names its blob.
         """
         if not decode:
-            deque(stored, maxlen=0)
+            for link, data in zip(reversed(job.links), stored, strict=True):
+                _verify_whole(link, data)
             return
-        out, is_target = self._out(job)
+        out, is_target = self._out(job) if out is None else (out, False)
         self.decode_chunk(job, stored, out)
         if not is_target:
             place(job.uses, out, base=0)
 
     def decode_chunk(
-        self, job: FrameJob[CodecChain], stored: Iterator[memoryview], out: memoryview
+        self, job: FrameJob[CodecChain], stored: Iterable[memoryview], out: memoryview
     ) -> None:
         """Verify and decode one chunk into `out`.
 
         Args:
             job: The frame, with contexts.
-            stored: Yields all stored bytes of each of `job.links`, the lowest first. Those of two
-                links are held at once.
+            stored: All stored bytes of each of `job.links`, the lowest first. Those of two links
+                are held at once.
             out: Memory of the chunk's length; undefined after an error.
 
         Raises:
-            DamagedError: The stored bytes are not those that were written, or do not decode.
+            DamagedError: A link is damaged or does not decode; names its blob.
         """
         chunk: memoryview | None = None
-        for number, link in enumerate(reversed(job.links)):
-            data = next(stored)
-            detail = stored_damage(link, ByteRange(0, data.nbytes), data)
-            if detail is None and link is not job:
-                chunk, detail = self._base_chunk(number, link, data, chunk)
-            elif detail is None and job.chain is None:
-                copy_bytes(out, data)
-            elif detail is None:
-                detail = _decode_frame(job, data, out, chunk)
-            if detail is not None:
-                raise DamagedError(detail, [link.blob])
-
-    def _decode(
-        self,
-        job: FrameJob[CodecChain],
-        data: memoryview,
-        stored: Sequence[tuple[FrameJob[CodecChain], memoryview]],
-        out: memoryview | None,
-    ) -> str | None:
-        base, detail = self._base(stored)
-        if detail is not None:
-            return detail
-        out, is_target = self._out(job) if out is None else (out, False)
-        detail = _decode_frame(job, data, out, base)
-        if detail is None and not is_target:
-            place(job.uses, out, base=0)
-        return detail
+        for number, (link, data) in enumerate(zip(reversed(job.links), stored, strict=True)):
+            _verify_whole(link, data)
+            if link is not job and link.chain is None:
+                chunk = data.toreadonly()
+                continue
+            target = out
+            if link is not job:
+                target = self._output(1 + number % 2, link.frame.raw_length)
+            if link.chain is None:
+                copy_bytes(target, data)
+            else:
+                _decode_frame(link, data, target, chunk)
+            chunk = target.toreadonly()
 
     def _out(self, job: FrameJob[CodecChain]) -> tuple[memoryview, bool]:
         """Return memory for the chunk, and whether it is that of the only sink."""
@@ -795,26 +766,6 @@ class FrameReader:
             return target[use.start : use.start + use.length], True
         return self._output(0, job.frame.raw_length), False
 
-    def _base(
-        self, stored: Sequence[tuple[FrameJob[CodecChain], memoryview]]
-    ) -> tuple[memoryview | None, str | None]:
-        """Decode a chain of bases, the nearest first; return its chunk, or the damage in words."""
-        chunk: memoryview | None = None
-        detail: str | None = None
-        for number, (job, data) in enumerate(reversed(stored)):
-            if detail is None:
-                chunk, detail = self._base_chunk(number, job, data, chunk)
-        return chunk, detail
-
-    def _base_chunk(
-        self, number: int, job: FrameJob[CodecChain], data: memoryview, below: memoryview | None
-    ) -> tuple[memoryview, str | None]:
-        """Decode the base with this number, counted from the lowest; return it, or the damage."""
-        if job.chain is None:
-            return data.toreadonly(), None
-        out = self._output(1 + number % 2, job.frame.raw_length)
-        return out.toreadonly(), _decode_frame(job, data, out, below)
-
     def _output(self, which: int, length: int) -> memoryview:
         """Return memory for a decoded chunk, or for one of two bases, which this thread reuses."""
         views = self._outputs.views
@@ -823,19 +774,32 @@ class FrameReader:
         return views[which][:length]
 
 
-def stored_damage(job: FrameJob[CodecChain], span: ByteRange, data: memoryview) -> str | None:
-    """Compare `data`, the bytes of `span` of a frame, with its checksums; return the damage."""
+def _verify_stored(job: FrameJob[CodecChain], span: ByteRange, data: memoryview) -> None:
+    """Compare `data`, the bytes of `span` of a frame, with its checksums.
+
+    Raises:
+        DamagedError: They differ; names the blob.
+    """
     if job.chain is None:
-        return _verify_blocks(job, span, data)
+        _verify_blocks(job, span, data)
+        return
     if checksum(data) != job.frame.checksums[0]:
-        return f"checksum of the frame at {job.blob}:{job.frame.offset} does not match"
-    return None
+        msg = f"checksum of the frame at {job.blob}:{job.frame.offset} does not match"
+        raise DamagedError(msg, [job.blob])
+
+
+def _verify_whole(job: FrameJob[CodecChain], data: memoryview) -> None:
+    _verify_stored(job, ByteRange(0, data.nbytes), data)
 
 
 def _decode_frame(
     job: FrameJob[CodecChain], data: memoryview, out: memoryview, base: memoryview | None
-) -> str | None:
-    """Decode a frame into `out`, and compare the result; return the damage in words, or None."""
+) -> None:
+    """Decode a frame into `out`, and compare the result.
+
+    Raises:
+        DamagedError: The frame does not decode to what was encoded; names the blob.
+    """
     frame, chain = job.frame, job.chain
     assert chain is not None
     assert job.context is not None
@@ -843,17 +807,18 @@ def _decode_frame(
     try:
         chain.decode(data, out, context=context, lengths=frame.lengths)
     except CodecError as error:
-        return f"the frame at {job.blob}:{frame.offset} does not decode: {error}"
+        msg = f"the frame at {job.blob}:{frame.offset} does not decode: {error}"
+        raise DamagedError(msg, [job.blob]) from error
     if frame.raw_checksum is not None and checksum(out) != frame.raw_checksum:
         codecs = " and ".join(codec.name for codec in chain.codecs)
-        return (
+        msg = (
             f"decoded bytes of the frame at {job.blob}:{frame.offset} do not match, though its "
             f"stored bytes do: not the store is at fault, but {codecs} or this machine's memory"
         )
-    return None
+        raise DamagedError(msg, [job.blob])
 
 
-def _verify_blocks(job: FrameJob[CodecChain], span: ByteRange, data: memoryview) -> str | None:
+def _verify_blocks(job: FrameJob[CodecChain], span: ByteRange, data: memoryview) -> None:
     frame = job.frame
     ranges, expected = [], []
     for number, block in enumerate(frame_blocks(frame.offset, frame.length, job.block_bytes)):
@@ -861,11 +826,12 @@ def _verify_blocks(job: FrameJob[CodecChain], span: ByteRange, data: memoryview)
             ranges.append(ByteRange(block.start - span.start, block.stop - span.start))
             expected.append(frame.checksums[number])
     if sum(r.length for r in ranges) != span.length:
-        return f"the range {span} of {job.blob}:{frame.offset} is not made of whole blocks"
+        msg = f"the range {span} of {job.blob}:{frame.offset} is not made of whole blocks"
+        raise DamagedError(msg, [job.blob])
     wrong = mismatches(data, ranges, expected, offset=frame.offset + span.start)
     if wrong:
-        return f"checksum of {wrong[0].length} bytes at {job.blob}:{wrong[0].start} does not match"
-    return None
+        msg = f"checksum of {wrong[0].length} bytes at {job.blob}:{wrong[0].start} does not match"
+        raise DamagedError(msg, [job.blob])
 
 
 def place(uses: Sequence[ChunkUse], data: memoryview, *, base: int) -> None:
