@@ -65,7 +65,7 @@ _HEAD_KEYS = (
     "sections",
 )  # fmt: skip
 _CHOICES_KEY = "choices"  # left out where no rule chose codecs by measurement
-_SECTION_COLUMNS = 7
+_SECTION_COLUMNS = ("offset", "length", "raw_length", "sha256", "objects", "nodes", "groups")
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,10 +311,7 @@ def _unsqueeze(data: bytes, info: SectionInfo, name: str) -> bytes:
 
 
 def _row(info: SectionInfo) -> list[Any]:
-    return [
-        info.offset, info.length, info.raw_length, info.sha256, info.objects, info.nodes,
-        info.groups,
-    ]  # fmt: skip
+    return [getattr(info, column) for column in _SECTION_COLUMNS]
 
 
 def _infos(rows: Sequence[object], name: str, entry: PartEntry) -> list[SectionInfo]:
@@ -322,9 +319,7 @@ def _infos(rows: Sequence[object], name: str, entry: PartEntry) -> list[SectionI
     end = 0
     for number, row in enumerate(rows):
         where = f"{name}: entry {number} of its sections"
-        columns = check_list(row, where, count=_SECTION_COLUMNS)
-        keys = ("offset", "length", "raw_length", "sha256", "objects", "nodes", "groups")
-        fields = Fields(dict(zip(keys, columns, strict=True)), where, keys)
+        fields = Fields.of_row(row, where, _SECTION_COLUMNS)
         groups = fields.value("groups")
         if groups is not None:
             groups = tuple(check_texts(groups, where))
@@ -373,8 +368,7 @@ def _chains(rows: Sequence[Any], name: str) -> Iterable[Chain]:
             refuse(where, f"{len(links)} codecs")
         chain: list[CodecRecord] = []
         for link in links:
-            columns = check_list(link, where, count=len(keys))
-            fields = Fields(dict(zip(keys, columns, strict=True)), where, keys)
+            fields = Fields.of_row(link, where, keys)
             chain.append(
                 CodecRecord(
                     fields.text("name", limit=MAX_CODEC_NAME_CHARS),
@@ -391,8 +385,7 @@ def _choices(fields: Fields, name: str) -> tuple[ChoiceRecord, ...]:
     where, keys = f"{name}: {_CHOICES_KEY}", ("objects", "codec", "why")
     found: dict[str, ChoiceRecord] = {}
     for row in fields.items(_CHOICES_KEY):
-        columns = check_list(row, where, count=len(keys))
-        one = Fields(dict(zip(keys, columns, strict=True)), where, keys)
+        one = Fields.of_row(row, where, keys)
         raw = one.value("codec") is None
         codec = None if raw else one.text("codec", limit=MAX_CODEC_NAME_CHARS)
         choice = ChoiceRecord(one.text("objects"), codec, one.text("why"))
