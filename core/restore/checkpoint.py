@@ -284,10 +284,14 @@ class Checkpoint:
         Raises:
             CheckpointGoneError: It was deleted meanwhile.
         """
+        began = time.monotonic()
         with metered(on_progress, "the verification") as meter:
+            copies: Sequence[CopyFound | None]
             if self.backend.tiers:
-                return self._verify_tiers(meter, deep=deep)
-            return self._verify(meter, deep=deep)
+                copies = self.verify_copies(meter, deep=deep)
+            else:
+                copies = [self._verify(meter, deep=deep)]
+            return self.report_of(copies, deep=deep, began=began)
 
     def verify_copies(self, meter: Meter, *, deep: bool) -> list[CopyFound | None]:
         """Verify the copy in each tier, as `verify` does; None: that tier has none.
@@ -322,29 +326,20 @@ class Checkpoint:
                 registry=self.opened.registry,
                 loader=self.opened.loader.of(tier.backend),
             )
-            report = one._verify(meter, deep=deep)  # noqa: SLF001 - one of its own
+            copy = one._verify(meter, deep=deep)  # noqa: SLF001 - one of its own
         except (CheckpointNotFoundError, CheckpointGoneError):
             return None
         except DamagedError as error:
             return CopyFound(tier.name, None, tuple(Damage(n, str(error)) for n in error.damaged))
-        return CopyFound(
-            tier.name,
-            one.contents.record.uid,
-            report.damaged,
-            report.frames,
-            report.bytes_read,
-            report.not_decoded,
-            report.lossy,
-            report.links,
-        )
+        return replace(copy, tier=tier.name)
 
     def report_of(
         self, copies: Sequence[CopyFound | None], *, deep: bool, began: float
     ) -> VerifyReport:
-        """What `copies` amount to; `began` is when looking at them did (monotonic seconds)."""
+        """Return the report on copies; `began` is when their verification began (monotonic)."""
         there = [copy for copy in copies if copy is not None]
         damaged = [
-            replace(damage, detail=f"in tier {copy.tier}: {damage.detail}")
+            replace(damage, detail=f"in tier {copy.tier}: {damage.detail}") if copy.tier else damage
             for copy in there
             for damage in copy.damaged
         ]
@@ -357,7 +352,7 @@ class Checkpoint:
             bytes_read=sum(copy.bytes_read for copy in there),
             deep=deep,
             seconds=time.monotonic() - began,
-            tiers=tuple(copy.tier for copy in there),
+            tiers=tuple(copy.tier for copy in there if copy.tier),
             not_decoded=tuple(sorted({why for copy in there for why in copy.not_decoded})),
             lossy=tuple(sorted({name for copy in there for name in copy.lossy})),
             links=tuple(dict.fromkeys(link for copy in there for link in copy.links)),
@@ -374,13 +369,7 @@ class Checkpoint:
     def __repr__(self) -> str:
         return f"<Checkpoint step={self.step} {self._record.objects} objects {self.backend.url}>"
 
-    def _verify_tiers(self, meter: Meter, *, deep: bool) -> VerifyReport:
-        began = time.monotonic()
-        found = self.verify_copies(meter, deep=deep)
-        return self.report_of(found, deep=deep, began=began)
-
-    def _verify(self, meter: Meter, *, deep: bool) -> VerifyReport:
-        began = time.monotonic()
+    def _verify(self, meter: Meter, *, deep: bool) -> CopyFound:
         meter.begin("manifest")
         damaged: list[Damage] = []
         heads, objects = sweep(
@@ -404,15 +393,12 @@ class Checkpoint:
                 missing_blob |= stats.missing_blob
         if missing_blob and not self.opened.still_there():
             raise gone(self.opened)
-        return VerifyReport(
-            step=self.step,
-            ok=not damaged,
-            damaged=tuple(dict.fromkeys(damaged)),
-            objects=self._record.objects,
-            frames=frames,
-            bytes_read=bytes_read + self.contents.manifest.bytes_read,
-            deep=deep,
-            seconds=time.monotonic() - began,
+        return CopyFound(
+            "",
+            self._record.uid,
+            tuple(dict.fromkeys(damaged)),
+            frames,
+            bytes_read + self.contents.manifest.bytes_read,
             not_decoded=tuple(sorted(absent)),
             lossy=self.rounding(o for o in objects if o.record.derived is None).lossy,
             links=tuple(self._damaged_links(damaged)),
