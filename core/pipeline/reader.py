@@ -146,7 +146,17 @@ class _Flight:
 
 
 class Loader:
-    """Reads frames of one backend. Thread-safe."""
+    """Reads frames of one backend. Thread-safe.
+
+    Attributes:
+        backend: The store of the blobs.
+        workers: The threads that verify and place.
+        io_timeout_s: How long a `run` may go without progress; None: for ever.
+        together_bytes: A frame that takes more with its bases is read link by link, and alone.
+        by_copy: Whether whole raw frames are read into scratch memory and copied, too; None: that
+            is not known yet.
+        reader: Verifies, decodes and places what was read.
+    """
 
     def __init__(
         self,
@@ -172,47 +182,32 @@ class Loader:
             by_copy: Whether whole raw frames are read into scratch memory and copied, too; None: if
                 the store prefers huge pages, which only scratch memory has.
         """
-        self._together_bytes = together_bytes
+        self.backend = backend
+        self.workers = workers
+        self.io_timeout_s = io_timeout_s
+        self.together_bytes = together_bytes
+        self.by_copy = by_copy
+        self.reader = FrameReader()
         self._scratch_bytes = scratch_bytes
         self._on_failover = on_failover
-        self._io_timeout_s = io_timeout_s
-        self._backend = backend
-        self._workers = workers
         self._pid = os.getpid()
         self._idle: deque[Staging] = deque(maxlen=1)  # one is kept for the next run
-        self._reader = FrameReader()
-        self._by_copy = by_copy
-
-    @property
-    def backend(self) -> Backend:
-        """The store of the blobs."""
-        return self._backend
-
-    @property
-    def io_timeout_s(self) -> float | None:
-        """How long a `run` may go without progress; None: for ever."""
-        return self._io_timeout_s
-
-    @property
-    def together_bytes(self) -> int:
-        """A frame that takes more with its bases is read link by link, and by itself."""
-        return self._together_bytes
 
     def over(self, backend: Backend) -> Loader:
         """Return a loader that does all the same with `backend`, a wrapper of its own."""
         return Loader(
             backend,
-            self._workers,
-            io_timeout_s=self._io_timeout_s,
+            self.workers,
+            io_timeout_s=self.io_timeout_s,
             on_failover=self._on_failover,
-            together_bytes=self._together_bytes,
+            together_bytes=self.together_bytes,
             scratch_bytes=self._scratch_bytes,
-            by_copy=self._by_copy,
+            by_copy=self.by_copy,
         )
 
     def of(self, backend: Backend) -> Loader:
         """Return a loader of another place, with the same threads and the same time limit."""
-        return Loader(backend, self._workers, io_timeout_s=self._io_timeout_s)
+        return Loader(backend, self.workers, io_timeout_s=self.io_timeout_s)
 
     def run(
         self,
@@ -237,24 +232,15 @@ class Loader:
             StorageTimeoutError: The store made no progress for `io_timeout_s`. The memory that
                 was to be filled may still change when the store answers.
         """
-        if self._by_copy is None:
+        if self.by_copy is None:
             # `direct_io` first: to find out the rest some stores write.
-            direct = has_small_pages() and self._backend.direct_io
-            self._by_copy = direct and self._backend.capabilities.prefers_huge_pages
+            direct = has_small_pages() and self.backend.direct_io
+            self.by_copy = direct and self.backend.capabilities.prefers_huge_pages
         scratch = self._borrow(self._needed_bytes(jobs))
-        timing = self._workers.timing
-        watchdog = Watchdog(self._io_timeout_s, timing.clock)
+        timing = self.workers.timing
+        watchdog = Watchdog(self.io_timeout_s, timing.clock)
         session = _Session(
-            self._backend,
-            self._workers,
-            scratch,
-            watchdog=watchdog,
-            reader=self._reader,
-            decode=decode,
-            progress=progress,
-            together_bytes=self._together_bytes,
-            exchange=exchange,
-            by_copy=self._by_copy,
+            self, scratch, watchdog, decode=decode, progress=progress, exchange=exchange
         )
         # Runs on a thread of its own: Ctrl-C, which only the main thread gets, must not come
         # between handing memory to the store and taking note of it.
@@ -277,7 +263,7 @@ class Loader:
         """Return scratch memory for one run; two runs that share it could wait for each other."""
         if self._pid != os.getpid():  # a forked child would write into the parent's shared mapping
             self._pid, self._idle = os.getpid(), deque(maxlen=1)
-            self._reader = FrameReader()
+            self.reader = FrameReader()
         with contextlib.suppress(IndexError):
             scratch = self._idle.pop()
             if scratch.budget_bytes >= size_bytes:
@@ -293,40 +279,32 @@ class Loader:
         """
         chains = (job for job in jobs if job.chain is not None)
         largest = max((sum(link.frame.length for link in job.links) for job in chains), default=0)
-        least, workers = self._scratch_bytes, self._workers.count
+        least, workers = self._scratch_bytes, self.workers.count
         return min(max((workers + 2) * largest, least), (workers + 1) * least)
 
 
 class _Session:
     """The batches of one `Loader.run`."""
 
-    def __init__(  # noqa: PLR0913 - made in one place
+    def __init__(
         self,
-        backend: Backend,
-        workers: Workers,
+        loader: Loader,
         scratch: Staging,
-        *,
         watchdog: Watchdog,
-        reader: FrameReader,
+        *,
         decode: bool,
         progress: Callable[[int], None] | None,
-        together_bytes: int,
         exchange: Exchange | None,
-        by_copy: bool,
     ) -> None:
-        self._together_bytes = together_bytes
-        self._exchange = exchange
-        self._by_copy = by_copy  # whether whole frames pass through scratch memory, too
-        self._stats = LoadStats()
-        self._cancelled = False
-        self._watchdog = watchdog
-        self._backend = backend
-        self._workers = workers
+        self._loader = loader
         self._scratch = scratch
         self._share_bytes = scratch.budget_bytes // _SCRATCH_BATCHES - _PHASE_BYTES
-        self._reader = reader
+        self._watchdog = watchdog
         self._decode = decode
         self._progress = progress
+        self._exchange = exchange
+        self._stats = LoadStats()
+        self._cancelled = False
         self._flights: list[_Flight] = []
         self._submitted = 0
         self._damaged: list[tuple[int, list[tuple[str, str, str]]]] = []
@@ -365,14 +343,15 @@ class _Session:
         """Return the error for a store that made no progress for too long; from any thread."""
         names = {read.request.name for flight in list(self._flights) for read in flight.reads}
         return StorageTimeoutError(
-            f"{self._backend.url} made no progress for {self._watchdog.taken_s():.0f} s "
+            f"{self._loader.backend.url} made no progress for {self._watchdog.taken_s():.0f} s "
             f"(io_timeout_s={self._watchdog.limit_s:g}) while it read {' '.join(sorted(names))}; "
             "the memory to fill is undefined, and may still change when the store answers"
         )
 
     def _add(self, job: FrameJob[CodecChain], span: ByteRange) -> None:
         """Put one range of a frame into the batch, and submit the batch when it is full."""
-        if job.bases and sum(link.frame.length for link in job.links) > self._together_bytes:
+        most = self._loader.together_bytes
+        if job.bases and sum(link.frame.length for link in job.links) > most:
             self._load_by_links(job)
             return
         read = self._placed(job, span) if self._exchange is None else self._lendable(job, span)
@@ -449,7 +428,7 @@ class _Session:
 
         Only as long as several such frames have room there, so that one is read during the copy.
         """
-        return self._by_copy and span.length <= self._share_bytes
+        return bool(self._loader.by_copy) and span.length <= self._share_bytes
 
     def _load_by_links(self, job: FrameJob[CodecChain]) -> None:
         """Read, verify and place a frame whose bases take too much memory to be read together."""
@@ -459,7 +438,7 @@ class _Session:
         try:
             with noting_origin(lambda: _whose(job)):
                 stored = map(self._stored, reversed(job.links))
-                self._reader.finish(job, stored, decode=self._decode)
+                self._loader.reader.finish(job, stored, decode=self._decode)
         except DamagedError as error:
             found = [(name, str(error), error.damaged[0]) for name in job.label]
             self._damaged.append((self._submitted, found))
@@ -498,7 +477,7 @@ class _Session:
         self._raise_if_cancelled()
         if self._batch:
             requests = [link.request for read in self._batch for link in read.links]
-            future = self._backend.submit_read(requests)
+            future = self._loader.backend.submit_read(requests)
             self._flights.append(_Flight(self._submitted, self._batch, future))
             self._submitted += 1
             self._batch, self._size, self._staged, self._window_bytes = [], 0, 0, 0
@@ -541,10 +520,10 @@ class _Session:
             finally:
                 # Else a cycle of the error, its traceback and this frame keeps targets alive.
                 del error
-        share = -(-len(flight.reads) // self._workers.count)
+        share = -(-len(flight.reads) // self._loader.workers.count)
         for at in range(0, len(flight.reads), share):
             check = partial(self._check_all, flight.reads[at : at + share])
-            flight.checks.append(self._workers.submit(check))
+            flight.checks.append(self._loader.workers.submit(check))
 
     def _retire(self, flight: _Flight) -> None:
         """Take note of what the checks of a batch found, and free or lend its memory."""
@@ -584,7 +563,7 @@ class _Session:
         """Read each frame of a failed batch alone, to find those that are missing or cut off."""
         for link in (link for read in reads for link in read.links):
             try:
-                self._backend.read([link.request])
+                self._loader.backend.read([link.request])
             except (BlobNotFoundError, BlobTruncatedError) as error:
                 link.error = error
 
@@ -606,7 +585,7 @@ class _Session:
             check(read)
             return True
 
-        if not first_whole(self._backend.tiers, reread):
+        if not first_whole(self._loader.backend.tiers, reread):
             return False
         self._stats.rescued += rescued.values()
         return True
@@ -635,7 +614,7 @@ class _Session:
             if job.chain is not None:
                 stored = [link.request.target for link in reversed(read.links)]
                 out = None if read.lent is None else read.lent.view
-                self._reader.finish(job, stored, decode=self._decode, out=out)
+                self._loader.reader.finish(job, stored, decode=self._decode, out=out)
             elif not read.direct:
                 place(job.uses, read.request.target, base=read.span.start)
 
