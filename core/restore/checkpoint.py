@@ -166,7 +166,7 @@ class Checkpoint:
         """
         located = self._locate(path)
         if located is not None:
-            return self._read_object(located)
+            return build_leaf(self.opened, located, located.record.spec, None)
         parts = parse_path(path)
         selection = Selection.subtree(parts)
         if not self.contents.touched(selection)[0]:
@@ -189,16 +189,19 @@ class Checkpoint:
                 not lie within the tensor, or a plain value stands at `path`.
             DamagedError: Stored bytes are not those that were written.
         """
-        located = self._locate(path)
-        if located is None:
-            raise self._nothing_at(path)
+        located = self._located(path)
+        spec = located.record.spec
         if region is None:
-            return self._read_object(located)
+            return build_leaf(self.opened, located, spec, None)
         _check_region(region, path)
         if located.record.kind is Kind.VALUE:
             msg = f"{path} is a plain value, which has no regions: read it without one"
             raise SelectionError(msg)
-        return self._read_region(located, as_region(region, located.record.spec.shape, path))
+        region = as_region(region, spec.shape, path)
+        data = read_region(self.opened, located, region)
+        return build_leaf(
+            self.opened, located, TensorSpec(spec.dtype, spec.itemsize, region.sizes), data
+        )
 
     def load(
         self,
@@ -251,9 +254,7 @@ class Checkpoint:
                 tensor.
             DamagedError: Stored bytes are not those that were written; `out` is undefined.
         """
-        located = self._locate(path)
-        if located is None:
-            raise self._nothing_at(path)
+        located = self._located(path)
         view, spec = flat_view(out), located.record.spec
         if located.record.kind is Kind.VALUE:
             msg = f"{path} is a plain value, which has no elements: read it with `read`"
@@ -443,13 +444,11 @@ class Checkpoint:
         located = self.contents.find(parse_path(_check_text(path)))
         return None if located is None else self.contents.owner(located)
 
-    def _read_object(self, located: Located) -> Any:
-        return build_leaf(self.opened, located, located.record.spec, None)
-
-    def _read_region(self, located: Located, region: Region) -> Any:
-        spec = located.record.spec
-        part = TensorSpec(spec.dtype, spec.itemsize, region.sizes)
-        return build_leaf(self.opened, located, part, read_region(self.opened, located, region))
+    def _located(self, path: str) -> Located:
+        located = self._locate(path)
+        if located is None:
+            raise self._nothing_at(path)
+        return located
 
 
 def _lacks_codecs(job: FrameJob[CodecChain]) -> bool:
