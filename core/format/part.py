@@ -78,7 +78,6 @@ class EncodedPart:
     data: bytes
     entry: PartEntry
     shards: ShardTable
-    objects: int
     listing_bytes: int
 
 
@@ -148,8 +147,7 @@ def encode_part(  # noqa: PLR0913 - tables of one part, each by name
     for frame, info in zip(frames, known.sections, strict=True):
         name = _section_name(known, info)
         check_section(_unsqueeze(frame, info, name), known, info, name)
-    objects = sum(info.objects for info in infos)
-    return EncodedPart(data, entry, table, objects, len(head) + len(table_frame))
+    return EncodedPart(data, entry, table, len(head) + len(table_frame))
 
 
 def decode_head(data: bytes, entry: PartEntry, record: CommitRecord) -> PartHead:

@@ -35,8 +35,7 @@ from penstock.core.restore.fill import (
     read_region,
 )
 from penstock.core.restore.restore import build_leaf, build_new
-from penstock.core.restore.rounding import rounding_of
-from penstock.core.restore.specs import Specs
+from penstock.core.restore.specs import Specs, rounding_of
 from penstock.core.restore.sweep import sweep
 from penstock.core.suggest import nearest
 from penstock.core.tree.paths import parse_path, show_path
@@ -53,8 +52,7 @@ if TYPE_CHECKING:
     from penstock.core.plugins.registry import Registry
     from penstock.core.reporting.progress import Meter
     from penstock.core.reporting.reports import LendingSave, Progress
-    from penstock.core.restore.rounding import Rounding
-    from penstock.core.restore.specs import ObjectSpec
+    from penstock.core.restore.specs import ObjectSpec, Rounding
     from penstock.core.types import BlobInfo, Buffer
 
 log = logging.getLogger("penstock")
