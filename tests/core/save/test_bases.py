@@ -49,7 +49,7 @@ def bases_of(
     """The bases of a save of the same array."""
     return SaveBases(
         plan_of(int(delta)),
-        [None, CodecChain([Registry().codec("delta")]) if delta else None],
+        [None, CodecChain([Registry().codec("delta", {})]) if delta else None],
         step=step,
         kept=kept or KeptChunks(),
         earlier=EARLIER,
