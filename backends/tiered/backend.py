@@ -350,9 +350,9 @@ class TieredBackend(Backend):
             except StorageError as error:
                 log.warning("%s cannot be read, trying the next tier: %s", backend.url, str(error))
                 failure = failure or error
-        error = failure or missing
-        assert error is not None
-        raise error
+        reason = failure or missing
+        assert reason is not None
+        raise reason
 
     def _check_free(self, name: str) -> None:
         for backend in self._backends[1:]:
