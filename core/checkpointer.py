@@ -30,7 +30,7 @@ from penstock.core.ranks.group import RanksOfJob
 from penstock.core.reader import Reader
 from penstock.core.reporting.events import DeleteEvent, EventStream, PruneEvent
 from penstock.core.restore.earlier import EarlierReader
-from penstock.core.save.prepare import check_metadata
+from penstock.core.save.metadata import check_metadata
 from penstock.core.save.saver import Saver
 from penstock.core.storage.open import open_backend, portable
 from penstock.core.storage.time_limited import TimeLimitedBackend

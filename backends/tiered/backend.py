@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,6 @@ from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
 from urllib.parse import unquote
 
 from penstock.backends.tiered.config import TieredConfig
-from penstock.backends.tiered.reading import read_from, read_in_background
 from penstock.backends.tiered.reconnecting import LateBackend, open_or_wait
 from penstock.core.abc import (
     Backend,
@@ -27,6 +27,7 @@ from penstock.core.abc import (
 from penstock.core.errors import (
     BlobExistsError,
     BlobNotFoundError,
+    BlobTruncatedError,
     CapabilityError,
     ConfigError,
     FormatError,
@@ -37,7 +38,6 @@ from penstock.core.errors import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
-    from concurrent.futures import Future
     from typing import Any
 
     from penstock.backends.tiered.config import Place
@@ -234,15 +234,43 @@ class TieredBackend(Backend):
 
     def read(self, requests: Sequence[ReadRequest], /) -> None:
         """Read each blob from the fastest tier that has it."""
-        read_from(self._backends, requests)
+        missing = [*requests]
+
+        def read_some(backend: Backend) -> None:
+            missing[:] = _read_there(backend, missing)
+            if missing:
+                msg = f"{missing[0].name} is in none of {self.url}"
+                raise BlobNotFoundError(msg)
+
+        self._first(read_some)
 
     def submit_read(self, requests: Sequence[ReadRequest], /) -> Future[None]:
         """Read by the fastest tier's engine; if that fails, as `read`."""
-        return read_in_background(self._backends, requests, self._executor().submit)
+        done: Future[None] = Future()
+
+        def settle(read: Future[None]) -> None:
+            if (error := read.exception()) is None:
+                done.set_result(None)
+            else:
+                done.set_exception(error)
+
+        def first_is_over(first: Future[None]) -> None:
+            if not isinstance(first.exception(), StorageError):
+                settle(first)
+                return
+            try:
+                read_again = super(TieredBackend, self).submit_read(requests)
+            except RuntimeError as error:
+                done.set_exception(StorageError(f"closed while it was read: {error}"))
+            else:
+                read_again.add_done_callback(settle)
+
+        self._backends[0].submit_read(requests).add_done_callback(first_is_over)
+        return done
 
     def read_record(self, name: str, /, *, limit_bytes: int) -> bytes:
         """Read a record from the fastest tier that has it."""
-        return self._first(name, lambda backend: backend.read_record(name, limit_bytes=limit_bytes))
+        return self._first(lambda backend: backend.read_record(name, limit_bytes=limit_bytes))
 
     def publish(self, name: str, data: bytes, /, *, exclusive: bool = False) -> None:
         """Publish in the fastest tier; with `exclusive` only if no other tier has the name."""
@@ -273,7 +301,7 @@ class TieredBackend(Backend):
 
     def stat(self, name: str, /) -> BlobInfo:
         """Return the size and time of a blob in the fastest tier that has it."""
-        return self._first(name, lambda backend: backend.stat(name))
+        return self._first(lambda backend: backend.stat(name))
 
     def delete(self, names: Sequence[str], /) -> None:
         """Delete from the most durable tier to the fastest, so that nothing is copied once more."""
@@ -302,30 +330,57 @@ class TieredBackend(Backend):
 
     # -- below --------------------------------------------------------------------------------
 
-    def _first(self, name: str, call: Callable[[Backend], T]) -> T:
-        """Return the answer of the fastest tier that has `name`."""
+    def _first(self, call: Callable[[Backend], T]) -> T:
+        """Return the answer of the fastest tier that has what `call` reads.
+
+        Raises:
+            BlobTruncatedError: A tier has a damaged copy, which the engine reads from another tier
+                and repairs.
+            StorageError: No tier has it; or no tier that answers, then the error of another one.
+        """
+        missing: BlobNotFoundError | None = None
         failure: StorageError | None = None
         for backend in self._backends:
             try:
                 return call(backend)
-            except BlobNotFoundError:
-                continue
+            except BlobTruncatedError:
+                raise
+            except BlobNotFoundError as error:
+                missing = error
             except StorageError as error:
-                log.warning("%s does not give %s: %s", backend.url, name, str(error))
+                log.warning("%s cannot be read, trying the next tier: %s", backend.url, str(error))
                 failure = failure or error
-        if failure is not None:
-            raise failure
-        msg = f"{name} is in none of {self.url}"
-        raise BlobNotFoundError(msg)
+        reason = failure or missing
+        assert reason is not None
+        raise reason
 
     def _check_free(self, name: str) -> None:
         for backend in self._backends[1:]:
-            try:
-                backend.stat(name)
-            except BlobNotFoundError:
-                continue
-            msg = f"{name} exists on {backend.url} already"
-            raise BlobExistsError(msg)
+            if _has(backend, name):
+                msg = f"{name} exists on {backend.url} already"
+                raise BlobExistsError(msg)
+
+
+def _read_there(backend: Backend, requests: Sequence[ReadRequest]) -> Sequence[ReadRequest]:
+    """Read the requests for blobs that a tier has; return the others."""
+    try:
+        backend.read(requests)
+    except BlobNotFoundError:
+        there = {name for name in {r.name for r in requests} if _has(backend, name)}
+        try:
+            backend.read([r for r in requests if r.name in there])
+        except BlobNotFoundError:  # evicted since `stat`: the next tier has it
+            return requests
+        return [r for r in requests if r.name not in there]
+    return ()
+
+
+def _has(backend: Backend, name: str) -> bool:
+    try:
+        backend.stat(name)
+    except BlobNotFoundError:
+        return False
+    return True
 
 
 def _open(spec: Place, open_backend: Callable[[Any], Backend]) -> Backend:

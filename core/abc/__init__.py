@@ -7,7 +7,7 @@ a class of another one. Conformance suites ship in `penstock.core.testing`. Ever
 this package.
 """
 
-from penstock.core.abc.backend import Backend, BlobWriter, Tier, check_blob_name
+from penstock.core.abc.backend import Backend, BlobWriter, Tier, check_blob_name, first_whole
 from penstock.core.abc.codec import DECLINED, Codec, CodecContext, CodecOutput, Declined
 from penstock.core.abc.coordination import (
     COORDINATION_VALUE_BYTES,
@@ -98,6 +98,7 @@ __all__ = [
     "current_timing",
     "encode_root",
     "first_durable",
+    "first_whole",
     "misplaced_roots",
     "parse_size",
     "ranks_node",

@@ -7,20 +7,23 @@ import secrets
 import threading
 from abc import ABC, abstractmethod
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 from weakref import WeakKeyDictionary
 
 from penstock.core.abc.plugin import API_VERSION, PluginConfig
 from penstock.core.concurrency.pool import Lane, Pool, fulfil
 from penstock.core.concurrency.timing import current_timing
-from penstock.core.errors import BlobTruncatedError, FormatError, StorageError
+from penstock.core.errors import BlobTruncatedError, DamagedError, FormatError, StorageError
 from penstock.core.types import Capabilities, ReadRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from penstock.core.types import BlobInfo, WriteRequest
+
+T = TypeVar("T")
 
 _SEGMENT = re.compile(r"[A-Za-z0-9._-]{1,255}")
 _MOST_CHARACTERS = 800  # object stores allow 1,024 bytes, the prefix of the root included
@@ -79,6 +82,22 @@ class Tier:
     on_full: Literal["block", "skip", "raise"] = "skip"
     durable: bool = False
     accept_root: bool = False
+
+
+def first_whole(tiers: Iterable[Tier], read: Callable[[Tier], T]) -> T | None:
+    """Return the result of `read` for the first tier where it finds no damage; None: for none.
+
+    A backend of several tiers reads around a missing blob itself. Damage is found by checksums,
+    after the call of the backend returned, so the engine calls this to read around it.
+
+    Args:
+        tiers: The tiers in the order in which they are tried.
+        read: Reads from a tier and verifies; raises DamagedError for damage.
+    """
+    for tier in tiers:
+        with suppress(DamagedError, StorageError):
+            return read(tier)
+    return None
 
 
 class BlobWriter(ABC):

@@ -130,11 +130,11 @@ def read_commit(backend: Backend, name: str) -> CommitRecord:
         BlobNotFoundError: The record does not exist.
         FormatError: The record is unreadable, or of an unknown version.
     """
-    with memory_permitting(name):
-        return from_any_tier(
-            backend,
-            lambda one: decode_commit(one.read_record(name, limit_bytes=RECORD_LIMIT_BYTES), name),
-        )
+    return from_any_tier(
+        backend,
+        name,
+        lambda tier: decode_commit(tier.read_record(name, limit_bytes=RECORD_LIMIT_BYTES), name),
+    )
 
 
 def is_whole(backend: Backend, record: CommitRecord) -> bool:
@@ -197,7 +197,7 @@ def borrowed_blobs(backend: Backend, record: CommitRecord) -> tuple[BlobRecord, 
         DamagedError: The table that lists them is damaged or missing; names it.
         StorageError: The store does not answer.
     """
-    return from_any_tier(backend, lambda one: read_borrowed(one, record))
+    return from_any_tier(backend, record.index.name, lambda tier: read_borrowed(tier, record))
 
 
 def read_borrowed(backend: Backend, record: CommitRecord) -> tuple[BlobRecord, ...]:

@@ -25,8 +25,9 @@ from penstock.core.restore.stored_source import StoredReader, StoredSource
 from penstock.core.save.bases import KeptChunks, SaveBases
 from penstock.core.save.job import SaveJob
 from penstock.core.save.manifest import ManifestWriter
-from penstock.core.save.prepare import ChainTable, plan_state, staging_for
+from penstock.core.save.prepare import plan_state, staging_for
 from penstock.core.save.request import Destination, SaveSurroundings
+from penstock.core.save.rules import ChainTable
 from penstock.core.tree.describe import Description
 from penstock.core.tree.stored_tree import PathTree
 from penstock.core.types import Region

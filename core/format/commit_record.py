@@ -330,8 +330,7 @@ def read_blobs(rows: Sequence[Any], where: str) -> Iterator[BlobRecord]:
     """
     seen: set[str] = set()
     for row in rows:
-        columns = check_list(row, where, count=2)
-        fields = Fields(dict(zip(_BLOB_KEYS, columns, strict=True)), where, _BLOB_KEYS)
+        fields = Fields.of_row(row, where, _BLOB_KEYS)
         blob = fields.text("name")
         if blob_uid(blob) is None:
             refuse(where, f"not the name of a blob: {blob!r}")

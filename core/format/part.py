@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
     from penstock.core.format.index import SectionShards
     from penstock.core.format.records import CommitRecord, NodeRecord, Section
-    from penstock.core.format.section import SectionDraft
+    from penstock.core.format.section_writer import SectionWriter
     from penstock.core.tree.select import Selection
     from penstock.core.types import Kind, ObjectPath
 
@@ -65,7 +65,7 @@ _HEAD_KEYS = (
     "sections",
 )  # fmt: skip
 _CHOICES_KEY = "choices"  # left out where no rule chose codecs by measurement
-_SECTION_COLUMNS = 7
+_SECTION_COLUMNS = ("offset", "length", "raw_length", "sha256", "objects", "nodes", "groups")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +78,11 @@ class EncodedPart:
     data: bytes
     entry: PartEntry
     shards: ShardTable
-    objects: int
     listing_bytes: int
 
 
 def encode_part(  # noqa: PLR0913 - tables of one part, each by name
-    sections: Iterable[SectionDraft],
+    sections: Iterable[SectionWriter],
     *,
     uid: str,
     rank: int,
@@ -97,7 +96,7 @@ def encode_part(  # noqa: PLR0913 - tables of one part, each by name
     """Encode a part, and check that every reader takes it.
 
     Args:
-        sections: Drafts of the sections, in order.
+        sections: The sections, in order.
         uid: The uid of the save.
         rank: The rank that writes the part.
         step: The step of the save.
@@ -114,10 +113,12 @@ def encode_part(  # noqa: PLR0913 - tables of one part, each by name
     infos: list[SectionInfo] = []
     frames: list[bytes] = []
     at = 0
-    for draft in sections:
-        frame, info = _squeeze(draft.dump(), at)
-        shards.append(draft.shards(with_traits=world_size > 1))
-        infos.append(replace(info, objects=draft.objects, nodes=draft.nodes, groups=draft.groups))
+    for section in sections:
+        frame, info = _squeeze(section.dump(), at)
+        shards.append(section.shards(with_traits=world_size > 1))
+        infos.append(
+            replace(info, objects=section.objects, nodes=section.nodes, groups=section.groups)
+        )
         frames.append(frame)
         at += len(frame)
     table = shard_table(shards)
@@ -146,8 +147,7 @@ def encode_part(  # noqa: PLR0913 - tables of one part, each by name
     for frame, info in zip(frames, known.sections, strict=True):
         name = _section_name(known, info)
         check_section(_unsqueeze(frame, info, name), known, info, name)
-    objects = sum(info.objects for info in infos)
-    return EncodedPart(data, entry, table, objects, len(head) + len(table_frame))
+    return EncodedPart(data, entry, table, len(head) + len(table_frame))
 
 
 def decode_head(data: bytes, entry: PartEntry, record: CommitRecord) -> PartHead:
@@ -309,10 +309,7 @@ def _unsqueeze(data: bytes, info: SectionInfo, name: str) -> bytes:
 
 
 def _row(info: SectionInfo) -> list[Any]:
-    return [
-        info.offset, info.length, info.raw_length, info.sha256, info.objects, info.nodes,
-        info.groups,
-    ]  # fmt: skip
+    return [getattr(info, column) for column in _SECTION_COLUMNS]
 
 
 def _infos(rows: Sequence[object], name: str, entry: PartEntry) -> list[SectionInfo]:
@@ -320,9 +317,7 @@ def _infos(rows: Sequence[object], name: str, entry: PartEntry) -> list[SectionI
     end = 0
     for number, row in enumerate(rows):
         where = f"{name}: entry {number} of its sections"
-        columns = check_list(row, where, count=_SECTION_COLUMNS)
-        keys = ("offset", "length", "raw_length", "sha256", "objects", "nodes", "groups")
-        fields = Fields(dict(zip(keys, columns, strict=True)), where, keys)
+        fields = Fields.of_row(row, where, _SECTION_COLUMNS)
         groups = fields.value("groups")
         if groups is not None:
             groups = tuple(check_texts(groups, where))
@@ -371,8 +366,7 @@ def _chains(rows: Sequence[Any], name: str) -> Iterable[Chain]:
             refuse(where, f"{len(links)} codecs")
         chain: list[CodecRecord] = []
         for link in links:
-            columns = check_list(link, where, count=len(keys))
-            fields = Fields(dict(zip(keys, columns, strict=True)), where, keys)
+            fields = Fields.of_row(link, where, keys)
             chain.append(
                 CodecRecord(
                     fields.text("name", limit=MAX_CODEC_NAME_CHARS),
@@ -389,8 +383,7 @@ def _choices(fields: Fields, name: str) -> tuple[ChoiceRecord, ...]:
     where, keys = f"{name}: {_CHOICES_KEY}", ("objects", "codec", "why")
     found: dict[str, ChoiceRecord] = {}
     for row in fields.items(_CHOICES_KEY):
-        columns = check_list(row, where, count=len(keys))
-        one = Fields(dict(zip(keys, columns, strict=True)), where, keys)
+        one = Fields.of_row(row, where, keys)
         raw = one.value("codec") is None
         codec = None if raw else one.text("codec", limit=MAX_CODEC_NAME_CHARS)
         choice = ChoiceRecord(one.text("objects"), codec, one.text("why"))

@@ -1,4 +1,4 @@
-"""Writes one section of a part as JSON columns, and reads it with full checks. Sans-IO.
+"""Reads one section of a part, stored as JSON columns, with full checks. Sans-IO.
 
 Columns instead of one JSON object per record: half the bytes, and types and bounds of a column are
 checked at C speed.
@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import math
 import struct
-import zlib
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 from penstock.core.format.blocks import block_count
-from penstock.core.format.index import SectionShards
 from penstock.core.format.records import (
     ChunkRef,
     Frame,
@@ -28,7 +26,6 @@ from penstock.core.format.strict_json import (
     check_ints,
     check_list,
     check_texts,
-    dump_json,
     is_hex,
     load_json,
     refuse,
@@ -43,7 +40,6 @@ from penstock.core.limits import (
     MAX_SEGMENTS,
     max_chunks,
 )
-from penstock.core.tree.paths import path_hash
 from penstock.core.types import Kind, Region, Role, TensorSpec, WorstErrors
 
 if TYPE_CHECKING:
@@ -58,9 +54,9 @@ _FRAME_KEYS = (
 )  # fmt: skip
 _OPTIONAL_FRAME_KEYS = ("elements", "base", "content")  # left out where no frame has any
 
-_OBJECT_KEYS = ("ordinal", "path", "type", "shape", "shards", "same_as")
+OBJECT_KEYS = ("ordinal", "path", "type", "shape", "shards", "same_as")
 # Optional columns of objects, left out where no object is derived, or has errors.
-_DERIVED_KEY, _ERRORS_KEY = _OPTIONAL_OBJECT_KEYS = ("derived", "errors")
+DERIVED_KEY, _ERRORS_KEY = OPTIONAL_OBJECT_KEYS = ("derived", "errors")
 _TYPE_COLUMNS = 5
 _NODE_COLUMNS = 4
 _ERROR_COLUMNS = 3
@@ -73,144 +69,12 @@ _KEYS = ("frames", "types", "objects", "nodes")
 _Type: TypeAlias = tuple[Kind, str, int, Role, str]
 
 
-@dataclass(slots=True)
-class SectionDraft:
-    """The columns of a section before they are encoded, and its figures for the part's head."""
-
-    frames: list[Frame]
-    types: list[list[Any]]
-    columns: dict[str, list[Any]]
-    node_rows: list[list[Any]]
-
-    @property
-    def objects(self) -> int:
-        """The number of objects."""
-        return len(self.columns["path"])
-
-    @property
-    def nodes(self) -> int:
-        """The number of nodes."""
-        return len(self.node_rows)
-
-    @property
-    def groups(self) -> tuple[str, ...] | None:
-        """The top-level keys, ascending; None where there are too many to list."""
-        return _top_level_keys(self.columns["path"], [row[1] for row in self.node_rows])
-
-    def shards(self, *, with_traits: bool = False) -> SectionShards:
-        """Return the shards of the objects, in the order of the objects.
-
-        Args:
-            with_traits: Sum up what is said of each object as well.
-
-        Raises:
-            FormatError: The column of shards is malformed.
-        """
-        hashes: list[int] = []
-        regions: list[Region | bool] = []
-        try:
-            for path, shards in zip(self.columns["path"], self.columns["shards"], strict=True):
-                hashed = path_hash(path)
-                for _, *bounds in shards or ((None,),):
-                    hashes.append(hashed)
-                    regions.append(Region(*bounds) if bounds else bool(shards))
-        except (TypeError, ValueError) as error:
-            refuse("a section to be stored", f"its shards are malformed: {error}")
-        return SectionShards(hashes, regions, self._traits() if with_traits else None)
-
-    def _traits(self) -> list[int]:
-        """Return what is said of the object of each shard, summed up, as `shards_of` does."""
-        columns = self.columns
-        tied, derived = dict(columns["same_as"]), dict(columns[_DERIVED_KEY])
-        found: list[int] = []
-        rows = zip(columns["type"], columns["shape"], columns["shards"], strict=True)
-        for number, (kind, shape, shards) in enumerate(rows):
-            traits = _traits_of(self.types[kind], shape, tied.get(number), derived.get(number))
-            found += [traits] * (len(shards) or 1)
-        return found
-
-    def dump(self) -> bytes:
-        """Return the JSON of the section."""
-        columns = {k: v for k, v in self.columns.items() if v or k not in _OPTIONAL_OBJECT_KEYS}
-        return dump_json(
-            {
-                "frames": _frame_columns(self.frames),
-                "types": self.types,
-                "objects": columns,
-                "nodes": self.node_rows,
-            }
-        )
-
-
-def shards_of(section: Section) -> SectionShards:
-    """Return the shards of a section that was read, as its draft returned them."""
-    hashes: list[int] = []
-    regions: list[Region | bool] = []
-    traits: list[int] = []
-    for record in section.objects:
-        hashed, whole = path_hash(record.path), Region.whole(record.spec.shape)
-        stored: list[Region | bool] = [shard.region for shard in record.shards]
-        spec = record.spec
-        kind = record.kind, spec.dtype, spec.itemsize, record.role, record.form
-        for region in stored or [False]:
-            hashes.append(hashed)
-            regions.append(True if region == whole else region)
-            traits.append(_traits_of(kind, spec.shape, record.same_as, record.derived))
-    return SectionShards(hashes, regions, traits)
-
-
-def _traits_of(
-    type_row: Sequence[object],
-    shape: Sequence[int],
-    same_as: Sequence[str] | None,
-    derived: Sequence[str] | None,
-) -> int:
-    """Return what is said of an object, summed up: equal for parts that say the same.
-
-    The length of a value does not count: ranks compare values whole, and a save whose values are
-    longer than those of the save before has the same table all the same.
-    """
-    if type_row[0] == Kind.VALUE:
-        shape = ()
-    return zlib.crc32(dump_json([*type_row, shape, same_as, derived]))
-
-
-def new_draft() -> SectionDraft:
-    """Return an empty draft."""
-    columns: dict[str, list[Any]] = {key: [] for key in (*_OBJECT_KEYS, *_OPTIONAL_OBJECT_KEYS)}
-    return SectionDraft([], [], columns, [])
-
-
-def _top_level_keys(
+def top_level_keys(
     paths: Sequence[ObjectPath], nodes: Sequence[ObjectPath]
 ) -> tuple[str, ...] | None:
     """Return the top-level keys of objects and nodes, ascending; None if too many to list."""
     groups = {path[0] for path in paths if path} | {path[0] for path in nodes if path}
     return tuple(sorted(groups)) if len(groups) <= MAX_GROUPS else None
-
-
-def _frame_columns(frames: Sequence[Frame]) -> dict[str, list[Any]]:
-    columns: dict[str, list[Any]] = {
-        "blob": [f.blob for f in frames],
-        "offset": [f.offset for f in frames],
-        "length": [f.length for f in frames],
-        "raw_length": [f.raw_length for f in frames],
-        "chain": [f.chain for f in frames],
-        "checksums": [struct.pack(f">{len(c)}Q", *c).hex() for f in frames for c in [f.checksums]],
-        "raw_checksum": [
-            None if f.raw_checksum is None else f"{f.raw_checksum:016x}" for f in frames
-        ],
-        "lengths": [f.lengths for f in frames],
-    }
-    numbers = {(f.blob, f.offset): number for number, f in enumerate(frames)}
-    optional: dict[str, list[Any]] = {
-        "elements": [f.elements for f in frames],
-        "base": [None if f.base is None else numbers[f.base.blob, f.base.offset] for f in frames],
-        "content": [None if f.content is None else f"{f.content:032x}" for f in frames],
-    }
-    return columns | {
-        key: column for key, column in optional.items() if column.count(None) < len(column)
-    }
 
 
 def read_section(
@@ -285,7 +149,7 @@ def check_section(raw: bytes, head: PartHead, info: SectionInfo, name: str) -> N
 
 def _object_columns(fields: Fields, name: str) -> Fields:
     where = f"{name}: objects"
-    return Fields(fields.value("objects"), where, _OBJECT_KEYS, optional=_OPTIONAL_OBJECT_KEYS)
+    return Fields(fields.value("objects"), where, OBJECT_KEYS, optional=OPTIONAL_OBJECT_KEYS)
 
 
 def _check_whole(
@@ -301,7 +165,7 @@ def _check_whole(
         refuse(name, "lists a path twice")
     if len({*ordinals, *(node.ordinal for node in nodes)}) != len(paths) + len(nodes):
         refuse(name, "lists an ordinal twice")
-    if _top_level_keys(paths, [n.path for n in nodes]) != info.groups:
+    if top_level_keys(paths, [n.path for n in nodes]) != info.groups:
         refuse(name, "has other top-level keys than its head says")
 
 
@@ -564,7 +428,7 @@ class _Elsewhere:
 def _read_elsewhere(columns: Fields, count: int, name: str) -> dict[int, _Elsewhere]:
     """Return the objects that have no bytes of their own, by position."""
     found: dict[int, _Elsewhere] = {}
-    for key in ("same_as", _DERIVED_KEY):
+    for key in ("same_as", DERIVED_KEY):
         if key not in columns:
             continue
         where = f"{name}: {key}"
@@ -573,7 +437,7 @@ def _read_elsewhere(columns: Fields, count: int, name: str) -> dict[int, _Elsewh
         if len({*found, *numbers}) != len(found) + len(numbers):
             refuse(where, "lists an object twice")
         for number, pair in zip(numbers, pairs, strict=True):
-            found[number] = _Elsewhere(_path(pair[1], where), key == _DERIVED_KEY)
+            found[number] = _Elsewhere(_path(pair[1], where), key == DERIVED_KEY)
     return found
 
 

@@ -48,31 +48,29 @@ def is_hex(text: object, digits: int) -> bool:
     return type(text) is str and len(text) == digits and _HEX_DIGITS.issuperset(text)
 
 
-def check_ints(
-    column: object, name: str, *, count: int | None = None, low: int = 0, high: int = MAX_INT
-) -> list[int]:
-    """Return `column` if it is a list of integers within bounds, checked at C speed."""
-    if type(column) is not list or (count is not None and len(column) != count):
-        refuse(name, "not a list of the right length")
-    if column and (set(map(type, column)) != {int} or min(column) < low or max(column) > high):
-        refuse(name, f"not all are integers from {low} to {high}")
-    return column
-
-
-def check_texts(column: object, name: str, *, count: int | None = None) -> list[str]:
-    """Return `column` if it is a list of strings."""
-    if type(column) is not list or (count is not None and len(column) != count):
-        refuse(name, "not a list of the right length")
-    if column and set(map(type, column)) != {str}:
-        refuse(name, "not all are strings")
-    return column
-
-
 def check_list(column: object, name: str, *, count: int | None = None) -> list[Any]:
     """Return `column` if it is a list."""
     if type(column) is not list or (count is not None and len(column) != count):
         refuse(name, "not a list of the right length")
     return column
+
+
+def check_ints(
+    column: object, name: str, *, count: int | None = None, low: int = 0, high: int = MAX_INT
+) -> list[int]:
+    """Return `column` if it is a list of integers within bounds, checked at C speed."""
+    ints = check_list(column, name, count=count)
+    if ints and (set(map(type, ints)) != {int} or min(ints) < low or max(ints) > high):
+        refuse(name, f"not all are integers from {low} to {high}")
+    return ints
+
+
+def check_texts(column: object, name: str, *, count: int | None = None) -> list[str]:
+    """Return `column` if it is a list of strings."""
+    texts = check_list(column, name, count=count)
+    if texts and set(map(type, texts)) != {str}:
+        refuse(name, "not all are strings")
+    return texts
 
 
 class Fields:
@@ -97,6 +95,11 @@ class Fields:
             refuse(name, f"missing or unknown fields: {', '.join(map(repr, odd))}")
         self._name = name
         self._value: dict[str, Any] = value
+
+    @classmethod
+    def of_row(cls, row: object, name: str, keys: Sequence[str]) -> Fields:
+        """Return the fields of a list that has one column for each key."""
+        return cls(dict(zip(keys, check_list(row, name, count=len(keys)), strict=True)), name, keys)
 
     def __contains__(self, key: object) -> bool:
         return key in self._value

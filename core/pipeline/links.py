@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,8 @@ from penstock.core.errors import CodecError, PenstockError
 from penstock.core.foreign import noting_origin
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from penstock.core.abc import Codec, CodecContext
 
 
@@ -62,14 +65,24 @@ def context_behind(codec: Codec, context: CodecContext, length: int) -> CodecCon
     )
 
 
-def _output(codec: Codec, context: CodecContext) -> CodecOutput:
+@contextmanager
+def _calling(
+    codec: Codec, failure: Callable[[], str], *, passing: type[Exception] = PenstockError
+) -> Iterator[None]:
+    """Turn what a call of `codec` raises into a CodecError, unless it is ours or of `passing`."""
     try:
-        output: object = codec.output(context)
-    except PenstockError:
+        with noting_origin(lambda: f"in codec {codec.name}"):
+            yield
+    except (PenstockError, passing):
         raise
     except Exception as error:
-        msg = f"codec {codec.name} cannot say what it makes of {context.dtype}: {error!r}"
+        msg = f"codec {codec.name} {failure()}: {error!r}"
         raise CodecError(msg) from error
+
+
+def _output(codec: Codec, context: CodecContext) -> CodecOutput:
+    with _calling(codec, lambda: f"cannot say what it makes of {context.dtype}"):
+        output: object = codec.output(context)
     if not isinstance(output, CodecOutput) or not _is_valid(output):
         msg = f"codec {codec.name} broke its contract: output is {output!r}, no valid CodecOutput"
         raise CodecError(msg)
@@ -89,13 +102,8 @@ def _is_valid(output: CodecOutput) -> bool:
 
 def output_bound(codec: Codec, raw_length: int) -> int:
     """Return `Codec.max_encoded_size`; raises CodecError if that is no size."""
-    try:
+    with _calling(codec, lambda: f"cannot say how large {raw_length} bytes may get"):
         bound = codec.max_encoded_size(raw_length)
-    except PenstockError:
-        raise
-    except Exception as error:
-        msg = f"codec {codec.name} cannot say how large {raw_length} bytes may get: {error!r}"
-        raise CodecError(msg) from error
     if type(bound) is not int or bound < 0:
         msg = f"codec {codec.name} broke its contract: max_encoded_size is {bound!r}, no size"
         raise CodecError(msg)
@@ -104,28 +112,16 @@ def output_bound(codec: Codec, raw_length: int) -> int:
 
 def load_link(codec: Codec) -> None:
     """Call `Codec.load`; raises CodecError if it fails."""
-    try:
-        with noting_origin(lambda: f"in codec {codec.name}"):
-            codec.load()
-    except PenstockError:
-        raise
-    except Exception as error:
-        msg = f"codec {codec.name} failed to load: {error!r}"
-        raise CodecError(msg) from error
+    with _calling(codec, lambda: "failed to load"):
+        codec.load()
 
 
 def encode_link(
     codec: Codec, source: memoryview, target: memoryview, context: CodecContext
 ) -> int | Declined:
     """Call `Codec.encode`; raises CodecError if it fails, or returns no length within `target`."""
-    try:
-        with noting_origin(lambda: f"in codec {codec.name}"):
-            length = codec.encode(source, target, context=context)
-    except PenstockError:
-        raise
-    except Exception as error:
-        msg = f"codec {codec.name} failed on {source.nbytes} bytes of {context.dtype}: {error!r}"
-        raise CodecError(msg) from error
+    with _calling(codec, lambda: f"failed on {source.nbytes} bytes of {context.dtype}"):
+        length = codec.encode(source, target, context=context)
     if isinstance(length, Declined):
         return length
     if type(length) is not int or not 0 <= length <= target.nbytes:
@@ -141,11 +137,8 @@ def decode_link(
     codec: Codec, source: memoryview, target: memoryview, context: CodecContext
 ) -> None:
     """Call `Codec.decode`; raises CodecError if it fails, MemoryError if memory is short."""
-    try:
-        with noting_origin(lambda: f"in codec {codec.name}"):
-            codec.decode(source, target, context=context)
-    except (PenstockError, MemoryError):  # too little memory says nothing about the frame
-        raise
-    except Exception as error:
-        msg = f"codec {codec.name} failed on a frame of {source.nbytes} bytes: {error!r}"
-        raise CodecError(msg) from error
+    # Too little memory says nothing about the frame.
+    with _calling(
+        codec, lambda: f"failed on a frame of {source.nbytes} bytes", passing=MemoryError
+    ):
+        codec.decode(source, target, context=context)

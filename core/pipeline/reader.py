@@ -19,6 +19,7 @@ from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
+from penstock.core.abc import first_whole
 from penstock.core.concurrency.copy_bytes import copy_bytes
 from penstock.core.concurrency.watchdog import Watchdog, call_with_deadline
 from penstock.core.errors import (
@@ -39,10 +40,10 @@ from penstock.core.pipeline.writer import BATCH_BYTES
 from penstock.core.types import PAGE_BYTES, ByteRange, ReadRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
     from concurrent.futures import Future
 
-    from penstock.core.abc import Backend
+    from penstock.core.abc import Backend, Tier
     from penstock.core.concurrency.workers import Workers
     from penstock.core.pipeline.chain import CodecChain
     from penstock.core.pipeline.exchange import Exchange
@@ -130,7 +131,7 @@ class _Flight:
     number: int
     reads: list[_Read]
     future: Future[None] | None
-    checks: list[Future[list[tuple[_Read, str]]]] = field(default_factory=list)
+    checks: list[Future[list[tuple[_Read, str, str]]]] = field(default_factory=list)
 
     def is_over(self) -> bool:
         """Return whether all was read and checked."""
@@ -145,7 +146,17 @@ class _Flight:
 
 
 class Loader:
-    """Reads frames of one backend. Thread-safe."""
+    """Reads frames of one backend. Thread-safe.
+
+    Attributes:
+        backend: The store of the blobs.
+        workers: The threads that verify and place.
+        io_timeout_s: How long a `run` may go without progress; None: for ever.
+        together_bytes: A frame that takes more with its bases is read link by link, and alone.
+        by_copy: Whether whole raw frames are read into scratch memory and copied, too; None: that
+            is not known yet.
+        reader: Verifies, decodes and places what was read.
+    """
 
     def __init__(
         self,
@@ -171,47 +182,32 @@ class Loader:
             by_copy: Whether whole raw frames are read into scratch memory and copied, too; None: if
                 the store prefers huge pages, which only scratch memory has.
         """
-        self._together_bytes = together_bytes
+        self.backend = backend
+        self.workers = workers
+        self.io_timeout_s = io_timeout_s
+        self.together_bytes = together_bytes
+        self.by_copy = by_copy
+        self.reader = FrameReader()
         self._scratch_bytes = scratch_bytes
         self._on_failover = on_failover
-        self._io_timeout_s = io_timeout_s
-        self._backend = backend
-        self._workers = workers
         self._pid = os.getpid()
         self._idle: deque[Staging] = deque(maxlen=1)  # one is kept for the next run
-        self._reader = FrameReader()
-        self._by_copy = by_copy
-
-    @property
-    def backend(self) -> Backend:
-        """The store of the blobs."""
-        return self._backend
-
-    @property
-    def io_timeout_s(self) -> float | None:
-        """How long a `run` may go without progress; None: for ever."""
-        return self._io_timeout_s
-
-    @property
-    def together_bytes(self) -> int:
-        """A frame that takes more with its bases is read link by link, and by itself."""
-        return self._together_bytes
 
     def over(self, backend: Backend) -> Loader:
         """Return a loader that does all the same with `backend`, a wrapper of its own."""
         return Loader(
             backend,
-            self._workers,
-            io_timeout_s=self._io_timeout_s,
+            self.workers,
+            io_timeout_s=self.io_timeout_s,
             on_failover=self._on_failover,
-            together_bytes=self._together_bytes,
+            together_bytes=self.together_bytes,
             scratch_bytes=self._scratch_bytes,
-            by_copy=self._by_copy,
+            by_copy=self.by_copy,
         )
 
     def of(self, backend: Backend) -> Loader:
         """Return a loader of another place, with the same threads and the same time limit."""
-        return Loader(backend, self._workers, io_timeout_s=self._io_timeout_s)
+        return Loader(backend, self.workers, io_timeout_s=self.io_timeout_s)
 
     def run(
         self,
@@ -236,24 +232,15 @@ class Loader:
             StorageTimeoutError: The store made no progress for `io_timeout_s`. The memory that
                 was to be filled may still change when the store answers.
         """
-        if self._by_copy is None:
+        if self.by_copy is None:
             # `direct_io` first: to find out the rest some stores write.
-            direct = has_small_pages() and self._backend.direct_io
-            self._by_copy = direct and self._backend.capabilities.prefers_huge_pages
+            direct = has_small_pages() and self.backend.direct_io
+            self.by_copy = direct and self.backend.capabilities.prefers_huge_pages
         scratch = self._borrow(self._needed_bytes(jobs))
-        timing = self._workers.timing
-        watchdog = Watchdog(self._io_timeout_s, timing.clock)
+        timing = self.workers.timing
+        watchdog = Watchdog(self.io_timeout_s, timing.clock)
         session = _Session(
-            self._backend,
-            self._workers,
-            scratch,
-            watchdog=watchdog,
-            reader=self._reader,
-            decode=decode,
-            progress=progress,
-            together_bytes=self._together_bytes,
-            exchange=exchange,
-            by_copy=self._by_copy,
+            self, scratch, watchdog, decode=decode, progress=progress, exchange=exchange
         )
         # Runs on a thread of its own: Ctrl-C, which only the main thread gets, must not come
         # between handing memory to the store and taking note of it.
@@ -276,7 +263,7 @@ class Loader:
         """Return scratch memory for one run; two runs that share it could wait for each other."""
         if self._pid != os.getpid():  # a forked child would write into the parent's shared mapping
             self._pid, self._idle = os.getpid(), deque(maxlen=1)
-            self._reader = FrameReader()
+            self.reader = FrameReader()
         with contextlib.suppress(IndexError):
             scratch = self._idle.pop()
             if scratch.budget_bytes >= size_bytes:
@@ -292,40 +279,32 @@ class Loader:
         """
         chains = (job for job in jobs if job.chain is not None)
         largest = max((sum(link.frame.length for link in job.links) for job in chains), default=0)
-        least, workers = self._scratch_bytes, self._workers.count
+        least, workers = self._scratch_bytes, self.workers.count
         return min(max((workers + 2) * largest, least), (workers + 1) * least)
 
 
 class _Session:
     """The batches of one `Loader.run`."""
 
-    def __init__(  # noqa: PLR0913 - made in one place
+    def __init__(
         self,
-        backend: Backend,
-        workers: Workers,
+        loader: Loader,
         scratch: Staging,
-        *,
         watchdog: Watchdog,
-        reader: FrameReader,
+        *,
         decode: bool,
         progress: Callable[[int], None] | None,
-        together_bytes: int,
         exchange: Exchange | None,
-        by_copy: bool,
     ) -> None:
-        self._together_bytes = together_bytes
-        self._exchange = exchange
-        self._by_copy = by_copy  # whether whole frames pass through scratch memory, too
-        self._stats = LoadStats()
-        self._cancelled = False
-        self._watchdog = watchdog
-        self._backend = backend
-        self._workers = workers
+        self._loader = loader
         self._scratch = scratch
         self._share_bytes = scratch.budget_bytes // _SCRATCH_BATCHES - _PHASE_BYTES
-        self._reader = reader
+        self._watchdog = watchdog
         self._decode = decode
         self._progress = progress
+        self._exchange = exchange
+        self._stats = LoadStats()
+        self._cancelled = False
         self._flights: list[_Flight] = []
         self._submitted = 0
         self._damaged: list[tuple[int, list[tuple[str, str, str]]]] = []
@@ -364,14 +343,15 @@ class _Session:
         """Return the error for a store that made no progress for too long; from any thread."""
         names = {read.request.name for flight in list(self._flights) for read in flight.reads}
         return StorageTimeoutError(
-            f"{self._backend.url} made no progress for {self._watchdog.taken_s():.0f} s "
+            f"{self._loader.backend.url} made no progress for {self._watchdog.taken_s():.0f} s "
             f"(io_timeout_s={self._watchdog.limit_s:g}) while it read {' '.join(sorted(names))}; "
             "the memory to fill is undefined, and may still change when the store answers"
         )
 
     def _add(self, job: FrameJob[CodecChain], span: ByteRange) -> None:
         """Put one range of a frame into the batch, and submit the batch when it is full."""
-        if job.bases and sum(link.frame.length for link in job.links) > self._together_bytes:
+        most = self._loader.together_bytes
+        if job.bases and sum(link.frame.length for link in job.links) > most:
             self._load_by_links(job)
             return
         read = self._placed(job, span) if self._exchange is None else self._lendable(job, span)
@@ -448,7 +428,7 @@ class _Session:
 
         Only as long as several such frames have room there, so that one is read during the copy.
         """
-        return self._by_copy and span.length <= self._share_bytes
+        return bool(self._loader.by_copy) and span.length <= self._share_bytes
 
     def _load_by_links(self, job: FrameJob[CodecChain]) -> None:
         """Read, verify and place a frame whose bases take too much memory to be read together."""
@@ -458,7 +438,7 @@ class _Session:
         try:
             with noting_origin(lambda: _whose(job)):
                 stored = map(self._stored, reversed(job.links))
-                self._reader.finish_links(job, stored, decode=self._decode)
+                self._loader.reader.finish(job, stored, decode=self._decode)
         except DamagedError as error:
             found = [(name, str(error), error.damaged[0]) for name in job.label]
             self._damaged.append((self._submitted, found))
@@ -476,10 +456,12 @@ class _Session:
         request = ReadRequest(link.blob, link.frame.offset, _own_memory(link, span))
         read = _Read(link, request, span, None, direct=True)
         self._read_singly([read])
-        detail = _damage(read)
-        if detail is not None and not self._rescue(read, lambda: _damage(read)):
-            self._stats.missing_blob |= isinstance(read.error, BlobNotFoundError)
-            raise DamagedError(detail, [link.blob])
+        try:
+            _verify(read)
+        except DamagedError:
+            if not self._rescue(read, _verify):
+                self._stats.missing_blob |= isinstance(read.error, BlobNotFoundError)
+                raise
         self._watchdog.moved()
         self._stats.bytes_read += span.length
         if self._progress is not None:
@@ -495,7 +477,7 @@ class _Session:
         self._raise_if_cancelled()
         if self._batch:
             requests = [link.request for read in self._batch for link in read.links]
-            future = self._backend.submit_read(requests)
+            future = self._loader.backend.submit_read(requests)
             self._flights.append(_Flight(self._submitted, self._batch, future))
             self._submitted += 1
             self._batch, self._size, self._staged, self._window_bytes = [], 0, 0, 0
@@ -538,20 +520,18 @@ class _Session:
             finally:
                 # Else a cycle of the error, its traceback and this frame keeps targets alive.
                 del error
-        share = -(-len(flight.reads) // self._workers.count)
+        share = -(-len(flight.reads) // self._loader.workers.count)
         for at in range(0, len(flight.reads), share):
-            check = self._checker(flight.reads[at : at + share])
-            flight.checks.append(self._workers.submit(check))
+            check = partial(self._check_all, flight.reads[at : at + share])
+            flight.checks.append(self._loader.workers.submit(check))
 
     def _retire(self, flight: _Flight) -> None:
         """Take note of what the checks of a batch found, and free or lend its memory."""
         damaged: set[_Read] = set()
         while flight.checks:
-            for read, detail in flight.checks.pop(0).result():
-                if not self._rescue(read, partial(self._check, read)):
+            for read, detail, blob in flight.checks.pop(0).result():
+                if not self._rescue(read, self._check):
                     damaged.add(read)
-                    blobs = [link.job.blob for link in read.links]
-                    blob = next((name for name in blobs if name in detail), blobs[0])
                     found = [(name, detail, blob) for name in read.job.label]
                     self._damaged.append((flight.number, found))
         links = [link for read in flight.reads for link in read.links]
@@ -583,54 +563,60 @@ class _Session:
         """Read each frame of a failed batch alone, to find those that are missing or cut off."""
         for link in (link for read in reads for link in read.links):
             try:
-                self._backend.read([link.request])
+                self._loader.backend.read([link.request])
             except (BlobNotFoundError, BlobTruncatedError) as error:
                 link.error = error
 
-    def _rescue(self, read: _Read, check: Callable[[], str | None]) -> bool:
+    def _rescue(self, read: _Read, check: Callable[[_Read], None]) -> bool:
         """Read the damaged ranges of a frame and its bases from other tiers, if any has them.
 
-        `check` returns the damage of what was read then, in words.
+        `check` raises DamagedError if what was read then is damaged.
         """
         rescued: dict[int, tuple[str, str]] = {}  # the last tier that each link was read from
-        for tier in self._backend.tiers:
+
+        def reread(tier: Tier) -> bool:
             # All, where none is damaged as it is stored: then one of them does not decode.
-            for link in [link for link in read.links if _damage(link)] or read.links:
-                try:
+            for link in [link for link in read.links if _is_damaged(link)] or read.links:
+                with contextlib.suppress(StorageError):
                     tier.backend.read([link.request])
-                except StorageError:
-                    continue
-                link.error = None
-                if tier.name:  # else the store itself was read, which needs no repair
-                    rescued[id(link)] = link.job.blob, tier.name
-            if not any(link.error for link in read.links) and check() is None:
-                self._stats.rescued += rescued.values()
-                return True
-        return False
+                    link.error = None
+                    if tier.name:  # else the store itself was read, which needs no repair
+                        rescued[id(link)] = link.job.blob, tier.name
+            check(read)
+            return True
 
-    def _checker(self, reads: list[_Read]) -> Callable[[], list[tuple[_Read, str]]]:
-        def task() -> list[tuple[_Read, str]]:
-            damaged = []
-            for read in reads:
-                error = next((link.error for link in read.links if link.error), None)
-                detail = self._check(read) if error is None else str(error)
-                if detail is not None:
-                    damaged.append((read, detail))
-            return damaged
+        if not first_whole(self._loader.backend.tiers, reread):
+            return False
+        self._stats.rescued += rescued.values()
+        return True
 
-        return task
+    def _check_all(self, reads: list[_Read]) -> list[tuple[_Read, str, str]]:
+        """Check reads; return those that are damaged, the damage in words, and the blob."""
+        damaged = []
+        for read in reads:
+            try:
+                self._check(read)
+            except DamagedError as error:  # is not kept: its traceback would keep targets alive
+                damaged.append((read, str(error), error.damaged[0]))
+        return damaged
 
-    def _check(self, read: _Read) -> str | None:
-        with noting_origin(lambda: _whose(read.job)):
-            return self._reader.finish(
-                read.job,
-                read.span,
-                read.request.target,
-                placed=read.direct,
-                decode=self._decode,
-                bases=[base.request.target for base in read.bases],
-                out=None if read.lent is None else read.lent.view,
-            )
+    def _check(self, read: _Read) -> None:
+        """Verify, decode and place what was read.
+
+        Raises:
+            DamagedError: The frame or a base of it is missing or damaged; names the blob.
+        """
+        job = read.job
+        for link in read.links:
+            if link.error is not None or job.chain is None:
+                _verify(link)
+        with noting_origin(lambda: _whose(job)):
+            if job.chain is not None:
+                stored = [link.request.target for link in reversed(read.links)]
+                out = None if read.lent is None else read.lent.view
+                self._loader.reader.finish(job, stored, decode=self._decode, out=out)
+            elif not read.direct:
+                place(job.uses, read.request.target, base=read.span.start)
 
 
 def _own_memory(job: FrameJob[CodecChain], span: ByteRange) -> memoryview:
@@ -644,11 +630,23 @@ def _own_memory(job: FrameJob[CodecChain], span: ByteRange) -> memoryview:
         raise RestoreError(msg) from error
 
 
-def _damage(read: _Read) -> str | None:
-    """Return the damage of the stored bytes that were read, in words, or None."""
+def _verify(read: _Read) -> None:
+    """Compare what was read with its checksums.
+
+    Raises:
+        DamagedError: It is missing or damaged; names the blob.
+    """
     if read.error is not None:
-        return str(read.error)
-    return stored_damage(read.job, read.span, read.request.target)
+        raise DamagedError(str(read.error), [read.job.blob])
+    _verify_stored(read.job, read.span, read.request.target)
+
+
+def _is_damaged(read: _Read) -> bool:
+    try:
+        _verify(read)
+    except DamagedError:
+        return True
+    return False
 
 
 def _whose(job: FrameJob[CodecChain]) -> str:
@@ -684,102 +682,59 @@ class FrameReader:
     def finish(
         self,
         job: FrameJob[CodecChain],
-        span: ByteRange,
-        data: memoryview,
+        stored: Iterable[memoryview],
         *,
-        placed: bool,
         decode: bool,
-        bases: Sequence[memoryview] = (),
         out: memoryview | None = None,
-    ) -> str | None:
-        """Verify `data`, the bytes of `span`, and copy them to their sinks.
-
-        Args:
-            job: The frame, and its sinks.
-            span: The range of the frame that was read.
-            data: The bytes of that range.
-            placed: Whether they are in their target already.
-            decode: Off, an encoded frame is compared with its checksum only.
-            bases: All stored bytes of each of `job.bases`.
-            out: Gets the chunk of an encoded frame, besides the sinks; None: they alone.
-
-        Returns:
-            The damage in words, or None.
-        """
-        stored = list(zip(job.bases, bases, strict=True))
-        damages = (stored_damage(base, ByteRange(0, held.nbytes), held) for base, held in stored)
-        detail = stored_damage(job, span, data) or next(filter(None, damages), None)
-        if detail is not None:
-            return detail
-        if job.chain is not None:
-            return self._decode(job, data, stored, out) if decode else None
-        if not placed:
-            place(job.uses, data, base=span.start)
-        return None
-
-    def finish_links(
-        self, job: FrameJob[CodecChain], stored: Iterator[memoryview], *, decode: bool
     ) -> None:
-        """Decode an encoded frame link by link, and copy it to its sinks.
+        """Verify and decode an encoded frame, and copy its chunk to its sinks.
 
         Args:
             job: The frame, and its sinks.
-            stored: As for `decode_chunk`, verified.
-            decode: Off, only `stored` is run through.
+            stored: As for `decode_chunk`.
+            decode: Off, the stored bytes are compared with their checksums only.
+            out: Gets the chunk, besides the sinks; None: they alone.
 
         Raises:
-            DamagedError: A link does not decode, or `stored` raised it.
+            DamagedError: A link is damaged or does not decode; names its blob.
         """
         if not decode:
-            deque(stored, maxlen=0)
+            for link, data in zip(reversed(job.links), stored, strict=True):
+                _verify_whole(link, data)
             return
-        out, is_target = self._out(job)
+        out, is_target = self._out(job) if out is None else (out, False)
         self.decode_chunk(job, stored, out)
         if not is_target:
             place(job.uses, out, base=0)
 
     def decode_chunk(
-        self, job: FrameJob[CodecChain], stored: Iterator[memoryview], out: memoryview
+        self, job: FrameJob[CodecChain], stored: Iterable[memoryview], out: memoryview
     ) -> None:
         """Verify and decode one chunk into `out`.
 
         Args:
             job: The frame, with contexts.
-            stored: Yields all stored bytes of each of `job.links`, the lowest first. Those of two
-                links are held at once.
+            stored: All stored bytes of each of `job.links`, the lowest first. Those of two links
+                are held at once.
             out: Memory of the chunk's length; undefined after an error.
 
         Raises:
-            DamagedError: The stored bytes are not those that were written, or do not decode.
+            DamagedError: A link is damaged or does not decode; names its blob.
         """
         chunk: memoryview | None = None
-        for number, link in enumerate(reversed(job.links)):
-            data = next(stored)
-            detail = stored_damage(link, ByteRange(0, data.nbytes), data)
-            if detail is None and link is not job:
-                chunk, detail = self._base_chunk(number, link, data, chunk)
-            elif detail is None and job.chain is None:
-                copy_bytes(out, data)
-            elif detail is None:
-                detail = _decode_frame(job, data, out, chunk)
-            if detail is not None:
-                raise DamagedError(detail, [link.blob])
-
-    def _decode(
-        self,
-        job: FrameJob[CodecChain],
-        data: memoryview,
-        stored: Sequence[tuple[FrameJob[CodecChain], memoryview]],
-        out: memoryview | None,
-    ) -> str | None:
-        base, detail = self._base(stored)
-        if detail is not None:
-            return detail
-        out, is_target = self._out(job) if out is None else (out, False)
-        detail = _decode_frame(job, data, out, base)
-        if detail is None and not is_target:
-            place(job.uses, out, base=0)
-        return detail
+        for number, (link, data) in enumerate(zip(reversed(job.links), stored, strict=True)):
+            _verify_whole(link, data)
+            if link is not job and link.chain is None:
+                chunk = data.toreadonly()
+                continue
+            target = out
+            if link is not job:
+                target = self._output(1 + number % 2, link.frame.raw_length)
+            if link.chain is None:
+                copy_bytes(target, data)
+            else:
+                _decode_frame(link, data, target, chunk)
+            chunk = target.toreadonly()
 
     def _out(self, job: FrameJob[CodecChain]) -> tuple[memoryview, bool]:
         """Return memory for the chunk, and whether it is that of the only sink."""
@@ -790,26 +745,6 @@ class FrameReader:
             return target[use.start : use.start + use.length], True
         return self._output(0, job.frame.raw_length), False
 
-    def _base(
-        self, stored: Sequence[tuple[FrameJob[CodecChain], memoryview]]
-    ) -> tuple[memoryview | None, str | None]:
-        """Decode a chain of bases, the nearest first; return its chunk, or the damage in words."""
-        chunk: memoryview | None = None
-        detail: str | None = None
-        for number, (job, data) in enumerate(reversed(stored)):
-            if detail is None:
-                chunk, detail = self._base_chunk(number, job, data, chunk)
-        return chunk, detail
-
-    def _base_chunk(
-        self, number: int, job: FrameJob[CodecChain], data: memoryview, below: memoryview | None
-    ) -> tuple[memoryview, str | None]:
-        """Decode the base with this number, counted from the lowest; return it, or the damage."""
-        if job.chain is None:
-            return data.toreadonly(), None
-        out = self._output(1 + number % 2, job.frame.raw_length)
-        return out.toreadonly(), _decode_frame(job, data, out, below)
-
     def _output(self, which: int, length: int) -> memoryview:
         """Return memory for a decoded chunk, or for one of two bases, which this thread reuses."""
         views = self._outputs.views
@@ -818,19 +753,32 @@ class FrameReader:
         return views[which][:length]
 
 
-def stored_damage(job: FrameJob[CodecChain], span: ByteRange, data: memoryview) -> str | None:
-    """Compare `data`, the bytes of `span` of a frame, with its checksums; return the damage."""
+def _verify_stored(job: FrameJob[CodecChain], span: ByteRange, data: memoryview) -> None:
+    """Compare `data`, the bytes of `span` of a frame, with its checksums.
+
+    Raises:
+        DamagedError: They differ; names the blob.
+    """
     if job.chain is None:
-        return _verify_blocks(job, span, data)
+        _verify_blocks(job, span, data)
+        return
     if checksum(data) != job.frame.checksums[0]:
-        return f"checksum of the frame at {job.blob}:{job.frame.offset} does not match"
-    return None
+        msg = f"checksum of the frame at {job.blob}:{job.frame.offset} does not match"
+        raise DamagedError(msg, [job.blob])
+
+
+def _verify_whole(job: FrameJob[CodecChain], data: memoryview) -> None:
+    _verify_stored(job, ByteRange(0, data.nbytes), data)
 
 
 def _decode_frame(
     job: FrameJob[CodecChain], data: memoryview, out: memoryview, base: memoryview | None
-) -> str | None:
-    """Decode a frame into `out`, and compare the result; return the damage in words, or None."""
+) -> None:
+    """Decode a frame into `out`, and compare the result.
+
+    Raises:
+        DamagedError: The frame does not decode to what was encoded; names the blob.
+    """
     frame, chain = job.frame, job.chain
     assert chain is not None
     assert job.context is not None
@@ -838,17 +786,18 @@ def _decode_frame(
     try:
         chain.decode(data, out, context=context, lengths=frame.lengths)
     except CodecError as error:
-        return f"the frame at {job.blob}:{frame.offset} does not decode: {error}"
+        msg = f"the frame at {job.blob}:{frame.offset} does not decode: {error}"
+        raise DamagedError(msg, [job.blob]) from error
     if frame.raw_checksum is not None and checksum(out) != frame.raw_checksum:
         codecs = " and ".join(codec.name for codec in chain.codecs)
-        return (
+        msg = (
             f"decoded bytes of the frame at {job.blob}:{frame.offset} do not match, though its "
             f"stored bytes do: not the store is at fault, but {codecs} or this machine's memory"
         )
-    return None
+        raise DamagedError(msg, [job.blob])
 
 
-def _verify_blocks(job: FrameJob[CodecChain], span: ByteRange, data: memoryview) -> str | None:
+def _verify_blocks(job: FrameJob[CodecChain], span: ByteRange, data: memoryview) -> None:
     frame = job.frame
     ranges, expected = [], []
     for number, block in enumerate(frame_blocks(frame.offset, frame.length, job.block_bytes)):
@@ -856,11 +805,12 @@ def _verify_blocks(job: FrameJob[CodecChain], span: ByteRange, data: memoryview)
             ranges.append(ByteRange(block.start - span.start, block.stop - span.start))
             expected.append(frame.checksums[number])
     if sum(r.length for r in ranges) != span.length:
-        return f"the range {span} of {job.blob}:{frame.offset} is not made of whole blocks"
+        msg = f"the range {span} of {job.blob}:{frame.offset} is not made of whole blocks"
+        raise DamagedError(msg, [job.blob])
     wrong = mismatches(data, ranges, expected, offset=frame.offset + span.start)
     if wrong:
-        return f"checksum of {wrong[0].length} bytes at {job.blob}:{wrong[0].start} does not match"
-    return None
+        msg = f"checksum of {wrong[0].length} bytes at {job.blob}:{wrong[0].start} does not match"
+        raise DamagedError(msg, [job.blob])
 
 
 def place(uses: Sequence[ChunkUse], data: memoryview, *, base: int) -> None:

@@ -46,82 +46,6 @@ BATCH_BYTES = 64 << 20
 _BATCHES_IN_FLIGHT = 3
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedChunk:
-    """The frame of a chunk.
-
-    Attributes:
-        frame: What encoding showed of it.
-        data: Its bytes, until this thread encodes the next chunk. None if all codecs declined the
-            chunk, whose own bytes are to be stored.
-        base: The frame against which it was encoded.
-    """
-
-    frame: EncodedFrame
-    data: memoryview | None
-    base: StoredFrame | None = None
-
-
-class ChunkEncoder:
-    """Encodes the chunks of one save. Thread-safe."""
-
-    def __init__(self, plan: SavePlan, choices: ChainChoices, bases: SaveBases | None) -> None:
-        """Prepare to encode.
-
-        Args:
-            plan: Chunks and objects of the save.
-            choices: The codec chain of each chunk.
-            bases: The earlier contents of the chunks; None: every chunk is encoded whole.
-        """
-        self._plan = plan
-        self._choices = choices
-        self._bases = bases
-        self._slots = threading.local()
-        self._slot_bytes = choices.max_encoded_size()
-
-    def encode(self, captured: Captured) -> EncodedChunk:
-        """Encode a chunk that has a chain.
-
-        Raises:
-            CodecError: A codec refused the chunk; the message names its objects.
-        """
-        index = captured.index
-        chunk, chain = self._plan.chunks[index], self._choices.chain(index)
-        assert chain is not None
-        bases = self._bases if chain.needs_base else None
-        context, slot = context_of(self._plan, chunk), self._slot()
-        found = None if bases is None else bases.base_of(index)
-        if found is not None:
-            context = replace(context, base=found[1].toreadonly())
-        try:
-            frame = chain.encode(captured.view, slot, context=context, ranges=_ranges(chain, chunk))
-        except CodecError as error:
-            first = show_path(self._plan.objects[chunk.pieces[0].item].entry.path)
-            more = f" and {len(chunk.pieces) - 1} more" if len(chunk.pieces) > 1 else ""
-            msg = f"{first}{more}: {error}"
-            raise CodecError(msg) from (error.__cause__ or error)
-        if bases is not None:
-            bases.keep(index, captured.view)
-        if len(frame.declined) == len(chain.codecs):
-            return EncodedChunk(frame, None)
-        base = None if found is None or 0 in frame.declined else found[0]
-        return EncodedChunk(frame, slot[: frame.length], base)
-
-    def _slot(self) -> memoryview:
-        """Return this thread's memory for one encoded frame."""
-        slot: memoryview | None = getattr(self._slots, "view", None)
-        if slot is None:
-            slot = self._slots.view = memoryview(mmap.mmap(-1, max(self._slot_bytes, 1)))
-        return slot
-
-
-def _ranges(chain: CodecChain, chunk: Chunk) -> list[ByteRange]:
-    """Return where the pieces of a chunk stand that a lossy chain is to be judged by."""
-    if chain.lossless:
-        return []
-    return [ByteRange(p.at, p.at + p.stop - p.start) for p in chunk.pieces]
-
-
 @dataclass(eq=False, slots=True)
 class _Batch:
     captured: list[Captured]
@@ -165,7 +89,9 @@ class FrameWriter:
         self._backend = backend
         self._plan = plan
         self._choices = choices
-        self._encoder = ChunkEncoder(plan, choices, bases)
+        self._bases = bases
+        self._slots = threading.local()  # each worker's memory for one encoded frame
+        self._slot_bytes = max(1, choices.max_encoded_size())
         self._sharing = ChunkSharing(plan, choices, bases) if share else None
         self._block_bytes = block_bytes
         self._workers = workers
@@ -377,9 +303,8 @@ class FrameWriter:
         with self.encode_clock:
             try:
                 effort = self._choices.begin_encoding(index)
-                encoded = self._encoder.encode(captured)
+                frame, data, base = self._encoded(captured)
                 effort.end_encoding()
-                frame, data = encoded.frame, encoded.data
                 if self._sharing is not None:
                     result = self._sharing.find_encoded(index, frame)
                 if (
@@ -398,13 +323,54 @@ class FrameWriter:
                 frame.raw_checksum,
                 frame.lengths,
                 frame.declined,
-                encoded.base,
+                base,
                 self._choices.number(index),
                 self._content(index),
                 errors=frame.errors,
             )
         self._choices.end_encoding(index, frame.length, effort)
         self._set_result(index, result)
+
+    def _encoded(
+        self, captured: Captured
+    ) -> tuple[EncodedFrame, memoryview | None, StoredFrame | None]:
+        """Encode a chunk that has a chain.
+
+        Returns:
+            The frame; its bytes, until this thread encodes the next chunk; and the frame against
+            which it was encoded. No bytes if all codecs declined the chunk, whose own bytes are to
+            be stored.
+
+        Raises:
+            CodecError: A codec refused the chunk; the message names its objects.
+        """
+        index = captured.index
+        chunk, chain = self._plan.chunks[index], self._choices.chain(index)
+        assert chain is not None
+        bases = self._bases if chain.needs_base else None
+        context, slot = context_of(self._plan, chunk), self._slot()
+        found = None if bases is None else bases.base_of(index)
+        if found is not None:
+            context = replace(context, base=found[1].toreadonly())
+        try:
+            frame = chain.encode(captured.view, slot, context=context, ranges=_ranges(chain, chunk))
+        except CodecError as error:
+            first = show_path(self._plan.objects[chunk.pieces[0].item].entry.path)
+            more = f" and {len(chunk.pieces) - 1} more" if len(chunk.pieces) > 1 else ""
+            msg = f"{first}{more}: {error}"
+            raise CodecError(msg) from (error.__cause__ or error)
+        if bases is not None:
+            bases.keep(index, captured.view)
+        if len(frame.declined) == len(chain.codecs):
+            return frame, None, None
+        base = None if found is None or 0 in frame.declined else found[0]
+        return frame, slot[: frame.length], base
+
+    def _slot(self) -> memoryview:
+        slot: memoryview | None = getattr(self._slots, "view", None)
+        if slot is None:
+            slot = self._slots.view = memoryview(mmap.mmap(-1, self._slot_bytes))
+        return slot
 
     def _raw_result(
         self, captured: Captured, offset: int, *, declined: tuple[int, ...] = ()
@@ -453,3 +419,10 @@ def _seal(writer: BlobWriter, name: str, length: int) -> None:
     began = time.monotonic()
     writer.seal(length)
     log.debug("sealed %s: %d bytes in %.3f s", name, length, time.monotonic() - began)
+
+
+def _ranges(chain: CodecChain, chunk: Chunk) -> list[ByteRange]:
+    """Return where the pieces of a chunk stand that a lossy chain is to be judged by."""
+    if chain.lossless:
+        return []
+    return [ByteRange(p.at, p.at + p.stop - p.start) for p in chunk.pieces]

@@ -1,7 +1,8 @@
-"""Finds the frame of a chunk in an earlier checkpoint of the run. Sans-IO.
+"""Finds frames of an earlier checkpoint that a save refers to. Sans-IO.
 
 A frame can be the base of a delta only where the earlier checkpoint cut the same bytes of the same
-objects into one chunk. The key of a chunk says so: equal keys, equal place of every byte.
+objects into one chunk. The key of a chunk says so: equal keys, equal place of every byte. A frame
+takes the place of a chunk wherever it holds the same bytes, and codecs see these in the same way.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from penstock.core.plan.save import ShardSpan
+from penstock.core.abc.codec import CodecContext
+from penstock.core.format.records import blob_uid
+from penstock.core.plan.save import ShardSpan, slab_context
 from penstock.core.types import Region
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from penstock.core.format.records import BlobRecord, Chain, Frame, PartHead
     from penstock.core.plan.restore import Located
@@ -162,6 +165,136 @@ def resolved(
     """Return a frame with what the tables of its part say of it and of its bases."""
     base = None if frame.base is None else resolved(frame.base, blobs, chains, block_bytes)
     return StoredFrame(frame, blobs[frame.blob], chains[frame.chain], block_bytes, base)
+
+
+_RAW, _DECLINED = ("raw",), ("declined",)
+
+
+class ContentKey(NamedTuple):
+    """Content and length of a chunk, and what a reader tells the codecs of its frame.
+
+    Where these are equal, one frame is decoded to both chunks, if it has the codecs of both.
+    """
+
+    content: int
+    length: int
+    context: tuple[object, ...]
+    elements: tuple[str, int] | None
+
+
+def content_key(
+    content: int, context: CodecContext, elements: tuple[str, int] | None, *, is_raw: bool
+) -> ContentKey:
+    """Return the key of a chunk that is to be stored raw, or goes to codecs.
+
+    Args:
+        content: The hash of the bytes of the chunk.
+        context: The context of the codecs for the chunk.
+        elements: The elements of the chunk as its frame would record them.
+        is_raw: Whether it goes to no codec, so that nothing but its bytes counts.
+    """
+    if is_raw:
+        return ContentKey(content, context.raw_length, _RAW, None)
+    return ContentKey(content, context.raw_length, _described(context), elements)
+
+
+class EarlierFrames:
+    """The frames of a checkpoint that a later save may refer to.
+
+    A chunk is encoded against the frame that has the same key. A chunk that equals one of the
+    checkpoint is not stored: the save refers to that frame instead, which is found by content.
+
+    Attributes:
+        by_key: The frames by the keys of their chunks.
+    """
+
+    def __init__(
+        self,
+        by_key: Mapping[ChunkKey, StoredFrame] | None = None,
+        shared: Iterable[tuple[CodecContext, StoredFrame]] = (),
+    ) -> None:
+        """Take the frames.
+
+        Args:
+            by_key: The frames by the keys of their chunks.
+            shared: The frames to find by content, each with the context that codecs get for its
+                chunk. Frames of a save of whose blobs the checkpoint uses less than half are left
+                out: a chunk or two would keep all data of that save alive.
+        """
+        self.by_key = by_key or {}
+        known = list(shared)
+        worth = _worthwhile([stored for _, stored in known])
+        self._by_content: dict[ContentKey, StoredFrame] = {}
+        for context, stored in known:
+            content = stored.frame.content
+            if content is not None and worth.issuperset(_uids(stored)):
+                where = _where(context, stored)
+                key = ContentKey(content, context.raw_length, where, stored.frame.elements)
+                self._by_content[key] = stored
+
+    def equal(
+        self, content: int, context: CodecContext, elements: tuple[str, int] | None, chain: Chain
+    ) -> StoredFrame | None:
+        """Return a frame that a reader decodes to the chunk.
+
+        Args:
+            content: The hash of the bytes of the chunk.
+            context: The context of the codecs for the chunk.
+            elements: The elements of the chunk as its frame would record them.
+            chain: The codecs that would encode the chunk. Those of the frame are the same, but for
+                codecs that declined.
+        """
+        stored = self._by_content.get(content_key(content, context, elements, is_raw=not chain))
+        if not chain:
+            return stored
+        if stored is not None:
+            links = iter(chain)
+            if all(link in links for link in stored.chain):
+                return stored
+        return self._by_content.get(ContentKey(content, context.raw_length, _DECLINED, None))
+
+
+def with_contexts(
+    frames: Mapping[ChunkKey, StoredFrame],
+) -> Iterator[tuple[CodecContext, StoredFrame]]:
+    """Yield frames of a checkpoint with the contexts in which a reader decodes them."""
+    for key, stored in frames.items():
+        length = stored.frame.raw_length
+        for piece in key:
+            if piece.at == 0 and piece.stop - piece.start == length:
+                sizes = piece.region.sizes
+                context = CodecContext(piece.dtype, piece.itemsize, sizes, piece.start, length)
+                break
+        else:
+            context = slab_context(length, stored.frame.elements)
+        yield context, stored
+
+
+def _where(context: CodecContext, stored: StoredFrame) -> tuple[object, ...]:
+    if stored.frame.chain:
+        return _described(context)
+    # Among encoded frames a raw one is of a chunk that every codec has declined.
+    return _DECLINED if stored.blob.name.endswith(".enc") else _RAW
+
+
+def _described(context: CodecContext) -> tuple[object, ...]:
+    return context.dtype, context.itemsize, context.shape, context.start
+
+
+def _worthwhile(frames: Collection[StoredFrame]) -> set[str | None]:
+    links = [link for stored in frames for link in stored.links()]
+    used = {(link.blob.name, link.frame.offset): link.frame.length for link in links}
+    lengths = {link.blob.name: link.blob.length for link in links}
+    balance: dict[str | None, int] = {}
+    for (name, _), length in used.items():
+        balance[blob_uid(name)] = balance.get(blob_uid(name), 0) + 2 * length
+    for name, length in lengths.items():
+        balance[blob_uid(name)] -= length
+    return {uid for uid, rest in balance.items() if rest >= 0}
+
+
+def _uids(stored: StoredFrame) -> set[str | None]:
+    return {blob_uid(link.blob.name) for link in stored.links()}
 
 
 class PartTables:

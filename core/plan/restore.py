@@ -120,31 +120,22 @@ class FrameJob(Generic[ChainT]):
         return tuple(dict.fromkeys(map(show_path, self.paths)))
 
 
-@dataclass(frozen=True, slots=True)
-class RestorePlan(Generic[ChainT]):
-    """Frames to read, by part, blob and offset, each once.
-
-    Attributes:
-        jobs: The frames.
-        bytes_needed: Selected bytes of raw frames, and whole stored frames of encoded ones.
-    """
-
-    jobs: tuple[FrameJob[ChainT], ...]
-    bytes_needed: int
-
-
 def plan_restore(
     requests: Iterable[ShardRequest],
     *,
     head_of: Callable[[int], PartHead],
     chain_of: Callable[[int, int], ChainT],
-) -> RestorePlan[ChainT]:
+) -> tuple[tuple[FrameJob[ChainT], ...], int]:
     """Find the fewest whole blocks and frames that hold everything that is requested.
 
     Args:
         requests: Shards; one may be requested several times, its frames are read once.
         head_of: Returns the head of a part, by its number.
         chain_of: Returns the decoder of chain `(part, number)`; not called for raw frames.
+
+    Returns:
+        The frames to read, by part, blob and offset, each once; and the selected bytes of raw
+        frames and of whole encoded ones as stored.
 
     Raises:
         FormatError: Two sections describe one frame differently.
@@ -178,7 +169,7 @@ def plan_restore(
                 job.context = _context(record, shard, ref, frame)
     # In order of offsets, so that neighbouring frames are read in one batch.
     ordered = tuple(jobs[key] for key in sorted(jobs))
-    return RestorePlan(ordered, sum(map(_complete, ordered)))
+    return ordered, sum(map(_complete, ordered))
 
 
 def _frame_job(frame: Frame, head: PartHead, chain_of: Callable[[int], ChainT]) -> FrameJob[ChainT]:

@@ -354,10 +354,10 @@ class VerifyReport(HtmlTable):
 
 @dataclass(frozen=True, slots=True)
 class CopyFound:
-    """The verification of the copy in one tier.
+    """The verification of one copy of a checkpoint.
 
     Attributes:
-        tier: The name of the tier.
+        tier: The name of the tier that has it; empty in a run of one place.
         uid: The uid that the copy's commit record names; None if the record is unreadable.
         damaged: All damage of the copy.
         frames: The number of frames that were read.

@@ -35,8 +35,7 @@ from penstock.core.restore.fill import (
     read_region,
 )
 from penstock.core.restore.restore import build_leaf, build_new
-from penstock.core.restore.rounding import rounding_of
-from penstock.core.restore.specs import Specs
+from penstock.core.restore.specs import Specs, rounding_of
 from penstock.core.restore.sweep import sweep
 from penstock.core.suggest import nearest
 from penstock.core.tree.paths import parse_path, show_path
@@ -53,8 +52,7 @@ if TYPE_CHECKING:
     from penstock.core.plugins.registry import Registry
     from penstock.core.reporting.progress import Meter
     from penstock.core.reporting.reports import LendingSave, Progress
-    from penstock.core.restore.rounding import Rounding
-    from penstock.core.restore.specs import ObjectSpec
+    from penstock.core.restore.specs import ObjectSpec, Rounding
     from penstock.core.types import BlobInfo, Buffer
 
 log = logging.getLogger("penstock")
@@ -166,7 +164,7 @@ class Checkpoint:
         """
         located = self._locate(path)
         if located is not None:
-            return self._read_object(located)
+            return build_leaf(self.opened, located, located.record.spec, None)
         parts = parse_path(path)
         selection = Selection.subtree(parts)
         if not self.contents.touched(selection)[0]:
@@ -189,16 +187,19 @@ class Checkpoint:
                 not lie within the tensor, or a plain value stands at `path`.
             DamagedError: Stored bytes are not those that were written.
         """
-        located = self._locate(path)
-        if located is None:
-            raise self._nothing_at(path)
+        located = self._located(path)
+        spec = located.record.spec
         if region is None:
-            return self._read_object(located)
+            return build_leaf(self.opened, located, spec, None)
         _check_region(region, path)
         if located.record.kind is Kind.VALUE:
             msg = f"{path} is a plain value, which has no regions: read it without one"
             raise SelectionError(msg)
-        return self._read_region(located, as_region(region, located.record.spec.shape, path))
+        region = as_region(region, spec.shape, path)
+        data = read_region(self.opened, located, region)
+        return build_leaf(
+            self.opened, located, TensorSpec(spec.dtype, spec.itemsize, region.sizes), data
+        )
 
     def load(
         self,
@@ -251,9 +252,7 @@ class Checkpoint:
                 tensor.
             DamagedError: Stored bytes are not those that were written; `out` is undefined.
         """
-        located = self._locate(path)
-        if located is None:
-            raise self._nothing_at(path)
+        located = self._located(path)
         view, spec = flat_view(out), located.record.spec
         if located.record.kind is Kind.VALUE:
             msg = f"{path} is a plain value, which has no elements: read it with `read`"
@@ -284,10 +283,14 @@ class Checkpoint:
         Raises:
             CheckpointGoneError: It was deleted meanwhile.
         """
+        began = time.monotonic()
         with metered(on_progress, "the verification") as meter:
+            copies: Sequence[CopyFound | None]
             if self.backend.tiers:
-                return self._verify_tiers(meter, deep=deep)
-            return self._verify(meter, deep=deep)
+                copies = self.verify_copies(meter, deep=deep)
+            else:
+                copies = [self._verify(meter, deep=deep)]
+            return self.report_of(copies, deep=deep, began=began)
 
     def verify_copies(self, meter: Meter, *, deep: bool) -> list[CopyFound | None]:
         """Verify the copy in each tier, as `verify` does; None: that tier has none.
@@ -322,29 +325,20 @@ class Checkpoint:
                 registry=self.opened.registry,
                 loader=self.opened.loader.of(tier.backend),
             )
-            report = one._verify(meter, deep=deep)  # noqa: SLF001 - one of its own
+            copy = one._verify(meter, deep=deep)  # noqa: SLF001 - one of its own
         except (CheckpointNotFoundError, CheckpointGoneError):
             return None
         except DamagedError as error:
             return CopyFound(tier.name, None, tuple(Damage(n, str(error)) for n in error.damaged))
-        return CopyFound(
-            tier.name,
-            one.contents.record.uid,
-            report.damaged,
-            report.frames,
-            report.bytes_read,
-            report.not_decoded,
-            report.lossy,
-            report.links,
-        )
+        return replace(copy, tier=tier.name)
 
     def report_of(
         self, copies: Sequence[CopyFound | None], *, deep: bool, began: float
     ) -> VerifyReport:
-        """What `copies` amount to; `began` is when looking at them did (monotonic seconds)."""
+        """Return the report on copies; `began` is when their verification began (monotonic)."""
         there = [copy for copy in copies if copy is not None]
         damaged = [
-            replace(damage, detail=f"in tier {copy.tier}: {damage.detail}")
+            replace(damage, detail=f"in tier {copy.tier}: {damage.detail}") if copy.tier else damage
             for copy in there
             for damage in copy.damaged
         ]
@@ -357,7 +351,7 @@ class Checkpoint:
             bytes_read=sum(copy.bytes_read for copy in there),
             deep=deep,
             seconds=time.monotonic() - began,
-            tiers=tuple(copy.tier for copy in there),
+            tiers=tuple(copy.tier for copy in there if copy.tier),
             not_decoded=tuple(sorted({why for copy in there for why in copy.not_decoded})),
             lossy=tuple(sorted({name for copy in there for name in copy.lossy})),
             links=tuple(dict.fromkeys(link for copy in there for link in copy.links)),
@@ -374,13 +368,7 @@ class Checkpoint:
     def __repr__(self) -> str:
         return f"<Checkpoint step={self.step} {self._record.objects} objects {self.backend.url}>"
 
-    def _verify_tiers(self, meter: Meter, *, deep: bool) -> VerifyReport:
-        began = time.monotonic()
-        found = self.verify_copies(meter, deep=deep)
-        return self.report_of(found, deep=deep, began=began)
-
-    def _verify(self, meter: Meter, *, deep: bool) -> VerifyReport:
-        began = time.monotonic()
+    def _verify(self, meter: Meter, *, deep: bool) -> CopyFound:
         meter.begin("manifest")
         damaged: list[Damage] = []
         heads, objects = sweep(
@@ -404,15 +392,12 @@ class Checkpoint:
                 missing_blob |= stats.missing_blob
         if missing_blob and not self.opened.still_there():
             raise gone(self.opened)
-        return VerifyReport(
-            step=self.step,
-            ok=not damaged,
-            damaged=tuple(dict.fromkeys(damaged)),
-            objects=self._record.objects,
-            frames=frames,
-            bytes_read=bytes_read + self.contents.manifest.bytes_read,
-            deep=deep,
-            seconds=time.monotonic() - began,
+        return CopyFound(
+            "",
+            self._record.uid,
+            tuple(dict.fromkeys(damaged)),
+            frames,
+            bytes_read + self.contents.manifest.bytes_read,
             not_decoded=tuple(sorted(absent)),
             lossy=self.rounding(o for o in objects if o.record.derived is None).lossy,
             links=tuple(self._damaged_links(damaged)),
@@ -457,13 +442,11 @@ class Checkpoint:
         located = self.contents.find(parse_path(_check_text(path)))
         return None if located is None else self.contents.owner(located)
 
-    def _read_object(self, located: Located) -> Any:
-        return build_leaf(self.opened, located, located.record.spec, None)
-
-    def _read_region(self, located: Located, region: Region) -> Any:
-        spec = located.record.spec
-        part = TensorSpec(spec.dtype, spec.itemsize, region.sizes)
-        return build_leaf(self.opened, located, part, read_region(self.opened, located, region))
+    def _located(self, path: str) -> Located:
+        located = self._locate(path)
+        if located is None:
+            raise self._nothing_at(path)
+        return located
 
 
 def _lacks_codecs(job: FrameJob[CodecChain]) -> bool:

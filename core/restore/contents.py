@@ -24,7 +24,7 @@ from penstock.core.types import Kind
 from penstock.core.units import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from penstock.core.abc import Backend
     from penstock.core.format.records import (
@@ -158,30 +158,32 @@ class Contents:
             PluginError: A codec is missing, and `absent` is None; nothing was read.
             FormatError: The records of an object contradict each other.
         """
-        wanted: list[ShardRequest] = []
         of_stored = [*map(self._of_stored, requests)]
         several = self.record.part_count > 1
         if several:
             paths = {r.located.record.path for r in of_stored if r.sink is not None}
             self.manifest.look_up({path_hash(path) for path in paths})
             self.manifest.read_ahead(self._places(of_stored))
-        for request in of_stored:
-            stored = self._stored(request) if several else _here(request.located)
-            wanted += shard_requests(
-                request, stored, lambda part: self.manifest.head(part).block_bytes
-            )
+
+        def wanted() -> Iterator[ShardRequest]:
+            for request in of_stored:
+                stored = self._stored(request) if several else _here(request.located)
+                yield from shard_requests(
+                    request, stored, lambda part: self.manifest.head(part).block_bytes
+                )
+
         with collections_held:
-            plan = plan_restore(
-                wanted,
+            jobs, needed = plan_restore(
+                wanted(),
                 head_of=self.manifest.head,
                 chain_of=lambda part, number: self._chain(part, number, absent),
             )
-        for job in plan.jobs:
+        for job in jobs:
             for link in job.links:
                 # Of a codec that is absent nothing gives a bound but the blob's size.
                 if link.chain is not None and not isinstance(link.chain, AbsentChain):
                     check_length(link.frame, link.chain, link.blob)
-        return plan.jobs, plan.bytes_needed
+        return jobs, needed
 
     def descriptions(self, located: Located, within: Region | None = None) -> Sequence[Located]:
         """Return an object as each part describes it that has shards of it.

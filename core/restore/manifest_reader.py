@@ -21,7 +21,7 @@ from penstock.core.storage.failover import from_any_tier
 from penstock.core.types import ReadRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from penstock.core.abc import Backend
     from penstock.core.errors import PenstockError
@@ -50,15 +50,22 @@ _AHEAD_BYTES = 16 << 20  # of the records in one batch
 class ManifestReader:
     """The commit record's index, and the heads and sections of its parts. Not thread-safe.
 
-    Heads and sections are kept. A record that one tier lacks, or has damaged, is read from another.
+    A record that one tier lacks, or has damaged, is read from another.
+
+    Attributes:
+        record: The commit record.
+        backend: The store of the checkpoint.
+        bytes_read: The bytes of records that were read.
+        heads: The heads that were read so far, by part.
+        kept: The whole sections that were read so far.
     """
 
     def __init__(self, backend: Backend, record: CommitRecord) -> None:
         self.record = record
         self.backend = backend
         self.bytes_read = 0
-        self._heads: dict[int, PartHead] = {}
-        self._sections: dict[Place, Section] = {}
+        self.heads: dict[int, PartHead] = {}
+        self.kept: dict[Place, Section] = {}
         self._indexes: dict[int, IndexReader] = {}
         self._parts = record.parts if record.many_parts is None else None
         # By path hash: the sections with shards of an object, and the regions of these shards.
@@ -80,39 +87,29 @@ class ManifestReader:
             raise FormatError(msg, [name])
         return parts
 
-    @property
-    def heads(self) -> Mapping[int, PartHead]:
-        """The heads that were read so far, by part."""
-        return self._heads
-
-    @property
-    def kept(self) -> Mapping[Place, Section]:
-        """The whole sections that were read so far."""
-        return self._sections
-
     def head(self, part: int) -> PartHead:
         """Return the head of a part, bound by the commit record's digest."""
-        if part not in self._heads:
+        if part not in self.heads:
             entry = self.parts[part]
-            self._heads[part] = self._decoded(
+            self.heads[part] = self._decoded(
                 entry.name,
                 (0, entry.head_length),
                 lambda data: decode_head(data, entry, self.record),
             )
-        return self._heads[part]
+        return self.heads[part]
 
     def section(self, part: int, number: int) -> Section:
         """Return a section of a part, bound by the digest in the head."""
         place = (part, number)
-        if place not in self._sections:
+        if place not in self.kept:
             head = self.head(part)
             info = head.sections[number]
-            self._sections[place] = self._decoded(
+            self.kept[place] = self._decoded(
                 self.parts[part].name,
                 (info.offset, info.length),
                 lambda data: decode_section(data, info, head),
             )
-        return self._sections[place]
+        return self.kept[place]
 
     def sections(
         self,
@@ -149,14 +146,14 @@ class ManifestReader:
                 data = self._fetch(name, start, last.offset + last.length - start, self.backend)
             for number in run:
                 info = head.sections[number]
-                section = self._sections.get((part, number))
+                section = self.kept.get((part, number))
                 if section is None and data is not None:
                     at = info.offset - start
                     piece = data[at : at + info.length]
                     with suppress(FormatError):
                         section = decode_section(piece, info, head, selection)
                         if selection is None and keep:
-                            self._sections[part, number] = section
+                            self.kept[part, number] = section
                 section = section or self.section(part, number)
                 if selection is not None:
                     kept = tuple(o for o in section.objects if selection.touches(o.path))
@@ -193,8 +190,8 @@ class ManifestReader:
 
     def from_index(self, read: Callable[[IndexReader], T]) -> T:
         """Return what `read` returns of the index, on any tier on which it is whole."""
-        with memory_permitting(self.record.index.name):
-            return from_any_tier(self.backend, lambda backend: read(self.index(backend)))
+        name = self.record.index.name
+        return from_any_tier(self.backend, name, lambda backend: read(self.index(backend)))
 
     def find_all(self, hashes: Collection[int]) -> ShardTable:
         """Return the rows of the index for these path hashes."""
@@ -202,23 +199,26 @@ class ManifestReader:
 
     def rows(self, hashed: int) -> list[tuple[Place, Region | None]]:
         """Return the sections that have shards of an object, by path hash, and their regions."""
+
+        def read(index: IndexReader) -> list[tuple[Place, Region | None]]:
+            table = index.find(hashed)
+            return [*zip(table.places(), table.regions(), strict=True)]
+
         rows = self._rows.get(hashed)
-        if rows is None:
-            with memory_permitting(self.record.index.name):
-                table = self.from_index(lambda index: index.find(hashed))
-                rows = [*zip(table.places(), table.regions(), strict=True)]
-        return rows
+        return self.from_index(read) if rows is None else rows
 
     def look_up(self, hashes: Collection[int]) -> None:
         """Find the rows of objects at once: one by one takes ten times as long."""
-        unknown = set(hashes) - self._rows.keys()
-        if not unknown:
-            return
-        with memory_permitting(self.record.index.name):
-            table = self.find_all(unknown)
+        unknown = np.array([*set(hashes) - self._rows.keys()], np.uint64)
+
+        def read(index: IndexReader) -> None:
+            table = index.find_all(unknown)
             rows = zip(table.hashes.tolist(), table.places(), table.regions(), strict=True)
             for number, group in groupby(rows, key=itemgetter(0)):
                 self._rows[number] = [(place, region) for _, place, region in group]
+
+        if len(unknown):
+            self.from_index(read)
 
     def checked_place(self, place: Place) -> Place:
         """Return the place of a section that is there.
@@ -239,22 +239,22 @@ class ManifestReader:
         Skips records that are damaged, missing or long. Their reader fetches them one by one from
         any tier and raises the right error.
         """
-        parts = {part for part, _ in places if part < len(self.parts)} - self._heads.keys()
+        parts = {part for part, _ in places if part < len(self.parts)} - self.heads.keys()
         entries = [(part, self.parts[part]) for part in sorted(parts)]
         heads = [(part, (entry.name, 0, entry.head_length)) for part, entry in entries]
         for part, data in self._fetched(heads):
             with suppress(DamagedError):
-                self._heads[part] = decode_head(data, self.parts[part], self.record)
+                self.heads[part] = decode_head(data, self.parts[part], self.record)
         sections = []
-        for part, number in sorted({*places} - self._sections.keys()):
-            head = self._heads.get(part)
+        for part, number in sorted({*places} - self.kept.keys()):
+            head = self.heads.get(part)
             if head is not None and number < len(head.sections):
                 info = head.sections[number]
                 sections.append(((part, number), (self.parts[part].name, info.offset, info.length)))
         for (part, number), data in self._fetched(sections):
-            head = self._heads[part]
+            head = self.heads[part]
             with suppress(DamagedError):
-                self._sections[part, number] = decode_section(data, head.sections[number], head)
+                self.kept[part, number] = decode_section(data, head.sections[number], head)
 
     # -- checks ------------------------------------------------------------------------------------
 
@@ -283,7 +283,7 @@ class ManifestReader:
         data = self._fetch(index.name, start, table.length, self.backend)
         with memory_permitting(index.name):
             listed = set(decode_borrowed(data, self.record))
-        every = {blob for head in self._heads.values() for blob in head.blobs}
+        every = {blob for head in self.heads.values() for blob in head.blobs}
         lacking = [b for b in borrowed_from(every, self.record.uid) if b not in listed]
         if lacking:
             name = index.name
@@ -306,7 +306,7 @@ class ManifestReader:
         """Return the lengths of the index, of the parts, and of the blobs of heads read so far."""
         lengths = {entry.name: entry.length for entry in self.parts}
         lengths[self.record.index.name] = self.record.index.length
-        for head in self._heads.values():
+        for head in self.heads.values():
             lengths |= {blob.name: blob.length for blob in head.blobs}
         return lengths
 
@@ -314,11 +314,9 @@ class ManifestReader:
 
     def _decoded(self, name: str, place: tuple[int, int], decode: Callable[[bytes], T]) -> T:
         """Read the bytes at `place`, `(offset, length)`, from any tier, and decode them."""
-        with memory_permitting(name):
-            return from_any_tier(
-                self.backend,
-                lambda backend: decode(self._fetch(name, *place, backend)),
-            )
+        return from_any_tier(
+            self.backend, name, lambda backend: decode(self._fetch(name, *place, backend))
+        )
 
     def _fetched(
         self, wanted: Iterable[tuple[T, tuple[str, int, int]]]

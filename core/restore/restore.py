@@ -169,42 +169,40 @@ def _plan(
     *,
     cast: bool,
 ) -> _Plan:
-    """Plan a restore; looks first only at objects that the selection touches.
+    """Plan a restore into the objects of `state`."""
 
-    If that plan has a flaw, the restore is planned again with all objects: the messages name the
-    nearest paths, which may not be selected.
+    def plan(stored: StoredSelection, *, narrow: bool) -> _Plan:
+        left_out: set[ObjectPath] = set()
+
+        def selected(path: ObjectPath) -> bool:
+            if selection.selects(path):
+                return True
+            left_out.add(path)
+            return False
+
+        # Called three times for each object, and there may be a million objects.
+        accepted = (lambda _: True) if selection.everything else selected
+        below = selection.below if narrow else lambda _: True
+        placing = _placing(checkpoint, stored.tree, accepted, below, cast=cast)
+        return _Plan(stored, placing, placing.place_tree(state), left_out)
+
+    return _narrow_first(checkpoint, selection, rename, plan)
+
+
+def _narrow_first(
+    checkpoint: Opened, selection: Selection, rename: Rename, plan: Callable[..., _Plan]
+) -> _Plan:
+    """Plan with the objects that the selection touches; if the plan has a flaw, with all objects.
+
+    The messages about the flaw name the nearest paths, which may not be selected.
     """
     if selection.narrows and rename.identity:
         stored = read_stored(checkpoint, selection, rename, narrow=True)
         with suppress(PenstockError):  # the second plan raises it again
-            plan = _plan_into(checkpoint, state, selection, stored, selection.below, cast=cast)
-            if plan.is_flawless(selection):
-                return plan
-    stored = read_stored(checkpoint, selection, rename, narrow=False)
-    return _plan_into(checkpoint, state, selection, stored, lambda _: True, cast=cast)
-
-
-def _plan_into(
-    checkpoint: Opened,
-    state: Mapping[str, Any],
-    selection: Selection,
-    stored: StoredSelection,
-    below: Callable[[ObjectPath], SegmentTest | bool],
-    *,
-    cast: bool,
-) -> _Plan:
-    left_out: set[ObjectPath] = set()
-
-    def selected(path: ObjectPath) -> bool:
-        if selection.selects(path):
-            return True
-        left_out.add(path)
-        return False
-
-    # Called three times for each object, and there may be a million objects.
-    accepted = (lambda _: True) if selection.everything else selected
-    placing = _placing(checkpoint, stored.tree, accepted, below, cast=cast)
-    return _Plan(stored, placing, placing.place_tree(state), left_out)
+            narrow = plan(stored, narrow=True)
+            if narrow.is_flawless(selection):
+                return narrow
+    return plan(read_stored(checkpoint, selection, rename, narrow=False), narrow=False)
 
 
 def _placing(
@@ -293,24 +291,18 @@ def _plan_new(
     named_optimizers: bool,
     streamed: bool,
 ) -> _Plan:
-    """Plan the building of new objects; looks first only at the selected ones."""
+    """Plan the building of new objects."""
 
-    def plan(stored: StoredSelection) -> _Plan:
+    def plan(stored: StoredSelection, *, narrow: bool) -> _Plan:
+        if not narrow:
+            selection.check_used(stored.every_path)
         placing = _placing(checkpoint, stored.tree, selection.selects)
         placing.named_optimizers = named_optimizers
         if streamed:
             placing.streamed = partial(_streamed, checkpoint, stored)
         return _Plan(stored, placing, placing.rebuild_tree(device=device, at=at))
 
-    if selection.narrows:
-        stored = read_stored(checkpoint, selection, Rename(None), narrow=True)
-        with suppress(PenstockError):  # the second plan raises it again
-            narrow = plan(stored)
-            if narrow.is_flawless(selection):
-                return narrow
-    stored = read_stored(checkpoint, selection, Rename(None), narrow=False)
-    selection.check_used(stored.every_path)
-    return plan(stored)
+    return _narrow_first(checkpoint, selection, Rename(None), plan)
 
 
 def _report(

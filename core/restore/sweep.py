@@ -11,7 +11,7 @@ import numpy as np
 from penstock.core.errors import FormatError
 from penstock.core.foreign import memory_permitting
 from penstock.core.format.index import dump_table, encode_index, shard_table
-from penstock.core.format.section import shards_of
+from penstock.core.format.section_writer import shards_of
 from penstock.core.plan.regions import flaw_of_cover
 from penstock.core.restore.contents import (
     DIFFERENT,

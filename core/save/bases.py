@@ -22,9 +22,8 @@ from penstock.core.format.blocks import frame_blocks
 from penstock.core.format.records import BaseEntry, commit_name
 from penstock.core.pipeline.chain import checksum, mismatches
 from penstock.core.pipeline.staging import available_memory
-from penstock.core.plan.bases import planned_keys
+from penstock.core.plan.bases import EarlierFrames, planned_keys, with_contexts
 from penstock.core.plan.save import context_of, elements_of
-from penstock.core.plan.sharing import SharedFrames, with_contexts
 from penstock.core.save.manifest import chain_record
 
 if TYPE_CHECKING:
@@ -55,8 +54,7 @@ class KeptChunks:
 
     def __init__(self) -> None:
         self._uid = ""
-        self._frames: Mapping[ChunkKey, StoredFrame] = {}
-        self._shared = SharedFrames()
+        self._frames = EarlierFrames()
         self._views: dict[ChunkKey, memoryview] = {}
         self._lock = threading.Lock()  # guards `_views`
 
@@ -66,12 +64,9 @@ class KeptChunks:
         with self._lock:
             return sum(view.nbytes for view in self._views.values())
 
-    def frames_of(self, uid: str) -> tuple[Mapping[ChunkKey, StoredFrame], SharedFrames] | None:
-        """Return the frames of a checkpoint by key, and those to share by content.
-
-        None if the checkpoint is not the one that is known.
-        """
-        return (self._frames, self._shared) if uid and uid == self._uid else None
+    def frames_of(self, uid: str) -> EarlierFrames | None:
+        """Return the frames of a checkpoint; None if it is not the one that is known."""
+        return self._frames if uid and uid == self._uid else None
 
     def view(self, key: ChunkKey) -> memoryview | None:
         """Return the kept bytes of a chunk."""
@@ -87,13 +82,11 @@ class KeptChunks:
                 self._views[key] = view
         copy_bytes(view, data)
 
-    def committed(
-        self, uid: str, frames: Mapping[ChunkKey, StoredFrame], shared: SharedFrames
-    ) -> None:
+    def committed(self, uid: str, frames: EarlierFrames) -> None:
         """Note that the kept chunks are those of the checkpoint `uid`, whose frames are given."""
         with self._lock:
-            self._views = {key: view for key, view in self._views.items() if key in frames}
-        self._uid, self._frames, self._shared = uid, frames, shared
+            self._views = {key: view for key, view in self._views.items() if key in frames.by_key}
+        self._uid, self._frames = uid, frames
 
     def drop(self) -> None:
         """Drop the bytes of all chunks; the frames stay known."""
@@ -166,11 +159,8 @@ class SaveBases:
         self._keeps = False
         self._backend: Backend | None = None
         self._record: CommitRecord | None = None
-        # What this process has stored itself, and what it has read in the manifest of the base.
-        self._kept_frames: Mapping[ChunkKey, StoredFrame] = {}
-        self._kept_shared = SharedFrames()
-        self._frames: Mapping[ChunkKey, StoredFrame] = {}
-        self._shared = SharedFrames()
+        self._own = EarlierFrames()  # of the base, that this process has stored itself
+        self._found = EarlierFrames()  # of the base, that it has read in the manifest
         self._sizes: Mapping[str, int] | None = None
         self._encodes = False
         self._memory = _ChunkMemory()
@@ -264,11 +254,11 @@ class SaveBases:
             self._give_up()
 
     def _find(self, backend: Backend, record: CommitRecord, *, everywhere: bool) -> None:
-        known = self._kept.frames_of(record.uid)
+        own = self._kept.frames_of(record.uid)
         frames: Mapping[ChunkKey, StoredFrame] = {}
-        if known is not None:
-            self._kept_frames, self._kept_shared = known
-        if everywhere and known is None:
+        if own is not None:
+            self._own = own
+        if everywhere and own is None:
             frames = self._earlier.frames(backend, record)
         elif not everywhere:
             # What this rank did not write the last time, another one may have.
@@ -276,18 +266,15 @@ class SaveBases:
             missing = [
                 key
                 for number, key in self._keys.items()
-                if known is None
-                or (key not in known[0] and chunks[number].pieces[0].item not in masters)
+                if own is None
+                or (key not in own.by_key and chunks[number].pieces[0].item not in masters)
             ]
             if missing:
                 frames = self._earlier.frames(backend, record, _regions_of(missing))
-        self._shared = SharedFrames(with_contexts(frames) if self._shares else ())
-        if self._encodes:
-            self._frames = {**frames, **self._kept_frames}
+        self._found = EarlierFrames(frames, with_contexts(frames) if self._shares else ())
         if self._sizes is None:
-            self._sizes = self._sizes_of_blobs(
-                backend, [*frames.values(), *self._kept_frames.values()]
-            )
+            every = [*frames.values(), *self._own.by_key.values()]
+            self._sizes = self._sizes_of_blobs(backend, every)
 
     def _sizes_of_blobs(self, backend: Backend, frames: Iterable[StoredFrame]) -> dict[str, int]:
         """Return the sizes of the blobs of frames: few, so they are not listed with all others."""
@@ -326,8 +313,8 @@ class SaveBases:
         chunk = self._plan.chunks[index]
         context, elements = context_of(self._plan, chunk), elements_of(self._plan, chunk)
         wanted = content, context, elements, self._chains[chain]
-        kept = self._kept_shared.find(*wanted)
-        stored = kept or self._shared.find(*wanted)
+        own = self._own.equal(*wanted)
+        stored = own or self._found.equal(*wanted)
         if stored is None or not self._may_list(stored):
             return None
         # A checkpoint that is to be whole refers to whole frames only.
@@ -337,7 +324,7 @@ class SaveBases:
             return None
         # Damage of a frame that one process after the other refers to would be in all checkpoints
         # for ever, though each has the bytes to write it anew.
-        return stored if kept is not None or self._read(stored, context) is not None else None
+        return stored if own is not None or self._read(stored, context) is not None else None
 
     def base_of(self, index: int) -> tuple[StoredFrame, memoryview] | None:
         """Return the frame and the bytes of the base of a chunk; None: encode it whole.
@@ -346,14 +333,16 @@ class SaveBases:
         `base_of` for another one.
         """
         key = self._keys[index]
-        newest = stored = self._frames.get(key)
-        is_kept = newest is not None and self._kept_frames.get(key) is newest
+        if not self._encodes:
+            return None
+        own = self._own.by_key.get(key)
+        newest = stored = own or self._found.by_key.get(key)
         chunk = self._plan.chunks[index]
         while stored is not None and stored.depth >= self._deltas.max_chain:
             stored = stored.base
         if stored is None or stored.frame.raw_length != chunk.length or not self._may_list(stored):
             return None
-        view = self._kept.view(key) if is_kept and stored is newest else None
+        view = self._kept.view(key) if own is not None and stored is newest else None
         # Against a base that is not what the store has, a chunk would be encoded that never
         # decodes. The memory may be of a save that failed later, a lossy codec may have stored
         # something else, and faulty memory changes by itself.
@@ -374,7 +363,7 @@ class SaveBases:
         known = {key: frames[n] for n, key in self._keys.items() if n in frames}
         chunks = self._plan.chunks
         contexts = ((context_of(self._plan, chunks[n]), stored) for n, stored in frames.items())
-        self._kept.committed(uid, known, SharedFrames(contexts if self._shares else ()))
+        self._kept.committed(uid, EarlierFrames(known, contexts if self._shares else ()))
 
     # ------------------------------------------------------------------------------------------
 
@@ -424,8 +413,7 @@ class SaveBases:
         )
 
     def _give_up(self) -> None:
-        self._frames = {}
-        self._shared = self._kept_shared = SharedFrames()
+        self._own = self._found = EarlierFrames()
 
 
 def _regions_of(keys: Iterable[ChunkKey]) -> dict[ObjectPath, set[Region]]:

@@ -22,7 +22,7 @@ from penstock.core.format.records import (
     blob_uid,
     borrowed_from,
 )
-from penstock.core.format.section import SectionDraft, new_draft
+from penstock.core.format.section_writer import SectionWriter
 from penstock.core.limits import MAX_LISTED_BORROWED, MAX_LISTED_PARTS
 from penstock.core.plan.bases import PartTables, resolved
 from penstock.core.plan.save import elements_of
@@ -414,7 +414,7 @@ def build_sections(
     errors: Mapping[ObjectPath, WorstErrors] | None = None,
     section_objects: int = SECTION_OBJECTS,
     share: RankShare = ALONE,
-) -> list[SectionDraft]:
+) -> list[SectionWriter]:
     """Join the described entries with their stored frames, in order of storage.
 
     A slab whose objects fall into two sections is listed as a frame in both.
@@ -438,10 +438,11 @@ def build_sections(
         by_item[item] = ()
         masters[plan.objects[item].entry.path] = plan.objects[master].entry.path
     refs = _refs_by_entry(entries, by_item)
-    spans = _spans_by_path(plan)
-    drafts: list[SectionDraft] = []
-    writer = _SectionWriter(frames, masters, errors or {}, spans)
+    spans = {plan.objects[item].entry.path: spans for item, spans in plan.spans.items()}
+    errors = errors or {}
     elsewhere = _decided_elsewhere(plan, by_item, share) - masters.keys()
+    sections: list[SectionWriter] = []
+    section = SectionWriter()
     for ordinal in _storage_order(refs):
         entry = entries[ordinal]
         path = entry.path
@@ -449,15 +450,48 @@ def build_sections(
         if not refs[ordinal] and not listed:
             continue
         if isinstance(entry, Node):
-            writer.add_node(ordinal, entry)
+            section.add_node(ordinal, entry)
+        elif entry.same_as is not None or path in masters:
+            section.add_object(ordinal, entry, (), derived=masters.get(path))
         else:
-            writer.add_object(ordinal, entry, refs[ordinal])
-        if writer.count >= section_objects or writer.weight >= SECTION_WEIGHT:
-            drafts.append(writer.draft)
-            writer = _SectionWriter(frames, masters, errors or {}, spans)
-    if writer.count:
-        drafts.append(writer.draft)
-    return drafts
+            places = refs[ordinal]
+            shards = _shard_rows(entry, places, spans.get(path), frames, section)
+            worst = [*map(_json, astuple(errors[path]))] if path in errors else None
+            section.add_object(ordinal, entry, shards, errors=worst)
+            section.weight += len(places)
+        if section.objects + section.nodes >= section_objects or section.weight >= SECTION_WEIGHT:
+            sections.append(section)
+            section = SectionWriter()
+    if section.objects or section.nodes:
+        sections.append(section)
+    return sections
+
+
+def _shard_rows(
+    entry: StateObject,
+    refs: Sequence[int],
+    spans: Sequence[ShardSpan] | None,
+    frames: Mapping[int, Frame],
+    section: SectionWriter,
+) -> Sequence[Sequence[Any]]:
+    """Return the shards of an object for `SectionWriter.add_object`.
+
+    Raises:
+        SaveError: The plan does not hold all of its bytes: a bug.
+    """
+    spec = entry.spec
+    spans = spans if spec.nbytes else None
+    stored = refs[2] if len(refs) == _ONE_REF else sum(refs[2::3])
+    if stored != (spec.nbytes if spans is None else _bytes_of(spans, spec.itemsize)):
+        msg = f"the plan holds {stored} bytes of {entry.path}"
+        raise SaveError(msg)
+    if len(refs) == _ONE_REF:  # as of nearly all objects
+        number, at, length = refs
+        refs = section.frame_number(frames[number]), at, length
+    else:
+        places = zip(refs[::3], refs[1::3], refs[2::3], strict=True)
+        refs = tuple(n for c, a, s in places for n in (section.frame_number(frames[c]), a, s))
+    return ((refs,),) if spans is None else tuple(_cut_refs(refs, spans, spec.itemsize))
 
 
 def _decided_elsewhere(
@@ -467,10 +501,6 @@ def _decided_elsewhere(
     if share.chunks is None:
         return set()
     return {plan.objects[item].entry.path for item in plan.masters if not by_item[item]}
-
-
-def _spans_by_path(plan: SavePlan) -> dict[ObjectPath, Sequence[ShardSpan]]:
-    return {plan.objects[item].entry.path: spans for item, spans in plan.spans.items()}
 
 
 def _refs_by_item(plan: SavePlan, share: RankShare) -> list[Sequence[int]]:
@@ -564,102 +594,3 @@ def _both(before: WorstErrors | None, now: WorstErrors | None) -> WorstErrors | 
 
 def _json(error: float) -> float | None:
     return None if math.isinf(error) else error
-
-
-class _SectionWriter:
-    def __init__(
-        self,
-        frames: Mapping[int, Frame],
-        masters: Mapping[ObjectPath, ObjectPath],
-        errors: Mapping[ObjectPath, WorstErrors],
-        spans: Mapping[ObjectPath, Sequence[ShardSpan]],
-    ) -> None:
-        self.draft = new_draft()
-        self.count = 0
-        self.weight = 0
-        self._frames = frames
-        self._masters = masters
-        self._errors = errors
-        self._spans = spans
-        self._local: dict[int, int] = {}
-        self._places: dict[tuple[int, int], int] = {}
-        self._types: dict[tuple[Any, ...], int] = {}
-        self._last: StateObject | None = None
-        self._last_type = 0
-
-    def add_node(self, ordinal: int, node: Node) -> None:
-        self.draft.node_rows.append([ordinal, node.path, node.form, node.meta])
-        self.count += 1
-        self.weight += sum(map(len, node.path)) + len(repr(node.meta))
-
-    def add_object(self, ordinal: int, entry: StateObject, refs: Sequence[int]) -> None:
-        spec = entry.spec
-        columns = self.draft.columns
-        shards: tuple[tuple[Any, ...], ...] = ()
-        if entry.same_as is not None:
-            columns["same_as"].append([len(columns["path"]), entry.same_as])
-        elif master := self._masters.get(entry.path):
-            columns["derived"].append([len(columns["path"]), master])
-        else:
-            spans = self._spans.get(entry.path) if spec.nbytes else None
-            stored = refs[2] if len(refs) == _ONE_REF else sum(refs[2::3])
-            if stored != (spec.nbytes if spans is None else _bytes_of(spans, spec.itemsize)):
-                msg = f"the plan holds {stored} bytes of {entry.path}"
-                raise SaveError(msg)
-            if found := self._errors.get(entry.path):
-                columns["errors"].append([len(columns["path"]), *map(_json, astuple(found))])
-            local = self._local_refs(refs)
-            shards = ((local,),)
-            if spans is not None:
-                shards = tuple(_cut_refs(local, spans, spec.itemsize))
-        columns["ordinal"].append(ordinal)
-        columns["path"].append(entry.path)
-        columns["type"].append(self._type(entry))
-        columns["shape"].append(spec.shape)
-        columns["shards"].append(shards)
-        self.count += 1
-        self.weight += len(refs) + sum(map(len, entry.path))
-
-    def _local_refs(self, refs: Sequence[int]) -> tuple[int, ...]:
-        if len(refs) == _ONE_REF:
-            number, at, length = refs
-            return self._local_frame(number), at, length
-        local = list(refs)
-        local[::3] = map(self._local_frame, refs[::3])
-        return tuple(local)
-
-    def _local_frame(self, number: int) -> int:
-        local = self._local.get(number)
-        if local is None:
-            local = self._local[number] = self._listed(self._frames[number])
-        return local
-
-    def _listed(self, frame: Frame) -> int:
-        """Return the number of a frame in the section; a base stands before what needs it."""
-        place = frame.blob, frame.offset
-        if place not in self._places:
-            if frame.base is not None:
-                self._listed(frame.base)
-            self._places[place] = len(self.draft.frames)
-            self.draft.frames.append(frame)
-            self.weight += 20 * len(frame.checksums)
-        return self._places[place]
-
-    def _type(self, entry: StateObject) -> int:
-        spec, last = entry.spec, self._last
-        if (
-            last is not None
-            and entry.kind is last.kind
-            and entry.role is last.role
-            and entry.form == last.form
-            and spec.dtype == last.spec.dtype
-            and spec.itemsize == last.spec.itemsize
-        ):
-            return self._last_type  # hashing two enum members a million times takes a second
-        key = (entry.kind, spec.dtype, spec.itemsize, entry.role, entry.form)
-        number = self._types.get(key)
-        if number is None:
-            number = self._types[key] = len(self._types)
-            self.draft.types.append(list(key))
-        self._last, self._last_type = entry, number
-        return number

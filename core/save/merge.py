@@ -252,13 +252,11 @@ class PartsOfRanks:
             entry = known.get(int(chosen.hashes[first]))
             rows = slice(first, stop)
             if entry is not None:
-                kind, itemsize = entry.kind, entry.spec.itemsize
-                path, (shape, needs) = show_path(entry.path), _shape_of(entry)
+                described: StateObject | ObjectRecord = entry
             else:
                 rank, section = ranks[int(chosen.parts[first])], int(chosen.sections[first])
-                record = self._record(rank, section, int(chosen.hashes[first]))
-                kind, itemsize = record.kind, record.spec.itemsize
-                path, shape, needs = _told_by(record)
+                described = self._record(rank, section, int(chosen.hashes[first]))
+            shape, needs = _shape_of(described)
             if needs and entry is not None and (chosen.dims[rows] == NO_BYTES).all():
                 taken = chosen.take(np.arange(first, stop))
                 needs = entry.path not in derived and not self._is_derived(ranks, taken)
@@ -266,12 +264,12 @@ class PartsOfRanks:
                 continue
             own = chosen.bounds[bounds[first - 1] if first else 0 : bounds[stop - 1]]
             flaw, elements = _cover(shape, chosen.dims[rows], own)
-            if kind is Kind.TENSOR:
-                twice += (elements - math.prod(shape)) * itemsize
+            if described.kind is Kind.TENSOR:
+                twice += (elements - math.prod(shape)) * described.spec.itemsize
             if flaw is not None:
                 msg = (
-                    f"step {self._step}: of {path}, of shape {list(shape)}, {flaw}: do all ranks "
-                    "put the same state into save(), and is every rank in it?"
+                    f"step {self._step}: of {show_path(described.path)}, of shape {list(shape)}, "
+                    f"{flaw}: do all ranks put the same state into save(), and is every rank in it?"
                 )
                 raise SaveError(msg)
         return [int(hashed) for hashed in chosen.hashes[firsts]], twice
@@ -469,17 +467,12 @@ def _shapes_of(
     return [known.get(hashed) for hashed in hashes]
 
 
-def _shape_of(entry: StateObject) -> tuple[tuple[int, ...], bool]:
+def _shape_of(one: StateObject | ObjectRecord) -> tuple[tuple[int, ...], bool]:
     """Return the shape of an object, and whether bytes of it are stored."""
     # A value is stored as one whole, however long it is at this step.
-    shape = () if entry.kind is Kind.VALUE else entry.spec.shape
-    return shape, entry.same_as is None and entry.spec.nbytes > 0
-
-
-def _told_by(record: ObjectRecord) -> tuple[str, tuple[int, ...], bool]:
-    needs = record.same_as is None and record.derived is None and record.spec.nbytes > 0
-    shape = () if record.kind is Kind.VALUE else record.spec.shape
-    return show_path(record.path), shape, needs
+    shape = () if one.kind is Kind.VALUE else one.spec.shape
+    is_derived = not isinstance(one, StateObject) and one.derived is not None
+    return shape, one.same_as is None and not is_derived and one.spec.nbytes > 0
 
 
 def _doubtful(table: ShardTable) -> NDArray[np.intp]:

@@ -26,14 +26,10 @@ from penstock.core.save.current import Pending
 from penstock.core.save.job import SaveJob
 from penstock.core.save.manifest import ManifestWriter
 from penstock.core.save.merge import KnownParts
-from penstock.core.save.prepare import (
-    ChainTable,
-    check_metadata,
-    claim_generation,
-    plan_state,
-    staging_for,
-)
+from penstock.core.save.metadata import check_metadata
+from penstock.core.save.prepare import claim_generation, plan_state, staging_for
 from penstock.core.save.request import Destination, RankTurn, SaveSurroundings
+from penstock.core.save.rules import ChainTable
 from penstock.core.tree.describe import describe_tree, warn_of_forms
 from penstock.core.tree.left_out import left_out
 from penstock.core.types import valid_step

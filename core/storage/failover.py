@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, TypeVar
 
-from penstock.core.abc import DelegatingBackend
-from penstock.core.errors import DamagedError, StorageError
+from penstock.core.abc import DelegatingBackend, first_whole
+from penstock.core.errors import DamagedError
+from penstock.core.foreign import memory_permitting
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,7 +22,7 @@ T = TypeVar("T")
 class ObservedBackend(DelegatingBackend):
     """Delegates everything, and holds the observer that `from_any_tier` tells of a failover.
 
-    Damage is found by checksums, after the call of the backend returned, so no call shows it here.
+    No call of the backend shows damage, which checksums find after it returned.
     """
 
     def __init__(self, inner: Backend, on_failover: Callable[[str, str], None], /) -> None:
@@ -37,23 +38,28 @@ class ObservedBackend(DelegatingBackend):
         self.on_failover = on_failover
 
 
-def from_any_tier(backend: Backend, read: Callable[[Backend], T]) -> T:
+def from_any_tier(backend: Backend, name: str, read: Callable[[Backend], T]) -> T:
     """Return the result of `read` for `backend`, or for its first tier that is not damaged.
+
+    Args:
+        backend: The store.
+        name: The name of the record that is read, for messages.
+        read: Reads the record from a store, and verifies it.
 
     Raises:
         DamagedError: Each tier is damaged too, or fails; the error is the one of `backend`.
+        RestoreError: There was too little memory.
     """
-    try:
-        return read(backend)
-    except DamagedError as error:
-        for tier in backend.tiers:
-            try:
-                found = read(tier.backend)
-            except (DamagedError, StorageError):
-                continue
-            log.warning("%s; the copy in tier %s is good, and is used", str(error), tier.name)
+    with memory_permitting(name):
+        try:
+            return read(backend)
+        except DamagedError as error:
+            whole = first_whole(backend.tiers, lambda tier: (tier.name, read(tier.backend)))
+            if whole is None:
+                raise
+            tier_name, result = whole
+            log.warning("%s; the copy in tier %s is good, and is used", str(error), tier_name)
             if isinstance(backend, ObservedBackend):
-                for name in error.damaged:
-                    backend.on_failover(name, tier.name)
-            return found
-        raise
+                for damaged in error.damaged:
+                    backend.on_failover(damaged, tier_name)
+            return result

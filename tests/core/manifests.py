@@ -13,7 +13,7 @@ from penstock.core.format.records import (
     CommitRecord,
     blob_name,
 )
-from penstock.core.format.section import new_draft
+from penstock.core.format.section_writer import SectionWriter
 from penstock.core.pipeline.chunks import ChunkResult
 from penstock.core.plan.save import Capture, PlannedObject, plan_save
 from penstock.core.save.manifest import build_sections, frames_of
@@ -89,14 +89,14 @@ class Manifest:
         self.entries = entries
         self.plan = plan_of(entries, chains=chains)
         self.results, encoded_bytes = results_of(self.plan, block_bytes)
-        self.drafts = build_sections(
+        self.writers = build_sections(
             entries,
             self.plan,
             frames_for(self.plan, self.results),
             section_objects=section_objects,
         )
         self.part = encode_part(
-            self.drafts,
+            self.writers,
             uid=UID,
             rank=0,
             step=100,
@@ -163,27 +163,17 @@ def example():
     return Manifest(entries, chains={3: 1, 4: 2})
 
 
-def draft_section(section):
-    """The draft of a section that is at hand as records."""
-    draft = new_draft()
-    draft.frames.extend(section.frames)
-    numbers = {}
-    columns = draft.columns
-    for record in section.objects:
-        spec = record.spec
-        key = (record.kind, spec.dtype, spec.itemsize, record.role, record.form)
-        if key not in numbers:
-            numbers[key] = len(numbers)
-            draft.types.append(list(key))
-        if record.same_as is not None:
-            columns["same_as"].append([len(columns["path"]), record.same_as])
-        columns["ordinal"].append(record.ordinal)
-        columns["path"].append(record.path)
-        columns["type"].append(numbers[key])
-        columns["shape"].append(spec.shape)
-        columns["shards"].append([_shard_row(s, spec) for s in record.shards])
-    draft.node_rows.extend([n.ordinal, n.path, n.form, n.meta] for n in section.nodes)
-    return draft
+def section_of(records):
+    """The writer of a section that is at hand as records."""
+    writer = SectionWriter()
+    for frame in records.frames:
+        writer.frame_number(frame)
+    for record in records.objects:
+        rows = [_shard_row(shard, record.spec) for shard in record.shards]
+        writer.add_object(record.ordinal, record, rows)
+    for node in records.nodes:
+        writer.add_node(node.ordinal, node)
+    return writer
 
 
 def _shard_row(shard, spec):

@@ -1,7 +1,7 @@
 """Stores checkpoints as several ranks would, each with the shards that it is given."""
 
 import numpy as np
-from tests.core.manifests import UID, commit_record, draft_section
+from tests.core.manifests import UID, commit_record, section_of
 
 from penstock.backends.memory import MemoryBackend, MemoryConfig
 from penstock.core.format.blocks import frame_blocks
@@ -152,7 +152,7 @@ def part_of_rank(rank, world_size, held, *, per_section=256, like=DICTS):
             objects.append(record._replace(ordinal=number, shards=tuple(shards)))
         sections.append(Section(tuple(frames), tuple(objects), () if at else node_records))
     part = encode_part(
-        [draft_section(section) for section in sections],
+        [section_of(section) for section in sections],
         uid=UID,
         rank=rank,
         world_size=world_size,

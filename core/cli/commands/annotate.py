@@ -12,7 +12,7 @@ from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.notes import NotesOfRun, check_tag
 from penstock.core.cli.app import Json, Url, command, step_of
 from penstock.core.cli.output.render import metadata_text, print_json, print_line
-from penstock.core.save.prepare import check_metadata
+from penstock.core.save.metadata import check_metadata
 from penstock.core.storage.open import open_backend
 
 if TYPE_CHECKING:

@@ -41,8 +41,7 @@ from penstock.core.cli.output.sums import Sum, print_sums, sums_of
 from penstock.core.cli.output.tree import Row, grown, rows_of
 from penstock.core.plan.choice import class_of
 from penstock.core.restore.checkpoint import Checkpoint
-from penstock.core.restore.rounding import Rounding
-from penstock.core.restore.specs import storage_of
+from penstock.core.restore.specs import Rounding, storage_of
 from penstock.core.storage.open import open_backend
 from penstock.core.tree.paths import show_path
 from penstock.core.tree.select import Selection

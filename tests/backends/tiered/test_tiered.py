@@ -8,9 +8,11 @@ from tests.integration.support import holding
 from penstock import ConfigError
 from penstock.backends.memory import MemoryBackend, MemoryConfig
 from penstock.backends.tiered import TieredBackend, TieredConfig
+from penstock.core.abc import DelegatingBackend
 from penstock.core.errors import (
     BlobExistsError,
     BlobNotFoundError,
+    BlobTruncatedError,
     CapabilityError,
     StorageError,
 )
@@ -91,6 +93,33 @@ def test_a_fast_tier_that_fails_is_passed_over_but_its_error_is_what_is_told():
     for call in (lambda: get(backend, "data/z"), lambda: backend.stat("data/z")):
         with pytest.raises(StorageError, match="on fire"):
             call()
+
+
+def test_blob_that_is_evicted_while_it_is_looked_up_comes_from_the_next_tier():
+    fast, durable = MemoryBackend(MemoryConfig()), memory()
+    for place in (fast, durable):
+        put(place, "data/a/x", b"same")
+    put(durable, "data/a/y", b"only")
+
+    class Evicting(DelegatingBackend):
+        name = "evicting"
+
+        def stat(self, name, /):
+            info = super().stat(name)
+            self.inner.delete([name])
+            return info
+
+    assert get(tiered(Evicting(fast), durable), "data/a/x", "data/a/y") == [b"same", b"only"]
+
+
+def test_truncated_blob_is_not_looked_for_in_other_tiers():
+    fast, durable = memory(), memory()
+    put(fast, "data/a/x", b"cut")
+    put(durable, "data/a/x", b"whole")
+    backend = tiered(fast, durable)
+    for read in (backend.read, lambda requests: backend.submit_read(requests).result(300)):
+        with pytest.raises(BlobTruncatedError):
+            read([ReadRequest("data/a/x", 0, memoryview(bytearray(5)))])
 
 
 def test_a_listing_without_one_tier_is_no_listing():

@@ -30,7 +30,7 @@ from penstock.core.config.model import (
 from penstock.core.config.plugin_choice import BackendConfig, shown_url
 from penstock.core.errors import BlobNotFoundError, ConfigError, PluginError, StorageError
 from penstock.core.plugins.registry import Registry
-from penstock.core.save.prepare import codec_chain
+from penstock.core.save.rules import codec_chain
 from penstock.core.storage.open import open_backend
 
 ROOT = Path(__file__).resolve().parents[3]

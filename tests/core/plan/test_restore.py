@@ -84,7 +84,7 @@ def request(part, frames, refs, ranges=None):
 
 
 def planned_reads(requests, block_bytes):
-    """The plan, where part n has blobs named after their numbers."""
+    """The jobs, and the bytes needed, where part n has blobs named after their numbers."""
     nothing = SectionInfo(0, 0, 0, "", 0, 0, None)
     heads = {}
     for part, unit in block_bytes.items():
@@ -95,8 +95,8 @@ def planned_reads(requests, block_bytes):
     )
 
 
-def execute(plan, blobs):
-    for read in plan.jobs:
+def execute(jobs, blobs):
+    for read in jobs:
         frame = read.frame
         chunk = bytearray(b"\xee" * frame.raw_length)  # what is not fetched must not be used
         for block in read.ranges:
@@ -135,13 +135,13 @@ def test_any_ranges_of_any_objects_are_read_right_and_only_their_blocks(
         for r in ranges if ranges is not None else [ByteRange(0, sizes[number])]:
             out[r.start : r.stop] = contents(number, sizes[number])[r.start : r.stop]
         expected.append(out)
-    plan = planned_reads(requests, {7: block_bytes})
-    execute(plan, blobs)
+    jobs, bytes_needed = planned_reads(requests, {7: block_bytes})
+    execute(jobs, blobs)
     assert [r.sink for r in requests] == expected
-    places = [(r.frame.blob, r.frame.offset) for r in plan.jobs]
+    places = [(r.frame.blob, r.frame.offset) for r in jobs]
     assert places == sorted(set(places))
     needed = 0
-    for read in plan.jobs:
+    for read in jobs:
         used = {n for u in read.uses for n in range(u.at, u.at + u.length)}
         needed += read.frame.length if read.frame.chain else len(used)
         if not read.frame.chain:
@@ -149,7 +149,7 @@ def test_any_ranges_of_any_objects_are_read_right_and_only_their_blocks(
             blocks = frame_blocks(read.frame.offset, read.frame.length, block_bytes)
             touched = [b for b in blocks if used & set(range(b.start, b.stop))]
             assert fetched == {n for b in touched for n in range(b.start, b.stop)}
-    assert plan.bytes_needed == needed
+    assert bytes_needed == needed
 
 
 def test_frames_that_two_sections_describe_differently_are_refused():
@@ -162,17 +162,17 @@ def test_frames_that_two_sections_describe_differently_are_refused():
 def test_a_frame_that_two_sections_list_is_read_once():
     ref = ChunkRef(0, 0, 0, 100)
     requests = [request(0, [Frame(0, 0, 100, 100, 0, (1,))], [ref]) for _ in range(2)]
-    plan = planned_reads(requests, {0: 4096})
-    assert len(plan.jobs) == 1
-    assert plan.bytes_needed == sum(b.length for b in plan.jobs[0].ranges) == 100
+    jobs, needed = planned_reads(requests, {0: 4096})
+    assert len(jobs) == 1
+    assert needed == sum(b.length for b in jobs[0].ranges) == 100
 
 
 def test_frames_of_different_parts_are_kept_apart():
     ref = ChunkRef(0, 0, 0, 100)
     frame = Frame(0, 0, 100, 100, 0, (1,))
     requests = [request(1, [frame], [ref]), request(0, [frame], [ref])]
-    plan = planned_reads(requests, {0: 4096, 1: 4096})
-    assert [read.blob for read in plan.jobs] == ["part 0, blob 0", "part 1, blob 0"]
+    jobs, _ = planned_reads(requests, {0: 4096, 1: 4096})
+    assert [read.blob for read in jobs] == ["part 0, blob 0", "part 1, blob 0"]
 
 
 # -- regions ------------------------------------------------------------------------------------

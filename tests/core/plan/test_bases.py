@@ -4,8 +4,7 @@ import pytest
 
 from penstock.core.abc.codec import CodecContext
 from penstock.core.format.records import BlobRecord, CodecRecord, Frame, blob_name
-from penstock.core.plan.bases import PieceKey, StoredFrame
-from penstock.core.plan.sharing import SharedFrames, with_contexts
+from penstock.core.plan.bases import EarlierFrames, PieceKey, StoredFrame, with_contexts
 from penstock.core.types import Region
 
 ZSTD, LZ4 = CodecRecord("zstd", 1, {"level": 3}), CodecRecord("lz4", 1, {})
@@ -24,7 +23,7 @@ def stored(content=7, *, chain=(ZSTD,), where=None, elements=None, offset=0, len
 
 
 def find(frames, content=7, context=PLAIN, *, elements=None, chain=(ZSTD,)):
-    return SharedFrames(frames).find(content, context, elements, chain)
+    return EarlierFrames(shared=frames).equal(content, context, elements, chain)
 
 
 def test_a_frame_is_found_by_content_context_and_chain():
