@@ -134,6 +134,8 @@ class SaveAgreement:
         """Whether this is rank 0, which publishes."""
         return self.rank == 0
 
+    alone = False
+
     @property
     def writer_bytes(self) -> int:
         """The least bytes that one of several replicas writes."""
