@@ -17,8 +17,8 @@ from penstock.core.errors import (
     SelectionError,
 )
 from penstock.core.hosts.reading import JobReading, Sharing
-from penstock.core.ranks.conductor import Conductor
 from penstock.core.ranks.group import cause_of
+from penstock.core.ranks.session import RankSession
 from penstock.core.ranks.templates import RoundOverError
 from penstock.core.reporting.progress import Listener
 from penstock.core.rounds.restore import RestoreRound
@@ -131,7 +131,7 @@ class RestoreTogether(Generic[T]):
         """On rank 0, behind `run`: what the others have told, by rank."""
         self._candidates: Candidates | None = None
         self._chosen: Opened | None = None
-        self._conductor: Conductor | None = None
+        self._session: RankSession[RestoreRound] | None = None
         self._error: BaseException | None = None
         self._refused: int | None = None  # the step of rank 0, where the calls differ
         self._notes: Sequence[str] = ()  # on what is undefined where the others have failed
@@ -160,49 +160,45 @@ class RestoreTogether(Generic[T]):
                 called_s=called_s,
             )
             called_s = None  # further rounds begin when this one has ended
-            conductor = Conductor(round_, self._group.coordination, self._group.clock)
-            self._conductor = conductor
+            session = self._session = RankSession(self._group, round_)
             if self._templates is not None:
-                self._templates.begin(number, conductor)
-            conductor.start()
+                self._templates.begin(number, session)
+            session.start()
             try:
-                found = self._go_through(round_, conductor)
+                found = self._go_through(session)
             except BaseException as error:
-                self._fail(conductor, error)
+                self._fail(session, error)
                 raise
             finally:
-                # Behind its last post: the process may end when this returns.
-                conductor.wait_over(self._group.timeout_s)
-                self._conductor = None
-                self._group.ended(number)
+                session.finish()  # after its last post: the process may end when this returns
+                self._session = None
             if found is not None:
                 return found
             number = self._group.next_number()
 
     def listen(self, on_progress: Callable[[Progress], None] | None) -> Callable[[Progress], None]:
-        """Return a callback that tells the others that this rank gets on, then calls the user's."""
+        """Return a callback that reports progress to the others, then calls the user's."""
         user = Listener(on_progress, f"the {self._verb}")
 
         def told(progress: Progress) -> None:
-            if (conductor := self._conductor) is not None:
+            if (session := self._session) is not None:
                 done, total = progress.bytes_done, progress.bytes_total
-                conductor.tell(lambda round_: round_.moved(done, total))
+                session.tell(lambda round_: round_.moved(done, total))
             user(progress)
 
         return told
 
-    def _go_through(
-        self, round_: RestoreRound, conductor: Conductor
-    ) -> tuple[T, tuple[int, ...]] | None:
-        """Take the steps of one round; return None if all go on to an older checkpoint."""
+    def _go_through(self, session: RankSession[RestoreRound]) -> tuple[T, tuple[int, ...]] | None:
+        """Take the steps of one round; return None if all continue with an older checkpoint."""
+        round_ = session.round
         found: list[T] = []
         if self._error is not None:  # of the round before, which ended by damage elsewhere
-            self._fail(conductor, self._error)
+            self._fail(session, self._error)
         elif self._group.place.rank == 0:
-            self._lead(conductor)
-        while (step := conductor.next_step()) not in _LAST:
+            self._lead(session)
+        while (step := session.next_step()) not in _LAST:
             if step is Step.WORK:
-                self._work(round_, conductor, found)
+                self._work(session, found)
         if step is Step.DONE:
             self.told = round_.parts
             if self._templates is not None:
@@ -210,12 +206,12 @@ class RestoreTogether(Generic[T]):
             return found[0], tuple(round_.terms["skipped"])
         if step in {Step.CLEAN_UP, Step.KEEP} and self._may_go_on(round_):
             return None
-        error = self._error or self._failure(step, round_, restored=bool(found))
+        error = self._error or self._failure(step, session, restored=bool(found))
         for note in self._notes:
             error.add_note(note)
         raise error
 
-    def _lead(self, conductor: Conductor) -> None:
+    def _lead(self, session: RankSession[RestoreRound]) -> None:
         try:
             if self._candidates is None:
                 self._candidates = self._find_candidates()
@@ -228,11 +224,11 @@ class RestoreTogether(Generic[T]):
                 "uid": record.uid,
                 "skipped": self._candidates.skipped[-_MOST_SKIPPED:],
             }
-            conductor.tell(lambda round_: round_.go(terms))
+            session.tell(lambda round_: round_.go(terms))
         except Exception as error:  # noqa: BLE001 - raised when all others know of it
             self._error = error
             reason = f"{type(error).__name__}: {error}"
-            conductor.tell(lambda round_: round_.refuse(reason))
+            session.tell(lambda round_: round_.refuse(reason))
 
     def _disagreement(self, terms: Mapping[str, Any]) -> str:
         """Return how the call of this rank differs from that of rank 0; empty if it does not."""
@@ -243,13 +239,14 @@ class RestoreTogether(Generic[T]):
                 return f"was called for {what}{here}, but rank 0 for {what}{there}"
         return ""
 
-    def _work(self, round_: RestoreRound, conductor: Conductor, found: list[T]) -> None:
+    def _work(self, session: RankSession[RestoreRound], found: list[T]) -> None:
+        round_ = session.round
         self._notes = ()
         try:
             chosen = self._chosen
             if chosen is None:
                 chosen = self._follow(round_.terms["step"], round_.terms["uid"])
-            chosen = replace(chosen, ended=lambda: conductor.has_news)
+            chosen = replace(chosen, ended=lambda: session.has_news)
             # As rank 0 says it: ranks that do not agree would wait for each other in vain.
             sharing = Sharing.from_terms(round_.terms["sharing"])
             if sharing.per_host or sharing.per_job:
@@ -258,22 +255,22 @@ class RestoreTogether(Generic[T]):
                     round_.number,
                     sharing,
                     network=self._network,
-                    ended=lambda: conductor.has_news,
-                    moved=lambda: conductor.moved(0, 0),
+                    ended=lambda: session.has_news,
+                    moved=lambda: session.moved(0, 0),
                     timing=self._timing,
                 )
                 chosen = replace(chosen, others=others)
             found.append(self._attempt(chosen))
             part = self._tell(found[0])
-            conductor.tell(lambda r: r.seal(part))
+            session.tell(lambda r: r.seal(part))
         except RoundOverError as error:  # the next step says who has failed
             self._notes = getattr(error, "__notes__", [])
         except BaseException as error:  # noqa: BLE001 - Ctrl-C, too: raised when all others know
-            self._fail(conductor, error)
+            self._fail(session, error)
 
-    def _fail(self, conductor: Conductor, error: BaseException) -> None:
+    def _fail(self, session: RankSession[RestoreRound], error: BaseException) -> None:
         self._error = error
-        conductor.tell(lambda round_: round_.fail(_cause(error)))
+        session.tell(lambda round_: round_.fail(_cause(error)))
 
     def _may_go_on(self, round_: RestoreRound) -> bool:
         """Return whether all ranks go on to an older checkpoint, since one has found damage."""
@@ -288,8 +285,15 @@ class RestoreTogether(Generic[T]):
             self._chosen = None
         return True
 
-    def _failure(self, step: Step | None, round_: RestoreRound, *, restored: bool) -> PenstockError:
+    def _failure(
+        self,
+        step: Step | None,
+        session: RankSession[RestoreRound],
+        *,
+        restored: bool,
+    ) -> PenstockError:
         """Return the error of a rank that is not the cause of it."""
+        round_ = session.round
         verb = self._verb
         if step is Step.REPORT_STOPPED:
             return _stopped(round_.stop, verb)
@@ -302,12 +306,10 @@ class RestoreTogether(Generic[T]):
             return CoordinationError(msg)
         past = _PAST.get(verb, verb)
         what = f"no checkpoint was {past}" if number is None else f"step {number} was not {past}"
-        error = round_.error(what, own=True)
+        error = session.abort_error(what, own=True)
         if error is None:  # no verdict: the place where the ranks agree could not be reached
             msg = f"the ranks could not agree on a checkpoint to {verb}: is rank 0 alive?"
             return CoordinationError(msg)
-        if error.rank != self._group.place.rank:
-            self._group.lost |= {error.rank, *round_.still}
         if restored and verb == "restore":
             error.add_note(f"This rank has the values of step {number} now.")
         return error

@@ -1,11 +1,11 @@
 """One rank's way through a round that all ranks go together, sans-IO.
 
 A round is driven from two sides. The *engine* (the save or the restore of this rank) takes steps
-out of `steps` and tells what came of them. The *conductor* carries out what `operations` yields:
+out of `steps` and tells what came of them. The *session* carries out what `operations` yields:
 posts, reads, decisions and waits. Neither side ever waits for the other. Tests run the same code on
 a virtual clock.
 
-Nothing here is thread-safe: `conductor` holds a lock, as the engine does for its table of a save.
+Nothing here is thread-safe: `session` holds a lock, as the engine does for its table of a save.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ class Round:
         """Give up; all other ranks will name this one, with `cause`."""
         self._accuse(self.place.rank, self.place.host, cause)
 
-    # -- the side of the conductor ---------------------------------------------------------------
+    # -- the side of the session -----------------------------------------------------------------
 
     def operations(self, now_s: float) -> Generator[Operation, Answer, None]:
         """Yield what is to be done in the store of the job, one after the other, to the end."""

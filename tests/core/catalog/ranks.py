@@ -80,7 +80,7 @@ def board_name(job, key):
 
 
 class _Conducted:
-    """In place of `Conductor`: hands what a round asks for to the search, one after the other.
+    """In place of `RankSession`: hands what a round asks for to the search, one after the other.
 
     A read that finds nothing new is no step of the search; it is answered here.
     """
