@@ -43,7 +43,7 @@ from penstock.core.ranks.structure import (
     unpack_numbers,
 )
 from penstock.core.rounds.posts import Result, ended, values_key
-from penstock.core.rounds.save import SaveRound
+from penstock.core.rounds.round import SaveRound
 from penstock.core.rounds.table import ENDS, Phase, Step
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ class SaveAgreement(RankSession[SaveRound]):
             self._alive()
             self.check()
         self._group.lost.clear()  # whoever has failed before is here again
-        return {0: self._arrival, **self.tell(lambda r: dict(r.arrived))}
+        return {0: self._arrival, **self.tell(lambda r: dict(r.others.arrived))}
 
     def skip(self, reason: str) -> None:
         """Tell all ranks that this step is not saved, which is no failure; rank 0 alone."""
@@ -404,7 +404,7 @@ class SaveAgreement(RankSession[SaveRound]):
     def _aborted(self, what: str, stays: str) -> PenstockError:
         result, verdict = self.round.result, self.round.verdict
         if result is not None and result.result is not Result.COMMITTED:
-            host = self.round.host_of(0)
+            host = self.round.others.host_of(0)
             who = "rank 0" + (f" on {host}" if host else "")
             msg = f"{ended(f'{what}: {who} {result.cause}')} {stays}".rstrip()
             return RankError(msg, 0, host, result.cause)
@@ -423,7 +423,7 @@ class SaveAgreement(RankSession[SaveRound]):
         if self.terms.get("skipped"):
             return SaveSkippedError(f"step {self._step} was skipped: {self.round.stop}")
         cause = self.round.stop
-        host = self.round.host_of(0)
+        host = self.round.others.host_of(0)
         return RankError(f"{what}: rank 0 did not begin: {cause}", 0, host, cause)
 
 

@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from penstock.core.concurrency.watchdog import spawn
 from penstock.core.errors import CoordinationError
-from penstock.core.rounds.operations import Answer, Decide, Post, Read, Rest, WaitFor
+from penstock.core.rounds.round import Answer, Decide, Post, Read, Rest, WaitFor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
     from penstock.core.errors import RankError
     from penstock.core.ranks.group import RankGroup
-    from penstock.core.rounds.operations import Operation
-    from penstock.core.rounds.round import Round
+    from penstock.core.rounds.round import Operation, Round
     from penstock.core.rounds.table import Step
 
 T = TypeVar("T")
@@ -123,7 +122,7 @@ class RankSession(Generic[R]):
         """Return the error of an abort, as `Round.error`; nobody waits for its cause any more."""
         error = self.round.error(what, stays, own=own)
         if error is not None and error.rank != self._group.place.rank:
-            self._group.lost |= {error.rank, *self.round.still}
+            self._group.lost |= {error.rank, *self.round.others.still}
         return error
 
     def _has_news(self) -> bool:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from penstock.core.ranks.group import RankGroup
     from penstock.core.ranks.session import RankSession
-    from penstock.core.rounds.restore import RestoreRound
+    from penstock.core.rounds.round import RestoreRound
 
     T = TypeVar("T")
 

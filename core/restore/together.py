@@ -21,7 +21,7 @@ from penstock.core.ranks.group import cause_of
 from penstock.core.ranks.session import RankSession
 from penstock.core.ranks.templates import RoundOverError
 from penstock.core.reporting.progress import Listener
-from penstock.core.rounds.restore import RestoreRound
+from penstock.core.rounds.round import RestoreRound
 from penstock.core.rounds.table import Step
 
 if TYPE_CHECKING:

@@ -49,7 +49,6 @@ from penstock.core.format.records import (
     intent_name,
     part_name,
 )
-from penstock.core.rounds.operations import Answer, Decide, Post, Read
 from penstock.core.rounds.posts import (
     At,
     Result,
@@ -61,8 +60,7 @@ from penstock.core.rounds.posts import (
     end_key,
     slot_key,
 )
-from penstock.core.rounds.round import RankPlace
-from penstock.core.rounds.save import SaveRound
+from penstock.core.rounds.round import Answer, Decide, Post, RankPlace, Read, SaveRound
 from penstock.core.rounds.table import ENDS, Phase, Step
 from penstock.core.save.prepare import claim_generation
 

@@ -19,6 +19,7 @@ from penstock.core.catalog.commit_table import TABLE, Action, Event, State
 from penstock.core.catalog.publisher import Publisher
 from penstock.core.rounds.posts import decode_verdict
 from penstock.core.rounds.round import Round
+from penstock.core.rounds.standstill import OtherRanks
 from penstock.core.rounds.table import SAVE_OTHERS, SAVE_RANK_0, Happening, Phase, Step
 
 A, B, OLD = "a" * 32, "b" * 32, "c" * 32
@@ -160,13 +161,12 @@ def break_the_register(patch):
 
 def break_watching(patch):
     """Nobody watches rank 0."""
-    real = Round._hear_slot
+    real = OtherRanks.hear
 
     def hear(self, rank, data):
-        if rank != 0:
-            real(self, rank, data)
+        return None if rank == 0 else real(self, rank, data)
 
-    patch.setattr(Round, "_hear_slot", hear)
+    patch.setattr(OtherRanks, "hear", hear)
 
 
 def break_deleting(patch):

@@ -16,8 +16,7 @@ from penstock.core.ranks.group import RankGroup
 from penstock.core.ranks.session import RankSession
 from penstock.core.ranks.torch_store import TorchCoordination
 from penstock.core.rounds.posts import Result
-from penstock.core.rounds.restore import RestoreRound
-from penstock.core.rounds.save import SaveRound
+from penstock.core.rounds.round import RestoreRound, SaveRound
 from penstock.core.rounds.table import Phase, Step
 from penstock.core.testing.memory_coordination import MemoryBoard, MemoryCoordination
 
@@ -154,7 +153,7 @@ import torch.distributed as dist
 from penstock.core.catalog.commit_table import Commit
 from penstock.core.ranks.group import RankGroup
 from penstock.core.ranks.session import RankSession
-from penstock.core.rounds.save import SaveRound
+from penstock.core.rounds.round import SaveRound
 from penstock.core.rounds.table import Step
 from penstock.core.ranks.torch_store import TorchCoordination
 

@@ -7,7 +7,7 @@ import numpy as np
 from penstock.core.ranks.group import RankGroup
 from penstock.core.ranks.session import RankSession
 from penstock.core.ranks.templates import RoundOverError, TemplateFit, TemplatesOfRanks
-from penstock.core.rounds.restore import RestoreRound
+from penstock.core.rounds.round import RestoreRound
 from penstock.core.testing.memory_coordination import MemoryBoard, MemoryCoordination
 
 PATIENCE_S = 100.0

@@ -23,11 +23,17 @@ from dataclasses import dataclass, field
 from penstock.core.catalog.commit_table import Action, Commit, Event, State
 from penstock.core.errors import CoordinationError
 from penstock.core.rounds import posts
-from penstock.core.rounds.operations import Answer, Post, Read, Rest, WaitFor
 from penstock.core.rounds.posts import At, Result, SlotPost, encode_slot, slot_key
-from penstock.core.rounds.restore import RestoreRound
-from penstock.core.rounds.round import RankPlace
-from penstock.core.rounds.save import SaveRound
+from penstock.core.rounds.round import (
+    Answer,
+    Post,
+    RankPlace,
+    Read,
+    Rest,
+    RestoreRound,
+    SaveRound,
+    WaitFor,
+)
 from penstock.core.rounds.table import Phase, Step
 
 TOLD = {

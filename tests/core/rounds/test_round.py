@@ -4,7 +4,6 @@ import pytest
 
 from penstock.core.catalog.commit_table import Commit, Event
 from penstock.core.errors import CoordinationError
-from penstock.core.rounds.operations import Answer, Decide, Post, Read, Rest, WaitFor
 from penstock.core.rounds.posts import (
     At,
     GoPost,
@@ -14,9 +13,17 @@ from penstock.core.rounds.posts import (
     go_key,
     slot_key,
 )
-from penstock.core.rounds.restore import RestoreRound
-from penstock.core.rounds.round import RankPlace
-from penstock.core.rounds.save import SaveRound
+from penstock.core.rounds.round import (
+    Answer,
+    Decide,
+    Post,
+    RankPlace,
+    Read,
+    Rest,
+    RestoreRound,
+    SaveRound,
+    WaitFor,
+)
 from penstock.core.rounds.table import ENDS, Phase, Step
 
 TIMEOUT_S = 8.0

@@ -8,11 +8,8 @@ import pytest
 
 from penstock.core.catalog.commit_table import Commit, IllegalEventError, State
 from penstock.core.errors import CoordinationError, FormatError
-from penstock.core.rounds.operations import Answer, Post
 from penstock.core.rounds.posts import At, GoPost, decode_slot, slot_key
-from penstock.core.rounds.restore import RestoreRound
-from penstock.core.rounds.round import RankPlace
-from penstock.core.rounds.save import SaveRound
+from penstock.core.rounds.round import Answer, Post, RankPlace, RestoreRound, SaveRound
 from penstock.core.rounds.table import (
     ENDS,
     RESTORE_OTHERS,
