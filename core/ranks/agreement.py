@@ -55,8 +55,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock")
 
-_POLL_S = 0.05
-
 # Errors of rank 0 that all ranks raise as they are: `except StepExistsError` has to take all ranks
 # the same way.
 _ALIKE: tuple[type[SaveError], ...] = (BusyError, StepExistsError)
@@ -106,6 +104,7 @@ class SaveAgreement(RankSession[SaveRound]):
                 timeout_s=group.timeout_s,
                 expects=self._obstacle,
                 called_s=called_s,
+                timing=group.timing,
             ),
         )
         self.uid = group.uid(number)
@@ -154,7 +153,7 @@ class SaveAgreement(RankSession[SaveRound]):
         Raises:
             PenstockError: The save is given up.
         """
-        while not self.wait_all_here(_POLL_S):
+        while not self.wait_all_here(self._group.timing.rank_poll_s):
             self._alive()
             self.check()
         self._group.lost.clear()  # whoever has failed before is here again
@@ -367,7 +366,7 @@ class SaveAgreement(RankSession[SaveRound]):
             PenstockError: The round has ended in another way; or `alive` raised.
         """
         while True:
-            step = self.next_step(_POLL_S)
+            step = self.next_step(self._group.timing.rank_poll_s)
             if step is not None and step in wanted:
                 return
             if step is Step.RESOLVE:

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from penstock.core.concurrency.timing import SYSTEM_CLOCK
+from penstock.core.concurrency.timing import current_timing
 from penstock.core.concurrency.watchdog import Deadline, spawn
 from penstock.core.errors import ConfigError, CoordinationError
 from penstock.core.limits import MAX_INT
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from penstock.core.abc import Coordination
-    from penstock.core.concurrency.timing import Clock
+    from penstock.core.concurrency.timing import Timing
     from penstock.core.config.model import CheckpointerConfig
     from penstock.core.errors import RankError
     from penstock.core.plan.ranks import RankPlaces
@@ -59,7 +59,6 @@ SEVERAL_CHECKPOINTERS = (
 
 _FAILED = "failed with "
 _NONCE_KEY = "nonce"
-_LEFT_POLL_S = 0.01
 _SEATS_AT_ONCE = 64
 _MISSED = b"missed"
 
@@ -81,7 +80,7 @@ class RankGroup:
         writer_bytes: int = WRITER_BYTES,
         members: Sequence[int] = (),
         name: str = "",
-        clock: Clock = SYSTEM_CLOCK,
+        timing: Timing | None = None,
     ) -> None:
         """Join the ranks; nothing is sent.
 
@@ -95,14 +94,15 @@ class RankGroup:
             members: Their numbers in the job, in order, where others of the job are left out;
                 empty: they are all of it.
             name: The name under which they meet, if they have one.
-            clock: The clock by which this rank counts the silence of others.
+            timing: Says how long is waited, and by which clock the silence of others is counted;
+                None: the timing in force.
         """
         self.writer_bytes = writer_bytes
         self.place = RankPlace(rank, world_size, host or socket.gethostname(), tuple(members))
         self.name = name
         self.coordination = coordination
         self.timeout_s = timeout_s
-        self.clock = clock
+        self.timing = timing or current_timing()
         self.alike: dict[object, RankPlaces] = {}
         """The places of this rank among those alike, by what it brought to the newest save.
 
@@ -122,7 +122,7 @@ class RankGroup:
         """The places that this rank was seen to share with rank 0, by URL."""
         self.told_drains = ToldDrains(coordination, timeout_s)
         """On rank 0: what it tells of its copies to slower tiers."""
-        self.followed_drains = FollowedDrains(coordination, timeout_s, clock)
+        self.followed_drains = FollowedDrains(coordination, timeout_s, self.timing)
         """On the others: what they learn of the copies of rank 0."""
         self._numbers = itertools.count()
         self._next = 0
@@ -261,7 +261,7 @@ class RankGroup:
                 self._post_left()
         elif last >= 0:
             while not self._all_left(last) and not deadline.is_over():
-                time.sleep(_LEFT_POLL_S)
+                time.sleep(self.timing.rank_left_poll_s)
         for sender in senders:
             sender.join(deadline.left_s())
         self.coordination.close()
@@ -339,6 +339,7 @@ class RanksOfJob:
         self._name = name or ""
         self._token = secrets.token_hex(16).encode()  # of one seat, however often it is asked for
         self._config = config
+        self._timing = current_timing()
         self._url = url
         self._group: RankGroup | None = None
         self._saves_alone = False
@@ -428,6 +429,7 @@ class RanksOfJob:
                 timeout_s=self._config.rank_timeout_s,
                 name=self._name,
                 token=self._token,
+                timing=self._timing,
             )
         self._check_not_alone(found)
         self._group = found
@@ -483,7 +485,12 @@ def _left_key(rank: int) -> str:
 
 
 def group_of_job(
-    group: Any = None, *, timeout_s: float, name: str = "", token: bytes = b""
+    group: Any = None,
+    *,
+    timeout_s: float,
+    name: str = "",
+    token: bytes = b"",
+    timing: Timing | None = None,
 ) -> RankGroup | None:
     """Return the ranks of the torch.distributed job; None for a process that is alone.
 
@@ -492,6 +499,7 @@ def group_of_job(
         timeout_s: As in `RankGroup`.
         name: Where they meet; empty: at the n-th group of each process.
         token: With a name: identifies the checkpointer that takes the seat, also if it asks again.
+        timing: As in `RankGroup`.
 
     Raises:
         ConfigError: This process is not in `group`, the store of the job cannot be used, or the
@@ -514,6 +522,7 @@ def group_of_job(
         prefix=prefix,
         world_size=place.world_size,
         call_s=min(10.0, timeout_s / 4),  # so that a store that hangs is noticed in time
+        timing=timing,
     )
     if name:
         try:
@@ -528,6 +537,7 @@ def group_of_job(
         timeout_s=timeout_s,
         members=place.members,
         name=name,
+        timing=timing,
     )
     if name:
         _named[seat] = found

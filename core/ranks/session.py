@@ -130,7 +130,7 @@ class RankSession(Generic[R]):
 
     def _run(self) -> None:
         try:
-            operations = self.round.operations(self._group.clock.monotonic_s())
+            operations = self.round.operations(self._group.timing.clock.monotonic_s())
             answer: Answer | None = None
             while True:
                 operation = self._advance(operations, answer)
@@ -175,7 +175,7 @@ class RankSession(Generic[R]):
         except CoordinationError as failure:
             log.debug("the ranks' %s: %s", type(operation).__name__, str(failure))
             error = failure
-        return Answer(self._group.clock.monotonic_s(), value, error)
+        return Answer(self._group.timing.clock.monotonic_s(), value, error)
 
     def _rest(self, timeout_s: float) -> None:
         """Wait for the time, or until the engine tells something."""

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
     T = TypeVar("T")
 
-_POLL_S = 0.02
-_POLL_S_PER_RANK = 1 / 20_000  # all ranks may wait at once, and the store has one thread
 _DIGEST_BYTES = 8
 _MAX_SHOWN = 100  # characters
 _FITS = ("rank", "selection", "unused", "idle", "digest", "pieces")
@@ -189,8 +187,9 @@ class TemplatesOfRanks:
 
     def _insist(self, call: Callable[[], T], is_done: Callable[[T], bool] = lambda _: True) -> T:
         """Return what `call` returns once that is enough; repeats it until the round ends."""
-        session, world_size = self._session, self._group.place.world_size
+        session, timing = self._session, self._group.timing
         assert session is not None
+        all_ask_s = self._group.place.world_size * timing.rank_share_s  # all ranks may wait at once
         while True:
             # Before the call: rank 0 posts its word first, and only then gives the round up.
             ended = session.has_news
@@ -204,7 +203,7 @@ class TemplatesOfRanks:
                 msg = "the round of the ranks ended while this one waited for the others"
                 raise RoundOverError(msg)
             session.moved(0, 0)  # to wait for others is no standstill
-            time.sleep(max(_POLL_S, world_size * _POLL_S_PER_RANK))
+            time.sleep(max(timing.rank_look_first_s, all_ask_s))
 
 
 def _judged(fit: TemplateFit, word: Fields) -> TemplateFit:

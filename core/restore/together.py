@@ -158,6 +158,7 @@ class RestoreTogether(Generic[T]):
                 timeout_s=self._group.timeout_s,
                 expects=self._disagreement,
                 called_s=called_s,
+                timing=self._group.timing,
             )
             called_s = None  # further rounds begin when this one has ended
             session = self._session = RankSession(self._group, round_)

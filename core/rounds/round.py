@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from penstock.core.catalog.commit_table import Event, IllegalEventError
+from penstock.core.concurrency.timing import Timing
 from penstock.core.errors import FormatError, RankError
 from penstock.core.limits import MAX_INT
 from penstock.core.rounds.posts import (
@@ -66,12 +67,6 @@ if TYPE_CHECKING:
     from penstock.core.errors import CoordinationError
     from penstock.core.rounds.table import RoundTable
 
-# What each rank asks of the store of the job while it writes; less often where there are many,
-# since the store has one thread. Always below 1 s, the time in which an error is told.
-_LOOK_S = 0.25
-_LOOK_S_PER_RANK = 1 / 20_000
-_MOST_LOOK_S = 0.8
-_LEAST_LOOK_S = 0.02
 # Rank 0, when it waits for the last parts, pauses for a tenth of what it has waited by then, and
 # four times as long as the last look took: it notices the last part soon, and does not poll hard.
 _WAITED_SHARE = 0.1
@@ -213,6 +208,7 @@ class Round:
         timeout_s: float,
         expects: Callable[[Mapping[str, Any]], str] = lambda _: "",
         called_s: float | None = None,
+        timing: Timing | None = None,
     ) -> None:
         """Prepare the round; nothing is posted before `operations` runs.
 
@@ -224,6 +220,7 @@ class Round:
             called_s: When this rank was called to save or to restore, on the monotonic clock; None:
                 now. Who does not come is waited for from then on: of what this rank has done since
                 then, the clean-up behind the save before say, a quarter of the time-out counts.
+            timing: Says how often this rank looks; None: as usual.
         """
         self.place = place
         self.number = number
@@ -246,6 +243,7 @@ class Round:
         self._blame: Verdict | None = None
         self._outbox: dict[str, bytes] = {}
         self._pace = _Pace(looks, timeout_s, called_s)
+        self._timing = timing or Timing()
 
     # -- the side of the engine ----------------------------------------------------------------
 
@@ -418,18 +416,19 @@ class Round:
         return self.phase is Phase.SEALED or (self.phase is Phase.WAITING and gathers)
 
     def _look_s(self) -> float:
-        look_s = min(_LOOK_S + self.place.world_size * _LOOK_S_PER_RANK, _MOST_LOOK_S)
-        return min(look_s, self.timeout_s / LOOKS)
+        timing = self._timing
+        look_s = timing.rank_look_s + self.place.world_size * timing.rank_share_s
+        return min(look_s, timing.rank_look_most_s, self.timeout_s / LOOKS)
 
     def _pause(self) -> Operation:
-        pace = self._pace
+        pace, first_s = self._pace, self._timing.rank_look_first_s
         pause_s = max(0.0, min(self._look_s(), pace.next_beat_s - pace.now_s))
         if watched := self._watched():
-            pause_s = min(pause_s, max(self.others.left_s(watched), _LEAST_LOOK_S))
+            pause_s = min(pause_s, max(self.others.left_s(watched), first_s))
         if self._leads:
             if self._waits_for_others:
                 waited_s = pace.looks.counted_s - self._sealed_s
-                least_s = max(_LEAST_LOOK_S, _LOOK_SHARE * pace.took_s, _WAITED_SHARE * waited_s)
+                least_s = max(first_s, _LOOK_SHARE * pace.took_s, _WAITED_SHARE * waited_s)
                 pause_s = min(pause_s, least_s)
             return Rest(pause_s)
         if self.phase is Phase.WAITING:
@@ -595,6 +594,7 @@ class SaveRound(Round):
         timeout_s: float,
         expects: Callable[[Mapping[str, Any]], str] = lambda _: "",
         called_s: float | None = None,
+        timing: Timing | None = None,
     ) -> None:
         """Prepare the round, as `Round` says.
 
@@ -605,8 +605,16 @@ class SaveRound(Round):
             timeout_s: As in `Round`.
             expects: As in `Round`.
             called_s: As in `Round`.
+            timing: As in `Round`.
         """
-        super().__init__(place, number, timeout_s=timeout_s, expects=expects, called_s=called_s)
+        super().__init__(
+            place,
+            number,
+            timeout_s=timeout_s,
+            expects=expects,
+            called_s=called_s,
+            timing=timing,
+        )
         self._commit = commit
 
     def published(self, result: Result, cause: str = "", totals: Sequence[int] = ()) -> None:

@@ -136,7 +136,7 @@ class Finish:
         self.may_write = Latch()
         """Opens when the capture no longer wants the memory bandwidth for itself."""
         self._agreement = turn.agreement(
-            commit=self.commit,
+            self.commit,
             step=request.step,
             called_s=clock.called,
             alive=self._stay,

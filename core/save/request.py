@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.core.plan.ranks import chunks_of_rank, derivable, masters_of
 from penstock.core.ranks.agreement import SaveAgreement
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from penstock.core.abc import Backend, Node, StateObject
-    from penstock.core.catalog.commit_table import Commit, Event
+    from penstock.core.catalog.commit_table import Commit
     from penstock.core.errors import StorageFullError
     from penstock.core.format.records import CommitRecord
     from penstock.core.pipeline.chain import CodecChain
@@ -113,17 +113,9 @@ class SaveTurn:
         """Whether derived objects are captured too, since another rank may not derive them."""
         return False
 
-    def agreement(
-        self,
-        *,
-        commit: Commit,
-        step: int,
-        called_s: float,
-        alive: Callable[[], None],
-        look: Callable[[int], Event],
-    ) -> AgreementOfOne | SaveAgreement:
-        """Return this rank's side of the save; see `SaveAgreement`."""
-        del step, called_s, alive, look
+    def agreement(self, commit: Commit, **options: Any) -> AgreementOfOne | SaveAgreement:
+        """Return this rank's side of the save; the options are those of `SaveAgreement`."""
+        del options
         return AgreementOfOne(commit)
 
     def bring(self, request: SaveRequest) -> None:
@@ -163,29 +155,13 @@ class RankTurn(SaveTurn):
         """See `SaveTurn`."""
         return self.masters is None
 
-    def agreement(
-        self,
-        *,
-        commit: Commit,
-        step: int,
-        called_s: float,
-        alive: Callable[[], None],
-        look: Callable[[int], Event],
-    ) -> SaveAgreement:
+    def agreement(self, commit: Commit, **options: Any) -> SaveAgreement:
         """See `SaveTurn`.
 
         Raises:
             CoordinationError: The store of the job cannot be reached.
         """
-        return SaveAgreement(
-            self.group,
-            self.number,
-            commit=commit,
-            step=step,
-            called_s=called_s,
-            alive=alive,
-            look=look,
-        )
+        return SaveAgreement(self.group, self.number, commit=commit, **options)
 
     def bring(self, request: SaveRequest) -> None:
         """Note it, and what this rank writes where its places among the others are known."""

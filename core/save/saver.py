@@ -64,7 +64,6 @@ log = logging.getLogger("penstock")
 _MODES = ("blocking", "async", "lazy")
 _BUSY = "another save was under way"
 _IN_HANDLER = "skipped it: the signal handler that called save interrupted another save"
-_FIRST_LOOK_S, _MOST_LOOK_S = 0.005, 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +284,8 @@ class Saver(SaveSurroundings):
             return self.pending.take_turn(on_busy)
         if on_busy == "skip":
             # Rank 0 may be busy no more: then it says nothing before this rank is there.
-            deadline, pause_s = Deadline(turn.group.timeout_s), _FIRST_LOOK_S
+            timing = self._workers.timing
+            deadline, pause_s = Deadline(turn.group.timeout_s), timing.busy_poll_first_s
             while not (self.pending.take_turn("skip") or deadline.is_over()):
                 word = turn.group.word(turn.number)
                 if word is not None:
@@ -293,7 +293,7 @@ class Saver(SaveSurroundings):
                         return False
                     break
                 self.pending.rest(pause_s)
-                pause_s = min(2 * pause_s, _MOST_LOOK_S)
+                pause_s = min(2 * pause_s, timing.busy_poll_most_s)
         return self.pending.take_turn("wait")
 
     def _prepared(self, call: _SaveCall) -> SaveJob | None:
