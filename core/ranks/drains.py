@@ -15,12 +15,10 @@ from penstock.core.errors import CoordinationError, FormatError, NotDrainedError
 from penstock.core.rounds.posts import (
     DrainedPost,
     DrainsPost,
-    decode_drained,
-    decode_drains,
+    decode,
     drained_key,
     drains_key,
-    encode_drained,
-    encode_drains,
+    encode,
 )
 from penstock.core.rounds.standstill import BEATS, LOOKS, MOST_COUNTED, CountedLooks, Standstill
 
@@ -67,7 +65,7 @@ class ToldDrains:
         """Tell how the copies of a checkpoint ended; returns at once."""
         with self._changed:
             self._open.pop(number, None)
-            self._outbox[number] = encode_drained(post)
+            self._outbox[number] = encode(post)
             self._run_on()
 
     def close(self) -> None:
@@ -112,7 +110,7 @@ class ToldDrains:
         try:
             for number, data in posts.items():
                 self._coordination.post(drained_key(number), data)
-            self._coordination.post(drains_key(), encode_drains(DrainsPost(self._moves, failing)))
+            self._coordination.post(drains_key(), encode(DrainsPost(self._moves, failing)))
         except CoordinationError:
             return False
         return True
@@ -225,14 +223,14 @@ class FollowedDrains:
 
 def _failing_in(data: bytes | None) -> str:
     try:
-        return "" if data is None else decode_drains(data).failing
+        return "" if data is None else decode(DrainsPost, data).failing
     except FormatError as error:
         return str(error)
 
 
 def _end_in(data: bytes) -> DrainedPost:
     try:
-        return decode_drained(data)
+        return decode(DrainedPost, data)
     except FormatError as error:
         return _ended(str(error))
 

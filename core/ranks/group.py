@@ -30,10 +30,8 @@ from penstock.core.rounds.posts import (
     SlotPost,
     Verdict,
     cut_bytes,
-    decode_go,
-    encode_go,
-    encode_slot,
-    encode_verdict,
+    decode,
+    encode,
     end_key,
     go_key,
     slot_key,
@@ -180,7 +178,7 @@ class RankGroup:
         On a thread of its own: the caller is on its way out with an error.
         """
         verdict = Verdict(commit=False, rank=self.place.rank, host=self.place.host, cause=cause)
-        self._send(lambda: self.coordination.decide(end_key(number), encode_verdict(verdict)))
+        self._send(lambda: self.coordination.decide(end_key(number), encode(verdict)))
         self.ended(number)
 
     def refuse(
@@ -188,7 +186,7 @@ class RankGroup:
     ) -> None:
         """Tell all ranks that rank 0 does not begin; on a thread of its own."""
         post = GoPost(kind, terms or {}, stop=reason)
-        self._send(lambda: self.coordination.post(go_key(number), encode_go(post)))
+        self._send(lambda: self.coordination.post(go_key(number), encode(post)))
         self.ended(number)
 
     def word(self, number: int) -> GoPost | None:
@@ -198,7 +196,7 @@ class RankGroup:
             CoordinationError: The store of the job cannot be reached.
         """
         data = self.coordination.read([go_key(number)])[0]
-        return None if data is None else decode_go(data)
+        return None if data is None else decode(GoPost, data)
 
     def ended(self, number: int) -> None:
         """Note that this rank has learned how a round ended, and needs the store no longer for it.
@@ -251,7 +249,7 @@ class RankGroup:
             cause += f" (because of {type(error).__name__}: {_line_of(error)})"
         part = {"cause": cut_bytes(cause)}
         post = SlotPost(self._next, "save", At.CLOSED, host=self.place.host, part=part)
-        self._send(lambda: self.coordination.post(slot_key(self.place.rank), encode_slot(post)))
+        self._send(lambda: self.coordination.post(slot_key(self.place.rank), encode(post)))
         if self.name:
             self._send(self._take_seats_of_lost)
         with self._lock:

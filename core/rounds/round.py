@@ -26,13 +26,8 @@ from penstock.core.rounds.posts import (
     ResultPost,
     SlotPost,
     Verdict,
-    decode_go,
-    decode_result,
-    decode_verdict,
-    encode_go,
-    encode_result,
-    encode_slot,
-    encode_verdict,
+    decode,
+    encode,
     end_key,
     ended,
     go_key,
@@ -279,7 +274,7 @@ class Round:
         Raises:
             FormatError: The terms are larger than a post may be; nothing has changed.
         """
-        data = encode_go(GoPost(self.kind, terms))
+        data = encode(GoPost(self.kind, terms))
         if self.phase is Phase.WAITING:  # else it is given up already
             self.terms = terms
             self._outbox[go_key(self.number)] = data
@@ -290,7 +285,7 @@ class Round:
         if self.phase is Phase.WAITING:
             self.stop, self.terms = reason, terms or {}
             post = GoPost(self.kind, self.terms, stop=reason)
-            self._outbox[go_key(self.number)] = encode_go(post)
+            self._outbox[go_key(self.number)] = encode(post)
         self._happen(Happening.STOP)
 
     def moved(self, done: int = 0, total: int = 0) -> None:
@@ -383,7 +378,7 @@ class Round:
                 del self._outbox[key]
 
     def _ask(self) -> Generator[Operation, Answer, None]:
-        wished = Decide(end_key(self.number), self._wish())
+        wished = Decide(end_key(self.number), encode(self._wish()))
         answer = self._pace.answered((yield wished))
         if answer.error is None and not self.over:
             self._hear_verdict(answer.value)
@@ -466,11 +461,11 @@ class Round:
         """Whether this rank reads or asks now: that a post is taken then tells it nothing."""
         return self.phase in _ASKING or bool(self._keys(slots=False))
 
-    def _wish(self) -> bytes:
+    def _wish(self) -> Verdict:
         if self.phase is Phase.DECIDING:
-            return encode_verdict(Verdict(commit=True))
+            return Verdict(commit=True)
         assert self._blame is not None
-        return encode_verdict(self._blame)
+        return self._blame
 
     def _fitting(self, at: At, part: Mapping[str, Any]) -> SlotPost:
         """Return the slot of this rank with `part`.
@@ -479,11 +474,11 @@ class Round:
             FormatError: The part is larger than a post may be, with the counts of later beats.
         """
         found = replace(self._own, at=at, part=part)
-        encode_slot(replace(found, moves=MAX_INT, done=MAX_INT, total=MAX_INT))
+        encode(replace(found, moves=MAX_INT, done=MAX_INT, total=MAX_INT))
         return found
 
     def _post_slot(self) -> None:
-        self._outbox[slot_key(self.place.rank)] = encode_slot(self._own)
+        self._outbox[slot_key(self.place.rank)] = encode(self._own)
 
     def _hear(self, keys: Sequence[str], values: Sequence[bytes | None]) -> None:
         found = dict(zip(keys, values, strict=True))
@@ -496,9 +491,9 @@ class Round:
         result = found.pop(result_key(self.number), None)
         try:
             if go is not None:
-                self._hear_go(decode_go(go))
+                self._hear_go(decode(GoPost, go))
             if result is not None:
-                self.result = decode_result(result)
+                self.result = decode(ResultPost, result)
                 self._happen(_OF_RESULT[self.result.result])
             for rank in sorted(self.others.pending) if self._leads else (0,):
                 if self.over or (data := found.get(slot_key(rank), b"")) == b"":
@@ -512,7 +507,7 @@ class Round:
 
     def _hear_verdict(self, data: bytes) -> None:
         try:
-            self.verdict = decode_verdict(data)
+            self.verdict = decode(Verdict, data)
         except FormatError:  # as good as a register that cannot be reached
             if (self.phase, Happening.REGISTER_LOST) in self._table:
                 self._happen(Happening.REGISTER_LOST)
@@ -620,7 +615,7 @@ class SaveRound(Round):
     def published(self, result: Result, cause: str = "", totals: Sequence[int] = ()) -> None:
         """Tell what came of the publish; rank 0 alone."""
         post = self.result = ResultPost(result, cause, tuple(totals))
-        self._outbox[result_key(self.number)] = encode_result(post)
+        self._outbox[result_key(self.number)] = encode(post)
         self._happen(_OF_RESULT[result])
 
     def resolved(self, record: Event) -> None:
@@ -633,7 +628,7 @@ class SaveRound(Round):
             event = self._of_lost_register()
             if self._leads:  # a request for a commit may land late, and then others wait for this
                 never = ResultPost(Result.NEVER, "rank 0 could not reach the register")
-                self._outbox[result_key(self.number)] = encode_result(never)
+                self._outbox[result_key(self.number)] = encode(never)
         elif self._leads and happening not in _FED_ON_RANK_0:
             event = None
         if event is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.errors import FormatError
-from penstock.core.rounds.posts import At, Kind, SlotPost, decode_slot
+from penstock.core.rounds.posts import At, Kind, SlotPost, decode
 from penstock.core.units import size_text
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class OtherRanks(Standstill):
         if data is not None and data != before:
             self._slot_bytes[rank] = data
             try:
-                post = decode_slot(data)
+                post = decode(SlotPost, data)
             except FormatError as error:
                 return f"posted what cannot be read: {error}"
             self._slots[rank] = post

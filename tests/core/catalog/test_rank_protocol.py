@@ -17,7 +17,7 @@ from tests.core.catalog.ranks import Rank, ranks
 
 from penstock.core.catalog.commit_table import TABLE, Action, Event, State
 from penstock.core.catalog.publisher import Publisher
-from penstock.core.rounds.posts import decode_verdict
+from penstock.core.rounds.posts import Verdict, decode
 from penstock.core.rounds.round import Round
 from penstock.core.rounds.standstill import OtherRanks
 from penstock.core.rounds.table import SAVE_OTHERS, SAVE_RANK_0, Happening, Phase, Step
@@ -152,7 +152,7 @@ def break_the_register(patch):
     """Whoever asks the register counts as answered."""
 
     def hear(self, data):
-        self.verdict = decode_verdict(self._wish() if self.phase in _ASKING else data)
+        self.verdict = self._wish() if self.phase in _ASKING else decode(Verdict, data)
         commit = self.verdict.commit
         self._happen(Happening.COMMIT_DECIDED if commit else Happening.ABORT_DECIDED)
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from penstock.core.catalog.commit_table import Action, Commit, Event, State
 from penstock.core.errors import CoordinationError
 from penstock.core.rounds import posts
-from penstock.core.rounds.posts import At, Result, SlotPost, encode_slot, slot_key
+from penstock.core.rounds.posts import At, Result, SlotPost, encode, slot_key
 from penstock.core.rounds.round import (
     Answer,
     Post,
@@ -226,7 +226,7 @@ class World:
 
     def register(self, number):
         value = self.values.get(posts.end_key(number))
-        return None if value is None else posts.decode_verdict(value)
+        return None if value is None else posts.decode(posts.Verdict, value)
 
     # -- what must hold ------------------------------------------------------------------------
 
@@ -369,7 +369,7 @@ class Rank:
         elif fault.kind == "leave":  # it closes its checkpointer, before it comes
             left = SlotPost(0, "save", At.CLOSED, part={"cause": "closed its checkpointer"})
             self.dead = True
-            self.world._set(slot_key(self.rank), encode_slot(left))
+            self.world._set(slot_key(self.rank), encode(left))
         elif fault.kind == "fail" and self.round is not None:
             self.deliver(0.0, lambda: self._engine(lambda: self.round.fail("No space left")))
 

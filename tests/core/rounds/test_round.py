@@ -8,8 +8,7 @@ from penstock.core.rounds.posts import (
     At,
     GoPost,
     SlotPost,
-    encode_go,
-    encode_slot,
+    encode,
     go_key,
     slot_key,
 )
@@ -102,9 +101,9 @@ class Rank:
         if key == slot_key(other):
             self._beats += 1
             at = At.WORKING if self._until is Phase.WORKING else At.SEALED
-            return encode_slot(SlotPost(0, self._kind, at, self._beats, "", 0, 0, {}))
+            return encode(SlotPost(0, self._kind, at, self._beats, "", 0, 0, {}))
         if key == go_key(0) and self._until is not Phase.WAITING:
-            return encode_go(GoPost(self._kind, {"generation": 0}))
+            return encode(GoPost(self._kind, {"generation": 0}))
         return None
 
 
