@@ -269,7 +269,7 @@ class SaveAgreement(RankSession[SaveRound]):
             self._next(Step.DONE)
             return {}
         self._next(Step.MERGE)
-        return self.tell(lambda r: dict(r.parts))
+        return self.tell(lambda r: dict(r.others.parts))
 
     def check_values(self, parts: Mapping[int, Mapping[str, Any]]) -> frozenset[str]:
         """Compare what has to be equal on ranks; rank 0 alone.

@@ -73,10 +73,12 @@ class RankSession(Generic[R]):
             BaseException: As with `next_step`.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self.round.all_here or self._has_news(), timeout_s)
+            self._changed.wait_for(
+                lambda: self.round.others.all_here or self._has_news(), timeout_s
+            )
             if self._error is not None:
                 raise self._error
-            return self.round.all_here
+            return self.round.others.all_here
 
     def next_step(self, timeout_s: float | None = None) -> Step | None:
         """Wait for what this rank has to do next.

@@ -189,7 +189,7 @@ class RestoreTogether(Generic[T]):
             if step is Step.WORK:
                 self._work(session, found)
         if step is Step.DONE:
-            self.told = round_.parts
+            self.told = round_.others.parts
             if self.templates is not None:
                 self.templates.end()
             return found[0], tuple(round_.terms["skipped"])

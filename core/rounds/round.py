@@ -247,16 +247,6 @@ class Round:
         """Whether the round is over on this rank."""
         return self.phase in ENDS
 
-    @property
-    def all_here(self) -> bool:
-        """Whether rank 0 has heard of every other rank in this round; rank 0 alone."""
-        return len(self.others.arrived) == self.place.world_size - 1
-
-    @property
-    def parts(self) -> Mapping[int, Mapping[str, Any]]:
-        """On rank 0: what the others have posted with `seal`, by rank."""
-        return self.others.parts
-
     def arrive(self, arrival: Mapping[str, Any]) -> None:
         """Take what is posted with the first post; rank 0 then waits for that of all others.
 
@@ -369,10 +359,12 @@ class Round:
     def _post_due(self) -> Generator[Operation, Answer, None]:
         pace = self._pace
         if pace.now_s >= pace.next_beat_s:
-            self._post_slot()
+            self._outbox[slot_key(self.place.rank)] = encode(self._own)
             pace.next_beat_s = pace.now_s + self.timeout_s / BEATS
         for key, value in list(self._outbox.items()):
-            answer = pace.answered((yield Post(key, value)), hears=not self._listens)
+            # A rank that reads or asks learns nothing from a post that is taken.
+            listens = self.phase in _ASKING or bool(self._keys(slots=False))
+            answer = pace.answered((yield Post(key, value)), hears=not listens)
             self.posts += 1
             if answer.error is None and self._outbox.get(key) is value:
                 del self._outbox[key]
@@ -407,7 +399,7 @@ class Round:
     def _waits_for_others(self) -> bool:
         if not self._leads:
             return self.phase is Phase.WAITING
-        gathers = self._gathers and not self.all_here
+        gathers = self._gathers and not self.others.all_here
         return self.phase is Phase.SEALED or (self.phase is Phase.WAITING and gathers)
 
     def _look_s(self) -> float:
@@ -456,11 +448,6 @@ class Round:
             return sorted(self.others.pending) if self.phase in _OPEN - {Phase.MERGING} else ()
         return (0,) if self._keys(slots=False) else ()
 
-    @property
-    def _listens(self) -> bool:
-        """Whether this rank reads or asks now: that a post is taken then tells it nothing."""
-        return self.phase in _ASKING or bool(self._keys(slots=False))
-
     def _wish(self) -> Verdict:
         if self.phase is Phase.DECIDING:
             return Verdict(commit=True)
@@ -476,9 +463,6 @@ class Round:
         found = replace(self._own, at=at, part=part)
         encode(replace(found, moves=MAX_INT, done=MAX_INT, total=MAX_INT))
         return found
-
-    def _post_slot(self) -> None:
-        self._outbox[slot_key(self.place.rank)] = encode(self._own)
 
     def _hear(self, keys: Sequence[str], values: Sequence[bytes | None]) -> None:
         found = dict(zip(keys, values, strict=True))
@@ -551,7 +535,7 @@ class Round:
         if self.phase is not Phase.WAITING and self._own.at is At.HERE:
             self._own = replace(self._own, at=At.WORKING, part={})
         if step in {Step.WORK, Step.POST_SEALED}:
-            self._post_slot()
+            self._outbox[slot_key(self.place.rank)] = encode(self._own)
         self.steps.append(step)
 
     def _tell(self, happening: Happening) -> None:

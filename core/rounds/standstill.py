@@ -107,6 +107,11 @@ class OtherRanks(Standstill):
         self._slot_bytes: dict[int, bytes] = {}
 
     @property
+    def all_here(self) -> bool:
+        """Whether rank 0 has heard of every other rank in this round; rank 0 alone."""
+        return len(self.arrived) == len(self._moved_s)
+
+    @property
     def still(self) -> set[int]:
         """The ranks that rank 0 waits for, and that have stood still for half of the time-out.
 

@@ -353,7 +353,7 @@ class _Engine:
             for rank in range(actor.world_size)
         ]
         generation = self.round.terms["generation"]
-        posted = [row for part in self.round.parts.values() for row in part["borrowed"]]
+        posted = [row for part in self.round.others.parts.values() for row in part["borrowed"]]
         every = {*self._borrowed, *(BlobRecord(*row) for row in posted)}
         return CommitRecord(
             actor.uid, actor.step, generation, "2026-01-01T00:00:00Z", actor.world_size,

@@ -90,7 +90,7 @@ def test_all_ranks_commit_together(kind):
     ends, rounds, published = go_through(members_of(kind), save_round)
     assert ends == dict.fromkeys(range(WORLD), Step.DONE)
     assert published == [0]
-    assert rounds[0].parts == {rank: {"bytes": rank} for rank in range(1, WORLD)}
+    assert rounds[0].others.parts == {rank: {"bytes": rank} for rank in range(1, WORLD)}
     assert all(r.terms == {"step": 100} for r in rounds.values())
     assert max(r.posts for r in rounds.values()) <= 6
 

@@ -473,7 +473,7 @@ class Rank:
     def _after_a_change(self):
         while self.round.steps:
             self._carry_out(self.round.steps.popleft())
-        if self.rank == 0 and self._gathers and self.round.all_here:
+        if self.rank == 0 and self._gathers and self.round.others.all_here:
             self._gathers, number = False, self.number
             self.deliver(2 * self.world.plan.latency_s, lambda: self._begin_all(number))
         if self.round.phase is not self._phase:
