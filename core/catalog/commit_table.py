@@ -7,7 +7,7 @@ refreshed for half the grace time; COMMITTED is reached only by the store's own 
 the rank that got it, or by reading a record that is ours.
 
 Where many ranks save together, each has such a table of its own, and its round
-(`core/rounds/save.py`) feeds it. The last four events are for that alone.
+(`core/rounds/round.py`) feeds it. The last four events are for that alone.
 """
 
 from __future__ import annotations

@@ -105,6 +105,43 @@ class Timing:
     preemption_poll_s: float = 1.0
     """A rank asks the store of the job this often whether another rank was asked to leave."""
 
+    preemption_share_s: float = 1 / 5_000
+    """N ranks ask that at most every N times this: the store of the job has one thread."""
+
+    preemption_s: float = 60.0
+    """The ranks have this long to agree on the step after which they leave, if the user gives no
+    deadline."""
+
+    rank_poll_s: float = 0.05
+    """A thread that waits for other ranks checks this often whether it is to continue without."""
+
+    rank_look_first_s: float = 0.02
+    """The first pause between two looks at what another rank has posted, and the shortest of a rank
+    that has nothing to do but to look."""
+
+    rank_look_s: float = 0.25
+    """A rank that writes looks this often at what the others have posted; less often where there
+    are many. Always below 1 s, the time in which an error is reported to all."""
+
+    rank_look_most_s: float = 0.8
+    """The longest pause between two such looks, however many ranks there are."""
+
+    rank_share_s: float = 1 / 20_000
+    """The store of the job has one thread: N ranks that look at once pause for N times this."""
+
+    rank_left_poll_s: float = 0.01
+    """Rank 0 checks this often, when it closes, whether the others need its store no longer."""
+
+    store_poll_first_s: float = 0.002
+    """The first pause between two looks for one key of the store of the job."""
+
+    busy_poll_first_s: float = 0.005
+    """The first pause between two looks whether rank 0 skips the save for which this rank is
+    still busy; doubled with each further look."""
+
+    busy_poll_most_s: float = 0.1
+    """The longest of these pauses."""
+
     last_progress_s: float = 5.0
     """A blocking save waits this long for its last `on_progress` call; then it returns."""
 

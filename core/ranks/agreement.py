@@ -24,8 +24,8 @@ from penstock.core.errors import (
     StepExistsError,
 )
 from penstock.core.plan.ranks import RankPlaces
-from penstock.core.ranks.conductor import Conductor
 from penstock.core.ranks.group import SEVERAL_CHECKPOINTERS, cause_of, failed_with
+from penstock.core.ranks.session import RankSession
 from penstock.core.ranks.structure import (
     Brought,
     Digests,
@@ -43,7 +43,7 @@ from penstock.core.ranks.structure import (
     unpack_numbers,
 )
 from penstock.core.rounds.posts import Result, ended, values_key
-from penstock.core.rounds.save import SaveRound
+from penstock.core.rounds.round import SaveRound
 from penstock.core.rounds.table import ENDS, Phase, Step
 
 if TYPE_CHECKING:
@@ -55,8 +55,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock")
 
-_POLL_S = 0.05
-
 # Errors of rank 0 that all ranks raise as they are: `except StepExistsError` has to take all ranks
 # the same way.
 _ALIKE: tuple[type[SaveError], ...] = (BusyError, StepExistsError)
@@ -64,11 +62,13 @@ _ALIKE: tuple[type[SaveError], ...] = (BusyError, StepExistsError)
 _FINAL = frozenset({Step.DONE, Step.CLEAN_UP, Step.KEEP, Step.REPORT_UNKNOWN, Step.REPORT_STOPPED})
 
 
-class SaveAgreement:
+class SaveAgreement(RankSession[SaveRound]):
     """This rank's side of a save that several ranks make together.
 
     Methods that wait call `alive` again and again, which may raise to give up.
     """
+
+    alone = False
 
     def __init__(
         self,
@@ -95,9 +95,25 @@ class SaveAgreement:
         Raises:
             CoordinationError: The store of the job cannot be reached.
         """
+        super().__init__(
+            group,
+            SaveRound(
+                group.place,
+                number,
+                commit=commit,
+                timeout_s=group.timeout_s,
+                expects=self._obstacle,
+                called_s=called_s,
+                timing=group.timing,
+            ),
+        )
         self.uid = group.uid(number)
-        self._group = group
-        self._number = number
+        self.rank = group.place.rank
+        self.leads = self.rank == 0
+        """Whether this is rank 0, which publishes."""
+        self.world_size = group.place.world_size
+        self.writer_bytes = group.writer_bytes
+        """The least bytes that one of several replicas writes."""
         self._step = step
         self._alive = alive
         self._look = look
@@ -108,41 +124,11 @@ class SaveAgreement:
         self._indices: Mapping[str, Sequence[int]] = {}
         self.structures: Sequence[str] = ()
         """The digests of the structures of all ranks, in order, once they are here; of rank 0."""
-        self._arrived = False
-        self._round = SaveRound(
-            group.place,
-            number,
-            commit=commit,
-            timeout_s=group.timeout_s,
-            expects=self._obstacle,
-            called_s=called_s,
-        )
-        self._conductor = Conductor(self._round, group.coordination, group.clock)
-
-    @property
-    def rank(self) -> int:
-        """The number of this rank."""
-        return self._group.place.rank
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks."""
-        return self._group.place.world_size
-
-    @property
-    def leads(self) -> bool:
-        """Whether this is rank 0, which publishes."""
-        return self.rank == 0
-
-    @property
-    def writer_bytes(self) -> int:
-        """The least bytes that one of several replicas writes."""
-        return self._group.writer_bytes
 
     @property
     def terms(self) -> Mapping[str, Any]:
         """What rank 0 has decided for all."""
-        return self._round.terms
+        return self.round.terms
 
     def arrive(self, brought: Brought, more: Mapping[str, Any]) -> None:
         """Tell the others that this rank takes part; may wait for a device, but for no other rank.
@@ -158,9 +144,8 @@ class SaveAgreement:
         # then, others go on from places that this rank has not heard of.
         self._assumed = self._group.alike.get(brought.key)
         self._group.alike = {}
-        self._round.arrive(self._arrival)
-        self._arrived = True
-        self._conductor.start()
+        self.round.arrive(self._arrival)
+        self.start()
 
     def gather(self) -> dict[int, Mapping[str, Any]]:
         """Wait until all ranks are here; return what each has told with `arrive`; rank 0 alone.
@@ -168,15 +153,15 @@ class SaveAgreement:
         Raises:
             PenstockError: The save is given up.
         """
-        while not self._conductor.wait_all_here(_POLL_S):
+        while not self.wait_all_here(self._group.timing.rank_poll_s):
             self._alive()
             self.check()
         self._group.lost.clear()  # whoever has failed before is here again
-        return {0: self._arrival, **self._conductor.tell(lambda r: dict(r.arrived))}
+        return {0: self._arrival, **self.tell(lambda r: dict(r.others.arrived))}
 
     def skip(self, reason: str) -> None:
         """Tell all ranks that this step is not saved, which is no failure; rank 0 alone."""
-        self._conductor.tell(lambda r: r.refuse(reason, {"skipped": True}))
+        self.tell(lambda r: r.refuse(reason, {"skipped": True}))
 
     def go(self, arrivals: Mapping[int, Mapping[str, Any]], terms: Mapping[str, Any]) -> None:
         """Tell all ranks to write; rank 0 alone."""
@@ -197,10 +182,10 @@ class SaveAgreement:
             "unequal": unequal_replicas(post.get("replicas", {}) for post in posts),
         }
         try:
-            self._conductor.tell(lambda r: r.go(every))
+            self.tell(lambda r: r.go(every))
         except FormatError:  # too much for a post: each rank stores all that it holds
             every |= {"classes": pack_numbers([]), "shared": {}}
-            self._conductor.tell(lambda r: r.go(every))
+            self.tell(lambda r: r.go(every))
 
     def wait_for_go(self) -> RankPlaces:
         """Wait for the word of rank 0; return the places of this rank among those alike.
@@ -248,20 +233,15 @@ class SaveAgreement:
             raise SaveError(msg) from error
         self._group.shared.add(backend.url)
 
-    def moved(self, done: int, total: int) -> None:
-        """Note progress."""
-        if self._arrived:
-            self._conductor.moved(done, total)
-
     def check(self) -> None:
         """Raise if the round is over, since another rank has failed.
 
         Raises:
             PenstockError: The save is given up.
         """
-        phase = self._round.phase  # read without the lock: an end stays one
-        if self._arrived and phase in ENDS and phase is not Phase.COMMITTED:
-            raise self._error(phase)
+        phase = self.round.phase  # read without the lock: an end stays one
+        if phase in ENDS and phase is not Phase.COMMITTED:
+            raise self._end_error(phase)
 
     def seal(self, part: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
         """Tell that the part of this rank is durable, and wait until all have told so.
@@ -279,17 +259,17 @@ class SaveAgreement:
         if own != self.terms["values"]:
             pieces = dump_values(compared)
             for number, piece in enumerate(pieces):
-                key = values_key(self._number, self.rank, number)
+                key = values_key(self.round.number, self.rank, number)
                 self._group.coordination.post(key, piece)
         post = {**part, "values": own, "pieces": len(pieces)}
         if self._digests.shared:
             post["shared"] = dict(self._digests.shared)
-        self._conductor.tell(lambda r: r.seal(post))
+        self.tell(lambda r: r.seal(post))
         if not self.leads:
             self._next(Step.DONE)
             return {}
         self._next(Step.MERGE)
-        return self._conductor.tell(lambda r: dict(r.parts))
+        return self.tell(lambda r: dict(r.others.parts))
 
     def check_values(self, parts: Mapping[int, Mapping[str, Any]]) -> frozenset[str]:
         """Compare what has to be equal on ranks; rank 0 alone.
@@ -325,7 +305,7 @@ class SaveAgreement:
         return frozenset().union(*(nothing_in(found) for _, found in maps))
 
     def _values_of(self, rank: int, pieces: int) -> dict[str, str]:
-        keys = [values_key(self._number, rank, piece) for piece in range(pieces)]
+        keys = [values_key(self.round.number, rank, piece) for piece in range(pieces)]
         found = self._group.coordination.read(keys)
         return load_values([piece or b"" for piece in found], f"the values of rank {rank}")
 
@@ -335,17 +315,17 @@ class SaveAgreement:
         Raises:
             PenstockError: The save is given up.
         """
-        self._conductor.tell(lambda r: r.merged())
+        self.tell(lambda r: r.merged())
         self._next(Step.PUBLISH)
 
     def published(self, result: Result, cause: str = "", totals: Sequence[int] = ()) -> None:
         """Tell what came of the publish; rank 0 alone."""
-        self._conductor.tell(lambda _: self._round.published(result, cause, totals))
+        self.tell(lambda r: r.published(result, cause, totals))
 
     @property
     def totals(self) -> tuple[int, ...]:
         """What all ranks have written, as rank 0 has told it; empty if it could not any more."""
-        result = self._round.result
+        result = self.round.result
         return () if result is None else result.totals
 
     def give_up(self, error: BaseException) -> BaseException:
@@ -355,28 +335,20 @@ class SaveAgreement:
             The error to report: `error`, or one that names the rank that was the first to fail.
         """
         cause = cause_of(error)
-        if not self._arrived:
-            self._group.give_up(self._number, cause)
+        if not self.has_begun:
+            self._group.give_up(self.round.number, cause)
             return error
-        if self._round.phase in ENDS:
+        if self.round.phase in ENDS:
             return error
-        self._conductor.tell(lambda r: r.fail(cause))
+        self.tell(lambda r: r.fail(cause))
         self._alive = _nothing
         try:
             self._next()
         except PenstockError as other:
             return other if isinstance(other, RankError) else error
         except BaseException as bug:  # noqa: BLE001 - or nobody would end the save
-            log.debug("the end of round %d is not known: %s", self._number, repr(bug))
+            log.debug("the end of round %d is not known: %s", self.round.number, repr(bug))
         return error
-
-    def finish(self) -> None:
-        """Wait until the others can learn all that they need of this rank."""
-        if self._arrived:
-            self._conductor.wait_over(self._group.timeout_s)
-            self._group.ended(self._number)
-
-    # ------------------------------------------------------------------------------------------
 
     def _obstacle(self, terms: Mapping[str, Any]) -> str:
         if terms.get("step") == self._step:
@@ -394,21 +366,18 @@ class SaveAgreement:
             PenstockError: The round has ended in another way; or `alive` raised.
         """
         while True:
-            step = self._conductor.next_step(_POLL_S)
+            step = self.next_step(self._group.timing.rank_poll_s)
             if step is not None and step in wanted:
                 return
             if step is Step.RESOLVE:
-                found = self._look(int(self.terms["generation"]))
-                self._conductor.tell(partial(self._resolve, found))
+                record = self._look(int(self.terms["generation"]))
+                self.tell(partial(SaveRound.resolved, record=record))
             elif step in _FINAL:
-                raise self._error(self._round.phase)
+                raise self._end_error(self.round.phase)
             elif step is None:
                 self._alive()
 
-    def _resolve(self, found: Event, _: object) -> None:
-        self._round.resolved(found)
-
-    def _error(self, phase: Phase) -> PenstockError:
+    def _end_error(self, phase: Phase) -> PenstockError:
         step = self._step
         latest = self.terms.get("latest")
         stays = "" if latest is None else f"Step {latest} stays the latest."
@@ -419,7 +388,7 @@ class SaveAgreement:
         elif phase is Phase.STOPPED:
             error = self._stopped(f"step {step} was not saved")
         elif phase is Phase.UNKNOWN:
-            result = self._round.result
+            result = self.round.result
             why = "rank 0 and the store of the job are silent"
             if result is not None and result.result is Result.UNKNOWN:
                 why = f"rank 0 {result.cause}"
@@ -432,9 +401,9 @@ class SaveAgreement:
         return error
 
     def _aborted(self, what: str, stays: str) -> PenstockError:
-        result, verdict = self._round.result, self._round.verdict
+        result, verdict = self.round.result, self.round.verdict
         if result is not None and result.result is not Result.COMMITTED:
-            host = self._round.host_of(0)
+            host = self.round.others.host_of(0)
             who = "rank 0" + (f" on {host}" if host else "")
             msg = f"{ended(f'{what}: {who} {result.cause}')} {stays}".rstrip()
             return RankError(msg, 0, host, result.cause)
@@ -443,18 +412,17 @@ class SaveAgreement:
         if verdict is not None and verdict.rank == self.rank:
             why = f"{what}: the other ranks gave it up, since this one {verdict.cause}"
             return SaveError(f"{ended(why)} {stays}".rstrip())
-        found = self._round.error(what, stays)
+        found = self.abort_error(what, stays)
         if found is not None:
-            self._group.lost |= {found.rank, *self._round.still}
             return _alike(found)
         silence = f"the store of the job could not be reached for {self._group.timeout_s:g} s"
         return CoordinationError(f"{what}: {silence}. {stays}".rstrip())
 
     def _stopped(self, what: str) -> PenstockError:
         if self.terms.get("skipped"):
-            return SaveSkippedError(f"step {self._step} was skipped: {self._round.stop}")
-        cause = self._round.stop
-        host = self._round.host_of(0)
+            return SaveSkippedError(f"step {self._step} was skipped: {self.round.stop}")
+        cause = self.round.stop
+        host = self.round.others.host_of(0)
         return RankError(f"{what}: rank 0 did not begin: {cause}", 0, host, cause)
 
 

@@ -9,18 +9,16 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from penstock.core.concurrency.timing import SYSTEM_CLOCK
+from penstock.core.concurrency.timing import SYSTEM_CLOCK, Timing
 from penstock.core.concurrency.watchdog import spawn
 from penstock.core.errors import CoordinationError, FormatError, NotDrainedError
 from penstock.core.rounds.posts import (
     DrainedPost,
     DrainsPost,
-    decode_drained,
-    decode_drains,
+    decode,
     drained_key,
     drains_key,
-    encode_drained,
-    encode_drains,
+    encode,
 )
 from penstock.core.rounds.standstill import BEATS, LOOKS, MOST_COUNTED, CountedLooks, Standstill
 
@@ -28,9 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock.core.abc import Coordination
-    from penstock.core.concurrency.timing import Clock
 
-_FIRST_LOOK_S = 0.02
 _GROWTH = 1.5
 
 
@@ -69,7 +65,7 @@ class ToldDrains:
         """Tell how the copies of a checkpoint ended; returns at once."""
         with self._changed:
             self._open.pop(number, None)
-            self._outbox[number] = encode_drained(post)
+            self._outbox[number] = encode(post)
             self._run_on()
 
     def close(self) -> None:
@@ -114,7 +110,7 @@ class ToldDrains:
         try:
             for number, data in posts.items():
                 self._coordination.post(drained_key(number), data)
-            self._coordination.post(drains_key(), encode_drains(DrainsPost(self._moves, failing)))
+            self._coordination.post(drains_key(), encode(DrainsPost(self._moves, failing)))
         except CoordinationError:
             return False
         return True
@@ -124,18 +120,19 @@ class FollowedDrains:
     """What another rank learns of the copies of rank 0. Thread-safe."""
 
     def __init__(
-        self, coordination: Coordination, timeout_s: float, clock: Clock = SYSTEM_CLOCK
+        self, coordination: Coordination, timeout_s: float, timing: Timing | None = None
     ) -> None:
         """Prepare; nothing is read before `follow`.
 
         Args:
             coordination: Where the ranks agree.
             timeout_s: Rank 0 counts as dead once it is silent for this long.
-            clock: The clock by which its silence is counted.
+            timing: Says how often it looks, and by which clock the silence is counted; None:
+                as usual.
         """
         self._coordination = coordination
         self._timeout_s = timeout_s
-        self._clock = clock
+        self._timing = timing or Timing()
         self._changed = threading.Condition()  # guards all below
         self._waiting: dict[int, Callable[[DrainedPost], None]] = {}
         self._telling: list[threading.Thread] = []
@@ -193,7 +190,7 @@ class FollowedDrains:
         looks = CountedLooks(self._timeout_s * MOST_COUNTED)
         still = Standstill(looks, [0], self._timeout_s)
         beat: bytes | None = None
-        pause_s = _FIRST_LOOK_S
+        pause_s = self._timing.rank_look_first_s
         while True:
             with self._changed:
                 numbers = list(self._waiting)
@@ -205,7 +202,7 @@ class FollowedDrains:
                 found = self._coordination.read(keys)
             except CoordinationError:
                 found = [beat, *([None] * len(numbers))]
-            looks.look(self._clock.monotonic_s())
+            looks.look(self._timing.clock.monotonic_s())
             if found[0] != beat:
                 beat = found[0]
                 still.moved(0)
@@ -220,20 +217,20 @@ class FollowedDrains:
                 self._changed.notify_all()
                 known = set(self._waiting)
                 if self._changed.wait_for(lambda: self._waiting.keys() - known, pause_s):  # noqa: B023
-                    pause_s = _FIRST_LOOK_S
+                    pause_s = self._timing.rank_look_first_s
             pause_s = min(pause_s * _GROWTH, self._timeout_s / LOOKS)
 
 
 def _failing_in(data: bytes | None) -> str:
     try:
-        return "" if data is None else decode_drains(data).failing
+        return "" if data is None else decode(DrainsPost, data).failing
     except FormatError as error:
         return str(error)
 
 
 def _end_in(data: bytes) -> DrainedPost:
     try:
-        return decode_drained(data)
+        return decode(DrainedPost, data)
     except FormatError as error:
         return _ended(str(error))
 

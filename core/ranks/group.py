@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from penstock.core.concurrency.timing import SYSTEM_CLOCK
+from penstock.core.concurrency.timing import current_timing
 from penstock.core.concurrency.watchdog import Deadline, spawn
 from penstock.core.errors import ConfigError, CoordinationError
 from penstock.core.limits import MAX_INT
@@ -30,10 +30,8 @@ from penstock.core.rounds.posts import (
     SlotPost,
     Verdict,
     cut_bytes,
-    decode_go,
-    encode_go,
-    encode_slot,
-    encode_verdict,
+    decode,
+    encode,
     end_key,
     go_key,
     slot_key,
@@ -45,7 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from penstock.core.abc import Coordination
-    from penstock.core.concurrency.timing import Clock
+    from penstock.core.concurrency.timing import Timing
     from penstock.core.config.model import CheckpointerConfig
     from penstock.core.errors import RankError
     from penstock.core.plan.ranks import RankPlaces
@@ -59,7 +57,6 @@ SEVERAL_CHECKPOINTERS = (
 
 _FAILED = "failed with "
 _NONCE_KEY = "nonce"
-_LEFT_POLL_S = 0.01
 _SEATS_AT_ONCE = 64
 _MISSED = b"missed"
 
@@ -81,7 +78,7 @@ class RankGroup:
         writer_bytes: int = WRITER_BYTES,
         members: Sequence[int] = (),
         name: str = "",
-        clock: Clock = SYSTEM_CLOCK,
+        timing: Timing | None = None,
     ) -> None:
         """Join the ranks; nothing is sent.
 
@@ -95,14 +92,15 @@ class RankGroup:
             members: Their numbers in the job, in order, where others of the job are left out;
                 empty: they are all of it.
             name: The name under which they meet, if they have one.
-            clock: The clock by which this rank counts the silence of others.
+            timing: Says how long is waited, and by which clock the silence of others is counted;
+                None: the timing in force.
         """
         self.writer_bytes = writer_bytes
         self.place = RankPlace(rank, world_size, host or socket.gethostname(), tuple(members))
         self.name = name
         self.coordination = coordination
         self.timeout_s = timeout_s
-        self.clock = clock
+        self.timing = timing or current_timing()
         self.alike: dict[object, RankPlaces] = {}
         """The places of this rank among those alike, by what it brought to the newest save.
 
@@ -122,7 +120,7 @@ class RankGroup:
         """The places that this rank was seen to share with rank 0, by URL."""
         self.told_drains = ToldDrains(coordination, timeout_s)
         """On rank 0: what it tells of its copies to slower tiers."""
-        self.followed_drains = FollowedDrains(coordination, timeout_s, clock)
+        self.followed_drains = FollowedDrains(coordination, timeout_s, self.timing)
         """On the others: what they learn of the copies of rank 0."""
         self._numbers = itertools.count()
         self._next = 0
@@ -180,7 +178,7 @@ class RankGroup:
         On a thread of its own: the caller is on its way out with an error.
         """
         verdict = Verdict(commit=False, rank=self.place.rank, host=self.place.host, cause=cause)
-        self._send(lambda: self.coordination.decide(end_key(number), encode_verdict(verdict)))
+        self._send(lambda: self.coordination.decide(end_key(number), encode(verdict)))
         self.ended(number)
 
     def refuse(
@@ -188,7 +186,7 @@ class RankGroup:
     ) -> None:
         """Tell all ranks that rank 0 does not begin; on a thread of its own."""
         post = GoPost(kind, terms or {}, stop=reason)
-        self._send(lambda: self.coordination.post(go_key(number), encode_go(post)))
+        self._send(lambda: self.coordination.post(go_key(number), encode(post)))
         self.ended(number)
 
     def word(self, number: int) -> GoPost | None:
@@ -198,7 +196,7 @@ class RankGroup:
             CoordinationError: The store of the job cannot be reached.
         """
         data = self.coordination.read([go_key(number)])[0]
-        return None if data is None else decode_go(data)
+        return None if data is None else decode(GoPost, data)
 
     def ended(self, number: int) -> None:
         """Note that this rank has learned how a round ended, and needs the store no longer for it.
@@ -251,7 +249,7 @@ class RankGroup:
             cause += f" (because of {type(error).__name__}: {_line_of(error)})"
         part = {"cause": cut_bytes(cause)}
         post = SlotPost(self._next, "save", At.CLOSED, host=self.place.host, part=part)
-        self._send(lambda: self.coordination.post(slot_key(self.place.rank), encode_slot(post)))
+        self._send(lambda: self.coordination.post(slot_key(self.place.rank), encode(post)))
         if self.name:
             self._send(self._take_seats_of_lost)
         with self._lock:
@@ -261,7 +259,7 @@ class RankGroup:
                 self._post_left()
         elif last >= 0:
             while not self._all_left(last) and not deadline.is_over():
-                time.sleep(_LEFT_POLL_S)
+                time.sleep(self.timing.rank_left_poll_s)
         for sender in senders:
             sender.join(deadline.left_s())
         self.coordination.close()
@@ -339,6 +337,7 @@ class RanksOfJob:
         self._name = name or ""
         self._token = secrets.token_hex(16).encode()  # of one seat, however often it is asked for
         self._config = config
+        self._timing = current_timing()
         self._url = url
         self._group: RankGroup | None = None
         self._saves_alone = False
@@ -428,6 +427,7 @@ class RanksOfJob:
                 timeout_s=self._config.rank_timeout_s,
                 name=self._name,
                 token=self._token,
+                timing=self._timing,
             )
         self._check_not_alone(found)
         self._group = found
@@ -483,7 +483,12 @@ def _left_key(rank: int) -> str:
 
 
 def group_of_job(
-    group: Any = None, *, timeout_s: float, name: str = "", token: bytes = b""
+    group: Any = None,
+    *,
+    timeout_s: float,
+    name: str = "",
+    token: bytes = b"",
+    timing: Timing | None = None,
 ) -> RankGroup | None:
     """Return the ranks of the torch.distributed job; None for a process that is alone.
 
@@ -492,6 +497,7 @@ def group_of_job(
         timeout_s: As in `RankGroup`.
         name: Where they meet; empty: at the n-th group of each process.
         token: With a name: identifies the checkpointer that takes the seat, also if it asks again.
+        timing: As in `RankGroup`.
 
     Raises:
         ConfigError: This process is not in `group`, the store of the job cannot be used, or the
@@ -514,6 +520,7 @@ def group_of_job(
         prefix=prefix,
         world_size=place.world_size,
         call_s=min(10.0, timeout_s / 4),  # so that a store that hangs is noticed in time
+        timing=timing,
     )
     if name:
         try:
@@ -528,6 +535,7 @@ def group_of_job(
         timeout_s=timeout_s,
         members=place.members,
         name=name,
+        timing=timing,
     )
     if name:
         _named[seat] = found

@@ -30,10 +30,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock")
 
-_LIMIT_S = 60.0  # for the ranks to agree, where no deadline is known
-_POLL_S = 0.05
-# All ranks together ask the store this often at most: it has one thread.
-_ASKED_PER_S = 5_000
 _NOTHING_PASSED = -1
 _NEVER = MAX_INT
 
@@ -62,8 +58,9 @@ class AgreedStop:
         self._group = group
         self._asked = asked
         self._limit_s = limit_s
-        poll_s = current_timing().preemption_poll_s
-        self._poll_s = max(poll_s, group.place.world_size / _ASKED_PER_S)
+        self._timing = timing = current_timing()
+        ask_s = group.place.world_size * timing.preemption_share_s
+        self._poll_s = max(timing.preemption_poll_s, ask_s)
         self._lock = Lock()  # guards `_passed` and `_holds`
         self._passed = _NOTHING_PASSED
         self._holds = False
@@ -134,7 +131,7 @@ class AgreedStop:
             except CoordinationError as error:
                 why = str(error)
                 stop = _NEVER if deadline.is_over() else None
-                time.sleep(_POLL_S)
+                time.sleep(self._timing.rank_poll_s)
         if stop == _NEVER:
             log.warning("training does not stop: %s", why)
         else:
@@ -159,7 +156,7 @@ class AgreedStop:
                 return max(known)
             if decided is not None:
                 break
-            time.sleep(_POLL_S)
+            time.sleep(self._timing.rank_poll_s)
         return _NEVER
 
     def _decide(self, stop: int) -> int:
@@ -215,7 +212,7 @@ class Preemption:
             msg = f"deadline_s must be a number of seconds above 0, not {show_value(deadline_s)}"
             raise ConfigError(msg)
         self._alone = ranks == "alone"
-        self._limit_s = _LIMIT_S if deadline_s is None else deadline_s
+        self._limit_s = current_timing().preemption_s if deadline_s is None else deadline_s
 
     def __enter__(self) -> Self:
         """Install the handlers, and meet the other ranks.

@@ -25,13 +25,12 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from penstock.core.ranks.conductor import Conductor
     from penstock.core.ranks.group import RankGroup
+    from penstock.core.ranks.session import RankSession
+    from penstock.core.rounds.round import RestoreRound
 
     T = TypeVar("T")
 
-_POLL_S = 0.02
-_POLL_S_PER_RANK = 1 / 20_000  # all ranks may wait at once, and the store has one thread
 _DIGEST_BYTES = 8
 _MAX_SHOWN = 100  # characters
 _FITS = ("rank", "selection", "unused", "idle", "digest", "pieces")
@@ -89,14 +88,14 @@ class TemplatesOfRanks:
         self.selection = _shortened(selection)
         self._group = group
         self._number = 0
-        self._conductor: Conductor | None = None
+        self._session: RankSession[RestoreRound] | None = None
         self._fit: TemplateFit | None = None
         self.lacked: Sequence[int] = ()
         """Which of `extra` no rank's template has; of rank 0 alone, once all have restored."""
 
-    def begin(self, number: int, conductor: Conductor) -> None:
+    def begin(self, number: int, session: RankSession[RestoreRound]) -> None:
         """Begin a round."""
-        self._number, self._conductor = number, conductor
+        self._number, self._session = number, session
         self._fit, self.lacked = None, ()
 
     def judge(self, fit: TemplateFit) -> TemplateFit:
@@ -188,22 +187,23 @@ class TemplatesOfRanks:
 
     def _insist(self, call: Callable[[], T], is_done: Callable[[T], bool] = lambda _: True) -> T:
         """Return what `call` returns once that is enough; repeats it until the round ends."""
-        conductor, world_size = self._conductor, self._group.place.world_size
-        assert conductor is not None
+        session, timing = self._session, self._group.timing
+        assert session is not None
+        all_ask_s = self._group.place.world_size * timing.rank_share_s  # all ranks may wait at once
         while True:
             # Before the call: rank 0 posts its word first, and only then gives the round up.
-            ended = conductor.has_news
+            ended = session.has_news
             try:
                 found = call()
                 if is_done(found):
                     return found
             except CoordinationError:  # the round notices a store that is silent
-                ended = conductor.has_news
+                ended = session.has_news
             if ended:
                 msg = "the round of the ranks ended while this one waited for the others"
                 raise RoundOverError(msg)
-            conductor.moved(0, 0)  # to wait for others is no standstill
-            time.sleep(max(_POLL_S, world_size * _POLL_S_PER_RANK))
+            session.moved(0, 0)  # to wait for others is no standstill
+            time.sleep(max(timing.rank_look_first_s, all_ask_s))
 
 
 def _judged(fit: TemplateFit, word: Fields) -> TemplateFit:

@@ -23,6 +23,7 @@ from penstock.core.abc import (
     check_coordination_value,
 )
 from penstock.core.concurrency.pool import Pool
+from penstock.core.concurrency.timing import current_timing
 from penstock.core.concurrency.watchdog import Deadline
 from penstock.core.errors import ConfigError, CoordinationError
 
@@ -31,12 +32,10 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from typing import TypeVar
 
+    from penstock.core.concurrency.timing import Timing
+
     T = TypeVar("T")
 
-_FIRST_POLL_S = 0.002
-# All ranks that wait together ask the server this often, whatever their number: it has one thread.
-_POLLS_PER_S = 20_000
-_LEAST_POLL_S = 0.05
 # Behind a call that has hung for its whole time, others wait for this share of theirs.
 _HELD_UP_SHARE = 1 / 4
 # The n-th instance of each rank is one job's, since all ranks run the same program.
@@ -78,7 +77,13 @@ class TorchCoordination(Coordination):
     """
 
     def __init__(
-        self, store: Any = None, *, prefix: str = "", world_size: int = 1, call_s: float = 10.0
+        self,
+        store: Any = None,
+        *,
+        prefix: str = "",
+        world_size: int = 1,
+        call_s: float = 10.0,
+        timing: Timing | None = None,
     ) -> None:
         """Clone the store; nothing is sent.
 
@@ -87,6 +92,7 @@ class TorchCoordination(Coordination):
             prefix: Names the job within the store; empty takes `job_prefix()`.
             world_size: The ranks that use the server, which says how often each may poll.
             call_s: The most seconds for one call.
+            timing: Says how often a wait looks; None: the timing in force.
 
         Raises:
             ConfigError: There is no default process group, or its store cannot be used.
@@ -108,7 +114,8 @@ class TorchCoordination(Coordination):
         self._original = original  # the server may live in this object
         self._prefix = prefix
         self._call_s = call_s
-        self._most_poll_s = max(_LEAST_POLL_S, world_size / _POLLS_PER_S)
+        self._timing = timing or current_timing()
+        self._most_poll_s = max(self._timing.rank_poll_s, world_size * self._timing.rank_share_s)
         # One thread: a client does one call at a time anyway. Not counted as stuck, so that behind
         # a call that hangs no further thread hangs, too.
         self._pool = Pool(1, "penstock-ranks")
@@ -157,7 +164,7 @@ class TorchCoordination(Coordination):
         time-out prints a warning of the C++ library.
         """
         deadline = Deadline(timeout_s)
-        pause_s = _FIRST_POLL_S
+        pause_s = self._timing.store_poll_first_s
         while self.read([key])[0] is None:
             if deadline.is_over():
                 return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from penstock.core.errors import (
@@ -17,11 +17,11 @@ from penstock.core.errors import (
     SelectionError,
 )
 from penstock.core.hosts.reading import JobReading, Sharing
-from penstock.core.ranks.conductor import Conductor
 from penstock.core.ranks.group import cause_of
+from penstock.core.ranks.session import RankSession
 from penstock.core.ranks.templates import RoundOverError
 from penstock.core.reporting.progress import Listener
-from penstock.core.rounds.restore import RestoreRound
+from penstock.core.rounds.round import RestoreRound
 from penstock.core.rounds.table import Step
 
 if TYPE_CHECKING:
@@ -70,71 +70,59 @@ _LAST = frozenset(
 """The steps behind which a round has no further ones; None: it has ended without any."""
 
 
+@dataclass(slots=True)
 class RestoreTogether(Generic[T]):
     """The part of one rank in a restore, or a load, of all ranks.
 
     Rank 0 chooses the checkpoint, and each rank plans and reads by itself. Where damage may be
-    answered with an older checkpoint, all ranks go on to that one together.
+    answered with an older checkpoint, all ranks continue with that one together.
+
+    Attributes:
+        group: The ranks.
+        verb: `restore` or `load`.
+        step: What this rank was called for: all ranks have to be called for the same.
+        fallback: Whether damage leads to the next older checkpoint; the same on all ranks, too.
+        candidates: Returns the checkpoints to try; called on rank 0.
+        follow: Opens what rank 0 has chosen, by step and uid; called on the others.
+        attempt: Restores an open checkpoint on this rank.
+        templates: The templates of all ranks, which `attempt` asks; None: there are none.
+        tell: Returns what rank 0 learns of the result of `attempt`, in at most some KiB.
+        sharing: What the ranks read once and hand on; that of rank 0 counts.
+        network: The network between hosts, as in `JobReading`.
+        timing: Says how long is waited, where ranks read together.
+        told: On rank 0, after `run`: what the others have posted, by rank.
     """
 
-    def __init__(  # noqa: PLR0913 - parts, each by name
-        self,
-        group: RankGroup,
-        *,
-        verb: str,
-        step: int | str,
-        fallback: bool,
-        candidates: Callable[[], Candidates],
-        follow: Callable[[int, str], Opened],
-        attempt: Callable[[Opened], T],
-        templates: TemplatesOfRanks | None = None,
-        tell: Callable[[T], Mapping[str, Any]] = lambda _: {},
-        sharing: Sharing,
-        network: str | None,
-        timing: Timing,
-    ) -> None:
-        """Prepare.
+    group: RankGroup
+    _: KW_ONLY
+    verb: str
+    step: int | str
+    fallback: bool
+    candidates: Callable[[], Candidates]
+    follow: Callable[[int, str], Opened]
+    attempt: Callable[[Opened], T]
+    templates: TemplatesOfRanks | None = None
+    tell: Callable[[T], Mapping[str, Any]] = lambda _: {}
+    sharing: Sharing
+    network: str | None
+    timing: Timing
+    told: Mapping[int, Mapping[str, Any]] = field(default_factory=dict, init=False)
+    _asked: Mapping[str, Any] = field(init=False)
+    _found: Candidates | None = field(default=None, init=False)
+    _chosen: Opened | None = field(default=None, init=False)
+    _session: RankSession[RestoreRound] | None = field(default=None, init=False)
+    _error: BaseException | None = field(default=None, init=False)
+    _refused: int | None = field(default=None, init=False)  # rank 0's step, where calls differ
+    # On what is undefined where the others have failed.
+    _notes: Sequence[str] = field(default=(), init=False)
 
-        Args:
-            group: The ranks.
-            verb: `restore` or `load`.
-            step: What this rank was called for: all ranks have to be called for the same.
-            fallback: Whether damage leads to the next older checkpoint; the same on all ranks, too.
-            candidates: Returns the checkpoints to try; called on rank 0.
-            follow: Opens what rank 0 has chosen, by step and uid; called on the others.
-            attempt: Restores an open checkpoint on this rank.
-            templates: The templates of all ranks, which `attempt` asks; None: there are none.
-            tell: Returns what rank 0 is told of the result of `attempt`, in at most some KiB.
-            sharing: What the ranks read once and hand on; that of rank 0 counts.
-            network: The network between hosts, as in `JobReading`.
-            timing: Says how long is waited, where ranks read together.
-        """
-        self._sharing = sharing
-        self._network = network
-        self._timing = timing
-        self._group = group
-        self._verb = verb
-        selection = "" if templates is None else templates.selection
-        self._asked: Mapping[str, Any] = {
-            "verb": verb,
-            "asked": step,
-            "fallback": fallback,
-            "selection": selection,
+    def __post_init__(self) -> None:
+        self._asked = {
+            "verb": self.verb,
+            "asked": self.step,
+            "fallback": self.fallback,
+            "selection": "" if self.templates is None else self.templates.selection,
         }
-        self._fallback = fallback
-        self._find_candidates = candidates
-        self._follow = follow
-        self._attempt = attempt
-        self._templates = templates
-        self._tell = tell
-        self.told: Mapping[int, Mapping[str, Any]] = {}
-        """On rank 0, behind `run`: what the others have told, by rank."""
-        self._candidates: Candidates | None = None
-        self._chosen: Opened | None = None
-        self._conductor: Conductor | None = None
-        self._error: BaseException | None = None
-        self._refused: int | None = None  # the step of rank 0, where the calls differ
-        self._notes: Sequence[str] = ()  # on what is undefined where the others have failed
 
     def run(self, number: int, called_s: float | None = None) -> tuple[T, tuple[int, ...]]:
         """Restore on this rank, and wait until all have restored the same checkpoint.
@@ -153,86 +141,83 @@ class RestoreTogether(Generic[T]):
         """
         while True:
             round_ = RestoreRound(
-                self._group.place,
+                self.group.place,
                 number,
-                timeout_s=self._group.timeout_s,
+                timeout_s=self.group.timeout_s,
                 expects=self._disagreement,
                 called_s=called_s,
+                timing=self.group.timing,
             )
             called_s = None  # further rounds begin when this one has ended
-            conductor = Conductor(round_, self._group.coordination, self._group.clock)
-            self._conductor = conductor
-            if self._templates is not None:
-                self._templates.begin(number, conductor)
-            conductor.start()
+            session = self._session = RankSession(self.group, round_)
+            if self.templates is not None:
+                self.templates.begin(number, session)
+            session.start()
             try:
-                found = self._go_through(round_, conductor)
+                found = self._go_through(session)
             except BaseException as error:
-                self._fail(conductor, error)
+                self._fail(session, error)
                 raise
             finally:
-                # Behind its last post: the process may end when this returns.
-                conductor.wait_over(self._group.timeout_s)
-                self._conductor = None
-                self._group.ended(number)
+                session.finish()  # after its last post: the process may end when this returns
+                self._session = None
             if found is not None:
                 return found
-            number = self._group.next_number()
+            number = self.group.next_number()
 
     def listen(self, on_progress: Callable[[Progress], None] | None) -> Callable[[Progress], None]:
-        """Return a callback that tells the others that this rank gets on, then calls the user's."""
-        user = Listener(on_progress, f"the {self._verb}")
+        """Return a callback that reports progress to the others, then calls the user's."""
+        user = Listener(on_progress, f"the {self.verb}")
 
         def told(progress: Progress) -> None:
-            if (conductor := self._conductor) is not None:
+            if (session := self._session) is not None:
                 done, total = progress.bytes_done, progress.bytes_total
-                conductor.tell(lambda round_: round_.moved(done, total))
+                session.tell(lambda round_: round_.moved(done, total))
             user(progress)
 
         return told
 
-    def _go_through(
-        self, round_: RestoreRound, conductor: Conductor
-    ) -> tuple[T, tuple[int, ...]] | None:
-        """Take the steps of one round; return None if all go on to an older checkpoint."""
+    def _go_through(self, session: RankSession[RestoreRound]) -> tuple[T, tuple[int, ...]] | None:
+        """Take the steps of one round; return None if all continue with an older checkpoint."""
+        round_ = session.round
         found: list[T] = []
         if self._error is not None:  # of the round before, which ended by damage elsewhere
-            self._fail(conductor, self._error)
-        elif self._group.place.rank == 0:
-            self._lead(conductor)
-        while (step := conductor.next_step()) not in _LAST:
+            self._fail(session, self._error)
+        elif self.group.place.rank == 0:
+            self._lead(session)
+        while (step := session.next_step()) not in _LAST:
             if step is Step.WORK:
-                self._work(round_, conductor, found)
+                self._work(session, found)
         if step is Step.DONE:
-            self.told = round_.parts
-            if self._templates is not None:
-                self._templates.end()
+            self.told = round_.others.parts
+            if self.templates is not None:
+                self.templates.end()
             return found[0], tuple(round_.terms["skipped"])
         if step in {Step.CLEAN_UP, Step.KEEP} and self._may_go_on(round_):
             return None
-        error = self._error or self._failure(step, round_, restored=bool(found))
+        error = self._error or self._failure(step, session, restored=bool(found))
         for note in self._notes:
             error.add_note(note)
         raise error
 
-    def _lead(self, conductor: Conductor) -> None:
+    def _lead(self, session: RankSession[RestoreRound]) -> None:
         try:
-            if self._candidates is None:
-                self._candidates = self._find_candidates()
-            self._chosen = self._candidates.use(lambda _, open_step: open_step())
+            if self._found is None:
+                self._found = self.candidates()
+            self._chosen = self._found.use(lambda _, open_step: open_step())
             record = self._chosen.contents.record
             terms = {
                 **self._asked,
-                "sharing": self._sharing.to_terms(),
+                "sharing": self.sharing.to_terms(),
                 "step": record.step,
                 "uid": record.uid,
-                "skipped": self._candidates.skipped[-_MOST_SKIPPED:],
+                "skipped": self._found.skipped[-_MOST_SKIPPED:],
             }
-            conductor.tell(lambda round_: round_.go(terms))
+            session.tell(lambda round_: round_.go(terms))
         except Exception as error:  # noqa: BLE001 - raised when all others know of it
             self._error = error
             reason = f"{type(error).__name__}: {error}"
-            conductor.tell(lambda round_: round_.refuse(reason))
+            session.tell(lambda round_: round_.refuse(reason))
 
     def _disagreement(self, terms: Mapping[str, Any]) -> str:
         """Return how the call of this rank differs from that of rank 0; empty if it does not."""
@@ -243,54 +228,62 @@ class RestoreTogether(Generic[T]):
                 return f"was called for {what}{here}, but rank 0 for {what}{there}"
         return ""
 
-    def _work(self, round_: RestoreRound, conductor: Conductor, found: list[T]) -> None:
+    def _work(self, session: RankSession[RestoreRound], found: list[T]) -> None:
+        round_ = session.round
         self._notes = ()
         try:
             chosen = self._chosen
             if chosen is None:
-                chosen = self._follow(round_.terms["step"], round_.terms["uid"])
-            chosen = replace(chosen, ended=lambda: conductor.has_news)
+                chosen = self.follow(round_.terms["step"], round_.terms["uid"])
+            chosen = replace(chosen, ended=lambda: session.has_news)
             # As rank 0 says it: ranks that do not agree would wait for each other in vain.
             sharing = Sharing.from_terms(round_.terms["sharing"])
             if sharing.per_host or sharing.per_job:
                 others = JobReading(
-                    self._group,
+                    self.group,
                     round_.number,
                     sharing,
-                    network=self._network,
-                    ended=lambda: conductor.has_news,
-                    moved=lambda: conductor.moved(0, 0),
-                    timing=self._timing,
+                    network=self.network,
+                    ended=lambda: session.has_news,
+                    moved=lambda: session.moved(0, 0),
+                    timing=self.timing,
                 )
                 chosen = replace(chosen, others=others)
-            found.append(self._attempt(chosen))
-            part = self._tell(found[0])
-            conductor.tell(lambda r: r.seal(part))
+            found.append(self.attempt(chosen))
+            part = self.tell(found[0])
+            session.tell(lambda r: r.seal(part))
         except RoundOverError as error:  # the next step says who has failed
             self._notes = getattr(error, "__notes__", [])
         except BaseException as error:  # noqa: BLE001 - Ctrl-C, too: raised when all others know
-            self._fail(conductor, error)
+            self._fail(session, error)
 
-    def _fail(self, conductor: Conductor, error: BaseException) -> None:
+    def _fail(self, session: RankSession[RestoreRound], error: BaseException) -> None:
         self._error = error
-        conductor.tell(lambda round_: round_.fail(_cause(error)))
+        session.tell(lambda round_: round_.fail(_cause(error)))
 
     def _may_go_on(self, round_: RestoreRound) -> bool:
         """Return whether all ranks go on to an older checkpoint, since one has found damage."""
         verdict = round_.verdict
-        if not self._fallback or verdict is None or not verdict.cause.startswith(_DAMAGED):
+        if not self.fallback or verdict is None or not verdict.cause.startswith(_DAMAGED):
             return False
         if isinstance(self._error, DamagedError):
             self._error = None
-        if self._candidates is not None:
+        if self._found is not None:
             damage = DamagedError(f"rank {verdict.rank} on {verdict.host} {verdict.cause}")
-            self._candidates.skip(round_.terms["step"], damage)
+            self._found.skip(round_.terms["step"], damage)
             self._chosen = None
         return True
 
-    def _failure(self, step: Step | None, round_: RestoreRound, *, restored: bool) -> PenstockError:
+    def _failure(
+        self,
+        step: Step | None,
+        session: RankSession[RestoreRound],
+        *,
+        restored: bool,
+    ) -> PenstockError:
         """Return the error of a rank that is not the cause of it."""
-        verb = self._verb
+        round_ = session.round
+        verb = self.verb
         if step is Step.REPORT_STOPPED:
             return _stopped(round_.stop, verb)
         number = round_.terms.get("step", self._refused)
@@ -302,12 +295,10 @@ class RestoreTogether(Generic[T]):
             return CoordinationError(msg)
         past = _PAST.get(verb, verb)
         what = f"no checkpoint was {past}" if number is None else f"step {number} was not {past}"
-        error = round_.error(what, own=True)
+        error = session.abort_error(what, own=True)
         if error is None:  # no verdict: the place where the ranks agree could not be reached
             msg = f"the ranks could not agree on a checkpoint to {verb}: is rank 0 alive?"
             return CoordinationError(msg)
-        if error.rank != self._group.place.rank:
-            self._group.lost |= {error.rank, *round_.still}
         if restored and verb == "restore":
             error.add_note(f"This rank has the values of step {number} now.")
         return error

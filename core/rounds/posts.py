@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from penstock.core.errors import FormatError
 from penstock.core.format.strict_json import (
@@ -17,7 +17,7 @@ from penstock.core.format.strict_json import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
 POST_BYTES = 512
 """The most bytes of a post of a known structure, and of a decision."""
@@ -152,6 +152,10 @@ class DrainedPost:
     error: str = ""
 
 
+Record: TypeAlias = SlotPost | GoPost | Verdict | ResultPost | DrainsPost | DrainedPost
+R = TypeVar("R", SlotPost, GoPost, Verdict, ResultPost, DrainsPost, DrainedPost)
+
+
 def slot_key(rank: int) -> str:
     """Return the key of a rank's slot, which it posts anew in each round and at each beat."""
     return f"slots/{rank:05d}"
@@ -197,146 +201,6 @@ def templates_key(number: int) -> str:
     return f"rounds/{number}/templates/all"
 
 
-def encode_slot(post: SlotPost) -> bytes:
-    """Return the bytes of a slot.
-
-    Raises:
-        FormatError: The part is larger than a post may be.
-    """
-    fields = {
-        "round": post.round,
-        "kind": post.kind,
-        "at": post.at,
-        "moves": post.moves,
-        "host": cut_bytes(post.host, _HOST_BYTES),
-        "done": post.done,
-        "total": post.total,
-        "part": dict(post.part),
-    }
-    return _bounded("a rank's slot", fields, NEW_STRUCTURE_BYTES)
-
-
-def decode_slot(data: bytes) -> SlotPost:
-    """Read a slot.
-
-    Raises:
-        FormatError: The bytes are no slot, or one of another version of Penstock.
-    """
-    name = "a rank's slot"
-    keys = ["round", "kind", "at", "moves", "host", "done", "total", "part"]
-    read = _fields(data, name, keys)
-    return SlotPost(
-        round=read.integer("round"),
-        kind=_kind(read, name),
-        at=At(_one_of(read, name, "at", list(At))),
-        moves=read.integer("moves"),
-        host=read.text("host"),
-        done=read.integer("done"),
-        total=read.integer("total"),
-        part=read.mapping("part"),
-    )
-
-
-def encode_go(post: GoPost) -> bytes:
-    """Return the bytes of rank 0's word.
-
-    Raises:
-        FormatError: The terms are larger than a post may be.
-    """
-    fields = {"kind": post.kind, "terms": dict(post.terms), "stop": cut_bytes(post.stop)}
-    return _bounded("the word of rank 0", fields, NEW_STRUCTURE_BYTES)
-
-
-def decode_go(data: bytes) -> GoPost:
-    """Read rank 0's word.
-
-    Raises:
-        FormatError: As with `decode_slot`.
-    """
-    name = "the word of rank 0"
-    read = _fields(data, name, ["kind", "terms", "stop"])
-    return GoPost(kind=_kind(read, name), terms=read.mapping("terms"), stop=read.text("stop"))
-
-
-def encode_verdict(verdict: Verdict) -> bytes:
-    """Return the bytes of a decision, at most 512."""
-    fields = {
-        "commit": verdict.commit,
-        "rank": verdict.rank,
-        "host": cut_bytes(verdict.host, _HOST_BYTES),
-        "cause": cut_bytes(verdict.cause),
-    }
-    return _bounded("a decision", fields, POST_BYTES)
-
-
-def decode_verdict(data: bytes) -> Verdict:
-    """Read a decision.
-
-    Raises:
-        FormatError: As with `decode_slot`.
-    """
-    name = "a decision"
-    read = _fields(data, name, ["commit", "rank", "host", "cause"])
-    commit = read.value("commit")
-    if type(commit) is not bool:
-        refuse(name, "commit is neither true nor false")
-    return Verdict(commit, read.integer("rank", low=-1), read.text("host"), read.text("cause"))
-
-
-def encode_result(post: ResultPost) -> bytes:
-    """Return the bytes of a result, at most 512."""
-    totals = list(post.totals)
-    fields = {"result": post.result, "cause": cut_bytes(post.cause), "totals": totals}
-    return _bounded("a result", fields, POST_BYTES)
-
-
-def decode_result(data: bytes) -> ResultPost:
-    """Read a result.
-
-    Raises:
-        FormatError: As with `decode_slot`.
-    """
-    name = "a result"
-    read = _fields(data, name, ["result", "cause", "totals"])
-    result = Result(_one_of(read, name, "result", list(Result)))
-    totals = check_ints(read.value("totals"), name)
-    return ResultPost(result, read.text("cause"), tuple(totals))
-
-
-def encode_drains(post: DrainsPost) -> bytes:
-    """Return the bytes of a post of rank 0 about its copies, at most 512."""
-    fields = {"moves": post.moves, "failing": cut_bytes(post.failing)}
-    return _bounded("the state of the copies", fields, POST_BYTES)
-
-
-def decode_drains(data: bytes) -> DrainsPost:
-    """Read a post of rank 0 about its copies.
-
-    Raises:
-        FormatError: As with `decode_slot`.
-    """
-    read = _fields(data, "the state of the copies", ["moves", "failing"])
-    return DrainsPost(read.integer("moves"), read.text("failing"))
-
-
-def encode_drained(post: DrainedPost) -> bytes:
-    """Return the bytes of the end of the copies of a checkpoint; at most 512 with a few tiers."""
-    fields = {"tiers": list(post.tiers), "kind": post.kind, "error": cut_bytes(post.error)}
-    return _bounded("the end of the copies", fields, NEW_STRUCTURE_BYTES)
-
-
-def decode_drained(data: bytes) -> DrainedPost:
-    """Read the end of the copies of a checkpoint.
-
-    Raises:
-        FormatError: As with `decode_slot`.
-    """
-    name = "the end of the copies"
-    read = _fields(data, name, ["tiers", "kind", "error"])
-    tiers = check_texts(read.value("tiers"), name)
-    return DrainedPost(tuple(tiers), read.text("kind"), read.text("error"))
-
-
 def ended(text: str) -> str:
     """Return `text` with a full stop at its end, unless it ends in a question or was cut."""
     return text if text.endswith((".", "?", "!")) else f"{text}."
@@ -352,27 +216,76 @@ def cut_bytes(text: str, limit: int = _CAUSE_BYTES) -> str:
     return f"{shown}..."
 
 
-def _bounded(name: str, fields: Mapping[str, Any], limit: int) -> bytes:
-    data = dump_json({"v": _VERSION, **fields})
+def _one_of(read: Fields, name: str, key: str, allowed: Sequence[str]) -> str:
+    value = read.text(key)
+    if value not in allowed:
+        refuse(name, f"{key} is not one of {', '.join(allowed)}")
+    return value
+
+
+def _flag(read: Fields, name: str, key: str) -> bool:
+    value = read.value(key)
+    if type(value) is not bool:
+        refuse(name, f"{key} is neither true nor false")
+    return value
+
+
+_READERS: Mapping[str, Callable[[Fields, str, str], Any]] = {
+    "int": lambda read, _, key: read.integer(key, low=-1 if key == "rank" else 0),
+    "str": lambda read, _, key: read.text(key),
+    "bool": _flag,
+    "Kind": lambda read, name, key: _one_of(read, name, key, ["save", "restore"]),
+    "At": lambda read, name, key: At(_one_of(read, name, key, list(At))),
+    "Result": lambda read, name, key: Result(_one_of(read, name, key, list(Result))),
+    "Mapping[str, Any]": lambda read, _, key: read.mapping(key),
+    "tuple[int, ...]": lambda read, name, key: tuple(check_ints(read.value(key), name)),
+    "tuple[str, ...]": lambda read, name, key: tuple(check_texts(read.value(key), name)),
+}
+"""How a field is read, by its type."""
+
+_FORMS: Mapping[type[Record], tuple[str, int]] = {
+    SlotPost: ("a rank's slot", NEW_STRUCTURE_BYTES),
+    GoPost: ("the word of rank 0", NEW_STRUCTURE_BYTES),
+    Verdict: ("a decision", POST_BYTES),
+    ResultPost: ("a result", POST_BYTES),
+    DrainsPost: ("the state of the copies", POST_BYTES),
+    DrainedPost: ("the end of the copies", NEW_STRUCTURE_BYTES),
+}
+"""What each record is called, and the most bytes that it has."""
+
+_TYPES = {kind: {field.name: str(field.type) for field in fields(kind)} for kind in _FORMS}
+"""The types of the fields of each record, by their names, in order."""
+
+
+def encode(post: Record) -> bytes:
+    """Return the bytes of a post or a decision; long texts in it are cut.
+
+    Raises:
+        FormatError: They are more than a post may have.
+    """
+    name, limit = _FORMS[type(post)]
+    values: dict[str, Any] = {"v": _VERSION}
+    for key, kind in _TYPES[type(post)].items():
+        value = getattr(post, key)
+        if kind == "str":
+            value = cut_bytes(value, _HOST_BYTES if key == "host" else _CAUSE_BYTES)
+        values[key] = dict(value) if kind == "Mapping[str, Any]" else value
+    data = dump_json(values)
     if len(data) > limit:
         msg = f"{name} has {len(data)} bytes, more than the {limit} that ranks post"
         raise FormatError(msg)
     return data
 
 
-def _fields(data: bytes, name: str, keys: list[str]) -> Fields:
-    read = Fields(load_json(data, name), name, ["v", *keys])
+def decode(kind: type[R], data: bytes) -> R:
+    """Read a post or a decision.
+
+    Raises:
+        FormatError: The bytes are none of this kind, or one of another version of Penstock.
+    """
+    name, _ = _FORMS[kind]
+    types: Mapping[str, str] = _TYPES[kind]
+    read = Fields(load_json(data, name), name, ["v", *types])
     if read.value("v") != _VERSION:
         refuse(name, f"version {read.value('v')!r} of another Penstock; use one version everywhere")
-    return read
-
-
-def _kind(read: Fields, name: str) -> Kind:
-    return "save" if _one_of(read, name, "kind", ["save", "restore"]) == "save" else "restore"
-
-
-def _one_of(read: Fields, name: str, key: str, allowed: list[Any]) -> str:
-    value = read.text(key)
-    if value not in allowed:
-        refuse(name, f"{key} is not one of {', '.join(map(str, allowed))}")
-    return value
+    return kind(**{key: _READERS[of](read, name, key) for key, of in types.items()})

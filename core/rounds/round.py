@@ -1,23 +1,23 @@
 """One rank's way through a round that all ranks go together, sans-IO.
 
 A round is driven from two sides. The *engine* (the save or the restore of this rank) takes steps
-out of `steps` and tells what came of them. The *conductor* carries out what `operations` yields:
+out of `steps` and tells what came of them. The *session* carries out what `operations` yields:
 posts, reads, decisions and waits. Neither side ever waits for the other. Tests run the same code on
 a virtual clock.
 
-Nothing here is thread-safe: `conductor` holds a lock, as the engine does for its table of a save.
+Nothing here is thread-safe: `session` holds a lock, as the engine does for its table of a save.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from penstock.core.catalog.commit_table import IllegalEventError
+from penstock.core.catalog.commit_table import Event, IllegalEventError
+from penstock.core.concurrency.timing import Timing
 from penstock.core.errors import FormatError, RankError
 from penstock.core.limits import MAX_INT
-from penstock.core.rounds.operations import Answer, Decide, Operation, Post, Read, Rest, WaitFor
 from penstock.core.rounds.posts import (
     At,
     GoPost,
@@ -26,50 +26,102 @@ from penstock.core.rounds.posts import (
     ResultPost,
     SlotPost,
     Verdict,
-    decode_go,
-    decode_result,
-    decode_slot,
-    decode_verdict,
-    encode_go,
-    encode_slot,
-    encode_verdict,
+    decode,
+    encode,
     end_key,
     ended,
     go_key,
     result_key,
     slot_key,
 )
-from penstock.core.rounds.standstill import BEATS, LOOKS, MOST_COUNTED, CountedLooks, Standstill
+from penstock.core.rounds.standstill import (
+    BEATS,
+    LOOKS,
+    MOST_COUNTED,
+    ONE_ORDER,
+    ONE_RANK,
+    CountedLooks,
+    OtherRanks,
+)
 from penstock.core.rounds.table import (
     ENDS,
+    RESTORE_OTHERS,
+    RESTORE_RANK_0,
+    SAVE_OTHERS,
+    SAVE_RANK_0,
     TOO_LATE,
     Happening,
     Phase,
     Step,
 )
-from penstock.core.units import size_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
 
+    from penstock.core.catalog.commit_table import Commit
+    from penstock.core.errors import CoordinationError
     from penstock.core.rounds.table import RoundTable
 
-# What each rank asks of the store of the job while it writes; less often where there are many,
-# since the store has one thread. Always below 1 s, the time in which an error is told.
-_LOOK_S = 0.25
-_LOOK_S_PER_RANK = 1 / 20_000
-_MOST_LOOK_S = 0.8
-_LEAST_LOOK_S = 0.02
 # Rank 0, when it waits for the last parts, pauses for a tenth of what it has waited by then, and
 # four times as long as the last look took: it notices the last part soon, and does not poll hard.
 _WAITED_SHARE = 0.1
 _LOOK_SHARE = 4
 
-# Short: a cause is cut at 300 bytes.
-_ONE_ORDER = (
-    "all ranks have to call save, restore and load alike, of several checkpointers in one order"
-)
-_ONE_RANK = "for what stands behind `if rank == 0:` use a checkpointer with ranks='alone'"
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """Post a value."""
+
+    key: str
+    value: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Read values."""
+
+    keys: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Decide:
+    """Decide a register."""
+
+    key: str
+    value: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class WaitFor:
+    """Wait until a key has a value."""
+
+    key: str
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """Wait until the engine has told something, or the time has passed."""
+
+    timeout_s: float
+
+
+Operation: TypeAlias = Post | Read | Decide | WaitFor | Rest
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came of an operation.
+
+    Attributes:
+        now_s: The monotonic clock after it.
+        value: What was read (a list) or decided (bytes).
+        error: Why the outcome is unknown.
+    """
+
+    now_s: float
+    value: Any = None
+    error: CoordinationError | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,32 +142,80 @@ class RankPlace:
     members: tuple[int, ...] = ()
 
 
+class _Pace:
+    """When a rank looks and beats, and how long the store of the job has been silent.
+
+    Args:
+        looks: Counts the time in which this rank looks.
+        limit_s: The time after which a store without an answer counts as gone.
+        called_s: The monotonic clock from which looks count, if that is before the first one.
+    """
+
+    def __init__(self, looks: CountedLooks, limit_s: float, called_s: float | None) -> None:
+        self.looks = looks
+        self.now_s = self.next_beat_s = self.next_slots_s = 0.0
+        self.took_s = 0.0
+        """The seconds that the last look took."""
+        self.failed = False
+        """Whether a call has failed since the last pause."""
+        self._limit_s = limit_s
+        self._called_s = called_s
+        self._heard_s = looks.counted_s
+
+    def begin(self, now_s: float) -> None:
+        """Begin at `now_s`; all is due."""
+        self.now_s = self.next_beat_s = self.next_slots_s = now_s
+        if self._called_s is not None:
+            self.looks.look(min(self._called_s, now_s))
+
+    def answered(self, answer: Answer, *, hears: bool = True) -> Answer:
+        """Note an answer of the store; `hears`: that it has come says that the store answers."""
+        self.now_s = answer.now_s
+        self.looks.look(self.now_s)
+        self.failed |= answer.error is not None
+        if answer.error is None and hears:
+            self._heard_s = self.looks.counted_s
+        return answer
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the store has been silent for the limit."""
+        return self.silence_left_s <= 0.0
+
+    @property
+    def silence_left_s(self) -> float:
+        """The seconds until the store has been silent for the limit."""
+        return self._heard_s + self._limit_s - self.looks.counted_s
+
+
 class Round:
     """A round of a save or a restore on one rank; see the subclasses."""
 
-    kind: Kind = "save"
+    kind: Kind
+    tables: tuple[RoundTable, RoundTable]
+    """What follows what, on rank 0 and on the others."""
 
     def __init__(
         self,
         place: RankPlace,
         number: int,
         *,
-        table: RoundTable,
         timeout_s: float,
         expects: Callable[[Mapping[str, Any]], str] = lambda _: "",
         called_s: float | None = None,
+        timing: Timing | None = None,
     ) -> None:
         """Prepare the round; nothing is posted before `operations` runs.
 
         Args:
             place: This rank.
             number: The number of the round: the same on all ranks, and higher in each.
-            table: What follows what.
             timeout_s: A rank that makes no progress for this long counts as standing still.
             expects: Returns why this rank cannot go on under the terms of rank 0; empty: it can.
             called_s: When this rank was called to save or to restore, on the monotonic clock; None:
                 now. Who does not come is waited for from then on: of what this rank has done since
                 then, the clean-up behind the save before say, a quarter of the time-out counts.
+            timing: Says how often this rank looks; None: as usual.
         """
         self.place = place
         self.number = number
@@ -123,34 +223,22 @@ class Round:
         self.phase = Phase.WAITING
         self.steps: deque[Step] = deque()
         self.terms: Mapping[str, Any] = {}
-        self.arrived: dict[int, Mapping[str, Any]] = {}
-        """On rank 0: what the others have posted with `arrive`, by rank."""
-        self.parts: dict[int, Mapping[str, Any]] = {}
         self.stop = ""
         self.verdict: Verdict | None = None
         self.result: ResultPost | None = None
         self.posts = 0
-        self._table = table
+        looks = CountedLooks(timeout_s * MOST_COUNTED)
+        self.others = OtherRanks(place, self.kind, number, looks, timeout_s)
+        """What the others have posted, as far as this rank watches them."""
+        self._table = self.tables[min(place.rank, 1)]
         self._expects = expects
-        self._moves = 0
-        self._done = (0, 0)
-        self._part: Mapping[str, Any] = {}
-        self._arrival: Mapping[str, Any] | None = None
-        self._sealed = False
+        self._own = SlotPost(number, self.kind, At.HERE, host=place.host)
+        self._gathers = False  # rank 0 waits for all before it says go
         self._sealed_s = 0.0
         self._blame: Verdict | None = None
         self._outbox: dict[str, bytes] = {}
-        self._looks = CountedLooks(timeout_s * MOST_COUNTED)
-        self._called_s = called_s
-        others = range(1, place.world_size) if self._leads else range(1)
-        self._still = Standstill(self._looks, others, timeout_s)
-        self._slots: dict[int, SlotPost] = {}
-        self._slot_bytes: dict[int, bytes] = {}
-        self._pending = set(others) if self._leads else set()
-        self._heard_s = self._looks.counted_s
-        self._now_s = self._next_beat_s = self._next_slots_s = 0.0
-        self._took_s = 0.0
-        self._failed = False  # a call, since the last pause
+        self._pace = _Pace(looks, timeout_s, called_s)
+        self._timing = timing or Timing()
 
     # -- the side of the engine ----------------------------------------------------------------
 
@@ -158,24 +246,6 @@ class Round:
     def over(self) -> bool:
         """Whether the round is over on this rank."""
         return self.phase in ENDS
-
-    @property
-    def all_here(self) -> bool:
-        """Whether rank 0 has heard of every other rank in this round; rank 0 alone."""
-        return len(self.arrived) == self.place.world_size - 1
-
-    @property
-    def still(self) -> set[int]:
-        """The ranks that rank 0 waits for, and that have stood still for half of the time-out.
-
-        Where one host dies with several ranks, the verdict names one of them.
-        """
-        return {r for r in self._pending if self._still.is_over(r, share=1 / 2)}
-
-    def host_of(self, rank: int) -> str:
-        """Return the name of the host of a watched rank; empty: it was not heard of."""
-        post = self._slots.get(rank)
-        return "" if post is None else post.host
 
     def arrive(self, arrival: Mapping[str, Any]) -> None:
         """Take what is posted with the first post; rank 0 then waits for that of all others.
@@ -185,9 +255,8 @@ class Round:
         Raises:
             FormatError: `arrival` is larger than a post may be; nothing has changed.
         """
-        most, host = MAX_INT, self.place.host
-        encode_slot(SlotPost(self.number, self.kind, At.HERE, most, host, most, most, arrival))
-        self._arrival = arrival
+        self._own = self._fitting(At.HERE, arrival)
+        self._gathers = self._leads
 
     def go(self, terms: Mapping[str, Any]) -> None:
         """Tell all ranks to begin, under `terms`; rank 0 alone.
@@ -195,7 +264,7 @@ class Round:
         Raises:
             FormatError: The terms are larger than a post may be; nothing has changed.
         """
-        data = encode_go(GoPost(self.kind, terms))
+        data = encode(GoPost(self.kind, terms))
         if self.phase is Phase.WAITING:  # else it is given up already
             self.terms = terms
             self._outbox[go_key(self.number)] = data
@@ -206,13 +275,12 @@ class Round:
         if self.phase is Phase.WAITING:
             self.stop, self.terms = reason, terms or {}
             post = GoPost(self.kind, self.terms, stop=reason)
-            self._outbox[go_key(self.number)] = encode_go(post)
+            self._outbox[go_key(self.number)] = encode(post)
         self._happen(Happening.STOP)
 
     def moved(self, done: int = 0, total: int = 0) -> None:
         """Note progress; whoever does not call it for `timeout_s` counts as standing still."""
-        self._moves += 1
-        self._done = done, total
+        self._own = replace(self._own, moves=self._own.moves + 1, done=done, total=total)
 
     def seal(self, part: Mapping[str, Any]) -> None:
         """Tell that what this rank contributes is durable; `part` goes to rank 0.
@@ -220,12 +288,10 @@ class Round:
         Raises:
             FormatError: `part` is larger than a post may be; nothing has changed.
         """
-        most, host = MAX_INT, self.place.host  # counts that a later beat may have
-        encode_slot(SlotPost(self.number, self.kind, At.SEALED, most, host, most, most, part))
+        sealed = self._fitting(At.SEALED, part)
         if self.phase is Phase.WORKING:
-            self._part = part
-            self._sealed = True
-            self._sealed_s = self._looks.counted_s
+            self._own = sealed
+            self._sealed_s = self._pace.looks.counted_s
         self._happen(Happening.SEALED)
 
     def merged(self) -> None:
@@ -236,26 +302,25 @@ class Round:
         """Give up; all other ranks will name this one, with `cause`."""
         self._accuse(self.place.rank, self.place.host, cause)
 
-    # -- the side of the conductor ---------------------------------------------------------------
+    # -- the side of the session -----------------------------------------------------------------
 
     def operations(self, now_s: float) -> Generator[Operation, Answer, None]:
         """Yield what is to be done in the store of the job, one after the other, to the end."""
-        self._now_s = self._next_beat_s = self._next_slots_s = now_s
-        if self._called_s is not None:
-            self._looks.look(min(self._called_s, now_s))
+        pace = self._pace
+        pace.begin(now_s)
         while True:
-            self._looks.look(self._now_s)
-            began_s, self._failed = self._now_s, False
+            pace.looks.look(pace.now_s)
+            began_s, pace.failed = pace.now_s, False
             yield from self._post_due()
             if self.over:
-                if not self._outbox or self._is_silent():
+                if not self._outbox or pace.is_silent:
                     return
-                self._now_s = (yield Rest(self._look_s())).now_s
+                pace.now_s = (yield Rest(self._look_s())).now_s
                 continue
             before = self.phase
-            if not self._is_silent():  # a call that hangs takes long
+            if not pace.is_silent:  # a call that hangs takes long
                 yield from self._ask() if before in _ASKING else self._look()
-            if self._is_silent() and (self.phase, Happening.REGISTER_LOST) in self._table:
+            if pace.is_silent and (self.phase, Happening.REGISTER_LOST) in self._table:
                 self._happen(Happening.REGISTER_LOST)
             if self.phase is before:
                 yield from self._wait(began_s)
@@ -279,46 +344,52 @@ class Round:
 
     def _wait(self, began_s: float) -> Generator[Operation, Answer, None]:
         """Wait for the next look; the last one began at `began_s`."""
-        if not self._failed and not self._outbox:
+        pace = self._pace
+        if not pace.failed and not self._outbox:
             answer = yield self._pause()
-            self._now_s = answer.now_s
-            self._failed = answer.error is not None
-        left_s = began_s + self._look_s() - self._now_s
-        if not self._is_silent():
-            left_s = min(left_s, self._silence_left_s())
-        if self._failed and left_s > 0.0:
+            pace.now_s = answer.now_s
+            pace.failed = answer.error is not None
+        left_s = began_s + self._look_s() - pace.now_s
+        if not pace.is_silent:
+            left_s = min(left_s, pace.silence_left_s)
+        if pace.failed and left_s > 0.0:
             # A store that refuses calls at once would otherwise be called without a pause.
-            self._now_s = (yield Rest(left_s)).now_s
+            pace.now_s = (yield Rest(left_s)).now_s
 
     def _post_due(self) -> Generator[Operation, Answer, None]:
-        if self._now_s >= self._next_beat_s:
-            self._outbox[slot_key(self.place.rank)] = self._slot()
-            self._next_beat_s = self._now_s + self.timeout_s / BEATS
+        pace = self._pace
+        if pace.now_s >= pace.next_beat_s:
+            self._outbox[slot_key(self.place.rank)] = encode(self._own)
+            pace.next_beat_s = pace.now_s + self.timeout_s / BEATS
         for key, value in list(self._outbox.items()):
-            answer = self._answered((yield Post(key, value)), hears=not self._listens)
+            # A rank that reads or asks learns nothing from a post that is taken.
+            listens = self.phase in _ASKING or bool(self._keys(slots=False))
+            answer = pace.answered((yield Post(key, value)), hears=not listens)
             self.posts += 1
             if answer.error is None and self._outbox.get(key) is value:
                 del self._outbox[key]
 
     def _ask(self) -> Generator[Operation, Answer, None]:
-        answer = self._answered((yield Decide(end_key(self.number), self._wish())))
+        wished = Decide(end_key(self.number), encode(self._wish()))
+        answer = self._pace.answered((yield wished))
         if answer.error is None and not self.over:
             self._hear_verdict(answer.value)
 
     def _look(self) -> Generator[Operation, Answer, None]:
-        due = self._now_s >= self._next_slots_s or self._waits_for_others
-        slots = self._leads and (due or self._still.left_s(self._pending) <= 0.0)
+        pace, others = self._pace, self.others
+        due = pace.now_s >= pace.next_slots_s or self._waits_for_others
+        slots = self._leads and (due or others.left_s(others.pending) <= 0.0)
         keys = self._keys(slots=slots)
         if keys:
-            began_s = self._now_s
-            answer = self._answered((yield Read(keys)))
-            self._took_s = self._now_s - began_s
+            began_s = pace.now_s
+            answer = pace.answered((yield Read(keys)))
+            pace.took_s = pace.now_s - began_s
             if answer.error is None and not self.over:
-                if self._waits_for_others:
-                    self._moves += 1  # to look is all that it has to do
+                if self._waits_for_others:  # to look is all that it has to do
+                    self._own = replace(self._own, moves=self._own.moves + 1)
                 self._hear(keys, answer.value)
         if slots:
-            self._next_slots_s = self._now_s + self.timeout_s / LOOKS
+            pace.next_slots_s = pace.now_s + self.timeout_s / LOOKS
 
     @property
     def _leads(self) -> bool:
@@ -328,21 +399,23 @@ class Round:
     def _waits_for_others(self) -> bool:
         if not self._leads:
             return self.phase is Phase.WAITING
-        gathers = self._arrival is not None and not self.all_here
+        gathers = self._gathers and not self.others.all_here
         return self.phase is Phase.SEALED or (self.phase is Phase.WAITING and gathers)
 
     def _look_s(self) -> float:
-        look_s = min(_LOOK_S + self.place.world_size * _LOOK_S_PER_RANK, _MOST_LOOK_S)
-        return min(look_s, self.timeout_s / LOOKS)
+        timing = self._timing
+        look_s = timing.rank_look_s + self.place.world_size * timing.rank_share_s
+        return min(look_s, timing.rank_look_most_s, self.timeout_s / LOOKS)
 
     def _pause(self) -> Operation:
-        pause_s = max(0.0, min(self._look_s(), self._next_beat_s - self._now_s))
+        pace, first_s = self._pace, self._timing.rank_look_first_s
+        pause_s = max(0.0, min(self._look_s(), pace.next_beat_s - pace.now_s))
         if watched := self._watched():
-            pause_s = min(pause_s, max(self._still.left_s(watched), _LEAST_LOOK_S))
+            pause_s = min(pause_s, max(self.others.left_s(watched), first_s))
         if self._leads:
             if self._waits_for_others:
-                waited_s = self._looks.counted_s - self._sealed_s
-                least_s = max(_LEAST_LOOK_S, _LOOK_SHARE * self._took_s, _WAITED_SHARE * waited_s)
+                waited_s = pace.looks.counted_s - self._sealed_s
+                least_s = max(first_s, _LOOK_SHARE * pace.took_s, _WAITED_SHARE * waited_s)
                 pause_s = min(pause_s, least_s)
             return Rest(pause_s)
         if self.phase is Phase.WAITING:
@@ -360,7 +433,7 @@ class Round:
                 return []
             watched = self._watched()
             if not slots:  # who has not come may have closed its checkpointer, and tells it so
-                watched = [rank for rank in watched if rank not in self.arrived]
+                watched = [rank for rank in watched if rank not in self.others.arrived]
             return [end_key(number), *map(slot_key, watched)]
         keys = {
             Phase.WAITING: [end_key(number), go_key(number)],
@@ -372,42 +445,24 @@ class Round:
 
     def _watched(self) -> Sequence[int]:
         if self._leads:
-            return sorted(self._pending) if self.phase in _OPEN - {Phase.MERGING} else ()
+            return sorted(self.others.pending) if self.phase in _OPEN - {Phase.MERGING} else ()
         return (0,) if self._keys(slots=False) else ()
 
-    def _answered(self, answer: Answer, *, hears: bool = True) -> Answer:
-        self._now_s = answer.now_s
-        self._looks.look(self._now_s)
-        self._failed |= answer.error is not None
-        if answer.error is None and hears:
-            self._heard_s = self._looks.counted_s
-        return answer
-
-    @property
-    def _listens(self) -> bool:
-        """Whether this rank reads or asks now: that a post is taken then tells it nothing."""
-        return self.phase in _ASKING or bool(self._keys(slots=False))
-
-    def _is_silent(self) -> bool:
-        return self._silence_left_s() <= 0.0
-
-    def _silence_left_s(self) -> float:
-        return self._heard_s + self.timeout_s - self._looks.counted_s
-
-    def _slot(self) -> bytes:
-        at, part = (At.SEALED if self._sealed else At.WORKING), self._part
-        if self.phase is Phase.WAITING:
-            at, part = At.HERE, self._arrival or {}
-        done, total = self._done
-        return encode_slot(
-            SlotPost(self.number, self.kind, at, self._moves, self.place.host, done, total, part)
-        )
-
-    def _wish(self) -> bytes:
+    def _wish(self) -> Verdict:
         if self.phase is Phase.DECIDING:
-            return encode_verdict(Verdict(commit=True))
+            return Verdict(commit=True)
         assert self._blame is not None
-        return encode_verdict(self._blame)
+        return self._blame
+
+    def _fitting(self, at: At, part: Mapping[str, Any]) -> SlotPost:
+        """Return the slot of this rank with `part`.
+
+        Raises:
+            FormatError: The part is larger than a post may be, with the counts of later beats.
+        """
+        found = replace(self._own, at=at, part=part)
+        encode(replace(found, moves=MAX_INT, done=MAX_INT, total=MAX_INT))
+        return found
 
     def _hear(self, keys: Sequence[str], values: Sequence[bytes | None]) -> None:
         found = dict(zip(keys, values, strict=True))
@@ -420,21 +475,23 @@ class Round:
         result = found.pop(result_key(self.number), None)
         try:
             if go is not None:
-                self._hear_go(decode_go(go))
+                self._hear_go(decode(GoPost, go))
             if result is not None:
-                self._hear_result(decode_result(result))
-            for rank in sorted(self._pending) if self._leads else (0,):
+                self.result = decode(ResultPost, result)
+                self._happen(_OF_RESULT[self.result.result])
+            for rank in sorted(self.others.pending) if self._leads else (0,):
                 if self.over or (data := found.get(slot_key(rank), b"")) == b"":
                     continue
-                self._hear_slot(rank, data)
+                if (lost := self.others.hear(rank, data)) is not None:
+                    self._leader_or_rank_lost(rank, lost)
         except FormatError as error:
             self._leader_or_rank_lost(0, f"posted what cannot be read: {error}")
-        if self._leads and self.phase is Phase.SEALED and not self._pending:
+        if self._leads and self.phase is Phase.SEALED and not self.others.pending:
             self._happen(Happening.ALL_SEALED)
 
     def _hear_verdict(self, data: bytes) -> None:
         try:
-            self.verdict = decode_verdict(data)
+            self.verdict = decode(Verdict, data)
         except FormatError:  # as good as a register that cannot be reached
             if (self.phase, Happening.REGISTER_LOST) in self._table:
                 self._happen(Happening.REGISTER_LOST)
@@ -445,7 +502,7 @@ class Round:
     def _hear_go(self, post: GoPost) -> None:
         if post.kind != self.kind:
             both = f"wants to {self.kind} while rank 0 wants to {post.kind}"
-            self.fail(f"{both}: {_ONE_ORDER}; {_ONE_RANK}")
+            self.fail(f"{both}: {ONE_ORDER}; {ONE_RANK}")
         elif post.stop:
             self.stop, self.terms = post.stop, post.terms
             self._happen(Happening.STOP)
@@ -455,63 +512,11 @@ class Round:
             self.terms = post.terms
             self._happen(Happening.GO)
 
-    def _hear_result(self, post: ResultPost) -> None:
-        self.result = post
-        self._happen(OF_RESULT[post.result])
-
-    def _hear_slot(self, rank: int, data: bytes | None) -> None:
-        """Look at the slot of a watched rank: it has moved, sealed, gone on, or stands still."""
-        before = self._slot_bytes.get(rank)
-        if data is not None and data != before:
-            self._slot_bytes[rank] = data
-            try:
-                post = decode_slot(data)
-            except FormatError as error:
-                self._leader_or_rank_lost(rank, f"posted what cannot be read: {error}")
-                return
-            self._slots[rank] = post
-            if post.at is At.CLOSED:
-                self._leader_or_rank_lost(rank, str(post.part.get("cause", "")))
-                return
-            # What another has posted before this rank looked tells when only where it is not from
-            # a round before, and not of one that waits for rank 0: that moves with each beat.
-            waits = self._leads and post.at is At.HERE
-            if before is not None or not (waits or post.round < self.number):
-                self._still.moved(rank)
-            if post.round == self.number:
-                self.arrived.setdefault(rank, post.part)
-            if post.round > self.number:
-                self._leader_or_rank_lost(rank, f"has left this {self.kind} behind")
-            elif post.round == self.number and post.at is At.SEALED and self._leads:
-                self.parts[rank] = post.part
-                self._pending.discard(rank)
-                return
-        if self._still.is_over(rank):
-            self._leader_or_rank_lost(rank, self._still_words(rank))
-
     def _leader_or_rank_lost(self, rank: int, cause: str) -> None:
         if self.phase is Phase.PUBLISHING:
             self._happen(Happening.LEADER_LOST)
             return
-        self._accuse(rank, self.host_of(rank), cause)
-
-    def _still_words(self, rank: int) -> str:
-        post = self._slots.get(rank)
-        if post is None or post.round < self.number:
-            late = f"has not begun to {self.kind} for {self.timeout_s:g} s"
-            return f"{late}: {_ONE_ORDER}; {_ONE_RANK}. If it comes later, raise rank_timeout_s"
-        still = f"stood still for {self.timeout_s:g} s {self._doing_words(post)}"
-        return f"{still}: it is dead or stuck; if it only pauses, raise rank_timeout_s"
-
-    def _doing_words(self, post: SlotPost) -> str:
-        if post.at is At.HERE:
-            return f"before it began to {self.kind}"
-        if post.at is At.SEALED:
-            return "behind its last byte"
-        doing = "while it wrote" if self.kind == "save" else "while it restored"
-        if not post.total:
-            return doing
-        return f"{doing} ({size_text(post.done)} of {size_text(post.total)})"
+        self._accuse(rank, self.others.host_of(rank), cause)
 
     def _accuse(self, rank: int, host: str, cause: str) -> None:
         if self._blame is None:
@@ -527,18 +532,123 @@ class Round:
             raise IllegalEventError(msg)
         self._tell(happening)
         self.phase, step = self._table[key]
+        if self.phase is not Phase.WAITING and self._own.at is At.HERE:
+            self._own = replace(self._own, at=At.WORKING, part={})
         if step in {Step.WORK, Step.POST_SEALED}:
-            self._outbox[slot_key(self.place.rank)] = self._slot()
+            self._outbox[slot_key(self.place.rank)] = encode(self._own)
         self.steps.append(step)
 
     def _tell(self, happening: Happening) -> None:
         """Tell the table of the save, before this round goes on."""
 
 
+class RestoreRound(Round):
+    """The round of a restore: all ranks have restored one checkpoint, or all raise.
+
+    A rank that returns knows that every rank has restored what rank 0 chose. A rank that cannot
+    learn the decision raises, though the others may have returned: that cannot be avoided by any
+    protocol. It is told apart (`Phase.UNKNOWN`).
+    """
+
+    kind: Kind = "restore"
+    tables = RESTORE_RANK_0, RESTORE_OTHERS
+
+
+class SaveRound(Round):
+    """The round of a save: all ranks commit one checkpoint, or none does.
+
+    Feeds the table of the save of this rank (`Commit`), which alone says what may be deleted. On
+    rank 0 the publisher feeds that table from the publish on.
+    """
+
+    kind: Kind = "save"
+    tables = SAVE_RANK_0, SAVE_OTHERS
+
+    def __init__(
+        self,
+        place: RankPlace,
+        number: int,
+        *,
+        commit: Commit,
+        timeout_s: float,
+        expects: Callable[[Mapping[str, Any]], str] = lambda _: "",
+        called_s: float | None = None,
+        timing: Timing | None = None,
+    ) -> None:
+        """Prepare the round, as `Round` says.
+
+        Args:
+            place: As in `Round`.
+            number: As in `Round`.
+            commit: The table of this rank's save.
+            timeout_s: As in `Round`.
+            expects: As in `Round`.
+            called_s: As in `Round`.
+            timing: As in `Round`.
+        """
+        super().__init__(
+            place,
+            number,
+            timeout_s=timeout_s,
+            expects=expects,
+            called_s=called_s,
+            timing=timing,
+        )
+        self._commit = commit
+
+    def published(self, result: Result, cause: str = "", totals: Sequence[int] = ()) -> None:
+        """Tell what came of the publish; rank 0 alone."""
+        post = self.result = ResultPost(result, cause, tuple(totals))
+        self._outbox[result_key(self.number)] = encode(post)
+        self._happen(_OF_RESULT[result])
+
+    def resolved(self, record: Event) -> None:
+        """Tell what the commit record in the root is: ours, another's, or not to be read."""
+        self._happen(_OF_RECORD[record])
+
+    def _tell(self, happening: Happening) -> None:
+        event = _FEEDS.get(happening)
+        if happening is Happening.REGISTER_LOST:
+            event = self._of_lost_register()
+            if self._leads:  # a request for a commit may land late, and then others wait for this
+                never = ResultPost(Result.NEVER, "rank 0 could not reach the register")
+                self._outbox[result_key(self.number)] = encode(never)
+        elif self._leads and happening not in _FED_ON_RANK_0:
+            event = None
+        if event is not None:
+            self._commit.feed(event)
+
+    def _of_lost_register(self) -> Event:
+        if self.phase is Phase.PUBLISHING:
+            return Event.PUBLISH_ANSWER_LOST
+        if self._own.at is At.SEALED and not self._leads:
+            return Event.DECISION_UNKNOWN
+        return Event.FAILED
+
+
 _ASKING = frozenset({Phase.DECIDING, Phase.GIVING_UP, Phase.ABORTING})
 _OPEN = frozenset({Phase.WAITING, Phase.WORKING, Phase.SEALED, Phase.MERGING})
-OF_RESULT = {
+_OF_RESULT = {
     Result.COMMITTED: Happening.COMMITTED,
     Result.NEVER: Happening.NEVER,
     Result.UNKNOWN: Happening.UNSURE,
 }
+_OF_RECORD = {
+    Event.RECORD_IS_OURS: Happening.RECORD_IS_OURS,
+    Event.RECORD_IS_OTHER: Happening.RECORD_IS_OTHER,
+    Event.RECORD_ABSENT: Happening.RECORD_ABSENT,
+}
+_FEEDS = {
+    Happening.STOP: Event.ABORT,
+    Happening.SEALED: Event.SEALED,
+    Happening.COMMIT_DECIDED: Event.COMMIT_DECIDED,
+    Happening.ABORT_DECIDED: Event.ABORT_DECIDED,
+    Happening.COMMITTED: Event.PUBLISH_OK,
+    Happening.NEVER: Event.NEVER_PUBLISHED,
+    Happening.UNSURE: Event.PUBLISH_ANSWER_LOST,
+    Happening.LEADER_LOST: Event.PUBLISH_ANSWER_LOST,
+    Happening.RECORD_IS_OURS: Event.RECORD_IS_OURS,
+    Happening.RECORD_IS_OTHER: Event.RECORD_IS_OTHER,
+    Happening.RECORD_ABSENT: Event.RECORD_ABSENT,
+}
+_FED_ON_RANK_0 = frozenset({Happening.STOP, Happening.SEALED, Happening.ABORT_DECIDED})

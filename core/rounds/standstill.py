@@ -1,11 +1,23 @@
-"""How long others have stood still, in the time in which this rank has looked. Sans-IO."""
+"""What the other ranks have posted, and how long they have stood still. Sans-IO."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from penstock.core.errors import FormatError
+from penstock.core.rounds.posts import At, Kind, SlotPost, decode
+from penstock.core.units import size_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
+
+    from penstock.core.rounds.round import RankPlace
+
+# Short: a cause is cut at 300 bytes.
+ONE_ORDER = (
+    "all ranks have to call save, restore and load alike, of several checkpointers in one order"
+)
+ONE_RANK = "for what stands behind `if rank == 0:` use a checkpointer with ranks='alone'"
 
 # Eight beats, and sixteen looks at them, in the time after which a rank counts as standing still.
 # A look is taken when that time is over, too: so a rank that died, or hangs behind a last beat, is
@@ -64,3 +76,95 @@ class Standstill:
         """Return the seconds until the first of `ranks` will have stood still for the limit."""
         first = min((self._moved_s[rank] for rank in ranks), default=self._looks.counted_s)
         return first + self._limit_s - self._looks.counted_s
+
+
+class OtherRanks(Standstill):
+    """The ranks that one rank watches in a round: rank 0 all others, and these rank 0.
+
+    Args:
+        place: The rank that watches.
+        kind: What the round does.
+        number: The number of the round.
+        looks: Counts the time in which the rank looks.
+        limit_s: The time after which a rank counts as standing still.
+    """
+
+    def __init__(
+        self, place: RankPlace, kind: Kind, number: int, looks: CountedLooks, limit_s: float
+    ) -> None:
+        self._leads = place.rank == 0
+        others = range(1, place.world_size) if self._leads else range(1)
+        super().__init__(looks, others, limit_s)
+        self.arrived: dict[int, Mapping[str, Any]] = {}
+        """On rank 0: what the others have posted with `arrive`, by rank."""
+        self.parts: dict[int, Mapping[str, Any]] = {}
+        """On rank 0: what the others have posted with `seal`, by rank."""
+        self.pending = set(others) if self._leads else set()
+        """On rank 0: the ranks that have not sealed."""
+        self._kind = kind
+        self._number = number
+        self._slots: dict[int, SlotPost] = {}
+        self._slot_bytes: dict[int, bytes] = {}
+
+    @property
+    def all_here(self) -> bool:
+        """Whether rank 0 has heard of every other rank in this round; rank 0 alone."""
+        return len(self.arrived) == len(self._moved_s)
+
+    @property
+    def still(self) -> set[int]:
+        """The ranks that rank 0 waits for, and that have stood still for half of the time-out.
+
+        Where one host dies with several ranks, the verdict names one of them.
+        """
+        return {r for r in self.pending if self.is_over(r, share=1 / 2)}
+
+    def host_of(self, rank: int) -> str:
+        """Return the name of the host of a watched rank; empty: it was not heard of."""
+        post = self._slots.get(rank)
+        return "" if post is None else post.host
+
+    def hear(self, rank: int, data: bytes | None) -> str | None:
+        """Look at the slot of a watched rank; return why the rank is lost, None if it is not."""
+        before = self._slot_bytes.get(rank)
+        if data is not None and data != before:
+            self._slot_bytes[rank] = data
+            try:
+                post = decode(SlotPost, data)
+            except FormatError as error:
+                return f"posted what cannot be read: {error}"
+            self._slots[rank] = post
+            if post.at is At.CLOSED:
+                return str(post.part.get("cause", ""))
+            # What another has posted before this rank looked tells when only where it is not from
+            # a round before, and not of one that waits for rank 0: that moves with each beat.
+            waits = self._leads and post.at is At.HERE
+            if before is not None or not (waits or post.round < self._number):
+                self.moved(rank)
+            if post.round > self._number:
+                return f"has left this {self._kind} behind"
+            if post.round == self._number:
+                self.arrived.setdefault(rank, post.part)
+                if post.at is At.SEALED and self._leads:
+                    self.parts[rank] = post.part
+                    self.pending.discard(rank)
+                    return None
+        return self._still_words(rank) if self.is_over(rank) else None
+
+    def _still_words(self, rank: int) -> str:
+        post, limit_s = self._slots.get(rank), self._limit_s
+        if post is None or post.round < self._number:
+            late = f"has not begun to {self._kind} for {limit_s:g} s"
+            return f"{late}: {ONE_ORDER}; {ONE_RANK}. If it comes later, raise rank_timeout_s"
+        still = f"stood still for {limit_s:g} s {self._doing_words(post)}"
+        return f"{still}: it is dead or stuck; if it only pauses, raise rank_timeout_s"
+
+    def _doing_words(self, post: SlotPost) -> str:
+        if post.at is At.HERE:
+            return f"before it began to {self._kind}"
+        if post.at is At.SEALED:
+            return "behind its last byte"
+        doing = "while it wrote" if self._kind == "save" else "while it restored"
+        if not post.total:
+            return doing
+        return f"{doing} ({size_text(post.done)} of {size_text(post.total)})"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import queue
-import secrets
 import time
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field, replace
@@ -43,7 +42,6 @@ from penstock.core.pipeline.chunks import Captured
 from penstock.core.pipeline.links import load_link
 from penstock.core.pipeline.writer import BATCH_BYTES, FrameWriter
 from penstock.core.plan.ranks import chunks_of_rank, derivable, spans_of_rank
-from penstock.core.ranks.agreement import SaveAgreement
 from penstock.core.ranks.group import cause_of
 from penstock.core.reporting.reports import SaveReport, SaveTotals
 from penstock.core.rounds.posts import Result
@@ -61,6 +59,7 @@ if TYPE_CHECKING:
     from penstock.core.format.index import IndexBlocks
     from penstock.core.format.records import CommitRecord
     from penstock.core.pipeline.chunks import ChunkResult
+    from penstock.core.plan.ranks import RankPlaces
     from penstock.core.reporting.handle import Ending
     from penstock.core.save.bases import SaveBases
     from penstock.core.save.capture import CaptureRun
@@ -70,7 +69,7 @@ if TYPE_CHECKING:
         PartSummary,
         RankManifest,
     )
-    from penstock.core.save.request import Destination, RankTurn, SaveRequest
+    from penstock.core.save.request import Destination, SaveRequest, SaveTurn
     from penstock.core.tiers.save_drain import TierOfRanks
 
 log = logging.getLogger("penstock")
@@ -113,7 +112,7 @@ class Finish:
         workers: Workers,
         bases: SaveBases | None,
         before_commit: Callable[[SaveRequest, str], None],
-        turn: RankTurn | None = None,
+        turn: SaveTurn,
     ) -> None:
         """Prepare to write; nothing has begun.
 
@@ -127,7 +126,7 @@ class Finish:
             workers: The threads that hash and encode.
             bases: What the save may refer to; None: every chunk is stored whole.
             before_commit: Called right before the commit; raises if the save must not commit.
-            turn: The ranks that save together; None: this process saves alone.
+            turn: The turn of this rank among those that save together.
 
         Raises:
             CoordinationError: The store of the job cannot be reached.
@@ -135,23 +134,19 @@ class Finish:
         self.bytes_done = 0
         self.commit = Commit()
         self.may_write = Latch()
-        """With several ranks: opens when the capture no longer wants the memory for itself."""
-        self._agreement: SaveAgreement | None = None
-        if turn is not None:
-            self._agreement = SaveAgreement(
-                turn.group,
-                turn.number,
-                commit=self.commit,
-                step=request.step,
-                called_s=clock.called,
-                alive=self._stay,
-                look=self._look,
-            )
+        """Opens when the capture no longer wants the memory bandwidth for itself."""
+        self._agreement = turn.agreement(
+            self.commit,
+            step=request.step,
+            called_s=clock.called,
+            alive=self._stay,
+            look=self._look,
+        )
         self._turn = turn
-        self.uid = secrets.token_hex(16) if self._agreement is None else self._agreement.uid
+        self.uid = self._agreement.uid
         self._share = ALONE
         self._masters: Mapping[int, Sequence[int]] = request.plan.masters
-        self._totals: SaveTotals | None = None
+        self._totals: tuple[int, ...] = ()
         self._has_intent = False
         self._references: Collection[str] = ()  # the uids whose data the intent protects
         self.watchdog = Watchdog(request.io_timeout_s, workers.timing.clock)
@@ -170,7 +165,7 @@ class Finish:
 
     def _write_to(self, backend: Backend) -> None:
         """Take `backend` as the place of this save, which has written nothing yet."""
-        request, rank = self.request, 0 if self._turn is None else self._turn.rank
+        request = self.request
         self._backend = backend
         self._publisher = Publisher(
             backend,
@@ -195,7 +190,7 @@ class Finish:
             choices=self._choices,
             block_bytes=request.block_bytes,
             workers=self._workers,
-            blob_prefix=f"data/{self.uid}/blobs/{rank:05d}-0",
+            blob_prefix=f"data/{self.uid}/blobs/{self._turn.rank:05d}-0",
             release=self._capture.release,
             tick=self._tick,
             share=request.share,
@@ -228,18 +223,12 @@ class Finish:
             raise SaveError(msg)
         self._clock.commit_began = time.monotonic()
         part = self._encoded_part(results, blobs)
-        if self._agreement is None:
-            blocks = encode_blocks(merged([part.shards]))
-            manifest = self._encoded_manifest([part.summary], blocks, refers=self._refers(results))
-            self.commit.feed(Event.SEALED)
-            self._publish(part.summary.entry.name, part.data)
-        else:
-            refers = self._refers(results)
-            posts = self._seal_with_all(self._agreement, part, refers=refers)
-            if not self._agreement.leads:
-                self._keep_for_next(part)
-                return self._report(blobs)
-            manifest = self._merged_manifest(self._agreement, part, posts, refers=refers)
+        refers = self._refers(results)
+        posts = self._seal_with_all(part, refers=refers)
+        if not self._agreement.leads:
+            self._keep_for_next(part)
+            return self._report(blobs)
+        manifest = self._merged_manifest(part, posts, refers=refers)
         self._publish(manifest.index_name, manifest.index)
         if self._onward is not None:
             self._onward.prepare(manifest.record)
@@ -288,25 +277,24 @@ class Finish:
             log.debug("step %d: cleaned up, data/%s is gone", self.request.step, self.uid)
 
     def arrive(self) -> None:
-        """Tell the other ranks, if there are any, that this one takes part.
+        """Report to the other ranks that this one takes part.
 
         Waits for what the state's devices are doing, since they have lines that ranks compare.
 
         Raises:
-            SaveAbortedError: The save was given up; nothing is told.
+            SaveAbortedError: The save was given up; nothing is reported.
         """
-        if self._agreement is not None and self._turn is not None:
-            self._raise_if_given_up()
-            more = {} if self._choice is None else self._choice.arrival()
-            self._agreement.arrive(self._turn.brought, more)
+        self._raise_if_given_up()
+        more = {} if self._choice is None else self._choice.arrival()
+        self._agreement.arrive(self._turn.brought, more)
 
     def give_up(self, error: BaseException) -> BaseException:
-        """Tell the other ranks, if there are any, that this one has failed; return the error.
+        """Report to the other ranks that this one has failed; return the error.
 
         On return it is known what may be deleted. The error names the rank that is the cause.
         """
-        if self._agreement is None or self._turn is None or not self._turn.begun:
-            return error  # it may be prepared anew under its number; who gives it up tells so
+        if not self._turn.begun:
+            return error  # the save may be prepared again under its number; the caller reports it
         if self._choice is not None:
             self._choice.failed(error)
         cause = self._ending.error if isinstance(error, SaveAbortedError) else None
@@ -314,14 +302,12 @@ class Finish:
         return error if found is cause else found
 
     def leave(self) -> None:
-        """Wait until the other ranks, if there are any, can learn how the save has ended."""
-        if self._agreement is not None:
-            self._agreement.finish()
+        """Wait until the other ranks can learn how the save has ended."""
+        self._agreement.finish()
 
     def moved(self) -> None:
-        """Tell the other ranks, if there are any, that this one gets on."""
-        if self._agreement is not None:
-            self._agreement.moved(self.bytes_done, self.request.plan.raw_bytes)
+        """Report progress to the other ranks."""
+        self._agreement.moved(self.bytes_done, self.request.plan.raw_bytes)
 
     def check_ranks(self) -> None:
         """Raise if another rank has failed; for a thread that finds the save thread waiting.
@@ -329,13 +315,12 @@ class Finish:
         Raises:
             PenstockError: The save is given up.
         """
-        if self._agreement is not None:
-            self._agreement.check()
+        self._agreement.check()
 
     def _own_names(self) -> list[str]:
         """Return the names of all that this process has stored for the save."""
         blobs = self._writer.blob_names
-        if self._agreement is None:
+        if self._agreement.alone:
             names = [b.name for b in self._backend.list(f"data/{self.uid}/")]
             # Names of aborted blobs too: a store of files then removes the empty folder.
             return list(dict.fromkeys([*names, *blobs]))
@@ -350,8 +335,7 @@ class Finish:
     def forget(self) -> None:
         """Drop all references to the state once the save is over: the user may free it now."""
         self._capture.forget()
-        if self._turn is not None:
-            self._turn.brought = self._turn.brought.without_state()
+        self._turn.brought = self._turn.brought.without_state()
         del self._manifest, self._writer, self._choices, self._before_commit
         self._bases = None
         plan = replace(self.request.plan, objects=(), chunks=())
@@ -404,31 +388,41 @@ class Finish:
         self.check_ranks()
 
     def _begin(self) -> None:
-        """Begin to write, with several ranks once rank 0 says so."""
+        """Begin to write, once rank 0 says so."""
         agreement = self._agreement
-        if agreement is None:
-            self._publish_intent()
-            if self._bases is not None:
-                self._bases.find()
-            return
         if agreement.leads:
             arrivals = agreement.gather()
             terms: dict[str, Any] = {
                 "generation": self.request.generation,
                 "providers": dict(self.request.providers),
-                "latest": None if self._turn is None else self._turn.latest,
+                "latest": self._turn.latest,
             }
             if self._choice is not None:
-                terms["tier"] = self._choose_tier(agreement, self._choice, arrivals)
+                terms["tier"] = self._choose_tier(self._choice, arrivals)
             self._publish_intent()
             self._has_intent = True
             terms["base"] = None if self._bases is None else self._bases.chosen
             agreement.go(arrivals, terms)
         places = agreement.wait_for_go()
         if not agreement.leads:
-            self._follow(agreement)
-        self.request = replace(self.request, generation=int(agreement.terms["generation"]))
-        plan = self.request.plan
+            self._follow()
+            self.request = replace(self.request, generation=int(agreement.terms["generation"]))
+        if places is not None:
+            self._divide(places)
+        if self._bases is not None:
+            base = agreement.terms["base"]
+            if base is not None and not agreement.leads:
+                self._bases.adopt(self._backend, ChosenBase(*base))
+            self._bases.find(self._share.chunks)
+            self._moved()
+        # Before that, writing would take memory bandwidth from the copies that training waits for.
+        while not self.may_write.wait(self._timing.capture_poll_s):
+            self._moved()
+            self._raise_if_failed()
+
+    def _divide(self, places: RankPlaces) -> None:
+        """Take this rank's share of what several ranks hold alike."""
+        agreement, plan = self._agreement, self.request.plan
         chunks = chunks_of_rank(plan, places, writer_bytes=agreement.writer_bytes)
         plan.spans.update(spans_of_rank(plan, chunks))
         self._masters = derivable(plan, chunks, places.plain, agreement.world_size)
@@ -443,48 +437,33 @@ class Finish:
                 if places.shared.get(shown_place(path), Replica()).index == 0
             ),
         )
-        if self._bases is not None:
-            base = agreement.terms["base"]
-            if base is not None and not agreement.leads:
-                self._bases.adopt(self._backend, ChosenBase(*base))
-            self._bases.find(chunks)
-            self._moved()
-        # Before that, writing would take memory bandwidth from the copies that training waits for.
-        while not self.may_write.wait(self._timing.capture_poll_s):
-            self._moved()
-            self._raise_if_failed()
 
-    def _choose_tier(
-        self,
-        agreement: SaveAgreement,
-        choice: TierOfRanks,
-        arrivals: Mapping[int, Mapping[str, Any]],
-    ) -> str:
+    def _choose_tier(self, choice: TierOfRanks, arrivals: Mapping[int, Mapping[str, Any]]) -> str:
         """Choose the tier that all ranks write to; return its name."""
 
         def wait() -> None:
             self._stay()
             self._moved()  # to wait for room is all that there is to do
-            agreement.check()
+            self.check_ranks()
 
         chosen = choice.choose(arrivals, wait)
         if chosen is None:
             reason = "no tier has room for it, as the log of rank 0 says"
-            agreement.skip(reason)
+            self._agreement.skip(reason)
             msg = f"step {self.request.step} was skipped: {reason}"
             raise SaveSkippedError(msg)
         name, backend = chosen
         self._write_to(backend)
         return name
 
-    def _follow(self, agreement: SaveAgreement) -> None:
+    def _follow(self) -> None:
         """Write to the place that rank 0 has chosen, if that is the same place here.
 
         Raises:
             ConfigError: The backends of the ranks differ.
             SaveError: This rank does not see what rank 0 has published there.
         """
-        name = agreement.terms.get("tier")
+        name = self._agreement.terms.get("tier")
         if (name is None) is not (self._choice is None):
             here, there = ("one place", "tiers") if self._choice is None else ("tiers", "one place")
             msg = (
@@ -494,12 +473,11 @@ class Finish:
             raise ConfigError(msg)
         if self._choice is not None:
             self._write_to(self._choice.follow(str(name)))
-        agreement.check_shared(self._backend, intent_name(self.uid), tier=name)
+        self._agreement.check_shared(self._backend, intent_name(self.uid), tier=name)
 
-    def _seal_with_all(
-        self, agreement: SaveAgreement, part: RankManifest, *, refers: bool
-    ) -> dict[int, Mapping[str, Any]]:
-        """Publish the part of this rank, and wait for the others; return what they have told."""
+    def _seal_with_all(self, part: RankManifest, *, refers: bool) -> dict[int, Mapping[str, Any]]:
+        """Publish the part of this rank, and wait for the others; return what they have posted."""
+        agreement = self._agreement
         self._capture.check()
         summary = part.summary
         entry = summary.entry
@@ -515,13 +493,12 @@ class Finish:
         return agreement.seal(post | ({"providers": more} if more else {}))
 
     def _merged_manifest(
-        self,
-        agreement: SaveAgreement,
-        part: RankManifest,
-        posts: Mapping[int, Mapping[str, Any]],
-        *,
-        refers: bool,
+        self, part: RankManifest, posts: Mapping[int, Mapping[str, Any]], *, refers: bool
     ) -> EncodedManifest:
+        agreement = self._agreement
+        if agreement.alone:  # what this process has stored needs no second look
+            blocks = encode_blocks(merged([part.shards]))
+            return self._encoded_manifest([part.summary], blocks, refers=refers)
         nothing = agreement.check_values(posts)
         reader = PartsOfRanks(
             self._backend,
@@ -530,7 +507,7 @@ class Finish:
             world_size=agreement.world_size,
             references=self._references,
             tick=self._moved,
-            known=None if self._turn is None else self._turn.known,
+            known=self._turn.known,
         )
         parts = reader.read(part.summary, posts)
         plan = self.request.plan
@@ -546,12 +523,13 @@ class Finish:
             structures=agreement.structures,
             nothing=nothing,
         )
-        self._totals = SaveTotals(
+        totals = SaveTotals(
             sum(one.bytes_raw for one in parts),
             sum(one.bytes_stored for one in parts),
             sum(one.blobs for one in parts),
             found.bytes_twice,
         )
+        self._totals = astuple(totals)
         self._moved()
         return self._encoded_manifest(
             parts, found.blocks, agreement.world_size, providers, refers=refers
@@ -559,9 +537,6 @@ class Finish:
 
     def _publish_commit(self, record: CommitRecord) -> None:
         agreement = self._agreement
-        if agreement is None:
-            self._publisher.publish_commit(record, begin=self._begin_to_publish)
-            return
         agreement.merged()
         try:
             self._publisher.publish_commit(record, begin=self._begin_to_publish)
@@ -569,8 +544,7 @@ class Finish:
             result = Result.NEVER if self.commit.never_published else Result.UNKNOWN
             agreement.published(result, cause_of(error))
             raise
-        assert self._totals is not None
-        agreement.published(Result.COMMITTED, totals=astuple(self._totals))
+        agreement.published(Result.COMMITTED, totals=self._totals)
 
     def _publish_intent(self) -> None:
         if self._bases is None:
@@ -584,10 +558,9 @@ class Finish:
 
     def _write_chunks(self) -> None:
         left = self._capture.chunk_count
-        leads = self._agreement is None or self._agreement.leads
         while left:
             self._raise_if_failed()
-            if leads:
+            if self._agreement.leads:
                 self._publisher.refresh_intent()
             batch = self._next_batch()
             if batch:
@@ -714,7 +687,7 @@ class Finish:
             sum(length for _, length in blobs),
             len(blobs),
         )
-        told = () if self._agreement is None else self._agreement.totals
+        told = self._agreement.totals
         return SaveReport(
             step=request.step,
             uid=self.uid,

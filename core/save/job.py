@@ -26,6 +26,7 @@ from penstock.core.reporting.handle import Ending
 from penstock.core.reporting.reports import Progress, SaveHandle
 from penstock.core.save.capture import CaptureRun
 from penstock.core.save.finish import Finish, SaveClock
+from penstock.core.save.request import SaveTurn
 from penstock.core.units import size_text
 
 if TYPE_CHECKING:
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from penstock.core.save.manifest import ManifestWriter
     from penstock.core.save.request import (
         Destination,
-        RankTurn,
         SaveRequest,
         SaveSurroundings,
     )
@@ -64,7 +64,7 @@ class SaveJob:
         called: float | None = None,
         bases: SaveBases | None = None,
         log_failure: bool = True,
-        turn: RankTurn | None = None,
+        turn: SaveTurn | None = None,
     ) -> None:
         """Prepare the save; nothing has begun.
 
@@ -97,6 +97,7 @@ class SaveJob:
         self._log_failure = log_failure
         self._workers = workers
         self._timing = workers.timing
+        turn = turn or SaveTurn()
         self._rank_turn = turn
         # Acquired once, by the first thread of its kind: an error out of a signal handler may end
         # `begin_capture` right behind the start of a thread, and what is begun again starts one
@@ -115,9 +116,9 @@ class SaveJob:
             need_writer=self.start,
             straight_first=request.mode == "blocking",
             timing=self._timing,
-            skip=() if turn is None else turn.skip,
-            masters=None if turn is None else turn.masters,
-            captures_derived=turn is not None and turn.masters is None,
+            skip=turn.skip,
+            masters=turn.masters,
+            captures_derived=turn.captures_derived,
         )
         self._finish = Finish(
             request,
@@ -167,9 +168,9 @@ class SaveJob:
         Raises:
             KeyboardInterrupt: Call `interrupt` then.
         """
-        if self._rank_turn is not None:
+        self._rank_turn.begun = True
+        if self._rank_turn.place is not None:
             # The other ranks learn at once that this one is here, and this one what rank 0 says.
-            self._rank_turn.begun = True
             self._start_threads()
         if self.request.mode == "blocking":
             self.start()

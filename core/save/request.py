@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from penstock.core.plan.ranks import chunks_of_rank, derivable, masters_of
+from penstock.core.ranks.agreement import SaveAgreement
+from penstock.core.ranks.alone import AgreementOfOne
 from penstock.core.ranks.structure import Brought
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from penstock.core.abc import Backend, Node, StateObject
+    from penstock.core.catalog.commit_table import Commit
     from penstock.core.errors import StorageFullError
     from penstock.core.format.records import CommitRecord
     from penstock.core.pipeline.chain import CodecChain
@@ -18,6 +22,7 @@ if TYPE_CHECKING:
     from penstock.core.plan.save import SavePlan
     from penstock.core.ranks.group import RankGroup
     from penstock.core.reporting.reports import SaveReport
+    from penstock.core.rounds.round import RankPlace
     from penstock.core.save.merge import KnownParts
     from penstock.core.tiers.save_drain import TierOfRanks
     from penstock.core.types import ObjectPath
@@ -72,24 +77,20 @@ class SaveRequest:
     shared: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
-class RankTurn:
-    """One save of several ranks: its number, and what this rank brings along.
+@dataclass(slots=True, kw_only=True)
+class SaveTurn:
+    """One save of a process that saves alone, which is a group of one rank.
 
     Attributes:
-        group: The ranks.
-        number: The number of the round, the same on all of them.
         brought: What the others need to know of the state here.
         skip: The chunks that other ranks write, as far as that is known before the capture.
         masters: The objects that this rank may store as derived, as in `SavePlan.masters`; None:
             that is not known before the capture.
         latest: On rank 0 the latest step when the save was called; None: there was none.
         known: On rank 0 the index of the newest save.
-        begun: Whether a job goes on with it, and tells the others how it ends.
+        begun: Whether a job continues it, and reports to the others how it ends.
     """
 
-    group: RankGroup
-    number: int
     brought: Brought = field(default_factory=Brought)
     skip: frozenset[int] = frozenset()
     masters: Mapping[int, Sequence[int]] | None = None
@@ -98,9 +99,92 @@ class RankTurn:
     begun: bool = False
 
     @property
+    def place(self) -> RankPlace | None:
+        """The place of this rank among those that save together; None: it is alone."""
+        return None
+
+    @property
     def rank(self) -> int:
         """The number of this rank."""
+        return 0
+
+    @property
+    def captures_derived(self) -> bool:
+        """Whether derived objects are captured too, since another rank may not derive them."""
+        return False
+
+    def agreement(self, commit: Commit, **options: Any) -> AgreementOfOne | SaveAgreement:
+        """Return this rank's side of the save; the options are those of `SaveAgreement`."""
+        del options
+        return AgreementOfOne(commit)
+
+    def bring(self, request: SaveRequest) -> None:
+        """Note what the other ranks need to know of the planned save."""
+
+    def give_up(self, cause: str) -> None:
+        """Report that this rank cannot take part, since something failed before it began."""
+
+    def skip_save(self, reason: str) -> None:
+        """Report that this save is skipped."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RankTurn(SaveTurn):
+    """One save of several ranks.
+
+    Attributes:
+        group: The ranks.
+        number: The number of the round, the same on all of them.
+    """
+
+    group: RankGroup
+    number: int
+
+    @property
+    def place(self) -> RankPlace:
+        """See `SaveTurn`."""
+        return self.group.place
+
+    @property
+    def rank(self) -> int:
+        """See `SaveTurn`."""
         return self.group.place.rank
+
+    @property
+    def captures_derived(self) -> bool:
+        """See `SaveTurn`."""
+        return self.masters is None
+
+    def agreement(self, commit: Commit, **options: Any) -> SaveAgreement:
+        """See `SaveTurn`.
+
+        Raises:
+            CoordinationError: The store of the job cannot be reached.
+        """
+        return SaveAgreement(self.group, self.number, commit=commit, **options)
+
+    def bring(self, request: SaveRequest) -> None:
+        """Note it, and what this rank writes where its places among the others are known."""
+        plan, group = request.plan, self.group
+        self.brought = Brought.of(
+            request.entries, request.own_paths, request.shared, masters_of(plan)
+        )
+        places = group.alike.get(self.brought.key)
+        if places is not None:
+            mine = chunks_of_rank(plan, places, writer_bytes=group.writer_bytes)
+            self.skip = frozenset(range(len(plan.chunks))) - mine
+            self.masters = derivable(plan, mine, places.plain, request.world_size)
+
+    def give_up(self, cause: str) -> None:
+        """See `SaveTurn`."""
+        self.group.give_up(self.number, cause)
+
+    def skip_save(self, reason: str) -> None:
+        """See `SaveTurn`; only rank 0 decides it for all."""
+        if self.rank:
+            self.group.ended(self.number)
+        else:
+            self.group.refuse(self.number, "save", reason, {"skipped": True})
 
 
 class SaveSurroundings:

@@ -13,10 +13,9 @@ from penstock.core.catalog.retention import Housekeeper, clean_up_after
 from penstock.core.concurrency.garbage import collections_held
 from penstock.core.concurrency.watchdog import Deadline
 from penstock.core.errors import ConfigError, LostRaceError, StepExistsError
-from penstock.core.plan.ranks import among, chunks_of_rank, derivable, masters_of
+from penstock.core.plan.ranks import among
 from penstock.core.plan.save import Capture, KnownCuts
 from penstock.core.ranks.group import cause_of
-from penstock.core.ranks.structure import Brought
 from penstock.core.reporting.events import SaveEvent
 from penstock.core.reporting.progress import follow
 from penstock.core.reporting.reports import CheckReport, skipped_save
@@ -28,7 +27,7 @@ from penstock.core.save.manifest import ManifestWriter
 from penstock.core.save.merge import KnownParts
 from penstock.core.save.metadata import check_metadata
 from penstock.core.save.prepare import claim_generation, plan_state, staging_for
-from penstock.core.save.request import Destination, RankTurn, SaveSurroundings
+from penstock.core.save.request import Destination, RankTurn, SaveSurroundings, SaveTurn
 from penstock.core.save.rules import ChainTable
 from penstock.core.tree.describe import describe_tree, warn_of_forms
 from penstock.core.tree.left_out import left_out
@@ -61,7 +60,6 @@ log = logging.getLogger("penstock")
 _MODES = ("blocking", "async", "lazy")
 _BUSY = "another save was under way"
 _IN_HANDLER = "skipped it: the signal handler that called save interrupted another save"
-_FIRST_LOOK_S, _MOST_LOOK_S = 0.005, 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +72,7 @@ class _SaveCall:
     metadata: Mapping[str, Any]
     overwrite: bool
     called: float
-    turn: RankTurn | None = None
+    turn: SaveTurn
 
 
 class Saver(SaveSurroundings):
@@ -158,12 +156,13 @@ class Saver(SaveSurroundings):
         called: float,
     ) -> SaveHandle:
         """See `Checkpointer.save`; `called` is its time on the monotonic clock."""
-        group = self._ranks.of_save()
-        turn = None if group is None else RankTurn(group, group.next_number(), known=self._parts)
+        turn, group = SaveTurn(), self._ranks.of_save()
+        if group is not None:
+            turn = RankTurn(group=group, number=group.next_number(), known=self._parts)
         try:
             if not self.pending.may_prepare(self._config.on_busy):
-                if turn is not None and turn.rank:  # the others may not be busy, and wait for it
-                    turn.group.give_up(turn.number, _IN_HANDLER)
+                if turn.rank:  # the others may not be busy, and wait for it
+                    turn.give_up(_IN_HANDLER)
                 return self._skipped(valid_step(step), on_progress, _BUSY, turn)
             return self.pending.prepare(
                 lambda: self._save(
@@ -182,8 +181,8 @@ class Saver(SaveSurroundings):
         except BaseException as error:
             if isinstance(error, StepExistsError):
                 self.when_failed(error)
-            if turn is not None and not turn.begun:
-                turn.group.give_up(turn.number, cause_of(error))
+            if not turn.begun:
+                turn.give_up(cause_of(error))
             raise
 
     def check(
@@ -257,7 +256,7 @@ class Saver(SaveSurroundings):
             if job is None:
                 self.pending.prepared()
                 reason = "no tier has room for it, as the log says"
-                return self._skipped(call.step, on_progress, reason)
+                return self._skipped(call.step, on_progress, reason, call.turn)
             watching = self._begin(job, on_progress)
             if call.mode != "blocking":
                 self._wait(job, job.capture_now)
@@ -271,17 +270,18 @@ class Saver(SaveSurroundings):
         job.handle.result()
         return job.handle
 
-    def _take_turn(self, turn: RankTurn | None) -> bool:
+    def _take_turn(self, turn: SaveTurn) -> bool:
         """Wait for the save under way; False when this one is to be skipped.
 
         With several ranks rank 0 alone decides that.
         """
         on_busy = self._config.on_busy
-        if turn is None or not turn.rank:
+        if not (isinstance(turn, RankTurn) and turn.rank):
             return self.pending.take_turn(on_busy)
         if on_busy == "skip":
             # Rank 0 may be busy no more: then it says nothing before this rank is there.
-            deadline, pause_s = Deadline(turn.group.timeout_s), _FIRST_LOOK_S
+            timing = self._workers.timing
+            deadline, pause_s = Deadline(turn.group.timeout_s), timing.busy_poll_first_s
             while not (self.pending.take_turn("skip") or deadline.is_over()):
                 word = turn.group.word(turn.number)
                 if word is not None:
@@ -289,27 +289,18 @@ class Saver(SaveSurroundings):
                         return False
                     break
                 self.pending.rest(pause_s)
-                pause_s = min(2 * pause_s, _MOST_LOOK_S)
+                pause_s = min(2 * pause_s, timing.busy_poll_most_s)
         return self.pending.take_turn("wait")
 
     def _prepared(self, call: _SaveCall) -> SaveJob | None:
         """Return the planned save; None: no tier has room for it."""
         turn = call.turn
-        place = None if turn is None else turn.group.place
         generation = 0
-        if turn is None or not turn.rank:  # rank 0 tells the others
+        if not turn.rank:  # rank 0 tells the others
             generation = self._claim_generation(call.step, overwrite=call.overwrite)
-        request = self._planned(call.state, call.step, generation, mode=call.mode, place=place)
-        if turn is not None:
-            turn.latest = self._latest
-            turn.brought = Brought.of(
-                request.entries, request.own_paths, request.shared, masters_of(request.plan)
-            )
-            places = turn.group.alike.get(turn.brought.key)
-            if places is not None:
-                mine = chunks_of_rank(request.plan, places, writer_bytes=turn.group.writer_bytes)
-                turn.skip = frozenset(range(len(request.plan.chunks))) - mine
-                turn.masters = derivable(request.plan, mine, places.plain, request.world_size)
+        request = self._planned(call.state, call.step, generation, mode=call.mode, place=turn.place)
+        turn.latest = self._latest
+        turn.bring(request)
         destination = self._destination(request, turn)
         if destination is None:
             return None
@@ -335,13 +326,13 @@ class Saver(SaveSurroundings):
         _log_plan(job, staging)
         return job
 
-    def _destination(self, request: SaveRequest, turn: RankTurn | None) -> Destination | None:
+    def _destination(self, request: SaveRequest, turn: SaveTurn) -> Destination | None:
         """Return where the save writes to; None: no tier has room for it."""
         if self._tiers is None:
             return Destination(self._backend.inner)
-        if turn is None:
-            return self._tiers.destination(request)
-        return self._tiers.destination_of_ranks(request, turn)
+        if isinstance(turn, RankTurn):
+            return self._tiers.destination_of_ranks(request, turn)
+        return self._tiers.destination(request)
 
     def _bases(self, request: SaveRequest) -> SaveBases | None:
         encodes = any(chain is not None and chain.needs_base for chain in request.chains)
@@ -442,14 +433,10 @@ class Saver(SaveSurroundings):
         step: int,
         on_progress: Callable[[Progress], None] | None,
         reason: str,
-        turn: RankTurn | None = None,
+        turn: SaveTurn,
     ) -> SaveHandle:
-        if turn is not None:
-            turn.begun = True
-            if turn.rank:
-                turn.group.ended(turn.number)
-            else:
-                turn.group.refuse(turn.number, "save", reason, {"skipped": True})
+        turn.begun = True
+        turn.skip_save(reason)
         self._events.emit(SaveEvent("skipped", step))
         handle = skipped_save(step, reason)
         self._watch(handle, on_progress)

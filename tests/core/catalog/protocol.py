@@ -71,6 +71,7 @@ from penstock.core.format.records import (
     part_name,
 )
 from penstock.core.pipeline.writer import BATCH_BYTES
+from penstock.core.ranks.alone import AgreementOfOne
 from penstock.core.reporting.handle import Ending
 from penstock.core.reporting.reports import SaveHandle
 from penstock.core.save import finish as finishes
@@ -78,6 +79,7 @@ from penstock.core.save.finish import Finish
 from penstock.core.save.job import SaveJob
 from penstock.core.save.manifest import ALONE, EncodedManifest, RankManifest
 from penstock.core.save.prepare import claim_generation
+from penstock.core.save.request import SaveTurn
 from penstock.core.types import Capabilities
 
 _NOW = "2026-01-01T00:00:00Z"
@@ -239,6 +241,8 @@ class ModelClock(Clock):
 class _Bases:
     """In place of the bases of a save: all of one checkpoint, if its record is there in the end."""
 
+    chosen = None
+
     def __init__(self, turn, base, finish):
         self._turn, self._base, self._finish = turn, base, finish
 
@@ -255,7 +259,7 @@ class _Bases:
     def failed(self):
         pass
 
-    def find(self):
+    def find(self, chunks):
         pass
 
     def refer(self, results):
@@ -286,7 +290,11 @@ class _Finish(Finish):
         self.commit = Commit()
         self.watchdog = Watchdog(600)
         self.may_write = Latch()
-        self._agreement = None
+        self.may_write.open()
+        self._turn = SaveTurn()
+        self._agreement = AgreementOfOne(self.commit)
+        self._choice = None
+        self._totals = ()
         self._share = ALONE
         self._masters = {}
         self._backend = turn
@@ -304,6 +312,7 @@ class _Finish(Finish):
             block_bytes=4096,
             plan=SimpleNamespace(chunks=chunks, raw_bytes=32),
             chains=(),
+            providers=(),
         )
         self._manifest = SimpleNamespace(encode=self._encode, encode_part=self._encode_part)
         self._writer = _Writer(turn, uid)
@@ -324,7 +333,8 @@ class _Finish(Finish):
 
     def _encode_part(self, uid, results, blobs, **_):
         entry = PartEntry(part_name(uid, 0), 32, 32, "0" * 64)
-        return _Part(uid.encode(), SimpleNamespace(entry=entry), EMPTY, 0, {}, None)
+        summary = SimpleNamespace(entry=entry, bytes_raw=32)
+        return _Part(uid.encode(), summary, EMPTY, 0, {}, None)
 
     def _encode(self, uid, parts, blocks, *, engine, created, **_):
         assert not blocks.shards
@@ -364,7 +374,7 @@ class Job(SaveJob):
         self.handle = SaveHandle(step)
         self._over = self.handle.durable
         self._onward = None
-        self._rank_turn = None
+        self._rank_turn = SaveTurn()
         self.ending = Ending(self.handle)
         self.ending.capture()
         before_commit = surroundings.before_commit

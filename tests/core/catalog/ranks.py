@@ -49,27 +49,24 @@ from penstock.core.format.records import (
     intent_name,
     part_name,
 )
-from penstock.core.rounds.operations import Answer, Decide, Post, Read
 from penstock.core.rounds.posts import (
     At,
     Result,
+    SlotPost,
     Verdict,
-    decode_slot,
-    decode_verdict,
-    encode_slot,
-    encode_verdict,
+    decode,
+    encode,
     end_key,
     slot_key,
 )
-from penstock.core.rounds.round import RankPlace
-from penstock.core.rounds.save import SaveRound
+from penstock.core.rounds.round import Answer, Decide, Post, RankPlace, Read, SaveRound
 from penstock.core.rounds.table import ENDS, Phase, Step
 from penstock.core.save.prepare import claim_generation
 
 _TIMEOUT_S = 8.0
 _LEAP_S = _TIMEOUT_S / 4  # the most that counts between two looks
 _ROUND = 0
-_ABORT = encode_verdict(Verdict(commit=False))  # whoever asks for it, and why
+_ABORT = encode(Verdict(commit=False))  # whoever asks for it, and why
 _PART = {"bytes": 32}
 _WATCHING = frozenset({Phase.WAITING, Phase.WORKING, Phase.SEALED, Phase.PUBLISHING})
 
@@ -80,7 +77,7 @@ def board_name(job, key):
 
 
 class _Conducted:
-    """In place of `Conductor`: hands what a round asks for to the search, one after the other.
+    """In place of `RankSession`: hands what a round asks for to the search, one after the other.
 
     A read that finds nothing new is no step of the search; it is answered here.
     """
@@ -113,7 +110,7 @@ class _Conducted:
                         return "post", board_name(self._job, key), value
                     self._go_on()
                 case Decide(key, value):
-                    if not decode_verdict(value).commit:
+                    if not decode(Verdict, value).commit:
                         value = _ABORT
                     return "decide", board_name(self._job, key), value
                 case Read(keys):
@@ -168,10 +165,10 @@ class _Conducted:
         """Return what a post says but for the time; None: nothing that anybody asks for."""
         if not key.startswith("slots/"):
             return value
-        post = decode_slot(value)
+        post = decode(SlotPost, value)
         if post.at is not At.SEALED or self._round.place.rank == 0:
             return None
-        return encode_slot(replace(post, moves=0, done=0, total=0))
+        return encode(replace(post, moves=0, done=0, total=0))
 
     def _leap(self, board):
         """Let a time-out pass, with `board` as it is, or (None) with no answer to anything."""
@@ -356,7 +353,7 @@ class _Engine:
             for rank in range(actor.world_size)
         ]
         generation = self.round.terms["generation"]
-        posted = [row for part in self.round.parts.values() for row in part["borrowed"]]
+        posted = [row for part in self.round.others.parts.values() for row in part["borrowed"]]
         every = {*self._borrowed, *(BlobRecord(*row) for row in posted)}
         return CommitRecord(
             actor.uid, actor.step, generation, "2026-01-01T00:00:00Z", actor.world_size,
@@ -454,7 +451,7 @@ class Rank(Actor):
         for name, record in records.items():
             if record.uid != self.uid:
                 continue
-            if end is None or not decode_verdict(end[0]).commit:
+            if end is None or not decode(Verdict, end[0]).commit:
                 yield f"{name} is there, and the register does not say commit"
             if len(record.parts) != self.world_size:
                 yield f"{name} is there without the parts of all ranks"

@@ -17,8 +17,9 @@ from tests.core.catalog.ranks import Rank, ranks
 
 from penstock.core.catalog.commit_table import TABLE, Action, Event, State
 from penstock.core.catalog.publisher import Publisher
-from penstock.core.rounds.posts import decode_verdict
+from penstock.core.rounds.posts import Verdict, decode
 from penstock.core.rounds.round import Round
+from penstock.core.rounds.standstill import OtherRanks
 from penstock.core.rounds.table import SAVE_OTHERS, SAVE_RANK_0, Happening, Phase, Step
 
 A, B, OLD = "a" * 32, "b" * 32, "c" * 32
@@ -151,7 +152,7 @@ def break_the_register(patch):
     """Whoever asks the register counts as answered."""
 
     def hear(self, data):
-        self.verdict = decode_verdict(self._wish() if self.phase in _ASKING else data)
+        self.verdict = self._wish() if self.phase in _ASKING else decode(Verdict, data)
         commit = self.verdict.commit
         self._happen(Happening.COMMIT_DECIDED if commit else Happening.ABORT_DECIDED)
 
@@ -160,13 +161,12 @@ def break_the_register(patch):
 
 def break_watching(patch):
     """Nobody watches rank 0."""
-    real = Round._hear_slot
+    real = OtherRanks.hear
 
     def hear(self, rank, data):
-        if rank != 0:
-            real(self, rank, data)
+        return None if rank == 0 else real(self, rank, data)
 
-    patch.setattr(Round, "_hear_slot", hear)
+    patch.setattr(OtherRanks, "hear", hear)
 
 
 def break_deleting(patch):

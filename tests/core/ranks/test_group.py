@@ -51,12 +51,12 @@ ENDS_BY_AN_EXCEPTION = """
 import atexit
 from penstock.core.testing.memory_coordination import MemoryBoard, MemoryCoordination
 from penstock.core.ranks.group import RankGroup
-from penstock.core.rounds.posts import decode_slot, slot_key
+from penstock.core.rounds.posts import SlotPost, decode, slot_key
 import penstock.core.save.current  # closes groups that nobody has closed
 
 board = MemoryBoard()
 group = RankGroup(1, 2, MemoryCoordination(board))
-atexit.register(lambda: print(decode_slot(board.read([slot_key(1)])[0]).part["cause"]))
+atexit.register(lambda: print(decode(SlotPost, board.read([slot_key(1)])[0]).part["cause"]))
 raise ValueError("the loss is no number")
 """
 

@@ -4,10 +4,10 @@ import threading
 
 import numpy as np
 
-from penstock.core.ranks.conductor import Conductor
 from penstock.core.ranks.group import RankGroup
+from penstock.core.ranks.session import RankSession
 from penstock.core.ranks.templates import RoundOverError, TemplateFit, TemplatesOfRanks
-from penstock.core.rounds.restore import RestoreRound
+from penstock.core.rounds.round import RestoreRound
 from penstock.core.testing.memory_coordination import MemoryBoard, MemoryCoordination
 
 PATIENCE_S = 100.0
@@ -33,23 +33,23 @@ def judge_all(fits, *, failing=()):
 
     def one(rank):
         group = RankGroup(rank, len(fits), Counted(board), timeout_s=TIMEOUT_S)
-        conductor = Conductor(RestoreRound(group.place, 0, timeout_s=TIMEOUT_S), group.coordination)
+        session = RankSession(group, RestoreRound(group.place, 0, timeout_s=TIMEOUT_S))
         templates = TemplatesOfRanks(group)
-        templates.begin(0, conductor)
-        conductor.start()
+        templates.begin(0, session)
+        session.start()
         if rank == 0:
-            conductor.tell(lambda round_: round_.go({}))
-        conductor.next_step(PATIENCE_S)
+            session.tell(lambda round_: round_.go({}))
+        session.next_step(PATIENCE_S)
         if rank in failing:
-            conductor.tell(lambda round_: round_.fail("cannot"))
+            session.tell(lambda round_: round_.fail("cannot"))
             return
         try:
             judged = templates.judge(fits[rank])
         except RoundOverError as error:
             results[rank] = error
             return
-        conductor.tell(lambda round_: round_.seal({}))
-        while conductor.next_step(PATIENCE_S) is not None and not conductor.wait_over(0):
+        session.tell(lambda round_: round_.seal({}))
+        while session.next_step(PATIENCE_S) is not None:
             pass
         templates.end()
         results[rank] = judged, templates.lacked, group.coordination.sizes

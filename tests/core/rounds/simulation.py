@@ -23,11 +23,17 @@ from dataclasses import dataclass, field
 from penstock.core.catalog.commit_table import Action, Commit, Event, State
 from penstock.core.errors import CoordinationError
 from penstock.core.rounds import posts
-from penstock.core.rounds.operations import Answer, Post, Read, Rest, WaitFor
-from penstock.core.rounds.posts import At, Result, SlotPost, encode_slot, slot_key
-from penstock.core.rounds.restore import RestoreRound
-from penstock.core.rounds.round import RankPlace
-from penstock.core.rounds.save import SaveRound
+from penstock.core.rounds.posts import At, Result, SlotPost, encode, slot_key
+from penstock.core.rounds.round import (
+    Answer,
+    Post,
+    RankPlace,
+    Read,
+    Rest,
+    RestoreRound,
+    SaveRound,
+    WaitFor,
+)
 from penstock.core.rounds.table import Phase, Step
 
 TOLD = {
@@ -220,7 +226,7 @@ class World:
 
     def register(self, number):
         value = self.values.get(posts.end_key(number))
-        return None if value is None else posts.decode_verdict(value)
+        return None if value is None else posts.decode(posts.Verdict, value)
 
     # -- what must hold ------------------------------------------------------------------------
 
@@ -363,7 +369,7 @@ class Rank:
         elif fault.kind == "leave":  # it closes its checkpointer, before it comes
             left = SlotPost(0, "save", At.CLOSED, part={"cause": "closed its checkpointer"})
             self.dead = True
-            self.world._set(slot_key(self.rank), encode_slot(left))
+            self.world._set(slot_key(self.rank), encode(left))
         elif fault.kind == "fail" and self.round is not None:
             self.deliver(0.0, lambda: self._engine(lambda: self.round.fail("No space left")))
 
@@ -467,7 +473,7 @@ class Rank:
     def _after_a_change(self):
         while self.round.steps:
             self._carry_out(self.round.steps.popleft())
-        if self.rank == 0 and self._gathers and self.round.all_here:
+        if self.rank == 0 and self._gathers and self.round.others.all_here:
             self._gathers, number = False, self.number
             self.deliver(2 * self.world.plan.latency_s, lambda: self._begin_all(number))
         if self.round.phase is not self._phase:

@@ -8,7 +8,16 @@ from hypothesis import strategies as st
 
 from penstock.core.errors import FormatError, RankError, RestoreError, SaveError
 from penstock.core.rounds import posts
-from penstock.core.rounds.posts import At, GoPost, Result, ResultPost, SlotPost, Verdict
+from penstock.core.rounds.posts import (
+    At,
+    DrainedPost,
+    DrainsPost,
+    GoPost,
+    Result,
+    ResultPost,
+    SlotPost,
+    Verdict,
+)
 from penstock.core.rounds.standstill import CountedLooks, Standstill
 
 COUNTS = st.integers(0, 1 << 40)
@@ -20,48 +29,48 @@ PART = {"length": 1 << 40, "head": DIGEST, "hashes": DIGEST, "bytes": 1 << 40, "
 @given(st.builds(SlotPost, COUNTS, KINDS, st.sampled_from(At), COUNTS, st.text(max_size=30)))
 def test_slots_come_back(post):
     if len(post.host.encode("utf-8", "surrogatepass")) < 50:
-        assert posts.decode_slot(posts.encode_slot(post)) == post
+        assert posts.decode(SlotPost, posts.encode(post)) == post
 
 
 @given(st.text())
 def test_whatever_the_cause_a_decision_has_at_most_512_bytes(text):
-    data = posts.encode_verdict(Verdict(commit=False, rank=9999, host=text, cause=text))
+    data = posts.encode(Verdict(commit=False, rank=9999, host=text, cause=text))
     assert len(data) <= posts.POST_BYTES
-    read = posts.decode_verdict(data)
+    read = posts.decode(Verdict, data)
     assert text.startswith(read.cause.removesuffix("..."))
     assert read.rank == 9999
 
 
 @given(st.text())
 def test_whatever_the_cause_a_result_has_at_most_512_bytes(text):
-    data = posts.encode_result(ResultPost(Result.UNKNOWN, text))
+    data = posts.encode(ResultPost(Result.UNKNOWN, text))
     assert len(data) <= posts.POST_BYTES
-    assert posts.decode_result(data).result is Result.UNKNOWN
+    assert posts.decode(ResultPost, data).result is Result.UNKNOWN
 
 
 def test_a_slot_of_a_sealed_rank_has_at_most_512_bytes():
     post = SlotPost(10**9, "restore", At.SEALED, 10**12, "n" * 64, 1 << 45, 1 << 45, PART)
-    assert len(posts.encode_slot(post)) <= posts.POST_BYTES
+    assert len(posts.encode(post)) <= posts.POST_BYTES
 
 
 def test_terms_come_back_and_those_that_are_too_large_are_refused():
     post = GoPost("save", {"step": 100, "uid": "0" * 32, "retention": {"keep_last": 3}})
-    assert posts.decode_go(posts.encode_go(post)) == post
+    assert posts.decode(GoPost, posts.encode(post)) == post
     with pytest.raises(FormatError, match="more than the 16384"):
-        posts.encode_go(GoPost("save", {"names": "x" * 20_000}))
+        posts.encode(GoPost("save", {"names": "x" * 20_000}))
 
 
-@pytest.mark.parametrize("decode", [posts.decode_slot, posts.decode_go, posts.decode_verdict])
-def test_bytes_that_nobody_posted_are_refused(decode):
+@pytest.mark.parametrize("kind", [SlotPost, GoPost, Verdict, ResultPost, DrainsPost, DrainedPost])
+def test_bytes_that_nobody_posted_are_refused(kind):
     for data in (b"", b"{}", b"[1]", b"\xff", b'{"v":1}', b'{"v":0,"commit":1}'):
         with pytest.raises(FormatError):
-            decode(data)
+            posts.decode(kind, data)
 
 
 def test_another_version_is_refused_with_the_remedy():
-    data = posts.encode_verdict(Verdict(commit=True)).replace(b'"v":0', b'"v":7')
+    data = posts.encode(Verdict(commit=True)).replace(b'"v":0', b'"v":7')
     with pytest.raises(FormatError, match="use one version everywhere"):
-        posts.decode_verdict(data)
+        posts.decode(Verdict, data)
 
 
 def test_an_error_of_a_rank_is_one_of_saves_and_restores_and_crosses_processes():

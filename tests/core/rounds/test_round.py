@@ -4,19 +4,25 @@ import pytest
 
 from penstock.core.catalog.commit_table import Commit, Event
 from penstock.core.errors import CoordinationError
-from penstock.core.rounds.operations import Answer, Decide, Post, Read, Rest, WaitFor
 from penstock.core.rounds.posts import (
     At,
     GoPost,
     SlotPost,
-    encode_go,
-    encode_slot,
+    encode,
     go_key,
     slot_key,
 )
-from penstock.core.rounds.restore import RestoreRound
-from penstock.core.rounds.round import RankPlace
-from penstock.core.rounds.save import SaveRound
+from penstock.core.rounds.round import (
+    Answer,
+    Decide,
+    Post,
+    RankPlace,
+    Read,
+    Rest,
+    RestoreRound,
+    SaveRound,
+    WaitFor,
+)
 from penstock.core.rounds.table import ENDS, Phase, Step
 
 TIMEOUT_S = 8.0
@@ -95,9 +101,9 @@ class Rank:
         if key == slot_key(other):
             self._beats += 1
             at = At.WORKING if self._until is Phase.WORKING else At.SEALED
-            return encode_slot(SlotPost(0, self._kind, at, self._beats, "", 0, 0, {}))
+            return encode(SlotPost(0, self._kind, at, self._beats, "", 0, 0, {}))
         if key == go_key(0) and self._until is not Phase.WAITING:
-            return encode_go(GoPost(self._kind, {"generation": 0}))
+            return encode(GoPost(self._kind, {"generation": 0}))
         return None
 
 

@@ -8,11 +8,8 @@ import pytest
 
 from penstock.core.catalog.commit_table import Commit, IllegalEventError, State
 from penstock.core.errors import CoordinationError, FormatError
-from penstock.core.rounds.operations import Answer, Post
-from penstock.core.rounds.posts import At, GoPost, decode_slot, slot_key
-from penstock.core.rounds.restore import RestoreRound
-from penstock.core.rounds.round import RankPlace
-from penstock.core.rounds.save import SaveRound
+from penstock.core.rounds.posts import At, GoPost, SlotPost, decode, slot_key
+from penstock.core.rounds.round import Answer, Post, RankPlace, RestoreRound, SaveRound
 from penstock.core.rounds.table import (
     ENDS,
     RESTORE_OTHERS,
@@ -125,7 +122,7 @@ def test_what_a_rank_seals_after_it_has_given_up_is_never_posted():
     operations = tried.operations(0.0)
     answers = [Answer(n / 10, error=CoordinationError("no answer")) for n in range(1, 6)]
     posted = [next(operations), *map(operations.send, answers)]  # and beats go on
-    slots = [decode_slot(p.value) for p in posted if isinstance(p, Post)]
+    slots = [decode(SlotPost, p.value) for p in posted if isinstance(p, Post)]
     assert len(slots) >= 2
     assert {slot.at for slot in slots} == {At.WORKING}
     assert tried.phase is Phase.GIVING_UP

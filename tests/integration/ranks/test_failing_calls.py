@@ -11,7 +11,7 @@ from tests.integration.ranks.saving import SHORT_TIMEOUT_S, Job
 from tests.integration.support import FlyingClock, checkpointer, memory, same
 
 from penstock import CommitUnknownError, PenstockError, RankError, Shard, StorageFullError
-from penstock.core.concurrency.timing import SYSTEM_CLOCK
+from penstock.core.concurrency.timing import SYSTEM_CLOCK, Timing
 from penstock.core.errors import CoordinationError, StorageError
 from penstock.core.testing.faults import FaultyBackend
 from penstock.core.testing.latency import LatencyBackend
@@ -131,7 +131,7 @@ def test_a_call_that_hangs_on_one_rank_ends_the_save_of_the_others_by_name(call,
     clocks = [FlyingClock(hung.reached.is_set) for _ in range(WORLD)]
     clocks[rank] = SYSTEM_CLOCK  # by which the other is not late
     group = job.group
-    job.group = lambda r: group(r, clock=clocks[r])
+    job.group = lambda r: group(r, timing=Timing(clock=clocks[r]))
 
     def work(ckpt, r):
         found = end_of_save(ckpt, r)

@@ -28,7 +28,7 @@ from penstock import (
 from penstock.backends.tiered import TieredBackend, TieredConfig
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.errors import SaveError, StorageFullError
-from penstock.core.rounds.posts import Verdict, encode_verdict, end_key
+from penstock.core.rounds.posts import Verdict, encode, end_key
 from penstock.core.testing.faults import Fault, FaultyBackend
 from penstock.core.testing.memory_coordination import MemoryCoordination
 from penstock.core.testing.timing import FAST
@@ -298,7 +298,7 @@ def test_nothing_stays_of_a_save_that_ends_once_its_copy_is_marked(places, optio
         def publish(self, name, data, /, *, exclusive=False):
             super().publish(name, data, exclusive=exclusive)
             if name.endswith(("/drain.json", "/stays.json")) and self.at == self.left:
-                cause = encode_verdict(Verdict(commit=False, rank=1, host="node1", cause="failed"))
+                cause = encode(Verdict(commit=False, rank=1, host="node1", cause="failed"))
                 MemoryCoordination(job.board).decide(end_key(self.left), cause)
 
     GivesUp.left, GivesUp.at = len(options), 0  # the second one stays, with `drain_every`

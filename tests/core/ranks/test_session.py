@@ -12,12 +12,11 @@ from tests import interpreters
 
 from penstock.core.catalog.commit_table import Commit, Event
 from penstock.core.errors import CoordinationError
-from penstock.core.ranks.conductor import Conductor
+from penstock.core.ranks.group import RankGroup
+from penstock.core.ranks.session import RankSession
 from penstock.core.ranks.torch_store import TorchCoordination
 from penstock.core.rounds.posts import Result
-from penstock.core.rounds.restore import RestoreRound
-from penstock.core.rounds.round import RankPlace
-from penstock.core.rounds.save import SaveRound
+from penstock.core.rounds.round import RestoreRound, SaveRound
 from penstock.core.rounds.table import Phase, Step
 from penstock.core.testing.memory_coordination import MemoryBoard, MemoryCoordination
 
@@ -33,23 +32,23 @@ def members_of(kind):
     return lambda: TorchCoordination(store, prefix="job")
 
 
-def take_steps(conductor, rank, published, *, broken=None, timeout_s=PATIENCE_S):
+def take_steps(session, rank, published, *, broken=None, timeout_s=PATIENCE_S):
     """A small engine; returns the last step."""
     while True:
-        step = conductor.next_step(timeout_s)
+        step = session.next_step(timeout_s)
         if step is Step.WORK:
             if rank == broken:
-                conductor.tell(lambda r: r.fail("No space left on /lustre"))
+                session.tell(lambda r: r.fail("No space left on /lustre"))
             else:
-                conductor.tell(lambda r: r.seal({"bytes": rank}))
+                session.tell(lambda r: r.seal({"bytes": rank}))
         elif step is Step.MERGE:
-            conductor.tell(lambda r: r.merged())
+            session.tell(lambda r: r.merged())
         elif step is Step.PUBLISH:
             published.append(rank)
-            conductor.tell(lambda r: r.published(Result.COMMITTED))
+            session.tell(lambda r: r.published(Result.COMMITTED))
         elif step is Step.RESOLVE:
             found = Event.RECORD_IS_OURS if published else Event.RECORD_ABSENT
-            conductor.tell(lambda r, found=found: r.resolved(found))
+            session.tell(lambda r, found=found: r.resolved(found))
         elif step in {Step.POST_SEALED, Step.AWAIT, Step.DECIDE_ABORT, Step.DECIDE_COMMIT}:
             continue
         else:
@@ -60,14 +59,15 @@ def go_through(open_member, make_round, **options):
     ends, rounds, published = {}, {}, []
 
     def one(rank):
-        with open_member() as member:
-            rounds[rank] = make_round(RankPlace(rank, WORLD, f"node{rank}"))
-            conductor = Conductor(rounds[rank], member)
-            conductor.start()
-            if rank == 0:
-                conductor.tell(lambda r: r.go({"step": 100}))
-            ends[rank] = take_steps(conductor, rank, published, **options)
-            assert conductor.wait_over(PATIENCE_S)
+        group = RankGroup(rank, WORLD, open_member(), host=f"node{rank}")
+        rounds[rank] = make_round(group.place)
+        session = RankSession(group, rounds[rank])
+        session.start()
+        if rank == 0:
+            session.tell(lambda r: r.go({"step": 100}))
+        ends[rank] = take_steps(session, rank, published, **options)
+        assert session.finish()
+        group.close()
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in range(WORLD)]
     for thread in threads:
@@ -90,7 +90,7 @@ def test_all_ranks_commit_together(kind):
     ends, rounds, published = go_through(members_of(kind), save_round)
     assert ends == dict.fromkeys(range(WORLD), Step.DONE)
     assert published == [0]
-    assert rounds[0].parts == {rank: {"bytes": rank} for rank in range(1, WORLD)}
+    assert rounds[0].others.parts == {rank: {"bytes": rank} for rank in range(1, WORLD)}
     assert all(r.terms == {"step": 100} for r in rounds.values())
     assert max(r.posts for r in rounds.values()) <= 6
 
@@ -122,10 +122,11 @@ class Broken(MemoryCoordination):
 
 
 def test_a_bug_in_the_coordination_reaches_the_engine_and_nothing_is_published():
-    conductor = Conductor(save_round(RankPlace(0, 2)), Broken(MemoryBoard()))
-    conductor.start()
+    group = RankGroup(0, 2, Broken(MemoryBoard()))
+    session = RankSession(group, save_round(group.place))
+    session.start()
     with pytest.raises(ZeroDivisionError, match="a bug"):
-        take_steps(conductor, 0, [])
+        take_steps(session, 0, [])
 
 
 class Gone(MemoryCoordination):
@@ -137,11 +138,10 @@ class Gone(MemoryCoordination):
 
 def test_a_store_that_is_gone_ends_the_round_of_a_rank_that_has_not_sealed():
     commit = Commit()
-    conductor = Conductor(
-        SaveRound(RankPlace(1, 2), 0, commit=commit, timeout_s=0.2), Gone(MemoryBoard())
-    )
-    conductor.start()
-    assert take_steps(conductor, 1, []) is Step.CLEAN_UP
+    group = RankGroup(1, 2, Gone(MemoryBoard()))
+    session = RankSession(group, SaveRound(group.place, 0, commit=commit, timeout_s=0.2))
+    session.start()
+    assert take_steps(session, 1, []) is Step.CLEAN_UP
     assert commit.may_delete_own_data
 
 
@@ -151,32 +151,34 @@ PROGRAM = """
 import sys, time
 import torch.distributed as dist
 from penstock.core.catalog.commit_table import Commit
-from penstock.core.ranks.conductor import Conductor
-from penstock.core.rounds.round import RankPlace
-from penstock.core.rounds.save import SaveRound
+from penstock.core.ranks.group import RankGroup
+from penstock.core.ranks.session import RankSession
+from penstock.core.rounds.round import SaveRound
 from penstock.core.rounds.table import Step
 from penstock.core.ranks.torch_store import TorchCoordination
 
 rank, port, timeout_s = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 store = dist.TCPStore("127.0.0.1", port, is_master=False)
 member = TorchCoordination(store, prefix="job", world_size=3, call_s=timeout_s / 4)
-round_ = SaveRound(RankPlace(rank, 3, f"node{rank}"), 0, commit=Commit(), timeout_s=timeout_s)
-conductor = Conductor(round_, member)
-conductor.start()
+group = RankGroup(rank, 3, member, timeout_s=timeout_s, host=f"node{rank}")
+round_ = SaveRound(group.place, 0, commit=Commit(), timeout_s=timeout_s)
+session = RankSession(group, round_)
+session.start()
 if rank == 0:
-    conductor.tell(lambda r: r.go({"step": 100}))
+    session.tell(lambda r: r.go({"step": 100}))
 worked = 0
 while True:
-    step = conductor.next_step(0.1)
+    step = session.next_step(0.1)
     worked += bool(round_.terms)
-    conductor.tell(lambda r: r.moved())  # slow, but moving: nobody ever seals
+    session.tell(lambda r: r.moved())  # slow, but moving: nobody ever seals
     if worked == 15:  # rank 0 has seen by now that it does
         print("works", flush=True)
     if step is Step.CLEAN_UP:
         break
-error = round_.error("step 100 was not saved")
+error = session.abort_error("step 100 was not saved")
 print(error.rank, error.host, error.cause, sep="|", flush=True)
-conductor.wait_over(10)
+session.finish()
+group.close()
 """
 
 

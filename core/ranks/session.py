@@ -1,51 +1,49 @@
-"""Conducts a round on a thread of its own: carries out what it asks of the store of the job."""
+"""One rank in one round: a thread carries out what the round asks of the store of the job."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from penstock.core.concurrency.timing import SYSTEM_CLOCK
 from penstock.core.concurrency.watchdog import spawn
 from penstock.core.errors import CoordinationError
-from penstock.core.rounds.operations import Answer, Decide, Post, Read, Rest, WaitFor
+from penstock.core.rounds.round import Answer, Decide, Post, Read, Rest, WaitFor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
-    from penstock.core.abc import Coordination
-    from penstock.core.concurrency.timing import Clock
-    from penstock.core.rounds.operations import Operation
-    from penstock.core.rounds.round import Round
+    from penstock.core.errors import RankError
+    from penstock.core.ranks.group import RankGroup
+    from penstock.core.rounds.round import Operation, Round
     from penstock.core.rounds.table import Step
 
 T = TypeVar("T")
 log = logging.getLogger("penstock")
 
 
-class Conductor:
+R = TypeVar("R", bound="Round")
+
+
+class RankSession(Generic[R]):
     """A round under way on this rank. Any thread may call its methods, which talk to no other rank.
 
     Training never waits for others here: hooks and fences only call `tell`, which takes a lock for
     microseconds.
     """
 
-    def __init__(
-        self, round_: Round, coordination: Coordination, clock: Clock = SYSTEM_CLOCK
-    ) -> None:
+    def __init__(self, group: RankGroup, round_: R) -> None:
         """Prepare; `start` begins.
 
         Args:
-            round_: The round; from now on only `tell` may touch it.
-            coordination: Where the ranks agree. Its calls should end within a quarter of the
-                round's time-out, so that a store that hangs is noticed in time.
-            clock: The clock of the time-outs.
+            group: The ranks. A call of the store where they agree should end within a quarter of
+                the round's time-out, so that a store that hangs is noticed in time.
+            round_: The round; from now on only `tell` may change it. What it says once it is over
+                stays, and may be read without the lock.
         """
-        self._round = round_
-        self._coordination = coordination
-        self._clock = clock
-        self._changed = threading.Condition()  # guards `_round` and all below
+        self._group = group
+        self.round = round_
+        self._changed = threading.Condition()  # guards `round` and all below
         self._told = False
         self._over = False
         self._thread: threading.Thread | None = None
@@ -55,10 +53,10 @@ class Conductor:
         """Start the thread, which ends with the round."""
         self._thread = spawn("ranks", self._run)
 
-    def tell(self, what: Callable[[Round], T]) -> T:
+    def tell(self, what: Callable[[R], T]) -> T:
         """Call `what` with the round, while nobody else uses it; the others soon learn of it."""
         with self._changed:
-            result = what(self._round)
+            result = what(self.round)
             self._told = True
             self._changed.notify_all()
             return result
@@ -66,7 +64,7 @@ class Conductor:
     def moved(self, done: int, total: int) -> None:
         """Note progress; the next beat tells the others."""
         with self._changed:
-            self._round.moved(done, total)
+            self.round.moved(done, total)
 
     def wait_all_here(self, timeout_s: float) -> bool:
         """Wait until rank 0 has heard of all ranks, or has something to do; return whether.
@@ -75,10 +73,12 @@ class Conductor:
             BaseException: As with `next_step`.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._round.all_here or self._has_news(), timeout_s)
+            self._changed.wait_for(
+                lambda: self.round.others.all_here or self._has_news(), timeout_s
+            )
             if self._error is not None:
                 raise self._error
-            return self._round.all_here
+            return self.round.others.all_here
 
     def next_step(self, timeout_s: float | None = None) -> Step | None:
         """Wait for what this rank has to do next.
@@ -91,8 +91,8 @@ class Conductor:
         """
         with self._changed:
             self._changed.wait_for(self._has_news, timeout_s)
-            if self._round.steps:
-                return self._round.steps.popleft()
+            if self.round.steps:
+                return self.round.steps.popleft()
             if self._error is not None:
                 raise self._error
             return None
@@ -103,18 +103,36 @@ class Conductor:
         with self._changed:
             return self._has_news()
 
-    def wait_over(self, timeout_s: float | None = None) -> bool:
-        """Wait for the end of the thread, which posts all that others may need; return whether."""
-        assert self._thread is not None
-        self._thread.join(timeout_s)
+    @property
+    def has_begun(self) -> bool:
+        """Whether the other ranks can learn of this one."""
+        return self._thread is not None
+
+    def finish(self) -> bool:
+        """Wait until the others can learn all that they need of this rank; return whether.
+
+        Waits for the end of the thread, at most as long as a rank may stand still. This rank needs
+        the store of the job no longer for this round then.
+        """
+        if self._thread is None:
+            return True
+        self._thread.join(self._group.timeout_s)
+        self._group.ended(self.round.number)
         return not self._thread.is_alive()
 
+    def abort_error(self, what: str, stays: str = "", *, own: bool = False) -> RankError | None:
+        """Return the error of an abort, as `Round.error`; nobody waits for its cause any more."""
+        error = self.round.error(what, stays, own=own)
+        if error is not None and error.rank != self._group.place.rank:
+            self._group.lost |= {error.rank, *self.round.others.still}
+        return error
+
     def _has_news(self) -> bool:
-        return bool(self._round.steps) or self._over
+        return bool(self.round.steps) or self._over
 
     def _run(self) -> None:
         try:
-            operations = self._round.operations(self._clock.monotonic_s())
+            operations = self.round.operations(self._group.timing.clock.monotonic_s())
             answer: Answer | None = None
             while True:
                 operation = self._advance(operations, answer)
@@ -122,7 +140,7 @@ class Conductor:
                     break
                 answer = self._carry_out(operation)
         except BaseException as error:  # `next_step` raises it
-            log.exception("the round %d of the ranks ended", self._round.number)
+            log.exception("the round %d of the ranks ended", self.round.number)
             self._error = error
         finally:
             with self._changed:
@@ -141,24 +159,25 @@ class Conductor:
                 self._changed.notify_all()
 
     def _carry_out(self, operation: Operation) -> Answer:
+        store = self._group.coordination
         value: Any = None
         error: CoordinationError | None = None
         try:
             match operation:
                 case Post(key, data):
-                    self._coordination.post(key, data)
+                    store.post(key, data)
                 case Read(keys):
-                    value = self._coordination.read(keys)
+                    value = store.read(keys)
                 case Decide(key, data):
-                    value = self._coordination.decide(key, data)
+                    value = store.decide(key, data)
                 case WaitFor(key, timeout_s):
-                    value = self._coordination.wait(key, timeout_s)
+                    value = store.wait(key, timeout_s)
                 case Rest(timeout_s):
                     self._rest(timeout_s)
         except CoordinationError as failure:
             log.debug("the ranks' %s: %s", type(operation).__name__, str(failure))
             error = failure
-        return Answer(self._clock.monotonic_s(), value, error)
+        return Answer(self._group.timing.clock.monotonic_s(), value, error)
 
     def _rest(self, timeout_s: float) -> None:
         """Wait for the time, or until the engine tells something."""

@@ -1,0 +1,60 @@
+"""A save without a checkpointer: one job, with a store in memory."""
+
+import numpy as np
+
+from penstock.backends.memory import MemoryBackend, MemoryConfig
+from penstock.core.concurrency.workers import Workers
+from penstock.core.config.model import load_config
+from penstock.core.plugins.registry import default_registry
+from penstock.core.save.job import SaveJob
+from penstock.core.save.manifest import ManifestWriter
+from penstock.core.save.prepare import ChainTable, plan_state, staging_for
+from penstock.core.save.request import Destination, SaveSurroundings
+from penstock.core.tree.describe import describe_tree
+
+PATIENCE_S = 100.0
+STATE = {"w": np.arange(20_000, dtype=np.float32), "step": 3}
+WORKERS = Workers(1)
+
+
+def memory(name):
+    return MemoryBackend(MemoryConfig(name=name))
+
+
+def job_of(backend, *, mode="blocking", surroundings=None, onward=None, **options):
+    """A job that has not begun."""
+    registry = default_registry()
+    config = load_config({"backend": backend, "chunk_bytes": 4096, **options})
+    request = plan_state(
+        describe_tree(STATE, providers=registry.providers, allow_pickle=False),
+        config=config,
+        table=ChainTable(config, registry),
+        step=3,
+        generation=0,
+        mode=mode,
+        share=False,
+        derive=False,
+    )
+    return SaveJob(
+        request,
+        manifest=ManifestWriter(request, {}, shipper=registry.shipper),
+        destination=Destination(backend, onward),
+        staging=staging_for(request, None, config),
+        workers=WORKERS,
+        surroundings=surroundings or SaveSurroundings(),
+        log_failure=False,
+    )
+
+
+def run(job):
+    """Run the job to its end; return the error, or None."""
+    job.begin_capture()
+    job.capture_now()
+    assert job.finished(PATIENCE_S)
+    assert job.released.wait(PATIENCE_S)
+    return job.ending.error
+
+
+def stored(backend):
+    """The names of all that is stored."""
+    return sorted(info.name for info in backend.list(""))
