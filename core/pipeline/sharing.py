@@ -11,8 +11,8 @@ from penstock.core.plan.save import context_of, elements_of
 from penstock.core.plan.sharing import content_key
 
 if TYPE_CHECKING:
+    from penstock.core.pipeline.auto import ChainChoices
     from penstock.core.pipeline.chain import EncodedFrame
-    from penstock.core.pipeline.choices import ChainChoices
     from penstock.core.pipeline.chunks import Captured
     from penstock.core.plan.bases import StoredFrame
     from penstock.core.plan.save import SavePlan

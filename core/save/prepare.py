@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from penstock.core.abc import StateObject
-from penstock.core.concurrency.cores import CoreMeter, local_ranks
+from penstock.core.concurrency.cores import local_ranks
 from penstock.core.config.model import AUTO
 from penstock.core.errors import (
     CodecError,
@@ -31,10 +31,9 @@ from penstock.core.limits import (
     METADATA_LIMIT_BYTES,
     depth_of,
 )
+from penstock.core.pipeline.auto import CANDIDATES, AutoChains, class_of
 from penstock.core.pipeline.chain import CodecChain
-from penstock.core.pipeline.choices import AutoChains
 from penstock.core.pipeline.staging import Staging, default_budget
-from penstock.core.plan.choice import CANDIDATES, CodecChooser, class_of
 from penstock.core.plan.derived import find_masters
 from penstock.core.plan.save import LARGEST_BLOCK_BYTES, Capture, PlannedObject, plan_save
 from penstock.core.ranks.structure import is_below
@@ -228,7 +227,7 @@ class ChainTable:
             if chain.lossless and not chain.needs_base:
                 candidates[name] = len(self.chains)
                 self.chains.append(chain)
-        return AutoChains(self._classes, candidates, CodecChooser(tuple(candidates)), CoreMeter())
+        return AutoChains(self._classes, candidates)
 
     def _without_lossy(self, number: int) -> int:
         chain = self.chains[number]
