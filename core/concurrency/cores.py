@@ -1,53 +1,13 @@
-"""How many cores this process may use, and how many of them it keeps busy."""
+"""How many cores this process may use."""
 
 from __future__ import annotations
 
 import math
 import os
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-_LEAST_S = 0.5  # a shorter time says too little
-_ASSUMED = 1.0  # the thread that trains
 _CGROUP = "/sys/fs/cgroup"
 _MOST_WORKERS = 4  # more cores are left to training and its data loaders
-
-
-class CoreMeter:
-    """Measures the cores that training uses, from the processor's time between two saves.
-
-    Args:
-        read: Returns the seconds of the monotonic clock, and of the processor.
-    """
-
-    def __init__(self, read: Callable[[], tuple[float, float]] | None = None) -> None:
-        self._read = read or _clocks
-        self._began = self._read()
-        self._busy = _ASSUMED
-
-    def begin_save(self) -> None:
-        """Take the figure of the time since the last save ended, or since this was made."""
-        now, used = self._read()
-        if now - self._began[0] >= _LEAST_S:
-            self._busy = (used - self._began[1]) / (now - self._began[0])
-
-    def end_save(self) -> None:
-        """Begin to measure the time until the next save."""
-        self._began = self._read()
-
-    @property
-    def busy(self) -> float:
-        """The cores that training used before the latest save began."""
-        return self._busy
-
-    @property
-    def cores(self) -> float:
-        """The cores that this process may use."""
-        return usable_cores()
 
 
 def default_workers(cgroup: str = _CGROUP) -> int:
@@ -80,7 +40,3 @@ def _quota(cgroup: str) -> float:
 def local_ranks() -> int:
     """Return the number of ranks on this machine, as their launcher says; 1 without one."""
     return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-
-
-def _clocks() -> tuple[float, float]:
-    return time.monotonic(), time.process_time()

@@ -53,14 +53,9 @@ class Workers:
 
 
 class BusyClock:
-    """Counts the seconds in which at least one of several overlapping tasks runs.
+    """Counts the seconds in which at least one of several overlapping tasks runs."""
 
-    Args:
-        whole: A clock that counts the tasks of this one, among others.
-    """
-
-    def __init__(self, whole: BusyClock | None = None) -> None:
-        self._whole = whole
+    def __init__(self) -> None:
         self._lock = threading.Lock()  # guards `_running`, `_since` and `seconds`
         self._running = 0
         self._since = 0.0
@@ -78,8 +73,6 @@ class BusyClock:
             if self._running == 0:
                 self._since = time.monotonic()
             self._running += 1
-        if self._whole is not None:
-            self._whole.start()
 
     def stop(self) -> None:
         """Count a task that ends."""
@@ -87,10 +80,3 @@ class BusyClock:
             self._running -= 1
             if self._running == 0:
                 self.seconds += time.monotonic() - self._since
-        if self._whole is not None:
-            self._whole.stop()
-
-    def elapsed(self) -> float:
-        """Return the seconds so far, those of tasks that still run included."""
-        with self._lock:
-            return self.seconds + (time.monotonic() - self._since if self._running else 0.0)

@@ -11,8 +11,8 @@ from penstock.core.plan.bases import content_key
 from penstock.core.plan.save import context_of, elements_of
 
 if TYPE_CHECKING:
+    from penstock.core.pipeline.auto import ChainChoices
     from penstock.core.pipeline.chain import EncodedFrame
-    from penstock.core.pipeline.choices import ChainChoices
     from penstock.core.pipeline.chunks import Captured
     from penstock.core.plan.bases import ContentKey, StoredFrame
     from penstock.core.plan.save import SavePlan

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     from penstock.core.abc import Backend, BlobWriter
     from penstock.core.concurrency.workers import Workers
+    from penstock.core.pipeline.auto import ChainChoices
     from penstock.core.pipeline.chain import CodecChain, EncodedFrame
-    from penstock.core.pipeline.choices import ChainChoices
     from penstock.core.pipeline.chunks import Captured
     from penstock.core.plan.bases import StoredFrame
     from penstock.core.plan.save import Chunk, SavePlan
@@ -106,7 +106,7 @@ class FrameWriter:
         self.results: list[ChunkResult | None] = [None] * len(plan.chunks)
         self.write_clock = BusyClock()
         self.encode_clock = BusyClock()
-        self._raw_clock = BusyClock(self.write_clock)
+        self._raw_clock = BusyClock()
         self._raw_written = 0
 
     @property
@@ -137,7 +137,7 @@ class FrameWriter:
                 if chosen:
                     self._start(chosen)
                 else:
-                    self._choices.decide(self._settle_raw)
+                    self._choices.measure(self._settle_raw)
         except BaseException:
             self._release_all(rest)
             raise
@@ -172,7 +172,8 @@ class FrameWriter:
         for seal in seals:
             seal.result()
             self._tick(0)
-        self._choices.finish(self._raw_written, self._raw_clock.elapsed())
+        size_bytes = sum(length for _, length in blobs)
+        self._choices.finish(self.results, size_bytes, self.write_clock.seconds)
         return blobs
 
     def abort(self) -> None:
@@ -234,12 +235,14 @@ class FrameWriter:
         total = sum(r.length for r in requests)
 
         def done(future: Future[None]) -> None:
-            self._raw_clock.stop()
+            for clock in (self._raw_clock, self.write_clock):
+                clock.stop()
             if future.exception() is None:
                 self._tick(total)
 
         write = self._backend.submit_write(self._raw, requests)
-        self._raw_clock.start()
+        for clock in (self._raw_clock, self.write_clock):
+            clock.start()
         self._raw_written += total
         batch.futures.append(write)
         write.add_done_callback(done)
@@ -278,7 +281,7 @@ class FrameWriter:
     def _settle_raw(self) -> tuple[int, float]:
         while self._batches:
             self.settle_oldest()
-        return self._raw_written, self._raw_clock.elapsed()
+        return self._raw_written, self._raw_clock.seconds
 
     # -- tasks of the workers --------------------------------------------------------------------
 
@@ -302,9 +305,7 @@ class FrameWriter:
         result: ChunkResult | None = None
         with self.encode_clock:
             try:
-                effort = self._choices.begin_encoding(index)
                 frame, data, base = self._encoded(captured)
-                effort.end_encoding()
                 if self._sharing is not None:
                     result = self._sharing.find_encoded(index, frame)
                 if (
@@ -328,7 +329,6 @@ class FrameWriter:
                 self._content(index),
                 errors=frame.errors,
             )
-        self._choices.end_encoding(index, frame.length, effort)
         self._set_result(index, result)
 
     def _encoded(

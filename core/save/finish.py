@@ -37,7 +37,7 @@ from penstock.core.format.records import (
     part_name,
     staying_name,
 )
-from penstock.core.pipeline.choices import ChainChoices
+from penstock.core.pipeline.auto import ChainChoices
 from penstock.core.pipeline.chunks import Captured
 from penstock.core.pipeline.links import load_link
 from penstock.core.pipeline.writer import BATCH_BYTES, FrameWriter

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from penstock.core.catalog.commit_table import Commit
     from penstock.core.errors import StorageFullError
     from penstock.core.format.records import CommitRecord
+    from penstock.core.pipeline.auto import AutoChains
     from penstock.core.pipeline.chain import CodecChain
-    from penstock.core.pipeline.choices import AutoChains
     from penstock.core.plan.save import SavePlan
     from penstock.core.ranks.group import RankGroup
     from penstock.core.reporting.reports import SaveReport

@@ -6,13 +6,11 @@ import logging
 from typing import TYPE_CHECKING
 
 from penstock.core.abc import StateObject
-from penstock.core.concurrency.cores import CoreMeter
 from penstock.core.config.model import AUTO
 from penstock.core.errors import CodecError, ConfigError, PluginError
 from penstock.core.limits import MAX_CODEC_NAME_CHARS, MAX_INT
+from penstock.core.pipeline.auto import CANDIDATES, AutoChains, class_of
 from penstock.core.pipeline.chain import CodecChain
-from penstock.core.pipeline.choices import AutoChains
-from penstock.core.plan.choice import CANDIDATES, CodecChooser, class_of
 from penstock.core.tree.patterns import compile_all, is_catch_all
 from penstock.core.tree.select import Selection, nothing_for
 
@@ -126,7 +124,7 @@ class ChainTable:
             if chain.lossless and not chain.needs_base:
                 candidates[name] = len(self.chains)
                 self.chains.append(chain)
-        return AutoChains(self._classes, candidates, CodecChooser(tuple(candidates)), CoreMeter())
+        return AutoChains(self._classes, candidates)
 
     def _without_lossy(self, number: int) -> int:
         chain = self.chains[number]

@@ -39,7 +39,7 @@ from penstock.core.cli.output.render import (
 from penstock.core.cli.output.stats import Stats, tensor_stats
 from penstock.core.cli.output.sums import Sum, print_sums, sums_of
 from penstock.core.cli.output.tree import Row, grown, rows_of
-from penstock.core.plan.choice import class_of
+from penstock.core.pipeline.auto import class_of
 from penstock.core.restore.checkpoint import Checkpoint
 from penstock.core.restore.specs import Rounding, storage_of
 from penstock.core.storage.open import open_backend

@@ -1,34 +1,17 @@
-"""How many cores there are for this process, and how many training uses."""
+"""How many cores there are for this process."""
 
 import os
 
 import pytest
 
-from penstock.core.concurrency.cores import CoreMeter, default_workers, usable_cores
-
-
-def test_the_cores_of_training_are_measured_between_two_saves():
-    now = [0.0, 0.0]
-    meter = CoreMeter(lambda: tuple(now))
-    assert meter.busy == 1.0
-    now[:] = 0.25, 0.25
-    meter.begin_save()
-    assert meter.busy == 1.0, "so short a time says nothing"
-    now[:] = 10, 25
-    meter.begin_save()
-    assert meter.busy == 2.5
-    now[:] = 20, 95  # the save itself
-    meter.end_save()
-    now[:] = 24, 97
-    meter.begin_save()
-    assert meter.busy == 0.5
+from penstock.core.concurrency.cores import default_workers, usable_cores
 
 
 def test_ranks_of_a_machine_share_its_cores(monkeypatch):
-    alone = CoreMeter().cores
+    alone = usable_cores()
     assert 0 < alone <= len(os.sched_getaffinity(0))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert CoreMeter().cores == alone / 4
+    assert usable_cores() == alone / 4
 
 
 @pytest.mark.parametrize(

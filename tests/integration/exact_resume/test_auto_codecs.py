@@ -83,6 +83,16 @@ def test_what_no_codec_makes_smaller_is_stored_as_by_no_rule():
     assert choice.why.startswith("raw: no codec makes it smaller; the store takes 0.0")
 
 
+def test_a_class_that_is_no_longer_what_was_sampled_is_sampled_again():
+    with checkpointer(slow()) as ckpt:
+        ckpt.save({"w": torch.zeros(12 * MIB, dtype=torch.uint8)}, step=1, mode="blocking")
+        kept, new = (
+            ckpt.save(noise(), step=step, mode="blocking").result().codecs for step in (2, 3)
+        )
+    assert kept[0].codec is not None
+    assert new[0].codec is None
+
+
 def test_a_small_state_is_raw():
     with checkpointer(memory()) as ckpt:
         report = ckpt.save({"w": torch.zeros(1000)}, step=1, mode="blocking").result()

@@ -1,0 +1,371 @@
+"""Chooses codecs for classes of objects, where a rule says `codecs = "auto"`.
+
+A class is a role and a dtype: `optimizer float32`. The first save to a store writes raw until the
+store's rate is known. Then one sample of each class is encoded with every candidate, and the choice
+is kept until the class, its ratio or the rate changes by a factor of two.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from concurrent.futures import wait
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from penstock.core.concurrency.cores import usable_cores
+from penstock.core.errors import CodecError
+from penstock.core.plan.save import context_of
+from penstock.core.reporting.reports import CodecChoice
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from penstock.core.abc import CodecContext
+    from penstock.core.concurrency.workers import Workers
+    from penstock.core.pipeline.chain import CodecChain
+    from penstock.core.pipeline.chunks import Captured, ChunkResult
+    from penstock.core.plan.save import SavePlan
+    from penstock.core.types import Role
+
+log = logging.getLogger("penstock")
+
+CANDIDATES: tuple[tuple[str, dict[str, int]], ...] = (
+    ("floatsplit", {}),
+    ("lz4", {}),
+    ("zstd", {"level": 1}),
+)
+"""The codecs to choose from, with their options: lossless ones that keep up with a store. Those
+that are not installed are left out."""
+
+_LEAST_GAIN = 1.05  # readers have to decode, and figures are not exact
+_LEAST_CORES = 0.25  # even a busy machine gives a background thread its turn
+_LEAST_BYTES = 1 << 20  # of a class; encoding fewer gains nothing that counts
+_PROBE_BYTES = 4 << 20
+_PROBE_S = 0.1  # the first writes also create a file and allocate space: shorter is too short
+_SAMPLE_BYTES = 2 << 20  # long enough that the fixed time of a call is a small part
+_RUNS = 3  # the first one loads the codec, and a sample may be interrupted: the fastest counts
+_CHANGED = 2.0
+
+
+class Sample(NamedTuple):
+    """What a codec made of a sample.
+
+    Attributes:
+        ratio: Raw bytes for each stored byte.
+        bytes_per_s: Raw bytes per second of one thread.
+    """
+
+    ratio: float
+    bytes_per_s: float
+
+
+@dataclass(slots=True)
+class StoreChoices:
+    """What earlier saves have learned of one store, and chosen for it.
+
+    Attributes:
+        bytes_per_s: The rate of raw writes; None: it is not measured yet.
+        usual_bytes_per_s: The rate of the first whole save by these choices.
+        by_class: The choices; `bytes_raw` of one is the size that its class had then, or 0: the
+            next save samples it again.
+    """
+
+    bytes_per_s: float | None = None
+    usual_bytes_per_s: float | None = None
+    by_class: dict[str, CodecChoice] = field(default_factory=dict)
+
+    def note_save(self, size_bytes: int, seconds: float, *, is_new: bool) -> None:
+        """Compare the rate of a save with the usual one; forget all if the store has changed.
+
+        Args:
+            size_bytes: The bytes that the store took.
+            seconds: The time in which writes were in flight.
+            is_new: Whether the save changed codecs: a part of it was written in another way.
+        """
+        if seconds < _PROBE_S:
+            return
+        rate = size_bytes / seconds
+        if self.bytes_per_s is None:
+            self.bytes_per_s = rate
+        elif is_new:
+            self.usual_bytes_per_s = None
+        elif self.usual_bytes_per_s is None:
+            self.usual_bytes_per_s = rate
+        elif _has_changed(rate, self.usual_bytes_per_s):
+            self.bytes_per_s = self.usual_bytes_per_s = None
+            self.by_class = {}
+
+
+@dataclass(frozen=True, slots=True)
+class AutoChains:
+    """The objects of all saves whose chains are chosen while a save runs.
+
+    Attributes:
+        classes: The class of objects by the number of the chain that the plan says for them.
+        candidates: The number of the chain by the name of its codec.
+        stores: What is known of each store, by its URL.
+    """
+
+    classes: Mapping[int, str]
+    candidates: Mapping[str, int]
+    stores: dict[str, StoreChoices] = field(default_factory=dict)
+
+
+def class_of(role: Role, dtype: str) -> str:
+    """Return the class of an object, as codecs are chosen for it."""
+    return f"{role.value} {dtype}"
+
+
+def choose(
+    name: str, samples: Mapping[str, Sample], *, store_bytes_per_s: float, cores: float, spare: bool
+) -> CodecChoice:
+    """Return the choice for a class that is expected to take the least time.
+
+    Args:
+        name: The class.
+        samples: What each codec made of a sample.
+        store_bytes_per_s: The rate of the store.
+        cores: The cores that encode.
+        spare: Whether others are left for writing. Without them encoding and writing take turns.
+    """
+
+    def seconds(sample: Sample) -> float:  # for each raw byte
+        parts = 1 / (cores * sample.bytes_per_s), 1 / (store_bytes_per_s * sample.ratio)
+        return max(parts) if spare else sum(parts)
+
+    raw = CodecChoice(name, None, "", 0, 0, cores=cores, store_bytes_per_s=store_bytes_per_s)
+    takes = f"the store takes {store_bytes_per_s / 1e9:.2f} GB/s"
+    smaller = {codec: sample for codec, sample in samples.items() if sample.ratio > 1}
+    if not smaller:
+        return replace(raw, why=f"raw: no codec makes it smaller; {takes}")
+    codec = min(smaller, key=lambda c: seconds(smaller[c]))
+    best = smaller[codec]
+    speed = f"{best.bytes_per_s / 1e9:.2f} GB/s x {cores:.3g} cores"
+    figures = f"{codec}: {best.ratio:.2f}x at {speed}"
+    pays = seconds(best) * store_bytes_per_s * _LEAST_GAIN <= 1
+    return replace(
+        raw,
+        codec=codec if pays else None,
+        why=f"{figures}; {takes}" if pays else f"raw: {takes}; {figures}",
+        ratio=best.ratio,
+        encode_bytes_per_s=cores * best.bytes_per_s,
+    )
+
+
+class ChainChoices:
+    """Chooses the chains of one save. One thread calls all methods but `number` and `chain`.
+
+    Until the store's rate is known chunks are written raw, in rounds: a round that was over too
+    soon is followed by one of twice the size. So a fast store gets all of a small save raw, and a
+    slow one a small part.
+    """
+
+    def __init__(
+        self,
+        plan: SavePlan,
+        chains: Sequence[CodecChain | None],
+        *,
+        auto: AutoChains | None,
+        store: str,
+        workers: Workers,
+        blocking: bool,
+    ) -> None:
+        """Take over the choices of earlier saves whose classes have about the size of then.
+
+        Args:
+            plan: The plan of the save.
+            chains: Chains by number.
+            auto: The objects to choose for, and the choices; None: the plan says all chains.
+            store: The URL of the store.
+            workers: The threads that encode.
+            blocking: Whether the caller waits for the save, so that nothing trains meanwhile.
+        """
+        self._auto = auto or AutoChains({}, {})
+        self._plan = plan
+        self._chains = chains
+        self._workers = workers
+        self._kept = self._auto.stores.setdefault(store, StoreChoices())
+        self._sizes: dict[str, int] = defaultdict(int)
+        self._longest: dict[str, int] = defaultdict(int)
+        for chunk in plan.chunks:
+            if chunk.chain in self._auto.classes:
+                name = self._auto.classes[chunk.chain]
+                self._sizes[name] += chunk.length
+                self._longest[name] = max(self._longest[name], chunk.length)
+        self._choices = {
+            name: choice
+            for name, choice in self._kept.by_class.items()
+            if name in self._sizes and not _has_changed(self._sizes[name], choice.bytes_raw)
+        }
+        self._probe_bytes = _PROBE_BYTES
+        free = usable_cores() - (0 if blocking else 1)
+        self._cores = min(max(free, _LEAST_CORES), workers.count)
+        self._spare = free >= workers.count + 1
+        self._numbers: dict[int, int] = {}
+
+    def number(self, index: int) -> int:
+        """Return the number of the chain of the chunk `index`; 0 while none is chosen."""
+        return self._numbers.get(index, 0) if self._is_open(index) else self._planned(index)
+
+    def chain(self, index: int) -> CodecChain | None:
+        """Return the chain of the chunk `index`; None is raw."""
+        return self._chains[self.number(index)]
+
+    def max_encoded_size(self) -> int:
+        """Return the memory that any frame of the save may need."""
+        lengths: dict[int, int] = dict.fromkeys(self._auto.candidates.values(), 0)
+        for chunk in self._plan.chunks:
+            numbers = lengths if chunk.chain in self._auto.classes else (chunk.chain,)
+            for number in list(numbers):
+                lengths[number] = max(chunk.length, lengths.get(number, 0))
+        found = ((self._chains[number], longest) for number, longest in lengths.items())
+        return max((chain.max_encoded_size(n) for chain, n in found if chain), default=0)
+
+    def take(self, captured: list[Captured]) -> tuple[list[Captured], list[Captured]]:
+        """Return the chunks to write now, and the rest, for which `measure` is to be called."""
+        for at, item in enumerate(captured):
+            if self._is_open(item.index) and not self._is_taken(item):
+                return captured[:at], captured[at:]
+        return captured, []
+
+    def measure(self, raw_written: Callable[[], tuple[int, float]]) -> None:
+        """Learn the store's rate, or that as much again is to be written raw.
+
+        Args:
+            raw_written: Waits until no raw bytes are in flight; returns how many of this save were
+                written, and the seconds in which they were in flight.
+        """
+        size_bytes, seconds = raw_written()
+        if seconds >= _PROBE_S:
+            self._kept.bytes_per_s = size_bytes / seconds
+        self._probe_bytes = max(size_bytes, _PROBE_BYTES)
+
+    def finish(
+        self, results: Sequence[ChunkResult | None], size_bytes: int, seconds: float
+    ) -> None:
+        """Keep what this save has chosen for the next ones.
+
+        Args:
+            results: Those of all chunks; None: another rank writes the chunk.
+            size_bytes: The bytes that the store took.
+            seconds: The time in which writes were in flight.
+        """
+        raw: dict[str, int] = defaultdict(int)
+        stored: dict[str, int] = defaultdict(int)
+        for index, result in enumerate(results):
+            if result is not None and result.chain and self._is_open(index):
+                raw[self._class(index)] += self._plan.chunks[index].length
+                stored[self._class(index)] += result.length
+        before = self._kept.by_class
+        kept = {n: c for n, c in self._choices.items() if self._sizes[n] >= _LEAST_BYTES}
+        news = [n for n, c in kept.items() if n not in before or before[n].codec != c.codec]
+        for name in news:
+            log.info("codecs of %s from now on: %s", name, kept[name].why)
+        for name, size in raw.items():
+            # The state is no longer what was sampled, such as the zeros an optimizer begins with.
+            ratio = kept[name].ratio if name in kept else None
+            if ratio is not None and _has_changed(size / max(stored[name], 1), ratio):
+                kept[name] = replace(kept[name], bytes_raw=0)
+        self._kept.by_class = kept
+        self._kept.note_save(size_bytes, seconds, is_new=bool(news))
+
+    def report(self, results: Mapping[int, ChunkResult]) -> tuple[CodecChoice, ...]:
+        """Return what was chosen, by class; `results` are those of chunks, by number."""
+        stored: dict[str, int] = defaultdict(int)
+        for index, result in results.items():
+            if self._is_open(index):
+                stored[self._class(index)] += result.length
+        unmeasured = CodecChoice("", None, "raw: all of it was needed to measure the store", 0, 0)
+        return tuple(
+            replace(
+                self._choices.get(name, unmeasured),
+                objects=name,
+                bytes_raw=size,
+                bytes_stored=stored[name],
+            )
+            for name, size in sorted(self._sizes.items())
+        )
+
+    def _planned(self, index: int) -> int:
+        return self._plan.chunks[index].chain
+
+    def _is_open(self, index: int) -> bool:
+        """Whether the chain of the chunk `index` is chosen while the save runs."""
+        return self._planned(index) in self._auto.classes
+
+    def _class(self, index: int) -> str:
+        return self._auto.classes[self._planned(index)]
+
+    def _is_taken(self, item: Captured) -> bool:
+        """Choose the chain of a chunk; return whether the chunk can be written now."""
+        name = self._class(item.index)
+        choice = self._choices.get(name)
+        if choice is None:
+            if self._sizes[name] < _LEAST_BYTES:
+                choice = self._choices[name] = self._choice_for_few()
+            elif 2 * item.view.nbytes < min(self._longest[name], _SAMPLE_BYTES):
+                choice = self._choice_for_few()  # too short to say anything of longer chunks
+            elif self._kept.bytes_per_s is not None:
+                choice = self._choices[name] = self._choose(name, item, self._kept.bytes_per_s)
+            elif self._probe_bytes <= 0:
+                return False
+            else:
+                self._probe_bytes -= item.view.nbytes
+                return True
+        self._numbers[item.index] = self._auto.candidates[choice.codec] if choice.codec else 0
+        return True
+
+    def _choice_for_few(self) -> CodecChoice:
+        """Choose for few bytes: one more blob costs more time than they do."""
+        codecs = {c.codec for n, c in self._choices.items() if self._sizes[n] >= _LEAST_BYTES}
+        codec = codecs.pop() if len(codecs) == 1 else None
+        if codec is None:
+            return CodecChoice("", None, "raw: too few bytes to gain anything", 0, 0)
+        return CodecChoice("", codec, f"{codec}: too few bytes for a blob of their own", 0, 0)
+
+    def _choose(self, name: str, item: Captured, store_bytes_per_s: float) -> CodecChoice:
+        """Have the workers encode the middle of a chunk with each codec, and choose."""
+        chunk = self._plan.chunks[item.index]
+        context = context_of(self._plan, chunk)
+        size = min(_SAMPLE_BYTES, chunk.length) // context.itemsize * context.itemsize
+        at = (chunk.length - size) // 2 // context.itemsize * context.itemsize
+        shape, start = context.shape, context.start + at
+        if len(chunk.pieces) > 1:
+            shape, start = (size // context.itemsize,), 0
+        context = replace(context, shape=shape, start=start, raw_length=size)
+        data = item.view[at : at + size]
+        futures = {}
+        for codec, number in self._auto.candidates.items():
+            chain = self._chains[number]
+            assert chain is not None
+            futures[codec] = self._workers.submit(partial(_sampled, chain, data, context))
+        wait(futures.values())  # the chunk is not given back while a worker reads it
+        choice = choose(
+            name,
+            {codec: future.result() for codec, future in futures.items()},
+            store_bytes_per_s=store_bytes_per_s,
+            cores=self._cores,
+            spare=self._spare,
+        )
+        return replace(choice, bytes_raw=self._sizes[name])
+
+
+def _sampled(chain: CodecChain, data: memoryview, context: CodecContext) -> Sample:
+    out = memoryview(bytearray(chain.max_encoded_size(data.nbytes)))
+    times, stored = [], 0
+    try:
+        for _ in range(_RUNS):
+            began = time.monotonic()
+            stored = chain.encode(data, out, context=context).length
+            times.append(time.monotonic() - began)
+    except CodecError as error:
+        log.debug("a sample could not be encoded, so the codec is not chosen: %s", error)
+        return Sample(1.0, 1.0)
+    return Sample(data.nbytes / max(stored, 1), data.nbytes / max(min(times), 1e-9))
+
+
+def _has_changed(now: float, then: float) -> bool:
+    return not then / _CHANGED < now < then * _CHANGED
