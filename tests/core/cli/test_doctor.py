@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from tests import interpreters
@@ -15,10 +14,8 @@ from tests.core.cli.command import caller, tree_of
 
 import penstock
 from penstock.backends.memory import MemoryBackend, MemoryConfig
-from penstock.core.cli.doctor.host import Mount, mount_in, mount_of, space_of
-from penstock.core.cli.doctor.host_checks import check_folder
 from penstock.core.cli.doctor.probe import measure
-from penstock.core.cli.doctor.store_checks import affordable, check_store
+from penstock.core.cli.doctor.store_checks import check_store
 from penstock.core.plugins.registry import default_registry
 from penstock.core.storage.guarded import guarded
 from penstock.core.types import Capabilities
@@ -102,21 +99,7 @@ def test_probe_keeps_to_its_limit_and_reads_back_what_it_wrote():
     assert list(backend.list("")) == []
 
 
-def test_probe_takes_a_small_part_of_what_is_free():
-    assert affordable(256, 1 << 40) == 256
-    assert affordable(256, 1000) == 100
-    assert affordable(256, 0) == 0
-
-
 # -- findings -------------------------------------------------------------------------------------
-
-
-def test_doctor_does_not_advise_to_install_what_is_installed(call, tmp_path, monkeypatch):
-    pytest.importorskip("liburing")
-    monkeypatch.setattr("penstock.backends.uring.ring.flags_lacked", lambda _cpuinfo: {"avx512f"})
-    text = call("doctor", tmp_path, "--no-probe").out
-    assert "- io_uring: run on a CPU with AVX-512" in text
-    assert "pip install liburing" not in text
 
 
 def test_doctor_says_why_io_uring_is_not_used_and_what_to_do(call, tmp_path, monkeypatch, caplog):
@@ -133,13 +116,6 @@ def test_doctor_says_why_io_uring_is_not_used_and_what_to_do(call, tmp_path, mon
     assert "- io_uring: unset PENSTOCK_DISABLE_URING" in text
 
 
-def test_doctor_warns_of_few_open_files(call, tmp_path):
-    with soft_limit(resource.RLIMIT_NOFILE, 300):
-        found = checks_of(call("doctor", tmp_path, "--no-probe", "--json"))["open files"]
-    assert (found["status"], found["values"]["soft"]) == ("warn", 300)
-    assert "ulimit -n" in found["advice"]
-
-
 @pytest.mark.parametrize("name", ["file", "file/below"])
 def test_doctor_fails_where_a_file_stands_in_the_way(call, tmp_path, name):
     (tmp_path / "file").write_text("mine")
@@ -148,21 +124,6 @@ def test_doctor_fails_where_a_file_stands_in_the_way(call, tmp_path, name):
     assert "\nfail  folder " in done.out
     assert "A save would fail: see folder" in done.out
     assert (tmp_path / "file").read_text() == "mine"
-
-
-def test_doctor_takes_a_file_where_the_backend_does(tmp_path):
-    (tmp_path / "run.db").write_text("a whole run")
-    checks = check_folder(tmp_path / "run.db", MemoryBackend(MemoryConfig()))
-    assert [check.name for check in checks] == ["file system", "space", "inodes"]
-    assert "fail" not in {check.status for check in checks}
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_doctor_fails_where_nobody_may_write(call, tmp_path):
-    tmp_path.chmod(0o500)
-    done = call("doctor", f"posix://{tmp_path}/run", *SMALL)
-    tmp_path.chmod(0o700)
-    assert done.code == 1
 
 
 def test_doctor_finds_leftovers_and_damaged_checkpoints(call, tmp_path):
@@ -187,48 +148,6 @@ def test_doctor_finds_leftovers_and_damaged_checkpoints(call, tmp_path):
     (tmp_path / "commits" / "00000007-0.json").write_bytes(b"nonsense\n")
     found = checks_of(call("doctor", tmp_path, "--no-probe", "--json"))["checkpoints"]
     assert (found["status"], found["values"]["damaged"]) == ("warn", [7])
-
-
-def test_doctor_of_another_store_asks_only_what_its_contract_offers(call):
-    done = call("doctor", "memory://", *SMALL, "--json")
-    assert done.code == 0
-    found = checks_of(done)
-    assert found["speed"]["status"] == "ok"
-    assert found["direct I/O"]["status"] == "info"
-    assert "folder" not in found
-
-
-class _WrongClock(MemoryBackend):
-    def store_time_s(self):
-        return super().store_time_s() - 7200
-
-
-class _Forgetful(MemoryBackend):
-    def read(self, requests):
-        super().read(requests)
-        requests[-1].target[-1] ^= 1
-
-
-class _Idle(MemoryBackend):
-    def read(self, requests):
-        pass
-
-
-@pytest.mark.parametrize(
-    ("store", "name", "status", "words"),
-    [
-        (_Idle, "speed", "fail", "not what was written"),
-        (_WrongClock, "write a record", "warn", "7200 s behind"),
-        (_Forgetful, "speed", "fail", "not what was written"),
-        (MemoryBackend, "speed", "ok", "writes"),
-    ],
-)
-def test_doctor_judges_what_the_store_does(store, name, status, words):
-    backend = store(MemoryConfig())
-    found = {c.name: c for c in check_store(backend, None, probe_bytes=1 << 20)}
-    assert found[name].status == status
-    assert words in found[name].found
-    assert (found[name].advice is None) == (status == "ok")
 
 
 class _Broken(MemoryBackend):
@@ -317,40 +236,3 @@ def test_direct_io_is_advised_only_to_those_who_can_do_it(tmp_path, notes, statu
     check = found["direct I/O"]
     assert check.status == status
     assert (check.advice is None) == (status == "info")
-
-
-@pytest.mark.parametrize("size", ["x", "1 parsec", ""])
-def test_doctor_refuses_a_probe_size_that_is_none(call, tmp_path, size):
-    assert call("doctor", tmp_path, f"--probe-size={size}").code == 2
-
-
-# -- the host -------------------------------------------------------------------------------------
-
-MOUNTS = r"""22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/root rw
-30 22 0:50 / /data rw,relatime - xfs /dev/sdb1 rw
-31 30 0:51 / /data/a\040b ro,nosuid master:3 shared:4 - nfs4 host:/export rw,vers=4
-32 30 0:52 / /data rw - overlay overlay rw
-a line that is none
-"""
-
-
-@pytest.mark.parametrize(
-    ("folder", "mount"),
-    [
-        ("/", Mount("ext4", "/dev/root", "/", read_only=False)),
-        ("/database", Mount("ext4", "/dev/root", "/", read_only=False)),
-        ("/data/x", Mount("overlay", "overlay", "/data", read_only=False)),
-        ("/data/a b/c", Mount("nfs4", "host:/export", "/data/a b", read_only=True)),
-    ],
-)
-def test_mount_of_a_folder_is_the_innermost_and_the_last(folder, mount):
-    assert mount_in(MOUNTS, Path(folder)) == mount
-
-
-@pytest.mark.skipif(not Path("/proc/self/mountinfo").exists(), reason="needs /proc")
-def test_mount_and_space_of_a_real_folder_are_found(tmp_path):
-    mount = mount_of(tmp_path.resolve())
-    assert mount is not None
-    assert tmp_path.resolve().is_relative_to(mount.point)
-    space = space_of(tmp_path)
-    assert 0 <= space.free_bytes <= space.total_bytes

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from tests.core.cli.command import caller
 from tests.integration.support import checkpointer, make_state
@@ -54,14 +52,6 @@ def test_what_was_left_is_copied(call, run):
     assert (done.code, done.out.strip()) == (0, "nothing was left to copy")
 
 
-def test_json_says_what_was_found_and_what_is_left(call, run):
-    run.save(1)
-    found = call("drain", run.url, "--json").json
-    assert (found["found"], found["left"]) == (1, [])
-    assert found["bytes"] > 0
-    assert [(link["source"], link["target"]) for link in found["links"]] == [("fast", "durable")]
-
-
 def test_what_cannot_be_copied_is_said_once_and_the_exit_code_is_one(call, run, caplog):
     run.save(1, 2)
     data = bytearray(run.blob(run.fast).read_bytes())
@@ -78,14 +68,6 @@ def with_another_at_step_1(run):
     run.save(1, 2)
     with checkpointer(PosixBackend(PosixConfig(path=str(run.durable)))) as ckpt:
         ckpt.save(make_state(9), 1, mode="blocking")
-
-
-def test_only_what_was_copied_is_counted(call, run):
-    with_another_at_step_1(run)
-    assert "copied 1 checkpoint," in call("drain", run.url).out
-    done = call("drain", run.url)
-    assert done.code == 1
-    assert not done.out.startswith("copied")
 
 
 def test_another_checkpoint_in_the_way_is_said_with_what_to_do(call, run):
@@ -129,23 +111,6 @@ def test_deleting_in_one_tier_spares_the_others(call, run):
     assert "has no tier 'fast'; it is one place" in done.err
 
 
-def test_one_place_has_nothing_to_drain(call, run):
-    run.save(1)
-    done = call("drain", f"posix://{run.fast}")
-    assert done.code == 1
-    assert "tiered://?fast=" in done.err
-
-
-def test_a_configuration_file_stands_for_its_backend(call, run, tmp_path):
-    run.save(1)
-    config = tmp_path / "run.toml"
-    config.write_text(
-        f'[backend]\ntype = "tiered"\nfast = "posix://{run.fast}"\ndurable = "posix://{run.durable}"\n'
-    )
-    assert call("drain", config).code == 0
-    assert call("ls", config, "--json").json["checkpoints"][0]["tiers"] == ["fast", "durable"]
-
-
 def test_ls_says_where_each_checkpoint_is(call, run):
     run.save(1)
     call("drain", run.url)
@@ -164,12 +129,6 @@ def test_ls_says_where_each_checkpoint_is(call, run):
     assert "fast (to copy)" in shown
 
 
-def test_ls_without_tiers_says_nothing_of_them(call, run):
-    run.save(1)
-    assert "TIERS" not in call("ls", f"posix://{run.fast}").out
-    assert '"tiers"' not in json.dumps(call("ls", f"posix://{run.fast}", "--json").json)
-
-
 def test_ls_goes_on_without_a_tier_that_does_not_answer(call, run):
     run.save(1)
     run.durable.symlink_to(run.durable)  # too many levels of links
@@ -177,15 +136,6 @@ def test_ls_goes_on_without_a_tier_that_does_not_answer(call, run):
     assert found.err.startswith("penstock: tier durable does not answer: ")
     assert "ok     fast (to copy)" in found.out
     assert found.code == 0
-
-
-def test_ls_fails_where_no_tier_answers(call, run):
-    for root in (run.fast, run.durable):
-        root.symlink_to(root)
-    found = call("ls", run.url)
-    assert (found.code, found.out) == (1, "")
-    assert "no tier answers: fast: " in found.err
-    assert "; durable: " in found.err
 
 
 def test_verify_names_the_tier_of_the_damage(call, run):

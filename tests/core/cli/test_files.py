@@ -90,12 +90,6 @@ def test_wrong_calls_exit_with_2(call, run):
         assert call(*(run if word == "RUN" else word for word in words)).code == 2
 
 
-def test_a_run_that_does_not_exist_is_not_made_by_an_export(call, tmp_path):
-    done = call("export", tmp_path / "none", tmp_path / "o", "--to", "torch")
-    assert done.code == 1
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_errors_say_what_to_do(call, run, tmp_path):
     file = tmp_path / "o.pt"
     assert call("export", run, file, "--to", "torch").code == 0
@@ -104,12 +98,3 @@ def test_errors_say_what_to_do(call, run, tmp_path):
     assert done.code == 1
     assert "step 9" in done.err
     assert "--overwrite" in done.err
-
-
-def test_names_cannot_control_the_terminal(call, tmp_path):
-    with penstock.Checkpointer(tmp_path / "run") as ckpt:
-        weight = torch.ones(2)
-        ckpt.save({"model": {"a": weight, "\x1b[31mb": weight}}, 1, mode="blocking")
-    done = call("export", tmp_path / "run", tmp_path / "o", "--to", "safetensors")
-    assert "\x1b" not in done.out
-    assert r"\x1b[31mb is tied to a" in done.out

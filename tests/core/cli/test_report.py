@@ -5,7 +5,6 @@ import math
 import re
 import shutil
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,8 +12,7 @@ from tests.core.cli.command import caller
 
 import penstock
 from penstock.core.cli.report import charts
-from penstock.core.cli.report.boxes import boxes_of
-from penstock.core.cli.report.gather import gather, read_events
+from penstock.core.cli.report.gather import gather
 from penstock.integrations.events import JsonLinesSink, Sinks
 
 NEEDED = "needs plotly, which `make test-hosts` brings"
@@ -67,35 +65,6 @@ def test_times_are_those_of_events_and_of_records_elsewhere(saved):
     assert bars["begin of writing to commit"]["x"] == ["4"]
     assert charts.chains(facts)["data"][0]["y"] == [0, 1, 3]
     assert [step for step, _ in charts.gaps_of(facts)] == [2, 4]
-
-
-def test_lines_that_are_no_events_are_counted(tmp_path):
-    file = tmp_path / "events.jsonl"
-    file.write_text('[]\n{"kind": "durable", "uid": "a"}\n{"kind": "started"}\nx\n')
-    assert read_events([str(file)]) == ({}, 3)
-
-
-def test_small_objects_share_a_box_and_nothing_is_lost(saved):
-    facts = gather(f"posix://{saved}/run", 1, [])
-    outer, *boxes = boxes_of(facts.objects, "step 1")
-    assert outer.bytes_raw == sum(one.nbytes for one in facts.objects)
-    names = {one.id: one.group for one in (outer, *boxes)}
-    assert {(names[one.parent], one.objects) for one in boxes if "small" in one.group} == {
-        ("model", 40)
-    }
-    for box in (outer, *boxes):
-        inside = [one for one in boxes if one.parent == box.id]
-        if inside:
-            for figure in ("objects", "bytes_raw", "bytes_stored"):
-                assert sum(getattr(one, figure) for one in inside) == getattr(box, figure)
-
-
-def test_without_plotly_the_extra_is_named(call, saved, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "plotly", None)
-    done = call("report", saved / "run", tmp_path / "out.html")
-    assert done.code == 1
-    assert "pip install 'penstock[report]'" in done.err
-    assert not [*tmp_path.iterdir()]
 
 
 def test_what_is_at_out_is_kept_unless_it_is_to_be_replaced(call, saved, tmp_path):

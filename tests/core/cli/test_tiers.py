@@ -107,11 +107,6 @@ def test_doctor_says_once_that_a_tier_does_not_answer(call, run, state_of_shelf,
     assert f"{other}: checkpoints" in {c["name"] for c in done.json["checks"]}
 
 
-def test_doctor_looks_at_a_tier_that_answers(call, run):
-    done = call("doctor", run("fast"), "--json", "--no-probe")
-    assert "fast: write a record" in {c["name"] for c in done.json["checks"]}
-
-
 def test_drain_says_which_tier_it_cannot_ask(call, run, state_of_shelf):
     state_of_shelf("down")
     done = call("drain", run("fast"))
@@ -146,24 +141,6 @@ def test_drain_ends_where_the_tier_to_copy_from_hangs(call, run, state_of_shelf,
     assert done.code == 1
     assert "tier fast does not answer" in done.out
     assert "asking shelf://there did not end within the 60 s of --timeout" in done.out
-
-
-def test_drain_ends_where_the_tier_to_copy_to_hangs(call, run, state_of_shelf, waits):
-    url = run("durable")
-    state_of_shelf("hangs")
-    time_passes_once(2, waits)  # one that compares the tiers, and one that copies
-    done = call("drain", url, "--timeout", "60")
-    assert done.code == 1
-    assert "step 1 was on its way to tier durable: 0 B of" in done.out
-    assert "; does tier fast hang, or durable?" in done.out
-    assert "still to be copied: steps 1" in done.out
-
-
-def test_deleting_in_one_tier_does_not_ask_the_others_in_vain(call, run, state_of_shelf):
-    state_of_shelf("down")
-    done = call("delete", run("fast"), "1", "--tier", "durable", "--force", "--yes")
-    assert (done.code, done.err) == (0, "")
-    assert "step 1 deleted" in done.out
 
 
 # -- damage ---------------------------------------------------------------------------------------
