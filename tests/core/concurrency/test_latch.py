@@ -29,16 +29,6 @@ def test_it_opens_once_for_all_who_wait_and_for_who_comes_later():
     assert latch.wait(0)
 
 
-def test_many_may_open_it_at_once():
-    for _ in range(200):
-        latch = Latch()
-        with ThreadPoolExecutor(4) as pool:
-            waiting = [pool.submit(latch.wait) for _ in range(2)]
-            for done in [pool.submit(latch.open) for _ in range(2)]:
-                done.result(30)
-            assert all(future.result(30) for future in waiting)
-
-
 def interrupted_at(number, wait, then):
     """Whether `wait` was still running when its `number`-th bytecode raised KeyboardInterrupt.
 

@@ -59,13 +59,6 @@ def test_a_deadline_comes_once_and_a_watchdog_is_put_off_by_each_progress():
     assert watchdog.is_over()
 
 
-@pytest.mark.parametrize("limit_s", [None, math.inf])
-def test_without_a_limit_the_end_never_comes(limit_s):
-    deadline = Deadline(limit_s, ShiftedClock())
-    assert not deadline.is_over()
-    assert deadline.left_s() == math.inf
-
-
 def test_a_watchdog_does_not_count_what_has_limits_of_its_own():
     clock = ShiftedClock()
     watchdog = Watchdog(10.0, clock)
@@ -76,12 +69,6 @@ def test_a_watchdog_does_not_count_what_has_limits_of_its_own():
     assert not watchdog.is_over()
     clock.ahead_s = 1011.0
     assert watchdog.is_over()
-
-
-def test_what_a_call_gives_or_raises_comes_back():
-    assert call_with_deadline("x", lambda: 3, Deadline(None), LateError, timing=QUICK) == 3
-    with pytest.raises(KeyError, match="y"):
-        call_with_deadline("x", lambda: {}["y"], Deadline(60), LateError, timing=QUICK)
 
 
 def test_a_call_that_hangs_ends_at_its_deadline_and_leaves_its_thread_behind(hang):

@@ -12,9 +12,9 @@ import torch
 import penstock
 from penstock.backends.memory import MemoryBackend
 from penstock.core.concurrency.timing import CountedClock, Timing
-from penstock.core.errors import SaveError, StorageError
+from penstock.core.errors import SaveError
 from penstock.core.reporting.progress import Meter, follow, metered
-from penstock.core.reporting.reports import Progress, SaveHandle, skipped_save
+from penstock.core.reporting.reports import Progress, SaveHandle
 from penstock.core.testing.faults import FaultyBackend
 
 STATE = {"w": torch.arange(40_000.0), "m": torch.ones(30_000), "epoch": 7}
@@ -85,16 +85,6 @@ def test_reading_tells_its_phases_and_all_of_its_bytes(what, reading):
 
 
 @pytest.mark.parametrize("what", ["restore", "verify"])
-def test_without_leave_of_the_clock_only_what_begins_and_ends_is_told(what, waits, saved):
-    waits(progress_interval_s=1e9)
-    told = []
-    with penstock.Checkpointer(saved, **SMALL) as ckpt:
-        READS[what](ckpt, told.append)
-    assert phases(told) == PHASES[what]
-    assert len(told) <= 5
-
-
-@pytest.mark.parametrize("what", ["restore", "verify"])
 def test_calls_never_overlap_and_come_from_the_caller_or_from_who_reads(what, reading):
     inside = threading.Lock()
     threads = set()
@@ -142,32 +132,6 @@ def test_what_it_raises_harms_nothing_and_is_logged_once_as_text(what, reading, 
     assert [p.phase for p in called].count("read") == 1
 
 
-@pytest.mark.parametrize("what", ["restore", "verify"])
-def test_a_failure_is_told_last(what, saved, waits):
-    waits(progress_interval_s=0.0)
-    told, store = [], FaultyBackend(saved)
-    store.fail("read", StorageError("no"), nth=4, match="blobs/")
-    with (
-        penstock.Checkpointer(store, **SMALL) as ckpt,
-        pytest.raises(penstock.PenstockError),
-    ):
-        READS[what](ckpt, told.append)
-    assert [p.phase for p in told].count("failed") == 1
-    assert told[-1].phase == "failed"
-    assert told[-1].bytes_done < told[-1].bytes_total
-
-
-def test_falling_back_counts_from_zero_again(ckpt, store):
-    ckpt.save(STATE, step=2).result()
-    (blob,) = [b.name for b in store.list(f"data/{ckpt.info(2).uid}/blobs/")]
-    store.delete([blob])
-    told = []
-    report = ckpt.restore({**STATE}, on_damage="fallback", on_progress=told.append)
-    assert report.fell_back_from == (2,)
-    assert [(p.bytes_done, p.bytes_total) for p in told if p.phase == "plan"].count((0, 0)) == 2
-    assert told[-1].bytes_total == report.bytes_read
-
-
 # -- saving -------------------------------------------------------------------------------------
 
 
@@ -193,27 +157,6 @@ def last(told, ended):
             ended.set()
 
     return on_progress
-
-
-@pytest.mark.parametrize("mode", ["async", "lazy"])
-def test_a_save_in_the_background_is_told_to_its_end(mode, ckpt):
-    told, ended = [], threading.Event()
-    ckpt.save(STATE, step=2, mode=mode, on_progress=last(told, ended)).result()
-    assert ended.wait(60)
-    assert told[-1].phase == "durable"
-    assert len({p.phase for p in told}) == len(phases(told))
-
-
-def test_telling_of_a_failure_does_not_count_as_seeing_it(store):
-    told, ended = [], threading.Event()
-    store.fail("create", StorageError("no"))
-    ckpt = penstock.Checkpointer(store, **SMALL)
-    ckpt.save(STATE, step=1, on_progress=last(told, ended))
-    assert ended.wait(60)
-    assert told[-1].phase == "failed"
-    with pytest.raises(StorageError):
-        ckpt.wait()
-    ckpt.close()
 
 
 def test_a_save_does_not_wait_for_its_listener(ckpt):
@@ -246,12 +189,6 @@ def test_what_the_listener_of_a_save_raises_goes_no_further(caplog):
     assert "on_progress of the save of step 4 raised" in caplog.text
 
 
-def test_a_skipped_save_is_told_once():
-    told = []
-    follow(skipped_save(4), told.append)
-    assert told == [Progress(0, 0, "skipped")]
-
-
 # -- the meter ----------------------------------------------------------------------------------
 
 
@@ -272,16 +209,6 @@ def test_bytes_are_told_at_most_ten_times_per_second():
     assert told[-1] == Progress(1000, 1000, "done")
 
 
-def test_a_straggler_is_not_told():
-    told, clock = [], CountedClock()
-    meter = Meter(told.append, timing=Timing(clock=clock))
-    meter.begin("read")
-    meter.end("failed")
-    clock.advance(60)
-    meter.advance(5)
-    assert [p.phase for p in told] == ["read", "failed"]
-
-
 def test_an_interrupt_ends_what_was_told():
     told = []
 
@@ -293,13 +220,3 @@ def test_an_interrupt_ends_what_was_told():
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert [p.phase for p in told] == ["read", "failed"]
-
-
-def test_an_interrupt_in_the_callback_is_no_mistake_of_it(ckpt, caplog):
-    def on_progress(now):
-        if now.phase == "place":  # on the thread that called
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        ckpt.restore({**STATE}, on_progress=on_progress)
-    assert "raised" not in caplog.text
