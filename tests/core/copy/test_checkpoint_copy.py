@@ -2,7 +2,6 @@
 
 import json
 import os
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -23,7 +22,7 @@ from penstock.core.concurrency.timing import CountedClock, Timing
 from penstock.core.concurrency.workers import Workers
 from penstock.core.copy.checkpoint_copy import CheckpointCopy
 from penstock.core.copy.copy_source import CopySource
-from penstock.core.copy.lease import SILENT_S, Lease
+from penstock.core.copy.lease import Lease
 from penstock.core.copy.mover import (
     BlobMover,
     BlobTransfer,
@@ -152,23 +151,6 @@ def test_source_is_only_read(saved, workers):
     watched = FaultyBackend(saved)
     copy_of(watched, memory(), workers).run()
     assert not {operation for operation, _ in watched.calls} & set(EFFECTS)
-
-
-def test_copy_between_files_and_back_is_the_same(saved, workers, tmp_path):
-    back = memory()
-    with closing(files(tmp_path / "run")) as middle:
-        copy_of(saved, middle, workers).run()
-        copy_of(middle, back, workers).run()
-    assert contents(back) == contents(saved)
-
-
-def test_empty_state_is_copied(workers):
-    source, target = memory(), memory()
-    with checkpointer(source) as ckpt:
-        ckpt.save({}, step=0, mode="blocking")
-    report = copy_of(source, target, workers, step=0).run()
-    assert (report.blobs, report.bytes_copied) == (0, 0)
-    assert contents(target) == contents(source)
 
 
 @pytest.mark.parametrize("buffer_bytes", [1, 3 * 4096, SMALL, 1 << 20])
@@ -303,19 +285,6 @@ def test_damage_anywhere_in_the_manifest_is_found(own, workers, place):
         assert target.list("") == []
 
 
-@pytest.mark.parametrize("kind", ["raw", "enc"])
-def test_blob_that_is_cut_off_or_missing_is_damage(own, workers, kind):
-    (name,) = [n for n in blobs_of(own) if n.endswith(kind)]
-    data = contents(own)[name]
-    for bytes_left in (data[:-1], None):
-        own.delete([name])
-        if bytes_left is not None:
-            own.publish(name, bytes_left)
-        with pytest.raises(DamagedError) as caught:
-            copy_of(own, memory(), workers).run()
-        assert caught.value.damaged == (name,)
-
-
 def test_source_that_is_deleted_meanwhile_is_gone_and_not_damaged(own, workers):
     watched, target = FaultyBackend(own), FaultyBackend(memory())
     copy = copy_of(watched, target, workers)
@@ -366,17 +335,6 @@ def test_sealed_blob_is_read_but_not_copied_again(saved, workers):
     report = copy_of(saved, target, workers).run()
     assert [names for what, names in target.calls if what == "create"] == created
     assert (report.bytes_copied, report.bytes_kept) == (0, Catalog(saved).record(STEP).bytes_stored)
-    assert contents(target) == contents(saved)
-
-
-def test_sealed_blob_may_be_trusted(saved, workers):
-    target = FaultyBackend(memory())
-    target.fail("publish", match="/parts/")
-    with pytest.raises(StorageError):
-        copy_of(saved, target, workers).run()
-    seen = []
-    copy_of(saved, target, workers, trust_sealed=True).run(on_progress=seen.append)
-    assert not any(".raw" in names[0] for what, names in target.calls if what == "read")
     assert contents(target) == contents(saved)
 
 
@@ -449,15 +407,6 @@ def test_copy_that_is_cancelled_right_before_the_record_is_not_committed(saved, 
     assert copy_of(saved, target, workers).run().bytes_copied == 0
 
 
-def test_copy_that_was_cancelled_before_does_nothing(saved, workers):
-    target = FaultyBackend(memory())
-    copy = copy_of(saved, target, workers)
-    copy.cancel()
-    with pytest.raises(SaveAbortedError):
-        copy.run()
-    assert target.calls == []
-
-
 @pytest.mark.parametrize(
     "operation", ["create", "write", "seal", "publish", "read", "stat", "list"]
 )
@@ -470,23 +419,6 @@ def test_failing_target_leaves_no_record_and_the_next_copy_goes_on(saved, worker
     target.clear()
     assert Catalog(target).steps() == []
     bury(target, Catalog(saved).record(STEP).uid)  # it could not say that it had ended
-    copy_of(saved, target, workers).run()
-    assert contents(target) == contents(saved)
-
-
-def test_failing_source_leaves_no_record_and_the_next_copy_goes_on(saved, workers):
-    source, target = FaultyBackend(saved), memory()
-    source.fail("read", nth=20)
-    with pytest.raises(StorageError):
-        copy_of(source, target, workers).run()
-    assert Catalog(target).steps() == []
-    copy_of(source, target, workers).run()
-    assert contents(target) == contents(saved)
-
-
-def test_lost_answer_to_the_record_is_resolved(saved, workers):
-    target = FaultyBackend(memory())
-    target.fail("publish", match="commits/", late=True)
     copy_of(saved, target, workers).run()
     assert contents(target) == contents(saved)
 
@@ -574,19 +506,6 @@ def test_copy_whose_store_went_away_holds_up_nobody_of_its_own_process(saved, wo
     assert contents(target) == contents(saved)
 
 
-@pytest.mark.parametrize("age_s", [SILENT_S + 60, -SILENT_S - 60], ids=["old", "of the future"])
-def test_silent_lease_of_another_machine_ends_by_itself(saved, workers, tmp_path, age_s):
-    name, lease = lease_of_another_machine(Catalog(saved).record(STEP).uid)
-    with closing(files(tmp_path)) as target:
-        target.publish(name, lease)
-        with pytest.raises(BusyError, match="process 1 on node7"):
-            copy_of(saved, target, workers).run()
-        old_s = (tmp_path / name).stat().st_mtime - age_s
-        os.utime(tmp_path / name, (old_s, old_s))
-        copy_of(saved, target, workers).run()
-        assert contents(target) == contents(saved)
-
-
 def test_copy_that_lost_its_lease_commits_nothing_and_removes_nothing(saved, workers):
     target = FaultyBackend(memory())
     name, lease = lease_of_another_machine(Catalog(saved).record(STEP).uid)
@@ -616,13 +535,6 @@ def test_copy_that_lost_its_lease_after_its_last_blob_is_not_committed(saved, wo
     assert Catalog(target).steps() == []
 
 
-def test_unreadable_lease_holds_nobody_up_and_proves_nothing(saved, workers):
-    target = memory()
-    target.publish(lease_name(Catalog(saved).record(STEP).uid), b"\xff nonsense")
-    assert copy_of(saved, target, workers).run().bytes_kept == 0
-    assert contents(target) == contents(saved)
-
-
 # -- what the target has at that step -------------------------------------------------------------
 
 
@@ -642,34 +554,6 @@ def test_higher_generation_replaces_what_is_there(own, workers):
     report = copy_of(own, target, workers).run()
     assert report.generation == 2
     assert contents(target) == contents(own)
-
-
-def test_generation_that_the_target_has_replaced_is_refused(own, workers):
-    target = memory()
-    save(target, STEP, seed=1)
-    save(target, STEP, seed=2, overwrite=True)
-    with pytest.raises(StepExistsError):
-        copy_of(own, target, workers).run()
-
-
-def test_record_may_be_copied_as_a_higher_generation(own, workers):
-    target = memory()
-    save(target, STEP, seed=9)
-    record = replace(Catalog(own).record(STEP), generation=1)
-    CheckpointCopy(own, target, record, workers=workers, grace_s=GRACE_S).run()
-    assert list(Catalog(target).entries().values()) == [[commit_name(STEP, 1)]]
-    with checkpointer(target) as ckpt:
-        assert same(ckpt.load(STEP), make_state(3))
-
-
-def test_step_in_the_middle_is_copied_beside_others(own, workers):
-    target = memory()
-    for step in (1, 9):
-        save(target, step, seed=step)
-    copy_of(own, target, workers).run()
-    assert Catalog(target).steps() == [1, STEP, 9]
-    with checkpointer(target) as ckpt:
-        assert all(ckpt.verify(step).ok for step in (1, STEP, 9))
 
 
 # -- what else at the target has that uid ---------------------------------------------------------
@@ -806,24 +690,6 @@ def test_throttle_spreads_bytes_and_saves_nothing_up():
     assert Throttle(None, clock).take(1 << 40) == 0.0
 
 
-def test_slow_copy_is_the_same(saved, workers):
-    target = memory()
-    copy_of(saved, target, workers, bytes_per_s=2e6).run()
-    assert contents(target) == contents(saved)
-
-
-def test_cancel_ends_a_copy_that_waits_for_its_turn(saved, workers):
-    target, moved = memory(), threading.Event()
-    copy = copy_of(saved, target, workers, bytes_per_s=1.0)
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(copy.run, on_progress=lambda _: moved.set())
-        assert moved.wait(30)
-        copy.cancel()
-        with pytest.raises(SaveAbortedError):
-            running.result(30)
-    assert Catalog(target).steps() == []
-
-
 def blob_named(store, ending):
     return next(name for name in store._store.blobs if name.endswith(ending))
 
@@ -833,14 +699,6 @@ def spoil(store, name):
     data = bytearray(blob.data)
     data[len(data) // 2] ^= 1
     store._store.blobs[name] = replace(blob, data=data)
-
-
-def test_what_lies_beside_the_blobs_makes_no_copy_a_bad_one(saved, workers):
-    target = memory()
-    copy_of(saved, target, workers).run()
-    uid = Catalog(saved).record(STEP).uid
-    target.publish(f"{data_prefix(uid)}blobs/junk", b"x")
-    assert copy_of(saved, target, workers).run().already_there
 
 
 def test_a_copy_is_not_given_up_for_a_source_that_is_damaged_itself(saved, workers):

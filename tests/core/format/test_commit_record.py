@@ -80,13 +80,6 @@ def test_a_compaction_names_the_checkpoint_that_it_was_made_from():
             decode_commit(changed, NAME)
 
 
-def test_a_commit_record_is_read_by_people():
-    header, _, content = encode_commit(record()).partition(b"\n")
-    assert json.loads(header)["length"] == len(content)
-    assert content.count(b"\n") > 20
-    assert json.loads(content)["metadata"] == {"loss": 2.1, "tags": ["a", "ü"]}
-
-
 @pytest.mark.parametrize("data", [encode_commit(record()), encode_intent(INTENT)])
 def test_no_flipped_bit_goes_unseen(data):
     decode = decode_commit if b"generation" in data else decode_intent
@@ -232,14 +225,6 @@ def test_a_table_that_the_record_does_not_bind_is_damage(what):
         decode_borrowed(data, made)
 
 
-def test_a_record_of_the_first_releases_borrows_nothing():
-    def change(body):
-        del body["borrowed"]
-        body["references"] = []
-
-    assert decode_commit(resigned(encode_commit(record()), change), NAME) == record()
-
-
 def test_a_record_refers_to_each_save_once_that_it_borrows_from():
     third = "ff" * 16
     borrowed = (*BORROWED, BlobRecord(blob_name(third, 0, 0, "raw"), 1))
@@ -251,12 +236,3 @@ def test_a_record_that_could_not_be_read_is_never_written():
         encode_commit(record(created=""))
     with pytest.raises(FormatError, match="host"):
         encode_intent(replace(INTENT, host="h" * 100_000))
-
-
-def test_an_intent_comes_back():
-    assert decode_intent(encode_intent(INTENT), intent_name(UID)) == INTENT
-
-
-def test_the_intent_of_another_save_is_refused():
-    with pytest.raises(FormatError, match="is the intent of"):
-        decode_intent(encode_intent(INTENT), intent_name(OTHER))

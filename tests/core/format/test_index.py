@@ -15,10 +15,8 @@ from penstock.core.format.index import (
     dump_table,
     encode_index,
     load_table,
-    merged,
     shard_table,
 )
-from penstock.core.format.records import PartEntry, part_name
 from penstock.core.types import Region
 
 # Few values, so that hashes collide; and all over, edges included.
@@ -94,14 +92,6 @@ def test_a_search_finds_every_shard_with_its_region(per_part, others, at_once):
     assert [row for block in reader.blocks() for row in said(block)] == rows
 
 
-@given(parts, st.lists(hashes, max_size=5))
-def test_shards_without_some_paths_are_those_of_all_others(per_part, unwanted):
-    table = merged(tables_of(per_part))
-    unwanted = [*unwanted, *table.hashes.tolist()[::3]]
-    expected = [row for row in said(table) if row[0] not in unwanted]
-    assert said(table.without(unwanted)) == expected
-
-
 def test_one_path_of_a_large_index_takes_the_head_and_one_block():
     values = np.random.default_rng(2).integers(0, 2**64 - 1, 300_000, np.uint64, endpoint=True)
     encoded = encode_index(UID, [table_of([whole(values.tolist())])])
@@ -110,16 +100,6 @@ def test_one_path_of_a_large_index_takes_the_head_and_one_block():
         assert reads.reader(whole_bytes=0).find(value).places() == [(0, 0)]
         assert len(reads.lengths) == 2
         assert sum(reads.lengths) < 50_000
-
-
-def test_what_thousands_of_ranks_hold_is_found_across_blocks():
-    per_part = [[[(2**62, True)], [(7, True)], [(2**64 - 1, True)]] for _ in range(5000)]
-    encoded = encode_index(UID, tables_of(per_part))
-    for section, value in enumerate([2**62, 7, 2**64 - 1]):
-        reads = Reads(encoded)
-        found = reads.reader(whole_bytes=0).find(value)
-        assert found.places() == [(rank, section) for rank in range(5000)]
-        assert len(reads.lengths) <= 5
 
 
 def test_a_thousand_regular_shards_take_less_than_two_bytes_each():
@@ -162,22 +142,6 @@ def test_a_head_that_does_not_fit_its_index_is_refused(change):
         reads.reader()
 
 
-def test_the_parts_that_an_index_lists_come_back():
-    parts = [PartEntry(part_name(UID, n * n), 100 + n, 10 + n, f"{n:064x}") for n in range(1, 40)]
-    encoded = encode_index(UID, [table_of([whole(range(9))])], parts)
-    assert Reads(encoded).reader().parts(UID) == tuple(parts)
-    assert Reads(encode_index(UID, [])).reader().parts(UID) == ()
-    for wrong in (parts[::-1], [*parts, parts[-1]], [replace(parts[0], head_length=102)]):
-        with pytest.raises(FormatError, match=r"in order of ranks|too long"):
-            Reads(encode_index(UID, [], wrong)).reader()
-
-
-def test_an_index_that_a_store_cuts_short_is_refused():
-    encoded = encode_index(UID, [table_of([whole(range(50_000))])])
-    with pytest.raises(FormatError, match="read whole"):
-        Reads(encoded, encoded.data[:1000]).reader(whole_bytes=0).find(49_999)
-
-
 @given(st.lists(st.lists(shards, max_size=9), max_size=5))
 def test_a_table_comes_back(sections):
     table = table_of(sections)
@@ -202,11 +166,3 @@ def test_a_table_that_lies_is_refused(at, byte, complaint):
     raw[at] = byte
     with pytest.raises(FormatError, match=complaint):
         load_table(bytes(raw), "x", count=3)
-
-
-@pytest.mark.parametrize("length", [0, 50, 66, 68])
-def test_a_table_of_another_length_is_refused(length):
-    raw = dump_table(table_of([[(1, Region((5,), (6,))), (2, True)], [(3, False)]]))
-    assert len(raw) == 3 * 17 + 16
-    with pytest.raises(FormatError, match="does not hold"):
-        load_table((raw + bytes(9))[:length], "x", count=3)

@@ -209,18 +209,6 @@ def test_what_a_dead_process_was_lent_is_free_and_its_own_is_left_to_read(member
     assert one.exchange.wait(never) == [awaited.job]
 
 
-def test_what_is_refused_is_left_to_read(members):
-    one, two = members(2)
-    pieces, taken = [share(0, 1), share(1, 1)], [share(0), share(1)]
-    two.begin(taken=[(0, piece) for piece in taken])
-    one.begin(own=pieces)
-    one.exchange.refuse(pieces[0].job)
-    lend(one, pieces[1], 1)
-    one.exchange.lent_all()
-    assert two.exchange.wait(never) == [taken[0].job]
-    assert list(two.placed) == [1]
-
-
 def test_what_was_announced_before_the_end_is_still_taken(members):
     one, two = members(2)
     pieces = [share(n, 1) for n in range(4)]
@@ -243,20 +231,6 @@ def test_a_piece_outside_of_the_window_is_not_read(members):
     lend(one, piece, 1)
     assert two.exchange.wait(never) == [taken.job]
     assert not two.placed
-
-
-def test_a_target_that_fails_ends_the_taking_with_its_error(members):
-    one, two = members(2)
-
-    def fail(_):
-        raise ZeroDivisionError
-
-    two.hold = fail
-    two.begin(taken=[(0, share(0))])
-    one.begin(own=[piece := share(0, 1)])
-    lend(one, piece, 1)
-    with pytest.raises(RestoreError, match="ZeroDivisionError"):
-        two.exchange.wait(never)
 
 
 def test_a_target_that_fails_ends_the_lending_of_that_process_at_once(members):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import json
 import struct
 from pathlib import Path
@@ -18,7 +17,7 @@ from penstock.codecs.lz4 import Lz4Codec
 from penstock.codecs.zstd import ZstdCodec
 from penstock.core.abc import CodecContext
 from penstock.core.errors import CodecError, FormatError, PenstockError
-from penstock.core.format.zstd import compress, decompress
+from penstock.core.format.zstd import decompress
 from penstock.core.limits import MAX_FRAME_BYTES
 from penstock.core.pipeline.chain import CodecChain
 from penstock.providers.values.decode import decode_value
@@ -76,14 +75,6 @@ def test_a_zstd_frame_that_holds_more_than_the_chunk_is_refused(declared):
         decode(ZstdCodec, bomb, 4096)
 
 
-def test_several_zstd_frames_in_one_are_refused():
-    piece = zstandard.compress(bytes(100))
-    with pytest.raises(CodecError, match="100"):
-        decode(ZstdCodec, piece + piece, 100)
-    with pytest.raises(CodecError):
-        decode(ZstdCodec, piece + piece, 200)
-
-
 def test_a_zstd_frame_that_wants_a_huge_window_is_refused():
     parameters = zstandard.ZstdCompressionParameters(
         window_log=30, enable_ldm=True, write_content_size=False
@@ -103,12 +94,6 @@ def test_a_record_that_says_it_is_larger_than_any_may_be_is_refused_unread():
     header = bytes.fromhex("28b52ffd") + b"\xe0" + struct.pack("<Q", MAX_FRAME_BYTES + 1)
     with pytest.raises(FormatError, match=str(MAX_FRAME_BYTES + 1)):
         decompress(header + bytes(20), "record")
-
-
-@pytest.mark.parametrize("change", [-1, 1, 1 << 20])
-def test_a_record_that_holds_another_size_than_is_declared_is_refused(change):
-    with pytest.raises(FormatError):
-        decompress(compress(bytes(5000)), "record", raw_length=5000 + change)
 
 
 # -- values ----------------------------------------------------------------------------------------
@@ -201,9 +186,3 @@ def test_no_module_is_imported_because_a_checkpoint_names_it():
     done = interpreters.run("-c", _IMPORTS)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == []
-
-
-def test_an_aware_time_still_comes_back():
-    value = dt.datetime(2020, 1, 1, tzinfo=dt.UTC)
-    encoded = fuzz_targets.encode_value(value, ("x",))
-    assert decode_value(encoded, ("x",)) == value

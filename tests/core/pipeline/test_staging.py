@@ -14,10 +14,8 @@ from hypothesis import strategies as st
 
 from penstock.core.pipeline.staging import (
     Staging,
-    available_memory,
     container_memory,
     default_budget,
-    has_small_pages,
     map_memory,
 )
 from penstock.core.types import PAGE_BYTES
@@ -75,14 +73,6 @@ def test_memory_is_reused_instead_of_allocated():
         staging.release(block)
     assert len(addresses) == 1
     assert staging.allocated_bytes == 3 * MIB
-
-
-def test_what_is_written_into_a_block_is_seen_through_its_view_only():
-    staging = Staging(MIB)
-    first, second = staging.acquire(5000, 64), staging.acquire(5000, 64)
-    first.view[:] = b"a" * 5000
-    second.view[:] = b"b" * 5000
-    assert bytes(first.view) == b"a" * 5000
 
 
 def test_a_forked_child_has_no_part_in_an_arena():
@@ -204,25 +194,6 @@ def test_the_limit_of_a_container_counts(tmp_path, files, expected):
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
     assert container_memory(str(tmp_path)) == expected
-
-
-def test_a_budget_is_at_most_the_state_and_half_of_what_is_free():
-    assert default_budget(1000) == 1000
-    half = available_memory() // 2
-    assert default_budget(1 << 60) <= half * 1.5
-    assert default_budget(1 << 60, 4) <= half * 1.5 / 4
-
-
-def test_memory_has_small_pages_where_huge_ones_come_by_advice_alone(tmp_path):
-    setting = tmp_path / "enabled"
-    for text, small in (
-        ("always [madvise] never", True),
-        ("[always] madvise never", False),  # tensors have huge pages as well
-        ("always madvise [never]", False),  # arenas have none either
-    ):
-        setting.write_text(text)
-        assert has_small_pages(str(setting)) is small
-    assert not has_small_pages(str(tmp_path / "none"))
 
 
 def is_pinned(address):

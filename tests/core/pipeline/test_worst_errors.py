@@ -58,8 +58,3 @@ def test_odd_numbers_count_as_what_they_are():
         ([], [], WorstErrors(0, 0)),
     ]:
         assert compared(saved, given) == errors
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.complex64, torch.bool], ids=str)
-def test_what_is_no_float_has_no_errors(dtype):
-    assert compared([1, 2], [1, 3], dtype) is None

@@ -70,31 +70,12 @@ def test_the_codecs_are_those_that_would_encode_it_now(has, wanted, fits):
     assert (find([(PLAIN, stored(chain=has))], chain=wanted) is not None) is fits
 
 
-def test_a_raw_frame_is_for_a_raw_chunk_and_a_declined_one_for_one_with_codecs():
-    raw, declined = stored(chain=(), where=blob(kind="raw")), stored(chain=())
-    assert find([(PLAIN, raw)], chain=()) is raw
-    assert find([(PLAIN, raw)]) is None
-    assert find([(PLAIN, declined)], chain=()) is None
-    assert find([(PLAIN, declined)]) is declined
-
-
 @pytest.mark.parametrize(("length", "worth"), [(500, True), (499, False)])
 def test_a_save_of_which_less_than_half_is_used_is_not_kept_alive(length, worth):
     old = stored(length=length)
     own = stored(8, where=blob(NEW), length=1000)
     assert (find([(PLAIN, old), (PLAIN, own)]) is not None) is worth
     assert find([(PLAIN, old), (PLAIN, own)], content=8) is own
-
-
-def test_a_frame_counts_once_however_many_objects_use_it():
-    old = stored(length=300)
-    assert find([(PLAIN, old), (PLAIN, old)]) is None
-
-
-def test_a_frame_whose_base_lies_among_crumbs_is_left_out():
-    below = stored(9, where=blob(OLD), length=100)
-    above = stored(7, where=blob(NEW), length=1000, base=below)
-    assert find([(PLAIN, above)]) is None
 
 
 def test_the_context_of_a_stored_frame_is_that_of_the_one_object_that_fills_it():
