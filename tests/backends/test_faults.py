@@ -9,13 +9,12 @@ import pytest
 from tests.integration.support import run_program
 
 from penstock.backends.memory import MemoryBackend, MemoryConfig
-from penstock.core.errors import BlobNotFoundError, StorageError, StorageFullError
+from penstock.core.errors import StorageError, StorageFullError
 from penstock.core.testing.faults import (
     CrashAt,
     FaultyBackend,
     SimulatedCrashError,
 )
-from penstock.core.testing.latency import LatencyBackend
 from penstock.core.testing.wrapper import OPERATIONS
 from penstock.core.types import ReadRequest, WriteRequest
 
@@ -97,41 +96,6 @@ def test_a_blocked_call_waits_for_the_event(inner):
     writer.seal(5)
     assert inner.stat("a").size_bytes == 5
     faulty.close()
-
-
-def test_faults_can_be_cleared(inner):
-    faulty = FaultyBackend(inner)
-    faulty.fail("stat", times=None)
-    faulty.publish("a", b"")
-    for _ in range(3):
-        with pytest.raises(StorageError):
-            faulty.stat("a")
-    faulty.clear()
-    assert faulty.stat("a").size_bytes == 0
-
-
-def test_background_reads_meet_the_faults(inner):
-    faulty = FaultyBackend(inner)
-    faulty.publish("a", b"12345")
-    faulty.fail("read", BlobNotFoundError("gone"), nth=2)
-    target = memoryview(bytearray(5))
-    faulty.submit_read([ReadRequest("a", 0, target)]).result(300)
-    with pytest.raises(BlobNotFoundError):
-        faulty.submit_read([ReadRequest("a", 0, target)]).result(300)
-    faulty.close()
-
-
-def test_latency_changes_nothing_but_time(inner, monkeypatch):
-    slept = []
-    monkeypatch.setattr("penstock.core.testing.faults.time.sleep", slept.append)
-    slow = LatencyBackend(inner, latency_s={"publish": 0.5, "write": 0.25}, bytes_per_s=10)
-    slow.publish("a", b"12345")
-    writer = slow.create("b")
-    writer.write([REQUEST])
-    writer.seal(5)
-    slow.read([ReadRequest("b", 0, memoryview(target := bytearray(5)))])
-    assert target == b"12345"
-    assert [s for s in slept if s] == [0.5, 0.5, 0.25, 0.5]
 
 
 @pytest.mark.parametrize("after", [False, True])

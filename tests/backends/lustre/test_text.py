@@ -80,8 +80,6 @@ COMPOSITE = """  lcm_layout_gen:    3
       lmm_stripe_offset: -1
 """
 
-FOLDER = "/mnt/lustre\nstripe_count:  -1 stripe_size:   0 pattern: raid0 stripe_offset: -1\n\n"
-
 
 def test_a_plain_file_reads_the_same_in_both_forms():
     for text in [PLAIN, YAML]:
@@ -97,17 +95,6 @@ def test_a_composite_file_has_its_components():
     assert second == Component(MIB, None, 2, MIB, osts=(1, 2), mirror=1)
     assert third == Component(0, None, ALL_STRIPES, MIB, mirror=2, stale=True)
     assert layout.ost_at(MIB) == 2
-
-
-def test_a_folder_shows_its_default_on_one_line():
-    component = parse_getstripe(FOLDER).components[0]
-    assert (component.stripe_count, component.stripe_bytes) == (ALL_STRIPES, 0)
-    assert component.striped
-
-
-def test_a_foreign_file_is_told():
-    text = "/mnt/f\nlfm_magic:         0x0BD70BD0\nlfm_length:          11\nlfm_type: none\n"
-    assert parse_getstripe(text) == Layout((), foreign=True)
 
 
 def test_what_shows_no_layout_is_refused():
@@ -160,8 +147,3 @@ def test_df_shows_the_free_space_and_the_state_of_every_ost():
         Ost(2, 598002892 << 10, "DR"),
         Ost(255, 437878784 << 10),
     )
-
-
-def test_df_without_osts_is_refused():
-    with pytest.raises(FormatError, match="no OST"):
-        parse_df("Filesystem 1K-blocks Used Available Use% Mounted on\n/dev/vda 1 2 3 4% /\n")
