@@ -72,14 +72,6 @@ def test_state_of_wrapped_optimizers_is_matched_by_name(save, source, target):
 
 
 @pytest.mark.parametrize("wrap", WRAPS)
-def test_what_a_wrapped_optimizer_steps_is_deferred(save, wrap):
-    _, plain = job(bare)
-    _, wrapped = job(wrap)
-    assert len(save(plain).description.deferrable) == 8  # parameters, their moments, steps
-    assert len(save(wrapped).description.deferrable) == 8
-
-
-@pytest.mark.parametrize("wrap", WRAPS)
 def test_wrapped_optimizers_keep_the_contract(providers, wrap):
     def change(state):
         with torch.no_grad():
@@ -92,32 +84,6 @@ def test_wrapped_optimizers_keep_the_contract(providers, wrap):
 
     options = "part/o/param_groups/**"  # older versions have fewer
     check_provider(lambda: job(wrap)[1], change, equal, providers=providers, optional=options)
-
-
-class Averaging(torch.optim.SGD):
-    """Has a state dict of its own."""
-
-    mean = 0
-
-    def state_dict(self):
-        return super().state_dict() | {"mean": self.mean}
-
-    def load_state_dict(self, state):
-        state = dict(state)
-        self.mean = state.pop("mean")
-        super().load_state_dict(state)
-
-
-@pytest.mark.parametrize("wrap", WRAPS)
-def test_a_wrapped_optimizer_with_a_state_dict_of_its_own_comes_whole(save, wrap):
-    _, state = job(wrap, kind=Averaging, steps=0)
-    state["o"].optimizer.mean = 5
-    stored = save(state)
-    assert not stored.description.deferrable
-    for other in (wrap, bare):
-        _, target = job(other, kind=Averaging, steps=0)
-        assert "matched_by" not in stored.restore(target).notes
-        assert getattr(target["o"], "optimizer", target["o"]).mean == 5
 
 
 def test_a_prepared_scheduler_goes_on_in_a_bare_one_and_back(save):

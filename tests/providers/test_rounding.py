@@ -89,11 +89,6 @@ def test_what_is_of_another_kind_is_not_rounded(make):
     assert not is_rounded(make(master), master)
 
 
-def test_a_master_in_half_precision_is_none():
-    master = torch.randn(100).bfloat16()
-    assert not is_rounded(master.clone(), master)
-
-
 def test_memory_that_was_freed_is_not_looked_at():
     master = torch.randn(1000)
     source, other = TensorSource(master.bfloat16()), TensorSource(master)

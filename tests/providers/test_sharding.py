@@ -155,14 +155,6 @@ def test_fused_projection_is_several_rectangles():
     assert [region.sizes for region in ranks[0][1].regions] == [(2, 2)] * 3
 
 
-def test_scalar_is_one_element_on_every_rank():
-    def work(rank):
-        devices = init_device_mesh("cpu", (2,))
-        return held(distribute_tensor(torch.tensor(0.0), devices, [Replicate()]))
-
-    check_ranks((), run_ranks(2, work))
-
-
 def test_rank_outside_of_the_mesh_holds_nothing():
     def work(rank):
         devices = init_device_mesh("cpu", (2, 3), mesh_dim_names=("pp", "dp"))["dp"]

@@ -65,13 +65,6 @@ def test_prometheus_reads_the_file(tmp_path, watched):
     assert [one.name for one in tmp_path.iterdir() if one.is_file()] == [path.name]
 
 
-def test_prometheus_refuses_what_no_exporter_reads(tmp_path):
-    with pytest.raises(penstock.ConfigError, match="there is no folder"):
-        events.PrometheusSink(tmp_path / "absent" / "x.prom")
-    with pytest.raises(penstock.ConfigError, match="'a-b' cannot be a label"):
-        events.PrometheusSink(tmp_path / "x.prom", {"a-b": "c"})
-
-
 def test_opentelemetry_gets_spans_and_metrics(watched):
     pytest.importorskip("opentelemetry.sdk", reason=IN_DEV.format("opentelemetry-sdk"))
     from opentelemetry.sdk.metrics import MeterProvider

@@ -177,14 +177,3 @@ def test_initial_checkpoints_are_of_penstock_or_of_torchtitan(tmp_path):
         assert new.weights == whole.weights, name
         assert new.step == (0 if model_only else 4)
         new.close()
-
-
-def test_nothing_is_saved_by_who_only_loads_or_is_disabled(tmp_path):
-    fresh = Trained(tmp_path, load_only=True)
-    assert not fresh.manager.load()
-    assert fresh.train(4, last=4) == []
-    fresh.close()
-    with pytest.raises(FileNotFoundError, match="step=3"):
-        Trained(tmp_path).manager.load(step=3)
-    with pytest.raises(ValueError, match="optimiser"):
-        Trained(tmp_path, exclude_from_loading=["optimiser"])

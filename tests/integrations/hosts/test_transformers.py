@@ -162,18 +162,6 @@ def test_the_best_model_is_kept_and_loaded_at_the_end(tmp_path):
         assert ckpt.info(4).metadata["eval_loss"] == 2.0
 
 
-def test_the_best_model_is_known_after_a_resume(tmp_path):
-    trainer = trainer_of(ScriptedTrainer, tmp_path, max_steps=3, save_total_limit=2, **BEST)
-    trainer.losses = (3.0, 1.0, 2.0)
-    trainer.train()
-    resumed = trainer_of(ScriptedTrainer, tmp_path, max_steps=5, save_total_limit=2, **BEST)
-    resumed.losses = (None, None, None, 2.0, 2.0)
-    resumed.train(resume_from_checkpoint=True)
-    assert steps_of(tmp_path) == [2, 3, 4, 5]  # the best, that which was restored, the last two
-    assert resumed.state.best_global_step == 2
-    assert torch.equal(resumed.model.layer.weight, stored_weight(tmp_path, 2))
-
-
 def test_a_resume_from_a_step_forgets_later_ones(tmp_path):
     trainer_of(Trainer, tmp_path).train()
     later = stored_weight(tmp_path, 3)
@@ -229,23 +217,6 @@ def test_checkpoints_of_the_trainer_itself_are_continued(tmp_path):
     assert steps_of(tmp_path / "new") == [3, 4]
 
 
-def test_path_without_checkpoint_of_transformers_is_refused(tmp_path):
-    trainer_of(Trainer, tmp_path / "old", max_steps=2).train()
-    trainer = trainer_of(Trainer, tmp_path / "new")
-    for path in (str(tmp_path / "old" / "penstock"), tmp_path / "old", "2"):
-        with pytest.raises(penstock.ConfigError, match=r"penstock copy OTHER .*new"):
-            trainer.train(resume_from_checkpoint=path)
-
-
-def test_run_that_cannot_be_written_is_refused_before_training(tmp_path):
-    (tmp_path / "file").touch()
-    trainer = trainer_of(Trainer, tmp_path / "out")
-    trainer.penstock_url = tmp_path / "file" / "run"
-    with pytest.raises(penstock.StorageError, match="file"):
-        trainer.train()
-    assert trainer.state.global_step == 0
-
-
 def warnings_of(caplog):
     return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
 
@@ -262,11 +233,6 @@ def test_trainer_saves_and_leaves_at_a_signal(tmp_path):
     names = {"trainer": trainer, "TrainerCallback": transformers.TrainerCallback}
     exec(program_of(PAGE, 4), names)
     assert steps_of(tmp_path) == [2]
-
-
-def test_saves_in_the_middle_of_a_step_warn(tmp_path, caplog):
-    trainer_of(Trainer, tmp_path, max_steps=1, enable_jit_checkpoint=True).train()
-    assert [text for text in warnings_of(caplog) if "penstock.Preemption" in text]
 
 
 def test_a_save_of_the_model_alone_warns_and_resumes(tmp_path, caplog):
@@ -341,18 +307,6 @@ def test_an_optimizer_that_changes_parameters_between_steps_tears_no_save(tmp_pa
     trainer.optimizer = ScheduleFree(trainer.model.parameters(), lr=0.01)
     trainer.train()
     assert steps_of(tmp_path) == [1, 2, 3, 4]
-
-
-def test_what_cannot_be_saved_is_refused_before_training(tmp_path):
-    trainer = trainer_of(Trainer, tmp_path)
-    trainer.args.push_to_hub = True
-    with pytest.raises(penstock.ConfigError, match="penstock_url"):
-        trainer.train()
-    trainer.is_deepspeed_enabled = True
-    with pytest.raises(penstock.ConfigError, match="DeepSpeed"):
-        trainer.train()
-    with pytest.raises(penstock.ConfigError, match="not a Linear"):
-        patch(torch.nn.Linear(1, 1))
 
 
 class Counter(transformers.TrainerCallback, transformers.trainer_callback.ExportableState):
