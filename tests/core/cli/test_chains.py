@@ -1,21 +1,12 @@
 """What the commands say of chains of deltas."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
-import torch
-from tests.core.cli.command import caller
 from tests.integration.deltas.test_chains import run_of
 
 import penstock
 from penstock.core.restore.sweep import sweep
-
-
-@pytest.fixture
-def call(capsys, monkeypatch):
-    return caller(capsys, monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -73,33 +64,6 @@ def test_show_lists_the_links_and_what_restoring_reads_of_each(call, chained):
     manifest_bytes = contents.manifest.bytes_read
     assert sum(link["bytes_read"] for link in chain) == report.bytes_read - manifest_bytes
     assert {one["path"]: one["links"] for one in found["objects"]}["model/odd"] == 3
-
-
-def test_show_prints_the_chain_above_the_objects(call, chained):
-    done = call("show", chained, "--step", 3, "--tree", "--depth", 1)
-    _, kind, _, title, *links = done.out.splitlines()
-    assert kind.startswith("3 saves after one without a base; a restore reads ")
-    assert columns(title) == ["CHAIN", "READ", "FRAMES", "UID"]
-    names = [columns(line)[0] for line in links[:4]]
-    assert names == ["step 3", "step 2 (deleted)", "step 1", "step 0"]
-    assert any(columns(line)[-1] == "LINKS" for line in links)
-
-
-def test_what_is_shared_is_borrowed_and_not_stored(call, tmp_path):
-    root, still = tmp_path / "run", torch.randn(300_000)
-    with penstock.Checkpointer(f"posix://{root}", share=True) as ckpt:
-        for step in (1, 2):
-            state = {"still": {"a": still}, "moves": torch.randn(300_000)}
-            ckpt.save(state, step=step, mode="blocking")
-    found = call("show", root, "--step", 2, "--json").json
-    sizes = {o["path"]: (o["bytes_stored"], o["bytes_borrowed"]) for o in found["objects"]}
-    assert sizes == {"still/a": (0, 1_200_000), "moves": (1_200_000, 0)}
-    done = call("show", root, "--step", 2, "--tree")
-    title, folder, *_ = done.out.splitlines()[-6:]
-    assert columns(title)[-1] == "BORROWED"
-    assert columns(folder)[-1] == "1.1 MiB"
-    assert "1.1 MiB stored (2.00x), 1.1 MiB borrowed" in done.out.splitlines()[-1]
-    assert "BORROWED" not in call("show", root, "--step", 1).out
 
 
 def test_verify_lists_a_damaged_link_once_and_who_needs_it(call, tmp_path):

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import fcntl
 import json
 import logging
@@ -25,12 +23,9 @@ from penstock.core.cli.app import log_visibly
 from penstock.core.cli.output.render import (
     Cell,
     Column,
-    age_text,
-    fitting,
     print_line,
     print_table,
     print_wrapped,
-    visible,
     visible_lines,
 )
 from penstock.core.format.commit_record import encode_commit
@@ -177,52 +172,11 @@ def test_ls_lists_every_step_with_its_newest_generation_and_state(penstock, run_
     assert "is not a record of Penstock" in rest[0] or "commits/00000070-0.json" in rest[0]
 
 
-def test_ls_json_says_the_same(penstock, run_folder):
-    done = penstock("ls", run_folder, "--json")
-    assert done.returncode == 0
-    assert done.stdout.isascii()
-    listing = json.loads(done.stdout)
-    assert listing["url"] == f"file://{run_folder}"
-    five, seventy, hundred = listing["checkpoints"]
-    assert (five["step"], five["state"], five["bytes_raw"]) == (5, "ok", 3 << 30)
-    assert five["metadata"] == {"loss": 2.5, "note": "ok"}
-    assert (seventy["step"], seventy["state"]) == (70, "damaged")
-    assert seventy["error"]
-    assert (hundred["generation"], hundred["metadata"]["note"]) == (1, EVIL)
-
-
 def test_ls_of_an_empty_run_says_so(penstock, tmp_path):
     (tmp_path / "run").mkdir()
     done = penstock("ls", tmp_path / "run")
     assert (done.returncode, done.stdout) == (0, f"no checkpoints under file://{tmp_path}/run\n")
     assert json.loads(penstock("ls", tmp_path / "run", "--json").stdout)["checkpoints"] == []
-
-
-def test_ls_above_runs_names_them(penstock, run_folder, tmp_path):
-    shutil.copytree(run_folder, tmp_path / "above" / "gpt")
-    shutil.copytree(run_folder, tmp_path / "above" / "old" / "bert")
-    (tmp_path / "above" / "notes" / "deep" / "er" / "commits").mkdir(parents=True)
-    done = penstock("ls", tmp_path / "above")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines() == [
-        f"no checkpoints under file://{tmp_path}/above",
-        "these folders below it hold runs; list one of them:",
-        f"  {tmp_path}/above/gpt",
-        f"  {tmp_path}/above/notes/deep/er",
-        f"  {tmp_path}/above/old/bert",
-    ]
-
-
-@pytest.mark.parametrize("inside", ["commits", "data", "data/00ff/blobs"])
-def test_ls_of_a_folder_inside_a_run_names_the_run(penstock, run_folder, inside):
-    folder = run_folder / inside
-    folder.mkdir(parents=True, exist_ok=True)
-    done = penstock("ls", folder)
-    assert done.returncode == 0
-    assert done.stdout.splitlines() == [
-        f"no checkpoints under file://{folder}",
-        f"this is a folder inside the run {run_folder}: list that",
-    ]
 
 
 def test_a_wrong_option_is_shown_with_the_forms_that_are_right(penstock, run_folder):
@@ -345,21 +299,6 @@ def test_table_fits_the_terminal_and_keeps_step_and_state(terminal, run_folder, 
 
 
 @pytest.mark.process
-def test_reader_that_goes_away_is_no_error_message(environment, run_folder):
-    process = interpreters.start(
-        "-c", MAIN, "ls", run_folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )  # fmt: skip
-    process.stdout.close()
-    errors = process.stderr.read()
-    process.stderr.close()
-    process.wait(60)
-    assert errors == ""
-
-
-@pytest.mark.process
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize("arguments", [("ls",), ("ls", "--json")])
 def test_output_that_cannot_be_written_is_one_message(environment, run_folder, arguments):
@@ -377,17 +316,6 @@ def test_output_that_cannot_be_written_is_one_message(environment, run_folder, a
     assert err == "penstock: standard output: No space left on device\n"
 
 
-def test_columns_go_in_the_order_of_their_keep_and_flexible_ones_shrink():
-    columns = [Column("A"), Column("BB", keep=2), Column("CCC", keep=1), Column("D", flexible=True)]
-    rows = [["aaaa", "bbbb", Cell("cccc", "red"), "d" * 50]]
-    assert fitting(columns, rows, 100) == {0: 4, 1: 4, 2: 4, 3: 50}
-    assert fitting(columns, rows, 40) == {0: 4, 1: 4, 2: 4, 3: 22}
-    assert fitting(columns, rows, 30) == {0: 4, 1: 4, 2: 4, 3: 12}
-    assert fitting(columns, rows, 29) == {0: 4, 1: 4, 3: 17}
-    assert fitting(columns, rows, 23) == {0: 4, 3: 17}
-    assert fitting(columns, rows, 1) == {0: 4, 3: 12}
-
-
 def test_sizes_are_shown_in_binary_units():
     for size, text in [
         (0, "0 B"),
@@ -399,70 +327,6 @@ def test_sizes_are_shown_in_binary_units():
         (1 << 80, "1048576.0 EiB"),
     ]:
         assert size_text(size) == text
-
-
-def test_ages_are_shown_in_their_largest_unit():
-    for seconds, text in [
-        (-5, "now"),
-        (0.4, "now"),
-        (59, "59 s"),
-        (60, "1 min"),
-        (7300, "2 h"),
-        (200_000, "2 d"),
-    ]:
-        assert age_text(seconds) == text
-
-
-def test_invisible_characters_become_escapes():
-    for text, shown in [
-        ("plain", "plain"),
-        ("ünï 文字", "ünï 文字"),
-        ("a\nb\tc\0", r"a\nb\tc\x00"),
-        ("\x9b31m", r"\x9b31m"),
-        ("\u202e\u200b", r"\u202e\u200b"),
-        ("\ud800", r"\ud800"),
-        ("a\u00a0b", "a b"),
-        ("\U000e0001", r"\U000e0001"),
-    ]:
-        assert visible(text) == shown
-
-
-# -- plugins ------------------------------------------------------------------------------------
-
-
-@pytest.mark.process
-def test_plugins_lists_ours_and_theirs_without_importing_them(penstock, plugin_site):
-    plugin_site.add(
-        "acme-store",
-        {"penstock.backends": {"acme": "acme_store:Store"}},
-        acme_store="raise SystemExit('imported')",
-    )
-    done = penstock("plugins")
-    assert re.search(
-        r"^backend +acme +found +acme-store +1\.0 +acme_store:Store$", done.stdout, re.MULTILINE
-    )
-    assert re.search(
-        r"^codec +zstd +found +penstock +0\.0 +penstock\.codecs\.zstd", done.stdout, re.MULTILINE
-    )
-    assert "imported" not in done.stderr
-
-
-@pytest.mark.process
-def test_plugins_check_finds_what_is_broken_and_exits_with_1(penstock, plugin_site):
-    plugin_site.add(
-        "acme-store",
-        {"penstock.backends": {"acme": "acme_store:Store"}},
-        acme_store="raise RuntimeError('no licence')",
-    )
-    done = penstock("plugins", "--check", "--json")
-    assert done.returncode == 1
-    found = {(p["kind"], p["name"]): p for p in json.loads(done.stdout)["plugins"]}
-    acme = found["backend", "acme"]
-    assert (acme["state"], acme["distribution"]) == ("failed", "acme-store")
-    assert acme["error"].endswith("RuntimeError: no licence")
-    assert found["codec", "zstd"]["state"] == "ok"
-    text = penstock("plugins", "--check")
-    assert "\nbackend 'acme' of acme-store 1.0 cannot be loaded: RuntimeError" in text.stdout
 
 
 # -- show and verify, of a real run -------------------------------------------------------------
@@ -530,31 +394,6 @@ def test_show_lists_the_objects_of_the_newest_step_in_tree_order(penstock, saved
     assert total.startswith("8 of 8 objects, 168.1 KiB, ")
 
 
-def test_show_json_says_the_same_and_shares_out_stored_bytes(penstock, saved_run):
-    shown = json.loads(penstock("show", saved_run, "--step", "3", "--json").stdout)
-    assert shown["checkpoint"]["step"] == 3
-    objects = {tuple(o["segments"]): o for o in shown["objects"]}
-    assert objects[(EVIL,)]["shape"] == []
-    assert objects["model", "tied"]["same_as"] == "model/weight"
-    zeros = objects["zeros", "a"]
-    assert (zeros["codecs"], zeros["bytes_raw"]) == (["lz4", "zstd"], 160_000)
-    assert 0 < zeros["bytes_stored"] < 1000
-    stored = sum(o["bytes_stored"] for o in shown["objects"])
-    assert 12_000 < stored <= shown["checkpoint"]["bytes_stored"]  # which has padding too
-
-
-def test_show_takes_patterns(penstock, saved_run):
-    done = penstock(
-        "show", saved_run, "--include", "model", "--include", "epoch", "--exclude", "**/tied",
-        "--json",
-    )  # fmt: skip
-    paths = [o["path"] for o in json.loads(done.stdout)["objects"]]
-    assert paths == ["model/weight", "model/half", "epoch"]
-    wrong = penstock("show", saved_run, "--include", "modle/weight")
-    assert (wrong.returncode, wrong.stdout) == (1, "")
-    assert "matches nothing; nearest: model/weight" in wrong.stderr
-
-
 def test_verify_finds_a_run_whole(penstock, saved_run):
     done = penstock("verify", saved_run)
     assert done.returncode == 0
@@ -578,25 +417,6 @@ def test_verify_names_damaged_objects_and_exits_with_1(penstock, damaged_run):
     assert (found["ok"], report["ok"]) == (False, False)
     assert "model/weight" in {d["what"] for d in report["damaged"]}
     assert penstock("verify", damaged_run, "--step", "3").returncode == 0
-
-
-def test_verify_names_a_few_of_what_a_missing_blob_hits_and_all_in_json(penstock, tmp_path):
-    import torch
-
-    import penstock as package
-
-    with package.Checkpointer(f"posix://{tmp_path}/run") as ckpt:
-        state = {f"weight{n}": torch.full((5000,), float(n)) for n in range(40)}
-        ckpt.save(state, step=1, mode="blocking")
-    (blob,) = (tmp_path / "run").glob("data/*/blobs/*")
-    blob.unlink()
-    done = penstock("verify", tmp_path / "run")
-    assert done.returncode == 1
-    assert len(done.stdout.splitlines()) < 12
-    assert re.search(r"^    weight\d+$", done.stdout, re.MULTILINE)
-    assert re.search(r"^    and \d+ more: --json names all$", done.stdout, re.MULTILINE)
-    (report,) = json.loads(penstock("verify", tmp_path / "run", "--json").stdout)["reports"]
-    assert {d["what"] for d in report["damaged"]} >= {f"weight{n}" for n in range(40)}
 
 
 def test_quick_verify_reads_no_frames_but_sees_a_blob_that_was_cut(penstock, damaged_run):
@@ -628,22 +448,6 @@ def test_wrong_calls_exit_with_2(penstock, arguments):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("place", [0, 1, 3])
-def test_debug_shows_the_traceback_wherever_it_stands(penstock, tmp_path, place):
-    arguments = ["show", tmp_path, "--step", "3"]
-    plain = penstock(*arguments)
-    assert "Traceback" not in plain.stderr
-    if place < 3:
-        arguments.insert(place, "--debug")
-    else:
-        arguments.append("--debug")
-    done = penstock(*arguments)
-    assert done.returncode == 1
-    assert "Traceback (most recent call last)" in done.stderr
-    assert done.stderr.endswith(plain.stderr)
-
-
-@pytest.mark.process
 def test_error_that_nobody_expected_is_one_message_too(penstock, tmp_path):
     broken = (
         "import penstock.core.cli.commands.ls as ls\n"
@@ -655,39 +459,6 @@ def test_error_that_nobody_expected_is_one_message_too(penstock, tmp_path):
     assert done.stderr.startswith("penstock: unexpected ZeroDivisionError: \\x1b[31m; run ")
     assert "Traceback" not in done.stderr
     assert "Traceback" in penstock("--debug", "ls", tmp_path, before=broken).stderr
-
-
-@pytest.mark.process
-def test_completion_knows_the_commands(environment):
-    code = "from penstock.core.cli.main import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={
-            **environment,
-            "_PENSTOCK_COMPLETE": "complete_bash",
-            "COMP_WORDS": "penstock p",
-            "COMP_CWORD": "1",
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=100,
-    )
-    assert sorted(done.stdout.split()) == ["pin", "plugins", "prune"]
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("command", ["doctor", "verify"])
-def test_long_lines_are_wrapped_to_the_terminal_and_stay_whole(
-    environment, terminal, saved_run, command
-):
-    environment["COLUMNS"] = "40"  # wins over the terminal's own width
-    options = ["--no-probe"] if command == "doctor" else []
-    lines = _lines(terminal(command, saved_run, *options, width=90))
-    assert all(len(line.rstrip()) <= 40 for line in lines)
-    assert "…" not in "".join(lines)
-    if command == "doctor":
-        assert any(re.match(r" {6}\S", line) for line in lines)  # the rest of a long finding
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,12 @@
 """`penstock compact`, and copies that stand alone."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest
-from tests.core.cli.command import caller, tree_of
+from tests.core.cli.command import tree_of
 from tests.integration.deltas.test_chains import damage, run_of
 
 import penstock
-from penstock.core.units import size_text
-
-
-@pytest.fixture
-def call(capsys, monkeypatch):
-    return caller(capsys, monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -55,15 +47,6 @@ def test_a_dry_run_of_compact_changes_nothing(call, chained):
     assert "step 3 would stand alone: " in done.out
     assert "the run would take about " in done.out
     assert tree_of(chained) == before
-
-
-def test_compact_json_has_the_sizes(call, chained):
-    done = call("compact", chained, "--all", "--json")
-    assert done.code == 0
-    found = done.json
-    assert (found["ok"], found["dry_run"], found["failed"]) == (True, False, {})
-    assert [one["step"] for one in found["compacted"]] == [1, 2, 3]
-    assert found["bytes_after"] == sum(one["bytes_after"] for one in found["compacted"])
 
 
 def test_a_step_that_cannot_be_compacted_is_told_and_the_others_are_compacted(call, chained):
@@ -115,31 +98,3 @@ def test_a_run_that_is_encoded_anew_in_its_place_refers_to_no_replaced_generatio
     assert bases(call, chained) == {1: None, 2: 1, 3: 2}
     assert call("ls", chained, "--json").json["kept"] == []
     assert call("verify", chained, "--all").code == 0
-
-
-def test_a_copy_of_a_chain_says_what_it_brought_with_borrowed_blobs(call, chained, tmp_path):
-    alone = tmp_path / "alone"
-    first, second, third = call("ls", chained, "--json").json["checkpoints"]
-    (one,) = call("copy", chained, alone, "--step", 1, "--json").json["copies"]
-    assert one["bytes_stored"] == first["bytes_stored"]
-    assert (one["bytes_copied"], one["bytes_kept"]) == (
-        first["bytes_stored"] + first["bytes_borrowed"],
-        0,
-    )
-    (two,) = call("copy", chained, alone, "--step", 2, "--json").json["copies"]
-    assert (two["bytes_copied"], two["bytes_kept"]) == (
-        second["bytes_stored"],
-        second["bytes_borrowed"],
-    )
-    done = call("copy", chained, alone, "--step", 3)
-    kept = third["bytes_borrowed"]
-    needed = size_text(third["bytes_stored"] + kept)
-    assert f"objects, {needed}, of which {size_text(kept)} were there" in done.out
-
-
-def test_a_copy_names_the_objects_and_the_link_of_a_damaged_chain(call, chained, tmp_path):
-    damage(chained, 1)
-    done = call("copy", chained, tmp_path / "copy", "--step", 3)
-    assert done.code == 1
-    assert "(which it borrows of step 1) do not match their checksum" in done.err
-    assert "; they belong to model/" in done.err

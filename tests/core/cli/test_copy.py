@@ -7,7 +7,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 import torch
-from tests.core.cli.command import caller, tree_of
+from tests.core.cli.command import tree_of
 from tests.core.stored_ranks import store_ranks
 
 import penstock
@@ -19,11 +19,6 @@ STATE = {
     "opt": torch.zeros(9),
     "epoch": 4,
 }
-
-
-@pytest.fixture
-def call(capsys, monkeypatch):
-    return caller(capsys, monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -101,21 +96,6 @@ def test_copy_is_encoded_as_it_was_asked_for(call, run, tmp_path, options, used)
         assert ckpt.info().metadata == original.info().metadata
 
 
-@pytest.mark.parametrize(
-    ("text", "complaint"),
-    [("x = 1", "has no [[rules]]"), ("[[", "not valid TOML"), (None, "cannot be read")],
-)
-def test_rules_that_cannot_be_used_are_refused(call, run, tmp_path, text, complaint):
-    target = tmp_path / "target"
-    rules = tmp_path / "rules.toml"
-    if text is not None:
-        rules.write_text(text)
-    done = call("copy", run, target, "--rules", rules)
-    assert done.code == 1
-    assert complaint in done.err
-    assert not target.exists()
-
-
 @pytest.mark.parametrize("trust", [False, True])
 def test_interrupted_copy_is_looked_at_again_unless_it_is_trusted(call, run, target, trust):
     call("copy", run, target)
@@ -153,26 +133,6 @@ def test_other_checkpoint_stands_unless_it_is_to_be_replaced(call, run, target):
     assert list(records(target)) == ["00000030-4.json"]
 
 
-def test_damaged_step_among_all_fails_alone(call, run, target):
-    with open_run(run) as ckpt:
-        (blob,) = run.glob(f"data/{ckpt.info(2).uid}/blobs/*.raw")
-    data = bytearray(blob.read_bytes())
-    data[len(data) // 2] ^= 1
-    blob.write_bytes(data)
-    done = call("copy", run, target, "--step", "all", "--json")
-    assert done.code == 1
-    assert not done.json["ok"]
-    assert [copy["state"] for copy in done.json["copies"]] == ["copied", "failed", "copied"]
-    assert "is damaged" in done.json["copies"][1]["error"]
-    with open_run(target) as ckpt:
-        assert ckpt.steps() == [1, 30]
-    done = call("copy", run, target, "--step", "2")
-    assert done.code == 1
-    assert done.err.startswith("penstock: step 2 on ")
-    assert "model/w" in done.err
-    assert "Traceback" not in done.err
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -189,21 +149,6 @@ def test_options_that_make_no_sense_are_refused(call, run, target, options):
     assert done.code == 2
     assert options[0] in done.err
     assert not target.exists()
-
-
-@pytest.mark.parametrize(
-    ("codec", "words"),
-    [
-        ("zsdt", "--codec zsdt: no codec called 'zsdt' is installed; did you mean zstd?"),
-        ("zstd", ""),
-    ],
-)
-def test_a_misspelt_codec_is_named_as_the_option_that_it_is(call, run, target, codec, words):
-    done = call("copy", run, target, "--codec", codec)
-    assert done.code == (1 if words else 0)
-    assert words in done.err
-    assert "configuration" not in done.err
-    assert target.exists() == (not words)
 
 
 def test_checkpoint_whose_parts_lack_elements_is_not_copied(call, tmp_path, target):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.core.cli.command import caller, tree_of
+from tests.core.cli.command import tree_of
 
 import penstock
 from penstock.backends.posix import PosixBackend
@@ -22,11 +22,6 @@ from penstock.core.format.records import (
     index_name,
     part_name,
 )
-
-
-@pytest.fixture
-def call(capsys, monkeypatch):
-    return caller(capsys, monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -157,22 +152,6 @@ def test_delete_keeps_data_that_another_checkpoint_uses_and_does_not_count_it(ca
         assert report["deleted"][0]["size_bytes"] == 1000
     assert (tmp_path / "data" / base).exists()
     assert not (tmp_path / "commits" / "00000001-0.json").exists()
-
-
-def test_delete_takes_every_generation_of_a_step(call, tmp_path):
-    uids = ("a" * 32, "b" * 32, "c" * 32)
-    publish(
-        tmp_path,
-        record(1, uids[0]),
-        record(1, uids[1], generation=1),
-        record(2, uids[2]),
-    )
-    report = call("delete", tmp_path, 1, "--yes", "--force", "--json").json
-    assert report["deleted"] == [
-        {"step": 1, "generations": 2, "uids": list(uids[:2]), "size_bytes": 2000}
-    ]
-    assert report["bytes_freed"] == 2000
-    assert steps(tmp_path) == [2]
 
 
 # -- prune --------------------------------------------------------------------------------------

@@ -4,14 +4,8 @@ import shutil
 
 import pytest
 import torch
-from tests.core.cli.command import caller
 
 import penstock
-
-
-@pytest.fixture
-def call(capsys, monkeypatch):
-    return caller(capsys, monkeypatch)
 
 
 def state(step):

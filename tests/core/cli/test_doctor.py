@@ -1,45 +1,24 @@
 """`penstock doctor`: what it finds, and that it leaves nothing behind."""
 
 import os
-import resource
 import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
 
 import pytest
 from tests import interpreters
-from tests.core.cli.command import caller, tree_of
+from tests.core.cli.command import tree_of
 
 import penstock
 from penstock.backends.memory import MemoryBackend, MemoryConfig
 from penstock.core.cli.doctor.probe import measure
-from penstock.core.cli.doctor.store_checks import check_store
-from penstock.core.plugins.registry import default_registry
-from penstock.core.storage.guarded import guarded
-from penstock.core.types import Capabilities
 
 SMALL = ("--probe-size", "1MiB")
 
 
-@pytest.fixture
-def call(capsys, monkeypatch):
-    return caller(capsys, monkeypatch)
-
-
 def checks_of(done):
     return {check["name"]: check for check in done.json["checks"]}
-
-
-@contextmanager
-def soft_limit(which, value):
-    soft, hard = resource.getrlimit(which)
-    resource.setrlimit(which, (value, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(which, (soft, hard))
 
 
 # -- nothing stays behind -------------------------------------------------------------------------
@@ -79,18 +58,6 @@ def test_doctor_that_is_told_to_end_leaves_nothing_behind(tmp_path, number):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_doctor_that_cannot_write_the_probe_fails_and_leaves_nothing_behind(call, tmp_path):
-    with soft_limit(resource.RLIMIT_FSIZE, 65_536):
-        done = call("doctor", f"posix://{tmp_path}/run", *SMALL, "--json")
-    assert done.code == 1
-    found = checks_of(done)
-    assert found["speed"]["status"] == "fail"
-    assert "ulimit -f" in found["speed"]["found"]
-    assert found["file size"]["status"] == "warn"
-    assert found["file size"]["values"]["soft"] == 65_536
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_probe_keeps_to_its_limit_and_reads_back_what_it_wrote():
     backend = MemoryBackend(MemoryConfig())
     speed = measure(backend, 20 << 20, root=None)
@@ -100,20 +67,6 @@ def test_probe_keeps_to_its_limit_and_reads_back_what_it_wrote():
 
 
 # -- findings -------------------------------------------------------------------------------------
-
-
-def test_doctor_says_why_io_uring_is_not_used_and_what_to_do(call, tmp_path, monkeypatch, caplog):
-    monkeypatch.setenv("PENSTOCK_DISABLE_URING", "EXFULL")
-    done = call("doctor", tmp_path, "--no-probe", "--json")
-    assert (done.code, done.err) == (0, "")
-    found = checks_of(done)["io_uring"]
-    assert (found["status"], found["values"]) == ("warn", {"works": False})
-    assert "EXFULL" in found["found"]
-    assert caplog.records == []  # it is a finding, so not also a warning
-    assert "unset PENSTOCK_DISABLE_URING" in found["advice"]
-    text = call("doctor", tmp_path, "--no-probe").out
-    assert "\nWhat to change:\n" in text
-    assert "- io_uring: unset PENSTOCK_DISABLE_URING" in text
 
 
 @pytest.mark.parametrize("name", ["file", "file/below"])
@@ -148,91 +101,3 @@ def test_doctor_finds_leftovers_and_damaged_checkpoints(call, tmp_path):
     (tmp_path / "commits" / "00000007-0.json").write_bytes(b"nonsense\n")
     found = checks_of(call("doctor", tmp_path, "--no-probe", "--json"))["checkpoints"]
     assert (found["status"], found["values"]["damaged"]) == ("warn", [7])
-
-
-class _Broken(MemoryBackend):
-    def __init__(self, config, broken):
-        super().__init__(config)
-        self._broken = broken
-
-    def _meet(self, what):
-        if what == self._broken:
-            raise KeyError("no such shelf")
-
-    @property
-    def capabilities(self):
-        self._meet("capabilities")
-        return super().capabilities
-
-    def store_time_s(self):
-        self._meet("store_time_s")
-        return super().store_time_s()
-
-    def list(self, prefix, /):
-        self._meet("list")
-        return super().list(prefix)
-
-    def create(self, name, /, *, size_hint=None):
-        self._meet("create")
-        return super().create(name, size_hint=size_hint)
-
-
-@pytest.mark.parametrize(
-    ("broken", "failed", "wrap"),
-    [
-        (None, set(), guarded),
-        ("capabilities", {"direct I/O", "alignment", "speed"}, guarded),
-        ("store_time_s", {"write a record"}, guarded),
-        ("list", {"checkpoints", "leftovers"}, guarded),
-        ("create", {"speed"}, guarded),
-        ("create", {"speed"}, lambda backend: backend),
-    ],
-)
-def test_what_a_backend_raises_fails_one_check_and_the_others_go_on(broken, failed, wrap):
-    backend = wrap(_Broken(MemoryConfig(), broken))
-    checks = {c.name: c for c in check_store(backend, None, probe_bytes=1 << 20)}
-    every = {"direct I/O", "alignment", "write a record", "checkpoints", "leftovers", "speed"}
-    assert checks.keys() == every - ({"speed"} if "write a record" in failed else set())
-    assert {c.name for c in checks.values() if c.status == "fail"} == failed
-    for name in failed:
-        assert "KeyError: 'no such shelf'" in checks[name].found
-        assert checks[name].advice
-
-
-def test_doctor_goes_on_with_the_machine_where_the_backend_cannot_be_opened(call, plugin_site):
-    plugin_site.add_penstock()
-    named = plugin_site.add_raising(
-        "open(cls, config, /, *, open_backend)", "KeyError('no such shelf')"
-    )
-    default_registry.cache_clear()
-    try:
-        done = call("doctor", "acme://user:secret@shelf", "--json")
-        text = call("doctor", "acme://user:secret@shelf")
-    finally:
-        default_registry.cache_clear()
-    assert (done.code, done.err) == (1, "")
-    assert done.json["url"] == "acme://shelf"
-    found = checks_of(done)
-    assert found["open"]["status"] == "fail"
-    assert f"{named} cannot be opened: KeyError('no such shelf')" in found["open"]["found"]
-    assert found["memory"]["status"] == "ok"
-    assert text.code == 1
-    assert "A save would fail: see open." in text.out
-
-
-@pytest.mark.parametrize(
-    ("notes", "status"),
-    [
-        ((), "info"),
-        (("page cache in use: direct_io is off",), "info"),
-        (("page cache in use: tmpfs",), "warn"),
-    ],
-)
-def test_direct_io_is_advised_only_to_those_who_can_do_it(tmp_path, notes, status):
-    class Plain(MemoryBackend):
-        capabilities = Capabilities(local=True, notes=notes)
-
-    found = {c.name: c for c in check_store(Plain(MemoryConfig()), tmp_path, probe_bytes=0)}
-    check = found["direct I/O"]
-    assert check.status == status
-    assert (check.advice is None) == (status == "info")

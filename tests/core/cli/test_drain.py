@@ -1,20 +1,12 @@
 """`penstock drain`, and what `ls` and `verify` say of tiers."""
 
-from __future__ import annotations
-
 import pytest
-from tests.core.cli.command import caller
 from tests.integration.support import checkpointer, make_state
 
 from penstock import Checkpointer
 from penstock.backends.posix import PosixBackend, PosixConfig
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.tiers.whereabouts import mark
-
-
-@pytest.fixture
-def call(capsys, monkeypatch):
-    return caller(capsys, monkeypatch)
 
 
 class Run:
@@ -70,16 +62,6 @@ def with_another_at_step_1(run):
         ckpt.save(make_state(9), 1, mode="blocking")
 
 
-def test_another_checkpoint_in_the_way_is_said_with_what_to_do(call, run):
-    with_another_at_step_1(run)
-    done = call("drain", run.url)
-    assert done.code == 1
-    said = " ".join(done.out.split())
-    assert "step 1 is another checkpoint in tier durable: `penstock delete URL 1` with" in said
-    assert "still to be copied: steps 1, once the cause is removed" in said
-    assert "the same command goes on" not in said
-
-
 @pytest.mark.parametrize(("tier", "left"), [("fast", 9), ("durable", 1)])
 def test_deleting_in_one_tier_ends_what_waits_for_ever(call, run, tier, left):
     with_another_at_step_1(run)
@@ -94,21 +76,6 @@ def test_deleting_in_one_tier_ends_what_waits_for_ever(call, run, tier, left):
     with Checkpointer(run.url) as ckpt:
         assert ckpt.load(1)["epoch"] == left
     assert call("prune", run.url, "--grace", "0s", "--yes", "--json").json["uids"] == []
-
-
-def test_deleting_in_one_tier_spares_the_others(call, run):
-    run.save(1)
-    assert call("drain", run.url).code == 0
-    assert call("delete", run.url, "1", "--yes", "--tier", "fast").code == 0
-    assert call("ls", run.url, "--json").json["checkpoints"][0]["tiers"] == ["durable"]
-    refused = call("delete", run.url, "1", "--yes", "--tier", "durable")
-    assert refused.code == 1
-    assert "no whole checkpoint would be left" in refused.err
-    done = call("delete", run.url, "1", "--yes", "--tier", "slow")
-    assert done.code == 1
-    assert "has no tier 'slow'; it has fast, durable" in done.err
-    done = call("delete", f"posix://{run.durable}", "1", "--yes", "--tier", "fast")
-    assert "has no tier 'fast'; it is one place" in done.err
 
 
 def test_ls_says_where_each_checkpoint_is(call, run):
@@ -136,19 +103,6 @@ def test_ls_goes_on_without_a_tier_that_does_not_answer(call, run):
     assert found.err.startswith("penstock: tier durable does not answer: ")
     assert "ok     fast (to copy)" in found.out
     assert found.code == 0
-
-
-def test_verify_names_the_tier_of_the_damage(call, run):
-    run.save(1)
-    call("drain", run.url)
-    data = bytearray(run.blob(run.fast).read_bytes())
-    data[len(data) // 2] ^= 1
-    run.blob(run.fast).write_bytes(data)
-    done = call("verify", run.url, "--json")
-    assert done.code == 1
-    details = [d["detail"] for d in done.json["reports"][0]["damaged"]]
-    assert details
-    assert all("in tier fast" in detail for detail in details)
 
 
 @pytest.mark.parametrize("how", [(), ("--raw",)], ids=["verbatim", "anew"])

@@ -5,14 +5,8 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.core.cli.command import caller
 
 import penstock
-
-
-@pytest.fixture
-def call(capsys, monkeypatch):
-    return caller(capsys, monkeypatch)
 
 
 @pytest.fixture
@@ -44,22 +38,6 @@ def test_export_takes_all_options(call, run, tmp_path):
     assert torch.equal(found["embed"], torch.arange(6).bfloat16())
     config = json.loads((tmp_path / "o" / "config.json").read_text())
     assert config == {"torch_dtype": "bfloat16", "n": 1}  # `from_pretrained` would undo the cast
-
-
-def test_export_takes_the_latest_step_and_refuses_an_out_that_exists(call, run, tmp_path):
-    out = tmp_path / "o.safetensors"
-    assert "step 9, the latest, is exported" in call("export", run, out, "--to", "safetensors").out
-    again = call("export", run, out, "--to", "safetensors")
-    assert again.code == 1
-    assert again.err == (
-        f"penstock: {out} exists: export to another place, or replace it with overwrite "
-        "(--overwrite)\n"
-    )
-    done = call(
-        "export", run, out, "--to", "safetensors", "--overwrite", "--step", "7", "--keep-tied"
-    )
-    assert done.code == 0
-    assert load_file(out).keys() == {"wte", "head", "b"}
 
 
 @pytest.mark.parametrize("to", ["safetensors", "torch", "dcp"])

@@ -1,17 +1,9 @@
 """`penstock annotate`, and what `ls`, `show`, `diff` and `copy` make of annotations."""
 
-import json
-
 import pytest
 import torch
-from tests.core.cli.command import caller
 
 import penstock
-
-
-@pytest.fixture
-def call(capsys, monkeypatch):
-    return caller(capsys, monkeypatch)
 
 
 @pytest.fixture
@@ -95,17 +87,6 @@ def test_damaged_annotation_hides_nothing_and_is_reported(call, run, caplog):
     assert note.name in done.out
 
 
-@pytest.mark.parametrize("how", [[], ["--raw"], ["--codec", "zstd"]])
-def test_copies_have_the_annotations(call, run, tmp_path, how):
-    call("annotate", run, 1, "loss=0.5")
-    assert call("copy", run, tmp_path / "to", "--step", 1, *how).code == 0
-    assert metadata_of(tmp_path / "to", 1) == {"loss": 0.5}
-    (name,) = {path.name for path in (run / "notes").rglob("*.json")}
-    (copied,) = (tmp_path / "to" / "notes").rglob("*.json")
-    assert copied.name == name
-    assert json.loads(copied.read_text().partition("\n")[2])["uid"] == copied.parent.name
-
-
 # -- pins ------------------------------------------------------------------------------------------
 
 
@@ -153,25 +134,3 @@ def test_delete_of_a_step_with_a_damaged_note_needs_force(call, run):
     assert steps(run) == [1, 2]
     assert call("delete", run, "1", "--yes", "--force").code == 0
     assert steps(run) == [2]
-
-
-# -- metrics ---------------------------------------------------------------------------------------
-
-
-def annotate_both(call, root, **metadata):
-    for step in (1, 2):
-        pairs = [f"{key}={json.dumps(value[step - 1])}" for key, value in metadata.items()]
-        assert call("annotate", root, step, *pairs).code == 0
-
-
-def test_ls_has_columns_for_the_numbers_that_most_checkpoints_have(call, run):
-    annotate_both(
-        call, run, seed=[7, 7], loss=[0.5, 0.123456789], lr=[1, 2], done=[True, False],
-        acc=[0.1, 0.2], a_key_that_is_too_long=[1, 2],
-    )  # fmt: skip
-    call("annotate", run, 2, "late=1")
-    header, first, second = cells(call("ls", run))
-    assert header == ["STATE", "loss", "lr", "acc", "METADATA"]  # the seed never changes
-    assert first[:4] == ["ok", "0.5", "1", "0.1"]
-    assert second[:4] == ["ok", "0.123457", "2", "0.2"]
-    assert second[4:] == ["seed=7", "done=false", "a_key_that_is_too_long=2", "late=1"]

@@ -8,16 +8,10 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from tests.core.cli.command import caller
 
 import penstock
 
 NAN, INF = math.nan, math.inf
-
-
-@pytest.fixture
-def call(capsys, monkeypatch):
-    return caller(capsys, monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -72,13 +66,6 @@ def test_show_tree_indents_objects_and_sums_up_what_is_below(call, saved):
     assert "  58.6 KiB  " in table[0]  # the tied tensor is stored once
 
 
-def test_show_depth_folds_the_tree(call, saved):
-    table = call("show", saved, "--depth", "1").out.splitlines()[4:-2]
-    assert [line.split()[0] for line in table] == ["model/", "odd/", "epoch"]
-    two = call("show", saved, "--depth", "2", "--include", "model").out.splitlines()[4:-2]
-    assert [line.split()[0] for line in two] == ["model/", "block/", "tied", "eight"]
-
-
 # -- sums by codec, rule, role, dtype --------------------------------------------------------------
 
 
@@ -111,38 +98,6 @@ def test_sums_by_each_grouping_add_up_to_the_checkpoint(call, saved, tmp_path):
     ours = found["model/block, x/**"]
     assert ours["objects"] == 2
     assert ours["bytes_stored"] == sum(one["bytes_stored"] for one in block)
-
-
-# -- stats --------------------------------------------------------------------------------------
-
-
-def test_stats_are_those_of_the_tensors(call, saved):
-    shown = call("show", saved, "--stats", "--json").json
-    found = {o["path"]: o["stats"] for o in shown["objects"]}
-    with penstock.Checkpointer(f"posix://{saved}") as ckpt:
-        weight = ckpt.open(20)["model/block/weight"].double()
-    got = found["model/block/weight"]
-    assert (got["min"], got["max"]) == (weight.min().item(), weight.max().item())
-    assert got["mean"] == pytest.approx(weight.mean().item(), rel=1e-12)
-    assert got["std"] == pytest.approx(weight.std(correction=0).item(), rel=1e-12)
-    assert (got["nan"], got["inf"]) == (0, 0)
-
-    def flat(path):
-        return tuple(found[path].values())
-
-    assert flat("model/block/bias") == (1, 1, 1, 0, 0, 0)
-    assert flat("model/eight") == (-2, 0.5, -0.75, 1.25, 0, 0)
-    assert flat("odd/mixed") == (1, 3, 2, 1, 1, 2)
-    assert flat("odd/nothing") == (None, None, None, None, 3, 0)
-    assert flat("odd/empty") == (None, None, None, None, 0, 0)
-    assert flat("odd/scalar") == (2.5, 2.5, 2.5, 0, 0, 0)
-    assert flat("odd/huge") == (1e308, 1e308, None, None, 0, 0)
-    assert flat("odd/flags") == (0, 1, 0.75, pytest.approx(math.sqrt(3) / 4), 0, 0)
-    assert flat("odd/counts")[:2] == (-3, 2**62)
-    assert flat("odd/array")[:3] == (0, 5, 2.5)
-    assert {p for p, s in found.items() if s is None} == {
-        "model/tied", "odd/complex", "odd/dates", "epoch",
-    }  # fmt: skip
 
 
 # -- verify --all, ls --metadata ------------------------------------------------------------------
