@@ -199,6 +199,29 @@ def test_a_damaged_newest_record_is_an_error_and_never_a_silent_fallback(store, 
     assert (whole.step, step, type(damaged)) == (10, 20, FormatError)
 
 
+def test_a_damaged_generation_hides_the_one_it_replaced(store, catalog):
+    commit(store, 10)
+    commit(store, 10, generation=1)
+    damage(store, commit_name(10, 1))
+    with pytest.raises(FormatError):
+        catalog.record(10)
+    assert [type(found) for _, found in catalog.records()] == [FormatError]
+
+
+def test_a_record_deleted_between_listing_and_reading_is_not_found(store):
+    commit(store, 10)
+    commit(store, 20)
+    faulty = FaultyBackend(store)
+
+    class Deleting(WrapperBackend):
+        def read_record(self, name, /, *, limit_bytes):
+            if name == commit_name(20, 0):
+                store.delete([name])
+            return self.inner.read_record(name, limit_bytes=limit_bytes)
+
+    assert Catalog(Deleting(faulty)).latest() == 10
+
+
 def test_a_record_that_is_listed_but_never_found_is_damaged_and_stops_prune(store):
     commit(store, 10)
     write_data(store, uid_of(1))
@@ -320,6 +343,21 @@ def test_borrowed_blobs_go_with_the_last_checkpoint_that_borrows_them(store, cat
     assert data_names(newest) <= store.names() or how == "rewind"
 
 
+def test_an_overwrite_keeps_the_blobs_that_it_borrows_of_what_it_replaces(store, catalog):
+    old = commit(store, 10)
+    commit(store, 10, generation=1, references=[old])
+    catalog.delete_older_generations(10)
+    assert store.names("commits/") == {commit_name(10, 1)}
+    assert store.names(f"data/{old}/") == blobs_named(old)
+
+
+def test_a_uid_that_another_record_names_keeps_its_manifest(store, catalog):
+    uid = commit(store, 10)
+    commit(store, 20, uid, references=[uid_of(9)])
+    catalog.delete(20)
+    assert {intent_name(uid), *data_names(uid)} <= store.names()
+
+
 def test_lent_data_of_which_a_copy_may_be_in_flight_is_left_to_prune(store, catalog):
     commit(store, 10)
     write_data(store, uid_of(1))
@@ -381,6 +419,17 @@ def test_no_data_is_deleted_while_something_cannot_be_read(store, catalog, victi
     assert data_names(uid) <= store.names()
 
 
+def test_a_damaged_checkpoint_can_be_deleted_and_its_data_pruned_later(store, catalog):
+    uid = commit(store, 10)
+    damage(store, commit_name(10, 0))
+    catalog.delete(10)
+    assert catalog.steps() == []
+    assert data_names(uid) <= store.names()
+    store.now_s += 2 * DAY
+    assert catalog.prune(everything=True).uids == (uid,)
+    assert store.names() == set()
+
+
 def test_rewind_forgets_later_steps_newest_first(store):
     for step in (10, 20, 30, 40):
         commit(store, step)
@@ -406,6 +455,15 @@ def test_older_generations_stay_while_the_newest_has_lost_data(what, store, cata
     catalog.delete_older_generations(10)
     assert catalog.prune().superseded == ()
     assert catalog.entries() == {10: [commit_name(10, 0), commit_name(10, 1)]}
+
+
+def test_older_generations_stay_while_the_newest_cannot_be_read(store, catalog):
+    old = commit(store, 10)
+    commit(store, 10, generation=1)
+    damage(store, commit_name(10, 1))
+    with pytest.raises(FormatError):
+        catalog.delete_older_generations(10)
+    assert {commit_name(10, 0), *data_names(old)} <= store.names()
 
 
 @pytest.mark.parametrize("operation", ["delete", "rewind", "overwrite", "retention", "prune"])
@@ -477,6 +535,15 @@ def test_retention_keeps(store, catalog, options, kept):
     assert retained(catalog, steps, **options) == kept
 
 
+def test_retention_neither_counts_nor_deletes_damaged_checkpoints(store, catalog):
+    steps = [10, 20, 30, 40]
+    for step in steps:
+        commit(store, step)
+    damage(store, commit_name(40, 0))
+    damage(store, commit_name(20, 0))
+    assert retained(catalog, steps, keep_last=1) == [20, 30, 40]
+
+
 def test_retention_counts_only_checkpoints_that_have_their_data(store, catalog):
     uids = {step: commit(store, step) for step in range(1, 8)}
     for step in (2, 5, 6):
@@ -495,6 +562,14 @@ def test_retention_drops_a_step_whose_blobs_a_kept_one_borrows(store, catalog):
     commit(store, 30, references=[base])
     assert retained(catalog, [10, 20, 30], keep_last=1) == [30]
     assert store.names(f"data/{base}/") == blobs_named(base)
+
+
+def test_retention_does_not_count_a_step_that_lacks_a_borrowed_blob(store, catalog):
+    commit(store, 10)
+    base = commit(store, 20)
+    commit(store, 30, references=[base])
+    store.delete(blobs_named(base))
+    assert retained(catalog, [10, 20, 30], keep_last=1) == [10, 20, 30]
 
 
 # -- prune --------------------------------------------------------------------------------------
@@ -567,6 +642,15 @@ def test_prune_takes_what_another_tier_needs_only_if_that_has_it(lost):
     assert {intent_name(base), index_name(base)} <= durable.names()
 
 
+def test_prune_ends_no_overwrite_while_its_newest_record_cannot_be_read(store, catalog):
+    commit(store, 20)
+    commit(store, 20, generation=1)
+    store.publish(commit_name(20, 1), b"rubbish")
+    report = catalog.prune()
+    assert report.refused
+    assert commit_name(20, 0) in store.names()
+
+
 def test_prune_takes_nothing_of_a_run_without_a_record_unless_told_to(store, catalog):
     """Copied data first, or its records were moved away."""
     write_data(store, uid_of(1))
@@ -603,6 +687,16 @@ def test_prune_leaves_young_data_by_the_stores_clock(store, catalog):
     store.now_s += DAY - 1
     assert catalog.prune().uids == ()
     assert catalog.prune(grace_s=DAY / 2).uids == (uid_of(1),)
+
+
+def test_prune_leaves_a_save_that_refreshes_its_intent(store, catalog):
+    write_data(store, uid_of(1))
+    for _ in range(5):
+        store.now_s += DAY / 2
+        intent = IntentRecord(uid_of(1), 1, (), "host", 1, TIME, TIME)
+        store.publish(intent_name(uid_of(1)), encode_intent(intent))
+        assert catalog.prune().uids == ()
+    assert data_names(uid_of(1)) <= store.names()
 
 
 def test_prune_leaves_what_is_referenced_or_our_own(store, catalog):

@@ -1,7 +1,5 @@
 """What commit records tell of chains of deltas."""
 
-from __future__ import annotations
-
 from tests.core.manifests import commit_record
 
 from penstock.core.catalog.chains import find_lenders, lent_by_deleted

@@ -390,12 +390,36 @@ def test_a_repair_replaces_a_damaged_borrowed_blob_and_reads_what_it_keeps(chain
     whole_at(target, 1, 2, 3)
 
 
+def test_a_repair_of_a_base_spares_the_blobs_that_others_borrow(chain, workers):
+    target = memory()
+    for step in (1, 2):
+        copy_of(chain, target, workers, step).run()
+    Catalog(target).delete(1)
+    name = f"{data_prefix(base_of(chain))}blobs/00000-0.raw"
+    faulty = FaultyBackend(target)
+    copy_of(chain, faulty, workers, 1, repair=True).run()
+    assert name not in written(faulty)
+    whole_at(target, 1, 2)
+
+
 def test_a_target_that_lost_a_borrowed_blob_does_not_have_the_checkpoint(chain, workers):
     target = memory()
     copy_of(chain, target, workers, 2).run()
     assert confirmed(target, Catalog(chain).record(2))
     target.delete([f"{data_prefix(base_of(chain))}blobs/00000-0.raw"])
     assert not confirmed(target, Catalog(chain).record(2))
+    copy_of(chain, target, workers, 2).run()
+    whole_at(target, 2)
+
+
+def test_a_borrowed_blob_that_vanishes_before_the_commit_keeps_the_copy_from_it(chain, workers):
+    target = memory()
+    name = f"{data_prefix(base_of(chain))}blobs/00000-0.raw"
+    index = Catalog(chain).record(2).index.name
+    lossy = Meanwhile(target, index, lambda: target.delete([name]))
+    with pytest.raises(SaveAbortedError, match="vanished"):
+        copy_of(chain, lossy, workers, 2).run()
+    assert Catalog(target).steps() == []
     copy_of(chain, target, workers, 2).run()
     whole_at(target, 2)
 

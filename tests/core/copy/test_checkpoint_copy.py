@@ -3,7 +3,7 @@
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from itertools import pairwise
 
@@ -22,7 +22,7 @@ from penstock.core.concurrency.timing import CountedClock, Timing
 from penstock.core.concurrency.workers import Workers
 from penstock.core.copy.checkpoint_copy import CheckpointCopy
 from penstock.core.copy.copy_source import CopySource
-from penstock.core.copy.lease import Lease
+from penstock.core.copy.lease import SILENT_S, Lease
 from penstock.core.copy.mover import (
     BlobMover,
     BlobTransfer,
@@ -36,12 +36,10 @@ from penstock.core.copy.verify import confirmed
 from penstock.core.errors import (
     BusyError,
     CheckpointGoneError,
-    CommitUnknownError,
     DamagedError,
     SaveAbortedError,
     StepExistsError,
     StorageError,
-    UnsyncedError,
 )
 from penstock.core.format.commit_record import encode_commit
 from penstock.core.format.records import (
@@ -130,6 +128,19 @@ def bury(backend, uid):
     backend.publish(name, json.dumps(lease).encode())
 
 
+@contextmanager
+def failing(copy, target, *held, error, text, **options):
+    """A copy that is held at a call of its target, then fails and commits nothing."""
+    with ThreadPoolExecutor(1) as pool:
+        with holding(target, *held, **options) as fault:
+            running = pool.submit(copy.run)
+            assert fault.reached.wait(30)
+            yield
+        with pytest.raises(error, match=text):
+            running.result(30)
+    assert Catalog(target).steps() == []
+
+
 # -- what a copy is -----------------------------------------------------------------------------
 
 
@@ -187,17 +198,6 @@ def test_copy_that_is_there_already_is_left_alone(saved, workers):
     name = commit_name(STEP, 0)
     assert target._store.blobs[name].data == before[name].data  # confirmed, since nobody knows
     assert target._store.blobs | {name: None} == before | {name: None}
-
-
-def test_copy_confirms_a_record_that_an_earlier_try_could_not_sync(saved, workers):
-    target = FaultyBackend(memory())
-    target.fail("publish", UnsyncedError("no sync"), match="commits/", late=True)
-    with pytest.raises(CommitUnknownError):
-        copy_of(saved, target, workers).run()
-    target.clear()
-    before = len(target.calls)
-    assert copy_of(saved, target, workers).run().already_there
-    assert ("publish", (commit_name(STEP, 0),)) in target.calls[before:]
 
 
 def test_copy_of_what_lost_its_data_at_the_target_is_made_again(saved, workers):
@@ -288,14 +288,8 @@ def test_damage_anywhere_in_the_manifest_is_found(own, workers, place):
 def test_source_that_is_deleted_meanwhile_is_gone_and_not_damaged(own, workers):
     watched, target = FaultyBackend(own), FaultyBackend(memory())
     copy = copy_of(watched, target, workers)
-    with ThreadPoolExecutor(1) as pool:
-        with holding(target, "create") as fault:
-            running = pool.submit(copy.run)
-            assert fault.reached.wait(30)
-            Catalog(own).delete(STEP)
-        with pytest.raises(CheckpointGoneError):
-            running.result(30)
-    assert Catalog(target).steps() == []
+    with failing(copy, target, "create", error=CheckpointGoneError, text=""):
+        Catalog(own).delete(STEP)
 
 
 # -- going on -----------------------------------------------------------------------------------
@@ -380,14 +374,8 @@ def test_what_prune_may_take_at_any_moment_is_not_built_on(saved, workers, tmp_p
 def test_cancelled_copy_ends_leaves_no_record_and_can_go_on(saved, workers):
     target = FaultyBackend(memory())
     copy = copy_of(saved, target, workers)
-    with ThreadPoolExecutor(1) as pool:
-        with holding(target, "write", nth=3) as fault:
-            running = pool.submit(copy.run)
-            assert fault.reached.wait(30)
-            copy.cancel()
-        with pytest.raises(SaveAbortedError, match="copy again"):
-            running.result(30)
-    assert Catalog(target).steps() == []
+    with failing(copy, target, "write", nth=3, error=SaveAbortedError, text="copy again"):
+        copy.cancel()
     assert not any("/blobs/" in info.name for info in target.list(""))
     copy_of(saved, target, workers).run()
     assert contents(target) == contents(saved)
@@ -396,14 +384,10 @@ def test_cancelled_copy_ends_leaves_no_record_and_can_go_on(saved, workers):
 def test_copy_that_is_cancelled_right_before_the_record_is_not_committed(saved, workers):
     target = FaultyBackend(memory())
     copy = copy_of(saved, target, workers)
-    with ThreadPoolExecutor(1) as pool:
-        with holding(target, "publish", match="/index") as fault:
-            running = pool.submit(copy.run)
-            assert fault.reached.wait(30)
-            copy.cancel()
-        with pytest.raises(SaveAbortedError, match="copy again"):
-            running.result(30)
-    assert Catalog(target).steps() == []
+    with failing(
+        copy, target, "publish", match="/index", error=SaveAbortedError, text="copy again"
+    ):
+        copy.cancel()
     assert copy_of(saved, target, workers).run().bytes_copied == 0
 
 
@@ -423,26 +407,17 @@ def test_failing_target_leaves_no_record_and_the_next_copy_goes_on(saved, worker
     assert contents(target) == contents(saved)
 
 
-def test_record_of_which_nothing_is_known_is_reported_so(saved, workers):
-    target = FaultyBackend(memory())
-    target.fail("publish", match="commits/")
-    with pytest.raises(CommitUnknownError):
-        copy_of(saved, target, workers).run()
-    report = copy_of(saved, target, workers).run()
-    assert report.bytes_copied == 0
-    assert contents(target) == contents(saved)
-
-
 def test_blob_that_vanishes_before_the_record_is_noticed(saved, workers):
     target = FaultyBackend(memory())
-    with ThreadPoolExecutor(1) as pool:
-        with holding(target, "publish", match="/index") as fault:
-            running = pool.submit(copy_of(saved, target, workers).run)
-            assert fault.reached.wait(30)
-            target.inner.delete(blobs_of(saved)[:1])
-        with pytest.raises(SaveAbortedError, match="vanished"):
-            running.result(30)
-    assert Catalog(target).steps() == []
+    with failing(
+        copy_of(saved, target, workers),
+        target,
+        "publish",
+        match="/index",
+        error=SaveAbortedError,
+        text="vanished",
+    ):
+        target.inner.delete(blobs_of(saved)[:1])
 
 
 # -- others at the same time --------------------------------------------------------------------
@@ -461,14 +436,15 @@ def test_prune_at_the_target_leaves_a_copy_under_way_alone(saved, workers):
 
 def test_copy_whose_intent_was_pruned_is_not_committed(saved, workers):
     target = FaultyBackend(memory())
-    with ThreadPoolExecutor(1) as pool:
-        with holding(target, "publish", match="/index") as fault:
-            running = pool.submit(copy_of(saved, target, workers).run)
-            assert fault.reached.wait(30)
-            target.inner.delete([intent_name(Catalog(saved).record(STEP).uid)])
-        with pytest.raises(SaveAbortedError, match="intent"):
-            running.result(30)
-    assert Catalog(target).steps() == []
+    with failing(
+        copy_of(saved, target, workers),
+        target,
+        "publish",
+        match="/index",
+        error=SaveAbortedError,
+        text="intent",
+    ):
+        target.inner.delete([intent_name(Catalog(saved).record(STEP).uid)])
 
 
 def test_second_copy_at_the_same_time_is_refused(saved, workers):
@@ -494,16 +470,17 @@ def lease_of_another_machine(uid):
     return lease_name(uid), json.dumps(lease).encode()
 
 
-def test_copy_whose_store_went_away_holds_up_nobody_of_its_own_process(saved, workers):
-    target = FaultyBackend(memory())
-    target.fail("seal", times=None)
-    target.fail("publish", nth=2, times=None, match="copy.json")  # nor can it say so
-    with pytest.raises(StorageError):
+@pytest.mark.parametrize("age_s", [SILENT_S + 60, -SILENT_S - 60], ids=["old", "of the future"])
+def test_silent_lease_of_another_machine_ends_by_itself(saved, workers, tmp_path, age_s):
+    name, lease = lease_of_another_machine(Catalog(saved).record(STEP).uid)
+    with closing(files(tmp_path)) as target:
+        target.publish(name, lease)
+        with pytest.raises(BusyError, match="process 1 on node7"):
+            copy_of(saved, target, workers).run()
+        old_s = (tmp_path / name).stat().st_mtime - age_s
+        os.utime(tmp_path / name, (old_s, old_s))
         copy_of(saved, target, workers).run()
-    assert lease_name(Catalog(saved).record(STEP).uid) in target.inner._store.blobs
-    target.clear()
-    copy_of(saved, target, workers).run()
-    assert contents(target) == contents(saved)
+        assert contents(target) == contents(saved)
 
 
 def test_copy_that_lost_its_lease_commits_nothing_and_removes_nothing(saved, workers):
@@ -525,14 +502,22 @@ def test_copy_that_lost_its_lease_commits_nothing_and_removes_nothing(saved, wor
 def test_copy_that_lost_its_lease_after_its_last_blob_is_not_committed(saved, workers):
     target = FaultyBackend(memory())
     name, lease = lease_of_another_machine(Catalog(saved).record(STEP).uid)
-    with ThreadPoolExecutor(1) as pool:
-        with holding(target, "publish", match="/index") as fault:
-            running = pool.submit(copy_of(saved, target, workers).run)
-            assert fault.reached.wait(30)
-            target.inner.publish(name, lease)
-        with pytest.raises(BusyError, match="another copy's"):
-            running.result(30)
-    assert Catalog(target).steps() == []
+    with failing(
+        copy_of(saved, target, workers),
+        target,
+        "publish",
+        match="/index",
+        error=BusyError,
+        text="another copy's",
+    ):
+        target.inner.publish(name, lease)
+
+
+def test_unreadable_lease_holds_nobody_up_and_proves_nothing(saved, workers):
+    target = memory()
+    target.publish(lease_name(Catalog(saved).record(STEP).uid), b"\xff nonsense")
+    assert copy_of(saved, target, workers).run().bytes_kept == 0
+    assert contents(target) == contents(saved)
 
 
 # -- what the target has at that step -------------------------------------------------------------
@@ -554,6 +539,14 @@ def test_higher_generation_replaces_what_is_there(own, workers):
     report = copy_of(own, target, workers).run()
     assert report.generation == 2
     assert contents(target) == contents(own)
+
+
+def test_generation_that_the_target_has_replaced_is_refused(own, workers):
+    target = memory()
+    save(target, STEP, seed=1)
+    save(target, STEP, seed=2, overwrite=True)
+    with pytest.raises(StepExistsError):
+        copy_of(own, target, workers).run()
 
 
 # -- what else at the target has that uid ---------------------------------------------------------
@@ -712,15 +705,6 @@ def test_a_copy_is_not_given_up_for_a_source_that_is_damaged_itself(saved, worke
     with pytest.raises(DamagedError):
         copy_of(source, target, workers).run()
     assert target._store.blobs == before
-
-
-def test_a_record_that_is_known_to_be_durable_is_not_published_again(saved, workers):
-    """It could replace what was saved at that step since it was looked at."""
-    target = FaultyBackend(memory())
-    copy_of(saved, target, workers).run()
-    before = len(target.calls)
-    assert copy_of(saved, target, workers).run().already_there
-    assert "publish" not in [what for what, _ in target.calls[before:]]
 
 
 def test_another_run_of_a_lower_generation_is_replaced_only_where_that_is_wanted(saved, workers):

@@ -111,18 +111,6 @@ def test_a_thousand_regular_shards_take_less_than_two_bytes_each():
     assert len(encoded.data) < 2 * 50 * 1000
 
 
-def test_nothing_is_said_of_a_damaged_block():
-    encoded = encode_index(UID, [table_of([whole(range(20_000))])])
-    assert len(Reads(encoded).reader(whole_bytes=0).find(2**50)) == 0
-    bad = bytearray(encoded.data)
-    bad[-9] ^= 1
-    reader = Reads(encoded, bytes(bad)).reader(whole_bytes=0)
-    assert reader.find(7).places() == [(0, 0)]
-    for wanted in (19_999, 2**50):
-        with pytest.raises(FormatError, match="sha256"):
-            reader.find(wanted)
-
-
 @given(st.data())
 def test_no_flipped_bit_goes_unseen(data):
     encoded = encode_index(UID, [table_of([whole(range(20))])])
@@ -140,6 +128,12 @@ def test_a_head_that_does_not_fit_its_index_is_refused(change):
     reads.entry = replace(encoded.entry, **change)
     with pytest.raises(FormatError):
         reads.reader()
+
+
+def test_an_index_that_a_store_cuts_short_is_refused():
+    encoded = encode_index(UID, [table_of([whole(range(50_000))])])
+    with pytest.raises(FormatError, match="read whole"):
+        Reads(encoded, encoded.data[:1000]).reader(whole_bytes=0).find(49_999)
 
 
 @given(st.lists(st.lists(shards, max_size=9), max_size=5))
@@ -166,3 +160,11 @@ def test_a_table_that_lies_is_refused(at, byte, complaint):
     raw[at] = byte
     with pytest.raises(FormatError, match=complaint):
         load_table(bytes(raw), "x", count=3)
+
+
+@pytest.mark.parametrize("length", [0, 50, 66, 68])
+def test_a_table_of_another_length_is_refused(length):
+    raw = dump_table(table_of([[(1, Region((5,), (6,))), (2, True)], [(3, False)]]))
+    assert len(raw) == 3 * 17 + 16
+    with pytest.raises(FormatError, match="does not hold"):
+        load_table((raw + bytes(9))[:length], "x", count=3)

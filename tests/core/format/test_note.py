@@ -48,6 +48,12 @@ def test_each_flipped_byte_of_a_note_is_found():
             decode_note(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :], NOTE.name)
 
 
+@pytest.mark.parametrize("data", [b"", b"{}", b"[" * 10_000, seal([]), seal(BODY)[:-1]])
+def test_what_is_no_note_is_refused(data):
+    with pytest.raises(FormatError):
+        decode_note(data, NOTE.name)
+
+
 def test_note_that_is_too_long_is_neither_written_nor_read():
     long = {"text": "x" * NOTE_LIMIT_BYTES}
     with pytest.raises(FormatError, match="of 65536 that a reader takes"):

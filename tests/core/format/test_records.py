@@ -1,17 +1,15 @@
 """Bytes of parts and sections: round trips, and refusal of everything else."""
 
 import copy
-import json
 from dataclasses import replace
 
 import pytest
-import zstandard
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.core import manifests
 
 from penstock.core.abc import Node
-from penstock.core.errors import FormatError
+from penstock.core.errors import FormatError, SaveError
 from penstock.core.format.part import (
     decode_outline,
     decode_section,
@@ -39,6 +37,7 @@ from penstock.core.format.section import check_section, read_section
 from penstock.core.format.strict_json import dump_json, load_json
 from penstock.core.format.zstd import compress, decompress, digest
 from penstock.core.limits import MAX_FRAME_BYTES
+from penstock.core.save.manifest import build_sections
 from penstock.core.tree.paths import path_hash
 from penstock.core.types import PAGE_BYTES, Kind, Region, Role, TensorSpec
 
@@ -196,17 +195,14 @@ def test_a_slab_whose_objects_fall_into_two_sections_is_listed_in_both():
     assert [len(first.objects), len(second.objects)] == [4, 2]
 
 
-def test_every_part_is_one_json_document_per_line_for_any_zstd():
-    made = manifests.example()
-    lines, data = [], made.part.data
-    while data:
-        decoder = zstandard.ZstdDecompressor().decompressobj()
-        lines.append(decoder.decompress(data))
-        data = decoder.unused_data
-    assert len(lines) == 2 + len(made.drafts)
-    for line in lines:
-        assert line.endswith(b"\n")
-        assert isinstance(json.loads(line), dict)
+def test_a_plan_that_misses_bytes_is_refused():
+    entries = [manifests.tensor(("a",), (9000,))]
+    plan = manifests.plan_of(entries)
+    results, _ = manifests.results_of(plan, PAGE_BYTES)
+    for keep in (slice(0, -1), slice(1, None), slice(None, None, -1)):
+        cut = replace(plan, chunks=plan.chunks[keep])
+        with pytest.raises(SaveError, match=r"of item 0|bytes of"):
+            build_sections(entries, cut, manifests.frames_for(cut, results[keep]))
 
 
 def read_all(made):
@@ -432,18 +428,6 @@ def test_a_lie_about_a_derived_object_is_named():
                 read(dump_json(body), made.head(), made.head().sections[0], "x")
 
 
-@pytest.mark.parametrize("read", [read_section, check_section])
-def test_a_derived_object_leads_to_another_and_has_no_shards(read):
-    made = manifests.example()
-    body = load_json(made.drafts[0].dump(), "")
-    body["objects"] |= {"derived": [[0, ["model", "x"]]]}
-    body["objects"]["shards"][0] = []
-    section = read(dump_json(body), made.head(), made.head().sections[0], "x")
-    if section is not None:
-        assert section.objects[0].derived == ("model", "x")
-        assert section.objects[0].shards == ()
-
-
 def test_a_lie_about_errors_is_named():
     for read in [read_section, check_section]:
         for errors, complaint in [
@@ -485,6 +469,13 @@ def test_a_lie_about_choices_is_named():
             read_head(raw, entry, uid=manifests.UID, rank=0, world_size=1)
 
 
+def test_unknown_fields_are_refused():
+    made = manifests.example()
+    body = load_json(made.drafts[0].dump(), "")
+    with pytest.raises(FormatError, match="unknown fields: 'extra'"):
+        read_section(dump_json({**body, "extra": 1}), made.head(), made.head().sections[0], "x")
+
+
 def test_a_frame_that_decompresses_to_more_than_it_declares_is_refused():
     bomb = compress(b"a" * 1000)
     with pytest.raises(FormatError, match="declares 1000"):
@@ -505,6 +496,11 @@ def test_a_frame_beyond_the_limit_is_refused_before_it_is_decompressed():
 def test_what_is_not_exactly_one_frame_is_refused(data):
     with pytest.raises(FormatError):
         decompress(data, "x")
+
+
+def test_deeply_nested_json_is_refused():
+    with pytest.raises(FormatError):
+        load_json(b"[" * 100_000, "x")
 
 
 # -- names --------------------------------------------------------------------------------------
