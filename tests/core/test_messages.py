@@ -78,46 +78,6 @@ def test_a_part_of_a_value_is_answered_with_the_whole(ckpt):
     assert "one whole" not in text  # it may mean anything
 
 
-class Pair:
-    def __init__(self, left, right):
-        self.left, self.right = left, right
-
-
-class PairProvider(StateProvider):
-    """Can only be built of both halves."""
-
-    name = "pair"
-    api_version = 1
-    forms = ("pair",)
-
-    def claims(self, kind, /):
-        return 40 if kind is Pair else None
-
-    def describe(self, value, path, /, *, context):
-        yield Node(path, "pair")
-        yield from context.describe(value.left, (*path, "left"))
-        yield from context.describe(value.right, (*path, "right"))
-
-    def place(self, value, path, /, *, context):
-        raise AssertionError
-
-    def rebuild(self, stored, /, *, device, context):
-        halves = [context.rebuild((*stored.path, n), device=device) for n in ("left", "right")]
-        placement = Placement(finish=lambda: Pair(*(half.finish() for half in halves)))
-        for half in halves:
-            placement.absorb(half)
-        return placement
-
-
-@pytest.fixture
-def pairs(plugin_site, tmp_path):
-    plugin_site.add_penstock()
-    plugin_site.add("pairs", {"penstock.providers": {"pair": f"{__name__}:PairProvider"}})
-    with penstock.Checkpointer(f"posix://{tmp_path}/pairs", registry=Registry()) as ckpt:
-        ckpt.save({"two": Pair(torch.ones(2), 3), "epoch": 1}, step=1, mode="blocking")
-        yield ckpt
-
-
 # -- after close ---------------------------------------------------------------------------------
 
 CALLS = {
@@ -142,18 +102,6 @@ def test_every_call_after_close_says_that_it_is_closed(ckpt):
         ckpt.close()
         assert "is closed" in message(SaverClosedError, partial(call, ckpt)), name
     ckpt.close()
-
-
-def test_callbacks_may_look_at_the_run_until_close_is_done(tmp_path):
-    seen = []
-
-    def look(event):
-        if event.kind == "durable":
-            seen.append((ckpt.latest(), ckpt.open().step))
-
-    with penstock.Checkpointer(f"posix://{tmp_path}/run", on_event=look) as ckpt:
-        ckpt.save(state(), step=3)
-    assert seen == [(3, 3)]
 
 
 # -- options -------------------------------------------------------------------------------------
@@ -207,25 +155,6 @@ def test_a_wrong_option_is_named_with_its_file_and_its_place(tmp_path, text, kin
     assert words in found
 
 
-def test_an_option_of_the_wrong_shape_is_answered_with_the_right_one(tmp_path):
-    for options, words in [
-        ({"keep_last": 3}, "keep_last: unknown key; it stands in [retention]"),
-        ({"keep_every": 3}, "keep_every: unknown key; it stands in [retention]"),
-        ({"codecs": "zstd"}, "codecs: unknown key; it stands in [[rules]]"),
-        ({"match": "a"}, "match: unknown key; it stands in [[rules]]"),
-        ({"rules": {}}, 'rules: Input should be a list of tables: [{"match": "optimizer/**", '),
-        ({"rules": "zstd"}, "in TOML [[rules]]"),
-        ({"rules": ["zstd"]}, "rules[0]: Input should be a table"),
-        (
-            {"rules": [{"match": "a", "codecs": {"type": "zstd"}}]},
-            'rules[0].codecs: Input should be a list: [{"type": "zstd", "level": 3}]',
-        ),
-        ({"retention": 3}, "retention: Input should be a table"),
-        ({"wokers": 3}, "wokers: unknown key; did you mean workers?"),
-    ]:
-        assert words in message(ConfigError, partial(penstock.Checkpointer, tmp_path, **options))
-
-
 def test_a_step_that_exists_is_answered_with_overwrite_and_rewind(ckpt):
     first = message(StepExistsError, lambda: ckpt.save(state(), step=1))
     assert "Pass overwrite=True" in first
@@ -237,8 +166,25 @@ def test_a_step_that_exists_is_answered_with_overwrite_and_rewind(ckpt):
     assert "first call rewind(1), which forgets all later steps, to continue" in found
 
 
-class FailsAtTheEnd(PairProvider):
+class Pair:
+    def __init__(self, left, right):
+        self.left, self.right = left, right
+
+
+class FailsAtTheEnd(StateProvider):
     """Cannot put together what was restored."""
+
+    name = "pair"
+    api_version = 1
+    forms = ("pair",)
+
+    def claims(self, kind, /):
+        return 40 if kind is Pair else None
+
+    def describe(self, value, path, /, *, context):
+        yield Node(path, "pair")
+        yield from context.describe(value.left, (*path, "left"))
+        yield from context.describe(value.right, (*path, "right"))
 
     def place(self, value, path, /, *, context):
         placed = context.place(value.left, (*path, "left"))
@@ -261,23 +207,3 @@ def test_what_fails_at_the_end_of_a_restore_is_told_with_provider_and_path(use):
         text = message(penstock.RestoreError, call)
     assert "ZeroDivisionError: division by zero (by `finish` of provider 'pair' (" in text
     assert ".FailsAtTheEnd) at pairs/first)" in text
-
-
-def test_a_form_of_two_providers_is_warned_of_while_it_is_saved(caplog):
-    class Other(PairProvider):
-        name = "other"
-
-        def claims(self, kind, /):
-            return None
-
-    registry = Registry()
-    registry.register(FailsAtTheEnd)
-    registry.register(Other)
-    tree = state(pair=Pair(torch.ones(2), torch.ones(2)))
-    with penstock.Checkpointer("memory://", registry=registry) as ckpt:
-        for step in (1, 2):
-            ckpt.save(tree, step, mode="blocking")
-        with pytest.raises(PluginError, match="form 'pair' is declared by provider"):
-            ckpt.load()
-    (said,) = [r.getMessage() for r in caplog.records if "form 'pair'" in r.getMessage()]
-    assert said.startswith("what is saved here can be restored, but load() would fail: form 'pair'")

@@ -1,7 +1,5 @@
 """The one copy without the GIL."""
 
-from __future__ import annotations
-
 import pytest
 
 from penstock.core.abc import copy_bytes

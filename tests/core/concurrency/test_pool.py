@@ -1,7 +1,5 @@
 """A pool of threads that calls which never return neither use up nor keep open."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,24 +1,19 @@
-from __future__ import annotations
-
 import json
 import logging
 import os
 import pickle
 import subprocess
 import sys
+import traceback
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import pytest
-from pydantic import BaseModel
 
 import penstock
 from penstock.codecs.zstd import ZstdCodec
-from penstock.core.config.explain import validated
 from penstock.core.config.model import (
     CheckpointerConfig,
-    Retention,
     json_schema,
     load_config,
     parse_size,
@@ -65,20 +60,6 @@ def test_mapping_becomes_a_configuration():
     ]
     assert config.rules[1].match == ("model/**", "ema/**")
     assert config.retention.keep_every == 1000
-
-
-def test_configuration_can_be_taken_apart_and_put_together_again():
-    config = load_config(EXAMPLE)
-    fields = {name: getattr(config, name) for name in config.model_fields_set}
-    assert load_config(fields) == config
-    assert load_config(config.model_dump()) == config
-
-
-def test_defaults_are_those_of_the_design():
-    config = load_config({"backend": "x"})
-    assert (config.mode, config.on_busy, config.allow_pickle) == ("async", "wait", False)
-    assert (config.chunk_bytes, config.grace_s) == (16 << 20, 86400)
-    assert (config.rules, config.retention, config.staging_bytes) == ((), None, None)
 
 
 # -- refusing -----------------------------------------------------------------------------------
@@ -148,54 +129,6 @@ def test_wrong_values_are_named_by_their_place():
         assert f"\n  {line}" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("a.toml", '[[rules]]\nmatch = "**"\ncodecs = "auto"\n'),
-        ("a.yaml", 'rules: [{match: "**", codecs: auto}]'),
-        ("a.json", '{"rules": [{"match": "**", "codecs": "auto"}]}'),
-    ],
-)
-def test_auto_stands_in_place_of_a_list_of_codecs(name, text, tmp_path):
-    file = tmp_path / name
-    head = {"a.toml": 'backend = "x"\n', "a.yaml": "backend: x\n"}.get(name, "")
-    file.write_text(head + text if head else text.replace("{", '{"backend": "x", ', 1))
-    assert load_config(file).rules[0].codecs == "auto"
-
-
-class Knobs(BaseModel):
-    inner: str | dict[str, int] = ""
-    many: list[int | Literal["auto"]] = []
-    nested: Retention | str = ""
-
-
-@pytest.mark.parametrize(
-    ("options", "lines"),
-    [
-        ({"inner": 5}, ["  inner: Input should be a valid string or a table"]),
-        (
-            {"inner": {"a": "x"}},
-            [
-                "  inner: Input should be a valid string",
-                "  inner.a: Input should be a valid integer, unable to parse string as an integer",
-            ],
-        ),
-        ({"many": [1, []]}, ["  many[1]: Input should be a valid integer or 'auto'"]),
-        (
-            {"nested": {"keep_last": 0}},
-            [
-                "  nested.keep_last: Input should be greater than or equal to 1",
-                "  nested: Input should be a valid string",
-            ],
-        ),
-    ],
-)
-def test_what_fits_none_of_several_kinds_is_named_without_them(options, lines):
-    with pytest.raises(ConfigError) as caught:
-        validated(Knobs, options, what="knobs")
-    assert str(caught.value).splitlines()[1:] == lines
-
-
 def test_messages_never_show_values():
     wrong = {
         "backend": {"path": "s3cret"},
@@ -230,6 +163,13 @@ def test_file_that_is_wrong_is_refused_by_name(tmp_path):
             load_config(path)
         assert str(path) in str(caught.value)
         assert complaint in str(caught.value)
+
+
+def test_an_error_in_yaml_quotes_nothing_of_the_file(tmp_path):
+    (tmp_path / "a.yaml").write_text('backend:\n  options:\n    secret: "hunter2SECRET\n')
+    with pytest.raises(ConfigError, match=r"is not valid.* in line 4, column 1") as caught:
+        load_config(tmp_path / "a.yaml")
+    assert "SECRET" not in "".join(traceback.format_exception(caught.value))
 
 
 def test_a_configuration_shows_no_credentials():
@@ -269,12 +209,6 @@ def test_size_with_a_unit_is_bytes():
         ("1 TiB", 1 << 40),
     ]:
         assert parse_size(text) == size
-
-
-def test_what_is_no_size_is_refused():
-    for text in ["", "GiB", "4 G", "-1 GiB", "4 GiB GiB", "1e3", "4 XB", "nan"]:
-        with pytest.raises(ValueError, match="not a size"):
-            parse_size(text)
 
 
 # -- schema -------------------------------------------------------------------------------------
@@ -506,34 +440,6 @@ def test_importing_the_configuration_imports_neither_torch_nor_plugins(tmp_path)
         check=True,
     )
     assert done.stdout.strip() == "[]"
-
-
-def test_preferred_distributions_are_written_into_the_configuration(plugin_site, tmp_path):
-    for name in ("first", "second"):
-        plugin_site.add(
-            f"{name}-stores",
-            {"penstock.backends": {"acme": f"{name}_stores:Store"}},
-            **{
-                f"{name}_stores": f"""
-                    from penstock.backends.memory import MemoryBackend
-                    class Store(MemoryBackend):
-                        api_version = 1
-                        name = "acme"
-                        url = "acme://{name}"
-                """
-            },
-        )
-    path = tmp_path / "penstock.toml"
-    path.write_text('backend = "acme://"\n')
-    with pytest.raises(PluginError, match=r'prefer=\{"backend": \{"acme": "first-stores"'):
-        penstock.Checkpointer.from_config(path, registry=Registry())
-    for name in ("first", "second"):
-        path.write_text(f'backend = "acme://"\n[prefer.backend]\nacme = "{name}-stores"\n')
-        with penstock.Checkpointer.from_config(path, registry=Registry()) as ckpt:
-            assert ckpt._backend.url == f"acme://{name}"
-    path.write_text('backend = "acme://"\n[prefer]\ncodecs = {}\n')
-    with pytest.raises(ConfigError, match=r"prefer\.codecs: unknown key; did you mean codec"):
-        penstock.Checkpointer.from_config(path)
 
 
 def test_from_config_takes_what_no_file_can_hold(tmp_path, monkeypatch):

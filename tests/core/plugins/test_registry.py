@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import logging
 import sys
 import textwrap
@@ -385,17 +383,6 @@ def test_a_shipped_form_is_never_taken_away(plugin_site, caplog):
     assert len(caplog.records) == 1
     states = {i.name: i.state for i in registry.listing()}
     assert states == {"greedy": "conflict", "ndarray": "ok"}
-
-
-@pytest.mark.parametrize("claim", ["'always'", "2.5", "True"])
-def test_claim_that_is_no_priority_is_an_error_that_names_the_provider(plugin_site, claim):
-    bad = _provider("bad", claims=f"{claim} if kind is dict else None")
-    _add_provider(plugin_site, "p-bad", "bad", module="p_bad", source=bad)
-    _add_provider(plugin_site, "p-good", "good", module="p_good", source=_provider("good", "1"))
-    providers = _third_party_only().providers
-    with pytest.raises(PluginError, match=r"^provider 'bad' of p-bad 1\.0 returned .* the prior"):
-        providers.for_type(dict)
-    assert providers.for_type(list).name == "good"
 
 
 def test_broken_third_party_provider_is_left_out_with_one_warning(plugin_site, caplog):

@@ -1,11 +1,8 @@
 """`on_event`: what a caller is told of its checkpoints."""
 
-from __future__ import annotations
-
 import json
 import logging
 import threading
-import time
 
 import pytest
 import torch
@@ -165,25 +162,6 @@ def test_what_the_callback_raises_goes_no_further_than_the_log(backend, caplog):
         ckpt.save({"w": torch.ones(3)}, step=4).result()
         assert ckpt.steps() == [4]
     assert "on_event raised at durable of step 4" in caplog.text
-
-
-def test_a_callback_of_a_save_may_close_the_checkpointer(tmp_path):
-    ckpt = penstock.Checkpointer(tmp_path)
-    closed = []
-
-    def close(_):
-        ckpt.close()
-        closed.append(True)
-
-    handle = ckpt.save({"w": torch.ones(3)}, step=4)
-    handle.durable.add_done_callback(close)
-    handle.result()
-    deadline = time.monotonic() + 60
-    while not (closed and ckpt._backend.inner._closed):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    with penstock.Checkpointer(tmp_path) as again:
-        assert again.steps() == [4]
 
 
 def act(ckpt, action):

@@ -1,20 +1,13 @@
 """`on_progress`: how far a save, a restore, a load or a verification is."""
 
-from __future__ import annotations
-
 import logging
 import threading
-import time
 
 import pytest
 import torch
 
 import penstock
 from penstock.backends.memory import MemoryBackend
-from penstock.core.concurrency.timing import CountedClock, Timing
-from penstock.core.errors import SaveError
-from penstock.core.reporting.progress import Meter, follow, metered
-from penstock.core.reporting.reports import Progress, SaveHandle
 from penstock.core.testing.faults import FaultyBackend
 
 STATE = {"w": torch.arange(40_000.0), "m": torch.ones(30_000), "epoch": 7}
@@ -135,30 +128,6 @@ def test_what_it_raises_harms_nothing_and_is_logged_once_as_text(what, reading, 
 # -- saving -------------------------------------------------------------------------------------
 
 
-def test_when_a_blocking_save_returns_its_end_has_been_told(ckpt):
-    told = []
-
-    def slow(now):
-        if now.phase == "durable":
-            time.sleep(0.2)
-        told.append(now)
-
-    ckpt.save(STATE, step=2, mode="blocking", on_progress=slow)
-    assert told[-1].phase == "durable"
-    assert told[-1].bytes_total == 280_001
-    order = ["capture", "write", "commit", "durable"]
-    assert phases(told) == [phase for phase in order if phase in phases(told)]
-
-
-def last(told, ended):
-    def on_progress(now):
-        told.append(now)
-        if now.phase in {"durable", "failed", "skipped"}:
-            ended.set()
-
-    return on_progress
-
-
 def test_a_save_does_not_wait_for_its_listener(ckpt):
     held, called = threading.Event(), threading.Event()
 
@@ -171,52 +140,3 @@ def test_a_save_does_not_wait_for_its_listener(ckpt):
     assert handle.result(60).step == 2
     assert ckpt.steps() == [1, 2]
     held.set()
-
-
-def test_what_the_listener_of_a_save_raises_goes_no_further(caplog):
-    handle, called = SaveHandle(4), []
-
-    def angry(now):
-        called.append(now)
-        raise RuntimeError("no more")
-
-    for future in (handle.captured, handle.committed, handle.durable):
-        future.set_exception(SaveError("no"))
-    follow(handle, angry)
-    follow(handle, called.append)
-    assert len(called) == 2
-    assert not handle.error_seen
-    assert "on_progress of the save of step 4 raised" in caplog.text
-
-
-# -- the meter ----------------------------------------------------------------------------------
-
-
-def test_bytes_are_told_at_most_ten_times_per_second():
-    told, clock = [], CountedClock()
-    meter = Meter(told.append, timing=Timing(clock=clock))
-    meter.begin("plan")
-    meter.will_enter("read")
-    meter.expect(1000)
-    for _ in range(1000):
-        clock.advance(0.001)
-        meter.advance(1)
-    meter.end("done")
-    reads = [p.bytes_done for p in told if p.phase == "read"]
-    assert reads[0] == 0
-    assert 9 <= len(reads) <= 11
-    assert told[0] == Progress(0, 0, "plan")
-    assert told[-1] == Progress(1000, 1000, "done")
-
-
-def test_an_interrupt_ends_what_was_told():
-    told = []
-
-    def interrupted():
-        with metered(told.append, "it") as meter:
-            meter.begin("read")
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert [p.phase for p in told] == ["read", "failed"]

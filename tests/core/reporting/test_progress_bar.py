@@ -1,16 +1,11 @@
 """`ProgressBar`: a bar for whoever watches, a line now and then for a log."""
 
-from __future__ import annotations
-
 import io
-import re
 import subprocess
 import sys
 
 import pytest
-import torch
 
-import penstock
 from penstock.core.reporting.progress_bar import ProgressBar
 from penstock.core.reporting.reports import Progress
 
@@ -42,25 +37,6 @@ def pipe(clock):
         return out.getvalue().splitlines()
 
     return show
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-    def shown(self):
-        """What came since the last call."""
-        found = self.getvalue()
-        self.seek(0)
-        self.truncate()
-        return found
-
-
-@pytest.fixture
-def terminal(monkeypatch):
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "100")
-    return Terminal()
 
 
 # -- in a pipe ----------------------------------------------------------------------------------
@@ -97,33 +73,3 @@ def test_rich_is_not_imported_where_nobody_watches():
     )
     assert done.stdout == "False\n"
     assert done.stderr == ""
-
-
-# -- in a terminal ------------------------------------------------------------------------------
-
-
-def test_in_a_terminal_it_is_a_bar_that_stays(terminal):
-    bar = ProgressBar("restore", file=terminal)
-    bar(START)
-    bar(HALF)
-    assert "restore: read" in terminal.shown()
-    bar(DONE)
-    end = terminal.shown()
-    assert "restore: done" in end
-    assert "4.0 MiB of 4.0 MiB, " in end
-    assert not re.search(r"\d [kMG]?B\b", end)  # nothing counts in thousands
-    assert end.rindex("\x1b[?25h") > end.rindex("restore")  # the cursor is back
-
-
-def test_one_bar_shows_saves_and_restores(terminal, tmp_path):
-    bar = ProgressBar(file=terminal)
-    with penstock.Checkpointer(tmp_path) as ckpt:
-        ckpt.save({"w": torch.ones(1000)}, step=1, mode="blocking", on_progress=bar)
-        assert "durable" in terminal.shown()
-        ckpt.restore({"w": torch.ones(1000)}, on_progress=bar)
-        assert "done" in terminal.shown()
-        with pytest.raises(penstock.RestoreMismatchError):
-            ckpt.restore({"w": torch.ones(5)}, on_progress=bar)
-        end = terminal.shown()
-        assert "failed" in end
-        assert end.count("\x1b[?25l") == end.count("\x1b[?25h") == 1

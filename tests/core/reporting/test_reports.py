@@ -1,7 +1,5 @@
 """Handles, futures and reports as a caller sees them."""
 
-from __future__ import annotations
-
 import dataclasses
 import pickle
 from concurrent.futures import CancelledError, wait
@@ -13,7 +11,6 @@ from penstock.core.errors import SaveError
 from penstock.core.reporting.reports import (
     CheckpointInfo,
     Damage,
-    Outcome,
     Progress,
     RestoreReport,
     SaveHandle,
@@ -79,17 +76,6 @@ def test_nobody_can_cancel_a_save_by_its_futures(handle):
         pytest.fail("cancelled")
 
 
-def test_an_outcome_tells_its_owner_each_time():
-    seen = []
-    outcome = Outcome(lambda: seen.append(1))
-    outcome.set_exception(SaveError("no"))
-    for _ in range(2):
-        with pytest.raises(SaveError):
-            outcome.result()
-        assert outcome.exception() is not None
-    assert len(seen) == 4
-
-
 RECORDS = [
     REPORT,
     Progress(1, 2, "write"),
@@ -109,17 +95,6 @@ def test_reports_cannot_be_changed_and_cross_processes(record):
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(record, name, None)
     assert pickle.loads(pickle.dumps(record)) == record
-
-
-def test_reports_show_their_main_figures_in_one_short_line():
-    assert repr(REPORT) == (
-        "<SaveReport step=4: 2 objects, 10 B, 8 B stored through memory in 1.000 s>"
-    )
-    damaged = (Damage("a", "b"),)
-    verified = VerifyReport(1, False, damaged, 1, 1, 4096, True, 0.1234567890123456)
-    assert repr(verified) == (
-        "<VerifyReport step=1 NOT OK: 1 object, 4.0 KiB read in 0.123 s, 1 damaged>"
-    )
 
 
 # -- tables in notebooks --------------------------------------------------------------------------
