@@ -167,21 +167,6 @@ def test_who_takes_beside_one_that_stands_still_is_told_at_once_to_read_by_itsel
     assert stuck.exchange is None
 
 
-def test_a_taker_that_stands_still_is_not_waited_for_and_keeps_what_it_was_lent(members):
-    one, two = members(2, pages=1, limit_s=0.1)
-    pieces = [share(n, 1) for n in range(3)]
-    one.begin(own=pieces)  # and the other one does nothing
-    lend(one, pieces[0], 7)
-    with pytest.raises(TakersStuckError, match="took nothing"):
-        lend(one, pieces[1], 8)
-    assert one.exchange.lend_no_more() == [piece.job for piece in pieces[1:]]
-    one.exchange.lent_all()
-    one.exchange.wait(never)
-    two.begin(taken=[(0, share(n)) for n in range(3)])  # hours later
-    assert len(two.exchange.wait(never)) == 2
-    assert two.placed == {0: b"\7" * PAGE}
-
-
 def test_a_taker_that_stands_still_while_it_lends_nothing_keeps_what_it_was_lent(members):
     clock = ShiftedClock()
     one, _ = members(2, pages=1, clock=clock)
@@ -207,20 +192,6 @@ def test_what_a_dead_process_was_lent_is_free_and_its_own_is_left_to_read(member
     lend(one, pieces[2], 9)
     one.exchange.lent_all()
     assert one.exchange.wait(never) == [awaited.job]
-
-
-def test_what_was_announced_before_the_end_is_still_taken(members):
-    one, two = members(2)
-    pieces = [share(n, 1) for n in range(4)]
-    one.begin(own=pieces)
-    for number, piece in enumerate(pieces):
-        lend(one, piece, number)
-    one.exchange.lent_all()
-    one.exchange.wait(never)  # ends without the answers of the other one
-    one.peers[0].socket.close()
-    two.begin(taken=[(0, share(n)) for n in range(4)])
-    assert two.exchange.wait(never) == []
-    assert len(two.placed) == 4
 
 
 def test_a_piece_outside_of_the_window_is_not_read(members):

@@ -1,7 +1,5 @@
 """Frames -> verified bytes in sinks, frame by frame and by hand."""
 
-from __future__ import annotations
-
 import gc
 import random
 import signal
@@ -23,9 +21,8 @@ from penstock.core.concurrency.workers import Workers
 from penstock.core.errors import StorageError
 from penstock.core.format.blocks import frame_blocks
 from penstock.core.format.records import BlobRecord, CodecRecord, Frame
-from penstock.core.pipeline.chain import CodecChain, checksum_blocks
+from penstock.core.pipeline.chain import CodecChain, checksum, checksum_blocks
 from penstock.core.pipeline.reader import Loader
-from penstock.core.pipeline.staging import has_small_pages
 from penstock.core.plan.bases import StoredFrame
 from penstock.core.plan.restore import ChunkUse, FrameJob
 from penstock.core.plugins.registry import default_registry
@@ -182,24 +179,6 @@ def test_a_target_has_only_verified_bytes_where_whole_frames_are_copied(by_copy,
     assert (sink.data == b"\xee" * 20_000) is by_copy
 
 
-@pytest.mark.parametrize("prefers", [True, False])
-def test_whole_frames_are_copied_if_the_store_prefers_huge_pages(prefers, store, workers):
-    class Disk(WrapperBackend):
-        @property
-        def capabilities(self):
-            return replace(super().capabilities, direct_io=True, prefers_huge_pages=prefers)
-
-        @property
-        def direct_io(self):
-            return True
-
-    job, data = store.raw(20_000)
-    sink = Sink(20_000, direct=True)
-    Loader(Disk(store.backend), workers).run([using(job, ChunkUse(sink, 0, 0, 20_000))])
-    assert sink.data == data
-    assert sink.copies == (prefers and has_small_pages())
-
-
 def test_only_the_ranges_asked_for_are_read_and_placed(store, loader):
     job, data = store.raw(20_000)
     blocks = frame_blocks(64, 20_000, BLOCK)
@@ -259,6 +238,14 @@ def test_a_frame_that_decodes_to_other_bytes_is_damage(store, loader):
     assert "not the store is at fault, but zstd" in damage[1]
 
 
+def test_a_frame_that_does_not_decode_is_damage(store, loader):
+    garbage = bytes(range(200))
+    store.write("enc", garbage)
+    frame = Frame(0, 0, 200, 20_000, 1, (checksum(garbage),), 7)
+    (damage,) = loader.run([store.job(frame, "enc", uses=[ChunkUse(None, 0, 0, 20_000)])]).damaged
+    assert "does not decode" in damage[1]
+
+
 def test_missing_and_cut_blobs_are_damage_of_their_frames_only(store, loader):
     sinks = [Sink(9000, direct=True) for _ in range(3)]
     jobs = []
@@ -287,31 +274,6 @@ def test_every_frame_arrives_however_little_scratch_there_is(store, workers):
     assert not loader.run(jobs).damaged
     assert all(sink.data == data for sink, data in sinks)
     assert loader._idle[0]._used == 0
-
-
-class Together(ZstdCodec):
-    """Decodes a frame only while another thread decodes one, too."""
-
-    def __init__(self):
-        super().__init__(ZstdCodec.Config())
-        self._both = threading.Barrier(2)
-
-    def decode(self, frame, out, /, *, context):
-        self._both.wait(30)
-        super().decode(frame, out, context=context)
-
-
-def test_all_workers_decode_however_much_of_the_scratch_a_frame_takes(store, workers):
-    store.chain = CodecChain([Together()])
-    loader = Loader(store.backend, workers, scratch_bytes=16 << 10)
-    made = [store.encoded(20_000, name=f"b{number}") for number in range(4)]
-    sinks = [Sink(20_000, direct=True) for _ in made]
-    jobs = [
-        using(job, ChunkUse(sink, 0, 0, 20_000)) for (job, _), sink in zip(made, sinks, strict=True)
-    ]
-    assert min(job.frame.length for job in jobs) > 8 << 10  # two are more than the scratch
-    assert not loader.run(jobs).damaged
-    assert all(sink.data == data for (_, data), sink in zip(made, sinks, strict=True))
 
 
 def test_an_error_of_the_store_is_raised_and_the_next_run_works(store, workers):

@@ -1,7 +1,5 @@
 """The worst errors of floats, and what NaN, infinities and zeros count as."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,5 +1,7 @@
 """Codecs are chosen by figures: of the store, of the cores, and of each codec for each class."""
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -61,6 +63,27 @@ def test_a_gain_of_a_few_percent_is_not_worth_decoding(ratio, codec):
     assert made.choose(NAME, STORE, 2).codec == codec
 
 
+def test_what_gets_no_smaller_stays_raw():
+    choice = chooser(0.1e9, floatsplit=Encoding(1.0, 1e9)).choose(NAME, STORE, 2)
+    assert choice.codec is None
+    assert choice.why == "raw: no codec makes it smaller; the store takes 0.10 GB/s"
+    assert CodecChooser(()).needs_samples(NAME) is False
+
+
+def test_an_unknown_store_gets_raw_bytes():
+    made = chooser(floatsplit=FLOATSPLIT)
+    assert made.needs_bandwidth(STORE)
+    assert made.choose(NAME, STORE, 2).codec is None
+
+
+def test_stores_and_classes_are_apart():
+    made = chooser(0.1e9, floatsplit=FLOATSPLIT)
+    assert made.needs_bandwidth("file:///disk")
+    assert not made.needs_bandwidth(STORE)
+    assert made.needs_samples("parameter bfloat16")
+    assert not made.needs_samples(NAME)
+
+
 def test_encoding_that_achieved_less_than_its_speed_counts_by_what_it_achieved():
     made = chooser(0.5e9, floatsplit=FLOATSPLIT)
     made.note_encoding(NAME, "floatsplit", Encoding(1.5, 1.7e9, 0.4e9))
@@ -85,6 +108,12 @@ def test_the_bandwidth_follows_the_store_by_the_bytes_that_tell_it():
     assert bandwidth(made) == pytest.approx(1.75e9)
 
 
+def test_a_later_figure_of_one_save_replaces_the_earlier_one():
+    made = chooser(1e9, floatsplit=FLOATSPLIT)
+    made.note_raw(STORE, 256 * MIB, 256 * MIB / 2e9)
+    assert bandwidth(made) == pytest.approx(2e9)
+
+
 def test_figures_are_measured_again_after_eight_saves():
     made = chooser(1e9, floatsplit=FLOATSPLIT)
     for _ in range(7):
@@ -105,6 +134,18 @@ def test_a_class_that_changed_is_sampled_again():
     assert made.choose(NAME, STORE, 4).encoding.achieved_bytes_per_s == 1.5e9
     made.note_encoding(NAME, "floatsplit", Encoding(1.1, 1.7e9, 2e9))
     assert made.needs_samples(NAME)
+
+
+def test_a_few_bytes_go_into_the_blob_that_all_others_are_in():
+    made = chooser(0.1e9, floatsplit=FLOATSPLIT)
+    raw = made.choose_for_few()
+    assert raw.codec is None
+    chosen = made.choose(NAME, STORE, 2)
+    assert made.note_choices({NAME: chosen}) == [NAME]
+    assert made.choose_for_few().codec == "floatsplit"
+    assert made.note_choices({NAME: chosen, "other int64": raw}) == ["other int64"]
+    assert made.choose_for_few().codec is None
+    assert made.note_choices({NAME: raw, "other int64": raw}) == [NAME]
 
 
 def test_cores_are_those_that_training_leaves():
@@ -149,3 +190,9 @@ def test_all_candidates_are_installed_here_and_lossless():
         codec = default_registry().codec(name, options)
         assert codec.lossless
         assert not codec.needs_base
+
+
+def test_speed_is_that_of_the_cores_until_something_was_achieved():
+    assert Encoding(1.5, 1e9).speed(3) == 3e9
+    assert Encoding(1.5, 1e9, 2e9).speed(3) == 2e9
+    assert Encoding(1.5, 1e9).achieved_bytes_per_s == math.inf

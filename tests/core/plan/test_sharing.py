@@ -4,9 +4,8 @@ import pytest
 
 from penstock.core.abc.codec import CodecContext
 from penstock.core.format.records import BlobRecord, CodecRecord, Frame, blob_name
-from penstock.core.plan.bases import PieceKey, StoredFrame
-from penstock.core.plan.sharing import SharedFrames, with_contexts
-from penstock.core.types import Region
+from penstock.core.plan.bases import StoredFrame
+from penstock.core.plan.sharing import SharedFrames
 
 ZSTD, LZ4 = CodecRecord("zstd", 1, {"level": 3}), CodecRecord("lz4", 1, {})
 LENGTH = 400
@@ -76,15 +75,3 @@ def test_a_save_of_which_less_than_half_is_used_is_not_kept_alive(length, worth)
     own = stored(8, where=blob(NEW), length=1000)
     assert (find([(PLAIN, old), (PLAIN, own)]) is not None) is worth
     assert find([(PLAIN, old), (PLAIN, own)], content=8) is own
-
-
-def test_the_context_of_a_stored_frame_is_that_of_the_one_object_that_fills_it():
-    whole = PieceKey(("w",), "float32", 4, (30, 20), Region.whole((30, 20)), 800, 1200, 0)
-    small = PieceKey(("s",), "float32", 4, (5,), Region.whole((5,)), 0, 20, 0)
-    slab, untyped = stored(elements=("float32", 4)), stored()
-    found = list(with_contexts({(whole,): untyped, (small, small): slab, (small,): untyped}))
-    assert found == [
-        (CodecContext("float32", 4, (30, 20), 800, LENGTH), untyped),
-        (CodecContext("float32", 4, (100,), 0, LENGTH), slab),
-        (CodecContext("uint8", 1, (400,), 0, LENGTH), untyped),
-    ]

@@ -1,7 +1,5 @@
 """The read-only view of one checkpoint."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -143,19 +141,6 @@ def test_verify_counts_what_it_looked_at(checkpoint):
     shallow = checkpoint.verify(deep=False)
     assert shallow.ok
     assert shallow.frames == 0
-
-
-def test_still_there_tells_a_replaced_checkpoint_from_this_one():
-    store = MemoryBackend(MemoryConfig())
-    with Checkpointer(store) as ckpt:
-        ckpt.save({"x": 1}, 1, mode="blocking")
-        checkpoint = ckpt.open()
-        assert checkpoint.still_there()
-        ckpt.save({"x": 2}, 1, mode="blocking", overwrite=True)
-        assert not checkpoint.still_there()
-        assert ckpt.open().still_there()
-        ckpt.delete(1)
-        assert not checkpoint.still_there()
 
 
 def test_a_codec_that_is_not_installed_is_named_and_raw_objects_can_still_be_read(store):

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from tests.integration.ranks.saving import Job
 
-from penstock import Checkpointer, Region, Shard
+from penstock import Checkpointer, Region
 from penstock.backends.memory import MemoryBackend, MemoryConfig
 from penstock.core.restore.checkpoint import Checkpoint
 from penstock.core.testing.faults import FaultyBackend
@@ -26,19 +25,6 @@ def store():
     return store
 
 
-def test_each_object_has_a_spec_under_its_shown_path_in_tree_order(store):
-    checkpoint = Checkpoint.open(store, 1)
-    specs = checkpoint.specs()
-    assert list(specs) == checkpoint.keys() == ["net/w", "net/b", "tied", "zeros", "a%2Fb"]
-    assert len(specs) == 5
-    assert "net" not in specs
-    assert ("net", "w") not in specs
-    assert "a/%zz//b" not in specs
-    assert specs.get("none") is None
-    with pytest.raises(KeyError, match="nowhere"):
-        specs["nowhere"]
-
-
 def test_a_spec_says_what_an_object_is_and_how_it_is_stored(store):
     specs = Checkpoint.open(store, 1).specs()
     weight = specs["net/w"]
@@ -51,20 +37,6 @@ def test_a_spec_says_what_an_object_is_and_how_it_is_stored(store):
     assert specs["zeros"].codecs == ("zstd",)
     assert specs["zeros"].bytes_stored < 400 < specs["zeros"].bytes_raw == 16000
     assert (specs["a%2Fb"].path, specs["a%2Fb"].kind) == (("a/b",), "value")
-
-
-def test_shards_of_all_ranks_are_listed_once():
-    store = MemoryBackend(MemoryConfig())
-    state = {"w": torch.arange(40.0).view(8, 5), "same": torch.ones(3)}
-
-    def of(rank):
-        return {**state, "w": Shard(state["w"][4 * rank : 4 * rank + 4], (8, 5), (4 * rank, 0))}
-
-    assert not any(isinstance(r, BaseException) for r in Job(2, store).save(of))
-    specs = Checkpoint.open(store, 1).specs()
-    assert set(specs["w"].shards) == {Region((0, 0), (4, 5)), Region((4, 0), (4, 5))}
-    assert (specs["w"].shape, specs["w"].bytes_stored) == ((8, 5), 160)
-    assert specs["same"].shards == (Region((0,), (3,)),)
 
 
 def test_specs_read_no_blob_and_one_look_up_reads_one_section(store):

@@ -65,6 +65,15 @@ def reader_of(run, group):
     )  # fmt: skip
 
 
+def on_ranks(work, ranks, patience_s=PATIENCE_S):
+    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(patience_s)
+        assert not thread.is_alive(), "a rank waits for ever"
+
+
 def restore_all(runs, call, *, timeout_s=PATIENCE_S, absent=()):
     """What `call(rank, reader, state)` came to on each rank: the state, or the error."""
     board = MemoryBoard()
@@ -80,16 +89,7 @@ def restore_all(runs, call, *, timeout_s=PATIENCE_S, absent=()):
         except BaseException as error:  # noqa: BLE001 - looked at by the test
             results[rank] = error
 
-    threads = [
-        threading.Thread(target=one, args=(r,), daemon=True)
-        for r in range(WORLD)
-        if r not in absent
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
-        assert not thread.is_alive(), "a rank waits for ever"
+    on_ranks(one, {*range(WORLD)} - {*absent})
     return results
 
 
@@ -229,17 +229,6 @@ def test_pattern_that_matches_nothing_on_any_rank_is_the_same_error_and_changes_
         assert not states[rank]["w"].any()
 
 
-def test_rank_that_waits_for_the_others_learns_that_one_has_failed(runs):
-    def call(rank, reader, state):
-        if rank == 1:
-            state["w"] = np.zeros(4, np.float32)
-        return reader.restore(state if rank == 1 else {}, exclude="head")
-
-    first, own, last = restore_all(runs, call)
-    assert isinstance(own, (RestoreMismatchError, SelectionError))
-    assert [(error.rank, error.host) for error in (first, last)] == [(1, "node1")] * 2
-
-
 def test_what_stages_hold_of_each_other_is_not_unexpected(runs, caplog):
     def call(rank, reader, state):
         key = "step" if rank == 2 else "w"
@@ -368,11 +357,7 @@ def test_rank_that_cannot_learn_the_decision_says_so(runs):
         except CoordinationError as error:
             errors.append((rank, str(error)))
 
-    threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
+    on_ranks(one, range(2))
     ((rank, text),) = errors
     assert rank == 1
     assert "it is not known whether all ranks have it" in text
@@ -398,10 +383,6 @@ def test_rank_0_closes_the_store_of_the_job_when_all_know_that_they_have_restore
         if rank == 0:  # a rank that closes tells that it has left all rounds
             group.close()
 
-    threads = [threading.Thread(target=one, args=(r,), daemon=True) for r in range(WORLD)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(2 * PATIENCE_S)
+    on_ranks(one, range(WORLD), 2 * PATIENCE_S)
     # The number of the last round, or one beyond all: a rank that closes takes part in no other.
     assert [int(number) >= 1 for number in server.left] == [True, True]

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import sys
 from collections import Counter, OrderedDict, UserDict, defaultdict, namedtuple
 from types import MappingProxyType
@@ -253,32 +251,6 @@ def test_nothing_changes_before_finish():
     assert placement.finish() is state
     assert state["epoch"] == 5
     assert state["l"][0] == 1
-
-
-class Counting(ValueProvider):
-    """Counts what it decodes."""
-
-    def __init__(self):
-        self.decoded = Counter()
-
-    def rebuild(self, stored, /, *, device, context):
-        self.decoded[stored.path] += 1
-        return super().rebuild(stored, device=device, context=context)
-
-
-def test_a_constant_is_decoded_once_for_the_state_and_its_report():
-    counting = Counting()
-    providers = StaticProviders([TensorProvider(), counting])
-    values = {"epoch": 7, "name": "x", "betas": (0.9, 0.999), "none": None}
-    stored = store({**values, "log": [1, 2], "t": t(1)}, providers=providers)
-    state = {**dict.fromkeys([*values, "log"]), "t": t(0)}
-    placing = Placing(providers, stored.tree, lambda _: True, allow_pickle=False)
-    stored.complete(placing.place_tree(state))
-    assert {name: placing.restored_value((name,)) for name in values} == values
-    assert set(counting.decoded.values()) == {1}
-    # What can change is the report's own: it says what was restored, whatever becomes of it.
-    assert placing.restored_value(("log",)) == [1, 2]
-    assert placing.restored_value(("log",)) is not state["log"]
 
 
 def test_planning_a_restore_takes_calls_in_proportion_to_the_values():

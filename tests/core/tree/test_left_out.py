@@ -1,7 +1,5 @@
 """State that nothing in the tree holds is named by the first check or save, and nothing else is."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -122,18 +120,6 @@ def test_what_a_pattern_takes_lies_where_a_selection_looks(include, exclude, pat
 def selection_of(pattern, path):
     """Whether the pattern takes the path, or something above it."""
     return any(Selection(pattern).selects(path[:depth]) for depth in range(1, len(path) + 1))
-
-
-@given(patterns, st.lists(segments, min_size=1, max_size=4).map(tuple))
-def test_nothing_is_taken_where_a_selection_does_not_look(pattern, path):
-    selection = Selection(pattern)
-    hidden = [
-        depth
-        for depth in range(len(path))
-        if not (t if isinstance(t := selection.below(path[:depth]), bool) else t(path[depth]))
-    ]
-    if hidden:
-        assert not selection.selects(path)
 
 
 def test_a_selection_narrows_where_something_lies_outside_of_its_patterns():
