@@ -78,17 +78,6 @@ def test_direct_writes_and_reads_leave_nothing_in_the_page_cache(open_files, dir
     assert cached_pages(path) == 0
 
 
-def test_buffered_blobs_are_read_directly_and_the_other_way_round(direct_path):
-    for mode, other in (("on", "off"), ("off", "on")):
-        root = str(direct_path / mode)
-        _, data = write(PosixBackend(PosixConfig(path=root, direct_io=mode)))
-        backend = PosixBackend(PosixConfig(path=root, direct_io=other))
-        target = bytearray(len(data))
-        backend.read([ReadRequest("data/a.raw", 64, memoryview(target))])
-        assert target[1:] == data[1:]
-        backend.close()
-
-
 def test_direct_io_that_is_demanded_is_not_silently_dropped(memory_path):
     os.makedirs(memory_path)
     backend = PosixBackend(PosixConfig(path=memory_path, direct_io="on"))

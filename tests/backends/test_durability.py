@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from penstock.core.errors import StorageError, StorageFullError, UnsyncedError
+from penstock.core.errors import BlobExistsError, StorageError, StorageFullError, UnsyncedError
 from penstock.core.testing.expectations import pattern
 from penstock.core.types import ReadRequest, WriteRequest
 
@@ -166,6 +166,13 @@ def test_a_publish_whose_folder_cannot_be_synced_says_that_the_record_is_there(
     assert sorted(os.listdir(tmp_path / "root" / "commits")) == ["0.json", "1.json"]
 
 
+def test_losing_an_exclusive_publish_is_not_mistaken_for_an_unsynced_one(files, syncs):
+    files.publish("commits/1.json", b"first", exclusive=True)
+    syncs.fail_on = lambda fd: not is_file(fd)
+    with pytest.raises(BlobExistsError):
+        files.publish("commits/1.json", b"second", exclusive=True)
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_an_abort_waits_for_a_seal_under_way_and_closes_nobody_elses_file(
     files, syncs, tmp_path, fails
@@ -194,20 +201,6 @@ def test_an_abort_waits_for_a_seal_under_way_and_closes_nobody_elses_file(
         assert os.readlink(f"/proc/self/fd/{stranger.fileno()}") == f"{tmp_path}/{n}.log"
         stranger.close()
     assert [info.name for info in files.list("")] == ([] if fails else ["data/a.raw"])
-
-
-def test_two_requests_in_one_page_are_refused_before_either_is_damaged(files):
-    writer = files.create("a.raw")
-    writer.write([WriteRequest(64, (memoryview(b"first"),))])
-    with pytest.raises(StorageError, match="two requests touch one unit"):
-        writer.write([WriteRequest(4000, (memoryview(bytes(200)),))])
-    both = [WriteRequest(at, (memoryview(b"x"),)) for at in (8192, 8200)]
-    with pytest.raises(StorageError, match="two requests touch one unit"):
-        writer.write(both)
-    writer.seal(69)
-    target = bytearray(5)
-    files.read([ReadRequest("a.raw", 64, memoryview(target))])
-    assert target == b"first"
 
 
 def test_offsets_beyond_32_bits_are_kept(open_files, tmp_path):

@@ -210,36 +210,6 @@ def test_an_engine_that_gets_no_thread_says_so_and_starts_one_later(kind, tmp_pa
     backend.close()
 
 
-def test_threads_try_again_when_the_kernel_says_so(tmp_path):
-    answers = [errno.EINTR, errno.EAGAIN]
-
-    def pwritev(fd, views, offset):
-        if answers:
-            number = answers.pop()
-            raise OSError(number, os.strerror(number))
-        return os.pwritev(fd, views, offset)
-
-    backend = posix(tmp_path, writev=pwritev)
-    round_trip(backend)
-    assert not answers
-    backend.close()
-
-
-@pytest.mark.uring
-@pytest.mark.parametrize("depth", [1, 3, 64])
-def test_any_depth_carries_more_requests_than_lanes(depth, tmp_path, needs_uring):
-    backend = UringBackend(UringConfig(path=str(tmp_path), depth=depth))
-    writer = backend.create("a.raw")
-    # Two pages apart, so that they cannot share a call.
-    writer.write([WriteRequest(n * 8192, (memoryview(b"%04d" % n),)) for n in range(600)])
-    writer.seal(600 * 8192)
-    content = (tmp_path / "a.raw").read_bytes()
-    assert [content[n * 8192 : n * 8192 + 4] for n in range(600)] == [
-        b"%04d" % n for n in range(600)
-    ]
-    backend.close()
-
-
 @pytest.mark.uring
 def test_only_one_thread_touches_the_submission_queue(tmp_path, needs_uring):
     backend = uring(tmp_path, lambda depth: FailingRing(depth, {}))
@@ -406,6 +376,14 @@ def test_cpu_on_which_the_package_would_kill_the_process_is_known(cpuinfo, lacke
     assert ring_module.flags_lacked(cpuinfo) == lacked
 
 
+def test_futures_cannot_be_cancelled_while_buffers_are_in_use(files):
+    writer = files.create("a.raw")
+    future = files.submit_write(writer, [WriteRequest(0, (memoryview(pattern(MIB)),))])
+    assert not future.cancel()
+    future.result(300)
+    writer.abort()
+
+
 def test_seal_and_abort_wait_for_what_was_submitted(files):
     for finish in ("seal", "abort"):
         writer = files.create(f"{finish}.raw")
@@ -420,3 +398,13 @@ def test_seal_and_abort_wait_for_what_was_submitted(files):
     files.read([ReadRequest("seal.raw", 0, memoryview(target))])
     assert target == data * 12
     assert [info.name for info in files.list("")] == ["seal.raw"]
+
+
+def test_close_waits_for_what_was_submitted(files):
+    writer = files.create("a.raw")
+    futures = [
+        files.submit_write(writer, [WriteRequest(n * MIB, (memoryview(pattern(MIB)),))])
+        for n in range(12)
+    ]
+    files.close()
+    assert all(future.done() for future in futures)

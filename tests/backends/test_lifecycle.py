@@ -4,7 +4,6 @@
 
 import gc
 import os
-import pickle
 import re
 import threading
 from collections import Counter
@@ -103,12 +102,3 @@ def test_urls_that_name_a_machine_or_two_paths_are_refused():
             PosixBackend.from_url(nothing, {})
     with pytest.raises(ConfigError, match="remove 'path'"):
         PosixBackend.from_url("posix:///a", {"path": "/b"})
-
-
-def test_errors_cross_processes(files):
-    with pytest.raises(StorageError) as caught:
-        files.stat("missing.json")
-    again = pickle.loads(pickle.dumps(caught.value))
-    assert type(again) is type(caught.value)
-    assert str(again) == str(caught.value)
-    assert "missing.json under " in str(again)

@@ -1,7 +1,5 @@
 """Roots below a folder where anybody can make one: whose they are, and who may write there."""
 
-from __future__ import annotations
-
 import os
 import stat
 

@@ -167,29 +167,3 @@ def test_a_child_cannot_give_up_what_its_parent_writes(kind, tmp_path):
     """
     finish(start(kind, body, tmp_path / "root"))
     assert (tmp_path / "root" / "a.raw").read_bytes() == pattern(1 << 20)
-
-
-def test_a_window_larger_than_the_limit_of_files_stops_nothing_that_fits(kind, tmp_path):
-    body = """
-        import resource
-        resource.setrlimit(resource.RLIMIT_FSIZE, (8 << 20, 8 << 20))
-        backend = opened(sys.argv[1])
-        data = pattern(4 << 20)
-        writer = backend.create("fits.raw")
-        writer.write([WriteRequest(0, (memoryview(data),))])
-        writer.seal(len(data))
-        writer = backend.create("large.raw")
-        try:
-            for n in range(3):
-                writer.write([WriteRequest(n << 22, (memoryview(data),))])
-        except StorageError as error:
-            print(error)
-        writer.abort()
-        print([info.name for info in backend.list("")])
-    """
-    out = finish(start(kind, body, tmp_path / "root"))
-    assert "large.raw" in out.splitlines()[0]
-    assert "EFBIG" in out.splitlines()[0]
-    assert "ulimit" in out.splitlines()[0]
-    assert out.splitlines()[1] == "['fits.raw']"
-    assert (tmp_path / "root" / "fits.raw").read_bytes() == pattern(4 << 20)

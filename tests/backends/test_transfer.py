@@ -11,7 +11,6 @@ from penstock.backends.local.kernel import address
 from penstock.backends.local.transfer import (
     MAX_VECTOR,
     SLOT_BYTES,
-    TRANSFER_BYTES,
     Bounce,
     Flight,
     OpenBlob,
@@ -101,21 +100,6 @@ def copied(transfers):
         if isinstance(part, Bounce)
         for _, view in part.copies
     )
-
-
-@few
-@given(st.integers(0, 4095), st.integers(100_000, 40_000_000), st.integers(0, 3))
-def test_only_edges_are_copied_where_memory_and_file_have_one_phase(phase, length, page):
-    memory = memoryview(bytearray(length + 2 * PAGE_BYTES))
-    start = (phase - address(memory)) % PAGE_BYTES
-    buffer = memory[start : start + length]
-    offset = page * PAGE_BYTES + phase
-    for transfers in (
-        cut_writes(TransferBatch("write", "/"), DIRECT, [(offset, (buffer,))]),
-        cut_read(TransferBatch("read", "/"), DIRECT, offset, buffer),
-    ):
-        assert copied(transfers) < 2 * PAGE_BYTES
-        assert len(transfers) <= -(-length // TRANSFER_BYTES)
 
 
 def test_memory_of_another_phase_goes_through_slots_of_bounded_size():

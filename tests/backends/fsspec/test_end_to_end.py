@@ -104,17 +104,6 @@ def test_of_two_savers_of_one_step_one_wins(config, proxy):
         assert one.load()["x"].tolist() == [0, 0, 0]
 
 
-def test_save_through_a_busy_store_goes_well(config, proxy):
-    for part in ("partNumber=1&", "partNumber=2&", "uploadId=", "/index", "/parts/", "/intent"):
-        proxy.fail("503", part=part, times=2)
-    proxy.fail("cut", method="GET", part="/blobs/", times=2)
-    saved, target = state(1), state(2)
-    with penstock.Checkpointer.from_config(config) as checkpointer:
-        checkpointer.save(saved, step=1, mode="blocking").result()
-        checkpointer.restore(target)
-    assert_equal(target, saved)
-
-
 def test_store_without_conditional_puts_is_reported(config):
     config["backend"]["conditional_put"] = "no"
     with penstock.Checkpointer.from_config(config) as checkpointer:

@@ -239,17 +239,6 @@ def test_blob_of_which_a_file_system_keeps_a_part_only_is_not_sealed(odd, monkey
         writer.seal(6)
 
 
-def test_writes_that_go_back_are_refused(odd):
-    writer = odd.create("b.raw")
-    writer.write([WriteRequest(10, (memoryview(b"later"),))])
-    with pytest.raises(StorageError, match="offset 0 comes too late"):
-        writer.write([WriteRequest(0, (memoryview(b"early"),))])
-    with pytest.raises(StorageError, match=r"dead since an earlier failure \(.*too late"):
-        writer.seal(15)
-    writer.abort()
-    assert odd.list("") == []
-
-
 @pytest.mark.parametrize(
     ("error", "kind", "told"),
     [
@@ -340,14 +329,3 @@ def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(lost, monkeypatch, o
         backend.list("")
     monkeypatch.setattr(DroppingFileSystem, "lost", "")
     assert [info.name for info in backend.list("")] == names
-
-
-def test_a_server_without_ranges_damages_nothing(tmp_path, web, monkeypatch):
-    with penstock.Checkpointer(tmp_path / "run") as ckpt:
-        ckpt.save({"w": torch.ones(1000)}, step=1).result()
-    monkeypatch.setattr(RangeHandler, "do_GET", http.server.SimpleHTTPRequestHandler.do_GET)
-    with (
-        penstock.Checkpointer(f"{web}/run") as ckpt,
-        pytest.raises(StorageError, match="does not serve ranges"),
-    ):
-        ckpt.verify(step=1)

@@ -60,6 +60,15 @@ def test_nothing_of_a_run_shows_the_credentials(proxy, folder, look, caplog, kin
     assert shown(" ".join(told)) == []
 
 
+def test_config_and_backend_do_not_show_them():
+    config = FsspecConfig(url="s3://bucket/run", options=OPTIONS)
+    backend = FsspecBackend(config)
+    told = f"{config!r} {config} {backend!r} {backend} {backend.url} {vars(backend)}"
+    backend.close()
+    assert shown(told) == []
+    assert backend.url == "s3://bucket/run"
+
+
 def test_refusals_do_not_show_them():
     for spec in [
         f"s3://{SECRETS[0]}:{SECRETS[1]}@bucket/run",
@@ -154,3 +163,11 @@ def test_scrubber_takes_out_secrets_users_and_queries():
     assert scrub("http://host:80/a@b") == "http://host:80/a@b"
     text = "abcdef at https://me:pw@host/path?sig=xyz&x=1, and abc"
     assert scrub(text) == "*** at https://host/path and ***"
+
+
+def test_credentials_in_the_endpoint_are_refused_unseen():
+    # Made before: a traceback shows the lines that raise.
+    config = FsspecConfig(url="s3://bucket/run", options={"endpoint_url": "http://me:pw123@host"})
+    with pytest.raises(ConfigError, match="do not belong in it") as caught:
+        FsspecBackend(config)
+    assert "pw123" not in everything(caught.value)

@@ -1,9 +1,7 @@
 """`lustre` over a folder that says it is on Lustre, with a program in the place of `lfs`."""
 
 import errno
-import logging
 import os
-import threading
 
 import pytest
 from tests.backends.lustre.conftest import ATTRIBUTE
@@ -18,7 +16,6 @@ from penstock.core.errors import (
     BlobExistsError,
     CapabilityError,
     ConfigError,
-    StorageError,
     StorageFullError,
     StorageTimeoutError,
 )
@@ -74,15 +71,6 @@ def test_another_file_system_is_refused_by_name(tmp_path):
     assert not (tmp_path / "not").exists()
 
 
-def test_another_file_system_may_be_used_with_a_warning(tmp_path, caplog):
-    with caplog.at_level(logging.WARNING, "penstock"):
-        backend = LustreBackend(LustreConfig(path=str(tmp_path), not_lustre="warn"))
-    assert "is not on Lustre" in caplog.text
-    assert any("is not on Lustre" in note for note in backend.capabilities.notes)
-    put(backend)
-    backend.close()
-
-
 # -- layouts are set ------------------------------------------------------------------------------
 
 
@@ -118,13 +106,6 @@ def test_the_osts_are_asked_for_once_not_per_blob(open_lustre, lfs):
     assert {name: calls.count(name) for name in calls} == {"setstripe": 5, "df": 1, "getstripe": 1}
 
 
-def test_records_are_left_alone_where_one_stripe_is_the_default(open_lustre, lfs):
-    backend = open_lustre()
-    for number in range(5):
-        backend.publish(f"commits/{number}.json", b"{}")
-    assert lfs.calls("setstripe") == []
-
-
 def test_records_get_one_stripe_where_the_default_is_wide(open_lustre, lfs, tmp_path):
     root = tmp_path / "root"
     root.mkdir()
@@ -139,68 +120,7 @@ def test_records_get_one_stripe_where_the_default_is_wide(open_lustre, lfs, tmp_
         backend.publish("commits/1.json", b"other", exclusive=True)
 
 
-def test_a_blob_may_inherit_its_layout(open_lustre, lfs):
-    put(open_lustre(stripe_count="inherit"), size_hint=GIB)
-    assert lfs.calls("setstripe") == []
-
-
 # -- failures of lfs -----------------------------------------------------------------------------
-
-
-def test_a_blob_is_never_made_over_another(open_lustre, tmp_path):
-    backend = open_lustre()
-    put(backend, data=b"first")
-    with pytest.raises(BlobExistsError):
-        backend.create(BLOB)
-    assert (tmp_path / "root" / BLOB).read_bytes() == b"first"
-    assert len(_names((tmp_path / "root" / BLOB).parent)) == 1
-
-
-def test_of_many_creators_at_once_one_wins(open_lustre):
-    backend = open_lustre(shows_layouts=False)
-    outcomes = []
-
-    def create():
-        try:
-            outcomes.append(backend.create(BLOB))
-        except BlobExistsError:
-            outcomes.append(None)
-
-    threads = [threading.Thread(target=create) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(outcomes) == 6
-    assert sum(writer is not None for writer in outcomes) == 1
-
-
-def test_a_full_ost_is_avoided(open_lustre, lfs, tmp_path):
-    lfs.ost(3, free_kib=10, full=True)
-    for rank in range(8):
-        backend = open_lustre(writers=8, writer=rank)
-        name = f"data/u/blobs/{rank:05d}-0.raw"
-        backend.create(name, size_hint=GIB)
-        assert 3 not in layout_of(tmp_path / "root" / name)[0].osts
-
-
-def test_an_ost_that_fills_up_in_between_is_replaced_by_the_server(
-    open_lustre, lfs, tmp_path, caplog
-):
-    backend = open_lustre(writers=8, writer=0)
-    put(backend, size_hint=GIB)
-    (taken,) = layout_of(tmp_path / "root" / BLOB)[0].osts
-    lfs.ost(taken, full=True)
-    name = "data/u/blobs/00000-1.raw"  # the same place on the ring
-    put(backend, name, size_hint=GIB)
-    assert layout_of(tmp_path / "root" / name)[0].osts[0] != taken
-    assert "the server chooses" in caplog.text
-
-
-def test_a_pool_that_is_not_there_is_said(open_lustre, tmp_path):
-    with pytest.raises(StorageError, match=r"OST pool 'flash'.*does not exist.*pool_list"):
-        open_lustre(pool="flash").create(BLOB)
-    assert _names((tmp_path / "root" / BLOB).parent) == []
 
 
 @pytest.mark.parametrize(
@@ -232,16 +152,6 @@ def test_an_lfs_that_hangs_is_given_up(open_lustre, lfs, tmp_path):
     with pytest.raises(StorageTimeoutError, match=r"setstripe .* did not end within 0.2 s"):
         backend.create(BLOB)
     assert _names((tmp_path / "root" / BLOB).parent) == []
-
-
-def test_a_kernel_that_shows_no_layouts_leaves_them_to_lfs(open_lustre, lfs, tmp_path):
-    for state in ({}, {"no_yaml": True}):
-        lfs.set(**state)
-        options = {"direct_io": "off", "stripe_bytes": 4 * MIB}
-        backend = open_lustre(shows_layouts=False, cls=Recording, **options)
-        name = f"data/u/blobs/{len(state)}.raw"
-        put(backend, name, bytes(16 * MIB), size_hint=GIB)
-        assert len(backend.requests) == 4  # so the stripes of 4 MiB were known
 
 
 # -- requests and stripes -------------------------------------------------------------------------
@@ -334,29 +244,6 @@ def test_a_full_ost_is_named_by_the_write_that_met_it(open_lustre, lfs, tmp_path
     assert f"lie on OST {osts[2]} (OST{osts[2]:04x}) with 0.0 MB free" in str(caught.value)
     assert "of 8 OSTs" in str(caught.value)
     writer.abort()
-
-
-def test_a_wide_default_is_warned_of_once(open_lustre, tmp_path, caplog):
-    root = tmp_path / "root"
-    root.mkdir()
-    os.setxattr(root, ATTRIBUTE, plain(count=0xFFFF))
-    backend = open_lustre(records="inherit")
-    put(backend)
-    put(backend, "data/u/blobs/2.raw")
-    said = [r.message for r in caplog.records if "even small files on every OST" in r.message]
-    assert len(said) == 1
-    assert "records='auto'" in said[0]
-
-
-def test_leftovers_of_a_crash_between_birth_and_name_are_swept(open_lustre, tmp_path):
-    backend = open_lustre()
-    put(backend)
-    folder = (tmp_path / "root" / BLOB).parent
-    (folder / "~0123456789abcdef").touch()
-    os.utime(folder / "~0123456789abcdef", (1, 1))
-    assert [info.name for info in backend.list("")] == [BLOB]
-    backend.sweep(2.0)
-    assert _names(folder) == ["00000-0.raw"]
 
 
 def test_a_url_names_no_program(tmp_path):

@@ -18,18 +18,10 @@ from tests.backends.lustre.structures import (
     plain,
 )
 
-from penstock.backends.lustre.layout import Component, Layout, parse_layout
+from penstock.backends.lustre.layout import parse_layout
 from penstock.core.errors import FormatError
 
 MIB = 1 << 20
-
-
-def test_version_1_names_the_ost_of_every_stripe():
-    layout = parse_layout(plain([7, 3, 5], size=MIB))
-    assert layout == Layout((Component(stripe_count=3, stripe_bytes=MIB, osts=(7, 3, 5)),))
-    assert [layout.ost_at(n * MIB) for n in range(4)] == [7, 3, 5, 7]
-    assert layout.ost_at(MIB - 1) == 7
-    assert layout.osts == (3, 5, 7)
 
 
 def test_the_documented_example_of_two_components():
@@ -60,36 +52,6 @@ def test_a_mirror_that_is_stale_serves_no_reads():
     assert [c.mirror for c in layout.components] == [1, 2]
     assert layout.ost_at(123) == 9
     assert layout.osts == (4, 9)
-
-
-def test_data_on_the_metadata_server_lies_on_no_ost():
-    layout = parse_layout(
-        composite(
-            (1, INIT, 0, 64 << 10, plain(pattern=MDT, size=64 << 10, count=0)),
-            (2, 0, 64 << 10, EOF, plain(count=2)),
-        )
-    )
-    assert layout.components[0].on_mdt
-    assert not layout.components[0].striped
-    assert layout.ost_at(0) is None
-    assert layout.ost_at(1 << 20) is None  # not yet instantiated
-    assert layout.osts == ()
-
-
-def test_a_foreign_layout_has_no_components():
-    assert parse_layout(foreign(b"daos://pool")) == Layout((), foreign=True)
-    inside = composite((1, INIT, 0, EOF, foreign(b"hsm")))
-    assert parse_layout(inside).ost_at(0) is None
-
-
-def test_the_other_byte_order_is_read_too():
-    assert parse_layout(plain([5, 6], pool=b"p", order=BIG)) == parse_layout(
-        plain([5, 6], pool=b"p")
-    )
-    part = (0x10002, INIT, MIB, 9 * MIB, plain([5], order=BIG))
-    twin = (0x10002, INIT, MIB, 9 * MIB, plain([5]))
-    assert parse_layout(composite(part, order=BIG)) == parse_layout(composite(twin))
-    assert parse_layout(foreign(b"x", order=BIG)).foreign
 
 
 def test_what_is_no_layout_is_refused():

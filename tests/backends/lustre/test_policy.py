@@ -17,7 +17,6 @@ from penstock.backends.lustre.policy import (
     Ost,
     load,
     plan_striping,
-    usable_osts,
     useful_stripes,
 )
 
@@ -130,18 +129,3 @@ def test_every_round_of_writers_meets_every_ost_once(count, rounds):
     if count * rounds > 1:
         assert stripes == [1]
         assert set(spread.values()) == {rounds}
-
-
-def test_a_lone_writer_leaves_the_choice_to_the_server():
-    assert plan_striping(Demand(64 * GIB), ring(8)).osts == ()
-
-
-def test_degraded_osts_are_used_only_when_nothing_else_is_left():
-    mixed = (Ost(0, ROOMY, "D"), Ost(1, ROOMY))
-    assert usable_osts(Demand(GIB), mixed) == (1,)
-    assert usable_osts(Demand(GIB), mixed[:1]) == (0,)
-
-
-def test_a_full_ost_is_left_out():
-    known = (*ring(4), Ost(4, 10 << 20))
-    assert usable_osts(Demand(GIB, 4), known) == (0, 1, 2, 3)

@@ -10,7 +10,7 @@ from penstock.backends.memory import MemoryBackend, MemoryConfig
 from penstock.backends.posix import PosixBackend, PosixConfig
 from penstock.backends.tiered import TieredBackend, TieredConfig
 from penstock.core.concurrency.pool import fulfil
-from penstock.core.errors import CapabilityError, ConfigError, StorageError
+from penstock.core.errors import StorageError
 from penstock.core.testing.timing import ShiftedClock
 from penstock.core.types import ReadRequest
 
@@ -104,26 +104,6 @@ def test_closing_does_not_wait_for_a_try_that_hangs(at_once):
         said.result(300)
     calling.join(300)
     with pytest.raises(StorageError, match="closed"):
-        places.open["near"].list("")
-
-
-def test_reading_in_the_background_goes_past_it():
-    places = Places("near")
-    backend = places.tiered()
-    places.open["far"].publish("data/a/x", b"x")
-    target = bytearray(1)
-    backend.submit_read([ReadRequest("data/a/x", 0, memoryview(target))]).result(300)
-    assert target == b"x"
-    assert places.asked.count("near") == 1
-    backend.close()
-
-
-@pytest.mark.parametrize("error", [CapabilityError, ConfigError])
-def test_what_will_not_do_is_refused_at_once(error):
-    places = Places("far", error=error)
-    with pytest.raises(error):
-        places.tiered()
-    with pytest.raises(StorageError):
         places.open["near"].list("")
 
 

@@ -1,9 +1,6 @@
 """Several places as one backend."""
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
-from tests.integration.support import holding
 
 from penstock.backends.memory import MemoryBackend, MemoryConfig
 from penstock.backends.tiered import TieredBackend, TieredConfig
@@ -90,19 +87,6 @@ def test_a_fast_tier_that_fails_is_passed_over_but_its_error_is_what_is_told():
     for call in (lambda: get(backend, "data/z"), lambda: backend.stat("data/z")):
         with pytest.raises(StorageError, match="on fire"):
             call()
-
-
-def test_a_listing_has_what_moves_to_the_slower_tier_meanwhile():
-    fast, durable = memory(), memory()
-    fast.publish("commits/x", b"1")
-    faulty = FaultyBackend(fast)
-    with ThreadPoolExecutor(1) as pool, holding(faulty, "list") as held:
-        listed = pool.submit(tiered(faulty, durable).list, "commits/")
-        assert held.reached.wait(30)
-        durable.publish("commits/x", b"1")  # as a drain does, and then an eviction
-        fast.delete(["commits/x"])
-        held.until.set()
-        assert [info.name for info in listed.result(30)] == ["commits/x"]
 
 
 def test_a_name_that_another_tier_has_is_taken():

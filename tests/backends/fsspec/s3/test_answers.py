@@ -101,24 +101,15 @@ def test_answer_of_which_the_head_is_no_head_is_asked_for_again(at):
         assert len(server.heads) == 2
 
 
-def test_store_that_gives_no_other_answer_is_said(at):
-    for name in [
-        "ends in the first line",
-        "length is a word",
-        "no head",
-        "endless line",
-        "no body",
-    ]:
-        told = r"cannot read b\.raw on s3://bucket/run: [^\n]*answer[^\n]*; look whether"
-        server = ScriptedServer(saying(NO_HEADS[name]))
-        with server, pytest.raises(StorageError, match=told) as caught:
-            read(at(server.url, attempts=1))
-        assert len(str(caught.value)) < 400
-
-
 def test_part_of_a_record_is_not_taken_for_all_of_it(at):
     part = answering(b"ab", more="Content-Range: bytes 0-1/4\r\n")
     with ScriptedServer(then_closing(part), answering(b"abcd", status="200 OK")) as server:
+        assert at(server.url).read_record("r.json", limit_bytes=9) == b"abcd"
+
+
+def test_record_of_two_lengths_is_not_cut_to_the_shorter(at):
+    twice = saying("HTTP/1.1 200 OK\r\n" + LENGTH + "Content-Length: 2\r\n\r\nabcd")
+    with ScriptedServer(twice, answering(b"abcd", status="200 OK")) as server:
         assert at(server.url).read_record("r.json", limit_bytes=9) == b"abcd"
 
 
@@ -168,17 +159,6 @@ def test_range_that_stops_in_the_middle_is_a_timeout(at, size):
         pytest.raises(StorageTimeoutError, match="no answer in time"),
     ):
         at(server.url, attempts=1, timeout_s=0.2).read(requests)  # short: no answer comes
-
-
-def test_store_that_takes_no_more_of_a_body_is_a_timeout(at):
-    def script(server, connection):
-        server.head_of(connection)
-        server.ending.wait(300)
-
-    with ScriptedServer(script) as server:
-        backend = at(server.url, attempts=1, timeout_s=0.2)  # short: no answer comes
-        with pytest.raises(StorageTimeoutError, match="no answer in time"):
-            backend.publish("r.json", bytes(32 << 20))
 
 
 def closes_at_the_second(server, connection):
@@ -233,6 +213,13 @@ def test_what_the_store_does_not_say_to_be_deleted_is_not(at):
     assert answers == []
 
 
+def test_page_to_log_in_is_no_word_that_anything_was_deleted(at):
+    page = answering_all(lambda _: ok("<html></html>"))
+    told = "cannot delete a on .*: the answer does not name it"
+    with ScriptedServer(page) as server, pytest.raises(StorageError, match=told):
+        at(server.url).delete(["a"])
+
+
 @pytest.mark.parametrize("entry", ["Error", "Deleted"])
 def test_an_entry_without_a_name_is_no_word_that_anything_was_deleted(at, entry):
     text = f"<DeleteResult><{entry}><Code>InternalError</Code></{entry}></DeleteResult>"
@@ -242,6 +229,13 @@ def test_an_entry_without_a_name_is_no_word_that_anything_was_deleted(at, entry)
         pytest.raises(StorageError, match=told),
     ):
         at(server.url).delete(["a"])
+
+
+def test_page_to_log_in_is_no_word_about_a_blob(at):
+    answers = [ok(), ok(more="Last-Modified: Thu, 01 Jan 2026 00:00:00 GMT\r\n")]
+    with ScriptedServer(answering_all(lambda _: answers.pop(0))) as server:
+        assert at(server.url).stat("r.json").size_bytes == 0
+    assert answers == []
 
 
 @pytest.mark.parametrize(
@@ -385,25 +379,6 @@ def test_bucket_of_another_region_is_read_there(at, refusal):
         backend = at(server.url, attempts=1)
         assert [read(backend), read(backend)] == [b"abcd", b"abcd"]
     assert len(server.heads) == 3
-
-
-# -- addresses ----------------------------------------------------------------------------------
-
-
-def test_bucket_with_dots_is_asked_by_its_host(at, monkeypatch):
-    names = socket.getaddrinfo
-
-    def loopback(host, *arguments, **options):  # as a wildcard in the DNS would
-        host = "127.0.0.1" if host == "my.bucket.store.example" else host
-        return names(host, *arguments, **options)
-
-    monkeypatch.setattr(socket, "getaddrinfo", loopback)
-    with ScriptedServer(WHOLE) as server:
-        endpoint = f"http://store.example:{server.port}"
-        backend = at(endpoint, bucket="my.bucket", more={"addressing_style": "virtual"})
-        assert read(backend) == b"abcd"
-    assert server.heads[0][0] == "GET /run/b.raw HTTP/1.1"
-    assert f"Host: my.bucket.store.example:{server.port}" in server.heads[0]
 
 
 # -- credentials that expire --------------------------------------------------------------------

@@ -171,6 +171,14 @@ def test_lost_answer_to_a_conditional_put_is_no_lost_race(shaky, proxy, kind):
     assert shaky.read_record("c.json", limit_bytes=9) == b"ours"
 
 
+def test_conflict_of_conditional_puts_is_repeated_and_leaves_no_doubt(shaky, proxy):
+    proxy.fail("conflict", method="PUT", part="c.json", times=2)
+    shaky.publish("c.json", b"ours", exclusive=True)
+    proxy.fail("conflict", method="PUT", part="c.json")
+    with pytest.raises(BlobExistsError):
+        shaky.publish("c.json", b"ours", exclusive=True)
+
+
 @pytest.mark.parametrize("kind", ["500", "503", "reset"])
 def test_conditional_put_that_did_nothing_is_repeated(shaky, proxy, kind):
     fault = proxy.fail(kind, method="PUT", part="c.json")
@@ -184,6 +192,14 @@ def test_taken_name_is_a_lost_race(shaky, proxy):
     with pytest.raises(BlobExistsError, match="the name is taken"):
         shaky.publish("c.json", b"ours", exclusive=True)
     assert len(proxy.requests("PUT", "c.json")) == 2
+
+
+def test_taken_name_after_an_unknown_attempt_stays_unknown(shaky, proxy):
+    shaky.publish("c.json", b"theirs")
+    proxy.fail("reset", method="PUT", part="c.json")
+    with pytest.raises(StorageError, match="unknown outcome"):
+        shaky.publish("c.json", b"ours", exclusive=True)
+    assert shaky.read_record("c.json", limit_bytes=9) == b"theirs"
 
 
 def test_store_without_conditional_puts_is_found_out(opened, folder, proxy):

@@ -51,16 +51,6 @@ def test_gaps_of_a_part_are_zero_whatever_is_copied():
                 assert bool(part.lent) == (bool(lent) and not owned)
 
 
-def test_part_of_lent_memory_takes_none_and_is_sent_from_where_it_lies():
-    data = memoryview(bytearray(pattern(3 * MIB)))
-    part = Part(0, 3 * MIB)
-    part.lend(MIB, data[MIB:])
-    part.lend(0, data[:MIB])
-    data[5] ^= 1
-    assert b"".join(part.views(3 * MIB)) == bytes(data)
-    assert part.memory is None
-
-
 def request(offset, data):
     return WriteRequest(offset, (memoryview(data),))
 
@@ -156,23 +146,6 @@ def test_uploads_in_flight_stay_within_parallel(opened, folder, proxy):
     writer.write([request(0, data)])
     writer.seal(len(data))
     assert 1 <= proxy.most_putting <= 3
-
-
-@pytest.mark.s3
-def test_blob_that_is_smaller_than_announced_leaves_no_upload(shaky, proxy, look, folder):
-    for size in (0, 1000):
-        writer = shaky.create(f"{size}.raw", size_hint=3 * PART)
-        writer.write([request(0, b"x" * size)])
-        writer.seal(size)
-    assert [info.size_bytes for info in shaky.list("")] == [0, 1000]
-    assert uploads_below(look, folder) == []
-    assert len(proxy.requests("POST", "uploads")) == 2
-
-
-def uploads_below(look, folder):
-    bucket, _, prefix = folder.partition("/")
-    found = look.list_multipart_uploads(Bucket=bucket).get("Uploads", [])
-    return [upload for upload in found if upload["Key"].startswith(prefix)]
 
 
 @pytest.mark.s3
