@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections import OrderedDict
 
 import pytest
@@ -8,7 +6,6 @@ from torch import nn
 
 from penstock.core.errors import RestoreError, UnsupportedStateError
 from penstock.core.testing.providers import check_provider
-from penstock.core.types import Role
 
 
 class Net(nn.Module):
@@ -43,16 +40,6 @@ def names(stored):
 
 def test_module_keeps_the_contract(providers):
     check_provider(Net, scramble, equal, providers=providers)
-
-
-def test_parameters_and_persistent_buffers_by_state_dict_names(save):
-    net = Net()
-    stored = save({"model": net})
-    assert names(stored) == list(net.state_dict())
-    roles = {o.path[1]: o.role for o in stored.tree.objects}
-    assert roles["body.0.weight"] is Role.PARAMETER
-    assert roles["body.1.running_mean"] is Role.BUFFER
-    assert stored.tree.aliases == {("model", "head.weight"): ("model", "emb.weight")}
 
 
 def test_restored_in_place_and_still_tied(save):
@@ -334,23 +321,6 @@ def test_nothing_is_loaded_by_the_module_before_everything_is_read(save):
     assert target.epoch == 7
 
 
-def test_what_is_not_selected_of_a_module_keeps_its_value_when_that_is_loaded(save):
-    stored = save({"m": nn.ModuleList([Keeper([7]), Keeper(8)])})
-    target = nn.ModuleList([Keeper([1, 2]), Keeper(3)])
-    items = target[0].epoch
-    stored.restore({"m": target}, include="m/1")
-    assert [k.epoch for k in target] == [[1, 2], 8]
-    assert items == [1, 2]
-    stored.restore({"m": target}, include="m/*.weight")
-    assert [k.epoch for k in target] == [[1, 2], 8]
-    assert torch.equal(target[0].weight, torch.full((2,), 3.0))
-    untouched = Keeper(3)
-    untouched._load_from_state_dict = None  # would fail if it were called
-    save({"m": Keeper(1), "x": torch.ones(1)}).restore(
-        {"m": untouched, "x": torch.ones(1)}, include="x"
-    )
-
-
 def test_a_value_that_no_code_of_the_module_takes_is_refused_by_name(save):
     class Shown(nn.Linear):
         """Shows an attribute, and never takes it back."""
@@ -441,44 +411,3 @@ def test_code_of_a_module_may_stand_beside_tensors_that_torch_hardly_writes(save
     assert target[0].epoch == 7
     assert target[0].wide.tolist() == [7, 7, 7]
     assert target[0].weight.tolist() == make(7)[0].weight.tolist()
-
-
-class Averages(nn.Module):
-    """Has a state dict of its own making, nested and without any of torch's options."""
-
-    def __init__(self, decay):
-        super().__init__()
-        self.inner = nn.Linear(2, 2)
-        self.decay = decay
-
-    def state_dict(self):
-        self.shown = {"inner": self.inner.state_dict(), "decay": self.decay}
-        return self.shown
-
-    def load_state_dict(self, state):
-        assert state is not self.shown
-        self.inner.load_state_dict(state["inner"])
-        self.decay = state["decay"]
-
-
-class Detached(nn.Linear):
-    """Shows its tensors detached."""
-
-    def state_dict(self):
-        return {name: p.detach() for name, p in self.named_parameters()}
-
-
-def test_a_state_dict_without_the_options_of_torch_comes_back(save):
-    one, other = Averages(0.9), Averages(0.5)
-    weight = other.inner.weight
-    stored = save({"m": one})
-    stored.restore({"m": other})
-    assert other.decay == 0.9
-    assert torch.equal(weight, one.inner.weight)
-    detached, target = Detached(2, 2), Detached(2, 2)
-    placement = save({"m": detached}).restore({"m": target})
-    assert torch.equal(target.weight, detached.weight)
-    assert [t.sink.memory.storage for t in placement.targets] == [
-        target.weight.data_ptr(),
-        target.bias.data_ptr(),
-    ]

@@ -1,7 +1,5 @@
 """Memory that is being read stays where it is, whatever torch.multiprocessing wants of it."""
 
-from __future__ import annotations
-
 import os
 import signal
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections import OrderedDict
 
 import pytest
@@ -136,17 +134,6 @@ def test_stateful_objects_keep_the_contract(providers):
         keeper.state = {"a": 5}
 
     check_provider(lambda: Keeper({"a": 1, "t": torch.ones(2)}), change, equal, providers=providers)
-
-
-def test_what_is_lacking_or_of_another_kind_is_told(save):
-    stored = save({"a": 1, "b": {"t": torch.ones(1)}, "x": 1})
-    placement = stored.plan({"a": Keeper(0), "b": Keeper(0), "c": Keeper(0)})
-    assert placement.missing == [("c",)]
-    assert [p.split(",")[0] for p in placement.problems] == [
-        "a is stored as a plain value",
-        "b is stored as a dict",
-    ]
-    assert not stored.plan({"c": Keeper(0)}, include="x").missing
 
 
 def test_a_plain_data_loader_is_refused_naming_the_stateful_one(save):

@@ -46,15 +46,6 @@ def test_streamed_tensors_are_stored_as_tensors_in_memory_are(tmp_path, rules):
         assert all(torch.equal(live[name], STATE[name]) for name in STATE)
 
 
-def test_each_byte_is_asked_for_once(tmp_path):
-    calls = []
-    tensor = torch.arange(10_000_000, dtype=torch.int32)
-    with penstock.Checkpointer(tmp_path, staging_bytes="32 MiB") as ckpt:
-        ckpt.save({"t": streamed(tensor, calls)}, 1, mode="blocking")
-    ends = [start + length for start, length in sorted(calls)]
-    assert [0, *ends] == [*(start for start, _ in sorted(calls)), tensor.nbytes]
-
-
 def test_an_error_of_the_function_fails_the_save_and_nothing_is_committed(tmp_path):
     def read(start, out):
         raise penstock.FormatError("cut short", ["t"])

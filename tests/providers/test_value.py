@@ -218,6 +218,15 @@ def test_what_cannot_be_stored_is_refused_with_the_path_inside_the_value(save):
             save({"info": value})
 
 
+def test_cycles_are_refused(save):
+    loop = [1]
+    loop.append({"x": loop})
+    with pytest.raises(UnsupportedStateError, match="holds itself"):
+        save({"info": loop})
+    with pytest.raises(UnsupportedStateError, match="holds itself"):
+        save({"info": [loop, torch.zeros(1)]})
+
+
 @pytest.mark.parametrize("wrap", [lambda v: [v], lambda v: {"k": v}, lambda v: {1: (v,)}])
 def test_depth_bombs_are_refused_and_what_is_accepted_can_be_read(save, wrap):
     value = 0
@@ -338,16 +347,6 @@ def test_a_dataclass_with_a_state_dict_goes_through_it(save):
     assert progress.step == 101
 
 
-def test_values_are_frozen_when_described_and_fresh_when_read(save):
-    history = [1, 2]
-    stored = save({"h": history})
-    history.append(3)
-    first = stored.load()["h"]
-    assert first == [1, 2]
-    first.append(9)
-    assert stored.load()["h"] == [1, 2]
-
-
 def test_values_are_assigned_back_into_dicts_and_lists(save):
     stored = save({"epoch": 7, "deep": {"list": [torch.ones(1), "new", {"k": 1}]}})
     inner = [torch.zeros(1), "old", None]
@@ -358,18 +357,6 @@ def test_values_are_assigned_back_into_dicts_and_lists(save):
     assert inner[1:] == ["new", {"k": 1}]
     assert inner[0] == 1
     assert sorted(placement.values) == [("deep", "list", "1"), ("deep", "list", "2"), ("epoch",)]
-
-
-def test_a_value_in_a_tuple_can_stay_but_not_change(save):
-    stored = save({"pair": (torch.ones(2), 3)})
-    state = {"pair": (torch.zeros(2), 3)}
-    stored.restore(state)
-    assert state["pair"][0].all()
-    placement = stored.plan({"pair": (torch.zeros(2), 4)})
-    assert placement.problems == [
-        "pair/1 stands in a tuple and differs from the stored value: make it a list"
-    ]
-    assert not stored.plan({"pair": (torch.zeros(2), 4)}, include="pair/0").problems
 
 
 def test_pickles_need_permission_at_both_ends(save):

@@ -8,7 +8,6 @@ import resource
 import sys
 import types
 import warnings
-from math import prod
 from pathlib import Path
 
 import pytest
@@ -73,25 +72,6 @@ def test_folder_is_what_dcp_loads(tmp_path, run, model):
     assert_same(target["model"], model)
     assert target["epoch"] == 4
     assert target["optimizer"]["state"]["layers.0.weight"]["m"].any()
-
-
-def test_large_tensors_are_written_as_chunks(tmp_path):
-    tensors = {
-        "rows": torch.arange(10_000_000, dtype=torch.float32).reshape(1000, 10_000),
-        "wide": torch.arange(60_000_000, dtype=torch.uint8).reshape(2, 1, 30_000_000),
-    }
-    seen = []
-    with penstock.Checkpointer(tmp_path / "run") as ckpt:
-        ckpt.save(tensors, 1, mode="blocking")
-        penstock.export_checkpoint(ckpt, tmp_path / "o", to="dcp", on_progress=seen.append)
-    for name, chunks in (("rows", 3), ("wide", 4)):
-        found = metadata_of(tmp_path / "o").state_dict_metadata[name].chunks
-        assert len(found) == chunks
-        assert all(prod(c.sizes) * tensors[name].itemsize <= 16 << 20 for c in found)
-    assert seen[-2].bytes_done == seen[-1].bytes_total == 100_000_000
-    target = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-    dcp.load(target, storage_reader=dcp.FileSystemReader(tmp_path / "o"), no_dist=True)
-    assert_same(target, tensors)
 
 
 # -- in -------------------------------------------------------------------------------------------
@@ -423,6 +403,15 @@ def test_a_torn_metadata_or_file_is_a_clear_error(tmp_path, refused):
     file.unlink()
     with refused(penstock.StorageError, "cannot be read") as root:
         penstock.import_checkpoint(folder, root, step=2)
+
+
+def test_a_key_of_a_crafted_pickle_does_not_end_the_process(tmp_path, refused):
+    nested = b")" + b"\x85" * 250_000  # a tuple in a tuple, and so on
+    (tmp_path / "d").mkdir()
+    for crafted in (b"}%bNs.", b"(%bNd.", b"\x8f(%b\x90.", b"(%b\x91."):
+        (tmp_path / "d" / ".metadata").write_bytes(b"\x80\x04" + crafted % nested)
+        with refused(penstock.FormatError, "is no metadata") as root:
+            penstock.import_checkpoint(tmp_path / "d", root, step=2)
 
 
 def test_a_memo_of_a_crafted_pickle_takes_no_memory(tmp_path, refused):
