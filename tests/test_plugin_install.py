@@ -10,6 +10,8 @@ from tests.environments import Environment, missing_to_install
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "plugin"
 
+pytestmark = pytest.mark.slow  # `test_docs` uses plugins that are found by their entry points
+
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
@@ -82,7 +84,6 @@ def test_configuration_alone_saves_and_restores_with_all_three(environment):
     environment.program("-m", "penstock", "doctor", "sqlite://run.db", "--no-probe")
 
 
-@pytest.mark.slow
 def test_its_own_tests_pass(environment):
     # The tests alone: beside the sources they could pass without being installed.
     shutil.copytree(EXAMPLE / "tests", environment.folder / "tests")

@@ -43,7 +43,3 @@ def test_a_volume_is_what_it_is_made_of(below, sys_of, tmp_path):
     (slaves / "disk").symlink_to(tmp_path / "sys" / below)
     (slaves / "itself").symlink_to(tmp_path / "sys" / VOLUME)
     assert is_virtio(str(tmp_path), devices) is (below == VIRTIO)
-
-
-def test_a_file_system_without_a_device_is_no_disk_of_the_hypervisor(tmp_path):
-    assert not is_virtio(str(tmp_path), str(tmp_path / "no-sys"))

@@ -3,12 +3,10 @@
 # ruff: noqa: PTH101, PTH208 - descriptors, flags and links are what is tested
 
 import os
-import subprocess
-import time
 
 import pytest
 
-from penstock.core.errors import BlobNotFoundError, BlobTruncatedError, StorageError
+from penstock.core.errors import BlobNotFoundError, StorageError
 from penstock.core.testing.expectations import pattern
 from penstock.core.types import ReadRequest, WriteRequest
 
@@ -38,18 +36,6 @@ def test_a_root_is_made_by_the_first_write_and_not_before(files, tmp_path):
     assert not root.exists()
     files.publish("commits/1.json", b"{}")
     assert (root / "commits" / "1.json").read_bytes() == b"{}"
-
-
-def test_blobs_are_plain_files(files, tmp_path):
-    store(files, "data/u/0.raw", pattern(300_001))
-    assert (tmp_path / "root" / "data" / "u" / "0.raw").read_bytes() == pattern(300_001)
-
-
-def test_the_probe_leaves_nothing_behind(files, tmp_path):
-    (tmp_path / "root").mkdir()
-    assert files.capabilities
-    assert os.listdir(tmp_path / "root") == []
-    assert os.listdir(tmp_path) == ["root"]
 
 
 def test_links_are_listed_but_never_followed(files, tmp_path):
@@ -99,30 +85,6 @@ def test_the_root_itself_may_be_a_link(open_files, tmp_path):
     assert (tmp_path / "disk" / "data" / "a.raw").read_bytes() == b"data"
 
 
-def test_foreign_and_temporary_files_are_not_listed(files, tmp_path):
-    store(files, "data/a.raw")
-    folder = tmp_path / "root" / "data"
-    for name in ("~0123", "b.raw~", "notes for me.txt", "é"):
-        (folder / name).write_bytes(b"x")
-    os.mkfifo(folder / "pipe")
-    (folder / "lost+found").mkdir()
-    assert names(files) == ["data/a.raw", "data/pipe"]
-    with pytest.raises(StorageError, match="not a regular file"):
-        files.read([ReadRequest("data/pipe", 0, memoryview(bytearray(1)))])
-
-
-def test_a_folder_is_not_a_blob(files):
-    files.publish("data/u/index", b"x")
-    with pytest.raises(BlobNotFoundError):
-        files.stat("data/u")
-    with pytest.raises(StorageError):
-        files.read([ReadRequest("data/u", 0, memoryview(bytearray(1)))])
-    with pytest.raises(StorageError):
-        files.publish("data/u", b"x")
-    files.delete(["data/u"])  # no blob of that name is there, so it is skipped
-    assert names(files) == ["data/u/index"]
-
-
 def test_sweep_removes_old_temporary_files_and_old_empty_folders_and_nothing_else(files, tmp_path):
     files.publish("commits/1.json", b"x")
     store(files, "data/u/blobs/0.raw")
@@ -169,32 +131,6 @@ def test_a_link_or_file_in_place_of_a_top_folder_is_an_error_and_no_empty_list(
         files.list(f"{top}/")
 
 
-@pytest.mark.parametrize("open_files", ["posix-off"], indirect=True)
-def test_sweep_leaves_folders_alone_that_are_nested_deeper_than_names_go(files, tmp_path):
-    files.publish("data/u/index", b"x")
-    folder = os.open(tmp_path / "root" / "data", os.O_RDONLY)
-    for _ in range(2500):
-        os.mkdir("d", dir_fd=folder)
-        inner = os.open("d", os.O_RDONLY, dir_fd=folder)
-        os.close(folder)
-        folder = inner
-    os.close(folder)
-    try:
-        files.sweep(time.time() + DAY_S)
-        assert names(files) == ["data/u/index"]
-    finally:  # what removes temporary folders would recurse, too
-        subprocess.run(["rm", "-rf", str(tmp_path / "root")], check=True)
-
-
-def test_delete_removes_empty_folders_but_never_the_root(files, tmp_path):
-    store(files, "a/b/c/d.raw")
-    files.publish("a/x", b"x")
-    files.delete(["a/b/c/d.raw"])
-    assert os.listdir(tmp_path / "root" / "a") == ["x"]
-    files.delete(["a/x"])
-    assert os.listdir(tmp_path / "root") == []
-
-
 def test_writing_goes_on_while_another_deletes_the_folder(open_files, tmp_path):
     import threading
 
@@ -224,23 +160,6 @@ def test_a_forbidden_root_says_so(open_files, tmp_path):
         open_files(tmp_path / "root").publish("a.json", b"x")
 
 
-def test_a_file_in_the_way_of_the_root_says_so(open_files, tmp_path):
-    (tmp_path / "root").write_bytes(b"")
-    backend = open_files(tmp_path / "root")
-    with pytest.raises(StorageError, match="ENOTDIR"):
-        backend.publish("a.json", b"x")
-    with pytest.raises(StorageError, match="ENOTDIR"):
-        backend.create("a.raw")
-
-
-def test_relative_roots_are_fixed_when_opened(open_files, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    backend = open_files("runs/gpt")
-    monkeypatch.chdir("/")
-    backend.publish("a.json", b"x")
-    assert (tmp_path / "runs" / "gpt" / "a.json").exists()
-
-
 def test_reading_needs_no_right_to_write(open_files, tmp_path):
     writer = open_files(tmp_path / "root")
     store(writer, "data/a.raw", pattern(900_000))
@@ -250,9 +169,3 @@ def test_reading_needs_no_right_to_write(open_files, tmp_path):
     reader.read([ReadRequest("data/a.raw", 0, memoryview(target))])
     assert target == pattern(900_000)
     assert os.listdir(tmp_path / "root") == ["data"]
-
-
-def test_a_read_beyond_the_end_says_how_long_the_blob_is(files):
-    store(files, "a.raw", b"12345")
-    with pytest.raises(BlobTruncatedError, match=r"bytes 3 to 6 of a\.raw under .*: it has 5"):
-        files.read([ReadRequest("a.raw", 3, memoryview(bytearray(3)))])

@@ -4,17 +4,14 @@
 
 import gc
 import os
-import pickle
 import re
 import threading
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
-import pydantic
 import pytest
 
-from penstock.backends.memory import MemoryBackend, MemoryConfig
 from penstock.backends.posix import PosixBackend, PosixConfig
 from penstock.backends.uring.backend import UringBackend, UringConfig
 from penstock.core.errors import ConfigError, StorageError
@@ -73,16 +70,6 @@ def test_a_backend_that_is_dropped_without_close_is_cleaned_up(tmp_path, request
     assert left_since(before) == (Counter(), Counter())
 
 
-def test_an_unused_backend_has_no_thread(open_files, tmp_path):
-    before, _ = left_since()
-    backend = open_files(tmp_path / "root")
-    backend.publish("commits/1.json", b"{}")
-    assert backend.list("commits/")
-    assert backend.read_record("commits/1.json", limit_bytes=9)
-    backend.read([ReadRequest("commits/1.json", 0, memoryview(bytearray(2)))])
-    assert not Counter(threading.enumerate()) - before
-
-
 def test_close_gives_up_blobs_that_were_not_sealed(files, tmp_path):
     writer = files.create("half.raw")
     writer.write([WriteRequest(0, (memoryview(b"x"),))])
@@ -107,30 +94,6 @@ def test_urls_name_paths(backend, url, path):
     assert backend.from_url(url, {}).path == path
 
 
-def test_urls_carry_options():
-    config = UringBackend.from_url("uring:///x", {"depth": "8", "direct_io": "off"})
-    assert config == UringConfig(path="/x", depth=8, direct_io="off")
-    config = PosixBackend.from_url("posix:///x", {"parallel": "2", "allocate_bytes": "0"})
-    assert config == PosixConfig(path="/x", parallel=2, allocate_bytes=0)
-    assert MemoryBackend.from_url("memory://run", {}) == MemoryConfig(name="run")
-    assert MemoryBackend.from_url("memory://", {}) == MemoryConfig()
-
-
-@pytest.mark.parametrize(
-    ("backend", "options"),
-    [
-        (PosixBackend, {"depth": "4"}),
-        (PosixBackend, {"parallel": "0"}),
-        (UringBackend, {"direct_io": "perhaps"}),
-        (UringBackend, {"allocate_bytes": "-1"}),
-        (MemoryBackend, {"path": "/x"}),
-    ],
-)
-def test_options_that_do_not_exist_or_fit_are_refused(backend, options):
-    with pytest.raises(pydantic.ValidationError):
-        backend.from_url(f"{backend.name}:///x", options)
-
-
 def test_urls_that_name_a_machine_or_two_paths_are_refused():
     with pytest.raises(ConfigError, match="looks like a machine"):
         PosixBackend.from_url("file://server/share", {})
@@ -139,38 +102,3 @@ def test_urls_that_name_a_machine_or_two_paths_are_refused():
             PosixBackend.from_url(nothing, {})
     with pytest.raises(ConfigError, match="remove 'path'"):
         PosixBackend.from_url("posix:///a", {"path": "/b"})
-
-
-def test_urls_shown_to_people_lead_back(tmp_path):
-    path = str(tmp_path / "run one+50%")
-    backend = PosixBackend(PosixConfig(path=path))
-    assert backend.url.startswith("file:///")
-    assert PosixBackend.from_url(backend.url, {}).path == path
-
-
-def test_memory_stores_are_shared_by_name_only(tmp_path):
-    one, two = (MemoryBackend(MemoryConfig(name=str(tmp_path))) for _ in range(2))
-    other, private = MemoryBackend(MemoryConfig(name=f"{tmp_path}-")), MemoryBackend(MemoryConfig())
-    one.publish("a", b"1")
-    assert two.read_record("a", limit_bytes=1) == b"1"
-    assert other.list("") == []
-    assert private.list("") == []
-    assert MemoryBackend(MemoryConfig()).list("") == []
-
-
-def test_memory_lists_no_unsealed_blob():
-    backend = MemoryBackend(MemoryConfig())
-    writer = backend.create("a.raw")
-    writer.write([WriteRequest(0, (memoryview(b"x"),))])
-    assert backend.list("") == []
-    writer.seal(1)
-    assert [info.name for info in backend.list("")] == ["a.raw"]
-
-
-def test_errors_cross_processes(files):
-    with pytest.raises(StorageError) as caught:
-        files.stat("missing.json")
-    again = pickle.loads(pickle.dumps(caught.value))
-    assert type(again) is type(caught.value)
-    assert str(again) == str(caught.value)
-    assert "missing.json under " in str(again)

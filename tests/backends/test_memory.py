@@ -20,15 +20,3 @@ def test_training_runs_while_a_blob_is_written_and_read():
         lets_others_run(lambda: backend.read([ReadRequest("blob", 0, target)]))
         for _ in range(TRIES)
     )
-
-
-def test_blob_outgrows_its_size_hint():
-    backend = MemoryBackend(MemoryConfig())
-    writer = backend.create("blob", size_hint=10)
-    for at in range(0, 1000, 100):
-        writer.write([WriteRequest(at, (memoryview(bytes([at // 100]) * 100),))])
-    writer.seal(990)
-    assert (
-        backend.read_record("blob", limit_bytes=990)
-        == b"".join(bytes([number]) * 100 for number in range(10))[:990]
-    )

@@ -1,7 +1,5 @@
 """Roots below a folder where anybody can make one: whose they are, and who may write there."""
 
-from __future__ import annotations
-
 import os
 import stat
 
@@ -87,18 +85,3 @@ def test_a_new_root_there_is_for_its_user_alone(shared):
         os.umask(before)
     for entrance in (shared / "run", shared / "other"):
         assert stat.S_IMODE(entrance.stat().st_mode) == 0o700
-
-
-def test_a_root_that_others_can_write_is_said_once(shared, caplog):
-    (shared / "run").mkdir()
-    (shared / "run").chmod(0o777)
-    place(shared / "run").publish("commits/x", b"x")
-    place(shared / "run").list("commits/")
-    assert caplog.text.count("can be written by other users") == 1
-
-
-def test_elsewhere_nobody_asks(tmp_path, caplog):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run").chmod(0o777)
-    place(tmp_path / "run").publish("commits/x", b"x")
-    assert "other users" not in caplog.text

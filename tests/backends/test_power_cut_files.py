@@ -1,7 +1,5 @@
 """Power that goes between any two effects on the file system: what was promised is still there."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

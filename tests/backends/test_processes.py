@@ -3,7 +3,6 @@
 # ruff: noqa: PTH208 - descriptors, flags and links are what is tested
 
 import os
-import shutil
 import signal
 import subprocess
 import textwrap
@@ -153,27 +152,6 @@ def test_a_forked_child_gets_an_engine_of_its_own(kind, tmp_path):
         assert content[64:] == pattern(3 << 20)
 
 
-def test_a_child_may_close_what_its_parent_goes_on_using(kind, tmp_path):
-    body = """
-        import signal
-        signal.alarm(300)
-        backend = opened(sys.argv[1])
-        writer = backend.create("a.raw")
-        data = pattern(8 << 20)
-        future = backend.submit_write(writer, [WriteRequest(0, (memoryview(data),))])
-        child = os.fork()
-        if child == 0:
-            backend.close()
-            del backend, writer
-            os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
-        future.result(300)
-        writer.seal(len(data))
-    """
-    finish(start(kind, body, tmp_path / "root"))
-    assert (tmp_path / "root" / "a.raw").read_bytes() == pattern(8 << 20)
-
-
 def test_a_child_cannot_give_up_what_its_parent_writes(kind, tmp_path):
     body = """
         backend = opened(sys.argv[1])
@@ -189,68 +167,3 @@ def test_a_child_cannot_give_up_what_its_parent_writes(kind, tmp_path):
     """
     finish(start(kind, body, tmp_path / "root"))
     assert (tmp_path / "root" / "a.raw").read_bytes() == pattern(1 << 20)
-
-
-def test_a_window_larger_than_the_limit_of_files_stops_nothing_that_fits(kind, tmp_path):
-    body = """
-        import resource
-        resource.setrlimit(resource.RLIMIT_FSIZE, (8 << 20, 8 << 20))
-        backend = opened(sys.argv[1])
-        data = pattern(4 << 20)
-        writer = backend.create("fits.raw")
-        writer.write([WriteRequest(0, (memoryview(data),))])
-        writer.seal(len(data))
-        writer = backend.create("large.raw")
-        try:
-            for n in range(3):
-                writer.write([WriteRequest(n << 22, (memoryview(data),))])
-        except StorageError as error:
-            print(error)
-        writer.abort()
-        print([info.name for info in backend.list("")])
-    """
-    out = finish(start(kind, body, tmp_path / "root"))
-    assert "large.raw" in out.splitlines()[0]
-    assert "EFBIG" in out.splitlines()[0]
-    assert "ulimit" in out.splitlines()[0]
-    assert out.splitlines()[1] == "['fits.raw']"
-    assert (tmp_path / "root" / "fits.raw").read_bytes() == pattern(4 << 20)
-
-
-def test_a_full_disk_is_told_and_freed_again(kind, tmp_path):
-    wrap = ("unshare", "--user", "--map-root-user", "--mount")
-    if not shutil.which("unshare") or subprocess.run([*wrap, "true"], check=False).returncode:
-        pytest.skip("needs a user namespace (unshare) to mount a small file system in")
-    body = """
-        import subprocess
-        path = sys.argv[1]
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "none", path], check=True)
-        backend = opened(path)
-        backend.publish("commits/1.json", b"old")
-        data = pattern(3 << 20)
-        writer = backend.create("a.raw")
-        try:
-            for n in range(4):
-                writer.write([WriteRequest(n << 22, (memoryview(data),))])
-        except StorageFullError as error:
-            print(error)
-        try:
-            writer.seal(1)
-        except StorageError:
-            print("dead")
-        writer.abort()
-        writer = backend.create("b.raw")
-        writer.write([WriteRequest(0, (memoryview(data),))])
-        writer.seal(len(data))
-        writer = backend.create("c.raw")
-        try:
-            backend.publish("commits/2.json", bytes(6 << 20), exclusive=True)
-        except StorageFullError:
-            print("full")
-        print([info.name for info in backend.list("")], os.listdir(path + "/commits"))
-    """
-    out = finish(start(kind, body, tmp_path, wrap=wrap)).splitlines()
-    assert "cannot write a.raw" in out[0]
-    assert "MiB are free" in out[0]
-    assert out[1:3] == ["dead", "full"]
-    assert out[3] == "['b.raw', 'c.raw', 'commits/1.json'] ['1.json']"

@@ -10,9 +10,7 @@ from penstock.backends.local.batch import TransferBatch
 from penstock.backends.local.kernel import address
 from penstock.backends.local.transfer import (
     MAX_VECTOR,
-    SLACK_BYTES,
     SLOT_BYTES,
-    TRANSFER_BYTES,
     Bounce,
     Flight,
     OpenBlob,
@@ -21,7 +19,7 @@ from penstock.backends.local.transfer import (
     cut_writes,
 )
 from penstock.core.testing.expectations import at_phase
-from penstock.core.types import PAGE_BYTES, align_down, align_up
+from penstock.core.types import PAGE_BYTES, align_up
 
 few = settings(max_examples=examples(15))  # with megabytes each
 DIRECT = OpenBlob("blob", -1, direct=True)
@@ -104,37 +102,12 @@ def copied(transfers):
     )
 
 
-@few
-@given(st.integers(0, 4095), st.integers(100_000, 40_000_000), st.integers(0, 3))
-def test_only_edges_are_copied_where_memory_and_file_have_one_phase(phase, length, page):
-    memory = memoryview(bytearray(length + 2 * PAGE_BYTES))
-    start = (phase - address(memory)) % PAGE_BYTES
-    buffer = memory[start : start + length]
-    offset = page * PAGE_BYTES + phase
-    for transfers in (
-        cut_writes(TransferBatch("write", "/"), DIRECT, [(offset, (buffer,))]),
-        cut_read(TransferBatch("read", "/"), DIRECT, offset, buffer),
-    ):
-        assert copied(transfers) < 2 * PAGE_BYTES
-        assert len(transfers) <= -(-length // TRANSFER_BYTES)
-
-
-def test_a_chunk_of_16_mib_and_its_edges_is_one_call():
-    buffer = at_phase(bytes(16 << 20), 64)
-    assert len(cut_writes(TransferBatch("write", "/"), DIRECT, [(64, (buffer,))])) == 1
-
-
 def test_memory_of_another_phase_goes_through_slots_of_bounded_size():
     buffer = at_phase(bytes(5 << 20), 7)
     transfers = cut_writes(TransferBatch("write", "/"), DIRECT, [(64, (buffer,))])
     assert copied(transfers) == 5 << 20
     assert all(transfer.slot_bytes <= SLOT_BYTES for transfer in transfers)
     assert len(transfers) <= 6
-
-
-def test_neighbouring_small_requests_share_one_call():
-    requests = [(n * 4096 + 64, (memoryview(bytes(3000)),)) for n in range(200)]
-    assert len(cut_writes(TransferBatch("write", "/"), DIRECT, requests)) == 1
 
 
 @few
@@ -177,10 +150,3 @@ def test_reads_fill_the_targets_and_may_end_with_the_file(requests):
                 assert flight.moved(len(wire))
             assert buffer == content[offset : offset + buffer.nbytes]
             offset += buffer.nbytes
-
-
-def test_transfers_stay_within_their_limit():
-    buffers = tuple(at_phase(bytes(3 << 20), 0) for _ in range(20))
-    transfers = cut_writes(TransferBatch("write", "/"), DIRECT, [(0, buffers)])
-    assert max(transfer.length for transfer in transfers) <= TRANSFER_BYTES + SLACK_BYTES
-    assert sum(transfer.length for transfer in transfers) == align_down(60 << 20, PAGE_BYTES)

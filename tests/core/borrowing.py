@@ -1,7 +1,5 @@
 """Makes checkpoints that borrow blobs of others, out of a checkpoint that was really saved."""
 
-from __future__ import annotations
-
 from tests.core.forging import forge
 
 from penstock.core.catalog.catalog import Catalog

@@ -1,7 +1,5 @@
 """`plugin_site`: real distributions in a folder on `sys.path`, the registry's outer boundary."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 import textwrap

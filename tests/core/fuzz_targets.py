@@ -1,7 +1,5 @@
 """What the fuzzers run: each target turns bytes into one case, and judges the outcome."""
 
-from __future__ import annotations
-
 import datetime as dt
 import json
 from collections import Counter, OrderedDict, defaultdict, deque

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -58,14 +57,6 @@ def test_plugins_of_the_working_directory_are_not_found(run, tmp_path):
     assert said("-c", f"import os\nos.chdir({str(run)!r})\n{code}", cwd=tmp_path) == NONE
 
 
-def test_a_folder_that_is_meant_is_searched_though_it_is_the_working_directory(run, tmp_path):
-    code = textwrap.dedent(LOADS)
-    assert said("-c", code, cwd=run, PYTHONPATH=str(run)) == EVIL
-    assert said("-c", code, cwd=run, PYTHONPATH=".") == EVIL
-    (run / "train.py").write_text(code)
-    assert said("train.py", cwd=run, PYTHONPATH="") == EVIL
-
-
 def test_a_folder_that_a_file_of_site_packages_names_is_searched(run, tmp_path, monkeypatch):
     """As it is where a project is installed in place, and tested from its own root."""
     packages = tmp_path / "site-packages"
@@ -108,13 +99,6 @@ def test_imports_for_a_checkpoint_do_not_look_in_the_working_directory(
     assert look("both").origin == str(run / "penstock_both.py")
 
 
-def test_packages_unpacked_beside_penstock_are_installed_in_the_working_directory(monkeypatch):
-    folder = str(Path(penstock.__path__[0]).parent)
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "path", [folder])
-    assert distributions._search_path() == [folder]
-
-
 def test_verifying_a_run_imports_nothing_of_the_run(tmp_path):
     run = tmp_path / "run"
     rules = [{"match": "a", "codecs": ["lz4"]}, {"match": "b", "codecs": ["floatsplit"]}]
@@ -126,9 +110,3 @@ def test_verifying_a_run_imports_nothing_of_the_run(tmp_path):
     code = f"import os, penstock; os.chdir({str(run)!r})\n"
     code += "print(penstock.Checkpointer('posix://.').verify().ok)"
     assert said("-c", code, cwd=tmp_path, PYTHONPATH="") == "True"
-
-
-def test_python_s_own_finder_stays_where_packages_look_for_it():
-    code = "import penstock, sys, importlib.machinery as m\n"
-    code += "penstock.Checkpointer\nprint(m.PathFinder in sys.meta_path)"
-    assert said("-c", code, cwd="/") == "True"

@@ -1,7 +1,5 @@
 """Every provider, and a checkpoint in memory to send state through."""
 
-from __future__ import annotations
-
 import pytest
 
 from penstock.core.testing.providers import store

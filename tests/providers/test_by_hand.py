@@ -90,15 +90,3 @@ def test_pieces_are_held_where_they_are():
     out = bytearray(source.nbytes)
     PiecesSource.still([source], lambda: source.copy_out(0, memoryview(out)))
     assert out == expected
-
-
-def test_pieces_are_rounded_if_each_is():
-    masters = [torch.randn(3, 4), torch.randn(5)]
-    weights = [master.bfloat16() for master in masters]
-    one = PiecesSource([TensorSource(weight) for weight in weights])
-    other = PiecesSource([TensorSource(master) for master in masters])
-    assert one.is_rounded(other)
-    assert not one.is_rounded(PiecesSource([TensorSource(masters[0])]))
-    assert not one.is_rounded(TensorSource(torch.cat([m.reshape(-1) for m in masters])))
-    weights[1][4] += 1
-    assert not one.is_rounded(other)

@@ -1,7 +1,5 @@
 """State as accelerate, Lightning Fabric and torchao make it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -72,14 +70,6 @@ def test_state_of_wrapped_optimizers_is_matched_by_name(save, source, target):
 
 
 @pytest.mark.parametrize("wrap", WRAPS)
-def test_what_a_wrapped_optimizer_steps_is_deferred(save, wrap):
-    _, plain = job(bare)
-    _, wrapped = job(wrap)
-    assert len(save(plain).description.deferrable) == 8  # parameters, their moments, steps
-    assert len(save(wrapped).description.deferrable) == 8
-
-
-@pytest.mark.parametrize("wrap", WRAPS)
 def test_wrapped_optimizers_keep_the_contract(providers, wrap):
     def change(state):
         with torch.no_grad():
@@ -92,50 +82,6 @@ def test_wrapped_optimizers_keep_the_contract(providers, wrap):
 
     options = "part/o/param_groups/**"  # older versions have fewer
     check_provider(lambda: job(wrap)[1], change, equal, providers=providers, optional=options)
-
-
-class Averaging(torch.optim.SGD):
-    """Has a state dict of its own."""
-
-    mean = 0
-
-    def state_dict(self):
-        return super().state_dict() | {"mean": self.mean}
-
-    def load_state_dict(self, state):
-        state = dict(state)
-        self.mean = state.pop("mean")
-        super().load_state_dict(state)
-
-
-@pytest.mark.parametrize("wrap", WRAPS)
-def test_a_wrapped_optimizer_with_a_state_dict_of_its_own_comes_whole(save, wrap):
-    _, state = job(wrap, kind=Averaging, steps=0)
-    state["o"].optimizer.mean = 5
-    stored = save(state)
-    assert not stored.description.deferrable
-    for other in (wrap, bare):
-        _, target = job(other, kind=Averaging, steps=0)
-        assert "matched_by" not in stored.restore(target).notes
-        assert getattr(target["o"], "optimizer", target["o"]).mean == 5
-
-
-def test_a_prepared_scheduler_goes_on_in_a_bare_one_and_back(save):
-    def make(prepare, steps):
-        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-        if prepare:
-            optimizer, scheduler = accelerator().prepare(optimizer, scheduler)
-        for _ in range(steps):
-            optimizer.step()
-            scheduler.step()
-        return scheduler
-
-    for source in (True, False):
-        stored = save({"s": make(source, 3), "x": 1})
-        scheduler = make(not source, 0)
-        stored.restore({"s": scheduler, "x": 0})
-        assert scheduler.state_dict() == make(source, 3).state_dict()
 
 
 def test_a_prepared_loader_is_refused_until_it_can_say_where_it_stands(save):
@@ -194,52 +140,12 @@ def torchao(name):
     return pytest.importorskip(name, reason=reason)
 
 
-def quantizing(kind, seed, steps):
-    """A job whose optimizer keeps its moments quantized."""
-    torch.manual_seed(seed)
-    model = nn.Linear(128, 64, bias=False)
-    optimizer = getattr(torchao("torchao.optim"), kind)(model.parameters())
-    for step in range(steps):
-        train(model, optimizer, step)
-    return {"m": model, "o": optimizer}
-
-
-def train(model, optimizer, step):
-    model.weight.grad = torch.full_like(model.weight, 0.1) * (step + 1)
-    optimizer.step()
-
-
 def plain(state):
     weight = state["m"].weight
     moments = state["o"].state[weight]
     moment = moments["exp_avg"]
     parts = [getattr(moment, name) for name in moment.__tensor_flatten__()[0]]
     return [t.tolist() for t in (weight.detach(), moments["step"], *parts)]
-
-
-@pytest.mark.parametrize("kind", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
-def test_quantized_optimizer_state_goes_on_where_it_was(save, kind, monkeypatch):
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)  # takes seconds
-    state = quantizing(kind, 0, 2)
-    stored = save(state)
-    assert len(stored.description.deferrable) == 1 + 2 * len(plain(state)[2:]) + 1 - shared(state)
-    expected = plain(state)
-    train(state["m"], state["o"], 5)
-    for steps in (0, 1):  # without state of its own to write into, and with
-        other = quantizing(kind, 1, steps)
-        stored.restore(other)
-        assert plain(other) == expected
-        train(other["m"], other["o"], 5)
-        assert plain(other) == plain(state)
-    moments = next(iter(state["o"].state.values()))["exp_avg"]
-    assert type(stored.load()["o"]["state"][0]["exp_avg"]) is type(moments)
-
-
-def shared(state):
-    """Parts that both moments have in common."""
-    one, other = (state["o"].state[state["m"].weight][key] for key in ("exp_avg", "exp_avg_sq"))
-    names = one.__tensor_flatten__()[0]
-    return sum(getattr(one, name) is getattr(other, name) for name in names)
 
 
 CONFIGS = ["Int8WeightOnly", "Int8DynamicActivationInt8Weight", "Float8WeightOnly"]

@@ -1,10 +1,7 @@
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
 
-from penstock.core.errors import UnsupportedStateError
 from penstock.core.markers import Grads
 from penstock.core.testing.providers import check_provider
 
@@ -47,21 +44,6 @@ def test_existing_gradients_are_filled_in_place_and_absent_ones_become_none(save
     assert model[2].weight.grad is None
 
 
-def test_gradients_are_made_where_there_are_none(save):
-    stored = save({"grads": Grads(accumulated())})
-    model = accumulated(parts=())
-    stored.restore({"grads": Grads(model)}, include="grads/0")
-    assert torch.equal(model[0].bias.grad, accumulated()[0].bias.grad)
-    assert model[2].bias.grad is None
-
-
-def test_unselected_gradients_stay(save):
-    stored = save({"grads": Grads(accumulated(parts=())), "x": 1})
-    model = accumulated()
-    stored.restore({"grads": Grads(model), "x": 0}, include="x")
-    assert model[0].weight.grad is not None
-
-
 def test_tied_parameters_have_one_gradient(save):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].weight = model[0].weight
@@ -79,15 +61,3 @@ def test_gradients_of_another_shape_or_dtype_are_problems(save):
     assert len(problems) == 3
     assert problems[0].startswith("grads/0.weight is a gradient of shape [3, 2]")
     assert problems[1].startswith("grads/2.weight is a gradient of dtype float32")
-
-
-def test_gradients_that_the_checkpoint_lacks_are_missing(save):
-    placement = save({"x": 1}).plan({"grads": Grads(accumulated())})
-    assert placement.missing == [("grads",)]
-
-
-def test_sparse_gradients_are_refused_with_their_path(save):
-    model = nn.Embedding(3, 2, sparse=True)
-    model(torch.tensor([1])).sum().backward()
-    with pytest.raises(UnsupportedStateError, match="grads/weight is sparse"):
-        save({"grads": Grads(model)})

@@ -1,15 +1,11 @@
-from __future__ import annotations
-
 from collections import OrderedDict
 
 import pytest
 import torch
 from torch import nn
 
-from penstock.core.abc import Node
 from penstock.core.errors import RestoreError, UnsupportedStateError
 from penstock.core.testing.providers import check_provider
-from penstock.core.types import Role
 
 
 class Net(nn.Module):
@@ -46,16 +42,6 @@ def test_module_keeps_the_contract(providers):
     check_provider(Net, scramble, equal, providers=providers)
 
 
-def test_parameters_and_persistent_buffers_by_state_dict_names(save):
-    net = Net()
-    stored = save({"model": net})
-    assert names(stored) == list(net.state_dict())
-    roles = {o.path[1]: o.role for o in stored.tree.objects}
-    assert roles["body.0.weight"] is Role.PARAMETER
-    assert roles["body.1.running_mean"] is Role.BUFFER
-    assert stored.tree.aliases == {("model", "head.weight"): ("model", "emb.weight")}
-
-
 def test_restored_in_place_and_still_tied(save):
     stored = save({"model": Net()})
     net = Net(1)
@@ -69,24 +55,6 @@ def test_restored_in_place_and_still_tied(save):
     assert torch.equal(net.drop, drop)
     assert not any(p.requires_grad for p in net.body.parameters())
     assert net.emb.weight.requires_grad
-
-
-def test_load_gives_what_load_state_dict_takes(save):
-    stored = save({"model": Net()})
-    tree = stored.load()
-    assert tree["model"]["head.weight"] is tree["model"]["emb.weight"]
-    net = Net(1)
-    net.load_state_dict(tree["model"])
-    assert equal(net, Net())
-
-
-def test_part_of_a_module(save):
-    stored = save({"model": Net()})
-    net, old = Net(1), Net(1)
-    placement = stored.restore({"model": net}, include="model/body")
-    assert len(placement.targets) == 8
-    assert torch.equal(net.body[0].weight, Net().body[0].weight)
-    assert torch.equal(net.emb.weight, old.emb.weight)
 
 
 def test_differences_are_all_listed(save):
@@ -165,29 +133,6 @@ def test_wrappers_leave_no_trace_in_names(save, wrap):
         assert save({"model": module}).data == stored.data
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("wrap", ["compile", "data parallel", "checkpoint", "ddp"], indirect=True)
-def test_optimizer_over_a_wrapped_module_has_bare_names(save, wrap):
-    module = wrap(Wrapped(wrap))
-    optimizer = torch.optim.SGD(module.parameters(), momentum=0.9)
-    for parameter in module.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    stored = save({"model": module, "optimizer": optimizer})
-    assert ("optimizer", "state", "rest.0.weight", "momentum_buffer") in stored.data
-
-
-def test_averaged_model_keeps_its_own_names(save):
-    averaged = torch.optim.swa_utils.AveragedModel(nn.Linear(2, 2))
-    averaged.update_parameters(nn.Linear(2, 2))
-    stored = save({"ema": averaged})
-    assert names(stored) == ["n_averaged", "module.weight", "module.bias"]
-    target = torch.optim.swa_utils.AveragedModel(nn.Linear(2, 2))
-    stored.restore({"ema": target})
-    assert target.n_averaged == 1
-    assert equal(target, averaged)
-
-
 class Extra(nn.Module):
     def __init__(self, state):
         super().__init__()
@@ -226,13 +171,6 @@ def test_extra_state_goes_through_the_module(save, state):
     torch.testing.assert_close(loaded[1].state, state, rtol=0, atol=0)
 
 
-def test_extra_state_that_is_lacking_is_missing(save):
-    plain = nn.Sequential(nn.Linear(1, 1), nn.ParameterDict({"weight": torch.zeros(2)}))
-    placement = save({"model": plain}).plan({"model": nn.Sequential(nn.Linear(1, 1), Extra(1))})
-    assert placement.missing == [("model", "1._extra_state")]
-    assert not placement.problems
-
-
 class Hooked(nn.Linear):
     """Shows its weight under another name, and a copy of its bias beside it."""
 
@@ -257,24 +195,6 @@ def test_state_dict_hooks_are_respected_and_copies_are_a_problem_on_restore(save
     assert torch.equal(target.weight, stored.load()["model"]["renamed"])
 
 
-class LiveAttribute(nn.Module):
-    """Keeps state beside parameters and buffers, as metrics libraries do."""
-
-    def __init__(self):
-        super().__init__()
-        self.total = torch.zeros(2)
-
-    def _save_to_state_dict(self, destination, prefix, keep_vars):
-        destination[f"{prefix}total"] = self.total
-
-
-def test_live_tensors_that_only_the_state_dict_knows_are_restored_in_place(save):
-    one, other = LiveAttribute(), LiveAttribute()
-    one.total += 3
-    save({"m": one}).restore({"m": other})
-    assert other.total.tolist() == [3, 3]
-
-
 def test_parametrized_modules_round_trip(save):
     def make():
         return nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3))
@@ -288,20 +208,6 @@ def check_provider_of(make, save):
     target = make()
     save({"m": one}).restore({"m": target})
     assert equal(one, target)
-
-
-def test_lazy_modules_are_refused_until_they_have_run(save):
-    with pytest.raises(UnsupportedStateError, match=r"model/0.weight .*one forward"):
-        save({"model": nn.Sequential(nn.LazyLinear(3))})
-
-
-def test_modules_without_state_round_trip(save):
-    stored = save({"act": nn.ReLU(), "x": 1})
-    assert stored.tree.nodes == [
-        Node(("act",), "module", {"class": "torch.nn.modules.activation.ReLU"})
-    ]
-    stored.restore({"act": nn.ReLU(), "x": 1})
-    assert stored.load() == {"x": 1, "act": {}}
 
 
 def test_plain_state_dicts_and_modules_are_interchangeable(save):
@@ -323,11 +229,6 @@ def test_tensors_written_in_forward_are_never_deferred(save):
     assert net[2].weight.data_ptr() in deferred
     assert net[0].weight.data_ptr() not in deferred
     assert net[1].weight.data_ptr() not in deferred
-
-
-def test_a_value_in_place_of_a_module_is_a_problem(save):
-    placement = save({"m": 1}).plan({"m": nn.Linear(1, 1)})
-    assert placement.problems == ["m is stored as one object, but is a module in the template"]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -410,15 +311,6 @@ def test_plain_values_of_a_state_dict_come_back_as_the_module_loads_them(save, m
         assert torch.equal(other.weight, one.weight)
 
 
-@pytest.mark.parametrize("make", [Keeper, WithHooks])
-def test_so_do_those_of_modules_inside(save, make):
-    one, other = nn.Sequential(nn.Linear(1, 1), make(7)), nn.Sequential(nn.Linear(1, 1), make(0))
-    placement = save({"m": one}).restore({"m": other})
-    assert ("m", "1.epoch") in placement.values
-    assert other[1].epoch == 7
-    assert equal(nn.ModuleList([one[0]]), nn.ModuleList([other[0]]))
-
-
 def test_nothing_is_loaded_by_the_module_before_everything_is_read(save):
     stored = save({"m": Keeper(7)})
     target = Keeper(0)
@@ -427,23 +319,6 @@ def test_nothing_is_loaded_by_the_module_before_everything_is_read(save):
     assert target.epoch == 0
     placement.finish()
     assert target.epoch == 7
-
-
-def test_what_is_not_selected_of_a_module_keeps_its_value_when_that_is_loaded(save):
-    stored = save({"m": nn.ModuleList([Keeper([7]), Keeper(8)])})
-    target = nn.ModuleList([Keeper([1, 2]), Keeper(3)])
-    items = target[0].epoch
-    stored.restore({"m": target}, include="m/1")
-    assert [k.epoch for k in target] == [[1, 2], 8]
-    assert items == [1, 2]
-    stored.restore({"m": target}, include="m/*.weight")
-    assert [k.epoch for k in target] == [[1, 2], 8]
-    assert torch.equal(target[0].weight, torch.full((2,), 3.0))
-    untouched = Keeper(3)
-    untouched._load_from_state_dict = None  # would fail if it were called
-    save({"m": Keeper(1), "x": torch.ones(1)}).restore(
-        {"m": untouched, "x": torch.ones(1)}, include="x"
-    )
 
 
 def test_a_value_that_no_code_of_the_module_takes_is_refused_by_name(save):
@@ -480,15 +355,6 @@ def test_a_value_that_the_module_leaves_behind_is_an_error(save):
         save({"m": Keeper(7)}).restore({"m": Deaf(0)})
 
 
-def test_a_module_that_cannot_load_says_which(save):
-    class Broken(Keeper):
-        def _load_from_state_dict(self, *args):
-            raise ValueError("no")
-
-    with pytest.raises(RestoreError, match=r"^a/m: .*own code failed .*ValueError: no"):
-        save({"a": {"m": Keeper(7)}}).restore({"a": {"m": Broken(0)}})
-
-
 class Derived(nn.Module):
     """Keeps twice its weight, made anew by a hook whenever a state dict was loaded."""
 
@@ -518,15 +384,6 @@ def test_what_a_load_hook_derives_is_derived_from_what_is_restored(save):
     assert [d.calls for d in target] == [1, 1]
 
 
-def test_the_hooks_of_wrappers_run_as_well(save):
-    wrapped = nn.DataParallel(Derived(3))
-    calls = []
-    wrapped.register_load_state_dict_post_hook(lambda module, keys: calls.append(module))
-    save({"m": Derived(1)}).restore({"m": wrapped})
-    assert calls == [wrapped]
-    assert wrapped.module.twice.tolist() == [2, 2]
-
-
 def test_a_module_may_reset_itself_before_it_reads_what_is_loaded(save):
     class Resets(nn.Linear):
         def _load_from_state_dict(self, *args):
@@ -554,105 +411,3 @@ def test_code_of_a_module_may_stand_beside_tensors_that_torch_hardly_writes(save
     assert target[0].epoch == 7
     assert target[0].wide.tolist() == [7, 7, 7]
     assert target[0].weight.tolist() == make(7)[0].weight.tolist()
-
-
-class Packed(nn.Module):
-    """Keeps its weight in a form of its own, and shows a plain tensor."""
-
-    def __init__(self, *values):
-        super().__init__()
-        self.values = list(values)
-
-    def _save_to_state_dict(self, destination, prefix, keep_vars):
-        destination[f"{prefix}weight"] = torch.tensor(self.values)
-        destination[f"{prefix}parts"] = [torch.tensor(v) for v in self.values]
-
-    def _load_from_state_dict(self, state, prefix, *args):
-        self.values = state.pop(f"{prefix}weight").tolist()
-        self.parts = state.pop(f"{prefix}parts")
-
-
-def test_tensors_made_for_the_state_dict_go_back_through_the_module(save):
-    target = nn.Sequential(Packed(0.0))
-    save({"m": nn.Sequential(Packed(1.0, 2.0, 3.0))}).restore({"m": target})
-    assert target[0].values == [1.0, 2.0, 3.0]
-    assert [p.item() for p in target[0].parts] == [1.0, 2.0, 3.0]
-
-
-class Halved(nn.Linear):
-    """Shows its weight in half precision, which torch copies into the real one."""
-
-    def __init__(self):
-        super().__init__(2, 2)
-        self.register_state_dict_post_hook(self._halve)
-
-    @staticmethod
-    def _halve(module, state, prefix, metadata):
-        state[f"{prefix}weight"] = state[f"{prefix}weight"].half()
-
-
-def test_a_tensor_that_torch_itself_can_load_is_loaded(save):
-    one, other = Halved(), Halved()
-    save({"m": one}).restore({"m": other})
-    assert torch.equal(other.weight, one.weight.half().float())
-
-
-class Averages(nn.Module):
-    """Has a state dict of its own making, nested and without any of torch's options."""
-
-    def __init__(self, decay):
-        super().__init__()
-        self.inner = nn.Linear(2, 2)
-        self.decay = decay
-
-    def state_dict(self):
-        self.shown = {"inner": self.inner.state_dict(), "decay": self.decay}
-        return self.shown
-
-    def load_state_dict(self, state):
-        assert state is not self.shown
-        self.inner.load_state_dict(state["inner"])
-        self.decay = state["decay"]
-
-
-class Detached(nn.Linear):
-    """Shows its tensors detached."""
-
-    def state_dict(self):
-        return {name: p.detach() for name, p in self.named_parameters()}
-
-
-def test_a_state_dict_without_the_options_of_torch_comes_back(save):
-    one, other = Averages(0.9), Averages(0.5)
-    weight = other.inner.weight
-    stored = save({"m": one})
-    stored.restore({"m": other})
-    assert other.decay == 0.9
-    assert torch.equal(weight, one.inner.weight)
-    detached, target = Detached(2, 2), Detached(2, 2)
-    placement = save({"m": detached}).restore({"m": target})
-    assert torch.equal(target.weight, detached.weight)
-    assert [t.sink.memory.storage for t in placement.targets] == [
-        target.weight.data_ptr(),
-        target.bias.data_ptr(),
-    ]
-
-
-class LiveList(nn.Module):
-    """Shows live objects that nothing loads: what is in them is restored in place."""
-
-    def __init__(self, value):
-        super().__init__()
-        self.live = {"t": torch.full((2,), float(value)), "n": value}
-
-    def _save_to_state_dict(self, destination, prefix, keep_vars):
-        destination[f"{prefix}live"] = self.live
-
-
-def test_values_beside_tensors_in_a_live_container_are_restored(save):
-    one, other = LiveList(1), LiveList(2)
-    tensor = other.live["t"]
-    save({"m": one}).restore({"m": other})
-    assert other.live["n"] == 1
-    assert other.live["t"] is tensor
-    assert tensor.tolist() == [1, 1]

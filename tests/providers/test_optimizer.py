@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 import copy
-import inspect
 import operator
 import warnings
 from dataclasses import replace
@@ -10,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.core.errors import RestoreError
 from penstock.core.testing.providers import check_provider
 from penstock.core.types import Role
 
@@ -36,15 +32,6 @@ CASES = {
     "Rprop": {},
     "SparseAdam": {},
 }
-
-
-def test_every_optimizer_of_torch_is_among_the_cases():
-    names = {
-        name
-        for name, kind in vars(torch.optim).items()
-        if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer)
-    }
-    assert names - {"Optimizer"} <= {case.split()[0] for case in CASES}
 
 
 class Job:
@@ -129,26 +116,6 @@ def test_training_goes_on_bit_by_bit(save, case):
     assert fresh.snapshot() == stepped.snapshot() == job.snapshot()
 
 
-@pytest.mark.parametrize("case", ["AdamW", "Adagrad", "LBFGS"])
-def test_never_stepped_optimizers_round_trip_and_drop_what_the_target_had(save, case):
-    job = Job(case)
-    stored = save(job.state)
-    other = Job(case, steps=2, seed=7)
-    stored.restore(other.state)
-    assert other.snapshot() == job.snapshot()
-
-
-@pytest.mark.parametrize("case", ["AdamW", "Adam tensor lr", "SGD momentum", "LBFGS"])
-def test_load_gives_what_torch_takes(save, case):
-    job = Job(case, steps=2)
-    loaded = save(job.state).load()
-    assert flat(loaded["optimizer"]) == flat(job.optimizer.state_dict())
-    other = Job(case, seed=7)
-    other.model.load_state_dict(loaded["model"])
-    other.optimizer.load_state_dict(loaded["optimizer"])
-    assert other.snapshot() == job.snapshot()
-
-
 @pytest.mark.parametrize("case", ["SGD momentum", "LBFGS"])
 def test_optimizers_keep_the_contract(providers, case):
     def make():
@@ -198,15 +165,6 @@ def test_state_keeps_its_dtype_under_low_precision_parameters(save):
         assert torch.equal(state["master"], job.optimizer.state[one]["master"])
         assert state["count"] == 3
         assert "momentum_buffer" not in state
-
-
-def test_state_of_another_dtype_than_the_targets_replaces_it(save):
-    job = Job("SGD momentum", steps=2)
-    for state in job.optimizer.state.values():
-        state["momentum_buffer"] = state["momentum_buffer"].double()
-    other = Job("SGD momentum", steps=1, seed=2)
-    save(job.state).restore(other.state)
-    assert {s["momentum_buffer"].dtype for s in other.optimizer.state.values()} == {torch.float64}
 
 
 def groups(model, swapped=False):
@@ -263,36 +221,6 @@ def test_groups_in_another_order_are_a_problem_and_not_mixed_up(save):
     assert problem == "optimizer/param_groups has 2 groups in the checkpoint, 1 in the template"
 
 
-def test_tensor_learning_rates_are_restored_in_place(save):
-    job = Job("Adam tensor lr", steps=1)
-    job.optimizer.param_groups[0]["lr"].fill_(0.125)
-    other = Job("Adam tensor lr", seed=1)
-    live = other.optimizer.param_groups[0]["lr"]
-    save(job.state).restore(other.state)
-    assert other.optimizer.param_groups[0]["lr"] is live
-    assert live == 0.125
-
-
-def test_several_optimizers_over_one_module(save):
-    def make(seed):
-        torch.manual_seed(seed)
-        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        both = [
-            torch.optim.Adam(model[0].parameters()),
-            torch.optim.SGD(model[1].parameters(), momentum=1),
-        ]
-        for optimizer in both:
-            step(model, optimizer)
-        return model, both
-
-    model, both = make(0)
-    stored = save({"model": model, "opts": both})
-    assert ("opts", "1", "state", "1.bias", "momentum_buffer") in stored.data
-    target, others = make(1)
-    stored.restore({"model": target, "opts": others})
-    assert flat([o.state_dict() for o in others]) == flat([o.state_dict() for o in both])
-
-
 def two_modules(seed=0):
     torch.manual_seed(seed)
     one, two = nn.Linear(2, 2), nn.Linear(2, 2)
@@ -316,14 +244,6 @@ def test_names_that_clash_get_the_tree_key_in_front(save):
     stored.restore({"disc": b, "gen": a, "opt": shuffled})
     assert torch.equal(shuffled.state[a.weight]["exp_avg"], optimizer.state[one.weight]["exp_avg"])
     assert torch.equal(shuffled.state[b.bias]["exp_avg"], optimizer.state[two.bias]["exp_avg"])
-
-
-def test_a_copy_of_the_module_in_the_tree_changes_no_names(save):
-    one, two, _ = two_modules()
-    optimizer = torch.optim.SGD(one.parameters(), momentum=0.9)
-    step(one, optimizer)
-    stored = save({"model": one, "ema": two, "opt": optimizer})
-    assert ("opt", "state", "weight", "momentum_buffer") in stored.data
 
 
 def test_matching_takes_names_with_and_without_the_tree_key(save):
@@ -365,15 +285,6 @@ def test_names_from_the_optimizer_itself(save):
     )
 
 
-def test_names_of_loose_parameters_are_their_places_in_the_tree(save):
-    leaf = torch.zeros(3, requires_grad=True)
-    optimizer = torch.optim.SGD([leaf], momentum=0.9)
-    leaf.grad = torch.ones(3)
-    optimizer.step()
-    stored = save({"x": {"leaf": leaf}, "opt": optimizer})
-    assert ("opt", "state", "x.leaf", "momentum_buffer") in stored.data
-
-
 def nameless(seed=0, sizes=(2, 2), steps=1):
     torch.manual_seed(seed)
     model = nn.Linear(*sizes)
@@ -405,56 +316,6 @@ def test_of_several_optimizers_the_one_matched_by_order_is_told(save):
     assert stored.restore(state, exclude="b").notes["matched_by"] == "name"
 
 
-def test_without_an_optimizer_nothing_is_matched(save):
-    model, optimizer = trained()
-    stored = save({"m": model, "o": optimizer})
-    state = {"m": model, "o": optimizer}
-    assert "matched_by" not in stored.restore(state, include="m").notes
-    assert "matched_by" not in save({"m": model}).restore({"m": model}).notes
-
-
-@pytest.mark.filterwarnings("ignore:.*by order.*")
-def test_order_needs_equal_counts_and_shapes(save):
-    stored = save({"opt": nameless()[1]})
-    problem = stored.plan({"opt": nameless(sizes=(3, 2))[1]}).problems[0]
-    assert problem.startswith("opt/state/0.0 is the state of a parameter of shape [2, 2]")
-    _, more = nameless()
-    more.add_param_group({"params": [torch.zeros(1, requires_grad=True)]})
-    assert any("has no parameter names" in p for p in stored.plan({"opt": more}).problems)
-
-
-def test_names_on_one_side_only_are_a_problem(save):
-    model, optimizer = nameless()
-    named, unnamed = save({"model": model, "opt": optimizer}), save({"opt": optimizer})
-    target, other = nameless(1)
-    assert any("the template has none" in p for p in named.plan({"opt": other}).problems)
-    state = {"model": target, "opt": other}
-    assert any("the template has names" in p for p in unnamed.plan(state, include="opt").problems)
-
-
-def test_shapes_that_differ_are_a_problem(save):
-    model, optimizer = nameless()
-    stored = save({"model": model, "opt": optimizer})
-    target, other = nameless(sizes=(3, 2))
-    (problem,) = stored.plan({"model": target, "opt": other}, include="opt").problems
-    assert problem.startswith("opt/state/weight is the state of a parameter of shape [2, 2], which")
-
-
-def test_a_parameters_state_comes_whole_or_not_at_all(save):
-    job = Job("Adam", steps=1)
-    stored = save(job.state)
-    problems = stored.plan(job.state, include="optimizer/state/*/exp_avg").problems
-    assert len(problems) == 4
-    assert "comes whole or not at all, but only 1 of its 3 objects" in problems[0]
-    other = Job("Adam", steps=2, seed=1)
-    before = flat(other.optimizer.state[other.model[0].weight])
-    stored.restore(other.state, include="optimizer/state/2.bias")
-    assert flat(other.optimizer.state[other.model[0].weight]) == before
-    assert flat(other.optimizer.state[other.model[2].bias]) == flat(
-        job.optimizer.state[job.model[2].bias]
-    )
-
-
 def test_parameters_that_the_checkpoint_does_not_know_are_missing(save):
     model, optimizer = nameless()
     stored = save({"model": model, "opt": optimizer})
@@ -471,18 +332,6 @@ def test_parameters_that_the_checkpoint_does_not_know_are_missing(save):
     assert set(other.state) == {target.weight, target.bias}
 
 
-def test_parameters_without_state_beside_those_with(save):
-    model = nn.Linear(2, 2)
-    model.bias.requires_grad_(False)
-    optimizer = torch.optim.Adam(model.parameters())
-    model.weight.grad = torch.ones(2, 2)
-    optimizer.step()
-    stored = save({"model": model, "opt": optimizer})
-    target, other = nameless(1)
-    stored.restore({"model": target, "opt": other})
-    assert set(other.state) == {target.weight}
-
-
 def test_renamed_parameters_take_their_state_along(save):
     old = nn.ModuleDict({"old": nn.Linear(2, 2)})
     optimizer = torch.optim.Adam(old.parameters())
@@ -493,15 +342,6 @@ def test_renamed_parameters_take_their_state_along(save):
     renamed = stored.renamed({"model/old": "model/new", "opt/state/old": "opt/state/new"})
     renamed.restore({"model": new, "opt": other})
     assert flat(other.state_dict()) == flat(optimizer.state_dict())
-
-
-def test_an_optimizer_that_the_checkpoint_lacks_is_missing(save):
-    model, optimizer = nameless()
-    stored = save({"model": model})
-    assert stored.plan({"model": model, "opt": optimizer}).missing == [("opt",)]
-    assert not stored.plan({"model": model, "opt": optimizer}, include="model").missing
-    placement = save({"opt": 3}).plan({"opt": optimizer})
-    assert placement.problems == ["opt is stored as one value, but is an optimizer in the template"]
 
 
 class OwnStateDict(torch.optim.SGD):
@@ -523,39 +363,6 @@ def test_optimizers_with_a_state_dict_of_their_own_come_through_it(save):
     assert target.more == 1
     assert flat(target.state_dict()) == flat(optimizer.state_dict())
     assert not stored.description.deferrable
-
-
-def test_state_that_belongs_to_no_parameter_is_kept(save):
-    model, optimizer = nameless()
-    optimizer.state["global"] = {"count": 3, "t": torch.ones(2)}
-    target, other = nameless(1)
-    save({"m": model, "o": optimizer}).restore({"m": target, "o": other})
-    assert flat(other.state["global"]) == flat(optimizer.state["global"])
-
-
-def storages(stored):
-    return {key.storage for key in stored.description.deferrable}
-
-
-def test_an_optimizer_claims_its_parameters_and_state_and_nothing_else(save):
-    job = Job("Adam tensor lr", steps=1)
-    job.model.register_buffer("other", torch.ones(3))
-    stored = save({**job.state, "loose": torch.ones(4)})
-    expected = {p.data_ptr() for p in job.model.parameters()}
-    expected |= {t.data_ptr() for s in job.optimizer.state.values() for t in s.values()}
-    assert storages(stored) == expected
-    assert job.optimizer.param_groups[0]["lr"].data_ptr() not in storages(stored)
-
-
-def test_lbfgs_claims_its_lists(save):
-    job = Job("LBFGS", steps=2)
-    state = job.optimizer.state[job.model[0].weight]
-    claimed = storages(save(job.state))
-    assert {t.data_ptr() for t in state["old_dirs"]} <= claimed
-
-
-def test_nothing_of_a_capturable_optimizer_is_claimed(save):
-    assert not storages(save(Job("Adam capturable", steps=1).state))
 
 
 @pytest.mark.gpu
@@ -584,23 +391,6 @@ def test_another_algorithm_does_not_take_over_the_state(save):
     (problem,) = saved.plan({"model": model, "optimizer": sgd}).problems
     assert "holds the state of a torch.optim.adamw.AdamW with amsgrad, betas" in problem
     assert "torch.optim.sgd.SGD with dampening" in problem
-
-
-def test_a_class_of_another_name_with_more_options_does(save):
-    class Mine(torch.optim.AdamW):
-        def __init__(self, parameters):
-            super().__init__(parameters)
-            self.defaults["mine"] = 1
-            for group in self.param_groups:
-                group["mine"] = 1
-
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
-    torch.optim.lr_scheduler.StepLR(optimizer, 3)
-    saved = save({"model": model, "optimizer": optimizer})
-    mine = Mine(model.parameters())
-    saved.restore({"model": model, "optimizer": mine})
-    assert (mine.param_groups[0]["lr"], mine.param_groups[0]["mine"]) == (0.25, 1)
 
 
 def trained(kind=torch.optim.Adam, dtype=torch.float32, seed=0):
@@ -665,14 +455,6 @@ def test_an_overridden_load_state_dict_is_called_and_state_keeps_its_dtype(save,
         assert torch.equal(other.state[two]["nested"][0], optimizer.state[one]["nested"][0])
     expected = sum(s["exp_avg"].sum().item() for s in optimizer.state.values())
     assert other.total == pytest.approx(expected, rel=1e-2)
-
-
-def test_an_optimizer_that_cannot_load_says_which(save):
-    model, optimizer = trained()
-    stored = save({"m": model, "a": {"o": optimizer}})
-    optimizer.register_load_state_dict_post_hook(lambda optimizer: 1 / 0)
-    with pytest.raises(RestoreError, match=r"^a/o: .*own code failed .*ZeroDivisionError"):
-        stored.restore({"m": model, "a": {"o": optimizer}})
 
 
 class Stage(torch.nn.Module):

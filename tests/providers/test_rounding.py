@@ -74,26 +74,6 @@ def test_zeros_of_another_sign_and_nans_count_in_any_layout(dtype):
         assert not is_rounded(rounded, master)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda m: m.bfloat16().float(),
-        lambda m: m.bfloat16()[:-1],
-        lambda m: m.bfloat16().view(torch.int16),
-        lambda m: m.bfloat16().reshape(2, -1),
-        lambda m: m.to(torch.float8_e4m3fn),
-    ],
-)
-def test_what_is_of_another_kind_is_not_rounded(make):
-    master = torch.zeros(100)
-    assert not is_rounded(make(master), master)
-
-
-def test_a_master_in_half_precision_is_none():
-    master = torch.randn(100).bfloat16()
-    assert not is_rounded(master.clone(), master)
-
-
 def test_memory_that_was_freed_is_not_looked_at():
     master = torch.randn(1000)
     source, other = TensorSource(master.bfloat16()), TensorSource(master)

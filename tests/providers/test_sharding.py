@@ -128,21 +128,6 @@ def may_be_of_two_orders(shape, placements, mesh):
     return False
 
 
-def test_regions_are_right_where_torch_scattered_the_tensor():
-    cases = [
-        ((7, 3), [Shard(0), Shard(0)]),
-        ((8, 5), [Shard(1), Replicate()]),
-        ((5, 3), [Shard(0), Shard(1)]),
-    ]
-
-    def work(rank):
-        devices = init_device_mesh("cpu", (3, 2))
-        return [held(distribute_tensor(whole(shape), devices, one)) for shape, one in cases]
-
-    for (shape, _), *ranks in zip(cases, *run_ranks(6, work), strict=True):
-        check_ranks(shape, ranks)
-
-
 def test_fused_projection_is_several_rectangles():
     def work(rank):
         devices = init_device_mesh("cpu", (2,))
@@ -153,14 +138,6 @@ def test_fused_projection_is_several_rectangles():
     check_ranks((12, 2), ranks)
     assert [region.offsets for region in ranks[0][1].regions] == [(0, 0), (4, 0), (8, 0)]
     assert [region.sizes for region in ranks[0][1].regions] == [(2, 2)] * 3
-
-
-def test_scalar_is_one_element_on_every_rank():
-    def work(rank):
-        devices = init_device_mesh("cpu", (2,))
-        return held(distribute_tensor(torch.tensor(0.0), devices, [Replicate()]))
-
-    check_ranks((), run_ranks(2, work))
 
 
 def test_rank_outside_of_the_mesh_holds_nothing():
@@ -180,9 +157,14 @@ def test_rank_outside_of_the_mesh_holds_nothing():
 
 
 class Weight(nn.Module):
-    def __init__(self, shape):
+    """Has one parameter, perhaps distributed already."""
+
+    def __init__(self, shape, devices=None, placements=()):
         super().__init__()
-        self.weight = nn.Parameter(whole(shape))
+        weight = whole(shape)
+        if devices is not None:
+            weight = distribute_tensor(weight, devices, placements, src_data_rank=None)
+        self.weight = nn.Parameter(weight)
 
 
 def held_by_modules(module):
@@ -227,10 +209,7 @@ def test_regions_are_what_fully_shard_gave_behind_tensor_parallelism(mesh):
         devices = init_device_mesh("cpu", mesh, mesh_dim_names=names)
         found = []
         for shape, placement in cases:
-            module = Weight(shape)
-            module.weight = nn.Parameter(
-                distribute_tensor(whole(shape), devices["tp"], [placement], src_data_rank=None)
-            )
+            module = Weight(shape, devices["tp"], [placement])
             found.append(held_by_modules(fully_shard(module, mesh=devices[names[:-1]])))
         return found
 
@@ -264,12 +243,7 @@ def test_fully_shard_cuts_after_two_dimensions_of_other_parallelism(mesh, rows):
         devices = init_device_mesh("cpu", mesh, mesh_dim_names=("dp", "ep", "tp"))
         found = []
         for shape in shapes:
-            module = Weight(shape)
-            module.weight = nn.Parameter(
-                distribute_tensor(
-                    whole(shape), devices["ep", "tp"], [Shard(0)] * 2, src_data_rank=None
-                )
-            )
+            module = Weight(shape, devices["ep", "tp"], [Shard(0)] * 2)
             found.append(held_by_modules(fully_shard(module, mesh=devices["dp"])))
         return found
 
@@ -293,10 +267,7 @@ def test_fully_shard_on_a_mesh_of_all_dimensions_wherever_its_own_stand(rows):
         devices = init_device_mesh("cpu", (2, 3, 2), mesh_dim_names=("ep", "dp", "tp"))
         found = []
         for shape, one in itertools.product(shapes, placements):
-            module = Weight(shape)
-            module.weight = nn.Parameter(
-                distribute_tensor(whole(shape), devices, one, src_data_rank=None)
-            )
+            module = Weight(shape, devices, one)
             fully_shard(module, mesh=devices, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
             found.append(held_by_modules(module))
         return found

@@ -1,7 +1,5 @@
 """Memory that is being read stays where it is, whatever torch.multiprocessing wants of it."""
 
-from __future__ import annotations
-
 import os
 import signal
 
@@ -9,7 +7,6 @@ import pytest
 import torch
 from tests.integration.training import held_at
 
-from penstock.core.abc import ByteSource
 from penstock.providers.tensor import sharing
 from penstock.providers.tensor.memory import TensorSource
 
@@ -76,11 +73,6 @@ def test_freed_and_shrunk_memory_is_nowhere(left_bytes):
     assert source.locate() == 0
     TensorSource.hold([source])()
     assert source.address == 0
-
-
-def test_sources_of_other_memory_need_no_hold():
-    assert ByteSource.hold([])() is None
-    assert ByteSource.still([], lambda: 3) == 3
 
 
 @pytest.mark.process

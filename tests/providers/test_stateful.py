@@ -1,7 +1,4 @@
-from __future__ import annotations
-
-import math
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -68,25 +65,6 @@ def test_learning_rates_go_on_as_if_never_stopped(save):
             other = Run(name, 1)
             stored.restore(other.state)
             assert run.train(6) == other.train(6), (name, taken)
-
-
-def test_every_scheduler_of_torch_is_among_the_cases():
-    base = {"LRScheduler", "_LRScheduler"}
-    names = {
-        name
-        for name, kind in vars(lr).items()
-        if isinstance(kind, type) and hasattr(kind, "get_last_lr") and name not in base
-    }
-    assert names - set(SCHEDULERS) <= {"_enable_get_lr_call"}
-
-
-def test_counters_and_infinities_of_schedulers_survive(save):
-    steps = lr.MultiStepLR(optimizer(), [2, 2, 5])
-    plateau = lr.ReduceLROnPlateau(optimizer())
-    loaded = save({"a": steps, "b": plateau}).load()
-    assert type(loaded["a"]["milestones"]) is Counter
-    assert loaded["a"]["milestones"] == Counter({2: 2, 5: 1})
-    assert loaded["b"]["best"] == math.inf
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -158,29 +136,6 @@ def test_stateful_objects_keep_the_contract(providers):
     check_provider(lambda: Keeper({"a": 1, "t": torch.ones(2)}), change, equal, providers=providers)
 
 
-def test_a_stateful_object_comes_whole_or_not_at_all(save):
-    stored = save({"k": Keeper({"a": 1, "b": 2}), "x": 1})
-    (problem,) = stored.plan({"k": Keeper(0)}, include="k/a").problems
-    assert problem == (
-        "k is a Keeper and comes whole or not at all, but only 1 of its 2 objects are selected"
-    )
-    target = Keeper(0)
-    stored.restore({"k": target, "x": 5}, include="x")
-    assert target.state == 0
-    assert stored.load(include="k/a") == {"k": {"a": 1}}
-
-
-def test_what_is_lacking_or_of_another_kind_is_told(save):
-    stored = save({"a": 1, "b": {"t": torch.ones(1)}, "x": 1})
-    placement = stored.plan({"a": Keeper(0), "b": Keeper(0), "c": Keeper(0)})
-    assert placement.missing == [("c",)]
-    assert [p.split(",")[0] for p in placement.problems] == [
-        "a is stored as a plain value",
-        "b is stored as a dict",
-    ]
-    assert not stored.plan({"c": Keeper(0)}, include="x").missing
-
-
 def test_a_plain_data_loader_is_refused_naming_the_stateful_one(save):
     loader = torch.utils.data.DataLoader([1, 2, 3])
     for value in (loader, iter(loader)):
@@ -188,24 +143,6 @@ def test_a_plain_data_loader_is_refused_naming_the_stateful_one(save):
             UnsupportedStateError, match=r"data/train is a \w*DataLoader.*StatefulDataLoader"
         ):
             save({"data": {"train": value}})
-
-
-class ResumableLoader(torch.utils.data.DataLoader):
-    at = 0
-
-    def state_dict(self):
-        return {"at": self.at}
-
-    def load_state_dict(self, state):
-        self.at = state["at"]
-
-
-def test_a_data_loader_that_knows_its_state_is_taken(save):
-    loader = ResumableLoader([1, 2, 3])
-    loader.at = 2
-    other = ResumableLoader([1, 2, 3])
-    save({"loader": loader}).restore({"loader": other})
-    assert other.at == 2
 
 
 @pytest.mark.filterwarnings("ignore:.*set_vital.*")
@@ -227,8 +164,3 @@ def test_torchdata_loaders_go_on_where_they_were(save, taken):
     other = make()
     stored.restore({"loader": other})
     assert [batch.tolist() for batch in other] == rest
-
-
-def test_unstorable_state_is_refused_with_its_whole_path(save):
-    with pytest.raises(UnsupportedStateError, match=r"^sched/lr_lambdas/f"):
-        save({"sched": Keeper({"lr_lambdas": {"f": len}})})

@@ -46,15 +46,6 @@ def test_streamed_tensors_are_stored_as_tensors_in_memory_are(tmp_path, rules):
         assert all(torch.equal(live[name], STATE[name]) for name in STATE)
 
 
-def test_each_byte_is_asked_for_once(tmp_path):
-    calls = []
-    tensor = torch.arange(10_000_000, dtype=torch.int32)
-    with penstock.Checkpointer(tmp_path, staging_bytes="32 MiB") as ckpt:
-        ckpt.save({"t": streamed(tensor, calls)}, 1, mode="blocking")
-    ends = [start + length for start, length in sorted(calls)]
-    assert [0, *ends] == [*(start for start, _ in sorted(calls)), tensor.nbytes]
-
-
 def test_an_error_of_the_function_fails_the_save_and_nothing_is_committed(tmp_path):
     def read(start, out):
         raise penstock.FormatError("cut short", ["t"])
@@ -63,28 +54,6 @@ def test_an_error_of_the_function_fails_the_save_and_nothing_is_committed(tmp_pa
         with pytest.raises(penstock.FormatError, match="cut short"):
             ckpt.save({"t": penstock.Streamed("float32", (5,), read)}, 1, mode="blocking").result()
         assert ckpt.steps() == []
-
-
-@pytest.mark.parametrize("shape", [(-1,), ("a",), 3, (2.5,)])
-def test_what_is_no_shape_is_refused(shape):
-    with pytest.raises(penstock.UnsupportedStateError, match="whole numbers"):
-        penstock.Streamed("float32", shape, print)
-
-
-@pytest.mark.parametrize("dtype", ["floaty", "nn", "Tensor", ""])
-def test_what_is_no_dtype_is_refused_by_its_path(tmp_path, dtype):
-    with (
-        penstock.Checkpointer(tmp_path) as ckpt,
-        pytest.raises(penstock.UnsupportedStateError, match="a/b is a Streamed of"),
-    ):
-        ckpt.save({"a": {"b": penstock.Streamed(dtype, (1,), print)}}, 1)
-
-
-def test_a_restore_into_one_is_refused(tmp_path):
-    with penstock.Checkpointer(tmp_path) as ckpt:
-        ckpt.save({"t": torch.ones(3)}, 1, mode="blocking")
-        with pytest.raises(penstock.UnsupportedStateError, match="can be saved only"):
-            ckpt.restore({"t": penstock.Streamed("float32", (3,), print)})
 
 
 def test_the_caller_may_save_it_in_the_background(tmp_path):

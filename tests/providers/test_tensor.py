@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 import warnings
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -12,9 +9,8 @@ from hypothesis import strategies as st
 from penstock.core.abc import StateObject
 from penstock.core.errors import RestoreMismatchError, TornSnapshotError, UnsupportedStateError
 from penstock.core.ranks.structure import TakenLines, lines_within
-from penstock.core.testing.providers import check_provider, check_source, read_source
-from penstock.providers.tensor.blocks import blocks
-from penstock.providers.tensor.memory import TensorSource, make_sink, memory_key, overlaps_itself
+from penstock.core.testing.providers import check_provider, read_source
+from penstock.providers.tensor.memory import TensorSource, make_sink
 
 DTYPES = sorted(
     {
@@ -87,11 +83,6 @@ def test_every_layout_is_stored_row_major_and_restored_in_place(save, dtype):
         assert target.stride() == tensor.stride()
 
 
-def test_source_gives_any_piece():
-    for of in LAYOUTS.values():
-        check_source(TensorSource(of(raw(4, 6, 8))), 4)
-
-
 def test_contiguous_cpu_memory_is_offered_without_a_copy():
     tensor = raw(64, 64)
     source = TensorSource(tensor)
@@ -120,13 +111,6 @@ def test_conjugate_and_negative_views_store_what_they_show(save, view):
     torch.testing.assert_close(target, tensor, rtol=0, atol=0, equal_nan=True)
 
 
-def test_a_view_that_only_differs_by_its_conjugate_bit_is_not_tied(save):
-    tensor = raw(3, dtype=torch.complex64)
-    stored = save({"a": tensor, "b": tensor.conj(), "c": tensor.imag, "d": torch._neg_view(tensor)})
-    assert not stored.tree.aliases
-    assert memory_key(tensor) != memory_key(tensor.conj())
-
-
 def test_parameter_is_restored_in_place_and_keeps_requires_grad(save):
     stored = save({"w": raw(5)})
     for wanted in (True, False):
@@ -139,69 +123,11 @@ def test_parameter_is_restored_in_place_and_keeps_requires_grad(save):
         assert weight.is_leaf
 
 
-def test_version_follows_changes_of_the_tensor():
-    tensor = raw(5)
-    source = TensorSource(tensor)
-    before = source.version()
-    tensor.detach().add_(1)
-    assert source.version() > before
-
-
 def test_source_keeps_the_memory_it_described_when_data_is_assigned(save):
     weight = torch.nn.Parameter(raw(5))
     source = TensorSource(weight)
     weight.data = torch.zeros(5)
     assert read_source(source) == bits(raw(5))
-
-
-def test_inference_tensors_have_no_version_and_can_be_written_anywhere(save):
-    with torch.inference_mode():
-        tensor = torch.zeros(4, 5)
-        strided = torch.zeros(5, 4).t()
-    stored = save({"t": raw(4, 5), "s": raw(4, 5, seed=2)})
-    assert TensorSource(tensor).version() is None
-    stored.restore({"t": tensor, "s": strided})
-    assert bits(tensor) == bits(raw(4, 5))
-    assert torch.equal(strided.clone().view(torch.int32), raw(4, 5, seed=2).view(torch.int32))
-
-
-def test_restoring_inside_inference_mode_leaves_ordinary_tensors_ordinary(save):
-    stored = save({"t": raw(4, 5)})
-    target, strided = torch.zeros(4, 5), torch.zeros(5, 4).t()
-    with torch.inference_mode():
-        inner = torch.zeros(5, 4).t()
-        plans = [stored.plan({"t": t}) for t in (target, strided, inner, inner[:1].expand(4, 5))]
-        loading = stored.load()["t"]
-    for plan in plans[:3]:
-        stored.fill(plan)  # as the engine's threads do, outside of inference mode
-    with pytest.raises(RestoreMismatchError):
-        stored.fill(plans[3])
-    assert bits(target) == bits(strided) == bits(loading) == bits(raw(4, 5))
-    assert not target.is_inference()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.complex128], ids=str)
-def test_strided_parameters_are_restored_in_place(save, dtype):
-    weight = torch.nn.Parameter(raw(4, 5, dtype=dtype, seed=1).t())
-    save({"w": raw(5, 4, dtype=dtype)}).restore({"w": weight})
-    assert bits(weight) == bits(raw(5, 4, dtype=dtype))
-    assert weight.requires_grad
-
-
-def test_another_default_device_or_dtype_changes_nothing(save):
-    torch.set_default_device("meta")
-    torch.set_default_dtype(torch.float64)
-    try:
-        stored = save({"t": RAW})
-        loaded = stored.load()
-    finally:
-        torch.set_default_device(None)
-        torch.set_default_dtype(torch.float32)
-    assert loaded["t"].device.type == "cpu"
-    assert bits(loaded["t"]) == bits(RAW)
-
-
-RAW = raw(3, 4)
 
 
 def test_expanded_tensor_is_stored_as_it_looks_and_restored_where_values_agree(save):
@@ -229,16 +155,6 @@ def test_values_that_disagree_about_one_place_are_an_error_with_the_path(save, t
         stored.restore({"x": {"t": target()}})
 
 
-def test_overlapping_views_are_known_as_such():
-    base = torch.zeros(100)
-    assert overlaps_itself(base.expand(3, 100))
-    assert overlaps_itself(base.as_strided((3, 4), (1, 1)))
-    assert not overlaps_itself(base.view(10, 10).t())
-    assert not overlaps_itself(base[::2])
-    assert not overlaps_itself(base[:0].expand(3, 0))
-    assert not overlaps_itself(base[:1].expand(1, 1))
-
-
 def test_tied_tensors_are_stored_once_and_still_tied_after(save):
     weight = raw(4, 4)
     state = {"a": weight, "view": weight[:2], "b": weight.view(4, 4)}
@@ -251,31 +167,6 @@ def test_tied_tensors_are_stored_once_and_still_tied_after(save):
     sinks = {t.path: t.sink for t in placement.targets}
     assert sinks["a",] is sinks["b",]
     assert bits(other) == bits(weight)
-
-
-def test_tied_tensors_can_be_restored_into_two_and_either_alone(save):
-    weight = raw(4, 4)
-    stored = save({"a": weight, "b": weight})
-    target = {"a": torch.zeros(4, 4), "b": torch.zeros(4, 4)}
-    stored.restore(target)
-    assert bits(target["a"]) == bits(target["b"]) == bits(weight)
-    target = {"a": torch.zeros(4, 4), "b": torch.zeros(4, 4)}
-    stored.restore(target, include="b")
-    assert bits(target["b"]) == bits(weight)
-    assert not target["a"].any()
-    assert bits(stored.load(include="b")["b"]) == bits(weight)
-
-
-def test_two_stored_tensors_have_a_sink_each_in_one_memory_so_that_both_are_compared(save):
-    stored = save({"a": raw(4), "b": raw(4, seed=1)})
-    memory = torch.zeros(4)
-    one, other = stored.plan({"a": memory, "b": memory}).targets
-    assert one.sink is not other.sink
-    assert one.sink.memory == other.sink.memory
-
-
-def test_loaded_tensors_go_to_the_device_asked_for(save):
-    assert save({"t": raw(2, 0)}).load(device="meta")["t"].device.type == "meta"
 
 
 @given(
@@ -365,15 +256,6 @@ def test_dtensor_of_one_rank_is_stored_as_a_tensor(save, tmp_path):
         dist.destroy_process_group()
 
 
-@pytest.mark.filterwarnings("ignore:.*nested.*")
-def test_what_is_advised_for_other_tensors_can_be_saved(save):
-    strange, nested = REFUSED["subclass"][0](), REFUSED["nested"][0]()
-    parts = [*nested.unbind(), *REFUSED["jagged"][0]().unbind()]
-    tree = save({"a": strange.as_subclass(torch.Tensor), "b": parts}).load()
-    assert tree["a"].tolist() == [1, 1, 1]
-    assert [t.tolist() for t in tree["b"]] == [[1, 1], [1, 1, 1]] * 2
-
-
 def test_buffers_and_plain_tensors_keep_the_contract(providers):
     check_provider(lambda: raw(5, 7), lambda t: t.zero_(), torch_equal, providers=providers)
     check_provider(
@@ -386,20 +268,6 @@ def test_buffers_and_plain_tensors_keep_the_contract(providers):
 
 def torch_equal(one, other):
     return bits(one) == bits(other)
-
-
-@given(st.lists(st.integers(1, 5), max_size=4).map(tuple), st.integers(0, 700), st.integers(0, 700))
-def test_blocks_cover_exactly_the_range_in_order(shape, one, other):
-    array = np.arange(int(np.prod(shape))).reshape(shape)
-    start, stop = sorted((min(one, array.size), min(other, array.size)))
-    out = np.full(stop - start, -1)
-    cuts = list(blocks(shape, start, stop))
-    for index, position in cuts:
-        block = array[index]
-        assert (out[position : position + block.size] == -1).all()
-        out[position : position + block.size] = block.ravel()
-    assert (out == np.arange(start, stop)).all()
-    assert len(cuts) <= 2 * len(shape) + 1
 
 
 @given(st.data())
@@ -448,16 +316,6 @@ def test_lines_are_the_same_wherever_and_however_a_tensor_lies():
             torch.zeros(base.untyped_storage().nbytes(), dtype=torch.uint8).untyped_storage()
         )
         assert read() == expected, dtype
-
-
-def test_lines_lie_within_a_tensor_with_its_first_and_last_byte():
-    for nbytes in (4, 572, 576, 580, 640, 4096, 4100, 65_500):
-        lines = lines_within(nbytes, 4)
-        starts = lines.starts(nbytes)
-        assert starts[0] == 0
-        assert starts[-1] + lines.width == nbytes
-        assert all(start % 4 == 0 for start in starts)
-        assert all(one + lines.width <= other for one, other in pairwise(starts))
 
 
 def test_lines_of_memory_that_was_freed_are_refused():

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import enum
-from contextlib import suppress
 from dataclasses import dataclass
 
 import pytest
 import torch
 from tests.integration.support import memory
-from tests.integration.training import Held, held_checkpointer
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -123,19 +121,6 @@ def test_parts_are_restored_in_place_wherever_they_stand(save):
     assert roles["m", "table", "scale"] is Role.BUFFER
 
 
-def test_tied_ones_are_stored_once_and_share_parts_again(save, safe):
-    weight = quantized()
-    stored = save({"a": weight, "b": weight})
-    assert set(stored.data) == {("a", "codes"), ("a", "scale")}
-    tree = stored.load()
-    assert tree["a"].codes is tree["b"].codes
-    one, other = quantized(1), quantized(2)
-    stored.restore({"a": one, "b": one})
-    assert equal(one, weight)
-    stored.restore({"a": one, "b": other})
-    assert equal(other, weight)
-
-
 OTHERS = {
     "context": lambda: quantized(context={**CONTEXT, "block": [1, 64]}),
     "nested context": lambda: quantized(
@@ -160,13 +145,6 @@ def test_what_does_not_fit_is_told_and_left_alone(save, what):
     assert repr(save({"t": target}).data) == before
 
 
-def test_a_plain_tensor_does_not_go_into_one_of_parts(save):
-    placement = save({"a": torch.ones(3, 4)}).plan({"a": quantized()})
-    (problem,) = placement.problems
-    assert problem.startswith("a is stored as a tensor, but is a ")
-    assert save({"x": 1}).plan({"a": quantized()}).missing == [("a",)]
-
-
 def test_it_comes_whole_or_not_at_all(save):
     stored = save({"a": quantized(), "x": 1})
     (problem,) = stored.plan({"a": quantized(1), "x": 0}, include="a/codes").problems
@@ -189,23 +167,6 @@ def test_without_a_template_it_is_put_together_only_if_torch_knows_it_as_safe(sa
     assert type(made) is Quantized
     assert equal(made, quantized())
     assert made.context == CONTEXT
-
-
-def test_its_parts_can_be_read_one_by_one():
-    backend = memory()
-    with penstock.Checkpointer(backend) as ckpt:
-        ckpt.save({"a": quantized()}, 1, mode="blocking")
-        assert torch.equal(ckpt.open(1)["a/codes"], quantized().codes)
-        with pytest.raises(UnsupportedStateError, match="read its parts"):
-            ckpt.open(1)["a"]
-
-
-@pytest.mark.parametrize(
-    "context", [lambda: 1, {"f": [lambda: 1]}, object()], ids=["function", "in a list", "object"]
-)
-def test_a_context_that_cannot_be_stored_is_refused_by_name(save, context):
-    with pytest.raises(UnsupportedStateError, match=r"a/b.* context that its __tensor_flatten__"):
-        save({"a": {"b": quantized(context=context)}})
 
 
 def test_a_class_that_makes_its_parts_anew_is_refused(save):
@@ -276,22 +237,6 @@ def test_training_goes_on_with_parameters_and_state_of_parts(mode):
             assert type(other["m"].weight.grad) is TwoTensor
             train(other["m"], other["o"])
             assert shown(other) == shown(state)
-
-
-def test_a_step_waits_for_the_capture_of_parts():
-    with held_checkpointer(memory()) as ckpt:
-        state, hold = job(0), Held()
-        expected = shown(state)
-        handle = ckpt.save({"hold": hold, **state}, 1, mode="lazy")
-        hold.reached.wait()
-        with torch.no_grad():
-            state["m"].weight.a.add_(1)  # not by a step
-        hold.let_go.set()
-        with suppress(penstock.TornSnapshotError):  # raised unless the save thread was first
-            ckpt.fence()
-        with pytest.raises(penstock.TornSnapshotError, match="weight"):
-            handle.result()
-        assert expected != shown(state)
 
 
 def test_without_strict_a_tensor_of_which_one_part_has_another_shape_is_left_alone():

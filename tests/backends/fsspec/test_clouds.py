@@ -139,11 +139,3 @@ def test_azure_decides_between_savers(azure):
     assert len(lost) == 3
     with penstock.Checkpointer(backend) as ckpt:
         assert ckpt.load() == {"who": won[0]}
-
-
-def test_google_is_seen_not_to_decide_where_it_does_not(google, opened):
-    scheme, options = google
-    backend = opened(f"{scheme}://{CONTAINER}/probe", options=options)
-    assert not backend.capabilities.exclusive_publish
-    assert "ignores the condition of a put" in " ".join(backend.capabilities.notes)
-    assert backend.list("") == []  # the probe left nothing

@@ -5,8 +5,6 @@ import sys
 
 import pytest
 import torch
-from tests import interpreters
-from tests.core.cli.command import caller
 
 import penstock
 from penstock.core.errors import LostRaceError
@@ -59,19 +57,6 @@ def test_round_trip(config, mode, codecs):
         assert checkpointer.verify(5, deep=True).ok
 
 
-def test_restore_of_a_part_reads_little_more_than_the_part(config, proxy):
-    with penstock.Checkpointer.from_config(config) as checkpointer:
-        saved = state(1)
-        checkpointer.save(saved, step=5, mode="blocking").result()
-        proxy.exchanges.clear()
-        target = state(2)
-        report = checkpointer.restore(target, include="model")
-    assert torch.equal(target["model"][0].weight, saved["model"][0].weight)
-    got = sum(e.sent_bytes for e in proxy.requests("GET", "/blobs/"))
-    assert report.bytes_needed > 4 * 700 * 900
-    assert report.bytes_needed <= got <= 1.05 * report.bytes_needed
-
-
 def test_several_steps_retention_delete_and_prune(config, look, folder):
     with penstock.Checkpointer.from_config(
         {**config, "retention": {"keep_last": 2}}
@@ -119,64 +104,12 @@ def test_of_two_savers_of_one_step_one_wins(config, proxy):
         assert one.load()["x"].tolist() == [0, 0, 0]
 
 
-def test_save_through_a_busy_store_goes_well(config, proxy):
-    for part in ("partNumber=1&", "partNumber=2&", "uploadId=", "/index", "/parts/", "/intent"):
-        proxy.fail("503", part=part, times=2)
-    proxy.fail("cut", method="GET", part="/blobs/", times=2)
-    saved, target = state(1), state(2)
-    with penstock.Checkpointer.from_config(config) as checkpointer:
-        checkpointer.save(saved, step=1, mode="blocking").result()
-        checkpointer.restore(target)
-    assert_equal(target, saved)
-
-
-def test_restoring_writes_nothing(config, proxy):
-    with penstock.Checkpointer.from_config(config) as checkpointer:
-        checkpointer.save({"x": torch.arange(9)}, step=1, mode="blocking").result()
-    proxy.exchanges.clear()
-    with penstock.Checkpointer.from_config(config) as checkpointer:
-        assert checkpointer.load()["x"].tolist() == list(range(9))
-        assert not checkpointer.restore({"x": torch.zeros(9, dtype=torch.int64)}).direct_io
-        assert checkpointer.verify().ok
-    assert {exchange.method for exchange in proxy.exchanges} <= {"GET", "HEAD"}
-    with penstock.Checkpointer.from_config(config) as checkpointer:
-        assert checkpointer.save({"x": torch.arange(9)}, step=2).result().exclusive
-    assert proxy.requests("PUT")
-
-
 def test_store_without_conditional_puts_is_reported(config):
     config["backend"]["conditional_put"] = "no"
     with penstock.Checkpointer.from_config(config) as checkpointer:
         report = checkpointer.save({"x": torch.arange(9)}, step=1, mode="blocking").result()
         assert not report.exclusive
         assert checkpointer.steps() == [1]
-
-
-def test_doctor_looks_at_the_store(config, folder, s3_url):
-    url = f"s3://{folder}?endpoint_url={s3_url}"
-    done = interpreters.run("-m", "penstock", "doctor", url, "--probe-size", "16MiB")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"s3://{folder}" in done.stdout
-    assert "Traceback" not in done.stderr
-
-
-def test_command_line(config, folder, s3_url, capsys, monkeypatch):
-    with penstock.Checkpointer.from_config(config) as checkpointer:
-        checkpointer.save({"x": torch.arange(9)}, step=42, mode="blocking").result()
-    url = f"s3://{folder}?endpoint_url={s3_url}"
-    call = caller(capsys, monkeypatch)
-
-    def penstock_command(command, *arguments):
-        done = call(command, url, *arguments)
-        assert done.code == 0, done.err
-        return done.out
-
-    assert "42" in penstock_command("ls")
-    assert "x" in penstock_command("show")
-    penstock_command("verify")
-    penstock_command("prune")
-    penstock_command("delete", "42", "--yes", "--force")
-    assert '"step": 42' not in penstock_command("ls", "--json")
 
 
 def test_looking_at_s3_imports_neither_fsspec_nor_torch(config, folder, s3_url):

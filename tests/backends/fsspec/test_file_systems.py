@@ -3,28 +3,23 @@
 import functools
 import http.server
 import io
-from contextlib import closing
 from pathlib import Path
 
 import fsspec
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
-from fsspec.registry import known_implementations
 from tests.backends.fault_proxy import ClosingServer
 from tests.backends.fsspec.scripted_server import ScriptedServer
 
 import penstock
-from penstock.backends.fsspec import FsspecBackend, FsspecConfig
 from penstock.core.errors import (
     BlobNotFoundError,
     BlobTruncatedError,
     CapabilityError,
-    ConfigError,
     StorageError,
     StorageFullError,
 )
-from penstock.core.storage.open import open_backend
 from penstock.core.types import ReadRequest, WriteRequest
 
 
@@ -158,27 +153,6 @@ def test_page_that_is_no_listing_is_not_taken_for_a_run_without_checkpoints(stat
                 look()
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        b"<title>Index of /run/commits/</title><a href='?C=N;O=D'>Name</a>",
-        b'<h1>/run/commits</h1><a href="..">up</a>',
-        b"<h1>Directory listing for /run/commits/</h1><ul></ul>",
-    ],
-)
-def test_page_that_lists_an_empty_folder_is_a_run_without_checkpoints(opened, page):
-    pytest.importorskip("aiohttp", reason="fsspec's http needs aiohttp")
-    head = f"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: {len(page)}\r\n\r\n"
-
-    def answer(server, connection):
-        while True:
-            server.head_of(connection)
-            connection.sendall(head.encode() + page)
-
-    with ScriptedServer(answer) as server:
-        assert opened(f"{server.url}/run").list("commits/") == []
-
-
 def test_checkpoint_can_be_read_over_http(web, tmp_path):
     state = {"model": {"w": torch.randn(300, 300), "b": torch.randn(300)}, "epoch": 7}
     with penstock.Checkpointer(tmp_path / "run") as checkpointer:
@@ -192,27 +166,6 @@ def test_checkpoint_can_be_read_over_http(web, tmp_path):
         assert checkpointer.verify(3, deep=True).ok
         with pytest.raises(penstock.PenstockError, match="http can only be read"):
             checkpointer.save(state, step=4, mode="blocking").result()
-
-
-def test_connections_over_http_are_closed_with_the_backend(web, opened, tmp_path):
-    (tmp_path / "r").write_bytes(b"12345")
-    backend = opened(web)
-    store = backend._store()  # held, so that no collector closes them
-    assert backend.read_record("r", limit_bytes=9) == b"12345"
-    assert not store._fs._session.closed
-    backend.close()
-    assert store._fs._session.closed
-
-
-def test_writing_over_http_is_refused(web, opened):
-    backend = opened(f"{web}/run")
-    for call in (
-        lambda: backend.create("b.raw"),
-        lambda: backend.publish("r.json", b"x"),
-        lambda: backend.delete(["r.json"]),
-    ):
-        with pytest.raises(CapabilityError, match="http can only be read; save to another store"):
-            call()
 
 
 def test_missing_and_short_blobs_are_told_over_http(web, opened, tmp_path):
@@ -272,13 +225,6 @@ def test_streams_that_take_little_and_have_no_fileno_are_written_whole(odd):
     assert odd.read_record("b.raw", limit_bytes=1 << 20) == bytes(5000) + data + b"end"
 
 
-def test_streams_that_cannot_be_cut_are_written_again(odd):
-    writer = odd.create("b.raw")
-    writer.write([WriteRequest(0, (memoryview(b"123456"),))])
-    writer.seal(3)
-    assert odd.read_record("b.raw", limit_bytes=9) == b"123"
-
-
 def test_blob_of_which_a_file_system_keeps_a_part_only_is_not_sealed(odd, monkeypatch):
     info = OddFileSystem.info
 
@@ -291,17 +237,6 @@ def test_blob_of_which_a_file_system_keeps_a_part_only_is_not_sealed(odd, monkey
     writer.write([WriteRequest(0, (memoryview(b"123456"),))])
     with pytest.raises(StorageError, match="the store holds 5 bytes of 6"):
         writer.seal(6)
-
-
-def test_writes_that_go_back_are_refused(odd):
-    writer = odd.create("b.raw")
-    writer.write([WriteRequest(10, (memoryview(b"later"),))])
-    with pytest.raises(StorageError, match="offset 0 comes too late"):
-        writer.write([WriteRequest(0, (memoryview(b"early"),))])
-    with pytest.raises(StorageError, match=r"dead since an earlier failure \(.*too late"):
-        writer.seal(15)
-    writer.abort()
-    assert odd.list("") == []
 
 
 @pytest.mark.parametrize(
@@ -355,15 +290,6 @@ def test_reads_are_tried_again_and_writes_are_not(odd, monkeypatch):
     assert [path.rpartition("/")[2] for path in tried] == ["s.json", "b.raw", "r.json"]
 
 
-def test_listing_is_never_remembered(tmp_path, opened):
-    one, two = opened(f"file://{tmp_path}/run"), opened(f"file://{tmp_path}/run")
-    assert one.list("") == []
-    two.publish("r.json", b"x")
-    assert [info.name for info in one.list("")] == ["r.json"]
-    two.delete(["r.json"])
-    assert one.list("") == []
-
-
 def test_temporary_records_are_not_listed_and_are_swept(tmp_path, opened):
     backend = opened(f"file://{tmp_path}/run")
     backend.publish("r.json", b"x")
@@ -376,38 +302,6 @@ def test_temporary_records_are_not_listed_and_are_swept(tmp_path, opened):
     backend.sweep(now + 3600)
     assert not left.exists()
     assert [info.name for info in backend.list("")] == ["r.json"]
-
-
-def test_a_folder_is_no_blob_to_delete(tmp_path, opened):
-    backend = opened(f"local://{tmp_path}/run")
-    backend.publish("data/u/index", b"x")
-    backend.delete(["data/u"])
-    assert [info.name for info in backend.list("")] == ["data/u/index"]
-
-
-def test_any_scheme_of_fsspec_opens_this_backend(opened, tmp_path):
-    fsspec.register_implementation("odd", OddFileSystem, clobber=True)
-    with closing(open_backend("odd://run?parallel=3")) as with_scheme:
-        assert isinstance(with_scheme, FsspecBackend)
-        assert with_scheme.capabilities.preferred_parallel == 3
-
-
-def test_file_system_that_is_not_installed_is_said():
-    fsspec.register_implementation(
-        "absent", "absent_package.AbsentFileSystem", errtxt="install absent-package", clobber=True
-    )
-    with pytest.raises(ConfigError, match=r"absent://x: .*absent"):
-        FsspecBackend(FsspecConfig(url="absent://x"))
-
-
-def test_a_package_that_a_scheme_needs_is_named(monkeypatch):
-    known = {"class": "absent_package.deep:FileSystem", "err": "Install its package"}
-    monkeypatch.setitem(known_implementations, "remote", known)
-    message = (
-        r"remote://x: .*for remote://: Install its package \(absent_package is not installed\)"
-    )
-    with pytest.raises(ConfigError, match=message):
-        FsspecBackend(FsspecConfig(url="remote://x"))
 
 
 class DroppingFileSystem(MemoryFileSystem):
@@ -435,14 +329,3 @@ def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(lost, monkeypatch, o
         backend.list("")
     monkeypatch.setattr(DroppingFileSystem, "lost", "")
     assert [info.name for info in backend.list("")] == names
-
-
-def test_a_server_without_ranges_damages_nothing(tmp_path, web, monkeypatch):
-    with penstock.Checkpointer(tmp_path / "run") as ckpt:
-        ckpt.save({"w": torch.ones(1000)}, step=1).result()
-    monkeypatch.setattr(RangeHandler, "do_GET", http.server.SimpleHTTPRequestHandler.do_GET)
-    with (
-        penstock.Checkpointer(f"{web}/run") as ckpt,
-        pytest.raises(StorageError, match="does not serve ranges"),
-    ):
-        ckpt.verify(step=1)

@@ -79,10 +79,6 @@ def test_forked_child_can_use_s3(store):
     check_forks(store)
 
 
-def test_forked_child_can_use_a_file_system(opened, tmp_path):
-    check_forks(opened(f"file://{tmp_path}/run"))
-
-
 def test_forked_child_can_use_an_asynchronous_file_system(opened, tmp_path):
     pytest.importorskip("aiohttp", reason="fsspec's http needs aiohttp")
     (tmp_path / "r.json").write_bytes(b"record")

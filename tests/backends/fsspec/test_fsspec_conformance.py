@@ -6,9 +6,8 @@ import uuid
 import pytest
 
 from penstock.backends.fsspec import FsspecBackend, FsspecConfig
-from penstock.core.testing.backends import BACKEND_CHECKS, check_backend
+from penstock.core.testing.backends import check_backend
 from penstock.core.testing.backends.access import an_abort_leaves_a_later_blob_of_its_name_alone
-from penstock.core.testing.expectations import NotDeclaredError
 
 PART = 5 << 20
 
@@ -64,16 +63,3 @@ def test_s3_conforms_through_failures(proxy, folder):
             )
         )
     )
-
-
-def test_what_is_not_declared_is_left_out_on_file_systems_only(open_local, tmp_path, opened):
-    backend = opened(f"file://{tmp_path}/x")
-    assert backend.capabilities.ordered
-    assert not backend.capabilities.exclusive_publish
-    left_out = []
-    for check in BACKEND_CHECKS:
-        if check.__name__ in ("batches_from_threads_read_back", "of_publishers_in_a_race_exactly"):
-            with pytest.raises(NotDeclaredError):
-                check(open_local)
-            left_out.append(check.__name__)
-    assert left_out == ["batches_from_threads_read_back"]

@@ -96,21 +96,6 @@ def test_a_record_that_an_earlier_try_of_the_client_has_put_is_not_taken_for_ano
         assert ckpt.load(7) == {"x": 1}
 
 
-@pytest.mark.parametrize("owner", ["ours", "another"])
-def test_whose_a_record_is_that_cannot_be_read_is_unknown(backend, owner):
-    object_files.conditions.add("create")
-    assert backend.capabilities.exclusive_publish
-    path = "bucket/run/commits/1.json"
-    if owner == "ours":
-        object_files.lost_answers.add(path)
-    else:
-        backend.publish("commits/1.json", b"another's")
-    object_files.denied.add(path)
-    with pytest.raises(StorageError, match="unknown outcome") as caught:
-        backend.publish("commits/1.json", b"ours", exclusive=True)
-    assert not isinstance(caught.value, BlobExistsError)
-
-
 PROGRAM = """
 import sys, logging
 from contextlib import ExitStack

@@ -35,17 +35,7 @@ def test_every_target_is_filled_and_every_span_is_bounded(ranges, piece, gap):
         assert bytes(request.target) == content[request.name][request.offset : stop]
 
 
-def test_near_ranges_are_one_request_and_far_ones_two():
-    _, spans = planned([("a", 0, 100), ("a", 150, 100), ("a", 900, 100)], 10_000, 64)
-    assert [(s.start, s.stop) for s in spans] == [(0, 250), (900, 1000)]
-
-
 def test_many_small_ranges_far_apart_do_not_drag_their_gaps_along():
     _, spans = planned([("a", n * 1000, 1) for n in range(20)], 1 << 20, 999)
     assert sum(s.stop - s.start for s in spans) <= 20 + 10 * 999
     assert len(spans) == 10
-
-
-def test_large_ranges_are_cut_evenly():
-    _, spans = planned([("a", 0, 1001)], 500, 64)
-    assert [s.stop - s.start for s in spans] == [334, 334, 333]

@@ -1,13 +1,11 @@
 """`lustre` over a folder that says it is on Lustre, with a program in the place of `lfs`."""
 
 import errno
-import logging
 import os
-import threading
 
 import pytest
 from tests.backends.lustre.conftest import ATTRIBUTE
-from tests.backends.lustre.structures import MDT, composite, plain
+from tests.backends.lustre.structures import plain
 
 from penstock.backends.local.threads import ThreadEngine
 from penstock.backends.lustre import LustreBackend, LustreConfig
@@ -18,12 +16,9 @@ from penstock.core.errors import (
     BlobExistsError,
     CapabilityError,
     ConfigError,
-    StorageError,
     StorageFullError,
     StorageTimeoutError,
 )
-from penstock.core.plugins.registry import default_registry
-from penstock.core.storage.open import open_backend
 from penstock.core.testing.backends import check_backend
 from penstock.core.testing.expectations import at_phase
 from penstock.core.types import ReadRequest, WriteRequest
@@ -76,19 +71,6 @@ def test_another_file_system_is_refused_by_name(tmp_path):
     assert not (tmp_path / "not").exists()
 
 
-def test_another_file_system_may_be_used_with_a_warning(tmp_path, caplog):
-    with caplog.at_level(logging.WARNING, "penstock"):
-        backend = LustreBackend(LustreConfig(path=str(tmp_path), not_lustre="warn"))
-    assert "is not on Lustre" in caplog.text
-    assert any("is not on Lustre" in note for note in backend.capabilities.notes)
-    put(backend)
-    backend.close()
-
-
-def test_on_lustre_no_note_says_otherwise(open_lustre):
-    assert not any("Lustre" in note for note in open_lustre().capabilities.notes)
-
-
 # -- layouts are set ------------------------------------------------------------------------------
 
 
@@ -116,24 +98,12 @@ def test_ranks_share_the_osts_evenly(open_lustre, tmp_path):
     assert sorted(taken) == list(range(8))
 
 
-def test_small_blobs_get_one_stripe(open_lustre, tmp_path):
-    put(open_lustre(), size_hint=MIB)
-    assert layout_of(tmp_path / "root" / BLOB)[0].stripe_count == 1
-
-
 def test_the_osts_are_asked_for_once_not_per_blob(open_lustre, lfs):
     backend = open_lustre()
     for number in range(5):
         put(backend, f"data/u/blobs/{number}.raw", size_hint=GIB)
     calls = [call[0] for call in lfs.calls()]
     assert {name: calls.count(name) for name in calls} == {"setstripe": 5, "df": 1, "getstripe": 1}
-
-
-def test_records_are_left_alone_where_one_stripe_is_the_default(open_lustre, lfs):
-    backend = open_lustre()
-    for number in range(5):
-        backend.publish(f"commits/{number}.json", b"{}")
-    assert lfs.calls("setstripe") == []
 
 
 def test_records_get_one_stripe_where_the_default_is_wide(open_lustre, lfs, tmp_path):
@@ -150,132 +120,7 @@ def test_records_get_one_stripe_where_the_default_is_wide(open_lustre, lfs, tmp_
         backend.publish("commits/1.json", b"other", exclusive=True)
 
 
-def test_records_may_begin_on_the_metadata_server(open_lustre, tmp_path):
-    open_lustre(records="dom").publish("commits/1.json", b"{}")
-    first, second = layout_of(tmp_path / "root" / "commits" / "1.json")
-    assert (first.on_mdt, first.stop) == (True, 64 << 10)
-    assert (second.start, second.stripe_count) == (64 << 10, 1)
-
-
-def test_the_first_record_of_a_new_root_knows_the_default_above_it(open_lustre, tmp_path):
-    (tmp_path / "project").mkdir()
-    os.setxattr(tmp_path / "project", ATTRIBUTE, plain(count=0xFFFF))
-    open_lustre("project/new/root").publish("commits/1.json", b"{}")
-    (component,) = layout_of(tmp_path / "project" / "new" / "root" / "commits" / "1.json")
-    assert component.stripe_count == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "arguments"),
-    [
-        ({"stripe_count": 3}, ["-c", "3", "-S", str(16 * MIB), "-i", "-1"]),
-        ({"stripe_count": -1, "stripe_bytes": MIB}, ["-c", "-1", "-S", str(MIB), "-i", "-1"]),
-        ({"pool": "flash"}, ["-c", "4", "-S", str(16 * MIB), "-p", "flash", "-i", "-1"]),
-    ],
-)
-def test_what_the_options_say_is_done(open_lustre, lfs, options, arguments):
-    lfs.set(pools=["flash"])
-    put(open_lustre(**options), size_hint=GIB)
-    (call,) = lfs.calls("setstripe")
-    assert call[1:-1] == arguments
-
-
-def test_a_blob_may_inherit_its_layout(open_lustre, lfs):
-    put(open_lustre(stripe_count="inherit"), size_hint=GIB)
-    assert lfs.calls("setstripe") == []
-
-
-def test_a_url_says_it_all():
-    config = LustreBackend.from_url(
-        "lustre:///scratch/my%20run",
-        {"stripe_count": "-1", "stripe_bytes": "1048576", "writers": "4", "not_lustre": "warn"},
-    )
-    assert config == LustreConfig(
-        path="/scratch/my run", stripe_count=-1, stripe_bytes=MIB, writers=4, not_lustre="warn"
-    )
-
-
-def test_the_registry_opens_it(tmp_path):
-    assert "lustre" in default_registry().names("backend")
-    backend = open_backend({"type": "lustre", "path": str(tmp_path), "not_lustre": "warn"})
-    assert backend.name == "lustre"
-    backend.close()
-    with pytest.raises(ConfigError, match="stripe_bytes"):
-        open_backend({"type": "lustre", "path": str(tmp_path), "stripe_bytes": 5000})
-
-
 # -- failures of lfs -----------------------------------------------------------------------------
-
-
-def test_a_blob_is_never_made_over_another(open_lustre, tmp_path):
-    backend = open_lustre()
-    put(backend, data=b"first")
-    with pytest.raises(BlobExistsError):
-        backend.create(BLOB)
-    assert (tmp_path / "root" / BLOB).read_bytes() == b"first"
-    assert len(_names((tmp_path / "root" / BLOB).parent)) == 1
-
-
-def test_of_many_creators_at_once_one_wins(open_lustre):
-    backend = open_lustre(shows_layouts=False)
-    outcomes = []
-
-    def create():
-        try:
-            outcomes.append(backend.create(BLOB))
-        except BlobExistsError:
-            outcomes.append(None)
-
-    threads = [threading.Thread(target=create) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(outcomes) == 6
-    assert sum(writer is not None for writer in outcomes) == 1
-
-
-def test_a_full_ost_is_avoided(open_lustre, lfs, tmp_path):
-    lfs.ost(3, free_kib=10, full=True)
-    for rank in range(8):
-        backend = open_lustre(writers=8, writer=rank)
-        name = f"data/u/blobs/{rank:05d}-0.raw"
-        backend.create(name, size_hint=GIB)
-        assert 3 not in layout_of(tmp_path / "root" / name)[0].osts
-
-
-def test_an_ost_that_fills_up_in_between_is_replaced_by_the_server(
-    open_lustre, lfs, tmp_path, caplog
-):
-    backend = open_lustre(writers=8, writer=0)
-    put(backend, size_hint=GIB)
-    (taken,) = layout_of(tmp_path / "root" / BLOB)[0].osts
-    lfs.ost(taken, full=True)
-    name = "data/u/blobs/00000-1.raw"  # the same place on the ring
-    put(backend, name, size_hint=GIB)
-    assert layout_of(tmp_path / "root" / name)[0].osts[0] != taken
-    assert "the server chooses" in caplog.text
-
-
-def test_when_every_ost_is_full_the_fullest_are_named(open_lustre, lfs, tmp_path):
-    for index in range(8):
-        lfs.ost(index, full=True, free_kib=1000 * index)
-    with pytest.raises(StorageFullError, match=r"least free: OST 0 \(OST0000\): 0.0 MB, OST 1"):
-        open_lustre().create(BLOB)
-    assert _names((tmp_path / "root" / BLOB).parent) == []
-
-
-def test_a_pool_that_is_not_there_is_said(open_lustre, tmp_path):
-    with pytest.raises(StorageError, match=r"OST pool 'flash'.*does not exist.*pool_list"):
-        open_lustre(pool="flash").create(BLOB)
-    assert _names((tmp_path / "root" / BLOB).parent) == []
-
-
-def test_an_old_lfs_without_o_leaves_the_choice_to_the_server(open_lustre, lfs, tmp_path, caplog):
-    lfs.set(unknown_options=["o"])
-    put(open_lustre(writers=4), size_hint=GIB)
-    assert layout_of(tmp_path / "root" / BLOB)[0].stripe_count == 2
-    assert "invalid option -- 'o'" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -293,12 +138,6 @@ def test_where_no_layout_can_be_set_a_plain_file_is_written(
     assert len(said) == 1
 
 
-def test_a_layout_reserved_for_administrators_is_said(open_lustre, lfs, caplog):
-    lfs.set(restricted=True)
-    put(open_lustre())
-    assert "restricted by your administrator" in caplog.text
-
-
 def test_without_lfs_plain_files_are_written(open_lustre, tmp_path, caplog):
     put(open_lustre(lfs="no-such-program"))
     assert (tmp_path / "root" / BLOB).read_bytes() == b"penstock"
@@ -313,16 +152,6 @@ def test_an_lfs_that_hangs_is_given_up(open_lustre, lfs, tmp_path):
     with pytest.raises(StorageTimeoutError, match=r"setstripe .* did not end within 0.2 s"):
         backend.create(BLOB)
     assert _names((tmp_path / "root" / BLOB).parent) == []
-
-
-def test_a_kernel_that_shows_no_layouts_leaves_them_to_lfs(open_lustre, lfs, tmp_path):
-    for state in ({}, {"no_yaml": True}):
-        lfs.set(**state)
-        options = {"direct_io": "off", "stripe_bytes": 4 * MIB}
-        backend = open_lustre(shows_layouts=False, cls=Recording, **options)
-        name = f"data/u/blobs/{len(state)}.raw"
-        put(backend, name, bytes(16 * MIB), size_hint=GIB)
-        assert len(backend.requests) == 4  # so the stripes of 4 MiB were known
 
 
 # -- requests and stripes -------------------------------------------------------------------------
@@ -401,18 +230,6 @@ def test_requests_are_cut_where_stripes_are_worth_it(components, cut):
     assert cut_bytes(Layout(tuple(components))) == cut
 
 
-def test_without_a_layout_nothing_is_cut():
-    assert cut_bytes(None) == 0
-
-
-def test_a_layout_that_makes_no_sense_stops_nobody(open_lustre, tmp_path, caplog):
-    backend = open_lustre()
-    put(backend, data=bytes(2 * MIB))
-    os.setxattr(tmp_path / "root" / BLOB, ATTRIBUTE, b"nonsense")
-    backend.read([ReadRequest(BLOB, 0, memoryview(bytearray(2 * MIB)))])
-    assert "a layout is not understood" in caplog.text
-
-
 # -- errors and warnings --------------------------------------------------------------------------
 
 
@@ -427,72 +244,6 @@ def test_a_full_ost_is_named_by_the_write_that_met_it(open_lustre, lfs, tmp_path
     assert f"lie on OST {osts[2]} (OST{osts[2]:04x}) with 0.0 MB free" in str(caught.value)
     assert "of 8 OSTs" in str(caught.value)
     writer.abort()
-
-
-def test_any_other_failure_names_the_ost_without_asking_for_space(open_lustre, lfs, tmp_path):
-    backend = open_lustre(cls=Recording)
-    writer = backend.create(BLOB, size_hint=GIB)
-    backend.fails_at, backend.number = 0, errno.EIO
-    asked = len(lfs.calls("df"))
-    with pytest.raises(StorageError, match=r"EIO.*the bytes lie on OST \d \(OST000\d\)$"):
-        writer.write([WriteRequest(0, (memoryview(bytes(MIB)),))])
-    assert len(lfs.calls("df")) == asked
-    writer.abort()
-
-
-def test_the_error_comes_even_if_lfs_fails_then(open_lustre, lfs):
-    backend = open_lustre(cls=Recording)
-    writer = backend.create(BLOB, size_hint=GIB)
-    backend.fails_at = 0
-    lfs.path.unlink()
-    with pytest.raises(StorageFullError, match="the bytes lie on OST"):
-        writer.write([WriteRequest(0, (memoryview(bytes(MIB)),))])
-    writer.abort()
-    lfs.path.touch()
-
-
-def test_a_wide_default_is_warned_of_once(open_lustre, tmp_path, caplog):
-    root = tmp_path / "root"
-    root.mkdir()
-    os.setxattr(root, ATTRIBUTE, plain(count=0xFFFF))
-    backend = open_lustre(records="inherit")
-    put(backend)
-    put(backend, "data/u/blobs/2.raw")
-    said = [r.message for r in caplog.records if "even small files on every OST" in r.message]
-    assert len(said) == 1
-    assert "records='auto'" in said[0]
-
-
-def test_one_stripe_by_default_is_warned_of_for_big_blobs(open_lustre, tmp_path, caplog):
-    root = tmp_path / "root"
-    root.mkdir()
-    os.setxattr(root, ATTRIBUTE, plain(count=1))
-    put(open_lustre(stripe_count="inherit"), size_hint=64 * GIB)
-    assert "69 GB on one OST" in caplog.text
-
-
-def test_a_default_that_does_no_harm_is_not_spoken_of(open_lustre, tmp_path, caplog):
-    root = tmp_path / "root"
-    root.mkdir()
-    dom = plain(pattern=MDT, count=0)
-    rest = plain(count=0xFFFF)
-    parts = [(1, 0, 0, MIB, dom), (2, 0, MIB, (1 << 64) - 1, rest)]
-    os.setxattr(root, ATTRIBUTE, composite(*parts))
-    backend = open_lustre()
-    put(backend, size_hint=64 * GIB)
-    backend.publish("commits/1.json", b"{}")
-    assert caplog.text == ""
-
-
-def test_leftovers_of_a_crash_between_birth_and_name_are_swept(open_lustre, tmp_path):
-    backend = open_lustre()
-    put(backend)
-    folder = (tmp_path / "root" / BLOB).parent
-    (folder / "~0123456789abcdef").touch()
-    os.utime(folder / "~0123456789abcdef", (1, 1))
-    assert [info.name for info in backend.list("")] == [BLOB]
-    backend.sweep(2.0)
-    assert _names(folder) == ["00000-0.raw"]
 
 
 def test_a_url_names_no_program(tmp_path):

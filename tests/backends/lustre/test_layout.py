@@ -6,12 +6,10 @@ from hypothesis import strategies as st
 from tests.backends.lustre.structures import (
     BIG,
     EOF,
-    EXTENSION,
     INIT,
     LITTLE,
     MDT,
     OVERSTRIPING,
-    PARITY,
     RAID0,
     RELEASED,
     STALE,
@@ -20,36 +18,10 @@ from tests.backends.lustre.structures import (
     plain,
 )
 
-from penstock.backends.lustre.layout import ALL_STRIPES, Component, Layout, parse_layout
+from penstock.backends.lustre.layout import parse_layout
 from penstock.core.errors import FormatError
 
 MIB = 1 << 20
-
-
-def test_version_1_names_the_ost_of_every_stripe():
-    layout = parse_layout(plain([7, 3, 5], size=MIB))
-    assert layout == Layout((Component(stripe_count=3, stripe_bytes=MIB, osts=(7, 3, 5)),))
-    assert [layout.ost_at(n * MIB) for n in range(4)] == [7, 3, 5, 7]
-    assert layout.ost_at(MIB - 1) == 7
-    assert layout.osts == (3, 5, 7)
-
-
-def test_bytes_as_a_hexdump_shows_them():
-    # lov_user_md_v1 with two stripes of 4 MiB on OSTs 258 and 2, written out by hand.
-    data = bytes.fromhex(
-        "d00bd10b 01000000 0200000000000000 0000000000000000 00004000 0200 0300"
-        "1100000000000000 0000000000000000 00000000 02010000"
-        "1200000000000000 0000000000000000 00000000 02000000"
-    )
-    assert parse_layout(data).components[0] == Component(
-        stripe_count=2, stripe_bytes=4 * MIB, osts=(258, 2)
-    )
-
-
-def test_version_3_has_a_pool():
-    component = parse_layout(plain([1], pool=b"flash")).components[0]
-    assert (component.pool, component.osts) == ("flash", (1,))
-    assert parse_layout(plain([1], pool=b"fifteen-letters")).components[0].pool == "fifteen-letters"
 
 
 def test_the_documented_example_of_two_components():
@@ -80,78 +52,6 @@ def test_a_mirror_that_is_stale_serves_no_reads():
     assert [c.mirror for c in layout.components] == [1, 2]
     assert layout.ost_at(123) == 9
     assert layout.osts == (4, 9)
-
-
-def test_data_on_the_metadata_server_lies_on_no_ost():
-    layout = parse_layout(
-        composite(
-            (1, INIT, 0, 64 << 10, plain(pattern=MDT, size=64 << 10, count=0)),
-            (2, 0, 64 << 10, EOF, plain(count=2)),
-        )
-    )
-    assert layout.components[0].on_mdt
-    assert not layout.components[0].striped
-    assert layout.ost_at(0) is None
-    assert layout.ost_at(1 << 20) is None  # not yet instantiated
-    assert layout.osts == ()
-
-
-def test_an_extension_counts_in_kib_and_serves_nothing():
-    layout = parse_layout(
-        composite(
-            (1, INIT, 0, 256 * MIB, plain([2])),
-            (2, EXTENSION, 256 * MIB, EOF, plain(size=64 << 10, count=1)),
-            magic=0x0BD80BD0,
-        )
-    )
-    assert layout.components[1].extension
-    assert layout.components[1].stripe_bytes == 64 * MIB
-    assert layout.at(300 * MIB) is None
-
-
-def test_parity_serves_no_reads():
-    data = composite((1, INIT, 0, EOF, plain([2])), (2, INIT | PARITY, 0, EOF, plain([3])))
-    assert parse_layout(data).ost_at(0) == 2
-
-
-def test_a_foreign_layout_has_no_components():
-    assert parse_layout(foreign(b"daos://pool")) == Layout((), foreign=True)
-    inside = composite((1, INIT, 0, EOF, foreign(b"hsm")))
-    assert parse_layout(inside).ost_at(0) is None
-
-
-def test_a_released_file_has_no_objects():
-    component = parse_layout(plain(count=3, pattern=RAID0 | RELEASED)).components[0]
-    assert component.released
-    assert component.osts == ()
-
-
-def test_a_folder_may_ask_for_every_ost():
-    for count in [0xFFFF, 0xFFE0]:
-        component = parse_layout(plain(count=count, size=0)).components[0]
-        assert component.stripe_count == ALL_STRIPES
-        assert component.striped
-
-
-def test_a_folder_may_name_its_osts():
-    component = parse_layout(plain([6, 2], pool=b"", magic=0x0BD50BD0)).components[0]
-    assert component.osts == (6, 2)
-
-
-def test_overstriping_puts_several_stripes_on_one_ost():
-    layout = parse_layout(plain([1, 1, 2, 2], pattern=RAID0 | OVERSTRIPING))
-    assert layout.osts == (1, 2)
-    assert layout.ost_at(3 * MIB) == 2
-
-
-def test_the_other_byte_order_is_read_too():
-    assert parse_layout(plain([5, 6], pool=b"p", order=BIG)) == parse_layout(
-        plain([5, 6], pool=b"p")
-    )
-    part = (0x10002, INIT, MIB, 9 * MIB, plain([5], order=BIG))
-    twin = (0x10002, INIT, MIB, 9 * MIB, plain([5]))
-    assert parse_layout(composite(part, order=BIG)) == parse_layout(composite(twin))
-    assert parse_layout(foreign(b"x", order=BIG)).foreign
 
 
 def test_what_is_no_layout_is_refused():

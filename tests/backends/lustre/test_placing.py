@@ -19,22 +19,6 @@ def test_a_full_ost_is_named_with_what_it_has():
     assert "OST 7 (OST0007) with 900,000.0 MB free has the most" in text
 
 
-def test_without_a_range_the_fullest_ost_of_the_file_comes_first():
-    text = about_osts(errno.ENOSPC, STRIPED, None, OSTS)
-    assert text.index("OST 26") < text.index("OST 3 ")
-
-
-def test_any_other_error_names_the_ost_too():
-    assert about_osts(errno.EIO, STRIPED, ByteRange(0, 4096), ()) == (
-        "the bytes lie on OST 3 (OST0003)"
-    )
-
-
-def test_long_lists_are_cut():
-    wide = Layout((Component(stripe_count=20, stripe_bytes=MIB, osts=tuple(range(20))),))
-    assert "and 12 more" in about_osts(errno.EIO, wide, None, ())
-
-
 def test_where_no_ost_is_to_blame_or_known_nothing_is_said():
     for number, layout in [
         (errno.EDQUOT, STRIPED),
@@ -55,21 +39,3 @@ def test_a_wide_default_hurts_records():
     for count, said in [(ALL_STRIPES, "every OST"), (16, "many OSTs")]:
         assert said in about_default(default(count), **ALWAYS)
         assert about_default(default(count), **ALWAYS | {"records_inherit": False}) == ""
-
-
-def test_one_stripe_hurts_blobs_that_are_big_and_inherit_it():
-    assert "69 GB on one OST" in about_default(default(1), **ALWAYS)
-    assert about_default(default(1), **ALWAYS | {"blobs_inherit": False}) == ""
-    assert about_default(default(1), **ALWAYS | {"blob_bytes": MIB}) == ""
-    assert about_default(default(1), **ALWAYS | {"blob_bytes": None}) == ""
-
-
-def test_a_progressive_default_hurts_nobody():
-    progressive = Layout(
-        (Component(0, MIB, on_mdt=True, stripe_count=0), Component(MIB, None, ALL_STRIPES, MIB))
-    )
-    assert about_default(progressive, **ALWAYS) == ""
-
-
-def test_an_unknown_default_is_not_spoken_of():
-    assert about_default(None, **ALWAYS) == ""

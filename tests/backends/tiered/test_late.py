@@ -10,7 +10,7 @@ from penstock.backends.memory import MemoryBackend, MemoryConfig
 from penstock.backends.posix import PosixBackend, PosixConfig
 from penstock.backends.tiered import TieredBackend, TieredConfig
 from penstock.core.concurrency.pool import fulfil
-from penstock.core.errors import CapabilityError, ConfigError, StorageError
+from penstock.core.errors import StorageError
 from penstock.core.testing.timing import ShiftedClock
 from penstock.core.types import ReadRequest
 
@@ -107,53 +107,6 @@ def test_closing_does_not_wait_for_a_try_that_hangs(at_once):
         places.open["near"].list("")
 
 
-def test_reading_in_the_background_goes_past_it():
-    places = Places("near")
-    backend = places.tiered()
-    places.open["far"].publish("data/a/x", b"x")
-    target = bytearray(1)
-    backend.submit_read([ReadRequest("data/a/x", 0, memoryview(target))]).result(300)
-    assert target == b"x"
-    assert places.asked.count("near") == 1
-    backend.close()
-
-
-def test_it_is_not_tried_again_by_each_call(waits):
-    waits(tier_reopen_s=3600.0)
-    places = Places("near")
-    backend = places.tiered()
-    for _ in range(3):
-        with pytest.raises(StorageError, match="near does not answer"):
-            backend.free_bytes()
-    assert places.asked.count("near") == 1
-    backend.close()
-    with pytest.raises(StorageError, match="is closed"):
-        backend.free_bytes()
-
-
-def test_what_goes_wrong_at_a_later_try_is_a_storage_error(at_once):
-    places = Places("near")
-    backend = places.tiered()
-    places.error = ConfigError
-    with pytest.raises(StorageError, match="near does not answer"):
-        backend.free_bytes()
-    backend.close()
-
-
-def test_where_none_answers_nothing_is_opened():
-    with pytest.raises(StorageError, match="near does not answer"):
-        Places("near", "far").tiered()
-
-
-@pytest.mark.parametrize("error", [CapabilityError, ConfigError])
-def test_what_will_not_do_is_refused_at_once(error):
-    places = Places("far", error=error)
-    with pytest.raises(error):
-        places.tiered()
-    with pytest.raises(StorageError):
-        places.open["near"].list("")
-
-
 def test_one_that_turns_out_to_be_the_other_place_is_not_used(at_once, tmp_path):
     away = True
 
@@ -169,8 +122,3 @@ def test_one_that_turns_out_to_be_the_other_place_is_not_used(at_once, tmp_path)
     with pytest.raises(StorageError, match="two tiers are one place"):
         backend.tiers[0].backend.list("commits/")
     backend.close()
-
-
-def test_that_it_is_not_there_is_said(at_once, caplog):
-    Places("far").tiered().close()
-    assert "going on without it until it can be: far does not answer" in caplog.text

@@ -1,7 +1,5 @@
 """The backend around a backend: all of the contract passes its hook, and none is forgotten."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from typing import get_args
 

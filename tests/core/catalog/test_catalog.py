@@ -160,14 +160,6 @@ def catalog(store):
 # -- looking ------------------------------------------------------------------------------------
 
 
-def test_an_empty_run_has_no_steps(catalog):
-    assert catalog.steps() == []
-    assert catalog.latest() is None
-    assert list(catalog.records()) == []
-    with pytest.raises(CheckpointNotFoundError, match="no checkpoint under"):
-        catalog.require_latest()
-
-
 def test_steps_ascend_by_number_also_beyond_eight_digits(store, catalog):
     for step in (1_000_000_000, 7, 99_999_999, 0):
         commit(store, step)
@@ -274,11 +266,6 @@ def has_record(backend, store):
     return has(backend, survey_records(store).records[commit_name(10, 0)])
 
 
-def test_whether_a_uid_is_needed_is_said_of_names_and_references(store):
-    commit(store, 10, uid_of(1), references=[uid_of(2)])
-    assert survey_records(store).needed == {uid_of(1), uid_of(2)}
-
-
 def test_what_a_reader_misses_is_gone_when_the_record_is(store, catalog):
     error = BlobNotFoundError("blob x")
     uid = commit(store, 10)
@@ -292,12 +279,6 @@ def test_what_a_reader_misses_is_gone_when_the_record_is(store, catalog):
     assert isinstance(gone, CheckpointGoneError)
 
 
-def test_damage_that_a_reader_found_is_told_as_it_is(store, catalog):
-    uid = commit(store, 10)
-    error = DamagedError("model/w is damaged", ["model/w"])
-    assert catalog.gone_or_damaged(10, uid, error) is error
-
-
 # -- deleting -----------------------------------------------------------------------------------
 
 
@@ -307,11 +288,6 @@ def test_delete_removes_records_and_data_of_that_step_only(store, catalog):
     commit(store, 10, generation=1)
     catalog.delete(10)
     assert store.names() == {commit_name(20, 0), intent_name(keep), *data_names(keep)}
-
-
-def test_deleting_what_is_not_there_is_an_error(catalog):
-    with pytest.raises(CheckpointNotFoundError):
-        catalog.delete(10)
 
 
 def test_records_go_lowest_generation_first_and_all_before_any_data(store):
@@ -464,22 +440,6 @@ def test_rewind_forgets_later_steps_newest_first(store):
     deleted = [n for operation, names in calls.calls if operation == "delete" for n in names]
     records = [n for n in deleted if parse_commit_name(n)]
     assert records == [commit_name(40, 0), commit_name(30, 0)]
-
-
-def test_rewind_to_a_step_that_is_not_there_forgets_nothing(store, catalog):
-    commit(store, 10)
-    with pytest.raises(CheckpointNotFoundError):
-        catalog.rewind(5)
-    assert catalog.steps() == [10]
-
-
-def test_older_generations_go_once_the_newest_is_whole(store, catalog):
-    old = commit(store, 10)
-    new = commit(store, 10, generation=1)
-    catalog.delete_older_generations(10)
-    assert store.names("commits/") == {commit_name(10, 1)}
-    assert not data_names(old) & store.names()
-    assert data_names(new) <= store.names()
 
 
 @pytest.mark.parametrize("what", ["blob", "part", "index"])
@@ -803,14 +763,6 @@ def test_prune_spares_a_saver_that_came_back_while_it_looked(store):
             return store.now_s
 
     assert Catalog(Waking(store)).prune().uids == ()
-
-
-def test_prune_leaves_names_that_are_not_ours_alone(store, catalog):
-    store.publish("data/readme.txt", b"x")
-    store.publish("notes/readme.txt", b"x")
-    store.now_s += 10 * DAY
-    assert catalog.prune().uids == ()
-    assert store.names() == {"data/readme.txt", "notes/readme.txt"}
 
 
 def test_intents_are_read_after_records(store):

@@ -1,11 +1,8 @@
 """What commit records tell of chains of deltas."""
 
-from __future__ import annotations
-
 from tests.core.manifests import commit_record
-from tests.integration.support import memory
 
-from penstock.core.catalog.chains import borrowed_bytes, find_lenders, lent_by_deleted
+from penstock.core.catalog.chains import find_lenders, lent_by_deleted
 from penstock.core.format.records import BaseEntry, BlobRecord, IndexEntry, blob_name, index_name
 from penstock.core.reporting.reports import LendingSave
 
@@ -30,24 +27,6 @@ def record(number, *borrowed, base=None, step=None):
     )
 
 
-def test_saves_are_found_among_records_no_further_than_needed():
-    def records():
-        yield record(4, blob(3), blob(2), base=3)
-        yield record(3, blob(2), base=2)
-        yield record(2)
-        raise AssertionError("all were found")
-
-    lenders = find_lenders(records(), [uid(2), uid(3)])
-    assert lenders == {uid(2): LendingSave(uid(2), 2), uid(3): LendingSave(uid(3), 3)}
-
-
-def test_a_deleted_save_has_the_step_that_a_borrower_knows():
-    records = [record(4, blob(3), blob(2), blob(1), base=3)]
-    lenders = find_lenders(records, records[0].references)
-    assert lenders[uid(3)] == LendingSave(uid(3), 3, "deleted")
-    assert lenders[uid(1)] == LendingSave(uid(1), None, "deleted")
-
-
 def test_a_save_whose_step_is_there_with_another_uid_was_replaced():
     records = [record(4, blob(3), base=3), record(9, step=3)]
     assert find_lenders(records, [uid(3)]) == {uid(3): LendingSave(uid(3), 3, "replaced")}
@@ -56,10 +35,3 @@ def test_a_save_whose_step_is_there_with_another_uid_was_replaced():
 def test_deleted_lenders_are_those_that_no_record_names():
     one, two, three = record(1), record(2, blob(1), blob(7)), record(3, blob(7))
     assert lent_by_deleted([one, two, three]) == {uid(7): [two, three]}
-
-
-def test_a_blob_that_several_borrow_counts_once():
-    records = [record(2, blob(1), blob(1, 5, kind="raw")), record(3, blob(1), blob(2, 7))]
-    store = memory()  # records that list all themselves: nothing is read
-    assert borrowed_bytes(store, records, {uid(1), uid(2)}) == {uid(1): 15, uid(2): 7}
-    assert borrowed_bytes(store, records, {uid(2)}) == {uid(2): 7}

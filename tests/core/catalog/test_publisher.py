@@ -1,7 +1,5 @@
 """Publishing: what a lost or half answer of the store means."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

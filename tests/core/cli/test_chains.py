@@ -1,22 +1,12 @@
 """What the commands say of chains of deltas."""
 
-from __future__ import annotations
-
 import re
-import shlex
 
 import pytest
-import torch
-from tests.core.cli.command import caller
 from tests.integration.deltas.test_chains import run_of
 
 import penstock
 from penstock.core.restore.sweep import sweep
-
-
-@pytest.fixture
-def call(capsys, monkeypatch):
-    return caller(capsys, monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -48,18 +38,6 @@ def test_ls_shows_the_base_of_each_checkpoint_and_what_it_needs(call, chained):
     )
 
 
-def test_advice_to_compact_names_the_run_as_the_user_did(call, tmp_path):
-    """The URL that a backend calls itself is no argument: `tiered(posix:///a, posix:///b)`."""
-    url = f"tiered://?fast=posix://{tmp_path}/fast&durable=posix://{tmp_path}/durable"
-    run_of(url, range(3), deltas={"every": 9})
-    deleted = call("delete", url, 0, "--yes").out.splitlines()[-1]
-    assert deleted.startswith("steps 1, 2 need the data that stays; `penstock compact ")
-    for line in (deleted, call("ls", url).out.splitlines()[-1]):
-        command, *arguments = shlex.split(line.split("`")[1])
-        assert command == "penstock"
-        assert call(*arguments).out.startswith("step 1 would stand alone: ")
-
-
 def test_delete_names_who_needs_the_data_that_stays(call, tmp_path):
     root = tmp_path / "run"
     run_of(f"posix://{root}", range(4), deltas={"every": 3})
@@ -68,27 +46,6 @@ def test_delete_names_who_needs_the_data_that_stays(call, tmp_path):
         assert last.startswith("step 2 needs the data that stays; ")
     *_, last = call("delete", root, 2, "--yes").out.splitlines()
     assert last.endswith("freed; 1 checkpoint is left")
-
-
-def test_ls_json_has_base_and_kept_data(call, chained):
-    found = call("ls", chained, "--json").json
-    zero, one, three, four = found["checkpoints"]
-    assert zero["base"] is four["base"] is None
-    assert one["base"] == {"uid": zero["uid"], "step": 0, "age": 1}
-    assert (three["base"]["step"], three["base"]["age"]) == (2, 3)
-    (kept,) = found["kept"]
-    assert (kept["uid"], kept["step"]) == (three["base"]["uid"], 2)
-    assert (kept["state"], kept["borrowers"]) == ("deleted", [3])
-    blobs = chained / "data" / kept["uid"] / "blobs"
-    assert kept["bytes"] == sum(blob.stat().st_size for blob in blobs.iterdir())
-    assert three["bytes_borrowed"] == kept["bytes"] + zero["bytes_stored"] + one["bytes_stored"]
-
-
-def test_ls_of_a_run_without_chains_has_no_columns_for_them(call, tmp_path):
-    with penstock.Checkpointer(f"posix://{tmp_path}/run") as ckpt:
-        ckpt.save({"epoch": 1}, step=1, mode="blocking")
-    title, _ = call("ls", tmp_path / "run").out.splitlines()
-    assert not {"BASE", "NEEDS"} & {*title.split()}
 
 
 def test_show_lists_the_links_and_what_restoring_reads_of_each(call, chained):
@@ -107,57 +64,6 @@ def test_show_lists_the_links_and_what_restoring_reads_of_each(call, chained):
     manifest_bytes = contents.manifest.bytes_read
     assert sum(link["bytes_read"] for link in chain) == report.bytes_read - manifest_bytes
     assert {one["path"]: one["links"] for one in found["objects"]}["model/odd"] == 3
-
-
-def test_show_of_some_objects_counts_what_these_need(call, chained):
-    some = call("show", chained, "--step", 3, "--include", "model/odd", "--json").json
-    reports = []
-    with penstock.Checkpointer(f"posix://{chained}", on_event=reports.append) as ckpt:
-        ckpt.load(3, include="model/odd")
-    assert [link["frames"] for link in some["chain"]] == [1, 1, 1, 1]
-    assert sum(link["bytes_read"] for link in some["chain"]) == reports[-1].report.bytes_read
-
-
-def test_show_prints_the_chain_above_the_objects(call, chained):
-    done = call("show", chained, "--step", 3, "--tree", "--depth", 1)
-    _, kind, _, title, *links = done.out.splitlines()
-    assert kind.startswith("3 saves after one without a base; a restore reads ")
-    assert columns(title) == ["CHAIN", "READ", "FRAMES", "UID"]
-    names = [columns(line)[0] for line in links[:4]]
-    assert names == ["step 3", "step 2 (deleted)", "step 1", "step 0"]
-    assert any(columns(line)[-1] == "LINKS" for line in links)
-
-
-def test_show_tells_stored_bytes_from_borrowed_ones(call, chained):
-    found = call("show", chained, "--step", 3, "--json").json
-    objects, (own, *others) = found["objects"], found["chain"]
-    rounded = 64 * len(objects) * len(others)  # the gaps in slabs are nobody's
-    assert sum(o["bytes_stored"] for o in objects) == pytest.approx(own["bytes_read"], abs=rounded)
-    borrowed = sum(link["bytes_read"] for link in others)
-    assert sum(o["bytes_borrowed"] for o in objects) == pytest.approx(borrowed, abs=rounded)
-
-
-def test_what_is_shared_is_borrowed_and_not_stored(call, tmp_path):
-    root, still = tmp_path / "run", torch.randn(300_000)
-    with penstock.Checkpointer(f"posix://{root}", share=True) as ckpt:
-        for step in (1, 2):
-            state = {"still": {"a": still}, "moves": torch.randn(300_000)}
-            ckpt.save(state, step=step, mode="blocking")
-    found = call("show", root, "--step", 2, "--json").json
-    sizes = {o["path"]: (o["bytes_stored"], o["bytes_borrowed"]) for o in found["objects"]}
-    assert sizes == {"still/a": (0, 1_200_000), "moves": (1_200_000, 0)}
-    done = call("show", root, "--step", 2, "--tree")
-    title, folder, *_ = done.out.splitlines()[-6:]
-    assert columns(title)[-1] == "BORROWED"
-    assert columns(folder)[-1] == "1.1 MiB"
-    assert "1.1 MiB stored (2.00x), 1.1 MiB borrowed" in done.out.splitlines()[-1]
-    assert "BORROWED" not in call("show", root, "--step", 1).out
-
-
-def test_show_of_a_whole_checkpoint_prints_no_chain(call, chained):
-    done = call("show", chained, "--step", 4)
-    assert "CHAIN" not in done.out
-    assert "LINKS" not in done.out
 
 
 def test_verify_lists_a_damaged_link_once_and_who_needs_it(call, tmp_path):

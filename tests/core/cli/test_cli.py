@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 import fcntl
-import itertools
 import json
 import logging
 import os
@@ -17,27 +14,18 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
-import typer
 from tests import interpreters
 from tests.core.cli.command import caller
 
 import penstock as penstock_package
 from penstock.backends.posix import PosixBackend
 from penstock.core.cli.app import log_visibly
-from penstock.core.cli.main import _wrapped, app
 from penstock.core.cli.output.render import (
     Cell,
     Column,
-    age_text,
-    fitting,
-    metadata_text,
     print_line,
     print_table,
     print_wrapped,
-    ratio_text,
-    shortened,
-    visible,
     visible_lines,
 )
 from penstock.core.format.commit_record import encode_commit
@@ -184,66 +172,11 @@ def test_ls_lists_every_step_with_its_newest_generation_and_state(penstock, run_
     assert "is not a record of Penstock" in rest[0] or "commits/00000070-0.json" in rest[0]
 
 
-def test_ls_json_says_the_same(penstock, run_folder):
-    done = penstock("ls", run_folder, "--json")
-    assert done.returncode == 0
-    assert done.stdout.isascii()
-    listing = json.loads(done.stdout)
-    assert listing["url"] == f"file://{run_folder}"
-    five, seventy, hundred = listing["checkpoints"]
-    assert (five["step"], five["state"], five["bytes_raw"]) == (5, "ok", 3 << 30)
-    assert five["metadata"] == {"loss": 2.5, "note": "ok"}
-    assert (seventy["step"], seventy["state"]) == (70, "damaged")
-    assert seventy["error"]
-    assert (hundred["generation"], hundred["metadata"]["note"]) == (1, EVIL)
-
-
 def test_ls_of_an_empty_run_says_so(penstock, tmp_path):
     (tmp_path / "run").mkdir()
     done = penstock("ls", tmp_path / "run")
     assert (done.returncode, done.stdout) == (0, f"no checkpoints under file://{tmp_path}/run\n")
     assert json.loads(penstock("ls", tmp_path / "run", "--json").stdout)["checkpoints"] == []
-
-
-def test_ls_above_runs_names_them(penstock, run_folder, tmp_path):
-    shutil.copytree(run_folder, tmp_path / "above" / "gpt")
-    shutil.copytree(run_folder, tmp_path / "above" / "old" / "bert")
-    (tmp_path / "above" / "notes" / "deep" / "er" / "commits").mkdir(parents=True)
-    done = penstock("ls", tmp_path / "above")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines() == [
-        f"no checkpoints under file://{tmp_path}/above",
-        "these folders below it hold runs; list one of them:",
-        f"  {tmp_path}/above/gpt",
-        f"  {tmp_path}/above/notes/deep/er",
-        f"  {tmp_path}/above/old/bert",
-    ]
-
-
-@pytest.mark.parametrize("inside", ["commits", "data", "data/00ff/blobs"])
-def test_ls_of_a_folder_inside_a_run_names_the_run(penstock, run_folder, inside):
-    folder = run_folder / inside
-    folder.mkdir(parents=True, exist_ok=True)
-    done = penstock("ls", folder)
-    assert done.returncode == 0
-    assert done.stdout.splitlines() == [
-        f"no checkpoints under file://{folder}",
-        f"this is a folder inside the run {run_folder}: list that",
-    ]
-
-
-def test_ls_of_an_empty_folder_beside_runs_says_nothing_of_them(penstock, run_folder, tmp_path):
-    shutil.copytree(run_folder, tmp_path / "gpt")
-    (tmp_path / "gpt" / "notes").mkdir()
-    done = penstock("ls", tmp_path / "gpt" / "notes")
-    assert done.stdout == f"no checkpoints under file://{tmp_path}/gpt/notes\n"
-
-
-def test_json_may_stand_before_the_command(penstock, run_folder):
-    assert (
-        penstock("--json", "ls", run_folder).stdout == penstock("ls", run_folder, "--json").stdout
-    )
-    assert penstock("--json").returncode == 2
 
 
 def test_a_wrong_option_is_shown_with_the_forms_that_are_right(penstock, run_folder):
@@ -291,28 +224,6 @@ def test_a_run_is_not_copied_onto_itself(penstock, tmp_path):
     assert penstock("copy", root, tmp_path / "run2").returncode == 0
 
 
-def test_the_latest_step_can_be_asked_for_by_that_name(penstock, tmp_path):
-    with penstock_package.Checkpointer(f"posix://{tmp_path}/run") as ckpt:
-        for step in (1, 2):
-            ckpt.save({"epoch": step}, step=step, mode="blocking")
-    named = penstock("show", tmp_path / "run", "--step", "latest", "--json").stdout
-    assert json.loads(named)["checkpoint"]["step"] == 2
-
-
-def test_ratios_of_ls_and_show_are_told_apart(penstock, tmp_path):
-    with penstock_package.Checkpointer(f"posix://{tmp_path}/run") as ckpt:
-        state = {f"part{n}": torch.ones(100) for n in range(50)}  # a page for each
-        ckpt.save(state, step=1, mode="blocking")
-    row = penstock("ls", tmp_path / "run").stdout.splitlines()[1]
-    stored, ratio = re.search(r"(\S+ KiB) +(\S+x) +ok", row).groups()
-    whole = penstock("show", tmp_path / "run").stdout.splitlines()[-1]
-    part = penstock("show", tmp_path / "run", "--include", "part7").stdout.splitlines()[-1]
-    assert whole.endswith(
-        f"stored (1.00x); its blobs take {stored} ({ratio}), alignment gaps included"
-    )
-    assert "gaps" not in part
-
-
 @pytest.mark.parametrize("command", ["ls", "show", "verify"])
 def test_looking_at_a_folder_that_is_not_there_makes_none(penstock, tmp_path, command):
     done = penstock(command, tmp_path / "absent")
@@ -320,15 +231,6 @@ def test_looking_at_a_folder_that_is_not_there_makes_none(penstock, tmp_path, co
     assert done.stdout == ""
     assert done.stderr == f"penstock: there is no folder {tmp_path}/absent\n"
     assert not (tmp_path / "absent").exists()
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("arguments", [("ls",), ("show", "--step", "5"), ("plugins",)])
-def test_looking_changes_nothing(penstock, run_folder, arguments):
-    before = {p: p.stat().st_mtime_ns for p in run_folder.rglob("*")}
-    command, *options = arguments
-    penstock(command, *([] if command == "plugins" else [run_folder]), *options)
-    assert {p: p.stat().st_mtime_ns for p in run_folder.rglob("*")} == before
 
 
 # -- rendering ----------------------------------------------------------------------------------
@@ -397,68 +299,6 @@ def test_table_fits_the_terminal_and_keeps_step_and_state(terminal, run_folder, 
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("arguments", [("ls",), ("ls", "--metadata"), ("show", "--step", "5")])
-def test_with_no_color_nothing_has_a_style(terminal, run_folder, arguments):
-    command, *options = arguments
-    if command == "show":  # its manifest is not there: that of a real run is
-        with penstock_package.Checkpointer(f"posix://{run_folder}/real") as ckpt:
-            ckpt.save({"epoch": 1}, step=5, mode="blocking")
-        run_folder /= "real"
-    output = terminal(command, run_folder, *options, width=40, variables={"NO_COLOR": "1"})
-    assert "\x1b" not in output
-    assert "too narrow for" in output or "--metadata" in options
-    assert "\x1b[" in terminal(command, run_folder, *options, width=40)
-
-
-def test_help_fits_a_narrow_terminal(environment, penstock, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "60")
-    environment["COLUMNS"] = "60"  # `plugins` runs in a process of its own
-    for command in ("", *typer.main.get_command(app).commands):
-        done = penstock(*filter(None, [command]), "--help")
-        assert done.returncode == 0
-        lines = done.stdout.splitlines()
-        assert any(len(line) > 45 for line in lines)
-        assert [line for line in lines if len(line) > 60] == []
-
-
-def test_errors_are_wrapped_between_words_as_deep_as_they_stand(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "30")
-    assert _wrapped("penstock: " + "word " * 6).splitlines() == [
-        "penstock: word word word word",
-        "  word word",
-    ]
-    assert _wrapped("  key: " + "x" * 40).splitlines() == ["  key:", "    " + "x" * 40]
-
-
-def test_a_path_is_cut_in_its_middle():
-    assert shortened("optimizer/state/0.weight/exp_avg", 40) == "optimizer/state/0.weight/exp_avg"
-    assert shortened("optimizer/state/0.weight/exp_avg", 20) == "optimi…eight/exp_avg"
-    assert shortened("optimizer/state/0.weight/exp_avg", 4) == "o…vg"
-
-
-def test_pipe_gets_whole_lines_without_colours(penstock, run_folder):
-    output = penstock("ls", run_folder).stdout
-    assert "\x1b[" not in output
-    assert "gnorw lr=[0.1, null]" in output
-    assert all(line == line.rstrip() for line in output.splitlines())
-
-
-@pytest.mark.process
-def test_reader_that_goes_away_is_no_error_message(environment, run_folder):
-    process = interpreters.start(
-        "-c", MAIN, "ls", run_folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )  # fmt: skip
-    process.stdout.close()
-    errors = process.stderr.read()
-    process.stderr.close()
-    process.wait(60)
-    assert errors == ""
-
-
-@pytest.mark.process
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize("arguments", [("ls",), ("ls", "--json")])
 def test_output_that_cannot_be_written_is_one_message(environment, run_folder, arguments):
@@ -476,31 +316,6 @@ def test_output_that_cannot_be_written_is_one_message(environment, run_folder, a
     assert err == "penstock: standard output: No space left on device\n"
 
 
-def test_spare_columns_go_before_a_flexible_one_is_cut():
-    columns = [
-        Column("PATH", flexible=True),
-        Column("KIND"),
-        Column("A", keep=2, spare=True),
-        Column("B", keep=1, spare=True),
-    ]
-    rows = [["p" * 30, "kind", "aaaa", "bbbb"]]
-    assert fitting(columns, rows, 48) == {0: 30, 1: 4, 2: 4, 3: 4}
-    assert fitting(columns, rows, 47) == {0: 30, 1: 4, 2: 4}
-    assert fitting(columns, rows, 41) == {0: 30, 1: 4}
-    assert fitting(columns, rows, 35) == {0: 29, 1: 4}
-
-
-def test_columns_go_in_the_order_of_their_keep_and_flexible_ones_shrink():
-    columns = [Column("A"), Column("BB", keep=2), Column("CCC", keep=1), Column("D", flexible=True)]
-    rows = [["aaaa", "bbbb", Cell("cccc", "red"), "d" * 50]]
-    assert fitting(columns, rows, 100) == {0: 4, 1: 4, 2: 4, 3: 50}
-    assert fitting(columns, rows, 40) == {0: 4, 1: 4, 2: 4, 3: 22}
-    assert fitting(columns, rows, 30) == {0: 4, 1: 4, 2: 4, 3: 12}
-    assert fitting(columns, rows, 29) == {0: 4, 1: 4, 3: 17}
-    assert fitting(columns, rows, 23) == {0: 4, 3: 17}
-    assert fitting(columns, rows, 1) == {0: 4, 3: 12}
-
-
 def test_sizes_are_shown_in_binary_units():
     for size, text in [
         (0, "0 B"),
@@ -512,133 +327,6 @@ def test_sizes_are_shown_in_binary_units():
         (1 << 80, "1048576.0 EiB"),
     ]:
         assert size_text(size) == text
-
-
-def test_ages_are_shown_in_their_largest_unit():
-    for seconds, text in [
-        (-5, "now"),
-        (0.4, "now"),
-        (59, "59 s"),
-        (60, "1 min"),
-        (7300, "2 h"),
-        (200_000, "2 d"),
-    ]:
-        assert age_text(seconds) == text
-
-
-def test_ratio_of_nothing_is_a_dash():
-    assert ratio_text(30, 20) == "1.50x"
-    assert ratio_text(0, 0) == ratio_text(1, 0) == ratio_text(0, 1) == "-"
-
-
-def test_invisible_characters_become_escapes():
-    for text, shown in [
-        ("plain", "plain"),
-        ("ünï 文字", "ünï 文字"),
-        ("a\nb\tc\0", r"a\nb\tc\x00"),
-        ("\x9b31m", r"\x9b31m"),
-        ("\u202e\u200b", r"\u202e\u200b"),
-        ("\ud800", r"\ud800"),
-        ("a\u00a0b", "a b"),
-        ("\U000e0001", r"\U000e0001"),
-    ]:
-        assert visible(text) == shown
-
-
-def test_metadata_is_shown_short():
-    assert metadata_text({"loss": 2.1 / 3, "nan": float("nan")}) == "loss=0.7 nan=NaN"
-    shown = metadata_text({"loss": 2.5, "name": "a\nb", "deep": {"x": [1, None]}, "ü": "ü"})
-    assert shown == r'loss=2.5 name=a\nb deep={"x": [1, null]} ü=ü'
-    assert metadata_text({}) == ""
-
-
-# -- plugins ------------------------------------------------------------------------------------
-
-
-@pytest.mark.process
-def test_plugins_lists_ours_and_theirs_without_importing_them(penstock, plugin_site):
-    plugin_site.add(
-        "acme-store",
-        {"penstock.backends": {"acme": "acme_store:Store"}},
-        acme_store="raise SystemExit('imported')",
-    )
-    done = penstock("plugins")
-    assert re.search(
-        r"^backend +acme +found +acme-store +1\.0 +acme_store:Store$", done.stdout, re.MULTILINE
-    )
-    assert re.search(
-        r"^codec +zstd +found +penstock +0\.0 +penstock\.codecs\.zstd", done.stdout, re.MULTILINE
-    )
-    assert "imported" not in done.stderr
-
-
-@pytest.mark.process
-def test_plugins_check_finds_what_is_broken_and_exits_with_1(penstock, plugin_site):
-    plugin_site.add(
-        "acme-store",
-        {"penstock.backends": {"acme": "acme_store:Store"}},
-        acme_store="raise RuntimeError('no licence')",
-    )
-    done = penstock("plugins", "--check", "--json")
-    assert done.returncode == 1
-    found = {(p["kind"], p["name"]): p for p in json.loads(done.stdout)["plugins"]}
-    acme = found["backend", "acme"]
-    assert (acme["state"], acme["distribution"]) == ("failed", "acme-store")
-    assert acme["error"].endswith("RuntimeError: no licence")
-    assert found["codec", "zstd"]["state"] == "ok"
-    text = penstock("plugins", "--check")
-    assert "\nbackend 'acme' of acme-store 1.0 cannot be loaded: RuntimeError" in text.stdout
-
-
-PROVIDER = """
-    from penstock.core.abc import StateProvider
-
-    class Provider(StateProvider):
-        api_version = 1
-        name = "{name}"
-        forms = ("mean",)
-        def __init__(self):
-            if "{name}" == "keyless": raise OSError("no key")
-        def claims(self, kind, /): return None
-        def describe(self, value, path, /, *, context): raise NotImplementedError
-        def place(self, value, path, /, *, context): raise NotImplementedError
-        def rebuild(self, stored, /, *, device, context): raise NotImplementedError
-"""
-
-
-@pytest.mark.process
-def test_plugins_check_makes_what_needs_no_options_and_says_why_that_failed(penstock, plugin_site):
-    source = PROVIDER.format(name="keyless")
-    target = {"penstock.providers": {"keyless": "acme_key:Provider"}}
-    plugin_site.add("acme-key", target, acme_key=source)
-    done = penstock("plugins", "--check")
-    assert done.returncode == 1
-    assert re.search(r"^provider +keyless +failed +acme-key ", done.stdout, re.MULTILINE)
-    said = "\nprovider 'keyless' of acme-key 1.0 cannot be created: OSError: no key"
-    assert said in done.stdout
-    assert penstock("plugins").returncode == 0
-
-
-@pytest.mark.process
-def test_plugins_check_shows_providers_that_declare_one_form(penstock, plugin_site):
-    for name in ("one", "two"):
-        target = {"penstock.providers": {name: f"acme_{name}:Provider"}}
-        source = PROVIDER.format(name=name)
-        plugin_site.add(f"acme-{name}", target, **{f"acme_{name}": source})
-    done = penstock("plugins", "--check")
-    assert done.returncode == 1
-    assert len(re.findall(r"^provider +(?:one|two) +conflict ", done.stdout, re.MULTILINE)) == 2
-    assert done.stdout.count("form 'mean' is declared by provider 'one' of acme-one 1.0 and") == 1
-
-
-@pytest.mark.process
-def test_plugins_shows_a_conflict_with_a_shipped_name(penstock, plugin_site):
-    plugin_site.add("acme-zstd", {"penstock.codecs": {"zstd": "acme_zstd:Zstd"}})
-    done = penstock("plugins")
-    assert done.returncode == 1
-    rows = re.findall(r"^codec +zstd +(\w+) +([\w-]+)", done.stdout, re.MULTILINE)
-    assert sorted(rows) == [("conflict", "acme-zstd"), ("conflict", "penstock")]
-    assert done.stdout.count("codec 'zstd' is claimed by") == 1
 
 
 # -- show and verify, of a real run -------------------------------------------------------------
@@ -706,47 +394,6 @@ def test_show_lists_the_objects_of_the_newest_step_in_tree_order(penstock, saved
     assert total.startswith("8 of 8 objects, 168.1 KiB, ")
 
 
-def test_show_json_says_the_same_and_shares_out_stored_bytes(penstock, saved_run):
-    shown = json.loads(penstock("show", saved_run, "--step", "3", "--json").stdout)
-    assert shown["checkpoint"]["step"] == 3
-    objects = {tuple(o["segments"]): o for o in shown["objects"]}
-    assert objects[(EVIL,)]["shape"] == []
-    assert objects["model", "tied"]["same_as"] == "model/weight"
-    zeros = objects["zeros", "a"]
-    assert (zeros["codecs"], zeros["bytes_raw"]) == (["lz4", "zstd"], 160_000)
-    assert 0 < zeros["bytes_stored"] < 1000
-    stored = sum(o["bytes_stored"] for o in shown["objects"])
-    assert 12_000 < stored <= shown["checkpoint"]["bytes_stored"]  # which has padding too
-
-
-def test_show_takes_patterns(penstock, saved_run):
-    done = penstock(
-        "show", saved_run, "--include", "model", "--include", "epoch", "--exclude", "**/tied",
-        "--json",
-    )  # fmt: skip
-    paths = [o["path"] for o in json.loads(done.stdout)["objects"]]
-    assert paths == ["model/weight", "model/half", "epoch"]
-    wrong = penstock("show", saved_run, "--include", "modle/weight")
-    assert (wrong.returncode, wrong.stdout) == (1, "")
-    assert "matches nothing; nearest: model/weight" in wrong.stderr
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("width", [20, 100])
-def test_show_fits_the_terminal(terminal, saved_run, width):
-    lines = _lines(terminal("show", saved_run, width=width))
-    assert all(len(line.rstrip()) <= width for line in lines)
-    assert any(line.startswith("model/") for line in lines)  # a tree, with sums
-    assert any(line.startswith("  weight") for line in lines)
-
-
-@pytest.mark.parametrize("command", ["show", "verify"])
-def test_step_that_is_not_there_says_which_are(penstock, saved_run, command):
-    done = penstock(command, saved_run, "--step", "4")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "steps there: 3, 8" in done.stderr
-
-
 def test_verify_finds_a_run_whole(penstock, saved_run):
     done = penstock("verify", saved_run)
     assert done.returncode == 0
@@ -772,25 +419,6 @@ def test_verify_names_damaged_objects_and_exits_with_1(penstock, damaged_run):
     assert penstock("verify", damaged_run, "--step", "3").returncode == 0
 
 
-def test_verify_names_a_few_of_what_a_missing_blob_hits_and_all_in_json(penstock, tmp_path):
-    import torch
-
-    import penstock as package
-
-    with package.Checkpointer(f"posix://{tmp_path}/run") as ckpt:
-        state = {f"weight{n}": torch.full((5000,), float(n)) for n in range(40)}
-        ckpt.save(state, step=1, mode="blocking")
-    (blob,) = (tmp_path / "run").glob("data/*/blobs/*")
-    blob.unlink()
-    done = penstock("verify", tmp_path / "run")
-    assert done.returncode == 1
-    assert len(done.stdout.splitlines()) < 12
-    assert re.search(r"^    weight\d+$", done.stdout, re.MULTILINE)
-    assert re.search(r"^    and \d+ more: --json names all$", done.stdout, re.MULTILINE)
-    (report,) = json.loads(penstock("verify", tmp_path / "run", "--json").stdout)["reports"]
-    assert {d["what"] for d in report["damaged"]} >= {f"weight{n}" for n in range(40)}
-
-
 def test_quick_verify_reads_no_frames_but_sees_a_blob_that_was_cut(penstock, damaged_run):
     assert penstock("verify", damaged_run, "--quick").returncode == 0
     for blob in damaged_run.glob("data/*/blobs/*.raw"):
@@ -798,12 +426,6 @@ def test_quick_verify_reads_no_frames_but_sees_a_blob_that_was_cut(penstock, dam
     done = penstock("verify", damaged_run, "--quick")
     assert done.returncode == 1
     assert ".raw" in done.stdout
-
-
-@pytest.mark.process
-def test_verify_shows_progress_only_where_somebody_watches(terminal, penstock, saved_run):
-    assert "step 8 is whole" in terminal("verify", saved_run)
-    assert penstock("verify", saved_run).stderr == ""
 
 
 # -- the whole ----------------------------------------------------------------------------------
@@ -826,30 +448,6 @@ def test_wrong_calls_exit_with_2(penstock, arguments):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("place", [0, 1, 3])
-def test_debug_shows_the_traceback_wherever_it_stands(penstock, tmp_path, place):
-    arguments = ["show", tmp_path, "--step", "3"]
-    plain = penstock(*arguments)
-    assert "Traceback" not in plain.stderr
-    if place < 3:
-        arguments.insert(place, "--debug")
-    else:
-        arguments.append("--debug")
-    done = penstock(*arguments)
-    assert done.returncode == 1
-    assert "Traceback (most recent call last)" in done.stderr
-    assert done.stderr.endswith(plain.stderr)
-
-
-@pytest.mark.process
-def test_debug_behind_two_dashes_is_a_name(penstock):
-    done = penstock("ls", "--", "--debug")
-    assert done.returncode == 1
-    assert done.stderr.startswith("penstock: there is no folder ")
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.process
 def test_error_that_nobody_expected_is_one_message_too(penstock, tmp_path):
     broken = (
         "import penstock.core.cli.commands.ls as ls\n"
@@ -861,52 +459,6 @@ def test_error_that_nobody_expected_is_one_message_too(penstock, tmp_path):
     assert done.stderr.startswith("penstock: unexpected ZeroDivisionError: \\x1b[31m; run ")
     assert "Traceback" not in done.stderr
     assert "Traceback" in penstock("--debug", "ls", tmp_path, before=broken).stderr
-
-
-@pytest.mark.process
-def test_completion_knows_the_commands(environment):
-    code = "from penstock.core.cli.main import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={
-            **environment,
-            "_PENSTOCK_COMPLETE": "complete_bash",
-            "COMP_WORDS": "penstock p",
-            "COMP_CWORD": "1",
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=100,
-    )
-    assert sorted(done.stdout.split()) == ["pin", "plugins", "prune"]
-
-
-def test_show_completion_prints_a_script(penstock, monkeypatch):
-    # The shell is looked for among the parents otherwise, and there may be none.
-    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
-    assert "_PENSTOCK_COMPLETE=complete_bash" in penstock("--show-completion", "bash").stdout
-
-
-@pytest.mark.process
-def test_no_color_is_heeded(environment, terminal, run_folder):
-    assert "\x1b[32mok" in terminal("ls", run_folder)
-    environment["NO_COLOR"] = "1"
-    assert "\x1b[32m" not in terminal("ls", run_folder)
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("command", ["doctor", "verify"])
-def test_long_lines_are_wrapped_to_the_terminal_and_stay_whole(
-    environment, terminal, saved_run, command
-):
-    environment["COLUMNS"] = "40"  # wins over the terminal's own width
-    options = ["--no-probe"] if command == "doctor" else []
-    lines = _lines(terminal(command, saved_run, *options, width=90))
-    assert all(len(line.rstrip()) <= 40 for line in lines)
-    assert "…" not in "".join(lines)
-    if command == "doctor":
-        assert any(re.match(r" {6}\S", line) for line in lines)  # the rest of a long finding
 
 
 @pytest.mark.parametrize(
@@ -965,14 +517,3 @@ def test_commands_that_only_look_import_neither_torch_nor_numpy(penstock, run_fo
     found = imported(penstock, heavy, *commands)
     assert [line.split()[1] for line in found] == [command[0] for command in commands]
     assert all(len(line.split()) == 3 for line in found)
-
-
-def test_help_lists_commands_by_task_what_deletes_last(penstock):
-    text = penstock("--help").stdout
-    tasks = re.findall(r"^([A-Z][a-z ]+):\n((?:  [a-z]+ .*\n)+)", text, re.MULTILINE)
-    found = {task: re.findall(r"^  ([a-z]+) ", rows, re.MULTILINE) for task, rows in tasks}
-    assert [*found] == ["Look", "Move", "Keep", "Check and repair", "Set up", "Delete"]
-    assert found["Look"][0] == "ls"
-    assert found["Delete"] == ["prune", "delete", "compact"]
-    names = [command.name for command in app.registered_commands]
-    assert [*itertools.chain(*found.values())] == names

@@ -1,21 +1,12 @@
 """`penstock compact`, and copies that stand alone."""
 
-from __future__ import annotations
-
-import re
 import shutil
 
 import pytest
-from tests.core.cli.command import caller, tree_of
+from tests.core.cli.command import tree_of
 from tests.integration.deltas.test_chains import damage, run_of
 
 import penstock
-from penstock.core.units import size_text
-
-
-@pytest.fixture
-def call(capsys, monkeypatch):
-    return caller(capsys, monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -49,11 +40,6 @@ def test_compact_makes_the_borrowers_of_deleted_checkpoints_whole(call, chained)
     assert call("compact", chained).out.startswith("nothing to compact under ")
 
 
-def test_compact_of_one_step_leaves_the_others_as_they_are(call, chained):
-    assert call("compact", chained, 2).code == 0
-    assert borrowing(call, chained) == [1, 3]
-
-
 def test_a_dry_run_of_compact_changes_nothing(call, chained):
     before = tree_of(chained)
     done = call("compact", chained, "--dry-run")
@@ -61,15 +47,6 @@ def test_a_dry_run_of_compact_changes_nothing(call, chained):
     assert "step 3 would stand alone: " in done.out
     assert "the run would take about " in done.out
     assert tree_of(chained) == before
-
-
-def test_compact_json_has_the_sizes(call, chained):
-    done = call("compact", chained, "--all", "--json")
-    assert done.code == 0
-    found = done.json
-    assert (found["ok"], found["dry_run"], found["failed"]) == (True, False, {})
-    assert [one["step"] for one in found["compacted"]] == [1, 2, 3]
-    assert found["bytes_after"] == sum(one["bytes_after"] for one in found["compacted"])
 
 
 def test_a_step_that_cannot_be_compacted_is_told_and_the_others_are_compacted(call, chained):
@@ -80,15 +57,6 @@ def test_a_step_that_cannot_be_compacted_is_told_and_the_others_are_compacted(ca
     assert "`penstock verify --all` says which are whole" in done.out
     assert borrowing(call, chained) == [3]
     assert list(call("compact", chained, "--json").json["failed"]) == ["3"]
-
-
-def test_compact_of_a_missing_step_changes_nothing(call, chained):
-    before = tree_of(chained)
-    done = call("compact", chained, 1, 77)
-    assert done.code == 1
-    assert "no checkpoint of step 77" in done.err
-    assert tree_of(chained) == before
-    assert call("compact", chained, 1, "--all").code == 2
 
 
 def test_a_flat_copy_stands_alone(call, chained, tmp_path):
@@ -124,71 +92,9 @@ def test_copies_that_encode_differences_are_a_chain_of_their_own(call, chained, 
     assert call("verify", copied, "--all").code == 0
 
 
-def test_a_copy_whose_differences_no_codec_makes_smaller_is_refused(call, chained, tmp_path):
-    done = call("copy", chained, tmp_path / "copied", "--codec", "delta")
-    assert (done.code, done.out) == (1, "")
-    assert "--codec delta --codec floatsplit" in done.err
-    assert not (tmp_path / "copied").exists()
-
-
-def test_a_flat_copy_stands_alone_whatever_its_codecs_need(call, chained, tmp_path):
-    flat = tmp_path / "flat"
-    assert call("copy", chained, flat, "--step", "all", "--flatten", *DELTAS).code == 0
-    assert borrowing(call, flat) == []
-    assert set(bases(call, flat).values()) == {None}
-
-
 def test_a_run_that_is_encoded_anew_in_its_place_refers_to_no_replaced_generation(call, chained):
     assert call("compact", chained).code == 0
     assert call("copy", chained, chained, "--step", "all", "--overwrite", *DELTAS).code == 0
     assert bases(call, chained) == {1: None, 2: 1, 3: 2}
     assert call("ls", chained, "--json").json["kept"] == []
     assert call("verify", chained, "--all").code == 0
-
-
-def test_copies_by_the_rules_of_a_file_have_its_deltas(call, chained, tmp_path):
-    rules = tmp_path / "rules.toml"
-    rules.write_text(
-        '[deltas]\nevery = 2\n[[rules]]\nmatch = "**"\ncodecs = ["delta", "floatsplit"]\n'
-    )
-    target = tmp_path / "copied"
-    assert call("copy", chained, target, "--step", "all", "--rules", rules).code == 0
-    assert bases(call, target) == {1: None, 2: 1, 3: None}
-
-
-def test_a_flat_copy_of_damage_fails_with_one_message(call, chained, tmp_path):
-    damage(chained, 3)
-    done = call("copy", chained, tmp_path / "flat", "--flatten")
-    assert (done.code, done.out) == (1, "")
-    assert re.fullmatch(r"penstock: step 3 on .* is damaged in \d objects?: [^\n]*\n", done.err)
-    done = call("copy", chained, tmp_path / "flat", "--flatten", "--step", "all")
-    assert (done.code, done.err) == (1, "")
-    assert done.out.count("step 3 on ") == 1
-
-
-def test_a_copy_of_a_chain_says_what_it_brought_with_borrowed_blobs(call, chained, tmp_path):
-    alone = tmp_path / "alone"
-    first, second, third = call("ls", chained, "--json").json["checkpoints"]
-    (one,) = call("copy", chained, alone, "--step", 1, "--json").json["copies"]
-    assert one["bytes_stored"] == first["bytes_stored"]
-    assert (one["bytes_copied"], one["bytes_kept"]) == (
-        first["bytes_stored"] + first["bytes_borrowed"],
-        0,
-    )
-    (two,) = call("copy", chained, alone, "--step", 2, "--json").json["copies"]
-    assert (two["bytes_copied"], two["bytes_kept"]) == (
-        second["bytes_stored"],
-        second["bytes_borrowed"],
-    )
-    done = call("copy", chained, alone, "--step", 3)
-    kept = third["bytes_borrowed"]
-    needed = size_text(third["bytes_stored"] + kept)
-    assert f"objects, {needed}, of which {size_text(kept)} were there" in done.out
-
-
-def test_a_copy_names_the_objects_and_the_link_of_a_damaged_chain(call, chained, tmp_path):
-    damage(chained, 1)
-    done = call("copy", chained, tmp_path / "copy", "--step", 3)
-    assert done.code == 1
-    assert "(which it borrows of step 1) do not match their checksum" in done.err
-    assert "; they belong to model/" in done.err

@@ -1,48 +1,24 @@
 """`penstock doctor`: what it finds, and that it leaves nothing behind."""
 
 import os
-import resource
 import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from tests import interpreters
-from tests.core.cli.command import caller, tree_of
+from tests.core.cli.command import tree_of
 
 import penstock
 from penstock.backends.memory import MemoryBackend, MemoryConfig
-from penstock.core.cli.doctor.host import Mount, mount_in, mount_of, space_of
-from penstock.core.cli.doctor.host_checks import check_folder
 from penstock.core.cli.doctor.probe import measure
-from penstock.core.cli.doctor.store_checks import affordable, check_store
-from penstock.core.plugins.registry import default_registry
-from penstock.core.storage.guarded import guarded
-from penstock.core.types import Capabilities
 
 SMALL = ("--probe-size", "1MiB")
 
 
-@pytest.fixture
-def call(capsys, monkeypatch):
-    return caller(capsys, monkeypatch)
-
-
 def checks_of(done):
     return {check["name"]: check for check in done.json["checks"]}
-
-
-@contextmanager
-def soft_limit(which, value):
-    soft, hard = resource.getrlimit(which)
-    resource.setrlimit(which, (value, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(which, (soft, hard))
 
 
 # -- nothing stays behind -------------------------------------------------------------------------
@@ -82,18 +58,6 @@ def test_doctor_that_is_told_to_end_leaves_nothing_behind(tmp_path, number):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_doctor_that_cannot_write_the_probe_fails_and_leaves_nothing_behind(call, tmp_path):
-    with soft_limit(resource.RLIMIT_FSIZE, 65_536):
-        done = call("doctor", f"posix://{tmp_path}/run", *SMALL, "--json")
-    assert done.code == 1
-    found = checks_of(done)
-    assert found["speed"]["status"] == "fail"
-    assert "ulimit -f" in found["speed"]["found"]
-    assert found["file size"]["status"] == "warn"
-    assert found["file size"]["values"]["soft"] == 65_536
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_probe_keeps_to_its_limit_and_reads_back_what_it_wrote():
     backend = MemoryBackend(MemoryConfig())
     speed = measure(backend, 20 << 20, root=None)
@@ -102,42 +66,7 @@ def test_probe_keeps_to_its_limit_and_reads_back_what_it_wrote():
     assert list(backend.list("")) == []
 
 
-def test_probe_takes_a_small_part_of_what_is_free():
-    assert affordable(256, 1 << 40) == 256
-    assert affordable(256, 1000) == 100
-    assert affordable(256, 0) == 0
-
-
 # -- findings -------------------------------------------------------------------------------------
-
-
-def test_doctor_does_not_advise_to_install_what_is_installed(call, tmp_path, monkeypatch):
-    pytest.importorskip("liburing")
-    monkeypatch.setattr("penstock.backends.uring.ring.flags_lacked", lambda _cpuinfo: {"avx512f"})
-    text = call("doctor", tmp_path, "--no-probe").out
-    assert "- io_uring: run on a CPU with AVX-512" in text
-    assert "pip install liburing" not in text
-
-
-def test_doctor_says_why_io_uring_is_not_used_and_what_to_do(call, tmp_path, monkeypatch, caplog):
-    monkeypatch.setenv("PENSTOCK_DISABLE_URING", "EXFULL")
-    done = call("doctor", tmp_path, "--no-probe", "--json")
-    assert (done.code, done.err) == (0, "")
-    found = checks_of(done)["io_uring"]
-    assert (found["status"], found["values"]) == ("warn", {"works": False})
-    assert "EXFULL" in found["found"]
-    assert caplog.records == []  # it is a finding, so not also a warning
-    assert "unset PENSTOCK_DISABLE_URING" in found["advice"]
-    text = call("doctor", tmp_path, "--no-probe").out
-    assert "\nWhat to change:\n" in text
-    assert "- io_uring: unset PENSTOCK_DISABLE_URING" in text
-
-
-def test_doctor_warns_of_few_open_files(call, tmp_path):
-    with soft_limit(resource.RLIMIT_NOFILE, 300):
-        found = checks_of(call("doctor", tmp_path, "--no-probe", "--json"))["open files"]
-    assert (found["status"], found["values"]["soft"]) == ("warn", 300)
-    assert "ulimit -n" in found["advice"]
 
 
 @pytest.mark.parametrize("name", ["file", "file/below"])
@@ -148,21 +77,6 @@ def test_doctor_fails_where_a_file_stands_in_the_way(call, tmp_path, name):
     assert "\nfail  folder " in done.out
     assert "A save would fail: see folder" in done.out
     assert (tmp_path / "file").read_text() == "mine"
-
-
-def test_doctor_takes_a_file_where_the_backend_does(tmp_path):
-    (tmp_path / "run.db").write_text("a whole run")
-    checks = check_folder(tmp_path / "run.db", MemoryBackend(MemoryConfig()))
-    assert [check.name for check in checks] == ["file system", "space", "inodes"]
-    assert "fail" not in {check.status for check in checks}
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_doctor_fails_where_nobody_may_write(call, tmp_path):
-    tmp_path.chmod(0o500)
-    done = call("doctor", f"posix://{tmp_path}/run", *SMALL)
-    tmp_path.chmod(0o700)
-    assert done.code == 1
 
 
 def test_doctor_finds_leftovers_and_damaged_checkpoints(call, tmp_path):
@@ -187,170 +101,3 @@ def test_doctor_finds_leftovers_and_damaged_checkpoints(call, tmp_path):
     (tmp_path / "commits" / "00000007-0.json").write_bytes(b"nonsense\n")
     found = checks_of(call("doctor", tmp_path, "--no-probe", "--json"))["checkpoints"]
     assert (found["status"], found["values"]["damaged"]) == ("warn", [7])
-
-
-def test_doctor_of_another_store_asks_only_what_its_contract_offers(call):
-    done = call("doctor", "memory://", *SMALL, "--json")
-    assert done.code == 0
-    found = checks_of(done)
-    assert found["speed"]["status"] == "ok"
-    assert found["direct I/O"]["status"] == "info"
-    assert "folder" not in found
-
-
-class _WrongClock(MemoryBackend):
-    def store_time_s(self):
-        return super().store_time_s() - 7200
-
-
-class _Forgetful(MemoryBackend):
-    def read(self, requests):
-        super().read(requests)
-        requests[-1].target[-1] ^= 1
-
-
-class _Idle(MemoryBackend):
-    def read(self, requests):
-        pass
-
-
-@pytest.mark.parametrize(
-    ("store", "name", "status", "words"),
-    [
-        (_Idle, "speed", "fail", "not what was written"),
-        (_WrongClock, "write a record", "warn", "7200 s behind"),
-        (_Forgetful, "speed", "fail", "not what was written"),
-        (MemoryBackend, "speed", "ok", "writes"),
-    ],
-)
-def test_doctor_judges_what_the_store_does(store, name, status, words):
-    backend = store(MemoryConfig())
-    found = {c.name: c for c in check_store(backend, None, probe_bytes=1 << 20)}
-    assert found[name].status == status
-    assert words in found[name].found
-    assert (found[name].advice is None) == (status == "ok")
-
-
-class _Broken(MemoryBackend):
-    def __init__(self, config, broken):
-        super().__init__(config)
-        self._broken = broken
-
-    def _meet(self, what):
-        if what == self._broken:
-            raise KeyError("no such shelf")
-
-    @property
-    def capabilities(self):
-        self._meet("capabilities")
-        return super().capabilities
-
-    def store_time_s(self):
-        self._meet("store_time_s")
-        return super().store_time_s()
-
-    def list(self, prefix, /):
-        self._meet("list")
-        return super().list(prefix)
-
-    def create(self, name, /, *, size_hint=None):
-        self._meet("create")
-        return super().create(name, size_hint=size_hint)
-
-
-@pytest.mark.parametrize(
-    ("broken", "failed", "wrap"),
-    [
-        (None, set(), guarded),
-        ("capabilities", {"direct I/O", "alignment", "speed"}, guarded),
-        ("store_time_s", {"write a record"}, guarded),
-        ("list", {"checkpoints", "leftovers"}, guarded),
-        ("create", {"speed"}, guarded),
-        ("create", {"speed"}, lambda backend: backend),
-    ],
-)
-def test_what_a_backend_raises_fails_one_check_and_the_others_go_on(broken, failed, wrap):
-    backend = wrap(_Broken(MemoryConfig(), broken))
-    checks = {c.name: c for c in check_store(backend, None, probe_bytes=1 << 20)}
-    every = {"direct I/O", "alignment", "write a record", "checkpoints", "leftovers", "speed"}
-    assert checks.keys() == every - ({"speed"} if "write a record" in failed else set())
-    assert {c.name for c in checks.values() if c.status == "fail"} == failed
-    for name in failed:
-        assert "KeyError: 'no such shelf'" in checks[name].found
-        assert checks[name].advice
-
-
-def test_doctor_goes_on_with_the_machine_where_the_backend_cannot_be_opened(call, plugin_site):
-    plugin_site.add_penstock()
-    named = plugin_site.add_raising(
-        "open(cls, config, /, *, open_backend)", "KeyError('no such shelf')"
-    )
-    default_registry.cache_clear()
-    try:
-        done = call("doctor", "acme://user:secret@shelf", "--json")
-        text = call("doctor", "acme://user:secret@shelf")
-    finally:
-        default_registry.cache_clear()
-    assert (done.code, done.err) == (1, "")
-    assert done.json["url"] == "acme://shelf"
-    found = checks_of(done)
-    assert found["open"]["status"] == "fail"
-    assert f"{named} cannot be opened: KeyError('no such shelf')" in found["open"]["found"]
-    assert found["memory"]["status"] == "ok"
-    assert text.code == 1
-    assert "A save would fail: see open." in text.out
-
-
-@pytest.mark.parametrize(
-    ("notes", "status"),
-    [
-        ((), "info"),
-        (("page cache in use: direct_io is off",), "info"),
-        (("page cache in use: tmpfs",), "warn"),
-    ],
-)
-def test_direct_io_is_advised_only_to_those_who_can_do_it(tmp_path, notes, status):
-    class Plain(MemoryBackend):
-        capabilities = Capabilities(local=True, notes=notes)
-
-    found = {c.name: c for c in check_store(Plain(MemoryConfig()), tmp_path, probe_bytes=0)}
-    check = found["direct I/O"]
-    assert check.status == status
-    assert (check.advice is None) == (status == "info")
-
-
-@pytest.mark.parametrize("size", ["x", "1 parsec", ""])
-def test_doctor_refuses_a_probe_size_that_is_none(call, tmp_path, size):
-    assert call("doctor", tmp_path, f"--probe-size={size}").code == 2
-
-
-# -- the host -------------------------------------------------------------------------------------
-
-MOUNTS = r"""22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/root rw
-30 22 0:50 / /data rw,relatime - xfs /dev/sdb1 rw
-31 30 0:51 / /data/a\040b ro,nosuid master:3 shared:4 - nfs4 host:/export rw,vers=4
-32 30 0:52 / /data rw - overlay overlay rw
-a line that is none
-"""
-
-
-@pytest.mark.parametrize(
-    ("folder", "mount"),
-    [
-        ("/", Mount("ext4", "/dev/root", "/", read_only=False)),
-        ("/database", Mount("ext4", "/dev/root", "/", read_only=False)),
-        ("/data/x", Mount("overlay", "overlay", "/data", read_only=False)),
-        ("/data/a b/c", Mount("nfs4", "host:/export", "/data/a b", read_only=True)),
-    ],
-)
-def test_mount_of_a_folder_is_the_innermost_and_the_last(folder, mount):
-    assert mount_in(MOUNTS, Path(folder)) == mount
-
-
-@pytest.mark.skipif(not Path("/proc/self/mountinfo").exists(), reason="needs /proc")
-def test_mount_and_space_of_a_real_folder_are_found(tmp_path):
-    mount = mount_of(tmp_path.resolve())
-    assert mount is not None
-    assert tmp_path.resolve().is_relative_to(mount.point)
-    space = space_of(tmp_path)
-    assert 0 <= space.free_bytes <= space.total_bytes

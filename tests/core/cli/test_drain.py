@@ -1,22 +1,12 @@
 """`penstock drain`, and what `ls` and `verify` say of tiers."""
 
-from __future__ import annotations
-
-import json
-
 import pytest
-from tests.core.cli.command import caller
 from tests.integration.support import checkpointer, make_state
 
 from penstock import Checkpointer
 from penstock.backends.posix import PosixBackend, PosixConfig
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.tiers.whereabouts import mark
-
-
-@pytest.fixture
-def call(capsys, monkeypatch):
-    return caller(capsys, monkeypatch)
 
 
 class Run:
@@ -54,14 +44,6 @@ def test_what_was_left_is_copied(call, run):
     assert (done.code, done.out.strip()) == (0, "nothing was left to copy")
 
 
-def test_json_says_what_was_found_and_what_is_left(call, run):
-    run.save(1)
-    found = call("drain", run.url, "--json").json
-    assert (found["found"], found["left"]) == (1, [])
-    assert found["bytes"] > 0
-    assert [(link["source"], link["target"]) for link in found["links"]] == [("fast", "durable")]
-
-
 def test_what_cannot_be_copied_is_said_once_and_the_exit_code_is_one(call, run, caplog):
     run.save(1, 2)
     data = bytearray(run.blob(run.fast).read_bytes())
@@ -80,24 +62,6 @@ def with_another_at_step_1(run):
         ckpt.save(make_state(9), 1, mode="blocking")
 
 
-def test_only_what_was_copied_is_counted(call, run):
-    with_another_at_step_1(run)
-    assert "copied 1 checkpoint," in call("drain", run.url).out
-    done = call("drain", run.url)
-    assert done.code == 1
-    assert not done.out.startswith("copied")
-
-
-def test_another_checkpoint_in_the_way_is_said_with_what_to_do(call, run):
-    with_another_at_step_1(run)
-    done = call("drain", run.url)
-    assert done.code == 1
-    said = " ".join(done.out.split())
-    assert "step 1 is another checkpoint in tier durable: `penstock delete URL 1` with" in said
-    assert "still to be copied: steps 1, once the cause is removed" in said
-    assert "the same command goes on" not in said
-
-
 @pytest.mark.parametrize(("tier", "left"), [("fast", 9), ("durable", 1)])
 def test_deleting_in_one_tier_ends_what_waits_for_ever(call, run, tier, left):
     with_another_at_step_1(run)
@@ -112,38 +76,6 @@ def test_deleting_in_one_tier_ends_what_waits_for_ever(call, run, tier, left):
     with Checkpointer(run.url) as ckpt:
         assert ckpt.load(1)["epoch"] == left
     assert call("prune", run.url, "--grace", "0s", "--yes", "--json").json["uids"] == []
-
-
-def test_deleting_in_one_tier_spares_the_others(call, run):
-    run.save(1)
-    assert call("drain", run.url).code == 0
-    assert call("delete", run.url, "1", "--yes", "--tier", "fast").code == 0
-    assert call("ls", run.url, "--json").json["checkpoints"][0]["tiers"] == ["durable"]
-    refused = call("delete", run.url, "1", "--yes", "--tier", "durable")
-    assert refused.code == 1
-    assert "no whole checkpoint would be left" in refused.err
-    done = call("delete", run.url, "1", "--yes", "--tier", "slow")
-    assert done.code == 1
-    assert "has no tier 'slow'; it has fast, durable" in done.err
-    done = call("delete", f"posix://{run.durable}", "1", "--yes", "--tier", "fast")
-    assert "has no tier 'fast'; it is one place" in done.err
-
-
-def test_one_place_has_nothing_to_drain(call, run):
-    run.save(1)
-    done = call("drain", f"posix://{run.fast}")
-    assert done.code == 1
-    assert "tiered://?fast=" in done.err
-
-
-def test_a_configuration_file_stands_for_its_backend(call, run, tmp_path):
-    run.save(1)
-    config = tmp_path / "run.toml"
-    config.write_text(
-        f'[backend]\ntype = "tiered"\nfast = "posix://{run.fast}"\ndurable = "posix://{run.durable}"\n'
-    )
-    assert call("drain", config).code == 0
-    assert call("ls", config, "--json").json["checkpoints"][0]["tiers"] == ["fast", "durable"]
 
 
 def test_ls_says_where_each_checkpoint_is(call, run):
@@ -164,12 +96,6 @@ def test_ls_says_where_each_checkpoint_is(call, run):
     assert "fast (to copy)" in shown
 
 
-def test_ls_without_tiers_says_nothing_of_them(call, run):
-    run.save(1)
-    assert "TIERS" not in call("ls", f"posix://{run.fast}").out
-    assert '"tiers"' not in json.dumps(call("ls", f"posix://{run.fast}", "--json").json)
-
-
 def test_ls_goes_on_without_a_tier_that_does_not_answer(call, run):
     run.save(1)
     run.durable.symlink_to(run.durable)  # too many levels of links
@@ -177,28 +103,6 @@ def test_ls_goes_on_without_a_tier_that_does_not_answer(call, run):
     assert found.err.startswith("penstock: tier durable does not answer: ")
     assert "ok     fast (to copy)" in found.out
     assert found.code == 0
-
-
-def test_ls_fails_where_no_tier_answers(call, run):
-    for root in (run.fast, run.durable):
-        root.symlink_to(root)
-    found = call("ls", run.url)
-    assert (found.code, found.out) == (1, "")
-    assert "no tier answers: fast: " in found.err
-    assert "; durable: " in found.err
-
-
-def test_verify_names_the_tier_of_the_damage(call, run):
-    run.save(1)
-    call("drain", run.url)
-    data = bytearray(run.blob(run.fast).read_bytes())
-    data[len(data) // 2] ^= 1
-    run.blob(run.fast).write_bytes(data)
-    done = call("verify", run.url, "--json")
-    assert done.code == 1
-    details = [d["detail"] for d in done.json["reports"][0]["damaged"]]
-    assert details
-    assert all("in tier fast" in detail for detail in details)
 
 
 @pytest.mark.parametrize("how", [(), ("--raw",)], ids=["verbatim", "anew"])

@@ -5,14 +5,8 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.core.cli.command import caller
 
 import penstock
-
-
-@pytest.fixture
-def call(capsys, monkeypatch):
-    return caller(capsys, monkeypatch)
 
 
 @pytest.fixture
@@ -46,22 +40,6 @@ def test_export_takes_all_options(call, run, tmp_path):
     assert config == {"torch_dtype": "bfloat16", "n": 1}  # `from_pretrained` would undo the cast
 
 
-def test_export_takes_the_latest_step_and_refuses_an_out_that_exists(call, run, tmp_path):
-    out = tmp_path / "o.safetensors"
-    assert "step 9, the latest, is exported" in call("export", run, out, "--to", "safetensors").out
-    again = call("export", run, out, "--to", "safetensors")
-    assert again.code == 1
-    assert again.err == (
-        f"penstock: {out} exists: export to another place, or replace it with overwrite "
-        "(--overwrite)\n"
-    )
-    done = call(
-        "export", run, out, "--to", "safetensors", "--overwrite", "--step", "7", "--keep-tied"
-    )
-    assert done.code == 0
-    assert load_file(out).keys() == {"wte", "head", "b"}
-
-
 @pytest.mark.parametrize("to", ["safetensors", "torch", "dcp"])
 def test_what_is_exported_can_be_imported(call, run, tmp_path, to):
     out, back = tmp_path / "o", tmp_path / "back"
@@ -90,12 +68,6 @@ def test_wrong_calls_exit_with_2(call, run):
         assert call(*(run if word == "RUN" else word for word in words)).code == 2
 
 
-def test_a_run_that_does_not_exist_is_not_made_by_an_export(call, tmp_path):
-    done = call("export", tmp_path / "none", tmp_path / "o", "--to", "torch")
-    assert done.code == 1
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_errors_say_what_to_do(call, run, tmp_path):
     file = tmp_path / "o.pt"
     assert call("export", run, file, "--to", "torch").code == 0
@@ -104,12 +76,3 @@ def test_errors_say_what_to_do(call, run, tmp_path):
     assert done.code == 1
     assert "step 9" in done.err
     assert "--overwrite" in done.err
-
-
-def test_names_cannot_control_the_terminal(call, tmp_path):
-    with penstock.Checkpointer(tmp_path / "run") as ckpt:
-        weight = torch.ones(2)
-        ckpt.save({"model": {"a": weight, "\x1b[31mb": weight}}, 1, mode="blocking")
-    done = call("export", tmp_path / "run", tmp_path / "o", "--to", "safetensors")
-    assert "\x1b" not in done.out
-    assert r"\x1b[31mb is tied to a" in done.out

@@ -5,20 +5,13 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
-import pytest
 import typer
-from tests.core.cli.command import caller
 from tests.golden.test_json_keys import GOLDEN, keys
 
 from penstock.core.cli.app import app, load_command
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "cli.md").read_text()
 SECTIONS = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
-
-
-@pytest.fixture
-def call(capsys, monkeypatch):
-    return caller(capsys, monkeypatch)
 
 
 def documented(command):

@@ -4,30 +4,14 @@ import json
 import math
 import re
 import shutil
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from tests.core.cli.command import caller
 
 import penstock
-from penstock.core.cli.commands import show
-from penstock.core.cli.output import stats as stats_module
-from penstock.core.cli.output.render import fitting
-from penstock.core.cli.output.stats import pieces
-from penstock.core.cli.output.tree import grown, rows_of
-from penstock.core.restore.checkpoint import Checkpoint
-from penstock.core.storage.open import open_backend
 
 NAN, INF = math.nan, math.inf
-
-
-@pytest.fixture
-def call(capsys, monkeypatch):
-    return caller(capsys, monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -82,41 +66,7 @@ def test_show_tree_indents_objects_and_sums_up_what_is_below(call, saved):
     assert "  58.6 KiB  " in table[0]  # the tied tensor is stored once
 
 
-def test_show_depth_folds_the_tree(call, saved):
-    table = call("show", saved, "--depth", "1").out.splitlines()[4:-2]
-    assert [line.split()[0] for line in table] == ["model/", "odd/", "epoch"]
-    two = call("show", saved, "--depth", "2", "--include", "model").out.splitlines()[4:-2]
-    assert [line.split()[0] for line in two] == ["model/", "block/", "tied", "eight"]
-
-
-@pytest.mark.parametrize("options", [("--flat",), ("--json",)])
-def test_depth_goes_only_with_the_tree(call, saved, options):
-    done = call("show", saved, "--depth", "1", *options)
-    assert done.code == 2
-    assert "--depth" in done.err
-
-
-PATHS = st.lists(st.lists(st.sampled_from("ab/"), min_size=1, max_size=4).map(tuple), unique=True)
-
-
-@given(PATHS)
-def test_tree_holds_every_item_once_under_its_path(paths):
-    rows = list(rows_of(grown((path, path) for path in paths), None))
-    assert sorted(row.item for row in rows if row.item is not None) == sorted(paths)
-    for row in rows:
-        if row.item is not None:
-            assert (row.level, row.segment) == (len(row.item) - 1, row.item[-1])
-
-
 # -- sums by codec, rule, role, dtype --------------------------------------------------------------
-
-
-def test_containers_name_the_codecs_below_them(call, saved):
-    lines = call("show", saved, "--tree", "--include", "model").out.splitlines()[4:-2]
-    codecs = {line.split()[0]: re.split(r" {2,}", line.strip())[-1] for line in lines[:2]}
-    assert codecs == {"model/": "zstd, raw", "block/": "zstd"}
-    tied = next(line for line in lines if "tied = " in line)
-    assert "raw" not in tied  # its bytes are another object's
 
 
 def groups(call, run, by):
@@ -150,104 +100,6 @@ def test_sums_by_each_grouping_add_up_to_the_checkpoint(call, saved, tmp_path):
     assert ours["bytes_stored"] == sum(one["bytes_stored"] for one in block)
 
 
-def test_sums_are_a_table_with_a_total(call, saved):
-    lines = call("show", saved, "--by", "codec", "--include", "model").out.splitlines()
-    table, total = lines[3:-2], lines[-1]
-    assert table[0].split() == ["CODEC", "OBJECTS", "BYTES", "STORED", "RATIO"]
-    assert [line.split()[:2] for line in table[1:]] == [["zstd", "2"], ["raw", "1"], ["tied", "1"]]
-    assert total.startswith("4 of 15 objects, 58.6 KiB, ")
-
-
-@pytest.mark.parametrize("words", [["x"], ["rule"], ["codec", "--tree"], ["codec", "--stats"]])
-def test_wrong_groupings_exit_with_2(call, saved, words):
-    done = call("show", saved, "--by", *words)
-    assert done.code == 2
-    assert "--by" in done.err
-
-
-# -- stats --------------------------------------------------------------------------------------
-
-
-def test_stats_are_those_of_the_tensors(call, saved):
-    shown = call("show", saved, "--stats", "--json").json
-    found = {o["path"]: o["stats"] for o in shown["objects"]}
-    with penstock.Checkpointer(f"posix://{saved}") as ckpt:
-        weight = ckpt.open(20)["model/block/weight"].double()
-    got = found["model/block/weight"]
-    assert (got["min"], got["max"]) == (weight.min().item(), weight.max().item())
-    assert got["mean"] == pytest.approx(weight.mean().item(), rel=1e-12)
-    assert got["std"] == pytest.approx(weight.std(correction=0).item(), rel=1e-12)
-    assert (got["nan"], got["inf"]) == (0, 0)
-
-    def flat(path):
-        return tuple(found[path].values())
-
-    assert flat("model/block/bias") == (1, 1, 1, 0, 0, 0)
-    assert flat("model/eight") == (-2, 0.5, -0.75, 1.25, 0, 0)
-    assert flat("odd/mixed") == (1, 3, 2, 1, 1, 2)
-    assert flat("odd/nothing") == (None, None, None, None, 3, 0)
-    assert flat("odd/empty") == (None, None, None, None, 0, 0)
-    assert flat("odd/scalar") == (2.5, 2.5, 2.5, 0, 0, 0)
-    assert flat("odd/huge") == (1e308, 1e308, None, None, 0, 0)
-    assert flat("odd/flags") == (0, 1, 0.75, pytest.approx(math.sqrt(3) / 4), 0, 0)
-    assert flat("odd/counts")[:2] == (-3, 2**62)
-    assert flat("odd/array")[:3] == (0, 5, 2.5)
-    assert {p for p, s in found.items() if s is None} == {
-        "model/tied", "odd/complex", "odd/dates", "epoch",
-    }  # fmt: skip
-
-
-def test_stats_read_only_what_is_selected_and_say_what_is_damaged(call, saved, tmp_path):
-    root = shutil.copytree(saved, tmp_path / "run")
-    for blob in root.glob("data/*/blobs/*.raw"):
-        blob.write_bytes(bytes(blob.stat().st_size))
-    assert call("show", root, "--stats", "--include", "model/block").code == 0
-    done = call("show", root, "--stats", "--include", "odd/mixed")
-    assert (done.code, done.out) == (1, "")
-    assert "odd/mixed" in done.err
-
-
-def test_stats_columns_stay_when_others_must_go(call, saved):
-    header = call("show", saved, "--stats", "--include", "model").out.splitlines()[3].split()
-    assert header[-6:] == ["MIN", "MAX", "MEAN", "STD", "NAN", "INF"]
-
-
-@pytest.mark.parametrize("width", [34, 40, 60, 80, 100])
-def test_of_all_figures_the_stored_size_stays_longest(width):
-    row = ["transformer.h.0.attn.c_attn.weight", "bfloat16", "768x2304", "3.4 MiB", "574.8 KiB"]
-    row += ["3.48x", "delta+floatsplit", "parameter", "7.1 MiB", "3"]
-    record = SimpleNamespace(errors=None)
-    borrowing = show.Shown(record, (), 1, bytes_borrowed=1, links=1)
-    columns = [*show._columns([borrowing], stats=False)]
-    shown = [columns[n].title for n in fitting(columns, [row], width)]
-    assert shown[0] == "PATH"
-    assert "STORED" in shown
-
-
-@pytest.mark.parametrize("limit", [1, 7, 50, 999])
-def test_stats_are_the_same_however_the_tensor_is_cut(saved, limit):
-    backend = open_backend(f"posix://{saved}")
-    checkpoint = Checkpoint.open(backend, 20)
-    (record,) = (r for r in checkpoint.objects() if r.path == ("odd", "array"))
-    whole = stats_module.tensor_stats(checkpoint, record)
-    cut = stats_module.tensor_stats(checkpoint, record, piece_bytes=limit)
-    backend.close()
-    assert cut.mean == pytest.approx(whole.mean)
-    assert cut.std == pytest.approx(whole.std)
-    assert (cut.min, cut.max) == (whole.min, whole.max)
-
-
-@given(st.lists(st.integers(0, 5), max_size=4).map(tuple), st.integers(1, 40))
-def test_pieces_cover_every_element_once_in_order_and_are_small(shape, limit):
-    numbers = np.arange(math.prod(shape)).reshape(shape)
-    found = []
-    for region in pieces(shape, limit):
-        assert 0 < region.numel <= limit
-        cut = tuple(slice(o, o + s) for o, s in zip(region.offsets, region.sizes, strict=True))
-        found += numbers[cut].reshape(-1).tolist()
-    assert found == numbers.reshape(-1).tolist()
-
-
 # -- verify --all, ls --metadata ------------------------------------------------------------------
 
 
@@ -264,17 +116,6 @@ def test_verify_all_goes_on_behind_a_damaged_checkpoint(call, saved, tmp_path):
     assert done.code == 1
     assert done.out.endswith("2 checkpoints verified, 1 damaged\n")
     assert call("verify", root, "--step", "10").code == 1
-
-
-def test_verify_of_a_run_without_checkpoints(call, tmp_path):
-    done = call("verify", tmp_path)
-    assert done.code == 1
-    assert done.err.startswith("penstock: no checkpoint under ")
-    assert call("verify", tmp_path, "--all").out == "0 checkpoints verified, 0 damaged\n"
-
-
-def test_verify_all_and_step_exclude_each_other(call, saved):
-    assert call("verify", saved, "--all", "--step", "10").code == 2
 
 
 def test_ls_metadata_prints_all_of_it(call, saved):

@@ -1,7 +1,5 @@
 """A pool of threads that calls which never return neither use up nor keep open."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -10,19 +8,6 @@ from penstock.core.concurrency.pool import Pool
 from penstock.core.concurrency.timing import Timing
 
 QUICK = Timing(poll_s=0.01)
-
-
-def test_tasks_run_in_order_on_as_many_threads_as_were_asked_for():
-    pool = Pool(1, "one")
-    seen = []
-    futures = [pool.submit(lambda n=n: seen.append((n, threading.get_ident()))) for n in range(50)]
-    for future in futures:
-        future.result(60)
-    assert [n for n, _ in seen] == list(range(50))
-    assert len({thread for _, thread in seen}) == 1
-    pool.shutdown(wait=True)
-    with pytest.raises(RuntimeError, match="shut down"):
-        pool.submit(print)
 
 
 def test_an_error_goes_to_who_waits_and_the_thread_goes_on():
@@ -64,19 +49,6 @@ def test_calls_that_hang_do_not_use_up_the_pool_for_ever(stuck_s):
         assert third.result(0) == "done"
     for future in hanging:
         future.result(60)
-
-
-def test_calls_that_hang_are_replaced_in_a_pool_that_was_busy_before():
-    """Whatever was queued then: a thread that goes on with it was never idle."""
-    pool = Pool(2, "two", stuck_s=0.05, timing=QUICK)
-    for future in [pool.submit(threading.get_ident) for _ in range(200)]:
-        future.result(60)
-    gate = threading.Event()
-    hanging = [pool.submit(lambda: gate.wait(60)) for _ in range(2)]
-    # The first of them comes before the others count as stuck.
-    assert [pool.submit(lambda: 3).result(60) for _ in range(20)] == [3] * 20
-    gate.set()
-    assert all(future.result(60) for future in hanging)
 
 
 def test_a_pool_that_is_dropped_runs_what_is_queued_and_ends_its_threads():

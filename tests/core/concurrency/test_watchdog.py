@@ -1,8 +1,6 @@
 """Calls that may never return, and what notices that."""
 
 import gc
-import itertools
-import math
 import signal
 import threading
 import weakref
@@ -57,31 +55,6 @@ def test_a_deadline_comes_once_and_a_watchdog_is_put_off_by_each_progress():
     assert not watchdog.is_over()
     clock.ahead_s = 25.0
     assert watchdog.is_over()
-
-
-@pytest.mark.parametrize("limit_s", [None, math.inf])
-def test_without_a_limit_the_end_never_comes(limit_s):
-    deadline = Deadline(limit_s, ShiftedClock())
-    assert not deadline.is_over()
-    assert deadline.left_s() == math.inf
-
-
-def test_a_watchdog_does_not_count_what_has_limits_of_its_own():
-    clock = ShiftedClock()
-    watchdog = Watchdog(10.0, clock)
-    with watchdog.paused():
-        clock.ahead_s = 1000.0
-        assert not watchdog.is_over()
-        assert watchdog.left_s() == math.inf
-    assert not watchdog.is_over()
-    clock.ahead_s = 1011.0
-    assert watchdog.is_over()
-
-
-def test_what_a_call_gives_or_raises_comes_back():
-    assert call_with_deadline("x", lambda: 3, Deadline(None), LateError, timing=QUICK) == 3
-    with pytest.raises(KeyError, match="y"):
-        call_with_deadline("x", lambda: {}["y"], Deadline(60), LateError, timing=QUICK)
 
 
 def test_a_call_that_hangs_ends_at_its_deadline_and_leaves_its_thread_behind(hang):
@@ -148,20 +121,6 @@ def test_ctrl_c_cancels_the_call_and_waits_for_its_end():
     thread.join()
     assert seen == ["over"]
     assert not hasattr(caught.value, "__notes__")
-
-
-def test_of_several_calls_those_that_hang_are_late_and_the_others_are_not(hang):
-    def fail():
-        raise KeyError("x")
-
-    looks = itertools.count()
-    clock = ShiftedClock(lambda: 1000.0 if next(looks) > 3 else 0.0)  # when it comes to the last
-    found = call_all_with_deadline(
-        "several", [lambda: 1, fail, lambda: 2, hang], Deadline(60, clock), LateError
-    )
-    assert found[::2] == [1, 2]
-    assert isinstance(found[1], KeyError)
-    assert isinstance(found[3], LateError)
 
 
 @pytest.mark.parametrize("how", ["one", "all"])

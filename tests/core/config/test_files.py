@@ -57,12 +57,6 @@ def test_a_variable_without_braces_is_refused_with_the_right_form(text):
     assert filled("$$" + name, SET, what="file") == f"${name}"
 
 
-@pytest.mark.parametrize("text", ["${BUCKET", "s3://${BUCKET/gpt", "${", "${BUCKET ${LEVEL}"])
-def test_a_variable_that_is_not_closed_is_refused(text):
-    with pytest.raises(ConfigError, match=r"path: \$\{ has no \} of its own"):
-        filled({"path": text}, SET, what="file")
-
-
 @pytest.mark.parametrize("suffix", ["toml", "json", "yaml"])
 def test_a_file_is_filled_from_the_environment(suffix, tmp_path, monkeypatch):
     monkeypatch.setenv("RUN_ROOT", str(tmp_path))

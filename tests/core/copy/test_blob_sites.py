@@ -120,28 +120,6 @@ def test_checkpoints_of_a_chain_are_copied_in_any_order_each_blob_once(chain, wo
     }
 
 
-def test_blobs_of_a_deleted_base_are_copied_too(workers):
-    source, target = made_chain(), memory()
-    for step in (1, 2):
-        Catalog(source).delete(step)
-    copy_of(source, target, workers, 3).run()
-    whole_at(target, 3)
-    Catalog(target).delete(3)
-    assert target.list("") == []
-
-
-def test_a_damaged_borrowed_blob_is_not_copied(workers):
-    source, target = made_chain(), memory()
-    name = f"{data_prefix(base_of(source))}blobs/00000-0.raw"
-    data = bytearray(source.read_record(name, limit_bytes=1 << 30))
-    data[:4096] = bytes(4096)
-    source.delete([name])
-    source.publish(name, bytes(data))
-    with pytest.raises(DamagedError, match=name):
-        copy_of(source, target, workers, 2).run()
-    assert Catalog(target).steps() == []
-
-
 @pytest.mark.parametrize(
     "case",
     [
@@ -201,18 +179,6 @@ def kill_and_free_the_base(chain, target, workers, at):
     return bool(target.list(Catalog(chain).record(2).index.name))
 
 
-@pytest.mark.parametrize("again", [1, 3])
-def test_what_a_killed_copy_was_to_borrow_holds_up_no_other(chain, workers, tmp_path, again):
-    for at in range(1, 40, every(4)):
-        with closing(files(tmp_path / str(at))) as target:
-            if kill_and_free_the_base(chain, target, workers, at):
-                break
-            copy_of(chain, target, workers, again).run()
-            copy_of(chain, target, workers, 2).run()
-            whole_at(target, *sorted({2, again}))
-    assert 5 < at < 39
-
-
 def test_what_a_copy_needs_that_was_killed_behind_its_index_is_left_alone(chain, workers, tmp_path):
     """Its commit record may still be on its way, and then the base has to be there."""
     for at in range(1, 40):
@@ -242,26 +208,6 @@ def test_a_copy_leaves_alone_what_another_one_under_way_relies_on(chain, workers
         thread.join()
     copy_of(chain, target, workers, 1).run()
     whole_at(target, 1, 2)
-
-
-def test_two_copies_that_need_one_blob_do_not_both_write_it(chain, workers):
-    target = memory()
-    faulty = FaultyBackend(target)
-    with holding(faulty, "create", match="00000-0.raw") as held:
-        first = copy_of(chain, faulty, workers, 2)
-        thread = threading.Thread(target=first.run)
-        thread.start()
-        assert held.reached.wait(30)
-        for step in (1, 3):
-            with pytest.raises(BusyError):
-                copy_of(chain, target, workers, step).run()
-        held.until.set()
-        thread.join()
-    whole = Catalog(target).steps()
-    assert whole == [2]
-    for step in (1, 3):
-        copy_of(chain, target, workers, step).run()
-    whole_at(target, 1, 2, 3)
 
 
 class Meanwhile(WrapperBackend):

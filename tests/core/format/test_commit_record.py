@@ -69,24 +69,6 @@ def test_a_commit_record_comes_back(user, step, generation):
     assert decode_commit(encode_commit(made), commit_name(step, generation)) == made
 
 
-def test_a_compaction_names_the_checkpoint_that_it_was_made_from():
-    made = record(compacts=OTHER)
-    data = encode_commit(made)
-    assert decode_commit(data, NAME) == made
-    assert b"compacts" not in encode_commit(record())
-    for wrong in (UID, "no uid", 5):
-        changed = resigned(data, lambda body, wrong=wrong: body.update(compacts=wrong))
-        with pytest.raises(FormatError, match="compacts"):
-            decode_commit(changed, NAME)
-
-
-def test_a_commit_record_is_read_by_people():
-    header, _, content = encode_commit(record()).partition(b"\n")
-    assert json.loads(header)["length"] == len(content)
-    assert content.count(b"\n") > 20
-    assert json.loads(content)["metadata"] == {"loss": 2.1, "tags": ["a", "ü"]}
-
-
 @pytest.mark.parametrize("data", [encode_commit(record()), encode_intent(INTENT)])
 def test_no_flipped_bit_goes_unseen(data):
     decode = decode_commit if b"generation" in data else decode_intent
@@ -182,18 +164,6 @@ def of_many(ranks, links):
     return made, data, blobs
 
 
-def test_a_record_does_not_grow_with_the_ranks_whose_blobs_it_borrows():
-    made, data, blobs = of_many(1024, 4)
-    stored = encode_commit(made)
-    assert len(stored) <= 16 << 10
-    assert len(stored) <= len(encode_commit(of_many(33, 4)[0])) + 64
-    read = decode_commit(stored, NAME)
-    assert read == made
-    assert decode_borrowed(data, read) == blobs
-    assert read.references == tuple(f"{n + 1:032x}" for n in range(4))
-    assert read.bytes_borrowed == sum(blob.length for blob in blobs)
-
-
 def test_a_record_with_a_malformed_table_is_refused():
     data = encode_commit(of_many(33, 2)[0])
     for change, message in [
@@ -232,14 +202,6 @@ def test_a_table_that_the_record_does_not_bind_is_damage(what):
         decode_borrowed(data, made)
 
 
-def test_a_record_of_the_first_releases_borrows_nothing():
-    def change(body):
-        del body["borrowed"]
-        body["references"] = []
-
-    assert decode_commit(resigned(encode_commit(record()), change), NAME) == record()
-
-
 def test_a_record_refers_to_each_save_once_that_it_borrows_from():
     third = "ff" * 16
     borrowed = (*BORROWED, BlobRecord(blob_name(third, 0, 0, "raw"), 1))
@@ -251,10 +213,6 @@ def test_a_record_that_could_not_be_read_is_never_written():
         encode_commit(record(created=""))
     with pytest.raises(FormatError, match="host"):
         encode_intent(replace(INTENT, host="h" * 100_000))
-
-
-def test_an_intent_comes_back():
-    assert decode_intent(encode_intent(INTENT), intent_name(UID)) == INTENT
 
 
 def test_the_intent_of_another_save_is_refused():

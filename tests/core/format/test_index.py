@@ -15,10 +15,8 @@ from penstock.core.format.index import (
     dump_table,
     encode_index,
     load_table,
-    merged,
     shard_table,
 )
-from penstock.core.format.records import PartEntry, part_name
 from penstock.core.types import Region
 
 # Few values, so that hashes collide; and all over, edges included.
@@ -94,14 +92,6 @@ def test_a_search_finds_every_shard_with_its_region(per_part, others, at_once):
     assert [row for block in reader.blocks() for row in said(block)] == rows
 
 
-@given(parts, st.lists(hashes, max_size=5))
-def test_shards_without_some_paths_are_those_of_all_others(per_part, unwanted):
-    table = merged(tables_of(per_part))
-    unwanted = [*unwanted, *table.hashes.tolist()[::3]]
-    expected = [row for row in said(table) if row[0] not in unwanted]
-    assert said(table.without(unwanted)) == expected
-
-
 def test_one_path_of_a_large_index_takes_the_head_and_one_block():
     values = np.random.default_rng(2).integers(0, 2**64 - 1, 300_000, np.uint64, endpoint=True)
     encoded = encode_index(UID, [table_of([whole(values.tolist())])])
@@ -112,16 +102,6 @@ def test_one_path_of_a_large_index_takes_the_head_and_one_block():
         assert sum(reads.lengths) < 50_000
 
 
-def test_what_thousands_of_ranks_hold_is_found_across_blocks():
-    per_part = [[[(2**62, True)], [(7, True)], [(2**64 - 1, True)]] for _ in range(5000)]
-    encoded = encode_index(UID, tables_of(per_part))
-    for section, value in enumerate([2**62, 7, 2**64 - 1]):
-        reads = Reads(encoded)
-        found = reads.reader(whole_bytes=0).find(value)
-        assert found.places() == [(rank, section) for rank in range(5000)]
-        assert len(reads.lengths) <= 5
-
-
 def test_a_thousand_regular_shards_take_less_than_two_bytes_each():
     def part(rank):
         held = [(n * 0x9E3779B97F4A7C15 % 2**64, Region((rank * 4, 0), (4, 64))) for n in range(50)]
@@ -129,18 +109,6 @@ def test_a_thousand_regular_shards_take_less_than_two_bytes_each():
 
     encoded = encode_index(UID, [part(rank) for rank in range(1000)])
     assert len(encoded.data) < 2 * 50 * 1000
-
-
-def test_nothing_is_said_of_a_damaged_block():
-    encoded = encode_index(UID, [table_of([whole(range(20_000))])])
-    assert len(Reads(encoded).reader(whole_bytes=0).find(2**50)) == 0
-    bad = bytearray(encoded.data)
-    bad[-9] ^= 1
-    reader = Reads(encoded, bytes(bad)).reader(whole_bytes=0)
-    assert reader.find(7).places() == [(0, 0)]
-    for wanted in (19_999, 2**50):
-        with pytest.raises(FormatError, match="sha256"):
-            reader.find(wanted)
 
 
 @given(st.data())
@@ -160,16 +128,6 @@ def test_a_head_that_does_not_fit_its_index_is_refused(change):
     reads.entry = replace(encoded.entry, **change)
     with pytest.raises(FormatError):
         reads.reader()
-
-
-def test_the_parts_that_an_index_lists_come_back():
-    parts = [PartEntry(part_name(UID, n * n), 100 + n, 10 + n, f"{n:064x}") for n in range(1, 40)]
-    encoded = encode_index(UID, [table_of([whole(range(9))])], parts)
-    assert Reads(encoded).reader().parts(UID) == tuple(parts)
-    assert Reads(encode_index(UID, [])).reader().parts(UID) == ()
-    for wrong in (parts[::-1], [*parts, parts[-1]], [replace(parts[0], head_length=102)]):
-        with pytest.raises(FormatError, match=r"in order of ranks|too long"):
-            Reads(encode_index(UID, [], wrong)).reader()
 
 
 def test_an_index_that_a_store_cuts_short_is_refused():

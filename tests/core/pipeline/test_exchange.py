@@ -167,21 +167,6 @@ def test_who_takes_beside_one_that_stands_still_is_told_at_once_to_read_by_itsel
     assert stuck.exchange is None
 
 
-def test_a_taker_that_stands_still_is_not_waited_for_and_keeps_what_it_was_lent(members):
-    one, two = members(2, pages=1, limit_s=0.1)
-    pieces = [share(n, 1) for n in range(3)]
-    one.begin(own=pieces)  # and the other one does nothing
-    lend(one, pieces[0], 7)
-    with pytest.raises(TakersStuckError, match="took nothing"):
-        lend(one, pieces[1], 8)
-    assert one.exchange.lend_no_more() == [piece.job for piece in pieces[1:]]
-    one.exchange.lent_all()
-    one.exchange.wait(never)
-    two.begin(taken=[(0, share(n)) for n in range(3)])  # hours later
-    assert len(two.exchange.wait(never)) == 2
-    assert two.placed == {0: b"\7" * PAGE}
-
-
 def test_a_taker_that_stands_still_while_it_lends_nothing_keeps_what_it_was_lent(members):
     clock = ShiftedClock()
     one, _ = members(2, pages=1, clock=clock)
@@ -209,32 +194,6 @@ def test_what_a_dead_process_was_lent_is_free_and_its_own_is_left_to_read(member
     assert one.exchange.wait(never) == [awaited.job]
 
 
-def test_what_is_refused_is_left_to_read(members):
-    one, two = members(2)
-    pieces, taken = [share(0, 1), share(1, 1)], [share(0), share(1)]
-    two.begin(taken=[(0, piece) for piece in taken])
-    one.begin(own=pieces)
-    one.exchange.refuse(pieces[0].job)
-    lend(one, pieces[1], 1)
-    one.exchange.lent_all()
-    assert two.exchange.wait(never) == [taken[0].job]
-    assert list(two.placed) == [1]
-
-
-def test_what_was_announced_before_the_end_is_still_taken(members):
-    one, two = members(2)
-    pieces = [share(n, 1) for n in range(4)]
-    one.begin(own=pieces)
-    for number, piece in enumerate(pieces):
-        lend(one, piece, number)
-    one.exchange.lent_all()
-    one.exchange.wait(never)  # ends without the answers of the other one
-    one.peers[0].socket.close()
-    two.begin(taken=[(0, share(n)) for n in range(4)])
-    assert two.exchange.wait(never) == []
-    assert len(two.placed) == 4
-
-
 def test_a_piece_outside_of_the_window_is_not_read(members):
     one, two = members(2, pages=1)
     taken = share(0, length=2 * PAGE)
@@ -243,20 +202,6 @@ def test_a_piece_outside_of_the_window_is_not_read(members):
     lend(one, piece, 1)
     assert two.exchange.wait(never) == [taken.job]
     assert not two.placed
-
-
-def test_a_target_that_fails_ends_the_taking_with_its_error(members):
-    one, two = members(2)
-
-    def fail(_):
-        raise ZeroDivisionError
-
-    two.hold = fail
-    two.begin(taken=[(0, share(0))])
-    one.begin(own=[piece := share(0, 1)])
-    lend(one, piece, 1)
-    with pytest.raises(RestoreError, match="ZeroDivisionError"):
-        two.exchange.wait(never)
 
 
 def test_a_target_that_fails_ends_the_lending_of_that_process_at_once(members):

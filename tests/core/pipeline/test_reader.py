@@ -1,7 +1,5 @@
 """Frames -> verified bytes in sinks, frame by frame and by hand."""
 
-from __future__ import annotations
-
 import gc
 import random
 import signal
@@ -25,7 +23,6 @@ from penstock.core.format.blocks import frame_blocks
 from penstock.core.format.records import BlobRecord, CodecRecord, Frame
 from penstock.core.pipeline.chain import CodecChain, checksum, checksum_blocks
 from penstock.core.pipeline.reader import Loader
-from penstock.core.pipeline.staging import has_small_pages
 from penstock.core.plan.bases import StoredFrame
 from penstock.core.plan.restore import ChunkUse, FrameJob
 from penstock.core.plugins.registry import default_registry
@@ -182,35 +179,6 @@ def test_a_target_has_only_verified_bytes_where_whole_frames_are_copied(by_copy,
     assert (sink.data == b"\xee" * 20_000) is by_copy
 
 
-@pytest.mark.parametrize("prefers", [True, False])
-def test_whole_frames_are_copied_if_the_store_prefers_huge_pages(prefers, store, workers):
-    class Disk(WrapperBackend):
-        @property
-        def capabilities(self):
-            return replace(super().capabilities, direct_io=True, prefers_huge_pages=prefers)
-
-        @property
-        def direct_io(self):
-            return True
-
-    job, data = store.raw(20_000)
-    sink = Sink(20_000, direct=True)
-    Loader(Disk(store.backend), workers).run([using(job, ChunkUse(sink, 0, 0, 20_000))])
-    assert sink.data == data
-    assert sink.copies == (prefers and has_small_pages())
-
-
-@pytest.mark.parametrize("kind", ["raw", "encoded"])
-def test_pieces_of_a_slab_go_where_they_belong(kind, store, loader):
-    job, data = getattr(store, kind)(10_000)
-    one, other = Sink(100, direct=True), Sink(9000, direct=False)
-    uses = [ChunkUse(one, 0, 0, 100), ChunkUse(None, 100, 0, 64), ChunkUse(other, 512, 10, 8000)]
-    assert not loader.run([using(job, *uses)]).damaged
-    assert one.data == data[:100]
-    assert other.data[10:8010] == data[512:8512]
-    assert other.data[:10] == b"\xee" * 10
-
-
 def test_only_the_ranges_asked_for_are_read_and_placed(store, loader):
     job, data = store.raw(20_000)
     blocks = frame_blocks(64, 20_000, BLOCK)
@@ -294,14 +262,6 @@ def test_missing_and_cut_blobs_are_damage_of_their_frames_only(store, loader):
     assert sinks[0].data == expected
 
 
-def test_a_blob_that_is_only_cut_is_not_missing(store, loader):
-    job, _ = store.raw(9000)
-    store.cut("raw", 100)
-    stats = loader.run([using(job, ChunkUse(None, 0, 0, 9000))])
-    assert stats.damaged
-    assert not stats.missing_blob
-
-
 def test_every_frame_arrives_however_little_scratch_there_is(store, workers):
     loader = Loader(store.backend, workers, scratch_bytes=8192)
     jobs, sinks = [], []
@@ -314,41 +274,6 @@ def test_every_frame_arrives_however_little_scratch_there_is(store, workers):
     assert not loader.run(jobs).damaged
     assert all(sink.data == data for sink, data in sinks)
     assert loader._idle[0]._used == 0
-
-
-class Together(ZstdCodec):
-    """Decodes a frame only while another thread decodes one, too."""
-
-    def __init__(self):
-        super().__init__(ZstdCodec.Config())
-        self._both = threading.Barrier(2)
-
-    def decode(self, frame, out, /, *, context):
-        self._both.wait(30)
-        super().decode(frame, out, context=context)
-
-
-def test_all_workers_decode_however_much_of_the_scratch_a_frame_takes(store, workers):
-    store.chain = CodecChain([Together()])
-    loader = Loader(store.backend, workers, scratch_bytes=16 << 10)
-    made = [store.encoded(20_000, name=f"b{number}") for number in range(4)]
-    sinks = [Sink(20_000, direct=True) for _ in made]
-    jobs = [
-        using(job, ChunkUse(sink, 0, 0, 20_000)) for (job, _), sink in zip(made, sinks, strict=True)
-    ]
-    assert min(job.frame.length for job in jobs) > 8 << 10  # two are more than the scratch
-    assert not loader.run(jobs).damaged
-    assert all(sink.data == data for (_, data), sink in zip(made, sinks, strict=True))
-
-
-def test_progress_adds_up_to_what_was_read(store, loader):
-    jobs = [store.raw(5000, name=f"b{n}")[0] for n in range(5)]
-    seen = []
-    stats = loader.run(
-        [using(job, ChunkUse(None, 0, 0, 5000)) for job in jobs], progress=seen.append
-    )
-    assert sum(seen) == stats.bytes_read == 25_000
-    assert stats.frames == 5
 
 
 def test_an_error_of_the_store_is_raised_and_the_next_run_works(store, workers):
@@ -472,24 +397,6 @@ def test_ctrl_c_does_not_wait_for_ever_for_a_stuck_store(store):
     workers.close()
 
 
-def test_runs_do_not_wait_for_each_others_scratch(store, workers):
-    faulty = FaultyBackend(store.backend)
-    loader = Loader(faulty, workers, scratch_bytes=8192)
-    (held, data), (free, other) = store.raw(8000, name="held"), store.raw(8000, name="free")
-    go_on = threading.Event()
-    blocked = faulty.block("read", go_on, match="held")
-    sinks = [Sink(8000, direct=False) for _ in range(2)]
-    with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(loader.run, [using(held, ChunkUse(sinks[0], 0, 0, 8000))])
-        assert blocked.reached.wait(30)
-        second = loader.run([using(free, ChunkUse(sinks[1], 0, 0, 8000))])
-        go_on.set()
-        assert not first.result(30).damaged
-    assert not second.damaged
-    assert [sink.data for sink in sinks] == [data, other]
-    faulty.close()
-
-
 # -- long chains ----------------------------------------------------------------------------------
 
 LENGTH, LINKS = 20_000, 5
@@ -516,23 +423,6 @@ def test_a_chain_that_is_read_link_by_link_decodes_to_the_same(direct, store, by
         assert sink.data == data
         assert beside.data == more
         assert stats.bytes_read == sum(seen) == 2 * 9000 + sum(o.frame.length for o in job.links)
-
-
-@pytest.mark.parametrize("decode", [True, False])
-@pytest.mark.parametrize("link", [0, 2, LINKS - 1])
-@pytest.mark.parametrize("lost", [True, False])
-def test_damage_of_any_link_is_found_when_they_are_read_one_by_one(
-    lost, link, decode, store, by_links
-):
-    job, _ = store.chained(LENGTH, LINKS)
-    if lost:
-        store.backend.delete([f"link-{link}"])
-    else:
-        store.corrupt(f"link-{link}", 5000)
-    stats = by_links.run([using(job, ChunkUse(None, 0, 0, LENGTH))], decode=decode)
-    ((name, detail, blob),) = stats.damaged
-    assert (name, blob, stats.missing_blob) == ("object", f"link-{link}", lost)
-    assert blob in detail
 
 
 def test_links_that_are_damaged_in_different_tiers_still_make_a_chunk(store, workers):
@@ -619,8 +509,3 @@ class Announcing(Sink):
     def copy_in(self, start, data, /):
         super().copy_in(start, data)
         self._event.set()
-
-
-def test_nothing_to_read_is_nothing_read(loader):
-    stats = loader.run([])
-    assert (stats.bytes_read, stats.frames, stats.damaged) == (0, 0, [])

@@ -14,10 +14,8 @@ from hypothesis import strategies as st
 
 from penstock.core.pipeline.staging import (
     Staging,
-    available_memory,
     container_memory,
     default_budget,
-    has_small_pages,
     map_memory,
 )
 from penstock.core.types import PAGE_BYTES
@@ -51,38 +49,6 @@ def test_blocks_never_overlap_keep_their_phase_and_stay_in_the_budget(steps, bud
     for block in held:
         staging.release(block)
     assert staging._used == 0
-
-
-@given(order=st.permutations(range(6)))
-def test_released_neighbours_become_one_piece_again(order):
-    staging = Staging(6 * 64 * 1024)
-    staging.expect(6 * 64 * 1024)
-    blocks = [staging.acquire(64 * 1024, 0) for _ in range(6)]
-    assert staging.acquire(1, 0) is None
-    for index in order:
-        staging.release(blocks[index])
-    whole = staging.acquire(6 * 64 * 1024, 0)
-    assert whole is not None
-
-
-def test_memory_is_reused_instead_of_allocated():
-    staging = Staging(8 * MIB)
-    staging.expect(3 * MIB)
-    addresses = set()
-    for _ in range(5):
-        block = staging.acquire(3 * MIB, 0)
-        addresses.add(block.address)
-        staging.release(block)
-    assert len(addresses) == 1
-    assert staging.allocated_bytes == 3 * MIB
-
-
-def test_what_is_written_into_a_block_is_seen_through_its_view_only():
-    staging = Staging(MIB)
-    first, second = staging.acquire(5000, 64), staging.acquire(5000, 64)
-    first.view[:] = b"a" * 5000
-    second.view[:] = b"b" * 5000
-    assert bytes(first.view) == b"a" * 5000
 
 
 def test_a_forked_child_has_no_part_in_an_arena():
@@ -124,24 +90,6 @@ def test_the_default_budget_is_the_state_or_a_rank_s_share_of_half_the_memory(st
     total = next(int(li.split()[1]) << 10 for li in lines if li.startswith("MemTotal"))
     budget = default_budget(state, ranks)
     assert 0 < budget <= min(state, total // 2 // ranks)
-
-
-def test_arenas_of_smaller_states_do_not_use_up_the_budget():
-    staging = Staging(8 * PAGE_BYTES)
-    for pages in (1, 2, 3, 4, 8):
-        need = pages * PAGE_BYTES
-        staging.expect(need, largest_bytes=need)
-        block = staging.acquire(need, 0)
-        assert block is not None
-        assert staging.allocated_bytes <= staging.budget_bytes
-        staging.release(block)
-    # What is enough is kept, and what is in use is never let go.
-    kept = staging.acquire(PAGE_BYTES, 0)
-    staging.expect(PAGE_BYTES, largest_bytes=PAGE_BYTES)
-    staging.expect(9 * PAGE_BYTES, largest_bytes=9 * PAGE_BYTES)
-    assert staging.allocated_bytes == 8 * PAGE_BYTES
-    staging.release(kept)
-    assert staging._used == 0
 
 
 @given(steps=steps, budget=st.integers(1, 20).map(lambda n: n * 64 * 1024))
@@ -204,25 +152,6 @@ def test_the_limit_of_a_container_counts(tmp_path, files, expected):
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
     assert container_memory(str(tmp_path)) == expected
-
-
-def test_a_budget_is_at_most_the_state_and_half_of_what_is_free():
-    assert default_budget(1000) == 1000
-    half = available_memory() // 2
-    assert default_budget(1 << 60) <= half * 1.5
-    assert default_budget(1 << 60, 4) <= half * 1.5 / 4
-
-
-def test_memory_has_small_pages_where_huge_ones_come_by_advice_alone(tmp_path):
-    setting = tmp_path / "enabled"
-    for text, small in (
-        ("always [madvise] never", True),
-        ("[always] madvise never", False),  # tensors have huge pages as well
-        ("always madvise [never]", False),  # arenas have none either
-    ):
-        setting.write_text(text)
-        assert has_small_pages(str(setting)) is small
-    assert not has_small_pages(str(tmp_path / "none"))
 
 
 def is_pinned(address):

@@ -4,8 +4,7 @@ import pytest
 
 from penstock.core.abc.codec import CodecContext
 from penstock.core.format.records import BlobRecord, CodecRecord, Frame, blob_name
-from penstock.core.plan.bases import EarlierFrames, PieceKey, StoredFrame, with_contexts
-from penstock.core.types import Region
+from penstock.core.plan.bases import EarlierFrames, StoredFrame
 
 ZSTD, LZ4 = CodecRecord("zstd", 1, {"level": 3}), CodecRecord("lz4", 1, {})
 LENGTH = 400
@@ -69,40 +68,9 @@ def test_the_codecs_are_those_that_would_encode_it_now(has, wanted, fits):
     assert (find([(PLAIN, stored(chain=has))], chain=wanted) is not None) is fits
 
 
-def test_a_raw_frame_is_for_a_raw_chunk_and_a_declined_one_for_one_with_codecs():
-    raw, declined = stored(chain=(), where=blob(kind="raw")), stored(chain=())
-    assert find([(PLAIN, raw)], chain=()) is raw
-    assert find([(PLAIN, raw)]) is None
-    assert find([(PLAIN, declined)], chain=()) is None
-    assert find([(PLAIN, declined)]) is declined
-
-
 @pytest.mark.parametrize(("length", "worth"), [(500, True), (499, False)])
 def test_a_save_of_which_less_than_half_is_used_is_not_kept_alive(length, worth):
     old = stored(length=length)
     own = stored(8, where=blob(NEW), length=1000)
     assert (find([(PLAIN, old), (PLAIN, own)]) is not None) is worth
     assert find([(PLAIN, old), (PLAIN, own)], content=8) is own
-
-
-def test_a_frame_counts_once_however_many_objects_use_it():
-    old = stored(length=300)
-    assert find([(PLAIN, old), (PLAIN, old)]) is None
-
-
-def test_a_frame_whose_base_lies_among_crumbs_is_left_out():
-    below = stored(9, where=blob(OLD), length=100)
-    above = stored(7, where=blob(NEW), length=1000, base=below)
-    assert find([(PLAIN, above)]) is None
-
-
-def test_the_context_of_a_stored_frame_is_that_of_the_one_object_that_fills_it():
-    whole = PieceKey(("w",), "float32", 4, (30, 20), Region.whole((30, 20)), 800, 1200, 0)
-    small = PieceKey(("s",), "float32", 4, (5,), Region.whole((5,)), 0, 20, 0)
-    slab, untyped = stored(elements=("float32", 4)), stored()
-    found = list(with_contexts({(whole,): untyped, (small, small): slab, (small,): untyped}))
-    assert found == [
-        (CodecContext("float32", 4, (30, 20), 800, LENGTH), untyped),
-        (CodecContext("float32", 4, (100,), 0, LENGTH), slab),
-        (CodecContext("uint8", 1, (400,), 0, LENGTH), untyped),
-    ]

@@ -47,15 +47,6 @@ def test_others_are_no_masters():
         assert not found(half("model", "wte.weight"), other, lossy=[1])
 
 
-def test_the_same_path_below_the_top_level_key_comes_first():
-    objects = [full("x", "w", "a"), full("y", "w"), half("model", "w"), full("z", "w")]
-    assert found(*objects) == {2: (1, 3, 0)}
-
-
-def test_small_objects_stay_in_their_slabs():
-    assert not found(half("model", "w", count=COUNT - 1), full("master", "w", count=COUNT - 1))
-
-
 NOW, DEFERRED = Capture.NOW, Capture.DEFERRED
 
 

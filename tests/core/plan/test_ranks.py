@@ -135,23 +135,6 @@ def test_objects_of_other_replicas_never_share_a_slab():
     assert names == [{"a", "b", "c", "d"}, {"c"}, {"a"}, set()]
 
 
-def test_bytes_in_several_rectangles_are_told_codecs_as_one_row():
-    from penstock.core.plan.save import context_of, elements_of
-
-    strided = of_shape(
-        ("w",), (8, 4096), regions=(Region((1, 0), (1, 4096)), Region((5, 0), (2, 4096)))
-    )
-    strided = strided._replace(chain=1)
-    plan = plan_save([strided], chunk_bytes=2 * CHUNK, even_cuts=True)
-    plan.spans.update(spans_of_rank(plan, frozenset(range(len(plan.chunks)))))
-    first, second = plan.chunks
-    assert context_of(plan, first).shape == (8192,)
-    assert elements_of(plan, first) == ("float32", 4)
-    assert context_of(plan, second).shape == (2, 4096)
-    assert context_of(plan, second).start == CHUNK
-    assert elements_of(plan, second) is None
-
-
 @given(st.lists(st.integers(1, 70), min_size=1, max_size=9), st.integers(1, 4), st.data())
 def test_what_may_be_derived_goes_to_the_rank_that_writes_its_master(rows, count, data):
     masters = [of_shape((f"master{n}",), (r, 64)) for n, r in enumerate(rows)]

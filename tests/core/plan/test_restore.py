@@ -3,7 +3,6 @@
 import itertools
 import math
 from itertools import combinations
-from operator import sub
 
 import numpy as np
 import pytest
@@ -29,8 +28,6 @@ from penstock.core.plan.regions import (
     is_partition,
     one_copy,
     region_runs,
-    relative,
-    run_of,
 )
 from penstock.core.plan.restore import Located, ShardRequest, plan_restore
 from penstock.core.plan.save import plan_save
@@ -213,12 +210,6 @@ def test_runs_are_exactly_the_bytes_of_a_region_with_small_gaps_joined(case, gap
     assert region_runs(shape, region, itemsize, merge_gap_bytes=gap) == joined
 
 
-def test_runs_are_joined_over_gaps_of_exactly_the_given_size():
-    region = Region((0, 0), (3, 4))
-    assert len(region_runs((3, 10), region, 2, merge_gap_bytes=11)) == 3
-    assert len(region_runs((3, 10), region, 2, merge_gap_bytes=12)) == 1
-
-
 @given(regions(), st.data())
 def test_a_range_of_elements_is_few_rectangles_in_order(case, data):
     shape, _, itemsize = case
@@ -231,15 +222,6 @@ def test_a_range_of_elements_is_few_rectangles_in_order(case, data):
     assert len(found) <= max(1, 2 * len(shape) - 1)
 
 
-@given(regions())
-def test_a_run_is_said_of_exactly_those_regions_that_are_one(case):
-    shape, region, itemsize = case
-    runs = region_runs(shape, region, itemsize)
-    run = run_of(shape, region, itemsize)
-    if region.numel:
-        assert ([run] if run else []) == (runs if len(runs) == 1 else [])
-
-
 def elements(region):
     spans = zip(region.offsets, region.sizes, strict=True)
     return set(itertools.product(*(range(o, o + n) for o, n in spans)))
@@ -250,19 +232,6 @@ def spans_of(dimensions):
     ends = st.tuples(st.integers(0, 4), st.integers(0, 4)).map(sorted)
     spans = st.lists(ends, min_size=dimensions, max_size=dimensions)
     return spans.map(lambda s: Region([a for a, _ in s], [b - a + 1 for a, b in s]))
-
-
-@given(regions(), regions())
-def test_what_two_regions_have_in_common(one, other):
-    if len(one[0]) != len(other[0]):
-        return
-    (_, a, _), (_, b, _) = one, other
-    both = elements(a) & elements(b)
-    common = common_region(a, b)
-    assert (common.numel if common else 0) == len(both)
-    if common:
-        assert common.offsets in both
-        assert relative(common, a).offsets == tuple(map(sub, common.offsets, a.offsets))
 
 
 def cuts(shape, places):
@@ -290,14 +259,6 @@ def test_regions_are_a_partition_if_each_element_is_in_one(shape, places, data):
     found = data.draw(st.permutations(found))[: data.draw(st.integers(0, len(found)))]
     held = [element for region in found for element in elements(region)]
     assert is_partition(shape, found) == (sorted(held) == sorted(elements(Region.whole(shape))))
-
-
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple), PLACES, PLACES)
-def test_two_copies_are_told_apart_however_they_are_cut(shape, places, others):
-    copies = [cuts(shape, places), cuts(shape, others)]
-    regions = list(dict.fromkeys(copies[0] + copies[1]))
-    assert flaw_of_cover(shape, regions) is None
-    assert is_partition(shape, [regions[number] for number in one_copy(shape, regions)])
 
 
 def across(dimensions, size, dimension):

@@ -1,16 +1,12 @@
-from __future__ import annotations
-
 import logging
 import sys
 import textwrap
 import threading
-from importlib.metadata import EntryPoint
 
 import pytest
 
-from penstock.core.errors import ConfigError, PluginError
+from penstock.core.errors import PluginError
 from penstock.core.plugins.registry import Registry
-from penstock.core.testing.static_providers import StaticProviders
 
 CODEC = """
     from penstock.core.abc import Codec, PluginConfig
@@ -101,23 +97,6 @@ def test_unknown_name_says_the_nearest_and_what_is_installed(plugin_site):
     assert "installed: " in str(caught.value)
 
 
-def test_unknown_name_that_is_near_to_none_lists_what_is_installed_once(plugin_site):
-    plugin_site.add_penstock()
-    with pytest.raises(PluginError) as caught:
-        Registry().codec_class("brotli")
-    assert str(caught.value).count("zstd") == 1
-    assert str(caught.value).endswith("): install the package that provides it")
-
-
-def test_entry_points_can_be_given(plugin_site):
-    _add_codec(plugin_site, "acme-codecs", "hidden", module="acme_codec", source=_codec("seen"))
-    given = [EntryPoint("seen", "acme_codec:Good", "penstock.codecs")]
-    registry = Registry(given)
-    assert registry.names("codec") == ["seen"]
-    assert registry.names("backend") == []
-    assert registry.codec("seen", {}).name == "seen"
-
-
 # -- broken plugins -----------------------------------------------------------------------------
 
 BROKEN = {
@@ -163,15 +142,6 @@ def test_broken_plugins_are_reported_with_their_distributions_and_break_no_other
     for name, (_, complaint) in BROKEN.items():
         assert (states[name].state, states[name].version) == ("failed", "2.1")
         assert complaint.replace("bad", name) in states[name].error
-
-
-def test_module_that_is_not_there_is_seen_without_loading(plugin_site):
-    plugin_site.add("bad-codecs", {"penstock.codecs": {"bad": "no_such_package.sub:Good"}})
-    _add_codec(plugin_site, "acme-codecs", "acme", module="acme_codec")
-    states = {i.name: i for i in Registry().listing(load=False)}
-    assert states["bad"].state == "failed"
-    assert "no module 'no_such_package.sub'" in states["bad"].error
-    assert states["acme"].state == "found"
 
 
 def test_two_that_claim_one_name_are_an_error_naming_both(plugin_site):
@@ -225,14 +195,6 @@ def test_of_several_the_preferred_one_is_taken(plugin_site):
     assert plain.preferring({"codec": {}}) is plain
 
 
-def test_a_conflict_of_two_others_says_how_to_settle_it(plugin_site):
-    for name in ("first", "second"):
-        _add_codec(plugin_site, f"{name}-codecs", "same", module=f"{name}_codec")
-    hint = r'or say which by the option prefer, as prefer=\{"codec": \{"same": "first-codecs"\}\}'
-    with pytest.raises(PluginError, match=hint):
-        Registry().codec_class("same")
-
-
 def test_a_class_is_registered_at_run_time(plugin_site):
     names = {}
     exec(textwrap.dedent(_codec("mine")), names)
@@ -245,16 +207,6 @@ def test_a_class_is_registered_at_run_time(plugin_site):
     assert other.codec_class("mine") is names["Good"]
     with pytest.raises(PluginError, match="no codec called 'mine'"):
         Registry().codec_class("mine")
-
-
-def test_a_taken_name_is_registered_only_where_that_is_said():
-    names = {}
-    exec(textwrap.dedent(_codec("zstd")), names)
-    registry = Registry()
-    with pytest.raises(PluginError, match=r"zstd' cannot be registered: penstock .* has it"):
-        registry.register(names["Good"])
-    registry.register(names["Good"], replace=True)
-    assert registry.codec_class("zstd") is names["Good"]
 
 
 @pytest.mark.parametrize(
@@ -281,25 +233,7 @@ def test_a_registered_provider_is_asked_from_then_on():
     assert registry.providers.for_type(dict).name == "mine"
 
 
-def test_two_kinds_may_share_a_name(plugin_site):
-    groups = {
-        "penstock.codecs": {"acme": "acme_codec:Good"},
-        "penstock.providers": {"acme": "acme_provider:Provider"},
-    }
-    plugin_site.add(
-        "acme", groups, acme_codec=_codec("acme"), acme_provider=_provider("acme", forms=["x"])
-    )
-    registry = Registry([e for e in _installed() if e.dist.name == "acme"])
-    assert registry.codec("acme", {}).name == "acme"
-    assert registry.providers.for_form("x").name == "acme"
-
-
 # -- looking closely ----------------------------------------------------------------------------
-
-
-def _listed(name):
-    (info,) = [i for i in Registry().listing() if i.name == name]
-    return info
 
 
 NOT_USABLE = {
@@ -344,97 +278,6 @@ def test_providers_that_only_fail_in_use_are_listed_as_failed_and_say_why(plugin
     assert listed["good"].state == "ok"
 
 
-INIT = "        def __init__(self, config, /): raise OSError('no card')\n"
-
-
-FAILING_CODECS = [
-    (INIT, "codec 'bad' of bad-codecs 1.0 cannot be created: OSError: no card"),
-    ("        def max_encoded_size(self, raw_length, /): return raw_length / 2\n", "500.0"),
-    (
-        "        def decode(self, frame, out, /, *, context): pass\n",
-        "it is declared lossless, but 1000 bytes came back changed",
-    ),
-    (
-        "        def encode(self, chunk, out, /, *, context): out[:] = chunk\n",
-        "it returned None from encode",
-    ),
-    (
-        "        def __init__(self, config, /): self.options = config\n",
-        "cannot be created: AttributeError",
-    ),
-    (
-        "        def __init__(self, config, /): self.config = {}\n",
-        "it does not keep its options as `config`",
-    ),
-    (
-        "        def output(self, context, /): return 'float32'\n",
-        "it says 'float32' for its output: it must be a CodecOutput",
-    ),
-]
-
-
-def test_codecs_that_need_no_options_are_made_to_see_whether_they_work(plugin_site):
-    for number, (more, _) in enumerate(FAILING_CODECS):
-        name = f"bad{number}"
-        source = _codec(name) + more
-        _add_codec(plugin_site, f"{name}-codecs", name, module=name, source=source)
-    listed = {info.name: info for info in Registry().listing()}
-    for number, (_, complaint) in enumerate(FAILING_CODECS):
-        assert listed[f"bad{number}"].state == "failed"
-        assert complaint.replace("bad", f"bad{number}") in listed[f"bad{number}"].error
-
-
-def test_codec_that_needs_options_is_not_made(plugin_site):
-    source = _codec("picky").replace("level: int = 1", "level: int") + INIT
-    _add_codec(plugin_site, "acme-codecs", "picky", module="acme_codec", source=source)
-    assert _listed("picky").state == "ok"
-
-
-BACKEND = """
-    from penstock.backends.memory import MemoryBackend, MemoryConfig
-
-    class Store(MemoryBackend):
-        api_version = 1
-        name = "{name}"
-        closed = []
-        def close(self):
-            super().close()
-            self.closed.append(True)
-"""
-
-
-MADE_BACKENDS = [
-    ("", None),
-    ("        def __init__(self, config, /): raise OSError('no route')\n", "OSError: no route"),
-    ("        url = None\n", "says None for its url"),
-    ("        capabilities = {'direct_io': True}\n", "has capabilities of type dict"),
-]
-
-
-def test_backends_that_need_no_options_are_made_and_closed(plugin_site):
-    for number, (more, _) in enumerate(MADE_BACKENDS):
-        source = BACKEND.format(name=f"acme{number}") + more
-        target = {"penstock.backends": {f"acme{number}": f"acme_store{number}:Store"}}
-        plugin_site.add(f"acme{number}", target, **{f"acme_store{number}": source})
-    listed = {info.name: info for info in Registry().listing()}
-    for number, (more, complaint) in enumerate(MADE_BACKENDS):
-        info = listed[f"acme{number}"]
-        assert info.state == ("failed" if complaint else "ok")
-        assert (complaint or "") in (info.error or "")
-        closed = sys.modules[f"acme_store{number}"].Store.closed
-        assert len(closed) == (0 if "route" in more else 1)
-
-
-@pytest.mark.parametrize("name", ["Ev-Upper", "ev_under"])
-def test_backend_whose_name_no_url_can_begin_with_is_refused_without_making_one(plugin_site, name):
-    target = {"penstock.backends": {name: "acme_store:Store"}}
-    plugin_site.add("acme-store", target, acme_store=BACKEND.format(name=name))
-    assert f"is called {name!r}, which no URL can begin with" in _listed(name).error
-    with pytest.raises(PluginError, match=r"of acme-store 1\.0 cannot be used"):
-        Registry().backend_class(name)
-    assert sys.modules["acme_store"].Store.closed == []
-
-
 def test_providers_that_declare_one_form_are_a_conflict_and_the_others_are_not(plugin_site):
     for name, forms in (("one", ["a", "both"]), ("two", ["b", "both"]), ("three", ["c"])):
         source = _provider(name, forms=forms)
@@ -446,32 +289,7 @@ def test_providers_that_declare_one_form_are_a_conflict_and_the_others_are_not(p
     assert "provider 'two' of p-two 1.0" in found["one"].error
 
 
-def test_nothing_is_made_where_nobody_asked_to_look_closely(plugin_site):
-    source = _provider("bad") + "        def __init__(self): raise OSError('no key')\n"
-    _add_provider(plugin_site, "p-bad", "bad", module="p_bad", source=source)
-    assert {i.state for i in _third_party_only().listing(load=False)} == {"found"}
-
-
 # -- codecs of checkpoints ----------------------------------------------------------------------
-
-
-def test_wrong_options_name_the_codec_and_the_nearest_key(plugin_site):
-    _add_codec(plugin_site, "acme-codecs", "acme", module="acme_codec")
-    with pytest.raises(ConfigError, match="options of codec 'acme'") as caught:
-        Registry().codec("acme", {"levle": 3})
-    assert "levle: unknown key; did you mean level?" in str(caught.value)
-
-
-def test_recorded_codec_is_made_again(plugin_site):
-    _add_codec(plugin_site, "acme-codecs", "acme", module="acme_codec")
-    codec = Registry().codec_from_record("acme", 1, {"level": 7})
-    assert codec.config.model_dump() == {"level": 7}
-
-
-def test_recorded_codec_of_an_older_version_is_made(plugin_site):
-    source = _codec("acme", version=3)
-    _add_codec(plugin_site, "acme-codecs", "acme", module="acme_codec", source=source)
-    assert Registry().codec_from_record("acme", 2, {}).version == 3
 
 
 def test_versions_before_the_oldest_readable_one_are_refused(plugin_site):
@@ -484,14 +302,6 @@ def test_versions_before_the_oldest_readable_one_are_refused(plugin_site):
     )
     with pytest.raises(PluginError, match=complaint):
         Registry().codec_from_record("acme", 2, {})
-
-
-@pytest.mark.parametrize("oldest", [0, 3, "1", True])
-def test_an_oldest_readable_version_that_cannot_be_is_refused(plugin_site, oldest):
-    source = _codec("acme", version=2) + f"        oldest_readable = {oldest!r}\n"
-    _add_codec(plugin_site, "acme-codecs", "acme", module="acme_codec", source=source)
-    with pytest.raises(PluginError, match=rf"says {oldest!r} for oldest_readable.* its version, 2"):
-        Registry().codec("acme", {})
 
 
 @pytest.mark.parametrize(
@@ -536,12 +346,6 @@ def test_provider_with_the_highest_priority_is_chosen(plugin_site):
     assert providers.for_type(list) is None
 
 
-def test_negative_priorities_are_priorities_too(plugin_site):
-    source = _provider("low", claims="-5 if kind is dict else None")
-    _add_provider(plugin_site, "p-low", "low", module="p_low", source=source)
-    assert _third_party_only().providers.for_type(dict).name == "low"
-
-
 def test_tie_is_an_error_naming_both_distributions_for_that_type_only(plugin_site):
     one = _provider("one", claims="{dict: 20, set: 5}.get(kind)")
     two = _provider("two", claims="{dict: 20, set: 6}.get(kind)")
@@ -581,42 +385,6 @@ def test_a_shipped_form_is_never_taken_away(plugin_site, caplog):
     assert states == {"greedy": "conflict", "ndarray": "ok"}
 
 
-def test_tie_below_the_highest_priority_is_none(plugin_site):
-    for name, priority in (("one", 5), ("two", 5), ("top", 6)):
-        source = _provider(name, claims=str(priority))
-        _add_provider(plugin_site, f"p-{name}", name, module=f"p_{name}", source=source)
-    assert _third_party_only().providers.for_type(dict).name == "top"
-
-
-@pytest.mark.parametrize("claim", ["'always'", "2.5", "True"])
-def test_claim_that_is_no_priority_is_an_error_that_names_the_provider(plugin_site, claim):
-    bad = _provider("bad", claims=f"{claim} if kind is dict else None")
-    _add_provider(plugin_site, "p-bad", "bad", module="p_bad", source=bad)
-    _add_provider(plugin_site, "p-good", "good", module="p_good", source=_provider("good", "1"))
-    providers = _third_party_only().providers
-    with pytest.raises(PluginError, match=r"^provider 'bad' of p-bad 1\.0 returned .* the prior"):
-        providers.for_type(dict)
-    assert providers.for_type(list).name == "good"
-
-
-@pytest.mark.parametrize("claim", ["'always'", "2.5", "True"])
-def test_a_fixed_list_of_providers_refuses_such_a_claim_too(claim):
-    names = {}
-    exec(textwrap.dedent(_provider("bad", claims=f"{claim} if kind is dict else None")), names)
-    providers = StaticProviders([names["Provider"]()])
-    with pytest.raises(PluginError, match=r"^provider 'bad' returned .* from claims\(dict\)"):
-        providers.for_type(dict)
-    assert providers.for_type(list) is None
-
-
-def test_claims_are_asked_once_per_type(plugin_site):
-    source = _provider("count", claims="self.asked.append(kind) or 1") + "        asked = []\n"
-    _add_provider(plugin_site, "p-count", "count", module="p_count", source=source)
-    providers = _third_party_only().providers
-    assert providers.for_type(dict) is providers.for_type(dict)
-    assert providers.for_type(dict).asked == [dict]
-
-
 def test_broken_third_party_provider_is_left_out_with_one_warning(plugin_site, caplog):
     broken = "import no_such_module_anywhere"
     _add_provider(plugin_site, "p-bad", "bad", module="p_bad", source=broken)
@@ -629,13 +397,6 @@ def test_broken_third_party_provider_is_left_out_with_one_warning(plugin_site, c
     assert "provider 'bad' of p-bad 1.0" in caplog.text
 
 
-def test_third_party_provider_that_cannot_be_created_is_left_out(plugin_site, caplog):
-    source = _provider("bad") + "        def __init__(self): raise OSError('no key')\n"
-    _add_provider(plugin_site, "p-bad", "bad", module="p_bad", source=source)
-    assert _third_party_only().providers.all() == []
-    assert "OSError: no key" in caplog.text
-
-
 def test_third_party_provider_whose_claims_fail_is_passed_over_with_one_warning(
     plugin_site, caplog
 ):
@@ -646,12 +407,6 @@ def test_third_party_provider_whose_claims_fail_is_passed_over_with_one_warning(
     assert providers.for_type(list).name == "good"
     assert len(caplog.records) == 1
     assert "provider 'bad' of p-bad 1.0 failed on dict" in caplog.text
-
-
-def test_broken_provider_of_our_own_stops_everything():
-    entry = EntryPoint("tensor", "penstock.providers.no_such:Provider", "penstock.providers")
-    with pytest.raises(PluginError, match=r"provider 'tensor'.*no_such"):
-        _ = Registry([entry]).providers
 
 
 def test_two_providers_of_one_name_stop_everything(plugin_site):

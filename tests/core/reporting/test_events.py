@@ -1,11 +1,8 @@
 """`on_event`: what a caller is told of its checkpoints."""
 
-from __future__ import annotations
-
 import json
 import logging
 import threading
-import time
 
 import pytest
 import torch
@@ -73,26 +70,6 @@ def test_events_of_a_save_come_in_order_whatever_its_threads_do():
     assert events == ["started", "captured", "committed", "durable"]
 
 
-def test_a_commit_that_overtakes_the_word_of_its_capture_is_told_after_it():
-    handle, events = SaveHandle(4), []
-    EventStream(lambda event: events.append(event.kind)).announce(handle)
-    handle.committed.set_result("report")
-    handle.captured.set_result(None)
-    handle.durable.set_result("report")
-    assert events == ["started", "captured", "committed", "durable"]
-
-
-def test_a_save_that_is_left_out_is_an_event(backend):
-    events = []
-    gate = threading.Event()
-    backend.block("create", gate)
-    with penstock.Checkpointer(backend, on_event=events.append, on_busy="skip") as ckpt:
-        ckpt.save({"w": torch.ones(3)}, step=4)
-        assert ckpt.save({"w": torch.ones(3)}, step=5).skipped
-        gate.set()
-    assert [e.kind for e in events if e.step == 5] == ["skipped"]
-
-
 READS = {
     "restore": lambda ckpt, **how: ckpt.restore({"w": torch.ones(3), "e": 1}, **how),
     "load": lambda ckpt, **how: ckpt.load(**how),
@@ -124,49 +101,6 @@ def test_a_restore_or_load_is_told_with_its_report(what, told):
         assert done.report is result
 
 
-@pytest.mark.parametrize("what", READS)
-def test_each_checkpoint_that_is_tried_is_told(what, told, backend):
-    ckpt, events = told
-    backend.delete([b.name for b in backend.list(f"data/{ckpt.info(6).uid}/blobs/")])
-    READS[what](ckpt, on_damage="fallback")
-    kinds = [(f"{what}_started", 6), (f"{what}_started", 4), (f"{what}_done", 4)]
-    assert [(e.kind, e.step) for e in events] == kinds
-    assert events[-1].report.fell_back_from == (6,)
-
-
-@pytest.mark.parametrize("what", READS)
-def test_a_restore_or_load_that_fails_is_told(what, told, backend):
-    ckpt, events = told
-    backend.delete([b.name for b in backend.list(f"data/{ckpt.info(6).uid}/blobs/")])
-    with pytest.raises(penstock.DamagedError) as failure:
-        READS[what](ckpt)
-    assert [e.kind for e in events] == [f"{what}_started", f"{what}_failed"]
-    assert events[-1].error is failure.value
-
-
-@pytest.mark.parametrize("what", READS)
-def test_the_last_checkpoint_that_was_tried_is_the_one_that_failed(what, told, backend):
-    ckpt, events = told
-    backend.delete([b.name for b in backend.list("data/") if "/blobs/" in b.name])
-    with pytest.raises(penstock.DamagedError):
-        READS[what](ckpt, on_damage="fallback")
-    assert (events[-1].kind, events[-1].step) == (f"{what}_failed", 4)
-
-
-def test_a_step_that_is_not_there_is_a_restore_that_fails(told):
-    ckpt, events = told
-    with pytest.raises(penstock.CheckpointNotFoundError):
-        ckpt.restore({"w": torch.ones(3)}, step=5)
-    assert [(e.kind, e.step) for e in events] == [("restore_started", 5), ("restore_failed", 5)]
-
-
-def test_a_save_that_is_refused_is_not_told(told):
-    ckpt, events = told
-    with pytest.raises(penstock.StepExistsError):
-        ckpt.save({"w": torch.ones(3)}, step=5)
-    assert events == []
-
-
 def test_a_verification_and_a_pruning_are_told_with_their_reports(told):
     ckpt, events = told
     reports = [ckpt.verify(), ckpt.prune()]
@@ -192,26 +126,6 @@ def test_what_is_deleted_is_told_and_why(backend):
         ("deleted", (3,), "rewind"),
         ("deleted", (2,), "delete"),
     ]
-
-
-def test_of_retention_is_told_after_the_save_and_may_do_anything(backend, waits):
-    waits(release_s=1e6)  # so that waiting for it would hang
-    done = threading.Event()
-    kinds = []
-
-    def on_event(event):
-        kinds.append(event.kind)
-        if event.kind == "deleted":
-            ckpt.wait()
-            done.set()
-
-    with penstock.Checkpointer(backend, on_event=on_event, retention={"keep_last": 1}) as ckpt:
-        ckpt.save({"w": torch.ones(3)}, step=1).result()
-        ckpt.wait()
-        kinds.clear()
-        ckpt.save({"w": torch.ones(3)}, step=2).result()
-        assert done.wait(60)
-    assert kinds == ["started", "captured", "committed", "durable", "deleted"]
 
 
 def test_every_event_is_also_plain_data(told, backend):
@@ -248,41 +162,6 @@ def test_what_the_callback_raises_goes_no_further_than_the_log(backend, caplog):
         ckpt.save({"w": torch.ones(3)}, step=4).result()
         assert ckpt.steps() == [4]
     assert "on_event raised at durable of step 4" in caplog.text
-
-
-@pytest.mark.parametrize("future", ["committed", "durable"])
-def test_a_callback_that_exits_keeps_no_save_from_ending(backend, future, caplog):
-    def leave(_):
-        raise SystemExit
-
-    gate = threading.Event()
-    backend.block("publish", gate, match="commits/")
-    with penstock.Checkpointer(backend) as ckpt:
-        handle = ckpt.save({"w": torch.ones(3)}, step=1)
-        getattr(handle, future).add_done_callback(leave)
-        gate.set()
-        assert handle.result(30).step == 1
-        ckpt.wait(30)
-    assert "a callback of a save raised SystemExit" in caplog.text
-
-
-def test_a_callback_of_a_save_may_close_the_checkpointer(tmp_path):
-    ckpt = penstock.Checkpointer(tmp_path)
-    closed = []
-
-    def close(_):
-        ckpt.close()
-        closed.append(True)
-
-    handle = ckpt.save({"w": torch.ones(3)}, step=4)
-    handle.durable.add_done_callback(close)
-    handle.result()
-    deadline = time.monotonic() + 60
-    while not (closed and ckpt._backend.inner._closed):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    with penstock.Checkpointer(tmp_path) as again:
-        assert again.steps() == [4]
 
 
 def act(ckpt, action):

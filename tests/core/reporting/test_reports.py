@@ -1,11 +1,8 @@
 """Handles, futures and reports as a caller sees them."""
 
-from __future__ import annotations
-
 import dataclasses
 import pickle
-import threading
-from concurrent.futures import CancelledError, Future, wait
+from concurrent.futures import CancelledError, wait
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -14,7 +11,6 @@ from penstock.core.errors import SaveError
 from penstock.core.reporting.reports import (
     CheckpointInfo,
     Damage,
-    Outcome,
     Progress,
     RestoreReport,
     SaveHandle,
@@ -38,18 +34,6 @@ def futures(handle):
     return [handle.captured, handle.committed, handle.durable]
 
 
-def test_a_good_end_is_told_by_result_every_time(handle):
-    assert not handle.done()
-    handle.captured.set_result(None)
-    handle.committed.set_result(REPORT)
-    handle.durable.set_result(REPORT)
-    assert handle.done()
-    assert handle.result() is handle.result(0) is handle.durable.result() is REPORT
-    assert handle.captured.result() is None
-    assert not handle.error_seen
-    assert not handle.skipped
-
-
 @pytest.mark.parametrize("name", ["captured", "committed", "durable"])
 @pytest.mark.parametrize("look", ["result", "exception"])
 def test_whoever_asks_any_future_has_seen_the_error(name, look, handle):
@@ -66,13 +50,6 @@ def test_whoever_asks_any_future_has_seen_the_error(name, look, handle):
     assert handle.error_seen
 
 
-def test_a_bad_end_is_raised_every_time(handle):
-    handle.durable.set_exception(SaveError("no"))
-    for _ in range(3):
-        with pytest.raises(SaveError, match="no"):
-            handle.result()
-
-
 def test_looking_without_asking_does_not_count_as_seeing(handle):
     error = SaveError("no")
     assert not wait([handle.durable], timeout=0).done
@@ -86,30 +63,6 @@ def test_looking_without_asking_does_not_count_as_seeing(handle):
     assert not handle.error_seen
 
 
-def test_running_out_of_time_is_not_seeing_an_error(handle):
-    for look in (handle.result, handle.durable.exception, handle.captured.result):
-        with pytest.raises(TimeoutError):
-            look(timeout=0)
-    assert not handle.error_seen
-
-
-def test_another_thread_may_wait(handle):
-    seen = []
-    thread = threading.Thread(target=lambda: seen.append(handle.result(30)))
-    thread.start()
-    handle.durable.set_result(REPORT)
-    thread.join(30)
-    assert seen == [REPORT]
-
-
-def test_callbacks_are_called_with_the_future(handle):
-    seen = []
-    handle.durable.add_done_callback(seen.append)
-    handle.durable.set_result(REPORT)
-    assert seen == [handle.durable]
-    assert isinstance(handle.durable, Future)
-
-
 def test_nobody_can_cancel_a_save_by_its_futures(handle):
     for future in futures(handle):
         assert future.cancel() is False
@@ -121,30 +74,6 @@ def test_nobody_can_cancel_a_save_by_its_futures(handle):
         assert handle.result(0) is REPORT
     except CancelledError:
         pytest.fail("cancelled")
-
-
-def test_progress_comes_from_whoever_saves(handle):
-    assert handle.progress() == Progress(0, 0, "capture")
-    handle.progress_source = lambda: Progress(3, 10, "write")
-    assert handle.progress() == Progress(3, 10, "write")
-    assert repr(handle) == "<SaveHandle step=4 write 3/10 bytes>"
-
-
-def test_a_skipped_save_says_so():
-    handle = SaveHandle(4, skipped=True)
-    assert handle.skipped
-    assert handle.progress().phase == "skipped"
-
-
-def test_an_outcome_tells_its_owner_each_time():
-    seen = []
-    outcome = Outcome(lambda: seen.append(1))
-    outcome.set_exception(SaveError("no"))
-    for _ in range(2):
-        with pytest.raises(SaveError):
-            outcome.result()
-        assert outcome.exception() is not None
-    assert len(seen) == 4
 
 
 RECORDS = [
@@ -168,21 +97,6 @@ def test_reports_cannot_be_changed_and_cross_processes(record):
     assert pickle.loads(pickle.dumps(record)) == record
 
 
-def test_a_restore_falls_back_from_nothing_by_default():
-    assert RECORDS[-1].fell_back_from == ()
-
-
-def test_reports_show_their_main_figures_in_one_short_line():
-    assert repr(REPORT) == (
-        "<SaveReport step=4: 2 objects, 10 B, 8 B stored through memory in 1.000 s>"
-    )
-    damaged = (Damage("a", "b"),)
-    verified = VerifyReport(1, False, damaged, 1, 1, 4096, True, 0.1234567890123456)
-    assert repr(verified) == (
-        "<VerifyReport step=1 NOT OK: 1 object, 4.0 KiB read in 0.123 s, 1 damaged>"
-    )
-
-
 # -- tables in notebooks --------------------------------------------------------------------------
 
 EVIL = "<script>alert(1)</script>&"
@@ -192,16 +106,6 @@ def rows_of(report):
     table = ET.fromstring(report._repr_html_())
     assert {one.tag for one in table.iter()} <= {"table", "caption", "tr", "th", "td"}
     return {row.find("th").text: row.find("td").text for row in table.iter("tr")}
-
-
-def test_a_notebook_shows_a_table_of_the_figures():
-    rows = rows_of(dataclasses.replace(REPORT, bytes_raw=3 << 20, tiers=("fast", "durable")))
-    assert rows["step"] == "4"
-    assert rows["bytes_raw"] == "3.0 MiB"
-    assert rows["exclusive"] == "yes"
-    assert rows["seconds"] == "total 1 s"
-    assert rows["tiers"] == "2: fast, durable"
-    assert "codecs" not in rows  # there was no choice
 
 
 def test_a_notebook_shows_stored_names_as_text():

@@ -1,9 +1,5 @@
 """The read-only view of one checkpoint."""
 
-from __future__ import annotations
-
-from collections import OrderedDict
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +8,6 @@ from penstock import (
     Checkpoint,
     CheckpointNotFoundError,
     PluginError,
-    Region,
     SelectionError,
     UnsupportedStateError,
 )
@@ -78,26 +73,6 @@ def test_info_is_what_the_record_says(checkpoint):
     assert info.references == ()
 
 
-def test_keys_are_shown_paths_in_tree_order(checkpoint):
-    assert checkpoint.keys() == [
-        "net/w", "net/b", "tied", "list/0", "list/1/x", "list/1/y", "list/2/0", "list/2/1",
-        "by number/1", "by number/2/3", "array", "a%2Fb", "epoch", "empty",
-    ]  # fmt: skip
-    assert [record.ordinal for record in checkpoint.objects()] == sorted(
-        record.ordinal for record in checkpoint.objects()
-    )
-
-
-def test_membership_is_of_objects(checkpoint):
-    assert "net/w" in checkpoint
-    assert "a%2Fb" in checkpoint
-    assert "net" not in checkpoint
-    assert "a/b" not in checkpoint
-    assert 5 not in checkpoint
-    assert "net/" not in checkpoint  # the shown form of no path
-    assert "%" not in checkpoint
-
-
 def test_one_object_is_read_by_its_path(checkpoint):
     for path, expected in [
         ("net/w", STATE["net"]["w"]),
@@ -114,13 +89,6 @@ def test_one_object_is_read_by_its_path(checkpoint):
             assert torch.equal(found, expected)
         else:
             assert found == expected
-
-
-def test_an_array_comes_back_as_an_array(checkpoint):
-    found = checkpoint["array"]
-    assert isinstance(found, np.ndarray)
-    assert found.dtype == np.dtype("i2")
-    np.testing.assert_array_equal(found, STATE["array"])
 
 
 def test_a_subtree_is_read_by_the_path_of_its_container(checkpoint):
@@ -159,25 +127,6 @@ def test_slices_mean_what_they_mean_to_torch(checkpoint):
             assert found.is_contiguous()
 
 
-def test_a_region_of_an_array_and_of_an_encoded_tensor(checkpoint):
-    found = checkpoint.read("array", Region((1, 2), (2, 3)))
-    np.testing.assert_array_equal(found, STATE["array"][1:3, 2:5])
-    assert torch.equal(checkpoint.read("list/0", (slice(1, 2),)), torch.ones(1))
-    assert torch.equal(checkpoint.read("net/b", Region((), ())), torch.tensor(3))
-
-
-@pytest.mark.parametrize("region", [slice(1, 3), (), Region((0,), (1,))], ids=str)
-def test_a_plain_value_has_no_regions(region, checkpoint):
-    assert checkpoint.read("epoch") == 7
-    with pytest.raises(SelectionError, match="epoch is a plain value, which has no regions"):
-        checkpoint.read("epoch", region)
-
-
-def test_without_a_region_read_gives_all(checkpoint):
-    assert torch.equal(checkpoint.read("net/w"), STATE["net"]["w"])
-    assert checkpoint.read("epoch") == 7
-
-
 def test_verify_counts_what_it_looked_at(checkpoint):
     seen = []
     report = checkpoint.verify(on_progress=seen.append)
@@ -192,19 +141,6 @@ def test_verify_counts_what_it_looked_at(checkpoint):
     shallow = checkpoint.verify(deep=False)
     assert shallow.ok
     assert shallow.frames == 0
-
-
-def test_still_there_tells_a_replaced_checkpoint_from_this_one():
-    store = MemoryBackend(MemoryConfig())
-    with Checkpointer(store) as ckpt:
-        ckpt.save({"x": 1}, 1, mode="blocking")
-        checkpoint = ckpt.open()
-        assert checkpoint.still_there()
-        ckpt.save({"x": 2}, 1, mode="blocking", overwrite=True)
-        assert not checkpoint.still_there()
-        assert ckpt.open().still_there()
-        ckpt.delete(1)
-        assert not checkpoint.still_there()
 
 
 def test_a_codec_that_is_not_installed_is_named_and_raw_objects_can_still_be_read(store):
@@ -238,16 +174,3 @@ def test_a_pickle_is_read_only_where_it_is_allowed():
         checkpoint["odd"]
     assert Checkpoint.open(store, 1, allow_pickle=True)["odd"]["inside"].number == 4
     assert checkpoint.verify().ok
-
-
-def test_containers_of_other_classes_come_back_as_they_were():
-    store = MemoryBackend(MemoryConfig())
-    with Checkpointer(store) as ckpt:
-        ckpt.save({"o": OrderedDict(b=torch.ones(1), a=2)}, 1, mode="blocking")
-        found = ckpt.open()["o"]
-    assert type(found) is OrderedDict
-    assert list(found) == ["b", "a"]
-
-
-def test_repr_says_what_and_where(checkpoint):
-    assert repr(checkpoint) == "<Checkpoint step=5 14 objects memory://>"

@@ -10,7 +10,6 @@ from penstock.core.restore.contents import Contents
 from penstock.core.restore.manifest_reader import ManifestReader
 from penstock.core.restore.sweep import check_cover, sweep
 from penstock.core.testing.faults import FaultyBackend
-from penstock.core.tree.paths import path_hash
 from penstock.core.types import Region
 
 RANKS = 4
@@ -34,14 +33,6 @@ def manifest(stored):
 
 def reads(store):
     return [names for operation, names in store.calls if operation == "read"]
-
-
-def test_each_record_is_read_once(stored, manifest):
-    head, section = manifest.head(1), manifest.section(1, 0)
-    before = len(reads(stored[0])), manifest.bytes_read
-    assert manifest.head(1) is head
-    assert manifest.section(1, 0) is section
-    assert (len(reads(stored[0])), manifest.bytes_read) == before
 
 
 def test_sections_that_follow_each_other_are_one_read(stored, manifest):
@@ -75,17 +66,6 @@ def test_reading_ahead_skips_a_part_that_is_missing_and_its_reader_names_it(stor
         manifest.section(3, 0)
 
 
-def test_rows_are_the_same_alone_and_together(stored):
-    hashes = [path_hash(path) for path in PATHS]
-    alone, together = ManifestReader(*stored), ManifestReader(*stored)
-    together.look_up(hashes)
-    before = len(reads(stored[0]))
-    found = [together.rows(hashed) for hashed in hashes]
-    assert len(reads(stored[0])) == before
-    assert found == [alone.rows(hashed) for hashed in hashes]
-    assert [place for place, _ in found[5]] == [(rank, 2) for rank in range(RANKS)]
-
-
 @pytest.mark.parametrize("place", [(RANKS, 0), (0, 3)])
 def test_a_section_that_is_not_there_is_damage_of_the_index(manifest, place):
     assert manifest.checked_place((0, 2)) == (0, 2)
@@ -99,15 +79,6 @@ def test_an_object_is_found_by_the_one_section_that_has_it(stored):
     assert contents.find(PATHS[4]).record.path == PATHS[4]
     assert contents.find(("w", "none")) is None
     assert contents.manifest.kept.keys() == {(0, 2)}
-
-
-def test_only_parts_with_elements_of_a_region_are_read(stored):
-    contents = Contents(*stored, None)
-    within = {path: [Region((1, 0), (2, 5))] for path in PATHS}
-    assert {one.part for one in contents.everywhere(within)} == {1, 2}
-    assert contents.manifest.heads.keys() == {1, 2}
-    whole = contents.descriptions(contents.find(PATHS[0]))
-    assert [one.part for one in whole] == [*range(RANKS)]
 
 
 def test_the_sweep_reports_the_damage_of_each_record_and_reads_the_others(stored):

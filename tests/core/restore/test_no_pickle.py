@@ -1,7 +1,5 @@
 """With `allow_pickle` off nothing leads to `pickle`, whatever a checkpoint says."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

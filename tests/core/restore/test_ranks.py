@@ -16,7 +16,6 @@ from tests.integration.support import checkpointer, memory
 from penstock import DamagedError
 from penstock.core.format.commit_record import encode_commit
 from penstock.core.format.records import ManyParts, commit_name
-from penstock.core.testing.faults import Fault, FaultyBackend
 from penstock.core.types import Region
 
 DTYPES = ("uint8", "int16", "float32", "float64", "complex128")
@@ -188,28 +187,3 @@ def test_an_index_that_lists_other_parts_is_damage():
             with pytest.raises(DamagedError, match="does not list the parts"):
                 ckpt.load()
             assert record.index.name in {d.what for d in ckpt.verify().damaged}
-
-
-@pytest.mark.parametrize("damaged", [False, True])
-def test_the_records_of_many_parts_are_read_in_few_batches(damaged):
-    """Each request of a store far away costs a round trip."""
-    store, count = memory(), 20
-    arrays = {("a", f"w{n}"): np.arange(count * 4.0).reshape(count, 4) + n for n in range(5)}
-    ranks = [
-        [(path, array, [Region((rank, 0), (1, 4))]) for path, array in arrays.items()]
-        for rank in range(count)
-    ]
-    store_ranks(store, ranks, per_section=1)
-    name = next(name for name in store._store.blobs if "/parts/00007" in name)
-    if damaged:
-        data = bytearray(store._store.blobs[name].data)
-        data[-100] ^= 1
-        store._store.blobs[name] = replace(store._store.blobs[name], data=data)
-    reads = Fault("read", match="/parts/", first=1 << 30)
-    with checkpointer(FaultyBackend(store, reads)) as ckpt:
-        if damaged:
-            with pytest.raises(DamagedError, match=name):
-                ckpt.load(STEP)
-        else:
-            equal(ckpt.load(STEP), arrays)
-            assert reads.seen <= 6

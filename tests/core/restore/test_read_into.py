@@ -1,8 +1,6 @@
 """`Checkpoint.read_into`, which needs no torch, and `Checkpoint.load`."""
 
 import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -58,42 +56,6 @@ def test_bytes_that_are_not_whole_elements_are_refused(tmp_path):
         for start, length in [(1, 4), (0, 3), (-4, 4), (8, 4), (4, 8), (0, 16)]:
             with pytest.raises(penstock.SelectionError, match="not whole elements"):
                 ckpt.open().read_into("t", bytearray(length), start=start)
-
-
-def test_values_and_unknown_paths_are_refused(run):
-    with penstock.Checkpointer(run) as ckpt:
-        with pytest.raises(penstock.SelectionError, match="plain value"):
-            ckpt.open().read_into("epoch", bytearray(1))
-        with pytest.raises(KeyError, match="has no 'rw'"):
-            ckpt.open().read_into("rw", bytearray(1))
-
-
-@pytest.mark.process
-def test_bytes_and_specs_need_no_torch(run):
-    program = (
-        "import sys, penstock\n"
-        "out = bytearray(8)\n"
-        "with penstock.Checkpointer(sys.argv[1]) as ckpt:\n"
-        "    view = ckpt.open()\n"
-        "    view.read_into('half', out, start=2)\n"
-        "    spec = view.specs()['half']\n"
-        "assert 'torch' not in sys.modules\n"
-        "print(out.hex(), spec.shape, spec.shards)"
-    )
-    shown = subprocess.run(
-        [sys.executable, "-c", program, run], check=True, capture_output=True, text=True
-    )
-    region = "(Region(offsets=(0,), sizes=(5,)),)"
-    assert shown.stdout.strip() == f"803f004040408040 (5,) {region}"
-
-
-def test_load_takes_what_is_selected_and_reports_progress(run):
-    seen = []
-    with penstock.Checkpointer(run) as ckpt:
-        tree = ckpt.open().load(include="raw", on_progress=seen.append)
-    assert tree.keys() == {"raw"}
-    assert torch.equal(tree["raw"], LARGE)
-    assert seen[-1].bytes_done == seen[-1].bytes_total >= LARGE.nbytes
 
 
 def test_streamed_tree_reads_nothing_until_it_is_saved_elsewhere(run, tmp_path):

@@ -99,17 +99,6 @@ def test_any_region_is_put_together_from_any_shards(data):
     assert len(set(regions)) == len(regions)
 
 
-def test_whole_rows_go_straight_into_the_target():
-    shards = [Region((0, 0), (2, 5)), Region((2, 0), (4, 5))]
-    sink = BytesSink(4 * 5)
-    request = ObjectRequest(stored_as(shards, (6, 5), 1)[0][0], sink, Region((1, 0), (4, 5)))
-    first, second = shard_requests(request, stored_as(shards, (6, 5), 1), lambda _: 4096)
-    assert first.sink is second.sink is sink
-    assert (first.base, second.base) == (-5, 5)
-    assert [(r.start, r.stop) for r in first.ranges] == [(5, 10)]
-    assert [(r.start, r.stop) for r in second.ranges] == [(0, 15)]
-
-
 @pytest.mark.parametrize(
     ("shards", "why"),
     [

@@ -15,7 +15,6 @@ from penstock.core.concurrency.workers import Workers
 from penstock.core.config.model import load_config
 from penstock.core.errors import (
     CheckpointNotFoundError,
-    ConfigError,
     CoordinationError,
     DamagedError,
     RankError,
@@ -66,6 +65,15 @@ def reader_of(run, group):
     )  # fmt: skip
 
 
+def on_ranks(work, ranks, patience_s=PATIENCE_S):
+    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(patience_s)
+        assert not thread.is_alive(), "a rank waits for ever"
+
+
 def restore_all(runs, call, *, timeout_s=PATIENCE_S, absent=()):
     """What `call(rank, reader, state)` came to on each rank: the state, or the error."""
     board = MemoryBoard()
@@ -81,16 +89,7 @@ def restore_all(runs, call, *, timeout_s=PATIENCE_S, absent=()):
         except BaseException as error:  # noqa: BLE001 - looked at by the test
             results[rank] = error
 
-    threads = [
-        threading.Thread(target=one, args=(r,), daemon=True)
-        for r in range(WORLD)
-        if r not in absent
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
-        assert not thread.is_alive(), "a rank waits for ever"
+    on_ranks(one, {*range(WORLD)} - {*absent})
     return results
 
 
@@ -122,11 +121,6 @@ def test_all_restore_the_step_that_all_were_called_for(runs):
     restored(restore_all(runs, lambda _, reader, state: reader.restore(state, np.int64(100))), 100)
 
 
-def test_all_load_together(runs):
-    for _, tree in restore_all(runs, lambda _, reader, __: reader.load()):
-        assert tree["step"] == 200
-
-
 def test_damage_on_one_rank_is_an_error_of_all_that_names_it(runs):
     damage(runs[2], 200)
     *others, own = restore_all(runs, latest)
@@ -139,13 +133,6 @@ def test_damage_on_one_rank_is_an_error_of_all_that_names_it(runs):
 
 def test_damage_on_one_rank_leads_all_to_the_older_checkpoint(runs):
     damage(runs[2], 200)
-    results = restore_all(runs, lambda _, r, state: r.restore(state, on_damage="fallback"))
-    restored(results, 100)
-    assert [report.fell_back_from for _, report in results] == [(200,)] * WORLD
-
-
-def test_record_that_rank_0_cannot_read_is_skipped_by_all(runs):
-    runs[0].write(runs[0].commit(200), b"{}")
     results = restore_all(runs, lambda _, r, state: r.restore(state, on_damage="fallback"))
     restored(results, 100)
     assert [report.fell_back_from for _, report in results] == [(200,)] * WORLD
@@ -215,15 +202,6 @@ def test_nothing_in_common_on_all_ranks_is_the_same_error_on_each(runs):
         assert "have nothing in common" in str(error)
 
 
-def test_template_that_fits_on_no_rank_is_told_to_each(runs):
-    def call(_rank, reader, _state):
-        return reader.restore({"v": np.zeros(4, np.float32)})
-
-    kinds = {type(error) for error in restore_all(runs, call)}
-    assert kinds <= {RestoreMismatchError, RankError}
-    assert RestoreMismatchError in kinds
-
-
 @pytest.mark.parametrize("owner", range(WORLD))
 def test_pattern_may_match_the_template_of_one_rank_alone(runs, owner):
     """A new head to leave alone stands on the last stage of a pipeline only."""
@@ -251,27 +229,6 @@ def test_pattern_that_matches_nothing_on_any_rank_is_the_same_error_and_changes_
         assert not states[rank]["w"].any()
 
 
-def test_each_pattern_needs_a_rank_that_it_matches(runs):
-    def call(rank, reader, state):
-        state[f"head{rank}"] = np.ones(3, np.float32)
-        return reader.restore(state, exclude=["head0", "head1", "head2", "tail", "haed"])
-
-    for error in restore_all(runs, call):
-        assert isinstance(error, SelectionError)
-        assert [f"'{name}'" in str(error) for name in ("head0", "tail", "haed")] == [False, 1, 1]
-
-
-def test_rank_that_waits_for_the_others_learns_that_one_has_failed(runs):
-    def call(rank, reader, state):
-        if rank == 1:
-            state["w"] = np.zeros(4, np.float32)
-        return reader.restore(state if rank == 1 else {}, exclude="head")
-
-    first, own, last = restore_all(runs, call)
-    assert isinstance(own, (RestoreMismatchError, SelectionError))
-    assert [(error.rank, error.host) for error in (first, last)] == [(1, "node1")] * 2
-
-
 def test_what_stages_hold_of_each_other_is_not_unexpected(runs, caplog):
     def call(rank, reader, state):
         key = "step" if rank == 2 else "w"
@@ -280,21 +237,6 @@ def test_what_stages_hold_of_each_other_is_not_unexpected(runs, caplog):
     results = restore_all(runs, call)
     assert [report.unexpected for _, report in results] == [()] * WORLD
     assert not caplog.records
-
-
-def test_what_no_rank_has_is_told_once(tmp_path, caplog):
-    names = [f"layer{n}" for n in range(30)]
-    with Run(tmp_path).open() as ckpt:
-        ckpt.save({name: np.ones(3, np.float32) for name in names}, 1, mode="blocking")
-
-    def call(rank, reader, _state):
-        mine = names[rank * 9 : rank * 9 + 11]
-        return reader.restore({name: np.zeros(3, np.float32) for name in mine})
-
-    results = restore_all([Run(tmp_path)] * WORLD, call)
-    assert [report.unexpected for _, report in results] == [("layer29",), (), ()]
-    (warning,) = [r.getMessage() for r in caplog.records]
-    assert "has 1 object that the template lacks, not restored: layer29" in warning
 
 
 @pytest.mark.parametrize(
@@ -324,11 +266,6 @@ def test_ranks_that_are_called_for_different_things_are_told_so(runs, other, wor
         # A rank that has not heard of a step before the end does not name it.
         assert re.match("step 200 was not (restored|loaded)|no checkpoint was restored", str(error))
         assert str(error).partition(": ")[2].startswith(f"rank 2 on {error.host} {words}")
-
-
-def test_wrong_option_is_the_same_error_on_all(runs):
-    results = restore_all(runs, lambda _, r, state: r.restore(state, on_damage="ignore"))
-    assert [type(error) for error in results] == [ConfigError] * WORLD
 
 
 def test_call_that_is_wrong_on_one_rank_ends_the_restore_of_all_at_once(runs):
@@ -420,11 +357,7 @@ def test_rank_that_cannot_learn_the_decision_says_so(runs):
         except CoordinationError as error:
             errors.append((rank, str(error)))
 
-    threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
+    on_ranks(one, range(2))
     ((rank, text),) = errors
     assert rank == 1
     assert "it is not known whether all ranks have it" in text
@@ -450,10 +383,6 @@ def test_rank_0_closes_the_store_of_the_job_when_all_know_that_they_have_restore
         if rank == 0:  # a rank that closes tells that it has left all rounds
             group.close()
 
-    threads = [threading.Thread(target=one, args=(r,), daemon=True) for r in range(WORLD)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(2 * PATIENCE_S)
+    on_ranks(one, range(WORLD), 2 * PATIENCE_S)
     # The number of the last round, or one beyond all: a rank that closes takes part in no other.
     assert [int(number) >= 1 for number in server.left] == [True, True]

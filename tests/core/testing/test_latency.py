@@ -5,7 +5,6 @@ import pytest
 from penstock.backends.memory import MemoryBackend, MemoryConfig
 from penstock.core.testing.backends import check_backend
 from penstock.core.testing.latency import LatencyBackend
-from penstock.core.testing.wrapper import OPERATIONS
 
 
 @pytest.fixture
@@ -43,23 +42,3 @@ def test_jitter_is_the_same_for_the_same_seed(slept):
     assert first != other
     assert len(set(first)) == len(first), "all calls are delayed alike"
     assert all(0 <= seconds < 0.5 for seconds in slept)
-
-
-def test_jitter_of_one_operation_does_not_depend_on_others(slept):
-    backend = slow(jitter_s={"publish": 1.0}, seed=7)
-    play(backend)
-    together = [seconds for seconds in slept if seconds]
-    assert together == [backend.delay_s("publish", number) for number in range(1, 6)]
-    slept.clear()
-    alone = slow(jitter_s={"publish": 1.0}, seed=7)
-    for number in range(5):
-        alone.publish(f"record-{number}", b"x")
-    assert slept == together
-
-
-def test_jitter_comes_on_top_of_latency():
-    for operation in OPERATIONS:
-        backend = slow(latency_s={operation: 2.0}, jitter_s=0.25)
-        assert 2.0 <= backend.delay_s(operation, 1) < 2.25
-        assert slow(latency_s=2.0).delay_s(operation, 1) == 2.0
-        assert slow(latency_s={"other": 1.0}).delay_s(operation, 1) == 0.0

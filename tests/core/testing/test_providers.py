@@ -1,7 +1,5 @@
 """The suite for providers catches every way that we know of to break the contract."""
 
-from __future__ import annotations
-
 import copy
 import ctypes
 from weakref import WeakKeyDictionary
@@ -167,218 +165,179 @@ def test_the_good_one_passes(kind):
     check(Good, kind)
 
 
+# -- what the mutants consist of -----------------------------------------------------------------
+
 MUTANTS = {}
 
 
-def caught_by(message, kind):
-    def add(mutant):
-        MUTANTS[mutant] = (message, kind)
-        return mutant
-
-    return add
-
-
-# -- what it says of itself ---------------------------------------------------------------------
+def broken(message, name, kind=Mean, /, *, source=None, sink=None, **members):
+    """Adds a mutant of the good one for this kind, which the suite must catch with this message."""
+    if source is not None:
+        members["Source"] = type("Source", (Good.Source,), source)
+    if sink is not None:
+        members["Sink"] = type("Sink", (Good.Sink,), sink)
+    MUTANTS[name] = message, kind, type(name, (Good,), members)
 
 
-@caught_by("for version 2 of the contract", Mean)
-class OtherVersion(Good):
-    api_version = 2
+def described(node=lambda path: (path, "good-mean"), total="total", value=lambda value: value):
+    """Describes a mean with another node, at another place or of another value."""
+
+    def mean(_, state, path, context):
+        given = value(state)
+        yield Node(*node(path))
+        yield from context.describe(given.total, (*path, total))
+        yield from context.describe(given.count, (*path, "count"))
+
+    return mean
 
 
-@caught_by("needs a name", Mean)
-class Nameless(Good):
-    name = ""
+def counting(name):
+    """Describes a mean with something that counts how often that was done."""
 
-
-@caught_by("versions count from 1", Mean)
-class VersionZero(Good):
-    version = 0
-
-
-@caught_by("forms is a tuple", Mean)
-class OneFormAsText(Good):
-    forms = "good-mean"
-
-
-@caught_by("forms are unique", Mean)
-class TakesOurForm(Good):
-    forms = (*Good.forms, "tensor")
-
-
-@caught_by("which it cannot know", Ring)
-class ClaimsEverything(Good):
-    def claims(self, kind, /):
-        return 60 if kind in (Mean, Ring) else 1
-
-
-@caught_by("good-mean", Mean)
-class FormIsNotDeclared(Good):
-    forms = ("good-ring",)
-
-
-# -- describing ---------------------------------------------------------------------------------
-
-
-@caught_by("nothing is described", Mean)
-class DescribesNothing(Good):
-    def mean(self, value, path, context):
-        return iter(())
-
-
-@caught_by("comes after what is below it", Mean)
-class NodeComesLast(Good):
-    def mean(self, value, path, context):
-        node, *rest = super().mean(value, path, context)
-        yield from rest
-        yield node
-
-
-@caught_by("outside of its part", Mean)
-class LeavesItsPart(Good):
-    def mean(self, value, path, context):
-        yield Node(path, "good-mean")
-        yield from context.describe(value.total, ("total",))
-        yield from context.describe(value.count, (*path, "count"))
-
-
-@caught_by("'part', 'count'", Mean)
-class ForgetsAChild(Good):
-    def mean(self, value, path, context):
-        yield Node(path, "good-mean")
-        yield from context.describe(value.total, (*path, "total"))
-
-
-@caught_by("describing changes the state", Mean)
-class CountsDescriptions(Good):
-    def mean(self, value, path, context):
-        value.count += 1
-        yield from super().mean(value, path, context)
-
-
-@caught_by("a second description differs", Mean)
-class PathsChange(Good):
     def mean(self, value, path, context):
         self.calls = getattr(self, "calls", 0) + 1
-        yield Node(path, "good-mean")
-        yield from context.describe(value.total, (*path, f"total{self.calls}"))
-        yield from context.describe(value.count, (*path, "count"))
+        if name == "path":
+            made = described(total=f"total{self.calls}")
+        else:
+            made = described(node=lambda path: (path, "good-mean", {"calls": self.calls}))
+        yield from made(self, value, path, context)
+
+    return mean
 
 
-@caught_by("other nodes", Mean)
-class NodesChange(Good):
+def before(effect):
     def mean(self, value, path, context):
-        self.calls = getattr(self, "calls", 0) + 1
-        _, *rest = super().mean(value, path, context)
-        yield Node(path, "good-mean", {"calls": self.calls})
-        yield from rest
+        effect(value)
+        yield from Good.mean(self, value, path, context)
+
+    return mean
 
 
-@caught_by("size and spec differ", Ring)
-class SpecIsTooLarge(Good):
-    def spec(self, value):
-        return TensorSpec("int16", 2, (len(value.data),))
+def placed(change):
+    """Changes the placement of a mean: `change(placement, value, path, context)`."""
 
-
-# -- sources ------------------------------------------------------------------------------------
-
-
-@caught_by("a view goes with an address", Ring)
-class AddressWithoutView(Good):
-    class Source(Good.Source):
-        def __init__(self, value):
-            super().__init__(value)
-            self.address = 4096
-
-
-@caught_by("view and copy_out differ", Ring)
-class ViewOfTheWrongEnd(Good):
-    class Source(Good.Source):
-        def __init__(self, value):
-            super().__init__(value)
-            self.address = 4096
-
-        def view(self):
-            return memoryview(bytes(reversed(self.value.data)))
-
-
-@caught_by("the view must be flat", Ring)
-class ViewWithSteps(Good):
-    class Source(Good.Source):
-        def __init__(self, value):
-            super().__init__(value)
-            self.address = 4096
-
-        def view(self):
-            return memoryview(bytes(2 * self.nbytes))[::2]
-
-
-@caught_by("piece at .* differs", Ring)
-class CopiesFromTheStart(Good):
-    class Source(Good.Source):
-        def copy_out(self, start, out, /):
-            out[:] = self.value.data[: len(out)]
-
-
-# -- placing ------------------------------------------------------------------------------------
-
-
-@caught_by("planning changed the target", Mean)
-class PlansInPlace(Good):
     def place_mean(self, value, path, context):
-        placement = super().place_mean(value, path, context)
-        if context.selected((*path, "count")):
-            value.count = 0
-        return placement
+        placement = Good.place_mean(self, value, path, context)
+        return change(placement, value, path, context) or placement
+
+    return place_mean
 
 
-@caught_by("an unselected restore changed it", Mean)
-class ChangesWhatIsNotSelected(Good):
-    def place_mean(self, value, path, context):
-        if not context.selected((*path, "total")):
-            value.total.zero_()
-        return super().place_mean(value, path, context)
+def finished(effect):
+    """Finishes a mean with an effect: what it returns is put into the tree."""
 
-
-@caught_by("not equal", Mean)
-class ForgetsToPlaceAChild(Good):
-    def joined(self, total, count, finish):
-        placement = Placement(finish=finish)
-        placement.absorb(count)
-        return placement
-
-
-@caught_by("put a NoneType into the tree", Mean)
-class FinishReturnsNothing(Good):
-    def place_mean(self, value, path, context):
-        placement = super().place_mean(value, path, context)
+    def change(placement, value, path, context):
         finish = placement.finish
+        placement.finish = lambda: (finish(), effect(value, path, context))[1]
 
-        def nothing():
-            finish()
+    return placed(change)
 
-        placement.finish = nothing
+
+def rebuilt(effect):
+    def rebuild(self, stored, /, *, device, context):
+        placement = Good.rebuild(self, stored, device=device, context=context)
+        finish = placement.finish
+        placement.finish = lambda: effect(finish())
         return placement
 
-
-@caught_by("not equal", Mean)
-class FinishAssignsNothing(Good):
-    def place_mean(self, value, path, context):
-        placement = super().place_mean(value, path, context)
-        placement.finish = lambda: value
-        return placement
+    return rebuild
 
 
-@caught_by("is not noticed", Mean)
+def copied(value):
+    given = Mean()
+    given.total, given.count = value.total.clone(), value.count
+    return given
+
+
+def with_count(mean, count):
+    mean.count = count
+    return mean
+
+
+def node_last(self, value, path, context):
+    node, *rest = Good.mean(self, value, path, context)
+    yield from (*rest, node)
+
+
+def without_count(_, value, path, context):
+    yield Node(path, "good-mean")
+    yield from context.describe(value.total, (*path, "total"))
+
+
+def outside(_, value, path, context):
+    yield Node(path, "good-mean")
+    yield from context.describe(value.total, ("total",))
+    yield from context.describe(value.count, (*path, "count"))
+
+
+def described_twice(self, value, path, context):
+    yield from Good.mean(self, value, path, context)
+    yield from context.describe(value.total, (*path, "total"))
+
+
+def described_once_with_four(self, value, path, /, *, context):
+    value.count = 4
+    yield from Good.describe(self, value, path, context=context)
+
+
+def joined_without_total(_, total, count, finish):
+    placement = Placement(finish=finish)
+    placement.absorb(count)
+    return placement
+
+
+def addressed(view):
+    """A source at an address, with another view of its bytes."""
+
+    def init(self, value):
+        Good.Source.__init__(self, value)
+        self.address = 4096
+
+    return {"__init__": init} | ({} if view is None else {"view": view})
+
+
+def keep_pieces(take):
+    """A sink that takes pieces late, as `take` remembers them."""
+
+    def init(self, value):
+        Good.Sink.__init__(self, value)
+        self.pieces = []
+
+    def written(self):
+        for start, read in self.pieces:
+            data = read()
+            self.value.data[start : start + len(data)] = data
+
+    return {
+        "__init__": init,
+        "written": written,
+        "copy_in": lambda self, start, data: self.pieces.append((start, take(data))),
+    }
+
+
+def address_of(data):
+    address, size = ctypes.addressof(ctypes.c_char.from_buffer(data)), len(data)
+    return lambda: ctypes.string_at(address, size)
+
+
+def in_order(self, start, data, /):
+    at = getattr(self, "at", 0)
+    self.value.data[at : at + len(data)] = data
+    self.at = at + len(data)
+
+
+def to_the_end(self, start, out, /):
+    """Right at the start and at the end, wrong in between."""
+    start = len(self.value.data) - len(out) if start else 0
+    out[:] = memoryview(self.value.data)[start : start + len(out)]
+
+
 class SwallowsWhatIsMissing(Good):
     def joined(self, total, count, finish):
         placement = super().joined(total, count, finish)
         placement.missing.clear()
-        placement.targets = [t for t in placement.targets if self.stored_at(t.path)]
+        placement.targets = [t for t in placement.targets if self.context.stored(t.path)]
         return placement
-
-    def stored_at(self, path):
-        return self.context.stored(path) is not None
 
     def place_mean(self, value, path, context):
         self.context = context
@@ -389,167 +348,16 @@ class SwallowsWhatIsMissing(Good):
         return super().rebuild(stored, device=device, context=context)
 
 
-@caught_by("size and spec differ", Ring)
-class BelievesTheStoredShape(Good):
-    def place_ring(self, value, path, context):
-        placement = super().place_ring(value, path, context)
-        stored = context.stored(path)
-        for number, target in enumerate(placement.targets):
-            if stored is not None:
-                regions = (Region.whole(stored.spec.shape),)
-                placement.targets[number] = Target(path, stored.spec, regions, target.sink)
-        return placement
+def place_as_stored(self, value, path, context):
+    placement = Good.place_ring(self, value, path, context)
+    stored = context.stored(path)
+    for number, target in enumerate(placement.targets):
+        if stored is not None:
+            regions = (Region.whole(stored.spec.shape),)
+            placement.targets[number] = Target(path, stored.spec, regions, target.sink)
+    return placement
 
 
-# -- sinks --------------------------------------------------------------------------------------
-
-
-@caught_by("not equal", Ring)
-class FillsFromTheStart(Good):
-    class Sink(Good.Sink):
-        def copy_in(self, start, data, /):
-            self.value.data[: len(data)] = data
-
-
-@caught_by("not equal", Ring)
-class ExpectsAnOrder(Good):
-    class Sink(Good.Sink):
-        at = 0
-
-        def copy_in(self, start, data, /):
-            self.value.data[self.at : self.at + len(data)] = data
-            self.at += len(data)
-
-
-@caught_by("not equal", Ring)
-class FillsACopy(Good):
-    class Sink(Good.Sink):
-        def __init__(self, value):
-            super().__init__(copy.deepcopy(value))
-
-
-# -- loading ------------------------------------------------------------------------------------
-
-
-@caught_by("load gives another state", Mean)
-class LoadsWithoutTheCount(Good):
-    def rebuild(self, stored, /, *, device, context):
-        placement = super().rebuild(stored, device=device, context=context)
-        finish = placement.finish
-
-        def forget():
-            mean = finish()
-            mean.count = 0
-            return mean
-
-        placement.finish = forget
-        return placement
-
-
-@caught_by("load gives another state than was stored", Mean)
-class LoadsTheCountOfANewOne(Good):
-    """Right for a value that nobody has changed yet."""
-
-    def rebuild(self, stored, /, *, device, context):
-        placement = super().rebuild(stored, device=device, context=context)
-        finish = placement.finish
-
-        def forget():
-            mean = finish()
-            mean.count = Mean().count
-            return mean
-
-        placement.finish = forget
-        return placement
-
-
-# -- what it says, by type ----------------------------------------------------------------------
-
-
-@caught_by(r"claims\(Mean\) .* returned '40', which is of type str: return an int", Mean)
-class ClaimsInWords(Good):
-    def claims(self, kind, /):
-        return "40" if kind in (Mean, Ring) else None
-
-
-@caught_by(r"claims\(Stranger\) .* returned False, .* bool", Mean)
-class ClaimsYesOrNo(Good):
-    def claims(self, kind, /):
-        return kind in (Mean, Ring) and 40
-
-
-@caught_by("parameters gives 0 for a name: it is a str", Mean)
-class NumbersItsParameters(Good):
-    def parameters(self, value, /):
-        return enumerate([value.total])
-
-
-@caught_by("claimed_memory gives 'cpu': it is a MemoryKey", Ring)
-class ClaimsADevice(Good):
-    def claimed_memory(self, value, /):
-        return ["cpu"]
-
-
-@caught_by(r"unsteady_memory gives 4096: it is \(device, storage\)", Ring)
-class NamesAnAddress(Good):
-    def unsteady_memory(self, value, /):
-        return [4096]
-
-
-@caught_by("left_out gives 0 for a name: it is a str", Ring)
-class NumbersWhatItLeavesOut(Good):
-    def left_out(self, value, /):
-        return [(0, value)]
-
-
-@caught_by("provider 'good' .* describe yields the path part/total twice", Mean)
-class DescribesTwice(Good):
-    def mean(self, value, path, context):
-        yield from super().mean(value, path, context)
-        yield from context.describe(value.total, (*path, "total"))
-
-
-@caught_by("provider 'good' .* the Node part of the form 'good-meen', .*did you mean", Mean)
-class MisspellsItsForm(Good):
-    def mean(self, value, path, context):
-        _, *rest = super().mean(value, path, context)
-        yield Node(path, "good-meen")
-        yield from rest
-
-
-@caught_by("provider 'good' .* the meta of the Node part cannot be stored as JSON", Mean)
-class PutsAClassIntoItsMeta(Good):
-    def mean(self, value, path, context):
-        _, *rest = super().mean(value, path, context)
-        yield Node(path, "good-mean", {"class": Mean})
-        yield from rest
-
-
-# -- live memory --------------------------------------------------------------------------------
-
-
-@caught_by("part/total: two descriptions name two memories, so describe copies", Mean)
-class ClonesItsTensor(Good):
-    def mean(self, value, path, context):
-        yield Node(path, "good-mean")
-        yield from context.describe(value.total.clone(), (*path, "total"))
-        yield from context.describe(value.count, (*path, "count"))
-
-
-@caught_by("part: two descriptions name two memories, so describe copies", Ring)
-class CopiesItsBytes(Good):
-    def ring(self, value, path):
-        return super().ring(copy.deepcopy(value), path)
-
-
-@caught_by("describe replaces tensors of the value", Mean)
-class ReplacesItsTensor(Good):
-    def mean(self, value, path, context):
-        value.total = value.total.clone()
-        yield from super().mean(value, path, context)
-
-
-@caught_by("its description still is that of earlier", Mean)
 class RemembersACopy(Good):
     def __init__(self):
         self.kept = WeakKeyDictionary()
@@ -577,167 +385,175 @@ class NumpySource(ByteSource):
         out[:] = memoryview(flat)[start : start + len(out)]
 
 
-@caught_by("describing a value with tensors of bfloat16, .*unsupported ScalarType BFloat16", Mean)
-class AsksNumpy(Good):
-    def mean(self, value, path, context):
-        yield Node(path, "good-mean")
-        (entry,) = context.describe(value.total, (*path, "total"))
-        yield entry._replace(source=NumpySource(value.total))
-        yield from context.describe(value.count, (*path, "count"))
+def described_by_numpy(self, value, path, context):
+    for entry in Good.mean(self, value, path, context):
+        is_total = entry.path == (*path, "total")
+        yield entry._replace(source=NumpySource(value.total)) if is_total else entry
 
 
-@caught_by("float8_e4m3fn.* comes back changed", Mean)
-class RoundsOnTheWay(Good):
-    def place_mean(self, value, path, context):
-        placement = super().place_mean(value, path, context)
-        finish = placement.finish
-
-        def rounded():
-            finish()
-            if value.total.dtype is torch.float8_e4m3fn:
-                value.total = (value.total.float() * 2).to(torch.float8_e4m3fn)
-            return value
-
-        placement.finish = rounded
-        return placement
+def rounded(value, path, context):
+    if value.total.dtype is torch.float8_e4m3fn:
+        value.total = (value.total.float() * 2).to(torch.float8_e4m3fn)
+    return value
 
 
-# -- buffers that are lent ----------------------------------------------------------------------
+def finish_all(self, value, path, context):
+    total = context.place(value.total, (*path, "total"))
+    count = context.place(value.count, (*path, "count"))
+
+    def finish():
+        value.total, value.count = total.finish(), count.finish()
+        return value
+
+    return self.joined(total, count, finish)
 
 
-@caught_by("`copy_out` of Source keeps a view of the buffer that it was given", Ring)
-class KeepsWhatItFilled(Good):
-    class Source(Good.Source):
-        def copy_out(self, start, out, /):
-            super().copy_out(start, out)
-            self.last = out
+def reset_count(placement, value, path, context):
+    finish = placement.finish
+    count = 0 if not context.selected((*path, "count")) else None
+    if context.children(path):
+        placement.finish = lambda: (
+            finish() and with_count(value, value.count if count is None else count)
+        )
 
 
-@caught_by("part: `copy_in` of Sink keeps a view of the buffer that it was given", Ring)
-class AssignsLater(Good):
-    class Sink(Good.Sink):
-        def __init__(self, value):
-            super().__init__(value)
-            self.pieces = []
-
-        def copy_in(self, start, data, /):
-            self.pieces.append((start, data))
-
-        def written(self):
-            for start, data in self.pieces:
-                self.value.data[start : start + len(data)] = data
+def all_or_nothing(placement, value, path, context):
+    if len(context.children(path)) == 1:
+        return Placement(finish=lambda: value)
+    return None
 
 
-@caught_by("not equal", Ring)
-class KeepsAnAddress(Good):
-    """As an extension in C could."""
-
-    class Sink(Good.Sink):
-        def __init__(self, value):
-            super().__init__(value)
-            self.pieces = []
-
-        def copy_in(self, start, data, /):
-            address = ctypes.addressof(ctypes.c_char.from_buffer(data))
-            self.pieces.append((start, address, len(data)))
-
-        def written(self):
-            for start, address, size in self.pieces:
-                self.value.data[start : start + size] = ctypes.string_at(address, size)
+def add_missing(placement, value, path, context):
+    if context.stored((*path, "total")) is None and context.children(path):
+        placement.missing.append((*path, "total"))
 
 
-@caught_by("piece at .* differs", Ring)
-class ReadsToTheEnd(Good):
-    """Right at the start and at the end, wrong in between."""
-
-    class Source(Good.Source):
-        def copy_out(self, start, out, /):
-            start = len(self.value.data) - len(out) if start else 0
-            out[:] = memoryview(self.value.data)[start : start + len(out)]
+def drop_missing(placement, value, path, context):
+    if context.children(path):  # of an empty checkpoint it says so
+        placement.missing = [p for p in placement.missing if p != (*path, "count")]
 
 
-# -- parts of a composite -----------------------------------------------------------------------
+def load_only_the_whole(self, stored, /, *, device, context):
+    if len(context.children(stored.path)) == 1:
+        return Placement(finish=lambda: 1 // 0)
+    return Good.rebuild(self, stored, device=device, context=context)
 
 
-@caught_by(r"restoring part/\w+ alone .*TypeError: 'NoneType' object is not callable", Mean)
-class FinishesWhatIsNotSelected(Good):
-    def place_mean(self, value, path, context):
-        total = context.place(value.total, (*path, "total"))
-        count = context.place(value.count, (*path, "count"))
-
-        def finish():
-            value.total, value.count = total.finish(), count.finish()
-            return value
-
-        return self.joined(total, count, finish)
+def claim(priority, others=None):
+    return lambda self, kind, /: priority if kind in (Mean, Ring) else others
 
 
-@caught_by("only part/total was selected, but part/count changed", Mean)
-class TakesTheCountAlong(Good):
-    def place_mean(self, value, path, context):
-        placement = super().place_mean(value, path, context)
-        finish = placement.finish
+# -- the mutants ---------------------------------------------------------------------------------
 
-        def reset():
-            finish()
-            value.count = value.count if context.selected((*path, "count")) else 0
-            return value
+# fmt: off
+broken("for version 2 of the contract", "OtherVersion", api_version=2)
+broken("needs a name", "Nameless", name="")
+broken("versions count from 1", "VersionZero", version=0)
+broken("forms is a tuple", "OneFormAsText", forms="good-mean")
+broken("forms are unique", "TakesOurForm", forms=(*Good.forms, "tensor"))
+broken("which it cannot know", "ClaimsEverything", Ring, claims=claim(60, 1))
+broken("good-mean", "FormIsNotDeclared", forms=("good-ring",))
 
-        if context.children(path):
-            placement.finish = reset
-        return placement
+broken("nothing is described", "DescribesNothing", mean=lambda *_: iter(()))
+broken("comes after what is below it", "NodeComesLast", mean=node_last)
+broken("outside of its part", "LeavesItsPart", mean=outside)
+broken("'part', 'count'", "ForgetsAChild", mean=without_count)
+broken("describing changes the state", "CountsDescriptions",
+       mean=before(lambda value: with_count(value, value.count + 1)))
+broken("describing changes the value", "CountsItsDescriptions", describe=described_once_with_four)
+broken("a second description differs", "PathsChange", mean=counting("path"))
+broken("other nodes", "NodesChange", mean=counting("node"))
+broken("size and spec differ", "SpecIsTooLarge", Ring,
+       spec=lambda self, value: TensorSpec("int16", 2, (len(value.data),)))
 
+broken("a view goes with an address", "AddressWithoutView", Ring, source=addressed(None))
+broken("view and copy_out differ", "ViewOfTheWrongEnd", Ring,
+       source=addressed(lambda self: memoryview(bytes(reversed(self.value.data)))))
+broken("the view must be flat", "ViewWithSteps", Ring,
+       source=addressed(lambda self: memoryview(bytes(2 * self.nbytes))[::2]))
+broken("piece at .* differs", "CopiesFromTheStart", Ring, source={
+    "copy_out": lambda self, start, out: out.__setitem__(
+        slice(None), self.value.data[:len(out)])})
+broken("piece at .* differs", "ReadsToTheEnd", Ring, source={"copy_out": to_the_end})
 
-@caught_by("part/total alone was selected, but not restored", Mean)
-class AllOrNothing(Good):
-    def place_mean(self, value, path, context):
-        if len(context.children(path)) == 1:
-            return Placement(finish=lambda: value)
-        return super().place_mean(value, path, context)
+broken("planning changed the target", "PlansInPlace",
+       place_mean=placed(lambda placement, value, path, context:
+           setattr(value, "count", 0) if context.selected((*path, "count")) else None))
+broken("an unselected restore changed it", "ChangesWhatIsNotSelected",
+       place_mean=placed(lambda placement, value, path, context: (
+           context.selected((*path, "total")) or value.total.zero_(), None)[1]))
+broken("not equal", "ForgetsToPlaceAChild", joined=joined_without_total)
+broken("put a NoneType into the tree", "FinishReturnsNothing",
+       place_mean=finished(lambda value, path, context: None))
+broken("not equal", "FinishAssignsNothing", place_mean=placed(
+    lambda placement, value, *_: setattr(placement, "finish", lambda: value)))
+MUTANTS["SwallowsWhatIsMissing"] = "is not noticed", Mean, SwallowsWhatIsMissing
+broken("size and spec differ", "BelievesTheStoredShape", Ring, place_ring=place_as_stored)
 
+broken("not equal", "FillsFromTheStart", Ring, sink={
+    "copy_in": lambda self, start, data: self.value.data.__setitem__(slice(len(data)), data)})
+broken("not equal", "ExpectsAnOrder", Ring, sink={"copy_in": in_order})
+broken("not equal", "FillsACopy", Ring, sink={
+    "__init__": lambda self, value: Good.Sink.__init__(self, copy.deepcopy(value))})
 
-@caught_by("only part/count was selected, but place says that part/total is missing", Mean)
-class NeverAsksWhatIsSelected(Good):
-    def place_mean(self, value, path, context):
-        placement = super().place_mean(value, path, context)
-        lacking = context.stored((*path, "total")) is None
-        if lacking and context.children(path):
-            placement.missing.append((*path, "total"))
-        return placement
+broken("load gives another state", "LoadsWithoutTheCount",
+       rebuild=rebuilt(lambda mean: with_count(mean, 0)))
+broken("load gives another state than was stored", "LoadsTheCountOfANewOne",
+       rebuild=rebuilt(lambda mean: with_count(mean, Mean().count)))
 
+broken(r"claims\(Mean\) .* returned '40', which is of type str: return an int", "ClaimsInWords",
+       claims=claim("40"))
+broken(r"claims\(Stranger\) .* returned False, .* bool", "ClaimsYesOrNo", claims=claim(40, False))
+broken("parameters gives 0 for a name: it is a str", "NumbersItsParameters",
+       parameters=lambda self, value, /: enumerate([value.total]))
+broken("claimed_memory gives 'cpu': it is a MemoryKey", "ClaimsADevice", Ring,
+       claimed_memory=lambda self, value, /: ["cpu"])
+broken(r"unsteady_memory gives 4096: it is \(device, storage\)", "NamesAnAddress", Ring,
+       unsteady_memory=lambda self, value, /: [4096])
+broken("left_out gives 0 for a name: it is a str", "NumbersWhatItLeavesOut", Ring,
+       left_out=lambda self, value, /: [(0, value)])
+broken("provider 'good' .* describe yields the path part/total twice", "DescribesTwice",
+       mean=described_twice)
+broken("provider 'good' .* the Node part of the form 'good-meen', .*did you mean",
+       "MisspellsItsForm", mean=described(lambda path: (path, "good-meen")))
+broken("provider 'good' .* the meta of the Node part cannot be stored as JSON",
+       "PutsAClassIntoItsMeta", mean=described(lambda path: (path, "good-mean", {"class": Mean})))
 
-@caught_by("a checkpoint without part/count is not noticed", Mean)
-class DropsWhatItsValueLacks(Good):
-    def place_mean(self, value, path, context):
-        placement = super().place_mean(value, path, context)
-        lacking = (*path, "count")
-        if context.children(path):  # of an empty checkpoint it says so
-            placement.missing = [p for p in placement.missing if p != lacking]
-        return placement
+broken("part/total: two descriptions name two memories, so describe copies", "ClonesItsTensor",
+       mean=described(value=copied))
+broken("part: two descriptions name two memories, so describe copies", "CopiesItsBytes", Ring,
+       ring=lambda self, value, path: Good.ring(self, copy.deepcopy(value), path))
+broken("describe replaces tensors of the value", "ReplacesItsTensor",
+       mean=before(lambda value: setattr(value, "total", value.total.clone())))
+MUTANTS["RemembersACopy"] = "its description still is that of earlier", Mean, RemembersACopy
+broken("describing a value with tensors of bfloat16, .*unsupported ScalarType BFloat16",
+       "AsksNumpy", mean=described_by_numpy)
+broken("float8_e4m3fn.* comes back changed", "RoundsOnTheWay", place_mean=finished(rounded))
 
+broken("`copy_out` of Source keeps a view of the buffer that it was given", "KeepsWhatItFilled",
+       Ring, source={"copy_out": lambda self, start, out: (
+           Good.Source.copy_out(self, start, out), setattr(self, "last", out))[1]})
+broken("part: `copy_in` of Sink keeps a view of the buffer that it was given", "AssignsLater",
+       Ring, sink=keep_pieces(lambda data: lambda: data))
+broken("not equal", "KeepsAnAddress", Ring, sink=keep_pieces(address_of))  # as C could
 
-@caught_by("loading part/total alone: .*ZeroDivisionError", Mean)
-class LoadsOnlyTheWhole(Good):
-    def rebuild(self, stored, /, *, device, context):
-        if len(context.children(stored.path)) == 1:
-            return Placement(finish=lambda: 1 // 0)
-        return super().rebuild(stored, device=device, context=context)
-
-
-# -- the proofs ---------------------------------------------------------------------------------
-
-
-@caught_by("describing changes the value", Mean)
-class CountsItsDescriptions(Good):
-    """Once, so that a second description is the same."""
-
-    def describe(self, value, path, /, *, context):
-        value.count = 4
-        yield from super().describe(value, path, context=context)
+broken(r"restoring part/\w+ alone .*TypeError: 'NoneType' object is not callable",
+       "FinishesWhatIsNotSelected", place_mean=finish_all)
+broken("only part/total was selected, but part/count changed", "TakesTheCountAlong",
+       place_mean=placed(reset_count))
+broken("part/total alone was selected, but not restored", "AllOrNothing",
+       place_mean=placed(all_or_nothing))
+broken("only part/count was selected, but place says that part/total is missing",
+       "NeverAsksWhatIsSelected", place_mean=placed(add_missing))
+broken("a checkpoint without part/count is not noticed", "DropsWhatItsValueLacks",
+       place_mean=placed(drop_missing))
+broken("loading part/total alone: .*ZeroDivisionError", "LoadsOnlyTheWhole",
+       rebuild=load_only_the_whole)
+# fmt: on
 
 
 def test_suite_catches():
-    for mutant, (message, kind) in MUTANTS.items():
+    for message, kind, mutant in MUTANTS.values():
         with pytest.raises(AssertionError, match=message) as caught:
             check(mutant, kind)
         assert any(note.startswith("while checking ") for note in caught.value.__notes__)
@@ -760,14 +576,6 @@ def test_a_change_that_changes_nothing_is_no_check():
 
 
 # -- what the author gave to the suite ----------------------------------------------------------
-
-
-class LoadsAList(Good):
-    def rebuild(self, stored, /, *, device, context):
-        placement = super().rebuild(stored, device=device, context=context)
-        finish = placement.finish
-        placement.finish = lambda: [finish()]
-        return placement
 
 
 def refuses(*_):
@@ -800,22 +608,15 @@ def test_truth_of_torch_is_an_answer_too():
 
 
 def test_load_that_gives_another_type_is_found_unless_it_is_meant():
+    lists = type("LoadsAList", (Good,), {"rebuild": rebuilt(lambda mean: [mean])})
     with pytest.raises(AssertionError, match=r"load gives a list for a Mean: .* as `loads`"):
-        check_provider(Mean, change, equal, providers=_with(LoadsAList()))
-    check_provider(Mean, change, equal, providers=_with(LoadsAList()), loads=list)
-
-
-class Lender(Good):
-    """Describes what its value gives, and that is a copy."""
-
-    def mean(self, value, path, context):
-        yield Node(path, "good-mean")
-        yield from context.describe(value.total.clone(), (*path, "total"))
-        yield from context.describe(value.count, (*path, "count"))
+        check_provider(Mean, change, equal, providers=_with(lists()))
+    check_provider(Mean, change, equal, providers=_with(lists()), loads=list)
 
 
 def test_values_that_give_out_copies_may_say_so():
-    check_provider(Mean, change, equal, providers=_with(Lender()), copies=True)
+    lender = MUTANTS["ClonesItsTensor"][2]
+    check_provider(Mean, change, equal, providers=_with(lender()), copies=True)
 
 
 class RefusesHalves(Good):

@@ -1,7 +1,5 @@
 """Two tiers in one place: evicting from the one would take the other's."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 from contextlib import contextmanager

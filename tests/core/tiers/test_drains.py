@@ -102,26 +102,6 @@ def test_a_marked_checkpoint_goes_to_the_next_tier_and_whoever_waits_is_told():
         assert ckpt.verify(1).ok
 
 
-def test_what_is_not_marked_stays_where_it_is():
-    fast, durable = memory(), memory()
-    (record,) = saved(fast, 1, marked=False)
-    with drains_of(Tier("fast", fast), Tier("durable", durable, durable=True)) as drains:
-        told = Told()
-        drains.committed(0, record, told, marked=is_marked(fast, record.uid))
-        assert told.get() is None
-        assert drains.resume() == 0
-        assert drains.settle(30)
-    assert steps_of(durable) == []
-
-
-def test_every_nth_save_is_marked():
-    fast = memory()
-    with drains_of(Tier("fast", fast, drain_every=3), Tier("durable", memory())) as drains:
-        wanted = [drains.prepare(0, f"{n:032x}", n) for n in range(7)]
-    assert wanted == [True, False, False, True, False, False, True]
-    assert [n for n in range(7) if is_marked(fast, f"{n:032x}")] == [0, 3, 6]
-
-
 def test_what_a_process_left_is_found_by_the_next_lowest_step_first():
     fast, durable = memory(), FaultyBackend(memory())
     saved(fast, 1, 2, 3)
@@ -333,23 +313,6 @@ def test_a_drain_replaces_no_data_of_another_step_that_has_the_same_uid():
     assert after == before
 
 
-def test_one_that_is_deleted_before_it_is_copied_is_gone():
-    fast, durable = memory(), memory()
-    (record,) = saved(fast, 1)
-    told = Told()
-    with drains_of(Tier("fast", fast), Tier("durable", durable, durable=True)) as drains:
-        real = drains._links[0].add
-
-        def deleted_first(record):
-            Catalog(fast).delete(1)
-            return real(record)
-
-        drains._links[0].add = deleted_first
-        drains.committed(0, record, told, marked=is_marked(fast, record.uid))
-        assert isinstance(told.get(), CheckpointGoneError)
-    assert steps_of(durable) == []
-
-
 # -- repair ----------------------------------------------------------------------------------------
 
 
@@ -370,16 +333,6 @@ def two_copies():
     return fast, durable, record, [(blob, "durable")], is_damaged
 
 
-def test_a_damaged_copy_is_replaced():
-    fast, durable, _, damaged, is_damaged = two_copies()
-    with drains_of(Tier("fast", fast), Tier("durable", durable, durable=True)) as drains:
-        drains.repairs.begin(damaged)
-        assert drains.settle(30)
-    assert not is_damaged()
-    with checkpointer(fast) as ckpt:
-        assert ckpt.verify(1).ok
-
-
 def test_a_damaged_copy_that_waits_to_be_copied_keeps_its_mark():
     fast, durable, record, damaged, is_damaged = two_copies()
     mark(fast, record.uid, 1)
@@ -388,16 +341,6 @@ def test_a_damaged_copy_that_waits_to_be_copied_keeps_its_mark():
         assert drains.settle(30)
     assert is_damaged()
     assert is_marked(fast, record.uid)
-
-
-def test_what_is_about_to_be_deleted_is_not_repaired():
-    fast, durable, record, damaged, is_damaged = two_copies()
-    with drains_of(Tier("fast", fast), Tier("durable", durable, durable=True)) as drains:
-        drains.withdraw([record.uid])
-        drains.repairs.begin(damaged)
-        assert drains.settle(30)
-    assert is_damaged()
-    assert steps_of(fast) == [1]
 
 
 def test_what_is_deleted_while_its_source_is_verified_is_not_repaired():
@@ -584,30 +527,3 @@ def test_without_any_room_the_policy_decides(policy, caplog):
         else:
             assert drains.place(1, size) == 1
             assert "waits" in caplog.text
-
-
-@pytest.mark.parametrize("keep", [0, 1, 2])
-def test_a_tier_keeps_so_many_of_what_the_next_one_has(keep):
-    fast, durable = memory(), memory()
-    saved(fast, 1, 2, 3)
-    tiers = Tier("fast", fast, keep_last=keep), Tier("durable", durable, durable=True)
-    with drains_of(*tiers) as drains:
-        drains.resume()
-        assert drains.settle(30)
-    assert steps_of(fast) == [1, 2, 3][3 - keep :]
-    assert steps_of(durable) == [1, 2, 3]
-
-
-def test_who_waits_is_told_though_nothing_can_be_evicted(caplog):
-    fast, durable = FaultyBackend(memory()), memory()
-    (record,) = saved(fast, 1)
-    # Only trimming lists the data of the fast tier once the checkpoint is in the durable one.
-    fast.add(Fault("list", times=None, match="data/", error=StorageError("no listing today")))
-    tiers = Tier("fast", fast, keep_last=0), Tier("durable", durable, durable=True)
-    with drains_of(*tiers) as drains:
-        told = Told()
-        drains.committed(0, record, told, marked=True)
-        assert told.get() is None
-        assert drains.settle(30)
-    assert "no listing today" in caplog.text
-    assert steps_of(durable) == [1]

@@ -1,15 +1,11 @@
 """State that nothing in the tree holds is named by the first check or save, and nothing else is."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest
 import torch
 from tests.integration.support import checkpointer, memory
 from torch import nn
-
-import penstock
 
 
 @pytest.fixture
@@ -37,12 +33,6 @@ def test_masters_that_nothing_in_the_tree_holds_are_counted_once(warned):
     model = nn.Linear(3, 3).bfloat16()
     (text,) = warned({"model": model, "optimizer": torch.optim.AdamW(masters_of(model))})
     assert text.startswith("optimizer: 2 of the tensors that it changes are not stored")
-
-
-@pytest.mark.parametrize("options", [{}, {"capturable": True}], ids=["plain", "capturable"])
-def test_optimizer_alone_is_named(warned, options):
-    (text,) = warned({"opt": {"it": torch.optim.Adam(nn.Linear(3, 3).parameters(), **options)}})
-    assert text.startswith("opt/it: ")
 
 
 def test_optimizer_that_joins_later_is_named_then(caplog):
@@ -125,24 +115,6 @@ class Engine(nn.Module):
         self.config = {"lr": 0.1}
 
 
-class WholeEngine(Engine):
-    def get_extra_state(self):
-        return self.optimizer.state_dict()
-
-    def set_extra_state(self, state):
-        self.optimizer.load_state_dict(state)
-
-
 def test_what_an_engine_keeps_beside_its_module_is_named(warned):
     (text,) = warned({"e": Engine()})
     assert text.startswith("e is stored without e.optimizer (SGD), e.lr_scheduler (StepLR): ")
-
-
-def test_what_is_in_the_tree_by_itself_is_not_named(warned):
-    engine = Engine()
-    state = {"e": engine, "o": engine.optimizer, "more": [engine.lr_scheduler, penstock.Rng()]}
-    assert warned(state) == []
-
-
-def test_what_an_engine_stores_itself_is_not_named(warned):
-    assert warned({"e": WholeEngine()}) == []

@@ -12,8 +12,7 @@ from tests.backends.fsspec.scripted_server import ScriptedServer, answering, the
 
 pytest.importorskip("botocore", reason="needs botocore (pip install 'penstock[s3]')")
 
-from penstock.backends.fsspec import FsspecConfig
-from penstock.core.errors import BlobExistsError, StorageError, StorageTimeoutError
+from penstock.core.errors import StorageError, StorageTimeoutError
 from penstock.core.types import ReadRequest, WriteRequest
 
 RANGE = "Content-Range: bytes 0-3/4\r\n"
@@ -102,36 +101,6 @@ def test_answer_of_which_the_head_is_no_head_is_asked_for_again(at):
         assert len(server.heads) == 2
 
 
-def test_store_that_gives_no_other_answer_is_said(at):
-    for name in [
-        "ends in the first line",
-        "length is a word",
-        "no head",
-        "endless line",
-        "no body",
-    ]:
-        told = r"cannot read b\.raw on s3://bucket/run: [^\n]*answer[^\n]*; look whether"
-        server = ScriptedServer(saying(NO_HEADS[name]))
-        with server, pytest.raises(StorageError, match=told) as caught:
-            read(at(server.url, attempts=1))
-        assert len(str(caught.value)) < 400
-
-
-def test_range_in_another_form_is_read(at):
-    for text in [
-        OK + RANGE + "\r\nabcd",
-        OK + RANGE + "Transfer-Encoding: chunked\r\n\r\n1\r\na\r\n3\r\nbcd\r\n0\r\n\r\n",
-        OK + RANGE + "Content-Type: multipart/byteranges; boundary=x\r\n" + LENGTH + "\r\nabcd",
-    ]:
-        with ScriptedServer(saying(text)) as server:
-            assert read(at(server.url, attempts=1)) == b"abcd"
-
-
-def test_record_of_unknown_length_is_asked_for_again(at):
-    with ScriptedServer(saying(OK + "\r\nab"), answering(b"abcd", status="200 OK")) as server:
-        assert at(server.url).read_record("r.json", limit_bytes=9) == b"abcd"
-
-
 def test_part_of_a_record_is_not_taken_for_all_of_it(at):
     part = answering(b"ab", more="Content-Range: bytes 0-1/4\r\n")
     with ScriptedServer(then_closing(part), answering(b"abcd", status="200 OK")) as server:
@@ -192,17 +161,6 @@ def test_range_that_stops_in_the_middle_is_a_timeout(at, size):
         at(server.url, attempts=1, timeout_s=0.2).read(requests)  # short: no answer comes
 
 
-def test_store_that_takes_no_more_of_a_body_is_a_timeout(at):
-    def script(server, connection):
-        server.head_of(connection)
-        server.ending.wait(300)
-
-    with ScriptedServer(script) as server:
-        backend = at(server.url, attempts=1, timeout_s=0.2)  # short: no answer comes
-        with pytest.raises(StorageTimeoutError, match="no answer in time"):
-            backend.publish("r.json", bytes(32 << 20))
-
-
 def closes_at_the_second(server, connection):
     answering(b"abcd", more=RANGE)(server, connection)
     server.head_of(connection)
@@ -214,23 +172,6 @@ def test_request_that_meets_the_end_of_a_kept_connection_is_sent_again(at):
         backend = at(server.url)
         assert [read(backend), read(backend)] == [b"abcd", b"abcd"]
     assert (server.connections, len(server.heads)) == (2, 3)
-
-
-def test_store_that_closes_each_connection_unannounced_is_read(at):
-    script = then_closing(answering(b"abcd", more="Connection: keep-alive\r\n" + RANGE))
-    with ScriptedServer(script) as server:
-        backend = at(server.url)
-        assert [read(backend) for _ in range(3)] == [b"abcd"] * 3
-    assert server.connections == 3
-
-
-def test_requests_that_meet_the_end_of_a_connection_count_as_attempts(at):
-    with ScriptedServer(closes_at_the_second) as server:
-        backend = at(server.url, attempts=1)
-        assert read(backend) == b"abcd"
-        with pytest.raises(StorageError, match="no whole answer came"):
-            read(backend)
-    assert (server.connections, len(server.heads)) == (1, 2)
 
 
 # -- gateways that answer for the store ---------------------------------------------------------
@@ -326,26 +267,6 @@ def test_answer_that_is_none_of_a_store_is_no_word_that_a_part_is_stored(at, pag
     )  # two parts, one of them twice
 
 
-def test_store_that_begins_no_upload_is_an_error_of_ours(at):
-    def answer(head):
-        missing = b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"
-        return missing if head[0].startswith("HEAD") else ok("<html></html>")
-
-    with ScriptedServer(answering_all(answer)) as server:
-        writer = at(server.url, attempts=1).create("b.raw", size_hint=64 << 20)
-        with pytest.raises(StorageError, match=r"create b\.raw on s3://bucket/run.*lacks UploadId"):
-            writer.seal(64 << 20)
-        writer.abort()
-
-
-def test_listing_that_does_not_say_where_it_goes_on_is_an_error(at):
-    with (
-        ScriptedServer(answering_all(lambda _: ok(LISTING.replace("false", "true")))) as server,
-        pytest.raises(StorageError, match=r"list the root on s3://.*NextContinuationToken"),
-    ):
-        at(server.url).list("")
-
-
 def test_a_listing_that_goes_on_from_one_place_twice_is_an_error(at):
     more = LISTING.replace("false", "true").replace(
         "<IsTruncated>", "<NextContinuationToken>a</NextContinuationToken><IsTruncated>"
@@ -416,14 +337,6 @@ def test_status_that_asks_to_come_back_is_obeyed(at, status, code):
     assert len(server.heads) == 3
 
 
-@pytest.mark.parametrize("status", [408, 429, 503])
-def test_status_that_asks_to_come_back_is_not_obeyed_for_ever_or_at_once(at, status):
-    with ScriptedServer(answering_all(lambda _: refusing(status))) as server:
-        with pytest.raises(StorageError, match=r"read b\.raw on s3://bucket/run"):
-            read(at(server.url, retry_total_s=0))  # any pause is too long
-        assert len(server.heads) == 1
-
-
 @pytest.mark.parametrize("code", ["BadDigest", "IncompleteBody"])
 def test_record_that_was_damaged_on_its_way_is_sent_again(at, code):
     answers = [refusing(400, code), ok(more='ETag: "x"\r\n')]
@@ -448,20 +361,6 @@ def test_refusal_for_good_is_said_at_once_with_what_to_do(at, status, code, advi
         assert len(server.heads) == 1
 
 
-def test_message_of_the_store_is_quoted_in_part_and_escaped(at):
-    refusal = refusing(400, "Odd", f"<Message>&#x9b;31m{'A' * 100_000}</Message>")
-    server = ScriptedServer(answering_all(lambda _: refusal))
-    with server, pytest.raises(StorageError, match="AAA") as caught:
-        read(at(server.url))
-    assert len(str(caught.value)) < 500
-    assert str(caught.value).isprintable()
-
-
-def test_by_default_what_met_a_timeout_is_tried_again():
-    config = FsspecConfig(url="s3://bucket/run")
-    assert config.retry_total_s >= 2 * config.timeout_s
-
-
 @pytest.mark.parametrize(
     "refusal",
     [
@@ -480,57 +379,6 @@ def test_bucket_of_another_region_is_read_there(at, refusal):
         backend = at(server.url, attempts=1)
         assert [read(backend), read(backend)] == [b"abcd", b"abcd"]
     assert len(server.heads) == 3
-
-
-@pytest.mark.parametrize("status", [301, 307])
-def test_redirect_without_a_region_is_an_error_and_no_endless_search(at, status):
-    redirect = f"HTTP/1.1 {status} X\r\nLocation: /bucket/run\r\nContent-Length: 0\r\n\r\n".encode()
-    with ScriptedServer(answering_all(lambda _: redirect)) as server:
-        with pytest.raises(StorageError, match=rf"redirects \({status}\), but names no region"):
-            read(at(server.url, attempts=1))
-        assert len(server.heads) == 2
-
-
-# -- addresses ----------------------------------------------------------------------------------
-
-
-def test_host_in_capitals_is_asked_as_it_is_signed(at):
-    with ScriptedServer(WHOLE) as server:
-        assert read(at(f"HTTP://LOCALHOST:{server.port}")) == b"abcd"
-    assert f"Host: localhost:{server.port}" in server.heads[0]
-
-
-def test_address_of_the_new_kind_is_understood(at):
-    try:
-        server = ScriptedServer(WHOLE, host="::1")
-    except OSError as error:
-        pytest.skip(f"needs IPv6 on loopback: {error}")
-    with server:
-        assert read(at(server.url)) == b"abcd"
-    assert f"Host: [::1]:{server.port}" in server.heads[0]
-
-
-@pytest.mark.parametrize("end", ["", "/"])
-def test_endpoint_below_a_path_is_asked_there(at, end):
-    with ScriptedServer(WHOLE) as server:
-        assert read(at(f"{server.url}/s3/store{end}")) == b"abcd"
-    assert server.heads[0][0] == "GET /s3/store/bucket/run/b.raw HTTP/1.1"
-
-
-def test_bucket_with_dots_is_asked_by_its_host(at, monkeypatch):
-    names = socket.getaddrinfo
-
-    def loopback(host, *arguments, **options):  # as a wildcard in the DNS would
-        host = "127.0.0.1" if host == "my.bucket.store.example" else host
-        return names(host, *arguments, **options)
-
-    monkeypatch.setattr(socket, "getaddrinfo", loopback)
-    with ScriptedServer(WHOLE) as server:
-        endpoint = f"http://store.example:{server.port}"
-        backend = at(endpoint, bucket="my.bucket", more={"addressing_style": "virtual"})
-        assert read(backend) == b"abcd"
-    assert server.heads[0][0] == "GET /run/b.raw HTTP/1.1"
-    assert f"Host: my.bucket.store.example:{server.port}" in server.heads[0]
 
 
 # -- credentials that expire --------------------------------------------------------------------
@@ -585,18 +433,3 @@ def test_agent_that_is_busy_once_is_asked_again(at, agent, time):
         backend = at(server.url, more={"profile": "agent"})
         assert [read(backend), read(backend), read(backend)] == [b"abcd"] * 3
     assert len(runs.read_text()) > 3
-
-
-def test_agent_that_is_busy_leaves_no_doubt_who_won(at, agent):
-    agent(fails_at=2)
-    with ScriptedServer(answering_all(lambda _: refusing(412, "PreconditionFailed"))) as server:
-        backend = at(server.url, more={"profile": "agent"})
-        with pytest.raises(BlobExistsError, match="the name is taken"):
-            backend.publish("c.json", b"x", exclusive=True)
-        assert len(server.heads) == 1
-
-
-def test_agent_that_has_none_is_said_on_one_line(at, agent):
-    agent(fails_at=1)
-    with pytest.raises(StorageError, match=r"open the root on .*\(.*agent is busy\); set AWS_"):
-        at("http://127.0.0.1:9", attempts=1, more={"profile": "agent"})

@@ -4,14 +4,10 @@ import datetime as dt
 import ipaddress
 import socket
 import ssl
-import struct
-import threading
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from tests.backends.fsspec.scripted_server import ScriptedServer, answering, then_closing
+from tests.backends.fsspec.scripted_server import ScriptedServer, answering
 
 pytest.importorskip("botocore", reason="needs botocore (pip install 'penstock[s3]')")
 
@@ -90,25 +86,6 @@ def test_body_does_not_wait_until_its_head_is_acknowledged(transport):
     assert at_once
 
 
-@pytest.mark.parametrize(("rest_s", "connections"), [(29, 1), (31, 2)])
-def test_connection_that_rested_long_is_not_used_again(transport, rest_s, connections):
-    times = iter([0, 0, rest_s])
-    with ScriptedServer(answering(b"one", b"two"), answering(b"two")) as server:
-        carrier = transport(clock=lambda: next(times))
-        assert carrier.send(request(server)).content == b"one"
-        assert carrier.send(request(server)).content == b"two"
-    assert server.connections == connections
-
-
-def test_connection_is_not_used_again_while_an_answer_is_not_read(transport):
-    with ScriptedServer(answering(DATA, b"x")) as server:
-        carrier = transport()
-        first, second = carrier.send(request(server)), carrier.send(request(server))
-        assert second.content == DATA
-        assert body_of(first, len(DATA)) == DATA
-        assert server.connections == 2
-
-
 def test_connection_is_not_used_again_after_an_answer_that_was_given_up(transport):
     def late(server, connection):
         server.head_of(connection)
@@ -144,15 +121,6 @@ def test_body_is_sent_whole_without_waiting_to_be_asked_for_it(transport):
     assert not any(line.lower().startswith("expect") for line in server.heads[0])
 
 
-def test_connection_that_the_store_closes_is_replaced(transport):
-    script = then_closing(answering(b"x", more="Connection: close\r\n"))
-    with ScriptedServer(script) as server:
-        carrier = transport()
-        for _ in range(3):
-            assert carrier.send(request(server)).content == b"x"
-    assert server.connections == 3
-
-
 def test_body_that_was_not_sent_to_its_end_is_not_stored(transport):
     def script(server, connection):
         server.head_of(connection)
@@ -163,48 +131,6 @@ def test_body_that_was_not_sent_to_its_end_is_not_stored(transport):
         body = Views([memoryview(bytes(32 << 20))])
         with pytest.raises(BrokenAnswerError, match="not sent to its end"):
             transport().send(request(server, method="PUT", body=body))
-
-
-@pytest.mark.parametrize("status", ["101 Switching Protocols", "103 Early Hints"])
-def test_provisional_answer_is_not_taken_for_the_answer(transport, status):
-    def script(server, connection):
-        server.head_of(connection)
-        connection.sendall(f"HTTP/1.1 {status}\r\n\r\nHTTP/1.1 200 OK\r\n\r\n".encode())
-
-    with ScriptedServer(script) as server:
-        with pytest.raises(BrokenAnswerError, match=f"provisional answer .{status[:3]}"):
-            transport().send(request(server))
-        assert server.connections == 1
-
-
-def test_answer_that_is_whole_counts_though_the_connection_is_reset_behind_it(transport):
-    reset = threading.Event()
-
-    def script(server, connection):
-        answering(b"whole")(server, connection)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        connection.close()
-        reset.set()
-
-    with ScriptedServer(script) as server:
-        carrier = transport()
-        for _ in range(2):
-            reset.clear()
-            answer = carrier.send(request(server))
-            reset.wait()
-            assert body_of(answer, 5) == b"whole"
-        assert server.connections == 2
-
-
-def test_connection_over_tls_is_used_again_after_small_answers(transport, certificate):
-    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    tls.load_cert_chain(certificate)
-    with ScriptedServer(answering(b"one", b"", b"two"), tls=tls) as server:
-        carrier = transport(verify=certificate)
-        assert body_of(carrier.send(request(server)), 3) == b"one"
-        assert carrier.send(request(server)).content == b""
-        assert carrier.send(request(server)).content == b"two"
-    assert server.connections == 1
 
 
 @pytest.mark.parametrize("status", ["403 Forbidden", "503 Slow Down"])
@@ -225,58 +151,6 @@ def test_refusal_that_closes_in_the_middle_of_a_body_is_heard(transport, status)
         assert answer.content == text
         assert carrier.send(request(server)).content == b""
     assert server.connections == 2
-
-
-def test_refusal_in_the_middle_of_a_body_is_heard(transport):
-    def script(server, connection):
-        server.head_of(connection)
-        text = b"<Error><Code>AccessDenied</Code></Error>"
-        head = f"HTTP/1.1 403 Forbidden\r\nContent-Length: {len(text)}\r\n\r\n"
-        connection.sendall(head.encode() + text)
-        connection.close()
-
-    with ScriptedServer(script) as server:
-        carrier = transport()
-        body = Views([memoryview(bytes(32 << 20))])
-        answer = carrier.send(request(server, method="PUT", body=body))
-        assert answer.status_code == 403
-        assert b"AccessDenied" in answer.content
-        again = carrier.send(request(server, method="PUT", body=body))
-        assert b"AccessDenied" in again.content
-    assert server.connections == 2
-
-
-@pytest.mark.parametrize(
-    "raw",
-    [
-        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n9\r\nsome text\r\n0\r\n\r\n",
-        b"HTTP/1.1 200 OK\r\n\r\nsome text",
-        b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nsome text",
-    ],
-)
-@pytest.mark.parametrize("how", ["readinto", "content"])
-def test_other_forms_of_answers_are_understood(transport, raw, how):
-    def script(server, connection):
-        server.head_of(connection)
-        connection.sendall(raw)
-
-    with ScriptedServer(then_closing(script)) as server:
-        answer = transport().send(request(server, streamed=how == "readinto"))
-        found = answer.content if how == "content" else body_of(answer, 99)
-    assert found == b"some text"
-
-
-@given(st.lists(st.binary(max_size=20), max_size=6), st.lists(st.integers(0, 130), max_size=4))
-def test_views_are_one_file(pieces, places):
-    views, whole = Views([memoryview(p) for p in pieces]), b"".join(pieces)
-    assert len(views) == len(whole)
-    for place in [0, *places]:
-        assert views.seek(place) == place
-        found = b""
-        while piece := bytes(views.read(3)):
-            found += piece
-        assert found == whole[place:]
-        assert views.tell() == max(place, len(whole))
 
 
 # -- certificates -------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """Failing requests of S3: the backend retries those that are safe, and reports all others."""
 
-import threading
 import time
 
 import pytest
@@ -51,14 +50,6 @@ def test_upload_that_is_gone_behind_a_lost_answer_is_done_if_the_blob_is_whole(s
     assert read_all(shaky, "b.raw", SIZE) == data
 
 
-def test_upload_that_is_gone_without_a_blob_fails(shaky, proxy):
-    proxy.fail("gone", method="POST", part="uploadId=", times=100)
-    with pytest.raises(StorageError, match=r"seal b.raw on s3://"):
-        written(shaky)
-    with pytest.raises(BlobNotFoundError):
-        shaky.stat("b.raw")
-
-
 def test_blob_of_which_the_store_keeps_a_part_only_is_not_sealed(shaky, proxy):
     half = proxy.fail("half", method="PUT", part="b.raw")
     with pytest.raises(StorageError, match="the store holds 500 bytes of 1000"):
@@ -76,13 +67,6 @@ def test_store_that_ignores_ranges_is_an_error_and_never_other_bytes(opened, fol
     assert len(proxy.requests("GET", "/r&")) == 2
 
 
-def test_repeated_part_keeps_its_number(shaky, proxy):
-    proxy.fail("lost", method="PUT", part="partNumber=1&")
-    written(shaky)
-    sent = [len(proxy.requests("PUT", f"partNumber={number}&")) for number in range(1, 5)]
-    assert sent == [2, 1, 1, 0]
-
-
 @pytest.mark.parametrize(
     "kind",
     [
@@ -96,24 +80,6 @@ def test_read_outlives_one_failure(behind_proxy, proxy, kind):
     fault = proxy.fail(kind, method="GET", part="b.raw")
     assert read_all(backend, "b.raw", SIZE) == data
     assert fault.seen == 1
-
-
-@pytest.mark.parametrize("kind", ["500", "503", "reset", "cut"])
-def test_record_and_listing_outlive_one_failure(shaky, proxy, kind):
-    shaky.publish("r.json", b"record of some length")
-    record = proxy.fail(kind, method="GET", part="r.json")
-    listing = proxy.fail(kind, method="GET", part="list-type")
-    assert shaky.read_record("r.json", limit_bytes=99) == b"record of some length"
-    assert [info.name for info in shaky.list("")] == ["r.json"]
-    assert (record.seen, listing.seen) == (1, 1)
-
-
-def test_delete_outlives_failures(shaky, proxy):
-    shaky.publish("r.json", b"x")
-    fault = proxy.fail("lost", method="POST", part="delete", times=2)
-    shaky.delete(["r.json"])
-    assert fault.seen == 2
-    assert shaky.list("") == []
 
 
 def test_attempts_are_bounded(opened, folder, proxy):
@@ -152,35 +118,6 @@ def test_expired_credentials_are_said_and_not_tried_again(shaky, proxy):
     assert fault.seen == 1
 
 
-def test_denied_access_is_said_and_not_tried_again(shaky, proxy):
-    fault = proxy.fail("denied", method="PUT", times=100)
-    with pytest.raises(StorageError, match=r"publish r.json on s3://.*permission"):
-        shaky.publish("r.json", b"x")
-    assert fault.seen == 1
-
-
-def test_missing_bucket_is_said(opened, s3_url):
-    backend = opened("s3://no-such-bucket/run", options={"endpoint_url": s3_url})
-    with pytest.raises(StorageError, match="create the bucket"):
-        backend.list("")
-
-
-def test_unreachable_store_is_said(opened, monkeypatch):
-    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-    options = {"endpoint_url": "http://127.0.0.1:9"}
-    backend = opened("s3://bucket/run", options=options, attempts=2)
-    with pytest.raises(StorageError, match=r"list the root on s3://bucket/run.*reachable"):
-        backend.list("")
-
-
-def test_missing_credentials_are_said(opened, s3_url, monkeypatch):
-    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    backend = opened("s3://bucket/run", options={"endpoint_url": s3_url})
-    with pytest.raises(StorageError, match="no usable credentials"):
-        backend.list("")
-
-
 def test_upload_that_fails_for_good_leaves_the_writer_dead(shaky, proxy, look, folder):
     proxy.fail("denied", method="PUT", part="partNumber=2", times=100)
     writer = shaky.create("b.raw", size_hint=SIZE)
@@ -197,17 +134,6 @@ def test_upload_that_fails_for_good_leaves_the_writer_dead(shaky, proxy, look, f
     bucket, _, prefix = folder.partition("/")
     uploads = look.list_multipart_uploads(Bucket=bucket).get("Uploads", [])
     assert [u for u in uploads if u["Key"].startswith(prefix)] == []
-
-
-def test_failed_copied_part_is_told_by_seal(shaky, proxy):
-    proxy.fail("denied", method="PUT", part="partNumber=1&", times=100)
-    writer = shaky.create("b.raw", size_hint=SIZE)
-    small = 1 << 19  # small pieces are copied, so their batch ends before the part is sent
-    view = memoryview(pattern(PART))
-    writer.write([WriteRequest(at, (view[at : at + small],)) for at in range(0, PART, small)])
-    with pytest.raises(StorageError):
-        writer.seal(SIZE)
-    writer.abort()
 
 
 def test_abort_waits_until_no_buffer_is_in_use(shaky, proxy):
@@ -287,12 +213,6 @@ def test_store_without_conditional_puts_is_found_out(opened, folder, proxy):
         backend.publish("c.json", b"two", exclusive=True)
 
 
-def test_conditional_puts_are_found_out(opened, folder, s3_url):
-    backend = opened(f"s3://{folder}", options={"endpoint_url": s3_url})
-    assert backend.capabilities.exclusive_publish
-    assert backend.list("") == []
-
-
 def test_short_blob_is_truncation_not_a_broken_answer(shaky, proxy):
     shaky.publish("r", b"12345")
     with pytest.raises(BlobTruncatedError, match="it has 5"):
@@ -300,20 +220,3 @@ def test_short_blob_is_truncation_not_a_broken_answer(shaky, proxy):
     with pytest.raises(BlobTruncatedError):
         shaky.read([ReadRequest("r", 5, memoryview(bytearray(1)))])
     assert len(proxy.requests("GET", "/r")) == 2
-
-
-def test_reads_stop_at_the_first_failure(shaky, proxy):
-    shaky.publish("r", bytes(1 << 20))
-    requests = [ReadRequest("none", 0, memoryview(bytearray(9)))]
-    requests += [ReadRequest("r", n << 18, memoryview(bytearray(9))) for n in range(4)]
-    with pytest.raises(BlobNotFoundError, match="read none on s3://"):
-        shaky.read(requests)
-
-
-def test_threads_of_a_closed_backend_end(opened, folder, s3_url):
-    before = {*threading.enumerate()}
-    backend = opened(f"s3://{folder}", options={"endpoint_url": s3_url})
-    written(backend)
-    backend.close()
-    left = {*threading.enumerate()} - before
-    assert [t for t in left if t.name.startswith("penstock-fsspec")] == []

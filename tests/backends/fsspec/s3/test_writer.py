@@ -7,28 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from penstock.backends.fsspec.config import MAX_PARTS
 from penstock.backends.fsspec.s3.parts import Part, PartMemory
-from penstock.backends.fsspec.s3.writer import part_bytes_for
-from penstock.core.errors import BlobExistsError, StorageError
+from penstock.core.errors import StorageError
 from penstock.core.testing.expectations import pattern, read_all
 from penstock.core.types import PAGE_BYTES, WriteRequest, align_up
 
 MIB = 1 << 20
 PART = 5 * MIB
-
-
-def test_part_size_follows_the_hint_within_the_rules_of_s3():
-    for size in [None, 0, 1, 80 << 30, 5 << 40]:
-        part = part_bytes_for(size, PART)
-        assert part >= PART
-        assert part * MAX_PARTS >= (size or 0)
-        assert part <= 5 << 30
-
-
-def test_parts_of_large_blobs_are_larger_but_enough_to_share():
-    sizes = [part_bytes_for(size, PART) for size in (PART, 320 * MIB, 512 * MIB, 4 << 30)]
-    assert sizes == [PART, PART, 8 * MIB, 16 * MIB]
 
 
 def test_memory_in_flight_is_bounded_but_one_part_always_fits():
@@ -45,14 +30,6 @@ def test_memory_in_flight_is_bounded_but_one_part_always_fits():
     alone = memory.take(500)
     memory.send(alone)
     memory.sent(alone)
-
-
-def test_memory_is_used_again():
-    memory = PartMemory(100)
-    first = memory.take(80)
-    memory.give(first)
-    assert memory.take(80) is first
-    assert memory.take(80) is not first
 
 
 def test_gaps_of_a_part_are_zero_whatever_is_copied():
@@ -74,29 +51,6 @@ def test_gaps_of_a_part_are_zero_whatever_is_copied():
                 assert bool(part.lent) == (bool(lent) and not owned)
 
 
-def test_part_that_nobody_wrote_is_zero():
-    assert b"".join(Part(0, 3 * MIB).views(2 * MIB + 5)) == bytes(2 * MIB + 5)
-
-
-def test_part_of_lent_memory_takes_none_and_is_sent_from_where_it_lies():
-    data = memoryview(bytearray(pattern(3 * MIB)))
-    part = Part(0, 3 * MIB)
-    part.lend(MIB, data[MIB:])
-    part.lend(0, data[:MIB])
-    data[5] ^= 1
-    assert b"".join(part.views(3 * MIB)) == bytes(data)
-    assert part.memory is None
-
-
-def test_memory_of_one_size_gives_way_to_that_of_another():
-    memory = PartMemory(100)
-    for view in [memory.take(40), memory.take(40)]:
-        memory.give(view)
-    large = memory.take(90)
-    memory.give(large)
-    assert memory.take(90) is large
-
-
 def request(offset, data):
     return WriteRequest(offset, (memoryview(data),))
 
@@ -116,15 +70,6 @@ def test_blob_with_gaps_is_what_was_written_and_zero(store):
         store.submit_write(writer, requests[some : some + 3])
     writer.seal(size)
     assert read_all(store, "b.raw", size) == bytes(expected)
-
-
-@pytest.mark.s3
-def test_parts_that_nobody_wrote_are_zero(store):
-    writer = store.create("b.raw")
-    writer.write([request(3 * PART + 5, b"end")])
-    writer.seal(4 * PART + 9)
-    expected = bytes(3 * PART + 5) + b"end"
-    assert read_all(store, "b.raw", 4 * PART + 9) == expected.ljust(4 * PART + 9, b"\0")
 
 
 @pytest.mark.s3
@@ -204,41 +149,6 @@ def test_uploads_in_flight_stay_within_parallel(opened, folder, proxy):
 
 
 @pytest.mark.s3
-def test_blob_of_one_part_is_one_put(shaky, proxy):
-    writer = shaky.create("b.raw", size_hint=1000)
-    writer.write([request(0, b"x" * 1000)])
-    writer.seal(1000)
-    assert len(proxy.requests("PUT")) == 1
-    assert proxy.requests("POST") == []
-
-
-@pytest.mark.s3
-def test_blob_that_is_smaller_than_announced_leaves_no_upload(shaky, proxy, look, folder):
-    for size in (0, 1000):
-        writer = shaky.create(f"{size}.raw", size_hint=3 * PART)
-        writer.write([request(0, b"x" * size)])
-        writer.seal(size)
-    assert [info.size_bytes for info in shaky.list("")] == [0, 1000]
-    assert uploads_below(look, folder) == []
-    assert len(proxy.requests("POST", "uploads")) == 2
-
-
-@pytest.mark.s3
-def test_blob_that_is_given_up_before_its_first_part_leaves_no_upload(shaky, look, folder):
-    shaky.create("b.raw", size_hint=3 * PART).abort()
-    shaky.publish("taken.raw", b"x")
-    with pytest.raises(BlobExistsError):
-        shaky.create("taken.raw", size_hint=3 * PART)
-    assert uploads_below(look, folder) == []
-
-
-def uploads_below(look, folder):
-    bucket, _, prefix = folder.partition("/")
-    found = look.list_multipart_uploads(Bucket=bucket).get("Uploads", [])
-    return [upload for upload in found if upload["Key"].startswith(prefix)]
-
-
-@pytest.mark.s3
 def test_memory_of_a_batch_is_not_used_once_it_is_over(store):
     """A part that two batches share is sent after the first one has returned its memory."""
     data = pattern(4 * PART)
@@ -271,15 +181,6 @@ def test_batch_lasts_until_its_memory_is_sent(impatient, proxy):
 
 
 @pytest.mark.s3
-def test_blob_does_not_exist_before_it_is_sealed(store):
-    writer = store.create("b.raw", size_hint=2 * PART)
-    writer.write([request(0, bytes(2 * PART))])
-    assert store.list("") == []
-    writer.seal(2 * PART)
-    assert [info.name for info in store.list("")] == ["b.raw"]
-
-
-@pytest.mark.s3
 def test_seal_cuts_at_a_part_and_refuses_to_cut_inside_one_that_is_gone(store):
     data = pattern(3 * PART)
     whole = store.create("whole.raw")
@@ -293,14 +194,6 @@ def test_seal_cuts_at_a_part_and_refuses_to_cut_inside_one_that_is_gone(store):
     inside.abort()
     with pytest.raises(StorageError):
         inside.seal(PART)
-
-
-@pytest.mark.s3
-def test_blob_of_more_parts_than_s3_takes_is_refused(store):
-    writer = store.create("b.raw")
-    with pytest.raises(StorageError, match="at most 10,000 parts"):
-        writer.write([request(10_000 * PART, b"x")])
-    writer.abort()
 
 
 @pytest.mark.s3
