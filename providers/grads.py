@@ -9,10 +9,9 @@ from penstock.core.abc import Difference, Node, Placement, StateProvider, cast_a
 from penstock.core.errors import UnsupportedStateError
 from penstock.core.markers import Grads
 from penstock.core.types import Kind, Role, TensorSpec, show_path
-from penstock.providers.module.flat import is_flattened
+from penstock.providers.children import rebuild_dict
+from penstock.providers.module.fsdp1 import is_flattened
 from penstock.providers.module.provider import named_parameters
-from penstock.providers.rebuild import rebuild_dict
-from penstock.providers.tensor.memory import device_name, dtype_name
 from penstock.providers.tensor.parts import fits
 from penstock.providers.tensor.provider import (
     empty_tensor,
@@ -22,6 +21,7 @@ from penstock.providers.tensor.provider import (
     tensor_target,
 )
 from penstock.providers.tensor.sharding import cut_like
+from penstock.providers.tensor.sources import device_name, dtype_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

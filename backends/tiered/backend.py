@@ -12,8 +12,12 @@ from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
 from urllib.parse import unquote
 
 from penstock.backends.tiered.config import TieredConfig
-from penstock.backends.tiered.reading import read_from, read_in_background
-from penstock.backends.tiered.reconnecting import LateBackend, open_or_wait
+from penstock.backends.tiered.failing_tiers import (
+    LateBackend,
+    open_or_wait,
+    read_from,
+    read_in_background,
+)
 from penstock.core.abc import (
     Backend,
     Deadline,

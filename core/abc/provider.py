@@ -12,7 +12,7 @@ from penstock.core.floats.formats import FLOAT_DTYPES
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from penstock.core.abc.memory import ByteSink, ByteSource, MemoryKey
+    from penstock.core.abc.byte_sources import ByteSink, ByteSource, MemoryKey
     from penstock.core.types import Kind, ObjectPath, Region, Replica, Role, TensorSpec
 
 

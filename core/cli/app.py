@@ -1,8 +1,9 @@
-"""The typer application: the table of commands, and the options and arguments that they share."""
+"""The typer application: the commands, the options and arguments that they share, the question."""
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -35,7 +36,6 @@ Every command takes --json. Exit codes: 0 all is well, 1 something failed or
 is damaged, 2 the command was called wrongly.
 """
 
-
 TASKS = {
     "Look": {
         "ls": ("commands.ls", "List the checkpoints of a run."),
@@ -60,10 +60,10 @@ TASKS = {
     },
     "Set up": {
         "plugins": ("commands.plugins", "List providers, codecs and backends."),
-        "schema": ("commands.schema", "Print the schema of configurations."),
+        "schema": ("commands.plugins", "Print the schema of configurations."),
     },
     "Delete": {
-        "prune": ("commands.prune", "Delete what crashed saves left behind."),
+        "prune": ("commands.delete", "Delete what crashed saves left behind."),
         "delete": ("commands.delete", "Delete checkpoints."),
         "compact": ("commands.compact", "Make checkpoints of a chain stand alone."),
     },
@@ -277,7 +277,6 @@ class Exits:
 
 exits = Exits()
 
-
 _TALKATIVE = ("botocore", "urllib3", "s3transfer", "aiobotocore", "fsspec", "aiohttp", "s3fs")
 """Libraries whose DEBUG logs hold session tokens and URLs with passwords: kept at INFO."""
 
@@ -339,3 +338,23 @@ def penstock(
     ] = False,
 ) -> None:
     """Look at the checkpoints of a run, check them, and clean up."""
+
+
+def ask(question: str, *, yes: bool) -> None:
+    """Return if the user answers yes; the question goes to standard error, not into a pipe.
+
+    Args:
+        question: The question, without its question mark.
+        yes: Whether `--yes` has answered it.
+
+    Raises:
+        typer.BadParameter: Standard input is no terminal, so no user can answer.
+        typer.Abort: The answer is no.
+    """
+    if yes:
+        return
+    # Input from a pipe is no answer: a user decides what is deleted, or `--yes` does.
+    if sys.stdin is None or not sys.stdin.isatty():
+        msg = f"no user can be asked here, so pass --yes, or look with --dry-run: {question}?"
+        raise typer.BadParameter(msg)
+    typer.confirm(question + "?", abort=True, err=True)

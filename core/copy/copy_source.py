@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.core.catalog.catalog import Catalog
-from penstock.core.catalog.chains import find_lenders, records_down
+from penstock.core.catalog.lenders import find_lenders, records_down
 from penstock.core.copy.mover import CheckedBlob, Checks
 from penstock.core.errors import BlobNotFoundError, DamagedError, FormatError
 from penstock.core.format.blocks import frame_blocks

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from penstock.core.concurrency.copy_bytes import copy_bytes
-from penstock.core.concurrency.cores import CoreMeter
-from penstock.core.concurrency.workers import BusyClock
+from penstock.core.concurrency.workers import BusyClock, CoreMeter
 from penstock.core.errors import CodecError
 from penstock.core.plan.choice import Choice, CodecChooser, Encoding, cores_left
 from penstock.core.plan.save import context_of

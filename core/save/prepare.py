@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from penstock.core.abc import StateObject
-from penstock.core.concurrency.cores import CoreMeter, local_ranks
+from penstock.core.concurrency.workers import CoreMeter, local_ranks
 from penstock.core.config.model import AUTO
 from penstock.core.errors import (
     CodecError,

@@ -10,14 +10,14 @@ from tests.integration.support import run_program
 
 from penstock.backends.memory import MemoryBackend, MemoryConfig
 from penstock.core.errors import BlobNotFoundError, StorageError, StorageFullError
-from penstock.core.testing.faults import (
+from penstock.core.types import ReadRequest, WriteRequest
+from penstock.testing.faults import (
+    OPERATIONS,
     CrashAt,
     FaultyBackend,
+    LatencyBackend,
     SimulatedCrashError,
 )
-from penstock.core.testing.latency import LatencyBackend
-from penstock.core.testing.wrapper import OPERATIONS
-from penstock.core.types import ReadRequest, WriteRequest
 
 REQUEST = WriteRequest(0, (memoryview(b"12345"),))
 
@@ -123,7 +123,7 @@ def test_background_reads_meet_the_faults(inner):
 
 def test_latency_changes_nothing_but_time(inner, monkeypatch):
     slept = []
-    monkeypatch.setattr("penstock.core.testing.faults.time.sleep", slept.append)
+    monkeypatch.setattr("penstock.testing.faults.time.sleep", slept.append)
     slow = LatencyBackend(inner, latency_s={"publish": 0.5, "write": 0.25}, bytes_per_s=10)
     slow.publish("a", b"12345")
     writer = slow.create("b")
@@ -154,7 +154,7 @@ def test_a_crash_can_kill_the_process(tmp_path):
     script = """
 import sys
 from penstock.backends.posix import PosixBackend, PosixConfig
-from penstock.core.testing.faults import CrashAt
+from penstock.testing.faults import CrashAt
 backend = CrashAt(PosixBackend(PosixConfig(path=sys.argv[1])), 2, kill=True)
 backend.publish("a", b"")
 backend.publish("b", b"")

@@ -9,8 +9,8 @@ import time
 import pytest
 
 from penstock.core.errors import BlobNotFoundError, BlobTruncatedError, StorageError
-from penstock.core.testing.expectations import pattern
 from penstock.core.types import ReadRequest, WriteRequest
+from penstock.testing.expectations import pattern
 
 DAY_S = 24 * 3600
 

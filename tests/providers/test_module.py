@@ -8,8 +8,8 @@ from torch import nn
 
 from penstock.core.abc import Node
 from penstock.core.errors import RestoreError, UnsupportedStateError
-from penstock.core.testing.providers import check_provider
 from penstock.core.types import Role
+from penstock.testing.providers import check_provider
 
 
 class Net(nn.Module):

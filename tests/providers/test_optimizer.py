@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from penstock.core.errors import RestoreError
-from penstock.core.testing.providers import check_provider
 from penstock.core.types import Role
+from penstock.testing.providers import check_provider
 
 CASES = {
     "Adam": {},

@@ -8,7 +8,7 @@ import torch
 
 from penstock.core.errors import UnsupportedStateError
 from penstock.core.markers import Rng
-from penstock.core.testing.providers import check_provider
+from penstock.testing.providers import check_provider
 
 
 def draw():

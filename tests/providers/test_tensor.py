@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from penstock.core.abc import StateObject
 from penstock.core.errors import RestoreMismatchError, TornSnapshotError, UnsupportedStateError
 from penstock.core.ranks.lines import TakenLines, lines_within
-from penstock.core.testing.providers import check_provider, check_source, read_source
-from penstock.providers.tensor.blocks import blocks
-from penstock.providers.tensor.memory import TensorSource, make_sink, memory_key, overlaps_itself
+from penstock.providers.tensor.elements import blocks
+from penstock.providers.tensor.sources import TensorSource, make_sink, memory_key, overlaps_itself
+from penstock.testing.providers import check_provider, check_source, read_source
 
 DTYPES = sorted(
     {

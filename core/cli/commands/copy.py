@@ -17,8 +17,7 @@ from penstock.core.catalog.survey import is_whole
 from penstock.core.cli.app import Exclude, Include, Json, backend_of, command, size_of
 from penstock.core.cli.output.render import print_json, print_line, visible
 from penstock.core.cli.output.runs_on_disk import same_place
-from penstock.core.concurrency.cores import default_workers
-from penstock.core.concurrency.workers import Workers
+from penstock.core.concurrency.workers import Workers, default_workers
 from penstock.core.config.model import load_config
 from penstock.core.copy.checkpoint_copy import CheckpointCopy
 from penstock.core.copy.reencode import Reencoding, copy_objects
@@ -31,7 +30,7 @@ from penstock.core.errors import (
 )
 from penstock.core.pipeline.reader import Loader
 from penstock.core.plugins.registry import default_registry
-from penstock.core.reporting.progress_bar import ProgressBar
+from penstock.core.reporting.progress import ProgressBar
 from penstock.core.reporting.reports import Progress
 from penstock.core.restore.checkpoint import Checkpoint
 from penstock.core.storage.open import open_backend

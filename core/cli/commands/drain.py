@@ -16,12 +16,11 @@ from penstock.core.catalog.prune import GRACE_S
 from penstock.core.cli.app import Json, Url, command, debugging
 from penstock.core.cli.output.render import print_json, print_line, visible
 from penstock.core.cli.output.runs_on_disk import tiers_quiet
-from penstock.core.concurrency.cores import default_workers
 from penstock.core.concurrency.timing import current_timing
 from penstock.core.concurrency.watchdog import Deadline, call_with_deadline
-from penstock.core.concurrency.workers import Workers
+from penstock.core.concurrency.workers import Workers, default_workers
 from penstock.core.errors import ConfigError, StorageError, StorageTimeoutError
-from penstock.core.reporting.progress_bar import ProgressBar
+from penstock.core.reporting.progress import ProgressBar
 from penstock.core.reporting.reports import Progress
 from penstock.core.storage.open import open_backend
 from penstock.core.tiers.drains import Drains

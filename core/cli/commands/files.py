@@ -12,7 +12,7 @@ from penstock import export_checkpoint, import_checkpoint
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.cli.app import Exclude, Include, Json, Step, Url, command, size_of, step_of
 from penstock.core.cli.output.render import print_json, print_line, visible
-from penstock.core.reporting.progress_bar import ProgressBar
+from penstock.core.reporting.progress import ProgressBar
 from penstock.core.restore.checkpoint import Checkpoint
 from penstock.core.storage.open import open_backend
 from penstock.core.units import counted, size_text

@@ -12,8 +12,8 @@ import typer
 
 from penstock.core.catalog.prune import CLOCK_PREFIX
 from penstock.core.cli.app import Json, Url, command
-from penstock.core.cli.doctor.host_checks import check_folder, check_process, check_uring
-from penstock.core.cli.doctor.store_checks import Check, check_store
+from penstock.core.cli.doctor.host import Check, check_folder, check_process, check_uring
+from penstock.core.cli.doctor.store_checks import check_store
 from penstock.core.cli.output.render import print_json, print_line, print_wrapped, visible
 from penstock.core.cli.output.runs_on_disk import local_root, named_root, quiet, tiers_quiet
 from penstock.core.config.model import parse_size

@@ -6,9 +6,9 @@ import uuid
 import pytest
 
 from penstock.backends.fsspec import FsspecBackend, FsspecConfig
-from penstock.core.testing.backends import BACKEND_CHECKS, check_backend
-from penstock.core.testing.backends.access import an_abort_leaves_a_later_blob_of_its_name_alone
-from penstock.core.testing.expectations import NotDeclaredError
+from penstock.testing.backends import BACKEND_CHECKS, check_backend
+from penstock.testing.backends.blobs import an_abort_leaves_a_later_blob_of_its_name_alone
+from penstock.testing.expectations import NotDeclaredError
 
 PART = 5 << 20
 

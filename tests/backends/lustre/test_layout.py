@@ -20,7 +20,7 @@ from tests.backends.lustre.structures import (
     plain,
 )
 
-from penstock.backends.lustre.layout import ALL_STRIPES, Component, Layout, parse_layout
+from penstock.backends.lustre.components import ALL_STRIPES, Component, Layout, parse_layout
 from penstock.core.errors import FormatError
 
 MIB = 1 << 20

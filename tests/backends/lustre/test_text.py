@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.backends.lustre.layout import ALL_STRIPES, Component, Layout
+from penstock.backends.lustre.components import ALL_STRIPES, Component, Layout
+from penstock.backends.lustre.lfs import parse_df, parse_getstripe
 from penstock.backends.lustre.policy import Ost
-from penstock.backends.lustre.text import parse_df, parse_getstripe
 from penstock.core.errors import FormatError
 
 MIB = 1 << 20

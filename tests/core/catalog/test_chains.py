@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.core.manifests import commit_record
 from tests.integration.support import memory
 
-from penstock.core.catalog.chains import borrowed_bytes, find_lenders, lent_by_deleted
+from penstock.core.catalog.lenders import borrowed_bytes, find_lenders, lent_by_deleted
 from penstock.core.format.records import BaseEntry, BlobRecord, IndexEntry, blob_name, index_name
 from penstock.core.reporting.reports import LendingSave
 

@@ -15,10 +15,8 @@ from tests.core.cli.command import caller, tree_of
 
 import penstock
 from penstock.backends.memory import MemoryBackend, MemoryConfig
-from penstock.core.cli.doctor.host import Mount, mount_in, mount_of, space_of
-from penstock.core.cli.doctor.host_checks import check_folder
-from penstock.core.cli.doctor.probe import measure
-from penstock.core.cli.doctor.store_checks import affordable, check_store
+from penstock.core.cli.doctor.host import Mount, check_folder, mount_in, mount_of, space_of
+from penstock.core.cli.doctor.store_checks import affordable, check_store, measure
 from penstock.core.plugins.registry import default_registry
 from penstock.core.storage.guarded import guarded
 from penstock.core.types import Capabilities

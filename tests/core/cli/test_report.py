@@ -13,8 +13,8 @@ from tests.core.cli.command import caller
 
 import penstock
 from penstock.core.cli.report import charts
-from penstock.core.cli.report.boxes import boxes_of
-from penstock.core.cli.report.gather import gather, read_events
+from penstock.core.cli.report.charts import boxes_of
+from penstock.core.cli.report.facts import gather, read_events
 from penstock.integrations.events import JsonLinesSink, Sinks
 
 NEEDED = "needs plotly, which `make test-hosts` brings"

@@ -6,7 +6,7 @@ from importlib.metadata import EntryPoint
 import pytest
 from tests.core.cli.command import caller
 
-from penstock.core.cli.commands.schema import full_schema
+from penstock.core.cli.commands.plugins import full_schema
 from penstock.core.plugins.registry import Registry, default_registry
 
 

@@ -18,7 +18,7 @@ from penstock.core.cli.commands import show
 from penstock.core.cli.output import stats as stats_module
 from penstock.core.cli.output.render import fitting
 from penstock.core.cli.output.stats import pieces
-from penstock.core.cli.output.tree import grown, rows_of
+from penstock.core.cli.output.sums import grown, rows_of
 from penstock.core.restore.checkpoint import Checkpoint
 from penstock.core.storage.open import open_backend
 

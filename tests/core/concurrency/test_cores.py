@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from penstock.core.concurrency.cores import CoreMeter, default_workers, usable_cores
+from penstock.core.concurrency.workers import CoreMeter, default_workers, usable_cores
 
 
 def test_the_cores_of_training_are_measured_between_two_saves():

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from penstock.core.concurrency.timing import SYSTEM_CLOCK, Timing, current_timing, timing_in_force
-from penstock.core.testing.timing import FAST, ShiftedClock
+from penstock.testing.hasty import FAST, ShiftedClock
 
 
 def test_a_timing_is_in_force_within_its_block_and_in_all_threads():

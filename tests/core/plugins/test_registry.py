@@ -10,7 +10,7 @@ import pytest
 
 from penstock.core.errors import ConfigError, PluginError
 from penstock.core.plugins.registry import Registry
-from penstock.core.testing.static_providers import StaticProviders
+from penstock.testing.stored import StaticProviders
 
 CODEC = """
     from penstock.core.abc import Codec, PluginConfig
@@ -346,7 +346,6 @@ def test_providers_that_only_fail_in_use_are_listed_as_failed_and_say_why(plugin
 
 INIT = "        def __init__(self, config, /): raise OSError('no card')\n"
 
-
 FAILING_CODECS = [
     (INIT, "codec 'bad' of bad-codecs 1.0 cannot be created: OSError: no card"),
     ("        def max_encoded_size(self, raw_length, /): return raw_length / 2\n", "500.0"),
@@ -401,7 +400,6 @@ BACKEND = """
             super().close()
             self.closed.append(True)
 """
-
 
 MADE_BACKENDS = [
     ("", None),

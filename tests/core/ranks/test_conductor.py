@@ -19,7 +19,7 @@ from penstock.core.rounds.restore import RestoreRound
 from penstock.core.rounds.round import RankPlace
 from penstock.core.rounds.save import SaveRound
 from penstock.core.rounds.table import Phase, Step
-from penstock.core.testing.memory_coordination import MemoryBoard, MemoryCoordination
+from penstock.testing.coordination import MemoryBoard, MemoryCoordination
 
 WORLD = 4
 PATIENCE_S = 60.0

@@ -15,7 +15,7 @@ from penstock.core.concurrency.timing import CountedClock, Timing
 from penstock.core.errors import SaveError, StorageError
 from penstock.core.reporting.progress import Meter, follow, metered
 from penstock.core.reporting.reports import Progress, SaveHandle, skipped_save
-from penstock.core.testing.faults import FaultyBackend
+from penstock.testing.faults import FaultyBackend
 
 STATE = {"w": torch.arange(40_000.0), "m": torch.ones(30_000), "epoch": 7}
 SMALL = {"chunk_bytes": 4096, "block_bytes": 4096}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import penstock
-from penstock.core.reporting.progress_bar import ProgressBar, line_of
+from penstock.core.reporting.progress import ProgressBar, line_of
 from penstock.core.reporting.reports import Progress
 
 START = Progress(0, 0, "plan")

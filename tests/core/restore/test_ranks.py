@@ -16,8 +16,8 @@ from tests.integration.support import checkpointer, memory
 from penstock import DamagedError
 from penstock.core.format.commit_record import encode_commit
 from penstock.core.format.records import ManyParts, commit_name
-from penstock.core.testing.faults import Fault, FaultyBackend
 from penstock.core.types import Region
+from penstock.testing.faults import Fault, FaultyBackend
 
 DTYPES = ("uint8", "int16", "float32", "float64", "complex128")
 

@@ -1,0 +1,252 @@
+"""Tiers that do not answer: reads fail over to the next, and a later call opens a missing one."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+from penstock.core.abc import Backend, Deadline, DelegatingBackend, current_timing
+from penstock.core.errors import (
+    BlobNotFoundError,
+    BlobTruncatedError,
+    CapabilityError,
+    PenstockError,
+    StorageError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from penstock.core.abc import Tier
+    from penstock.core.types import ReadRequest
+
+log = logging.getLogger("penstock")
+
+
+def open_or_wait(open_it: Callable[[], Backend], shown: str, /) -> Backend:
+    """Return an open backend, or a LateBackend if the store does not answer.
+
+    Args:
+        open_it: Opens the backend.
+        shown: The URL to show until the backend is open; without credentials.
+
+    Raises:
+        CapabilityError: The store answers, and cannot be used.
+        PenstockError: The configuration is wrong.
+    """
+    trying = Deadline(None, current_timing().clock)
+    try:
+        return open_it()
+    except CapabilityError:
+        raise
+    except StorageError as error:
+        log.warning("a tier cannot be opened, going on without it until it can be: %s", str(error))
+        return LateBackend(open_it, shown, error, trying.taken_s())
+
+
+class LateBackend(DelegatingBackend):
+    """Delegates to a backend that each call tries to open; fails with its error until then."""
+
+    def __init__(
+        self, open_it: Callable[[], Backend], shown: str, failure: StorageError, took_s: float, /
+    ) -> None:
+        """Wait before the next try; the last one took `took_s` and ended with `failure`."""
+        self.name = "late"  # type: ignore[misc] # that of the open backend, later
+        self._open_it = open_it
+        self._shown = shown
+        self.check: Callable[[Backend], None] = lambda _: None
+        """Called with the backend that was opened; its error counts as one of opening."""
+        self._opening = threading.Lock()  # held during a try, which may hang
+        self._lock = threading.Lock()  # guards `_found` and `_closed`
+        self._found: Backend | None = None
+        self._closed = False
+        self._failure: PenstockError = failure
+        self._timing = current_timing()
+        self._next_try = self._pause(took_s)
+
+    @property
+    def failure(self) -> PenstockError | None:
+        """The error of the last try; None if the backend is open."""
+        return None if self._found is not None else self._failure
+
+    @property
+    def url(self) -> str:
+        """The URL of the open backend, or a description until then."""
+        return self._shown if self._found is None else self._found.url
+
+    def submit_read(self, requests: Sequence[ReadRequest], /) -> Future[None]:
+        """Read if the backend is open; else fail at once."""
+        if self._found is None:
+            # The caller must not wait here, and opening may take long.
+            failed: Future[None] = Future()
+            failed.set_exception(_again(self._failure))
+            return failed
+        return self._found.submit_read(requests)
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """No tiers: `TieredBackend` opens a backend that has tiers of its own at once."""
+        return ()
+
+    def check_writable(self) -> None:
+        """Check the backend if it is open: `open_or_wait` has logged that it is away."""
+        if self._found is not None:
+            self._found.check_writable()
+
+    def close(self) -> None:
+        """Close the backend, if it is open; a try in flight closes the backend that it opens."""
+        Backend.close(self)
+        with self._lock:
+            self._closed = True
+            inner = self._found
+        if inner is not None:
+            inner.close()
+
+    @property
+    def inner(self) -> Backend:
+        """The open backend; tries to open it, unless the last try was a short time ago.
+
+        Raises:
+            StorageError: The backend cannot be opened, or was closed.
+        """
+        with self._opening:
+            if self._found is not None:
+                return self._found
+            if self._closed:
+                raise self._is_closed()
+            # Callers that waited for the lock during a try get its error, and begin no other try:
+            # else each of them would wait for a store that hangs.
+            if not self._next_try.is_over():
+                raise _again(self._failure)
+            trying = Deadline(None, self._timing.clock)
+            try:
+                inner = self._open_checked()
+            except PenstockError as error:
+                self._failure = error
+                self._next_try = self._pause(trying.taken_s())
+                raise _again(error) from error
+            if not self._keep(inner):
+                inner.close()
+                raise self._is_closed()
+            return inner
+
+    def _keep(self, inner: Backend) -> bool:
+        with self._lock:
+            if self._closed:
+                return False
+            self.name = inner.name  # type: ignore[misc] # as in `__init__`
+            self._found = inner
+            return True
+
+    def _pause(self, took_s: float) -> Deadline:
+        """Return the pause before the next try: at least as long as the last try took."""
+        return Deadline(max(self._timing.tier_reopen_s, took_s), self._timing.clock)
+
+    def _is_closed(self) -> StorageError:
+        return StorageError(f"the backend {self._shown} is closed")
+
+    def _open_checked(self) -> Backend:
+        inner = self._open_it()
+        try:
+            self.check(inner)
+        except BaseException:
+            inner.close()
+            raise
+        return inner
+
+
+def _again(error: PenstockError) -> StorageError:
+    """Return a copy of the error for another caller: two threads must not share a traceback."""
+    return type(error)(str(error)) if isinstance(error, StorageError) else StorageError(str(error))
+
+
+def read_from(backends: Sequence[Backend], requests: Sequence[ReadRequest]) -> None:
+    """Fill every target from the first of `backends` that has its blob.
+
+    A backend that fails otherwise is passed over with a warning; its error is raised if no other
+    backend has the blob.
+
+    Raises:
+        StorageError: As `Backend.read`.
+    """
+    failure: StorageError | None = None
+    todo = list(requests)
+    for backend in backends:
+        here = todo
+        try:
+            if failure is None:
+                backend.read(todo)
+                return
+            todo = _read_singly(backend, here)
+        except BlobNotFoundError as error:
+            failure = error
+            try:
+                todo = _read_singly(backend, here)
+            except BlobTruncatedError:
+                raise
+            except StorageError as worse:
+                log.warning("%s cannot be read, trying the next tier: %s", backend.url, str(worse))
+                failure, todo = worse, here
+        except BlobTruncatedError:
+            raise  # the blob is damaged: core reads it from another tier, and repairs it
+        except StorageError as error:
+            log.warning("%s cannot be read, trying the next tier: %s", backend.url, str(error))
+            failure = error
+        if not todo:
+            return
+    assert failure is not None
+    raise failure
+
+
+def _read_singly(backend: Backend, requests: Sequence[ReadRequest]) -> list[ReadRequest]:
+    """Read the `requests` for blobs that this backend has; return the others."""
+    there = {name: _has(backend, name) for name in {request.name for request in requests}}
+    here = [request for request in requests if there[request.name]]
+    rest = [request for request in requests if not there[request.name]]
+    if here:
+        try:
+            backend.read(here)
+        except BlobNotFoundError:  # evicted since `stat`: the next tier has it
+            return list(requests)
+    return rest
+
+
+def _has(backend: Backend, name: str) -> bool:
+    try:
+        backend.stat(name)
+    except BlobNotFoundError:
+        return False
+    return True
+
+
+def read_in_background(
+    backends: Sequence[Backend],
+    requests: Sequence[ReadRequest],
+    submit: Callable[[Callable[[], None]], object],
+) -> Future[None]:
+    """Read by the fastest backend's own engine; if that fails, let `submit` run `read_from`."""
+    done: Future[None] = Future()
+
+    def again() -> None:
+        try:
+            read_from(backends, requests)
+        except BaseException as error:  # noqa: BLE001 - a task's boundary: the future has it
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    def first_is_over(first: Future[None]) -> None:
+        if first.exception() is None:
+            done.set_result(None)
+        elif isinstance(first.exception(), StorageError):
+            try:
+                submit(again)
+            except RuntimeError as error:  # closed meanwhile
+                done.set_exception(StorageError(f"closed while it was read: {error}"))
+        else:
+            done.set_exception(first.exception())
+
+    backends[0].submit_read(requests).add_done_callback(first_is_over)
+    return done
