@@ -35,7 +35,6 @@ from penstock.core.abc.provider import (
     StateProvider,
     StoredObject,
     Target,
-    cast_advice,
     ranks_node,
     ranks_of,
 )
@@ -89,7 +88,6 @@ __all__ = [
     "Tier",
     "Timing",
     "call_all_with_deadline",
-    "cast_advice",
     "check_blob_name",
     "check_coordination_key",
     "check_coordination_value",

@@ -13,7 +13,7 @@ import torch
 
 from penstock.core.abc import Difference, Placement, Target
 from penstock.core.errors import RestoreError
-from penstock.core.types import Kind, show_path, with_article
+from penstock.core.types import Kind, TensorSpec, show_path, with_article
 from penstock.providers.children import leaves
 from penstock.providers.optimizer.members import FORM, MEMBERSHIP, Matcher, index_of
 from penstock.providers.tensor.flat_ranges import flat_of
@@ -290,13 +290,11 @@ class Placer:
         self, live: Any, path: ObjectPath, stored: StoredObject, flat: Flat, parameter: Any
     ) -> Placement:
         """Plan the restore of the elements that this rank has of the whole state."""
-        size, dtype = flat.stop - flat.start, stored.spec.dtype
+        spec = replace(stored.spec, shape=(flat.stop - flat.start,))
         local = live
-        if not isinstance(live, torch.Tensor) or live.shape != (size,):
-            spec = replace(stored.spec, shape=(size,))
+        if not isinstance(live, torch.Tensor) or live.shape != spec.shape:
             local = empty_tensor(stored._replace(spec=spec), device_name(parameter.device))
-        elif dtype_name(live.dtype)[0] != dtype and not self._context.cast:
-            spec = replace(stored.spec, shape=(size,))
+        elif not self._context.takes(TensorSpec(*dtype_name(live.dtype), spec.shape), spec):
             local = empty_tensor(stored._replace(spec=spec), device_name(live.device))
         placed = self._context.place(flat.shard(local), path)
         placed.finish = lambda: local

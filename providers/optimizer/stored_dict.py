@@ -85,7 +85,7 @@ class StoredDict(PlaceContext):
     def __init__(
         self, context: PlaceContext, path: ObjectPath, members: list[Member], layout: _Layout
     ) -> None:
-        self.allow_pickle, self.cast = context.allow_pickle, context.cast
+        self.allow_pickle = context.allow_pickle
         self.rank, self.world_size = context.rank, context.world_size
         self.members = members
         self._context = context
@@ -135,6 +135,9 @@ class StoredDict(PlaceContext):
         return placement
 
     # The contract of `PlaceContext`.
+
+    def takes(self, spec: TensorSpec, stored: TensorSpec, /) -> bool:
+        return self._context.takes(spec, stored)
 
     def place(self, value: object, path: ObjectPath, /) -> Placement:
         return self._context.place(value, self._stored_path(path))
