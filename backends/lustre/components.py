@@ -63,13 +63,10 @@ class Component:
             stripe on every OST.
         stripe_bytes: The bytes on one OST before the next one's turn; 0 is the default.
         osts: The index of the OST of every stripe, empty while none is assigned.
-        pool: The name of the OST pool, or empty.
-        mirror: The number of the mirror that the component is part of.
         on_mdt: Whether its bytes lie on a metadata server (Data-on-MDT).
         stale: Whether its mirror does not have later writes.
         extension: Whether it only grows the component before it, by `stripe_bytes` at a time.
         parity: Whether it holds parity of other components, and no bytes of the file.
-        released: Whether its bytes are in an archive (HSM) only.
     """
 
     start: int = 0
@@ -77,13 +74,10 @@ class Component:
     stripe_count: int = 1
     stripe_bytes: int = 0
     osts: tuple[int, ...] = ()
-    pool: str = ""
-    mirror: int = 0
     on_mdt: bool = False
     stale: bool = False
     extension: bool = False
     parity: bool = False
-    released: bool = False
 
     def covers(self, offset: int) -> bool:
         """Return whether the byte at `offset` is in the component's range."""
@@ -101,12 +95,10 @@ class Layout:
 
     Attributes:
         components: The components, in the order in which they are stored.
-        mirrors: The number of complete copies of the file.
         foreign: Whether the bytes are not kept by Lustre; then there are no components.
     """
 
     components: tuple[Component, ...]
-    mirrors: int = 1
     foreign: bool = False
 
     def at(self, offset: int) -> Component | None:
@@ -156,7 +148,7 @@ def parse_layout(data: bytes, /) -> Layout:
 
 
 def _composite(order: str, data: bytes) -> Layout:
-    _, size, _, _, entries, mirrors, _ = _unpack(order, _COMP, data, 0)
+    _, size, _, _, entries, *_ = _unpack(order, _COMP, data, 0)
     table = _COMP_BYTES + entries * _ENTRY_BYTES
     if not table <= size <= len(data):
         _refuse(f"{entries} components in {size} of {len(data)} bytes")
@@ -165,7 +157,7 @@ def _composite(order: str, data: bytes) -> Layout:
     components = tuple(
         _entry(order, data[:size], _COMP_BYTES + n * _ENTRY_BYTES, table) for n in range(entries)
     )
-    return Layout(components, mirrors=mirrors + 1)
+    return Layout(components)
 
 
 def _entry(order: str, data: bytes, at: int, table: int) -> Component:
@@ -187,7 +179,6 @@ def _entry(order: str, data: bytes, at: int, table: int) -> Component:
         # The same field holds the size by which an extension grows, which is in KiB.
         stripe_bytes=component.stripe_bytes * (_EXTENSION_UNIT if extension else 1),
         osts=() if extension or not flags & _FLAG_INIT else component.osts,
-        mirror=(number & 0x7FFFFFFF) >> 16,
         stale=bool(flags & _FLAG_STALE),
         extension=extension,
         parity=bool(flags & _FLAG_PARITY),
@@ -200,11 +191,9 @@ def _plain(order: str, data: bytes, *, strict: bool) -> Component:
     if magic not in _PLAIN:
         _refuse(f"a component of the unknown kind {magic:#010x}")
     at = struct.calcsize(order + _V1)
-    pool = ""
     if magic != MAGIC_V1:
         if at + _POOL_BYTES > len(data):
             _refuse("it ends within the name of its pool")
-        pool = data[at : at + _POOL_BYTES].split(b"\0", 1)[0].decode("ascii", "replace")
         at += _POOL_BYTES
     if pattern == _PATTERN_DEFAULT:
         pattern = _PATTERN_RAID0
@@ -222,9 +211,7 @@ def _plain(order: str, data: bytes, *, strict: bool) -> Component:
         stripe_count=ALL_STRIPES if count >= _ALL_STRIPES_FROM else count,
         stripe_bytes=stripe_bytes,
         osts=osts,
-        pool=pool,
         on_mdt=on_mdt,
-        released=released,
     )
 
 

@@ -46,9 +46,9 @@ _OPEN_FOLDER: Final = re.compile(r"/proc/self/fd/(\d+)/")
 _NO_LAYOUT: Final = {errno.ENODATA, errno.EOPNOTSUPP, errno.EPERM, errno.EACCES, errno.ENOTTY}
 
 _FIELD = re.compile(
-    r"(?:\b|_)(stripe_count|stripe_size|extension_size|pattern|stripe_offset|pool"
-    r"|lcme_id|lcme_mirror_id|lcme_flags|lcme_extent\.e_start|lcme_extent\.e_end"
-    r"|lcm_mirror_count|foreign_size|lfm_length):[ \t]*([^\s]+)"
+    r"(?:\b|_)(stripe_count|stripe_size|extension_size|pattern|stripe_offset"
+    r"|lcme_id|lcme_flags|lcme_extent\.e_start|lcme_extent\.e_end"
+    r"|foreign_size|lfm_length):[ \t]*([^\s]+)"
 )
 _OBJECT = re.compile(r"l_ost_idx:\s*(0x[0-9a-fA-F]{1,8}|\d{1,10})\b")
 _PLAIN_OBJECT = re.compile(r"\s*(0x[0-9a-fA-F]{1,8}|\d{1,10})\s+\d+\s+(?:0x)?[0-9a-fA-F]+\s+\S+")
@@ -184,7 +184,6 @@ def parse_df(text: str, /) -> tuple[Ost, ...]:
 @dataclass(slots=True)
 class _LayoutDraft:
     components: list[Component] = field(default_factory=list)
-    mirrors: int = 1
     foreign: bool = False
     seen: bool = False
     in_table: bool = False
@@ -208,13 +207,11 @@ class _LayoutDraft:
             ends_early = c.stop is not None and c.start >= c.stop
             if ends_early or (c.osts and (c.stripe_bytes <= 0 or len(c.osts) != c.stripe_count)):
                 _refuse(text)
-        return Layout(tuple(self.components), mirrors=self.mirrors)
+        return Layout(tuple(self.components))
 
     def _set(self, key: str, value: str) -> None:
         if key == "lcme_id":
             self.components.append(Component())
-        elif key == "lcm_mirror_count":
-            self.mirrors = max(1, _number(value))
         elif key in {"foreign_size", "lfm_length"}:
             self.foreign = True
         else:
@@ -231,12 +228,8 @@ class _LayoutDraft:
         elif key == "extension_size":
             last = replace(last, stripe_bytes=_number(value), extension=True)
         elif key == "pattern":
-            last = replace(last, on_mdt="mdt" in value, released="released" in value)
+            last = replace(last, on_mdt="mdt" in value)
             self.foreign = self.foreign or "foreign" in value
-        elif key == "pool":
-            last = replace(last, pool=value[:15])
-        elif key == "lcme_mirror_id":
-            last = replace(last, mirror=_number(value))
         elif key == "lcme_flags":
             flags = value.split(",")
             last = replace(last, stale="stale" in flags, parity="parity" in flags)

@@ -85,17 +85,16 @@ FOLDER = "/mnt/lustre\nstripe_count:  -1 stripe_size:   0 pattern: raid0 stripe_
 
 def test_a_plain_file_reads_the_same_in_both_forms():
     for text in [PLAIN, YAML]:
-        component = Component(stripe_count=2, stripe_bytes=MIB, osts=(1, 12), pool="flash")
+        component = Component(stripe_count=2, stripe_bytes=MIB, osts=(1, 12))
         assert parse_getstripe(text) == Layout((component,))
 
 
 def test_a_composite_file_has_its_components():
     layout = parse_getstripe(COMPOSITE)
-    assert layout.mirrors == 2
     first, second, third = layout.components
-    assert first == Component(0, MIB, 0, MIB, mirror=1, on_mdt=True)
-    assert second == Component(MIB, None, 2, MIB, osts=(1, 2), mirror=1)
-    assert third == Component(0, None, ALL_STRIPES, MIB, mirror=2, stale=True)
+    assert first == Component(0, MIB, 0, MIB, on_mdt=True)
+    assert second == Component(MIB, None, 2, MIB, osts=(1, 2))
+    assert third == Component(0, None, ALL_STRIPES, MIB, stale=True)
     assert layout.ost_at(MIB) == 2
 
 
