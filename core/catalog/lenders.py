@@ -1,4 +1,4 @@
-"""Chains of deltas as commit records tell them: which saves a checkpoint borrows blobs from.
+"""The saves from which checkpoints borrow blobs (chains of deltas), as commit records show them.
 
 The step of a save whose checkpoint was deleted is known only from a checkpoint whose base it was.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from penstock.core.format.records import BlobRecord, CommitRecord
 
 
-def records_down(catalog: Catalog, step: int) -> Iterator[CommitRecord]:
+def records_newest_first(catalog: Catalog, step: int) -> Iterator[CommitRecord]:
     """Yield the readable commit records of `step` and of older ones, the newest first."""
     older = sorted((s for s in catalog.steps() if s <= step), reverse=True)
     for _, found in catalog.records(older):
@@ -61,7 +61,7 @@ def broken_chain(catalog: Catalog, record: CommitRecord, damaged: Collection[str
     read: list[CommitRecord] = []
     missing = {*record.references}
     sound: int | None = None
-    for one in records_down(catalog, record.step):
+    for one in records_newest_first(catalog, record.step):
         read.append(one)
         missing.discard(one.uid)
         needed = {one.uid, *one.references}
@@ -91,7 +91,7 @@ def broken_chain(catalog: Catalog, record: CommitRecord, damaged: Collection[str
     )
 
 
-def lent_by_deleted(records: Collection[CommitRecord]) -> dict[str, list[CommitRecord]]:
+def borrowers_of_deleted_saves(records: Collection[CommitRecord]) -> dict[str, list[CommitRecord]]:
     """Return the records that borrow from each save that no record names, by its uid."""
     named = {record.uid for record in records}
     borrowers: dict[str, list[CommitRecord]] = defaultdict(list)

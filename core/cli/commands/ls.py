@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.core.catalog.catalog import Catalog
-from penstock.core.catalog.lenders import borrowed_bytes, find_lenders, lent_by_deleted
+from penstock.core.catalog.lenders import borrowed_bytes, borrowers_of_deleted_saves, find_lenders
 from penstock.core.catalog.notes import NotesOfRun
 from penstock.core.catalog.survey import find_unrecorded
 from penstock.core.cli.app import Json, Url, command, whole_number
@@ -186,7 +186,7 @@ class Kept:
 
 def kept_for_borrowers(backend: Backend, records: Sequence[CommitRecord]) -> list[Kept]:
     """Return what is kept of deleted checkpoints, those of known steps first."""
-    lent = lent_by_deleted(records)
+    lent = borrowers_of_deleted_saves(records)
     lenders = find_lenders(records, lent)
     sizes = borrowed_bytes(backend, records, lent)
     kept = [

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.core.catalog.catalog import Catalog
-from penstock.core.catalog.lenders import find_lenders, records_down
+from penstock.core.catalog.lenders import find_lenders, records_newest_first
 from penstock.core.catalog.notes import NotesOfRun
 from penstock.core.cli.app import (
     AsGiven,
@@ -515,7 +515,9 @@ def chain_of(backend: Backend, contents: Contents, chosen: Iterable[Located]) ->
                 depths[uid] = min(depth, depths.get(uid, depth))
     lenders: Mapping[str, LendingSave] = {}
     if record.references:
-        lenders = find_lenders(records_down(Catalog(backend), record.step), record.references)
+        lenders = find_lenders(
+            records_newest_first(Catalog(backend), record.step), record.references
+        )
     own = LendingSave(record.uid, record.step)
     found = sorted(lenders.values(), key=lambda one: (depths.get(one.uid, 0), -(one.step or 0)))
     return [

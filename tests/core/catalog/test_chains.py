@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.core.manifests import commit_record
 from tests.integration.support import memory
 
-from penstock.core.catalog.lenders import borrowed_bytes, find_lenders, lent_by_deleted
+from penstock.core.catalog.lenders import borrowed_bytes, borrowers_of_deleted_saves, find_lenders
 from penstock.core.format.records import BaseEntry, BlobRecord, IndexEntry, blob_name, index_name
 from penstock.core.reporting.reports import LendingSave
 
@@ -55,7 +55,7 @@ def test_a_save_whose_step_is_there_with_another_uid_was_replaced():
 
 def test_deleted_lenders_are_those_that_no_record_names():
     one, two, three = record(1), record(2, blob(1), blob(7)), record(3, blob(7))
-    assert lent_by_deleted([one, two, three]) == {uid(7): [two, three]}
+    assert borrowers_of_deleted_saves([one, two, three]) == {uid(7): [two, three]}
 
 
 def test_a_blob_that_several_borrow_counts_once():
