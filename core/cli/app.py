@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from penstock.core.cli.output.render import visible, visible_lines
+from penstock.core.units import seconds_of
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -186,8 +187,8 @@ def whole_number(text: str, what: str, least: int) -> int:
     return int(text)
 
 
-def size_of(text: str, option: str) -> int:
-    """Parse a size such as `200MiB`, the value of `option`, and return its bytes.
+def size_of(text: str) -> int:
+    """Parse a size such as `200MiB`, and return its bytes.
 
     Raises:
         typer.BadParameter: `text` is no size above zero.
@@ -197,12 +198,24 @@ def size_of(text: str, option: str) -> int:
     try:
         size = parse_size(text)
     except ValueError as error:
-        msg = f"{option}: {text!r} is {error}"
+        msg = f"{text!r} is {error}"
         raise typer.BadParameter(msg) from None
     if not isinstance(size, int) or size <= 0:
-        msg = f"{option}: {text!r} is no size above zero"
+        msg = f"{text!r} is no size above zero"
         raise typer.BadParameter(msg)
     return size
+
+
+def time_of(text: str) -> float:
+    """Parse a time such as `90`, `90s` or `24h`, and return its seconds.
+
+    Raises:
+        typer.BadParameter: `text` is no such time.
+    """
+    try:
+        return seconds_of(str(text))  # typer parses a default, too, which is a number
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def step_of(text: str) -> int:

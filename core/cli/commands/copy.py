@@ -193,8 +193,10 @@ def copy(  # noqa: PLR0913 - its options
         bool, typer.Option("--overwrite", help="Replace another checkpoint at that step.")
     ] = False,
     rate: Annotated[
-        str | None,
-        typer.Option("--rate", metavar="SIZE", help="The most to copy per second: 200MiB."),
+        int | None,
+        typer.Option(
+            "--rate", metavar="SIZE", parser=size_of, help="The most to copy per second: 200MiB."
+        ),
     ] = None,
     trust: Annotated[
         bool,
@@ -219,7 +221,7 @@ def copy(  # noqa: PLR0913 - its options
         msg = "--codec, --raw and --rules each say how to encode; pass one of them"
         raise typer.BadParameter(msg)
     wanted = wanted_rules(codec, rules, raw=raw)
-    bytes_per_s = None if rate is None else float(size_of(rate, "--rate"))
+    bytes_per_s = None if rate is None else float(rate)
     encodes = bool(include or exclude or flatten) or wanted is not None
     if encodes and (trust or rate is not None):
         option = "--trust" if trust else "--rate"

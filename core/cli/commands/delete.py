@@ -13,7 +13,7 @@ from penstock.core.catalog.deletion import check_same
 from penstock.core.catalog.notes import NotesOfRun
 from penstock.core.catalog.prune import GRACE_S
 from penstock.core.catalog.survey import places_of, survey_records, survey_run, uids_named
-from penstock.core.cli.app import DryRun, Json, Url, Yes, ask, command, step_of
+from penstock.core.cli.app import DryRun, Json, Url, Yes, ask, command, step_of, time_of
 from penstock.core.cli.commands.ls import free_by_compacting
 from penstock.core.cli.output.render import print_json, print_line, print_wrapped, visible
 from penstock.core.errors import ConfigError, DamagedError
@@ -21,7 +21,7 @@ from penstock.core.format.records import data_prefix, parse_commit_name
 from penstock.core.plugins.registry import default_registry
 from penstock.core.restore.inspector import Inspector
 from penstock.core.storage.open import open_backend
-from penstock.core.units import SECONDS, counted, seconds_of, size_text
+from penstock.core.units import SECONDS, counted, size_text
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -270,14 +270,16 @@ def prune(
     url: Url,
     *,
     dry_run: DryRun = False,
-    grace: Annotated[
-        str,
+    grace_s: Annotated[
+        float,
         typer.Option(
             "--grace",
             metavar="TIME",
+            parser=time_of,
             help="Leave alone what is younger: 90s, 30min, 24h, 2d. Less than 24h asks first.",
+            show_default="24h",
         ),
-    ] = "24h",
+    ] = GRACE_S,
     everything: Annotated[
         bool,
         typer.Option(
@@ -295,11 +297,6 @@ def prune(
     that checkpoint may need anything, nor where there is none at all, since the run may have been
     copied data first: then the exit code is 1.
     """
-    try:
-        grace_s = seconds_of(grace)
-    except ValueError as error:
-        msg = f"--grace: {error}"
-        raise typer.BadParameter(msg) from None
     with closing(open_backend(url, must_exist=True, light=True)) as backend:
         catalog = Catalog(backend, look=Inspector(default_registry()).is_whole)
         report = catalog.prune(grace_s=grace_s, dry_run=True, everything=everything)
