@@ -18,8 +18,7 @@ from tests.integration.exact_resume.test_round_trips import (
 from tests.integration.support import bits, checkpointer, memory
 
 from penstock.core.concurrency.workers import Workers
-from penstock.core.diff.checkpoints import diff_checkpoints
-from penstock.core.diff.norms import NormSum
+from penstock.core.diff.checkpoints import NormSum, diff_checkpoints
 from penstock.core.errors import SelectionError
 from penstock.core.pipeline.reader import Loader
 from penstock.core.restore.checkpoint import Checkpoint
