@@ -36,7 +36,7 @@ imports: $(READY) ## import all tests
 # What searches for counterexamples longest is left to `make test`.
 FAST := tests/core tests/providers tests/codecs tests/test_guarantees.py \
 	--ignore tests/core/catalog/test_protocol.py --ignore tests/core/catalog/test_rank_protocol.py \
-	--ignore tests/core/format/test_fuzz_manifest.py --ignore tests/core/testing
+	--ignore tests/core/format/test_fuzz_manifest.py
 
 test-fast: $(READY) ## run in a minute the tests that start no process and never sleep
 	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not process" --fast $(FAST)

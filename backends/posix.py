@@ -11,7 +11,7 @@ from penstock.backends.local.config import LocalConfig
 from penstock.backends.local.threads import ThreadEngine
 
 if TYPE_CHECKING:
-    from penstock.backends.local.batch import Engine
+    from penstock.backends.local.transfer import Engine
     from penstock.core.abc import PluginConfig
 
 

@@ -331,7 +331,7 @@ def auto(codecs, slow, folder, options):
     """Blocking saves of a GPT with bfloat16 copies of its weights; the first measures the store."""
     import penstock  # noqa: PLC0415 - another installation's, with --against
     from penstock.core.storage.open import open_backend  # noqa: PLC0415
-    from penstock.core.testing.latency import LatencyBackend  # noqa: PLC0415
+    from penstock.testing.faults import LatencyBackend  # noqa: PLC0415
 
     state = bench.gpt_state(options.gb * 12 / 14)
     half = {name: p.data.bfloat16() for name, p in state.model.named_parameters()}

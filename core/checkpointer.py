@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 
 from penstock.core.abc import Backend
 from penstock.core.catalog.notes import check_tag
-from penstock.core.concurrency.cores import default_workers
-from penstock.core.concurrency.workers import Workers
+from penstock.core.concurrency.workers import Workers, default_workers
 from penstock.core.config.model import CheckpointerConfig, load_config
-from penstock.core.copy.compact import Compactor, CompactReport
+from penstock.core.copy.compaction import Compactor, CompactReport
 from penstock.core.errors import (
     CheckpointGoneError,
     CheckpointNotFoundError,

@@ -15,7 +15,7 @@ from accelerate.data_loader import DataLoaderDispatcher
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 import penstock
-from penstock.integrations.trees import named, of_rank_0
+from penstock.integrations.states import named, of_rank_0
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

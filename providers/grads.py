@@ -5,14 +5,13 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from penstock.core.abc import Difference, Node, Placement, StateProvider, cast_advice
+from penstock.core.abc import Difference, Node, Placement, StateProvider
 from penstock.core.errors import UnsupportedStateError
 from penstock.core.markers import Grads
 from penstock.core.types import Kind, Role, TensorSpec, show_path
-from penstock.providers.module.flat import is_flattened
+from penstock.providers.children import rebuild_dict
+from penstock.providers.module.fsdp1 import is_flattened
 from penstock.providers.module.provider import named_parameters
-from penstock.providers.rebuild import rebuild_dict
-from penstock.providers.tensor.memory import device_name, dtype_name
 from penstock.providers.tensor.parts import fits
 from penstock.providers.tensor.provider import (
     empty_tensor,
@@ -22,6 +21,7 @@ from penstock.providers.tensor.provider import (
     tensor_target,
 )
 from penstock.providers.tensor.sharding import cut_like
+from penstock.providers.tensor.sources import device_name, dtype_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -147,12 +147,6 @@ def _place_grad(
         return
     spec = TensorSpec(*dtype_name(grad_dtype), shape)
     if stored.spec != spec:
-        if not context.takes(spec, stored.spec):
-            old, new = stored.spec.dtype, spec.dtype
-            sentence = f"{show_path(path)} is a gradient of dtype {old}, the template has {new}"
-            advice = cast_advice(spec, stored.spec)
-            result.differ(Difference(path, old, new, (sentence,), skippable=False, advice=advice))
-            return
         _assign_new(parameter, path, stored._replace(spec=spec), result, assigns)
         return
     if is_sharded(parameter):

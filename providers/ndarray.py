@@ -18,7 +18,7 @@ from penstock.core.abc import (
 )
 from penstock.core.errors import FormatError, RestoreMismatchError, UnsupportedStateError
 from penstock.core.types import Kind, Region, Role, TensorSpec, show_path
-from penstock.providers.tensor.blocks import blocks, may_overlap
+from penstock.providers.tensor.elements import blocks, may_overlap
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,7 +14,7 @@ from penstock.core.abc import Node, Placement, StateProvider
 from penstock.core.errors import UnsupportedStateError
 from penstock.core.markers import Rng
 from penstock.core.types import show_path
-from penstock.providers.rebuild import rebuild_dict
+from penstock.providers.children import rebuild_dict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -12,7 +12,7 @@ import torch
 from penstock.core.abc import Node, Placement, StateObject, StateProvider
 from penstock.core.errors import RestoreError, UnsupportedStateError
 from penstock.core.types import Kind, show_path, with_article
-from penstock.providers.rebuild import leaves, rebuild_dict
+from penstock.providers.children import leaves, rebuild_dict
 from penstock.providers.rng import unchanged_random_state
 from penstock.providers.tensor.provider import is_sharded, new_like
 from penstock.providers.wrappers import LOADERS, is_wrapper, place_wrapped, wrapped

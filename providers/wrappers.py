@@ -1,4 +1,4 @@
-"""Wrappers of modules, optimizers and data loaders, found by type.
+"""Wrappers of modules, optimizers and data loaders, found by type, and overridden methods.
 
 A wrapped value is stored as the bare one would be, under the bare one's names.
 """
@@ -6,7 +6,7 @@ A wrapped value is stored as the bare one would be, under the bare one's names.
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from penstock.core.abc import PlaceContext, Placement
     from penstock.core.types import ObjectPath
+
 
 # The module and the name of a wrapper's class, and its attribute that holds the wrapped value.
 # Looked up in loaded modules only: importing them is slow (torch._dynamo), and there is no instance
@@ -141,3 +142,16 @@ def _strip(root: torch.nn.Module, name: str, wrappers: list[tuple[type, str]]) -
         module = module._modules.get(parts[at])  # noqa: SLF001 - as above
         at += 1
     return ".".join(kept + parts[at:])
+
+
+def is_override(
+    method: Callable[..., Any], base: Callable[..., Any], *, but: str = "torch."
+) -> bool:
+    """Return whether `method` is neither `base` nor from a module whose name starts with `but`."""
+    function = getattr(method, "__func__", method)
+    return function is not base and not module_of(function).startswith(but)
+
+
+def module_of(function: Callable[..., Any]) -> str:
+    """Return the name of the Python module that defines `function`; empty if it has none."""
+    return getattr(function, "__module__", None) or ""

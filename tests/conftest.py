@@ -89,7 +89,7 @@ def _needs_uring(request):
     """Skip tests marked `uring` where io_uring cannot be used."""
     if request.node.get_closest_marker("uring") is None:
         return
-    from penstock.backends.uring.backend import UringBackend, UringConfig
+    from penstock.backends.uring.engine import UringBackend, UringConfig
     from penstock.core.errors import CapabilityError
 
     try:
@@ -104,7 +104,7 @@ def waits():
 
     The first argument, if there is one, is a whole `Timing`; the others are fields of it.
     """
-    from penstock.core.testing.timing import current_timing, timing_in_force
+    from penstock.testing.hasty import current_timing, timing_in_force
 
     with ExitStack() as stack:
 

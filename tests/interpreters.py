@@ -35,7 +35,7 @@ IMPORTED = [
     "torch._dynamo",
     "numpy",
     "penstock.core.checkpointer",
-    "penstock.core.testing.faults",
+    "penstock.testing.faults",
 ]
 _REQUEST_BYTES = 1 << 20
 

@@ -44,7 +44,7 @@ def test_a_few_dozen_rules_are_listed():
 
 
 def test_every_path_exists():
-    folders = r"(?:core|providers|backends|codecs|integrations|tests|tools|docs)"
+    folders = r"(?:core|providers|backends|codecs|integrations|testing|tests|tools|docs)"
     named = set(re.findall(rf"`({folders}/[\w/.-]*)(?:::\w+)?`", PAGE))
     assert len(named) > 80
     assert [path for path in sorted(named) if not (ROOT / path).exists()] == []

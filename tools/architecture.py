@@ -30,8 +30,6 @@ FOLDERS = ("providers", "backends", "codecs", "integrations")
 # By the names of the package itself, which it imports late.
 FACADE = "checkpointer"
 BASE = "core/*.py"
-# Not in the picture: conformance suites are used by tests alone.
-OMITTED = ("testing",)
 
 BOX_WIDTH, BOX_HEIGHT, GAP = 214, 76, 18
 LINE_CHARS, LINES = 32, 3
@@ -107,7 +105,7 @@ def _room_of(module: str, base: set[str]) -> str | None:
     if folder in FOLDERS:
         return folder
     name = rest.partition(".")[0]
-    if folder != "core" or not name or name in OMITTED:
+    if folder != "core" or not name:
         return None
     return BASE if module in base else name
 

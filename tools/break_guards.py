@@ -34,7 +34,7 @@ from queue import SimpleQueue
 ROOT = Path(__file__).resolve().parent.parent
 GUARDS = ROOT / "tools/guards.toml"
 PAGE = ROOT / "docs/design/guards.md"
-CODE = ("core", "providers", "backends", "codecs", "integrations")
+CODE = ("core", "providers", "backends", "codecs", "integrations", "testing")
 COPIED = (*CODE, "src", "tests", "docs", "pyproject.toml")
 TIMEOUT_S = 200
 WHOLE_TIMEOUT_S = 1800

@@ -12,7 +12,7 @@ from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("core", "providers", "backends", "codecs", "integrations")
+FOLDERS = ("core", "providers", "backends", "codecs", "integrations", "testing")
 
 # Name -> why it may stand twice.
 EXCUSED: dict[str, str] = {

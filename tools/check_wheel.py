@@ -14,7 +14,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("core", "providers", "backends", "codecs", "integrations")
+FOLDERS = ("core", "providers", "backends", "codecs", "integrations", "testing")
 
 # Runs in the other place: imports every module of the wheel and loads every entry point.
 IMPORT_ALL = """

@@ -53,8 +53,8 @@ from penstock.core.copy.checkpoint_copy import CheckpointCopy
 from penstock.core.copy.reencode import Reencoding, copy_objects
 from penstock.core.plugins.registry import default_registry
 from penstock.core.storage.open import open_backend
-from penstock.core.testing.timing import FAST, timing_in_force
 from penstock.core.tree.select import Selection
+from penstock.testing.hasty import FAST, timing_in_force
 
 if TYPE_CHECKING:
     import argparse

@@ -9,9 +9,9 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
+from penstock.backends.fsspec.blob_states import StoreWriter
 from penstock.backends.fsspec.config import S3_SCHEMES, FsspecConfig, is_secret_name, shown
-from penstock.backends.fsspec.errors import place
-from penstock.backends.fsspec.writer import StoreWriter
+from penstock.backends.fsspec.messages import place
 from penstock.core.abc import Backend, check_blob_name
 from penstock.core.distributions import installed_only
 from penstock.core.errors import (
@@ -198,10 +198,10 @@ class FsspecBackend(Backend):
 @installed_only()  # fsspec and botocore import more when a store is opened
 def _open_store(config: FsspecConfig) -> Store:
     if config.scheme in S3_SCHEMES:
-        from penstock.backends.fsspec.s3.store import S3Store  # noqa: PLC0415 - one kind or the other
+        from penstock.backends.fsspec.s3.bucket import S3Store  # noqa: PLC0415 - one kind or the other
 
         return S3Store(config)
-    from penstock.backends.fsspec.files import FileStore  # noqa: PLC0415
+    from penstock.backends.fsspec.file_systems import FileStore  # noqa: PLC0415
 
     return FileStore(config)
 

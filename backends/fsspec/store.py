@@ -1,29 +1,41 @@
-"""The base of the two kinds of store: S3, and any file system of fsspec."""
+"""The base of the two kinds of store, S3 and any file system of fsspec: retries and ranges.
+
+Attempts are bounded in number and in time, with exponential backoff and full jitter. Reads of near
+ranges are merged into one request, and large ones are cut.
+"""
 
 from __future__ import annotations
 
+import random
 import secrets
+import threading
 from abc import ABC, abstractmethod
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from itertools import groupby
+from operator import attrgetter
+from typing import TYPE_CHECKING, TypeVar
 
-from penstock.backends.fsspec.errors import place
-from penstock.backends.fsspec.ranges import plan_spans
-from penstock.backends.fsspec.waiting import settle
-from penstock.core.abc import current_timing
+from penstock.backends.fsspec.blob_states import settle
+from penstock.backends.fsspec.messages import place
+from penstock.core.abc import Deadline, Timing, current_timing
 from penstock.core.concurrency.pool import Pool
 from penstock.core.errors import BlobExistsError, BlobNotFoundError, StorageError
+from penstock.core.types import flat_view
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
+    from penstock.backends.fsspec.blob_states import StoreWriter
     from penstock.backends.fsspec.config import FsspecConfig
-    from penstock.backends.fsspec.ranges import Span
-    from penstock.backends.fsspec.writer import StoreWriter
     from penstock.core.types import BlobInfo, Capabilities, ReadRequest
 
 _FEEDS = 2  # one batch moves while the next is handed over
+
+T = TypeVar("T")
+
+_WASTE = 20  # one byte of gaps is allowed for so many wanted ones, besides `gap_bytes`
 
 
 class Store(ABC):
@@ -149,3 +161,135 @@ class Store(ABC):
         """Wait for what is in flight and not stuck, then release all threads and connections."""
         self.feeds.shutdown(wait=True)
         self.transfers.shutdown(wait=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """Runs an operation until it succeeds, fails for good, or has used up its attempts or time.
+
+    Full jitter (a random time below the exponential bound) keeps the ranks of a large job from
+    coming back all at once; after Brooker, "Exponential Backoff And Jitter", AWS 2015.
+
+    Attributes:
+        attempts: The most attempts.
+        total_s: The time after the first attempt at which the last one may begin.
+        random: Draws the pauses, from the system: forked ranks must not draw the same ones.
+        timing: The bounds of the pauses between attempts.
+    """
+
+    attempts: int
+    total_s: float
+    random: random.Random = field(default_factory=random.SystemRandom)
+    timing: Timing = field(default_factory=current_timing)
+
+    def run(
+        self,
+        operation: Callable[[], T],
+        *,
+        transient: Callable[[Exception], bool],
+        stop: threading.Event | None = None,
+    ) -> T:
+        """Return the result of the first attempt that succeeds.
+
+        Args:
+            operation: What to run; must be safe to repeat after an attempt with unknown outcome.
+            transient: Returns whether an error is worth another attempt.
+            stop: If another thread sets it, no further attempt begins.
+
+        Raises:
+            Exception: The error of the last attempt.
+        """
+        stop = stop or threading.Event()
+        timing = self.timing
+        deadline = Deadline(self.total_s, timing.clock)
+        for attempt in range(1, self.attempts + 1):
+            try:
+                return operation()
+            except Exception as error:
+                if attempt == self.attempts or not transient(error):
+                    raise
+                most_s = timing.request_retry_first_s * 2 ** (attempt - 1)
+                delay_s = self.random.uniform(0, min(most_s, timing.request_retry_most_s))
+                # A wait that `stop` ends: an abort must not last as long as the pauses.
+                if deadline.left_s() < delay_s or stop.wait(delay_s):
+                    raise
+        msg = "a Retry needs at least one attempt"
+        raise AssertionError(msg)
+
+
+@dataclass(frozen=True, slots=True)
+class RangePiece:
+    """Bytes of a blob from `offset` on, and the memory that they go to."""
+
+    offset: int
+    target: memoryview
+
+    @property
+    def stop(self) -> int:
+        """The offset behind the last byte."""
+        return self.offset + self.target.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One request to the store: ascending pieces without overlap, and the gaps between them."""
+
+    name: str
+    pieces: tuple[RangePiece, ...]
+
+    @property
+    def start(self) -> int:
+        """The offset of the first byte."""
+        return self.pieces[0].offset
+
+    @property
+    def stop(self) -> int:
+        """The offset behind the last byte of the last piece."""
+        return self.pieces[-1].stop
+
+
+def plan_spans(requests: Sequence[ReadRequest], *, piece_bytes: int, gap_bytes: int) -> list[Span]:
+    """Return spans that together fill every target; leaves out empty targets.
+
+    Args:
+        requests: The reads, in any order; they may overlap.
+        piece_bytes: The most bytes of a span.
+        gap_bytes: The longest gap that is read along. All gaps of a span together are at most this
+            much and a twentieth of its wanted bytes, so that many small reads far apart do not
+            become one of nearly all the blob.
+    """
+    spans: list[Span] = []
+    wanted = sorted((r for r in requests if r.target.nbytes), key=attrgetter("name"))
+    for name, group in groupby(wanted, key=attrgetter("name")):
+        pieces = sorted(
+            (piece for request in group for piece in _cut(request, piece_bytes)),
+            key=attrgetter("offset"),
+        )
+        spans += [Span(name, tuple(run)) for run in _runs(pieces, piece_bytes, gap_bytes)]
+    return spans
+
+
+def _cut(request: ReadRequest, piece_bytes: int) -> Iterator[RangePiece]:
+    target = flat_view(request.target)
+    count = -(-target.nbytes // piece_bytes)
+    share = -(-target.nbytes // count)  # even pieces end at about the same time
+    for at in range(0, target.nbytes, share):
+        yield RangePiece(request.offset + at, target[at : at + share])
+
+
+def _runs(pieces: list[RangePiece], piece_bytes: int, gap_bytes: int) -> Iterator[list[RangePiece]]:
+    run: list[RangePiece] = []
+    wanted = waste = 0
+    for piece in pieces:
+        if run:
+            gap = piece.offset - run[-1].stop
+            near = 0 <= gap <= gap_bytes and waste + gap <= gap_bytes + wanted // _WASTE
+            if not near or piece.stop - run[0].offset > piece_bytes:
+                yield run
+                run, wanted, waste = [], 0, 0
+            else:
+                waste += gap
+        run.append(piece)
+        wanted += piece.target.nbytes
+    if run:
+        yield run

@@ -11,15 +11,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 from urllib.parse import quote
 
-from penstock.backends.local.batch import TransferBatch, failed, settle
-from penstock.backends.local.blob import FileWriter, SpaceAhead
+from penstock.backends.local.blob import DirectAccess, FileWriter, SpaceAhead
 from penstock.backends.local.config import LocalConfig, local_options
-from penstock.backends.local.direct import DirectAccess
 from penstock.backends.local.failures import explained
+from penstock.backends.local.folders import Ownership
 from penstock.backends.local.namespace import Namespace
-from penstock.backends.local.ownership import Ownership
 from penstock.backends.local.threads import carry
-from penstock.backends.local.transfer import Flight, OpenBlob, Slot, cut_read
+from penstock.backends.local.transfer import (
+    Flight,
+    OpenBlob,
+    Slot,
+    TransferBatch,
+    cut_read,
+    failed,
+    settle,
+)
 from penstock.core.abc import Backend
 from penstock.core.errors import BlobTruncatedError, FormatError, StorageError
 from penstock.core.types import PAGE_BYTES, Capabilities, flat_view
@@ -28,9 +34,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from concurrent.futures import Future
 
-    from penstock.backends.local.batch import Engine
     from penstock.backends.local.folders import Folders
-    from penstock.backends.local.transfer import Transfer
+    from penstock.backends.local.transfer import Engine, Transfer
     from penstock.core.abc import BlobWriter, PluginConfig
     from penstock.core.types import BlobInfo, ReadRequest, WriteRequest
 

@@ -22,7 +22,7 @@ from penstock.core.types import BlobInfo
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from penstock.backends.local.ownership import Ownership
+    from penstock.backends.local.folders import Ownership
 
     Birth = Callable[[str], None]
     """Creates an empty file at a path where there is none, for instance with a layout.

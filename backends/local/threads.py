@@ -13,8 +13,7 @@ from penstock.core.errors import StorageError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from penstock.backends.local.batch import TransferBatch
-    from penstock.backends.local.transfer import Transfer
+    from penstock.backends.local.transfer import Transfer, TransferBatch
 
     Call = Callable[[int, Sequence[memoryview], int], int]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 from pydantic import Field
 
 from penstock.backends.local.config import LocalConfig
-from penstock.backends.lustre.layout import ALL_STRIPES
+from penstock.backends.lustre.components import ALL_STRIPES
 from penstock.backends.lustre.policy import MAX_STRIPE_BYTES, MAX_STRIPES, STRIPE_UNIT
 
 if TYPE_CHECKING:

@@ -9,15 +9,17 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias, TypeVar
 from urllib.parse import unquote
 
-from penstock.backends.tiered.config import TieredConfig
-from penstock.backends.tiered.reconnecting import LateBackend, open_or_wait
+from pydantic import ConfigDict, Field
+
+from penstock.backends.tiered.failing_tiers import LateBackend, open_or_wait
 from penstock.core.abc import (
     Backend,
     Deadline,
     PluginConfig,
+    SizeBytes,
     Tier,
     call_all_with_deadline,
     current_timing,
@@ -38,9 +40,7 @@ from penstock.core.errors import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
-    from typing import Any
 
-    from penstock.backends.tiered.config import Place
     from penstock.core.abc import BlobWriter, RootRecord
     from penstock.core.types import BlobInfo, Capabilities, ReadRequest, WriteRequest
 
@@ -50,6 +50,42 @@ away_log = logging.getLogger(__name__)  # commands silence it, and print the sam
 T = TypeVar("T")
 
 _COMMITS = "commits/"  # the prefix of all commit records
+
+Place: TypeAlias = str | dict[str, Any]
+
+
+class TieredConfig(PluginConfig):
+    """A fast place that saves go to, and a durable place to which they are copied.
+
+    Attributes:
+        fast: The path, URL or table of any backend, even of another `tiered`.
+        durable: The same for the durable place.
+        durable_means: The place that has to have the whole checkpoint for `handle.durable`.
+        drain_every: Copies every N-th save; 0 copies none, but saves that find no room in
+            `fast` still go to `durable`.
+        drain_bytes_per_s: The most bytes to copy per second; None sets no limit.
+        drain_in: Where copies run: on a `thread` of the trainer, or in a `process` of its own,
+            which slows training less; `auto` takes a process for checkpoints of 64 MiB and more.
+        keep_fast: The number of checkpoints that stay in `fast` once `durable` has them too; None
+            keeps as many as there is room for.
+        on_full: The end of a save that finds no room in `fast`, even after eviction, while
+            `durable` does not answer: `skip` the save, `block` training until one of the places
+            has room, or `raise` StorageFullError.
+        roots: Whether to `check` that each place is the one that the others were used with, or to
+            `accept` the places as they are, and record them, once.
+    """
+
+    model_config = ConfigDict(hide_input_in_errors=True)
+
+    fast: Place = Field(repr=False)  # may hold credentials
+    durable: Place = Field(repr=False)
+    durable_means: Literal["fast", "durable"] = "durable"
+    drain_every: int = Field(default=1, ge=0)
+    drain_bytes_per_s: SizeBytes | None = Field(default=None, gt=0)
+    drain_in: Literal["auto", "process", "thread"] = "auto"
+    keep_fast: int | None = Field(default=None, ge=0)
+    on_full: Literal["block", "skip", "raise"] = "skip"
+    roots: Literal["check", "accept"] = "check"
 
 
 class TieredBackend(Backend):

@@ -4,6 +4,6 @@ Here: the ring, and the engine that keeps transfers in flight. The part shared w
 `penstock.backends.local`.
 """
 
-from penstock.backends.uring.backend import UringBackend, UringConfig
+from penstock.backends.uring.engine import UringBackend, UringConfig
 
 __all__ = ["UringBackend", "UringConfig"]

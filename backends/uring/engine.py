@@ -1,4 +1,4 @@
-"""The engine of `uring`: one thread owns the ring, and keeps `depth` transfers in flight."""
+"""The backend `uring`: one thread owns the ring, and keeps `depth` transfers in flight."""
 
 from __future__ import annotations
 
@@ -7,18 +7,22 @@ import os
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
+from pydantic import Field
+
+from penstock.backends.local.backend import LocalBackend
+from penstock.backends.local.config import LocalConfig
 from penstock.backends.local.threads import start_thread
 from penstock.backends.local.transfer import Flight, Slot
+from penstock.backends.uring.ring import Ring
 from penstock.core.errors import StorageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.backends.local.batch import TransferBatch
-    from penstock.backends.local.transfer import Transfer
-    from penstock.backends.uring.ring import Ring
+    from penstock.backends.local.transfer import Engine, Transfer, TransferBatch
+    from penstock.core.abc import PluginConfig
 
 log = logging.getLogger("penstock")
 
@@ -178,3 +182,41 @@ class RingEngine:
             log.exception("io_uring broke down; its transfers in flight are given up as hanging")
             return
         _LOST.remove(self)
+
+
+class UringConfig(LocalConfig):
+    """Options of `uring`.
+
+    Attributes:
+        depth: The most calls in flight, each of up to 16 MiB.
+    """
+
+    depth: int = Field(default=16, ge=1, le=1024)
+
+
+class UringBackend(LocalBackend):
+    """Keeps blobs and records as files, moved by one io_uring.
+
+    With the environment variable `PENSTOCK_DISABLE_URING` set to `1`, `EPERM` or `ENOSYS` it
+    refuses to start, as it does where the kernel or a container forbids io_uring.
+    """
+
+    name: ClassVar[str] = "uring"
+    Config: ClassVar[type[PluginConfig]] = UringConfig
+    _config: UringConfig
+
+    def __init__(self, config: UringConfig, /) -> None:
+        """Set up the ring, which is the probe; touches no file.
+
+        Raises:
+            CapabilityError: io_uring cannot be used here; the message says why.
+        """
+        super().__init__(config)
+        self._running_engine()
+
+    @property
+    def _parallel(self) -> int:
+        return self._config.depth
+
+    def _open_engine(self) -> Engine:
+        return RingEngine(Ring(self._config.depth), self._config.depth)

@@ -3,11 +3,12 @@
 Here: what plugins promise and what core promises them, with slow but correct defaults; and
 `Coordination`, the contract by which ranks agree, which is passed in and never looked up. Not here:
 any code that calls a plugin. Each contract of plugins carries an API version; the registry refuses
-a class of another one. Conformance suites ship in `penstock.core.testing`. Everything may import
+a class of another one. Conformance suites ship in `penstock.testing`. Everything may import
 this package.
 """
 
 from penstock.core.abc.backend import Backend, BlobWriter, Tier, check_blob_name, first_whole
+from penstock.core.abc.byte_sources import ByteSink, ByteSource, Lines, MemoryKey, PendingCopy
 from penstock.core.abc.codec import DECLINED, Codec, CodecContext, CodecOutput, Declined
 from penstock.core.abc.coordination import (
     COORDINATION_VALUE_BYTES,
@@ -16,7 +17,6 @@ from penstock.core.abc.coordination import (
     check_coordination_value,
 )
 from penstock.core.abc.delegating import DelegatingBackend, DelegatingWriter
-from penstock.core.abc.memory import ByteSink, ByteSource, Lines, MemoryKey, PendingCopy
 from penstock.core.abc.plugin import (
     API_VERSION,
     PluginConfig,
@@ -35,7 +35,6 @@ from penstock.core.abc.provider import (
     StateProvider,
     StoredObject,
     Target,
-    cast_advice,
     ranks_node,
     ranks_of,
 )
@@ -89,7 +88,6 @@ __all__ = [
     "Tier",
     "Timing",
     "call_all_with_deadline",
-    "cast_advice",
     "check_blob_name",
     "check_coordination_key",
     "check_coordination_value",

@@ -42,7 +42,7 @@ class Coordination(ABC):
     of the job may look at it, and a rank may have slept for hours: if it were, the sleeper could
     decide anew what the others have long acted on.
 
-    A third party's implementation passes `penstock.core.testing.coordination`.
+    A third party's implementation passes `penstock.testing.coordination`.
     """
 
     @property

@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from penstock.core.abc.plugin import API_VERSION
-from penstock.core.floats.formats import FLOAT_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from penstock.core.abc.memory import ByteSink, ByteSource, MemoryKey
+    from penstock.core.abc.byte_sources import ByteSink, ByteSource, MemoryKey
     from penstock.core.types import Kind, ObjectPath, Region, Replica, Role, TensorSpec
 
 
@@ -228,8 +227,6 @@ class PlaceContext(ABC):
 
     Attributes:
         allow_pickle: Whether stored pickles may be loaded.
-        cast: Whether stored floats may be converted into those of the template (`restore` with
-            `cast=True`). Core does it: a target keeps the dtype of its memory.
         named_optimizers: Whether `rebuild` names the parameters of an optimizer, instead of
             numbering them.
         rank: The number of this rank among those that restore together.
@@ -237,17 +234,17 @@ class PlaceContext(ABC):
     """
 
     allow_pickle: bool
-    cast: bool = False
     named_optimizers: bool = False
     rank: int = 0
     world_size: int = 1
 
+    @abstractmethod
     def takes(self, spec: TensorSpec, stored: TensorSpec, /) -> bool:
         """Return whether core fills memory of `spec` with a tensor of the spec `stored`.
 
-        It does where they are equal, and with `cast` where they are floats of one shape.
+        They are equal, or `restore(cast=True)` lets core convert floats. A target keeps the dtype
+        of its memory.
         """
-        return spec == stored or (self.cast and bool(cast_advice(spec, stored)))
 
     @abstractmethod
     def place(self, value: object, path: ObjectPath, /) -> Placement:
@@ -456,13 +453,6 @@ def describes_together(kind: type[StateProvider], /) -> bool:
         if "describe" in vars(base):
             return False
     return False
-
-
-def cast_advice(spec: TensorSpec, stored: TensorSpec, /) -> str:
-    """Return the advice for a difference of dtype that `cast=True` settles; empty for any other."""
-    known = all(FLOAT_DTYPES.get(one.dtype) == one.itemsize for one in (spec, stored))
-    differ = spec.dtype != stored.dtype and spec.shape == stored.shape
-    return "cast=True converts it" if known and differ else ""
 
 
 def breach_of_priority(claim: object, kind: type, /) -> str | None:

@@ -1,8 +1,9 @@
-"""The typer application: the table of commands, and the options and arguments that they share."""
+"""The typer application: the commands, the options and arguments that they share, the question."""
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -13,6 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from penstock.core.cli.output.render import visible, visible_lines
+from penstock.core.units import seconds_of
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -34,7 +36,6 @@ configuration file of the run.
 Every command takes --json. Exit codes: 0 all is well, 1 something failed or
 is damaged, 2 the command was called wrongly.
 """
-
 
 TASKS = {
     "Look": {
@@ -60,10 +61,10 @@ TASKS = {
     },
     "Set up": {
         "plugins": ("commands.plugins", "List providers, codecs and backends."),
-        "schema": ("commands.schema", "Print the schema of configurations."),
+        "schema": ("commands.plugins", "Print the schema of configurations."),
     },
     "Delete": {
-        "prune": ("commands.prune", "Delete what crashed saves left behind."),
+        "prune": ("commands.delete", "Delete what crashed saves left behind."),
         "delete": ("commands.delete", "Delete checkpoints."),
         "compact": ("commands.compact", "Make checkpoints of a chain stand alone."),
     },
@@ -186,8 +187,8 @@ def whole_number(text: str, what: str, least: int) -> int:
     return int(text)
 
 
-def size_of(text: str, option: str) -> int:
-    """Parse a size such as `200MiB`, the value of `option`, and return its bytes.
+def size_of(text: str) -> int:
+    """Parse a size such as `200MiB`, and return its bytes.
 
     Raises:
         typer.BadParameter: `text` is no size above zero.
@@ -197,12 +198,24 @@ def size_of(text: str, option: str) -> int:
     try:
         size = parse_size(text)
     except ValueError as error:
-        msg = f"{option}: {text!r} is {error}"
+        msg = f"{text!r} is {error}"
         raise typer.BadParameter(msg) from None
     if not isinstance(size, int) or size <= 0:
-        msg = f"{option}: {text!r} is no size above zero"
+        msg = f"{text!r} is no size above zero"
         raise typer.BadParameter(msg)
     return size
+
+
+def time_of(text: str) -> float:
+    """Parse a time such as `90`, `90s` or `24h`, and return its seconds.
+
+    Raises:
+        typer.BadParameter: `text` is no such time.
+    """
+    try:
+        return seconds_of(str(text))  # typer parses a default, too, which is a number
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def step_of(text: str) -> int:
@@ -277,7 +290,6 @@ class Exits:
 
 exits = Exits()
 
-
 _TALKATIVE = ("botocore", "urllib3", "s3transfer", "aiobotocore", "fsspec", "aiohttp", "s3fs")
 """Libraries whose DEBUG logs hold session tokens and URLs with passwords: kept at INFO."""
 
@@ -339,3 +351,23 @@ def penstock(
     ] = False,
 ) -> None:
     """Look at the checkpoints of a run, check them, and clean up."""
+
+
+def ask(question: str, *, yes: bool) -> None:
+    """Return if the user answers yes; the question goes to standard error, not into a pipe.
+
+    Args:
+        question: The question, without its question mark.
+        yes: Whether `--yes` has answered it.
+
+    Raises:
+        typer.BadParameter: Standard input is no terminal, so no user can answer.
+        typer.Abort: The answer is no.
+    """
+    if yes:
+        return
+    # Input from a pipe is no answer: a user decides what is deleted, or `--yes` does.
+    if sys.stdin is None or not sys.stdin.isatty():
+        msg = f"no user can be asked here, so pass --yes, or look with --dry-run: {question}?"
+        raise typer.BadParameter(msg)
+    typer.confirm(question + "?", abort=True, err=True)

@@ -1,10 +1,12 @@
-"""The threads of one checkpointer, and the clock that measures how long they are busy."""
+"""The threads of one checkpointer, how long they are busy, and the cores that they may use."""
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from penstock.core.concurrency.pool import Pool
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
     from penstock.core.concurrency.timing import Timing
 
 T = TypeVar("T")
+
+_CGROUP = "/sys/fs/cgroup"
+_MOST_WORKERS = 4  # more cores are left to training and its data loaders
 
 
 class Workers:
@@ -80,3 +85,35 @@ class BusyClock:
             self._running -= 1
             if self._running == 0:
                 self.seconds += time.monotonic() - self._since
+
+
+def default_workers(cgroup: str = _CGROUP) -> int:
+    """Return the number of threads that encode and hash, unless the user sets it."""
+    return max(1, min(_MOST_WORKERS, int(usable_cores(cgroup))))
+
+
+def usable_cores(cgroup: str = _CGROUP) -> float:
+    """Return the cores that this process may use: its share where several ranks run here."""
+    try:
+        count = len(os.sched_getaffinity(0))
+    except (AttributeError, OSError):  # no Linux
+        count = os.cpu_count() or 1
+    return min(count, _quota(cgroup)) / local_ranks()
+
+
+def _quota(cgroup: str) -> float:
+    """Return the cores whose time a container may use (cgroup v2, else v1); inf without a limit."""
+    for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
+        try:
+            texts = [Path(cgroup, name).read_text(encoding="ascii") for name in names]
+        except OSError:
+            continue
+        quota, period = " ".join(texts).split()
+        if quota.isdigit():  # without a limit `max`, in v1 -1
+            return int(quota) / int(period)
+    return math.inf
+
+
+def local_ranks() -> int:
+    """Return the number of ranks on this machine, as their launcher says; 1 without one."""
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

@@ -20,14 +20,14 @@ from penstock.core.catalog.publisher import Publisher
 from penstock.core.catalog.survey import places_of, sizes_of, survey_run
 from penstock.core.concurrency.watchdog import call_with_deadline
 from penstock.core.copy.blob_sites import BlobSites, in_flight
-from penstock.core.copy.copy_source import CopySource
-from penstock.core.copy.mover import BlobMover, BlobTransfer, Callbacks
-from penstock.core.copy.verify import (
+from penstock.core.copy.confirmation import (
     check_same_manifest,
     check_uid_is_free,
     confirmed,
     verify_blobs,
 )
+from penstock.core.copy.copy_source import CopySource
+from penstock.core.copy.mover import BlobMover, BlobTransfer, Callbacks
 from penstock.core.errors import (
     BlobExistsError,
     BusyError,

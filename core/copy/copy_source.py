@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.core.catalog.catalog import Catalog
-from penstock.core.catalog.chains import find_lenders, records_down
+from penstock.core.catalog.lenders import find_lenders, records_newest_first
 from penstock.core.copy.mover import CheckedBlob, Checks
 from penstock.core.errors import BlobNotFoundError, DamagedError, FormatError
 from penstock.core.format.blocks import frame_blocks
@@ -140,7 +140,7 @@ class CopySource:
         uid = blob_uid(blob)
         if uid is None or uid == self.record.uid:
             return ""
-        older = records_down(Catalog(self._backend), self.record.step)
+        older = records_newest_first(Catalog(self._backend), self.record.step)
         return f" (which it borrows of {find_lenders(older, {uid})[uid]})"
 
     def _objects_in(self, blob: str, ranges: Sequence[ByteRange]) -> list[str]:

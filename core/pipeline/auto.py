@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from penstock.core.concurrency.cores import usable_cores
+from penstock.core.concurrency.workers import usable_cores
 from penstock.core.errors import CodecError
 from penstock.core.plan.save import context_of
 from penstock.core.reporting.reports import CodecChoice

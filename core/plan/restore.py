@@ -15,7 +15,7 @@ from penstock.core.types import ByteRange, show_path
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from penstock.core.abc.memory import ByteSink
+    from penstock.core.abc.byte_sources import ByteSink
     from penstock.core.format.records import ChunkRef, Frame, ObjectRecord, PartHead, ShardRecord
     from penstock.core.types import ObjectPath, Region
 

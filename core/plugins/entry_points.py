@@ -1,13 +1,33 @@
-"""Finds the entry points of a kind, and names one in messages."""
+"""Finds the entry points of a kind, names them in messages, and checks the classes behind them."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 import json
-from typing import TYPE_CHECKING, Literal, TypeAlias
+import re
+from contextlib import closing
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from pydantic import ValidationError
+
+from penstock.core.abc import (
+    API_VERSION,
+    DECLINED,
+    Backend,
+    Codec,
+    CodecContext,
+    CodecOutput,
+    PluginConfig,
+    StateProvider,
+    says_its_version,
+)
+from penstock.core.abc.provider import breach_of_priority
 from penstock.core.distributions import installed, installed_only
+from penstock.core.errors import CodecError
+from penstock.core.types import Capabilities
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -20,6 +40,8 @@ GROUPS: dict[PluginKind, str] = {
     "codec": "penstock.codecs",
     "backend": "penstock.backends",
 }
+
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
 
 
 def by_name(given: Iterable[EntryPoint] | None, kind: PluginKind) -> dict[str, list[EntryPoint]]:
@@ -83,3 +105,167 @@ def conflict(kind: PluginKind, name: str, entries: Sequence[EntryPoint]) -> str:
         f"{kind} {name!r} is claimed by {claims}: uninstall all but one, or say which by the "
         f"option prefer, as prefer={chosen}"
     )
+
+
+def breach_of_class(cls: Any, contract: Any, /, *, name: str, distribution: str) -> str | None:
+    """Return how `cls` breaks `contract`, as a clause that follows its name; None if it does not.
+
+    Args:
+        cls: The object that an entry point has loaded.
+        contract: `StateProvider`, `Codec` or `Backend`.
+        name: Name of the entry point.
+        distribution: The distribution to upgrade if the plugin is for an older contract.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, contract)):
+        return f"is not a subclass of {contract.__name__}"
+    return (
+        _breach_of_versions(cls, contract, distribution)
+        or _breach_of_declarations(cls, name)
+        or _breach_of_facts(cls)
+    )
+
+
+def _breach_of_declarations(cls: Any, name: str) -> str | None:
+    if inspect.isabstract(cls):
+        return f"lacks {', '.join(sorted(cls.__abstractmethods__))}"
+    if getattr(cls, "name", None) != name:
+        return f"calls itself {getattr(cls, 'name', None)!r}, not {name!r}"
+    if issubclass(cls, Backend) and not _SCHEME.fullmatch(name):
+        return (
+            f"is called {name!r}, which no URL can begin with: name it with a-z, 0-9, +, . and - "
+            "only, beginning with a letter"
+        )
+    options = getattr(cls, "Config", PluginConfig)  # providers have none
+    if not (isinstance(options, type) and issubclass(options, PluginConfig)):
+        return "has a Config that is not a subclass of PluginConfig"
+    # A string would pass for a tuple until a form is looked up in it.
+    if issubclass(cls, StateProvider) and not _is_tuple_of_names(cls.forms):
+        return f"has the forms {cls.forms!r}: they must be a tuple of strings"
+    return None
+
+
+def _breach_of_facts(cls: Any) -> str | None:
+    """Return what is wrong with the facts that core reads before it calls any method."""
+    if issubclass(cls, Codec):
+        oldest: object = cls.oldest_readable
+        if type(oldest) is not int or not 1 <= oldest <= cls.version:
+            return (
+                f"says {oldest!r} for oldest_readable: it must be an integer from 1 to its "
+                f"version, {cls.version}"
+            )
+        for fact in ("lossless", "needs_base"):
+            value = getattr(cls, fact, None)
+            if not isinstance(value, bool):
+                said = "does not say whether it is" if value is None else f"says {value!r} for"
+                return f"{said} {fact}: write `{fact} = True` or `{fact} = False` into the class"
+    if issubclass(cls, StateProvider) and not _declares(cls, "forms"):
+        return (
+            "does not declare its forms: list in `forms` what its `rebuild` takes, or write "
+            "`forms = ()` if all that it describes is of other providers' forms"
+        )
+    return None
+
+
+def _declares(cls: type, name: str) -> bool:
+    """Return whether the class, or one between it and the contract, sets the attribute itself."""
+    return any(name in vars(base) for base in cls.__mro__ if base is not StateProvider)
+
+
+def _is_tuple_of_names(forms: object) -> bool:
+    return isinstance(forms, tuple) and all(isinstance(form, str) for form in forms)
+
+
+def _breach_of_versions(cls: Any, contract: Any, distribution: str) -> str | None:
+    if type(cls.api_version) is not int:
+        return f"has the api_version {cls.api_version!r}: it must be the integer {API_VERSION}"
+    if contract is not Backend and (type(cls.version) is not int or cls.version < 1):
+        return f"has the version {cls.version!r}: it must be an integer, from 1 on"
+    if cls.api_version != API_VERSION:
+        older = "penstock" if cls.api_version > API_VERSION else distribution
+        return (
+            f"is for version {cls.api_version} of the {contract.__name__} contract, "
+            f"this Penstock has version {API_VERSION}: upgrade {older}"
+        )
+    if not says_its_version(cls):
+        return (
+            f"does not say for which version of the {contract.__name__} contract it was written: "
+            f"write `api_version = {API_VERSION}` into the class"
+        )
+    return None
+
+
+def default_arguments(cls: type, /) -> tuple[object, ...] | None:
+    """Return arguments for an instance of `cls` without configuration; None if it needs options."""
+    if issubclass(cls, StateProvider):
+        return ()
+    try:
+        return (cls.Config(),)  # type: ignore[attr-defined] # the class was checked
+    except ValidationError:
+        return None
+
+
+def breach_of_instance(plugin: object, /) -> str | None:
+    """Try `plugin`, and return how it breaks its contract, as a clause; None if it does not.
+
+    Closes a backend.
+
+    Raises:
+        Exception: The plugin's own error.
+    """
+    if isinstance(plugin, StateProvider):
+        return breach_of_claim(plugin, object)
+    if isinstance(plugin, Codec):
+        return _breach_of_codec(plugin)
+    if isinstance(plugin, Backend):
+        return _breach_of_backend(plugin)
+    return None
+
+
+def _breach_of_codec(codec: Codec) -> str | None:
+    """Encode one small chunk, decode it, and return what is wrong with the result."""
+    chunk = bytes(range(250)) * 4
+    size: object = codec.max_encoded_size(len(chunk))
+    if type(size) is not int or size < 0:
+        return f"says {size!r} for max_encoded_size({len(chunk)}): it must be an int"
+    if not isinstance(codec.config, codec.Config):
+        return "does not keep its options as `config`: they are stored with each checkpoint"
+    base = memoryview(chunk[::-1]) if codec.needs_base else None
+    context = CodecContext("uint8", 1, (len(chunk),), 0, len(chunk), base, codec.version)
+    output: object = codec.output(replace(context, base=None))
+    if not isinstance(output, CodecOutput):
+        return f"says {output!r} for its output: it must be a CodecOutput"
+    try:
+        return _breach_of_frames(codec, chunk, memoryview(bytearray(size)), context)
+    except CodecError as error:
+        return f"refuses {len(chunk)} plain bytes: {error}; return DECLINED for what does not suit"
+
+
+def _breach_of_frames(
+    codec: Codec, chunk: bytes, out: memoryview, context: CodecContext
+) -> str | None:
+    decoded = bytearray(len(chunk))
+    length: object = codec.encode(memoryview(chunk), out, context=context)
+    if length is DECLINED:
+        return None
+    if type(length) is not int or not 0 <= length <= len(out):
+        return f"returned {length!r} from encode: it must be the length of the frame, an int"
+    codec.decode(out[:length].toreadonly(), memoryview(decoded), context=context)
+    if codec.lossless and decoded != chunk:
+        return f"is declared lossless, but {len(chunk)} bytes came back changed"
+    return None
+
+
+def breach_of_claim(provider: StateProvider, kind: type, /) -> str | None:
+    """Return how the answer of `provider.claims(kind)` is wrong, as a clause; None if it is not."""
+    return breach_of_priority(provider.claims(kind), kind)
+
+
+def _breach_of_backend(backend: Backend) -> str | None:
+    with closing(backend):
+        url: object = backend.url
+        capabilities: object = backend.capabilities
+    if not isinstance(url, str) or not url:
+        return f"says {url!r} for its url: it must be a string that shows where it is"
+    if not isinstance(capabilities, Capabilities):
+        return f"has capabilities of type {type(capabilities).__name__}: it must be Capabilities"
+    return None

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 from penstock.core.catalog.catalog import Catalog
-from penstock.core.catalog.chains import find_lenders, records_down
+from penstock.core.catalog.lenders import find_lenders, records_newest_first
 from penstock.core.catalog.notes import NotesOfRun
 from penstock.core.concurrency.workers import Workers
 from penstock.core.errors import (
@@ -407,7 +407,7 @@ class Checkpoint:
         """Return the other saves in whose blobs there is damage; else reads no commit records."""
         named = {blob_uid(damage.blob) for damage in damaged}
         uids = [uid for uid in self._record.references if uid in named]
-        records = records_down(Catalog(self.backend), self.step) if uids else ()
+        records = records_newest_first(Catalog(self.backend), self.step) if uids else ()
         return find_lenders(records, uids).values()
 
     def _verify_sizes(self, heads: Sequence[PartHead], damaged: list[Damage]) -> bool:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.survey import has_files, is_whole, read_commit, sizes_of
 from penstock.core.concurrency.copy_bytes import copy_bytes
-from penstock.core.concurrency.cores import local_ranks
+from penstock.core.concurrency.workers import local_ranks
 from penstock.core.errors import BlobNotFoundError, DamagedError, PenstockError
 from penstock.core.format.blocks import frame_blocks
 from penstock.core.format.records import BaseEntry, commit_name

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NoReturn
 
 from penstock.core.abc import StateObject
-from penstock.core.concurrency.cores import local_ranks
+from penstock.core.concurrency.workers import local_ranks
 from penstock.core.errors import (
     PenstockError,
     PluginError,

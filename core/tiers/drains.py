@@ -32,9 +32,9 @@ from penstock.core.tiers.eviction import Eviction
 from penstock.core.tiers.link import DrainLink
 from penstock.core.tiers.losses import mark_lost
 from penstock.core.tiers.outages import Outages
+from penstock.core.tiers.places import TierRoots
 from penstock.core.tiers.process import ProcessSetup
 from penstock.core.tiers.repairs import TierRepairs
-from penstock.core.tiers.roots import TierRoots
 from penstock.core.tiers.save_drain import DrainOfSave, FollowedDrain, LeadingDrain, TierOfRanks
 from penstock.core.tiers.whereabouts import (
     at_step,

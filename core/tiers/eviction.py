@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from penstock.core.catalog.deletion import delete_records
 from penstock.core.catalog.notes import carry_notes
 from penstock.core.catalog.survey import is_whole
-from penstock.core.copy.verify import has_all_data
+from penstock.core.copy.confirmation import has_all_data
 from penstock.core.errors import CheckpointGoneError, DamagedError, FormatError, StorageError
 from penstock.core.format.records import commit_name
 from penstock.core.tiers.whereabouts import by_age, is_marked

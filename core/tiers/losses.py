@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from penstock.core.abc import Backend, Tier
     from penstock.core.format.records import CommitRecord
-    from penstock.core.tiers.roots import TierRoots
+    from penstock.core.tiers.places import TierRoots
 
 log = logging.getLogger("penstock")
 left_log = logging.getLogger(__name__)  # names what is never copied: `penstock drain` shows it

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from penstock.core.catalog.survey import is_whole, read_borrowed, read_commit, uids_named
 from penstock.core.concurrency.watchdog import Watchdog, call_with_deadline
 from penstock.core.copy.checkpoint_copy import CheckpointCopy
-from penstock.core.copy.verify import verify_blobs
+from penstock.core.copy.confirmation import verify_blobs
 from penstock.core.errors import (
     BusyError,
     CheckpointGoneError,

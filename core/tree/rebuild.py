@@ -16,7 +16,6 @@ from penstock.core.abc import (
     Placement,
     StoredObject,
     Target,
-    cast_advice,
 )
 from penstock.core.errors import (
     ConfigError,
@@ -25,6 +24,7 @@ from penstock.core.errors import (
     RestoreError,
     SelectionError,
 )
+from penstock.core.floats.formats import FLOAT_DTYPES
 from penstock.core.foreign import note_origin, shipped_by
 from penstock.core.tree.containers import CONTAINERS, assemble
 from penstock.core.tree.describe import (
@@ -64,7 +64,7 @@ class Rebuilding(PlaceContext):
         cast: bool = False,
     ) -> None:
         self.allow_pickle = allow_pickle
-        self.cast = cast
+        self._cast = cast
         self._providers = providers
         self._selected = selected
         self._all = {o.path: o for o in stored.objects}
@@ -81,6 +81,10 @@ class Rebuilding(PlaceContext):
         self._assigned: dict[ObjectPath, object] = {}  # constants that some `finish` has returned
         self.streamed: Callable[[StoredObject], object] | None = None
         """Returns what to build for a plain tensor instead of one in memory; None: a tensor."""
+
+    def takes(self, spec: TensorSpec, stored: TensorSpec, /) -> bool:
+        """Return whether the two are equal, or differ in floats that a restore may convert."""
+        return spec == stored or (self._cast and _is_cast(spec, stored))
 
     def rebuild_tree(self, *, device: str | None, at: ObjectPath = ()) -> Placement:
         """Plan building the selected objects anew; `finish()` returns the dict.
@@ -396,8 +400,14 @@ def _difference(
         here=", ".join(f"{what} {b}" for what, _, b in unequal),
         sentences=(f"{show_path(target.path)}: {told}",),
         skippable=there.dtype == here.dtype,
-        advice=cast_advice(here, there),
+        advice="cast=True converts it" if _is_cast(here, there) else "",
     )
+
+
+def _is_cast(spec: TensorSpec, stored: TensorSpec) -> bool:
+    """Return whether the specs differ in nothing but the format of floats that core converts."""
+    known = all(FLOAT_DTYPES.get(one.dtype) == one.itemsize for one in (spec, stored))
+    return known and spec.dtype != stored.dtype and spec.shape == stored.shape
 
 
 def _other_kind(path: ObjectPath, stored: str) -> Difference:

@@ -4,12 +4,9 @@
 thread. A sink imports its host when it is made; hosts of other sinks are never imported.
 """
 
-from penstock.integrations.events.open_telemetry import OpenTelemetrySink
-from penstock.integrations.events.prometheus_file import PrometheusSink
+from penstock.integrations.events.libraries import OpenTelemetrySink, TensorBoardSink, WandbSink
 from penstock.integrations.events.sinks import Sink, Sinks
-from penstock.integrations.events.tensor_board import TensorBoardSink
-from penstock.integrations.events.texts import JsonLinesSink, LogSink
-from penstock.integrations.events.weights_and_biases import WandbSink
+from penstock.integrations.events.texts import JsonLinesSink, LogSink, PrometheusSink
 
 __all__ = [
     "JsonLinesSink",

@@ -20,9 +20,8 @@ from torch.utils._pytree import tree_map_only
 
 from penstock import PenstockError, StorageError, Streamed
 from penstock.integrations.files.options import ExportReport
-from penstock.integrations.files.output import published
-from penstock.integrations.files.pieces import PIECE_BYTES
-from penstock.integrations.files.tree_export import (
+from penstock.integrations.files.output import PIECE_BYTES, published
+from penstock.integrations.files.trees import (
     Written,
     dtype_of,
     empty_like,
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
 
     from penstock import Checkpoint
     from penstock.integrations.files.options import ExportOptions
-
 
 _FILE_BYTES = 32 << 20
 

@@ -1,4 +1,8 @@
-"""The place of an export: it appears whole and durable, or not at all."""
+"""The place of an export, and the bytes that are written there, piece by piece.
+
+An export appears whole and durable, or not at all. The next piece is read while the last one is
+written.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,15 @@ import errno
 import os
 import secrets
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from penstock import ConfigError, StorageError, StorageFullError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Generator, Iterable, Iterator
+    from concurrent.futures import Future
     from pathlib import Path
 
 _EXPORTED = (".safetensors", ".safetensors.index.json", ".distcp", ".metadata")
@@ -22,6 +28,40 @@ _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 COPIED = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 """Endings of the files beside the weights of a model."""
+
+PIECE_BYTES = 16 << 20
+"""The most bytes of a tensor that are read and written at once."""
+
+
+def read_ahead(
+    tensors: Iterable[tuple[Callable[[int, memoryview], object], int]],
+) -> Generator[memoryview]:
+    """Yield the bytes of tensors in pieces, each valid until the next one is asked for.
+
+    Close the iterator, which ends the thread that reads.
+
+    Args:
+        tensors: A function as for `Streamed`, and the number of bytes, of each tensor.
+    """
+    buffers = [memoryview(bytearray(PIECE_BYTES)) for _ in range(2)]
+    pieces = (
+        (read, start, min(PIECE_BYTES, nbytes - start))
+        for read, nbytes in tensors
+        for start in range(0, nbytes, PIECE_BYTES)
+    )
+
+    def fill(read: Callable[[int, memoryview], object], start: int, out: memoryview) -> memoryview:
+        read(start, out)
+        return out
+
+    with ThreadPoolExecutor(1, "penstock-export") as thread:
+        reading: Future[memoryview] | None = None
+        for number, (read, start, nbytes) in enumerate(pieces):
+            last, reading = reading, thread.submit(fill, read, start, buffers[number % 2][:nbytes])
+            if last is not None:
+                yield last.result()
+        if reading is not None:
+            yield reading.result()
 
 
 @contextmanager

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 from penstock import Progress, Rename, Selection, SelectionError, UnsupportedStateError
 from penstock.integrations.files.hugging_face import ADAPTER, CONFIG, SUFFIX, index_of
 from penstock.integrations.files.options import ExportReport, is_cast
-from penstock.integrations.files.output import COPIED, published
-from penstock.integrations.files.pieces import PIECE_BYTES, read_ahead
+from penstock.integrations.files.output import COPIED, PIECE_BYTES, published, read_ahead
 from penstock.integrations.files.safetensors import DTYPES, NAMES, encode_header, parse_object
 
 if TYPE_CHECKING:
@@ -219,7 +218,7 @@ def _cast(piece: memoryview, tensor: _ExportedTensor) -> memoryview:
     # Only a cast needs torch.
     import torch  # noqa: PLC0415
 
-    from penstock.integrations.files.tree_export import checked_cast  # noqa: PLC0415
+    from penstock.integrations.files.trees import checked_cast  # noqa: PLC0415
 
     converted = checked_cast(piece, tensor.stored, tensor.dtype, tensor.path)
     return converted.view(torch.uint8).numpy().data

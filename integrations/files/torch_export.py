@@ -19,9 +19,8 @@ import torch
 
 from penstock import Streamed, UnsupportedStateError
 from penstock.integrations.files.options import ExportReport
-from penstock.integrations.files.output import published
-from penstock.integrations.files.pieces import PIECE_BYTES, read_ahead
-from penstock.integrations.files.tree_export import (
+from penstock.integrations.files.output import PIECE_BYTES, published, read_ahead
+from penstock.integrations.files.trees import (
     Written,
     dtype_of,
     empty_like,

@@ -22,7 +22,7 @@ from penstock.integrations.lightning.state import (
     remarks,
     trainer_state,
 )
-from penstock.integrations.trees import of_rank_0
+from penstock.integrations.states import of_rank_0
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

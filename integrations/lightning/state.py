@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import penstock
-from penstock.integrations.trees import named
+from penstock.integrations.states import named
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

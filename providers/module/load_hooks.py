@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.modules.module import _IncompatibleKeys
 
-from penstock.providers.overrides import is_override, module_of
-from penstock.providers.tensor.memory import overlaps_itself
+from penstock.providers.tensor.sources import overlaps_itself
+from penstock.providers.wrappers import is_override, module_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -11,18 +11,18 @@ import torch
 from penstock.core.abc import Node, Placement, StateProvider
 from penstock.core.errors import PenstockError, RestoreError
 from penstock.core.types import Kind, Role, show_path
-from penstock.providers.module.flat import (
+from penstock.providers.children import rebuild_dict
+from penstock.providers.module.fsdp1 import (
     flat_parameters,
     flat_state,
     is_flattened,
     place_flat,
 )
 from penstock.providers.module.load_hooks import LoadHooks, live_state, run_post_hooks
-from penstock.providers.rebuild import rebuild_dict
-from penstock.providers.tensor.flat import is_stored_as_tensor, refuse_unknown
-from penstock.providers.tensor.memory import device_name, memory_key
+from penstock.providers.tensor.flat_ranges import is_stored_as_tensor, refuse_unknown
 from penstock.providers.tensor.provider import is_plain, is_sharded, new_like, plain_tensors
 from penstock.providers.tensor.sharding import note_fully_shard, sharded_parameters
+from penstock.providers.tensor.sources import device_name, memory_key
 from penstock.providers.wrappers import bare_class, bare_names, layers, unwrap
 
 if TYPE_CHECKING:

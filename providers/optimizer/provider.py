@@ -18,23 +18,24 @@ import torch
 from penstock.core.abc import Node, Placement, StateObject, StateProvider
 from penstock.core.errors import UnsupportedStateError
 from penstock.core.types import Replica, Role, collide, show_path
-from penstock.providers.optimizer.held import held_of, is_zero
-from penstock.providers.optimizer.match import (
+from penstock.providers.children import rebuild_dict
+from penstock.providers.optimizer.members import (
     FORM,
     MAX_PARAMETERS,
     MEMBERSHIP,
     PARAMETER_FORM,
+    held_of,
     index_of,
+    is_zero,
     malformed,
+    members,
 )
-from penstock.providers.optimizer.names import members
-from penstock.providers.optimizer.place import Placer
+from penstock.providers.optimizer.placer import Placer
 from penstock.providers.optimizer.stored_dict import stored_dict
 from penstock.providers.optimizer.template_dict import template_dict
-from penstock.providers.rebuild import rebuild_dict
-from penstock.providers.tensor.memory import memory_key
 from penstock.providers.tensor.provider import is_sharded, plain_tensors
 from penstock.providers.tensor.sharding import cut_like
+from penstock.providers.tensor.sources import memory_key
 from penstock.providers.wrappers import OPTIMIZERS, is_wrapper, place_wrapped, wrapped
 
 if TYPE_CHECKING:
@@ -49,8 +50,7 @@ if TYPE_CHECKING:
         StoredObject,
     )
     from penstock.core.types import ObjectPath
-    from penstock.providers.optimizer.held import Held
-    from penstock.providers.optimizer.names import Member
+    from penstock.providers.optimizer.members import Held, Member
 
 PRIORITY = 40
 Maker: TypeAlias = "Callable[[], object]"

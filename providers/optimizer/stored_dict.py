@@ -13,19 +13,25 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from penstock.core.abc import Node, PlaceContext, Placement
 from penstock.core.types import Kind, TensorSpec, show_key, show_path
-from penstock.providers.optimizer.flattened import GROUPS, STATE, is_flattened, split_keys
-from penstock.providers.optimizer.match import FORM, MAX_PARAMETERS, MEMBERSHIP, PARAMETER_FORM
-from penstock.providers.optimizer.names import shape_of_state
-from penstock.providers.rebuild import leaves, rebuild_dict
+from penstock.providers.children import leaves, rebuild_dict
+from penstock.providers.optimizer.members import (
+    FORM,
+    MAX_PARAMETERS,
+    MEMBERSHIP,
+    PARAMETER_FORM,
+    shape_of_state,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from penstock.core.abc import StoredObject
     from penstock.core.types import ObjectPath
-    from penstock.providers.optimizer.names import Member
+    from penstock.providers.optimizer.members import Member
 
 SHARED = "shared"
+
+STATE, GROUPS = "state", "param_groups"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +85,7 @@ class StoredDict(PlaceContext):
     def __init__(
         self, context: PlaceContext, path: ObjectPath, members: list[Member], layout: _Layout
     ) -> None:
-        self.allow_pickle, self.cast = context.allow_pickle, context.cast
+        self.allow_pickle = context.allow_pickle
         self.rank, self.world_size = context.rank, context.world_size
         self.members = members
         self._context = context
@@ -129,6 +135,9 @@ class StoredDict(PlaceContext):
         return placement
 
     # The contract of `PlaceContext`.
+
+    def takes(self, spec: TensorSpec, stored: TensorSpec, /) -> bool:
+        return self._context.takes(spec, stored)
 
     def place(self, value: object, path: ObjectPath, /) -> Placement:
         return self._context.place(value, self._stored_path(path))
@@ -383,3 +392,41 @@ def _content(whole: PlaceContext, at: _Entry | None) -> object:
     if stored is None:
         return object()  # a container of tensors
     return stored.spec if stored.kind is Kind.TENSOR else whole.value_bytes(at)
+
+
+def is_flattened(keys: Iterable[object]) -> bool:
+    """Return whether there are keys, and all are those of a flattened state dict."""
+    found = [type(key) is str and key.startswith((f"{STATE}.", f"{GROUPS}.")) for key in keys]
+    return bool(found) and all(found)
+
+
+def split_keys(keys: Iterable[str]) -> tuple[dict[str, dict[str, str]], dict[str, dict[str, str]]]:
+    """Return the full keys of the state and of the options, by parameter and the rest of the key.
+
+    Without options the last part of a key is the rest of it.
+    """
+    state: dict[str, dict[str, str]] = {}
+    options: dict[str, dict[str, str]] = {}
+    of_state: dict[str, str] = {}
+    for full in keys:
+        kind, _, text = full.partition(".")
+        if kind == STATE:
+            of_state[text] = full
+        else:
+            name, _, key = text.rpartition(".")
+            options.setdefault(name, {})[key] = full
+    for text, full in of_state.items():
+        parts = text.split(".")
+        names = [".".join(parts[:depth]) for depth in range(len(parts) - 1, 0, -1)] or [""]
+        name = next((name for name in names if name in options), names[0])
+        state.setdefault(name, {})[text[len(name) + 1 :]] = full
+    return state, options
+
+
+def flattened(prefix: str, items: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return `items` with their keys flattened, those of dicts within them too."""
+    found: dict[str, Any] = {}
+    for key, item in items.items():
+        full = f"{prefix}.{key}"
+        found |= flattened(full, item) if isinstance(item, dict) else {full: item}
+    return found

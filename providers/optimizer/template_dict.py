@@ -16,17 +16,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from penstock.core.types import show_path
-from penstock.providers.optimizer.flattened import (
+from penstock.providers.optimizer.members import PARAMETER_FORM, Held, Member, shape_of_state
+from penstock.providers.optimizer.placer import Placer
+from penstock.providers.optimizer.stored_dict import (
     GROUPS,
     STATE,
     flattened,
     is_flattened,
     split_keys,
 )
-from penstock.providers.optimizer.held import Held
-from penstock.providers.optimizer.match import PARAMETER_FORM
-from penstock.providers.optimizer.names import Member, shape_of_state
-from penstock.providers.optimizer.place import Placer
 from penstock.providers.tensor.provider import is_sharded
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ import torch
 from penstock.core.abc import Difference, Node, Placement, StateObject
 from penstock.core.errors import FormatError, UnsupportedStateError
 from penstock.core.types import collide, show_path, show_text
-from penstock.providers.rebuild import leaves
-from penstock.providers.tensor.memory import dtype_name
+from penstock.providers.children import leaves
+from penstock.providers.tensor.sources import dtype_name
 from penstock.providers.values.decode import decode_value
 from penstock.providers.values.encode import encode_value
 

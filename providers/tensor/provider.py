@@ -5,26 +5,45 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from penstock.core.abc import Node, Placement, StateObject, StateProvider, Target
+from penstock.core.abc import (
+    ByteSource,
+    MemoryKey,
+    Node,
+    Placement,
+    StateObject,
+    StateProvider,
+    Target,
+)
 from penstock.core.errors import FormatError, UnsupportedStateError
 from penstock.core.markers import Shard, Shards, Streamed
 from penstock.core.types import Kind, Region, Replica, Role, TensorSpec, show_path
 from penstock.providers.tensor.by_hand import (
+    describe_megatron,
     describe_shard,
     describe_shards,
+    is_megatron,
+    place_megatron,
     place_shard,
     place_shards,
 )
-from penstock.providers.tensor.cuda import CudaSource
-from penstock.providers.tensor.flat import is_piece
-from penstock.providers.tensor.megatron import describe_megatron, is_megatron, place_megatron
-from penstock.providers.tensor.memory import (
+from penstock.providers.tensor.flat_ranges import is_piece
+from penstock.providers.tensor.parts import FORM as PARTS_FORM
+from penstock.providers.tensor.parts import (
+    describe_parts,
+    has_parts,
+    place_parts,
+    plain_parts,
+    rebuild_parts,
+)
+from penstock.providers.tensor.sharding import is_cut_like, last_cut_of, local_shard
+from penstock.providers.tensor.sources import (
+    CudaSource,
     ShardSink,
     TensorSink,
     TensorSource,
@@ -35,25 +54,15 @@ from penstock.providers.tensor.memory import (
     make_sink,
     overlaps_itself,
 )
-from penstock.providers.tensor.parts import FORM as PARTS_FORM
-from penstock.providers.tensor.parts import (
-    describe_parts,
-    has_parts,
-    place_parts,
-    plain_parts,
-    rebuild_parts,
-)
-from penstock.providers.tensor.sharding import is_cut_like, last_cut_of, local_shard
-from penstock.providers.tensor.streamed import describe_streamed, refuse_place
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from torch.distributed.tensor import DTensor
 
-    from penstock.core.abc import DescribeContext, PlaceContext, StoredObject
+    from penstock.core.abc import DescribeContext, PendingCopy, PlaceContext, StoredObject
     from penstock.core.types import ObjectPath
-    from penstock.providers.tensor.memory import TensorLayout
+    from penstock.providers.tensor.sources import TensorLayout
 
 EXACT = 50
 SUBCLASS = 20
@@ -476,4 +485,55 @@ def _subclass_reason(kind: type) -> str:
 
 def _refuse(path: ObjectPath, reason: str) -> None:
     msg = f"{show_path(path)} {reason}"
+    raise UnsupportedStateError(msg)
+
+
+class StreamedSource(ByteSource):
+    """The source that asks a function for the bytes."""
+
+    __slots__ = ("_read", "address", "device", "memory", "nbytes")
+
+    def __init__(self, value: Streamed, nbytes: int) -> None:
+        self._read = value.read
+        self.nbytes = nbytes
+        self.device = "cpu"
+        self.address = None
+        # No memory, but one object at two paths is one tensor: it is stored once, as tied.
+        shape = tuple(value.shape)
+        self.memory = MemoryKey("streamed", id(value), 0, shape, (), value.dtype)
+
+    def view(self) -> memoryview | None:
+        return None
+
+    def copy_out(self, start: int, out: memoryview, /) -> PendingCopy | None:
+        if out.nbytes:
+            self._read(start, out)
+        return None
+
+
+def describe_streamed(value: Streamed, path: ObjectPath) -> StateObject:
+    """Describe a streamed tensor, as if it were in memory.
+
+    Raises:
+        UnsupportedStateError: torch has no such dtype.
+    """
+    dtype = vars(torch).get(value.dtype)
+    if not isinstance(dtype, torch.dtype):
+        msg = f"{show_path(path)} is a Streamed of {value.dtype!r}, which is no dtype of torch"
+        raise UnsupportedStateError(msg)
+    shape = tuple(value.shape)
+    spec = TensorSpec(str(dtype).removeprefix("torch."), dtype.itemsize, shape)
+    source = StreamedSource(value, spec.nbytes)
+    return StateObject(
+        path, Kind.TENSOR, spec, (Region.whole(shape),), Role.OTHER, "tensor", source
+    )
+
+
+def refuse_place(path: ObjectPath) -> NoReturn:
+    """Refuse a streamed tensor in the template of a restore.
+
+    Raises:
+        UnsupportedStateError: Always.
+    """
+    msg = f"{show_path(path)} is a Streamed, which can be saved only: put a tensor there to restore"
     raise UnsupportedStateError(msg)

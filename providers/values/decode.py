@@ -23,7 +23,7 @@ import numpy as np
 from penstock.core.distributions import installed_only
 from penstock.core.errors import FormatError, UnsupportedStateError
 from penstock.core.types import collide, loaded_class, show_path, show_text
-from penstock.providers.values.tags import (
+from penstock.providers.values.encode import (
     FACTORIES,
     NAMESPACES,
     NUMPY_KINDS,
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock.core.types import ObjectPath
-
 
 _UCS4_BYTES = 4
 _ZONE = re.compile(r"[\w+-]+(/[\w+-]+)*", re.ASCII)

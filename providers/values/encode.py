@@ -1,33 +1,34 @@
-"""The encoding of plain Python values as JSON, bit by bit; `decode` is the inverse."""
+"""The encoding of plain Python values as JSON, bit by bit; `decode` is the inverse.
+
+JSON's own types represent themselves; all other values are `{"$": tag, ...}`. Decoding never
+imports a module because a checkpoint names it: classes (Enum, named tuple, dataclass) must be
+loaded already.
+"""
 
 from __future__ import annotations
 
+import argparse
 import base64
+import dataclasses
 import datetime as dt
 import enum
+import inspect
 import json
 import math
+import pathlib
 import struct
 from collections import Counter, OrderedDict, defaultdict, deque
+from types import MemberDescriptorType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 from zoneinfo import ZoneInfo
 
 import numpy as np
 
 from penstock.core.errors import UnsupportedStateError
-from penstock.core.types import collide, show_key, show_path, show_segment
-from penstock.providers.values.tags import (
-    FACTORIES,
-    NAMESPACES,
-    NUMPY_KINDS,
-    PATHS,
-    TAG,
-    class_name,
-    field_names,
-)
+from penstock.core.types import FACTORIES as CONTAINER_FACTORIES
+from penstock.core.types import collide, loaded_class, show_key, show_path, show_segment
 
 if TYPE_CHECKING:
-    import pathlib
     from collections.abc import Callable, Iterable
 
     from penstock.core.types import ObjectPath
@@ -37,6 +38,55 @@ MAX_DEPTH = 100
 
 _JSON_INT = 1 << 63  # larger ones are stored as hex: Python limits the digits of decimal ones
 _CANONICAL_NAN = struct.pack("<d", math.nan)
+
+TAG = "$"
+
+FACTORIES: dict[str, type] = {
+    **CONTAINER_FACTORIES,
+    "frozenset": frozenset,
+    "Counter": Counter,
+}
+"""The factories of a defaultdict that is one value; one that is a container may have fewer."""
+PATHS: dict[str, type[pathlib.PurePath]] = {
+    t.__name__: t
+    for t in (
+        pathlib.PurePosixPath,
+        pathlib.PureWindowsPath,
+        pathlib.PosixPath,
+        pathlib.WindowsPath,
+    )
+}
+NAMESPACES: dict[str, type[argparse.Namespace | SimpleNamespace]] = {
+    "argparse.Namespace": argparse.Namespace,
+    "types.SimpleNamespace": SimpleNamespace,
+}
+NUMPY_KINDS = frozenset("biufcmMSU")
+
+
+def class_name(kind: type) -> str | None:
+    """Return `module:qualified.name` of a class that can be found by it; None for other classes."""
+    name = f"{kind.__module__}:{kind.__qualname__}"
+    return name if loaded_class(name) is kind else None
+
+
+def field_names(kind: type) -> tuple[str, ...] | None:
+    """Return the fields of a dataclass that has no other content; None for any other class.
+
+    No code of the class runs, since a checkpoint may name any class.
+    """
+    fields = inspect.getattr_static(kind, "__dataclass_fields__", None)
+    # A class with a `__new__` of its own has more content, as a subclass of dict does.
+    made = inspect.getattr_static(kind, "__new__", None)
+    if type(fields) is not dict or made is not object.__dict__["__new__"]:
+        return None
+    names = tuple(field.name for field in dataclasses.fields(kind))
+    slots = {
+        name
+        for base in kind.__mro__
+        for name, member in vars(base).items()
+        if isinstance(member, MemberDescriptorType)
+    }
+    return names if slots <= {*names} else None
 
 
 def encode_value(value: object, path: ObjectPath) -> bytes:

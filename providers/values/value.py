@@ -21,7 +21,7 @@ from penstock.core.abc import (
 )
 from penstock.core.errors import FormatError, UnsupportedStateError
 from penstock.core.types import Kind, Region, Role, TensorSpec, show_path, with_article
-from penstock.providers.rebuild import leaves
+from penstock.providers.children import leaves
 from penstock.providers.values.decode import decode_value
 from penstock.providers.values.encode import encode_value
 

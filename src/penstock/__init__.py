@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # type checkers take `as X` and `*` for exports
     from penstock.core.reporting.events import RestoreEvent as RestoreEvent
     from penstock.core.reporting.events import SaveEvent as SaveEvent
     from penstock.core.reporting.events import VerifyEvent as VerifyEvent
-    from penstock.core.reporting.progress_bar import ProgressBar as ProgressBar
+    from penstock.core.reporting.progress import ProgressBar as ProgressBar
     from penstock.core.reporting.reports import CheckpointInfo as CheckpointInfo
     from penstock.core.reporting.reports import CheckReport as CheckReport
     from penstock.core.reporting.reports import Progress as Progress
@@ -78,7 +78,7 @@ _HOME = {
         "penstock.core.reporting.events": (
             "DeleteEvent PruneEvent RestoreEvent SaveEvent VerifyEvent"
         ),
-        "penstock.core.reporting.progress_bar": "ProgressBar",
+        "penstock.core.reporting.progress": "ProgressBar",
         "penstock.core.reporting.reports": (
             "CheckReport CheckpointInfo Progress RestoreReport SaveHandle SaveReport VerifyReport"
         ),

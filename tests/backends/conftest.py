@@ -5,7 +5,7 @@ from tests.integration.support import uring_missing
 
 from penstock.backends.memory import MemoryBackend, MemoryConfig
 from penstock.backends.posix import PosixBackend, PosixConfig
-from penstock.backends.uring.backend import UringBackend, UringConfig
+from penstock.backends.uring.engine import UringBackend, UringConfig
 
 FILE_KINDS = ["posix-auto", "posix-off", "uring-auto", "uring-off"]
 

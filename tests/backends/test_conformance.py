@@ -7,21 +7,19 @@ from itertools import product
 import pytest
 
 from penstock.backends.memory import MemoryBackend, MemoryConfig
-from penstock.core.testing.backends import BACKEND_CHECKS, check_backend
-from penstock.core.testing.backends import access as backends_access
-from penstock.core.testing.backends import blobs as backends_blobs
-from penstock.core.testing.backends import instance as backends_instance
-from penstock.core.testing.backends import processes as backends_processes
-from penstock.core.testing.backends import records as backends_records
-from penstock.core.testing.expectations import NotDeclaredError, NotTriedError
-from penstock.core.testing.wrapper import WrapperBackend
+from penstock.testing.backends import BACKEND_CHECKS, check_backend
+from penstock.testing.backends import blobs as backends_blobs
+from penstock.testing.backends import forks as backends_processes
+from penstock.testing.backends import published as backends_records
+from penstock.testing.expectations import NotDeclaredError, NotTriedError
+from penstock.testing.faults import WrapperBackend
 
 KINDS = ["memory", "posix-auto", "posix-off", "uring-auto", "uring-off"]
 GROUPS = {
     "blobs": backends_blobs.BLOB_CHECKS,
-    "access": backends_access.ACCESS_CHECKS,
+    "access": backends_blobs.ACCESS_CHECKS,
     "records": backends_records.RECORD_CHECKS,
-    "instance": backends_instance.INSTANCE_CHECKS,
+    "instance": backends_records.INSTANCE_CHECKS,
     "processes": backends_processes.PROCESS_CHECKS,
 }
 
@@ -51,9 +49,7 @@ def test_no_check_is_forgotten():
     written = {
         function
         for module in (
-            backends_access,
             backends_blobs,
-            backends_instance,
             backends_processes,
             backends_records,
         )

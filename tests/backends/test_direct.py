@@ -11,12 +11,12 @@ import subprocess
 
 import pytest
 
-from penstock.backends.local import direct as direct_module
-from penstock.backends.local.direct import DirectAccess
+from penstock.backends.local import blob as direct_module
+from penstock.backends.local.blob import DirectAccess
 from penstock.backends.posix import PosixBackend, PosixConfig
 from penstock.core.errors import CapabilityError
-from penstock.core.testing.expectations import pattern
 from penstock.core.types import ReadRequest, WriteRequest
+from penstock.testing.expectations import pattern
 
 MIB = 1 << 20
 

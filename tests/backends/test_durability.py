@@ -10,8 +10,8 @@ import threading
 import pytest
 
 from penstock.core.errors import BlobExistsError, StorageError, StorageFullError, UnsyncedError
-from penstock.core.testing.expectations import pattern
 from penstock.core.types import ReadRequest, WriteRequest
+from penstock.testing.expectations import pattern
 
 MIB = 1 << 20
 

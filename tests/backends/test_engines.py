@@ -15,17 +15,15 @@ from tests.backends.conftest import open_backend
 from tests.interpreters import run as run_python
 
 from penstock.backends.local import kernel
-from penstock.backends.local.batch import TransferBatch
 from penstock.backends.local.threads import ThreadEngine
-from penstock.backends.local.transfer import Transfer
+from penstock.backends.local.transfer import Transfer, TransferBatch
 from penstock.backends.posix import PosixBackend, PosixConfig
 from penstock.backends.uring import ring as ring_module
-from penstock.backends.uring.backend import UringBackend, UringConfig
-from penstock.backends.uring.engine import _LOST, RingEngine
+from penstock.backends.uring.engine import _LOST, RingEngine, UringBackend, UringConfig
 from penstock.backends.uring.ring import Ring
 from penstock.core.errors import CapabilityError, StorageError
-from penstock.core.testing.expectations import at_phase, pattern
 from penstock.core.types import ReadRequest, WriteRequest
+from penstock.testing.expectations import at_phase, pattern
 
 MIB = 1 << 20
 

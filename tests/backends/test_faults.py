@@ -4,13 +4,8 @@ import pytest
 
 from penstock.backends.memory import MemoryBackend, MemoryConfig
 from penstock.core.errors import StorageError, StorageFullError
-from penstock.core.testing.faults import (
-    CrashAt,
-    FaultyBackend,
-    SimulatedCrashError,
-)
-from penstock.core.testing.wrapper import OPERATIONS
 from penstock.core.types import ReadRequest, WriteRequest
+from penstock.testing.faults import OPERATIONS, CrashAt, FaultyBackend, SimulatedCrashError
 
 REQUEST = WriteRequest(0, (memoryview(b"12345"),))
 

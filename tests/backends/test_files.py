@@ -7,8 +7,8 @@ import os
 import pytest
 
 from penstock.core.errors import BlobNotFoundError, StorageError
-from penstock.core.testing.expectations import pattern
 from penstock.core.types import ReadRequest, WriteRequest
+from penstock.testing.expectations import pattern
 
 DAY_S = 24 * 3600
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from penstock.backends.posix import PosixBackend, PosixConfig
-from penstock.backends.uring.backend import UringBackend, UringConfig
+from penstock.backends.uring.engine import UringBackend, UringConfig
 from penstock.core.errors import ConfigError, StorageError
-from penstock.core.testing.expectations import pattern
 from penstock.core.types import ReadRequest, WriteRequest
+from penstock.testing.expectations import pattern
 
 
 def left_since(before=None):

@@ -1,8 +1,8 @@
 """The backend `memory`: what its conformance suite does not ask of every backend."""
 
 from penstock.backends.memory import MemoryBackend, MemoryConfig
-from penstock.core.testing.codecs.surroundings import lets_others_run
 from penstock.core.types import ReadRequest, WriteRequest
+from penstock.testing.codecs.use import lets_others_run
 
 TRIES = 20  # on a busy machine the other thread may be scheduled only after the copy
 

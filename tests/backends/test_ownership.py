@@ -6,7 +6,7 @@ import stat
 import pytest
 
 from penstock import Checkpointer
-from penstock.backends.local import ownership
+from penstock.backends.local import folders
 from penstock.backends.posix import PosixBackend, PosixConfig
 from penstock.core.errors import CapabilityError
 
@@ -14,7 +14,7 @@ from penstock.core.errors import CapabilityError
 @pytest.fixture
 def shared(tmp_path, monkeypatch):
     """A folder such as `/dev/shm`."""
-    monkeypatch.setattr(ownership, "_warned", set())
+    monkeypatch.setattr(folders, "_warned", set())
     folder = tmp_path / "shared"
     folder.mkdir()
     folder.chmod(0o1777)
@@ -26,7 +26,7 @@ def give_away(folder, monkeypatch):
     if os.geteuid() == 0:
         os.chown(folder, 65534, -1)
     else:
-        monkeypatch.setattr(ownership.os, "geteuid", lambda: 65534)
+        monkeypatch.setattr(folders.os, "geteuid", lambda: 65534)
 
 
 def place(root, **options):
@@ -62,7 +62,7 @@ def test_so_is_one_behind_a_link_of_another_user(shared, tmp_path, monkeypatch):
     if os.geteuid() == 0:
         os.chown(shared / "run", 65534, -1, follow_symlinks=False)
     else:
-        monkeypatch.setattr(ownership.os, "geteuid", lambda: 65534)
+        monkeypatch.setattr(folders.os, "geteuid", lambda: 65534)
     with pytest.raises(CapabilityError):
         place(shared / "run").publish("commits/x", b"x")
     assert not list((tmp_path / "mine").iterdir())

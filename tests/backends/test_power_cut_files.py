@@ -21,8 +21,8 @@ from tests.backends.files_without_power import (
 from tests.integration.atomic.crash_scenarios import BOTH, DAY_S, contents, opened, save
 
 from penstock.core.catalog.survey import survey_records
-from penstock.core.testing.expectations import pattern
 from penstock.core.types import WriteRequest
+from penstock.testing.expectations import pattern
 
 ROOT = "runs/gpt"  # neither is there before
 LIMIT = 1 << 20

@@ -11,7 +11,7 @@ import time
 import pytest
 from tests.integration.support import start_python
 
-from penstock.core.testing.expectations import pattern
+from penstock.testing.expectations import pattern
 
 KINDS = ["posix", "uring"]
 
@@ -19,12 +19,12 @@ PRELUDE = """
 import os, sys, time
 from penstock.core.types import ReadRequest, WriteRequest
 from penstock.core.errors import *
-from penstock.core.testing.expectations import pattern
+from penstock.testing.expectations import pattern
 def opened(path, **options):
     if {kind!r} == "posix":
         from penstock.backends.posix import PosixBackend as B
     else:
-        from penstock.backends.uring.backend import UringBackend as B
+        from penstock.backends.uring.engine import UringBackend as B
     return B(B.Config(path=path, **options))
 """
 

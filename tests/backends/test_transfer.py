@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.effort import examples
 
-from penstock.backends.local.batch import TransferBatch
 from penstock.backends.local.kernel import address
 from penstock.backends.local.transfer import (
     MAX_VECTOR,
@@ -15,11 +14,12 @@ from penstock.backends.local.transfer import (
     Flight,
     OpenBlob,
     Slot,
+    TransferBatch,
     cut_read,
     cut_writes,
 )
-from penstock.core.testing.expectations import at_phase
 from penstock.core.types import PAGE_BYTES, align_up
+from penstock.testing.expectations import at_phase
 
 few = settings(max_examples=examples(15))  # with megabytes each
 DIRECT = OpenBlob("blob", -1, direct=True)

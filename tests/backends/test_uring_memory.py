@@ -4,7 +4,7 @@ import mmap
 
 import pytest
 
-from penstock.backends.uring.backend import UringBackend, UringConfig
+from penstock.backends.uring.engine import UringBackend, UringConfig
 from penstock.core.types import ReadRequest, WriteRequest
 
 SIZE = 4 << 20

@@ -9,7 +9,7 @@ from penstock.codecs.log8 import Log8Codec
 from penstock.codecs.lz4 import Lz4Codec, Lz4Config
 from penstock.codecs.zstd import ZstdCodec, ZstdConfig
 from penstock.core.abc import PluginConfig
-from penstock.core.testing import codecs as checks
+from penstock.testing import codecs as checks
 
 CODECS = {
     "cast": lambda: CastCodec(CastConfig()),

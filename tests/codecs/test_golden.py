@@ -16,7 +16,7 @@ from penstock.codecs.floatsplit.layout import read_head
 from penstock.codecs.floatsplit.planes import Halves
 from penstock.core.pipeline.chain import CodecChain, checksum
 from penstock.core.plugins.registry import default_registry
-from penstock.core.testing.golden import read_golden, rewriting
+from penstock.testing.golden import read_golden, rewriting
 
 GOLDEN = Path(__file__).parent / "golden"
 

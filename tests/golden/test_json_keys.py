@@ -18,7 +18,7 @@ from tests.core.cli.command import caller
 import penstock
 from penstock.core.cli.app import app, load_command
 from penstock.core.format.records import FORMAT_VERSION
-from penstock.core.testing.golden import check_golden
+from penstock.testing.golden import check_golden
 
 HERE = Path(__file__).parent
 GOLDEN = HERE / "json_keys.json"

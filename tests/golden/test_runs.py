@@ -21,7 +21,7 @@ from tests.integration.support import bits, leaves, same
 
 from penstock.core.format.records import FORMAT_VERSION
 from penstock.core.storage.open import open_backend
-from penstock.core.testing.golden import rewriting
+from penstock.testing.golden import rewriting
 
 GOLDEN = Path(__file__).parent / f"format-{FORMAT_VERSION}"
 ALONE = [name for name in RUNS if not RUNS[name].ranks]

@@ -4,7 +4,7 @@ import pytest
 from tests.integration.support import memory, uring_missing
 from tests.integration.training import Gate
 
-from penstock.core.testing.faults import FaultyBackend
+from penstock.testing.faults import FaultyBackend
 
 
 @pytest.fixture(params=["posix", "uring"])

@@ -19,8 +19,8 @@ from penstock import Checkpointer
 from penstock.backends.memory import MemoryBackend, MemoryConfig
 from penstock.backends.uring.ring import DISABLE_VARIABLE, Ring
 from penstock.core.errors import CapabilityError
-from penstock.core.testing.timing import ShiftedClock
 from penstock.core.tree.paths import parse_path
+from penstock.testing.hasty import ShiftedClock
 
 ROOT = Path(__file__).parents[2]
 

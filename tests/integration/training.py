@@ -24,7 +24,7 @@ from penstock import Checkpointer, Region
 from penstock.core.abc import Placement, StateObject, StateProvider
 from penstock.core.plugins.registry import GROUPS, Registry
 from penstock.core.types import Kind, Role, TensorSpec
-from penstock.providers.tensor.memory import TensorSource
+from penstock.providers.tensor.sources import TensorSource
 
 # So small that some 100 KB of state have slabs and many chunks; `TINY_BUDGET` is less than that.
 SMALL = {"chunk_bytes": 16384, "block_bytes": 4096, "workers": 2}

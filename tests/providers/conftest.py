@@ -2,8 +2,6 @@
 
 import pytest
 
-from penstock.core.testing.providers import store
-from penstock.core.testing.static_providers import StaticProviders
 from penstock.providers.grads import GradsProvider
 from penstock.providers.module.provider import ModuleProvider
 from penstock.providers.ndarray import NdarrayProvider
@@ -12,6 +10,8 @@ from penstock.providers.rng import RngProvider
 from penstock.providers.stateful import StatefulProvider
 from penstock.providers.tensor.provider import TensorProvider
 from penstock.providers.values import ValueProvider
+from penstock.testing.providers import store
+from penstock.testing.stored import StaticProviders
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@ import torch
 
 from penstock.core.abc import PendingCopy
 from penstock.providers.tensor.by_hand import PiecesSource
-from penstock.providers.tensor.memory import TensorSource
+from penstock.providers.tensor.sources import TensorSource
 
 
 def made():

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from penstock.core.errors import UnsupportedStateError
-from penstock.core.testing.providers import check_provider
+from penstock.testing.providers import check_provider
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of their own, on being imported
 

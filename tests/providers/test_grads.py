@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from penstock.core.markers import Grads
-from penstock.core.testing.providers import check_provider
+from penstock.testing.providers import check_provider
 
 
 def accumulated(seed=0, parts=("0", "2")):

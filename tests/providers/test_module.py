@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from penstock.core.errors import RestoreError, UnsupportedStateError
-from penstock.core.testing.providers import check_provider
+from penstock.testing.providers import check_provider
 
 
 class Net(nn.Module):

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 
 from penstock.core.errors import RestoreMismatchError, UnsupportedStateError
-from penstock.core.testing.providers import check_provider, check_source
 from penstock.providers.ndarray import ArraySource
+from penstock.testing.providers import check_provider, check_source
 
 ARRAYS = {
     "float32": lambda: np.arange(24, dtype=np.float32).reshape(2, 3, 4),

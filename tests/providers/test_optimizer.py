@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.core.testing.providers import check_provider
 from penstock.core.types import Role
+from penstock.testing.providers import check_provider
 
 CASES = {
     "Adam": {},

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from penstock.core.markers import Rng
-from penstock.core.testing.providers import check_provider
+from penstock.testing.providers import check_provider
 
 
 def draw():

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tests.integration.support import bits
 
 from penstock.core.abc import convert_floats
-from penstock.providers.tensor.memory import TensorSource
-from penstock.providers.tensor.rounding import is_rounded
+from penstock.providers.tensor.elements import is_rounded
+from penstock.providers.tensor.sources import TensorSource
 
 HALVES = [torch.bfloat16, torch.float16]
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)

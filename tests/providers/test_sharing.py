@@ -7,10 +7,10 @@ import pytest
 import torch
 from tests.integration.training import held_at
 
-from penstock.providers.tensor import sharing
-from penstock.providers.tensor.memory import TensorSource
+from penstock.providers.tensor import holds
+from penstock.providers.tensor.sources import TensorSource
 
-WAITS = ("penstock.providers.tensor.sharing", "__enter__")
+WAITS = ("penstock.providers.tensor.holds", "__enter__")
 
 
 def source_of(numel=300_000):
@@ -19,7 +19,7 @@ def source_of(numel=300_000):
 
 
 def test_this_torch_has_the_table_that_holds_rest_on():
-    assert torch.storage._share_memory_map is sharing._moves
+    assert torch.storage._share_memory_map is holds._moves
     assert torch.storage._share_memory_lock.acquire(blocking=False)
     torch.storage._share_memory_lock.release()
 
@@ -33,7 +33,7 @@ def test_who_would_move_held_memory_waits_until_it_is_let_go():
         assert source.address == tensor.data_ptr()
         second()
     assert tensor.is_shared()
-    assert source.storage._cdata not in sharing._moves
+    assert source.storage._cdata not in holds._moves
 
 
 def test_a_hold_says_where_memory_is_by_now():
@@ -49,13 +49,13 @@ def test_a_hold_says_where_memory_is_by_now():
 def test_a_look_waits_for_memory_that_is_being_moved():
     _, source = source_of()
     seen = []
-    moving = sharing._Hold(source.storage)
+    moving = holds._Hold(source.storage)
     entry = type("Move", (), {"__enter__": lambda _: moving._unread.acquire(), "__exit__": _end})()
-    sharing._moves[source.storage._cdata] = entry
-    look = ("penstock.providers.tensor.sharing", "still")
+    holds._moves[source.storage._cdata] = entry
+    look = ("penstock.providers.tensor.holds", "still")
     with held_at(look, lambda: seen.append(TensorSource.still([source], lambda: 1))):
         assert not seen
-        del sharing._moves[source.storage._cdata]
+        del holds._moves[source.storage._cdata]
         moving.release()
     assert seen == [1]
 

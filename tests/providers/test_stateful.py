@@ -6,7 +6,7 @@ from torch import nn
 from torch.optim import lr_scheduler as lr
 
 from penstock.core.errors import UnsupportedStateError
-from penstock.core.testing.providers import check_provider
+from penstock.testing.providers import check_provider
 
 
 def optimizer():

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from penstock.core.abc import StateObject
 from penstock.core.errors import RestoreMismatchError, TornSnapshotError, UnsupportedStateError
 from penstock.core.ranks.structure import TakenLines, lines_within
-from penstock.core.testing.providers import check_provider, read_source
-from penstock.providers.tensor.memory import TensorSource, make_sink
+from penstock.providers.tensor.sources import TensorSource, make_sink
+from penstock.testing.providers import check_provider
+from penstock.testing.stored import read_source
 
 DTYPES = sorted(
     {

@@ -13,8 +13,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import penstock
 from penstock.core.errors import FormatError, UnsupportedStateError
-from penstock.core.testing.providers import check_provider
 from penstock.core.types import Role
+from penstock.testing.providers import check_provider
 
 
 class Rounding(enum.Enum):

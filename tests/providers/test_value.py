@@ -22,10 +22,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.core.errors import FormatError, UnsupportedStateError
-from penstock.core.testing.providers import check_provider
 from penstock.core.tree.containers import NOTHING, is_nothing
 from penstock.providers.values.decode import decode_value
 from penstock.providers.values.encode import encode_value
+from penstock.testing.providers import check_provider
 
 # A module of the test's own, loaded under a name that a checkpoint can find again.
 HOME = types.ModuleType("penstock_test_home")

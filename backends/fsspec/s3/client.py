@@ -9,9 +9,8 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from penstock.backends.fsspec.errors import Scrubber, place
-from penstock.backends.fsspec.s3.connect import Views, connect
-from penstock.backends.fsspec.s3.errors import (
+from penstock.backends.fsspec.messages import Scrubber, place
+from penstock.backends.fsspec.s3.answers import (
     PRECONDITION_FAILED,
     BrokenAnswerError,
     is_definite,
@@ -19,6 +18,7 @@ from penstock.backends.fsspec.s3.errors import (
     status_of,
     storage_error,
 )
+from penstock.backends.fsspec.s3.connect import Views, connect
 from penstock.core.errors import (
     BlobNotFoundError,
     BlobTruncatedError,
@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
     from penstock.backends.fsspec.config import FsspecConfig, S3Options
-    from penstock.backends.fsspec.ranges import Span
-    from penstock.backends.fsspec.retry import Retry
+    from penstock.backends.fsspec.store import Retry, Span
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from penstock.backends.fsspec.s3.errors import BrokenAnswerError
+from penstock.backends.fsspec.s3.answers import BrokenAnswerError
 from penstock.core.distributions import installed_only
 from penstock.core.errors import ConfigError
 

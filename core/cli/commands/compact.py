@@ -12,14 +12,13 @@ import typer
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.cli.app import DryRun, Json, Url, command, step_of
 from penstock.core.cli.output.render import print_json, print_line, visible
-from penstock.core.concurrency.cores import default_workers
-from penstock.core.concurrency.workers import Workers
+from penstock.core.concurrency.workers import Workers, default_workers
 from penstock.core.config.model import load_config
-from penstock.core.copy.compact import CompactedStep, Compactor
+from penstock.core.copy.compaction import CompactedStep, Compactor
 from penstock.core.errors import CheckpointGoneError, PenstockError
 from penstock.core.pipeline.reader import Loader
 from penstock.core.plugins.registry import default_registry
-from penstock.core.reporting.progress_bar import ProgressBar
+from penstock.core.reporting.progress import ProgressBar
 from penstock.core.restore.inspector import Inspector
 from penstock.core.storage.open import open_backend
 from penstock.core.units import size_text

@@ -17,8 +17,7 @@ from penstock.core.catalog.survey import is_whole
 from penstock.core.cli.app import Exclude, Include, Json, backend_of, command, size_of
 from penstock.core.cli.output.render import print_json, print_line, visible
 from penstock.core.cli.output.runs_on_disk import same_place
-from penstock.core.concurrency.cores import default_workers
-from penstock.core.concurrency.workers import Workers
+from penstock.core.concurrency.workers import Workers, default_workers
 from penstock.core.config.model import load_config
 from penstock.core.copy.checkpoint_copy import CheckpointCopy
 from penstock.core.copy.reencode import Reencoding, copy_objects
@@ -31,7 +30,7 @@ from penstock.core.errors import (
 )
 from penstock.core.pipeline.reader import Loader
 from penstock.core.plugins.registry import default_registry
-from penstock.core.reporting.progress_bar import ProgressBar
+from penstock.core.reporting.progress import ProgressBar
 from penstock.core.reporting.reports import Progress
 from penstock.core.restore.checkpoint import Checkpoint
 from penstock.core.storage.open import open_backend
@@ -194,8 +193,10 @@ def copy(  # noqa: PLR0913 - its options
         bool, typer.Option("--overwrite", help="Replace another checkpoint at that step.")
     ] = False,
     rate: Annotated[
-        str | None,
-        typer.Option("--rate", metavar="SIZE", help="The most to copy per second: 200MiB."),
+        int | None,
+        typer.Option(
+            "--rate", metavar="SIZE", parser=size_of, help="The most to copy per second: 200MiB."
+        ),
     ] = None,
     trust: Annotated[
         bool,
@@ -220,7 +221,7 @@ def copy(  # noqa: PLR0913 - its options
         msg = "--codec, --raw and --rules each say how to encode; pass one of them"
         raise typer.BadParameter(msg)
     wanted = wanted_rules(codec, rules, raw=raw)
-    bytes_per_s = None if rate is None else float(size_of(rate, "--rate"))
+    bytes_per_s = None if rate is None else float(rate)
     encodes = bool(include or exclude or flatten) or wanted is not None
     if encodes and (trust or rate is not None):
         option = "--trust" if trust else "--rate"

@@ -19,12 +19,11 @@ from penstock.core.cli.output.render import (
     print_table,
     visible,
 )
-from penstock.core.concurrency.cores import default_workers
-from penstock.core.concurrency.workers import Workers
-from penstock.core.diff.diff import diff_checkpoints
+from penstock.core.concurrency.workers import Workers, default_workers
+from penstock.core.diff.checkpoints import diff_checkpoints
 from penstock.core.errors import CheckpointNotFoundError
 from penstock.core.pipeline.reader import Loader
-from penstock.core.reporting.progress_bar import ProgressBar
+from penstock.core.reporting.progress import ProgressBar
 from penstock.core.restore.checkpoint import Checkpoint
 from penstock.core.storage.open import open_backend
 from penstock.core.tree.select import Selection
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from penstock.core.abc import Backend
-    from penstock.core.diff.diff import Change, CheckpointDiff
+    from penstock.core.diff.checkpoints import Change, CheckpointDiff
 
 # With norms, which need the width, dtype and shape give way, so that paths stay long enough to be
 # unique.

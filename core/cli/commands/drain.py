@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from penstock.core.catalog.prune import GRACE_S
-from penstock.core.cli.app import Json, Url, command, debugging
+from penstock.core.cli.app import Json, Url, command, debugging, time_of
 from penstock.core.cli.output.render import print_json, print_line, visible
 from penstock.core.cli.output.runs_on_disk import tiers_quiet
-from penstock.core.concurrency.cores import default_workers
 from penstock.core.concurrency.timing import current_timing
 from penstock.core.concurrency.watchdog import Deadline, call_with_deadline
-from penstock.core.concurrency.workers import Workers
+from penstock.core.concurrency.workers import Workers, default_workers
 from penstock.core.errors import ConfigError, StorageError, StorageTimeoutError
-from penstock.core.reporting.progress_bar import ProgressBar
+from penstock.core.reporting.progress import ProgressBar
 from penstock.core.reporting.reports import Progress
 from penstock.core.storage.open import open_backend
 from penstock.core.tiers.drains import Drains
@@ -99,17 +98,6 @@ class CommandDeadline(Deadline):
         return call_with_deadline("ask", call, left, late, timing=timing, patience_s=0.0)
 
 
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not seconds >= 0:  # `not >=` also refuses `nan`
-        msg = f"{text!r} is no time: give seconds, such as 90 or 0.5"
-        raise typer.BadParameter(msg)
-    return seconds
-
-
 @command(
     "drain",
     epilog="""\b
@@ -124,7 +112,9 @@ def drain(
     *,
     timeout: Annotated[
         float | None,
-        typer.Option("--timeout", metavar="SECONDS", parser=_seconds, help="Stop after this time."),
+        typer.Option(
+            "--timeout", metavar="TIME", parser=time_of, help="Stop after this time: 90s, 30min."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> bool:

@@ -12,7 +12,7 @@ from penstock import export_checkpoint, import_checkpoint
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.cli.app import Exclude, Include, Json, Step, Url, command, size_of, step_of
 from penstock.core.cli.output.render import print_json, print_line, visible
-from penstock.core.reporting.progress_bar import ProgressBar
+from penstock.core.reporting.progress import ProgressBar
 from penstock.core.restore.checkpoint import Checkpoint
 from penstock.core.storage.open import open_backend
 from penstock.core.units import counted, size_text
@@ -71,11 +71,15 @@ def export(  # noqa: PLR0913 - its options
         str | None, typer.Option("--cast", metavar="DTYPE", help="Convert floats to this dtype.")
     ] = None,
     shard_bytes: Annotated[
-        str,
+        int,
         typer.Option(
-            "--shard-bytes", metavar="SIZE", help="The most bytes in one file of safetensors."
+            "--shard-bytes",
+            metavar="SIZE",
+            parser=size_of,
+            help="The most bytes in one file of safetensors.",
+            show_default="5GB",
         ),
-    ] = "5GB",
+    ] = 5 * 10**9,
     keep_tied: Annotated[
         bool, typer.Option("--keep-tied", help="Write tied tensors under each of their names.")
     ] = False,
@@ -110,7 +114,7 @@ def export(  # noqa: PLR0913 - its options
             exclude=exclude or None,
             rename=_pairs(rename),
             cast=cast,
-            shard_bytes=size_of(shard_bytes, "--shard-bytes"),
+            shard_bytes=shard_bytes,
             keep_tied=keep_tied,
             config_from=config_from,
             overwrite=overwrite,

@@ -6,6 +6,7 @@ import json
 import shlex
 import sys
 import time
+from collections import defaultdict
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
@@ -15,11 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.core.catalog.catalog import Catalog
-from penstock.core.catalog.chains import borrowed_bytes, find_lenders, lent_by_deleted
+from penstock.core.catalog.lenders import borrowed_bytes, borrowers_of_deleted_saves, find_lenders
 from penstock.core.catalog.notes import NotesOfRun
 from penstock.core.catalog.survey import find_unrecorded
 from penstock.core.cli.app import Json, Url, command, whole_number
-from penstock.core.cli.output.metrics import check_metrics, metric_text, usual_metrics
 from penstock.core.cli.output.render import (
     Cell,
     Column,
@@ -31,13 +31,16 @@ from penstock.core.cli.output.render import (
     print_wrapped,
     ratio_text,
     state_cell,
+    value_text,
     visible,
 )
 from penstock.core.cli.output.runs_on_disk import named_root, run_around, runs_below, tiers_quiet
-from penstock.core.errors import DamagedError, StorageError
+from penstock.core.errors import ConfigError, DamagedError, StorageError
 from penstock.core.storage.open import open_backend
 from penstock.core.suggest import listed as listed_names
+from penstock.core.suggest import nearest
 from penstock.core.tiers.whereabouts import pending
+from penstock.core.types import show_value
 from penstock.core.units import size_text
 
 if TYPE_CHECKING:
@@ -49,8 +52,13 @@ if TYPE_CHECKING:
     from penstock.core.format.records import CommitRecord
     from penstock.core.reporting.reports import LendingSave
 
+    Metadata = Mapping[str, Any]
+
 _RUNS_SHOWN = 20
 _KEEP_USUAL, _KEEP_WANTED = 6, 9  # of columns of metrics; those that the user names stay longest
+
+_SHOWN = 3  # the columns that fit a terminal of 80 cells beside step, age, sizes and state
+_LONGEST = 14  # cells of a title; a longer key stays in the text of all metadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +186,7 @@ class Kept:
 
 def kept_for_borrowers(backend: Backend, records: Sequence[CommitRecord]) -> list[Kept]:
     """Return what is kept of deleted checkpoints, those of known steps first."""
-    lent = lent_by_deleted(records)
+    lent = borrowers_of_deleted_saves(records)
     lenders = find_lenders(records, lent)
     sizes = borrowed_bytes(backend, records, lent)
     kept = [
@@ -415,3 +423,53 @@ def _metric_text(name: str, one: Listed) -> str:
 def _rest_text(metrics: Sequence[str], one: Listed) -> str:
     metadata = one.notes.metadata if one.notes else {}
     return metadata_text({k: v for k, v in metadata.items() if k not in metrics})
+
+
+def usual_metrics(metadata: Sequence[Metadata]) -> list[str]:
+    """Return the few keys that are worth a column: numbers that most of the checkpoints have.
+
+    A number that never changes, such as a seed, is worth none.
+    """
+    found: dict[str, list[float]] = defaultdict(list)
+    for one in metadata:
+        for key, value in one.items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                found[key].append(value)
+    usual = [
+        key
+        for key, values in found.items()
+        if 2 * len(values) > len(metadata) and len(visible(key)) <= _LONGEST
+        if len(values) == 1 or len(set(values)) > 1
+    ]
+    return usual[:_SHOWN]
+
+
+def check_metrics(wanted: Sequence[str], metadata: Sequence[Metadata]) -> None:
+    """Refuse a metric that none of the checkpoints has; a run without checkpoints has no metrics.
+
+    Raises:
+        ConfigError: One is in no metadata.
+    """
+    for name in wanted:
+        if metadata and all(metric_of(one, name) is None for one in metadata):
+            keys = sorted({key for one in metadata for key in one})
+            msg = f"no checkpoint shown has {show_value(name)} in its metadata{nearest(name, keys)}"
+            raise ConfigError(msg)
+
+
+def metric_of(metadata: Metadata, name: str) -> Any:
+    """Return the value of a metric; None if it is not there.
+
+    `eval.mmlu` is a key of that name, else the key `mmlu` of the mapping `eval`.
+    """
+    if name in metadata:
+        return metadata[name]
+    outer, dot, inner = name.partition(".")
+    below = metadata.get(outer)
+    return metric_of(below, inner) if dot and isinstance(below, dict) else None
+
+
+def metric_text(metadata: Metadata, name: str) -> str:
+    """Return the cell of a metric; `-` where there is none."""
+    value = metric_of(metadata, name)
+    return "-" if value is None else visible(value_text(value))

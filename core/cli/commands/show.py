@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.core.catalog.catalog import Catalog
+from penstock.core.catalog.lenders import find_lenders, records_newest_first
 from penstock.core.catalog.notes import NotesOfRun
 from penstock.core.cli.app import (
     AsGiven,
@@ -25,8 +27,8 @@ from penstock.core.cli.app import (
     whole_number,
 )
 from penstock.core.cli.commands.ls import record_json
-from penstock.core.cli.output.chain import chain_of, depth_of, print_chain
 from penstock.core.cli.output.render import (
+    Cell,
     Column,
     metadata_text,
     number_text,
@@ -37,9 +39,10 @@ from penstock.core.cli.output.render import (
     visible,
 )
 from penstock.core.cli.output.stats import Stats, tensor_stats
-from penstock.core.cli.output.sums import Sum, print_sums, sums_of
-from penstock.core.cli.output.tree import Row, grown, rows_of
+from penstock.core.cli.output.sums import Row, Sum, grown, print_sums, rows_of, sums_of
+from penstock.core.format.records import blob_uid
 from penstock.core.pipeline.auto import class_of
+from penstock.core.reporting.reports import LendingSave
 from penstock.core.restore.checkpoint import Checkpoint
 from penstock.core.restore.specs import Rounding, storage_of
 from penstock.core.storage.open import open_backend
@@ -49,11 +52,11 @@ from penstock.core.types import Kind, show_segment
 from penstock.core.units import counted, size_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from penstock.core.abc import Backend
     from penstock.core.catalog.notes import Notes
-    from penstock.core.cli.output.chain import Link
-    from penstock.core.format.records import ChoiceRecord, CommitRecord, ObjectRecord
+    from penstock.core.format.records import ChoiceRecord, CommitRecord, Frame, ObjectRecord
     from penstock.core.plan.restore import Located
     from penstock.core.restore.contents import Contents
 
@@ -470,3 +473,85 @@ def _as_json(one: Shown, *, stats: bool) -> dict[str, Any]:
     if stats:
         found["stats"] = None if one.stats is None else asdict(one.stats)
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What restoring some objects reads of the blobs of one save.
+
+    Attributes:
+        lender: The save; the first link of a chain is the checkpoint itself.
+        frames: The number of frames.
+        bytes_read: The sum of their lengths.
+    """
+
+    lender: LendingSave
+    frames: int
+    bytes_read: int
+
+
+def depth_of(located: Located) -> int:
+    """Return how many frames lie below the deepest frame of an object."""
+    return max((len(list(frame.links())) - 1 for frame in _frames(located)), default=0)
+
+
+def chain_of(backend: Backend, contents: Contents, chosen: Iterable[Located]) -> list[Link]:
+    """Return the links that restoring `chosen` reads: the checkpoint's own, then the nearest ones.
+
+    Reads commit records until all saves are found; none for a checkpoint that borrows nothing.
+    """
+    record = contents.record
+    frames: dict[str, dict[tuple[str, int], int]] = defaultdict(dict)
+    depths: dict[str, int] = {}
+    stored = map(contents.master, map(contents.owner, chosen))
+    for located in (one for whole in stored for one in contents.descriptions(whole)):
+        blobs = contents.manifest.head(located.part).blobs
+        for frame in _frames(located):
+            for depth, link in enumerate(frame.links()):
+                name = blobs[link.blob].name
+                uid = blob_uid(name) or ""
+                frames[uid][name, link.offset] = link.length
+                depths[uid] = min(depth, depths.get(uid, depth))
+    lenders: Mapping[str, LendingSave] = {}
+    if record.references:
+        lenders = find_lenders(
+            records_newest_first(Catalog(backend), record.step), record.references
+        )
+    own = LendingSave(record.uid, record.step)
+    found = sorted(lenders.values(), key=lambda one: (depths.get(one.uid, 0), -(one.step or 0)))
+    return [
+        Link(one, len(frames[one.uid]), sum(frames[one.uid].values()))
+        for one in (own, *(one for one in found if one.uid in depths))
+    ]
+
+
+def print_chain(links: Sequence[Link], age: int | None) -> None:
+    """Print the chain of a checkpoint.
+
+    Args:
+        links: The links.
+        age: How many saves ago the newest checkpoint without a base was made; None: it has none
+            itself.
+    """
+    total = size_text(sum(link.bytes_read for link in links))
+    kind = "it borrows blobs" if age is None else f"{counted(age, 'save')} after one without a base"
+    print_line(f"{kind}; a restore reads {total} of {counted(len(links), 'checkpoint')}\n")
+    columns: tuple[Column[Link], ...] = (
+        Column("CHAIN", partial(_lender_cell, first=links[0]), flexible=True),
+        Column("READ", lambda link: size_text(link.bytes_read), right=True),
+        Column("FRAMES", lambda link: str(link.frames), right=True, keep=2),
+        Column("UID", lambda link: link.lender.uid, keep=1),
+    )
+    print_table(columns, links)
+
+
+def _lender_cell(link: Link, *, first: Link) -> Cell:
+    lender = link.lender
+    name = "a deleted step" if lender.step is None else str(lender)
+    return Cell(name if link is first else f"  {name}", "" if lender.state == "ok" else "yellow")
+
+
+def _frames(located: Located) -> Iterable[Frame]:
+    for shard in located.record.shards:
+        for ref in shard.chunks:
+            yield located.frames[ref.frame]

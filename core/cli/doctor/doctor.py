@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from penstock.core.catalog.prune import CLOCK_PREFIX
-from penstock.core.cli.app import Json, Url, command
-from penstock.core.cli.doctor.host_checks import check_folder, check_process, check_uring
-from penstock.core.cli.doctor.store_checks import Check, check_store
+from penstock.core.cli.app import Json, Url, command, size_of
+from penstock.core.cli.doctor.host import Check, check_folder, check_process, check_uring
+from penstock.core.cli.doctor.store_checks import check_store
 from penstock.core.cli.output.render import print_json, print_line, print_wrapped, visible
 from penstock.core.cli.output.runs_on_disk import local_root, named_root, quiet, tiers_quiet
-from penstock.core.config.model import parse_size
 from penstock.core.config.plugin_choice import shown_url
 from penstock.core.errors import ConfigError, PenstockError, StorageError, WrongPlaceError
 from penstock.core.foreign import said
@@ -52,22 +51,22 @@ def doctor(
         typer.Option("--probe/--no-probe", help="Measure how fast the store writes and reads."),
     ] = True,
     probe_size: Annotated[
-        str,
-        typer.Option("--probe-size", metavar="SIZE", help="The most to write for it."),
-    ] = "256MiB",
+        int,
+        typer.Option(
+            "--probe-size",
+            metavar="SIZE",
+            parser=size_of,
+            help="The most to write for it.",
+            show_default="256MiB",
+        ),
+    ] = 256 << 20,
     as_json: Json = False,
 ) -> bool:
     """Look at what this machine and this store can do for a run, and say what to change.
 
     The run need not exist yet, and nothing stays behind. Exits with 1 if a save would fail.
     """
-    try:
-        size = parse_size(probe_size)
-    except ValueError as error:
-        msg = f"--probe-size: {probe_size!r} is {error}"
-        raise typer.BadParameter(msg) from None
-    assert isinstance(size, int)
-    probe_bytes = size if probe else 0
+    probe_bytes = probe_size if probe else 0
     checks = [check_uring()]
     shown = _shown_url(url)
     try:

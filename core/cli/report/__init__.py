@@ -1,6 +1,5 @@
 """The `penstock report` command: one page on a run, with charts.
 
-`report` runs and prints, `gather` reads the run and files of events, `boxes` folds the objects to
-what a chart can show, `charts` describes the charts as plain data, `page` makes HTML of them, by
-plotly.
+`facts` reads the run and files of events, `charts` describes the charts as plain data, and `report`
+runs, makes HTML of them by plotly, and prints.
 """

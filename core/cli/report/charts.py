@@ -5,20 +5,24 @@ plotly shows some HTML in the texts of a chart, so every text that was stored is
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from html import escape
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.cli.output.render import ratio_text, visible
-from penstock.core.cli.report.gather import created_s
+from penstock.core.cli.output.sums import Sum, grown
+from penstock.core.cli.report.facts import created_s
+from penstock.core.types import show_segment
 from penstock.core.units import counted, size_text
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from penstock.core.cli.commands.ls import Listed
-    from penstock.core.cli.report.boxes import Box
-    from penstock.core.cli.report.gather import RunFacts
+    from penstock.core.cli.commands.show import Shown
+    from penstock.core.cli.output.sums import Branch
+    from penstock.core.cli.report.facts import RunFacts
 
 Chart = dict[str, Any]
 
@@ -26,6 +30,8 @@ _GREY, _BLUE, _OCHRE, _RED = "#9aa5b1", "#1f6f8b", "#d19a3c", "#b5412f"
 _TIMES = (("h", 3600), ("min", 60), ("s", 1))
 _SIZES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _TICKS = 8
+
+_LEAST_PART = 1 / 1000  # of the whole: smaller boxes are no more than a line, and may be millions
 
 
 def shown(text: str) -> str:
@@ -194,3 +200,51 @@ def _chart(traces: list[Chart], **layout: Any) -> Chart:
     plain: Chart = {"template": "plotly_white", "height": 300, "margin": margin, "legend": legend}
     plain["dragmode"] = False  # a finger that scrolls the page would zoom instead
     return {"data": traces, "layout": {**plain, "xaxis": steps, **layout}}
+
+
+@dataclass(frozen=True, slots=True)
+class Box(Sum):
+    """A box of the treemap; its group is the last segment of its path, as shown.
+
+    Attributes:
+        id: Its number.
+        parent: The number of the box around it; empty for the outermost one.
+    """
+
+    id: str
+    parent: str
+
+
+def boxes_of(objects: Sequence[Shown], name: str) -> list[Box]:
+    """Return the boxes, the outermost one, called `name`, first; small ones are put together."""
+    numbers = map(str, count())
+    outer = _box(next(numbers), "", name, objects)
+    tree = grown((one.record.path, one) for one in objects)
+    return [outer, *_inside(tree, outer, outer.bytes_raw * _LEAST_PART, numbers)]
+
+
+def _inside(tree: Branch[Shown], outer: Box, least: float, numbers: Iterator[str]) -> Iterator[Box]:
+    small: list[Shown] = []
+    for branch in tree.below.values():
+        leaves = list(branch.leaves())
+        box = _box(next(numbers), outer.id, show_segment(branch.segment), leaves)
+        if box.bytes_raw < least:
+            small += leaves
+            continue
+        yield box
+        if branch.below:
+            yield from _inside(branch, box, least, numbers)
+    if small:
+        yield _box(next(numbers), outer.id, f"{len(small)} small", small)
+
+
+def _box(number: str, parent: str, name: str, objects: Sequence[Shown]) -> Box:
+    return Box(
+        group=name,
+        objects=len(objects),
+        bytes_raw=sum(one.nbytes for one in objects),
+        bytes_stored=sum(one.bytes_stored for one in objects),
+        bytes_borrowed=sum(one.bytes_borrowed for one in objects),
+        id=number,
+        parent=parent,
+    )

@@ -1,7 +1,7 @@
 """Penstock's own suite: every promise of the contract."""
 
 import pytest
-from penstock.core.testing.backends import BACKEND_CHECKS
+from penstock.testing.backends import BACKEND_CHECKS
 
 
 @pytest.mark.parametrize("check", BACKEND_CHECKS, ids=lambda check: check.__name__)

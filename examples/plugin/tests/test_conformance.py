@@ -4,9 +4,9 @@ from array import array
 
 import pytest
 from penstock.core.plugins.registry import default_registry
-from penstock.core.testing.backends import BACKEND_CHECKS
-from penstock.core.testing.codecs import check_codec
-from penstock.core.testing.providers import check_provider
+from penstock.testing.backends import BACKEND_CHECKS
+from penstock.testing.codecs import check_codec
+from penstock.testing.providers import check_provider
 
 from penstock_example_plugin.array_provider import ArrayProvider
 from penstock_example_plugin.lzma_codec import LzmaCodec, LzmaConfig

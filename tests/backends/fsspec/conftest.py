@@ -9,7 +9,7 @@ from tests.backends import s3_server
 from tests.backends.fault_proxy import FaultProxy
 
 from penstock.backends.fsspec import FsspecBackend, FsspecConfig
-from penstock.core.testing.timing import FAST
+from penstock.testing.hasty import FAST
 
 PART = 5 << 20  # the smallest that S3 takes
 

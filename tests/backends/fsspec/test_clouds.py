@@ -20,7 +20,7 @@ import torch
 
 import penstock
 from penstock.backends.fsspec import FsspecBackend, FsspecConfig
-from penstock.core.testing.backends import check_backend
+from penstock.testing.backends import check_backend
 
 # The clients themselves cause these warnings.
 pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")

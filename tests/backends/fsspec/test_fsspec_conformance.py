@@ -6,8 +6,8 @@ import uuid
 import pytest
 
 from penstock.backends.fsspec import FsspecBackend, FsspecConfig
-from penstock.core.testing.backends import check_backend
-from penstock.core.testing.backends.access import an_abort_leaves_a_later_blob_of_its_name_alone
+from penstock.testing.backends import check_backend
+from penstock.testing.backends.blobs import an_abort_leaves_a_later_blob_of_its_name_alone
 
 PART = 5 << 20
 

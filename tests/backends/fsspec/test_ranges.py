@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.backends.fsspec.ranges import plan_spans
+from penstock.backends.fsspec.store import plan_spans
 from penstock.core.types import ReadRequest
 
 RANGES = st.lists(

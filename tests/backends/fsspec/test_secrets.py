@@ -10,7 +10,7 @@ import torch
 import penstock
 from penstock.backends.fsspec import FsspecBackend, FsspecConfig
 from penstock.backends.fsspec.config import is_secret_name
-from penstock.backends.fsspec.errors import Scrubber
+from penstock.backends.fsspec.messages import Scrubber
 from penstock.core.config.plugin_choice import shown_url
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.core.storage.open import open_backend

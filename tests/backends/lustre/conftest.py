@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from penstock.backends.lustre import LustreBackend, LustreConfig
-from penstock.backends.lustre.client import LUSTRE_MAGIC, LustreClient
+from penstock.backends.lustre.lfs import LUSTRE_MAGIC, LustreClient
 
 ATTRIBUTE = "user.lov"
 

@@ -9,9 +9,8 @@ from tests.backends.lustre.structures import plain
 
 from penstock.backends.local.threads import ThreadEngine
 from penstock.backends.lustre import LustreBackend, LustreConfig
-from penstock.backends.lustre.backend import cut_bytes
-from penstock.backends.lustre.layout import Component, Layout, parse_layout
-from penstock.backends.lustre.placing import LayoutPlacer
+from penstock.backends.lustre.backend import LayoutPlacer, cut_bytes
+from penstock.backends.lustre.components import Component, Layout, parse_layout
 from penstock.core.errors import (
     BlobExistsError,
     CapabilityError,
@@ -19,9 +18,9 @@ from penstock.core.errors import (
     StorageFullError,
     StorageTimeoutError,
 )
-from penstock.core.testing.backends import check_backend
-from penstock.core.testing.expectations import at_phase
 from penstock.core.types import ReadRequest, WriteRequest
+from penstock.testing.backends import check_backend
+from penstock.testing.expectations import at_phase
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -18,7 +18,7 @@ from tests.backends.lustre.structures import (
     plain,
 )
 
-from penstock.backends.lustre.layout import parse_layout
+from penstock.backends.lustre.components import parse_layout
 from penstock.core.errors import FormatError
 
 MIB = 1 << 20

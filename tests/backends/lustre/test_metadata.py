@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import penstock
-from penstock.backends.local.direct import DirectAccess
+from penstock.backends.local.blob import DirectAccess
 from penstock.core.types import WriteRequest
 
 _counted = None

@@ -2,8 +2,8 @@
 
 import errno
 
-from penstock.backends.lustre.layout import ALL_STRIPES, Component, Layout
-from penstock.backends.lustre.placing import about_default, about_osts
+from penstock.backends.lustre.backend import about_default, about_osts
+from penstock.backends.lustre.components import ALL_STRIPES, Component, Layout
 from penstock.backends.lustre.policy import Ost
 from penstock.core.types import ByteRange
 

@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.backends.lustre.layout import Component, Layout
+from penstock.backends.lustre.components import Component, Layout
+from penstock.backends.lustre.lfs import parse_df, parse_getstripe
 from penstock.backends.lustre.policy import Ost
-from penstock.backends.lustre.text import parse_df, parse_getstripe
 from penstock.core.errors import FormatError
 
 MIB = 1 << 20

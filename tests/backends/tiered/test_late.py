@@ -11,8 +11,8 @@ from penstock.backends.posix import PosixBackend, PosixConfig
 from penstock.backends.tiered import TieredBackend, TieredConfig
 from penstock.core.concurrency.pool import fulfil
 from penstock.core.errors import StorageError
-from penstock.core.testing.timing import ShiftedClock
 from penstock.core.types import ReadRequest
+from penstock.testing.hasty import ShiftedClock
 
 
 class Places:

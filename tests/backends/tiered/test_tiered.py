@@ -16,9 +16,9 @@ from penstock.core.errors import (
     StorageError,
 )
 from penstock.core.storage.open import open_backend
-from penstock.core.testing.backends import check_backend
-from penstock.core.testing.faults import Fault, FaultyBackend
 from penstock.core.types import ReadRequest
+from penstock.testing.backends import check_backend
+from penstock.testing.faults import Fault, FaultyBackend
 
 
 def memory(name=""):

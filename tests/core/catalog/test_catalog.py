@@ -55,9 +55,8 @@ from penstock.core.format.records import (
     parse_commit_name,
     part_name,
 )
-from penstock.core.testing.faults import CrashAt, FaultyBackend, SimulatedCrashError
-from penstock.core.testing.wrapper import WrapperBackend
 from penstock.core.types import BlobInfo
+from penstock.testing.faults import CrashAt, FaultyBackend, SimulatedCrashError, WrapperBackend
 
 HOUR = 3600.0
 DAY = 24 * HOUR

@@ -2,7 +2,7 @@
 
 from tests.core.manifests import commit_record
 
-from penstock.core.catalog.chains import find_lenders, lent_by_deleted
+from penstock.core.catalog.lenders import borrowers_of_deleted_saves, find_lenders
 from penstock.core.format.records import BaseEntry, BlobRecord, IndexEntry, blob_name, index_name
 from penstock.core.reporting.reports import LendingSave
 
@@ -34,4 +34,4 @@ def test_a_save_whose_step_is_there_with_another_uid_was_replaced():
 
 def test_deleted_lenders_are_those_that_no_record_names():
     one, two, three = record(1), record(2, blob(1), blob(7)), record(3, blob(7))
-    assert lent_by_deleted([one, two, three]) == {uid(7): [two, three]}
+    assert borrowers_of_deleted_saves([one, two, three]) == {uid(7): [two, three]}

@@ -29,8 +29,8 @@ from penstock.core.format.records import (
     intent_name,
     part_name,
 )
-from penstock.core.testing.faults import FaultyBackend
-from penstock.core.testing.timing import FAST, ShiftedClock
+from penstock.testing.faults import FaultyBackend
+from penstock.testing.hasty import FAST, ShiftedClock
 
 
 @pytest.fixture
@@ -171,6 +171,6 @@ def test_close_returns_when_the_save_under_way_has_ended(store):
 
 
 def _fault(error, *, late):
-    from penstock.core.testing.faults import Fault
+    from penstock.testing.faults import Fault
 
     return Fault("publish", match="commits/", error=error, late=late)

@@ -26,7 +26,7 @@ from penstock.backends.tiered import TieredBackend, TieredConfig
 from penstock.core.abc import Backend
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.retention import clean_up_after
-from penstock.core.copy.compact import Compactor, _Compaction
+from penstock.core.copy.compaction import Compactor, _Compaction
 from penstock.core.errors import (
     CheckpointGoneError,
     CheckpointNotFoundError,

@@ -198,8 +198,8 @@ def test_a_wrong_option_is_shown_with_the_forms_that_are_right(penstock, run_fol
         ),
         (("doctor", "--probe-size", "big"), "'big' is not a size: give bytes, or a number with"),
         (("show", "--depth", "all"), "'all' is no depth: give a whole number of at least 1"),
-        (("drain", "--timeout", "soon"), "'soon' is no time: give seconds, such as 90 or 0.5"),
-        (("drain", "--timeout", "nan"), "'nan' is no time"),
+        (("drain", "--timeout", "soon"), "'soon' is not a time such as 90s"),
+        (("drain", "--timeout", "nan"), "'nan' is not a time such as 90s"),
         (("prune", "--grace", "soon"), "'soon' is not a time such as 90s"),
     ]:
         command, *rest = arguments

@@ -2,7 +2,7 @@
 
 import json
 
-from penstock.core.cli.commands.schema import full_schema
+from penstock.core.cli.commands.plugins import full_schema
 from penstock.core.plugins.registry import default_registry
 
 

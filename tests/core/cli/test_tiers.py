@@ -8,8 +8,8 @@ from tests.integration.support import checkpointer, make_state
 from penstock.backends.posix import PosixBackend, PosixConfig
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.plugins.registry import default_registry
-from penstock.core.testing.timing import ShiftedClock
 from penstock.core.tiers.whereabouts import mark
+from penstock.testing.hasty import ShiftedClock
 
 SHELF = """
     import os, threading

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from penstock.core.concurrency.cores import default_workers, usable_cores
+from penstock.core.concurrency.workers import default_workers, usable_cores
 
 
 def test_ranks_of_a_machine_share_its_cores(monkeypatch):

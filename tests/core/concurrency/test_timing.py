@@ -4,7 +4,7 @@ import dataclasses
 import threading
 
 from penstock.core.concurrency.timing import Timing, current_timing, timing_in_force
-from penstock.core.testing.timing import FAST
+from penstock.testing.hasty import FAST
 
 
 def test_a_timing_is_in_force_within_its_block_and_in_all_threads():

@@ -14,7 +14,7 @@ from penstock.core.concurrency.watchdog import (
     call_all_with_deadline,
     call_with_deadline,
 )
-from penstock.core.testing.timing import ShiftedClock
+from penstock.testing.hasty import ShiftedClock
 
 QUICK = Timing(poll_s=0.01, interrupt_s=0.01)
 

@@ -5,8 +5,7 @@ import re
 import pytest
 
 import penstock
-from penstock.core.config.files import filled
-from penstock.core.config.model import load_config
+from penstock.core.config.model import filled, load_config
 from penstock.core.errors import ConfigError
 
 SET = {"BUCKET": "runs", "LEVEL": "3", "EMPTY": "", "MONEY": "$BUCKET ${BUCKET}"}

@@ -16,7 +16,7 @@ from penstock.core.catalog.prune import GRACE_S
 from penstock.core.concurrency.workers import Workers
 from penstock.core.copy.blob_sites import in_flight
 from penstock.core.copy.checkpoint_copy import CheckpointCopy
-from penstock.core.copy.verify import confirmed
+from penstock.core.copy.confirmation import confirmed
 from penstock.core.errors import BusyError, DamagedError, SaveAbortedError
 from penstock.core.format.commit_record import decode_intent, encode_intent
 from penstock.core.format.records import (
@@ -26,9 +26,14 @@ from penstock.core.format.records import (
     intent_name,
     lease_name,
 )
-from penstock.core.testing.faults import EFFECTS, CrashAt, FaultyBackend, SimulatedCrashError
-from penstock.core.testing.timing import FAST
-from penstock.core.testing.wrapper import WrapperBackend
+from penstock.testing.faults import (
+    EFFECTS,
+    CrashAt,
+    FaultyBackend,
+    SimulatedCrashError,
+    WrapperBackend,
+)
+from penstock.testing.hasty import FAST
 
 DELTA, LATER = "d" * 32, "e" * 32
 STATE = make_state(3)

@@ -21,6 +21,7 @@ from penstock.core.catalog.prune import GRACE_S
 from penstock.core.concurrency.timing import CountedClock, Timing
 from penstock.core.concurrency.workers import Workers
 from penstock.core.copy.checkpoint_copy import CheckpointCopy
+from penstock.core.copy.confirmation import confirmed
 from penstock.core.copy.copy_source import CopySource
 from penstock.core.copy.lease import SILENT_S, Lease
 from penstock.core.copy.mover import (
@@ -32,7 +33,6 @@ from penstock.core.copy.mover import (
     Cursor,
     Throttle,
 )
-from penstock.core.copy.verify import confirmed
 from penstock.core.errors import (
     BusyError,
     CheckpointGoneError,
@@ -48,9 +48,14 @@ from penstock.core.format.records import (
     intent_name,
     lease_name,
 )
-from penstock.core.testing.faults import EFFECTS, CrashAt, FaultyBackend, SimulatedCrashError
-from penstock.core.testing.wrapper import WrapperBackend
 from penstock.core.types import ByteRange
+from penstock.testing.faults import (
+    EFFECTS,
+    CrashAt,
+    FaultyBackend,
+    SimulatedCrashError,
+    WrapperBackend,
+)
 
 STEP = 7
 SMALL = 8 * 4096  # buffers of one page each: hundreds of pieces

@@ -19,9 +19,8 @@ from penstock.core.copy.checkpoint_copy import CheckpointCopy
 from penstock.core.copy.lease import SILENT_S, Lease
 from penstock.core.errors import BusyError, FormatError, StorageError
 from penstock.core.format.records import data_prefix, lease_name
-from penstock.core.testing.faults import Fault, FaultyBackend
-from penstock.core.testing.timing import ShiftedClock
-from penstock.core.testing.wrapper import WrapperBackend
+from penstock.testing.faults import Fault, FaultyBackend, WrapperBackend
+from penstock.testing.hasty import ShiftedClock
 
 
 @pytest.fixture

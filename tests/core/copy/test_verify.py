@@ -4,10 +4,9 @@ import pytest
 from tests.integration.support import saved_in_memory
 
 from penstock.core.catalog.catalog import Catalog
-from penstock.core.copy.verify import confirmed
+from penstock.core.copy.confirmation import confirmed
 from penstock.core.format.records import lease_name
-from penstock.core.testing.faults import FaultyBackend
-from penstock.core.testing.wrapper import WrapperBackend
+from penstock.testing.faults import FaultyBackend, WrapperBackend
 
 DATA = [
     "intent.json",

@@ -17,7 +17,7 @@ from tests.integration.exact_resume.test_round_trips import (
 from tests.integration.support import bits, checkpointer, memory
 
 from penstock.core.concurrency.workers import Workers
-from penstock.core.diff.diff import diff_checkpoints
+from penstock.core.diff.checkpoints import diff_checkpoints
 from penstock.core.pipeline.reader import Loader
 from penstock.core.restore.checkpoint import Checkpoint
 from penstock.core.tree.paths import show_path

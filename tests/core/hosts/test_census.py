@@ -10,7 +10,7 @@ from penstock.core.errors import FormatError
 from penstock.core.format.zstd import compress
 from penstock.core.hosts.census import ranks_by_host
 from penstock.core.ranks.group import RankGroup
-from penstock.core.testing.memory_coordination import MemoryBoard, MemoryCoordination
+from penstock.testing.coordination import MemoryBoard, MemoryCoordination
 
 
 def ask(hosts, *, limit_s=60.0, absent=(), board=None, ended=lambda: False):

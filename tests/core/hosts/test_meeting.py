@@ -14,7 +14,7 @@ import pytest
 from penstock.core.concurrency.watchdog import Deadline
 from penstock.core.hosts.division import ReadPlan
 from penstock.core.hosts.meeting import Meeting
-from penstock.core.testing.timing import ShiftedClock
+from penstock.testing.hasty import ShiftedClock
 
 WINDOW = 1 << 20
 PATIENCE_S = 60.0

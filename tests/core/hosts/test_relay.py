@@ -12,7 +12,7 @@ import pytest
 from penstock.core.concurrency.timing import CountedClock, Timing
 from penstock.core.hosts.network import Greeting, listening_socket
 from penstock.core.hosts.relay import REFUSED, Relay, RelayKey
-from penstock.core.testing.timing import ShiftedClock
+from penstock.testing.hasty import ShiftedClock
 
 PATIENCE_S = 200.0  # twice what a test waits, so what comes meanwhile comes at once
 LARGE = os.urandom(20 << 20)

@@ -8,9 +8,9 @@ from penstock.core.errors import BlobNotFoundError, StorageError
 from penstock.core.hosts.relay import RelayKey
 from penstock.core.hosts.relayed_store import Place, RelayedBytes, RelayedStore
 from penstock.core.ranks.templates import RoundOverError
-from penstock.core.testing.faults import Fault, FaultyBackend
-from penstock.core.testing.timing import ShiftedClock
 from penstock.core.types import ReadRequest, WriteRequest
+from penstock.testing.faults import Fault, FaultyBackend
+from penstock.testing.hasty import ShiftedClock
 
 DATA = bytes(range(256)) * 16
 HALF = len(DATA) // 2

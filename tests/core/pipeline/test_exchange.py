@@ -14,8 +14,8 @@ from penstock.core.concurrency.watchdog import Watchdog
 from penstock.core.errors import RestoreError
 from penstock.core.pipeline.exchange import Exchange, Peer, Share, TakersStuckError
 from penstock.core.pipeline.staging import Staging
-from penstock.core.testing.timing import ShiftedClock
 from penstock.core.types import ByteRange
+from penstock.testing.hasty import ShiftedClock
 
 PAGE = 4096
 

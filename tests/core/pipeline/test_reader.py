@@ -27,10 +27,9 @@ from penstock.core.plan.bases import StoredFrame
 from penstock.core.plan.restore import ChunkUse, FrameJob
 from penstock.core.plugins.registry import default_registry
 from penstock.core.restore.earlier import EarlierReader
-from penstock.core.testing.faults import FaultyBackend
-from penstock.core.testing.wrapper import WrapperBackend
 from penstock.core.tree.paths import parse_path
 from penstock.core.types import ByteRange, WriteRequest
+from penstock.testing.faults import FaultyBackend, WrapperBackend
 
 BLOCK = 4096
 

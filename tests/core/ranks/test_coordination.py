@@ -13,9 +13,13 @@ from penstock.core.abc import COORDINATION_VALUE_BYTES
 from penstock.core.concurrency.watchdog import Deadline
 from penstock.core.errors import ConfigError, CoordinationError
 from penstock.core.ranks.torch_store import TorchCoordination, job_prefix
-from penstock.core.testing import coordination as suite
-from penstock.core.testing.coordination import COORDINATION_CHECKS, check_coordination
-from penstock.core.testing.memory_coordination import MemoryBoard, MemoryCoordination
+from penstock.testing import coordination as suite
+from penstock.testing.coordination import (
+    COORDINATION_CHECKS,
+    MemoryBoard,
+    MemoryCoordination,
+    check_coordination,
+)
 
 NUMBERS = itertools.count()
 

@@ -8,8 +8,8 @@ from tests import interpreters
 from penstock.core.plan.ranks import RankPlaces
 from penstock.core.ranks.group import RankGroup
 from penstock.core.rounds.posts import end_key
-from penstock.core.testing.memory_coordination import MemoryBoard, MemoryCoordination
 from penstock.core.types import Replica
+from penstock.testing.coordination import MemoryBoard, MemoryCoordination
 
 
 class Slow(MemoryCoordination):
@@ -49,7 +49,7 @@ def test_places_that_were_relied_on_wrongly_have_to_stay_the_same_for_longer():
 
 ENDS_BY_AN_EXCEPTION = """
 import atexit
-from penstock.core.testing.memory_coordination import MemoryBoard, MemoryCoordination
+from penstock.testing.coordination import MemoryBoard, MemoryCoordination
 from penstock.core.ranks.group import RankGroup
 from penstock.core.rounds.posts import SlotPost, decode, slot_key
 import penstock.core.save.current  # closes groups that nobody has closed

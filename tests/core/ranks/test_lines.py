@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from penstock.core.ranks.structure import Brought
-from penstock.core.testing.static_providers import StaticProviders
 from penstock.core.tree.describe import describe_tree
 from penstock.providers.tensor.provider import TensorProvider
 from penstock.providers.values import ValueProvider
+from penstock.testing.stored import StaticProviders
 
 PROVIDERS = StaticProviders([TensorProvider(), ValueProvider()])
 

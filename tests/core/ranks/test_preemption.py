@@ -10,8 +10,8 @@ from tests.integration.support import memory
 
 from penstock import ConfigError, Preemption
 from penstock.core.ranks.preemption import AgreedStop
-from penstock.core.testing.memory_coordination import MemoryCoordination
-from penstock.core.testing.timing import FAST, timing_in_force
+from penstock.testing.coordination import MemoryCoordination
+from penstock.testing.hasty import FAST, timing_in_force
 
 PATIENCE_S = 300.0
 

@@ -18,7 +18,7 @@ from penstock.core.ranks.torch_store import TorchCoordination
 from penstock.core.rounds.posts import Result
 from penstock.core.rounds.round import RestoreRound, SaveRound
 from penstock.core.rounds.table import Phase, Step
-from penstock.core.testing.memory_coordination import MemoryBoard, MemoryCoordination
+from penstock.testing.coordination import MemoryBoard, MemoryCoordination
 
 WORLD = 4
 PATIENCE_S = 60.0

@@ -8,7 +8,7 @@ from penstock.core.ranks.group import RankGroup
 from penstock.core.ranks.session import RankSession
 from penstock.core.ranks.templates import RoundOverError, TemplateFit, TemplatesOfRanks
 from penstock.core.rounds.round import RestoreRound
-from penstock.core.testing.memory_coordination import MemoryBoard, MemoryCoordination
+from penstock.testing.coordination import MemoryBoard, MemoryCoordination
 
 PATIENCE_S = 100.0
 TIMEOUT_S = 60.0  # never passes: each test needs far less CPU time than that

@@ -12,7 +12,7 @@ from penstock.backends.memory import MemoryBackend
 from penstock.core.errors import StorageError
 from penstock.core.reporting.events import EventStream
 from penstock.core.reporting.reports import SaveHandle
-from penstock.core.testing.faults import FaultyBackend
+from penstock.testing.faults import FaultyBackend
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import torch
 
 import penstock
 from penstock.backends.memory import MemoryBackend
-from penstock.core.testing.faults import FaultyBackend
+from penstock.testing.faults import FaultyBackend
 
 STATE = {"w": torch.arange(40_000.0), "m": torch.ones(30_000), "epoch": 7}
 SMALL = {"chunk_bytes": 4096, "block_bytes": 4096}

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from penstock.core.reporting.progress_bar import ProgressBar
+from penstock.core.reporting.progress import ProgressBar
 from penstock.core.reporting.reports import Progress
 
 START = Progress(0, 0, "plan")

@@ -7,7 +7,7 @@ from tests.integration.support import checkpointer, make_state, memory, same
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.errors import CheckpointGoneError, DamagedError
 from penstock.core.format.records import commit_name
-from penstock.core.testing.wrapper import WrapperBackend
+from penstock.testing.faults import WrapperBackend
 
 DELTA = "d" * 32
 STATE = make_state(1)

@@ -9,7 +9,7 @@ from tests.integration.support import bits
 
 from penstock.core.restore.cast import CastSink
 from penstock.core.types import TensorSpec
-from penstock.providers.tensor.memory import TensorSink
+from penstock.providers.tensor.sources import TensorSink
 
 COUNT = 1_200_000
 

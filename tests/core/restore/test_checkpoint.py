@@ -14,7 +14,7 @@ from penstock import (
 from penstock.backends.memory import MemoryBackend, MemoryConfig
 from penstock.core.checkpointer import Checkpointer
 from penstock.core.plugins.registry import Registry, default_registry
-from penstock.core.testing.faults import FaultyBackend
+from penstock.testing.faults import FaultyBackend
 
 STATE = {
     "net": {"w": torch.arange(6000.0).view(60, 100), "b": torch.tensor(3)},

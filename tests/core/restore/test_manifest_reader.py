@@ -9,8 +9,8 @@ from penstock.core.errors import FormatError
 from penstock.core.restore.contents import Contents
 from penstock.core.restore.manifest_reader import ManifestReader
 from penstock.core.restore.sweep import check_cover, sweep
-from penstock.core.testing.faults import FaultyBackend
 from penstock.core.types import Region
+from penstock.testing.faults import FaultyBackend
 
 RANKS = 4
 PATHS = [("w", f"{number}") for number in range(6)]

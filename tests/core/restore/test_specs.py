@@ -6,7 +6,7 @@ import torch
 from penstock import Checkpointer, Region
 from penstock.backends.memory import MemoryBackend, MemoryConfig
 from penstock.core.restore.checkpoint import Checkpoint
-from penstock.core.testing.faults import FaultyBackend
+from penstock.testing.faults import FaultyBackend
 
 WEIGHT = torch.nn.Parameter(torch.arange(6000.0).view(60, 100))
 STATE = {

@@ -28,7 +28,7 @@ from penstock.core.reader import Reader
 from penstock.core.reporting.events import EventStream
 from penstock.core.storage.open import open_backend
 from penstock.core.storage.time_limited import TimeLimitedBackend
-from penstock.core.testing.memory_coordination import MemoryBoard, MemoryCoordination
+from penstock.testing.coordination import MemoryBoard, MemoryCoordination
 
 WORLD = 3
 PATIENCE_S = 30.0

@@ -19,8 +19,8 @@ from penstock.core.plan.save import plan_save
 from penstock.core.plugins.registry import Registry
 from penstock.core.restore.earlier import EarlierReader
 from penstock.core.save.bases import ChosenBase, KeptChunks, SaveBases
-from penstock.core.testing.faults import Fault, FaultyBackend
 from penstock.core.types import Region, WriteRequest
+from penstock.testing.faults import Fault, FaultyBackend
 
 DATA = np.arange(3000, dtype=np.float32)
 OTHER = DATA[::-1].copy()

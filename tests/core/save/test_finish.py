@@ -7,7 +7,7 @@ from penstock.core.catalog.commit_table import State
 from penstock.core.errors import CommitUnknownError, SaveError, StorageError
 from penstock.core.format.records import commit_name, index_name, intent_name, part_name
 from penstock.core.save.request import SaveSurroundings
-from penstock.core.testing.faults import FaultyBackend
+from penstock.testing.faults import FaultyBackend
 
 
 def test_intent_comes_first_and_the_record_after_part_and_index():

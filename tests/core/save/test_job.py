@@ -8,7 +8,7 @@ from tests.core.save.jobs import PATIENCE_S, job_of, memory, run, stored
 from penstock.core.errors import SaveAbortedError, StorageTimeoutError
 from penstock.core.format.records import commit_name
 from penstock.core.save.request import SaveSurroundings
-from penstock.core.testing.faults import FaultyBackend
+from penstock.testing.faults import FaultyBackend
 
 
 @pytest.mark.parametrize("mode", ["blocking", "async", "lazy"])

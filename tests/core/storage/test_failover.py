@@ -8,7 +8,7 @@ from penstock.backends.memory import MemoryBackend, MemoryConfig
 from penstock.backends.tiered import TieredBackend, TieredConfig
 from penstock.core.errors import BlobNotFoundError, DamagedError, RestoreError, StorageError
 from penstock.core.storage.failover import ObservedBackend, from_any_tier
-from penstock.core.testing.faults import Fault, FaultyBackend
+from penstock.testing.faults import Fault, FaultyBackend
 
 WHOLE = b"whole"
 

@@ -22,12 +22,11 @@ from penstock.core.errors import (
 )
 from penstock.core.format.commit_record import encode_commit
 from penstock.core.format.records import commit_name, data_prefix
-from penstock.core.testing.faults import Fault, FaultyBackend
-from penstock.core.testing.timing import FAST
-from penstock.core.testing.wrapper import WrapperBackend
 from penstock.core.tiers.drains import Drains
 from penstock.core.tiers.eviction import MARGIN_BYTES
 from penstock.core.tiers.whereabouts import is_marked, mark, pending, whereabouts
+from penstock.testing.faults import Fault, FaultyBackend, WrapperBackend
+from penstock.testing.hasty import FAST
 
 GRACE_S = 3600.0
 

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from penstock.core.abc import Node
 from penstock.core.errors import FormatError, PluginError, UnsupportedStateError
-from penstock.core.testing.providers import store
-from penstock.core.testing.static_providers import StaticProviders
 from penstock.core.tree.place import Placing
 from penstock.core.tree.stored_tree import StoredTree
 from penstock.providers.module.provider import ModuleProvider
 from penstock.providers.optimizer.provider import OptimizerProvider
 from penstock.providers.tensor.provider import TensorProvider
 from penstock.providers.values import ValueProvider
+from penstock.testing.providers import store
+from penstock.testing.stored import StaticProviders
 
 PROVIDERS = StaticProviders(
     [TensorProvider(), ValueProvider(), ModuleProvider(), OptimizerProvider()]

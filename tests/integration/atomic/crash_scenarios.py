@@ -18,8 +18,8 @@ from torch import nn
 from penstock import Checkpointer, PenstockError
 from penstock.core.catalog.survey import survey_records
 from penstock.core.format.records import blob_uid, data_uid, notes_origin, parse_commit_name
-from penstock.core.testing.faults import EFFECTS, CrashAt, FaultyBackend, SimulatedCrashError
-from penstock.core.testing.powercut import Disk, PowerCut
+from penstock.testing.faults import EFFECTS, CrashAt, FaultyBackend, SimulatedCrashError
+from penstock.testing.powercut import Disk, PowerCut
 
 # So small that 30 KB of state have slabs, and raw and encoded chunks of several blocks.
 OPTIONS = {"chunk_bytes": 8192, "block_bytes": 4096, "workers": 1}

@@ -21,7 +21,7 @@ from tests.integration.support import start_python
 from penstock import Checkpointer, PenstockError
 from penstock.core.plugins.registry import default_registry
 from penstock.core.storage.open import open_backend
-from penstock.core.testing.faults import CrashAt, FaultyBackend
+from penstock.testing.faults import CrashAt, FaultyBackend
 
 OPTIONS = {
     "chunk_bytes": 16384,

@@ -12,8 +12,8 @@ import penstock
 from penstock.backends.memory import MemoryBackend, MemoryConfig
 from penstock.core.abc import BlobWriter
 from penstock.core.errors import StorageError
-from penstock.core.testing.wrapper import WrapperBackend
 from penstock.core.types import WriteRequest
+from penstock.testing.faults import WrapperBackend
 
 
 class AppendOnly(WrapperBackend):

@@ -12,8 +12,8 @@ from tests.integration.atomic.crash_scenarios import (
     opened,
 )
 
-from penstock.core.testing.faults import EFFECTS, CrashAt
-from penstock.core.testing.powercut import Disk, PowerCut
+from penstock.testing.faults import EFFECTS, CrashAt
+from penstock.testing.powercut import Disk, PowerCut
 
 # Of each kind of call one; `test_power_cut` has others in the quick run.
 QUICK = [

@@ -14,7 +14,7 @@ from tests.integration.atomic.crash_scenarios import check_no_garbage
 from tests.integration.atomic.forked_savers import STEP, Forker, make
 from tests.integration.support import checkpointer, same
 
-from penstock.core.testing.wrapper import OPERATIONS
+from penstock.testing.faults import OPERATIONS
 
 KEEP_LAST = 2
 

@@ -34,7 +34,7 @@ from tests.integration.atomic.crash_scenarios import (
 )
 
 from penstock import CheckpointNotFoundError, StepExistsError
-from penstock.core.testing.powercut import Disk, PowerCut
+from penstock.testing.powercut import Disk, PowerCut
 
 LEFT_ALONE = -2
 

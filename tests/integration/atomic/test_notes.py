@@ -18,8 +18,8 @@ from tests.integration.atomic.crash_scenarios import (
     three_steps,
 )
 
-from penstock.core.testing.faults import EFFECTS, CrashAt
-from penstock.core.testing.powercut import Disk, PowerCut
+from penstock.testing.faults import EFFECTS, CrashAt
+from penstock.testing.powercut import Disk, PowerCut
 
 OLD, NEW = {"mark": 2}, {"mark": 2, "loss": 0.5}
 

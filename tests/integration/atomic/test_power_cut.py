@@ -7,8 +7,8 @@ import random
 import pytest
 from tests.integration.atomic.crash_scenarios import check_run, each_scenario
 
-from penstock.core.testing.latency import LatencyBackend
-from penstock.core.testing.powercut import PowerCut
+from penstock.testing.faults import LatencyBackend
+from penstock.testing.powercut import PowerCut
 
 JITTER = {"write": 0.002, "seal": 0.002}
 

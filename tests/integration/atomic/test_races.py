@@ -12,7 +12,7 @@ from penstock import CommitUnknownError, DamagedError, LostRaceError, StorageErr
 from penstock.backends.posix import PosixBackend, PosixConfig
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.config.model import Retention
-from penstock.core.testing.wrapper import WrapperBackend
+from penstock.testing.faults import WrapperBackend
 
 
 class Between(WrapperBackend):

@@ -18,8 +18,7 @@ from penstock import (
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.format.commit_record import decode_commit, encode_commit
 from penstock.core.format.records import CommitRecord
-from penstock.core.testing.faults import FaultyBackend
-from penstock.core.testing.wrapper import WrapperBackend
+from penstock.testing.faults import FaultyBackend, WrapperBackend
 
 # -- two real processes ----------------------------------------------------------------------------
 

@@ -15,11 +15,11 @@ from tests.integration.support import checkpointer, memory
 from penstock import DamagedError, RestoreError, UnsupportedStateError
 from penstock.core.errors import FormatError
 from penstock.core.restore.manifest_reader import ManifestReader
-from penstock.core.testing.faults import FaultyBackend
 from penstock.core.tree.containers import make_tuple
 from penstock.core.types import collide, loaded_class
 from penstock.providers.tensor.parts import decode_context
 from penstock.providers.values.decode import decode_value
+from penstock.testing.faults import FaultyBackend
 
 PRIME = (1 << 61) - 1  # Python hashes integers modulo this
 

@@ -27,8 +27,8 @@ from penstock.core.errors import (
 )
 from penstock.core.plugins.registry import Registry
 from penstock.core.storage.open import open_backend
-from penstock.core.testing.faults import EFFECTS, CrashAt, FaultyBackend
-from penstock.core.testing.powercut import Disk, PowerCut
+from penstock.testing.faults import EFFECTS, CrashAt, FaultyBackend
+from penstock.testing.powercut import Disk, PowerCut
 
 RULES = [{"match": "**", "codecs": ["delta", "floatsplit"]}]
 
@@ -392,7 +392,7 @@ def test_a_save_that_is_encoded_against_the_older_generation_meanwhile_is_whole(
 COMPACT = """
 import sys, penstock
 from penstock.core.storage.open import open_backend
-from penstock.core.testing.faults import EFFECTS, CrashAt
+from penstock.testing.faults import EFFECTS, CrashAt
 store = CrashAt(open_backend(sys.argv[1]), int(sys.argv[2]), kill=True, operations=EFFECTS)
 penstock.Checkpointer(store).compact([2])
 """

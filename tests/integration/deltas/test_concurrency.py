@@ -13,8 +13,8 @@ from tests.integration.support import FlyingClock, holding, run_program
 import penstock
 from penstock.core.errors import StorageTimeoutError
 from penstock.core.storage.open import open_backend
-from penstock.core.testing.faults import Fault, FaultyBackend
-from penstock.core.testing.timing import FAST
+from penstock.testing.faults import Fault, FaultyBackend
+from penstock.testing.hasty import FAST
 
 FORKING = """
 import os, sys

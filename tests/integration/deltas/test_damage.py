@@ -13,7 +13,7 @@ from tests.integration.support import memory, place_of, same
 from penstock import Checkpointer, CheckpointNotFoundError, DamagedError
 from penstock.core.errors import PluginError
 from penstock.core.limits import MAX_LINKS
-from penstock.core.testing.faults import FaultyBackend
+from penstock.testing.faults import FaultyBackend
 
 OPTIONS = {"chunk_bytes": 8192, "block_bytes": 4096, "workers": 1}
 RULES = [{"match": "model/**", "codecs": ["delta", "zstd"]}]

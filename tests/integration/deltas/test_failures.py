@@ -12,7 +12,7 @@ from tests.integration.atomic.crash_scenarios import check_no_garbage
 from tests.integration.support import memory, same
 
 from penstock import Checkpointer, CommitUnknownError, PenstockError, StorageError
-from penstock.core.testing.faults import FaultyBackend
+from penstock.testing.faults import FaultyBackend
 
 OPTIONS = {
     "chunk_bytes": 8192,

@@ -34,10 +34,10 @@ from penstock.core.copy.checkpoint_copy import CheckpointCopy
 from penstock.core.copy.reencode import Reencoding, copy_objects
 from penstock.core.errors import DamagedError, StorageError
 from penstock.core.plugins.registry import default_registry
-from penstock.core.testing.faults import FaultyBackend
-from penstock.core.testing.powercut import Disk, PowerCut
-from penstock.core.testing.timing import FAST
 from penstock.core.tree.select import Selection
+from penstock.testing.faults import FaultyBackend
+from penstock.testing.hasty import FAST
+from penstock.testing.powercut import Disk, PowerCut
 
 # A process without power ends all of its threads.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

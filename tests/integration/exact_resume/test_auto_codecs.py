@@ -12,8 +12,7 @@ import penstock
 from penstock.codecs.zstd import ZstdCodec
 from penstock.core.errors import CodecError, StorageError
 from penstock.core.plugins.registry import Registry
-from penstock.core.testing.faults import FaultyBackend
-from penstock.core.testing.latency import LatencyBackend
+from penstock.testing.faults import FaultyBackend, LatencyBackend
 
 AUTO = {"match": "**", "codecs": "auto"}
 MIB = 1 << 20

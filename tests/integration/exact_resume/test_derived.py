@@ -10,7 +10,7 @@ from penstock.codecs.zstd import ZstdCodec
 from penstock.core.concurrency.workers import Workers
 from penstock.core.config.model import load_config
 from penstock.core.copy.reencode import Reencoding, copy_objects
-from penstock.core.diff.diff import diff_checkpoints
+from penstock.core.diff.checkpoints import diff_checkpoints
 from penstock.core.errors import DamagedError, TornSnapshotError
 from penstock.core.plugins.registry import default_registry
 from penstock.core.tree.select import Selection

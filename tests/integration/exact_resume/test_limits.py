@@ -19,7 +19,7 @@ from tests.integration.support import bits, memory
 from penstock import Checkpointer, ConfigError, DamagedError, PenstockError, UnsupportedStateError
 from penstock.core import limits
 from penstock.core.errors import StepExistsError, TornSnapshotError
-from penstock.providers.tensor.memory import TensorSink, TensorSource
+from penstock.providers.tensor.sources import TensorSink, TensorSource
 
 REFUSALS = (UnsupportedStateError, ConfigError)
 

@@ -12,8 +12,7 @@ from torch import nn
 
 from penstock import Grads, Region, RestoreMismatchError, SelectionError
 from penstock.core.format.records import ObjectRecord
-from penstock.core.testing.faults import FaultyBackend
-from penstock.core.testing.wrapper import WrapperBackend
+from penstock.testing.faults import FaultyBackend, WrapperBackend
 
 DEFAULTS = {"chunk_bytes": 16 << 20, "block_bytes": 4 << 20}
 BLOCK = 65536
@@ -225,7 +224,6 @@ EVERYTHING = {
     "model/layers.1.bias", "model/norm.weight", "model/norm.bias", "model/norm.running_mean",
     "model/norm.running_var", "model/norm.num_batches_tracked", "model/head.weight",
 }  # fmt: skip
-
 
 SELECTIONS = [
     ("model", None, EVERYTHING),

@@ -674,7 +674,7 @@ from penstock import Checkpointer
 from penstock.core.storage.open import open_backend
 from penstock.core.config.model import load_config
 from penstock.core.plugins.registry import default_registry
-from penstock.core.testing.latency import LatencyBackend
+from penstock.testing.faults import LatencyBackend
 
 config = load_config({{"backend": "posix://" + sys.argv[1]}})
 slow = LatencyBackend(open_backend(config.backend, registry=default_registry()), latency_s=0.1)

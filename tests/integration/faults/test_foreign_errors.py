@@ -37,8 +37,8 @@ from penstock.core.errors import (
 )
 from penstock.core.plugins.registry import GROUPS, Registry
 from penstock.core.storage.guarded import guarded
-from penstock.core.testing.wrapper import WrapperBackend
 from penstock.core.types import Kind, Region, Role, TensorSpec
+from penstock.testing.faults import WrapperBackend
 
 OPTIONS = {**SMALL, "rules": [{"match": "encoded", "codecs": ["acme"]}], "grace_s": 3600}
 PLAN: dict[str, BaseException] = {}  # what a method, or a method on some blob, raises

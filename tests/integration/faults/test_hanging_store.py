@@ -20,8 +20,8 @@ from penstock import (
 )
 from penstock.core.concurrency.workers import Workers
 from penstock.core.storage.time_limited import TimeLimitedBackend
-from penstock.core.testing.faults import FaultyBackend
-from penstock.core.testing.timing import ShiftedClock
+from penstock.testing.faults import FaultyBackend
+from penstock.testing.hasty import ShiftedClock
 
 OPTIONS = {
     **SMALL,
@@ -234,7 +234,7 @@ from contextlib import ExitStack
 from tests.integration.faults import test_hanging_store as test
 from penstock import Checkpointer, PenstockError
 from penstock.core.concurrency.timing import Timing, timing_in_force
-from penstock.core.testing.faults import FaultyBackend
+from penstock.testing.faults import FaultyBackend
 from tests.integration.support import FlyingClock
 
 logging.getLogger("penstock").setLevel(logging.CRITICAL)

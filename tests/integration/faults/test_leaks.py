@@ -32,7 +32,7 @@ from penstock import (
     UnsupportedStateError,
 )
 from penstock.core.storage.open import open_backend
-from penstock.core.testing.faults import FaultyBackend
+from penstock.testing.faults import FaultyBackend
 
 CYCLES = int(os.environ.get("PENSTOCK_LEAK_CYCLES", "16"))
 WARM_UP = 6

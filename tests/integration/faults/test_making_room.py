@@ -22,8 +22,7 @@ from penstock.core.format.records import (
     intent_name,
     part_name,
 )
-from penstock.core.testing.faults import FaultyBackend
-from penstock.core.testing.wrapper import WrapperBackend
+from penstock.testing.faults import FaultyBackend, WrapperBackend
 
 LEFT = "e" * 32
 

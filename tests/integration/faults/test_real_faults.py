@@ -23,7 +23,7 @@ from tests.integration.support import same
 
 from penstock import Checkpointer, DamagedError, PenstockError, StorageError, StorageFullError
 from penstock.core.storage.open import open_backend
-from penstock.core.testing.faults import FaultyBackend
+from penstock.testing.faults import FaultyBackend
 
 OPTIONS = {"chunk_bytes": 1 << 16, "block_bytes": 1 << 14, "workers": 2}
 ENCODED = {"rules": [{"match": "big", "codecs": ["zstd"]}]}

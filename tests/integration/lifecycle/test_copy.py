@@ -36,8 +36,8 @@ from penstock.core.errors import DamagedError, SelectionError, StepExistsError
 from penstock.core.pipeline.reader import Loader
 from penstock.core.plugins.registry import default_registry
 from penstock.core.restore.checkpoint import Checkpoint
-from penstock.core.testing.faults import EFFECTS
 from penstock.core.tree.select import Selection
+from penstock.testing.faults import EFFECTS
 
 SMALL = {"chunk_bytes": 16384, "block_bytes": 4096, "staging_bytes": 65536}
 
@@ -296,7 +296,7 @@ import sys
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.copy.checkpoint_copy import CheckpointCopy
 from penstock.core.storage.open import open_backend
-from penstock.core.testing.faults import EFFECTS, CrashAt
+from penstock.testing.faults import EFFECTS, CrashAt
 from penstock.core.concurrency.workers import Workers
 source, target = open_backend(sys.argv[1]), open_backend(sys.argv[2])
 crash = CrashAt(target, int(sys.argv[3]), kill=True, operations=EFFECTS)

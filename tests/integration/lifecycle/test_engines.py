@@ -18,7 +18,7 @@ from tests.integration.support import (
 )
 
 from penstock import CapabilityError
-from penstock.backends.local.direct import DirectAccess
+from penstock.backends.local.blob import DirectAccess
 from penstock.backends.uring.ring import DISABLE_VARIABLE
 from penstock.core.storage import open as opening
 

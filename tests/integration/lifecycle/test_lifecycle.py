@@ -32,9 +32,8 @@ from penstock.core.catalog.publisher import Publisher
 from penstock.core.concurrency.timing import SYSTEM_CLOCK
 from penstock.core.format.commit_record import encode_intent
 from penstock.core.format.records import IntentRecord, intent_name
-from penstock.core.testing.faults import FaultyBackend
-from penstock.core.testing.timing import ShiftedClock
-from penstock.core.testing.wrapper import WrapperBackend
+from penstock.testing.faults import FaultyBackend, WrapperBackend
+from penstock.testing.hasty import ShiftedClock
 
 OLD = time.time() - 30 * 24 * 3600
 GRACE_S = 24 * 3600

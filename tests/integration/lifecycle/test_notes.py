@@ -24,8 +24,7 @@ from penstock.core.concurrency.workers import Workers
 from penstock.core.copy.checkpoint_copy import CheckpointCopy
 from penstock.core.format.commit_record import seal
 from penstock.core.limits import MAX_NOTES
-from penstock.core.testing.faults import FaultyBackend
-from penstock.core.testing.wrapper import WrapperBackend
+from penstock.testing.faults import FaultyBackend, WrapperBackend
 
 DELTAS = {"rules": [{"match": "**", "codecs": ["delta", "zstd"]}]}
 DAY_S = 86400.0

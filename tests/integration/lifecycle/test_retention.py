@@ -13,8 +13,7 @@ from tests.integration.tiers.places import Places
 
 from penstock import Checkpointer, CheckpointGoneError, ConfigError, StorageError
 from penstock.core.config.model import load_config
-from penstock.core.testing.faults import FaultyBackend
-from penstock.core.testing.wrapper import WrapperBackend
+from penstock.testing.faults import FaultyBackend, WrapperBackend
 
 BEST = {"keep_best": 2, "best_metric": "loss", "best_mode": "min"}
 DAY_S = 86400.0

@@ -10,7 +10,7 @@ from tests.integration.support import checkpointer, memory
 
 from penstock import DamagedError
 from penstock.core.format.records import COMMIT_PREFIX, commit_name
-from penstock.core.testing.faults import FaultyBackend
+from penstock.testing.faults import FaultyBackend
 
 STEPS = (1, 2, 3)
 

@@ -7,7 +7,7 @@ from tests.integration.support import TINY, checkpointer
 from penstock import Checkpointer
 from penstock.core.plan.ranks import WRITER_BYTES
 from penstock.core.ranks.group import RankGroup
-from penstock.core.testing.memory_coordination import MemoryBoard, MemoryCoordination
+from penstock.testing.coordination import MemoryBoard, MemoryCoordination
 
 PATIENCE_S = 300.0
 TIMEOUT_S = 60.0

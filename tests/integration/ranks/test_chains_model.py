@@ -25,7 +25,7 @@ from penstock.backends.tiered import TieredBackend, TieredConfig
 from penstock.core.catalog.survey import survey_records
 from penstock.core.concurrency.workers import Workers
 from penstock.core.copy.checkpoint_copy import CheckpointCopy
-from penstock.core.diff.diff import diff_checkpoints
+from penstock.core.diff.checkpoints import diff_checkpoints
 
 __all__ = ["warm"]  # the fixture compiles the codec
 

@@ -22,10 +22,9 @@ from tests.integration.ranks.saving import Job
 from tests.integration.support import FlyingClock
 
 from penstock import RankError
-from penstock.core.testing.faults import EFFECTS, CrashAt, SimulatedCrashError
-from penstock.core.testing.latency import LatencyBackend
-from penstock.core.testing.memory_coordination import MemoryCoordination
-from penstock.core.testing.powercut import Disk, PowerCut
+from penstock.testing.coordination import MemoryCoordination
+from penstock.testing.faults import EFFECTS, CrashAt, LatencyBackend, SimulatedCrashError
+from penstock.testing.powercut import Disk, PowerCut
 
 WORLD = 2
 WRITER_BYTES = 4096  # so that two ranks share some 30 KB as they would share gigabytes

@@ -9,7 +9,7 @@ from tests.integration.ranks.saving import Job
 from tests.integration.support import ENCODED, Run, blank, make_state, memory, same
 
 from penstock import Checkpointer, CheckpointNotFoundError, DamagedError, RankError, Shard
-from penstock.core.testing.faults import Fault, FaultyBackend
+from penstock.testing.faults import Fault, FaultyBackend
 
 SAVERS, READERS = 3, 2
 FLIPS = 6  # of each file, beside its first and its last byte

@@ -13,10 +13,8 @@ from tests.integration.support import FlyingClock, checkpointer, memory, same
 from penstock import CommitUnknownError, PenstockError, RankError, Shard, StorageFullError
 from penstock.core.concurrency.timing import SYSTEM_CLOCK, Timing
 from penstock.core.errors import CoordinationError, StorageError
-from penstock.core.testing.faults import FaultyBackend
-from penstock.core.testing.latency import LatencyBackend
-from penstock.core.testing.memory_coordination import MemoryCoordination
-from penstock.core.testing.wrapper import OPERATIONS
+from penstock.testing.coordination import MemoryCoordination
+from penstock.testing.faults import OPERATIONS, FaultyBackend, LatencyBackend
 
 WORLD = 2
 ENCODED = {"rules": [{"match": "encoded", "codecs": ["zstd"]}]}

@@ -21,9 +21,9 @@ from penstock.core.concurrency.watchdog import Deadline
 from penstock.core.errors import StorageError
 from penstock.core.pipeline.reader import Loader
 from penstock.core.plugins.registry import GROUPS, Registry
-from penstock.core.testing.faults import Fault, FaultyBackend
-from penstock.core.testing.memory_coordination import MemoryCoordination
 from penstock.core.types import Region, TensorSpec
+from penstock.testing.coordination import MemoryCoordination
+from penstock.testing.faults import Fault, FaultyBackend
 
 ROWS, COLUMNS = 144, 512
 SAME = "one".format  # all ranks are on one host

@@ -34,8 +34,8 @@ from penstock import Checkpointer, DamagedError, RankError
 from penstock.core.errors import StorageError
 from penstock.core.hosts import reading
 from penstock.core.pipeline.reader import Loader
-from penstock.core.testing.faults import Fault, FaultyBackend
-from penstock.core.testing.memory_coordination import MemoryCoordination
+from penstock.testing.coordination import MemoryCoordination
+from penstock.testing.faults import Fault, FaultyBackend
 
 PAIRS = "node{}".format  # each rank on a host of its own
 

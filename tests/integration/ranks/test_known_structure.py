@@ -12,7 +12,7 @@ from tests.integration.support import checkpointer, memory
 from tests.providers.threads_as_ranks import run_ranks
 
 from penstock import SaveError, Shard
-from penstock.core.testing.memory_coordination import MemoryCoordination
+from penstock.testing.coordination import MemoryCoordination
 
 ROWS, WIDTH = 12, 64
 

@@ -11,7 +11,7 @@ from tests.integration.support import checkpointer, memory
 
 from penstock.core.errors import RankError, UnsupportedStateError
 from penstock.core.rounds.posts import result_key
-from penstock.core.testing.memory_coordination import MemoryCoordination
+from penstock.testing.coordination import MemoryCoordination
 
 LONG_S = 60.0  # no test waits for that: a rank that is waited for fails it by its words
 

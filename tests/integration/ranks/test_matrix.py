@@ -24,7 +24,7 @@ from tests.providers.threads_as_ranks import run_ranks
 
 import penstock
 from penstock import Checkpointer
-from penstock.core.testing.faults import FaultyBackend
+from penstock.testing.faults import FaultyBackend
 
 
 @pytest.fixture(scope="module")

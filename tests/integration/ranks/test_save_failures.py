@@ -36,10 +36,10 @@ from penstock.core.errors import (
 )
 from penstock.core.plugins.registry import GROUPS, Registry
 from penstock.core.rounds.posts import go_key
-from penstock.core.testing.faults import Fault, FaultyBackend
-from penstock.core.testing.memory_coordination import MemoryCoordination
-from penstock.providers.tensor.memory import TensorSource
 from penstock.providers.tensor.provider import TensorProvider
+from penstock.providers.tensor.sources import TensorSource
+from penstock.testing.coordination import MemoryCoordination
+from penstock.testing.faults import Fault, FaultyBackend
 
 WEIGHT = torch.arange(60_000.0)
 

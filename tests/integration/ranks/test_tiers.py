@@ -29,10 +29,9 @@ from penstock.backends.tiered import TieredBackend, TieredConfig
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.errors import SaveError, StorageFullError
 from penstock.core.rounds.posts import Verdict, encode, end_key
-from penstock.core.testing.faults import Fault, FaultyBackend
-from penstock.core.testing.memory_coordination import MemoryCoordination
-from penstock.core.testing.timing import FAST
-from penstock.core.testing.wrapper import WrapperBackend
+from penstock.testing.coordination import MemoryCoordination
+from penstock.testing.faults import Fault, FaultyBackend, WrapperBackend
+from penstock.testing.hasty import FAST
 
 RANKS = 3
 

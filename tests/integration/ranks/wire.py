@@ -5,7 +5,7 @@ import socket
 import threading
 from contextlib import suppress
 
-from penstock.core.testing.memory_coordination import MemoryCoordination
+from penstock.testing.coordination import MemoryCoordination
 
 
 class Wire:

@@ -24,8 +24,8 @@ from penstock.core.format.commit_record import encode_borrowed, encode_commit
 from penstock.core.format.records import blob_uid, commit_name
 from penstock.core.save import manifest
 from penstock.core.storage.open import open_backend
-from penstock.core.testing.timing import FAST
 from penstock.core.tiers.whereabouts import mark
+from penstock.testing.hasty import FAST
 
 LISTED = 8  # instead of 64, so that a run of seven saves is enough
 LAST = LISTED // 2 + 2

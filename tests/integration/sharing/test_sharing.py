@@ -12,7 +12,7 @@ from tests.integration.support import holding, place_of, same
 import penstock
 from penstock.core.errors import DamagedError, StorageError
 from penstock.core.storage.open import open_backend
-from penstock.core.testing.faults import FaultyBackend
+from penstock.testing.faults import FaultyBackend
 
 DELTA = ["delta", "floatsplit"]
 

@@ -15,10 +15,9 @@ from penstock.core.catalog.catalog import Catalog
 from penstock.core.config.model import Retention
 from penstock.core.errors import UnsyncedError
 from penstock.core.storage.open import open_backend
-from penstock.core.testing.faults import Fault, FaultyBackend
-from penstock.core.testing.timing import FAST
-from penstock.core.testing.wrapper import WrapperBackend
 from penstock.core.tiers.whereabouts import is_marked, mark, pending
+from penstock.testing.faults import Fault, FaultyBackend, WrapperBackend
+from penstock.testing.hasty import FAST
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,8 @@ from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.survey import has_data, survey_records
 from penstock.core.format.records import mark_name
 from penstock.core.storage.open import open_backend
-from penstock.core.testing.timing import FAST
 from penstock.core.tiers.whereabouts import is_marked, mark
+from penstock.testing.hasty import FAST
 
 DELTA, LATER = "d" * 32, "e" * 32
 STATE = make_state(1)

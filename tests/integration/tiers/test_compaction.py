@@ -8,9 +8,9 @@ from tests.integration.tiers.places import Places
 
 from penstock import CheckpointGoneError, StorageError
 from penstock.core.catalog.catalog import Catalog
-from penstock.core.testing.faults import FaultyBackend
-from penstock.core.testing.timing import FAST
 from penstock.core.tiers.whereabouts import pending
+from penstock.testing.faults import FaultyBackend
+from penstock.testing.hasty import FAST
 
 
 @pytest.fixture

@@ -29,11 +29,11 @@ from penstock.core import errors
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.concurrency.timing import CountedClock
 from penstock.core.storage.open import open_backend
-from penstock.core.testing.timing import FAST, current_timing
 from penstock.core.tiers import process as copy_process
-from penstock.core.tiers.copier import WORTH_BYTES
+from penstock.core.tiers.link import WORTH_BYTES
 from penstock.core.tiers.process import ProcessCopy, ProcessSetup, decoded, encoded
 from penstock.core.tiers.whereabouts import mark, pending
+from penstock.testing.hasty import FAST, current_timing
 
 SLOW = "100 KB"  # per second: a state takes long enough to be caught on its way
 STEADY = "400 KB"  # the same, and the copy ends within the test

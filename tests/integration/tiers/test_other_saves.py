@@ -12,9 +12,9 @@ from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.deletion import delete_records
 from penstock.core.catalog.survey import uids_named
 from penstock.core.format.records import mark_name
-from penstock.core.testing.faults import Fault, FaultyBackend
-from penstock.core.testing.timing import FAST
 from penstock.core.tiers.whereabouts import at_step, mark, pending
+from penstock.testing.faults import Fault, FaultyBackend
+from penstock.testing.hasty import FAST
 
 
 def place(folder):

@@ -13,10 +13,10 @@ from penstock import PenstockError
 from penstock.backends.tiered import TieredBackend, TieredConfig
 from penstock.core.catalog.prune import prune
 from penstock.core.catalog.survey import survey_run
-from penstock.core.testing.faults import SimulatedCrashError
-from penstock.core.testing.powercut import Disk, PowerCut
-from penstock.core.testing.timing import FAST
 from penstock.core.tiers.whereabouts import pending
+from penstock.testing.faults import SimulatedCrashError
+from penstock.testing.hasty import FAST
+from penstock.testing.powercut import Disk, PowerCut
 
 # A process without power ends all of its threads.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

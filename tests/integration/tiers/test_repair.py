@@ -19,10 +19,9 @@ from penstock import (
 from penstock.core.abc import Tier
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.storage.open import open_backend
-from penstock.core.testing.faults import Fault, FaultyBackend
-from penstock.core.testing.wrapper import WrapperBackend
 from penstock.core.tiers.eviction import Eviction
 from penstock.core.tiers.whereabouts import is_marked, mark
+from penstock.testing.faults import Fault, FaultyBackend, WrapperBackend
 
 
 @pytest.fixture(scope="module")

@@ -18,10 +18,9 @@ from penstock.core.abc import ROOT_NAME, RootRecord, encode_root, read_root
 from penstock.core.abc.roots import decode_root
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.concurrency.timing import Clock
-from penstock.core.testing.faults import Fault, FaultyBackend
-from penstock.core.testing.timing import FAST
-from penstock.core.testing.wrapper import WrapperBackend
-from penstock.core.tiers.roots import merged_order
+from penstock.core.tiers.places import merged_order
+from penstock.testing.faults import Fault, FaultyBackend, WrapperBackend
+from penstock.testing.hasty import FAST
 
 
 @pytest.fixture(autouse=True)

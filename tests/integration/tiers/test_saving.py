@@ -14,10 +14,9 @@ from penstock import NotDrainedError, SaveSkippedError, StorageError
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.format.commit_record import encode_intent
 from penstock.core.format.records import IntentRecord, intent_name
-from penstock.core.testing.faults import Fault, FaultyBackend
-from penstock.core.testing.timing import FAST, current_timing
-from penstock.core.testing.wrapper import WrapperBackend
 from penstock.core.tiers.whereabouts import pending
+from penstock.testing.faults import Fault, FaultyBackend, WrapperBackend
+from penstock.testing.hasty import FAST, current_timing
 
 
 @pytest.fixture(autouse=True)

@@ -43,7 +43,7 @@ exec(request["body"])
 PROGRAM = """
 from penstock import Checkpointer, SaverClosedError
 from penstock.core.storage.open import open_backend
-from penstock.core.testing.faults import FaultyBackend
+from penstock.testing.faults import FaultyBackend
 
 signal.alarm(300)
 store = FaultyBackend(open_backend(sys.argv[1]))

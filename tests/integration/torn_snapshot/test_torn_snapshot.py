@@ -607,7 +607,7 @@ def test_memory_that_is_written_where_it_stands_does_not_move_meanwhile(store, g
         saving = threading.Thread(target=lambda: ckpt.save({"t": tensor}, 1, mode="blocking"))
         saving.start()
         fault.reached.wait()
-        with held_at(("penstock.providers.tensor.sharing", "__enter__"), tensor.share_memory_):
+        with held_at(("penstock.providers.tensor.holds", "__enter__"), tensor.share_memory_):
             assert not tensor.is_shared()
             gate.set()
         saving.join()

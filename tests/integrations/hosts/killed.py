@@ -10,7 +10,7 @@ import runpy
 import sys
 
 import penstock.core.checkpointer as module
-from penstock.core.testing.faults import CrashAt
+from penstock.testing.faults import CrashAt
 
 CHANGES = ("create", "write", "seal", "publish")
 

@@ -15,11 +15,11 @@ from botocore.awsrequest import AWSPreparedRequest, HeadersDict
 from botocore.exceptions import SSLError
 
 from penstock.backends.fsspec import FsspecConfig
+from penstock.backends.fsspec.s3.answers import BrokenAnswerError
 from penstock.backends.fsspec.s3.connect import Transport, Views
-from penstock.backends.fsspec.s3.errors import BrokenAnswerError
 from penstock.core.errors import BlobNotFoundError, StorageError
-from penstock.core.testing.expectations import pattern, read_all
 from penstock.core.types import ReadRequest, WriteRequest
+from penstock.testing.expectations import pattern, read_all
 
 DATA = pattern(300_000)
 PART = 5 << 20

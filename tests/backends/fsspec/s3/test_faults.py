@@ -11,8 +11,8 @@ from penstock.core.errors import (
     StorageError,
     StorageTimeoutError,
 )
-from penstock.core.testing.expectations import pattern, read_all
 from penstock.core.types import ReadRequest, WriteRequest
+from penstock.testing.expectations import pattern, read_all
 
 pytestmark = pytest.mark.s3
 

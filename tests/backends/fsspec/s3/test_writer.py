@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from penstock.backends.fsspec.s3.parts import Part, PartMemory
+from penstock.backends.fsspec.s3.upload import Part, PartMemory
 from penstock.core.errors import StorageError
-from penstock.core.testing.expectations import pattern, read_all
 from penstock.core.types import PAGE_BYTES, WriteRequest, align_up
+from penstock.testing.expectations import pattern, read_all
 
 MIB = 1 << 20
 PART = 5 * MIB

@@ -1,0 +1,235 @@
+"""The base of the two writers: the states of a blob, from its creation to seal or abort."""
+
+from __future__ import annotations
+
+import os
+import threading
+from abc import abstractmethod
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+from penstock.backends.fsspec.messages import place
+from penstock.core.abc import BlobWriter
+from penstock.core.concurrency.pool import Lane
+from penstock.core.errors import StorageError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from penstock.core.concurrency.pool import Pool
+    from penstock.core.types import WriteRequest
+
+
+class Batch:
+    """A future that is done once all holders have released it; the first holder is its maker."""
+
+    def __init__(self) -> None:
+        self.future: Future[None] = Future()
+        self._holders = 1
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()  # guards `_holders` and `_error`
+
+    def hold(self) -> None:
+        """Add a holder."""
+        with self._lock:
+            self._holders += 1
+
+    def release(self, error: BaseException | None = None) -> None:
+        """Remove a holder; the first error of a holder becomes that of the batch."""
+        with self._lock:
+            self._holders -= 1
+            self._error = self._error or error
+            last, error = self._holders == 0, self._error
+        if not last:
+            return
+        # Outside the lock, since this runs the callbacks of the future.
+        if error is None:
+            self.future.set_result(None)
+        else:
+            self.future.set_exception(error)
+
+
+def settle(futures: Collection[Future[None]]) -> None:
+    """Wait until none of `futures` is running, then raise the first error.
+
+    When one fails, or the wait is interrupted, those that have not begun are cancelled. Those that
+    run are waited for: they may still write into the caller's memory.
+    """
+    try:
+        _, pending = wait(futures, return_when=FIRST_EXCEPTION)
+    except BaseException:
+        _end(futures)
+        raise
+    _end(pending)
+    error = next((f.exception() for f in futures if not f.cancelled() and f.exception()), None)
+    if error is not None:
+        raise error
+
+
+def _end(futures: Collection[Future[None]]) -> None:
+    for future in futures:
+        future.cancel()
+    wait(futures)
+
+
+class WriterState(Enum):
+    """The state of a blob."""
+
+    OPEN = auto()
+    SEALING = auto()  # an abort waits until this ends
+    SEALED = auto()
+    DEAD = auto()  # a write or the seal failed: may only be aborted
+    ABORTED = auto()
+
+
+class StoreWriter(BlobWriter):
+    """Writes a blob from batches, one at a time, in the order of their submission.
+
+    Args:
+        name: The name of the blob.
+        url: The URL of the store, for messages.
+        feeds: Runs `_take` for the batches.
+    """
+
+    def __init__(self, name: str, url: str, *, feeds: Pool) -> None:
+        self.name = name
+        self.url = url
+        self._lane = Lane(feeds)
+        self._pid = os.getpid()
+        self._stop = threading.Event()  # once set, no transfer begins, and none is retried
+        # Guards the three fields below; notified when a batch or a seal ends.
+        self._changed = threading.Condition()
+        self._cause: BaseException | None = None
+        self._state = WriterState.OPEN
+        self._batches = 0
+
+    @abstractmethod
+    def _take(self, request: WriteRequest, batch: Batch) -> None:
+        """Begin to write a request; runs alone.
+
+        Each transfer that still uses the caller's memory afterwards holds the batch.
+        """
+
+    def _own_memory(self) -> None:
+        """Copy what is still needed of the batch that ends, whose memory the caller gets back.
+
+        Runs alone.
+        """
+
+    @abstractmethod
+    def _finish(self, length: int) -> None:
+        """Cut the blob to `length`, make it durable, and check its length; runs alone."""
+
+    @abstractmethod
+    def _give_up(self) -> None:
+        """Remove what can be removed; runs alone, without a batch in flight, and raises nothing."""
+
+    @property
+    def over(self) -> bool:
+        """Whether the blob is sealed or aborted, so that its name is free for another writer."""
+        return self._state in {WriterState.SEALED, WriterState.ABORTED}
+
+    def submit(self, requests: Sequence[WriteRequest]) -> Future[None]:
+        """Begin to write, after all that was submitted before; see `Backend.submit_write`.
+
+        Raises:
+            StorageError: The blob is sealed or dead, or belongs to the parent of this fork.
+        """
+        self._check_process("write")
+        with self._changed:
+            self._check_open("write")
+            self._batches += 1
+        batch = Batch()
+        batch.future.add_done_callback(self._end_batch)
+        self._lane.submit(lambda: self._feed(requests, batch))
+        return batch.future
+
+    def write(self, requests: Sequence[WriteRequest], /) -> None:
+        self.submit(requests).result()
+
+    def seal(self, length: int, /) -> None:
+        self._check_process("seal")
+        with self._changed:
+            self._wait_idle()
+            self._check_open("seal")
+            self._state = WriterState.SEALING
+        outcome = WriterState.DEAD
+        try:
+            self._finish(length)
+            outcome = WriterState.SEALED
+        except BaseException as error:
+            self._die(error)
+            raise
+        finally:
+            with self._changed:
+                self._state = outcome
+                self._changed.notify_all()
+
+    def abort(self) -> None:
+        if os.getpid() != self._pid:
+            return  # the blob is the parent's, which goes on writing it
+        self._stop.set()  # before waiting, so that what is in flight ends soon
+        with self._changed:
+            self._wait_idle()
+            if self.over:
+                return
+            self._state = WriterState.ABORTED
+        self._give_up()
+
+    def _die(self, cause: BaseException) -> None:
+        """Record a failure: no further transfer begins, and only an abort is possible."""
+        with self._changed:
+            self._cause = self._cause or cause
+            if self._state is WriterState.OPEN:
+                self._state = WriterState.DEAD
+        self._stop.set()
+
+    def _where(self, what: str) -> str:
+        return place(what, self.name, self.url)
+
+    def _feed(self, requests: Sequence[WriteRequest], batch: Batch) -> None:
+        error: BaseException | None = None
+        try:
+            try:
+                for request in requests:
+                    self._check_alive()
+                    self._take(request, batch)
+            finally:
+                self._own_memory()
+        except BaseException as failure:  # noqa: BLE001 - the batch's future raises it
+            error = failure
+        batch.release(error)
+
+    def _end_batch(self, future: Future[None]) -> None:
+        error = future.exception()
+        if error is not None:
+            self._die(error)
+        with self._changed:
+            self._batches -= 1
+            self._changed.notify_all()
+
+    def _wait_idle(self) -> None:
+        while self._batches or self._state is WriterState.SEALING:
+            self._changed.wait()
+
+    def _check_process(self, what: str) -> None:
+        # Before any lock: a thread of the parent may have held it at the fork.
+        if os.getpid() != self._pid:
+            msg = f"{self._where(what)}: it was begun in another process (fork)"
+            raise StorageError(msg)
+
+    def _check_alive(self) -> None:
+        if self._stop.is_set():
+            why = f" ({self._cause})" if self._cause else ""
+            msg = f"{self._where('write')}: it was given up{why}"
+            raise StorageError(msg)
+
+    def _check_open(self, what: str) -> None:
+        if self._state is not WriterState.OPEN:
+            state = f"{self._state.name.lower()} already"
+            if self._state is WriterState.DEAD:
+                why = f" ({self._cause})" if self._cause else ""
+                state = f"dead since an earlier failure{why}; abort it and write another blob"
+            msg = f"{self._where(what)}: it is {state}"
+            raise StorageError(msg)

@@ -1,0 +1,439 @@
+"""Writes one blob of S3: cuts it into parts by offset, and uploads them while later ones fill.
+
+A part refers to the caller's memory as long as that is lent; what is left of it is then copied.
+"""
+
+from __future__ import annotations
+
+import base64
+import mmap
+import threading
+from bisect import insort
+from concurrent.futures import CancelledError, wait
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from penstock.backends.fsspec.blob_states import StoreWriter
+from penstock.backends.fsspec.config import MAX_PARTS
+from penstock.core.abc import copy_bytes
+from penstock.core.errors import BlobNotFoundError, PenstockError, StorageError
+from penstock.core.types import PAGE_BYTES, align_down, align_up, flat_view
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from concurrent.futures import Future
+
+    from penstock.backends.fsspec.blob_states import Batch
+    from penstock.backends.fsspec.s3.client import S3Client
+    from penstock.core.concurrency.pool import Pool
+    from penstock.core.types import WriteRequest
+
+
+try:
+    from isal.isal_zlib import crc32  # some six times as fast
+except ImportError:
+    from zlib import crc32
+
+# A part with gaps is kept for batches that overtook each other; at most so many are kept.
+_OPEN_PARTS = 3
+_PART_UNIT = 1 << 20
+# A request takes a millisecond of CPU; sixteen such parts are what core has in flight at once.
+_MOST_BYTES = 16 << 20
+_PARTS = 64
+_LENT_BYTES = 1 << 20  # less is copied, which costs less than a call to send it
+
+_ZEROS = memoryview(bytes(1 << 20))
+
+
+def part_bytes_for(size_hint: int | None, least: int) -> int:
+    """Return the size of the parts of a blob: few requests, but enough to upload in parallel.
+
+    A blob of `size_hint` bytes has at most `MAX_PARTS` of them.
+    """
+    size = size_hint or 0
+    wanted = min(size // _PARTS, _MOST_BYTES)
+    least = align_up(least, PAGE_BYTES)
+    return max(least, align_up(max(wanted, -(-size // MAX_PARTS)), _PART_UNIT))
+
+
+class S3Writer(StoreWriter):
+    """Stores a blob by a multipart upload, or by one put if it fits into one part.
+
+    Part `n` holds bytes `[n * part_bytes, (n + 1) * part_bytes)`, in whatever order they are
+    written, so a part that is uploaded again replaces itself. Large pieces of a batch are uploaded
+    from the caller's memory, small ones are copied; so is the first batch's share of a part that
+    two batches have in common. Three parts with gaps are kept for batches that overtook each
+    other; a later write into a part that is uploaded already fails.
+
+    A blob can be cut at the end of any part, but not inside one that is uploaded already.
+
+    Args:
+        client: The bucket.
+        name: The name of the blob.
+        size_hint: The expected size of the blob.
+        part_bytes: The least size of every part but the last.
+        memory: The memory for parts that are copied.
+        uploads: Uploads parts; its threads bound the parts in flight.
+        feeds: Runs the copying.
+        checksums: Whether the store gets a CRC of each part to check.
+    """
+
+    def __init__(
+        self,
+        client: S3Client,
+        name: str,
+        *,
+        size_hint: int | None,
+        part_bytes: int,
+        memory: PartMemory,
+        uploads: Pool,
+        feeds: Pool,
+        checksums: bool,
+    ) -> None:
+        super().__init__(name, client.url, feeds=feeds)
+        self._client = client
+        self._part_bytes = part_bytes_for(size_hint, part_bytes)
+        self._memory = memory
+        self._uploads = uploads
+        self._checksums = checksums
+        # The lane, `seal` and `abort` use the fields below one after the other, without a lock.
+        self._open: dict[int, Part] = {}
+        self._newest = 0  # the last part that has been written to
+        self._upload_id: Future[str] | None = None
+        self._sent: dict[int, Future[dict[str, Any]]] = {}
+        if (size_hint or 0) > self._part_bytes:
+            self._begin_upload()  # so the first part need not wait for the answer
+
+    def _take(self, request: WriteRequest, batch: Batch) -> None:
+        if not request.length:
+            return
+        at = request.offset
+        for buffer in request.buffers:
+            view = flat_view(buffer)
+            self._place(at, view)
+            at += view.nbytes
+        self._count(request.offset, at)
+        self._newest = max(self._newest, (at - 1) // self._part_bytes)
+        for index in [i for i, part in self._open.items() if self._is_complete(i, part)]:
+            self._send(self._open.pop(index), self._part_bytes, batch)
+        while len(self._open) > _OPEN_PARTS:
+            self._send(self._open.pop(min(self._open)), self._part_bytes, batch)
+
+    def _is_complete(self, index: int, part: Part) -> bool:
+        """Return whether a part can be uploaded: no further byte of it can come.
+
+        If the last page of a part is not full, the blob may end there, until a later part shows
+        that it does not. Uploaded in full length, such a part could no longer be cut.
+        """
+        if part.taken < self._part_bytes:
+            return False
+        return part.stop == self._part_bytes or index < self._newest
+
+    def _own_memory(self) -> None:
+        for part in self._open.values():
+            part.own(memory=self._memory)
+
+    def _place(self, offset: int, view: memoryview) -> None:
+        while view.nbytes:
+            index, at = divmod(offset, self._part_bytes)
+            count = min(view.nbytes, self._part_bytes - at)
+            self._check_part(index, offset)
+            part = self._open.setdefault(index, Part(index, self._part_bytes))
+            if count < _LENT_BYTES:
+                part.put(at, view[:count], memory=self._memory)
+            else:
+                part.lend(at, view[:count])
+            offset += count
+            view = view[count:]
+
+    def _count(self, start: int, stop: int) -> None:
+        """Count whole pages as taken.
+
+        Requests share no page (`offset_alignment`), so the rest of a page that a request touches
+        stays a gap.
+        """
+        at, stop = align_down(start, PAGE_BYTES), align_up(stop, PAGE_BYTES)
+        while at < stop:
+            index = at // self._part_bytes
+            count = min(stop, (index + 1) * self._part_bytes) - at
+            self._open[index].taken += count
+            at += count
+
+    def _check_part(self, index: int, offset: int) -> None:
+        if index in self._sent or offset < 0:
+            msg = (
+                f"{self._where('write')}: offset {offset} comes too late, its part is uploaded "
+                "already; offsets must ascend from call to call"
+            )
+            raise StorageError(msg)
+        if index >= MAX_PARTS:
+            msg = (
+                f"{self._where('write')}: a blob has at most {MAX_PARTS:,} parts, here of "
+                f"{self._part_bytes:,} bytes: raise part_bytes, or give `create` a size_hint"
+            )
+            raise StorageError(msg)
+
+    def _send(self, part: Part, size: int, batch: Batch | None = None) -> None:
+        """Upload a part in the background; a batch whose memory it uses ends only afterwards."""
+        assert batch is not None or not part.lent  # what `seal` uploads was copied
+        lender = batch if part.lent else None
+        views, memory = part.views(size), part.memory
+        if lender is not None:
+            lender.hold()
+        if memory is not None:
+            self._memory.send(memory)
+
+        def release(error: BaseException | None) -> None:
+            if memory is not None:
+                self._memory.sent(memory)
+            if lender is not None:
+                lender.release(error)
+
+        def done(sent: Future[dict[str, Any]]) -> None:
+            error = StorageError("given up") if sent.cancelled() else sent.exception()
+            if error is not None:
+                self._die(error)
+            release(error)
+
+        try:
+            upload_id = self._begin_upload().result()
+            sent = self._uploads.submit(partial(self._upload_part, part.index, views, upload_id))
+        except BaseException:
+            release(None)  # the error is raised into the batch by the lane
+            raise
+        self._sent[part.index] = sent
+        sent.add_done_callback(done)
+
+    def _finish(self, length: int) -> None:
+        count = -(-length // self._part_bytes)
+        if count > 1 or self._sent:
+            self._finish_parts(count, length)
+        else:
+            part = self._open.pop(0, None) or Part(0, self._part_bytes)
+            self._client.put("seal", self.name, part.views(length), stop=self._stop)
+            self._give(part)
+            self._abort_upload()  # the size hint announced more than one part
+        self._drop_open()  # what is left lies behind the end
+        size = self._client.size("seal", self.name)
+        if size != length:
+            msg = f"{self._where('seal')}: the store holds {size} bytes of {length}; do not use it"
+            raise StorageError(msg)
+
+    def _finish_parts(self, count: int, length: int) -> None:
+        last = length - (count - 1) * self._part_bytes
+        if not count or (last < self._part_bytes and count - 1 in self._sent):
+            msg = (
+                f"{self._where('seal')}: it cannot be cut to {length} bytes, since the part of "
+                "that offset is uploaded already"
+            )
+            raise StorageError(msg)
+        for index in range(count):
+            if index not in self._sent:
+                part = self._open.pop(index, None) or Part(index, self._part_bytes)
+                self._send(part, self._part_bytes if index < count - 1 else last)
+        parts = [self._sent[index].result() for index in range(count)]
+        try:
+            self._client.call(
+                "complete_multipart_upload",
+                "seal",
+                self.name,
+                UploadId=self._begin_upload().result(),
+                MultipartUpload={"Parts": parts},
+            )
+        except StorageError as error:
+            # The answer may have been lost after the store completed the upload. Then the upload is
+            # gone, so a retry fails, but the blob is there, under a name of this writer alone.
+            try:
+                size = self._client.size("seal", self.name)
+            except BlobNotFoundError:
+                raise error from None
+            if size != length:
+                raise
+
+    def _give_up(self) -> None:
+        self._abort_upload()
+        self._drop_open()
+
+    def _drop_open(self) -> None:
+        while self._open:
+            self._give(self._open.popitem()[1])
+
+    def _give(self, part: Part) -> None:
+        if part.memory is not None:
+            self._memory.give(part.memory)
+
+    # -- requests -------------------------------------------------------------------------------
+
+    def _begin_upload(self) -> Future[str]:
+        """Return the id of the upload, which the first call requests in the background."""
+        if self._upload_id is None:
+            self._upload_id = self._uploads.submit(self._create_upload)
+        return self._upload_id
+
+    def _create_upload(self) -> str:
+        extra: dict[str, Any] = {"ChecksumAlgorithm": "CRC32"} if self._checksums else {}
+        answer = self._client.call(
+            "create_multipart_upload",
+            "create",
+            self.name,
+            needs=("UploadId",),
+            stop=self._stop,
+            **extra,
+        )
+        return str(answer["UploadId"])
+
+    def _upload_part(
+        self, index: int, views: Sequence[memoryview], upload_id: str
+    ) -> dict[str, Any]:
+        """Upload one part; return the entry that names it when the upload is completed."""
+        checksum: dict[str, Any] = {}
+        if self._checksums:
+            crc = 0
+            for view in views:
+                crc = crc32(view, crc)
+            checksum["ChecksumCRC32"] = base64.b64encode(crc.to_bytes(4, "big")).decode()
+        answer = self._client.call(
+            "upload_part",
+            f"upload part {index + 1} of",
+            self.name,
+            needs=("ETag",),
+            body=views,
+            stop=self._stop,
+            UploadId=upload_id,
+            PartNumber=index + 1,
+            **checksum,
+        )
+        return {"PartNumber": index + 1, "ETag": answer["ETag"], **checksum}
+
+    def _abort_upload(self) -> None:
+        """Delete what the upload has stored, once no part is in flight."""
+        for part in self._sent.values():
+            part.cancel()
+        # A part that arrives after the abort would stay stored, and cost money. Besides, the caller
+        # may reuse its memory once `abort` returns.
+        wait(self._sent.values())
+        self._sent.clear()
+        if self._upload_id is not None:
+            self._upload_id.cancel()
+            # An upload that cannot be aborted now is left to `sweep`, or to a rule of the bucket.
+            with suppress(PenstockError, CancelledError):
+                self._client.abort_upload("abort", self.name, self._upload_id.result())
+
+
+@dataclass(slots=True)
+class Part:
+    """A part being filled, from the caller's own memory and from copies.
+
+    Attributes:
+        index: The number of the part in the blob, from 0.
+        size_bytes: The size of every part.
+        lent: Pieces of the caller's memory, each with its offset in the part; none overlap.
+        memory: Memory for a whole part, once something is copied.
+        copied: Start and stop of what was copied, ascending.
+        taken: The bytes that no later request writes.
+        stop: The offset behind the last byte that was written.
+    """
+
+    index: int
+    size_bytes: int
+    lent: list[tuple[int, memoryview]] = field(default_factory=list)
+    memory: memoryview | None = None
+    copied: list[tuple[int, int]] = field(default_factory=list)
+    taken: int = 0
+    stop: int = 0
+
+    def lend(self, at: int, source: memoryview) -> None:
+        """Refer to `source` at `at`, until the part is uploaded or `own` is called."""
+        self.lent.append((at, source))
+        self.stop = max(self.stop, at + source.nbytes)
+
+    def put(self, at: int, source: memoryview, *, memory: PartMemory) -> None:
+        """Copy `source` to `at`."""
+        if self.memory is None:
+            self.memory = memory.take(self.size_bytes)
+        copy_bytes(self.memory[at : at + source.nbytes], source)
+        insort(self.copied, (at, at + source.nbytes))
+        self.stop = max(self.stop, at + source.nbytes)
+
+    def own(self, *, memory: PartMemory) -> None:
+        """Copy all that is lent."""
+        lent, self.lent = self.lent, []
+        for at, source in lent:
+            self.put(at, source, memory=memory)
+
+    def views(self, length: int) -> tuple[memoryview, ...]:
+        """Return the first `length` bytes; those that were never written are zero."""
+        found: list[memoryview] = []
+        at = 0
+        for start, source in sorted(self.lent, key=itemgetter(0)):
+            if start >= length:
+                break
+            found += self._between(at, start)
+            found.append(source[: length - start])
+            at = start + source.nbytes
+        found += self._between(at, length)
+        return tuple(found)
+
+    def _between(self, start: int, stop: int) -> Iterator[memoryview]:
+        """Yield the bytes of a range in which nothing is lent."""
+        if self.memory is None:
+            for at in range(start, stop, _ZEROS.nbytes):
+                yield _ZEROS[: stop - at]
+        elif start < stop:
+            # Gaps are cleared here: memory is reused, and holds bytes of an earlier blob.
+            at = start
+            for first, last in [*self.copied, (stop, stop)]:
+                if start <= first <= stop:
+                    np.frombuffer(self.memory, np.uint8)[at:first] = 0
+                    at = last
+            yield self.memory[start:stop]
+
+
+class PartMemory:
+    """Memory for parts, reused; bounds what is in flight."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        self._budget = budget_bytes
+        self._in_flight = 0
+        self._spare: dict[int, list[memoryview]] = {}
+        self._changed = threading.Condition()  # guards `_in_flight` and `_spare`
+
+    def take(self, size_bytes: int) -> memoryview:
+        """Return memory for one part; its content is unspecified."""
+        with self._changed:
+            spare = self._spare.get(size_bytes)
+            if spare:
+                return spare.pop()
+        return memoryview(mmap.mmap(-1, size_bytes))
+
+    def send(self, memory: memoryview) -> None:
+        """Wait until there is room for `memory`, then count it as in flight."""
+        with self._changed:
+            # A part larger than the budget is let through alone; else it would wait for ever.
+            while self._in_flight and self._in_flight + memory.nbytes > self._budget:
+                self._changed.wait()
+            self._in_flight += memory.nbytes
+
+    def sent(self, memory: memoryview) -> None:
+        """Count `memory` as no longer in flight, and take it back."""
+        with self._changed:
+            self._in_flight -= memory.nbytes
+            self._changed.notify_all()
+        self.give(memory)
+
+    def give(self, memory: memoryview) -> None:
+        """Take back memory that is no longer used."""
+        with self._changed:
+            kept = sum(size * len(views) for size, views in self._spare.items())
+            # Parts of earlier blobs had another size, which may never be needed again.
+            others = [views for size, views in self._spare.items() if size != memory.nbytes]
+            for views in others:
+                while views and kept + memory.nbytes > self._budget:
+                    kept -= views.pop().nbytes
+            if kept + memory.nbytes <= self._budget:
+                self._spare.setdefault(memory.nbytes, []).append(memory)

@@ -1,0 +1,307 @@
+"""Compacts checkpoints: rewrites those of a chain so that they stand alone: they borrow nothing.
+
+A compaction is a save whose memory is the checkpoint itself, as the next generation of its step.
+So a crash at any moment leaves the older generation or both, and a reader takes the newest. Blobs
+that others borrow of the older generation stay until nothing borrows them any more.
+
+A checkpoint that is deleted or saved again during its compaction must not come back. So its record
+is looked at right before the commit, and the step once more right after it: a step that was deleted
+and saved again in between has a record that was not there before, and then the compacted
+generation goes. An overwrite has a higher generation (see `generation_above`), so it wins whenever
+it commits, and in whichever tier.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.core.catalog.deletion import delete_records
+from penstock.core.catalog.lenders import borrowed_bytes, borrowers_of_deleted_saves
+from penstock.core.catalog.retention import Housekeeper
+from penstock.core.catalog.survey import last_place, uids_named
+from penstock.core.copy.reencode import Reencoding, save_stored
+from penstock.core.errors import CheckpointGoneError, CheckpointNotFoundError, DamagedError
+from penstock.core.format.records import commit_name, compacted_generation
+from penstock.core.reporting.events import EventStream
+from penstock.core.restore.checkpoint import Checkpoint
+from penstock.core.restore.contents import Contents
+from penstock.core.restore.fill import Opened
+from penstock.core.save.request import SaveSurroundings
+from penstock.core.storage.time_limited import TimeLimitedBackend
+from penstock.core.tree.select import Selection
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable
+
+    from penstock.core.abc import Backend
+    from penstock.core.catalog.catalog import Catalog
+    from penstock.core.concurrency.workers import Workers
+    from penstock.core.config.model import CheckpointerConfig
+    from penstock.core.errors import StorageFullError
+    from penstock.core.format.records import CommitRecord
+    from penstock.core.pipeline.reader import Loader
+    from penstock.core.plugins.registry import Registry
+    from penstock.core.reporting.reports import Progress, SaveReport
+    from penstock.core.save.request import SaveRequest
+
+
+@dataclass(frozen=True, slots=True)
+class CompactedStep:
+    """A checkpoint that was compacted.
+
+    Attributes:
+        step: The step.
+        uid: The uid of the new generation; of a dry run, of the checkpoint as it is.
+        generation: Its generation.
+        bytes_before: The size of the blobs that the checkpoint had of its own.
+        bytes_after: The size of its blobs now; of a dry run, about what it would be.
+        seconds: The duration; 0 for a dry run.
+    """
+
+    step: int
+    uid: str
+    generation: int
+    bytes_before: int
+    bytes_after: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class CompactReport:
+    """The result of a compaction, or of its dry run.
+
+    Attributes:
+        steps: The checkpoints that were (or would be) compacted, ascending.
+        bytes_before: The size of all blobs that checkpoints of the run needed before.
+        bytes_after: Their size now; of a dry run, about what it would be.
+        dry_run: Whether nothing was really changed.
+    """
+
+    steps: tuple[CompactedStep, ...]
+    bytes_before: int
+    bytes_after: int
+    dry_run: bool = False
+
+
+class Compactor:
+    """Compacts checkpoints of one run, one after the other."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        catalog: Catalog,
+        *,
+        config: CheckpointerConfig,
+        registry: Registry,
+        workers: Workers,
+        loader: Loader,
+    ) -> None:
+        """Prepare to compact checkpoints of a run.
+
+        Args:
+            backend: The run. With tiers, compacted checkpoints are written to the last of them.
+            catalog: The catalog of the run.
+            config: Sizes of chunks and blocks, staging budget and grace time.
+            registry: Finds codecs.
+            workers: The threads that encode and hash.
+            loader: Reads the checkpoints.
+        """
+        self._backend = backend
+        self._catalog = catalog
+        self._config = config
+        self._registry = registry
+        self._workers = workers
+        self._loader = loader
+        self._housekeeper = Housekeeper(
+            TimeLimitedBackend(backend, workers, config.io_timeout_s),
+            catalog,
+            retention=None,
+            grace_s=config.grace_s,
+            events=EventStream(None),
+        )
+
+    def choose(
+        self, steps: Iterable[int] | None = None, *, everything: bool = False
+    ) -> list[CommitRecord]:
+        """Return the checkpoints to compact, ascending; never one that borrows nothing.
+
+        Args:
+            steps: The steps; None chooses those because of which blobs of deleted checkpoints are
+                kept. Compacting them frees these blobs. Then those that borrow from the chosen ones
+                are chosen as well, whose older generations would be kept for them otherwise.
+            everything: Choose all checkpoints that borrow, if no steps are given.
+
+        Raises:
+            CheckpointNotFoundError: One of the steps does not exist.
+            DamagedError: The record of one of the steps cannot be read.
+        """
+        if steps is not None:
+            found = [self._catalog.record(step) for step in sorted(set(steps))]
+            return [record for record in found if record.references]
+        records = self._records()
+        borrowing = {record.uid: record for record in records if record.references}
+        if everything:
+            return list(borrowing.values())
+        going = set(borrowers_of_deleted_saves(records))
+        chosen: dict[str, CommitRecord] = {}
+        while more := {
+            uid: record
+            for uid, record in borrowing.items()
+            if uid not in chosen and not going.isdisjoint(record.references)
+        }:
+            chosen |= more
+            going |= more.keys()
+        return sorted(chosen.values(), key=lambda record: record.step)
+
+    def plan(self, chosen: Collection[CommitRecord]) -> CompactReport:
+        """Return what compacting these checkpoints would free, or take; changes nothing.
+
+        Raises:
+            DamagedError: A manifest cannot be read.
+        """
+        sizes = {record.uid: self._size_alone(record) for record in chosen}
+        records = self._records()
+        left = [record for record in records if record.uid not in sizes]
+        steps = tuple(
+            CompactedStep(r.step, r.uid, r.generation, r.bytes_stored, sizes[r.uid], 0.0)
+            for r in chosen
+        )
+        after = self._needed_bytes(left, {r.uid: r.bytes_stored for r in chosen})
+        return CompactReport(
+            steps, self._needed_bytes(records), after + sum(sizes.values()), dry_run=True
+        )
+
+    def needed_bytes(self) -> int:
+        """Return the size of all blobs that checkpoints of the run need."""
+        return self._needed_bytes(self._records())
+
+    def compact(
+        self, record: CommitRecord, on_progress: Callable[[Progress], None] | None = None
+    ) -> CompactedStep:
+        """Replace a checkpoint by one that stands alone: same objects, metadata and codecs.
+
+        Raises:
+            CheckpointGoneError: It was deleted or saved anew meanwhile; it is as it was then.
+            DamagedError: Stored bytes are not what was written; nothing was changed.
+            LostRaceError: Another process has compacted the step; nothing was changed.
+            PenstockError: As for `Checkpointer.save`; the checkpoint is as it was, or compacted.
+        """
+        opened = Opened.open(
+            self._backend, record, self._loader, self._registry, allow_pickle=False
+        )
+        before = self._uids(self._catalog.entries().get(record.step, ()))
+        report = save_stored(
+            Checkpoint(opened),
+            last_place(self._backend),
+            Reencoding(
+                config=self._config,
+                selection=Selection(None, None),
+                keep_codecs=True,
+                compacts=True,
+            ),
+            # Never a higher one: it would hide an overwrite that came meanwhile.
+            generation=compacted_generation(record.generation),
+            surroundings=_Compaction(self._catalog, record, self._housekeeper),
+            registry=self._registry,
+            workers=self._workers,
+            on_progress=on_progress,
+        )
+        self._settle(record, report, before)
+        return CompactedStep(
+            record.step,
+            report.uid,
+            report.generation,
+            record.bytes_stored,
+            report.bytes_stored,
+            report.seconds["total"],
+        )
+
+    # ------------------------------------------------------------------------------------------
+
+    def _settle(self, record: CommitRecord, report: SaveReport, before: Collection[str]) -> None:
+        """Delete the older generations; or the new one, if it hides a step that was saved again."""
+        self._catalog.note_own(report.uid)
+        name = commit_name(record.step, report.generation)
+        names = self._catalog.entries().get(record.step, [])
+        wins = names[-1:] == [name]
+        if wins and self._uids(names) - {*before, report.uid}:
+            delete_records(self._backend, [name], uids={name: report.uid})
+            raise _gone(record)
+        if names:
+            self._catalog.delete_older_generations(record.step)
+        if not wins:
+            raise _gone(record)
+
+    def _uids(self, names: Collection[str]) -> set[str]:
+        return {uid for uid in uids_named(self._backend, names).values() if uid is not None}
+
+    def _records(self) -> list[CommitRecord]:
+        found = (one for _, one in self._catalog.records())
+        return [record for record in found if not isinstance(record, DamagedError)]
+
+    def _needed_bytes(
+        self, records: Collection[CommitRecord], own: dict[str, int] | None = None
+    ) -> int:
+        """Return the size of the blobs of `records`, and of those that they borrow of other saves.
+
+        Args:
+            records: The commit records.
+            own: The bytes of all blobs of saves, by uid, that no record names, as far as known:
+                they stay whole if any is borrowed.
+        """
+        named = {record.uid: record.bytes_stored for record in records}
+        uids = {uid for record in records for uid in record.references} - named.keys()
+        lent = borrowed_bytes(self._backend, records, uids)
+        return sum(named.values()) + sum((own or {}).get(uid, size) for uid, size in lent.items())
+
+    def _size_alone(self, record: CommitRecord) -> int:
+        """Return what the checkpoint takes if each chunk is as long as the lowest of its chain."""
+        contents = Contents(self._backend, record, self._registry)
+        lengths: dict[tuple[int, int, int], int] = {}
+        described = (one for found in contents.objects() for one in contents.descriptions(found))
+        for located in described:
+            for ref in (ref for shard in located.record.shards for ref in shard.chunks):
+                frame = located.frames[ref.frame]
+                *_, lowest = frame.links()
+                lengths[located.part, frame.blob, frame.offset] = lowest.length
+        return sum(lengths.values())
+
+
+class _Compaction(SaveSurroundings):
+    """Takes what killed compactions have left; commits only in place of what was compacted."""
+
+    def __init__(self, catalog: Catalog, record: CommitRecord, housekeeper: Housekeeper) -> None:
+        self._catalog = catalog
+        self._record = record
+        self._housekeeper = housekeeper
+
+    def before_write(self, request: SaveRequest, url: str) -> None:
+        """Delete what killed savers and compactions of this machine have left; no checkpoint."""
+        self._housekeeper.before_save(url, request.plan.raw_bytes, protect=())
+
+    def when_full(
+        self, request: SaveRequest, uid: str, error: StorageFullError
+    ) -> StorageFullError:
+        """Delete the same, and return the error with what else would make room."""
+        del request
+        return self._housekeeper.when_full(error, uid, protect=())
+
+    def before_commit(self, request: SaveRequest, uid: str) -> None:
+        """Check that the newest generation of the step is the one that is being compacted."""
+        del request, uid
+        record = self._record
+        try:
+            if self._catalog.record(record.step).uid == record.uid:
+                return
+        except (CheckpointNotFoundError, DamagedError) as error:
+            raise _gone(record) from error
+        raise _gone(record)
+
+
+def _gone(record: CommitRecord) -> CheckpointGoneError:
+    msg = (
+        f"step {record.step} was deleted or saved anew while it was compacted, so its compaction "
+        "was given up"
+    )
+    return CheckpointGoneError(msg)

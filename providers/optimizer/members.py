@@ -1,0 +1,314 @@
+"""The parameters of an optimizer: those on this rank, their names, and the stored ones they match.
+
+Parameters are matched by name, or by order if no side has names.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from penstock.core.errors import FormatError, UnsupportedStateError
+from penstock.core.types import show_path
+from penstock.providers.tensor.flat_ranges import flat_of, refuse_unknown
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    import torch
+
+    from penstock.core.abc import Node, PlaceContext, Placement
+    from penstock.core.types import ObjectPath
+    from penstock.providers.tensor.flat_ranges import Flat
+
+FORM = "optimizer"
+PARAMETER_FORM = "optimizer.parameter"
+
+MEMBERSHIP = frozenset({"params", "param_names"})
+"""Keys of a group that say which parameters it has; they are no options."""
+
+MAX_PARAMETERS = 1 << 20
+"""Most parameters of one optimizer: a stored count of a few bytes becomes a list of numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """An optimizer as it is stored: as if one rank had all of it.
+
+    Attributes:
+        value: The optimizer in the state tree, or a state dict of one.
+        local: The optimizer that has the state on this rank: `value` itself, or the one that it
+            runs on its own parameters. Of a state dict, something with `state` and `defaults`.
+        groups: The param groups, with the parameters of all ranks.
+        owned: The ids of the parameters whose state is on this rank alone; None: of all of them,
+            here and on every other rank that has them.
+    """
+
+    value: Any
+    local: Any
+    groups: list[dict[str, Any]]
+    owned: frozenset[int] | None = None
+
+    @property
+    def kind(self) -> str:
+        """The class of the optimizer that has the state, for messages."""
+        kind = type(self.local)
+        return f"{kind.__module__}.{kind.__qualname__}"
+
+    def owns(self, parameter: torch.Tensor) -> bool:
+        """Return whether the state of `parameter` is on this rank."""
+        return self.owned is None or id(parameter) in self.owned
+
+    def publish_groups(self) -> None:
+        """Give the options in `groups` to the optimizer of this rank."""
+        if self.local is self.value:
+            return
+        for group, local in zip(self.groups, self.local.param_groups, strict=True):
+            local.update({key: option for key, option in group.items() if key != "params"})
+
+    def hooks(self) -> list[Callable[..., Any]]:
+        """Return the load hooks of the optimizer around the local one, each called with it."""
+        if self.local is self.value:
+            return []
+        return list(self.value._optimizer_load_state_dict_post_hooks.values())  # noqa: SLF001 - no other way
+
+
+def is_zero(kind: type) -> bool:
+    """Return whether `kind` is torch's ZeroRedundancyOptimizer, with torch's own state dict."""
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    zero: Any = getattr(module, "ZeroRedundancyOptimizer", None)
+    return zero is not None and issubclass(kind, zero) and kind.state_dict is zero.state_dict  # type: ignore[attr-defined]  # it is
+
+
+def held_of(value: torch.optim.Optimizer, path: ObjectPath) -> Held:
+    """Return what this rank holds of an optimizer.
+
+    Of a `ZeroRedundancyOptimizer` each rank holds the state of the parameters in its partition, in
+    an optimizer of its own. Nothing is consolidated: that would gather all of it on one rank.
+
+    Raises:
+        UnsupportedStateError: A `ZeroRedundancyOptimizer` runs within the backward of DDP.
+    """
+    refuse_unknown((p for group in value.param_groups for p in group["params"]), path)
+    if not is_zero(type(value)):
+        return Held(value, value, value.param_groups, _with_elements(value))
+    zero: Any = value
+    if zero._overlap_with_ddp:  # noqa: SLF001 - torch has no other name for it
+        msg = (
+            f"{show_path(path)} is a ZeroRedundancyOptimizer with overlap_with_ddp=True, which "
+            "keeps its state in functional optimizers: make it without, or use fully_shard"
+        )
+        raise UnsupportedStateError(msg)
+    owned = frozenset(id(p) for group in zero.optim.param_groups for p in group["params"])
+    return Held(value, zero.optim, value.param_groups, owned)
+
+
+def _with_elements(optimizer: torch.optim.Optimizer) -> frozenset[int] | None:
+    """Return the ids of the parameters that have elements here; None if none is cut by ranges."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    flats = [flat_of(p) for p in parameters]
+    if not any(flats):
+        return None
+    pairs = zip(parameters, flats, strict=True)
+    return frozenset(id(p) for p, flat in pairs if flat is None or flat.start < flat.stop)
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One parameter of an optimizer.
+
+    Attributes:
+        parameter: The tensor.
+        group: The index of its group.
+        position: Its index in that group.
+        name: The name that its state is stored under; `<group>.<position>` if it has no name.
+        named: Whether `name` is a real name.
+        candidates: All its names, the best first.
+    """
+
+    parameter: torch.Tensor
+    group: int
+    position: int
+    name: str
+    named: bool
+    candidates: tuple[str, ...]
+
+    @property
+    def flat(self) -> Flat | None:
+        """Which elements of the whole parameter this rank has, if it is cut by flat ranges."""
+        return flat_of(self.parameter)
+
+    @property
+    def shape(self) -> list[int] | None:
+        """Shape of the whole parameter; None if it is not known."""
+        return list(self.parameter.shape if self.flat is None else self.flat.shape)
+
+
+def members(
+    groups: Sequence[Mapping[str, Any]], names_of: Callable[[object], Sequence[str]]
+) -> list[Member]:
+    """Return the parameters of the param groups of an optimizer, in order, each once.
+
+    A parameter takes the first of its names that no other parameter of this optimizer has: the
+    bare one, or, where two modules clash, the one with the tree key in front.
+    """
+    found: list[tuple[torch.Tensor, int, int, tuple[str, ...]]] = []
+    seen: set[int] = set()
+    for index, group in enumerate(groups):
+        own: Any = group.get("param_names") or ()
+        for position, parameter in enumerate(group["params"]):
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            names = [*names_of(parameter), *own[position : position + 1]]
+            found.append((parameter, index, position, tuple(dict.fromkeys(names))))
+    uses = Counter(name for _, _, _, names in found for name in names)
+    return [_member(*each, uses) for each in found]
+
+
+def shape_of_state(shapes: Sequence[tuple[int, ...]]) -> list[int] | None:
+    """Return the shape of the parameter whose state has tensors of `shapes`; None: it is not known.
+
+    Most optimizers keep state of the parameter's shape. Adafactor keeps rows and columns.
+    """
+    most = max(map(len, shapes), default=0)
+    try:
+        shape = np.broadcast_shapes(*(one for one in shapes if len(one) == most))
+    except ValueError:
+        return None
+    return list(shape) if most else None
+
+
+def _member(
+    parameter: torch.Tensor, group: int, position: int, names: tuple[str, ...], uses: Counter[str]
+) -> Member:
+    unique = next((name for name in names if uses[name] == 1), None)
+    name = f"{group}.{position}" if unique is None else unique
+    return Member(parameter, group, position, name, unique is not None, names)
+
+
+class Matcher:
+    """Matches the members of one optimizer, and adds problems to the placement."""
+
+    def __init__(
+        self,
+        held: Held,
+        path: ObjectPath,
+        context: PlaceContext,
+        result: Placement,
+    ) -> None:
+        self._held = held
+        self._path = path
+        self._state = (*path, "state")
+        self._context = context
+        self._result = result
+        self.hopeless = False
+        """Whether only one side has names, so that no member can be matched or compared."""
+
+    def match(self, members: list[Member]) -> dict[str, Node]:
+        """Return the nodes of stored parameters by the names of the live ones."""
+        matches: dict[str, Node] = {}
+        taken: set[ObjectPath] = set()
+        waiting: list[Member] = []
+        for member in members:
+            node = self._node(member.name)
+            # A place such as `0.1` must not match a parameter that is really named `0.1`.
+            if node is not None and node.meta.get("named") is member.named:
+                matches[member.name] = node
+                taken.add(node.path)
+            else:
+                waiting.append(member)
+        # In a second turn, by names that only one parameter goes by: a module may have been stored
+        # alone and restored beside another one with the same names, or the other way round.
+        uses = Counter(name for member in waiting for name in member.candidates)
+        for member in waiting:
+            if not member.named:
+                continue
+            nodes = [self._node(name) for name in member.candidates if uses[name] == 1]
+            # At last by what the checkpoint has tied to it: a stage of a pipeline has its own copy.
+            nodes += map(self._node, self._context.tied_names(member.parameter))
+            for node in nodes:
+                if node is not None and node.path not in taken and node.meta.get("named"):
+                    matches[member.name] = node
+                    taken.add(node.path)
+                    break
+        self._check_names(members, matches)
+        return matches
+
+    def _node(self, name: str) -> Node | None:
+        node = self._context.node((*self._state, name))
+        return node if node is not None and node.form == PARAMETER_FORM else None
+
+    def _problem(self, path: ObjectPath, text: str) -> None:
+        self._result.problems.append(f"{show_path(path)} {text}")
+
+    def _check_names(self, members: list[Member], matches: dict[str, Node]) -> None:
+        chosen = [self._node(name) for name in self._context.children(self._state)]
+        stored = [node for node in chosen if node is not None]
+        nameless = [member for member in members if not member.named]
+        if not stored:
+            return
+        if any(member.named and member.name in matches for member in members):
+            self._result.notes["matched_by"] = "name"
+        if any(member.name in matches for member in nameless):
+            self._by_order()
+        named_there = [bool(node.meta.get("named")) for node in stored]
+        if nameless and all(named_there):
+            self.hopeless = len(nameless) == len(members)
+            self._problem(
+                self._path,
+                "is stored with parameter names, but the template has none: put the module into "
+                "the tree, or build the optimizer from named_parameters()",
+            )
+        elif len(nameless) < len(members) and not any(named_there):
+            self.hopeless = not nameless
+            self._problem(
+                self._path,
+                "is stored without parameter names, but the template has names: restore it "
+                "without its module in the tree, to match by order",
+            )
+
+    def _by_order(self) -> None:
+        here = [len(group["params"]) for group in self._held.groups]
+        node = self._context.node(self._path)
+        there = None if node is None else node.meta.get("groups")
+        numbered = node is not None and bool(node.meta.get("numbered"))
+        if here != there:
+            remedy = "" if numbered else ": put the modules into the tree"
+            self._problem(
+                self._path,
+                f"has no parameter names, and the groups have {there} parameters in the "
+                f"checkpoint but {here} in the template{remedy}",
+            )
+        self._result.notes["matched_by"] = "order"
+        shown = show_path(self._path)
+        warnings.warn(
+            f"{shown} is stored as a state dict by numbers, so parameters are matched by order"
+            if numbered
+            else f"{shown}: the parameters of this optimizer have no names, so they are matched "
+            "by order; put the module that has them into the state tree, or the tensors "
+            "themselves if they are in no module",
+            stacklevel=2,
+        )
+
+
+def index_of(text: str, path: ObjectPath) -> int:
+    """Parse a path segment that is an index.
+
+    Raises:
+        FormatError: The segment is not a number.
+    """
+    if not text.isascii() or not text.isdigit():
+        raise malformed(path)
+    return int(text)
+
+
+def malformed(path: ObjectPath) -> FormatError:
+    """Return the error for nodes and objects that do not make an optimizer."""
+    shown = show_path(path)
+    return FormatError(f"{shown} is not stored as an optimizer is", [shown])

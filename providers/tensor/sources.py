@@ -1,0 +1,574 @@
+"""The memory of tensors as byte sources and sinks, on the CPU and on CUDA devices."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+
+from penstock.core.abc import ByteSink, ByteSource, MemoryKey, PendingCopy, copy_bytes
+from penstock.core.errors import RestoreMismatchError, TornSnapshotError
+from penstock.core.types import Region, TensorSpec, show_path
+from penstock.providers.tensor import elements, holds
+from penstock.providers.tensor.elements import blocks, gather_lines, may_overlap
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from penstock.core.abc import Lines
+    from penstock.core.types import ObjectPath
+    from penstock.providers.tensor.elements import GatheredLines
+
+T = TypeVar("T")
+
+# Elements are copied as integers of the same size: exact for NaNs, and some dtypes have no copy.
+_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+# So few bytes are copied while the GIL is held: to get it back could take longer than the copy.
+_FEW_BYTES = 64 << 10
+_move = ctypes.PyDLL(None).memmove
+_move.argtypes, _move.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), None
+
+_DTYPES: dict[torch.dtype, tuple[str, int]] = {}
+_DEVICES: dict[torch.device, str] = {}
+
+_streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
+_lock = threading.Lock()  # guards `_streams`
+
+
+def dtype_name(dtype: torch.dtype) -> tuple[str, int]:
+    """Return the name without torch's prefix, and the bytes of an element."""
+    # Cached: a state has thousands of tensors, and few dtypes.
+    known = _DTYPES.get(dtype)
+    if known is None:
+        known = (str(dtype).removeprefix("torch."), dtype.itemsize)
+        _DTYPES[dtype] = known
+    return known
+
+
+def device_name(device: torch.device) -> str:
+    """Return `"cpu"`, `"cuda:0"`, and so on; cached, as in `dtype_name`."""
+    known = _DEVICES.get(device)
+    if known is None:
+        known = _DEVICES[device] = str(device)
+    return known
+
+
+class TensorLayout(NamedTuple):
+    """What follows from dtype, device, shape and strides of a tensor alone.
+
+    Attributes:
+        spec: Dtype and shape.
+        regions: The region of the whole tensor.
+        device: `"cpu"`, `"cuda:0"`, and so on.
+        strides: Bytes from one element to the next along each dimension.
+        reading: The name of the dtype, and whether the bytes are read conjugated or negated.
+        nbytes: Bytes of the elements.
+        extent: Bytes from the first element to the end of the last in memory; 0 on the meta device,
+            which has none.
+        is_flat: Whether the bytes of the tensor's values lie row-major in host memory.
+    """
+
+    spec: TensorSpec
+    regions: tuple[Region, ...]
+    device: str
+    strides: tuple[int, ...]
+    reading: str
+    nbytes: int
+    extent: int
+    is_flat: bool
+
+
+def layout_of(tensor: torch.Tensor) -> TensorLayout:
+    """Return the layout of a strided tensor."""
+    return _layout(
+        tensor.dtype,
+        tensor.device,
+        tensor.shape,
+        tensor.stride(),
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+@lru_cache(maxsize=4096)  # thousands of tensors have few layouts
+def _layout(  # noqa: PLR0917 - what a layout follows from; keywords would take longer
+    dtype: torch.dtype,
+    device: torch.device,
+    shape: torch.Size,
+    stride: tuple[int, ...],
+    is_conj: bool,  # noqa: FBT001 - as said
+    is_neg: bool,  # noqa: FBT001 - as said
+) -> TensorLayout:
+    name, itemsize = dtype_name(dtype)
+    sizes = tuple(shape)
+    spec = TensorSpec(name, itemsize, sizes)
+    last = sum((size - 1) * step for size, step in zip(sizes, stride, strict=True))
+    row = 1
+    is_flat = device.type == "cpu" and not is_conj and not is_neg
+    for size, step in zip(reversed(sizes), reversed(stride), strict=True):
+        is_flat = is_flat and (size == 1 or step == row)
+        row *= size
+    return TensorLayout(
+        spec,
+        (Region.whole(sizes),),
+        device_name(device),
+        tuple([step * itemsize for step in stride]),
+        name + " conj" * is_conj + " neg" * is_neg,
+        spec.nbytes,
+        (last + 1) * itemsize if row and device.type != "meta" else 0,
+        is_flat,
+    )
+
+
+def memory_key(tensor: torch.Tensor, storage: torch.UntypedStorage | None = None) -> MemoryKey:
+    """Return the identity of a strided tensor's memory; pass `storage` if it is known already."""
+    if storage is None:
+        storage = tensor.untyped_storage()
+    layout = layout_of(tensor)
+    spec = layout.spec
+    offset = int(tensor.storage_offset()) * spec.itemsize
+    return MemoryKey(
+        layout.device, storage.data_ptr(), offset, spec.shape, layout.strides, layout.reading
+    )
+
+
+def carrier(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view whose elements copy bit by bit; the tensor itself if it has no such view."""
+    dtype = _CARRIERS.get(tensor.dtype.itemsize)
+    return tensor if dtype is None or tensor.is_conj() or tensor.is_neg() else tensor.view(dtype)
+
+
+def host_tensor(buffer: memoryview, dtype: torch.dtype) -> torch.Tensor:
+    """Return a 1-dim tensor over `buffer` without copying; a read-only one must only be read."""
+    if buffer.readonly:
+        # By address: `frombuffer` warns of a read-only buffer, although it is only read here.
+        address = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
+        raw = (ctypes.c_char * buffer.nbytes).from_address(address)
+        return torch.frombuffer(raw, dtype=dtype)
+    return torch.frombuffer(buffer, dtype=dtype)
+
+
+def flat_memory(tensor: torch.Tensor, nbytes: int) -> memoryview:
+    """Return the bytes of a flat tensor (see `is_flat`) without copying; keeps its storage alive.
+
+    Not by `tensor.numpy()`: after that torch refuses for ever to resize the storage, so that code
+    which offloads weights, or enlarges a buffer, would fail in training.
+    """
+    return np.asarray(_StorageBytes(tensor, nbytes)).data
+
+
+class _StorageBytes:
+    """Memory of a tensor that numpy makes an array of; keeps the storage alive."""
+
+    def __init__(self, tensor: torch.Tensor, nbytes: int) -> None:
+        self._storage = tensor.untyped_storage()  # the tensor itself may get another one
+        if tensor.storage_offset() * tensor.dtype.itemsize + nbytes > self._storage.nbytes():
+            msg = "the storage of a tensor was freed or shrunk while its memory was asked for"
+            raise RuntimeError(msg)
+        self.__array_interface__: dict[str, Any] = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (nbytes,),
+            "data": (tensor.data_ptr(), False),
+        }
+
+
+def lacks_memory(tensor: torch.Tensor) -> bool:
+    """Return whether a strided tensor reaches beyond its storage.
+
+    Then its memory was freed or shrunk (`untyped_storage().resize_`), as FSDP and offloaders do.
+    torch does not check: reading such a tensor returns foreign bytes, or ends the process.
+    """
+    layout = layout_of(tensor)
+    end = tensor.storage_offset() * layout.spec.itemsize + layout.extent
+    return layout.extent > 0 and end > tensor.untyped_storage().nbytes()
+
+
+class _TensorMemory:
+    __slots__ = ("_key", "_offset", "_start", "address", "device", "layout", "nbytes", "storage",
+                 "tensor")  # fmt: skip
+
+    def __init__(self, tensor: torch.Tensor, layout: TensorLayout | None = None) -> None:
+        # An alias: it keeps this memory if training assigns `.data` later, and any thread may write
+        # it, as it takes no part in autograd.
+        self.tensor = alias = tensor.detach()
+        self.storage = storage = alias.untyped_storage()
+        self.layout = layout = layout or layout_of(alias)
+        self.nbytes = layout.nbytes
+        self.device = layout.device
+        self._start = start = storage.data_ptr()
+        offset: int = alias.storage_offset() * layout.spec.itemsize  # type: ignore[assignment]  # no symbol
+        self._offset = offset
+        self._key: MemoryKey | None = None
+        self.address: int | None = start + offset if layout.extent and layout.is_flat else None
+
+    @property
+    def memory(self) -> MemoryKey | None:
+        """Where the memory was when this was made."""
+        layout = self.layout
+        # Tensors on the meta device have no memory, but all the address 0: they are not tied.
+        if self._key is None and layout.extent:  # made when asked for: few are
+            self._key = MemoryKey(
+                layout.device, self._start, self._offset, layout.spec.shape, layout.strides,
+                layout.reading,
+            )  # fmt: skip
+        return self._key
+
+    def is_lost(self) -> bool:
+        """Return whether the memory was freed or shrunk; see `lacks_memory`."""
+        extent = self.layout.extent
+        return extent > 0 and self._offset + extent > self.storage.nbytes()
+
+    def view(self) -> memoryview | None:
+        return None if self.address is None else flat_memory(self.tensor, self.nbytes)
+
+
+class TensorSource(_TensorMemory, ByteSource):  # type: ignore[override]  # `memory` is made when asked for
+    """The source of a tensor's bytes; copies from devices block."""
+
+    __slots__ = ()
+
+    def view(self) -> memoryview | None:
+        self._check_memory()
+        return super().view()
+
+    def copy_out(self, start: int, out: memoryview, /) -> PendingCopy | None:
+        if not out.nbytes:
+            return None
+        self._check_memory()
+        if self.address is not None:
+            flat = torch.frombuffer(flat_memory(self.tensor, self.nbytes), dtype=torch.uint8)
+            host_tensor(out, torch.uint8).copy_(flat[start : start + out.nbytes])
+            return None
+        copy_range(self.tensor, start, out)
+        return None
+
+    @classmethod
+    def sample(
+        cls, sources: Sequence[ByteSource], lines: Sequence[Lines], /
+    ) -> Callable[[], Sequence[bytes]]:
+        by_device: dict[torch.device, list[int]] = {}
+        tensors = []
+        for number, source in enumerate(sources):
+            assert isinstance(source, TensorSource)
+            source._check_memory()  # noqa: SLF001 - of the same class
+            tensors.append(source.tensor)
+            by_device.setdefault(source.tensor.device, []).append(number)
+        begun = [
+            (numbers, cls._begin(device, [(tensors[n], lines[n]) for n in numbers]))
+            for device, numbers in by_device.items()
+        ]
+
+        def read() -> list[bytes]:
+            found = [b""] * len(tensors)
+            for numbers, (gathered, wait) in begun:
+                for number, data in zip(numbers, gathered.split(wait()), strict=True):
+                    found[number] = data
+            return found
+
+        return read
+
+    @classmethod
+    def _begin(
+        cls, device: torch.device, wanted: Sequence[tuple[torch.Tensor, Lines]]
+    ) -> tuple[GatheredLines, Callable[[], torch.Tensor]]:
+        """Gather lines on a device; return them, and what waits for them in host memory."""
+        del device
+        gathered = gather_lines([carrier(tensor) for tensor, _ in wanted], [of for _, of in wanted])
+        return gathered, gathered.data.cpu
+
+    def _check_memory(self) -> None:
+        """Raise if the memory was freed after the tensor was described, before its capture."""
+        if self.is_lost():
+            msg = (
+                "the storage of a tensor was freed or shrunk between `save` and the end of its "
+                "capture: call fence() before you do that, or save with mode='async'"
+            )
+            raise TornSnapshotError(msg)
+
+    def steady(self) -> bool:
+        return self.version() is not None and not self.storage.is_shared()
+
+    def version(self) -> int | None:
+        return None if self.tensor.is_inference() else self.tensor._version  # noqa: SLF001 - torch has no other name
+
+    def is_rounded(self, other: ByteSource, /) -> bool:
+        if not isinstance(other, TensorSource) or self.device != other.device:
+            return False
+        if lacks_memory(self.tensor) or lacks_memory(other.tensor):
+            return False  # the capture of the tensor says so
+        return elements.is_rounded(self.tensor, other.tensor)
+
+    def locate(self) -> int | None:
+        extent = self.layout.extent
+        if not extent:
+            return None
+        # Shrunk memory counts as freed: what lies behind its end is of others.
+        lost = self._offset + extent > self.storage.nbytes()
+        start = 0 if lost else self.storage.data_ptr()
+        return start + self._offset if start else 0
+
+    def keep(self) -> None:
+        if self.device == "cpu" and self.nbytes and not lacks_memory(self.tensor):
+            # torch refuses to resize a storage that numpy has seen, so that an offloader cannot
+            # free this one while it is copied.
+            torch.empty(0, dtype=torch.uint8, device="cpu").set_(self.storage).numpy()
+
+    @staticmethod
+    def hold(sources: Sequence[ByteSource], /) -> Callable[[], None]:
+        on_host = _on_host(sources)
+        release = holds.hold([source.storage for source in on_host])
+        try:
+            for source in on_host:
+                if source.address is not None:
+                    source.address = source.locate()
+        except BaseException:
+            release()
+            raise
+        return release
+
+    @staticmethod
+    def still(sources: Sequence[ByteSource], action: Callable[[], T], /) -> T:
+        return holds.still(lambda: (s.storage for s in _on_host(sources)), action)
+
+
+def _on_host(sources: Sequence[ByteSource]) -> list[TensorSource]:
+    return [s for s in sources if isinstance(s, TensorSource) and s.device == "cpu" and s.nbytes]
+
+
+def copy_range(
+    tensor: torch.Tensor, start: int, out: memoryview, *, non_blocking: bool = False
+) -> None:
+    """Copy row-major bytes from `start` on to host memory, without a copy of the whole tensor."""
+    source = carrier(tensor)
+    target = host_tensor(out, source.dtype)
+    first = start // tensor.dtype.itemsize
+    for index, position in blocks(tuple(tensor.shape), first, first + target.numel()):
+        # Resolved on the tensor's device: otherwise torch flips the signs on the host, right after
+        # it has started a copy that may not have arrived.
+        block = source[index].resolve_conj().resolve_neg()
+        part = target[position : position + block.numel()]
+        part.view(block.shape).copy_(block, non_blocking=non_blocking)
+
+
+class TensorSink(_TensorMemory, ByteSink):  # type: ignore[override]  # as `TensorSource`
+    """The sink that fills a tensor's memory in place."""
+
+    __slots__ = ()
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__(tensor)
+        if self.tensor.is_cuda:
+            # Kernels that the caller has queued may still write to this memory.
+            torch.cuda.current_stream(self.tensor.device).synchronize()
+
+    def copy_in(self, start: int, data: memoryview, /) -> None:
+        if not data.nbytes:
+            return
+        if self.address is not None:
+            if data.nbytes <= _FEW_BYTES and not data.readonly:
+                self._copy_few(start, data)
+            else:
+                copy_bytes(flat_memory(self.tensor, self.nbytes)[start : start + data.nbytes], data)
+            return
+        target = carrier(self.tensor)
+        source = host_tensor(data, target.dtype)
+        first = start // self.tensor.dtype.itemsize
+        for index, position in blocks(tuple(target.shape), first, first + source.numel()):
+            block = target[index]
+            block.copy_(source[position : position + block.numel()].view(block.shape))
+
+    def _copy_few(self, start: int, data: memoryview) -> None:
+        """Copy by address, in a quarter of the time: a slab has thousands of small tensors."""
+        if self.is_lost() or not 0 <= start <= self.nbytes - data.nbytes:
+            msg = (
+                f"{data.nbytes} bytes from {start} on do not fit into the {self.nbytes} bytes of a "
+                "tensor, or its storage was freed or shrunk while it was restored"
+            )
+            raise RuntimeError(msg)
+        source = ctypes.addressof(ctypes.c_char.from_buffer(data))
+        _move(self.tensor.data_ptr() + start, source, data.nbytes)
+
+    def opened(self) -> None:
+        if not self.tensor.is_inference():
+            torch.autograd.graph.increment_version(self.tensor)
+
+    def written(self) -> None:
+        if self.tensor.is_cuda:
+            # A strided target is scattered by a kernel that runs after the copy.
+            torch.cuda.synchronize(self.tensor.device)
+        if not self.tensor.is_inference():
+            torch.autograd.graph.increment_version(self.tensor)
+
+
+class ShardSink(TensorSink):
+    """The sink of a local tensor, the part of a distributed one that this rank holds."""
+
+    __slots__ = ("_whole",)
+
+    def __init__(self, local: torch.Tensor, whole: torch.Tensor) -> None:
+        super().__init__(local)
+        self._whole = whole
+
+    def opened(self) -> None:
+        super().opened()
+        self._count_change()
+
+    def written(self) -> None:
+        super().written()
+        self._count_change()
+
+    def _count_change(self) -> None:
+        # The two have counters of their own, and autograd saves the distributed tensor.
+        if not self._whole.is_inference():
+            torch.autograd.graph.increment_version(self._whole)
+
+
+class OverlapSink(TensorSink):
+    """The sink of a tensor whose elements share memory (`expand`): filled by way of scratch.
+
+    `written` raises RestoreMismatchError where the stored values disagree about one place.
+    """
+
+    __slots__ = ("_live", "_path")
+
+    def __init__(self, tensor: torch.Tensor, path: ObjectPath) -> None:
+        super().__init__(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device))
+        self._live = tensor.detach()
+        self._path = path
+        self._key = memory_key(tensor)
+
+    def opened(self) -> None:
+        if not self._live.is_inference():
+            torch.autograd.graph.increment_version(self._live)
+
+    def written(self) -> None:
+        strides = self._live.stride()
+        once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in strides)
+        carrier(self._live)[once].copy_(_as(self.tensor, self._live)[once])
+        if not torch.equal(_bits(self._live), _bits(self.tensor)):
+            msg = (
+                f"{show_path(self._path)} is an expanded or overlapping tensor, and what is "
+                "stored has different values for one place of its memory: restore into a "
+                "contiguous tensor"
+            )
+            raise RestoreMismatchError(msg, [msg])
+        self.tensor = self._live  # frees the scratch memory
+
+
+def _as(source: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return carrier(source) if carrier(like).dtype != like.dtype else source
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    plain = tensor.resolve_conj().resolve_neg()
+    if plain.dtype.itemsize not in _CARRIERS:
+        plain = torch.view_as_real(plain)
+    return plain.view(_CARRIERS[plain.dtype.itemsize])
+
+
+def make_sink(tensor: torch.Tensor, path: ObjectPath) -> TensorSink:
+    """Return the sink for the layout of `tensor`."""
+    return OverlapSink(tensor, path) if overlaps_itself(tensor) else TensorSink(tensor)
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Return whether two elements may share memory; False is always right."""
+    if tensor.is_contiguous() or not tensor.numel():
+        return False
+    return may_overlap(tensor.shape, tensor.stride(), 1)
+
+
+def side_stream(device: torch.device, use: str = "copy") -> torch.cuda.Stream:
+    """Return the stream on which state is copied from `device`; one for each use, for all saves."""
+    with _lock:
+        stream = _streams.get((device, use))
+        if stream is None:
+            stream = _streams[device, use] = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]  # torch has no type for it
+        return stream
+
+
+class CudaCopy(PendingCopy):
+    """A copy in flight; keeps the memory that it reads and writes."""
+
+    __slots__ = ("_device", "_event", "_held")
+
+    def __init__(self, event: torch.cuda.Event, device: torch.device, held: object) -> None:
+        self._event = event
+        self._device = device
+        self._held = held
+
+    def wait(self) -> None:
+        # A new thread uses device 0, where CUDA might make a context that takes some 500 MB.
+        with torch.cuda.device(self._device):
+            self._event.synchronize()
+        self._held = None
+
+    def order(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+
+
+class CudaSource(TensorSource):
+    """The source of a CUDA tensor's bytes, as of an event on the describing thread's stream."""
+
+    __slots__ = ("_moment",)
+
+    def __init__(self, tensor: torch.Tensor, moment: torch.cuda.Event) -> None:
+        super().__init__(tensor)
+        self._moment = moment
+
+    def copy_out(self, start: int, out: memoryview, /) -> PendingCopy | None:
+        if not out.nbytes:
+            return None
+        self._check_memory()
+        device = self.tensor.device
+        side = side_stream(device)
+        # Copies to pageable memory are not asynchronous: torch blocks until they are done.
+        pinned = torch.frombuffer(out, dtype=torch.uint8).is_pinned()
+        with torch.cuda.device(device), torch.cuda.stream(side):
+            side.wait_event(self._moment)
+            copy_range(self.tensor, start, out, non_blocking=pinned)
+            # Keeps the allocator from reusing a freed tensor's memory before this stream reads it.
+            self.tensor.record_stream(side)
+            if not pinned:
+                side.synchronize()
+                return None
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # likewise
+            event.record(side)
+        return CudaCopy(event, device, (self.tensor, out))
+
+    @classmethod
+    def _begin(
+        cls, device: torch.device, wanted: Sequence[tuple[torch.Tensor, Lines]]
+    ) -> tuple[GatheredLines, Callable[[], torch.Tensor]]:
+        # On the stream of the caller: what it issues later changes nothing that is gathered here,
+        # and the memory stays alive until then.
+        with torch.cuda.device(device):
+            gathered, _ = super()._begin(device, wanted)
+            data = gathered.data
+            # Copies to pageable memory are not asynchronous: torch blocks until they are done.
+            out = torch.empty(data.shape, dtype=data.dtype, device="cpu", pin_memory=True)
+            out.copy_(data, non_blocking=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # likewise
+            event.record(torch.cuda.current_stream(device))
+
+        def wait() -> torch.Tensor:
+            event.synchronize()
+            return out
+
+        return gathered, wait
+
+    def is_rounded(self, other: ByteSource, /) -> bool:
+        if not isinstance(other, CudaSource):
+            return False
+        # On a stream of its own: the answer does not wait for copies to the host.
+        side = side_stream(self.tensor.device, "compare")
+        with torch.cuda.device(self.tensor.device), torch.cuda.stream(side):
+            side.wait_event(self._moment)
+            side.wait_event(other._moment)  # noqa: SLF001 - of the same class
+            return super().is_rounded(other)

@@ -1,0 +1,83 @@
+"""The conformance suite of backends: the promises of the contract, as plain functions.
+
+```python
+def open_root(root: str) -> Backend:  # equal `root`: the same store; a new one: empty
+    return MyBackend(MyConfig(path=f"{tmp}/{root}"))
+
+check_backend(open_root)                                    # all, or with pytest:
+
+@pytest.mark.parametrize("check", BACKEND_CHECKS, ids=lambda check: check.__name__)
+def test_backend(check): check(open_root)
+```
+"""
+
+from __future__ import annotations
+
+import unittest
+from typing import TYPE_CHECKING
+
+from penstock.testing.backends.blobs import ACCESS_CHECKS, BLOB_CHECKS
+from penstock.testing.backends.forks import PROCESS_CHECKS
+from penstock.testing.backends.published import INSTANCE_CHECKS, RECORD_CHECKS
+from penstock.testing.expectations import NotDeclaredError, NotTriedError
+
+if TYPE_CHECKING:
+    from penstock.testing.expectations import BackendCheck, OpenRoot
+
+BACKEND_CHECKS: tuple[BackendCheck, ...] = (
+    *BLOB_CHECKS,
+    *ACCESS_CHECKS,
+    *RECORD_CHECKS,
+    *INSTANCE_CHECKS,
+    *PROCESS_CHECKS,
+)
+"""All checks; each takes the function that opens a root, and raises AssertionError.
+
+A check of an optional capability raises NotDeclaredError if the instance does not declare the
+capability, and NotTriedError if it cannot be tried on the store at hand. Pytest and unittest show
+both as a skip, with the reason.
+"""
+
+
+def check_backend(open_root: OpenRoot, /) -> tuple[str, ...]:
+    """Run all checks, each on roots of its own.
+
+    Args:
+        open_root: Opens the root of that name, which has to be empty the first time.
+
+    Returns:
+        The names of the checks that were skipped: the backend does not declare the capability, or
+        it cannot be tried (a crash, where no forked process can use the store).
+
+    Raises:
+        AssertionError: A promise of the contract is broken, or a check was skipped although the
+            backend declares its capability; a note names the check.
+    """
+    left_out: list[str] = []
+    for check in BACKEND_CHECKS:
+        try:
+            check(open_root)
+        except (NotDeclaredError, NotTriedError):
+            left_out.append(check.__name__)
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        except Exception as error:
+            if not isinstance(error, unittest.SkipTest):
+                error.add_note(_while(check))
+                raise
+            raise _skipped(check) from error
+        except BaseException as error:
+            # Test frameworks skip by a BaseException. A check skipped by anything but the suite
+            # itself has not been made, so it must not count as passed.
+            raise _skipped(check) from error
+    return tuple(left_out)
+
+
+def _skipped(check: BackendCheck) -> AssertionError:
+    error = AssertionError("the check was skipped, though nothing says that it does not apply")
+    error.add_note(_while(check))
+    return error
+
+
+def _while(check: BackendCheck) -> str:
+    return f"while checking that {check.__name__.replace('_', ' ')}"

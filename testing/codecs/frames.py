@@ -1,0 +1,318 @@
+"""Checks of frames: chunks come back, lossy ones rounded once, and damaged frames are refused."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.core.abc import CodecContext, CodecOutput, Declined
+from penstock.core.errors import CodecError
+from penstock.testing.codecs.calls import (
+    ELEMENTS,
+    DeclinedChunkError,
+    as_given,
+    bound_of,
+    chunks,
+    compressible,
+    context_of,
+    encode,
+    encoded,
+    expect_decodes,
+    expect_guarded,
+    expect_length,
+    expect_refused,
+    expect_unchanged,
+    guarded,
+    in_words,
+    random_bytes,
+    rare_floats,
+    try_decode,
+    whole,
+)
+from penstock.testing.expectations import finding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from penstock.core.abc import Codec
+
+LARGE_BYTES = (9 << 20) + 3
+_SPARE_BYTES = 1000
+
+_SIZES = {"uint8": 1, **dict(ELEMENTS)}
+
+
+@in_words
+def check_round_trips(codec: Codec) -> None:
+    """Check that every size and kind of data comes back, with inputs and bounds respected."""
+    for chunk, frame in encoded(codec, chunks(codec)):
+        expect_decodes(codec, frame, chunk)
+
+
+@in_words
+def check_large_chunk(codec: Codec) -> None:
+    """Check that a chunk of an odd number of megabytes comes back, random or compressible."""
+    size = whole(codec, LARGE_BYTES)
+    for chunk, frame in encoded(codec, (random_bytes(size), compressible(size))):
+        expect_decodes(codec, frame, chunk)
+
+
+@in_words
+def check_elements_come_back(codec: Codec) -> None:
+    """Check that chunks of typed regions come back: whole, cut inside a row, and of a scalar.
+
+    Also elements that arithmetic changes: -0.0, denormals, NaNs with all their bits. Buffers are
+    lent as core lends them: the output is larger than needed, the input is read-only, or writable,
+    and not to be written all the same.
+    """
+    for chunk, context in _typed_chunks(codec):
+        for read_only in (True, False):
+            _comes_back(codec, chunk, context, read_only=read_only)
+
+
+def _comes_back(codec: Codec, chunk: bytes, context: CodecContext, *, read_only: bool) -> None:
+    what = (
+        f"{len(chunk)} bytes of {context.dtype}, from byte {context.start} of a region of shape "
+        f"{list(context.shape)}"
+    )
+    source = bytearray(chunk)
+    out = memoryview(bytearray(bound_of(codec, len(chunk)) + _SPARE_BYTES))
+    with finding(f"encode of {what}"):
+        try:
+            given = memoryview(source)
+            given = given.toreadonly() if read_only else given
+            length: object = codec.encode(given, out, context=context)
+        except CodecError:
+            return  # the codec refuses such chunks, which is allowed
+    # C code can write to a read-only view.
+    assert source == chunk, f"encode of {what} changed its input"
+    if isinstance(length, Declined):
+        return
+    frame = out[: expect_length(length, len(out) - _SPARE_BYTES)].toreadonly()
+    decoded = bytearray(len(chunk))
+    with finding(f"decode of {what}"):
+        codec.decode(frame, memoryview(decoded), context=context)
+    if codec.lossless:
+        expect_unchanged(decoded, chunk, what, context.itemsize)
+
+
+@in_words
+def check_exact_output_suffices(codec: Codec) -> None:
+    """Check that an output of exactly `max_encoded_size` is enough, and is never overrun."""
+    for chunk in chunks(codec):
+        bound = bound_of(codec, len(chunk))
+        memory, out = guarded(bound)
+        context = context_of(codec, len(chunk))
+        with finding(f"encode of {len(chunk)} bytes into the {bound} of max_encoded_size"):
+            length: object = codec.encode(memoryview(chunk), out, context=context)
+        if not isinstance(length, Declined):
+            expect_length(length, bound)
+        expect_guarded(memory)
+
+
+@in_words
+def check_frames_stand_alone(codec: Codec) -> None:
+    """Check that frames decode in any order, each without the others."""
+    for chunk, frame in reversed(list(encoded(codec, chunks(codec)))):
+        expect_decodes(codec, frame, chunk)
+
+
+@in_words
+def check_short_output_is_refused(codec: Codec) -> None:
+    """Check that an output too small for the frame raises `CodecError`, and is never overrun."""
+    chunk = compressible(whole(codec, 10_000))
+    needed = len(encode(codec, chunk))
+    for size in (0, 1, needed // 2, needed - 1):
+        memory, out = guarded(size)
+        with finding(f"encode into {size} bytes, where it needs {needed}"):
+            try:
+                length = codec.encode(memoryview(chunk), out, context=context_of(codec, len(chunk)))
+            except CodecError:
+                expect_guarded(memory)
+                continue
+        msg = f"encode returned {length} for an output of {size} bytes; it needs {needed}"
+        raise AssertionError(msg)
+    # A failed call must leave no state behind in the codec.
+    expect_decodes(codec, encode(codec, chunk), chunk)
+
+
+def _few(codec: Codec) -> tuple[bytes, ...]:
+    """Return a compressible chunk, a random one, and one of a single element."""
+    sizes = [whole(codec, size) for size in (3000, 500, 1)]
+    return compressible(sizes[0]), random_bytes(sizes[1]), random_bytes(sizes[2])
+
+
+@in_words
+def check_truncated_frames_are_refused(codec: Codec) -> None:
+    """Check that a frame cut at any byte raises `CodecError`."""
+    for chunk, frame in encoded(codec, _few(codec)):
+        for cut in {*range(min(len(frame), 40)), *range(0, len(frame), 97), len(frame) - 1}:
+            expect_refused(codec, frame[:cut], len(chunk), f"a frame cut to {cut} bytes")
+
+
+@in_words
+def check_extended_frames_are_refused(codec: Codec) -> None:
+    """Check that bytes behind a frame raise `CodecError`, since `encode` never writes such."""
+    for chunk, frame in encoded(codec, _few(codec)):
+        for more in (b"\0", frame or b"\0\0\0\0", b"\xff" * 9):
+            expect_refused(codec, frame + more, len(chunk), f"{len(more)} bytes too many")
+
+
+@in_words
+def check_wrong_length_is_refused(codec: Codec) -> None:
+    """Check that a frame of a longer or shorter chunk than asked for raises `CodecError`."""
+    for chunk, frame in encoded(codec, _few(codec)):
+        size = whole(codec, 1)
+        for length in {size, len(chunk) - size, len(chunk) + size, 2 * len(chunk)}:
+            if length in {0, len(chunk)}:
+                continue
+            expect_refused(codec, frame, length, f"a frame of {len(chunk)} bytes as {length}")
+
+
+@in_words
+def check_garbage_is_refused(codec: Codec) -> None:
+    """Check that random bytes raise `CodecError`: a codec that accepts any hides damage."""
+    for size in (0, 1, 4, 16, 100, 5000):
+        expect_refused(codec, random_bytes(size), whole(codec, 4099), f"{size} random bytes")
+
+
+@in_words
+def check_flipped_bits_never_overrun(codec: Codec) -> None:
+    """Check that a frame with flipped bits decodes within bounds or raises `CodecError`.
+
+    A wrong result is no breach: the checksums around every frame find it, not the codec.
+    """
+    for dtype, itemsize in ELEMENTS:
+        length = 32 * 40 * itemsize
+        context = as_given(codec, CodecContext(dtype, itemsize, (32, 40), 0, length))
+        for chunk in (compressible(length), rare_floats(dtype, length)):
+            with contextlib.suppress(DeclinedChunkError):
+                _decode_damaged(codec, encode(codec, chunk, context), context)
+    chunk = compressible(whole(codec, 2000))
+    frame = bytearray(encode(codec, chunk))
+    for bit in random.Random(7).sample(range(8 * len(frame)), min(400, 8 * len(frame))):  # noqa: S311
+        frame[bit // 8] ^= 1 << bit % 8
+        try_decode(codec, bytes(frame), len(chunk))
+        frame[bit // 8] ^= 1 << bit % 8
+
+
+def _decode_damaged(codec: Codec, frame: bytes, context: CodecContext) -> None:
+    """Decode a frame with flipped bits, and with pieces that are zero, random, gone or doubled."""
+    chance = random.Random(8)  # noqa: S311
+    for turn in range(40):
+        damaged = bytearray(frame)
+        at = chance.randrange(len(frame)) if turn % 2 else chance.randrange(min(len(frame), 48))
+        size = chance.choice((1, 2, 4, 40))
+        match turn % 5:
+            case 0:
+                damaged[at] ^= 1 << chance.randrange(8)
+            case 1:
+                damaged[at : at + size] = bytes(len(damaged[at : at + size]))
+            case 2:
+                damaged[at : at + size] = chance.randbytes(len(damaged[at : at + size]))
+            case 3:
+                del damaged[at : at + size]
+            case _:
+                damaged[at:at] = damaged[at : at + size]
+        try_decode(codec, bytes(damaged), context.raw_length, context)
+
+
+def _typed_chunks(codec: Codec) -> Iterator[tuple[bytes, CodecContext]]:
+    """Yield chunks of every dtype: of a whole region, pieces of one, and a scalar."""
+    for dtype, itemsize in _SIZES.items():
+        rows = 96 * 50 * itemsize
+        for shape, start, length in (
+            ((96, 50), 0, rows),
+            ((96, 50), 53 * itemsize, 1001 * itemsize),
+            ((96, 50), rows - 7 * itemsize, 7 * itemsize),
+            ((), 0, itemsize),
+        ):
+            context = as_given(codec, CodecContext(dtype, itemsize, shape, start, length))
+            for chunk in (rare_floats(dtype, length), random_bytes(length), compressible(length)):
+                yield chunk, context
+
+
+@in_words
+def check_output(codec: Codec) -> None:
+    """Check that `output` is a valid answer, is true of what `encode` makes, and never changes.
+
+    A reader asks an instance of its own, which has seen no chunk.
+    """
+    stored = json.loads(json.dumps(codec.config.model_dump(mode="json")))
+    reader = type(codec)(codec.Config.model_validate(stored))
+    for chunk, context in _typed_chunks(codec):
+        told = replace(context, base=None)
+        said = _output(codec, told)
+        with contextlib.suppress(DeclinedChunkError):
+            _expect_true(said, len(encode(codec, chunk, context)), told)
+        assert _output(codec, told) == said, (
+            f"output of {told.dtype} is another one once a chunk was encoded: it depends on the "
+            "options and the context alone"
+        )
+        assert _output(reader, told) == said, (
+            f"output of {told.dtype} is another one in an instance with the same options"
+        )
+
+
+def _output(codec: Codec, context: CodecContext) -> CodecOutput:
+    with finding(f"output of {context.dtype}"):
+        said: object = codec.output(context)
+    assert isinstance(said, CodecOutput), f"output returned {said!r}: it returns a CodecOutput"
+    dtype: object = said.dtype
+    assert isinstance(dtype, str), f"output has the dtype {dtype!r}: it is a name"
+    assert type(said.itemsize) is int, f"output has the itemsize {said.itemsize!r}: it is an int"
+    assert said.itemsize > 0, f"output has the itemsize {said.itemsize}: it is at least 1"
+    assert type(said.elementwise) is bool, "elementwise is True or False"
+    size = _SIZES.get(dtype) or _size_in_numpy(dtype)
+    assert size is not None, f"output has the dtype {dtype!r}, which is the name of none"
+    assert size == said.itemsize, f"elements of {dtype} have {size} bytes, not {said.itemsize}"
+    return said
+
+
+def _size_in_numpy(dtype: str) -> int | None:
+    try:
+        return np.dtype(dtype).itemsize
+    except TypeError:
+        return None
+
+
+def _expect_true(said: CodecOutput, length: int, context: CodecContext) -> None:
+    count = context.raw_length // context.itemsize
+    assert length % said.itemsize == 0, (
+        f"encode of {context.dtype} made {length} bytes, which are no whole elements of "
+        f"{said.dtype}, as output says"
+    )
+    assert not said.elementwise or length == count * said.itemsize, (
+        f"encode of {context.dtype} made {length} bytes of {count} elements, which are not so "
+        f"many of {said.dtype}, as output says with elementwise=True"
+    )
+
+
+@in_words
+def check_rounding_is_stable(codec: Codec) -> None:
+    """Check that a lossy codec decodes a frame to the same each time, and keeps what it rounded.
+
+    So a checkpoint that is restored and saved again, or copied, loses nothing more. A codec may
+    decline what it has rounded.
+    """
+    if codec.lossless:
+        return
+    for chunk, context in _typed_chunks(codec):
+        what = f"{len(chunk)} bytes of {context.dtype}"
+        with contextlib.suppress(DeclinedChunkError):
+            rounded = _rounded(codec, encode(codec, chunk, context), context, what)
+            again = _rounded(codec, encode(codec, rounded, context), context, what)
+            expect_unchanged(again, rounded, f"{what}, rounded before,", context.itemsize)
+
+
+def _rounded(codec: Codec, frame: bytes, context: CodecContext, what: str) -> bytes:
+    """Decode a frame twice, and return the one result."""
+    found = [try_decode(codec, frame, context.raw_length, context, fill) for fill in (0, 0xFF)]
+    assert found[0] == found[1], f"the frame of {what} is decoded to other bytes each time"
+    assert isinstance(found[0], bytes), f"decode refused the frame of {what}: {found[0]}"
+    return found[0]

@@ -1,0 +1,220 @@
+"""The conformance suite of state providers: plain functions, to be called from any test.
+
+`store` and `Stored` are a checkpoint in memory, which uses a provider as core does, without files.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from penstock.core.tree.select import Selection
+from penstock.core.tree.stored_tree import StoredTree
+from penstock.core.types import Kind
+from penstock.testing.expectations import finding
+from penstock.testing.providers.promises import (
+    check_source,
+    claims_are_priorities,
+    declarations_are_sane,
+    describing_after_a_change_sees_it,
+    describing_copies_no_tensor,
+    description_is_whole,
+    description_repeats,
+    dtypes_that_numpy_lacks_come_back,
+    each_object_is_restored_alone,
+    each_object_that_is_not_there_is_missing,
+    values_together_are_as_each,
+)
+from penstock.testing.stored import PIECE_BYTES, Stored, read_source, store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from penstock.core.tree.containers import Providers
+    from penstock.core.tree.select import Patterns
+
+__all__ = ["PIECE_BYTES", "Stored", "check_provider", "check_source", "read_source", "store"]
+
+
+def check_provider(
+    make: Callable[[], object],
+    change: Callable[[Any], object],
+    equal: Callable[[Any, Any], bool],
+    *,
+    providers: Providers,
+    loaded: Callable[[Any, Any], bool] | None = None,
+    loads: type | None = None,
+    copies: bool = False,
+    optional: Patterns = (),
+) -> None:
+    """Check all that core relies on, for values of one kind.
+
+    Args:
+        make: Returns a new value, always the same.
+        change: Changes a value in place, as training does, or returns a changed one of its type.
+        equal: Returns whether two values have the same state, bit by bit.
+        providers: All providers that are needed, the one under test among them.
+        loaded: Returns whether the result of `load`, without a template, has the state of a value;
+            None accepts any result.
+        loads: The exact type of the result of `load`; None accepts the type of the value, a base of
+            it, or a dict.
+        copies: Whether the value itself hands out copies of its tensors, so that no provider could
+            describe the live ones.
+        optional: Patterns of objects that a checkpoint may lack without an error, as those of older
+            versions lack an option; the value is `part`: `"part/options"`.
+
+    Raises:
+        AssertionError: The provider breaks the contract; the message says how.
+    """
+    values = _Values(make, change, equal, providers)
+    value = make()
+    with _checking("what the provider says of itself"):
+        claims_are_priorities(value, providers)
+        declarations_are_sane(value, providers)
+    with _checking("what it describes"):
+        stored = store({"part": value}, providers=providers)
+        description_is_whole(stored)
+        description_repeats(stored, {"part": value})
+        # The comparison above cannot see it: both descriptions may be of the changed value.
+        assert values.equal(value, make()), "describing changes the value"
+        values_together_are_as_each(make, providers)
+        if not copies:
+            describing_copies_no_tensor(value, providers)
+    with _checking("a restore into a changed value"):
+        _restores(stored, values, value)
+    with _checking("a restore into a fresh value"):
+        fresh = {"part": make()}
+        stored.restore(fresh)
+        assert values.equal(fresh["part"], value), "restored into a fresh target, but not equal"
+    with _checking("a load without a template"):
+        _loads(stored, value, loaded, loads)
+    with _checking("a load without a template, of a changed value"):
+        # A field that `rebuild` forgets has the default of a new value: only a change shows it.
+        changed = values.changed()
+        _loads(store({"part": changed}, providers=providers), changed, loaded, loads)
+    with _checking("a restore of what does not fit, or is not there"):
+        _mismatch_is_said(stored, make)
+        empty = replace(stored, tree=StoredTree([]), data={})
+        placement = empty.plan({"part": make()})
+        assert placement.missing or placement.problems, "an empty checkpoint is not noticed"
+    with _checking("descriptions before and after a change"):
+        describing_after_a_change_sees_it(make, values.change, values.equal, providers)
+    with _checking("a restore of single objects"):
+        each_object_is_restored_alone(stored, values.changed)
+    with _checking("a restore of what lacks single objects"):
+        each_object_that_is_not_there_is_missing(stored, make, Selection(optional, None))
+    with _checking("tensors of other dtypes"):
+        dtypes_that_numpy_lacks_come_back(make, providers)
+
+
+@dataclass(frozen=True)
+class _Values:
+    """The functions that the author of the provider gave; each answer is checked."""
+
+    make: Callable[[], object]
+    _change: Callable[[Any], object]
+    _equal: Callable[[Any, Any], bool]
+    providers: Providers
+
+    def change(self, value: Any) -> object:
+        """Call `change` as `check_provider` documents it; None means changed in place."""
+        assert callable(self._change), (
+            f"`change` is a {type(self._change).__name__}: give a function that takes a value"
+        )
+        new = self._change(value)
+        assert new is None or type(new) is type(value), (
+            f"`change` returned a {type(new).__name__} for a {type(value).__name__}: return the "
+            "changed value, or nothing if it was changed in place"
+        )
+        return new
+
+    def changed(self) -> Any:
+        """Return a fresh value that was changed."""
+        value = self.make()
+        new = self.change(value)
+        return value if new is None else new
+
+    def equal(self, one: Any, other: Any) -> bool:
+        """Call `equal` as `check_provider` documents it."""
+        return _yes_or_no(self._equal, "equal", one, other)
+
+
+def _yes_or_no(ask: Callable[[Any, Any], bool], name: str, one: Any, other: Any) -> bool:
+    answer: Any = ask(one, other)
+    # numpy and torch have truth values of their own. Any other result may be true by accident: an
+    # array of comparisons, or a method that was not called.
+    scalar = "bool" in str(getattr(answer, "dtype", "")) and not getattr(answer, "shape", None)
+    assert isinstance(answer, bool) or scalar, (
+        f"`{name}` returned a {type(answer).__name__}: return True or False"
+    )
+    return bool(answer)
+
+
+@contextmanager
+def _checking(what: str) -> Iterator[None]:
+    try:
+        with finding(what):
+            yield
+    except AssertionError as error:
+        error.add_note(f"while checking {what}")
+        raise
+
+
+def _restores(stored: Stored, values: _Values, value: Any) -> None:
+    providers = values.providers
+    target = {"part": values.changed()}
+    same = values.equal(target["part"], value)
+    assert not same, "`change` changes nothing: the check would be empty"
+    before = store(target, providers=providers).data
+    assert not stored.plan(target, include="no-such-part").targets, "unselected, but has targets"
+    assert store(target, providers=providers).data == before, "an unselected restore changed it"
+    placement = stored.plan(target)
+    assert not placement.missing, f"place says that {placement.missing} is missing"
+    assert not placement.problems, f"place has problems: {placement.problems}"
+    assert store(target, providers=providers).data == before, "planning changed the target"
+    stored.complete(placement, piece_bytes=PIECE_BYTES)
+    got = type(target["part"])
+    assert got is type(value), f"`finish` put a {got.__name__} into the tree"
+    assert values.equal(target["part"], value), "restored into a changed target, but not equal"
+
+
+def _loads(
+    stored: Stored, value: object, loaded: Callable[[Any, Any], bool] | None, loads: type | None
+) -> None:
+    tree = stored.load()
+    assert "part" in tree, "load gives nothing"
+    part = tree["part"]
+    got, kind = type(part).__name__, type(value)
+    if loads is not None:
+        assert type(part) is loads, f"load gives a {got}, not a {loads.__name__}"
+    else:
+        # A dict is allowed for a value that cannot be made without the user's code: the user passes
+        # the dict to `load_state_dict`.
+        fits = type(part) in (*kind.__mro__[:-1], dict)
+        assert fits, (
+            f"load gives a {got} for a {kind.__name__}: `rebuild` gives a value of its own kind, "
+            "or a dict; if another type is meant, pass it as `loads`"
+        )
+    if loaded is not None:
+        assert _yes_or_no(loaded, "loaded", part, value), (
+            "load gives another state than was stored (that of a new value, if a field is "
+            "forgotten): `rebuild` puts back all that `describe` yields"
+        )
+
+
+def _mismatch_is_said(stored: Stored, make: Callable[[], object]) -> None:
+    """Check that no target of a tensor with another stored shape offers memory of a wrong size."""
+    for path in stored.data:
+        objects = [
+            o._replace(spec=replace(o.spec, shape=(*o.spec.shape, 3)))
+            if o.path == path and o.kind is Kind.TENSOR
+            else o
+            for o in stored.tree.objects
+        ]
+        if objects == stored.tree.objects:
+            continue
+        changed = replace(stored, tree=replace(stored.tree, objects=objects))
+        for target in changed.plan({"part": make()}).targets:
+            nbytes = sum(region.numel for region in target.regions) * target.spec.itemsize
+            assert target.sink.nbytes == nbytes, f"{target.path}: size and spec differ"
