@@ -41,8 +41,12 @@ FAST := tests/core tests/providers tests/codecs tests/test_guarantees.py \
 test-fast: $(READY) ## run in a minute the tests that start no process and never sleep
 	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not process" --fast $(FAST)
 
-test-all: $(READY) ## run all tests
+# Other mutants each day; `make test-all SEED=7` repeats a run.
+SEED ?= $(shell date +%Y%j)
+
+test-all: $(READY) ## run all tests, and some mutants of what decides which data is kept
 	@$(BIN)/python -m pytest $(WORKERS)
+	@$(BIN)/python tools/mutate.py --seed $(SEED)
 
 # The trainers that Penstock works with, in an environment on top of .venv: some of them change what
 # others do as soon as they are installed. The packages that torchtitan itself needs exclude each

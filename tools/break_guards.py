@@ -31,8 +31,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 CODE = ("core", "providers", "backends", "codecs", "integrations")
 COPIED = (*CODE, "src", "tests", "docs", "pyproject.toml")
-TIMEOUT_S = 200
-WHOLE_TIMEOUT_S = 1800
 # Does not wait for threads that a failing test has left behind.
 RUN = "import os, sys, pytest; code = pytest.main(sys.argv[1:]); sys.stdout.flush(); os._exit(code)"
 HEAD = """# Guards
@@ -42,7 +40,7 @@ test that fails is not tested: `tools/break_guards.py` removes one at a time, in
 sources, and runs tests until one fails. This page is built from `tools/guards.toml`.
 
 *Ends at:* guards that nobody thought of. A test that hangs without the guard counts as one that
-fails.
+fails. [Mutations](mutations.md) are changes that nobody has to think of.
 """
 
 
@@ -57,15 +55,6 @@ class Guard:
     old: str
     new: str = ""
     tests: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """How tests ended: the first that failed, with its error, or why pytest could not run."""
-
-    test: str = ""
-    why: str = ""
-    broken: str = ""
 
 
 def read_guards() -> list[Guard]:
@@ -113,8 +102,11 @@ def copy_tree(target: Path) -> Path:
     return target
 
 
-def run_tests(tests: list[str], copy: Path, timeout_s: float) -> Verdict:
-    """Run pytest in a copy until a test fails."""
+def run_tests(tests: list[str], copy: Path, timeout_s: float) -> tuple[str, str]:
+    """Run pytest in a copy until a test fails, and return that test and its error.
+
+    No test, and an error: pytest itself failed. None of both: all tests passed.
+    """
     base = copy / "basetemp"
     options = ["-x", "-q", "-p", "no:cacheprovider", "--timeout=40", "--tb=short"]
     environment = {**os.environ, "PYTHONPATH": str(copy / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -127,7 +119,7 @@ def run_tests(tests: list[str], copy: Path, timeout_s: float) -> Verdict:
         try:
             process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            return Verdict(tests[0], "it never ends")
+            return tests[0], "it never ends"
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -136,12 +128,10 @@ def run_tests(tests: list[str], copy: Path, timeout_s: float) -> Verdict:
         printed.seek(0)
         output = printed.read().decode(errors="replace")
     if process.returncode == 0:
-        return Verdict()
-    failed = re.search(r"^FAILED (\S+)", output, re.MULTILINE)
-    if failed is None:
-        return Verdict(broken=output[-3000:])
+        return "", ""
+    failed = re.search(r"^FAILED ([^\s\[]+)", output, re.MULTILINE)
     error = re.search(r"^E +(.*)", output, re.MULTILINE)
-    return Verdict(failed[1].partition("[")[0], error[1] if error else "")
+    return (failed[1], error[1] if error else "") if failed else ("", output[-3000:])
 
 
 def is_caught(guard: Guard, copies: SimpleQueue[Path], *, why: bool) -> bool:
@@ -151,17 +141,17 @@ def is_caught(guard: Guard, copies: SimpleQueue[Path], *, why: bool) -> bool:
     whole = path.read_text()
     path.write_text(whole.replace(guard.old, guard.new))
     try:
-        verdict = run_tests(list(guard.tests), copy, TIMEOUT_S)
+        test, error = run_tests(list(guard.tests), copy, timeout_s=200)
         if (count := whole.count(guard.old)) != 1:
-            verdict = Verdict(broken=f"{guard.file} has {count} times {guard.old!r}")
+            test, error = "", f"{guard.file} has {count} times {guard.old!r}"
     finally:
         path.write_text(whole)
         copies.put(copy)
-    word = "BROKEN" if verdict.broken else "caught" if verdict.test else "SURVIVED"
-    print(f"{word:9} {guard.name}: {verdict.test or verdict.broken}", flush=True)
-    if why and verdict.why:
-        print(f"          {verdict.why}", flush=True)
-    return word == "caught"
+    word = "caught" if test else "BROKEN" if error else "SURVIVED"
+    print(f"{word:9} {guard.name}: {test or error}", flush=True)
+    if why and test:
+        print(f"          {error}", flush=True)
+    return bool(test)
 
 
 def main() -> None:
@@ -180,8 +170,9 @@ def main() -> None:
         for number in range(options.jobs):
             copies.put(copy := copy_tree(Path(folder, str(number))))
         tests = list(dict.fromkeys(test for guard in guards for test in guard.tests))
-        if (whole := run_tests(tests, copy, WHOLE_TIMEOUT_S)) != Verdict():
-            sys.exit(f"with nothing broken: {whole.test} {whole.why}{whole.broken}")
+        test, error = run_tests(tests, copy, timeout_s=1800)
+        if test or error:
+            sys.exit(f"with nothing broken: {test} {error}")
         print(f"with nothing broken all of {len(tests)} tests and files pass", flush=True)
         with ThreadPoolExecutor(options.jobs) as pool:
             caught = list(pool.map(lambda guard: is_caught(guard, copies, why=options.why), guards))

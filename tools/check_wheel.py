@@ -42,7 +42,6 @@ for name in penstock.__all__:
 assert dist.version == penstock.__version__, (dist.version, penstock.__version__)
 loaded = [entry.load() for entry in dist.entry_points]
 assert len(loaded) > 3, dist.entry_points
-print(f"wheel: {len(modules)} modules imported, {len(loaded)} entry points loaded")
 """
 
 

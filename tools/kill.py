@@ -143,8 +143,7 @@ class _Actor:
         """Draw a step, often the latest; `may_go`: one that may be overwritten or deleted."""
         steps = [s for s in self.ckpt.steps() if not (may_go and self._crowd) or s % KEEP_EVERY]
         if not steps:
-            msg = "no step"
-            raise penstock.CheckpointNotFoundError(msg)
+            raise penstock.CheckpointNotFoundError("no step")  # noqa: EM101, TRY003
         return self._chance.choice([steps[-1], self._chance.choice(steps)])
 
     def load(self) -> None:
@@ -415,8 +414,8 @@ class Round:
                 if ckpt.steps():
                     report = ckpt.prune(everything=True)
                     self.problems += [f"prune refused: {why}" for why in report.refused]
-        for url in self._run.places.values():
-            self.problems += [f"left over: {name}" for name in leftovers_of(url)]
+        left = [name for url in self._run.places.values() for name in leftovers_of(url)]
+        self.problems += [f"left over: {name}" for name in left]
         self._look()
 
 
@@ -488,7 +487,7 @@ def main() -> None:
             shutil.rmtree(run.folder)
             continue
         wrong += len(played.problems)
-        print("\n".join(f"PROBLEM {problem}" for problem in played.problems[:20]))
+        print("\n".join(f"PROBLEM {text[:MOST_CHARS]}" for text in played.problems[:20]))
         print(f"seed {seed} found it; the run is left in {run.folder}. To repeat the round:")
         print(f"  python tools/kill.py --seed {seed} --rounds 1 --kind {options.kind}", flush=True)
     for what, count in sorted(seen.items()):
