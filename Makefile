@@ -12,7 +12,7 @@ WORKERS := -n 4 --dist worksteal
 PYTEST_ARGS ?= $(WORKERS) -m "not slow"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo imports test test-fast test-all test-gpu test-hosts check bench bench-codecs docs clean format lint types layers names picture torch-free wheel
+.PHONY: help demo imports test test-fast test-all test-gpu test-hosts check bench bench-codecs docs clean format lint types layers picture wheel
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,8 +41,12 @@ FAST := tests/core tests/providers tests/codecs tests/test_guarantees.py \
 test-fast: $(READY) ## run in a minute the tests that start no process and never sleep
 	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not process" --fast $(FAST)
 
-test-all: $(READY) ## run all tests
+# Other mutants each day; `make test-all SEED=7` repeats a run.
+SEED ?= $(shell date +%Y%j)
+
+test-all: $(READY) ## run all tests, and some mutants of what decides which data is kept
 	@$(BIN)/python -m pytest $(WORKERS)
+	@$(BIN)/python tools/mutate.py --seed $(SEED)
 
 test-gpu: $(READY) ## run the tests that need a CUDA device, which the others hide
 	@$(BIN)/python -m pytest -n 4 -m gpu
@@ -68,7 +72,7 @@ test-hosts: $(HOSTS_READY) ## test the adapters against the trainers themselves 
 	    tests/integrations/events tests/integrations/files/test_from_pretrained.py \
 	    tests/core/cli/test_report.py
 
-check: lint types layers names picture torch-free docs wheel ## everything that must hold besides the tests
+check: lint types layers picture docs wheel ## everything that must hold besides the tests
 
 lint: $(READY)
 	$(BIN)/ruff format --check .
@@ -82,15 +86,9 @@ types: $(READY)
 layers: $(READY)
 	$(BIN)/lint-imports
 
-names: $(READY)
-	$(BIN)/python tools/check_names.py
-
 picture: $(READY)
 	$(BIN)/python tools/architecture.py --check
 	$(BIN)/python tools/options.py --check
-
-torch-free: $(READY)
-	$(BIN)/python tools/check_torch_free.py
 
 wheel: $(READY)
 	$(BIN)/python tools/check_wheel.py

@@ -1,22 +1,20 @@
-"""Draw the rooms of Penstock from its real imports, and list them, for `docs/architecture.md`.
+"""Draw the packages of Penstock from its imports, and list them, for `docs/architecture.md`.
 
     python tools/architecture.py            # writes the picture, and the table of the page
     python tools/architecture.py --check    # fails where either is not up to date
 
-Each package of `core` is a box, as are `providers`, `backends`, `codecs` and `integrations`. A box
-is above all that it imports. The table names what it imports, less what the rest imports anyway.
+A box is a package of `core`, or one of the folders beside it, and is above all that it imports. The
+table names what a package imports, less what these import anyway.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
 import html
-import re
 import sys
 import textwrap
-from collections import defaultdict
 from dataclasses import dataclass, field
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import grimp
@@ -27,13 +25,11 @@ PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- rooms: written by tools/architecture.py -->", "<!-- end of rooms -->"
 
 FOLDERS = ("providers", "backends", "codecs", "integrations")
-# By the names of the package itself, which it imports late.
-FACADE = "checkpointer"
 BASE = "core/*.py"
+BASE_DOC = "Words that everything uses: errors, value types, units, limits."
 
 BOX_WIDTH, BOX_HEIGHT, GAP = 214, 76, 18
 LINE_CHARS, LINES = 32, 3
-
 STYLE = """
   .sheet { fill: #ffffff; }
   .box { fill: #eef3f6; stroke: #4d6a79; stroke-width: 1.2; }
@@ -45,21 +41,15 @@ STYLE = """
 """
 
 
-@dataclass(slots=True)
+@dataclass
 class Room:
-    """A box of the picture.
+    """A box of the picture: its folder, docstring, imports, and its row from the bottom."""
 
-    Attributes:
-        name: What it is called there.
-        folder: Where it stands in the repository.
-        doc: Docstring of its `__init__`, or of its one module.
-        imports: Names of the rooms that it imports.
-    """
-
-    name: str
     folder: str
     doc: str
     imports: set[str] = field(default_factory=set)
+    shown: list[str] = field(default_factory=list)
+    row: int = 0
 
     @property
     def summary(self) -> str:
@@ -67,107 +57,68 @@ class Room:
         return " ".join(self.doc.split("\n\n")[0].split())
 
 
-# -- what imports what ----------------------------------------------------------------------------
-
-
 def read_rooms() -> dict[str, Room]:
-    """Build the rooms from the imports that run, those inside functions among them."""
-    graph = grimp.build_graph("penstock", exclude_type_checking_imports=True, cache_dir=None)
-    imports = {m: graph.find_modules_directly_imported_by(m) for m in graph.modules}
-    base = _base_modules(imports)
-    room_of = {module: _room_of(module, base) for module in imports}
-    rooms: dict[str, Room] = {}
-    for module in sorted(imports):
-        name = room_of[module]
-        if name is None:
-            continue
-        room = rooms.setdefault(name, Room(name, *_folder_and_doc(name)))
-        targets = {room_of[target] for target in imports[module]}
-        if "penstock" in imports[module] and name == "integrations":
-            targets.add(FACADE)
-        room.imports |= {target for target in targets if target not in {None, name}}
-    return rooms
-
-
-def _base_modules(imports: dict[str, set[str]]) -> set[str]:
-    """Modules directly in core that need no package of core."""
-    single = {m for m in imports if m.count(".") == 2 and _source(m).suffix == ".py"}  # noqa: PLR2004
-    base = {m for m in single if m.startswith("penstock.core.")}
-    while True:
-        kept = {m for m in base if all(t in base or "." not in t for t in imports[m])}
-        if kept == base:
-            return base
-        base = kept
-
-
-def _room_of(module: str, base: set[str]) -> str | None:
-    folder, _, rest = module.removeprefix("penstock.").partition(".")
-    if folder in FOLDERS:
-        return folder
-    name = rest.partition(".")[0]
-    if folder != "core" or not name:
-        return None
-    return BASE if module in base else name
-
-
-def _source(module: str) -> Path:
-    """The module's file, or the package's folder."""
-    path = ROOT.joinpath(*module.split(".")[1:])
-    return path if path.is_dir() else path.with_suffix(".py")
-
-
-def _folder_and_doc(name: str) -> tuple[str, str]:
-    if name == BASE:
-        return BASE, "Words that everything uses: errors, value types, units, limits."
-    path = _source(f"penstock.{name}" if name in FOLDERS else f"penstock.core.{name}")
-    file = path / "__init__.py" if path.is_dir() else path
-    folder = f"{path.relative_to(ROOT)}" + ("/" if path.is_dir() else "")
-    return folder, ast.get_docstring(ast.parse(file.read_text())) or ""
-
-
-def rows_of(rooms: dict[str, Room]) -> list[list[str]]:
-    """Sort the rooms into rows, the lowest first: each as low as what it imports allows.
+    """Build the rooms, the lowest first, from the imports that run, also inside functions.
 
     Raises:
-        SystemExit: Rooms import each other in a circle.
+        graphlib.CycleError: Rooms import each other.
     """
-    height: dict[str, int] = {}
+    graph = grimp.build_graph("penstock", exclude_type_checking_imports=True, cache_dir=None)
+    imports = {m: graph.find_modules_directly_imported_by(m) for m in graph.modules}
+    sources = {m: ROOT.joinpath(*m.split(".")[1:]) for m in imports}
+    base = {m for m in imports if m.count(".") == 2 and not sources[m].is_dir()}  # noqa: PLR2004
+    base = {m for m in base if m.startswith("penstock.core.")}
+    while too_high := {m for m in base if not all(t in base or "." not in t for t in imports[m])}:
+        base -= too_high
 
-    def measure(name: str, way: tuple[str, ...]) -> int:
-        if name in way:
-            sys.exit("rooms import each other: " + " -> ".join([*way[way.index(name) :], name]))
-        if name not in height:
-            lower = (measure(target, (*way, name)) for target in sorted(rooms[name].imports))
-            height[name] = max(lower, default=-1) + 1
-        return height[name]
+    def room_of(module: str) -> str:
+        folder, _, rest = module.removeprefix("penstock.").partition(".")
+        if folder in FOLDERS:
+            return folder
+        name = rest.partition(".")[0] if folder == "core" else ""
+        return BASE if module in base else name
 
-    rows: dict[int, list[str]] = defaultdict(list)
-    for name in sorted(rooms):
-        rows[measure(name, ())].append(name)
-    return [rows[number] for number in sorted(rows)]
-
-
-def shown_imports(rooms: dict[str, Room], rows: list[list[str]]) -> dict[str, list[str]]:
-    """List what each room imports, without what the others of these import."""
+    rooms: dict[str, Room] = {}
+    for module, targets in imports.items():
+        if name := room_of(module):
+            room = rooms.setdefault(name, described(name))
+            room.imports |= {room_of(target) for target in targets} - {"", name}
+            if "penstock" in targets and name == "integrations":
+                room.imports.add("checkpointer")  # by a name of the package itself
     reached: dict[str, set[str]] = {}
-    shown = {}
-    for name in (name for row in rows for name in row):
-        targets = rooms[name].imports
-        implied = set().union(*(reached[target] for target in targets))
-        reached[name] = targets | implied
-        shown[name] = sorted(targets - implied)
-    return shown
+    for name in TopologicalSorter(
+        {name: room.imports for name, room in rooms.items()}
+    ).static_order():
+        room = rooms[name]
+        implied = set().union(*(reached[target] for target in room.imports))
+        reached[name] = room.imports | implied
+        room.shown = sorted(room.imports - implied)
+        room.row = max((rooms[target].row + 1 for target in room.imports), default=0)
+    return dict(sorted(rooms.items()))
 
 
-# -- how it looks ---------------------------------------------------------------------------------
+def described(name: str) -> Room:
+    """Return a room with its folder and docstring."""
+    if name == BASE:
+        return Room(BASE, BASE_DOC)
+    path = ROOT / name if name in FOLDERS else ROOT / "core" / name
+    file, end = (path / "__init__.py", "/") if path.is_dir() else (path.with_suffix(".py"), ".py")
+    return Room(
+        f"{path.relative_to(ROOT)}{end}", ast.get_docstring(ast.parse(file.read_text())) or ""
+    )
+
+
+def rows_of(rooms: dict[str, Room]) -> list[list[tuple[str, Room]]]:
+    """Return the rows of the picture, from the top down."""
+    highest = max(room.row for room in rooms.values())
+    return [[one for one in rooms.items() if one[1].row == n] for n in range(highest, -1, -1)]
 
 
 def draw(rooms: dict[str, Room]) -> str:
     """Return the picture as SVG."""
     rows = rows_of(rooms)
     step_x, step_y = BOX_WIDTH + GAP, BOX_HEIGHT + GAP
-    width = max(map(len, rows)) * step_x + GAP
-    height = len(rows) * step_y + GAP
+    width, height = max(map(len, rows)) * step_x + GAP, len(rows) * step_y + GAP
     size = f'width="{width}" height="{height}"'
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" {size}>',
@@ -175,73 +126,47 @@ def draw(rooms: dict[str, Room]) -> str:
         f"<style>{STYLE}</style>",
         f'<rect class="sheet" {size} rx="8"/>',
     ]
-    for number, row in enumerate(reversed(rows)):
-        left = (width - len(row) * step_x + GAP) / 2
-        for place, name in enumerate(row):
-            lines += _box(rooms[name], left + place * step_x, GAP + number * step_y)
+    for number, row in enumerate(rows):
+        left, top = (width - len(row) * step_x + GAP) / 2, GAP + number * step_y
+        for place, (name, room) in enumerate(row):
+            lines += box(name, room, left + place * step_x, top)
     return "\n".join([*lines, "</svg>", ""])
 
 
-def _box(room: Room, left: float, top: float) -> list[str]:
-    kind = "plugin" if room.name in FOLDERS else "base" if room.name == BASE else "box"
-    if room.folder.endswith(".py") and room.name != BASE:
-        kind = "top"
-    lines = textwrap.wrap(_plain(room.summary), LINE_CHARS, max_lines=LINES, placeholder=" …")
-    shown = [f'<text class="name" x="{left + 9:.0f}" y="{top + 20:.0f}">{room.name}</text>']
+def box(name: str, room: Room, left: float, top: float) -> list[str]:
+    """Return the elements of one box."""
+    kind = "top" if room.folder.endswith(".py") else "box"
+    kind = "plugin" if name in FOLDERS else "base" if name == BASE else kind
+    at = f'x="{left:.0f}" y="{top:.0f}" width="{BOX_WIDTH}" height="{BOX_HEIGHT}" rx="6"'
+    shown = [f'<rect class="box {kind}" {at}/>']
+    shown.append(f'<text class="name" x="{left + 9:.0f}" y="{top + 20:.0f}">{name}</text>')
+    summary = room.summary.replace("`", "")
+    lines = textwrap.wrap(summary, LINE_CHARS, max_lines=LINES, placeholder=" …")
     for number, line in enumerate(lines):
         at = f'x="{left + 9:.0f}" y="{top + 38 + 14 * number:.0f}"'
         shown.append(f'<text class="text" {at}>{html.escape(line)}</text>')
-    at = f'x="{left:.0f}" y="{top:.0f}" width="{BOX_WIDTH}" height="{BOX_HEIGHT}" rx="6"'
-    return [f'<rect class="box {kind}" {at}/>', *shown]
-
-
-def _plain(text: str) -> str:
-    return re.sub(r"`+", "", text)
-
-
-# -- the page -------------------------------------------------------------------------------------
+    return shown
 
 
 def table(rooms: dict[str, Room]) -> str:
-    """Return the rooms, from the top down, with what their docstrings say."""
-    rows = rows_of(rooms)
-    imports = shown_imports(rooms, rows)
+    """Return the rooms, from the top down, with their docstrings."""
     lines = ["| room | what lives there | imports |", "|---|---|---|"]
-    for name in (name for row in reversed(rows) for name in row):
-        room = rooms[name]
+    for _, room in (one for row in rows_of(rooms) for one in row):
         text = " ".join(room.doc.split()) if room.folder.endswith("/") else room.summary
-        lines.append(f"| `{room.folder}` | {text} | {', '.join(imports[name])} |")
+        lines.append(f"| `{room.folder}` | {text} | {', '.join(room.shown)} |")
     return "\n".join(lines)
-
-
-def with_table(page: str, text: str) -> str:
-    """Put the table between its marks."""
-    before, found, rest = page.partition(BEGIN)
-    _, closed, after = rest.partition(END)
-    if not found or not closed:
-        sys.exit(f"{PAGE} lacks {BEGIN} or {END}")
-    return f"{before}{BEGIN}\n{text}\n{END}{after}"
 
 
 def main() -> None:
     """Write picture and table, or compare them with what is there."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
-    parser.add_argument("--check", action="store_true", help="only compare")
-    rooms = read_rooms()
-    page = PAGE.read_text()
-    wanted = {PICTURE: draw(rooms), PAGE: with_table(page, table(rooms))}
-    if parser.parse_args().check:
-        stale = [f"{path.relative_to(ROOT)}" for path in wanted if not _is(path, wanted[path])]
-        if stale:
-            sys.exit(f"not up to date: {', '.join(stale)}. Run: python tools/architecture.py")
-        print(f"{len(rooms)} rooms, as the picture and the page show them")
-        return
-    for path, text in wanted.items():
-        path.write_text(text)
-
-
-def _is(path: Path, text: str) -> bool:
-    return path.exists() and path.read_text() == text
+    rooms, page = read_rooms(), PAGE.read_text()
+    before, _, rest = page.partition(BEGIN)
+    wanted = f"{before}{BEGIN}\n{table(rooms)}\n{END}{rest.partition(END)[2]}"
+    if "--check" not in sys.argv:
+        PICTURE.write_text(draw(rooms))
+        PAGE.write_text(wanted)
+    elif page != wanted or PICTURE.read_text() != draw(rooms):
+        sys.exit("the picture or the table is not up to date. Run: python tools/architecture.py")
 
 
 if __name__ == "__main__":

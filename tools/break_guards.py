@@ -1,14 +1,11 @@
-"""Break each guard of data safety once, in a copy, and see that a test fails.
-
-A guard that can be taken out without a test that fails is not tested. `guards.toml` says what
-each one is, how it is broken, and which tests should notice. Run from the root:
+"""Break each guard of `guards.toml` once, in a copy of the sources, and see that a test fails.
 
     .venv/bin/python tools/break_guards.py            # all of them, some minutes
     .venv/bin/python tools/break_guards.py fence      # those whose name or chapter has "fence"
-    .venv/bin/python tools/break_guards.py --why ...  # and what the failing test says
-    .venv/bin/python tools/break_guards.py --write    # and put the tables into the docs
+    .venv/bin/python tools/break_guards.py --why ...  # print the error of the failing test, too
 
-First all these tests are run with nothing broken: what fails then proves nothing.
+All named tests run with nothing broken first: a test that fails then proves nothing. The build of
+the documentation loads this file as well, and gets its page of guards from it.
 """
 
 from __future__ import annotations
@@ -22,7 +19,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -30,31 +26,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from py_compile import PycInvalidationMode
 from queue import SimpleQueue
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-GUARDS = ROOT / "tools/guards.toml"
-PAGE = ROOT / "docs/design/guards.md"
 CODE = ("core", "providers", "backends", "codecs", "integrations", "testing")
 COPIED = (*CODE, "src", "tests", "docs", "pyproject.toml")
-TIMEOUT_S = 200
-WHOLE_TIMEOUT_S = 1800
-# Without waiting for threads that a failing test has left behind.
+# Does not wait for threads that a failing test has left behind.
 RUN = "import os, sys, pytest; code = pytest.main(sys.argv[1:]); sys.stdout.flush(); os._exit(code)"
+HEAD = """# Guards
+
+A guard is a line without which a promise to a user breaks. A guard that can be removed without a
+test that fails is not tested: `tools/break_guards.py` removes one at a time, in a copy of the
+sources, and runs tests until one fails. This page is built from `tools/guards.toml`.
+
+*Ends at:* guards that nobody thought of. A test that hangs without the guard counts as one that
+fails. [Mutations](mutations.md) are changes that nobody has to think of.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guard:
-    """One guard, and how it is taken out.
-
-    Attributes:
-        chapter: What it belongs to.
-        name: What it sees to.
-        harm: What happens without it.
-        file: Where it stands.
-        old: Text there, which occurs once.
-        new: What takes its place.
-        tests: Those that should notice, for pytest.
-    """
+    """A row of `guards.toml`: `tests` fail once `old`, which occurs once in `file`, is `new`."""
 
     chapter: str
     name: str
@@ -65,87 +57,69 @@ class Guard:
     tests: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What came of the tests without a guard.
-
-    Attributes:
-        test: The one that failed first; None: all passed.
-        why: What it said.
-        broken: Why the tests could not be run; empty: they were.
-    """
-
-    test: str | None = None
-    why: str = ""
-    broken: str = ""
-
-
 def read_guards() -> list[Guard]:
-    """All guards, in the order of the file."""
-    found = tomllib.loads(GUARDS.read_text())
+    """Return all guards, in the order of the file."""
+    chapters = tomllib.loads((ROOT / "tools/guards.toml").read_text())
     return [
-        Guard(chapter=chapter, **{**entry, "tests": tuple(entry["tests"])})
-        for chapter, entries in found.items()
-        for entry in entries
+        Guard(chapter=chapter, **{**row, "tests": tuple(row["tests"])})
+        for chapter, rows in chapters.items()
+        for row in rows
     ]
 
 
-def check_places(guards: list[Guard], root: Path) -> None:
-    """End with a list of all guards that `guards.toml` does not describe rightly.
-
-    Each has to stand where it says, and the source without it has to compile: otherwise a run
-    would end after half an hour with nothing written.
-    """
-    wrong = []
-    for guard in guards:
-        source = (root / guard.file).read_text()
-        count = source.count(guard.old)
-        if count != 1:
-            wrong.append(f"{guard.name}: {guard.file} has {count} times {guard.old!r}")
-            continue
-        try:
-            compile(source.replace(guard.old, guard.new), guard.file, "exec")
-        except SyntaxError as error:
-            wrong.append(f"{guard.name}: {guard.file} is no Python without it: {error}")
-    if wrong:
-        sys.exit("\n".join(wrong))
+def page() -> str:
+    """Return the page of the documentation that lists all guards."""
+    text, chapter = HEAD, ""
+    for guard in read_guards():
+        if guard.chapter != chapter:
+            chapter = guard.chapter
+            text += f"\n## {chapter}\n\n| guard | without it | tests that notice |\n|---|---|---|\n"
+        tests = ", ".join(f"`{test}`" for test in guard.tests)
+        text += f"| {guard.name} (`{guard.file}`) | {guard.harm} | {tests} |\n"
+    return text
 
 
-def copy_tree(source: Path, target: Path) -> None:
-    """What the tests need, compiled, so that an unchanged module is not compiled again."""
+def on_files(files: Any, config: Any) -> Any:
+    """Add the page to the documentation: mkdocs calls this."""
+    from mkdocs.structure.files import File  # noqa: PLC0415 - only the build has it
+
+    files.append(File.generated(config, "design/guards.md", content=page()))
+    return files
+
+
+def copy_tree(target: Path) -> Path:
+    """Copy and compile what the tests need."""
+    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
     for name in COPIED:
-        if (source / name).is_dir():
-            ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
-            shutil.copytree(source / name, target / name, symlinks=True, ignore=ignored)
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, target / name, symlinks=True, ignore=ignored)
         else:
-            shutil.copy(source / name, target / name)
+            shutil.copy(ROOT / name, target / name)
     for name in CODE:
         # By content: a broken file may have the time and the size of the good one.
         mode = PycInvalidationMode.CHECKED_HASH
         compileall.compile_dir(target / name, quiet=1, invalidation_mode=mode)
+    return target
 
 
-def run_tests(tests: list[str], copy: Path, timeout_s: float) -> Verdict:
-    """Run pytest in a copy until a test fails."""
+def run_tests(tests: list[str], copy: Path, timeout_s: float) -> tuple[str, str]:
+    """Run pytest in a copy until a test fails, and return that test and its error.
+
+    No test, and an error: pytest itself failed. None of both: all tests passed.
+    """
     base = copy / "basetemp"
-    command = [
-        sys.executable, "-c", RUN, "-x", "-q", "-p", "no:cacheprovider", "--timeout=40",
-        "--tb=short", f"--basetemp={base}", *tests,
-    ]  # fmt: skip
+    options = ["-x", "-q", "-p", "no:cacheprovider", "--timeout=40", "--tb=short"]
     environment = {**os.environ, "PYTHONPATH": str(copy / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
     with tempfile.TemporaryFile() as printed:
         process = subprocess.Popen(
-            command,
-            cwd=copy,
-            env=environment,
-            stdout=printed,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # so that what it leaves behind can be ended with it
-        )
+            [sys.executable, "-c", RUN, *options, f"--basetemp={base}", *tests],
+            cwd=copy, env=environment, stdout=printed, stderr=subprocess.STDOUT,
+            start_new_session=True,  # so that processes it leaves behind can be ended with it
+        )  # fmt: skip
         try:
             process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            return Verdict(tests[0], "it never ends")
+            return tests[0], "it never ends"
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -154,115 +128,56 @@ def run_tests(tests: list[str], copy: Path, timeout_s: float) -> Verdict:
         printed.seek(0)
         output = printed.read().decode(errors="replace")
     if process.returncode == 0:
-        return Verdict()
-    failed = re.search(r"^FAILED (\S+)", output, re.MULTILINE)
-    if failed is None:
-        return Verdict(broken=output[-3000:])
-    said = re.search(r"^E +(.*)", output, re.MULTILINE)
-    return Verdict(failed[1].partition("[")[0], said[1] if said else "")
+        return "", ""
+    failed = re.search(r"^FAILED ([^\s\[]+)", output, re.MULTILINE)
+    error = re.search(r"^E +(.*)", output, re.MULTILINE)
+    return (failed[1], error[1] if error else "") if failed else ("", output[-3000:])
 
 
-def broken(guard: Guard, copy: Path) -> Verdict:
-    """What the tests say without the guard; the copy is as before then."""
+def is_caught(guard: Guard, copies: SimpleQueue[Path], *, why: bool) -> bool:
+    """Run the tests in a copy without the guard, and print what failed."""
+    copy = copies.get()
     path = copy / guard.file
     whole = path.read_text()
     path.write_text(whole.replace(guard.old, guard.new))
     try:
-        return run_tests(list(guard.tests), copy, TIMEOUT_S)
+        test, error = run_tests(list(guard.tests), copy, timeout_s=200)
+        if (count := whole.count(guard.old)) != 1:
+            test, error = "", f"{guard.file} has {count} times {guard.old!r}"
     finally:
         path.write_text(whole)
-
-
-def break_all(guards: list[Guard], jobs: int, *, why: bool) -> dict[Guard, Verdict]:
-    """Take out one after the other, and print a line each."""
-    with tempfile.TemporaryDirectory(prefix="guards-") as folder:
-        copies: SimpleQueue[Path] = SimpleQueue()
-        first = Path(folder, "0")
-        copy_tree(ROOT, first)
-        check_places(guards, first)
-        for number in range(jobs):
-            copy = Path(folder, str(number))
-            if number:
-                copy_tree(first, copy)
-            copies.put(copy)
-        tests = list(dict.fromkeys(test for guard in guards for test in guard.tests))
-        whole = run_tests(tests, first, WHOLE_TIMEOUT_S)
-        if whole != Verdict():
-            sys.exit(f"with nothing broken: {whole.test} {whole.why}{whole.broken}")
-        print(f"with nothing broken all of {len(tests)} tests and files pass", flush=True)
-
-        def one(guard: Guard) -> Verdict:
-            copy = copies.get()
-            try:
-                verdict = broken(guard, copy)
-            finally:
-                copies.put(copy)
-            word = "BROKEN" if verdict.broken else "caught" if verdict.test else "SURVIVED"
-            print(f"{word:9} {guard.name}: {verdict.test or verdict.broken}", flush=True)
-            if why and verdict.why:
-                print(f"          {verdict.why}", flush=True)
-            return verdict
-
-        with ThreadPoolExecutor(jobs) as pool:
-            return dict(zip(guards, pool.map(one, guards), strict=True))
-
-
-def write_page(verdicts: dict[Guard, Verdict], lines: list[str]) -> None:
-    """Put the tables, and what was printed last, behind the head of the page.
-
-    A guard that was not taken out this time keeps the test that it has on the page.
-    """
-    page = PAGE.read_text()
-    rows = {m["guard"]: m["test"] for m in _ROW.finditer(page)}
-    rows |= {_title(g): f"`{v.test}`" if v.test else "none" for g, v in verdicts.items()}
-    guards = [guard for guard in read_guards() if _title(guard) in rows]
-    head = page.partition("\n## ")[0]
-    for chapter in dict.fromkeys(guard.chapter for guard in guards):
-        head += (
-            f"\n## {chapter}\n\n| guard | without it | a test that fails then |\n|---|---|---|\n"
-        )
-        for guard in (guard for guard in guards if guard.chapter == chapter):
-            head += f"| {_title(guard)} | {guard.harm} | {rows[_title(guard)]} |\n"
-    if len(guards) > len(verdicts):
-        lines = [*lines, f"the other {len(guards) - len(verdicts)} in earlier runs"]
-    printed = "\n".join(lines)
-    PAGE.write_text(f"{head}\n## Printed\n\n```\n{printed}\n```\n")
-
-
-_ROW = re.compile(
-    r"^\| (?P<guard>.+ \(`[^`]+`\)) \| .+ \| (?P<test>`[^`]+`|none) \|$", re.MULTILINE
-)
-
-
-def _title(guard: Guard) -> str:
-    return f"{guard.name} (`{guard.file}`)"
+        copies.put(copy)
+    word = "caught" if test else "BROKEN" if error else "SURVIVED"
+    print(f"{word:9} {guard.name}: {test or error}", flush=True)
+    if why and test:
+        print(f"          {error}", flush=True)
+    return bool(test)
 
 
 def main() -> None:
-    """Break what is asked for."""
+    """Break the guards that are asked for."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("names", nargs="*", help="parts of names or chapters; default: all")
-    parser.add_argument("--write", action="store_true", help="put the tables into the docs")
-    parser.add_argument("--why", action="store_true", help="print what the failing test says")
+    parser.add_argument("--why", action="store_true", help="print the error of the failing test")
     parser.add_argument("--jobs", type=int, default=1, help="guards broken at once")
     options = parser.parse_args()
-    began_s = time.monotonic()
-    guards = [
-        g
-        for g in read_guards()
-        if not options.names
-        or any(n.lower() in f"{g.chapter} {g.name}".lower() for n in options.names)
-    ]
-    verdicts = break_all(guards, options.jobs, why=options.why)
-    caught = [guard for guard, verdict in verdicts.items() if verdict.test]
-    lines = [
-        f"{len(caught)} of {len(guards)} guards cannot be taken out unnoticed",
-        f"{time.strftime('%Y-%m-%d')}, {(time.monotonic() - began_s) / 60:.1f} minutes",
-    ]
-    print("\n".join(lines))
-    if options.write:
-        write_page(verdicts, lines)
-    sys.exit(0 if len(caught) == len(guards) else 1)
+    names = [name.lower() for name in options.names] or [""]
+    guards = [g for g in read_guards() if any(n in f"{g.chapter} {g.name}".lower() for n in names)]
+    if not guards:
+        sys.exit(f"no guard has {' or '.join(names)} in its name")
+    with tempfile.TemporaryDirectory(prefix="guards-") as folder:
+        copies: SimpleQueue[Path] = SimpleQueue()
+        for number in range(options.jobs):
+            copies.put(copy := copy_tree(Path(folder, str(number))))
+        tests = list(dict.fromkeys(test for guard in guards for test in guard.tests))
+        test, error = run_tests(tests, copy, timeout_s=1800)
+        if test or error:
+            sys.exit(f"with nothing broken: {test} {error}")
+        print(f"with nothing broken all of {len(tests)} tests and files pass", flush=True)
+        with ThreadPoolExecutor(options.jobs) as pool:
+            caught = list(pool.map(lambda guard: is_caught(guard, copies, why=options.why), guards))
+    print(f"{sum(caught)} of {len(guards)} guards are caught")
+    sys.exit(not all(caught))
 
 
 if __name__ == "__main__":

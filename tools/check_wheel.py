@@ -42,58 +42,40 @@ for name in penstock.__all__:
 assert dist.version == penstock.__version__, (dist.version, penstock.__version__)
 loaded = [entry.load() for entry in dist.entry_points]
 assert len(loaded) > 3, dist.entry_points
-print(f"wheel: {len(modules)} modules imported, {len(loaded)} entry points loaded")
 """
 
 
 def run(*command: str | Path, cwd: Path) -> None:
-    """Run `command`; on failure show what it said and stop."""
-    done = subprocess.run(
-        command, cwd=cwd, text=True, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+    """Run `command`; stop with its output if it fails."""
+    done = subprocess.run(command, cwd=cwd, text=True, check=False, capture_output=True)
     if done.returncode != 0:
         shown = " ".join(map(str, command))
-        sys.exit(f"{done.stdout}\ncheck_wheel: failed with {done.returncode}: {shown}")
-
-
-def expected_files() -> set[str]:
-    """What a wheel must hold, by the tree."""
-    files = {
-        f"penstock/{path.relative_to(ROOT)}"
-        for folder in FOLDERS
-        for path in (ROOT / folder).rglob("*.py")
-    }
-    own = (path for path in (ROOT / "src/penstock").iterdir() if path.is_file())
-    return files | {f"penstock/{path.name}" for path in own}
+        sys.exit(f"{done.stdout}{done.stderr}\ncheck_wheel: failed: {shown}")
 
 
 def main() -> None:
     """Build, compare, install, import."""
+    files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    expected = {f"penstock/{path.relative_to(ROOT)}" for path in files}
+    expected |= {f"penstock/{p.name}" for p in (ROOT / "src/penstock").iterdir() if p.is_file()}
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
     with tempfile.TemporaryDirectory(prefix="penstock-wheel-") as name:
         scratch = Path(name)
+        straight, site = scratch / "straight", scratch / "site"
         # setuptools would pack modules that were deleted since it last ran here.
         shutil.rmtree(ROOT / "build" / "lib", ignore_errors=True)
-        # The sdist from the tree, and the wheel from that sdist, as a user without a wheel has it.
+        # A wheel from the sdist, as a user without a wheel has it, and one straight from the tree.
         run(sys.executable, "-m", "build", "--outdir", scratch, ROOT, cwd=scratch)
-        (from_sdist,) = scratch.glob("*.whl")
-        # And the wheel straight from the tree, as `pip install .` has it.
-        straight = scratch / "straight"
-        pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
         run(*pip, "wheel", "--no-deps", "--wheel-dir", straight, ROOT, cwd=scratch)
+        (from_sdist,) = scratch.glob("*.whl")
         for wheel in (from_sdist, *straight.glob("*.whl")):
             with zipfile.ZipFile(wheel) as archive:
                 found = {f for f in archive.namelist() if f.startswith("penstock/")}
-            if found != expected_files():
-                wrong = ", ".join(sorted(found ^ expected_files()))
-                sys.exit(f"check_wheel: {wheel.name} and the tree differ in: {wrong}")
-        site = scratch / "site"
+            if wrong := found ^ expected:
+                sys.exit(f"check_wheel: {wheel.name} and the tree differ in: {sorted(wrong)}")
         run(*pip, "install", "--no-deps", "--target", site, from_sdist, cwd=scratch)
         # -P: not even the working directory is on the path.
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", IMPORT_ALL, site], cwd=scratch, check=False
-        )
-        if done.returncode != 0:
-            sys.exit("check_wheel: the installed wheel does not import")
+        run(sys.executable, "-P", "-c", IMPORT_ALL, site, cwd=scratch)
 
 
 if __name__ == "__main__":

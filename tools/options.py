@@ -1,9 +1,7 @@
 """Write the table of options in `docs/configuration.md` from `CheckpointerConfig`.
 
-    python tools/options.py            # writes the table
-    python tools/options.py --check    # fails where it is not up to date
-
-The text of each option is that of the docstring, its default that of the field.
+python tools/options.py            # writes the table
+python tools/options.py --check    # fails where it is not up to date
 """
 
 from __future__ import annotations
@@ -23,17 +21,8 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 BEGIN, END = "<!-- options: written by tools/options.py -->", "<!-- end of options -->"
 
 
-def table() -> str:
-    """Return a row for each field of the model, in its order."""
-    attributes = inspect.getdoc(CheckpointerConfig).partition("Attributes:\n")[2]  # type: ignore[union-attr]
-    texts = dict(re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", attributes, re.MULTILINE))
-    lines = ["| key | default | |", "|---|---|---|"]
-    for name, field in CheckpointerConfig.model_fields.items():
-        lines.append(f"| `{name}` | {_shown(field.default)} | {' '.join(texts[name].split())} |")
-    return "\n".join(lines)
-
-
-def _shown(default: object) -> str:
+def shown(default: object) -> str:
+    """Return a default as text."""
     if default is PydanticUndefined or default is None or default == ():
         return ""
     if type(default) is int:
@@ -43,15 +32,18 @@ def _shown(default: object) -> str:
 
 def main() -> None:
     """Write the table, or compare it with the one that is there."""
+    attributes = (inspect.getdoc(CheckpointerConfig) or "").partition("Attributes:\n")[2]
+    texts = dict(re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", attributes, re.MULTILINE))
+    table = "| key | default | |\n|---|---|---|\n"
+    for name, field in CheckpointerConfig.model_fields.items():
+        table += f"| `{name}` | {shown(field.default)} | {' '.join(texts[name].split())} |\n"
     page = PAGE.read_text()
     before, _, rest = page.partition(BEGIN)
-    wanted = f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}"
-    if wanted == page:
-        print(f"{len(CheckpointerConfig.model_fields)} options, as the page shows them")
-    elif "--check" in sys.argv:
-        sys.exit(f"{PAGE} is not up to date. Run: python tools/options.py")
-    else:
+    wanted = f"{before}{BEGIN}\n{table}{END}{rest.partition(END)[2]}"
+    if "--check" not in sys.argv:
         PAGE.write_text(wanted)
+    elif wanted != page:
+        sys.exit(f"{PAGE} is not up to date. Run: python tools/options.py")
 
 
 if __name__ == "__main__":

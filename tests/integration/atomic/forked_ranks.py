@@ -1,4 +1,4 @@
-"""The ranks of a job as forked processes, which are killed, stopped and woken by `kill_savers`."""
+"""The ranks of a job as forked processes, which are killed, stopped and woken by `rank_jobs`."""
 
 from __future__ import annotations
 

@@ -6,13 +6,13 @@ import random
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from tests.integration.atomic.crash_scenarios import check_no_garbage
 from tests.integration.atomic.forked_savers import STEP, Forker, make
-from tests.integration.support import checkpointer, same
+from tests.integration.atomic.run_model import KEEP_EVERY, Model
+from tests.integration.support import ROOT, checkpointer, same
 
 from penstock.testing.faults import OPERATIONS
 
@@ -176,48 +176,69 @@ def test_the_check_itself_finds_a_torn_checkpoint(tmp_path):
         watch.check(9)
 
 
+def saved(model, step, number, keep_last=None):
+    model.hear(
+        {"what": "saving", "step": step, "number": number, "keep_last": keep_last}, beside=False
+    )
+    model.hear({"what": "committed", "step": step, "number": number}, beside=False)
+
+
+def test_the_model_of_a_run_finds_a_lost_and_a_wrong_checkpoint():
+    model = Model()
+    saved(model, 1, 11)
+    saved(model, 2, 22)
+    assert model.settle({1: 11, 2: 22}) == []
+    assert model.settle({1: 22}) == [
+        "step 1 holds 22, and may hold {11}",
+        "step 2 holds None, and may hold {22}",
+    ]
+    saved(model, 3, 33, keep_last=1)
+    assert model.settle({3: 33}) == []
+
+
+def test_the_model_of_a_crowd_finds_a_step_that_two_have_won():
+    model = Model()
+    for number in (1, 2):
+        model.hear_crowd({"what": "saving", "step": KEEP_EVERY, "number": number})
+    assert model.hear_crowd({"what": "committed", "step": KEEP_EVERY, "number": 1}) == []
+    assert model.hear_crowd({"what": "committed", "step": KEEP_EVERY, "number": 2})
+    assert model.settle({KEEP_EVERY: 2}) == ["step 10 holds 2, and may hold {1}"]
+
+
+def run_for_some_seconds(*command):
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "\n0 problems" in done.stdout
+    return done.stdout
+
+
 @pytest.mark.slow
 def test_savers_a_pruner_a_deleter_and_a_reader_killed_at_random_leave_a_whole_run(tmp_path):
-    """For some seconds; `tools/kill_savers.py` by itself goes on for longer."""
-    tool = Path(__file__).parents[3] / "tools" / "kill_savers.py"
-    done = subprocess.run(
-        [sys.executable, tool, "--kills", "90", "--seconds", "4", "--root", tmp_path],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " 0 problems" in done.stdout
-    assert '"durable"' in done.stdout
+    printed = run_for_some_seconds(
+        "tools/kill.py", "--kind", "crowd", "--seconds", "10", "--root", tmp_path
+    )
+    assert " kills in a crowd\n" in printed
+    assert " crowd: save\n" in printed
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["one", "tiers"])
 def test_operations_crossed_at_random_and_killed_leave_what_a_dict_says(kind, tmp_path):
-    """For some seconds; `tools/kill_runs.py` by itself goes on for longer."""
-    tool = Path(__file__).parents[3] / "tools" / "kill_runs.py"
-    done = subprocess.run(
-        [sys.executable, tool, "--seconds", "20", "--kind", kind, "--root", tmp_path],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    print(done.stdout)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "\n0 problems" in done.stdout
-    assert " kills\n" in done.stdout
+    printed = run_for_some_seconds(
+        "tools/kill.py", "--kind", kind, "--seconds", "20", "--root", tmp_path
+    )
+    assert " kills\n" in printed
 
 
 @pytest.mark.slow
 @pytest.mark.multirank
 def test_ranks_killed_stopped_and_woken_at_random_leave_a_whole_run_and_nobody_waits(tmp_path):
-    """Two jobs of two to four ranks on one root; `tools/kill_savers.py --ranks` goes on longer."""
-    tool = Path(__file__).parents[3] / "tools" / "kill_savers.py"
-    done = subprocess.run(
-        [
-            sys.executable, tool, "--ranks", "--kills", "5", "--seconds", "20",
-            "--kind", "posix", "--root", tmp_path,
-        ],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    print(done.stdout)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " 0 problems" in done.stdout
-    assert '"durable"' in done.stdout
-    assert "times a rank knew of a lost one" in done.stdout
+    module = "tests.integration.atomic.rank_jobs"
+    printed = run_for_some_seconds(
+        "-m", module, "--kills", "5", "--seconds", "20", "--root", tmp_path
+    )
+    assert '"durable"' in printed
+    assert "times a rank knew of a lost one" in printed
