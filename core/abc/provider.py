@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from penstock.core.abc.plugin import API_VERSION
-from penstock.core.floats.formats import FLOAT_DTYPES
+from penstock.core.floats.conversion import FLOAT_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
