@@ -56,9 +56,10 @@ class Ours:
         self.out = np.zeros(self.codec.max_encoded_size(CHUNK), np.uint8)
         self.back = np.zeros(CHUNK, np.uint8)
         if not fused:
-            from penstock.codecs.floatsplit import codec, entropy, planes
+            from penstock.codecs.floatsplit import codec, entropy
+            from penstock.codecs.kernels import PLAIN
 
-            codec._splitter, entropy._pair_coder = lambda: planes, lambda: None  # noqa: SLF001
+            codec.kernels = entropy.kernels = lambda: PLAIN
 
     def prepare(self, chunk):
         return [chunk.data]

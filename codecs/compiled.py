@@ -1,18 +1,27 @@
-"""Loops that numba compiles, for codecs; importing this module takes numba, which is an extra."""
+"""The loops of `kernels`, compiled by numba: one pass over the data where numpy takes several.
+
+Importing this module takes numba, which is an extra, and 0.4 s; or a few seconds if numba has not
+kept what it compiled, or cannot write to a folder of its own.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numba  # pyright: ignore[reportMissingImports]
+import numpy as np
 from numba import types  # pyright: ignore[reportMissingImports]
+
+from penstock.codecs import kernels as plain
+from penstock.codecs.kernels import Halves
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    Function: TypeAlias = Callable[..., Any]
+    from penstock.codecs.floatsplit.prediction import Grid
+    from penstock.codecs.kernels import Bytes, Elements, Words
 
-inlined: Callable[[Function], Function] = numba.njit(nogil=True, inline="always")
+    Function: TypeAlias = Callable[..., Any]
 
 
 def given(element: Any) -> Any:
@@ -36,3 +45,182 @@ def compiled(*signatures: Any) -> Callable[[Function], Function]:
         return made
 
     return compile_
+
+
+_U1, _U2, _U4, _U8 = types.uint8, types.uint16, types.uint32, types.uint64
+_COMPARED = [(given(word), given(word), filled(word)) for word in (_U1, _U2, _U4, _U8)]
+_ONE, _TWO = np.uint64(1), np.uint64(2)
+
+
+@compiled(*_COMPARED)
+def subtract(new: Any, old: Any, out: Any) -> None:
+    """Do what `kernels.subtract` does."""
+    top = np.uint64(8 * out.itemsize - 1)
+    mask = (_TWO << top) - _ONE
+    for i in range(out.size):
+        difference = (np.uint64(new[i]) - np.uint64(old[i])) & mask
+        out[i] = (difference << _ONE) ^ (-(difference >> top))
+
+
+@compiled(*_COMPARED)
+def add(differences: Any, old: Any, out: Any) -> None:
+    """Do what `kernels.add` does."""
+    for i in range(out.size):
+        zigzag = differences[i]
+        out[i] = old[i] + ((zigzag >> _ONE) ^ (-(zigzag & _ONE)))
+
+
+# A kind of split as numbers, so that the loops have no branches; the columns are those of `Halves`.
+# The first plane is `d >> shift`, the second `d & low | d >> 8 & sign`, where `d` is the top of an
+# element less what is predicted. `extended` is the top bit of the first plane if `d` may be
+# negative. No bit of `unsigned` may be set in the top, none of `near` in `d + 2**13`. `kept` are
+# the bits of an element that was predicted.
+_SHIFT = np.array([7, 7, 8, 6], np.uint16)
+_LOW = np.array([0x7F, 0x7F, 0xFF, 0x3F], np.uint16)
+_SIGN = np.array([0x80, 0, 0, 0], np.uint16)
+_EXTENDED = np.array([0, 0, 0, 0x80], np.uint16)
+_UNSIGNED = np.array([0, 0x8000, 0, 0], np.uint16)
+_NEAR = np.array([0, 0, 0, 0xC000], np.uint16)
+_KEPT = np.array([0xFFFF, 0x7FFF, 0xFFFF, 0xFFFF], np.uint16)
+_EIGHT, _REACH = np.uint16(8), np.uint16(1 << 13)
+_GRID = (types.int64, given(_U2), given(_U2), types.int64)  # kind; terms, and the first cell
+
+_NOTHING: Words = np.empty(0, np.uint16)
+_ROW = 4096  # elements at once where none are predicted
+
+
+# LLVM makes a loop of its own for each outcome of `predicted`, and numba leaves out what `below`
+# rules out.
+def _splitter(word: Any, below: Any) -> Function:
+    """Return the split of elements whose top 16 bits have `below` others below them: 0 or 16."""
+
+    @compiled((given(word), *_GRID, filled(_U1), filled(_U1), filled(_U2)))
+    def split(
+        block: Any, kind: Any, rows: Any, columns: Any, cell: Any, first: Any, second: Any, low: Any
+    ) -> Any:
+        shift, keep, sign = _SHIFT[kind], _LOW[kind], _SIGN[kind]
+        unsigned, near = _UNSIGNED[kind], _NEAR[kind]
+        bad, at, n, width = np.uint16(0), 0, block.size, columns.size
+        predicted = width > 0
+        while at < n:
+            row, column, end = np.uint16(0), 0, min(at + _ROW, n)
+            if predicted:
+                number, column = divmod(cell + at, width)
+                row, end = rows[number], min(at + width - column, n)
+            part, terms, rest = block[at:end], columns[column:], low[at:end]
+            one, two = first[at:end], second[at:end]
+            for i in range(part.size):
+                top = d = np.uint16(part[i] >> below)
+                if predicted:
+                    d = np.uint16(top - row - terms[i])
+                bad |= (top & unsigned) | ((d + _REACH) & near)
+                one[i] = d >> shift
+                two[i] = (d & keep) | ((d >> _EIGHT) & sign)
+                if below:
+                    rest[i] = np.uint16(part[i])
+            at = end
+        return bad == 0
+
+    return split
+
+
+def _joiner(word: Any, below: Any) -> Function:
+    """Return the way back from what `_splitter` splits."""
+
+    @compiled((given(_U1), given(_U1), given(_U2), *_GRID, filled(word)))
+    def join(
+        first: Any, second: Any, low: Any, kind: Any, rows: Any, columns: Any, cell: Any, block: Any
+    ) -> None:
+        shift, keep, sign, extended = _SHIFT[kind], _LOW[kind], _SIGN[kind], _EXTENDED[kind]
+        kept, at, n, width = _KEPT[kind], 0, block.size, columns.size
+        predicted = width > 0
+        while at < n:
+            row, column, end = np.uint16(0), 0, min(at + _ROW, n)
+            if predicted:
+                number, column = divmod(cell + at, width)
+                row, end = rows[number], min(at + width - column, n)
+            part, terms, rest = block[at:end], columns[column:], low[at:end]
+            one, two = first[at:end], second[at:end]
+            for i in range(part.size):
+                high = np.uint16((np.uint16(one[i]) ^ extended) - extended) << shift
+                both = np.uint16(two[i])
+                d = np.uint16(high | (both & keep) | ((both & sign) << _EIGHT))
+                if predicted:
+                    d = np.uint16(d + row + terms[i]) & kept
+                if below:
+                    part[i] = (np.uint32(d) << below) | np.uint32(rest[i])
+                else:
+                    part[i] = d
+            at = end
+
+    return join
+
+
+_SPLIT = {2: _splitter(_U2, np.uint32(0)), 4: _splitter(_U4, np.uint32(16))}
+_JOIN = {2: _joiner(_U2, np.uint32(0)), 4: _joiner(_U4, np.uint32(16))}
+
+
+@compiled((given(_U4), *(filled(_U1) for _ in range(4))))
+def _split_bytes(block: Any, first: Any, second: Any, third: Any, fourth: Any) -> None:
+    for i in range(block.size):
+        first[i] = block[i] >> np.uint32(24)
+        second[i] = block[i] >> np.uint32(16)
+        third[i] = block[i] >> np.uint32(8)
+        fourth[i] = block[i]
+
+
+@compiled((*(given(_U1) for _ in range(4)), filled(_U4)))
+def _join_bytes(first: Any, second: Any, third: Any, fourth: Any, block: Any) -> None:
+    for i in range(block.size):
+        high = (np.uint32(first[i]) << np.uint32(24)) | (np.uint32(second[i]) << np.uint32(16))
+        block[i] = high | (np.uint32(third[i]) << np.uint32(8)) | np.uint32(fourth[i])
+
+
+def split_block(block: Elements, planes: list[Elements], kind: Halves, grid: Grid | None) -> bool:
+    """Do what `kernels.split_block` does; leave elements of 8 bytes to it."""
+    if 2 * (len(planes) - 1) == block.itemsize:
+        low = planes[2] if planes[2:] else _NOTHING
+        return bool(_SPLIT[block.itemsize](block, *_place(kind, grid), *planes[:2], low))
+    if block.itemsize == 4 and kind is Halves.INTEGER:  # noqa: PLR2004 - each byte apart
+        _split_bytes(block, *planes)
+        return True
+    return plain.split_block(block, planes, kind, grid)
+
+
+def join_block(planes: list[Elements], kind: Halves, grid: Grid | None, block: Elements) -> None:
+    """Do what `kernels.join_block` does; leave elements of 8 bytes to it."""
+    if 2 * (len(planes) - 1) == block.itemsize:
+        low = planes[2] if planes[2:] else _NOTHING
+        _JOIN[block.itemsize](*planes[:2], low, *_place(kind, grid), block)
+    elif block.itemsize == 4 and kind is Halves.INTEGER:  # noqa: PLR2004
+        _join_bytes(*planes, block)
+    else:
+        plain.join_block(planes, kind, grid, block)
+
+
+def _place(kind: Halves, grid: Grid | None) -> tuple[int, Words, Words, int]:
+    if grid is None or kind is Halves.INTEGER:
+        return int(kind), _NOTHING, _NOTHING, 0
+    return int(kind), grid.rows, grid.columns, grid.cell
+
+
+@compiled((given(_U1), given(_U1), filled(_U1)))
+def _scatter(used: Any, values: Any, plane: Any) -> None:
+    taken, whole = np.uint32(0), plane.size // 8
+    for number in range(whole):
+        byte = np.uint32(used[number])
+        if byte:
+            for i in range(8):
+                bit = (byte >> np.uint32(7 - i)) & np.uint32(1)
+                plane[8 * number + i] = values[taken] * np.uint8(bit)
+                taken += bit
+    for i in range(8 * whole, plane.size):
+        bit = (np.uint32(used[whole]) >> np.uint32(7 - i % 8)) & np.uint32(1)
+        plane[i] = values[taken] * np.uint8(bit)
+        taken += bit
+
+
+def scatter(used: Bytes, values: Bytes, plane: Bytes) -> None:
+    """Do what `kernels.scatter` does."""
+    plane.fill(0)
+    _scatter(used, values, plane)

@@ -2,50 +2,43 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from penstock.codecs.floatsplit import planes as plain
 from penstock.codecs.floatsplit.entropy import (
     MAX_BITS,
     Method,
     decode_plane,
     encode_plane,
-    entropy_bits,
-    load_coder,
     method_for,
 )
 from penstock.codecs.floatsplit.layout import HEAD, FrameLayout, cut_off, read_head, write_head
-from penstock.codecs.floatsplit.planes import BLOCK_ELEMENTS, UNUSED_BITS, Halves, Scratch
 from penstock.codecs.floatsplit.prediction import Prediction, as_matrix, estimate, residual
-from penstock.core.abc import DECLINED, Codec, CodecContext, Declined, PluginConfig
-from penstock.core.distributions import installed_only
+from penstock.codecs.kernels import BLOCK_ELEMENTS, UNUSED_BITS, Halves, kernels, scratch
+from penstock.codecs.sampling import entropy_bits, sampled
+from penstock.core.abc import (
+    DECLINED,
+    FLOAT_DTYPES,
+    Codec,
+    CodecContext,
+    Declined,
+    PluginConfig,
+)
 from penstock.core.errors import CodecError
 from penstock.core.types import flat_view
 
 if TYPE_CHECKING:
-    from penstock.codecs.floatsplit.planes import Bytes, Elements, Words
     from penstock.codecs.floatsplit.prediction import Grid
-    from penstock.core.abc import CodecContext
+    from penstock.codecs.kernels import Bytes, Elements, Words
 
 _LENGTH_BITS = 28  # of a table entry; the method stands above them
-FLOATS = {
-    **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"), 1),
-    "float16": 2,
-    "bfloat16": 2,
-    "float32": 4,
-    "float64": 8,
-}
-"""Bytes of the elements, by dtype."""
 INTEGERS = {"uint16": 2, "uint32": 4, "uint64": 8, "int16": 2, "int32": 4, "int64": 8}
 """Bytes of the elements, by dtype."""
 LEAST_ELEMENTS = 256
 
-_RUNS, _RUN = 64, 64  # a sample: so many runs of so many elements
+_RUN = 64  # elements of a sample that follow each other
 _LEAST_GAIN = 0.01  # of the chunk's bytes; less is not worth decoding
 _LEAST_PREDICTED_BITS = 0.15  # of an element; predicting costs a tenth of the speed
 _RANDOM_BITS = 6.8  # of the seven of a mantissa
@@ -70,8 +63,8 @@ class Decision:
 def decide(words: Elements, context: CodecContext, *, predict: bool) -> Decision | None:
     """Return how a chunk is split; None: that would not make it smaller."""
     size = words.itemsize
-    floats = context.dtype in FLOATS
-    sample = words[_sampled(len(words))]
+    floats = context.dtype in FLOAT_DTYPES
+    sample = words[sampled(len(words), _RUN)]
     if size == 1:
         bits = [entropy_bits(sample.view(np.uint8))]
         small = bits[0] < 8 * (1 - _LEAST_GAIN)
@@ -107,22 +100,10 @@ def decide(words: Elements, context: CodecContext, *, predict: bool) -> Decision
     return Decision(layout, head + lower, kinds)
 
 
-def _sampled(elements: int) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
-    """Return the numbers of sampled elements: all of few, runs of many."""
-    if elements <= _RUNS * _RUN:
-        return np.arange(elements)
-    starts = np.linspace(0, elements - _RUN, _RUNS).astype(np.intp)
-    return (starts[:, None] + np.arange(_RUN)).reshape(-1)
-
-
 def _bits(top: Words, shift: int, below: int) -> list[float]:
     """Return the entropies of the 8 bits from `shift` on, and of those that the mask gives."""
     planes = np.right_shift(top, shift), np.bitwise_and(top, below)
     return [entropy_bits(plane.astype(np.uint8)) for plane in planes]
-
-
-def _exponent_bits(top: Words) -> float:
-    return entropy_bits(np.right_shift(top, 7).astype(np.uint8))
 
 
 def _predict(words: Elements, context: CodecContext) -> tuple[Prediction | None, float]:
@@ -142,8 +123,8 @@ def _predict(words: Elements, context: CodecContext) -> tuple[Prediction | None,
         return None, 0.0
     # Both sides from the same cells, so that a small sample errs the same way for both.
     sample = matrix.sample()
-    left = _exponent_bits(residual(sample))
-    if _exponent_bits(sample) - left < _LEAST_PREDICTED_BITS + 8 * terms / len(words):
+    before, left = (_bits(top, 7, 0x7F)[0] for top in (sample, residual(sample)))
+    if before - left < _LEAST_PREDICTED_BITS + 8 * terms / len(words):
         return None, 0.0
     return estimate(matrix), left
 
@@ -156,47 +137,6 @@ class FloatsplitConfig(PluginConfig):
     """
 
     predict: bool = True
-
-
-class _Splitter(Protocol):
-    """The two functions that `planes` has, and `fused`."""
-
-    def split_block(
-        self,
-        block: Elements,
-        planes: list[Elements],
-        kind: Halves,
-        grid: Grid | None,
-        scratch: Scratch,
-    ) -> bool: ...
-
-    def join_block(
-        self,
-        planes: list[Elements],
-        kind: Halves,
-        grid: Grid | None,
-        block: Elements,
-        scratch: Scratch,
-    ) -> None: ...
-
-
-@cache
-@installed_only()
-def _splitter() -> _Splitter:
-    """Return the faster of two equal ways."""
-    try:
-        from penstock.codecs.floatsplit import fused  # noqa: PLC0415 - numba is an extra
-    except ImportError:
-        return plain
-    return fused
-
-
-class _BlockMemory(threading.local):
-    def __init__(self) -> None:
-        self.scratch = Scratch()
-
-
-_local = _BlockMemory()
 
 
 class FloatsplitCodec(Codec):
@@ -214,8 +154,7 @@ class FloatsplitCodec(Codec):
 
     def load(self) -> None:
         """Have numba compile the loops, where it has not kept them on disk: seconds."""
-        _splitter()
-        load_coder()
+        kernels()
 
     def max_encoded_size(self, raw_length: int, /) -> int:
         """Return the raw length and the largest tables: a plane never gets longer."""
@@ -227,7 +166,7 @@ class FloatsplitCodec(Codec):
     ) -> int | Declined:
         """Encode a chunk as `Codec.encode`; declines what is no float and what would not shrink."""
         size = context.itemsize
-        if {**FLOATS, **INTEGERS}.get(context.dtype) != size:
+        if {**FLOAT_DTYPES, **INTEGERS}.get(context.dtype) != size:
             return DECLINED
         source = np.frombuffer(flat_view(chunk), np.uint8)
         if source.size % size or source.size < LEAST_ELEMENTS * size:
@@ -283,44 +222,29 @@ def _write_block(
     Returns:
         The block's kind, and of each plane, from the top, its method and length.
     """
-    kind, methods, planes, placed = _split(block, out, decision, grid)
-    scratch = _local.scratch.one.view(np.uint8)
-    at = 0
-    stored = []
+    is_byte = block.itemsize == 1
+    for kind in decision.kinds:
+        planes = _planes(decision.layout, block)
+        methods = [
+            method_for(bits, unused=_unused(kind, number))
+            for number, bits in enumerate(decision.bits)
+        ]
+        placed = 1 if is_byte else _place(planes, methods, out)
+        if is_byte or kernels().split_block(block, planes, kind, grid):
+            break
+    else:
+        msg = f"none of {decision.kinds} splits all elements"
+        raise AssertionError(msg)
+    at, stored = 0, []
     for number in reversed(range(len(planes))):
         plane, method, length = planes[number].view(np.uint8), methods[number], 0
         if number >= placed:
             length = plane.size
         else:
-            method, length = encode_plane(plane, method, _unused(kind, number), out[at:], scratch)
+            method, length = encode_plane(plane, method, _unused(kind, number), out[at:])
         stored.append((method, length))
         at += length
     return kind, stored[::-1]
-
-
-def _split(
-    block: Elements, out: Bytes, decision: Decision, grid: Grid | None
-) -> tuple[Halves, list[Method], list[Elements], int]:
-    """Split a block in the first way that is possible.
-
-    Returns:
-        The block's kind; of each plane the method that it shall be stored by, and itself; and the
-        number of the first plane that stands in `out` already.
-    """
-    if block.itemsize == 1:
-        return Halves.INTEGER, [method_for(decision.bits[0], unused=0)], [block], 1
-    scratch = _local.scratch
-    for kind in decision.kinds:
-        methods = [
-            method_for(bits, unused=_unused(kind, number))
-            for number, bits in enumerate(decision.bits)
-        ]
-        planes = _planes(decision.layout, len(block), scratch)
-        placed = _place(planes, methods, out)
-        if _splitter().split_block(block, planes, kind, grid, scratch):
-            return kind, methods, planes, placed
-    msg = f"none of {decision.kinds} splits all elements"
-    raise AssertionError(msg)
 
 
 def _unused(kind: Halves, plane: int) -> int:
@@ -360,7 +284,6 @@ def _read(frame: Bytes, at: int, words: Elements, layout: FrameLayout) -> None:
         msg = f"floatsplit: a frame of {frame.size} bytes has more or less than its planes"
         raise CodecError(msg)
     grid = layout.prediction.grid() if layout.prediction else None
-    scratch = _local.scratch
     for number, (start, stop) in enumerate(bounds):
         block, length = words[start:stop], sum(lengths[number])
         try:
@@ -368,13 +291,13 @@ def _read(frame: Bytes, at: int, words: Elements, layout: FrameLayout) -> None:
         except ValueError as error:
             msg = f"floatsplit: a block is stored in an unknown way: {error}"
             raise CodecError(msg) from None
-        planes = [block] if block.itemsize == 1 else _planes(layout, len(block), scratch)
+        planes = _planes(layout, block)
         _read_planes(frame[at : at + length], lengths[number], how, kind, planes)
         if block.itemsize == 1:
             np.copyto(block, planes[0])
         else:
             here = grid.from_element(start) if grid else None
-            _splitter().join_block(planes, kind, here, block, scratch)
+            kernels().join_block(planes, kind, here, block)
         at += length
 
 
@@ -382,7 +305,6 @@ def _read_planes(
     stored: Bytes, lengths: list[int], methods: list[Method], kind: Halves, planes: list[Elements]
 ) -> None:
     """Fill `planes`; those that are stored as they are become views of `stored`."""
-    scratch = _local.scratch.one.view(np.uint8)
     at = 0
     for number in reversed(range(len(planes))):
         plane, method = planes[number], methods[number]
@@ -391,11 +313,14 @@ def _read_planes(
         if method is Method.RAW and source.size == plane.nbytes:
             planes[number] = source.view(plane.dtype)
             continue
-        decode_plane(source, method, _unused(kind, number), plane.view(np.uint8), scratch)
+        decode_plane(source, method, _unused(kind, number), plane.view(np.uint8))
 
 
-def _planes(layout: FrameLayout, elements: int, scratch: Scratch) -> list[Elements]:
-    """Return scratch memory for the planes of a block."""
+def _planes(layout: FrameLayout, block: Elements) -> list[Elements]:
+    """Return memory of this thread for the planes of a block; single bytes are their own plane."""
+    if block.itemsize == 1:
+        return [block]
+    elements = len(block)
     planes: list[Elements] = [scratch.first[:elements], scratch.second[:elements]]
     at = 0
     for width in layout.widths()[2:]:

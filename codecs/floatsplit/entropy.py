@@ -7,15 +7,13 @@ import sys
 import threading
 from enum import IntEnum
 from functools import cache
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import zstandard
 
-from penstock.codecs.floatsplit import planes
-from penstock.codecs.floatsplit.planes import pack, packed_size, unpack
+from penstock.codecs.kernels import kernels, scratch
 from penstock.codecs.zstd import decode_frame
-from penstock.core.distributions import installed_only
 from penstock.core.errors import CodecError
 
 if sys.version_info >= (3, 14):
@@ -24,11 +22,7 @@ else:
     from backports import zstd
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from numpy.typing import NDArray
-
-    Bytes = NDArray[np.uint8]
+    from penstock.codecs.kernels import Bytes
 
 MAX_BITS = 7.85
 """Entropy, in bits per byte, above which a plane is stored as it is."""
@@ -45,6 +39,15 @@ _PACKED_BITS = 6.9  # below this many bits, Huffman codes take less than seven b
 # fast, and 6 % smaller.
 _LITERALS = 1002
 _HUFFMAN_ONLY = {int(zstd.CompressionParameter.compression_level): -131072, _LITERALS: 1}
+# For a library without it. Matches of seven bytes found through a table of 64 entries are almost
+# never found in an exponent plane: 0.6 of the speed of Huffman codes alone, and up to 4 % larger.
+_NEARLY_HUFFMAN_ONLY = {
+    int(zstd.CompressionParameter.compression_level): 1,
+    int(zstd.CompressionParameter.strategy): int(zstd.Strategy.fast),
+    int(zstd.CompressionParameter.min_match): 7,
+    int(zstd.CompressionParameter.hash_log): 6,
+    int(zstd.CompressionParameter.target_length): 0,
+}
 
 
 class Method(IntEnum):
@@ -59,22 +62,11 @@ class Method(IntEnum):
 
 
 class _Contexts(threading.local):
-    huffman: zstd.ZstdCompressor | None = None
-    compressor: zstandard.ZstdCompressor | None = None
+    compressor: zstd.ZstdCompressor | None = None
     decompressor: zstandard.ZstdDecompressor | None = None
 
 
 _contexts = _Contexts()
-
-
-def entropy_bits(sample: Bytes) -> float:
-    """Return the order-0 entropy of what `sample` was drawn from, in bits per byte."""
-    counts = np.bincount(sample.reshape(-1), minlength=256)
-    counts = counts[counts > 0]
-    size = sample.size
-    # Miller and Madow, 1954: a small sample looks less random than its source.
-    bias = (len(counts) - 1) / (2 * np.log(2) * size)
-    return float(bias + np.log2(size) - counts @ np.log2(counts) / size)
 
 
 def method_for(bits: float, *, unused: int) -> Method:
@@ -86,9 +78,7 @@ def method_for(bits: float, *, unused: int) -> Method:
     return Method.ZSTD if bits < MAX_BITS else Method.RAW
 
 
-def encode_plane(
-    plane: Bytes, method: Method, unused: int, out: Bytes, scratch: Bytes
-) -> tuple[Method, int]:
+def encode_plane(plane: Bytes, method: Method, unused: int, out: Bytes) -> tuple[Method, int]:
     """Write `plane` into the beginning of `out` (at least as long as it).
 
     Returns:
@@ -107,13 +97,13 @@ def encode_plane(
             return method, length
     if method is Method.PACKED:
         length = packed_size(size, unused)
-        pack(plane, unused, out[:length], scratch)
+        pack(plane, unused, out[:length])
         return method, length
     out[:size] = plane
     return Method.RAW, size
 
 
-def decode_plane(source: Bytes, method: Method, unused: int, plane: Bytes, scratch: Bytes) -> None:
+def decode_plane(source: Bytes, method: Method, unused: int, plane: Bytes) -> None:
     """Fill `plane` from `source`, all of the stored bytes, by another method than `RAW`.
 
     Raises:
@@ -128,7 +118,7 @@ def decode_plane(source: Bytes, method: Method, unused: int, plane: Bytes, scrat
     if not unused or source.size != packed_size(plane.size, unused):
         msg = f"floatsplit: a plane of {plane.size} bytes has {source.size} stored bytes"
         raise CodecError(msg)
-    unpack(source, unused, plane, scratch)
+    unpack(source, unused, plane)
 
 
 def _encode_sparse(plane: Bytes, out: Bytes) -> int | None:
@@ -154,7 +144,7 @@ def _decode_sparse(source: Bytes, plane: Bytes) -> None:
     stored = source[_MAP_LENGTH.size :]
     used = np.zeros(-(-plane.size // 64) * 8, np.uint8)
     _decompress(stored[:length], used[: -(-plane.size // 8)])
-    count, beyond = _sparse().count_bits(used), -plane.size % 8
+    count, beyond = _count_bits(used), -plane.size % 8
     if (beyond and used[plane.size // 8] & ((1 << beyond) - 1)) or (
         not count and stored.size > length
     ):
@@ -163,26 +153,13 @@ def _decode_sparse(source: Bytes, plane: Bytes) -> None:
     values = np.zeros(count + 1, np.uint8)
     if count:
         _decompress(stored[length:], values[:count])
-    _sparse().scatter(used, values, plane)
+    kernels().scatter(used, values, plane)
 
 
-class _Sparse(Protocol):
-    """The two functions for planes that are mostly zero, which `planes` has, and `fused`."""
-
-    def count_bits(self, used: Bytes) -> int: ...
-
-    def scatter(self, used: Bytes, values: Bytes, plane: Bytes) -> None: ...
-
-
-@cache
-@installed_only()
-def _sparse() -> _Sparse:
-    """Return the faster of two equal ways."""
-    try:
-        from penstock.codecs.floatsplit import fused  # noqa: PLC0415 - numba is an extra
-    except ImportError:
-        return planes
-    return fused
+def _count_bits(used: Bytes) -> int:
+    if hasattr(np, "bitwise_count"):  # from numpy 2 on
+        return int(np.bitwise_count(used).sum(dtype=np.int64))
+    return int(np.count_nonzero(np.unpackbits(used)))
 
 
 def _decompress(source: Bytes, out: Bytes) -> None:
@@ -194,11 +171,9 @@ def _decompress(source: Bytes, out: Bytes) -> None:
 
 def _compress_into(plane: Bytes, out: Bytes) -> int | None:
     """Write a zstd frame into the beginning of `out`; None: it would not be smaller."""
-    coder = _pair_coder()
-    if coder is not None:
-        length = coder(plane, out)
-        if length:
-            return length
+    length = kernels().store_codes(plane, out)
+    if length:
+        return length
     frame = _compress(plane)
     if len(frame) >= plane.size:
         return None
@@ -206,58 +181,76 @@ def _compress_into(plane: Bytes, out: Bytes) -> int | None:
     return len(frame)
 
 
-@cache
-@installed_only()
-def _pair_coder() -> Callable[[Bytes, Bytes], int] | None:
-    """Return the faster way to write a frame, if numba is installed."""
-    try:
-        from penstock.codecs.floatsplit import huffman  # noqa: PLC0415 - numba is an extra
-    except ImportError:
-        return None
-    return huffman.store_codes
-
-
 def _compress(plane: Bytes) -> bytes:
     """Return a zstd frame of Huffman codes."""
     try:
-        if _has_huffman_only():
-            huffman = _contexts.huffman or zstd.ZstdCompressor(options=_HUFFMAN_ONLY)
-            _contexts.huffman = None  # not used again after a failure
-            frame = huffman.compress(plane.data, zstd.ZstdCompressor.FLUSH_FRAME)
-            _contexts.huffman = huffman
-            return frame
-        compressor = _contexts.compressor or _nearly_huffman_only()
-        _contexts.compressor = None
-        frame = compressor.compress(plane.data)
-    except (zstd.ZstdError, zstandard.ZstdError) as error:
+        compressor = _contexts.compressor or zstd.ZstdCompressor(options=_options())
+        _contexts.compressor = None  # not used again after a failure
+        frame = compressor.compress(plane.data, zstd.ZstdCompressor.FLUSH_FRAME)
+    except zstd.ZstdError as error:
         msg = f"floatsplit cannot encode a plane of {plane.size} bytes: {error}"
         raise CodecError(msg) from error
     _contexts.compressor = compressor
     return frame
 
 
-def load_coder() -> None:
-    """Load what writes planes."""
-    _sparse()
-    _pair_coder()
-
-
 @cache
-def _has_huffman_only() -> bool:
-    """Return whether the library takes the experimental parameter, and makes Huffman codes."""
+def _options() -> dict[int, int]:
+    """Return the options that make Huffman codes alone, if the library takes them."""
     sample = np.random.default_rng(0).integers(0, 8, 4096, np.uint8)
     try:
-        compressor = zstd.ZstdCompressor(options=_HUFFMAN_ONLY)
-        frame = compressor.compress(sample.data, zstd.ZstdCompressor.FLUSH_FRAME)
+        frame = zstd.compress(sample.data, options=_HUFFMAN_ONLY)
     except (zstd.ZstdError, ValueError):
-        return False
-    return len(frame) < sample.size // 2
+        return _NEARLY_HUFFMAN_ONLY
+    return _HUFFMAN_ONLY if len(frame) < sample.size // 2 else _NEARLY_HUFFMAN_ONLY
 
 
-def _nearly_huffman_only() -> zstandard.ZstdCompressor:
-    # Matches of seven bytes found through a table of 64 entries are almost never found in an
-    # exponent plane: 0.6 of the speed of Huffman codes alone, and up to 4 % larger.
-    parameters = zstandard.ZstdCompressionParameters.from_level(
-        1, strategy=zstandard.STRATEGY_FAST, min_match=7, hash_log=6, target_length=0
-    )
-    return zstandard.ZstdCompressor(compression_params=parameters)
+def packed_size(size: int, unused: int) -> int:
+    """Return the bytes that `pack` makes of `size` bytes whose `unused` top bits are zero."""
+    parts = 8 // unused
+    eighths = size // (8 * parts)
+    return size - 8 * eighths
+
+
+def pack(plane: Bytes, unused: int, packed: Bytes) -> None:
+    """Pack bytes whose top bits are zero into less room: the last part into what is unused.
+
+    The beginning of the plane is divided into 8 (one bit unused) or 4 (two) parts of equal size, a
+    multiple of 8 bytes. Each byte of the last part is spread over the unused bits of the others,
+    its lowest bits in the first part. What is left behind the parts follows as it is.
+
+    Args:
+        plane: Bytes whose `unused` top bits are zero; at an address that 8 divides.
+        unused: 1 or 2.
+        packed: Receives `packed_size(len(plane), unused)` bytes.
+    """
+    parts = 8 // unused
+    size = len(plane) // (8 * parts) * 8
+    last = plane[(parts - 1) * size : parts * size].view(np.uint64)
+    spread = scratch.word[: size // 8]
+    # Shifted as words of 64 bits, since numpy shifts bytes one by one; the mask takes away what
+    # crosses from one byte into the next.
+    mask = np.uint64(0x0101010101010101 * (0xFF >> 8 - unused << 8 - unused))
+    for number in range(parts - 1):
+        part = slice(number * size, (number + 1) * size)
+        np.left_shift(last, np.uint64(8 - unused - number * unused), out=spread)
+        np.bitwise_and(spread, mask, out=spread)
+        np.bitwise_or(plane[part], spread.view(np.uint8), out=packed[part])
+    packed[(parts - 1) * size :] = plane[parts * size :]
+
+
+def unpack(packed: Bytes, unused: int, plane: Bytes) -> None:
+    """Write into `plane` what `pack` packed."""
+    parts = 8 // unused
+    size = len(plane) // (8 * parts) * 8
+    last = plane[(parts - 1) * size : parts * size]
+    spread = scratch.word[: size // 8]
+    used = np.uint8(0xFF >> unused)
+    last[:] = 0
+    for number in range(parts - 1):
+        part = slice(number * size, (number + 1) * size)
+        np.bitwise_and(packed[part], ~used, out=spread.view(np.uint8))
+        np.right_shift(spread, np.uint64(8 - unused - number * unused), out=spread)
+        np.bitwise_or(last, spread.view(np.uint8), out=last)
+        np.bitwise_and(packed[part], used, out=plane[part])
+    plane[parts * size :] = packed[(parts - 1) * size :]

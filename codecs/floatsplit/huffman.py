@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    Bytes = NDArray[np.uint8]
-    Long = NDArray[np.uint64]
+    from penstock.codecs.kernels import Bytes
 
 LEAST_BYTES = 16 << 10
 """Below this size of a plane, setting up the tables costs more than is gained."""
@@ -391,5 +390,5 @@ def store_codes(plane: Bytes, out: Bytes) -> int:
     return int(_store(plane, words, out, out_words, _tables.counted, _tables.codes))
 
 
-def _words_at_each_byte(memory: Bytes) -> Long:
+def _words_at_each_byte(memory: Bytes) -> NDArray[np.uint64]:
     return np.ndarray((memory.size - 7,), np.uint64, memory, 0, (1,))

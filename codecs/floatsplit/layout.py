@@ -9,7 +9,7 @@ A frame is little-endian, and decodes alone:
 | (1 + 4 planes) blocks | of each block its kind, and of each plane its length and method |
 | ... | the planes, block by block one behind the other, in each block the lowest first |
 
-Of elements of one byte there is one plane. Others have two planes of their top bytes as `planes`
+Of elements of one byte there is one plane. Others have two planes of their top bytes as `kernels`
 splits them, then what is left: planes of 2 and 4 bytes of each element, or one for each byte.
 """
 
@@ -19,15 +19,12 @@ import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.codecs.floatsplit.planes import BLOCK_ELEMENTS
 from penstock.codecs.floatsplit.prediction import Prediction
+from penstock.codecs.kernels import BLOCK_ELEMENTS
 from penstock.core.errors import CodecError
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    Bytes = NDArray[np.uint8]
+    from penstock.codecs.kernels import Bytes
 
 HEAD = struct.Struct("<BBBBIIII")
 _LAYOUT = 1

@@ -18,8 +18,7 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    Bytes = NDArray[np.uint8]
-    Words = NDArray[np.uint16]
+    from penstock.codecs.kernels import Bytes, Words
 
 SAMPLED_COLUMNS = 32
 """Elements whose mean is the term of a row; more narrow what is left by less than 0.5 %."""

@@ -49,8 +49,7 @@ from penstock.core.abc.roots import (
 from penstock.core.concurrency.copy_bytes import copy_bytes
 from penstock.core.concurrency.timing import Timing, current_timing
 from penstock.core.concurrency.watchdog import Deadline, call_all_with_deadline
-from penstock.core.floats.conversion import convert_floats
-from penstock.core.floats.formats import FLOAT_DTYPES
+from penstock.core.floats.conversion import FLOAT_DTYPES, convert_floats
 
 __all__ = [
     "API_VERSION",

@@ -153,25 +153,6 @@ _HALF_OVERFLOW = (127 + 16) << 23
 """Bits of the float32 2^16, which is beyond float16."""
 
 
-@lru_cache(maxsize=1)
-def _float16_values() -> Floats:
-    """Each float16 as a float32, by its bits."""
-    bits = np.arange(1 << 16, dtype=np.uint32)
-    exponent, mantissa = (bits >> 10) & 0x1F, bits & 0x3FF
-    normal = ((exponent + 112) << 23) | (mantissa << 13)
-    # The float32 of such an integer is exact, and so is its product with a power of two.
-    subnormal = (mantissa.astype(np.float32) * np.float32(2**-24)).view(np.uint32)
-    magnitude = np.where(exponent == 0, subnormal, normal)
-    special = exponent == exponent[-1]
-    magnitude[special] = np.where(mantissa == 0, _EXPONENT, _QUIET_NAN | (mantissa << 13))[special]
-    values: Floats = (magnitude | ((bits >> 15) << 31)).astype(np.uint32).view(np.float32)
-    return values
-
-
-def _float16_to_float32(block: Array, into: Floats) -> None:
-    _look_up(_float16_values(), block, into)
-
-
 def _float32_to_float16(block: Floats, into: Array) -> None:
     count = len(block)
     bits, words, more = block.view(np.uint32), _scratch.words[:count], _scratch.more[:count]
@@ -198,12 +179,12 @@ def _float32_to_float16(block: Floats, into: Array) -> None:
         into[flags] = ((nans >> 16) & 0x8000) | 0x7E00 | ((nans >> 13) & 0x3FF)
 
 
-# -- 8 bits ---------------------------------------------------------------------------------------
+# -- by tables -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class _Small:
-    """A format of 8 bits.
+    """A format of 8 or 16 bits, of which a table has every number.
 
     Attributes:
         mantissa: Its bits.
@@ -213,6 +194,7 @@ class _Small:
         nan: Bits of NaN, without the sign.
         infinite: Whether it has infinities; `overflow` is one.
         unsigned_nan: Whether the one NaN has the bits of -0.0, so that neither has a sign.
+        sign: The bit of the sign.
     """
 
     mantissa: int
@@ -222,6 +204,7 @@ class _Small:
     nan: int
     infinite: bool = False
     unsigned_nan: bool = False
+    sign: int = 0x80
 
     def magnitudes(self) -> NDArray[np.float64]:
         """The finite numbers from zero up, and the one that would follow the largest."""
@@ -234,6 +217,9 @@ class _Small:
 
 
 _SMALL = {
+    "float16": _Small(
+        10, 15, largest=0x7BFF, overflow=0x7C00, nan=0x7E00, infinite=True, sign=0x8000
+    ),
     "float8_e4m3fn": _Small(3, 7, largest=0x7E, overflow=0x7E, nan=0x7F),
     "float8_e5m2": _Small(2, 15, largest=0x7B, overflow=0x7C, nan=0x7F, infinite=True),
     "float8_e4m3fnuz": _Small(3, 8, largest=0x7F, overflow=0x80, nan=0x80, unsigned_nan=True),
@@ -245,7 +231,7 @@ _SMALL = {
 def _small_values(dtype: str) -> Floats:
     """Each number of the format as a float32, by its bits."""
     small = _SMALL[dtype]
-    codes = np.arange(0x80, dtype=np.uint32)
+    codes = np.arange(small.sign, dtype=np.uint32)
     mantissa = codes & ((1 << small.mantissa) - 1)
     bits = _QUIET_NAN | (mantissa << (23 - small.mantissa))
     finite = small.magnitudes()[:-1].astype(np.float32).view(np.uint32)
@@ -323,7 +309,7 @@ class _Format:
 _FORMATS = {
     "float64": _Format(np.float64, _float64_to_float32, _float32_to_float64),
     "float32": _Format(np.float32, None, None),
-    "float16": _Format(np.uint16, _float16_to_float32, _float32_to_float16),
     "bfloat16": _Format(np.uint16, _bfloat16_to_float32, _float32_to_bfloat16),
     **{dtype: _Format(np.uint8, _widen_small(dtype), _narrow_small(dtype)) for dtype in _SMALL},
+    "float16": _Format(np.uint16, _widen_small("float16"), _float32_to_float16),
 }

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.codecs.delta import Comparison, DeltaCodec, DeltaConfig, comparison
+from penstock.codecs.delta import Comparison, DeltaCodec, DeltaConfig, _compare
 from penstock.core.abc import DECLINED, CodecContext
 from penstock.core.errors import CodecError
 
@@ -70,31 +70,9 @@ def test_every_pattern_of_bits_round_trips(data, size, how):
     base = words[::-1].copy()
     frame = bytearray(words.nbytes + size)
     target = np.frombuffer(frame, f"<u{size}")
-    comparison.compare(words, base, how, target[:-1])
+    _compare(words, base, how, target[:-1])
     target[-1] = how
     assert decoded(frame, words, base).tobytes() == words.tobytes()
-
-
-def test_one_pass_or_several_give_the_same_bits():
-    for how in Comparison:
-        for size in [1, 2, 4, 8]:
-            pytest.importorskip("numba", reason="numba, of the extra `fast`, is missing")
-            from penstock.codecs.delta import fused
-
-            rng = np.random.default_rng(size)
-            # Unaligned, as frames and chunks may be; and longer than a block of the several passes.
-            new, old = (
-                np.frombuffer(rng.bytes(size * 70_001 + 1), np.uint8)[1:].view(f"<u{size}")
-                for _ in range(2)
-            )
-            plain, fast = np.empty_like(new), np.empty_like(new)
-            comparison.compare(new, old, how, plain)
-            fused.compare(new, old, how, fast)
-            assert np.array_equal(plain, fast)
-            for way in (comparison, fused):
-                back = np.empty_like(new)
-                way.apply(plain, old, how, back)
-                assert np.array_equal(back, new)
 
 
 def test_what_has_nothing_to_do_with_its_base_is_declined():

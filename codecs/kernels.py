@@ -1,22 +1,30 @@
-"""The split of elements into planes, and the way back, one block at a time, by numpy.
+"""The loops of codecs that numba compiles where it is installed, and their twins in numpy.
+
+`kernels` returns one of two tables. Both give the same results, but that numpy leaves Huffman codes
+to zstd. A twin in numpy works on whole blocks that fit into the L2 cache, and writes into memory
+that its thread uses again: numpy splits 256 Ki elements at three times the speed of 4 Mi elements.
 
 The top 16 bits of an element become two planes of bytes. Of a float the first holds the exponent (8
 bits from below the sign; of float16 the last three are mantissa, of float64 its last three exponent
 bits are in the other plane), which compresses, and the second the next 7 bits with the sign, which
 seldom do. The bits below stay together as they are, or become planes of one byte each.
-
-All functions work on whole blocks that fit into the L2 cache and write into reused memory: numpy
-splits 256 Ki elements at three times the speed of 4 Mi elements. `fused` does the same in one pass.
 """
 
 from __future__ import annotations
 
+import threading
+from dataclasses import dataclass
 from enum import IntEnum
+from functools import cache
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
+from penstock.core.distributions import installed_only
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
     from penstock.codecs.floatsplit.prediction import Grid
@@ -27,6 +35,8 @@ if TYPE_CHECKING:
 
 BLOCK_ELEMENTS = 256 << 10
 """The most elements of a block."""
+
+_SUBTRACTED = 64 << 10  # elements that are compared at once
 
 
 class Halves(IntEnum):
@@ -50,12 +60,11 @@ UNUSED_BITS = {Halves.UNSIGNED: 1, Halves.NEAR: 2}
 """Bits that are zero in each byte of the second plane, from the top."""
 
 
-class Scratch:
-    """Memory for the planes of one block, and for what lies between."""
+class _Scratch(threading.local):
+    """Memory of one thread for the planes of one block, and for what lies between."""
 
     def __init__(self) -> None:
-        """Allocate the memory; the pages that small chunks do not need are never touched."""
-        n = BLOCK_ELEMENTS
+        n = BLOCK_ELEMENTS  # the pages that small chunks do not need are never touched
         self.word = np.empty(n, np.uint64)
         self.top = np.empty(n, np.uint16)
         self.one = np.empty(n, np.uint16)
@@ -65,22 +74,85 @@ class Scratch:
         self.low = np.empty(6 * n, np.uint8)
 
 
-def split_block(
-    block: Elements,
-    planes: list[Elements],
-    kind: Halves,
-    grid: Grid | None,
-    scratch: Scratch,
-) -> bool:
+scratch = _Scratch()
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The loops, by name; `PLAIN` has them in numpy.
+
+    Attributes:
+        subtract: Writes the differences of elements from older ones, in zigzag order.
+        add: Writes what `subtract` took apart.
+        split_block: Writes the planes of a block, as `split_block`.
+        join_block: Writes a block from its planes.
+        scatter: Writes values to some places, and zero elsewhere, as `scatter`.
+        store_codes: Writes a zstd frame of Huffman codes; returns its length, or 0: zstd itself is
+            to write it.
+    """
+
+    subtract: Callable[[Elements, Elements, Elements], None]
+    add: Callable[[Elements, Elements, Elements], None]
+    split_block: Callable[[Elements, list[Elements], Halves, Grid | None], bool]
+    join_block: Callable[[list[Elements], Halves, Grid | None, Elements], None]
+    scatter: Callable[[Bytes, Bytes, Bytes], None]
+    store_codes: Callable[[Bytes, Bytes], int]
+
+
+@cache
+@installed_only()
+def kernels() -> Kernels:
+    """Return the compiled loops if numba is installed, else those of numpy."""
+    try:
+        from penstock.codecs import compiled  # noqa: PLC0415 - numba is an extra
+        from penstock.codecs.floatsplit import huffman  # noqa: PLC0415
+    except ImportError:
+        return PLAIN
+    return Kernels(
+        compiled.subtract,
+        compiled.add,
+        compiled.split_block,
+        compiled.join_block,
+        compiled.scatter,
+        huffman.store_codes,
+    )
+
+
+def subtract(new: Elements, old: Elements, out: Elements) -> None:
+    """Write the differences of `new` from `old` into `out`, in zigzag order: 0, -1, 1, -2, ..."""
+    signed, bits = f"<i{new.itemsize}", 8 * new.itemsize
+    for at in range(0, new.size, _SUBTRACTED):
+        part = out[at : at + _SUBTRACTED]
+        sign = scratch.word.view(new.dtype)[: part.size]
+        np.subtract(new[at : at + part.size], old[at : at + part.size], out=part)
+        # Zigzag: all bits move up by one and are inverted below a negative sign.
+        np.right_shift(part.view(signed), bits - 1, out=sign.view(signed))
+        np.left_shift(part, 1, out=part)
+        np.bitwise_xor(part, sign, out=part)
+
+
+def add(differences: Elements, old: Elements, out: Elements) -> None:
+    """Write into `out` the elements of which `subtract` gives these differences from `old`."""
+    for at in range(0, old.size, _SUBTRACTED):
+        part = out[at : at + _SUBTRACTED]
+        difference = differences[at : at + part.size]
+        sign = scratch.word.view(old.dtype)[: part.size]
+        np.bitwise_and(difference, 1, out=sign)
+        np.negative(sign, out=sign)
+        np.right_shift(difference, 1, out=part)
+        np.bitwise_xor(part, sign, out=part)
+        np.add(part, old[at : at + part.size], out=part)
+
+
+def split_block(block: Elements, planes: list[Elements], kind: Halves, grid: Grid | None) -> bool:
     """Write the planes of `block`.
 
     Args:
         block: Elements of 2, 4 or 8 bytes; left as they are.
         planes: Receive the parts of each element, from the top. They have the lengths of `block`,
-            and may begin at any address.
+            and may begin at any address; none is `top`, `one`, `two` or `word` of `scratch`.
         kind: How the top 16 bits are split.
         grid: What is subtracted from the top 16 bits, from the block's first element on; or None.
-        scratch: Memory for one block; none of `planes` is `top`, `one`, `two` or `word` of it.
 
     Returns:
         Whether the elements can be split so. If not, the contents of `planes` mean nothing.
@@ -92,7 +164,7 @@ def split_block(
         np.right_shift(block, shift, out=word)
         top = scratch.top[:n]
         np.copyto(top, word, casting="unsafe")
-    if not _split_top(top, planes, kind, grid, scratch):
+    if not _split_top(top, planes, kind, grid):
         return False
     for plane in planes[2:]:
         shift -= 8 * plane.itemsize
@@ -102,13 +174,7 @@ def split_block(
     return True
 
 
-def _split_top(
-    top: Words,
-    planes: list[Elements],
-    kind: Halves,
-    grid: Grid | None,
-    scratch: Scratch,
-) -> bool:
+def _split_top(top: Words, planes: list[Elements], kind: Halves, grid: Grid | None) -> bool:
     n, first, second = len(top), planes[0], planes[1]
     one, two = scratch.one[:n], scratch.two[:n]
     if kind is Halves.UNSIGNED and int(top.max()) >> 15:
@@ -132,20 +198,14 @@ def _split_top(
     return True
 
 
-def join_block(
-    planes: list[Elements],
-    kind: Halves,
-    grid: Grid | None,
-    block: Elements,
-    scratch: Scratch,
-) -> None:
+def join_block(planes: list[Elements], kind: Halves, grid: Grid | None, block: Elements) -> None:
     """Write into `block` what `split_block` took apart."""
     n, shift = len(block), 8 * block.itemsize - 16
     if not shift:
-        _join_top(planes, kind, grid, block, scratch)
+        _join_top(planes, kind, grid, block)
         return
     top = scratch.top[:n]
-    _join_top(planes, kind, grid, top, scratch)
+    _join_top(planes, kind, grid, top)
     # The lowest plane goes straight to its place, which costs one pass less than a mask.
     np.copyto(block, planes[-1])
     word = scratch.word.view(block.dtype)[:n]
@@ -156,13 +216,7 @@ def join_block(
         shift -= 8 * planes[2].itemsize
 
 
-def _join_top(
-    planes: list[Elements],
-    kind: Halves,
-    grid: Grid | None,
-    top: Elements,
-    scratch: Scratch,
-) -> None:
+def _join_top(planes: list[Elements], kind: Halves, grid: Grid | None, top: Elements) -> None:
     n, first, second = len(top), planes[0], planes[1]
     one = scratch.one[:n]
     if kind is Halves.SIGNED:
@@ -183,63 +237,6 @@ def _join_top(
             np.bitwise_and(top, 0x7FFF, out=top)
 
 
-def packed_size(size: int, unused: int) -> int:
-    """Return the bytes that `pack` makes of `size` bytes whose `unused` top bits are zero."""
-    parts = 8 // unused
-    eighths = size // (8 * parts)
-    return size - 8 * eighths
-
-
-def pack(plane: Bytes, unused: int, packed: Bytes, scratch: Bytes) -> None:
-    """Pack bytes whose top bits are zero into less room: the last part into what is unused.
-
-    The beginning of the plane is divided into 8 (one bit unused) or 4 (two) parts of equal size, a
-    multiple of 8 bytes. Each byte of the last part is spread over the unused bits of the others,
-    its lowest bits in the first part. What is left behind the parts follows as it is.
-
-    Args:
-        plane: Bytes whose `unused` top bits are zero; at an address that 8 divides.
-        unused: 1 or 2.
-        packed: Receives `packed_size(len(plane), unused)` bytes.
-        scratch: As many bytes as a part has; at an address that 8 divides.
-    """
-    parts = 8 // unused
-    size = len(plane) // (8 * parts) * 8
-    last = plane[(parts - 1) * size : parts * size].view(np.uint64)
-    spread = scratch[:size].view(np.uint64)
-    # Shifted as words of 64 bits, since numpy shifts bytes one by one; the mask takes away what
-    # crosses from one byte into the next.
-    mask = np.uint64(0x0101010101010101 * (0xFF >> 8 - unused << 8 - unused))
-    for number in range(parts - 1):
-        part = slice(number * size, (number + 1) * size)
-        np.left_shift(last, np.uint64(8 - unused - number * unused), out=spread)
-        np.bitwise_and(spread, mask, out=spread)
-        np.bitwise_or(plane[part], scratch[:size], out=packed[part])
-    packed[(parts - 1) * size :] = plane[parts * size :]
-
-
-def unpack(packed: Bytes, unused: int, plane: Bytes, scratch: Bytes) -> None:
-    """Write into `plane` what `pack` packed."""
-    parts = 8 // unused
-    size = len(plane) // (8 * parts) * 8
-    last = plane[(parts - 1) * size : parts * size]
-    spread = scratch[:size].view(np.uint64)
-    used = np.uint8(0xFF >> unused)
-    last[:] = 0
-    for number in range(parts - 1):
-        part = slice(number * size, (number + 1) * size)
-        np.bitwise_and(packed[part], ~used, out=scratch[:size])
-        np.right_shift(spread, np.uint64(8 - unused - number * unused), out=spread)
-        np.bitwise_or(last, scratch[:size], out=last)
-        np.bitwise_and(packed[part], used, out=plane[part])
-    plane[parts * size :] = packed[(parts - 1) * size :]
-
-
-def count_bits(used: Bytes) -> int:
-    """Return how many bits are set; `used` has a multiple of 8 bytes."""
-    return int(np.count_nonzero(np.unpackbits(used)))
-
-
 def scatter(used: Bytes, values: Bytes, plane: Bytes) -> None:
     """Write `values` to those bytes of `plane` whose bits are set in `used`, and zero elsewhere.
 
@@ -250,3 +247,11 @@ def scatter(used: Bytes, values: Bytes, plane: Bytes) -> None:
     """
     plane.fill(0)
     plane[np.unpackbits(used)[: plane.size].view(np.bool_)] = values[:-1]
+
+
+def _leave_to_zstd(plane: Bytes, out: Bytes) -> int:
+    del plane, out
+    return 0
+
+
+PLAIN = Kernels(subtract, add, split_block, join_block, scatter, _leave_to_zstd)

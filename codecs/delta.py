@@ -1,25 +1,27 @@
-"""The codec: the frame, and a sample that decides how elements are compared."""
+"""The `delta` codec: stores elements as their differences from an earlier checkpoint.
+
+Bits of elements are compared as integers. Neighbouring floats have neighbouring bits, so a small
+step of training gives small differences; zigzag coding makes those of both signs small unsigned
+numbers, which the next codec of the chain stores in a few bits.
+"""
 
 from __future__ import annotations
 
-from functools import cache
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from enum import IntEnum
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from penstock.codecs.delta import comparison
-from penstock.codecs.delta.comparison import Comparison
+from penstock.codecs.kernels import kernels
+from penstock.codecs.sampling import entropy_bits, sampled
 from penstock.core.abc import DECLINED, Codec, CodecContext, CodecOutput, Declined, PluginConfig
-from penstock.core.distributions import installed_only
 from penstock.core.errors import CodecError
 from penstock.core.types import flat_view
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    from penstock.codecs.kernels import Elements
 
-    from penstock.codecs.delta.comparison import Words
-
-_RUNS, _RUN = 64, 256  # a sample: so many runs of so many elements
+_RUN = 256  # elements of a sample that follow each other
 _LEAST_SAVED = 0.1  # of the bits that the elements take by themselves
 _WORDS = (1, 2, 4, 8)
 
@@ -28,23 +30,13 @@ class DeltaConfig(PluginConfig):
     """The `delta` codec has no options; `deltas` of the configuration says how long chains get."""
 
 
-class _Comparer(Protocol):
-    """The two functions that `comparison` has, and `fused`."""
+class Comparison(IntEnum):
+    """How elements are compared with those of the base."""
 
-    def compare(self, new: Words, old: Words, how: Comparison, out: Words) -> None: ...
-
-    def apply(self, differences: Words, old: Words, how: Comparison, out: Words) -> None: ...
-
-
-@cache
-@installed_only()
-def _comparer() -> _Comparer:
-    """Return the faster of two equal ways."""
-    try:
-        from penstock.codecs.delta import fused  # noqa: PLC0415 - numba is an extra
-    except ImportError:
-        return comparison
-    return fused
+    SUBTRACT = 0
+    """As integers, the difference in zigzag order: 0, -1, 1, -2, ..."""
+    XOR = 1
+    """Bit by bit."""
 
 
 class DeltaCodec(Codec):
@@ -61,7 +53,7 @@ class DeltaCodec(Codec):
 
     def load(self) -> None:
         """Have numba compile the loops, where it has not kept them on disk: seconds."""
-        _comparer()
+        kernels()
 
     def max_encoded_size(self, raw_length: int, /) -> int:
         """Return the length of the chunk, and of the longest element."""
@@ -93,7 +85,7 @@ class DeltaCodec(Codec):
             msg = f"delta: {chunk.nbytes} bytes need {chunk.nbytes + size} bytes, not {out.nbytes}"
             raise CodecError(msg)
         target = _words(flat_view(out)[: chunk.nbytes + size], size)
-        _comparer().compare(new, old, how, target[:-1])
+        _compare(new, old, how, target[:-1])
         target[new.size] = how
         return chunk.nbytes + size
 
@@ -115,7 +107,10 @@ class DeltaCodec(Codec):
         except ValueError:
             msg = f"delta: elements were compared in an unknown way, {int(source[-1])}"
             raise CodecError(msg) from None
-        _comparer().apply(source[:-1], old, how, target)
+        if how is Comparison.XOR:
+            np.bitwise_xor(source[:-1], old, out=target)
+        else:
+            kernels().add(source[:-1], old, target)
 
 
 def _word_size(context: CodecContext) -> int:
@@ -124,45 +119,39 @@ def _word_size(context: CodecContext) -> int:
     return size if size in _WORDS else 1
 
 
-def _words(view: memoryview, size: int) -> Words:
+def _words(view: memoryview, size: int) -> Elements:
     return np.frombuffer(flat_view(view), f"<u{size}")
 
 
-def _chosen(new: Words, old: Words) -> Comparison | None:
+def _compare(new: Elements, old: Elements, how: Comparison, out: Elements) -> None:
+    if how is Comparison.XOR:
+        np.bitwise_xor(new, old, out=out)
+    else:
+        kernels().subtract(new, old, out)
+
+
+def _chosen(new: Elements, old: Elements) -> Comparison | None:
     """Return the comparison whose result takes the fewest bits in a sample; None: none pays."""
-    at = _sampled(new.size)
+    at = sampled(new.size, _RUN)
     some, before = new[at], old[at]
     itself = _bits(_exponent_first(some))
     taken = {}
     for how in Comparison:
         found = np.empty_like(some)
-        _comparer().compare(some, before, how, found)
+        _compare(some, before, how, found)
         taken[how] = _bits(found)
     best = min(taken, key=lambda how: taken[how])
     return best if taken[best] < (1 - _LEAST_SAVED) * itself else None
 
 
-def _sampled(elements: int) -> NDArray[np.intp]:
-    """Return the numbers of sampled elements: all of few, runs of many."""
-    if elements <= _RUNS * _RUN:
-        return np.arange(elements)
-    starts = np.linspace(0, elements - _RUN, _RUNS).astype(np.intp)
-    return (starts[:, None] + np.arange(_RUN)).reshape(-1)
-
-
-def _exponent_first(words: Words) -> Words:
+def _exponent_first(words: Elements) -> Elements:
     """Return the bits of floats with the sign moved below, so that one byte is the exponent."""
     if words.itemsize == 1:
         return words
     return (words << np.uint8(1)) | (words >> np.uint8(8 * words.itemsize - 1))
 
 
-def _bits(words: Words) -> float:
+def _bits(words: Elements) -> float:
     """Return the order-0 entropy of the bytes of an element, in bits."""
     planes = words.view(np.uint8).reshape(words.size, -1)
-    total = 0.0
-    for number in range(words.itemsize):
-        counts = np.bincount(planes[:, number], minlength=256)
-        shares = counts[counts > 0] / words.size
-        total -= float((shares * np.log2(shares)).sum())
-    return total
+    return sum(entropy_bits(plane, biased=True) for plane in planes.T)
