@@ -134,7 +134,7 @@ def bury(backend, uid):
 
 
 @contextmanager
-def failing(copy, target, *held, error, text, **options):
+def failing(copy, target, *held, error, text=None, **options):
     """A copy that is held at a call of its target, then fails and commits nothing."""
     with ThreadPoolExecutor(1) as pool:
         with holding(target, *held, **options) as fault:
@@ -293,7 +293,7 @@ def test_damage_anywhere_in_the_manifest_is_found(own, workers, place):
 def test_source_that_is_deleted_meanwhile_is_gone_and_not_damaged(own, workers):
     watched, target = FaultyBackend(own), FaultyBackend(memory())
     copy = copy_of(watched, target, workers)
-    with failing(copy, target, "create", error=CheckpointGoneError, text=""):
+    with failing(copy, target, "create", error=CheckpointGoneError):
         Catalog(own).delete(STEP)
 
 
