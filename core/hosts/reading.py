@@ -55,7 +55,6 @@ _PIECES_PER_WINDOW = 2
 # Of the time after which a rank counts as standing still: one that waits for another in vain, and
 # then reads alone, must not be taken for dead itself.
 _PATIENCE = 1 / 2
-_LOOK_S = 0.25  # how often a rank that waits looks whether another cannot meet it
 # With a rank of another host less: those of this host wait meanwhile for what it was to hand on.
 _PATIENCE_BETWEEN_HOSTS = 1 / 4
 _NOT_HERE = b"-"  # in the place of an address, or of digests: this rank takes no part
@@ -181,7 +180,7 @@ class JobReading:
         if not self._sharing.per_host:
             return [(rank,) for rank in range(self._group.place.world_size)]
         try:
-            return ranks_by_host(self._group, deadline, self._look)
+            return ranks_by_host(self._group, deadline, self._look, self._timing)
         except (CoordinationError, FormatError) as error:
             log.debug("rank %d reads alone: %s", self._group.place.rank, said(error))
             return ()
@@ -194,7 +193,9 @@ class JobReading:
             return None
         try:
             secret = self._group.uid(self._number)
-            meeting = Meeting(secret, here, rank, window_bytes=room + _PHASES_BYTES)
+            meeting = Meeting(
+                secret, here, rank, window_bytes=room + _PHASES_BYTES, timing=self._timing
+            )
             over = lambda: self._look() or self._are_apart(here)  # noqa: E731
             met = meeting.hold(own.plan, deadline, over)
         except CoordinationError as error:
@@ -226,7 +227,7 @@ class JobReading:
     def _are_apart(self, here: Sequence[int]) -> bool:
         """Return whether a rank of this host has told so; asks now and then."""
         if self._next_look.is_over():
-            self._next_look = Deadline(_LOOK_S, self._timing.clock)
+            self._next_look = Deadline(self._timing.hosts_look_s, self._timing.clock)
             with suppress(CoordinationError):  # those who meet need no store
                 return are_apart(self._group, here)
         return self._group.reads_apart
@@ -276,9 +277,11 @@ class JobReading:
         if needs is None:
             return None
         keys = {h: self._needs_key(ranks[0]) for h, ranks in enumerate(hosts)}
-        found = read_all(group, keys, deadline, self._look)
+        found = read_all(group, keys, deadline, self._look, self._timing)
         peers = {ranks[me]: self._line_key(ranks[me]) for ranks in hosts if len(ranks) > me}
-        lines = None if found is None else read_all(group, peers, deadline, self._look)
+        lines = (
+            None if found is None else read_all(group, peers, deadline, self._look, self._timing)
+        )
         if found is None or lines is None:
             if not self._ended():
                 log.warning("read_once_per_job: not all hosts have come, so each reads for itself")
