@@ -43,14 +43,15 @@ from tests.integration.support import same, uring_missing
 
 import penstock
 from penstock.core.catalog.survey import survey_records
+from penstock.core.concurrency.timing import timing_in_force
 from penstock.core.concurrency.workers import Workers
 from penstock.core.config.model import load_config
 from penstock.core.copy.checkpoint_copy import CheckpointCopy
 from penstock.core.copy.reencode import Reencoding, copy_objects
 from penstock.core.plugins.registry import default_registry
 from penstock.core.storage.open import open_backend
-from penstock.core.testing.timing import FAST, timing_in_force
 from penstock.core.tree.select import Selection
+from penstock.testing.hasty import FAST
 
 ELEMENTS = 50_000  # some 1 MB in all: several writes, and a copy takes a while
 SESSIONS = 8  # of a round

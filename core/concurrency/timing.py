@@ -142,6 +142,17 @@ class Timing:
     busy_poll_most_s: float = 0.1
     """The longest of these pauses."""
 
+    hosts_poll_first_s: float = 0.005
+    """Ranks that read together wait for each other's posts, and for a place to connect to, with
+    pauses of this length; for posts it is doubled with each further pause."""
+
+    hosts_poll_most_s: float = 0.05
+    """The longest of these pauses."""
+
+    hosts_look_s: float = 0.25
+    """A rank that waits for ranks of its host checks this often whether one of them cannot read
+    together with others, or another rank has failed."""
+
     last_progress_s: float = 5.0
     """A blocking save waits this long for its last `on_progress` call; then it returns."""
 

@@ -10,24 +10,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.core.abc import COORDINATION_VALUE_BYTES
+from penstock.core.concurrency.watchdog import Deadline
 from penstock.core.hosts.division import MOST_RANKS
 from penstock.core.ranks.structure import classes_of, pack_numbers, unpack_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from penstock.core.concurrency.watchdog import Deadline
+    from penstock.core.concurrency.timing import Timing
     from penstock.core.ranks.group import RankGroup
 
 _HOSTS_KEY = "hosts"
-_POLL_S = 0.005
-_MOST_POLL_S = 0.05
-_LOOK_S = 0.25  # how often a rank that waits looks whether the others have given up
 _POLL_SHARE = 4  # rank 0 pauses so many times as long as it takes to look at all: the store is slow
 
 
 def ranks_by_host(
-    group: RankGroup, deadline: Deadline, ended: Callable[[], bool]
+    group: RankGroup, deadline: Deadline, ended: Callable[[], bool], timing: Timing
 ) -> tuple[tuple[int, ...], ...]:
     """Return the ranks of the job in sets that read together, the same on every rank.
 
@@ -38,6 +36,7 @@ def ranks_by_host(
         group: The ranks.
         deadline: For how long to wait for the others.
         ended: Returns whether the ranks have given up what they do.
+        timing: Says how often a rank looks for the others.
 
     Returns:
         The sets, in the order of their first ranks, each ascending; empty if they are not known by
@@ -48,12 +47,16 @@ def ranks_by_host(
         FormatError: What rank 0 has told cannot be read.
     """
     if group.by_host is None:
-        group.by_host = _asked(group, deadline, ended)
+        group.by_host = _asked(group, deadline, ended, timing)
     return group.by_host or ()
 
 
 def read_all(
-    group: RankGroup, keys: Mapping[int, str], deadline: Deadline, ended: Callable[[], bool]
+    group: RankGroup,
+    keys: Mapping[int, str],
+    deadline: Deadline,
+    ended: Callable[[], bool],
+    timing: Timing,
 ) -> dict[int, bytes] | None:
     """Return the value of each key, once all are posted; None if some are not by the deadline.
 
@@ -61,17 +64,17 @@ def read_all(
         CoordinationError: The store of the job cannot be reached.
     """
     found: dict[int, bytes] = {}
-    pause_s = _POLL_S
+    pause_s = timing.hosts_poll_first_s
     while missing := [number for number in keys if number not in found]:
-        began_s = time.monotonic()
+        taken = Deadline(None, timing.clock)
         values = group.coordination.read([keys[number] for number in missing])
-        took_s = time.monotonic() - began_s
+        took_s = taken.taken_s()
         known = {n: v for n, v in zip(missing, values, strict=True) if v is not None}
         if not known:
             if deadline.is_over() or ended():
                 return None
             time.sleep(min(max(pause_s, _POLL_SHARE * took_s), deadline.left_s()))
-            pause_s = min(2 * pause_s, _MOST_POLL_S)
+            pause_s = min(2 * pause_s, timing.hosts_poll_most_s)
         found |= known
     return found
 
@@ -98,19 +101,19 @@ def are_apart(group: RankGroup, ranks: Sequence[int]) -> bool:
 
 
 def _asked(
-    group: RankGroup, deadline: Deadline, ended: Callable[[], bool]
+    group: RankGroup, deadline: Deadline, ended: Callable[[], bool], timing: Timing
 ) -> tuple[tuple[int, ...], ...] | None:
     place, board = group.place, group.coordination
     name = _host_name(place.host, place.rank)
     if place.rank:
         board.post(_key(place.rank), name.encode())
-        while not board.wait(_HOSTS_KEY, min(_LOOK_S, deadline.left_s())):
+        while not board.wait(_HOSTS_KEY, min(timing.hosts_look_s, deadline.left_s())):
             if deadline.is_over() or ended():
                 return None
         numbers = unpack_numbers(board.read([_HOSTS_KEY])[0] or b"")
     else:
         keys = {rank: _key(rank) for rank in range(1, place.world_size)}
-        names = read_all(group, keys, deadline, ended)
+        names = read_all(group, keys, deadline, ended, timing)
         if names is None:
             return None
         names[0] = name.encode()

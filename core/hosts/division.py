@@ -82,14 +82,12 @@ class Relayed(NamedTuple):
     """How bytes that several hosts need get to this one, or from this one to the others.
 
     Attributes:
-        number: Names the bytes, the same on all hosts that need them.
         member: The member that deals with them, the same on each of these hosts.
         source: The rank of another host that reads them, and hands them on to `member`; None:
             `member` reads them.
         recipients: The ranks of other hosts to which `member` then hands them on.
     """
 
-    number: int
     member: int
     source: int | None = None
     recipients: tuple[int, ...] = ()

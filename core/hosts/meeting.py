@@ -25,13 +25,12 @@ from penstock.core.hosts.division import ReadPlan
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from penstock.core.concurrency.timing import Timing
     from penstock.core.concurrency.watchdog import Deadline
 
 _TOKEN_BYTES = 32
 _HELLO = struct.Struct(f"<{_TOKEN_BYTES}sI")
 _CREDENTIALS = struct.Struct("3i")  # process, user and group
-_POLL_S = 0.05
-_CONNECT_POLL_S = 0.005
 _ALL = b"all are here"
 _CLOSED_ON_EXEC = socket.MSG_CMSG_CLOEXEC
 
@@ -74,7 +73,9 @@ class Met:
 class Meeting:
     """One meeting of the ranks of a host."""
 
-    def __init__(self, secret: str, ranks: Sequence[int], rank: int, *, window_bytes: int) -> None:
+    def __init__(
+        self, secret: str, ranks: Sequence[int], rank: int, *, window_bytes: int, timing: Timing
+    ) -> None:
         """Prepare.
 
         Args:
@@ -82,6 +83,7 @@ class Meeting:
             ranks: The ranks that meet, at least two.
             rank: This one.
             window_bytes: Size of each window, in whole pages.
+            timing: Says how often a rank looks for the others.
         """
         seed = f"{secret}/{ranks[0]}".encode()
         self._token = hashlib.blake2b(seed, digest_size=_TOKEN_BYTES, person=b"token").digest()
@@ -90,6 +92,7 @@ class Meeting:
         self._ranks = tuple(ranks)
         self._me = self._ranks.index(rank)
         self._window_bytes = window_bytes
+        self._timing = timing
 
     def hold(self, plan: ReadPlan, deadline: Deadline, ended: Callable[[], bool]) -> Met | None:
         """Meet the others.
@@ -127,7 +130,7 @@ class Meeting:
         listener.listen(len(self._ranks))
         silent: list[socket.socket] = []  # connected, and has not said who it is
         while len(held) < len(self._ranks):
-            for line in _ready([listener, *silent], deadline):
+            for line in self._ready([listener, *silent], deadline):
                 if line is listener:
                     new = fds.enter_context(_accepted(listener))
                     if _user_of(new) == os.geteuid():
@@ -192,13 +195,13 @@ class Meeting:
             except (ConnectionRefusedError, BlockingIOError):  # it does not listen, or not accept
                 if deadline.is_over() or ended():
                     return None
-                time.sleep(_CONNECT_POLL_S)
+                time.sleep(self._timing.hosts_poll_first_s)
             else:
                 break
         if _user_of(line) != os.geteuid():
             return None
         socket.send_fds(line, [_HELLO.pack(self._token, self._me)], mine)
-        while not _ready([line], deadline):
+        while not self._ready([line], deadline):
             if deadline.is_over() or ended():
                 return None
         count = 3 * (len(self._ranks) - 1)
@@ -232,6 +235,15 @@ class Meeting:
             opened.pop_all()
         return Met(read, own, window_fd, tuple(ways))
 
+    def _ready(self, lines: Sequence[socket.socket], deadline: Deadline) -> list[socket.socket]:
+        """Wait a moment for something to read; return which of `lines` have something."""
+        pause_s = min(self._timing.hosts_poll_most_s, deadline.left_s())
+        poller = select.poll()
+        by_fd = {line.fileno(): line for line in lines}
+        for fd in by_fd:
+            poller.register(fd, select.POLLIN)
+        return [by_fd[fd] for fd, _ in poller.poll(1000 * pause_s)]
+
 
 def _new_socket() -> socket.socket:
     """Return a socket none of whose calls waits: the other end may be stopped, or a stranger."""
@@ -244,15 +256,6 @@ def _accepted(listener: socket.socket) -> socket.socket:
     line, _ = listener.accept()
     line.settimeout(0)
     return line
-
-
-def _ready(lines: Sequence[socket.socket], deadline: Deadline) -> list[socket.socket]:
-    """Wait a moment for something to read; return which of `lines` have something."""
-    poller = select.poll()
-    by_fd = {line.fileno(): line for line in lines}
-    for fd in by_fd:
-        poller.register(fd, select.POLLIN)
-    return [by_fd[fd] for fd, _ in poller.poll(1000 * min(_POLL_S, deadline.left_s()))]
 
 
 def _user_of(line: socket.socket) -> int:

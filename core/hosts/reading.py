@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 from penstock.core.concurrency.watchdog import Deadline, Watchdog
 from penstock.core.errors import CoordinationError, FormatError
 from penstock.core.foreign import noting_origin, said
+from penstock.core.hosts.blob_http import BlobRange
 from penstock.core.hosts.census import are_apart, ranks_by_host, read_all, tell_apart
 from penstock.core.hosts.division import NOTHING_RELAYED, HostNeeds, OwnPlan
 from penstock.core.hosts.meeting import Meeting
-from penstock.core.hosts.network import Greeting, listening_socket, own_address
-from penstock.core.hosts.relay import Relay, RelayKey
-from penstock.core.hosts.relayed_store import Place, RelayedBytes, RelayedStore
+from penstock.core.hosts.network import own_address
+from penstock.core.hosts.relay import Relay, RelayedBytes
+from penstock.core.hosts.relayed_store import RelayedStore
 from penstock.core.hosts.replicas import (
     bucket_digests,
     component_numbers,
@@ -34,7 +35,6 @@ from penstock.core.ranks.templates import RoundOverError
 from penstock.core.types import PAGE_BYTES, align_up
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from penstock.core.concurrency.timing import Timing
@@ -55,7 +55,6 @@ _PIECES_PER_WINDOW = 2
 # Of the time after which a rank counts as standing still: one that waits for another in vain, and
 # then reads alone, must not be taken for dead itself.
 _PATIENCE = 1 / 2
-_LOOK_S = 0.25  # how often a rank that waits looks whether another cannot meet it
 # With a rank of another host less: those of this host wait meanwhile for what it was to hand on.
 _PATIENCE_BETWEEN_HOSTS = 1 / 4
 _NOT_HERE = b"-"  # in the place of an address, or of digests: this rank takes no part
@@ -181,7 +180,7 @@ class JobReading:
         if not self._sharing.per_host:
             return [(rank,) for rank in range(self._group.place.world_size)]
         try:
-            return ranks_by_host(self._group, deadline, self._look)
+            return ranks_by_host(self._group, deadline, self._look, self._timing)
         except (CoordinationError, FormatError) as error:
             log.debug("rank %d reads alone: %s", self._group.place.rank, said(error))
             return ()
@@ -194,7 +193,9 @@ class JobReading:
             return None
         try:
             secret = self._group.uid(self._number)
-            meeting = Meeting(secret, here, rank, window_bytes=room + _PHASES_BYTES)
+            meeting = Meeting(
+                secret, here, rank, window_bytes=room + _PHASES_BYTES, timing=self._timing
+            )
             over = lambda: self._look() or self._are_apart(here)  # noqa: E731
             met = meeting.hold(own.plan, deadline, over)
         except CoordinationError as error:
@@ -226,7 +227,7 @@ class JobReading:
     def _are_apart(self, here: Sequence[int]) -> bool:
         """Return whether a rank of this host has told so; asks now and then."""
         if self._next_look.is_over():
-            self._next_look = Deadline(_LOOK_S, self._timing.clock)
+            self._next_look = Deadline(self._timing.hosts_look_s, self._timing.clock)
             with suppress(CoordinationError):  # those who meet need no store
                 return are_apart(self._group, here)
         return self._group.reads_apart
@@ -263,12 +264,12 @@ class JobReading:
         if len(hosts) == 1:
             return None
         me = hosts[place_here].index(rank)
-        listener: socket.socket | None = None
+        relay: Relay | None = None
         line = digests = _NOT_HERE
         try:
             if needs is not None:
                 digests = encode_digests(bucket_digests(component_numbers(needs)))
-                listener, line = self._listen(opened)
+                relay, line = self._listen(opened)
         finally:  # others wait for this word, be it what it may
             group.coordination.post(self._line_key(rank), line)
             if not me:
@@ -276,39 +277,34 @@ class JobReading:
         if needs is None:
             return None
         keys = {h: self._needs_key(ranks[0]) for h, ranks in enumerate(hosts)}
-        found = read_all(group, keys, deadline, self._look)
+        found = read_all(group, keys, deadline, self._look, self._timing)
         peers = {ranks[me]: self._line_key(ranks[me]) for ranks in hosts if len(ranks) > me}
-        lines = None if found is None else read_all(group, peers, deadline, self._look)
+        lines = found and read_all(group, peers, deadline, self._look, self._timing)
         if found is None or lines is None:
             if not self._ended():
                 log.warning("read_once_per_job: not all hosts have come, so each reads for itself")
             return None
         told = {h: decode_digests(data) for h, data in found.items() if data != _NOT_HERE}
         addresses = {r: _address_in(data) for r, data in lines.items() if data != _NOT_HERE}
-        if listener is None:  # but it divides as the others of this host do, who count on that
+        if relay is None:  # but it divides as the others of this host do, who count on that
             addresses = {}
-        secret = hashlib.blake2b(group.uid(self._number).encode(), person=b"relay").digest()
-        return Ways(
-            relayed(needs, told, hosts, place_here),
-            addresses,
-            listener,
-            Greeting(secret, rank),
-        )
+        return Ways(relayed(needs, told, hosts, place_here), addresses, relay)
 
-    def _listen(self, opened: ExitStack) -> tuple[socket.socket | None, bytes]:
-        """Return a socket at which this rank listens, and the word that tells others where.
+    def _listen(self, opened: ExitStack) -> tuple[Relay | None, bytes]:
+        """Listen for other hosts; return also the word that tells them where.
 
-        One that cannot listen says so: it takes nothing from other hosts, and hands nothing on.
+        A rank that cannot listen says so: it takes nothing from other hosts, and hands nothing on.
         """
+        rank, uid = self._group.place.rank, self._group.uid(self._number)
+        secret = hashlib.blake2b(uid.encode(), person=b"relay").digest()
         try:
             address = own_address(self._group.coordination.host, self._network)
-            listener = listening_socket(address)
+            relay = Relay(secret, rank, address, self._timing)
         except (OSError, ValueError) as error:
-            rank = self._group.place.rank
             log.warning("read_once_per_job: rank %d reads for itself: %s", rank, said(error))
             return None, _NOT_HERE
-        opened.callback(listener.close)
-        return listener, json.dumps([address, listener.getsockname()[1]]).encode()
+        opened.callback(relay.close)
+        return relay, json.dumps([address, relay.port]).encode()
 
     def _line_key(self, rank: int) -> str:
         return f"line/{self._number}/{rank:05d}"
@@ -328,19 +324,12 @@ class Ways:
     Attributes:
         relayed: How what they need, too, gets there, by component.
         addresses: Where the ranks listen that this one deals with.
-        listener: Where this one listens; None: it cannot, and takes no part.
-        greeting: Proves that they are ranks of this job.
+        relay: Carries it; None: this rank cannot listen, and takes no part.
     """
 
     relayed: Mapping[int, Relayed]
     addresses: Mapping[int, tuple[str, int]]
-    listener: socket.socket | None
-    greeting: Greeting
-
-    def close(self) -> None:
-        """Listen no more."""
-        if self.listener is not None:
-            self.listener.close()
+    relay: Relay | None
 
     def relayed_by(
         self, division: Division[CodecChain], me: int, *, together_bytes: int
@@ -362,32 +351,11 @@ class Ways:
             if source is None and not recipients:
                 continue
             raw = piece.job.chain is None
-            for number, link in enumerate(links):
+            for link in links:
                 start = piece.span.start if raw else 0
                 length = piece.span.length if raw else link.frame.length
-                where = Place(link.blob, link.frame.offset + start, length)
-                yield RelayedBytes(RelayKey(way.number, number), where, source, recipients)
-
-    def relay(
-        self,
-        all_bytes: Sequence[RelayedBytes],
-        *,
-        patience_s: float,
-        ended: Callable[[], bool],
-        timing: Timing,
-    ) -> Relay:
-        """Return what carries these bytes; the listener belongs to it."""
-        sources = {one.source for one in all_bytes if one.source is not None}
-        return Relay(
-            self.greeting,
-            self.listener,
-            sources={rank: self.addresses[rank] for rank in sources},
-            recipients={rank for one in all_bytes for rank in one.recipients},
-            offers=[one.key for one in all_bytes if one.recipients],
-            patience_s=patience_s,
-            ended=ended,
-            timing=timing,
-        )
+                where = BlobRange(link.blob, link.frame.offset + start, length)
+                yield RelayedBytes(where, source, recipients)
 
 
 class SharedReading:
@@ -460,42 +428,36 @@ class SharedReading:
             BaseException: As `Loader.run`.
         """
         self._progress = progress
-        relayed_bytes = self._relayed_bytes(loader)
-        if self._ways is None or not relayed_bytes:
+        relay = None if self._ways is None else self._ways.relay
+        if self._ways is None or relay is None:
             return self._run(loader, loader)
-        # Less than the store has, too: a rank that waits for another does not hang itself.
-        limit_s = min(self._limit_s, loader.io_timeout_s or self._limit_s)
         try:
-            relay = self._ways.relay(
-                relayed_bytes,
-                patience_s=limit_s * _PATIENCE_BETWEEN_HOSTS,
-                ended=self._ended,
-                timing=self._timing,
+            found = self._ways.relayed_by(
+                self._division, self._me, together_bytes=loader.together_bytes
             )
-        except OSError as error:  # out of descriptors; others find that nobody listens here
-            self._ways.close()
-            log.warning("read_once_per_job: this rank reads alone: %s", said(error))
-            return self._run(loader, loader)
-        store = RelayedStore(loader.backend, relay, relayed_bytes)
-        try:
-            relay.start()
+            if not (relayed_bytes := tuple(found)):
+                relay.close()
+                return self._run(loader, loader)
+            # Less than the store has, too: a rank that waits for another does not hang itself.
+            limit_s = min(self._limit_s, loader.io_timeout_s or self._limit_s)
+            store = RelayedStore(loader.backend, relay, relayed_bytes)
+            try:
+                relay.start(
+                    relayed_bytes,
+                    self._ways.addresses,
+                    patience_s=limit_s * _PATIENCE_BETWEEN_HOSTS,
+                    ended=self._ended,
+                )
+            except OSError as error:  # out of descriptors; others find that nobody listens here
+                relay.close()
+                log.warning("read_once_per_job: this rank reads alone: %s", said(error))
+                return self._run(loader, loader)
             stats = self._run(loader.over(store), loader, relay)
         finally:
             relay.close()
         self.bytes_received = store.bytes_received
         stats.bytes_read -= store.bytes_received
         return stats
-
-    def _relayed_bytes(self, loader: Loader) -> Sequence[RelayedBytes]:
-        if self._ways is None:
-            return ()
-        found = self._ways.relayed_by(
-            self._division, self._me, together_bytes=loader.together_bytes
-        )
-        relayed_bytes = tuple(found)
-        if not relayed_bytes:
-            self._ways.close()
-        return relayed_bytes
 
     def _run(self, loader: Loader, alone: Loader, relay: Relay | None = None) -> LoadStats:
         """Read everything by `loader`, and by `alone` what others did not lend."""

@@ -7,45 +7,23 @@ import threading
 from collections import defaultdict, deque
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar
 
 from penstock.core.abc import DelegatingBackend, Tier
+from penstock.core.concurrency.pool import fulfil
+from penstock.core.concurrency.watchdog import spawn
 from penstock.core.errors import BlobNotFoundError, BlobTruncatedError, StorageError
-from penstock.core.hosts.relay import REFUSED
+from penstock.core.hosts.blob_http import BlobRange
 from penstock.core.ranks.templates import RoundOverError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from penstock.core.abc import Backend
-    from penstock.core.hosts.relay import Relay, RelayKey
+    from penstock.core.hosts.relay import Relay, RelayedBytes
     from penstock.core.types import ReadRequest
 
 log = logging.getLogger("penstock")
-
-
-class Place(NamedTuple):
-    """Where stored bytes are: what is read there is the same on all ranks."""
-
-    blob: str
-    offset: int
-    length: int
-
-
-class RelayedBytes(NamedTuple):
-    """Stored bytes that cross the network.
-
-    Attributes:
-        key: What the ranks call them.
-        place: Where they are stored.
-        source: The rank that hands them on to this one; None: this one reads them.
-        recipients: The ranks to which this one then hands them on.
-    """
-
-    key: RelayKey
-    place: Place
-    source: int | None
-    recipients: tuple[int, ...]
 
 
 class RelayedStore(DelegatingBackend):
@@ -65,36 +43,39 @@ class RelayedStore(DelegatingBackend):
             inner: The store.
             relay: The way to the other ranks.
             relayed: What crosses the network, in the order in which it will be read. Bytes that
-                several frames are decoded with stand there several times.
+                several frames are decoded with are listed several times.
         """
         super().__init__(inner)
         self._relay = relay
-        self._relayed: dict[Place, deque[RelayedBytes]] = defaultdict(deque)
+        self._relayed: dict[BlobRange, deque[RelayedBytes]] = defaultdict(deque)
         for one in relayed:
             self._relayed[one.place].append(one)
         self._lock = threading.Lock()  # guards `_received` and `bytes_received`
         # Once for each time: several chunks may be decoded with the same bytes.
-        self._received: dict[Place, list[int]] = defaultdict(list)
+        self._received: dict[BlobRange, list[int]] = defaultdict(list)
         self.bytes_received = 0
         """The bytes that came from other ranks, and not from the store."""
 
     def submit_read(self, requests: Sequence[ReadRequest], /) -> Future[None]:
         """Read as the contract says; done when those that need them have the bytes, too."""
-        asked: list[tuple[ReadRequest, RelayedBytes]] = []
-        offered: list[tuple[ReadRequest, RelayedBytes]] = []
+        fetched: list[tuple[ReadRequest, int, Future[None]]] = []
         stored: list[ReadRequest] = []
+        offered: list[tuple[ReadRequest, RelayedBytes]] = []
         for request in requests:
             waiting = self._relayed.get(_place(request))
             one = waiting.popleft() if waiting else None
             if one is not None and one.source is not None:
-                asked.append((request, one))
+                fetched.append((request, one.source, self._relay.fetch(one.source, request)))
                 continue
             stored.append(request)
             if one is not None:
                 offered.append((request, one))
-        if not asked and not offered:
+        if not fetched and not offered:
             return self.inner.submit_read(requests)
-        return _RelayedBatch(self.inner, self._relay, self._note).begin(stored, asked, offered)
+        future: Future[None] = Future()
+        batch = partial(self._read_together, stored, fetched, offered)
+        spawn("relay", partial(fulfil, future, batch))
+        return future
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
@@ -110,10 +91,60 @@ class RelayedStore(DelegatingBackend):
             self.bytes_received -= request.target.nbytes
             return ranks.pop()
 
-    def _note(self, request: ReadRequest, rank: int) -> None:
+    def _read_together(
+        self,
+        stored: Sequence[ReadRequest],
+        fetched: Sequence[tuple[ReadRequest, int, Future[None]]],
+        offered: Sequence[tuple[ReadRequest, RelayedBytes]],
+    ) -> None:
+        """Read one batch, and return when all is here, and handed on."""
+        error = self._read_stored(stored)
+        offers = []
+        for request, one in offered:
+            # Not verified before: the recipients do that, whatever was found here.
+            if error is None:
+                offers.append(self._relay.offer(one.place, one.recipients, request.target))
+            else:
+                self._relay.refuse(one.place)
+        self._relay.wait(lambda: all(future.done() for _, _, future in fetched))
+        missing = [
+            request for request, rank, future in fetched if not self._came(request, rank, future)
+        ]
+        if missing and self._relay.is_over:
+            # The caller may have left already: no target is to be written to any more.
+            over = RoundOverError("the ranks have given up this restore")
+            error = error or self._relay.failure or over
+        elif missing:
+            error = error or self._read_stored(missing)
+        self._relay.wait(lambda: not any(offer.left for offer in offers))
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # else a cycle of the error, its traceback and this frame keeps targets alive
+
+    def _read_stored(self, requests: Sequence[ReadRequest]) -> BaseException | None:
+        if not requests:
+            return None
+        try:
+            self.inner.submit_read(requests).result()
+        except (BlobNotFoundError, BlobTruncatedError) as error:
+            return error
+        except BaseException as error:  # noqa: BLE001 - the future raises it
+            self._relay.give_up(error)  # nobody is to wait for this rank, nor it for others
+            return error
+        return None
+
+    def _came(self, request: ReadRequest, rank: int, future: Future[None]) -> bool:
+        error = future.exception()
+        if error is not None:
+            if not isinstance(error, BlobNotFoundError):
+                self._relay.warn(f"what rank {rank} was to hand on is read here: {error}")
+            return False
         with self._lock:
             self._received[_place(request)].append(rank)
             self.bytes_received += request.target.nbytes
+        return True
 
 
 class _StoreAgain(DelegatingBackend):
@@ -147,100 +178,5 @@ class _StoreAgain(DelegatingBackend):
         self.inner.read(requests)
 
 
-class _RelayedBatch:
-    """One batch of reads: done when all is here, and handed on.
-
-    Nothing waits in it: each part that ends begins the next one.
-    """
-
-    def __init__(
-        self, inner: Backend, relay: Relay, received: Callable[[ReadRequest, int], None]
-    ) -> None:
-        self._inner = inner
-        self._relay = relay
-        self._received = received
-        self._lock = threading.Lock()  # guards `_parts`, `_asked`, `_missing` and `_error`
-        self._parts = 0
-        self._asked = 0
-        self._missing: list[ReadRequest] = []
-        self._error: BaseException | None = None
-        self._future: Future[None] = Future()
-
-    def begin(
-        self,
-        stored: Sequence[ReadRequest],
-        asked: Sequence[tuple[ReadRequest, RelayedBytes]],
-        offered: Sequence[tuple[ReadRequest, RelayedBytes]],
-    ) -> Future[None]:
-        """Begin all reads."""
-        self._parts = 1 + len(asked) + len(offered)
-        self._asked = len(asked)
-        self._future.set_running_or_notify_cancel()
-        for request, one in asked:
-            assert one.source is not None
-            done = partial(self._came, request, one.source)
-            self._relay.ask(one.source, one.key, request.target, done)
-        self._read(stored, partial(self._hand_on, offered))
-        return self._future
-
-    def _read(
-        self, requests: Sequence[ReadRequest], then: Callable[[BaseException | None], None]
-    ) -> None:
-        """Read from the store; `then` is told how that ended."""
-        if not requests:
-            then(None)
-            return
-        try:
-            future = self._inner.submit_read(requests)
-        except BaseException as error:  # noqa: BLE001 - the future raises it
-            then(error)
-            return
-        future.add_done_callback(lambda ended: then(ended.exception()))
-
-    def _hand_on(
-        self,
-        offered: Sequence[tuple[ReadRequest, RelayedBytes]],
-        error: BaseException | None,
-    ) -> None:
-        # Not verified before: the recipients do that, whatever was found here.
-        for request, one in offered:
-            if error is None:
-                self._relay.offer(one.key, one.recipients, request.target, self._end)
-            else:
-                self._relay.refuse(one.key)
-                self._end()
-        self._end(error)
-
-    def _came(self, request: ReadRequest, rank: int, came: int) -> None:
-        if came != REFUSED:
-            self._received(request, rank)
-        with self._lock:
-            self._asked -= 1
-            if came == REFUSED:
-                self._missing.append(request)
-            last = not self._asked
-        if last and self._missing and self._relay.is_over:
-            # The caller may have left already: no target is to be written to any more.
-            over = RoundOverError("the ranks have given up this restore")
-            self._end(self._relay.failure or over)
-        elif last:
-            self._read(self._missing, self._end)
-        else:
-            self._end()
-
-    def _end(self, error: BaseException | None = None) -> None:
-        """Note that one part has ended; the last one ends the batch."""
-        if error is not None and not isinstance(error, BlobNotFoundError | BlobTruncatedError):
-            self._relay.give_up(error)  # nobody is to wait for this rank, nor it for others
-        with self._lock:
-            self._parts -= 1
-            self._error = self._error or error
-            over, error = not self._parts, self._error
-        if over and error is None:
-            self._future.set_result(None)
-        elif over:
-            self._future.set_exception(error)
-
-
-def _place(request: ReadRequest) -> Place:
-    return Place(request.name, request.offset, request.target.nbytes)
+def _place(request: ReadRequest) -> BlobRange:
+    return BlobRange(request.name, request.offset, request.target.nbytes)

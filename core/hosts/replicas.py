@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from penstock.core.hosts.division import HostNeeds
 
 MOST_HOSTS = 64
-"""The most hosts that read together: a rank has two sockets to one of each other one."""
+"""The most hosts that read together: a rank has two connections to one of each other one."""
 
 # Each component falls into one of these by its own digest, and a bucket in which hosts differ is
 # not shared. So what each rank has for itself, its random state say, costs as many buckets at most,
@@ -115,7 +115,6 @@ def relayed(
             is_here = reader == here
             others = tuple(rank for host, rank in ranks.items() if host != here)
             found[component] = Relayed(
-                number=int(numbers[component]),
                 member=member,
                 source=None if is_here else ranks[reader],
                 recipients=others if is_here else (),

@@ -24,7 +24,7 @@ from penstock.core.errors import (
     RestoreError,
     SelectionError,
 )
-from penstock.core.floats.formats import FLOAT_DTYPES
+from penstock.core.floats.conversion import FLOAT_DTYPES
 from penstock.core.foreign import note_origin, shipped_by
 from penstock.core.tree.containers import CONTAINERS, assemble
 from penstock.core.tree.describe import (

@@ -5,6 +5,7 @@ from base64 import b64encode
 
 import pytest
 
+from penstock.core.concurrency.timing import Timing
 from penstock.core.concurrency.watchdog import Deadline
 from penstock.core.errors import FormatError
 from penstock.core.format.zstd import compress
@@ -19,7 +20,7 @@ def ask(hosts, *, limit_s=60.0, absent=(), board=None, ended=lambda: False):
 
     def one(rank):
         group = RankGroup(rank, len(hosts), MemoryCoordination(board), host=hosts[rank])
-        sets = ranks_by_host(group, Deadline(limit_s), ended)
+        sets = ranks_by_host(group, Deadline(limit_s), ended, Timing())
         found[rank] = next((ranks for ranks in sets if rank in ranks), ())
         assert [*sets] == sorted(sets)
 
@@ -59,7 +60,7 @@ def test_post_that_is_no_text_is_the_name_of_another_host():
     board = MemoryBoard()
     MemoryCoordination(board).post("host/00001", b"\xff")
     group = RankGroup(0, 2, MemoryCoordination(board))
-    assert ranks_by_host(group, Deadline(20.0), lambda: False) == ((0,), (1,))
+    assert ranks_by_host(group, Deadline(20.0), lambda: False, Timing()) == ((0,), (1,))
 
 
 @pytest.mark.parametrize("post", [b"\xff", b"!", b"AAAA", b64encode(compress(b"odd"))])
@@ -67,10 +68,12 @@ def test_hosts_that_cannot_be_read_are_refused(post):
     board = MemoryBoard()
     MemoryCoordination(board).post("hosts", post)
     with pytest.raises(FormatError, match="the numbers of ranks"):
-        ranks_by_host(RankGroup(1, 2, MemoryCoordination(board)), Deadline(20.0), lambda: False)
+        ranks_by_host(
+            RankGroup(1, 2, MemoryCoordination(board)), Deadline(20.0), lambda: False, Timing()
+        )
 
 
 def test_it_is_asked_once():
     group = RankGroup(0, 2, MemoryCoordination(MemoryBoard()))
     group.by_host = ((0, 1),)
-    assert ranks_by_host(group, Deadline(0.0), lambda: True) == ((0, 1),)
+    assert ranks_by_host(group, Deadline(0.0), lambda: True, Timing()) == ((0, 1),)

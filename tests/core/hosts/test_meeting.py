@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from penstock.core.concurrency.timing import Timing
 from penstock.core.concurrency.watchdog import Deadline
 from penstock.core.hosts.division import ReadPlan
 from penstock.core.hosts.meeting import Meeting
@@ -34,7 +35,9 @@ def meet(ranks, *, jobs=(0,), limit_s=PATIENCE_S, ended=lambda: False, absent=()
     found, secret = {}, {job: secret_of_a_job() for job in jobs}
 
     def one(rank):
-        meeting = Meeting(secret[jobs[rank % len(jobs)]], ranks, rank, window_bytes=WINDOW)
+        meeting = Meeting(
+            secret[jobs[rank % len(jobs)]], ranks, rank, window_bytes=WINDOW, timing=Timing()
+        )
         found[rank] = meeting.hold(plan(rank), Deadline(limit_s), ended)
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in ranks if rank not in absent]
@@ -101,7 +104,7 @@ def test_nothing_is_left_behind():
 
 
 def test_the_place_where_a_rank_waited_is_free_again():
-    meeting = Meeting(secret_of_a_job(), (0, 1), 0, window_bytes=WINDOW)
+    meeting = Meeting(secret_of_a_job(), (0, 1), 0, window_bytes=WINDOW, timing=Timing())
     assert meeting.hold(plan(0), Deadline(0.0), lambda: True) is None
     assert meeting._address.replace("\0", "@") not in Path("/proc/self/net/unix").read_text()
 
@@ -122,7 +125,7 @@ def test_two_jobs_do_not_meet():
 
 def test_a_stranger_who_connects_is_sent_away_and_the_others_meet():
     secret = secret_of_a_job()
-    meeting = Meeting(secret, (0, 1), 0, window_bytes=WINDOW)
+    meeting = Meeting(secret, (0, 1), 0, window_bytes=WINDOW, timing=Timing())
     stop, tries = threading.Event(), []
 
     def disturb():
@@ -148,7 +151,7 @@ def test_a_stranger_who_connects_is_sent_away_and_the_others_meet():
         one.start()
         while not tries:
             stop.wait(0.01)
-        other = Meeting(secret, (0, 1), 1, window_bytes=WINDOW)
+        other = Meeting(secret, (0, 1), 1, window_bytes=WINDOW, timing=Timing())
         found[1] = other.hold(plan(1), Deadline(PATIENCE_S), lambda: False)
         one.join(PATIENCE_S)
     finally:
@@ -192,7 +195,7 @@ def connected(meeting):
 
 
 def test_one_that_connects_and_says_nothing_holds_nobody_up():
-    meeting = Meeting(secret_of_a_job(), (0, 1), 0, window_bytes=WINDOW)
+    meeting = Meeting(secret_of_a_job(), (0, 1), 0, window_bytes=WINDOW, timing=Timing())
     begun = threading.Event()
     thread = rank_0_meets_nobody(meeting, begun)
     with connected(meeting):
@@ -202,7 +205,7 @@ def test_one_that_connects_and_says_nothing_holds_nobody_up():
 
 
 def test_strangers_who_connect_all_the_time_keep_nobody_beyond_its_time():
-    meeting = Meeting(secret_of_a_job(), (0, 1), 0, window_bytes=WINDOW)
+    meeting = Meeting(secret_of_a_job(), (0, 1), 0, window_bytes=WINDOW, timing=Timing())
     stop, begun = threading.Event(), threading.Event()
 
     def disturb():
@@ -226,7 +229,7 @@ def test_strangers_who_connect_all_the_time_keep_nobody_beyond_its_time():
 
 
 def test_rank_0_that_is_stopped_behind_a_full_queue_keeps_nobody_beyond_its_time():
-    meeting = Meeting(secret_of_a_job(), (0, 1), 1, window_bytes=WINDOW)
+    meeting = Meeting(secret_of_a_job(), (0, 1), 1, window_bytes=WINDOW, timing=Timing())
     with ExitStack() as opened:
         listener = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         listener.bind(meeting._address)

@@ -5,17 +5,22 @@ import os
 import socket
 import threading
 import time
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
+from http import HTTPStatus
+from http.client import HTTPConnection, RemoteDisconnected
 
 import pytest
 
 from penstock.core.concurrency.timing import CountedClock, Timing
-from penstock.core.hosts.network import Greeting, listening_socket
-from penstock.core.hosts.relay import REFUSED, Relay, RelayKey
+from penstock.core.errors import BlobNotFoundError, StorageError
+from penstock.core.hosts.blob_http import BlobRange, Credentials
+from penstock.core.hosts.relay import Relay, RelayedBytes
+from penstock.core.types import ReadRequest
 from penstock.testing.hasty import ShiftedClock
 
 PATIENCE_S = 200.0  # twice what a test waits, so what comes meanwhile comes at once
-LARGE = os.urandom(20 << 20)
+SIZE = 20 << 20
+LARGE = os.urandom(SIZE)
 
 
 def hurry(clock):
@@ -23,269 +28,276 @@ def hurry(clock):
     clock.ahead_s = map((PATIENCE_S / 400).__mul__, itertools.count()).__next__
 
 
-def key(number):
-    return RelayKey(number, 0)
-
-
-class Waiter:
-    """Notes what a relay tells, and when."""
-
-    def __init__(self):
-        self.told = []
-        self._over = threading.Event()
-
-    def __call__(self, *told):
-        self.told += told
-        self._over.set()
-
-    @property
-    def is_over(self):
-        return self._over.is_set()
-
-    def wait(self):
-        assert self._over.wait(PATIENCE_S / 2)
-        return self.told
+def place(number, size=SIZE):
+    return BlobRange("a.raw", number, size)
 
 
 @contextmanager
-def relays(
-    sources, *, offers=range(10), address="127.0.0.1", secrets=None, ended=lambda: False,
-    clock=None,
-):  # fmt: skip
-    """Relays by rank; `sources` says for each from which others it takes."""
+def relays(relayed, *, address="127.0.0.1", secrets=None, ended=lambda: False, clock=None):
+    """Relays by rank, for what each takes and hands on."""
     with ExitStack() as opened:
-        listeners = {rank: listening_socket(address) for rank in sources}
-        where = {rank: one.getsockname()[:2] for rank, one in listeners.items()}
-        found = {}
-        for rank, taken in sources.items():
-            found[rank] = Relay(
-                Greeting((secrets or {}).get(rank, b"secret"), rank),
-                listeners[rank],
-                sources={other: where[other] for other in taken},
-                recipients=[other for other, ranks in sources.items() if rank in ranks],
-                offers=[key(number) for number in offers],
-                patience_s=PATIENCE_S,
-                ended=ended,
-                timing=Timing(poll_s=0.01, clock=clock or ShiftedClock()),
-            )
-            opened.callback(found[rank].close)
-            found[rank].start()
+        timing = Timing(poll_s=0.01, clock=clock or ShiftedClock())
+        found = {
+            rank: Relay((secrets or {}).get(rank, b"secret"), rank, address, timing)
+            for rank in relayed
+        }
+        where = {rank: (address, relay.port) for rank, relay in found.items()}
+        for rank, relay in found.items():
+            opened.callback(relay.close)
+            relay.start(relayed[rank], where, patience_s=PATIENCE_S, ended=ended)
         yield found
 
 
-def ask(relay, source, number, length):
-    target, waiter = bytearray(length), Waiter()
-    relay.ask(source, key(number), memoryview(target), waiter)
-    return target, waiter
+def one_way(*recipients, numbers=range(10), size=SIZE):
+    """What rank 0 reads for others."""
+    given = [RelayedBytes(place(n, size), None, recipients) for n in numbers]
+    taken = [RelayedBytes(place(n, size), 0, ()) for n in numbers]
+    return {0: given, **dict.fromkeys(recipients, taken)}
 
 
-def offer(relay, number, data, *recipients):
-    waiter = Waiter()
-    relay.offer(key(number), recipients, memoryview(data), waiter)
-    return waiter
+def fetch(relay, source, number, size=SIZE):
+    target = bytearray(size)
+    return target, relay.fetch(source, ReadRequest("a.raw", number, memoryview(target)))
+
+
+def failure(relay, future):
+    """The error of what was fetched, once the relay has waited for it."""
+    waited = threading.Thread(target=relay.wait, args=(future.done,))
+    waited.start()
+    waited.join(PATIENCE_S / 2)
+    assert not waited.is_alive()
+    return future.exception()
+
+
+def outlast(relay, offer):
+    waited = threading.Thread(target=relay.wait, args=(lambda: not offer.left,))
+    waited.start()
+    waited.join(PATIENCE_S / 2)
+    assert not waited.is_alive()
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
 @pytest.mark.parametrize("first", ["ask", "offer"])
-def test_all_that_need_a_piece_get_it_whoever_speaks_first(address, first):
-    with relays({0: (), 1: (0,), 2: (0,)}, address=address) as found:
+def test_all_that_need_bytes_get_them_whoever_speaks_first(address, first):
+    with relays(one_way(1, 2), address=address) as found:
         if first == "offer":
-            given = offer(found[0], 3, LARGE, 1, 2)
-        got = [ask(found[rank], 0, 3, len(LARGE)) for rank in (1, 2)]
+            given = found[0].offer(place(3), (1, 2), memoryview(LARGE))
+        got = [fetch(found[rank], 0, 3) for rank in (1, 2)]
         if first == "ask":
-            while not all(key(3) in peer.asked for peer in found[0]._recipients.values()):
-                time.sleep(0.01)
-            given = offer(found[0], 3, LARGE, 1, 2)
-        given.wait()
-        for target, waiter in got:
-            assert waiter.wait() == [len(LARGE)]
+            time.sleep(0.1)
+            given = found[0].offer(place(3), (1, 2), memoryview(LARGE))
+        outlast(found[0], given)
+        for target, future in got:
+            future.result(PATIENCE_S / 2)
             assert target == LARGE
 
 
 def test_ranks_take_from_each_other_at_once():
-    ranks = {rank: tuple(other for other in range(3) if other != rank) for rank in range(3)}
-    with relays(ranks) as found:
-        got = [(o, ask(found[r], o, o, 1 << 20)) for r in ranks for o in ranks[r]]
-        given = [
-            offer(found[rank], rank, bytes([rank]) * (1 << 20), *ranks[rank]) for rank in ranks
+    ranks = range(3)
+    others = {rank: tuple(other for other in ranks if other != rank) for rank in ranks}
+    relayed = {
+        rank: [
+            RelayedBytes(place(n), None if n == rank else n, others[n] if n == rank else ())
+            for n in ranks
         ]
-        for waiter in given:
-            waiter.wait()
-        for number, (target, waiter) in got:
-            assert waiter.wait() == [1 << 20]
+        for rank in ranks
+    }
+    with relays(relayed) as found:
+        got = [(n, fetch(found[rank], n, n)) for rank in ranks for n in others[rank]]
+        given = [
+            found[rank].offer(place(rank), others[rank], memoryview(bytes([rank]) * SIZE))
+            for rank in ranks
+        ]
+        for rank in ranks:
+            outlast(found[rank], given[rank])
+        for number, (target, future) in got:
+            future.result(PATIENCE_S / 2)
             assert set(target) == {number}
 
 
 def test_what_is_refused_or_never_comes_is_answered_at_once():
-    with relays({0: (), 1: (0,)}) as found:
-        _, waiting = ask(found[1], 0, 3, 10)
-        _, unknown = ask(found[1], 0, 99, 10)
-        assert unknown.wait() == [REFUSED]
-        found[0].refuse(key(3))
-        assert waiting.wait() == [REFUSED]
-        _, late = ask(found[1], 0, 3, 10)
-        assert late.wait() == [REFUSED]
+    with relays(one_way(1)) as found:
+        _, waiting = fetch(found[1], 0, 3)
+        found[0].refuse(place(3))
+        for future in (waiting, fetch(found[1], 0, 99)[1], fetch(found[1], 0, 3)[1]):
+            assert isinstance(failure(found[1], future), BlobNotFoundError)
+
+
+def test_bytes_that_are_listed_twice_are_handed_on_twice():
+    with relays(one_way(1, numbers=(3, 3))) as found:
+        for fill in (b"a", b"b"):
+            target, future = fetch(found[1], 0, 3)
+            outlast(found[0], found[0].offer(place(3), (1,), memoryview(fill * SIZE)))
+            future.result(PATIENCE_S / 2)
+            assert target == fill * SIZE
+        assert isinstance(failure(found[1], fetch(found[1], 0, 3)[1]), BlobNotFoundError)
 
 
 def test_a_rank_that_never_offers_is_given_up_and_nothing_of_it_comes_later():
     clock = ShiftedClock()
-    with relays({0: (), 1: (0,)}, clock=clock) as found:
-        target, waiter = ask(found[1], 0, 3, 10)
+    with relays(one_way(1), clock=clock) as found:
+        target, future = fetch(found[1], 0, 3)
         hurry(clock)
-        assert waiter.wait() == [REFUSED]
-        assert offer(found[0], 3, b"x" * 10, 1).wait() == []
+        assert "did nothing for 200 s" in str(failure(found[1], future))
+        outlast(found[0], found[0].offer(place(3), (1,), memoryview(LARGE)))
         time.sleep(0.1)
-        assert target == bytes(10)
-        assert ask(found[1], 0, 4, 10)[1].wait() == [REFUSED]
+        assert not any(target)
+        assert isinstance(failure(found[1], fetch(found[1], 0, 4)[1]), StorageError)
 
 
 def test_a_rank_that_never_asks_is_given_up_and_the_others_get_theirs():
     clock = ShiftedClock()
-    with relays({0: (), 1: (0,), 2: (0,)}, clock=clock) as found:
-        given = offer(found[0], 3, LARGE, 1, 2)
-        target, waiter = ask(found[1], 0, 3, len(LARGE))
-        waiter.wait()
+    with relays(one_way(1, 2), clock=clock) as found:
+        given = found[0].offer(place(3), (1, 2), memoryview(LARGE))
+        target, future = fetch(found[1], 0, 3)
+        future.result(PATIENCE_S / 2)
         assert target == LARGE
-        assert not given.is_over
+        while given.left != {2}:
+            time.sleep(0.01)
         hurry(clock)
-        given.wait()
-        assert ask(found[2], 0, 4, 10)[1].wait() == [REFUSED]
+        outlast(found[0], given)
+        assert isinstance(failure(found[2], fetch(found[2], 0, 4)[1]), StorageError)
+
+
+def test_a_rank_that_stands_still_while_it_takes_is_given_up():
+    clock = ShiftedClock()
+    with relays({0: one_way(1)[0]}, clock=clock) as found:
+        line = connected(found[0], 1)
+        line.putrequest("GET", "/a.raw")
+        line.putheader("Authorization", authorization(0, 1))
+        line.putheader("Range", f"bytes=3-{3 + SIZE - 1}")
+        line.endheaders()
+        given = found[0].offer(place(3), (1,), memoryview(LARGE))
+        while not given.sending:
+            time.sleep(0.01)
+        hurry(clock)
+        outlast(found[0], given)
+        line.close()
 
 
 def test_a_rank_that_closes_is_not_waited_for():
-    with relays({0: (), 1: (0,), 2: (1,)}) as found:
-        _, waiter = ask(found[1], 0, 3, 10)
-        given = offer(found[1], 4, b"abc", 2)
+    relayed = one_way(1)
+    relayed[1] = [*relayed[1], RelayedBytes(place(4), None, (2,))]
+    relayed[2] = [RelayedBytes(place(4), 1, ())]
+    with relays(relayed) as found:
+        _, future = fetch(found[1], 0, 3)
+        target, other = fetch(found[2], 1, 4)
         found[0].close()
-        assert waiter.wait() == [REFUSED]
-        target, other = ask(found[2], 1, 4, 3)
-        assert other.wait() == [3]
-        assert bytes(target) == b"abc"
-        given.wait()
+        assert isinstance(failure(found[1], future), StorageError)
+        outlast(found[1], found[1].offer(place(4), (2,), memoryview(LARGE)))
+        other.result(PATIENCE_S / 2)
+        assert target == LARGE
+        found[2].close()
+        outlast(found[1], found[1].offer(place(5), (2,), memoryview(LARGE)))
 
 
 def test_ranks_of_two_jobs_take_nothing_from_each_other():
     clock = ShiftedClock()
-    with relays({0: (), 1: (0,)}, secrets={0: b"one", 1: b"two"}, clock=clock) as found:
-        given = offer(found[0], 3, b"abc", 1)
-        target, waiter = ask(found[1], 0, 3, 3)
-        assert waiter.wait() == [REFUSED]
-        assert bytes(target) == bytes(3)
+    with relays(one_way(1), secrets={0: b"one", 1: b"two"}, clock=clock) as found:
+        given = found[0].offer(place(3), (1,), memoryview(LARGE))
+        target, future = fetch(found[1], 0, 3)
+        assert "does not prove" in str(failure(found[1], future))
+        assert not any(target)
         hurry(clock)
-        given.wait()
-
-
-def test_a_rank_that_stands_in_for_another_without_the_secret_is_found():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def pretend():
-            line, _ = listener.accept()
-            with line:
-                line.sendall(bytes(32))
-                line.recv(1000)
-                line.sendall(bytes(32) + RelayKey(3, 0)[0].to_bytes(8, "little") + bytes(4))
-                with suppress(ConnectionError):
-                    line.sendall((3).to_bytes(8, "little") + b"abc")
-                    line.recv(1000)
-
-        thread = threading.Thread(target=pretend)
-        thread.start()
-        relay = Relay(
-            Greeting(b"secret", 1),
-            None,
-            sources={0: listener.getsockname()},
-            recipients=(),
-            offers=(),
-            patience_s=PATIENCE_S,
-            ended=lambda: False,
-            timing=Timing(poll_s=0.05),
-        )
-        relay.start()
-        target, waiter = ask(relay, 0, 3, 3)
-        assert waiter.wait() == [REFUSED]
-        assert bytes(target) == bytes(3)
-        relay.close()
-        thread.join(30)
+        outlast(found[0], given)
 
 
 def test_sources_that_say_nothing_cost_one_wait_however_many_they_are():
     clock = ShiftedClock()
     with ExitStack() as opened:
         silent = [opened.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(4)]
-        relay = Relay(
-            Greeting(b"secret", 9),
-            None,
-            sources={rank: one.getsockname() for rank, one in enumerate(silent)},
-            recipients=(),
-            offers=(),
+        relay = Relay(b"secret", 9, "127.0.0.1", Timing(poll_s=0.01, clock=clock))
+        opened.callback(relay.close)
+        relay.start(
+            [RelayedBytes(place(n), n, ()) for n in range(4)],
+            {n: one.getsockname() for n, one in enumerate(silent)},
             patience_s=PATIENCE_S,
             ended=lambda: False,
-            timing=Timing(poll_s=0.01, clock=clock),
         )
-        opened.callback(relay.close)
-        relay.start()
         hurry(clock)
-        assert ask(relay, 0, 0, 3)[1].wait() == [REFUSED]
+        assert isinstance(failure(relay, fetch(relay, 0, 0)[1]), StorageError)
         clock.ahead_s = clock.ahead_s()
-        for rank in (1, 2, 3):  # as one batch after the other needs them
-            assert ask(relay, rank, rank, 3)[1].wait() == [REFUSED]
+        for n in (1, 2, 3):  # as one batch after the other needs them
+            assert isinstance(failure(relay, fetch(relay, n, n)[1]), StorageError)
 
 
 def test_nobody_waits_once_all_have_given_up():
     over = threading.Event()
-    with relays({0: (), 1: (0,)}, ended=over.is_set) as found:
-        _, waiter = ask(found[1], 0, 3, 10)
-        given = offer(found[0], 4, b"abc", 1)
+    with relays(one_way(1), ended=over.is_set) as found:
+        _, future = fetch(found[1], 0, 3)
+        given = found[0].offer(place(4), (1,), memoryview(LARGE))
         over.set()
-        assert waiter.wait() == [REFUSED]
-        given.wait()
+        assert isinstance(failure(found[1], future), StorageError)
+        outlast(found[0], given)
 
 
 def test_after_its_end_a_relay_refuses_and_keeps_nothing():
-    with relays({0: (), 1: (0,)}) as found:
+    with relays(one_way(1)) as found:
         for relay in found.values():
             relay.close()
-        assert ask(found[1], 0, 3, 10)[1].told == [REFUSED]
-        assert offer(found[0], 3, b"abc", 1).is_over
+        assert isinstance(fetch(found[1], 0, 3)[1].exception(0), StorageError)
+        assert not found[0].offer(place(3), (1,), memoryview(LARGE)).left
+
+
+# -- strangers -------------------------------------------------------------------------------------
+
+
+def authorization(server, client, secret=b"secret"):
+    return f"Bearer {client}.{Credentials.of(secret, server, client).token}"
+
+
+def connected(relay, rank, given=None):
+    """A connection to a relay of rank 0 as `rank`, which has proved who it is."""
+    line = HTTPConnection("127.0.0.1", relay.port, timeout=PATIENCE_S / 2)
+    line.request("GET", "/", headers={"Authorization": given or authorization(0, rank)})
+    answer = line.getresponse()
+    answer.read()
+    assert answer.status == HTTPStatus.OK
+    return line
 
 
 def test_strangers_who_connect_and_say_nothing_keep_nobody_out():
-    with relays({0: (), 1: (0,)}) as found, ExitStack() as opened:
-        address = found[1]._addresses[0]
+    with relays(one_way(1)) as found, ExitStack() as opened:
         for _ in range(100):
-            opened.enter_context(socket.create_connection(address, 10))
-        given = offer(found[0], 3, b"abc", 1)
-        target, waiter = ask(found[1], 0, 3, 3)
-        assert waiter.wait() == [3]
-        assert bytes(target) == b"abc"
-        given.wait()
+            opened.enter_context(socket.create_connection(("127.0.0.1", found[0].port), 10))
+        given = found[0].offer(place(3), (1,), memoryview(LARGE))
+        target, future = fetch(found[1], 0, 3)
+        future.result(PATIENCE_S / 2)
+        assert target == LARGE
+        outlast(found[0], given)
 
 
 def test_a_rank_that_is_slow_to_say_who_it_is_is_not_driven_out_by_strangers():
-    with ExitStack() as opened:
-        listener = listening_socket("127.0.0.1")
-        address = listener.getsockname()
-        relay = Relay(
-            Greeting(b"secret", 0),
-            listener,
-            sources={},
-            recipients=[1],
-            offers=[key(3)],
-            patience_s=PATIENCE_S,
-            ended=lambda: False,
-            timing=Timing(poll_s=0.01, clock=CountedClock()),
-        )
-        opened.callback(relay.close)
-        relay.start()
-        line = opened.enter_context(socket.create_connection(address, 10))
-        challenge = line.recv(32, socket.MSG_WAITALL)
+    with relays({0: one_way(1)[0]}, clock=CountedClock()) as found, ExitStack() as opened:
+        line = HTTPConnection("127.0.0.1", found[0].port, timeout=PATIENCE_S / 2)
+        line.connect()
         for _ in range(200):
-            opened.enter_context(socket.create_connection(address, 10))
+            opened.enter_context(socket.create_connection(("127.0.0.1", found[0].port), 10))
         time.sleep(0.3)  # all would have been accepted by now
-        steps = Greeting(b"secret", 1).claim(0)
-        next(steps)
-        with pytest.raises(StopIteration) as claimed:
-            steps.send(memoryview(challenge))
-        claim, expected = claimed.value.value
-        line.sendall(claim)
-        assert line.recv(len(expected), socket.MSG_WAITALL) == expected
+        line.request("GET", "/", headers={"Authorization": authorization(0, 1)})
+        assert line.getresponse().status == HTTPStatus.OK
+        line.close()
+
+
+def test_a_stranger_who_says_nothing_is_sent_away():
+    clock = ShiftedClock()
+    with (
+        relays({0: one_way(1)[0]}, clock=clock) as found,
+        socket.create_connection(("127.0.0.1", found[0].port), 10) as line,
+    ):
+        while not found[0]._server._silent:
+            time.sleep(0.01)
+        clock.ahead_s = 2 * PATIENCE_S
+        line.settimeout(PATIENCE_S / 2)
+        assert line.recv(10) == b""
+
+
+def test_what_one_has_said_does_not_open_another_connection():
+    with relays({0: one_way(1)[0]}) as found:
+        line = connected(found[0], 1)
+        for _ in range(2):
+            with pytest.raises((AssertionError, RemoteDisconnected)):
+                connected(found[0], 1)
+            line.close()
+            while found[0]._recipients:
+                time.sleep(0.01)

@@ -5,8 +5,9 @@ from tests.core.hosts.test_relay import hurry, relays
 from tests.integration.support import memory
 
 from penstock.core.errors import BlobNotFoundError, StorageError
-from penstock.core.hosts.relay import RelayKey
-from penstock.core.hosts.relayed_store import Place, RelayedBytes, RelayedStore
+from penstock.core.hosts.blob_http import BlobRange
+from penstock.core.hosts.relay import RelayedBytes
+from penstock.core.hosts.relayed_store import RelayedStore
 from penstock.core.ranks.templates import RoundOverError
 from penstock.core.types import ReadRequest, WriteRequest
 from penstock.testing.faults import Fault, FaultyBackend
@@ -28,8 +29,7 @@ def stored():
 def halves(sources, recipients):
     """The halves of the blob, each with the rank that it comes from, and those that it goes to."""
     return [
-        RelayedBytes(RelayKey(n, 0), Place("a.raw", n * HALF, HALF), sources[n], recipients[n])
-        for n in (0, 1)
+        RelayedBytes(BlobRange("a.raw", n * HALF, HALF), sources[n], recipients[n]) for n in (0, 1)
     ]
 
 
@@ -43,16 +43,17 @@ def begun(store, *starts):
     return store.submit_read(requests), targets, requests
 
 
+# Two ranks, each of which reads one half for both.
+TWO = {0: halves((None, 1), ((1,), ())), 1: halves((0, None), ((), (0,)))}
+
+
 def two(found, backends):
-    """The stores of two ranks, each of which reads one half for both."""
-    return [
-        RelayedStore(backends[0], found[0], halves((None, 1), ((1,), ()))),
-        RelayedStore(backends[1], found[1], halves((0, None), ((), (0,)))),
-    ]
+    """The stores of the two ranks."""
+    return [RelayedStore(backends[rank], found[rank], TWO[rank]) for rank in (0, 1)]
 
 
 def test_each_half_is_read_by_one_rank_for_both():
-    with relays({0: (1,), 1: (0,)}, offers=(0, 1)) as found:
+    with relays(TWO) as found:
         stores = two(found, [stored(), stored()])
         reads = [begun(store, 0, HALF) for store in stores]
         for (future, targets, _), store in zip(reads, stores, strict=True):
@@ -62,7 +63,7 @@ def test_each_half_is_read_by_one_rank_for_both():
 
 
 def test_a_second_read_of_the_same_place_is_of_the_store():
-    with relays({0: (1,), 1: (0,)}, offers=(0, 1)) as found:
+    with relays(TWO) as found:
         stores = two(found, [stored(), stored()])
         for _ in range(2):
             for future, targets, _ in [begun(store, 0, HALF) for store in stores]:
@@ -73,7 +74,7 @@ def test_a_second_read_of_the_same_place_is_of_the_store():
 
 def test_what_does_not_come_is_read_from_the_store():
     clock = ShiftedClock()
-    with relays({0: (1,), 1: (0,)}, offers=(0, 1), clock=clock) as found:
+    with relays(TWO, clock=clock) as found:
         found[1].close()
         hurry(clock)  # it may have closed before it was connected
         store = two(found, [stored(), stored()])[0]
@@ -84,7 +85,7 @@ def test_what_does_not_come_is_read_from_the_store():
 
 
 def test_once_the_caller_has_left_nothing_is_read_any_more():
-    with relays({0: (1,), 1: (0,)}, offers=(0, 1)) as found:
+    with relays(TWO) as found:
         store = two(found, [stored(), stored()])[0]
         future, targets, _ = begun(store, HALF)
         found[0].close()
@@ -96,7 +97,7 @@ def test_once_the_caller_has_left_nothing_is_read_any_more():
 @pytest.mark.parametrize("error", [StorageError("the cable is cut"), BlobNotFoundError("gone")])
 def test_a_store_that_fails_is_the_error_of_that_rank_and_the_other_reads_for_itself(error):
     clock = ShiftedClock()
-    with relays({0: (1,), 1: (0,)}, offers=(0, 1), clock=clock) as found:
+    with relays(TWO, clock=clock) as found:
         broken = FaultyBackend(stored(), Fault("read", error=error, times=None))
         stores = two(found, [broken, stored()])
         (failed, _, _), (future, targets, _) = [begun(store, 0, HALF) for store in stores]
@@ -108,7 +109,7 @@ def test_a_store_that_fails_is_the_error_of_that_rank_and_the_other_reads_for_it
 
 
 def test_what_came_damaged_is_there_again_as_a_tier_and_nothing_else_is():
-    with relays({0: (1,), 1: (0,)}, offers=(0, 1)) as found:
+    with relays(TWO) as found:
         stores = two(found, [stored(), stored()])
         (future, targets, (own, received)), other = [begun(store, 0, HALF) for store in stores]
         future.result(PATIENT_S)
@@ -125,12 +126,9 @@ def test_what_came_damaged_is_there_again_as_a_tier_and_nothing_else_is():
 
 def test_bytes_that_came_damaged_twice_are_read_again_twice():
     """As a base that several chunks are decoded with."""
-    with relays({0: (1,), 1: (0,)}, offers=(0, 1)) as found:
-        place = Place("a.raw", HALF, HALF)
-        twice = [
-            [RelayedBytes(RelayKey(n, 0), place, source, recipients) for n in (0, 1)]
-            for source, recipients in ((1, ()), (None, (0,)))
-        ]
+    place = BlobRange("a.raw", HALF, HALF)
+    twice = {0: [RelayedBytes(place, 1, ())] * 2, 1: [RelayedBytes(place, None, (0,))] * 2}
+    with relays(twice) as found:
         stores = [RelayedStore(stored(), found[rank], twice[rank]) for rank in (0, 1)]
         (future, targets, requests), other = [begun(store, HALF, HALF) for store in stores]
         future.result(PATIENT_S)

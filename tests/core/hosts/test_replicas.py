@@ -53,14 +53,14 @@ def test_what_crosses_the_network_is_read_by_one_that_needs_it_and_all_agree(hos
         numbers = component_numbers(host).tolist()
         for component, one in way.items():
             me = ranks[here][one.member]
-            assert one.number == numbers[component]
+            number = numbers[component]
             assert one.member in host.members(component)
             if one.source is None:
-                assert one.number not in readers
-                readers[one.number], recipients[one.number] = me, {*one.recipients}
+                assert number not in readers
+                readers[number], recipients[number] = me, {*one.recipients}
             else:
                 assert not one.recipients
-                sources.setdefault(one.number, {})[me] = one.source
+                sources.setdefault(number, {})[me] = one.source
     assert readers.keys() == sources.keys()
     for number, by_rank in sources.items():
         assert {*by_rank.values()} == {readers[number]}

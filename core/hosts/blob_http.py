@@ -1,0 +1,354 @@
+"""Serves ranges of blobs to other processes over HTTP, and reads them there.
+
+A request is `GET /BLOB` with one `Range`; `GET /` only proves both ends to each other: each knows a
+secret, and neither sends it. The bytes are neither encrypted nor signed, so the reader compares
+them with the checksums of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import re
+import socket
+import threading
+import time
+from contextlib import contextmanager, suppress
+from functools import partial
+from http import HTTPStatus
+from http.client import HTTPConnection, HTTPException
+from http.server import BaseHTTPRequestHandler
+from socketserver import ThreadingTCPServer
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from penstock.core.concurrency.watchdog import Deadline, spawn
+from penstock.core.errors import BlobNotFoundError, StorageError
+from penstock.core.foreign import said
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
+    from http.client import HTTPResponse
+
+    from penstock.core.concurrency.timing import Timing
+    from penstock.core.types import ReadRequest
+
+log = logging.getLogger("penstock")
+
+_PROOF = "Penstock-Proof"
+_TOKEN = re.compile(r"Bearer (\d{1,9})\.(.*)", re.ASCII)
+_RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})", re.ASCII)
+_MOST_SILENT = 64  # connections that have not proved yet whose they are
+_UNDISTURBED = 1 / 16  # of the patience: how long none of them is closed for a newer one
+
+
+class BlobRange(NamedTuple):
+    """Names stored bytes, the same on all ranks."""
+
+    blob: str
+    offset: int
+    length: int
+
+
+class Credentials(NamedTuple):
+    """Prove one client and one server to each other, and nobody else.
+
+    Attributes:
+        token: What the client sends.
+        proof: What the server answers.
+    """
+
+    token: str
+    proof: str
+
+    @classmethod
+    def of(cls, secret: bytes, server: int, client: int) -> Credentials:
+        """Derive the credentials of a pair from what only the ranks of the job know."""
+        roles = (f"{role}/{server}/{client}".encode() for role in ("client", "server"))
+        return cls(*(hmac.digest(secret, role, "sha256").hex() for role in roles))
+
+
+class BlobServer(ThreadingTCPServer):
+    """Lends ranges of blobs to clients that know their token, each over one connection.
+
+    A client never gets in by a second connection, so an overheard token opens none.
+    """
+
+    request_queue_size = 256  # all ranks of a job connect at once
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        credentials: Callable[[int], Credentials | None],
+        lend: Callable[[int, BlobRange], AbstractContextManager[memoryview | None]],
+        left: Callable[[int], None],
+        timing: Timing,
+    ) -> None:
+        """Listen at a free port of `address`; `start` serves.
+
+        Args:
+            address: An address of this machine.
+            credentials: Returns the credentials of a client, None where it is none.
+            lend: Waits for the bytes that a client asks for, and lends them until they are sent;
+                None where the client has to get them elsewhere.
+            left: Called when a client has gone.
+            timing: Says how often late connections are looked for (`poll_s`).
+
+        Raises:
+            OSError: There is no such address here, or no socket.
+        """
+        self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self.credentials = credentials
+        self.lend = lend
+        self.timeout = self._poll_s = timing.poll_s
+        self._left = left
+        self._clock = timing.clock
+        self._patience_s = 0.0
+        self._lock = threading.Lock()  # guards the connections, and that none is closed while used
+        self._silent: dict[socket.socket, Deadline] = {}
+        self._clients: dict[int, socket.socket] = {}
+        self._serving: list[threading.Thread] = []
+        self._closed = False
+        super().__init__((address, 0), _Handler)
+
+    def start(self, patience_s: float) -> None:
+        """Serve on threads; a new connection has `patience_s` to prove whose it is."""
+        self._patience_s = patience_s
+        self._serving.append(spawn("relay", self._serve))
+
+    def disconnect(self, client: int) -> None:
+        """Close the connection of a client, which may be in the middle of an answer."""
+        with self._lock:
+            _shut(self._clients.get(client))
+
+    def close(self) -> None:
+        """Stop listening, and close all connections; returns at once. Idempotent."""
+        with self._lock:
+            self._closed = True
+            for connection in (self.socket, *self._silent, *self._clients.values()):
+                _shut(connection)
+        if not self._serving:
+            self.server_close()
+
+    def join(self, deadline: Deadline) -> None:
+        """Wait for the end of all threads, after `close`."""
+        for thread in self._serving:
+            thread.join(deadline.left_s())
+
+    def admit(self, authorization: str, connection: socket.socket) -> tuple[int, str] | None:
+        """Return the client that speaks, and the proof for it; None for a stranger."""
+        token = _TOKEN.fullmatch(authorization)
+        client = -1 if token is None else int(token[1])
+        known = self.credentials(client)
+        if token is None or known is None:
+            return None
+        if not hmac.compare_digest(token[2].encode(), known.token.encode()):
+            return None
+        with self._lock:
+            if self._clients.setdefault(client, connection) is not connection:
+                return None
+            self._silent.pop(connection, None)
+        return client, known.proof
+
+    def _serve(self) -> None:
+        with self:  # closes the listener
+            while not self._closed:
+                if self._has_room():
+                    self.handle_request()  # or waits for `timeout`
+                else:
+                    time.sleep(self._poll_s)
+
+    def _has_room(self) -> bool:
+        """Close connections that are late; return whether one more may connect.
+
+        Many strangers at once must not drive out a rank that gets no processor, so even where there
+        are too many, each has a while.
+        """
+        with self._lock:
+            for connection, deadline in [*self._silent.items()]:
+                crowded = len(self._silent) >= _MOST_SILENT
+                least_s = self._patience_s * (_UNDISTURBED if crowded else 1)
+                if deadline.taken_s() >= least_s:
+                    del self._silent[connection]
+                    _shut(connection)
+            return len(self._silent) < _MOST_SILENT
+
+    # -- hooks of socketserver ---------------------------------------------------------------------
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """Accept a connection."""
+        try:
+            return super().get_request()
+        except OSError:
+            if not self._closed:  # out of descriptors: the listener would be ready for ever
+                time.sleep(self._poll_s)
+            raise
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve one connection on a thread of its own."""
+        with self._lock:
+            self._silent[request] = Deadline(None, self._clock)
+            if self._closed:
+                _shut(request)
+        thread = spawn("relay", partial(self.process_request_thread, request, client_address))
+        self._serving = [*filter(threading.Thread.is_alive, self._serving), thread]
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection that has ended."""
+        with self._lock:
+            self._silent.pop(request, None)
+            clients = [c for c, connection in self._clients.items() if connection is request]
+            super().shutdown_request(request)
+        for client in clients:
+            self._left(client)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log what has ended a connection."""
+        del request
+        log.debug("the connection from %s is closed", client_address)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers the requests of one connection."""
+
+    protocol_version = "HTTP/1.1"
+    server_version, sys_version = "penstock", ""
+    disable_nagle_algorithm = True
+
+    def do_GET(self) -> None:
+        """Send one range."""
+        server = self.server
+        assert isinstance(server, BlobServer)
+        admitted = server.admit(self.headers.get("Authorization", ""), self.connection)
+        if admitted is None:
+            self.send_error(HTTPStatus.FORBIDDEN)
+            return
+        client, proof = admitted
+        ends = _RANGE.fullmatch(self.headers.get("Range", ""))
+        start, stop = (int(ends[1]), int(ends[2]) + 1) if ends else (0, 0)
+        if self.path == "/":
+            self._answer(HTTPStatus.OK, proof)
+        elif stop <= start:
+            self._answer(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, proof)
+        else:
+            where = BlobRange(self.path[1:], start, stop - start)
+            with server.lend(client, where) as data:
+                found = HTTPStatus.NOT_FOUND if data is None else HTTPStatus.PARTIAL_CONTENT
+                self._answer(found, proof, data or b"", f"bytes {start}-{stop - 1}/*")
+
+    def _answer(
+        self, status: HTTPStatus, proof: str, data: bytes | memoryview = b"", where: str = ""
+    ) -> None:
+        self.send_response(status)
+        self.send_header(_PROOF, proof)
+        self.send_header("Content-Length", str(len(data)))
+        if data:
+            self.send_header("Content-Range", where)
+        self.end_headers()
+        self.connection.sendall(data)
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - as http.server calls it
+        """Log at the level DEBUG, not to stderr."""
+        log.debug(format, *args)
+
+
+class BlobClient:
+    """Reads ranges that a `BlobServer` lends, over one connection; for one thread at a time."""
+
+    def __init__(
+        self, address: tuple[str, int], client: int, credentials: Credentials, *, connect_s: float
+    ) -> None:
+        """Prepare.
+
+        Args:
+            address: An IP address, and a port.
+            client: The number of this client.
+            credentials: Those of this pair.
+            connect_s: The most seconds that connecting may take.
+
+        Raises:
+            OSError: There is no socket.
+        """
+        self._address = address
+        self._credentials = credentials
+        self._authorization = f"Bearer {client}.{credentials.token}"
+        self._lock = threading.Lock()  # guards `_failure`, and that the socket is open while used
+        self._failure = ""
+        self._connection = HTTPConnection(*address)
+        self._connection.auto_open = 0  # a lost connection stays lost
+        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        self._connection.sock = self._socket = socket.socket(family)
+        self._socket.settimeout(connect_s)
+
+    def connect(self) -> None:
+        """Connect, and let both ends prove who they are.
+
+        Raises:
+            StorageError: As `read`.
+        """
+        with self._failing():
+            self._socket.connect(self._address)
+            self._socket.settimeout(None)
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._ask("", {}).close()
+
+    def read(self, requests: Sequence[ReadRequest], /) -> None:
+        """Fill every target completely, as `Backend.read`.
+
+        Raises:
+            BlobNotFoundError: A range is not lent to this client, who may go on to ask for others.
+            StorageError: The connection is lost, and nothing more can be read.
+        """
+        for request in requests:
+            size, last = request.target.nbytes, request.offset + request.target.nbytes - 1
+            where = {"Range": f"bytes={request.offset}-{last}"}
+            with self._failing(), self._ask(request.name, where) as response:
+                if response.status == HTTPStatus.NOT_FOUND and not response.length:
+                    msg = f"{request.name}:{request.offset} is not lent by {self._address}"
+                    raise BlobNotFoundError(msg)
+                if response.status != HTTPStatus.PARTIAL_CONTENT or response.length != size:
+                    msg = f"its answer is {response.status} {response.reason}"
+                    raise HTTPException(msg)
+                if response.readinto(request.target) != size:
+                    msg = "it has closed its connection"
+                    raise ConnectionResetError(msg)
+
+    def close(self, why: str) -> None:
+        """Close the connection, from any thread: a call under way fails with `why`, at once."""
+        with self._lock:
+            self._failure = self._failure or why
+            _shut(self._socket)
+
+    def dispose(self) -> None:
+        """Free the socket; on the thread that reads."""
+        with self._lock:
+            self._connection.close()
+
+    def _ask(self, path: str, headers: Mapping[str, str]) -> HTTPResponse:
+        headers = {"Authorization": self._authorization, **headers}
+        self._connection.request("GET", f"/{path}", headers=headers)
+        response = self._connection.getresponse()
+        proof = response.headers.get(_PROOF, "")
+        if not hmac.compare_digest(proof.encode(), self._credentials.proof.encode()):
+            response.close()
+            msg = f"it does not prove that it is of this job: {response.status} {response.reason}"
+            raise HTTPException(msg)
+        return response
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Close the connection at the first error of it."""
+        try:
+            if self._failure:
+                raise ConnectionAbortedError(self._failure)
+            yield
+        except (OSError, HTTPException) as error:
+            self.close(said(error))
+            raise StorageError(self._failure) from error
+
+
+def _shut(connection: socket.socket | None) -> None:
+    if connection is not None:
+        with suppress(OSError):  # not connected, or closed
+            connection.shutdown(socket.SHUT_RDWR)
