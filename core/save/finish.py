@@ -224,11 +224,15 @@ class Finish:
         self._clock.commit_began = time.monotonic()
         part = self._encoded_part(results, blobs)
         refers = self._refers(results)
+        manifest = None
+        if self._agreement.alone:  # before the seal: data of a manifest that is refused may go
+            blocks = encode_blocks(merged([part.shards]))
+            manifest = self._encoded_manifest([part.summary], blocks, refers=refers)
         posts = self._seal_with_all(part, refers=refers)
         if not self._agreement.leads:
             self._keep_for_next(part)
             return self._report(blobs)
-        manifest = self._merged_manifest(part, posts, refers=refers)
+        manifest = manifest or self._merged_manifest(part, posts, refers=refers)
         self._publish(manifest.index_name, manifest.index)
         if self._onward is not None:
             self._onward.prepare(manifest.record)
@@ -496,9 +500,6 @@ class Finish:
         self, part: RankManifest, posts: Mapping[int, Mapping[str, Any]], *, refers: bool
     ) -> EncodedManifest:
         agreement = self._agreement
-        if agreement.alone:  # what this process has stored needs no second look
-            blocks = encode_blocks(merged([part.shards]))
-            return self._encoded_manifest([part.summary], blocks, refers=refers)
         nothing = agreement.check_values(posts)
         reader = PartsOfRanks(
             self._backend,

@@ -4,8 +4,9 @@ import pytest
 from tests.core.save.jobs import job_of, memory, run, stored
 
 from penstock.core.catalog.commit_table import State
-from penstock.core.errors import CommitUnknownError, SaveError, StorageError
+from penstock.core.errors import CommitUnknownError, FormatError, SaveError, StorageError
 from penstock.core.format.records import commit_name, index_name, intent_name, part_name
+from penstock.core.save.manifest import ManifestWriter
 from penstock.core.save.request import SaveSurroundings
 from penstock.testing.faults import FaultyBackend
 
@@ -28,6 +29,17 @@ def test_failure_before_the_seal_deletes_all_own_data(failing):
     backend.fail(operation, StorageError("broken"), match=match)
     job = job_of(backend)
     assert isinstance(run(job), StorageError)
+    assert stored(backend) == []
+
+
+def test_manifest_that_no_reader_would_take_leaves_nothing(monkeypatch):
+    def refused(*_, **__):
+        raise FormatError("too many objects")
+
+    monkeypatch.setattr(ManifestWriter, "encode", refused)
+    backend = memory("finish-large")
+    job = job_of(backend)
+    assert "no reader would take its manifest" in str(run(job))
     assert stored(backend) == []
 
 
