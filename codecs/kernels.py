@@ -60,7 +60,7 @@ UNUSED_BITS = {Halves.UNSIGNED: 1, Halves.NEAR: 2}
 """Bits that are zero in each byte of the second plane, from the top."""
 
 
-class _Scratch(threading.local):
+class _PlaneMemory(threading.local):
     """Memory of one thread for the planes of one block, and for what lies between."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class _Scratch(threading.local):
         self.low = np.empty(6 * n, np.uint8)
 
 
-scratch = _Scratch()
+scratch = _PlaneMemory()
 
 
 @dataclass(frozen=True, slots=True)
