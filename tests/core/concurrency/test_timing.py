@@ -1,6 +1,5 @@
 """The lengths of waits, and the clocks."""
 
-import dataclasses
 import threading
 
 from penstock.core.concurrency.timing import Timing, current_timing, timing_in_force
@@ -18,8 +17,3 @@ def test_a_timing_is_in_force_within_its_block_and_in_all_threads():
         assert seen == [inner]
         assert outer is FAST
     assert current_timing() is default == Timing()
-
-
-def test_no_length_of_a_wait_is_without_its_unit():
-    names = {field.name for field in dataclasses.fields(Timing)} - {"clock"}
-    assert all(name.endswith("_s") for name in names)
