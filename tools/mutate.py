@@ -34,23 +34,24 @@ ROOT = Path(__file__).resolve().parent.parent
 MODULES = {
     "catalog/*": """core/catalog core/cli/test_delete.py integration/lifecycle/test_lifecycle.py
         integration/lifecycle/test_retention.py integration/lifecycle/test_notes.py
-        integration/atomic/test_races.py integration/atomic/test_two_savers.py""",
+        integration/atomic/test_races.py integration/atomic/test_two_savers.py
+        integration/faults/test_making_room.py integration/tiers/test_background_work.py""",
     "rounds/*": "core/rounds core/catalog/test_rank_protocol.py core/restore/test_together.py",
     "restore/fallback": "integration/damage/test_corruption.py core/restore/test_together.py",
-    "tiers/eviction": "core/tiers integration/tiers",
-    "tiers/losses": "core/tiers integration/tiers",
+    "tiers/eviction tiers/losses": "core/tiers integration/tiers",
     "copy/lease": "core/copy",
 }
 OPTIONS = argparse.Namespace()
-PYTEST = ["-n0", "-sq", "-pno:cacheprovider", "--fast", "-mnot slow and not process"]
+PYTEST = ["-n0", "-sq", "-pno:cacheprovider", "-mnot slow and not process"]
 PAIRS = "Eq NotEq Is IsNot In NotIn Lt LtE Gt GtE And Or Add Sub BitOr BitAnd".split()  # noqa: SIM905
 SWAPS = {PAIRS[n]: PAIRS[n ^ 1] for n in range(len(PAIRS))}
 DROPPED = (ast.Raise, ast.AugAssign, ast.Delete, ast.Continue, ast.Break, ast.Expr)
 
 
-def modules_of(name: str) -> list[Path]:
-    """Return the modules that a name of the table stands for, and that the user wants."""
-    return [p for p in (ROOT / "core").glob(f"{name}.py") if OPTIONS.only in f"{p}"]
+def modules_of(names: str) -> list[Path]:
+    """Return the modules of a row of the table that the user wants."""
+    paths = [path for name in names.split() for path in (ROOT / "core").glob(f"{name}.py")]
+    return [path for path in paths if OPTIONS.only in str(path)]
 
 
 def changes(node: Any) -> Any:
@@ -64,7 +65,7 @@ def changes(node: Any) -> Any:
         yield from (("value", value, "") for value in new)
     if isinstance(node, (ast.If, ast.IfExp, ast.While)) and not isinstance(node.test, ast.Compare):
         yield "test", ast.UnaryOp(ast.Not(), node.test), f"not: {ast.unparse(node.test)}"
-    if isinstance(node, ast.Return) and node.value and ast.unparse(node.value) != "None":
+    if isinstance(node, ast.Return) and ast.unparse(node)[7:] not in {"", "None", "False"}:
         yield "value", None, ""
     for name in ("body", "orelse", "finalbody"):
         lines = getattr(node, name, None)
@@ -178,16 +179,16 @@ def pytest_runtestloop(session: Any) -> bool:
     random.Random(OPTIONS.seed).shuffle(mutants)  # noqa: S311 - no secret
     end_s, counts = time.monotonic() + OPTIONS.seconds, Counter[str]()
     for path, name, line, text, code in mutants:
+        key = f"{path}", name
         if not OPTIONS.only and time.monotonic() > end_s:
             break
-        key = f"{path}", name
         saved = [(function, function.__code__) for function in functions[key]]
         for function, before in saved:
             place = name, before.co_firstlineno
             found = [c for c in codes_of(code) if (c.co_qualname, c.co_firstlineno) == place]
             with suppress(ValueError):  # without its only `super()`: never counted as noticed
                 function.__code__ = found[0]
-        limit_s, items = 20 + 5 * sum(t for t, _ in tests[key]), [item for _, item in tests[key]]
+        items, limit_s = [item for _, item in tests[key]], 20 + 5 * sum(t for t, _ in tests[key])
         verdict = forked(session, items, limit_s, lambda _item, _took_s, failed: failed)
         for function, before in saved:
             function.__code__ = before
@@ -205,6 +206,6 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="part of the paths of modules, which run whole")
     parser.parse_args(namespace=OPTIONS)
-    wanted = " ".join(tests for name, tests in MODULES.items() if modules_of(name)).split()
+    wanted = [path for names, row in MODULES.items() if modules_of(names) for path in row.split()]
     tests = [f"{ROOT / 'tests' / path}" for path in dict.fromkeys(wanted)]
     sys.exit(pytest.main([*PYTEST, *tests], plugins=[sys.modules[__name__]]))

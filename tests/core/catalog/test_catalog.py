@@ -919,3 +919,13 @@ def test_only_what_was_asked_about_is_deleted():
         assert ckpt.load(1)["epoch"] == 2
         Catalog(backend).delete(1, uids_named(backend, named))
         assert ckpt.steps() == []
+
+
+def test_a_note_that_was_replaced_by_a_link_is_damage(tmp_path):
+    with checkpointer(f"posix://{tmp_path}/run") as ckpt:
+        ckpt.save(make_state(1), 1, mode="blocking")
+        ckpt.annotate(1, {"loss": 1.0})
+        (note,) = (path for path in (tmp_path / "run" / "notes").rglob("*") if path.is_file())
+        note.rename(tmp_path / "elsewhere")
+        note.symlink_to(tmp_path / "elsewhere")
+        assert [note.name in found.what for found in ckpt.verify(1).damaged] == [True]
