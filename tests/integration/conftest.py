@@ -7,9 +7,9 @@ from tests.integration.training import Gate
 from penstock.testing.faults import FaultyBackend
 
 
-@pytest.fixture(params=["posix", "uring"])
+@pytest.fixture(params=["posix", pytest.param("uring", marks=pytest.mark.slow)])
 def kind(request):
-    """Each engine for files that can be used here."""
+    """Each engine for files that can be used here; one in the quick run, as both conform."""
     missing = uring_missing() if request.param == "uring" else None
     if missing:
         pytest.skip(f"needs io_uring: {missing}")

@@ -104,16 +104,13 @@ class Job:
 
 
 class _WithOptimizer(Job):
-    def __init__(self, kind, options, only_matrices, seed):
-        self.make_optimizer = lambda: kind(
-            [p for p in self.model.parameters() if p.ndim == 2 or not only_matrices],
-            **options,
-        )
+    def __init__(self, kind, options, seed):
+        self.make_optimizer = lambda: kind(self.model.parameters(), **options)
         super().__init__(seed)
 
 
-def with_optimizer(kind, *, only_matrices=False, **options):
-    return partial(_WithOptimizer, kind, options, only_matrices)
+def with_optimizer(kind, **options):
+    return partial(_WithOptimizer, kind, options)
 
 
 class _WithClosure(_WithOptimizer):
@@ -134,7 +131,7 @@ class _WithClosure(_WithOptimizer):
 
 
 def with_closure(kind, **options):
-    return partial(_WithClosure, kind, options, False)
+    return partial(_WithClosure, kind, options)
 
 
 class SparseJob(Job):

@@ -89,18 +89,6 @@ def test_another_process_goes_on_with_the_chain(tmp_path, memory):
     check(tmp_path, range(4))
 
 
-def test_objects_that_changed_their_shape_are_stored_whole(tmp_path):
-    run_of(tmp_path, [0])
-    state = weights(1)
-    state["model"]["odd"] = torch.randn(1231, 78)
-    state["model"]["more"] = torch.randn(500, 500)
-    with penstock.Checkpointer(tmp_path, rules=RULES) as ckpt:
-        ckpt.save(state, step=1, mode="blocking")
-        assert same(ckpt.load(1), state)
-        record = ckpt._catalog.record(1)
-        assert record.base.step == 0
-
-
 def test_a_raw_base_stays_one_when_the_state_of_an_optimizer_joins_it(tmp_path):
     made = torch.Generator().manual_seed(4)
     words = {n: torch.randint(-(2**31), 2**31, (1 << 19,), generator=made).int() for n in "ab"}
@@ -113,25 +101,6 @@ def test_a_raw_base_stays_one_when_the_state_of_an_optimizer_joins_it(tmp_path):
         state = {"steps": steps, **words}
         assert ckpt.save(state, step=1, mode="blocking").result().bytes_stored < 1 << 20
         assert same(ckpt.load(1), state)
-
-
-def test_deleting_the_base_keeps_what_later_checkpoints_need(tmp_path):
-    run_of(tmp_path, range(4))
-    with penstock.Checkpointer(tmp_path) as ckpt:
-        ckpt.delete(0)
-        ckpt.delete(2)
-        ckpt._catalog.prune(grace_s=0)
-    check(tmp_path, [1, 3])
-
-
-def test_after_rewind_the_chain_goes_on_from_where_it_is(tmp_path):
-    with penstock.Checkpointer(tmp_path, rules=RULES) as ckpt:
-        for step in range(4):
-            ckpt.save(weights(step), step=step, mode="blocking")
-        ckpt.rewind(1)
-        ckpt.save(weights(7), step=7, mode="blocking")
-    assert bases_of(tmp_path, [7]) == [(1, 2)]
-    check(tmp_path, [0, 1, 7])
 
 
 def test_a_later_step_is_no_base(tmp_path):
@@ -163,13 +132,6 @@ def test_after_damage_was_found_the_next_save_does_not_depend_on_it(tmp_path, fo
     check(tmp_path, [0, 3])
 
 
-def test_an_overwritten_base_is_still_there_for_the_overwrite(tmp_path):
-    with penstock.Checkpointer(tmp_path, rules=RULES) as ckpt:
-        for _ in range(3):
-            ckpt.save(weights(0), step=0, mode="blocking", overwrite=True)
-    check(tmp_path, [0])
-
-
 def test_a_failed_save_is_no_base(tmp_path):
     store = FaultyBackend(open_backend(tmp_path))
     with penstock.Checkpointer(store, rules=RULES) as ckpt:
@@ -194,20 +156,6 @@ def test_kept_memory_that_changes_by_itself_is_no_base(tmp_path, codecs):
         ckpt.save(weights(1), step=1, mode="blocking")
     assert bases_of(tmp_path, [1]) == [(0, 1)]
     check(tmp_path, [0, 1])
-
-
-def test_a_base_that_is_deleted_before_the_intent_is_given_up(tmp_path):
-    store = FaultyBackend(open_backend(tmp_path))
-    with penstock.Checkpointer(store, rules=RULES) as ckpt:
-        ckpt.save(weights(0), step=0, mode="blocking")
-        with holding(store, "publish", match="intent") as held:
-            handle = ckpt.save(weights(1), step=1)
-            held.reached.wait()
-            with penstock.Checkpointer(tmp_path) as other:
-                other.delete(0)
-        handle.result()
-    assert bases_of(tmp_path, [1]) == [None]
-    check(tmp_path, [1])
 
 
 def test_a_base_that_is_deleted_during_the_save_keeps_its_data(tmp_path):
@@ -249,21 +197,6 @@ def damage(root, step):
     blob.write_bytes(data)
 
 
-def test_a_damaged_base_is_found_and_older_whole_ones_still_restore(tmp_path):
-    run_of(tmp_path, range(4), deltas={"every": 3})
-    run_of(tmp_path, [4], deltas={"every": 3})
-    damage(tmp_path, 3)
-    with penstock.Checkpointer(tmp_path) as ckpt:
-        assert not ckpt.verify(3).ok
-        assert not ckpt.verify(4).ok
-        with pytest.raises(DamagedError):
-            ckpt.load(4)
-        target = weights(9)
-        report = ckpt.restore(target, on_damage="fallback")
-        assert report.step == 2
-        assert same(target, weights(2))
-
-
 def test_a_damaged_base_makes_the_next_save_whole(tmp_path, caplog):
     run_of(tmp_path, [0])
     damage(tmp_path, 0)
@@ -281,13 +214,6 @@ def test_one_object_of_a_chain_reads_only_its_frames(tmp_path):
         report = ckpt.restore(state, include="model/odd")
         assert same(state, weights(2))
     assert report.bytes_read == report.bytes_needed < 0.5 * sum(r.bytes_stored for r in reports)
-
-
-def test_a_region_of_a_tensor_is_read_through_the_chain(tmp_path):
-    run_of(tmp_path, range(3))
-    with penstock.Checkpointer(tmp_path) as ckpt:
-        rows = ckpt.open(2).read("model/large", (slice(10, 20),))
-        assert torch.equal(rows, weights(2)["model"]["large"][10:20])
 
 
 def uid_of(root, step):
@@ -337,16 +263,6 @@ def test_where_every_older_step_needs_the_damaged_one_the_error_says_so(tmp_path
             ckpt.load(2)
         with pytest.raises(DamagedError):
             ckpt.load(2, on_damage="fallback")
-
-
-def test_damage_of_its_own_is_told_without_reading_other_records(tmp_path):
-    run_of(tmp_path, range(3))
-    damage(tmp_path, 2)
-    store = FaultyBackend(open_backend(tmp_path))
-    with penstock.Checkpointer(store) as ckpt, pytest.raises(DamagedError, match="an older step"):
-        ckpt.load(2)
-    read = {name for operation, names in store.calls if "read" in operation for name in names}
-    assert {name for name in read if "commits/" in name} == {"commits/00000002-0.json"}
 
 
 @pytest.mark.parametrize("deep", [True, False])

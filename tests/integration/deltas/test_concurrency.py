@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 
 import pytest
 from tests.integration.deltas.test_chains import RULES, bases_of, check, weights
-from tests.integration.support import FlyingClock, holding, run_program
+from tests.integration.support import FlyingClock, run_program
 
 import penstock
 from penstock.core.errors import StorageTimeoutError
@@ -50,28 +48,6 @@ def test_a_forked_child_goes_on_with_the_chain_and_its_parent_with_that(tmp_path
 @pytest.fixture
 def store(tmp_path):
     return FaultyBackend(open_backend(tmp_path))
-
-
-def test_a_save_that_ctrl_c_ends_while_the_base_is_read_is_no_base(tmp_path, store):
-    with penstock.Checkpointer(store, rules=RULES) as ckpt:
-        ckpt.save(weights(0), step=0, mode="blocking")
-        ckpt._saver._kept.drop()  # so that the base is read
-        with holding(store, "read", match=".enc") as held:
-
-            def press():
-                held.reached.wait()
-                os.kill(os.getpid(), signal.SIGINT)
-
-            thread = threading.Thread(target=press)
-            thread.start()
-            with pytest.raises(KeyboardInterrupt):
-                ckpt.save(weights(1), step=1, mode="blocking")
-            thread.join()
-        store.clear()
-        for step in (2, 3):
-            ckpt.save(weights(step), step=step, mode="blocking")
-    assert bases_of(tmp_path, [2, 3]) == [(0, 1), (2, 2)]
-    check(tmp_path, [0, 2, 3])
 
 
 def test_a_worker_that_hangs_in_the_base_of_a_save_given_up_spoils_no_later_one(

@@ -1,6 +1,5 @@
 """Rules with `codecs = "auto"`: what they choose is reported, stored as reported, and restored."""
 
-import logging
 import os
 
 import pytest
@@ -118,20 +117,6 @@ def test_classes_are_chosen_for_one_by_one():
     assert torch.equal(moment, expected)
 
 
-def test_the_first_rule_wins_over_auto():
-    state = {"w": squeezable()["w"], "raw": torch.zeros(MIB)}
-    rules = [{"match": "raw", "codecs": []}, AUTO]
-    with checkpointer(slow(), rules=rules) as ckpt:
-        report = ckpt.save(state, step=1, mode="blocking").result()
-        assert torch.equal(ckpt.load(1)["raw"], state["raw"])
-    assert report.codecs[0].bytes_raw == 12 * MIB
-
-
-def test_without_rules_nothing_is_reported():
-    with penstock.Checkpointer(memory()) as ckpt:
-        assert ckpt.save(squeezable(), step=1).result().codecs == ()
-
-
 class Refusing(ZstdCodec):
     """Refuses every chunk."""
 
@@ -153,21 +138,6 @@ def test_a_codec_that_refuses_samples_is_never_chosen():
         assert is_same(ckpt.load(2), state)
 
 
-def test_without_codecs_everything_is_raw():
-    entry_points = [e for e in penstock_entry_points() if e.group != "penstock.codecs"]
-    with checkpointer(slow(), registry=Registry(entry_points)) as ckpt:
-        ckpt.save(squeezable(), step=1, mode="blocking")
-        report = ckpt.save(squeezable(), step=2, mode="blocking").result()
-    assert by_class(report)["other float32"].why.startswith("raw: no codec makes it smaller")
-
-
-def penstock_entry_points():
-    from importlib.metadata import entry_points
-
-    groups = ("penstock.providers", "penstock.codecs", "penstock.backends")
-    return [e for group in groups for e in entry_points(group=group)]
-
-
 @pytest.mark.parametrize("blob", [".raw", ".enc"])
 def test_a_save_that_fails_gives_all_memory_back(blob):
     store = FaultyBackend(memory())
@@ -181,42 +151,6 @@ def test_a_save_that_fails_gives_all_memory_back(blob):
         store.clear()
         assert by_class(ckpt.save(state, step=2).result())["other float32"].codec is not None
         assert is_same(ckpt.load(2), state)
-
-
-def test_the_choice_is_logged_when_it_changes(caplog):
-    caplog.set_level(logging.INFO, logger="penstock")
-    with checkpointer(slow()) as ckpt:
-        for step in (1, 2):
-            ckpt.save(noise(), step=step, mode="blocking")
-        ckpt.save(squeezable(), step=3, mode="blocking")
-    said = [r.getMessage() for r in caplog.records if r.getMessage().startswith("codecs of")]
-    assert [line.partition(" from now on: ")[0] for line in said] == [
-        "codecs of other uint8",
-        "codecs of other float32",
-    ]
-    assert all("the store takes" in line for line in said)
-
-
-def test_show_and_copy_know_what_was_chosen(tmp_path, capsys, monkeypatch):
-    state = squeezable()
-    with checkpointer(slow(penstock_posix(tmp_path / "run"))) as ckpt:
-        report = ckpt.save(state, step=1, mode="blocking").result()
-    call = caller(capsys, monkeypatch)
-    found = call("show", tmp_path / "run", "--json").json
-    shown = {o["path"]: o for o in found["objects"]}
-    assert shown["w"]["codecs"] == [by_class(report)["other float32"].codec]
-    assert found["choices"] == [
-        {"objects": one.objects, "codec": one.codec, "why": one.why} for one in report.codecs
-    ]
-    told = [f"chosen for {one.objects}: {one.why}" for one in report.codecs]
-    assert call("show", tmp_path / "run").out.splitlines()[-2:] == told
-    some = call("show", tmp_path / "run", "--include", "epoch")
-    assert [line for line in some.out.splitlines() if "chosen for" in line] == told[1:]
-    rules = tmp_path / "rules.toml"
-    rules.write_text('[[rules]]\nmatch = "**"\ncodecs = "auto"\n')
-    assert call("copy", tmp_path / "run", tmp_path / "copy", "--rules", rules).code == 0
-    with penstock.Checkpointer(tmp_path / "copy") as ckpt:
-        assert is_same(ckpt.load(1), state)
 
 
 def test_the_reason_goes_along_with_the_codecs(tmp_path, capsys, monkeypatch):

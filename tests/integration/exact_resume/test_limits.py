@@ -18,7 +18,7 @@ from tests.integration.support import bits, memory
 
 from penstock import Checkpointer, ConfigError, DamagedError, PenstockError, UnsupportedStateError
 from penstock.core import limits
-from penstock.core.errors import StepExistsError, TornSnapshotError
+from penstock.core.errors import TornSnapshotError
 from penstock.providers.tensor.sources import TensorSink, TensorSource
 
 REFUSALS = (UnsupportedStateError, ConfigError)
@@ -315,39 +315,6 @@ def test_nothing_is_written_beyond_a_tensor():
     assert not whole[:10].any()
 
 
-def test_a_view_of_what_is_left_of_a_storage_is_stored():
-    tensor = torch.arange(100, dtype=torch.float32)
-    kept, gone = tensor[:10], tensor[5:11]
-    tensor.untyped_storage().resize_(40)
-    with Checkpointer(memory(), mode="blocking") as ckpt:
-        ckpt.save({"w": kept, "none": tensor[:0]}, 1)
-        assert same(ckpt.load()["w"], torch.arange(10, dtype=torch.float32))
-        with pytest.raises(UnsupportedStateError, match="w has a storage"):
-            ckpt.save({"w": gone}, 2)
-
-
-def test_options_that_no_reader_would_take_are_refused_when_it_is_opened():
-    for option, complaint in (
-        ({"block_bytes": "2 GiB"}, "block_bytes"),
-        ({"chunk_bytes": 2 << 30}, "chunk_bytes"),
-        ({"rules": [{"match": "**", "codecs": ["zstd"] * 17}]}, r"rules\[0\].codecs"),
-    ):
-        with pytest.raises(ConfigError, match=complaint):
-            Checkpointer(memory(), **option)
-
-
-def test_a_step_as_large_as_a_clock_in_nanoseconds_is_found_again():
-    step = 2**62 - 1
-    with Checkpointer(memory(), mode="blocking") as ckpt:
-        ckpt.save({"a": 1}, 5)
-        ckpt.save({"a": 2}, step)
-        assert ckpt.steps() == [5, step]
-        assert ckpt.load() == {"a": 2}
-        with pytest.raises(StepExistsError):
-            ckpt.save({"a": 3}, 6)
-        assert ckpt.prune().refused == ()
-
-
 def test_metadata_that_would_not_come_back_is_refused_by_save():
     with Checkpointer(memory(), mode="blocking") as ckpt:
         for metadata, complaint in (
@@ -359,13 +326,6 @@ def test_metadata_that_would_not_come_back_is_refused_by_save():
             with pytest.raises(ConfigError, match=complaint):
                 ckpt.save({"a": 1}, 1, metadata=metadata)
         assert ckpt.steps() == []
-
-
-def test_metadata_that_indents_to_more_than_a_record_holds_is_stored_all_the_same():
-    said = {"x": nested(95, lambda v: [v], [0] * 700_000)}
-    with Checkpointer(memory(), mode="blocking") as ckpt:
-        ckpt.save({"a": 1}, 1, metadata=said)
-        assert ckpt.info().metadata == said
 
 
 def test_a_manifest_that_no_reader_would_take_is_not_committed_and_is_no_damage(monkeypatch):

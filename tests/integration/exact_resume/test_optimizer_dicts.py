@@ -197,54 +197,6 @@ def test_load_gives_the_names_that_torch_distributed_takes(ckpt, case, groups, s
     assert [n for g in default["param_groups"] for n in g["params"]] == list(range(6))
 
 
-@by_order
-def test_load_gives_no_names_where_none_are_stored(ckpt):
-    _, optimizer = make(0)
-    ckpt.save({"a": optimizer, "b": 1}, 1).result()
-    with pytest.raises(RestoreMismatchError, match="a is stored without parameter names: load it"):
-        ckpt.load(named_optimizers=True)
-    assert ckpt.load(exclude="a", named_optimizers=True) == {"b": 1}
-
-
-@by_order
-@pytest.mark.parametrize(
-    ("form", "exclude"),
-    [
-        (named, "optimizer/param_groups/**"),
-        (flattened, "optimizer/param_groups"),
-        (numbered, "optimizer/param_groups"),
-    ],
-)
-def test_options_may_be_left_out(ckpt, form, exclude):
-    model, optimizer = make(0, groups=3)
-    ckpt.save({"optimizer": form(model, optimizer)}, 1).result()
-    other, target = make(1, groups=3, lr=7.0)
-    options = target.state_dict()["param_groups"]
-    state = {"model": other, "optimizer": target}
-    report = ckpt.restore(state, include="optimizer", exclude=exclude)
-    assert target.state_dict()["param_groups"] == options
-    assert same(state_of(target)["state"], state_of(optimizer)["state"])
-    assert report.unexpected == ()
-
-
-@by_order
-@pytest.mark.parametrize("form", FORMS)
-def test_options_of_a_state_dict_in_the_template_may_be_left_out(ckpt, form):
-    model, optimizer = make(0, groups=3)
-    ckpt.save({"model": model, "optimizer": optimizer}, 1).result()
-    other, target = make(1, groups=3, lr=7.0)
-    template = form(other, target)
-    before = {k: v for k, v in template.items() if k.startswith("param_groups")}
-    before = copy.deepcopy(before)
-    only = {"optimizer": template}
-    report = ckpt.restore(only, include="optimizer", exclude="optimizer/param_groups/**")
-    assert {k: v for k, v in template.items() if k.startswith("param_groups")} == before
-    assert report.unexpected == ()
-    state = template["state"] if form is not flattened else template
-    moment = optimizer.state[model.up.weight]["exp_avg"]
-    assert any(same(tensor, moment) for tensor in dicts(state).values())
-
-
 def test_a_state_dict_without_groups_takes_the_state(ckpt):
     model, optimizer = make(0)
     ckpt.save({"model": model, "optimizer": optimizer}, 1).result()
@@ -254,20 +206,6 @@ def test_a_state_dict_without_groups_takes_the_state(ckpt):
     assert report.unexpected == ()
     report = ckpt.restore({"optimizer": template}, include="optimizer")
     assert "optimizer/param_groups/0/lr" in report.unexpected
-
-
-@by_order
-@pytest.mark.parametrize("form", FORMS)
-def test_state_may_be_left_out(ckpt, form):
-    model, optimizer = make(0, groups=3)
-    ckpt.save({"optimizer": form(model, optimizer)}, 1).result()
-    other, target = make(1, groups=3, lr=7.0)
-    state = state_of(target)["state"]
-    ckpt.restore(
-        {"model": other, "optimizer": target}, include="optimizer", exclude="optimizer/state"
-    )
-    assert same(state_of(target)["state"], state)
-    assert target.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
 
 
 def by_names_of_its_own(steps=2, seed=0):
@@ -352,35 +290,6 @@ def test_a_template_that_does_not_fit_is_one_error_and_nothing_changes(ckpt, for
         assert "optimizer/state/more.0: not in the checkpoint" in text
 
 
-@pytest.mark.parametrize("form", BY_NAME)
-def test_without_strict_only_fitting_state_comes_and_the_rest_is_reported(ckpt, form):
-    model, optimizer = make(0)
-    ckpt.save({"optimizer": form(model, optimizer)}, 1).result()
-    other = Wider()
-    target = torch.optim.AdamW(other.parameters())
-    state = {"model": other, "optimizer": target}
-    report = ckpt.restore(state, include="optimizer", strict=False)
-    assert "optimizer/state/more.0" in report.missing
-    assert [one.path for one in report.mismatched] == [
-        "optimizer/state/up.weight", "optimizer/state/up.bias",
-    ]  # fmt: skip
-    assert report.unexpected == ()
-    assert same(target.state[other.norm.weight], optimizer.state[model.norm.weight])
-    assert not target.state.get(other.up.weight)
-
-
-@by_order
-@pytest.mark.parametrize("form", FORMS)
-def test_state_of_a_parameter_comes_whole_or_not_at_all(ckpt, form):
-    ckpt.save({"optimizer": form(*make(0))}, 1).result()
-    other, target = make(1)
-    before = state_of(target)
-    with pytest.raises(RestoreMismatchError, match="only 2 of its 3 objects are selected"):
-        ckpt.restore({"model": other, "optimizer": target}, include="optimizer",
-                     exclude=["**/exp_avg", "optimizer/*.exp_avg"][form is flattened])  # fmt: skip
-    assert same(state_of(target), before)
-
-
 def test_numbers_are_no_match_for_a_template_without_state(ckpt):
     model, optimizer = make(0)
     ckpt.save({"model": model, "optimizer": optimizer}, 1).result()
@@ -391,25 +300,6 @@ def test_numbers_are_no_match_for_a_template_without_state(ckpt):
     ):
         ckpt.restore({"optimizer": template}, include="optimizer")  # fmt: skip
     assert template["state"] == {}
-
-
-def test_numbers_warn_that_they_match_by_order(ckpt):
-    ckpt.save({"optimizer": numbered(*make(0))}, 1).result()
-    other, target = make(1)
-    with pytest.warns(UserWarning, match="optimizer is stored as a state dict by numbers"):
-        report = ckpt.restore({"model": other, "optimizer": target}, include="optimizer")
-    assert report.matched_by == "order"
-
-
-def test_groups_in_another_order_are_an_error(ckpt):
-    model, optimizer = make(0, groups=3)
-    ckpt.save({"optimizer": named(model, optimizer)}, 1).result()
-    other = Net()
-    parameters = [*other.parameters()]
-    groups = [{"params": parameters[3:]}, {"params": parameters[:3]}]
-    target = torch.optim.AdamW(groups)
-    with pytest.raises(RestoreMismatchError, match="has 3 groups in the checkpoint, 2 in"):
-        ckpt.restore({"model": other, "optimizer": target}, include="optimizer")
 
 
 def test_flattened_options_that_differ_within_a_group_are_an_error(ckpt):
@@ -445,37 +335,6 @@ def test_flattened_options_that_are_tensors_have_to_agree(ckpt):
     with pytest.raises(RestoreMismatchError, match="share memory in the template, but different"):
         ckpt.restore({"model": other, "optimizer": target}, 2, include="optimizer")
     assert same(target.param_groups[0]["lr"], torch.tensor(0.3))
-
-
-@pytest.mark.parametrize("form", BY_NAME)
-def test_another_algorithm_does_not_take_over_the_state(ckpt, form):
-    ckpt.save({"optimizer": form(*make(0, case="SGD momentum"))}, 1).result()
-    other, target = make(1)
-    with pytest.raises(
-        RestoreMismatchError, match="holds the state of a state dict with dampening"
-    ):
-        ckpt.restore({"model": other, "optimizer": target}, include="optimizer")
-    model, optimizer = make(0)
-    ckpt.save({"model": model, "optimizer": optimizer}, 2).result()
-    template = form(*make(1, case="SGD momentum"))
-    with pytest.raises(RestoreMismatchError, match="but is a state dict with dampening"):
-        ckpt.restore({"optimizer": template}, 2, include="optimizer")
-
-
-@pytest.mark.parametrize("form", BY_NAME)
-def test_what_a_template_lacks_is_reported(ckpt, form):
-    model, optimizer = make(0)
-    ckpt.save({"model": model, "optimizer": optimizer}, 1).result()
-    template = form(*make(1))
-    for state in (template, template.get("state", {})):
-        for key in [key for key in state if "up.weight" in key]:
-            del state[key]
-    for group in template.get("param_groups", ()):
-        group["params"].remove("up.weight")
-    report = ckpt.restore({"optimizer": template}, include="optimizer")
-    assert set(report.unexpected) == {
-        f"optimizer/state/up.weight/{key}" for key in ("step", "exp_avg", "exp_avg_sq")
-    }
 
 
 def test_nested_state_is_flattened_and_nested_again(ckpt):
@@ -522,52 +381,6 @@ def test_state_in_one_value_may_be_left_out(ckpt, form):
     assert target.param_groups[0]["lr"] == torch.tensor(0.3)
     ckpt.restore(state, include="optimizer")
     assert target.state[other.up.weight] == {"count": 3}
-
-
-@by_order
-@pytest.mark.parametrize(
-    ("form", "exclude"), [(named, None), (flattened, "optimizer/param_groups/**"), (numbered, None)]
-)
-def test_a_state_dict_under_another_name_is_renamed(ckpt, form, exclude):
-    model, optimizer = make(0, groups=3)
-    ckpt.save({"optim": form(model, optimizer), "epoch": 1}, 1).result()
-    other, target = make(1, groups=3, lr=7.0)
-    state = {"model": other, "optimizer": target}
-    rename = {"optim": "optimizer"}
-    report = ckpt.restore(state, include="optimizer", exclude=exclude, rename=rename)
-    assert same(state_of(target)["state"], state_of(optimizer)["state"])
-    assert target.param_groups[0]["lr"] == (0.3 if exclude is None else 7.0)
-    assert report.unexpected == ()
-
-
-@by_order
-@pytest.mark.parametrize("form", FORMS)
-def test_other_parts_restore_without_the_state_dict(ckpt, form):
-    model, optimizer = make(0)
-    ckpt.save({"model": model, "optimizer": form(model, optimizer)}, 1).result()
-    other, target = make(1)
-    before = state_of(target)
-    report = ckpt.restore({"model": other, "optimizer": target}, include="model")
-    assert report.matched_by is None
-    assert same(state_of(target), before)
-    assert same(dict(other.state_dict()), dict(model.state_dict()))
-
-
-def test_two_optimizers_of_one_model_are_restored_each_in_its_form(ckpt):
-    model = Net()
-    one = torch.optim.AdamW(model.up.parameters())
-    two = torch.optim.SGD(model.norm.parameters(), lr=0.1, momentum=0.9)
-    model(torch.tensor([1])).backward()
-    one.step(), two.step()
-    ckpt.save({"model": model, "one": one, "two": named(model, two)}, 1).result()
-    torch.manual_seed(1)
-    other = Net()
-    first = torch.optim.AdamW(other.up.parameters())
-    second = torch.optim.SGD(other.norm.parameters(), lr=7.0, momentum=0.9)
-    report = ckpt.restore({"model": other, "one": first, "two": second})
-    assert report.matched_by == "name"
-    assert same(first.state_dict(), one.state_dict())
-    assert same(second.state_dict(), two.state_dict())
 
 
 @by_order

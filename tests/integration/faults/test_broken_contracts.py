@@ -15,9 +15,7 @@ from tests.integration.support import memory
 import penstock
 from penstock import Checkpointer, ConfigError, PluginError, StorageError
 from penstock.backends.memory import MemoryBackend
-from penstock.codecs.lz4 import Lz4Codec
 from penstock.core.abc import Placement, StateProvider
-from penstock.core.errors import CodecError
 from penstock.core.plugins.registry import GROUPS, Registry
 from penstock.core.storage.open import open_backend
 from penstock.core.types import BlobInfo
@@ -39,29 +37,6 @@ def registry_with(monkeypatch, kind, cls):
     monkeypatch.setitem(sys.modules, module, made)
     entry = importlib.metadata.EntryPoint(cls.name, f"{module}:Plugin", GROUPS[kind])
     return Registry([*installed(), entry])
-
-
-@pytest.mark.parametrize(
-    ("method", "returned", "complaint"),
-    [
-        ("encode", None, "wrote None bytes"),
-        ("encode", -1, "wrote -1 bytes"),
-        ("max_encoded_size", 2.5, "max_encoded_size is 2.5"),
-        ("max_encoded_size", -4, "max_encoded_size is -4"),
-    ],
-)
-def test_a_codec(method, returned, complaint, monkeypatch):
-    class Odd(Lz4Codec):
-        api_version = 1
-        name = "odd"
-
-    setattr(Odd, method, lambda self, *arguments, **options: returned)
-    registry = registry_with(monkeypatch, "codec", Odd)
-    rules = [{"match": "**", "codecs": ["odd"]}]
-    with Checkpointer(memory(), registry=registry, rules=rules) as ckpt:
-        with pytest.raises(CodecError, match=f"codec odd broke its contract: .*{complaint}"):
-            ckpt.save(STATE, 1, mode="blocking")
-        assert ckpt.steps() == []
 
 
 class Thing:
@@ -194,33 +169,7 @@ def test_a_list_that_is_none_fails_by_name_whatever_was_asked(monkeypatch):
                 ask()
 
 
-@pytest.mark.parametrize(
-    ("attribute", "complaint"),
-    [({"api_version": "1"}, "must be the integer 1"), ({"version": "one"}, "must be an integer")],
-)
-def test_versions_are_integers(attribute, complaint, monkeypatch):
-    odd = type("Odd", (Lz4Codec,), {"api_version": 1, "name": "odd", **attribute})
-    with pytest.raises(PluginError, match=complaint):
-        registry_with(monkeypatch, "codec", odd).codec_class("odd")
-
-
 # -- what is mistaken for a run --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["posix://", "uring://", ""])
-def test_a_file_is_no_empty_run(kind, tmp_path):
-    path = tmp_path / "train.py"
-    path.write_text("import torch")
-    try:
-        ckpt = Checkpointer(f"{kind}{path}")
-    except penstock.PenstockError as error:
-        if kind == "uring://":
-            pytest.skip(str(error))
-        raise
-    with ckpt:
-        for use in (ckpt.latest, ckpt.steps, ckpt.load):
-            with pytest.raises(StorageError, match="a file or a link stands"):
-                use()
 
 
 @pytest.mark.parametrize("there", [False, True])

@@ -13,7 +13,6 @@ import os
 import signal
 import threading
 import time
-import weakref
 from contextlib import suppress
 from pathlib import Path
 
@@ -263,40 +262,6 @@ def test_closing_gives_staging_memory_back(mode, no_collections):
         handle.result()
         assert not any(m.closed for m in memory)
     assert all(m.closed for m in memory)
-
-
-def test_checkpointer_that_is_dropped_gives_staging_memory_back(no_collections):
-    ckpt = Checkpointer("memory://")
-    handle = ckpt.save({"t": torch.zeros(300_000)}, 1)
-    handle.result()
-    memory = arenas(ckpt)
-    let_saves_end()
-    alive = weakref.ref(ckpt)
-    del ckpt
-    assert alive() is None
-    assert all(m.closed for m in memory)
-    assert handle.result().step == 1
-
-
-def test_saving_many_tensors_starts_no_garbage_collection():
-    state = {f"t{n}": torch.zeros(4) for n in range(3000)}
-    started = []
-    me = threading.get_ident()
-    with Checkpointer("memory://", mode="lazy", defer="**") as ckpt:
-        ckpt.save({"first": 1}, 1).result()
-
-        def count(phase, info):
-            if threading.get_ident() == me:
-                started.append((phase, info))
-
-        gc.callbacks.append(count)
-        try:
-            handle = ckpt.save(state, 2)
-        finally:
-            gc.callbacks.remove(count)
-        assert not started
-        handle.result()
-        assert gc.isenabled()
 
 
 def test_a_collector_that_is_off_stays_off_and_a_failed_save_leaves_it_on():

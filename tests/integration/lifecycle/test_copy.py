@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import signal
-import subprocess
-import time
 from contextlib import closing
 from itertools import count
 
@@ -14,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests import interpreters
+from tests.effort import examples
 from tests.integration.exact_resume.test_round_trips import (
     CHAINS,
     escaped,
@@ -23,7 +21,7 @@ from tests.integration.exact_resume.test_round_trips import (
     settings_of_a_save,
     states,
 )
-from tests.integration.support import checkpointer, leaves, make_state, memory, same
+from tests.integration.support import checkpointer, make_state, memory, same
 
 from penstock import Checkpointer
 from penstock.core.catalog.catalog import Catalog
@@ -32,7 +30,7 @@ from penstock.core.concurrency.workers import Workers
 from penstock.core.config.model import load_config
 from penstock.core.copy.checkpoint_copy import CheckpointCopy
 from penstock.core.copy.reencode import Reencoding, copy_objects
-from penstock.core.errors import DamagedError, SelectionError, StepExistsError
+from penstock.core.errors import SelectionError
 from penstock.core.pipeline.reader import Loader
 from penstock.core.plugins.registry import default_registry
 from penstock.core.restore.checkpoint import Checkpoint
@@ -88,7 +86,7 @@ rules_of_a_copy = st.one_of(
 
 
 @given(state=states, setting=settings_of_a_save, rules=rules_of_a_copy)
-@settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(25), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_tree_encoded_anew_is_the_same_bit_by_bit(workers, state, setting, rules):
     source, target = memory(), memory()
     save_to(source, state, setting)
@@ -101,17 +99,8 @@ def test_any_tree_encoded_anew_is_the_same_bit_by_bit(workers, state, setting, r
         assert ckpt.verify().ok
 
 
-@pytest.mark.slow
-@given(state=states, setting=settings_of_a_save, rules=rules_of_a_copy)
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_many_trees_encoded_anew_are_the_same_bit_by_bit(workers, state, setting, rules):
-    test_any_tree_encoded_anew_is_the_same_bit_by_bit.hypothesis.inner_test(
-        workers, state, setting, rules
-    )
-
-
 @given(state=states, setting=settings_of_a_save, rules=rules_of_a_copy, data=st.data())
-@settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(25), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_part_of_any_tree_is_what_loading_that_part_gives(workers, state, setting, rules, data):
     source, target = memory(), memory()
     save_to(source, state, setting)
@@ -129,17 +118,8 @@ def test_a_part_of_any_tree_is_what_loading_that_part_gives(workers, state, sett
         assert [o.path for o in copied.open().objects()] == kept
 
 
-@pytest.mark.slow
-@given(state=states, setting=settings_of_a_save, rules=rules_of_a_copy, data=st.data())
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_parts_of_many_trees_are_what_loading_them_gives(workers, state, setting, rules, data):
-    test_a_part_of_any_tree_is_what_loading_that_part_gives.hypothesis.inner_test(
-        workers, state, setting, rules, data
-    )
-
-
 @given(state=states, setting=settings_of_a_save)
-@settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(25), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_tree_copied_as_it_is_is_the_same_bit_by_bit(workers, state, setting):
     source, target = memory(), memory()
     save_to(source, state, setting)
@@ -148,15 +128,6 @@ def test_any_tree_copied_as_it_is_is_the_same_bit_by_bit(workers, state, setting
     with Checkpointer(target) as ckpt:
         assert same(ckpt.load(), plain(state))
         assert ckpt.verify().ok
-
-
-@pytest.mark.slow
-@given(state=states, setting=settings_of_a_save)
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_many_trees_copied_as_they_are_are_the_same_bit_by_bit(workers, state, setting):
-    test_any_tree_copied_as_it_is_is_the_same_bit_by_bit.hypothesis.inner_test(
-        workers, state, setting
-    )
 
 
 class Net(torch.nn.Module):
@@ -236,59 +207,6 @@ def test_state_that_is_larger_than_the_buffers_is_copied(workers, staging_bytes)
         assert same(ckpt.load(), state)
 
 
-def test_damage_in_the_source_is_named_and_nothing_is_committed(workers):
-    source, target = memory(), memory()
-    with checkpointer(source) as ckpt:
-        ckpt.save(make_state(1), step=1, mode="blocking")
-    (blob,) = [i.name for i in source.list("data/") if i.name.endswith(".raw")]
-    data = bytearray(source.read_record(blob, limit_bytes=1 << 30))
-    data[-1] ^= 1
-    source.delete([blob])
-    source.publish(blob, bytes(data))
-    with pytest.raises(DamagedError) as caught:
-        encode(source, target, workers, rules=[{"match": "**", "codecs": ["zstd"]}])
-    assert set(caught.value.damaged) <= {path for path, _ in leaves(make_state(1))}
-    assert caught.value.damaged
-    assert [i.name for i in target.list("")] == []
-
-
-def test_other_checkpoint_at_that_step_stands_unless_it_is_to_be_replaced(workers):
-    source, target = memory(), memory()
-    for backend, seed in ((source, 1), (target, 2)):
-        with checkpointer(backend) as ckpt:
-            ckpt.save(make_state(seed), step=1, mode="blocking")
-    with pytest.raises(StepExistsError, match="--overwrite"):
-        encode(source, target, workers)
-    assert encode(source, target, workers, overwrite=True).generation == 2
-    with checkpointer(target) as ckpt:
-        assert same(ckpt.load(), make_state(1))
-    assert len(target.list("commits/")) == 1
-
-
-def test_selecting_nothing_is_refused(workers):
-    source = memory()
-    with checkpointer(source) as ckpt:
-        ckpt.save(make_state(1), step=1, mode="blocking")
-    with pytest.raises(SelectionError, match="nothing of step 1 is selected"):
-        encode(source, memory(), workers, exclude="**")
-
-
-def test_copy_between_engines_for_files_is_the_same(workers, kind, tmp_path):
-    source, target = f"posix://{tmp_path}/one?direct_io=off", f"{kind}://{tmp_path}/other"
-    state = {"big": torch.randn(1500, 1000), **make_state(4)}
-    with Checkpointer(source) as ckpt:
-        ckpt.save(state, step=1, mode="blocking")
-    with Checkpointer(source) as one, Checkpointer(target) as other:
-        record = Catalog(one._backend).record(1)
-        CheckpointCopy(one._backend, other._backend, record, workers=workers, grace_s=GRACE_S).run()
-        assert other.verify().ok
-        assert same(other.load(), state)
-    blobs = sorted(p.relative_to(tmp_path / "one") for p in (tmp_path / "one").rglob("blobs/*"))
-    for name in blobs:
-        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "other" / name).read_bytes()
-    assert blobs
-
-
 # -- processes that end ---------------------------------------------------------------------------
 
 COPY = """
@@ -326,25 +244,3 @@ def test_copy_goes_on_after_its_process_was_killed(workers, tmp_path):
             assert same(other.load(), state)
     assert n > len(EFFECTS)
     assert kept
-
-
-def test_interrupted_command_leaves_no_checkpoint_and_goes_on(tmp_path):
-    source, target = tmp_path / "one", tmp_path / "other"
-    with Checkpointer(f"posix://{source}") as ckpt:
-        ckpt.save(make_state(6), step=1, mode="blocking")
-    command = ["-m", "penstock", "copy", f"posix://{source}", f"posix://{target}"]
-    with interpreters.start(*command, "--rate", "1B", stderr=subprocess.PIPE) as process:
-        while not any(target.rglob("blobs/*")):
-            assert process.poll() is None
-            time.sleep(0.01)
-        process.send_signal(signal.SIGINT)
-        _, complaint = process.communicate(timeout=300)
-    assert process.returncode not in {0, None}
-    assert "the same command goes on" in complaint
-    assert "Traceback" not in complaint
-    assert not list(target.glob("commits/*"))
-    assert not list(target.rglob("blobs/*"))
-    done = interpreters.run(*command, "--json", check=True)
-    assert json.loads(done.stdout)["ok"]
-    with Checkpointer(f"posix://{target}") as ckpt:
-        assert same(ckpt.load(), make_state(6))

@@ -64,36 +64,6 @@ def test_save_and_restore(engine, ckpt):
         assert same(another.load(), state)
 
 
-def test_state_larger_than_chunks_and_staging(ckpt, engine):
-    made = torch.Generator().manual_seed(3)
-    state = {
-        "raw": torch.randn(300_000, generator=made),
-        "odd": torch.randn(100_001, generator=made)[1:],  # another phase
-        "optimizer": {"m": torch.randint(0, 9, (300_000,), generator=made)},
-    }
-    with checkpointer(engine[0], **ENCODED, staging_bytes=65536) as small:
-        for step, mode in enumerate(["async", "lazy", "blocking"]):
-            small.save(state, step, mode=mode).result(300)
-            assert same(small.load(step), state)
-    assert ckpt.verify().ok
-
-
-def test_partial_restore_and_regions(ckpt):
-    state = make_state(2)
-    ckpt.save(state, 1, mode="blocking")
-    target = {"optimizer": blank(state["optimizer"]), "model": blank(state["model"])}
-    report = ckpt.restore(target, include="optimizer")
-    assert same(target["optimizer"], state["optimizer"])
-    assert same(target["model"], blank(state["model"]))
-    assert report.bytes_read == report.bytes_needed
-    view = ckpt.open()
-    weight = state["model"]["weight"]
-    assert same(view.read("model/weight", (slice(3, 60),)), weight[3:60])
-    assert same(view.read("model/weight", (slice(None), slice(70, 71))), weight[:, 70:71].clone())
-    assert same(view.read("optimizer/moment", (slice(9, 10),)), state["optimizer"]["moment"][9:10])
-    assert same(view["table"], state["table"])
-
-
 def test_a_plain_path_falls_back_with_one_warning_that_says_why(
     tmp_path, monkeypatch, forget_warnings, caplog
 ):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import time
@@ -12,20 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from tests.integration.support import Run, checkpointer, holding, memory, place_of, same
 
 from penstock import (
     Checkpointer,
     CheckpointGoneError,
-    CheckpointNotFoundError,
     DamagedError,
     PenstockError,
     SaveAbortedError,
     StepExistsError,
-    StorageError,
 )
 from penstock.core.catalog.commit_table import Commit
 from penstock.core.catalog.publisher import Publisher
@@ -114,40 +108,6 @@ def test_overwrite_may_fill_a_step_that_was_left_out(ckpt):
     assert same(ckpt.load("latest"), tree(5))
 
 
-def test_the_highest_generation_counts_while_the_older_is_not_deleted_yet(store, caplog):
-    faulty = FaultyBackend(store)
-    with checkpointer(faulty) as ckpt:
-        save(ckpt, 1)
-        faulty.fail("delete", match="commits/", times=None)
-        ckpt.save(tree(9), 1, mode="blocking", overwrite=True)
-        with caplog.at_level(logging.WARNING, logger="penstock"):
-            ckpt.wait()
-        assert any("cleaning up" in record.getMessage() for record in caplog.records)
-        assert len(names(store, "commits/")) == 2
-        assert same(ckpt.load(1), tree(9))
-        assert ckpt.info(1).generation == 2
-        faulty.clear()
-        ckpt.save(tree(8), 1, mode="blocking", overwrite=True)
-        ckpt.wait()
-        assert names(store, "commits/") == ["commits/00000001-4.json"]
-
-
-@pytest.mark.parametrize("operation", ["write", "publish"])
-def test_an_overwrite_that_fails_leaves_the_old_generation(operation, store):
-    faulty = FaultyBackend(store)
-    with checkpointer(faulty) as ckpt:
-        save(ckpt, 1)
-        before = names(store)
-        faulty.fail(operation)
-        with pytest.raises(StorageError):
-            ckpt.save(tree(9), 1, mode="blocking", overwrite=True)
-        faulty.clear()
-        ckpt._job.finished(None)
-        assert names(store) == before
-        assert same(ckpt.load(), tree(1))
-        save(ckpt, 2)
-
-
 def test_the_commit_record_comes_last_after_everything_else_is_durable(store):
     faulty = FaultyBackend(store)
     with checkpointer(faulty, rules=[{"match": "b", "codecs": ["zstd"]}]) as ckpt:
@@ -161,89 +121,6 @@ def test_the_commit_record_comes_last_after_everything_else_is_durable(store):
     assert published == ["intent.json", "00000.json.zst", "index", "00000001-0.json"]
     publishes = [number for number, (call, _) in enumerate(calls) if call == "publish"]
     assert publishes[0] < sealed[0] < sealed[1] < publishes[1]
-
-
-# -- rewind and delete -----------------------------------------------------------------------------
-
-
-def test_rewind_forgets_every_later_step_and_the_run_goes_on_from_there(ckpt, store):
-    save(ckpt, 1, 2, 3, 4)
-    assert ckpt.rewind(2) == [3, 4]
-    assert ckpt.steps() == [1, 2]
-    assert uids(store) == {ckpt.info(1).uid, ckpt.info(2).uid}
-    ckpt.save(tree(30), 3, mode="blocking")
-    assert ckpt.latest() == 3
-    assert same(ckpt.load(), tree(30))
-    assert same(ckpt.load(2), tree(2))
-
-
-def test_rewind_to_a_step_that_is_not_there_forgets_nothing(ckpt):
-    save(ckpt, 1, 3)
-    with pytest.raises(CheckpointNotFoundError, match="1, 3"):
-        ckpt.rewind(2)
-    assert ckpt.steps() == [1, 3]
-
-
-def test_a_rewind_cut_short_leaves_no_hole(store):
-    faulty = FaultyBackend(store)
-    with checkpointer(faulty) as ckpt:
-        save(ckpt, 1, 2, 3, 4)
-        faulty.fail("delete", match="commits/", nth=2, times=None)
-        with pytest.raises(StorageError):
-            ckpt.rewind(1)
-        assert ckpt.steps() == [1, 2, 3]
-        assert same(ckpt.load(), tree(3))
-
-
-def test_rewind_also_forgets_a_damaged_newest_record(run):
-    with run.open() as ckpt:
-        save(ckpt, 1, 2, 3)
-        run.flip(run.commit(3), 100)
-        assert ckpt.rewind(1) == [2, 3]
-        assert ckpt.latest() == 1
-        save(ckpt, 2)
-
-
-def test_delete_takes_record_and_data_of_that_step_only(ckpt, store):
-    save(ckpt, 1, 2, 3)
-    ckpt.delete(2)
-    assert ckpt.steps() == [1, 3]
-    assert uids(store) == {ckpt.info(1).uid, ckpt.info(3).uid}
-    with pytest.raises(CheckpointNotFoundError, match="1, 3"):
-        ckpt.load(2)
-    with pytest.raises(CheckpointNotFoundError, match="1, 3"):
-        ckpt.delete(2)
-    assert same(ckpt.load(1), tree(1))
-    assert same(ckpt.load(3), tree(3))
-
-
-def test_records_go_before_the_first_byte_of_data_lowest_generation_first(store):
-    faulty = FaultyBackend(store)
-    with checkpointer(faulty) as ckpt:
-        save(ckpt, 1)
-        faulty.fail("delete", match="commits/", times=None)
-        ckpt.save(tree(9), 1, mode="blocking", overwrite=True)
-        ckpt.wait()
-        faulty.clear()
-        begun = len(faulty.calls)
-        ckpt.delete(1)
-    deleted = [n for call, batch in faulty.calls[begun:] if call == "delete" for n in batch]
-    assert deleted[:2] == ["commits/00000001-0.json", "commits/00000001-2.json"]
-    assert len(deleted) > 2
-    assert all(name.startswith("data/") for name in deleted[2:])
-    assert not names(store)
-
-
-def test_a_delete_cut_short_behind_the_record_leaves_no_checkpoint(store):
-    faulty = FaultyBackend(store)
-    with checkpointer(faulty) as ckpt:
-        save(ckpt, 1, 2)
-        faulty.fail("delete", match="data/", times=None)
-        with pytest.raises(StorageError):
-            ckpt.delete(2)
-        assert ckpt.steps() == [1]
-        assert ckpt.latest() == 1
-        assert len(uids(store)) == 2  # for prune
 
 
 # -- a damaged newest record -----------------------------------------------------------------------
@@ -279,57 +156,7 @@ def test_the_run_goes_on_behind_a_damaged_newest_record(damaged):
         assert same(ckpt.load(), tree(4))
 
 
-def test_a_damaged_step_can_be_overwritten(damaged):
-    with damaged.open() as ckpt:
-        ckpt.save(tree(33), 3, mode="blocking", overwrite=True)
-        ckpt.wait()
-        assert ckpt.latest() == 3
-        assert same(ckpt.load(), tree(33))
-        assert same(ckpt.load(2), tree(2))
-
-
-def test_retention_neither_counts_nor_deletes_a_damaged_checkpoint(damaged):
-    with damaged.open(retention={"keep_last": 2}) as ckpt:
-        save(ckpt, 4)
-        assert ckpt.steps() == [2, 3, 4]
-        save(ckpt, 5)
-        assert ckpt.steps() == [3, 4, 5]
-        assert same(ckpt.load(4), tree(4))
-
-
-def test_prune_collects_nothing_while_a_record_is_unreadable_and_says_why(damaged):
-    with damaged.open() as ckpt:
-        leftover(damaged, A)
-        before = damaged.names("**/*")
-        report = ckpt.prune()
-        assert not report.uids
-        assert len(report.refused) == 1
-        assert damaged.commit(3) in report.refused[0]
-        assert damaged.names("**/*") == before
-        ckpt.delete(3)
-        assert ckpt.prune().uids == (A,)  # the data of step 3 is too young
-
-
 # -- retention -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("keep", "left"),
-    [
-        ({"keep_last": 1}, [5]),
-        ({"keep_every": 2}, [2, 4, 5]),
-        ({"keep_last": 2, "keep_every": 3}, [3, 4, 5]),
-        (None, [1, 2, 3, 4, 5]),
-    ],
-    ids=str,
-)
-def test_retention_keeps_the_last_and_every_nth(keep, left, store):
-    with checkpointer(store, retention=keep) as ckpt:
-        save(ckpt, *range(1, 6))
-        assert ckpt.steps() == left
-        for step in left:
-            assert same(ckpt.load(step), tree(step))
-        assert uids(store) == {ckpt.info(step).uid for step in left}
 
 
 def test_what_was_restored_from_stays_whatever_retention_says(store):
@@ -400,35 +227,6 @@ def test_what_was_just_committed_stays_even_below_newer_steps(store):
         assert same(ckpt.load(2), tree(2))
 
 
-def test_a_failure_of_retention_is_logged_and_never_the_saves(store, caplog):
-    faulty = FaultyBackend(store)
-    with checkpointer(faulty, retention={"keep_last": 1}) as ckpt:
-        save(ckpt, 1)
-        faulty.fail("delete", match="commits/", times=None)
-        with caplog.at_level(logging.WARNING, logger="penstock"):
-            report = ckpt.save(tree(2), 2).result()
-            ckpt.wait()
-        assert report.step == 2
-        assert ckpt.steps() == [1, 2]
-        assert any("cleaning up after step 2" in r.getMessage() for r in caplog.records)
-        faulty.clear()
-        save(ckpt, 3)
-        assert ckpt.steps() == [3]
-
-
-def test_a_save_that_fails_deletes_nothing_by_retention(store):
-    faulty = FaultyBackend(store)
-    with checkpointer(faulty, retention={"keep_last": 1}) as ckpt:
-        save(ckpt, 1)
-        faulty.fail("publish", match="commits/", times=None)
-        with pytest.raises(PenstockError):
-            ckpt.save(tree(2), 2, mode="blocking")
-        faulty.clear()
-        ckpt._job.finished(None)
-        assert ckpt.steps() == [1]
-        assert same(ckpt.load(), tree(1))
-
-
 # -- prune -----------------------------------------------------------------------------------------
 
 
@@ -459,42 +257,6 @@ def old_run(run):
     return run
 
 
-@pytest.mark.parametrize("intent", [True, False])
-def test_prune_takes_old_data_that_nobody_needs(intent, old_run):
-    leftover(old_run, A, intent=intent)
-    with old_run.open() as ckpt:
-        dry = ckpt.prune(dry_run=True)
-        assert (dry.uids, dry.dry_run) == ((A,), True)
-        assert (old_run.root / "data" / A).exists()
-        report = ckpt.prune()
-        assert report.uids == (A,)
-        assert (report.names, report.size_bytes) == (dry.names, dry.size_bytes)
-        assert report.names >= 3
-        assert not (old_run.root / "data" / A).exists()
-        assert same(ckpt.load(1), tree(1))
-        assert same(ckpt.load(2), tree(2))
-        assert ckpt.verify(1).ok
-
-
-def test_prune_leaves_committed_data_however_old(old_run):
-    with old_run.open() as ckpt:
-        for step in (1, 2):
-            age(old_run, ckpt.info(step).uid)
-        assert ckpt.prune().uids == ()
-        assert same(ckpt.load(1), tree(1))
-
-
-def test_prune_leaves_an_attempt_of_which_anything_is_younger_than_the_grace_time(old_run):
-    leftover(old_run, A)
-    with old_run.open() as ckpt:
-        for pattern in ("intent.json", "blobs/*", "parts/*"):
-            young = next((old_run.root / "data" / A).glob(pattern))
-            os.utime(young)
-            assert ckpt.prune().uids == ()
-            os.utime(young, (OLD, OLD))
-        assert ckpt.prune().uids == (A,)
-
-
 def test_prune_goes_by_the_grace_time_that_was_configured(old_run):
     leftover(old_run, A)
     age(old_run, A, time.time() - 3600)
@@ -502,47 +264,6 @@ def test_prune_goes_by_the_grace_time_that_was_configured(old_run):
         assert ckpt.prune().uids == ()
     with old_run.open(grace_s=1800) as ckpt:
         assert ckpt.prune().uids == (A,)
-
-
-def test_prune_leaves_what_an_intent_refers_to(old_run):
-    leftover(old_run, A)
-    leftover(old_run, B, references=(A,))
-    os.utime(old_run.root / intent_name(B))  # B is under way
-    blobs = sorted((old_run.root / "data" / A / "blobs").iterdir())
-    with old_run.open() as ckpt:
-        assert ckpt.prune().uids == (A,)  # all but the blobs, which B may borrow
-        assert blobs
-        assert sorted(p for p in (old_run.root / "data" / A).rglob("*") if p.is_file()) == blobs
-        age(old_run, B)
-        assert ckpt.prune().uids == (A, B)
-
-
-def test_prune_refuses_while_an_intent_is_unreadable(old_run):
-    leftover(old_run, A)
-    leftover(old_run, B)
-    old_run.flip(intent_name(B), 120)
-    age(old_run, B)
-    with old_run.open() as ckpt:
-        report = ckpt.prune()
-        assert report.uids == ()
-        assert intent_name(B) in report.refused[0]
-        assert (old_run.root / "data" / A).exists()
-
-
-def test_prune_deletes_the_intent_first(old_run):
-    leftover(old_run, A)
-    with old_run.open() as plain:
-        faulty = FaultyBackend(plain._backend)
-        with checkpointer(faulty) as ckpt:
-            faulty.fail("delete", match="blobs/")
-            with pytest.raises(StorageError):
-                ckpt.prune()
-            deleted = [n for call, batch in faulty.calls if call == "delete" for n in batch]
-            deleted = [name for name in deleted if not name.startswith("clock/")]
-            assert deleted[0] == intent_name(A)
-            assert not (old_run.root / intent_name(A)).exists()
-            assert (old_run.root / "data" / A / "blobs").exists()
-            assert ckpt.prune().uids == (A,)  # as old as before
 
 
 def test_a_saver_whose_intent_was_pruned_never_publishes(old_run):
@@ -566,25 +287,6 @@ def test_a_saver_whose_intent_was_pruned_never_publishes(old_run):
             faulty.clear()
             save(sleeper, 4)
             assert same(other.load(), tree(4))
-
-
-def test_prune_leaves_a_save_under_way_because_of_its_fresh_intent(old_run):
-    with old_run.open() as plain:
-        faulty = FaultyBackend(plain._backend)
-        with (
-            checkpointer(faulty) as saver,
-            old_run.open() as other,
-            holding(faulty, "publish", match="index") as asleep,
-        ):
-            handle = saver.save(tree(3), 3)
-            assert asleep.reached.wait(300)
-            age(old_run, saver._job.uid)
-            os.utime(old_run.root / intent_name(saver._job.uid))
-            assert other.prune().uids == ()
-            asleep.until.set()
-            assert handle.result(300).step == 3
-            assert same(other.load(), tree(3))
-            assert other.verify().ok
 
 
 def test_a_saver_that_slept_for_half_the_grace_time_never_publishes(store, waits):
@@ -615,18 +317,6 @@ def test_the_intent_is_refreshed_when_it_gets_old(store):
     patient.refresh_intent()
     published = [batch[0] for call, batch in backend.calls if call == "publish"]
     assert published == [intent_name(A), intent_name(A), intent_name(B)]
-
-
-def test_a_failed_save_cleans_up_and_leaves_no_intent(store):
-    faulty = FaultyBackend(store)
-    with checkpointer(faulty) as ckpt:
-        save(ckpt, 1)
-        before = names(store)
-        faulty.fail("write")
-        handle = ckpt.save(tree(2), 2)
-        assert isinstance(handle.durable.exception(300), StorageError)
-        ckpt._job.finished(None)
-        assert names(store) == before
 
 
 # -- gone while it is read -------------------------------------------------------------------------
@@ -688,143 +378,6 @@ def test_a_checkpoint_that_goes_in_the_middle_of_a_read_says_so(way, at, goes, s
 
 
 # -- everything at once ----------------------------------------------------------------------------
-
-
-class Lifecycle(RuleBasedStateMachine):
-    """The run against a dict of what was saved."""
-
-    def __init__(self):
-        super().__init__()
-        self.store = memory()
-        self.faulty = FaultyBackend(self.store)
-        self.model = {}
-        self.counter = 0
-        self.keep = None
-        self.restored = None
-        self.open()
-
-    def open(self):
-        options = {} if self.keep is None else {"retention": {"keep_last": self.keep}}
-        self.ckpt = checkpointer(self.faulty, **options)
-        self.restored = None
-
-    def retain(self, step):
-        if self.keep is not None:
-            kept = {*sorted(self.model)[-self.keep :], step, self.restored}
-            self.model = {s: n for s, n in self.model.items() if s in kept}
-
-    def top(self):
-        return max(self.model, default=0)
-
-    @rule(ahead=st.integers(1, 3), mode=st.sampled_from(["blocking", "async"]))
-    def save(self, ahead, mode):
-        self.counter += 1
-        step = self.top() + ahead
-        self.ckpt.save(tree(self.counter), step, mode=mode)
-        self.ckpt.wait()
-        self.model[step] = self.counter
-        self.retain(step)
-
-    @rule(step=st.integers(1, 6))
-    def overwrite(self, step):
-        self.counter += 1
-        self.ckpt.save(tree(self.counter), step, mode="blocking", overwrite=True)
-        self.ckpt.wait()
-        self.model[step] = self.counter
-        self.retain(step)
-
-    @rule(
-        call=st.integers(1, 4),
-        operation=st.sampled_from(["create", "write", "seal", "publish", "stat", "list"]),
-        late=st.booleans(),
-        overwrite=st.booleans(),
-    )
-    def save_with_a_failing_store(self, call, operation, late, overwrite):
-        self.counter += 1
-        step = self.top() + (not overwrite or not self.model)
-        # How many writes there are depends on how threads meet; the first is certain.
-        self.faulty.fail(operation, nth=1 if operation == "write" else call, late=late)
-        try:
-            self.ckpt.save(tree(self.counter), step, mode="blocking", overwrite=overwrite)
-        except PenstockError:
-            failed = True
-        else:
-            failed = False
-        finally:
-            if self.ckpt._job is not None:
-                self.ckpt._job.finished(None)
-            self.faulty.clear()
-        steps = self.ckpt.steps()
-        if step in steps and same(self.ckpt.load(step), tree(self.counter)):
-            self.model[step] = self.counter
-        else:
-            assert failed
-        # Clean-up may have failed, or not run; what it should have left is there at least. The
-        # first save makes room before it begins, also if it then fails.
-        assert set(steps) <= set(self.model)
-        expected = dict(self.model)
-        self.retain(step)
-        assert set(steps) >= set(self.model)
-        self.model = {s: n for s, n in expected.items() if s in steps}
-
-    @precondition(lambda self: self.model)
-    @rule(data=st.data())
-    def rewind(self, data):
-        step = data.draw(st.sampled_from(sorted(self.model)))
-        self.ckpt.rewind(step)
-        self.model = {s: n for s, n in self.model.items() if s <= step}
-
-    @precondition(lambda self: self.model)
-    @rule(data=st.data())
-    def delete(self, data):
-        step = data.draw(st.sampled_from(sorted(self.model)))
-        self.ckpt.delete(step)
-        del self.model[step]
-
-    @precondition(lambda self: self.model)
-    @rule(data=st.data())
-    def restore(self, data):
-        step = data.draw(st.sampled_from(sorted(self.model)))
-        target = tree(0)
-        self.ckpt.restore(target, step)
-        assert same(target, tree(self.model[step]))
-        self.restored = step
-
-    @rule()
-    def prune(self):
-        self.ckpt.prune()
-
-    @rule(keep=st.sampled_from([None, 1, 2, 3]))
-    def reopen(self, keep):
-        self.ckpt.close()
-        self.keep = keep
-        self.open()
-
-    @invariant()
-    def every_step_is_what_was_saved(self):
-        assert self.ckpt.steps() == sorted(self.model)
-        assert self.ckpt.latest() == max(self.model, default=None)
-        for step, number in self.model.items():
-            assert same(self.ckpt.load(step), tree(number))
-
-    def teardown(self):
-        self.ckpt.close()
-
-
-def searching(count, steps):
-    return settings(
-        max_examples=count, stateful_step_count=steps, deadline=None,
-        suppress_health_check=[HealthCheck.too_slow],
-    )  # fmt: skip
-
-
-class TestLifecycle(Lifecycle.TestCase):
-    settings = searching(5, 10)
-
-
-@pytest.mark.slow
-class TestLifecycleForLonger(Lifecycle.TestCase):
-    settings = searching(25, 20)
 
 
 @pytest.mark.parametrize("mode", ["blocking", "async", "lazy"])

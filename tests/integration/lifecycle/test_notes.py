@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from contextlib import closing
 
@@ -23,7 +22,6 @@ from penstock.core.catalog.notes import NotesOfRun
 from penstock.core.concurrency.workers import Workers
 from penstock.core.copy.checkpoint_copy import CheckpointCopy
 from penstock.core.format.commit_record import seal
-from penstock.core.limits import MAX_NOTES
 from penstock.testing.faults import FaultyBackend, WrapperBackend
 
 DELTAS = {"rules": [{"match": "**", "codecs": ["delta", "zstd"]}]}
@@ -63,17 +61,6 @@ def test_later_annotations_override_earlier_keys(run):
     with run.open() as ckpt:
         assert ckpt.open(2).info.metadata == {"seed": 7, "loss": 2.0, "by": "ada"}
         assert ckpt.verify(2).ok
-
-
-def test_whatever_json_holds_comes_back(run):
-    given = {"nan": float("nan"), "big": 10**400, "deep": [{"a": (1, None)}], "é\ud800": "\n"}
-    with run.open() as ckpt:
-        ckpt.annotate(1, given | {"loss": torch.tensor(0.5)})
-        found = ckpt.info(1).metadata
-    assert math.isnan(found.pop("nan"))
-    assert found == {
-        "seed": 7, "loss": 0.5, "big": 10**400, "deep": [{"a": [1, None]}], "é\ud800": "\n",
-    }  # fmt: skip
 
 
 def test_what_cannot_be_stored_is_refused_and_changes_nothing(run):
@@ -236,16 +223,6 @@ def test_notes_that_a_killed_deletion_left_go_with_prune_and_not_before():
         assert ckpt.info(2).metadata == {"loss": 2.0}
 
 
-def test_orphaned_notes_stay_while_a_record_is_unreadable(run):
-    with run.open(grace_s=1e-9) as ckpt:
-        ckpt.annotate(1, {"loss": 1.0})
-        (name,) = noted(ckpt._backend)
-        run.remove(run.commit(1))
-        run.flip(run.commit(3), 200)
-        assert ckpt.prune().refused
-        assert noted(ckpt._backend) == [name]
-
-
 # -- damage ----------------------------------------------------------------------------------------
 
 
@@ -301,23 +278,6 @@ def test_damaged_note_is_reported_and_hides_nothing_else(run, annotated, damage,
         assert ckpt.info(2).metadata["loss"] == 1.0
 
 
-def test_foreign_name_among_the_notes_is_reported(run, annotated):
-    run.write(f"{annotated}.bak", b"")
-    with run.open() as ckpt:
-        assert ckpt.info(2).metadata["loss"] == 2.0
-        assert [found.what for found in ckpt.verify(2).damaged] == [f"{annotated}.bak"]
-
-
-def test_checkpoint_takes_only_so_many_notes(run):
-    with run.open() as ckpt:
-        ckpt.annotate(1, {"n": 0})
-        first = run.root / noted(ckpt._backend)[0]
-        for number in range(MAX_NOTES - 1):
-            (first.parent / f"{first.name}.{number}").touch()
-        with pytest.raises(ConfigError, match="1000 notes already"):
-            ckpt.annotate(1, {"n": 1})
-
-
 # -- copies and tiers ------------------------------------------------------------------------------
 
 
@@ -358,29 +318,6 @@ def test_note_that_is_added_during_a_copy_is_carried_over():
     assert notes_of(target).metadata == {"loss": 1.0}
 
 
-def test_second_copy_brings_what_was_added_since():
-    source, target = memory(), memory()
-    with checkpointer(source) as ckpt:
-        save(ckpt, 1)
-        copied(source, target)
-        ckpt.annotate(1, {"loss": 1.0})
-        copied(source, target)
-    assert notes_of(target).metadata == {"loss": 1.0}
-
-
-def test_damaged_note_is_copied_as_it_is(caplog):
-    source, target = memory(), memory()
-    with checkpointer(source) as ckpt:
-        save(ckpt, 1)
-        ckpt.annotate(1, {"loss": 1.0})
-        ckpt.annotate(1, {"by": "ada"})
-    name = noted(source)[0]
-    source.publish(name, b"torn")
-    copied(source, target)
-    assert notes_of(target).metadata == {"by": "ada"}
-    assert list(notes_of(target).damaged) == [name]
-
-
 def test_annotations_are_in_each_tier_that_has_the_checkpoint():
     places = Places()
     with places.open() as ckpt:
@@ -390,15 +327,6 @@ def test_annotations_are_in_each_tier_that_has_the_checkpoint():
         assert ckpt.info(1).metadata == {"loss": 1.0}
     for place in (places.fast, places.durable):
         assert notes_of(place).metadata == {"loss": 1.0}
-
-
-def test_drain_carries_annotations_on():
-    places = Places()
-    with places.open(options={"drain_every": 0}) as ckpt:
-        save(ckpt, 1)
-        ckpt.annotate(1, {"loss": 1.0})
-    copied(places.fast, places.durable)
-    assert notes_of(places.durable).metadata == {"loss": 1.0}
 
 
 def test_annotation_that_missed_a_tier_is_carried_there_before_the_eviction():

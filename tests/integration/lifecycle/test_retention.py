@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from itertools import product
 
 import pytest
 import torch
 from tests.integration.support import Run, checkpointer, memory
 from tests.integration.tiers.places import Places
 
-from penstock import Checkpointer, CheckpointGoneError, ConfigError, StorageError
-from penstock.core.config.model import load_config
-from penstock.testing.faults import FaultyBackend, WrapperBackend
+from penstock import CheckpointGoneError
+from penstock.testing.faults import WrapperBackend
 
 BEST = {"keep_best": 2, "best_metric": "loss", "best_mode": "min"}
 DAY_S = 86400.0
@@ -92,19 +90,6 @@ def test_metric_that_is_added_later_counts():
         ckpt.annotate(4, {"loss": 0.5})
         save(ckpt, [9.0, 9.0])
         assert ckpt.steps() == [2, 4, 6, 7]
-
-
-def test_overdue_retention_by_metric_runs_before_the_first_save():
-    backend = memory()
-    with checkpointer(backend) as ckpt:
-        save(ckpt, [3.0, 1.0, 2.0, 4.0])
-    faulty = FaultyBackend(backend)
-    with checkpointer(faulty, retention=BEST) as ckpt:
-        assert ckpt.steps() == [1, 2, 3, 4]
-        faulty.fail("create", error=StorageError("no room"))
-        with pytest.raises(StorageError):
-            save(ckpt, [None])
-        assert ckpt.steps() == [2, 3, 4]
 
 
 def test_best_checkpoint_that_has_lost_data_does_not_count():
@@ -215,15 +200,6 @@ def test_pinned_checkpoint_can_be_deleted_by_name(delete):
         assert not backend.list("notes/")
 
 
-def test_what_is_no_tag_is_refused():
-    with checkpointer(memory()) as ckpt:
-        save(ckpt, [None])
-        for call, tag in product((ckpt.pin, ckpt.unpin), ("", "a b", "x" * 65, "é", None, 7)):
-            with pytest.raises(ConfigError, match="is no tag"):
-                call(1, tag)
-        assert ckpt.info(1).tags == ()
-
-
 # -- by age ----------------------------------------------------------------------------------------
 
 
@@ -266,25 +242,6 @@ def test_age_and_metric_and_number_keep_together(tmp_path):
     with run.open(retention={**BEST, "keep_best": 1, "keep_within": "5d"}) as ckpt:
         save(ckpt, [None])
         assert ckpt.steps() == [1, 4, 5]
-
-
-def test_rules_come_from_a_file_as_well(tmp_path):
-    (tmp_path / "p.toml").write_text(
-        f"""
-        backend = "posix://{tmp_path}/run"
-        [retention]
-        keep_best = 2
-        best_metric = "loss"
-        best_mode = "min"
-        keep_within = "30min"
-        """
-    )
-    config = load_config(tmp_path / "p.toml")
-    assert config.retention is not None
-    assert config.retention.keep_within == 1800
-    with Checkpointer.from_config(tmp_path / "p.toml") as ckpt:
-        save(ckpt, [3.0, 1.0, 2.0])
-        assert ckpt.steps() == [1, 2, 3]
 
 
 # -- notes that come meanwhile ---------------------------------------------------------------------

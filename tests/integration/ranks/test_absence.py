@@ -2,13 +2,11 @@
 
 import pytest
 import torch
-from tests.core.stored_ranks import store_ranks
 from tests.integration.ranks.saving import Job
 from tests.integration.support import checkpointer, memory
 
-from penstock import Checkpoint, Grads, PerRank
+from penstock import Grads, PerRank
 from penstock.core.errors import RankError, SaveError
-from penstock.core.types import Region
 
 
 def ema(seed=0):
@@ -150,16 +148,3 @@ def test_value_that_turns_into_something_between_saves_of_one_structure_is_refus
             ckpt.save(state(rank, 1, nothing=5), 2).result(30)
 
     assert Job(2, memory()).run(work) == [None, None]
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_objects_below_an_object_are_damage(ranks):
-    array = torch.arange(6.0).numpy()
-    regions = [Region.whole((6,))]
-    held = [[(("x",), array, regions)], [(("x", "a"), array, regions)]]
-    store = memory()
-    store_ranks(store, held if ranks == 2 else [held[0] + held[1]])
-    report = Checkpoint.open(store, 5).verify()
-    assert [(one.what, one.detail) for one in report.damaged] == [
-        ("x", "is stored as one object, and other objects below it")
-    ]

@@ -4,12 +4,9 @@ import random
 from contextlib import closing
 
 import pytest
-import torch
 from tests.integration.ranks.saving import Job
 from tests.integration.ranks.test_deltas import (
-    LARGE,
     RULES,
-    bases_of,
     in_columns,
     in_rows,
     plain,
@@ -19,9 +16,7 @@ from tests.integration.ranks.test_deltas import (
 )
 from tests.integration.ranks.test_deltas_failures import Full, names
 from tests.integration.support import blank, checkpointer, memory, same
-from tests.integration.tiers.places import Places
 
-from penstock.backends.tiered import TieredBackend, TieredConfig
 from penstock.core.catalog.survey import survey_records
 from penstock.core.concurrency.workers import Workers
 from penstock.core.copy.checkpoint_copy import CheckpointCopy
@@ -176,24 +171,3 @@ def test_a_chain_of_ranks_is_copied_compacted_and_compared_as_one_of_one_process
         assert not ckpt._catalog.record(3).references
     assert len({name.split("/")[1] for name in names(store)}) == 1
     check(store, [3])
-
-
-def test_a_chain_of_ranks_goes_through_tiers():
-    places = Places()
-
-    def store(rank):
-        del rank
-        config = TieredConfig(fast="memory://", durable="memory://", keep_fast=1)
-        return TieredBackend(config, fast=places.other_fast(), durable=places.other())
-
-    def work(ckpt, rank):
-        for step in range(4):
-            ckpt.save(state_of(in_rows, step, rank, 2), step).result(300)
-
-    assert Job(2, store, rules=RULES, share=True).run(work) == [None, None]
-    check(places.durable, range(4))
-    assert bases_of(places.durable, range(4)) == [None, (0, 1), (1, 2), (2, 3)]
-    with checkpointer(places.fast) as ckpt:
-        (step,) = ckpt.steps()
-        assert torch.equal(ckpt.load(step)["model"]["large"], weights(step)["model"]["large"])
-        assert ckpt.load(step)["model"]["large"].shape == LARGE

@@ -7,7 +7,7 @@ embedding that is larger than the share of one writer.
 import pytest
 import torch
 from tests.integration.ranks.saving import Job
-from tests.integration.support import checkpointer, memory
+from tests.integration.support import memory
 
 from penstock import SaveError, Shard
 
@@ -24,22 +24,6 @@ def state_of(rank):
 def saved_by_stages(store, step=1, **options):
     job = Job(4, store, writer_bytes=1, chunk_bytes=8192, **options)
     return job.save(state_of, step)
-
-
-def assert_whole(tree):
-    assert torch.equal(tree["tied"], TIED)
-    assert all(tree[f"stage{n}"].eq(n).all() for n in (0, 1))
-    assert tree["epoch"] == 7
-
-
-def test_copies_that_are_cut_differently_are_saved_and_read_as_one():
-    store = memory()
-    reports = saved_by_stages(store)
-    assert {report.total.bytes_twice for report in reports} == {TIED.nbytes}
-    with checkpointer(store) as ckpt:
-        assert ckpt.verify().ok
-        assert_whole(ckpt.load())
-        assert torch.equal(ckpt.open().read("tied", slice(90, 310)), TIED[90:310])
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

@@ -93,20 +93,6 @@ def expected(step):
     return [(step, held(cut(make_state(step), rank, READERS))) for rank in range(READERS)]
 
 
-def test_files_of_every_rank_are_there(pristine):
-    files = set(files_of(pristine, 2))
-    print(sorted(files))
-    for rank in range(SAVERS):
-        assert {
-            f"parts/{rank:05d}.json.zst",
-            f"blobs/{rank:05d}-0.raw",
-            f"blobs/{rank:05d}-0.enc",
-        } <= files
-    assert {"index", "commit", "intent.json"} < files
-    assert same(one_process(pristine), make_state(2))
-    assert same(two_ranks(pristine), expected(2))
-
-
 @each_writer
 def test_any_flipped_bit_of_any_rank_is_found_or_harmless(pristine, tmp_path, writers):
     run = pristine.copy_to(tmp_path / "root")

@@ -182,36 +182,6 @@ def test_a_base_is_found_in_the_part_of_another_rank():
     check(store, [0, 1])
 
 
-def test_a_base_is_found_when_replicas_share_their_bytes_in_another_way():
-    """What one rank stores whole is found; of what is cut, the pieces have other bounds."""
-    store = memory()
-    save_all(store, 3, [0, 1], writer_bytes=1)
-    paths = [("model", name) for name in weights(0)["model"]]
-    before = [depths_of(store, 1, path) for path in paths]
-    assert max(map(len, before)) > 1
-    assert {n for found in before for depths in found.values() for n in depths} == {2}
-    save_all(store, 2, [2, 3], writer_bytes=1)
-    after = [depths_of(store, 2, path) for path in paths]
-    assert {n for found in after for depths in found.values() for n in depths} == {1, 3}
-    check(store, range(4))
-
-
-def test_after_so_many_checkpoints_comes_a_whole_one():
-    store = memory()
-    sizes = save_all(store, 2, range(5), in_rows, deltas={"every": 2})
-    assert bases_of(store, range(5)) == [None, (0, 1), None, (2, 1), None]
-    assert max(sizes[1::2]) < 0.7 * min(sizes[::2])
-    check(store, range(5))
-
-
-def test_no_chain_gets_longer_than_it_may():
-    store = memory()
-    save_all(store, 2, range(5), in_rows, deltas={"every": 9, "max_chain": 1})
-    for step in range(1, 5):
-        assert set(map(max, depths_of(store, step, ("model", "large")).values())) == {2}
-    check(store, range(5))
-
-
 @pytest.mark.parametrize(
     "name",
     [

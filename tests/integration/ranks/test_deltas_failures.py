@@ -165,32 +165,6 @@ def test_a_base_that_only_some_ranks_could_use_is_in_the_record():
             assert torch.equal(ckpt.load(step)["w"], weights(step)["model"]["large"])
 
 
-def test_blobs_that_several_ranks_borrow_are_listed_once():
-    """Both ranks hold pieces of what one had stored in one blob."""
-    store = memory()
-    rules = [{"match": "**", "codecs": ["delta", "zstd"]}]
-
-    def two_of(step, rank, count):
-        del rank, count
-        return {f"w{n}": weights(step)["model"]["large"] + n for n in range(4)}
-
-    with checkpointer(store, rules=rules) as ckpt:
-        ckpt.save(two_of(0, 0, 1), 0, mode="blocking")
-    job = Job(2, store, rules=rules)
-    state = two_of(1, 0, 2)
-
-    def mine(rank):
-        return {key: value for key, value in state.items() if int(key[1]) % 2 == rank}
-
-    assert [r.step for r in job.save(mine, 1)] == [1, 1]
-    with checkpointer(store) as ckpt:
-        record = ckpt._catalog.record(1)
-        assert [blob.name[-3:] for blob in record.borrowed] == ["enc"]
-        tree = ckpt.load(1)
-        assert all(torch.equal(tree[key], value) for key, value in state.items())
-        assert ckpt.verify(1).ok
-
-
 def test_what_is_saved_while_its_base_is_deleted_restores():
     """As in `test_a_rank_that_finds_the_base_deleted...`, at any moment of the save."""
     store = memory()

@@ -8,7 +8,7 @@ from tests.integration.ranks import saving
 from tests.integration.support import blank, checkpointer, memory, same
 from tests.providers.threads_as_ranks import run_ranks
 
-from penstock import PerRank, Shard
+from penstock import PerRank
 
 NAMES = [f"layer{n}.weight" for n in range(6)]
 
@@ -78,17 +78,6 @@ def test_one_rank_decides_of_each_weight_and_the_others_neither_store_nor_list_i
         assert whole - sum(result[step - 1] for result in results) > 0.9 * weights
 
 
-def test_a_weight_that_differs_in_one_bit_is_stored():
-    store, state = memory(), mixed()
-    odd = NAMES[4]
-    state["model"][odd][77, 5] += 1
-    reports = Job(3, store, share=True).save(lambda _: state)
-    assert [report.step for report in reports] == [1, 1, 1]
-    assert odd not in derived(store, 1)
-    assert len(derived(store, 1)) > 2
-    restored(store, state, 1)
-
-
 @pytest.mark.parametrize("step", [1, 2])
 def test_a_weight_whose_master_two_ranks_store_is_stored(step):
     """What has drifted apart between the lines that are compared must not be rounded into it."""
@@ -124,36 +113,6 @@ def test_ranks_of_several_structures_store_their_weights():
     assert not derived(store, 1)
     assert not derived(store, 2)
     restored(store, state | {"more": torch.ones(9)}, 2)
-
-
-def test_pieces_of_weights_are_stored():
-    store, state = memory(), mixed()
-
-    def pieces(rank):
-        def piece(tensor):
-            half = tensor.shape[0] // 2
-            own = tensor[rank * half :][:half].clone()
-            return Shard(own, tuple(tensor.shape), (rank * half, 0))
-
-        return state | {
-            key: {name: piece(tensor) for name, tensor in state[key].items()}
-            for key in ("model", "master")
-        }
-
-    reports = Job(2, store, share=True).save(pieces)
-    assert [report.step for report in reports] == [1, 1]
-    assert not derived(store, 1)
-    restored(store, state, 1)
-
-
-def test_ranks_restore_what_others_have_derived():
-    store, state = memory(), mixed()
-    Job(3, store, share=True).save(lambda _: state)
-    targets = [blank(state) for _ in range(2)]
-    found = Job(2, store).run(lambda ckpt, rank: ckpt.restore(targets[rank]).step)
-    assert found == [1, 1]
-    for target in targets:
-        assert same(target, state)
 
 
 def test_what_one_rank_has_for_itself_decides_of_no_weight():

@@ -8,10 +8,10 @@ from tests.integration.ranks.topologies import Net, adam, train, values_of
 from tests.integration.support import checkpointer, memory
 from tests.providers.threads_as_ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from penstock import Grads, RankError, UnsupportedStateError
+from penstock import Grads, UnsupportedStateError
 
 pytestmark = pytest.mark.filterwarnings("ignore:The `NO_SHARD` sharding strategy:FutureWarning")
 
@@ -77,55 +77,6 @@ def test_one_process_restores_what_ranks_have_saved(where, plain):
         assert torch.equal(found[path], tensor), path
 
 
-def test_ranks_hold_ranges_and_save_each_byte_once(plain):
-    values, _, stored = plain
-    store = memory()
-    job, reader = Job(3, store), Job(3, stored)
-
-    def work(rank):
-        state = fresh("FULL_SHARD 3")
-        with reader.checkpointer(rank) as ckpt:
-            ckpt.restore(state)
-        with job.checkpointer(rank) as ckpt:
-            return ckpt.save(state, STEP, mode="blocking").result(300)
-
-    reports = run_ranks(3, work)
-    raw = sum(tensor.nbytes for tensor in values.values())
-    # Of a parameter that is cut between ranks each stores the count of its steps.
-    assert 0 <= sum(report.bytes_raw for report in reports) - raw < 500
-    assert min(report.bytes_raw for report in reports) > raw // 5
-
-
-@pytest.mark.parametrize(
-    ("where", "mode"), [("FULL_SHARD 2", "blocking"), ("SHARD_GRAD_OP 4", "lazy")]
-)
-def test_saved_between_forward_and_backward(where, mode, plain):
-    values, _, stored = plain
-    count, _ = STRATEGIES[where]
-    store = memory()
-    job, reader = Job(count, store), Job(count, stored)
-
-    def work(rank):
-        # The optimizer first: it needs the names of parameters that are gathered.
-        state = dict(sorted(fresh(where).items(), reverse=True))
-        with reader.checkpointer(rank) as ckpt:
-            ckpt.restore(state)
-        loss = state["model"](torch.arange(5)).square().sum()
-        with job.checkpointer(rank) as ckpt:
-            handle = ckpt.save(state, STEP, mode=mode)
-            loss.backward()
-            state["optimizer"].step()
-            handle.result(300)
-
-    run_ranks(count, work)
-    state = fresh(None)
-    with checkpointer(store) as ckpt:
-        ckpt.restore(state)
-    found = values_of(state)
-    for path, tensor in values.items():
-        assert torch.equal(found[path], tensor), path
-
-
 @pytest.mark.parametrize("where", ["FULL_SHARD 2", "SHARD_GRAD_OP 4"])
 def test_what_was_gathered_before_a_restore_is_used_no_more(where, plain):
     _, losses, stored = plain
@@ -141,16 +92,6 @@ def test_what_was_gathered_before_a_restore_is_used_no_more(where, plain):
 
     for found in run_ranks(count, work):
         assert found == pytest.approx(losses, rel=1e-6)
-
-
-def test_flat_parameters_without_names_are_refused():
-    def work(rank):
-        state = fresh("FULL_SHARD 2", use_orig_params=False)
-        refused = pytest.raises(UnsupportedStateError, match="use_orig_params=True")
-        with Job(1, memory()).checkpointer(0) as ckpt, refused:
-            ckpt.save(state, STEP)
-
-    run_ranks(2, work)
 
 
 @pytest.mark.parametrize(
@@ -173,55 +114,6 @@ def test_what_does_not_say_which_elements_it_has_is_refused(state_of, said):
     run_ranks(2, work)
 
 
-class Counted(torch.nn.Module):
-    """Has extra state, a buffer, and, if asked to, code of its own that loads."""
-
-    def __init__(self, *, hook=False):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(5, 3))
-        self.register_buffer("seen", torch.zeros(2))
-        self.count = 0
-        if hook:
-            self.register_load_state_dict_post_hook(lambda *_: None)
-
-    def get_extra_state(self):
-        return {"count": self.count}
-
-    def set_extra_state(self, state):
-        self.count = state["count"]
-
-    def forward(self, x):
-        return x @ self.weight
-
-
-def test_extra_state_and_buffers_come_back_and_loading_code_is_refused():
-    store = memory()
-    job = Job(2, store)
-
-    def sharded(module):
-        options = {"use_orig_params": True, "device_id": torch.device("cpu")}
-        return FullyShardedDataParallel(torch.nn.Sequential(module), **options)
-
-    def work(rank):
-        saved, found = Counted(), Counted()
-        saved.count, saved.seen = 5, torch.ones(2)
-        model = sharded(saved)
-        with torch.no_grad():
-            saved.weight.add_(torch.arange(float(saved.weight.numel())) + 100 * rank)
-        with job.checkpointer(rank) as ckpt:
-            ckpt.save({"model": model}, STEP, mode="blocking").result(300)
-            other = sharded(found)
-            ckpt.restore({"model": other})
-            assert torch.equal(found.weight, saved.weight)
-            assert (found.count, found.seen.tolist()) == (5, [1.0, 1.0])
-            # The rank that hears first of the other's refusal does not come to its own.
-            refused = pytest.raises((UnsupportedStateError, RankError), match="code of their own")
-            with refused:
-                ckpt.restore({"model": sharded(Counted(hook=True))})
-
-    run_ranks(2, work)
-
-
 def test_ranges_of_tensor_parallel_parameters_are_refused():
     def work(rank):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -234,25 +126,3 @@ def test_ranges_of_tensor_parallel_parameters_are_refused():
             ckpt.save({"model": model}, STEP)
 
     run_ranks(4, work)
-
-
-def test_mixed_precision_stores_whole_weights_and_goes_on_with_equal_losses():
-    store = memory()
-    job, reader = Job(2, store), Job(2, store)
-    half = {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)}
-
-    def work(rank):
-        state = fresh("FULL_SHARD 2", seed=0, **half)
-        train(state["model"], state["optimizer"], 2)
-        with job.checkpointer(rank) as ckpt:
-            ckpt.save(state, STEP, mode="blocking").result(300)
-        other = fresh("FULL_SHARD 2", **half)
-        with reader.checkpointer(rank) as ckpt:
-            ckpt.restore(other)
-        return [train(each["model"], each["optimizer"], 2, start=2) for each in (state, other)]
-
-    for before, after in run_ranks(2, work):
-        assert after == before
-    state = fresh(None)
-    with checkpointer(store) as ckpt:
-        assert ckpt.restore(state).missing == ()

@@ -55,17 +55,6 @@ def test_a_rank_that_waits_for_one_that_closes_is_told_so(leaver):
     assert run(job, work)[1 - leaver] == [(leaver, "closed its checkpointer")] * 2
 
 
-def test_a_rank_that_leaves_before_its_first_save_is_named(tmp_path):
-    job = Job(2, memory())
-
-    def work(ckpt, rank):
-        if rank == 1:
-            raise ValueError("no model")
-        return ckpt.save({"epoch": 1}, 1).result(LONG_S)
-
-    assert "(because of ValueError: no model)" in str(run(job, work)[0])
-
-
 def test_nobody_waits_at_close_for_ranks_that_did_not_restore():
     store = memory()
     with checkpointer(store) as ckpt:

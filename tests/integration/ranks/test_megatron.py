@@ -118,18 +118,6 @@ def layers(rank, count, *, blank=False):
     return {"model": found}
 
 
-def test_layers_of_a_pipeline_are_objects_of_their_own():
-    store = memory()
-    succeed(Job(2, store).save(lambda rank: layers(rank, 2)))
-    with checkpointer(store) as ckpt:
-        assert ckpt.verify().ok
-        assert set(ckpt.open(1).keys()) == {f"model/layers.weight.{n}/{n}" for n in range(6)}
-    for count in (1, 3):
-        for state in restored(count, store, lambda rank, n=count: layers(rank, n, blank=True)):
-            for name, tensor in state["model"].items():
-                assert tensor.data.eq(float(name.rpartition(".")[2])).all()
-
-
 def test_two_layers_under_one_name_are_not_taken_for_one():
     """As Megatron names them before they are keyed: each stage counts its own from 0."""
 

@@ -170,22 +170,6 @@ def test_a_name_is_of_one_open_checkpointer_of_a_process():
     assert run_ranks(2, work) == [2, 2]
 
 
-def test_names_are_independent_of_the_order_in_which_checkpointers_are_used():
-    store, other = memory(), memory()
-
-    def work(rank):
-        names = ["a", "b"]
-        with Checkpointer(store, name="a") as one, Checkpointer(other, name="b") as two:
-            both = [one.save, two.save]
-            for save in both if rank else both[::-1]:
-                save({"x": names}, 1)
-            one.wait()
-            two.wait()
-            return one.steps(), two.steps()
-
-    assert run_ranks(2, work) == [([1], [1])] * 2
-
-
 def test_ranks_are_given_as_numbers():
     store, alone = memory(), [memory() for _ in range(3)]
 
@@ -218,22 +202,3 @@ def test_numbers_of_ranks_without_a_job_are_refused():
         with pytest.raises(ConfigError, match=r"group= has 2 ranks, and torch.distributed is not"):
             ckpt.save({"x": 1}, 1)
         assert ckpt.steps() == []
-
-
-@pytest.mark.parametrize("group", [[], [0, 0], [0, -1], [0, "1"], [True, 2], "01"], ids=repr)
-def test_what_are_no_ranks_is_refused(group):
-    with pytest.raises(ConfigError, match="list of different numbers of ranks"):
-        Checkpointer(memory(), group=group)
-
-
-@pytest.mark.parametrize("name", ["", 7, b"n"], ids=repr)
-def test_what_is_no_name_is_refused(name):
-    with pytest.raises(ConfigError, match="name must be a string"):
-        Checkpointer(memory(), name=name)
-
-
-def test_a_process_that_is_alone_needs_no_other_for_its_name(tmp_path):
-    for step in (1, 2):
-        with Checkpointer(tmp_path, name="dcp/run/ä", ranks="alone") as ckpt:
-            ckpt.save({"x": step}, step, mode="blocking")
-            assert ckpt.latest() == step

@@ -128,15 +128,6 @@ def test_ranks_that_read_the_same_data_store_it_once():
         ]
 
 
-def test_another_number_of_indices_is_named_by_indices():
-    store = memory()
-    Job(4, store).save(by_pairs)
-    with checkpointer(store) as ckpt:
-        loader = PerRank(blank(0)["loader"].value, index=0, count=1)
-        with pytest.raises(RestoreMismatchError, match="is stored for 2 indices, and here are 1"):
-            ckpt.restore({"loader": loader, "epoch": 0})
-
-
 def test_ranks_that_share_capture_only_what_they_write_once_that_is_known():
     def work(ckpt, rank):
         counts = []
@@ -208,63 +199,6 @@ def test_an_index_that_no_rank_gives_fails_the_save_by_name():
         assert isinstance(error, RankError)
 
 
-def test_counts_that_differ_fail_the_save_by_name():
-    results = Job(3, memory()).save(
-        lambda rank: {"loader": PerRank(7, index=rank, count=4 if rank == 2 else 3)}
-    )
-    words = "with count=3 on ranks 0-1 and count=4 on rank 2: give the same count= on all"
-    assert words in str(results[0])
-
-
-def test_values_of_several_coordinates_are_each_stored_once():
-    """Data by one dimension of a 2 x 2 mesh, dropout by the other; the last stage logs alone."""
-    store = memory()
-
-    def state_of(rank):
-        dp, tp = divmod(rank, 2)
-        found = {
-            "data": PerRank(10 + dp, index=dp, count=2),
-            "dropout": PerRank(20 + tp, index=tp, count=2),
-            "own": PerRank(30 + rank),
-        }
-        return found | ({"log": PerRank(40 + tp, index=tp, count=2)} if dp else {})
-
-    reports = Job(4, store).save(state_of)
-    with checkpointer(store) as ckpt:
-        tree = ckpt.load()
-        one = ckpt.info().bytes_raw / 10  # each of the ten numbers takes the same
-    assert tree == {
-        "data": {"0": 10, "1": 11},
-        "dropout": {"0": 20, "1": 21},
-        "own": {str(rank): 30 + rank for rank in range(4)},
-        "log": {"0": 40, "1": 41},
-    }
-    assert [report.bytes_raw / one for report in reports] == [3, 2, 3, 2]
-
-
-def test_more_shared_values_than_ranks_can_tell_of_are_refused():
-    def state_of(rank):
-        return {f"v{n}": PerRank(n, index=rank, count=2) for n in range(65)}
-
-    for error in Job(2, memory()).save(state_of):
-        assert isinstance(error, UnsupportedStateError)
-        assert "put the values that have one index into one" in str(error)
-
-
-@pytest.mark.parametrize("character", ["a", "\x01"], ids=ascii)
-def test_long_names_are_told_of_in_bounded_length(character):
-    """Some characters take six bytes in a post."""
-    store, name = memory(), character * 3000
-
-    def state_of(rank):
-        return {f"{name}{n}": PerRank(n, index=rank // 2, count=2) for n in range(64)}
-
-    reports = Job(4, store).save(state_of)
-    assert [report.bytes_raw > 0 for report in reports] == [True, False, True, False]
-    with checkpointer(store) as ckpt:
-        assert ckpt.load()[f"{name}63"] == {"0": 63, "1": 63}
-
-
 class Loader:
     """Stands for what each rank reads by itself, as the libraries' loaders do."""
 
@@ -329,43 +263,6 @@ def test_loaders_of_another_number_of_ranks_are_an_error_that_says_what_to_do(co
         errors = restored(store, count, lambda _: {"data": Reading(), "epoch": 0})
     for error in errors:
         assert f"data is stored for 3 ranks, and here are {count}: put it into" in str(error)
-
-
-def test_a_loader_of_one_process_is_restored_by_ranks_as_on_change_says():
-    store = memory()
-    with checkpointer(store) as ckpt:
-        ckpt.save({"data": Reading(4), "random": generator(5)}, 1, mode="blocking")
-
-    def template(rank, **options):
-        return {"data": PerRank(Reading(), **options), "random": generator(77)}
-
-    for error in restored(store, 2, lambda _: {"data": Reading(), "random": generator(77)}):
-        assert "data is stored for 1 rank, and here are 2" in str(error)
-    for state in restored(store, 2, lambda rank: template(rank, on_change="keep")):
-        assert state["data"].value.position == 0
-        assert torch.equal(state["random"].get_state(), generator(77).get_state())
-    choose = {"on_change": lambda stored: stored[0]["position"]}
-    for state in restored(store, 2, lambda rank: template(rank, **choose)):
-        assert state["data"].value == 4
-
-
-def test_random_state_within_values_of_each_rank_is_stored_once_more_for_none():
-    store = memory()
-    Job(2, store).save(lambda rank: {"own": PerRank({"random": generator(rank), "n": rank})})
-    states = restored(store, 2, lambda _: {"own": PerRank({"random": generator(7), "n": 5})})
-    for rank, state in enumerate(states):
-        assert state["own"].value["n"] == rank
-        assert torch.equal(state["own"].value["random"].get_state(), generator(rank).get_state())
-
-
-def test_one_process_alone_stores_one_and_gets_it_back():
-    store = memory()
-    with checkpointer(store) as ckpt:
-        ckpt.save(state_of(5), 1, mode="blocking")
-        state = blank(0)
-        ckpt.restore(state)
-    assert state["loader"].value["position"] == 105
-    assert torch.equal(state["random"].get_state(), generator(5).get_state())
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Several pieces of one tensor on one rank: `penstock.Shards`."""
 
-import numpy as np
 import pytest
 import torch
 from tests.core.stored_ranks import STEP
@@ -12,10 +11,8 @@ from torch.distributed.tensor import Shard as Rows
 from torch.distributed.tensor import distribute_tensor
 
 from penstock import (
-    RankError,
     RestoreError,
     RestoreMismatchError,
-    SaveError,
     Shard,
     Shards,
     TornSnapshotError,
@@ -159,75 +156,12 @@ def test_pieces_are_written_once_and_as_few_rectangles():
     assert sorted((s.offsets[0], s.sizes[0]) for s in shards) == [(0, 10), (10, 20), (30, 10)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_chain_of_deltas_goes_on_over_other_cuts(dtype):
-    store, rules = memory(), [{"match": "**", "codecs": ["delta", "floatsplit"]}]
-    base = whole(dtype=dtype)
-    steps = [base + n * torch.ones(SHAPE, dtype=dtype) / 64 for n in range(4)]
-    cuts = ["0, 1, 1, 0", "0, 1, 1, 0", "columns", "0, 1, 1, 0"]
-    stored = [
-        sum(report.bytes_stored for report in save(cut, store, tensor, n, rules=rules))
-        for n, (cut, tensor) in enumerate(zip(cuts, steps, strict=True))
-    ]
-    assert stored[1] < stored[0]
-    with checkpointer(store, rules=rules) as ckpt:
-        for n, tensor in enumerate(steps):
-            assert torch.equal(ckpt.load(step=n)["w"], tensor), n
-
-
-def test_a_restore_casts_each_piece():
-    store = memory()
-    save("0, 1, 1, 0", store, whole())
-
-    def work(ckpt, rank):
-        state = {"w": CUTS["0, 1, 1, 0"][rank](torch.zeros(SHAPE, dtype=torch.bfloat16))}
-        report = ckpt.restore(state, cast=True)
-        assert [one.path for one in report.cast] == ["w"]
-        assert filled(state["w"], whole(dtype=torch.bfloat16))
-
-    run("0, 1, 1, 0", store, work)
-
-
-def test_check_takes_pieces_and_writes_nothing():
-    store = memory()
-    with checkpointer(store) as ckpt:
-        report = ckpt.check({"w": CUTS["one rank"][0](whole())}, 1)
-        assert (report.objects, report.bytes_raw) == (1, whole().nbytes)
-        assert ckpt.steps() == []
-
-
-def test_pieces_of_arrays_are_saved_and_restored():
-    array = np.arange(40.0).reshape(10, 4)
-    pieces = [Shard(array[a : a + 5].copy(), (10, 4), (a, 0)) for a in (5, 0)]
-    store = memory()
-    with checkpointer(store) as ckpt:
-        ckpt.save({"w": Shards(pieces)}, 1, mode="blocking")
-        assert np.array_equal(ckpt.load()["w"], array)
-        for piece in pieces:
-            piece.tensor[...] = 0
-        ckpt.restore({"w": Shards(pieces)})
-    assert np.array_equal(np.concatenate([p.tensor for p in reversed(pieces)]), array)
-
-
 def test_one_process_that_lacks_pieces_or_has_no_rows_is_refused():
     for pieces in (rows(whole(), (0, 10), (20, 40)), columns(whole(), (0, 20), (20, 70))):
         with checkpointer(memory()) as ckpt:
             with pytest.raises(UnsupportedStateError, match=r"w is .* this process saves alone"):
                 ckpt.save({"w": Shards(pieces)}, 1, mode="blocking")
             assert ckpt.steps() == []
-
-
-def test_elements_that_no_rank_holds_fail_the_save_and_leave_the_last_checkpoint():
-    store = memory()
-    save("0, 1, 1, 0", store, whole(), 1)
-    bounds = [((0, 10), (30, 40)), ((10, 20), (21, 30))]
-    job = Job(2, store)
-    found = job.save(lambda rank: {"w": Shards(rows(whole(1), *bounds[rank]))}, 2)
-    assert {type(one) for one in found} <= {SaveError, RankError}
-    assert "w" in str(found[0])
-    with checkpointer(store) as ckpt:
-        assert ckpt.steps() == [1]
-        assert torch.equal(ckpt.load()["w"], whole())
 
 
 def test_pieces_that_replicas_hold_are_written_once():
@@ -306,17 +240,6 @@ def test_pieces_in_one_memory_are_left_alone_where_what_is_stored_disagrees():
     assert torch.equal(own[:30], torch.cat([stored[:20], stored[30:40]]))
 
 
-def test_pieces_of_another_dtype_are_one_difference():
-    with checkpointer(memory()) as ckpt:
-        ckpt.save({"w": whole()}, 1, mode="blocking")
-        state = {"w": CUTS["one rank"][0](torch.zeros(SHAPE, dtype=torch.int32))}
-        with pytest.raises(RestoreMismatchError) as caught:
-            ckpt.restore(state)
-        assert str(caught.value).count("dtype float32 is stored") == 1
-        report = ckpt.restore({"w": CUTS["one rank"][0](whole()), "new": whole()}, strict=False)
-        assert report.missing == ("new",)
-
-
 def test_pieces_count_as_filled_from_elsewhere_only_if_each_of_them_is():
     own = torch.zeros(SHAPE)
     top, bottom = Shard(own[:20], SHAPE, (0, 0)), Shard(own[20:], SHAPE, (20, 0))
@@ -348,15 +271,3 @@ def test_pieces_that_keep_moving_while_they_are_described_are_not_taken_for_othe
     state = {"w": shards, "mover": Mover(shards.pieces[1].tensor)}
     with checkpointer(memory()) as ckpt, pytest.raises(TornSnapshotError, match="w moved to other"):
         ckpt.save(state, 1, mode="blocking")
-
-
-@pytest.mark.gpu
-def test_pieces_on_a_device_are_captured_when_the_save_returns_and_filled_in_place():
-    pieces = [Shard(p.tensor.cuda(), SHAPE, p.offsets) for p in rows(whole(), (20, 40), (0, 20))]
-    with checkpointer(memory()) as ckpt:
-        handle = ckpt.save({"w": Shards(pieces)}, 1)
-        for piece in pieces:
-            piece.tensor.zero_()
-        handle.result(300)
-        ckpt.restore({"w": Shards(pieces)})
-    assert torch.equal(torch.cat([p.tensor.cpu() for p in reversed(pieces)]), whole())

@@ -96,53 +96,6 @@ else:
 dist.destroy_process_group()
 """
 
-FLAT_AND_ZERO = """
-import warnings
-warnings.simplefilter("ignore")
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.nn.parallel import DistributedDataParallel
-
-def flat(net):
-    net = FullyShardedDataParallel(net, use_orig_params=True, device_id=torch.device("cpu"))
-    return {"model": net, "optimizer": torch.optim.AdamW(net.parameters(), lr=0.1)}
-
-def zero(net):
-    net = DistributedDataParallel(net)
-    optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, lr=0.1)
-    return {"model": net, "optimizer": optimizer}
-
-def made(kind, seed):
-    torch.manual_seed(seed)
-    net = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.ReLU(), torch.nn.Linear(7, 3))
-    return kind(net)
-
-def steps(state):
-    losses = []
-    for _ in range(3):
-        loss = state["model"](torch.ones(4, 5)).square().sum()
-        loss.backward()
-        state["optimizer"].step()
-        state["optimizer"].zero_grad()
-        losses.append(loss.item())
-    return losses
-
-for number, kind in enumerate((flat, zero), 1):
-    state = made(kind, 0)
-    steps(state)
-    with penstock.Checkpointer(root) as ckpt:
-        handle = ckpt.save(state, number, mode="lazy")
-        losses = steps(state)
-        handle.result(300)
-        for other in (flat, zero):
-            found = made(other, 1)
-            ckpt.restore(found, number)
-            assert steps(found) == losses, (kind, other)
-print("equal", flush=True)
-dist.barrier()
-dist.destroy_process_group()
-"""
-
 HANG = """
 from penstock.core.abc.delegating import DelegatingBackend
 from penstock.core.plugins.registry import default_registry
@@ -221,16 +174,6 @@ def test_fsdp2_of_two_processes_is_loaded_by_one_bit_by_bit(store, tmp_path):
             assert ckpt.load(step)["model"].keys() == {
                 path.partition("/")[2] for path in expected if path.startswith("model")
             }
-
-
-@pytest.mark.process
-@pytest.mark.multirank
-def test_fsdp1_and_zero_restore_each_other_and_lose_the_same(store, tmp_path):
-    processes = start(START + FLAT_AND_ZERO, 2, store.port, tmp_path / "run")
-    try:
-        assert [process.communicate(timeout=300)[0] for process in processes] == ["equal\n"] * 2
-    finally:
-        end(processes)
 
 
 @pytest.mark.process

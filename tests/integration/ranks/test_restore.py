@@ -24,9 +24,9 @@ from tests.integration.ranks.topologies import (
 from tests.integration.support import checkpointer, memory
 from tests.providers.threads_as_ranks import run_ranks
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import SGD
 
@@ -42,7 +42,6 @@ from penstock.core.tree.describe import describe_tree
 from penstock.core.tree.select import Rename, Selection
 from penstock.core.types import Region, regions_of_range
 from penstock.providers.tensor.sharding import local_shard
-from penstock.providers.wrappers import bare_class
 
 
 def restore(store, state, **options):
@@ -165,31 +164,6 @@ def equal(found, expected):
         assert torch.equal(found[path], tensor), path
 
 
-FEW = {"one process", "FSDP2 3"}  # `test_matrix` has others
-
-
-@pytest.mark.parametrize(
-    "where", [pytest.param(n, marks=() if n in FEW else pytest.mark.slow) for n in PLACES]
-)
-def test_every_rank_gets_what_it_holds_bit_by_bit(trained, where):
-    """Of every stored layout, and in turn before the first step of the optimizer and after one."""
-    values, _, stores = trained
-    count, place = PLACES[where]
-    first = list(PLACES).index(where)
-
-    def work(_rank):
-        equal_to = expected_of(values, place)
-        for number, store in enumerate(stores.values(), first):
-            state = fresh(place, stepped=number % 2 == 1)
-            report = restore(store, state)
-            equal(held_of(state), equal_to)
-            assert (state["epoch"], report.missing) == (7, ())
-            assert bool(report.unexpected) == where.startswith("pipeline")  # of the other stage
-            assert report.matched_by == "name"
-
-    run_ranks(count, work)
-
-
 @pytest.mark.parametrize(
     "where",
     ["FSDP2 2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("DDP 2", "HSDP 2 x 2"))],
@@ -252,14 +226,6 @@ def test_names_and_order_of_the_optimizer_alone_are_those_of_the_bare_module(tra
     run_ranks(6, work)
 
 
-def test_class_of_a_module_is_the_bare_one():
-    def work(_rank):
-        net = PLACES["FSDP2 2"][1](Net())
-        return type(net).__name__, bare_class(net), bare_class(net.norm)
-
-    assert run_ranks(2, work) == [("FSDPNet", Net, nn.LayerNorm)] * 2
-
-
 # -- single tensors --------------------------------------------------------------------------------
 
 
@@ -308,80 +274,6 @@ def test_any_rectangles_come_back_in_any_placement(rectangles, mesh, data):
             assert version < (found._version, found._local_tensor._version)
 
     run_ranks(count, work)
-
-
-def stored_matrix(ranks=2, dtype=np.float32):
-    array = np.arange(48, dtype=dtype).reshape(8, 6)
-    store = memory()
-    cut = rows(ranks)(("w",), array.shape)
-    store_ranks(store, [[(("w",), array, held)] for held in cut])
-    return store, torch.from_numpy(array)
-
-
-def test_rank_outside_of_the_mesh_restores_nothing():
-    store, whole = stored_matrix()
-
-    def work(rank):
-        devices = DeviceMesh("cpu", [1, 2])
-        tensor = distribute_tensor(torch.zeros(8, 6), devices, [Shard(0)], src_data_rank=None)
-        report = restore(store, {"w": tensor})
-        assert report.restored == ("w",)
-        return tensor._local_tensor.tolist(), report.bytes_read
-
-    outside, *inside = run_ranks(3, work)
-    assert outside == ([], 0)
-    assert [held for held, _ in inside] == [whole[:4].tolist(), whole[4:].tolist()]
-
-
-def test_rank_reads_no_more_than_its_own_rows():
-    store, whole = stored_matrix(ranks=4)
-
-    def work(rank):
-        devices = init_device_mesh("cpu", (2,))
-        tensor = distribute_tensor(torch.zeros(8, 6), devices, [Shard(0)], src_data_rank=None)
-        return restore(store, {"w": tensor}).bytes_read
-
-    assert run_ranks(2, work) == [whole.nbytes // 2] * 2
-
-
-def test_pending_sum_is_refused_and_says_what_to_do():
-    store, _ = stored_matrix()
-
-    def work(rank):
-        devices = init_device_mesh("cpu", (2,))
-        tensor = DTensor.from_local(torch.ones(8, 6), devices, [Partial()], run_check=False)
-        with pytest.raises(UnsupportedStateError, match=r"w is a DTensor .*redistribute"):
-            restore(store, {"w": tensor})
-        assert tensor._local_tensor.eq(1).all()
-
-    run_ranks(2, work)
-
-
-def test_another_global_shape_is_told_with_both_shapes():
-    store, _ = stored_matrix()
-
-    def work(rank):
-        devices = init_device_mesh("cpu", (2,))
-        tensor = distribute_tensor(torch.zeros(4, 6), devices, [Shard(0)], src_data_rank=None)
-        with pytest.raises(RestoreMismatchError, match=r"w: shape \[8, 6\] is stored, .*\[4, 6\]"):
-            restore(store, {"w": tensor})
-
-    run_ranks(2, work)
-
-
-def test_other_floats_are_converted_into_shards():
-    store, whole = stored_matrix(dtype=np.float64)
-
-    def work(rank):
-        devices = init_device_mesh("cpu", (2, 2))
-        zeros = torch.zeros(8, 6, dtype=torch.float16)
-        placed = [Shard(1), Shard(0)]
-        tensor = distribute_tensor(zeros, devices, placed, src_data_rank=None)
-        restore(store, {"w": tensor}, cast=True)
-        expected = distribute_tensor(whole.half(), devices, placed, src_data_rank=None)
-        assert torch.equal(tensor._local_tensor, expected._local_tensor)
-
-    run_ranks(4, work)
 
 
 def test_state_of_another_shape_than_its_sharded_parameter_wants_a_step_first():
@@ -449,30 +341,6 @@ def test_any_flat_ranges_come_back_in_any_other_flat_ranges(data):
         flat = torch.zeros(b - a)
         restore(store, {"w": penstock.Shard(flat, shape, flat_range=(a, b))})
         assert flat.numpy().tobytes() == array.reshape(-1)[a:b].tobytes()
-
-
-def test_shard_of_another_whole_is_told_with_both_shapes():
-    store, _ = stored_matrix()
-    shard = penstock.Shard(torch.zeros(2, 6), (9, 6), (0, 0))
-    with pytest.raises(RestoreMismatchError, match=r"w: shape \[8, 6\] is stored, .*\[9, 6\]"):
-        restore(store, {"w": shard})
-
-
-def test_shard_takes_other_floats_with_cast():
-    store, whole = stored_matrix(dtype=np.float64)
-    shard = penstock.Shard(torch.zeros(2, 2), (8, 6), (3, 1))
-    with pytest.raises(RestoreMismatchError, match="float64"):
-        restore(store, {"w": shard})
-    restore(store, {"w": shard}, cast=True)
-    assert torch.equal(shard.tensor, whole[3:5, 1:3].float())
-
-
-def test_shard_of_a_read_only_array_is_refused():
-    store, _ = stored_matrix()
-    array = np.zeros((2, 6), np.float32)
-    array.flags.writeable = False
-    with pytest.raises(UnsupportedStateError, match="read-only"):
-        restore(store, {"w": penstock.Shard(array, (8, 6), (0, 0))})
 
 
 def test_one_process_saves_a_shard_that_is_the_whole_tensor():

@@ -8,7 +8,7 @@ from tests.integration.support import checkpointer, memory
 from tests.providers.threads_as_ranks import run_ranks
 
 import penstock
-from penstock import CheckpointNotFoundError, RestoreMismatchError
+from penstock import RestoreMismatchError
 from penstock.core.abc import DelegatingBackend
 
 LAST = 5
@@ -99,15 +99,6 @@ def equal(found, expected):
         assert torch.equal(found[path], tensor), path
 
 
-def test_rank_0_alone_deletes_what_is_not_kept(run):
-    store, _, (by_first, by_second) = run
-    with checkpointer(store) as ckpt:
-        assert ckpt.steps() == [3, 4, 5]
-        assert all(ckpt.verify(step).ok for step in ckpt.steps())
-    assert by_first
-    assert not by_second
-
-
 def test_a_given_step_comes_back_with_all_that_belongs_to_it(run):
     store, held, _ = run
 
@@ -144,22 +135,6 @@ def test_another_number_of_ranks_takes_a_part_and_leaves_the_rest(run, count):
         assert losses == pytest.approx(expected, rel=1e-5)
 
 
-def test_the_model_alone_is_taken_and_the_optimizer_is_as_it_was(run):
-    store, held, _ = run
-
-    def work(ckpt, rank, state):
-        train_step(state, 1)
-        before = {p: t for p, t in values_of(state).items() if p[0] == "optimizer"}
-        report = ckpt.restore(state, include="model/**")  # of the last one, which has no other
-        assert report.step == LAST
-        found = values_of(state)
-        equal({p: t for p, t in found.items() if p[0] == "optimizer"}, before)
-        of_model = {p: t for p, t in held[rank][LAST][0].items() if p[0] == "model"}
-        equal({p: t for p, t in found.items() if p[0] == "model"}, of_model)
-
-    restored(store, 2, work)
-
-
 @pytest.mark.parametrize("count", [2, 3])
 def test_a_whole_state_is_not_taken_from_a_checkpoint_of_the_model_on_any_rank(run, count):
     store, _, _ = run
@@ -174,17 +149,6 @@ def test_a_whole_state_is_not_taken_from_a_checkpoint_of_the_model_on_any_rank(r
         return raised.type
 
     assert RestoreMismatchError in restored(store, count, work)
-
-
-def test_a_step_that_is_not_there_is_the_same_error_on_all_ranks(run):
-    store, _, _ = run
-
-    def work(ckpt, rank, state):
-        with pytest.raises(CheckpointNotFoundError, match="step 2"):
-            ckpt.restore(state, step=2)
-        assert ckpt.latest() == LAST
-
-    restored(store, 3, work)
 
 
 def test_what_one_process_begins_is_gone_on_with_by_ranks_and_a_single_one_again():

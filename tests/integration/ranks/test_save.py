@@ -4,7 +4,7 @@ import pytest
 import torch
 from tests.core.stored_ranks import STEP
 from tests.integration.ranks.saving import Job
-from tests.integration.ranks.topologies import PLACES, Net, adam, alone, trained, values_of
+from tests.integration.ranks.topologies import PLACES, Net, adam, trained, values_of
 from tests.integration.support import checkpointer, memory
 from tests.providers.threads_as_ranks import run_ranks
 
@@ -55,31 +55,6 @@ def test_what_ranks_save_is_loaded_by_one_process(name, mode):
     raw = sum(t.nbytes for t in values.values())
     values_bytes = sum(report.bytes_raw for report in reports) - raw
     assert 0 < values_bytes < 4096
-
-
-@pytest.mark.parametrize("codecs", [["floatsplit", "zstd"], "auto"])
-@pytest.mark.parametrize(
-    "name", ["DDP 2", pytest.param("FSDP2 x TP 3 x 2", marks=pytest.mark.slow)]
-)
-def test_codecs_decode_what_ranks_have_cut(name, codecs):
-    count, place = PLACES[name]
-    store = memory()
-    job = Job(count, store, rules=[{"match": "**", "codecs": codecs}])
-
-    def rank_saves(rank):
-        state = trained(place)
-        with job.checkpointer(rank) as ckpt:
-            return ckpt.save(state, STEP).result(300)
-
-    run_ranks(count, rank_saves)
-    net = Net(1)
-    fresh = {"model": net, "optimizer": adam(net), "epoch": 0}
-    with checkpointer(store) as ckpt:
-        assert ckpt.verify().ok
-        ckpt.restore(fresh)
-    values = values_of(trained(lambda net: net))
-    for path, tensor in values_of(fresh).items():
-        assert torch.equal(tensor, values[path]), path
 
 
 @pytest.mark.parametrize("codecs", [[], ["zstd"]])
@@ -169,55 +144,6 @@ def test_tensors_that_some_ranks_have_come_back_on_these_and_on_others():
         for rank, state in enumerate(found):
             for name, tensor in state_of(places, value=True)(rank)["all"].items():
                 assert torch.equal(state["all"][name], tensor), name
-
-
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_shards_in_nested_containers_come_back_in_place(count):
-    def state_of(rank, ranks, *, blank=False):
-        whole = torch.zeros(6, 2) if blank else torch.arange(12.0).reshape(6, 2)
-        start, stop = (6 * n // ranks for n in (rank, rank + 1))
-        piece = penstock.Shard(whole[start:stop].clone(), (6, 2), (start, 0))
-        deep = {"n": (0 if blank else 5, [None]), 3: {"deep": [] if blank else [1.5]}}
-        return {"list": [{"pair": (piece, "equal")}, deep]}
-
-    store = memory()
-    Job(2, store).save(lambda rank: state_of(rank, 2))
-    blank = [state_of(rank, count, blank=True) for rank in range(count)]
-    if count == 1:
-        with checkpointer(store) as ckpt:
-            ckpt.restore(*blank)
-    else:
-        restored(count, store, blank.__getitem__)
-    for rank, found in enumerate(blank):
-        expected = state_of(rank, count)
-        pieces = [one["list"][0]["pair"][0].tensor for one in (found, expected)]
-        assert torch.equal(*pieces)
-        assert found["list"][1] == expected["list"][1]
-
-
-def test_one_empty_piece_may_stand_for_several_tensors():
-    empty = torch.empty(0, 3)
-
-    def state_of(rank):
-        names = {"a": 1.0, "b": 2.0, "c": 3.0}
-        pieces = {n: torch.full((2, 3), v) if rank < 2 else empty for n, v in names.items()}
-        return {n: penstock.Shard(t, (4, 3), (min(2 * rank, 4), 0)) for n, t in pieces.items()}
-
-    store = memory()
-    assert [report.step for report in Job(3, store).save(state_of)] == [1, 1, 1]
-    with checkpointer(store) as ckpt:
-        assert [tensor.unique().tolist() for tensor in ckpt.load().values()] == [[1], [2], [3]]
-
-
-def test_a_lazy_save_warns_of_no_optimizer_only_where_there_is_none(caplog):
-    """From the second save on a rank captures only what it writes, which may be nothing."""
-    states = [trained(alone) for _ in range(2)]
-
-    def work(ckpt, rank):
-        return [ckpt.save(states[rank], step, mode="lazy").result(300).step for step in (1, 2)]
-
-    assert Job(2, memory()).run(work) == [[1, 2], [1, 2]]
-    assert "defers nothing" not in caplog.text
 
 
 def test_metadata_and_overwrite_are_those_of_rank_0():

@@ -59,26 +59,3 @@ def test_what_has_not_changed_is_stored_once(state_of, rules):
     with checkpointer(store) as ckpt:
         uids = ckpt._catalog.record(4).references
         assert ckpt._catalog.record(0).uid in uids
-
-
-@pytest.mark.parametrize("counts", [(2, 3), (2, 1)])
-def test_other_ranks_find_what_has_not_changed(counts):
-    store = memory()
-    first, _ = save_all(store, counts[0], [0, 1], whole)
-    then, _ = save_all(store, counts[1], [2, 3], whole)
-    assert then < 0.4 * first
-    check(store, range(4))
-
-
-def test_with_deltas_a_chunk_that_has_not_changed_has_no_frame_at_all():
-    store = memory()
-    rules = [{"match": "**", "codecs": ["delta", "zstd"]}]
-    first, *later = save_all(store, 2, range(4), pieces, rules=rules)
-    assert max(later) < 0.4 * first
-    check(store, range(4))
-    with checkpointer(store) as ckpt:
-        assert ckpt._catalog.record(3).base.step == 2
-        ckpt.delete(0)
-        ckpt.delete(2)
-        ckpt._catalog.prune(grace_s=0)
-    check(store, [1, 3])

@@ -1,7 +1,6 @@
 """Ranks save to a fast tier together, and rank 0 alone copies on from there."""
 
 import os
-import shutil
 import signal
 import threading
 import time
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 from tests.integration.ranks.saving import SHORT_TIMEOUT_S, Job
 from tests.integration.ranks.test_processes import LIMIT_S, START, end, start
-from tests.integration.support import FlyingClock, checkpointer, memory, run_python
+from tests.integration.support import FlyingClock, checkpointer
 from tests.integration.tiers.places import Places
 
 from penstock import (
@@ -21,13 +20,11 @@ from penstock import (
     ConfigError,
     NotDrainedError,
     RankError,
-    SaveSkippedError,
     Shard,
     StorageError,
 )
 from penstock.backends.tiered import TieredBackend, TieredConfig
-from penstock.core.catalog.catalog import Catalog
-from penstock.core.errors import SaveError, StorageFullError
+from penstock.core.errors import SaveError
 from penstock.core.rounds.posts import Verdict, encode, end_key
 from penstock.testing.coordination import MemoryCoordination
 from penstock.testing.faults import Fault, FaultyBackend, WrapperBackend
@@ -321,30 +318,6 @@ def test_nothing_stays_of_a_save_that_ends_once_its_copy_is_marked(places, optio
     assert job.run(work) == [set()] * RANKS
 
 
-def test_a_save_without_room_is_skipped_on_all_ranks(places, caplog):
-    class Full(WrapperBackend):
-        def free_bytes(self):
-            return 0
-
-    def full(rank, store):
-        return Full(store) if rank == 0 else store
-
-    def work(ckpt, rank):
-        handle = ckpt.save(state_of(rank), 1)
-        with pytest.raises(SaveSkippedError, match="no tier has room"):
-            handle.result(300)
-        return handle.skipped
-
-    assert job_of(places, fast=full, durable=full).run(work) == [True] * RANKS
-    assert places.steps() == ([], [])
-    assert [r.message for r in caplog.records if r.levelname == "ERROR"] == [
-        m for m in caplog.messages if m.startswith("step 1 is not saved: no tier has room")
-    ]
-    options = {"on_full": "raise"}
-    errors = job_of(places, fast=full, durable=full, options=options).save(state_of)
-    assert [type(e) for e in errors] == [StorageFullError, RankError, RankError]
-
-
 def test_a_save_that_waits_for_room_longer_than_the_time_out_is_given_up_by_nobody(places):
     class Full(WrapperBackend):
         def __init__(self, inner, room):
@@ -390,21 +363,6 @@ def test_room_is_made_for_what_all_ranks_store_together(places):
     assert job.run(work) == [[("durable",), ("fast", "durable")]] * RANKS
 
 
-def test_ranks_of_other_backends_are_refused_by_name(places):
-    store = memory()
-
-    def work(ckpt, rank):
-        with pytest.raises((RankError, ConfigError)) as info:
-            ckpt.save(state_of(rank), 1).result(300)
-        return str(info.value)
-
-    def tiers(rank):
-        return job_of(places)._store(rank) if rank != 1 else store
-
-    found = Job(RANKS, tiers).run(work)
-    assert all("the backend of this rank is one place, that of rank 0 tiers" in t for t in found)
-
-
 def test_a_job_of_fewer_ranks_goes_on_with_the_copies_of_one_that_died(places):
     def durable(rank, store):
         faulty = FaultyBackend(store)
@@ -425,31 +383,6 @@ def test_a_job_of_fewer_ranks_goes_on_with_the_copies_of_one_that_died(places):
 
     assert job_of(places, 2).run(restarted) == [(1, True)] * 2
     assert places.steps() == ([1, 2], [1, 2])
-
-
-def test_what_is_evicted_beside_a_restore_is_read_from_the_next_tier(places):
-    job = job_of(places)
-    assert [r.step for r in job.save(state_of)] == [1] * RANKS
-    evicted = threading.Event()
-    reads = Fault("read", times=None, match="blobs/", until=evicted)
-
-    def fast(rank, store):
-        return FaultyBackend(store, reads) if rank == 2 else store
-
-    def work(ckpt, rank):
-        def evict():
-            reads.reached.wait(300)
-            ckpt._drains.eviction.evict(0, Catalog(places.fast).record(1))
-            evicted.set()
-
-        if rank == 0:
-            threading.Thread(target=evict).start()
-        target = state_of(rank, 0)
-        ckpt.restore(target)
-        return target["sharded"].tensor.eq(state_of(rank)["sharded"].tensor).all().item()
-
-    assert job_of(places, fast=fast).run(work) == [True] * RANKS
-    assert places.steps() == ([], [1])
 
 
 def test_damage_that_one_rank_finds_is_repaired_by_rank_0(places):
@@ -536,35 +469,6 @@ def test_rank_0_closes_once_the_others_know_what_is_durable(places):
     assert run_ranks(2, work) == [(True, False), ("fast", "durable")]
 
 
-TORCHRUN = """
-import os, sys
-import torch, torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-import penstock
-
-fast, durable, step = sys.argv[1:3] + [int(sys.argv[3])]
-dist.init_process_group("gloo")
-torch.manual_seed(step)
-net = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
-fully_shard(net[0]), fully_shard(net[1]), fully_shard(net)
-state = {"model": net, "epoch": step}
-tiers = {"type": "tiered", "fast": fast, "durable": durable}
-with penstock.Checkpointer(tiers) as ckpt:
-    if step > 1:
-        weights = {n: t.full_tensor().clone() for n, t in net.state_dict().items()}
-        torch.manual_seed(step - 1)
-        other = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3)).state_dict()
-        assert ckpt.restore(state).step == step - 1
-        for name, tensor in net.state_dict().items():
-            assert torch.equal(tensor.full_tensor(), other[name]), name
-        assert state["epoch"] == step - 1
-    handle = ckpt.save(state | {"epoch": step}, step)
-    handle.committed.result(300)
-    print("saved", handle.result(300).tiers == ("fast", "durable"), flush=True)
-dist.destroy_process_group()
-"""
-
 COPY = """
 fast, durable, limit_s = sys.argv[4], sys.argv[5], float(sys.argv[6])
 tiers = {"type": "tiered", "fast": fast, "durable": durable, "drain_bytes_per_s": "1 MB"}
@@ -581,27 +485,6 @@ except penstock.NotDrainedError as error:
     ckpt.close()
     print("closed", flush=True)
 """
-
-
-@pytest.mark.slow
-@pytest.mark.process
-@pytest.mark.multirank
-def test_torchrun_goes_on_from_the_slow_tier_once_the_fast_one_is_lost(tmp_path):
-    script = tmp_path / "job.py"
-    script.write_text(TORCHRUN)
-    fast, durable = tmp_path / "fast", tmp_path / "durable"
-    for step, count in ((1, 3), (2, 2)):
-        done = run_python(
-            "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", script,
-            fast, durable, step, timeout=200, OMP_NUM_THREADS="1",
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-4000:]
-        assert done.stdout.count("saved True") == count
-        shutil.rmtree(fast)
-    with Checkpointer(durable) as alone:
-        assert alone.steps() == [1, 2]
-        assert alone.verify(1).ok
-        assert alone.load(2, include="epoch") == {"epoch": 2}
 
 
 @pytest.mark.process

@@ -8,8 +8,6 @@ from tests.integration.support import checkpointer, memory
 from tests.providers.threads_as_ranks import run_ranks
 from torch import nn
 
-from penstock.core.reporting.reports import SaveTotals
-
 TOPOLOGIES = ["DDP 2", "HSDP 2 x 2", "pipeline 2 x FSDP2 2"]
 
 
@@ -67,14 +65,6 @@ def test_nothing_is_written_twice_and_all_ranks_write_as_much(name):
         assert ckpt.verify().ok
 
 
-def test_what_tensor_parallelism_leaves_to_fsdp_is_counted_as_stored_twice():
-    """The mesh of such a parameter is that of FSDP, which does not know of the other ranks."""
-    count, place = PLACES["FSDP2 x TP 2 x 2"]
-    reports = saved(count, lambda: state_at(place), memory())
-    left = (2 * 1200 * 96 + 2 * 96) * 4  # embedding, head, norm
-    assert {report.total.bytes_twice for report in reports} == {3 * left}
-
-
 def test_what_stages_have_in_common_is_counted_as_stored_twice():
     shared = torch.arange(600.0).view(-1, 6)
     store = memory()
@@ -87,24 +77,3 @@ def test_what_stages_have_in_common_is_counted_as_stored_twice():
     assert {report.total.bytes_raw for report in reports} == {sum(r.bytes_raw for r in reports)}
     with checkpointer(store) as ckpt:
         assert ckpt.verify().ok
-
-
-def test_totals_count_what_is_stored_now_and_not_what_is_borrowed():
-    store = memory()
-    job = Job(2, store, share=True)
-    state = {"w": torch.arange(9000.0), "epoch": 1}
-
-    def work(ckpt, rank):
-        del rank
-        first, second = (ckpt.save(state, step).result(300).total for step in (1, 2))
-        return first.bytes_stored > 0, second.bytes_raw == first.bytes_raw, second.bytes_stored
-
-    assert job.run(work) == [(True, True, 0)] * 2
-
-
-def test_of_one_process_the_totals_are_its_own():
-    with checkpointer(memory()) as ckpt:
-        report = ckpt.save({"w": torch.ones(300), "epoch": 1}, 1).result(300)
-    own = SaveTotals(report.bytes_raw, report.bytes_stored, report.blobs)
-    assert report.total == own
-    assert own.blobs == 1

@@ -14,7 +14,6 @@ from tests.integration.ranks.topologies import (
     alone,
     fsdp2,
     local,
-    train,
     trained,
     values_of,
 )
@@ -34,7 +33,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from penstock import Grads, RankError, RestoreMismatchError, SaveError, UnsupportedStateError
+from penstock import Grads, RankError, SaveError, UnsupportedStateError
 
 
 class Tied(Net):
@@ -216,82 +215,6 @@ def test_a_module_can_be_moved_and_cast_after_a_save_and_a_restore():
         assert torch.equal(tensor, single[name].double()), name
 
 
-@pytest.mark.slow
-def test_a_module_that_was_made_without_memory_is_restored_once_it_has_some():
-    plain = memory()
-    with checkpointer(plain) as ckpt:
-        ckpt.save(trained(alone), STEP, mode="blocking")
-    place = PLACES["FSDP2 x TP 2 x 2"][1]
-    jobs = [Job(4, plain) for _ in range(2)]
-
-    def work(rank):
-        with torch.device("meta"):
-            net = Net(1)
-        net = place(net)
-        refused = pytest.raises((UnsupportedStateError, RankError), match="meta device")
-        with jobs[0].checkpointer(rank) as ckpt, refused:
-            ckpt.restore({"model": net}, include="model/**")
-        net.to_empty(device="cpu")
-        with jobs[1].checkpointer(rank) as ckpt:
-            assert ckpt.restore({"model": net}, include="model/**").missing == ()
-        check_states(net, trained(place)["model"])
-
-    run_ranks(4, work)
-
-
-class Tuned(nn.Module):
-    """A net that was trained before, and is frozen now, with a new head."""
-
-    def __init__(self, seed=1):
-        super().__init__()
-        self.base = Net(seed).requires_grad_(requires_grad=False)
-        self.more = nn.Linear(6, 3)
-
-
-@pytest.mark.slow
-def test_a_net_becomes_a_frozen_part_of_another_one_which_goes_on():
-    """By its path, and by another one with `rename`."""
-    first, second = memory(), memory()
-    saver, job = Job(3, first), Job(2, second)
-    readers = [Job(2, first), Job(2, first), Job(2, second)]
-
-    def pretrained(rank):
-        with saver.checkpointer(rank) as ckpt:
-            ckpt.save(trained(fsdp2(3)), STEP, mode="blocking").result(300)
-
-    def state_of(seed=1):
-        net = Tuned(seed)
-        fully_shard(net.base)
-        return {"model": fully_shard(net), "optimizer": adam(net.more)}
-
-    def tuned(rank):
-        state, again, other = state_of(), state_of(2), state_of(3)
-        for reader, part, options in (
-            (readers[0], {"model": state["model"].base}, {}),
-            (readers[1], {"model": again["model"]}, {"rename": {"model/": "model/base."}}),
-        ):
-            with reader.checkpointer(rank) as ckpt:
-                ckpt.restore(part, include="model/**", strict=not options, **options)
-        check_states(state["model"].base, trained(fsdp2(2))["model"])
-        check_states(again["model"].base, trained(fsdp2(2))["model"])
-        for parameter in state["model"].more.parameters():
-            parameter.grad = parameter.detach().clone()
-        state["optimizer"].step()
-        with job.checkpointer(rank) as ckpt:
-            ckpt.save(state, STEP, mode="blocking").result(300)
-        with readers[2].checkpointer(rank) as ckpt:
-            assert ckpt.restore(other).matched_by == "name"
-        check(values_of(other), values_of(state))
-
-    run_ranks(3, pretrained)
-    run_ranks(2, tuned)
-
-
-def check_states(net, expected):
-    found = {name: local(tensor) for name, tensor in net.state_dict().items()}
-    check(found, {name: local(tensor) for name, tensor in expected.state_dict().items()})
-
-
 def test_names_are_known_where_a_forward_has_resharded_to_fewer_ranks():
     """Its tensors stand in for the parameters then; the optimizer is asked first."""
     plain = memory()
@@ -452,35 +375,6 @@ def test_code_that_loads_sharded_state_gets_it_sharded(where, kind):
     check(shown(found), shown(bare))
 
 
-class Loading:
-    """Shows and loads the state of a module that is not itself in the state."""
-
-    def __init__(self, net):
-        self.net = net
-
-    def state_dict(self):
-        return self.net.state_dict()
-
-    def load_state_dict(self, state):
-        self.net.load_state_dict(state)
-
-
-def test_code_that_loads_a_stage_is_told_to_leave_that_to_the_modules():
-    store = memory()
-    job, reader = Job(4, store), Job(4, store)
-
-    def work(rank):
-        state = trained(interleaved)
-        app = {"app": Loading(state["model"])}
-        with job.checkpointer(rank) as ckpt:
-            ckpt.save(app, STEP, mode="blocking").result(300)
-        refused = pytest.raises((RestoreMismatchError, RankError), match="the modules themselves")
-        with reader.checkpointer(rank) as ckpt, refused:
-            ckpt.restore(app)
-
-    run_ranks(4, work)
-
-
 @pytest.mark.parametrize(
     "where", ["FSDP2 x TP 3 x 2", pytest.param("HSDP 2 x 2", marks=pytest.mark.slow)]
 )
@@ -512,69 +406,6 @@ def test_gradients_come_back_as_their_parameters_are_placed(where):
     with checkpointer(store) as ckpt:
         ckpt.restore(fresh)
     assert all(torch.equal(p.grad, 2 * p) for p in fresh["model"].parameters())
-
-
-OPTIMIZERS = {
-    "one for each parameter": lambda net: [
-        torch.optim.AdamW([p], lr=0.01, foreach=False) for p in net.parameters()
-    ],
-    "without state": lambda net: [torch.optim.SGD(net.parameters(), lr=0.01)],
-    "amsgrad with a tensor as rate": lambda net: [
-        torch.optim.Adam(net.parameters(), lr=torch.tensor(0.01), amsgrad=True, foreach=False)
-    ],
-    "momentum of some": lambda net: [
-        torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9, nesterov=True)
-    ],
-}
-
-
-FRESH = [pytest.param(n, False, id=n, marks=pytest.mark.slow) for n in OPTIMIZERS]
-STEPPED = pytest.param("momentum of some", True, id="stepped")
-
-
-@pytest.mark.parametrize(("name", "stepped"), [*FRESH, STEPPED])
-def test_optimizers_of_shards_go_on_where_they_were(name, stepped):
-    """Of parameters some have had no gradient yet, so there is no state of them."""
-    store = memory()
-    job, reader = Job(2, store), Job(2, store)
-
-    def state_of(seed, without=()):
-        net = fsdp2(2)(Net(seed))
-        optimizers = OPTIMIZERS[name](net)
-        for parameter_name, parameter in net.named_parameters():
-            if not any(part in parameter_name for part in without):
-                parameter.grad = parameter.detach().clone()
-        if stepped or not seed:
-            for optimizer in optimizers:
-                optimizer.step()
-        for parameter in net.parameters():
-            parameter.grad = None
-        return {"model": net, "optimizers": optimizers}
-
-    def shown(state):
-        return {
-            (parameter_name, key): local(item)
-            for parameter_name, parameter in state["model"].named_parameters()
-            for optimizer in state["optimizers"]
-            for key, item in (("", parameter), *optimizer.state.get(parameter, {}).items())
-            if isinstance(item, torch.Tensor)
-        }
-
-    def work(rank):
-        state, fresh = state_of(0, without=("norm", "up.bias")), state_of(1)
-        with job.checkpointer(rank) as ckpt:
-            ckpt.save(state, STEP, mode="blocking").result(300)
-        with reader.checkpointer(rank) as ckpt:
-            assert ckpt.restore(fresh).missing == ()
-        check(shown(fresh), shown(state))
-        losses = []
-        for one in (state, fresh):
-            first, *others = one["optimizers"]
-            first.register_step_post_hook(lambda *_, o=others: [each.step() for each in o])
-            losses.append(train(one["model"], first, 2))
-        assert losses[0] == losses[1]
-
-    run_ranks(2, work)
 
 
 @pytest.mark.parametrize("depths", [(2, 4), pytest.param((2, 2), marks=pytest.mark.slow)], ids=str)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from contextlib import closing
 from dataclasses import replace
@@ -17,7 +16,7 @@ import penstock
 from penstock.core.abc import Tier
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.prune import prune
-from penstock.core.catalog.survey import borrowed_blobs, has_data, missing_borrowed
+from penstock.core.catalog.survey import borrowed_blobs, has_data
 from penstock.core.errors import DamagedError
 from penstock.core.format import commit_record
 from penstock.core.format.commit_record import encode_borrowed, encode_commit
@@ -215,37 +214,3 @@ def test_a_part_borrows_of_no_save_that_the_record_does_not_name(root):
             DamagedError, match=f"borrows nothing of the save of data/{blob_uid(first.name)}/"
         ):
             ckpt.load(LAST)
-
-
-def test_a_copy_of_a_damaged_table_fails_by_name(call, root, tmp_path):
-    index = damage(root)
-    done = call("copy", root, tmp_path / "copy", "--step", LAST)
-    assert done.code != 0
-    assert index in done.out + done.err
-    assert not (tmp_path / "copy" / commit_name(LAST, 0)).exists()
-
-
-def test_a_blob_that_only_the_table_lists_is_missed(root):
-    with closing(open_backend(str(root), must_exist=True)) as backend:
-        record = record_of(backend)
-        blob = borrowed_blobs(backend, record)[7]
-        backend.delete([blob.name])
-        assert missing_borrowed(backend, record) == [blob]
-        assert not has_data(backend, record)
-
-
-def test_ls_needs_no_table_for_what_a_checkpoint_takes(call, root):
-    """Of what is kept of deleted ones it reads the table, and does without a damaged one."""
-    told = []
-    for harm in (lambda: None, lambda: damage(root)):
-        harm()
-        found = json.loads(call("ls", root, "--json").out)
-        last = next(one for one in found["checkpoints"] if one["step"] == LAST)
-        told.append(last["bytes_borrowed"])
-        with penstock.Checkpointer(root) as ckpt:
-            if 3 in ckpt.steps():
-                ckpt.delete(3)
-    assert told[0] == told[1] > LAST * 16384
-    (kept,) = json.loads(call("ls", root, "--json").out)["kept"]
-    assert kept["borrowers"] == [*range(4, LAST + 1)]
-    assert kept["bytes"] > 16384

@@ -10,7 +10,6 @@ import torch
 from tests.integration.support import holding, place_of, same
 
 import penstock
-from penstock.core.errors import DamagedError, StorageError
 from penstock.core.storage.open import open_backend
 from penstock.testing.faults import FaultyBackend
 
@@ -92,22 +91,6 @@ def test_data_that_stands_still_takes_nothing(tmp_path, codecs):
     check(tmp_path, dict.fromkeys(range(3), layers(0)))
 
 
-def test_adapters_alone_are_stored_beside_a_frozen_model(tmp_path):
-    def adapted(step):
-        made = torch.Generator().manual_seed(step)
-        pairs = {
-            f"{n}.{side}": torch.randn(4, 300, generator=made) for n in range(10) for side in "ab"
-        }
-        return {"model": layers(0)["model"], "lora": pairs}
-
-    first, *later = saved(tmp_path, range(4), states=adapted)
-    size = sum(t.nbytes for t in adapted(0)["lora"].values())
-    for report in later:
-        assert report.bytes_stored <= size + 4096
-    check(tmp_path, {n: adapted(n) for n in range(4)})
-    assert first.bytes_stored > 20 * size / 10
-
-
 def test_without_the_option_everything_is_stored_again(tmp_path):
     first = save(tmp_path, layers(0), 0, share=False)
     second = save(tmp_path, layers(0), 1, share=False)
@@ -149,21 +132,6 @@ def test_what_stands_still_is_rounded_but_stored_once(tmp_path, codecs, one_proc
         with penstock.Checkpointer(tmp_path / "alone") as other:
             assert same(ckpt.load(1), other.load(1))
         assert ckpt.verify(1).ok
-
-
-@pytest.mark.parametrize("codecs", [["cast", "floatsplit"], ["log8"]])
-def test_a_state_of_rounded_tensors_that_stands_still_takes_nothing(tmp_path, codecs):
-    saved(tmp_path / "run", [0], states=positive, rules=rounded(*codecs))
-    report = save(tmp_path / "run", positive(0), 1, rules=rounded(*codecs))
-    assert (report.bytes_stored, report.blobs) == (0, 0)
-    assert borrowed(tmp_path / "run", 1) == [0]
-
-
-def test_a_chunk_that_a_lossy_codec_declines_is_stored_once(tmp_path):
-    saved(tmp_path / "run", [0], rules=rounded("log8", "floatsplit"))  # which has negative numbers
-    report = save(tmp_path / "run", layers(0), 1, rules=rounded("log8", "floatsplit"))
-    assert report.bytes_stored == 0
-    check(tmp_path / "run", {n: layers(0) for n in range(2)})
 
 
 CHANGED = [
@@ -214,27 +182,6 @@ def test_one_bit_is_a_difference(tmp_path):
     check(tmp_path, {0: layers(0), 1: state})
 
 
-def test_what_moved_to_another_name_is_shared_as_well(tmp_path):
-    saved(tmp_path, [0])
-    state = {"ema": layers(0)["model"], "model": layers(0, frozen=0)["model"]}
-    save(tmp_path, state, 1)
-    check(tmp_path, {1: state})
-    assert save(tmp_path, state, 2).bytes_stored == 0
-
-
-@pytest.mark.parametrize(
-    ("before", "after"), [((), ("zstd",)), (("zstd",), ()), (("zstd",), ("lz4",))]
-)
-def test_a_chunk_with_other_codecs_is_stored_anew(tmp_path, before, after):
-    state = {"w": torch.zeros(100_000)}
-    save(tmp_path, state, 0, rules=rules(*before))
-    second = save(tmp_path, state, 1, rules=rules(*after))
-    assert second.bytes_stored > 0
-    with penstock.Checkpointer(tmp_path) as ckpt:
-        assert tuple(ckpt.info(1).codecs) == after
-    check(tmp_path, {0: state, 1: state})
-
-
 @pytest.mark.parametrize(("blocks", "shared"), [(4096, True), (8192, False)])
 def test_raw_frames_with_other_blocks_are_stored_anew(tmp_path, blocks, shared):
     save(tmp_path, layers(0), 0, block_bytes=4096)
@@ -250,35 +197,6 @@ def test_what_is_shared_stays_so_when_the_state_of_an_optimizer_joins_it(tmp_pat
     report = save(tmp_path, {"steps": steps, **model}, 1, chunk_bytes=16 << 20)
     assert report.bytes_stored < 64 << 10
     check(tmp_path, {0: model, 1: {"steps": steps, **model}})
-
-
-def test_equal_bytes_of_another_dtype_or_shape_are_decoded_as_what_they_are(tmp_path):
-    made = torch.Generator().manual_seed(1)
-    words = torch.randint(1 << 30, (2000, 150), generator=made, dtype=torch.int32)
-    for step, other in enumerate((words, words.view(torch.float32), words.view(150, 2000))):
-        save(tmp_path, {"x": other}, step, rules=rules("floatsplit"))
-    check(
-        tmp_path,
-        {0: {"x": words}, 1: {"x": words.view(torch.float32)}, 2: {"x": words.view(150, 2000)}},
-    )
-
-
-def test_a_slab_is_no_row_of_one_tensor(tmp_path):
-    made = torch.Generator().manual_seed(1)
-    row = torch.randn(64, generator=made)
-    one, many = {"x": row}, {"x": {"a": row[:16].clone(), "b": row[16:].clone()}}
-    for step, state in enumerate((one, many, one)):
-        save(tmp_path, state, step, rules=rules("floatsplit"))
-    check(tmp_path, {0: one, 1: many, 2: one})
-
-
-def test_a_derived_weight_and_its_shared_master_take_nothing(tmp_path):
-    master = layers(0)["model"]
-    state = {"model": {k: v.bfloat16() for k, v in master.items()}, "master": master}
-    first, second = saved(tmp_path, range(2), states=lambda _: state)
-    assert second.bytes_stored == 0
-    assert first.bytes_stored < 1.1 * sum(v.nbytes for v in master.values())
-    check(tmp_path, {0: state, 1: state})
 
 
 def test_what_the_newest_checkpoint_has_is_remembered_and_not_read_again(tmp_path):
@@ -354,39 +272,6 @@ def test_equal_chunks_of_other_codecs_are_stored_by_these(tmp_path):
     check(tmp_path, {0: state})
 
 
-def test_chunks_of_one_save_that_differ_in_one_bit_are_both_stored(tmp_path):
-    state = twins()
-    state["head"]["weight"].view(torch.int32)[50, 7] ^= 1
-    save(tmp_path, state, 0)
-    check(tmp_path, {0: state})
-
-
-def test_each_equal_chunk_is_a_base_of_its_own(tmp_path):
-    def nearly(step):
-        return {
-            name: tensor + 1e-6 * step * number
-            for number, (name, tensor) in enumerate(
-                {"a": twins()["turned"], "b": twins()["turned"], "c": twins()["turned"]}.items()
-            )
-        }
-
-    options = {"rules": rules("delta", "floatsplit"), "chunk_bytes": 1 << 20}
-    reports = saved(tmp_path, range(3), states=nearly, **options)
-    assert reports[1].bytes_stored < 0.7 * reports[1].bytes_raw
-    check(tmp_path, {n: nearly(n) for n in range(3)})
-
-
-def test_damage_of_a_chunk_that_two_objects_have_names_both(tmp_path):
-    state = {"a": twins()["turned"], "b": twins()["turned"]}
-    save(tmp_path, state, 0, chunk_bytes=1 << 20)
-    (blob,) = tmp_path.glob("data/*/blobs/*")
-    with blob.open("r+b") as file:
-        file.seek(100_000)
-        file.write(b"nonsense")
-    with penstock.Checkpointer(tmp_path) as ckpt:
-        assert {damage.what for damage in ckpt.verify(0).damaged} == {"a", "b"}
-
-
 def test_a_compacted_checkpoint_has_equal_chunks_once_as_well(tmp_path):
     first, _ = saved(tmp_path, range(2), states=lambda _: twins())
     with opened(tmp_path, share=False) as ckpt:  # the checkpoint was saved with it
@@ -397,50 +282,6 @@ def test_a_compacted_checkpoint_has_equal_chunks_once_as_well(tmp_path):
 
 
 # -- whose data is kept alive ----------------------------------------------------------------------
-
-
-def test_deleting_the_older_one_keeps_what_the_later_one_needs(tmp_path):
-    saved(tmp_path, range(3))
-    with penstock.Checkpointer(tmp_path) as ckpt:
-        ckpt.delete(0)
-        ckpt.delete(1)
-        ckpt._catalog.prune(grace_s=0)
-    check(tmp_path, {2: layers(2)})
-    assert save(tmp_path, layers(2), 3).bytes_stored == 0
-    check(tmp_path, {3: layers(2)})
-
-
-def test_the_data_goes_with_the_last_one_that_needs_it(tmp_path):
-    saved(tmp_path, range(3))
-    with penstock.Checkpointer(tmp_path) as ckpt:
-        for step in range(3):
-            ckpt.delete(step)
-    assert not list(tmp_path.glob("data/*/blobs/*"))
-
-
-def test_retention_frees_what_nothing_needs_any_more(tmp_path):
-    saved(tmp_path, range(6), retention={"keep_last": 1})
-    check(tmp_path, {5: layers(5)})
-    with penstock.Checkpointer(tmp_path) as ckpt:
-        needed = {ckpt.info(5).uid, *ckpt.info(5).references}
-    assert {path.parts[-3] for path in tmp_path.glob("data/*/blobs/*")} == needed
-
-
-def test_after_rewind_the_next_save_shares_with_what_is_left(tmp_path):
-    with opened(tmp_path) as ckpt:
-        for step in range(3):
-            ckpt.save(layers(step), step=step, mode="blocking")
-        ckpt.rewind(0)
-        ckpt.save(layers(7), step=7, mode="blocking")
-    assert borrowed(tmp_path, 7) == [0]
-    check(tmp_path, {0: layers(0), 7: layers(7)})
-
-
-def test_an_overwritten_checkpoint_shares_with_the_one_that_it_replaces(tmp_path):
-    with opened(tmp_path) as ckpt:
-        for n in range(3):
-            ckpt.save(layers(n), step=0, mode="blocking", overwrite=True)
-    check(tmp_path, {0: layers(2)})
 
 
 def test_crumbs_keep_no_old_checkpoint_alive(tmp_path):
@@ -472,18 +313,6 @@ def test_a_whole_checkpoint_shares_whole_frames_only(tmp_path):
 
 
 # -- failures --------------------------------------------------------------------------------------
-
-
-def test_a_failed_save_is_not_shared_with(tmp_path):
-    store = FaultyBackend(open_backend(tmp_path))
-    with opened(store) as ckpt:
-        ckpt.save(layers(0), step=0, mode="blocking")
-        store.fail("publish", StorageError("full"), match="parts/")
-        with pytest.raises(StorageError):
-            ckpt.save(layers(1), step=1, mode="blocking")
-        ckpt.save(layers(2), step=2, mode="blocking")
-    assert borrowed(tmp_path, 2) == [0]
-    check(tmp_path, {0: layers(0), 2: layers(2)})
 
 
 @pytest.mark.parametrize(("moment", "shares"), [("intent", False), ("parts/", True)])
@@ -522,37 +351,6 @@ def test_a_checkpoint_that_is_about_to_lose_its_data_is_not_referred_to(tmp_path
     thread.join()
     assert borrowed(tmp_path, 1) == []
     check(tmp_path, {1: layers(1)})
-
-
-@pytest.mark.parametrize("codecs", [[], ["floatsplit"]])
-def test_damage_of_a_shared_frame_is_found_in_every_checkpoint_and_named(tmp_path, codecs):
-    saved(tmp_path, range(2), rules=rules(*codecs))
-    with penstock.Checkpointer(tmp_path) as ckpt:
-        place = place_of(ckpt.open(1), "model/3.weight")
-        with (tmp_path / place.blob).open("r+b") as file:
-            file.seek(place.offset + place.length // 2)
-            byte = file.read(1)[0]
-            file.seek(-1, os.SEEK_CUR)
-            file.write(bytes([byte ^ 8]))
-        for step in (0, 1):
-            assert {d.what for d in ckpt.verify(step).damaged} == {"model/3.weight"}
-        with pytest.raises(DamagedError, match=r"model/3\.weight"):
-            ckpt.load(1)
-        assert same(
-            ckpt.load(1, include="model/9.*")["model"]["9.weight"], layers(1)["model"]["9.weight"]
-        )
-
-
-def test_a_lost_blob_of_an_earlier_save_is_damage(tmp_path):
-    saved(tmp_path, range(2))
-    with penstock.Checkpointer(tmp_path) as ckpt:
-        place = place_of(ckpt.open(1), "model/3.weight")
-        (tmp_path / place.blob).unlink()
-        assert not ckpt.verify(1, deep=False).ok
-        with pytest.raises(DamagedError) as caught:
-            ckpt.load(1)
-    told = "in the blobs of step 0, which step 1 shares chunks with: it needs step 1, step 0."
-    assert told in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -599,13 +397,3 @@ def test_a_process_reads_what_it_refers_to_once(tmp_path):
     assert any(name.endswith(".raw") for name in first)
     assert second
     assert all(name.startswith("commits/") for name in second)
-
-
-def test_a_damaged_manifest_is_not_shared_with(tmp_path, caplog):
-    saved(tmp_path, [0])
-    (part,) = tmp_path.glob("data/*/parts/*")
-    part.write_bytes(b"nonsense")
-    report = save(tmp_path, layers(1), 1)
-    assert report.bytes_stored > 0
-    assert "refers to no earlier checkpoint" in caplog.text
-    check(tmp_path, {1: layers(1)})

@@ -1,12 +1,11 @@
 """Tiers: what deletes, retries, repairs and waits while copies are under way."""
 
-import shutil
 import threading
 from contextlib import suppress
 from dataclasses import replace
 
 import pytest
-from tests.integration.support import FlyingClock, checkpointer, make_state, same
+from tests.integration.support import checkpointer, make_state, same
 from tests.integration.tiers.places import Places
 
 from penstock import CheckpointGoneError, NotDrainedError, PenstockError, StorageError
@@ -14,7 +13,6 @@ from penstock.backends.tiered import TieredBackend, TieredConfig
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.config.model import Retention
 from penstock.core.errors import UnsyncedError
-from penstock.core.storage.open import open_backend
 from penstock.core.tiers.whereabouts import is_marked, mark, pending
 from penstock.testing.faults import Fault, FaultyBackend, WrapperBackend
 from penstock.testing.hasty import FAST
@@ -115,25 +113,6 @@ def test_a_record_that_may_not_be_durable_is_published_once_more(places):
         ckpt.save(make_state(1), 1).result(300)
     assert durable.calls == 2
     assert pending(places.fast) == []
-
-
-def test_a_record_whose_data_vanished_is_no_copy(places, tmp_path):
-    root = tmp_path / "durable"
-
-    class Vanishing(WrapperBackend):
-        gone = False
-
-        def publish(self, name, data, /, *, exclusive=False):
-            if name.startswith("commits/") and not self.gone:
-                self.gone = True
-                for part in ("commits", "data"):  # not its identity: then it would be another place
-                    shutil.rmtree(root / part, ignore_errors=True)
-            super().publish(name, data, exclusive=exclusive)
-
-    durable = Vanishing(open_backend(f"posix://{root}"))
-    with places.open(durable=durable, options={"keep_fast": 0}) as ckpt:
-        assert ckpt.save(make_state(1), 1).result(300).tiers == ("durable",)
-        assert same(ckpt.load(1), make_state(1))
 
 
 @pytest.mark.parametrize("when", ["at once", "late"])
@@ -262,63 +241,6 @@ def test_a_commit_behind_close_is_told_to_who_waits(places, waits):
     go.set()
     with pytest.raises(NotDrainedError):
         handle.result(300)
-
-
-@pytest.mark.parametrize("what", ["blocking", "close"])
-def test_a_durable_tier_that_hangs_is_not_waited_for(places, waits, what):
-    hanging, event = FaultyBackend(places.other()), threading.Event()
-    clock = FlyingClock()
-    waits(clock=clock)
-    ckpt = places.open(durable=hanging)
-    held = hanging.block("create", event)
-    clock.flies = lambda: held.reached.is_set() and not event.is_set()
-    try:
-        if what == "blocking":
-            with pytest.raises(NotDrainedError):
-                ckpt.save(make_state(1), 1, mode="blocking")
-        else:
-            ckpt.save(make_state(1), 1).committed.result(300)
-        ckpt.close()
-        assert not event.is_set()  # it was closed all the same
-    finally:
-        event.set()
-    assert places.steps()[0] == [1]
-
-
-@pytest.mark.parametrize("how", ["delete", "retention"])
-def test_who_waits_for_a_step_that_is_deleted_in_the_queue_is_told(places, how):
-    slow, event = FaultyBackend(places.other()), threading.Event()
-    held = slow.add(Fault("create", until=event))
-    retention = {"retention": {"keep_last": 1}} if how == "retention" else {}
-    with places.open(durable=slow, **retention) as ckpt:
-        handles = {}
-        for step in (1, 2, 3):
-            handles[step] = ckpt.save(make_state(step), step)
-            handles[step].committed.result(300)
-        assert held.reached.wait(300)
-        if how == "delete":
-            ckpt.delete(2)
-        error = handles[2].durable.exception(300)
-        event.set()
-        assert isinstance(error, CheckpointGoneError)
-        assert "step 2 was deleted" in str(error)
-        assert handles[3].result(300).tiers == ("fast", "durable")
-
-
-def test_a_step_whose_deletion_failed_is_copied_after_all(places):
-    refusing, event = FaultyBackend(places.other()), threading.Event()
-    held = refusing.add(Fault("create", until=event))
-    with places.open(durable=refusing) as ckpt:
-        ckpt.save(make_state(1), 1).committed.result(300)
-        ckpt.save(make_state(2), 2).committed.result(300)
-        assert held.reached.wait(300)
-        refusing.add(Fault("delete", times=None, error=StorageError("AccessDenied")))
-        with pytest.raises(StorageError, match="AccessDenied"):
-            ckpt.delete(2)
-        assert ckpt.steps() == [1, 2]
-        refusing.clear()
-        event.set()
-    assert places.steps() == ([1, 2], [1, 2])
 
 
 def test_what_another_process_drained_and_evicted_is_durable(places):

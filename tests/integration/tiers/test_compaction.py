@@ -117,35 +117,3 @@ def test_a_save_that_is_compacted_before_it_is_copied_is_durable(places):
         for step in (2, 3, 4):
             assert same(ckpt.load(step), state(step))
             assert ckpt.info(step).generation == (step > 2)
-
-
-def test_a_copy_that_meets_a_compaction_of_its_checkpoint_has_nothing_to_do(places):
-    durable = FaultyBackend(places.other())
-    with places.open(share=True, durable=durable) as ckpt:
-        ckpt.save(state(1), 1).result(60)
-        with holding(durable, "create"):
-            handles = [ckpt.save(state(step), step) for step in (2, 3)]
-            handles[-1].committed.result(60)
-            with pytest.raises(StorageError, match="killed"):
-                compact(places, 3, **dying(places))
-        assert handles[-1].result(60).tiers == ("fast", "durable")
-        assert ckpt._drains.states()[0].lost == {}
-    assert pending(places.fast) == []
-
-
-def test_a_save_that_is_overwritten_before_it_is_copied_says_so(places):
-    durable = FaultyBackend(places.other())
-    with places.open(durable=durable) as ckpt:
-        with holding(durable, "create") as held:
-            handles = [ckpt.save(state(step), step) for step in (1, 2, 3)]
-            assert held.reached.wait(60)
-            handles[2].committed.result(60)
-            ckpt.delete(3)
-            overwrite = ckpt.save(state(42), 2, overwrite=True)
-            with pytest.raises(CheckpointGoneError, match="step 2 was replaced by an overwrite"):
-                handles[1].result(60)
-            with pytest.raises(CheckpointGoneError, match="step 3 was deleted before it was in"):
-                handles[2].result(60)
-        assert overwrite.result(60).tiers == ("fast", "durable")
-        ckpt.wait()
-    check(places, 2, 42, generation=2)

@@ -7,16 +7,12 @@ import signal
 import sys
 import threading
 import time
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import ClassVar
 
-import fsspec
 import pytest
 import torch
-from fsspec.implementations.memory import MemoryFileSystem
-from tests import interpreters
-from tests.integration.support import checkpointer, run_program, same
+from tests.integration.support import checkpointer, same
 
 from penstock import (
     Checkpointer,
@@ -32,7 +28,7 @@ from penstock.core.storage.open import open_backend
 from penstock.core.tiers import process as copy_process
 from penstock.core.tiers.link import WORTH_BYTES
 from penstock.core.tiers.process import ProcessCopy, ProcessSetup, decoded, encoded
-from penstock.core.tiers.whereabouts import mark, pending
+from penstock.core.tiers.whereabouts import pending
 from penstock.testing.hasty import FAST, current_timing
 
 SLOW = "100 KB"  # per second: a state takes long enough to be caught on its way
@@ -99,11 +95,6 @@ def until(condition):
         assert time.monotonic() < end_s, "it does not come to that"
         time.sleep(0.05)  # `condition` may read all of /proc
     return found
-
-
-def blobs(folder):
-    """Files of blobs at one place."""
-    return [path for path in Path(folder).glob("data/*/blobs/*") if path.is_file()]
 
 
 def on_its_way(folder):
@@ -182,15 +173,6 @@ def test_it_yields_to_training_tells_no_secrets_and_ends_when_its_checkpoint_is_
             handle.result(PATIENCE_S)
         assert ckpt.steps() == []
     assert Catalog(open_backend(tmp_path / "durable")).steps() == []
-
-
-def test_one_that_was_stopped_for_good_holds_no_deletion_up(tmp_path):
-    with checkpointer(tiers_at(tmp_path, drain_bytes_per_s=SLOW)) as ckpt:
-        pid = begun(ckpt.save(state(), 1), tmp_path)
-        os.kill(pid, signal.SIGSTOP)
-        ckpt.delete(1)
-        assert ckpt.steps() == []
-        assert pid not in children()
 
 
 def test_it_ends_with_the_trainer_though_a_fork_of_it_lives(tmp_path):
@@ -277,39 +259,6 @@ def warned(log):
     return sum(record.levelno == logging.WARNING for record in found)
 
 
-class OwnFiles(MemoryFileSystem):
-    """A file system that nobody but the trainer knows."""
-
-    protocol = "own-files"
-    store: ClassVar[dict] = {}
-    pseudo_dirs: ClassVar[list] = [""]
-
-
-def test_a_file_system_that_only_the_trainer_knows_is_written_by_its_threads(tmp_path, log):
-    fsspec.register_implementation("own-files", OwnFiles, clobber=True)
-    with checkpointer(tiers_at(tmp_path, durable="own-files://run")) as ckpt:
-        for step in (1, 2):
-            assert ckpt.save(state(step), step).result(PATIENCE_S).tiers == ("fast", "durable")
-    assert warned(log) == 1
-    assert "another process cannot open the tiers" in log.text
-
-
-@pytest.mark.slow
-def test_what_is_killed_again_and_again_is_copied_by_threads(tmp_path, log, waits):
-    waits(FAST)
-    with checkpointer(tiers_at(tmp_path, drain_bytes_per_s=STEADY)) as ckpt:
-        handle = ckpt.save(state(), 1)
-        handle.committed.result(PATIENCE_S)
-        killed = set()
-        while not handle.durable.done():
-            for pid in set(children()) - killed:
-                os.kill(pid, signal.SIGKILL)
-                killed.add(pid)
-            time.sleep(0.01)
-        assert handle.result().tiers == ("fast", "durable")
-        assert ckpt.save(state(2), 2).result(PATIENCE_S).tiers == ("fast", "durable")
-
-
 def test_deleting_does_not_wait_for_a_process_that_does_not_start(tmp_path, monkeypatch):
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nexec sleep 1000\n")
@@ -323,32 +272,6 @@ def test_deleting_does_not_wait_for_a_process_that_does_not_start(tmp_path, monk
         with pytest.raises(CheckpointGoneError):
             handle.result(PATIENCE_S)
         assert not children()
-
-
-def test_a_working_directory_that_is_gone_is_not_needed(tmp_path, monkeypatch, log):
-    here = tmp_path / "here"
-    here.mkdir()
-    monkeypatch.chdir(here)
-    here.rmdir()
-    with checkpointer(tiers_at(tmp_path)) as ckpt:
-        assert ckpt.save(state(), 1).result(PATIENCE_S).tiers == ("fast", "durable")
-    assert warned(log) == 0
-
-
-def test_the_trainers_standard_streams_may_be_closed(tmp_path):
-    program = f"""
-import os
-from tests.integration.tiers.test_copy_process import checkpointer, state, tiers_at
-for stream in (0, 1, 2):
-    os.close(stream)
-with checkpointer(tiers_at({str(tmp_path)!r})) as ckpt:
-    ckpt.save(state(), 1).result({PATIENCE_S})
-os._exit(0)  # at its end Python would flush these streams
-"""
-    interpreters.server()
-    _others.update(started())
-    assert run_program(program, timeout=PATIENCE_S).returncode == 0
-    assert Catalog(open_backend(tmp_path / "durable")).steps() == [1]
 
 
 @pytest.mark.parametrize("python", ["/bin/false", "/no/such/python", None])
@@ -407,36 +330,6 @@ def test_nothing_around_the_trainer_disturbs_it(tmp_path, log, monkeypatch):
     assert not (here / "ran").exists()
 
 
-def test_what_is_damaged_is_not_copied_and_is_named(tmp_path, log):
-    with checkpointer(str(tmp_path / "fast")) as alone:
-        alone.save(state(), 1).result(PATIENCE_S)
-    fast = open_backend(tmp_path / "fast")
-    mark(fast, Catalog(fast).record(1).uid, 1)
-    blob = max(blobs(tmp_path / "fast"), key=lambda path: path.stat().st_size)
-    with blob.open("r+b") as file:
-        file.seek(1_000_000)
-        file.write(b"\xff\xff")
-    with checkpointer(tiers_at(tmp_path)) as ckpt:
-        ckpt.save(state(2), 2).result(PATIENCE_S)
-    assert "step 1 cannot be copied from tier fast to durable: " in log.text
-    assert "do not match their checksum; they belong to w" in log.text
-    assert Catalog(open_backend(tmp_path / "durable")).steps() == [2]
-
-
-def test_a_target_that_is_away_fails_that_try_only(tmp_path, log):
-    durable = tmp_path / "durable"
-    with checkpointer(tiers_at(tmp_path)) as ckpt:
-        ckpt.save(state(), 1).result(PATIENCE_S)
-        moved = durable.rename(tmp_path / "away")
-        durable.write_text("no folder")
-        handle = ckpt.save(state(2), 2)
-        handle.committed.result(PATIENCE_S)
-        until(lambda: "cannot be copied from tier fast to durable yet" in log.text)
-        durable.unlink()
-        moved.rename(durable)
-        assert handle.result(PATIENCE_S).tiers == ("fast", "durable")
-
-
 @pytest.mark.parametrize(
     "error",
     [
@@ -455,27 +348,3 @@ def test_errors_of_others_cross_as_the_nearest_of_ours():
 
     assert encoded(TheirError("no room")) == ("StorageFullError", ["no room"])
     assert encoded(KeyError("x")) == ("SaveError", ["KeyError: 'x'"])
-
-
-def test_progress_is_that_of_the_copy(tmp_path):
-    setup, record = saved_in_fast(tmp_path)
-    moved = []
-    for _ in range(2):
-        copy = ProcessCopy(setup, record, workers=1, grace_s=3600.0)
-        copy.run(on_progress=moved.append)
-    assert sum(moved) == record.bytes_stored  # the second time it is there
-
-
-def test_that_no_process_can_open_what_was_opened_here_is_said(tmp_path, log):
-    with closing(open_backend(tiers_at(tmp_path))) as backend, checkpointer(backend) as ckpt:
-        assert ckpt.save(state(), 1).result(PATIENCE_S).tiers == ("fast", "durable")
-    assert "there is no configuration from which another process could open" in log.text
-
-
-def test_closing_says_what_was_not_copied(tmp_path, log, waits):
-    waits(drain_failing_s=0.2)
-    (tmp_path / "durable").write_text("no folder")
-    with checkpointer(tiers_at(tmp_path, drain_in="thread")) as ckpt:
-        for step in (1, 2):
-            ckpt.save(state(step), step).committed.result(PATIENCE_S)
-    assert "not copied from tier fast to durable: 2 checkpoints, step 1, 2." in log.text

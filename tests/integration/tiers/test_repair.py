@@ -1,6 +1,5 @@
 """`verify(repair=True)` of tiers in folders: bad copies are brought anew, good ones never go."""
 
-import json
 import shutil
 import threading
 
@@ -12,7 +11,6 @@ from tests.integration.tiers.places import Folders, Places
 from penstock import (
     Checkpointer,
     CheckpointGoneError,
-    ConfigError,
     StorageError,
     StorageTimeoutError,
 )
@@ -177,23 +175,6 @@ def test_a_repair_that_is_cut_short_is_finished_by_the_next_process():
     assert places.steps() == ([1, 2], [1, 2])
 
 
-def test_one_place_cannot_be_repaired(folders):
-    with (
-        Checkpointer(f"posix://{folders.fast}") as alone,
-        pytest.raises(ConfigError, match="is one place"),
-    ):
-        alone.verify(1, repair=True)
-
-
-def test_progress_tells_of_the_repair(folders):
-    damage(folders.fast, "missing")
-    told = []
-    with folders.open() as ckpt:
-        assert ckpt.verify(1, repair=True, on_progress=told.append).ok
-    assert {"manifest", "read", "repair"} < {one.phase for one in told}
-    assert told[-1].phase == "done"
-
-
 def url_of(folders):
     return f"tiered://?fast=posix://{folders.fast}&durable=posix://{folders.durable}"
 
@@ -207,27 +188,6 @@ def test_the_command_repairs_says_what_it_did_and_exits_with_zero(call, folders)
     assert "step 1 is whole now" in done.out
     assert whole(folders.fast)
     assert call("verify", url_of(folders), "--repair", "--all", "--quick").code == 0
-
-
-def test_the_command_says_what_it_could_not_repair_and_exits_with_one(call, folders):
-    damage(folders.fast, "missing")
-    damage(folders.durable, "flip")
-    done = call("verify", url_of(folders), "--repair")
-    assert done.code == 1
-    assert "not repaired in tier fast: no other tier has a good copy" in done.out
-    assert "step 1 is damaged" in done.out
-    done = call("verify", f"posix://{folders.fast}", "--repair")
-    assert (done.code, "is one place" in done.err) == (1, True)
-
-
-def test_the_document_of_the_command_tells_of_repairs(call, folders):
-    damage(folders.durable, "missing")
-    (report,) = call("verify", url_of(folders), "--repair", "--json").json["reports"]
-    assert report["ok"]
-    assert report["damaged"]
-    assert json.dumps(report["repairs"]) == json.dumps(
-        [{"tier": "durable", "source": "fast", "error": None}]
-    )
 
 
 class Meanwhile(WrapperBackend):
@@ -349,61 +309,6 @@ def spoil(backend):
     data = backend.read_record(name, limit_bytes=1 << 30)
     backend.delete([name])
     backend.publish(name, data[:-1])
-
-
-def test_verify_says_where_a_step_is_and_how_a_bad_copy_can_be_mended(folders, call):
-    url = url_of(folders)
-    assert "step 1 is whole in fast and durable:" in call("verify", url).out
-    damage(folders.durable, "cut")
-    assert "--repair brings bad copies anew" in call("verify", url).out
-    next(folders.durable.glob("commits/*")).unlink()
-    assert "step 1 is whole in fast:" in call("verify", url).out
-
-
-@pytest.mark.parametrize("how", ["flip", "missing"])
-def test_copy_goes_to_the_next_tier_where_the_fastest_has_a_damaged_copy(
-    folders, call, tmp_path, how
-):
-    damage(folders.fast, how)
-    done = call("copy", url_of(folders), tmp_path / "target")
-    assert done.code == 0
-    assert whole(tmp_path / "target")
-    damage(folders.durable, "flip")
-    assert call("copy", url_of(folders), tmp_path / "other").code != 0
-
-
-def test_doctor_looks_at_each_tier_and_a_later_one_fails_no_save(folders, call):
-    done = call("doctor", url_of(folders))
-    assert done.code == 0
-    assert "fast: write a record" in done.out
-    assert "durable: write a record" in done.out
-    shutil.rmtree(folders.durable)
-    folders.durable.write_text("no folder")
-    done = call("doctor", url_of(folders))
-    assert done.code == 0
-    assert "until then saves stay in faster tiers" in " ".join(done.out.split())
-
-
-def test_listing_names_the_tier_that_does_not_answer(folders):
-    places = Places()
-    away = FaultyBackend(places.other())
-    away.add(Fault("list", times=None, error=StorageError("no route to host")))
-    with places.open(durable=away) as ckpt, pytest.raises(StorageError) as caught:
-        ckpt.latest()
-    assert "tier durable of the run does not answer" in str(caught.value)
-    assert "no route to host" in str(caught.value)
-
-
-def test_verifying_tiers_leaves_no_thread(folders):
-    def workers():
-        return {thread for thread in threading.enumerate() if "work" in thread.name}
-
-    with folders.open() as ckpt:
-        ckpt.load(1)  # which makes those of the run
-        before = workers()
-        assert ckpt.verify(1).ok
-        assert ckpt.verify(1, repair=True).ok
-        assert workers() <= before
 
 
 @pytest.mark.parametrize("repair", [False, True])

@@ -19,7 +19,7 @@ from penstock.core.abc.roots import decode_root
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.concurrency.timing import Clock
 from penstock.core.tiers.places import merged_order
-from penstock.testing.faults import Fault, FaultyBackend, WrapperBackend
+from penstock.testing.faults import WrapperBackend
 from penstock.testing.hasty import FAST
 
 
@@ -124,26 +124,6 @@ def test_an_empty_place_where_another_one_is_known_never_counts_as_durable(folde
     assert steps_in(folders.durable) == [1, 2]
 
 
-def test_drain_does_not_say_that_nothing_is_left_where_another_place_is(folders, call):
-    shutil.rmtree(folders.durable)
-    done = call("drain", url(folders))
-    assert done.code == 1
-    assert "Is its file system mounted" in " ".join(done.out.split())
-    assert "nothing was left" not in done.out
-    assert call("drain", url(folders, "&roots=accept")).code == 0
-    assert steps_in(folders.durable) == [1]
-
-
-@pytest.mark.parametrize("command", [("ls",), ("drain",), ("doctor", "--no-probe")])
-def test_commands_say_once_that_another_place_is_there(command, folders, call, caplog):
-    shutil.rmtree(folders.durable)
-    done = call(command[0], url(folders), *command[1:])
-    said = " ".join((done.out + done.err + caplog.text).split())
-    assert said.count("Is its file system mounted") == 1
-    if command[0] == "doctor":
-        assert "durable: answer: mount its file system; until then saves stay" in said
-
-
 def test_a_place_that_is_replaced_on_purpose_gets_all_that_is_left(folders, caplog):
     shutil.rmtree(folders.durable)
     report = save(folders, 2, roots="accept")
@@ -152,17 +132,6 @@ def test_a_place_that_is_replaced_on_purpose_gets_all_that_is_left(folders, capl
     assert "is new to this run" in caplog.text
     assert steps_in(folders.durable) == [1, 2]
     assert save(folders, 3).tiers == ("fast", "durable")  # from now on this is the place
-
-
-def test_reading_accepts_a_place_for_that_time_and_the_error_says_what_it_takes(folders, call):
-    shutil.rmtree(folders.durable)
-    with opened(folders, roots="accept") as ckpt:
-        assert ckpt.steps() == [1]
-    with opened(folders) as ckpt, pytest.raises(StorageError, match="save or drain once with"):
-        ckpt.steps()
-    assert call("drain", url(folders, "&roots=accept")).code == 0
-    with opened(folders) as ckpt:
-        assert ckpt.steps() == [1]
 
 
 def test_a_place_that_is_replaced_while_the_run_is_open_counts_as_away(folders, tmp_path):
@@ -233,20 +202,6 @@ def test_what_another_node_has_rewound_does_not_come_back(rewound, caplog):
     assert "step 3 is in tier fast, and was deleted behind it" in caplog.text
     assert steps_in(rewound.durable) == [1, 2, 4]
     assert steps_in(rewound.fast) == [1, 2, 3, 4]
-
-
-def test_drain_says_what_it_takes_for_deleted_behind_a_tier(rewound, call, caplog):
-    call("drain", url(rewound))
-    said = [one.getMessage() for one in caplog.records if "losses" in one.name]
-    assert len(said) == 1
-    assert "step 3 is in tier fast, and was deleted behind it" in said[0]
-    call("drain", url(rewound))
-    assert len([one for one in caplog.records if "losses" in one.name]) == 1
-
-
-def test_drain_does_not_bring_back_what_another_node_has_rewound(rewound, call):
-    assert call("drain", url(rewound)).out.strip() == "nothing was left to copy"
-    assert steps_in(rewound.durable) == [1, 2]
 
 
 def test_what_an_older_backup_lacks_is_copied_though_others_saved_there(folders, tmp_path, waits):
@@ -322,43 +277,6 @@ def test_what_another_node_has_rewound_was_deleted_at_that_place_alone(rewound, 
     assert steps_in(rewound.durable) == [1, 2, 3, 4]
 
 
-def test_what_drain_every_left_out_is_not_copied_to_a_new_place_either(folders, call):
-    save(folders, 2, 3, 4, drain_every=2)
-    shutil.rmtree(folders.durable)
-    call("drain", url(folders, "&roots=accept"))
-    assert steps_in(folders.durable) == [1, 2, 4]
-
-
-def test_what_was_left_out_on_purpose_is_not_copied(folders, call):
-    save(folders, 2, 3, 4, 5, drain_every=2)
-    assert steps_in(folders.durable) == [1, 2, 4]
-    assert call("drain", url(folders)).out.strip() == "nothing was left to copy"
-    backend = PosixBackend(PosixConfig(path=str(folders.durable)))
-    Catalog(backend).delete(4)
-    assert call("drain", url(folders)).code == 0
-    assert steps_in(folders.durable) == [1, 2, 4]
-
-
-def test_what_an_earlier_version_left_out_is_not_copied(folders, call):
-    save(folders, 2, 3, drain_every=2)
-    for root in (folders.fast, folders.durable):
-        shutil.rmtree(root / "tier")
-    for note in folders.fast.rglob("stays.json"):
-        note.unlink()
-    save(folders, 4)
-    assert steps_in(folders.durable) == [1, 2, 4]
-    assert call("drain", url(folders)).out.strip() == "nothing was left to copy"
-
-
-def test_another_node_joins_the_run(folders, tmp_path, caplog):
-    first, folders.fast = folders.fast, tmp_path / "other node"
-    assert save(folders, 2).tiers == ("fast", "durable")
-    assert "tier fast" in caplog.text
-    folders.fast = first
-    assert save(folders, 3).tiers == ("fast", "durable")
-    assert steps_in(folders.durable) == [1, 2, 3]
-
-
 class Overtaken(WrapperBackend):
     """A place that another process begins to use right before this one does."""
 
@@ -413,29 +331,6 @@ def test_a_copy_that_somebody_made_of_a_tier_is_refused_until_it_has_its_own_ide
     (folders.durable / ROOT_NAME).unlink()
     save(folders, 2, roots="accept")
     assert save(folders, 3).tiers == ("fast", "durable")
-
-
-def test_a_tier_that_cannot_be_read_at_the_start_is_looked_at_when_it_can(folders):
-    places = Places()
-    with places.open() as ckpt:
-        ckpt.save(make_state(1), 1).result(300)
-    durable = FaultyBackend(MemoryBackend(MemoryConfig(name="an-empty-place")))
-    durable.add(Fault("read", times=None, error=StorageError("no route to host")))
-    with places.open(durable=durable) as ckpt:
-        handle = ckpt.save(make_state(2), 2)
-        handle.committed.result(300)
-        durable.clear()
-        ckpt._drains.settle(300)
-        assert not handle.durable.done()
-        assert Catalog(durable).steps() == []
-
-
-def test_doctor_and_ls_know_the_record(folders, call):
-    assert call("ls", url(folders)).code == 0
-    assert call("ls", f"posix://{folders.durable}").code == 0
-    done = call("prune", f"posix://{folders.durable}", "--grace", "1s")
-    assert done.code == 0
-    assert (folders.durable / ROOT_NAME).is_file()
 
 
 def test_a_record_that_is_none_is_refused():
