@@ -21,12 +21,7 @@ from torch.utils._pytree import tree_map_only
 from penstock import PenstockError, StorageError, Streamed
 from penstock.integrations.files.options import ExportReport
 from penstock.integrations.files.output import PIECE_BYTES, published
-from penstock.integrations.files.trees import (
-    Written,
-    dtype_of,
-    empty_like,
-    stream_tree,
-)
+from penstock.integrations.files.tree_export import Written, dtype_of, empty_like, stream_tree
 
 if TYPE_CHECKING:
     import io

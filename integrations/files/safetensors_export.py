@@ -218,7 +218,7 @@ def _cast(piece: memoryview, tensor: _ExportedTensor) -> memoryview:
     # Only a cast needs torch.
     import torch  # noqa: PLC0415
 
-    from penstock.integrations.files.trees import checked_cast  # noqa: PLC0415
+    from penstock.integrations.files.tree_export import checked_cast  # noqa: PLC0415
 
     converted = checked_cast(piece, tensor.stored, tensor.dtype, tensor.path)
     return converted.view(torch.uint8).numpy().data

@@ -20,7 +20,7 @@ import torch
 from penstock import Streamed, UnsupportedStateError
 from penstock.integrations.files.options import ExportReport
 from penstock.integrations.files.output import PIECE_BYTES, published, read_ahead
-from penstock.integrations.files.trees import (
+from penstock.integrations.files.tree_export import (
     Written,
     dtype_of,
     empty_like,

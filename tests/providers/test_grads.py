@@ -60,4 +60,4 @@ def test_gradients_of_another_shape_or_dtype_are_problems(save):
     problems = stored.plan({"grads": Grads(other)}).problems
     assert len(problems) == 3
     assert problems[0].startswith("grads/0.weight is a gradient of shape [3, 2]")
-    assert problems[1].startswith("grads/2.weight is a gradient of dtype float32")
+    assert problems[1].startswith("grads/2.weight: dtype float32 is stored")

@@ -82,7 +82,7 @@ COMPOSITE = """  lcm_layout_gen:    3
 
 def test_a_plain_file_reads_the_same_in_both_forms():
     for text in [PLAIN, YAML]:
-        component = Component(stripe_count=2, stripe_bytes=MIB, osts=(1, 12), pool="flash")
+        component = Component(stripe_count=2, stripe_bytes=MIB, osts=(1, 12))
         assert parse_getstripe(text) == Layout((component,))
 
 

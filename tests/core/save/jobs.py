@@ -8,8 +8,9 @@ from penstock.core.config.model import load_config
 from penstock.core.plugins.registry import default_registry
 from penstock.core.save.job import SaveJob
 from penstock.core.save.manifest import ManifestWriter
-from penstock.core.save.prepare import ChainTable, plan_state, staging_for
+from penstock.core.save.prepare import plan_state, staging_for
 from penstock.core.save.request import Destination, SaveSurroundings
+from penstock.core.save.rules import ChainTable
 from penstock.core.tree.describe import describe_tree
 
 PATIENCE_S = 100.0

@@ -24,6 +24,7 @@ from penstock import (
     StorageError,
 )
 from penstock.backends.tiered import TieredBackend, TieredConfig
+from penstock.core.concurrency.timing import Timing
 from penstock.core.errors import SaveError
 from penstock.core.rounds.posts import Verdict, encode, end_key
 from penstock.testing.coordination import MemoryCoordination
@@ -272,7 +273,7 @@ def test_a_rank_0_that_dies_while_it_copies_is_waited_for_no_more(places):
         coordination = Silent(job.board) if rank == 0 else None
         # It is dead, as the others see it, once all know of the commit.
         clock = FlyingClock(committed.is_set)
-        with job.checkpointer(rank, coordination=coordination, clock=clock) as ckpt:
+        with job.checkpointer(rank, coordination=coordination, timing=Timing(clock=clock)) as ckpt:
             handle = ckpt.save(state_of(rank), 1)
             handle.committed.result(300)
             if all_committed.wait(300) == 0:
