@@ -268,8 +268,9 @@ def encode(post: Record) -> bytes:
     for key, kind in _TYPES[type(post)].items():
         value = getattr(post, key)
         if kind == "str":
-            value = cut_bytes(value, _HOST_BYTES if key == "host" else _CAUSE_BYTES)
-        values[key] = dict(value) if kind == "Mapping[str, Any]" else value
+            values[key] = cut_bytes(value, _HOST_BYTES if key == "host" else _CAUSE_BYTES)
+        else:
+            values[key] = dict(value) if kind == "Mapping[str, Any]" else value
     data = dump_json(values)
     if len(data) > limit:
         msg = f"{name} has {len(data)} bytes, more than the {limit} that ranks post"
