@@ -448,7 +448,7 @@ class SharedReading:
                     patience_s=limit_s * _PATIENCE_BETWEEN_HOSTS,
                     ended=self._ended,
                 )
-            except OSError as error:  # out of descriptors; others find that nobody listens here
+            except (OSError, RuntimeError) as error:  # out of descriptors, or of threads
                 relay.close()
                 log.warning("read_once_per_job: this rank reads alone: %s", said(error))
                 return self._run(loader, loader)
