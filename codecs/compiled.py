@@ -224,3 +224,10 @@ def scatter(used: Bytes, values: Bytes, plane: Bytes) -> None:
     """Do what `kernels.scatter` does."""
     plane.fill(0)
     _scatter(used, values, plane)
+
+
+def store_codes(plane: Bytes, out: Bytes) -> int:
+    """Do what `huffman.store_codes` does, once that is compiled: decoding does without."""
+    from penstock.codecs.floatsplit.huffman import store_codes as store  # noqa: PLC0415
+
+    return store(plane, out)

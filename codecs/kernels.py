@@ -105,7 +105,6 @@ def kernels() -> Kernels:
     """Return the compiled loops if numba is installed, else those of numpy."""
     try:
         from penstock.codecs import compiled  # noqa: PLC0415 - numba is an extra
-        from penstock.codecs.floatsplit import huffman  # noqa: PLC0415
     except ImportError:
         return PLAIN
     return Kernels(
@@ -114,7 +113,7 @@ def kernels() -> Kernels:
         compiled.split_block,
         compiled.join_block,
         compiled.scatter,
-        huffman.store_codes,
+        compiled.store_codes,
     )
 
 

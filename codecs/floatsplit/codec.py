@@ -154,7 +154,8 @@ class FloatsplitCodec(Codec):
 
     def load(self) -> None:
         """Have numba compile the loops, where it has not kept them on disk: seconds."""
-        kernels()
+        nothing = np.empty(0, np.uint8)
+        kernels().store_codes(nothing, nothing)
 
     def max_encoded_size(self, raw_length: int, /) -> int:
         """Return the raw length and the largest tables: a plane never gets longer."""

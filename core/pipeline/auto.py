@@ -46,7 +46,7 @@ _LEAST_BYTES = 1 << 20  # of a class; encoding fewer gains nothing that counts
 _PROBE_BYTES = 4 << 20
 _PROBE_S = 0.1  # the first writes also create a file and allocate space: shorter is too short
 _SAMPLE_BYTES = 2 << 20  # long enough that the fixed time of a call is a small part
-_RUNS = 3  # the first one loads the codec, and a sample may be interrupted: the fastest counts
+_RUNS = 3  # the first one loads the codec: the fastest counts
 _CHANGED = 2.0
 
 
@@ -55,7 +55,7 @@ class Sample(NamedTuple):
 
     Attributes:
         ratio: Raw bytes for each stored byte.
-        bytes_per_s: Raw bytes per second of one thread.
+        bytes_per_s: Raw bytes per second of the processor's time: other load must not decide.
     """
 
     ratio: float
@@ -67,36 +67,27 @@ class StoreChoices:
     """What earlier saves have learned of one store, and chosen for it.
 
     Attributes:
-        bytes_per_s: The rate of raw writes; None: it is not measured yet.
-        usual_bytes_per_s: The rate of the first whole save by these choices.
+        bytes_per_s: The rate that choices are made by; None: it is not measured yet.
         by_class: The choices; `bytes_raw` of one is the size that its class had then, or 0: the
             next save samples it again.
     """
 
     bytes_per_s: float | None = None
-    usual_bytes_per_s: float | None = None
     by_class: dict[str, CodecChoice] = field(default_factory=dict)
 
-    def note_save(self, size_bytes: int, seconds: float, *, is_new: bool) -> None:
-        """Compare the rate of a save with the usual one; forget all if the store has changed.
+    def note_save(self, size_bytes: int, seconds: float) -> None:
+        """Have all choices made again if the rate of a save is another one than theirs.
 
         Args:
             size_bytes: The bytes that the store took.
             seconds: The time in which writes were in flight.
-            is_new: Whether the save changed codecs: a part of it was written in another way.
         """
         if seconds < _PROBE_S:
             return
         rate = size_bytes / seconds
-        if self.bytes_per_s is None:
+        if self.bytes_per_s is None or _has_changed(rate, self.bytes_per_s):
             self.bytes_per_s = rate
-        elif is_new:
-            self.usual_bytes_per_s = None
-        elif self.usual_bytes_per_s is None:
-            self.usual_bytes_per_s = rate
-        elif _has_changed(rate, self.usual_bytes_per_s):
-            self.bytes_per_s = self.usual_bytes_per_s = None
-            self.by_class = {}
+            self.by_class = {n: replace(c, bytes_raw=0) for n, c in self.by_class.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,16 +252,16 @@ class ChainChoices:
                 stored[self._class(index)] += result.length
         before = self._kept.by_class
         kept = {n: c for n, c in self._choices.items() if self._sizes[n] >= _LEAST_BYTES}
-        news = [n for n, c in kept.items() if n not in before or before[n].codec != c.codec]
-        for name in news:
-            log.info("codecs of %s from now on: %s", name, kept[name].why)
+        for name, choice in kept.items():
+            if name not in before or before[name].codec != choice.codec:
+                log.info("codecs of %s from now on: %s", name, choice.why)
         for name, size in raw.items():
             # The state is no longer what was sampled, such as the zeros an optimizer begins with.
             ratio = kept[name].ratio if name in kept else None
             if ratio is not None and _has_changed(size / max(stored[name], 1), ratio):
                 kept[name] = replace(kept[name], bytes_raw=0)
         self._kept.by_class = kept
-        self._kept.note_save(size_bytes, seconds, is_new=bool(news))
+        self._kept.note_save(size_bytes, seconds)
 
     def report(self, results: Mapping[int, ChunkResult]) -> tuple[CodecChoice, ...]:
         """Return what was chosen, by class; `results` are those of chunks, by number."""
@@ -358,9 +349,9 @@ def _sampled(chain: CodecChain, data: memoryview, context: CodecContext) -> Samp
     times, stored = [], 0
     try:
         for _ in range(_RUNS):
-            began = time.monotonic()
+            began = time.thread_time()
             stored = chain.encode(data, out, context=context).length
-            times.append(time.monotonic() - began)
+            times.append(time.thread_time() - began)
     except CodecError as error:
         log.debug("a sample could not be encoded, so the codec is not chosen: %s", error)
         return Sample(1.0, 1.0)

@@ -1,5 +1,7 @@
 """`auto` chooses by one sample of each class and the rate of the store, and keeps its choice."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -77,26 +79,20 @@ def test_what_is_chosen_is_expected_to_be_faster_than_raw_and_as_fast_as_any(
         assert took[choice.codec] == min(took.values()) < 0.953 / store
 
 
-def kept(**rates):
-    return StoreChoices(**rates, by_class={NAME: chosen(1e8, floatsplit=FLOATSPLIT)})
-
-
 @pytest.mark.parametrize("factor", [0.4, 0.6, 1.9, 2.1])
-def test_choices_are_forgotten_when_the_rate_changes_by_a_factor_of_two(factor):
-    store = kept(bytes_per_s=9e8)
-    store.note_save(64 * MIB, 0.64, is_new=True)
-    assert store.usual_bytes_per_s is None, "a part of the first save was written raw"
-    store.note_save(64 * MIB, 0.64, is_new=False)
-    store.note_save(64 * MIB, 0.09, is_new=False)  # too short to say anything
-    store.note_save(int(64 * MIB * factor), 0.64, is_new=False)
-    is_forgotten = not 0.5 < factor < 2
-    assert (store.by_class == {}) is is_forgotten
-    assert (store.bytes_per_s is None) is is_forgotten
+def test_choices_are_made_again_when_the_rate_changes_by_a_factor_of_two(factor):
+    choice = replace(chosen(1e8, floatsplit=FLOATSPLIT), bytes_raw=64 * MIB)
+    store = StoreChoices(1e8, {NAME: choice})
+    store.note_save(int(4e6), 0.09)  # too short to say anything
+    store.note_save(int(1e8 * factor), 1.0)
+    has_changed = not 0.5 < factor < 2
+    assert store.by_class[NAME].bytes_raw == (0 if has_changed else 64 * MIB)
+    assert store.bytes_per_s == pytest.approx(1e8 * factor if has_changed else 1e8)
 
 
 def test_a_save_that_was_raw_as_a_whole_measures_the_store():
     store = StoreChoices()
-    store.note_save(64 * MIB, 0.5, is_new=False)
+    store.note_save(64 * MIB, 0.5)
     assert store.bytes_per_s == 128 * MIB
 
 
