@@ -1,11 +1,10 @@
 """Change one piece at a time of the modules that decide what is kept, and run their tests.
 
-    python tools/mutate.py --seconds 120 --seed 7    # mutants drawn from all modules
+    python tools/mutate.py --seconds 120 --seed 7    # mutants of modules, both drawn
     python tools/mutate.py --only catalog/prune      # every mutant of the modules so named
 
 Pytest collects the tests once. Each mutant is a fork that has changed code in the live function and
-runs the tests that call it, the fastest first, until one fails. No file changes.
-docs/design/mutations.md has the known mutants that no test notices, with a reason.
+runs the tests that call it, the fastest first, until one fails (docs/design/mutations.md).
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ MODULES = {
     "copy/lease": "core/copy",
 }
 OPTIONS = argparse.Namespace()
-PYTEST = ["-n0", "-sq", "-pno:cacheprovider", "-mnot slow and not process"]
+PYTEST = ["-n0", "-sq", "-pno:cacheprovider", "--fast", "-mnot slow and not process"]
 PAIRS = "Eq NotEq Is IsNot In NotIn Lt LtE Gt GtE And Or Add Sub BitOr BitAnd".split()  # noqa: SIM905
 SWAPS = {PAIRS[n]: PAIRS[n ^ 1] for n in range(len(PAIRS))}
 DROPPED = (ast.Raise, ast.AugAssign, ast.Delete, ast.Continue, ast.Break, ast.Expr)
@@ -167,7 +166,7 @@ def watch(session: Any, functions: dict[Any, Any]) -> dict[Any, list[tuple[float
 
 def pytest_runtestloop(session: Any) -> bool:
     """Find out which test calls what, then run mutants until the time is over."""
-    paths = {path for name in MODULES for path in modules_of(name)}
+    paths = {path for names in OPTIONS.rows for path in modules_of(names)}
     functions = defaultdict(list)
     gc.unfreeze()  # tests/conftest.py freezes what was imported, which hides it here
     for function in [found for found in gc.get_objects() if type(found) is FunctionType]:
@@ -206,6 +205,7 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="part of the paths of modules, which run whole")
     parser.parse_args(namespace=OPTIONS)
-    wanted = [path for names, row in MODULES.items() if modules_of(names) for path in row.split()]
-    tests = [f"{ROOT / 'tests' / path}" for path in dict.fromkeys(wanted)]
+    rows = [names for names in MODULES if modules_of(names)]
+    OPTIONS.rows = rows if OPTIONS.only else [random.Random(OPTIONS.seed).choice(rows)]  # noqa: S311
+    tests = [f"{ROOT}/tests/{path}" for names in OPTIONS.rows for path in MODULES[names].split()]
     sys.exit(pytest.main([*PYTEST, *tests], plugins=[sys.modules[__name__]]))

@@ -14,6 +14,7 @@ from penstock.core.catalog.commit_table import Commit, Event
 from penstock.core.catalog.publisher import Publisher
 from penstock.core.errors import (
     CommitUnknownError,
+    LostRaceError,
     SaveAbortedError,
     StorageError,
     StorageTimeoutError,
@@ -103,6 +104,36 @@ def test_an_intent_that_was_pruned_does_not_come_back(store):
     with pytest.raises(SaveAbortedError, match="its intent is gone"):
         publisher.refresh_intent()
     assert store.list("data/") == []
+
+
+def test_an_intent_counts_for_half_the_grace_time(store):
+    clock = ShiftedClock()
+    publisher = Publisher(store, Commit(), uid="a" * 32, step=1, grace_s=100, clock=clock)
+    publisher.publish_intent()
+    clock.ahead_s = 49
+    publisher.refresh_intent()
+    clock.ahead_s = 49 + 51
+    with pytest.raises(SaveAbortedError, match="not refreshed for 51 s"):
+        publisher.refresh_intent()
+
+
+def test_a_commit_record_of_another_saver_is_not_replaced(store):
+    def save(letter):
+        uid = letter * 32
+        record = manifests.commit_record(
+            uid=uid,
+            index=IndexEntry(index_name(uid), 64, 64, "ab" * 32),
+            parts=(PartEntry(part_name(uid, 0), 999, 99, "cd" * 32),),
+        )
+        publisher = Publisher(store, commit := Commit(), uid=uid, step=100, grace_s=100)
+        publisher.publish_intent()
+        commit.feed(Event.SEALED)
+        publisher.publish_commit(record, begin=lambda: commit.feed(Event.PUBLISH_STARTED))
+
+    save("a")
+    with pytest.raises(LostRaceError):
+        save("b")
+    assert Catalog(store).record(100).uid == "a" * 32
 
 
 def test_a_refreshed_intent_keeps_its_references(store):
