@@ -33,6 +33,7 @@ class SectionWriter:
         types: The distinct kinds of objects: kind, dtype, itemsize, role and form.
         columns: The objects, a list for each column.
         node_rows: The nodes.
+        count: The number of objects and nodes.
         weight: Rough bytes of JSON.
     """
 
@@ -43,6 +44,7 @@ class SectionWriter:
             key: [] for key in (*OBJECT_KEYS, *OPTIONAL_OBJECT_KEYS)
         }
         self.node_rows: list[list[Any]] = []
+        self.count = 0
         self.weight = 0
         self._frame_numbers: dict[tuple[int, int], int] = {}
         self._type_numbers: dict[tuple[Any, ...], int] = {}
@@ -67,6 +69,7 @@ class SectionWriter:
     def add_node(self, ordinal: int, node: Node | NodeRecord) -> None:
         """Add a node."""
         self.node_rows.append([ordinal, node.path, node.form, node.meta])
+        self.count += 1
         self.weight += sum(map(len, node.path)) + len(repr(node.meta))
 
     def add_object(
@@ -102,6 +105,7 @@ class SectionWriter:
         columns["type"].append(self._type_number(entry))
         columns["shape"].append(entry.spec.shape)
         columns["shards"].append(shards)
+        self.count += 1
         self.weight += sum(map(len, entry.path))
 
     def frame_number(self, frame: Frame) -> int:

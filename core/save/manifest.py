@@ -459,10 +459,10 @@ def build_sections(
             worst = [*map(_json, astuple(errors[path]))] if path in errors else None
             section.add_object(ordinal, entry, shards, errors=worst)
             section.weight += len(places)
-        if section.objects + section.nodes >= section_objects or section.weight >= SECTION_WEIGHT:
+        if section.count >= section_objects or section.weight >= SECTION_WEIGHT:
             sections.append(section)
             section = SectionWriter()
-    if section.objects or section.nodes:
+    if section.count:
         sections.append(section)
     return sections
 
