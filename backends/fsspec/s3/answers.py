@@ -125,7 +125,7 @@ def is_definite(error: BaseException) -> bool:
 def storage_error(
     error: Exception, what: str, name: str, *, url: str, scrub: Scrubber
 ) -> StorageError:
-    """Return `error` as a `StorageError`; the arguments are those of `fsspec.errors`."""
+    """Return `error` as a `StorageError`; the arguments are those of `fsspec.messages`."""
     if isinstance(error, StorageError):
         return error
     where = place(what, name, url)

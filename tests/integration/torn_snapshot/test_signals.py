@@ -159,7 +159,7 @@ def test_a_fork_in_the_middle_of_a_save_disturbs_nobody(uses, ending, run, url):
 handle = held_save(ckpt, 2)
 child = os.fork()
 if child == 0:
-    pass
+    signal.alarm(100)  # ends what hangs
 {use if uses else ""}
     {ending}
 assert os.waitpid(child, 0)[1] == 0
