@@ -1,4 +1,4 @@
-"""The loops of `kernels`, compiled by numba: one pass over the data where numpy takes several.
+"""The loops of `plain`, compiled by numba: one pass over the data where numpy takes several.
 
 Importing this module takes numba, which is an extra, and 0.4 s; or a few seconds if numba has not
 kept what it compiled, or cannot write to a folder of its own.
@@ -12,14 +12,14 @@ import numba  # pyright: ignore[reportMissingImports]
 import numpy as np
 from numba import types  # pyright: ignore[reportMissingImports]
 
-from penstock.codecs import kernels as plain
-from penstock.codecs.kernels import Halves
+from penstock.codecs import plain
+from penstock.codecs.plain import Halves
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock.codecs.floatsplit.prediction import Grid
-    from penstock.codecs.kernels import Bytes, Elements, Words
+    from penstock.codecs.plain import Bytes, Elements, Words
 
     Function: TypeAlias = Callable[..., Any]
 
@@ -54,7 +54,7 @@ _ONE, _TWO = np.uint64(1), np.uint64(2)
 
 @compiled(*_COMPARED)
 def subtract(new: Any, old: Any, out: Any) -> None:
-    """Do what `kernels.subtract` does."""
+    """Do what `plain.subtract` does."""
     top = np.uint64(8 * out.itemsize - 1)
     mask = (_TWO << top) - _ONE
     for i in range(out.size):
@@ -64,7 +64,7 @@ def subtract(new: Any, old: Any, out: Any) -> None:
 
 @compiled(*_COMPARED)
 def add(differences: Any, old: Any, out: Any) -> None:
-    """Do what `kernels.add` does."""
+    """Do what `plain.add` does."""
     for i in range(out.size):
         zigzag = differences[i]
         out[i] = old[i] + ((zigzag >> _ONE) ^ (-(zigzag & _ONE)))
@@ -177,7 +177,7 @@ def _join_bytes(first: Any, second: Any, third: Any, fourth: Any, block: Any) ->
 
 
 def split_block(block: Elements, planes: list[Elements], kind: Halves, grid: Grid | None) -> bool:
-    """Do what `kernels.split_block` does; leave elements of 8 bytes to it."""
+    """Do what `plain.split_block` does; leave elements of 8 bytes to it."""
     if 2 * (len(planes) - 1) == block.itemsize:
         low = planes[2] if planes[2:] else _NOTHING
         return bool(_SPLIT[block.itemsize](block, *_place(kind, grid), *planes[:2], low))
@@ -188,7 +188,7 @@ def split_block(block: Elements, planes: list[Elements], kind: Halves, grid: Gri
 
 
 def join_block(planes: list[Elements], kind: Halves, grid: Grid | None, block: Elements) -> None:
-    """Do what `kernels.join_block` does; leave elements of 8 bytes to it."""
+    """Do what `plain.join_block` does; leave elements of 8 bytes to it."""
     if 2 * (len(planes) - 1) == block.itemsize:
         low = planes[2] if planes[2:] else _NOTHING
         _JOIN[block.itemsize](*planes[:2], low, *_place(kind, grid), block)
@@ -221,13 +221,6 @@ def _scatter(used: Any, values: Any, plane: Any) -> None:
 
 
 def scatter(used: Bytes, values: Bytes, plane: Bytes) -> None:
-    """Do what `kernels.scatter` does."""
+    """Do what `plain.scatter` does."""
     plane.fill(0)
     _scatter(used, values, plane)
-
-
-def store_codes(plane: Bytes, out: Bytes) -> int:
-    """Do what `huffman.store_codes` does, once that is compiled: decoding does without."""
-    from penstock.codecs.floatsplit.huffman import store_codes as store  # noqa: PLC0415
-
-    return store(plane, out)

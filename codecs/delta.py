@@ -19,7 +19,7 @@ from penstock.core.errors import CodecError
 from penstock.core.types import flat_view
 
 if TYPE_CHECKING:
-    from penstock.codecs.kernels import Elements
+    from penstock.codecs.plain import Elements
 
 _RUN = 256  # elements of a sample that follow each other
 _LEAST_SAVED = 0.1  # of the bits that the elements take by themselves

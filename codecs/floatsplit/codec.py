@@ -16,7 +16,8 @@ from penstock.codecs.floatsplit.entropy import (
 )
 from penstock.codecs.floatsplit.layout import HEAD, FrameLayout, cut_off, read_head, write_head
 from penstock.codecs.floatsplit.prediction import Prediction, as_matrix, estimate, residual
-from penstock.codecs.kernels import BLOCK_ELEMENTS, UNUSED_BITS, Halves, kernels, scratch
+from penstock.codecs.kernels import kernels
+from penstock.codecs.plain import BLOCK_ELEMENTS, UNUSED_BITS, Halves, scratch
 from penstock.codecs.sampling import entropy_bits, sampled
 from penstock.core.abc import (
     DECLINED,
@@ -31,7 +32,7 @@ from penstock.core.types import flat_view
 
 if TYPE_CHECKING:
     from penstock.codecs.floatsplit.prediction import Grid
-    from penstock.codecs.kernels import Bytes, Elements, Words
+    from penstock.codecs.plain import Bytes, Elements, Words
 
 _LENGTH_BITS = 28  # of a table entry; the method stands above them
 INTEGERS = {"uint16": 2, "uint32": 4, "uint64": 8, "int16": 2, "int32": 4, "int64": 8}

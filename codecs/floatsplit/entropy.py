@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import zstandard
 
-from penstock.codecs.kernels import kernels, scratch
+from penstock.codecs.kernels import kernels
+from penstock.codecs.plain import scratch
 from penstock.codecs.zstd import decode_frame
 from penstock.core.errors import CodecError
 
@@ -22,7 +23,7 @@ else:
     from backports import zstd
 
 if TYPE_CHECKING:
-    from penstock.codecs.kernels import Bytes
+    from penstock.codecs.plain import Bytes
 
 MAX_BITS = 7.85
 """Entropy, in bits per byte, above which a plane is stored as it is."""

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.codecs.floatsplit.prediction import Prediction
-from penstock.codecs.kernels import BLOCK_ELEMENTS
+from penstock.codecs.plain import BLOCK_ELEMENTS
 from penstock.core.errors import CodecError
 
 if TYPE_CHECKING:
-    from penstock.codecs.kernels import Bytes
+    from penstock.codecs.plain import Bytes
 
 HEAD = struct.Struct("<BBBBIIII")
 _LAYOUT = 1

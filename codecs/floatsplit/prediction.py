@@ -18,7 +18,7 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from penstock.codecs.kernels import Bytes, Words
+    from penstock.codecs.plain import Bytes, Words
 
 SAMPLED_COLUMNS = 32
 """Elements whose mean is the term of a row; more narrow what is left by less than 0.5 %."""

@@ -38,7 +38,7 @@ def plane_of(seed: bytes):
 
 def stored(plane, room=None):
     """The frame of a plane; b"": it is left to zstd. What lies around its memory stays as it is."""
-    from penstock.codecs.floatsplit.huffman import store_codes
+    from penstock.codecs.huffman import store_codes
 
     room = plane.size if room is None else room
     memory = np.frombuffer(bytearray(_GUARD + bytes(room) + _GUARD), np.uint8)

@@ -13,7 +13,7 @@ from tests.codecs.huffman_planes import code, read, stored
 from penstock.codecs.floatsplit import entropy
 
 huffman = pytest.importorskip(
-    "penstock.codecs.floatsplit.huffman", reason="numba, of the extra `fast`, is missing"
+    "penstock.codecs.huffman", reason="numba, of the extra `fast`, is missing"
 )
 
 

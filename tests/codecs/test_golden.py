@@ -10,7 +10,7 @@ from tests.codecs.golden_cases import CASES
 
 from penstock.codecs.floatsplit.entropy import Method
 from penstock.codecs.floatsplit.layout import read_head
-from penstock.codecs.kernels import Halves
+from penstock.codecs.plain import Halves
 from penstock.core.pipeline.chain import CodecChain, checksum
 from penstock.core.plugins.registry import default_registry
 from penstock.testing.golden import read_golden, rewriting

@@ -9,7 +9,8 @@ import pytest
 
 from penstock.codecs.floatsplit.entropy import pack, packed_size, unpack
 from penstock.codecs.floatsplit.prediction import Grid
-from penstock.codecs.kernels import BLOCK_ELEMENTS, PLAIN, UNUSED_BITS, Halves, kernels
+from penstock.codecs.kernels import PLAIN, kernels
+from penstock.codecs.plain import BLOCK_ELEMENTS, UNUSED_BITS, Halves
 
 ELEMENTS = 5000
 WIDTHS = {2: (1, 1), 4: (1, 1, 2), 8: (1, 1, 2, 4)}

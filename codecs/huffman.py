@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from penstock.codecs.kernels import Bytes
+    from penstock.codecs.plain import Bytes
 
 LEAST_BYTES = 16 << 10
 """Below this size of a plane, setting up the tables costs more than is gained."""
