@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from penstock import Progress, Rename, Selection, SelectionError, UnsupportedStateError
 from penstock.integrations.files.hugging_face import ADAPTER, CONFIG, SUFFIX, index_of
 from penstock.integrations.files.options import ExportReport, is_cast
-from penstock.integrations.files.output import COPIED, published
+from penstock.integrations.files.output import COPIED, begin_write_back, published
 from penstock.integrations.files.pieces import PIECE_BYTES, read_ahead
 from penstock.integrations.files.safetensors import DTYPES, NAMES, encode_header, parse_object
 
@@ -209,6 +209,7 @@ class _TensorFiles:
                     piece = next(pieces)
                     data = piece if tensor.dtype == tensor.stored else _cast(piece, tensor)
                     self._done += file.write(data)
+                    begin_write_back(file.fileno())
                     self._progress(Progress(self._done, self.total, "write"))
 
     def _read(self, path: str, start: int, out: memoryview) -> None:
