@@ -11,6 +11,7 @@ import torch
 
 from penstock import FormatError, Streamed
 from penstock.integrations.files.dcp_metadata import StoredBlob, StoredTensor, read_metadata
+from penstock.integrations.files.source import read_soon
 from penstock.integrations.files.torch_import import load_safely
 from penstock.integrations.files.trees import Unread
 
@@ -73,7 +74,11 @@ class ChunkReader:
         itemsize = _dtype(self._tensor).itemsize
         row_bytes = itemsize * int(np.prod(self._shape[1:], dtype=np.int64))
         first, last = start // row_bytes, -(-(start + out.nbytes) // row_bytes)
-        rows = np.empty((last - first, *self._shape[1:], itemsize), np.uint8)
+        skip = start - first * row_bytes
+        # Whole rows are copied to their place, others by way of a buffer.
+        is_whole = out.nbytes == (last - first) * row_bytes
+        flat = np.frombuffer(out if is_whole else bytearray((last - first) * row_bytes), np.uint8)
+        rows = flat.reshape(last - first, *self._shape[1:], itemsize)
         for chunk in self._tensor.chunks:
             offsets, sizes = chunk.offsets or (0,), chunk.sizes or (1,)
             low, high = max(first, offsets[0]), min(last, offsets[0] + sizes[0])
@@ -88,9 +93,8 @@ class ChunkReader:
             ]
             if start + out.nbytes >= (offsets[0] + sizes[0]) * row_bytes:
                 del self.held[chunk]
-        flat = rows.reshape(-1)
-        skip = start - first * row_bytes
-        out[:] = flat[skip : skip + out.nbytes].data
+        if not is_whole:
+            out[:] = flat[skip : skip + out.nbytes].data
 
     def _load(self, chunk: StoredChunk, sizes: tuple[int, ...]) -> NDArray[np.uint8]:
         name = self._tensor.name
@@ -115,6 +119,7 @@ def _load(blob: StoredBlob, name: str) -> object:
     with blob.source.path.open("rb") as file:
         window = io.BufferedReader(_Window(file, blob.offset, blob.length), 1 << 20)
         found = load_safely(cast("BinaryIO", window), f"{name!r} in {blob.source.path}")
+        read_soon(file.fileno(), blob.offset + blob.length)
     blob.source.check(name)
     return found
 

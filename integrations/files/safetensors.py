@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from penstock import FormatError, Streamed
-from penstock.integrations.files.source import SourceFile, wrong
+from penstock.integrations.files.source import SourceFile, read_soon, wrong
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -97,6 +97,7 @@ def _read_bytes(tensor: _StoredTensor, start: int, out: memoryview) -> None:
         at = 0
         while at < out.nbytes and (count := file.readinto(out[at:])):
             at += count
+        read_soon(file.fileno(), tensor.start + start + at)
     tensor.source.check(tensor.name)
     if at < out.nbytes:
         raise wrong(tensor.source.path, f"ended in the middle of {tensor.name!r}")

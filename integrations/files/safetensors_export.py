@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING
 from penstock import Progress, Rename, Selection, SelectionError, UnsupportedStateError
 from penstock.integrations.files.hugging_face import ADAPTER, CONFIG, SUFFIX, index_of
 from penstock.integrations.files.options import ExportReport, is_cast
-from penstock.integrations.files.output import COPIED, PIECE_BYTES, published, read_ahead
+from penstock.integrations.files.output import (
+    COPIED,
+    PIECE_BYTES,
+    begin_write_back,
+    published,
+    read_ahead,
+)
 from penstock.integrations.files.safetensors import DTYPES, NAMES, encode_header, parse_object
 
 if TYPE_CHECKING:
@@ -208,6 +214,7 @@ class _TensorFiles:
                     piece = next(pieces)
                     data = piece if tensor.dtype == tensor.stored else _cast(piece, tensor)
                     self._done += file.write(data)
+                    begin_write_back(file.fileno())
                     self._progress(Progress(self._done, self.total, "write"))
 
     def _read(self, path: str, start: int, out: memoryview) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,6 +13,11 @@ from penstock import FormatError
 if TYPE_CHECKING:
     from pathlib import Path
     from typing import Self
+
+
+_AHEAD_BYTES = 32 << 20
+_MADV_WILLNEED = 3
+_LIBC = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +53,21 @@ class SourceFile:
         if type(self).of(self.path) != self:
             what = "it" if name is None else repr(name)
             raise wrong(self.path, f"changed while {what} was read: import it again")
+
+
+def read_soon(file: int, start: int) -> None:
+    """Let the system read from byte `start` of an open file on, while earlier bytes are saved."""
+    os.posix_fadvise(file, start, _AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
+
+
+def page_in_soon(address: int) -> None:
+    """Let the system read what is mapped from an address on, while what precedes it is saved.
+
+    Without it, a mapped file is read in steps of 128 KiB, each of which is waited for.
+    """
+    # That the file ends before these bytes do is no harm, so the result is not looked at.
+    begin = address - address % mmap.PAGESIZE
+    _LIBC.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(_AHEAD_BYTES), _MADV_WILLNEED)
 
 
 def wrong(path: Path, reason: str) -> FormatError:

@@ -19,7 +19,7 @@ import torch
 
 from penstock import Streamed, UnsupportedStateError
 from penstock.integrations.files.options import ExportReport
-from penstock.integrations.files.output import PIECE_BYTES, published, read_ahead
+from penstock.integrations.files.output import PIECE_BYTES, begin_write_back, published, read_ahead
 from penstock.integrations.files.tree_export import (
     Written,
     dtype_of,
@@ -148,6 +148,7 @@ def _write(path: Path, pickled: bytes, records: list[_TensorRecord], written: Wr
                 for _ in range(0, nbytes, PIECE_BYTES):
                     piece = next(pieces)
                     record.write(piece)
+                    begin_write_back(file.fileno())
                     written.add(piece.nbytes)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from penstock import FormatError, Streamed, UnsupportedStateError
-from penstock.integrations.files.source import SourceFile
+from penstock.integrations.files.source import SourceFile, page_in_soon
 
 if TYPE_CHECKING:
     from typing import BinaryIO
@@ -117,8 +117,10 @@ class MappedFile(SourceFile):
         row = tensor[0].numel()
         # So of a tensor that is not contiguous only the rows that are needed are copied.
         low, high = first // row, -(-stop // row)
-        flat = tensor[low:high].reshape(-1)[first - low * row : stop - low * row]
+        rows = tensor[low:high]
+        flat = rows.reshape(-1)[first - low * row : stop - low * row]
         out[:] = flat.contiguous().view(torch.uint8).numpy().data
+        page_in_soon(rows.data_ptr() + out.nbytes)
         self.check()
 
 

@@ -1,0 +1,51 @@
+"""Files of other tools: how long an export and an import take beside a plain copy of the files.
+
+    python benchmarks/files.py --gb 1
+
+All of them read a cold cache, and end when what they wrote is durable.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from functools import partial
+
+import torch
+from bench import drop_cache, fill, run, sync_tree, timed
+
+import penstock
+
+
+def there_and_back(to, folder, options):
+    """Export a checkpoint, copy the files, and import them to a new run."""
+    shapes = {f"layer{n}": (4096, 1024) for n in range(max(1, round(options.gb * 1e9 / 2**24)))}
+    state, found = {"model": {name: torch.empty(shape) for name, shape in shapes.items()}}, {}
+    fill(state["model"])
+    with penstock.Checkpointer(folder / "run") as ckpt:
+        ckpt.save(state, step=0, mode="blocking")
+    out, copy = folder / "export" / "model", folder / "copy"
+    with penstock.Checkpointer(folder / "run") as ckpt:
+        drop_cache(folder)
+        with timed(found, "export", "CPU", "MB"):
+            penstock.export_checkpoint(ckpt, out, to=to)
+    drop_cache(folder)
+    with timed(found, "copy"):
+        subprocess.run(["cp", "-r", out.parent, copy], check=True)
+        sync_tree(copy)
+    drop_cache(folder)
+    with timed(found, "import", "CPU", "MB"):
+        penstock.import_checkpoint(out, folder / "new", format=to)
+    with penstock.Checkpointer(folder / "new") as ckpt:
+        back = ckpt.load()["model"]
+    if not all(torch.equal(back[name], tensor) for name, tensor in state["model"].items()):
+        raise SystemExit(f"{to} did not come back as it was")
+    for way in ("export", "import"):
+        found[f"{way}, of the speed of the copy"] = found["copy, s"] / found[f"{way}, s"]
+    return found
+
+
+if __name__ == "__main__":
+    formats = {
+        f"Penstock, {to}": partial(there_and_back, to) for to in ("safetensors", "torch", "dcp")
+    }
+    run(__doc__, {"files": formats}, {"gb": (1.0, "GB of fp32 to move")})
