@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -143,20 +142,15 @@ class _BatchWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the chunks of a plan, some to each file."""
-
-        def write(number: int, items: list[WriteItem]) -> list[WriteResult]:
+        results: list[WriteResult] = []
+        for number, items in enumerate(_batches(plan.items)):
             prefix = replace(plan.storage_data, prefix=f"{plan.storage_data.prefix}{number}_")
             part = replace(plan, items=items, storage_data=prefix)
-            results = super(_BatchWriter, self).write_data(part, planner).wait()
-            for name in {result.storage_data.relative_path for result in results}:
+            written = super().write_data(part, planner).wait()
+            for name in {result.storage_data.relative_path for result in written}:
                 with Path(self.path, name).open("rb") as file:
                     begin_write_back(file.fileno())
-            return results
-
-        # Two at once: one file is written while the tensors of the next one are read.
-        with ThreadPoolExecutor(2, "penstock-export") as threads:
-            found = threads.map(write, itertools.count(), _batches(plan.items))
-            results = [result for batch in found for result in batch]
+            results += written
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future

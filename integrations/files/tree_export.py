@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,20 +50,18 @@ def empty_like(tensor: Streamed) -> torch.Tensor:
 
 
 class Written:
-    """Reports the bytes that an export has written, from any thread."""
+    """Reports the bytes that an export has written."""
 
     def __init__(self, tensors: Iterable[Streamed], report: Callable[[Progress], None]) -> None:
         self.total = sum(empty_like(tensor).nbytes for tensor in tensors)
         """The bytes of all tensors that it writes."""
         self._done = 0
-        self._lock = Lock()
         self._report = report
 
     def add(self, size_bytes: int) -> None:
         """Count bytes that were written, and report them."""
-        with self._lock:
-            self._done += size_bytes
-            self._report(Progress(self._done, self.total, "write"))
+        self._done += size_bytes
+        self._report(Progress(self._done, self.total, "write"))
 
     def end(self) -> None:
         """Report that the export is whole."""
