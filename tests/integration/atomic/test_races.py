@@ -130,6 +130,18 @@ def test_a_delayed_rewind_spares_a_step_that_was_saved_again():
         assert same(ckpt.load(1), make_state(10))
 
 
+def test_a_dry_run_of_prune_writes_nothing():
+    class ReadOnly(WrapperBackend):
+        def _around(self, operation, names, call):
+            assert operation in {"read", "list", "stat"}
+            return super()._around(operation, names, call)
+
+    store = run_of(1)
+    store.publish(f"data/{'d' * 32}/index", b"left behind")
+    report = Catalog(ReadOnly(store)).prune(grace_s=-60, dry_run=True)
+    assert report.uids == ("d" * 32,)
+
+
 def test_a_save_that_failed_leaves_no_folders_behind(tmp_path):
     root = tmp_path / "run"
 

@@ -59,6 +59,19 @@ def test_of_two_that_publish_at_the_same_moment_exactly_one_wins(overwrite, url,
         step = step if overwrite else step + 2
 
 
+def test_of_two_that_start_at_the_same_moment_exactly_one_wins(url, forker):
+    for step in (2, 4, 6):
+        answers = forker.ask(
+            "race", url=url, step=step, numbers=[10, 20], hold=False, overwrite=False
+        )
+        (won,) = (a for a in answers if a["error"] is None)
+        (lost,) = (a for a in answers if a["error"] is not None)
+        assert lost["error"] in {"LostRaceError", "StepExistsError"}
+        with checkpointer(url) as ckpt:
+            assert same(ckpt.load(step), make(won["number"]))
+            assert same(ckpt.load(step + 1), make(lost["number"]))
+
+
 # -- two in one process, one after the other at the worst point ------------------------------------
 
 
@@ -224,6 +237,20 @@ def test_a_publish_without_answer_or_trace_is_unknown_and_its_data_stays(store):
         assert same(other.load(1), make(1))
 
 
+def test_what_nobody_can_read_back_stays_unknown_though_it_was_published(store):
+    faulty = FaultyBackend(store)
+    with checkpointer(faulty) as ckpt:
+        faulty.fail("publish", match="commits/", late=True)
+        faulty.fail("read", match="commits/", times=None)
+        with pytest.raises(CommitUnknownError):
+            ckpt.save(make(1), 1, mode="blocking")
+        faulty.clear()
+        ckpt._job.finished(None)
+        assert ckpt.steps() == [1]  # it does exist, and nothing of it was deleted
+        assert ckpt.verify(1).ok
+        assert same(ckpt.load(1), make(1))
+
+
 @pytest.mark.parametrize("by", ["prune", "overwrite"])
 def test_an_overwrite_that_lands_after_its_data_was_pruned_leaves_the_older_generation(by, store):
     """It was held up for longer than the grace time between its last look and its record."""
@@ -251,3 +278,19 @@ def test_an_overwrite_that_lands_after_its_data_was_pruned_leaves_the_older_gene
             handle.result(300)
         assert other.steps() == [1]
         assert same(other.load(1), make(1))
+
+
+@pytest.mark.parametrize(("match", "is_left"), [("parts/", False), ("index", True)])
+def test_a_save_that_fails_after_its_seal_deletes_its_data_or_leaves_it_to_prune(
+    match, is_left, store
+):
+    faulty = FaultyBackend(store)
+    with checkpointer(faulty) as ckpt:
+        faulty.fail("publish", match=match)
+        with pytest.raises(StorageError):
+            ckpt.save(make(1), 1, mode="blocking")
+        ckpt._job.finished(None)
+        assert bool(store.list(f"data/{ckpt._job.uid}/blobs/")) is is_left
+        assert ckpt.steps() == []
+        ckpt.save(make(2), 1, mode="blocking")
+        assert same(ckpt.load(), make(2))

@@ -23,6 +23,7 @@ from penstock.core.errors import (
     CheckpointGoneError,
     CheckpointNotFoundError,
     ConfigError,
+    DamagedError,
 )
 from penstock.core.plugins.registry import Registry
 from penstock.core.storage.open import open_backend
@@ -93,6 +94,30 @@ def test_a_compacted_checkpoint_borrows_nothing_and_is_the_same(tmp_path):
     assert [path.name for path in kept.iterdir()] == ["blobs"]
 
 
+def test_without_steps_the_data_of_deleted_checkpoints_is_freed(tmp_path):
+    save(tmp_path, range(5))
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        ckpt.delete(0)
+        ckpt.delete(2)
+        report = ckpt.compact()
+    assert [one.step for one in report.steps] == [1, 3, 4]
+    after = records(tmp_path)
+    assert folders(tmp_path) == {record.uid for record in after.values()}
+    assert not any(record.borrowed for record in after.values())
+    assert report.bytes_after == sum(record.bytes_stored for record in after.values())
+    check(tmp_path, [1, 3, 4])
+
+
+def test_without_steps_a_run_that_keeps_nothing_deleted_is_left_alone(tmp_path):
+    save(tmp_path, range(3))
+    before = records(tmp_path)
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        assert ckpt.compact().steps == ()
+        assert records(tmp_path) == before
+        assert [one.step for one in ckpt.compact(everything=True).steps] == [1, 2]
+    check(tmp_path, range(3))
+
+
 def test_a_whole_step_is_left_alone_and_a_missing_one_is_an_error(tmp_path):
     save(tmp_path, range(2))
     before = records(tmp_path)
@@ -106,6 +131,20 @@ def test_a_whole_step_is_left_alone_and_a_missing_one_is_an_error(tmp_path):
         with pytest.raises(ConfigError, match="not both"):
             ckpt.compact([1], everything=True)
     assert records(tmp_path) == before
+
+
+def test_a_dry_run_changes_nothing_and_says_about_what_it_would_take(tmp_path):
+    save(tmp_path, range(4))
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        ckpt.delete(0)
+        before = records(tmp_path)
+        told = ckpt.compact(dry_run=True)
+        assert records(tmp_path) == before
+        done = ckpt.compact()
+    assert told.dry_run
+    assert [one.step for one in told.steps] == [one.step for one in done.steps] == [1, 2, 3]
+    assert told.bytes_before == done.bytes_before
+    assert told.bytes_after == pytest.approx(done.bytes_after, rel=0.02)
 
 
 def test_what_a_lossy_codec_made_is_not_rounded_again(tmp_path):
@@ -156,6 +195,28 @@ def test_a_codec_that_would_round_anew_is_left_out(tmp_path):
         assert not torch.equal(before["v"], values)
         assert [one.step for one in ckpt.compact([1]).steps] == [1]
         assert same(ckpt.load(1), before)
+
+
+def test_the_next_save_goes_on_from_a_compacted_checkpoint(tmp_path):
+    save(tmp_path, range(2))
+    with penstock.Checkpointer(tmp_path, rules=RULES) as ckpt:
+        ckpt.save(state_of(2), step=2, mode="blocking")
+        (done,) = ckpt.compact([2]).steps
+        ckpt.save(state_of(3), step=3, mode="blocking")
+    record = records(tmp_path)[3]
+    assert (record.base.uid, record.base.age) == (done.uid, 1)
+    check(tmp_path, range(4))
+
+
+def test_a_damaged_chain_is_not_compacted(tmp_path):
+    save(tmp_path, range(3))
+    before = records(tmp_path)
+    (blob,) = (tmp_path / "data" / before[1].uid / "blobs").glob("*.enc")
+    blob.write_bytes(bytes(blob.stat().st_size))
+    with penstock.Checkpointer(tmp_path) as ckpt, pytest.raises(DamagedError):
+        ckpt.compact([2])
+    assert records(tmp_path) == before
+    assert folders(tmp_path) == {record.uid for record in before.values()}
 
 
 def test_of_a_run_in_tiers_the_last_one_gets_the_whole_checkpoint(tmp_path):
@@ -287,6 +348,19 @@ def test_an_overwrite_wins_also_if_the_compaction_breaks_off_at_its_commit(tmp_p
         compaction(tmp_path, 3, "publish", "commits/", overwrite, store=store)
     with penstock.Checkpointer(tmp_path) as ckpt:
         assert same(ckpt.load(3), another(3))
+
+
+def test_a_pruner_that_finishes_the_overwrite_does_no_harm(tmp_path):
+    save(tmp_path, range(4))
+    report = compaction(
+        tmp_path,
+        3,
+        "read",
+        "commits/00000003-1",
+        lambda other: other._catalog.prune(grace_s=0),
+    )
+    assert [one.step for one in report.steps] == [3]
+    check(tmp_path, range(4))
 
 
 def test_deleting_what_it_borrows_meanwhile_leaves_it_whole(tmp_path):

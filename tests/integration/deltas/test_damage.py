@@ -8,9 +8,9 @@ from contextlib import suppress
 import pytest
 import torch
 from tests.core.forging import forge
-from tests.integration.support import memory, same
+from tests.integration.support import memory, place_of, same
 
-from penstock import Checkpointer, DamagedError
+from penstock import Checkpointer, CheckpointNotFoundError, DamagedError
 from penstock.core.errors import PluginError
 from penstock.core.limits import MAX_LINKS
 from penstock.testing.faults import FaultyBackend
@@ -55,6 +55,96 @@ def put(store, files):
     store.delete(list(store._store.blobs))
     for name, data in files.items():
         store.publish(name, data)
+
+
+def kinds(ckpt, step):
+    """The files of a step, by kind."""
+    uid = ckpt._catalog.record(step).uid
+    return {
+        "record": f"commits/{step:08d}-0.json",
+        "index": f"data/{uid}/index",
+        "part": f"data/{uid}/parts/00000.json.zst",
+        "encoded": f"data/{uid}/blobs/00000-0.enc",
+        "raw": f"data/{uid}/blobs/00000-0.raw",
+    }
+
+
+def flip(files, name, _other, at):
+    data = bytearray(files[name])
+    data[at] ^= 0x10
+    files[name] = bytes(data)
+
+
+def cut(files, name, _other, at):
+    files[name] = files[name][:at]
+
+
+def remove(files, name, _other, _at):
+    del files[name]
+
+
+def swap(files, name, other, _at):
+    files[name], files[other] = files[other], files[name]
+
+
+@pytest.mark.parametrize("kind", ["record", "index", "part", "encoded", "raw"])
+@pytest.mark.parametrize(
+    "step", [pytest.param(s, marks=() if s == 1 else pytest.mark.slow) for s in STEPS]
+)
+def test_damage_of_any_file_of_any_link_is_found_by_all_that_need_it(step, kind, store, saved):
+    for damage in (flip, cut, remove, swap):
+        put(store, saved)
+        check_damage(step, kind, damage, store)
+
+
+def check_damage(step, kind, damage, store):
+    with Checkpointer(store, **OPTIONS) as ckpt:
+        name = kinds(ckpt, step)[kind]
+        other = kinds(ckpt, (step + 1) % 3)[kind]
+        files = files_of(store)
+        at = len(files[name]) // 2
+        if kind in {"encoded", "raw"}:
+            place = place_of(ckpt.open(step), TENSOR if kind == "encoded" else "plain")
+            assert place.blob == name
+            at = place.offset + place.length // 2
+        needing = {step}
+        if kind == "encoded":  # manifests, and raw blobs, are needed by their own step alone
+            needing = {s for s in STEPS if s >= step}
+        if damage is swap:
+            needing |= {s for s in STEPS if kind == "encoded" and s >= (step + 1) % 3}
+            needing |= {(step + 1) % 3}
+            if files[name] == files[other]:
+                needing = set()  # an index has hashes of paths alone
+        damage(files, name, other, at)
+        put(store, files)
+        for one in STEPS:
+            try:
+                tree = ckpt.load(one)
+            except CheckpointNotFoundError:
+                assert (kind, damage, one) == ("record", remove, step)
+            except DamagedError as error:
+                assert one in needing
+                assert error.damaged  # noqa: PT017 - `load` may also return what was saved
+                assert all(what in str(error) for what in error.damaged)  # noqa: PT017
+            else:
+                assert same(tree, state(one))
+                assert one not in needing or kind == "index"  # `load` reads all parts instead
+            try:
+                assert ckpt.verify(one).ok is (one not in needing)
+            except (CheckpointNotFoundError, DamagedError):
+                assert kind == "record"
+                assert one in needing
+
+
+def test_the_newest_whole_checkpoint_is_restored_where_a_link_is_damaged(store):
+    with Checkpointer(store, **OPTIONS) as ckpt:
+        place = place_of(ckpt.open(1), TENSOR)
+        files = files_of(store)
+        flip(files, place.blob, None, place.offset)
+        put(store, files)
+        target = state(9)
+        assert ckpt.restore(target, on_damage="fallback").step == 0
+        assert same(target, state(0))
 
 
 # -- records that are bound by right digests, and lie ----------------------------------------------

@@ -27,15 +27,18 @@ from tests.integration.training import (
     held_at,
     held_at_fence,
     held_checkpointer,
+    penstock_threads,
     wait_until_in,
 )
 from torch import nn
 
 from penstock import (
+    BusyError,
     Checkpointer,
     CommitUnknownError,
     PenstockError,
     SaveError,
+    SaverClosedError,
     SaveSkippedError,
     StepExistsError,
     StorageError,
@@ -190,6 +193,21 @@ def test_a_stuck_disk_is_given_up_after_the_timeout(store, gate, mode, caplog, i
     store.close()
 
 
+def test_a_disk_that_is_stuck_with_little_staging_lets_save_return(store, gate, impatient):
+    """Then `save` itself waits for the disk, at most until the timeout."""
+    fault = store.block("write", gate)
+    impatient.flies = lambda: fault.reached.is_set() and not gate.is_set()
+    with Checkpointer(store, **SMALL, **TINY_BUDGET) as ckpt:
+        loop = Loop(ckpt)
+        handle = loop.save()
+        assert handle.captured.done()
+        with pytest.raises(StorageTimeoutError):
+            handle.result()
+        gate.set()
+        loop.save().result()
+        loop.check(2)
+
+
 def test_a_commit_that_is_stuck_is_unknown_until_the_store_answers(store, gate, impatient):
     fault = store.block("publish", gate, match="commits/")
     with Checkpointer(store, **SMALL) as ckpt:
@@ -245,6 +263,40 @@ def test_a_writer_that_dies_of_anything_fails_its_save_only(store, budget, turn,
         assert len(errors_logged(caplog)) == len(OPERATIONS)
 
 
+@pytest.mark.parametrize(
+    ("error", "late"),
+    [(StorageError("lost"), False), *((e, True) for e in (StorageError("lost"), *FOREIGN))],
+    ids=lambda value: str(value) if isinstance(value, bool) else type(value).__name__,
+)
+def test_a_commit_whose_answer_is_lost_is_looked_up(store, error, late):
+    store.fail("publish", error, match="commits/", late=late)
+    with Checkpointer(store, **SMALL) as ckpt:
+        loop = Loop(ckpt)
+        handle = loop.save()
+        if late:
+            assert handle.result(300).step == 1
+            loop.check(1)
+        else:
+            with pytest.raises(CommitUnknownError):
+                handle.result(300)
+            assert ckpt.steps() == []
+        loop.save().result()
+
+
+def test_a_clean_up_that_fails_hides_nothing(store, caplog):
+    store.fail("write")
+    store.fail("delete", ZeroDivisionError())
+    with Checkpointer(store, **SMALL) as ckpt:
+        loop = Loop(ckpt)
+        with pytest.raises(StorageError, match="simulated failure of write"):
+            loop.save().result(300)
+        ckpt.wait()
+        assert_nothing_is_held(ckpt)
+        loop.save().result()
+        loop.check(2)
+    assert any("stays until prune" in r.getMessage() for r in caplog.records)
+
+
 def test_retention_that_fails_is_no_failure_of_the_save(store, caplog):
     with Checkpointer(store, retention={"keep_last": 1}, **SMALL) as ckpt:
         loop = Loop(ckpt)
@@ -255,6 +307,24 @@ def test_retention_that_fails_is_no_failure_of_the_save(store, caplog):
         loop.check(1, 2)
     assert not errors_logged(caplog)
     assert any("cleaning up after step 2 failed" in r.getMessage() for r in caplog.records)
+
+
+def test_a_provider_that_fails_in_the_background_fails_its_save_only(store, caplog):
+    for error in (ZeroDivisionError("in a provider"), SystemExit(3)):
+        hold = Held()
+        hold.error = error
+        with held_checkpointer(store) as ckpt:
+            loop = Loop(ckpt, "lazy")
+            handle = ckpt.save({"hold": hold, **loop.state}, 1, mode="lazy")
+            with held_at_fence(loop.optimizer.step):
+                hold.let_go.set()
+            with pytest.raises(SaveError, match=f"step 1: {type(error).__name__}"):
+                handle.result(300)
+            assert isinstance(handle.captured.exception(), SaveError)
+            ckpt.wait()
+            assert_nothing_is_held(ckpt)
+            assert ckpt.steps() == []
+    assert len(errors_logged(caplog)) == 2
 
 
 # -- who hears of it -------------------------------------------------------------------------------
@@ -305,6 +375,19 @@ def test_an_unseen_failure_is_raised_once_by_close(failed):
     failed.ckpt.close()
 
 
+def test_the_handle_raises_it_at_every_call(failed):
+    for _ in range(3):
+        with pytest.raises(StorageError, match="simulated failure of seal"):
+            failed.handle.result()
+    failed.ckpt.wait()  # it has been seen
+
+
+@pytest.mark.parametrize("future", ["committed", "durable"])
+def test_looking_at_a_future_is_seeing(failed, future):
+    assert isinstance(getattr(failed.handle, future).exception(), StorageError)
+    failed.ckpt.wait()
+
+
 def test_wait_within_too_short_a_time_raises_and_the_save_goes_on(store, gate):
     store.block("seal", gate)
     with Checkpointer(store, **SMALL) as ckpt:
@@ -317,9 +400,28 @@ def test_wait_within_too_short_a_time_raises_and_the_save_goes_on(store, gate):
         loop.check(1)
 
 
+def test_progress_is_not_seeing(failed):
+    assert failed.handle.progress().phase == "failed"
+    assert failed.handle.done()
+    with pytest.raises(StorageError):
+        failed.ckpt.wait()
+
+
 def test_close_hides_no_exception_that_is_on_its_way(failed):
     with pytest.raises(KeyError, match="the user's"), failed.ckpt:
         raise KeyError("the user's")
+
+
+def test_close_in_an_except_clause_hides_nothing(failed):
+    def train():
+        try:
+            {}["the user's"]
+        except KeyError:
+            failed.ckpt.close()
+            raise
+
+    with pytest.raises(KeyError, match="the user's"):
+        train()
 
 
 @pytest.mark.parametrize(
@@ -415,7 +517,34 @@ def test_on_busy_skip_starts_nothing(store, gate):
         loop.check(1, 3)
 
 
+def test_on_busy_raise_starts_nothing(store, gate):
+    store.block("seal", gate)
+    with Checkpointer(store, on_busy="raise", **SMALL) as ckpt:
+        loop = Loop(ckpt)
+        loop.save()
+        with pytest.raises(BusyError, match="step 1 is still under way"):
+            loop.save()
+        gate.set()
+        ckpt.wait()
+        loop.save().result()
+        loop.check(1, 3)
+
+
 # -- ends ------------------------------------------------------------------------------------------
+
+
+def test_a_closed_checkpointer_says_so(store):
+    ckpt = Checkpointer(store, **SMALL)
+    loop = Loop(ckpt)
+    loop.save()
+    ckpt.close()
+    ckpt.close()
+    for call in (loop.save, ckpt.load, lambda: ckpt.restore(loop.state)):
+        with pytest.raises(SaverClosedError, match="closed"):
+            call()
+    with Checkpointer(store, **SMALL) as again:
+        loop.ckpt = again
+        loop.check(1)
 
 
 def in_a_child(action):
@@ -588,6 +717,52 @@ def test_a_save_that_failed_holds_its_memory_until_the_store_lets_go_of_it(store
             handle.result(300)
         assert ckpt._job.released.wait(300)
         assert_nothing_is_held(ckpt)
+
+
+@pytest.mark.parametrize(
+    "budget",
+    [pytest.param({}, id="ample", marks=pytest.mark.slow), pytest.param(TINY_BUDGET, id="tiny")],
+)
+def test_many_saves_leave_no_threads_and_no_staging_behind(store, budget):
+    before = len(penstock_threads())
+    with Checkpointer(store, **SMALL, **ENCODED, **budget) as ckpt:
+        loop = Loop(ckpt)
+        allocated = None
+        pools = ckpt._workers.count + 2  # its own, and the backend's; both grow when they want
+        for number in range(25):
+            loop.mode = ("async", "lazy", "blocking")[number % 3]
+            if number % 7 == 3:
+                store.fail("write", nth=1 + number % 2)
+            try:
+                loop.save().durable.exception()
+            except StorageError:
+                assert loop.mode == "blocking"
+            join_threads_of_saves()
+            assert_nothing_is_held(ckpt)
+            if number == 10:
+                allocated = ckpt._saver.staging.allocated_bytes
+        assert len(penstock_threads()) <= before + pools
+        assert ckpt._saver.staging.allocated_bytes == allocated
+    store.close()
+
+
+@pytest.mark.parametrize("mode", ["async", "lazy", "blocking"])
+def test_a_state_that_grows_beyond_the_budget_bit_by_bit_never_deadlocks(store, mode):
+    """Arenas of earlier, smaller states must not eat up the budget for chunks of later ones."""
+    with Checkpointer(store, mode=mode, **SMALL, **TINY_BUDGET) as ckpt:
+        for step in range(1, 12):
+            size = 24 * step * step
+            flat = torch.arange(float(size * 3))
+            state = {
+                "strided": torch.arange(float(2 * size))[::2],  # cannot be written straight
+                "flat": flat,
+                "optimizer": torch.optim.SGD([flat]),
+            }
+            ckpt.save(state, step).result(300)
+            tree = ckpt.load(step, include=["strided", "flat"])
+            assert torch.equal(tree["strided"], state["strided"])
+            assert torch.equal(tree["flat"], flat)
+            assert_nothing_is_held(ckpt)
 
 
 # -- memory that a failed save had lent ------------------------------------------------------------

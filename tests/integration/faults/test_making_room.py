@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 from tests.integration.support import blank, checkpointer, make_state, memory, same
 
-from penstock import StorageFullError
+from penstock import StorageError, StorageFullError
 from penstock.core.concurrency.processes import identity_of, is_over
 from penstock.core.concurrency.timing import SYSTEM_CLOCK
-from penstock.core.format.commit_record import encode_intent
+from penstock.core.format.commit_record import decode_intent, encode_intent
 from penstock.core.format.records import (
     IntentRecord,
     blob_name,
@@ -113,6 +113,16 @@ def is_left(store):
     return any(data_uid(info.name) == LEFT for info in store.list("data/"))
 
 
+def test_an_intent_says_which_process_saves_where(store):
+    with checkpointer(store) as ckpt:
+        uid = ckpt.save(make_state(1), 1, mode="blocking").result().uid
+        data = store.read_record(intent_name(uid), limit_bytes=1 << 20)
+        intent = decode_intent(data, intent_name(uid))
+        assert intent.process == identity_of(os.getpid())
+        assert intent.place == ckpt._backend.url
+    assert not is_over(intent.process)
+
+
 def test_overdue_retention_runs_before_the_first_save_and_not_at_opening(store):
     save(store, 1, 2, 3, 4)
     faulty = FaultyBackend(store)
@@ -127,6 +137,17 @@ def test_overdue_retention_runs_before_the_first_save_and_not_at_opening(store):
         ckpt.save(make_state(30), 3, mode="blocking")
         ckpt.wait()
         assert ckpt.steps() == [2, 3]
+
+
+def test_what_a_save_overwrites_stays_until_it_has(store):
+    save(store, 1, 2, 3)
+    faulty = FaultyBackend(store)
+    with checkpointer(faulty, retention={"keep_last": 1}) as ckpt:
+        faulty.fail("publish", match="index")
+        with pytest.raises(StorageError):
+            ckpt.save(make_state(10), 1, mode="blocking", overwrite=True)
+        assert ckpt.steps() == [1, 3]
+        assert same(ckpt.load(1), make_state(1))
 
 
 def test_a_save_fits_where_retention_was_never_reached(store):
@@ -264,3 +285,14 @@ def test_a_full_store_is_told_what_prune_would_free_of_old_leftovers(store):
     said = rf"3.0 MiB could be freed by `penstock prune {store.url}`$"
     with checkpointer(aged) as ckpt, pytest.raises(StorageFullError, match=said):
         ckpt.save(make_state(2), 2, mode="blocking")
+
+
+def test_housekeeping_that_fails_is_logged_and_never_the_saves(store, caplog):
+    save(store, 1, 2)
+    faulty = FaultyBackend(store)
+    with checkpointer(faulty, retention={"keep_last": 1}) as ckpt:
+        faulty.fail("delete", match="commits/")
+        ckpt.save(make_state(3), 3, mode="blocking")
+        ckpt.wait()
+        assert ckpt.steps() == [3]
+    assert any("making room before a save failed" in r.getMessage() for r in caplog.records)

@@ -1,15 +1,18 @@
 """Faults of real file systems and limits: one save fails with a reason, and the run goes on.
 
-The error says what failed, where and what to do. Committed checkpoints stay whole, the next save
-works once the fault is gone, and nothing stays open or reserved. `test_failures` fills a disk.
+Each engine, each fault: the error says what failed, where and what to do; what was committed stays
+whole; once the fault is gone the next save works; nothing stays open or reserved.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import resource
 import shutil
+import signal
 import subprocess
+import threading
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,15 +21,19 @@ import pytest
 import torch
 from tests.integration.support import same
 
-from penstock import Checkpointer, PenstockError, StorageError
+from penstock import Checkpointer, DamagedError, PenstockError, StorageError, StorageFullError
+from penstock.core.storage.open import open_backend
+from penstock.testing.faults import FaultyBackend
 
 OPTIONS = {"chunk_bytes": 1 << 16, "block_bytes": 1 << 14, "workers": 2}
+ENCODED = {"rules": [{"match": "big", "codecs": ["zstd"]}]}
+ROOT = Path(__file__).parents[3]
 
 
-def make(number):
+def make(number, kib=256):
     generator = torch.Generator().manual_seed(number)
     return {
-        "big": torch.randint(0, 256, (256 << 10,), dtype=torch.uint8, generator=generator),
+        "big": torch.randint(0, 256, (kib << 10,), dtype=torch.uint8, generator=generator),
         "small": [torch.full((5,), float(number))],
         "number": number,
     }
@@ -37,12 +44,12 @@ def command(*words):
 
 
 @contextmanager
-def tmpfs(folder):
-    """A file system of 16 MiB, or a skip with the reason."""
-    folder.mkdir()
+def mounted(folder, *how):
+    """Mount something, or skip with the reason."""
+    folder.mkdir(exist_ok=True)
     if not shutil.which("mount") or os.geteuid() != 0:
         pytest.skip("needs root and mount(8)")
-    done = command("mount", "-t", "tmpfs", "-o", "size=16m", "none", str(folder))
+    done = command("mount", *how, str(folder))
     if done.returncode:
         pytest.skip(f"needs the right to mount: {done.stderr.strip()}")
     try:
@@ -55,6 +62,29 @@ def tmpfs(folder):
             time.sleep(0.02)
         else:
             pytest.fail(f"something under {folder} is still open: {command('umount', folder)}")
+
+
+@contextmanager
+def small_ext4(tmp_path, mib, backing=None):
+    if not shutil.which("mkfs.ext4"):
+        pytest.skip("needs mkfs.ext4")
+    image = (backing or tmp_path) / "image"
+    with image.open("wb") as file:
+        file.truncate(mib << 20)
+    lazy = "lazy_itable_init=1,lazy_journal_init=1,nodiscard"
+    made = command("mkfs.ext4", "-q", "-F", "-m", "0", "-O", "^has_journal", "-E", lazy, str(image))
+    assert made.returncode == 0, made.stderr
+    with mounted(tmp_path / "disk", "-o", "loop", str(image)) as folder:
+        yield folder
+
+
+@contextmanager
+def tmpfs(tmp_path, mib):
+    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", f"size={mib}m", "none") as folder:
+        yield folder
+
+
+FILE_SYSTEMS = {"ext4": small_ext4, "tmpfs": tmpfs}
 
 
 def open_files():
@@ -73,24 +103,25 @@ def open_files():
 class Job:
     """Saves, one after the other, and what the steps that were committed must hold."""
 
-    def __init__(self, ckpt, root):
+    def __init__(self, ckpt, root, kib=256):
         self.ckpt = ckpt
         self.root = Path(root)
+        self.kib = kib
         self.step = 0
         self.committed = []
 
     def save(self, **options):
         self.step += 1
-        handle = self.ckpt.save(make(self.step), self.step, **options)
+        handle = self.ckpt.save(make(self.step, self.kib), self.step, **options)
         handle.result(300)
         self.committed.append(self.step)
 
-    def fails(self, kind, *texts, mode="async"):
+    def fails(self, kind, *texts, mode="async", where=None):
         """The next save fails so, at the handle and nowhere else, and leaves no file open."""
         files = open_files()
         with pytest.raises(kind) as caught:
             self.save(mode=mode)
-        for text in [*texts, str(self.root)]:
+        for text in [*texts, str(where or self.root)]:
             assert text in str(caught.value)
         self.ckpt.wait()  # the handle has told it already
         assert self.ckpt._saver.staging._used == 0
@@ -101,7 +132,7 @@ class Job:
         with Checkpointer(f"posix://{folder or self.root}") as fresh:
             assert fresh.steps() == self.committed
             for step in self.committed:
-                assert same(fresh.load(step), make(step))
+                assert same(fresh.load(step), make(step, self.kib))
                 assert fresh.verify(step).ok
 
     def no_rubbish(self):
@@ -112,8 +143,74 @@ class Job:
 
 @contextmanager
 def job(kind, root, **options):
+    kib = options.pop("kib", 256)
     with Checkpointer(f"{kind}://{root}", **{**OPTIONS, **options}) as ckpt:
-        yield Job(ckpt, root)
+        yield Job(ckpt, root, kib)
+
+
+# -- full ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("system", "rules"), [("ext4", {}), ("tmpfs", ENCODED)], ids=["ext4-raw", "tmpfs-encoded"]
+)
+def test_a_full_file_system(system, rules, kind, tmp_path):
+    with FILE_SYSTEMS[system](tmp_path, 8) as disk, job(kind, disk / "run", **rules) as work:
+        for mode in ("async", "blocking"):
+            work.save(mode=mode)
+        free = shutil.disk_usage(disk).free
+        (disk / "other").write_bytes(bytes(free - (192 << 10)))
+        for mode in ("async", "blocking", "lazy"):
+            work.fails(StorageFullError, "ENOSPC", "make room", mode=mode)
+        work.check()
+        work.no_rubbish()
+        (disk / "other").unlink()
+        work.save()
+        work.check()
+
+
+def test_a_disk_so_full_that_not_even_an_intent_fits(kind, tmp_path):
+    with tmpfs(tmp_path, 4) as disk, job(kind, disk / "run") as work:
+        work.save()
+        with (disk / "other").open("wb", buffering=0) as other, suppress(OSError):
+            while other.write(bytes(4096)):
+                pass
+        work.fails(StorageFullError, "ENOSPC", "intent")
+        work.check()
+        work.ckpt.delete(1)  # deleting needs no room
+        work.committed.remove(1)
+        (disk / "other").unlink()
+        work.save()
+        work.check()
+
+
+def test_a_file_system_without_inodes(kind, tmp_path):
+    how = ("-t", "tmpfs", "-o", "size=8m,nr_inodes=40", "none")
+    with mounted(tmp_path / "disk", *how) as disk, job(kind, disk / "run") as work:
+        work.save()
+        with suppress(OSError):
+            for number in range(100):
+                (disk / f"{number}").touch()
+        work.fails(StorageFullError, "ENOSPC")
+        work.check()
+        for path in disk.glob("[0-9]*"):
+            path.unlink()
+        work.save()
+        work.check()
+
+
+def test_a_thin_device_that_has_less_room_than_its_file_system(kind, tmp_path):
+    """An ext4 on a loop device whose file cannot grow: the device fails what the system took."""
+    with (
+        mounted(tmp_path / "backing", "-t", "tmpfs", "-o", "size=3m", "none") as backing,
+        small_ext4(tmp_path, 16, backing) as disk,
+        job(kind, disk / "run") as work,
+    ):
+        work.save()
+        work.kib = 4096
+        work.fails(StorageError, "blobs/")
+        work.kib = 256
+        work.check()
 
 
 # -- limits and rights -----------------------------------------------------------------------------
@@ -171,11 +268,80 @@ def test_no_more_files(kind, tmp_path):
         work.check()
 
 
+def test_a_read_only_mount_is_read_and_said_when_it_is_opened(kind, tmp_path, caplog):
+    with mounted(tmp_path / "disk", "-t", "tmpfs", "tmpfs") as disk:
+        with Checkpointer(f"{kind}://{disk}/run", **OPTIONS) as ckpt:
+            ckpt.save(make(1), 1, mode="blocking")
+        assert "can only be read" not in caplog.text
+        assert command("mount", "-o", "remount,ro", str(disk)).returncode == 0
+        for name in ("run", "other/run"):
+            caplog.clear()
+            with Checkpointer(f"{kind}://{disk}/{name}", **OPTIONS) as ckpt:
+                assert "EROFS" in caplog.text
+                with pytest.raises(StorageError, match=r"EROFS.*mounted read-only"):
+                    ckpt.check(make(1))
+                if name == "run":
+                    assert same(ckpt.load(1), make(1))
+
+
+def test_no_right_to_write(kind, tmp_path):
+    """Without privileges: root may write everywhere."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to become somebody else")
+    root = tmp_path / "run"
+    with job(kind, root) as work:
+        work.save()
+        for folder in [root, *root.rglob("*")]:
+            folder.chmod(0o755 if folder.is_dir() else 0o644)
+        inside = []
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            signal.alarm(300)
+            try:
+                for folder in [tmp_path, *tmp_path.parents]:
+                    if folder.stat().st_uid == 0 and not folder.stat().st_mode & 1:
+                        folder.chmod(folder.stat().st_mode | 0o11)
+                os.setresgid(65534, 65534, 65534)
+                os.setresuid(65534, 65534, 65534)
+                with Checkpointer(f"{kind}://{root}", **OPTIONS) as ckpt:
+                    inside.append(str(same(ckpt.load(1), make(1))))
+                    for call in (
+                        lambda: ckpt.save(make(2), 2).result(),
+                        lambda: ckpt.delete(1),
+                        ckpt.prune,
+                    ):
+                        try:
+                            call()
+                            inside.append("it worked")
+                        except PenstockError as error:
+                            inside.append(f"{type(error).__name__}: {error}")
+            except BaseException as error:  # noqa: BLE001 - told to the parent
+                inside.append(repr(error))
+            finally:
+                os.write(writing, "\n".join(inside).encode())
+                os._exit(0)
+        os.close(writing)
+        with os.fdopen(reading) as pipe:
+            lines = pipe.read().splitlines()
+        os.waitpid(child, 0)
+        assert lines[0] == "True", lines  # it may still read
+        assert len(lines) == 4, lines
+        for line in lines[1:]:
+            assert line.startswith("StorageError"), lines
+            assert "EACCES" in line, lines
+            assert str(root) in line
+            assert "check the owner and the permissions" in line
+        work.check()
+        work.save()
+        work.check()
+
+
 # -- read-only, gone, replaced ---------------------------------------------------------------------
 
 
 def test_a_file_system_that_becomes_read_only(kind, tmp_path):
-    with tmpfs(tmp_path / "disk") as disk, job(kind, disk / "run") as work:
+    with tmpfs(tmp_path, 16) as disk, job(kind, disk / "run") as work:
         work.save()
         assert command("mount", "-o", "remount,ro", str(disk)).returncode == 0
         for mode in ("async", "blocking"):
@@ -186,6 +352,75 @@ def test_a_file_system_that_becomes_read_only(kind, tmp_path):
             work.ckpt.prune()
         work.check()  # which only reads
         assert command("mount", "-o", "remount,rw", str(disk)).returncode == 0
+        work.save()
+        work.check()
+
+
+class Held:
+    """A checkpointer whose save stands before a call of its store."""
+
+    def __init__(self, kind, root, operation, match=""):
+        self.gate = threading.Event()
+        self.store = FaultyBackend(open_backend(f"{kind}://{root}"))
+        self.operation, self.match = operation, match
+
+    def hold(self):
+        return self.store.block(self.operation, self.gate, match=self.match)
+
+
+@contextmanager
+def held_job(kind, root, operation, match=""):
+    held = Held(kind, root, operation, match)
+    try:
+        with Checkpointer(held.store, **OPTIONS) as ckpt:
+            try:
+                yield Job(ckpt, root), held
+            finally:
+                held.gate.set()
+    finally:
+        held.store.close()
+
+
+MOMENTS = ["create", "seal", "publish index"]
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_root_that_is_removed_in_the_middle_of_a_save(moment, kind, tmp_path):
+    root = tmp_path / "run"
+    with held_job(kind, root, *moment.split()) as (work, held):
+        work.save()
+        fault = held.hold()
+        handle = work.ckpt.save(make(9), 9)
+        fault.reached.wait()
+        shutil.rmtree(root)
+        held.gate.set()
+        with pytest.raises(PenstockError, match=r"step 9|run"):
+            handle.result(300)
+        work.ckpt.wait()
+        assert work.ckpt.steps() == []
+        assert work.ckpt._saver.staging._used == 0
+        held.store.clear()
+        work.step, work.committed = 9, []
+        work.save()
+        work.check()
+
+
+def test_a_root_that_is_removed_at_the_last_moment_is_damage_and_nothing_else(kind, tmp_path):
+    """Behind the last look at its intent a save cannot know; whoever reads does."""
+    root = tmp_path / "run"
+    with held_job(kind, root, "publish", "commits/") as (work, held):
+        fault = held.hold()
+        handle = work.ckpt.save(make(9), 9)
+        fault.reached.wait()
+        shutil.rmtree(root)
+        held.gate.set()
+        handle.durable.exception(300)
+        if work.ckpt.steps():
+            with pytest.raises(DamagedError, match="is missing"):
+                work.ckpt.load()
+            work.ckpt.delete(9)
+        held.store.clear()
+        work.step, work.committed = 9, []
         work.save()
         work.check()
 
@@ -209,6 +444,21 @@ def test_a_root_that_is_replaced_by_another_run(kind, tmp_path):
         work.check(tmp_path / "moved")
 
 
+def test_a_root_whose_place_a_file_takes(kind, tmp_path):
+    root = tmp_path / "run"
+    with job(kind, root) as work:
+        work.save()
+        root.rename(tmp_path / "moved")
+        root.write_text("not a folder")
+        with pytest.raises(StorageError, match="ENOTDIR"):
+            work.save()
+        work.ckpt.wait()
+        root.unlink()
+        (tmp_path / "moved").rename(root)
+        work.save()
+        work.check()
+
+
 # -- clocks ----------------------------------------------------------------------------------------
 
 
@@ -223,5 +473,60 @@ def test_a_wall_clock_that_jumps_costs_no_save_and_no_data(jump_s, kind, tmp_pat
         work.save(mode="blocking")
         monkeypatch.undo()
         assert work.ckpt.prune().uids == ()
+        work.save()
+        work.check()
+
+
+def test_a_wall_clock_that_jumps_in_the_middle_of_a_save_costs_nothing(kind, tmp_path, monkeypatch):
+    really, jump_s = time.time, 10 * 365 * 86400
+    with held_job(kind, tmp_path / "run", "seal") as (work, held):
+        fault = held.hold()
+        handle = work.ckpt.save(make(1), 1)
+        fault.reached.wait()
+        monkeypatch.setattr(time, "time", lambda: really() + jump_s)
+        held.gate.set()
+        handle.result(300)
+        work.committed = [1]
+        work.check()
+
+
+@pytest.mark.parametrize("jump_s", [-10 * 365 * 86400, 10 * 365 * 86400], ids=["back", "ahead"])
+def test_a_store_whose_clock_jumped_loses_nothing_that_is_committed(jump_s, kind, tmp_path):
+    """Times of files are the store's; what is committed is safe at any of them."""
+    root = tmp_path / "run"
+    with job(kind, root, grace_s=3600) as work:
+        work.save()
+        when = time.time() + jump_s
+        for path in root.rglob("*"):
+            os.utime(path, (when, when))
+        work.save()
+        assert work.ckpt.prune().uids == ()
+        work.check()
+
+
+# -- the next save after a fault is logged and told once -------------------------------------------
+
+
+def test_a_background_failure_is_told_once_and_training_goes_on(kind, tmp_path, caplog):
+    with job(kind, tmp_path / "run") as work:
+        work.save()
+        with limited(resource.RLIMIT_FSIZE, 64 << 10):
+            handle = work.ckpt.save(make(2), 2)
+            # The write may fail before the last byte is captured: then captured fails as well, and
+            # who asks it for its error has seen that.
+            assert handle.captured.wait(300)
+            work.ckpt._job.finished(None)
+        told = []
+        for call in (work.ckpt.fence, work.ckpt.wait, work.ckpt.fence):
+            try:
+                call()
+            except StorageError as error:
+                told.append(str(error))
+        assert len(told) == 1
+        assert "EFBIG" in told[0]
+        errors = [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR]
+        assert len(errors) == 1
+        assert "save of step 2 failed" in errors[0]
+        work.step = 2
         work.save()
         work.check()

@@ -22,6 +22,7 @@ from tests.integration.ranks.saving import Job
 from tests.integration.support import FlyingClock
 
 from penstock import RankError
+from penstock.core.concurrency.timing import Timing
 from penstock.testing.coordination import MemoryCoordination
 from penstock.testing.faults import EFFECTS, CrashAt, LatencyBackend, SimulatedCrashError
 from penstock.testing.powercut import Disk, PowerCut
@@ -56,7 +57,7 @@ class Save:
         def one(rank):
             group = {"coordination": member(ranks.board, rank)}
             if lost is not None:
-                group["clock"] = FlyingClock(lost)
+                group["timing"] = Timing(clock=FlyingClock(lost))
             try:
                 with ranks.checkpointer(rank, **group) as ckpt:
                     handle = ckpt.save(its.state, **self.call)

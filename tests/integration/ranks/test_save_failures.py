@@ -1,12 +1,16 @@
 """What goes wrong on one rank ends the save on all, by name, and leaves nothing behind."""
 
+import gc
 import importlib.metadata
 import re
 import threading
 import time
+import weakref
+from contextlib import nullcontext
 from importlib.metadata import EntryPoint
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 from tests.integration.ranks.saving import SHORT_TIMEOUT_S, TIMEOUT_S, Job
@@ -16,10 +20,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as Split
 
-from penstock import Shard
+from penstock import Checkpointer, Shard
 from penstock.codecs.zstd import ZstdCodec
 from penstock.core.abc.delegating import DelegatingBackend
 from penstock.core.errors import (
+    PenstockError,
     RankError,
     SaveError,
     SaveSkippedError,
@@ -69,6 +74,16 @@ def assert_unchanged(store, before):
         assert torch.equal(ckpt.load()["weight"], WEIGHT)
 
 
+def test_ranks_whose_numbers_are_taken_give_up(job):
+    """Two jobs over one store of values: the second finds its rounds decided."""
+    job, store, _ = job
+    assert [report.step for report in job.save(state_of, 2)] == [2, 2, 2]
+    for error in job.save(state_of, 3):
+        assert isinstance(error, SaveError)
+    with checkpointer(store) as ckpt:
+        assert ckpt.steps() == [1, 2]
+
+
 def test_values_that_differ_fail_the_save_and_name_path_and_ranks(job):
     job, store, before = job
     errors = job.save(lambda rank: {**state_of(rank), "epoch": 7 + (rank == 1)}, 2)
@@ -77,6 +92,30 @@ def test_values_that_differ_fail_the_save_and_name_path_and_ranks(job):
         assert "epoch is not equal on ranks 0, 2 and rank 1" in str(error)
         assert "penstock.Shard" not in str(error)
     assert str(errors[1]).endswith("Step 1 stays the latest.")
+    assert_unchanged(store, before)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [({"a": 1, "b": 2}, {"b": 2, "a": 1}), (1, True), (0.0, -0.0)], ids=repr
+)
+def test_refusal_of_values_that_compare_equal_says_what_else_has_to_be_equal(one, other):
+    assert one == other
+    errors = Job(2, memory()).save(lambda rank: {"v": other if rank else one})
+    for error in errors:
+        assert (
+            "v is not equal on rank 0 and rank 1: make it equal on all ranks, in types and in"
+            in (str(error))
+        )
+
+
+def test_all_values_that_differ_are_counted_and_the_first_are_named(job):
+    job, store, before = job
+    errors = job.save(lambda rank: {**state_of(0), **{f"v{n}": rank for n in range(5)}}, 2)
+    for error in errors:
+        for name in ("v0", "v1", "v2"):
+            assert f"{name} is not equal on rank 0 and rank 1" in str(error)
+        assert "; and 2 more: make" in str(error)
+        assert "...." not in str(error)
     assert_unchanged(store, before)
 
 
@@ -89,6 +128,15 @@ def test_a_value_that_one_rank_lacks_is_no_difference(job):
         assert (tree["mine"], tree["epoch"]) == (5, 7)
         assert torch.equal(tree["weight"], WEIGHT)
         assert ckpt.verify(2).ok
+
+
+def test_ranks_that_are_called_with_other_steps_say_so(job):
+    job, store, before = job
+    errors = job.run(lambda ckpt, rank: ckpt.save(state_of(rank), 2 + (rank == 2)).result(300))
+    assert told(errors)[:2] == [(RankError, 2), (RankError, 2)]
+    assert "was called to save step 3 while rank 0 saves step 2" in str(errors[0])
+    assert isinstance(errors[2], SaveError)
+    assert_unchanged(store, before)
 
 
 class Full(DelegatingBackend):
@@ -141,6 +189,38 @@ def test_a_root_that_hosts_do_not_share_is_found():
     assert [names(store) for store in stores] == [[], []]
 
 
+def test_a_root_that_hosts_do_not_share_is_found_where_rank_0_alone_writes():
+    stores = [memory(), memory()]
+    errors = Job(2, lambda rank: stores[rank]).save(lambda _: {"epoch": 1})
+    for error in errors:
+        assert "is the folder shared by all hosts?" in str(error)
+    assert [names(store) for store in stores] == [[], []]
+
+
+@pytest.mark.parametrize("use", ["save", "restore", "load"])
+def test_two_checkpointers_whose_first_uses_come_in_another_order_end_by_name(use):
+    """The names by which ranks meet follow that order: what meets then are two roots."""
+    stores = memory(), memory()
+    for number, store in enumerate(stores):
+        with checkpointer(store) as ckpt:
+            ckpt.save({"w": torch.full((3,), float(number))}, 1, mode="blocking")
+    before = [names(store) for store in stores]
+    crossed = [Job(2, lambda rank, n=n: stores[rank ^ n]) for n in range(2)]
+
+    def work(ckpt, rank):
+        del rank
+        state = {"w": torch.full((3,), 7.0)}
+        if use == "save":
+            return ckpt.save(state, 2).result(300)
+        return ckpt.restore(state) if use == "restore" else ckpt.load()
+
+    for job in crossed:
+        errors = job.run(work)
+        assert all(isinstance(error, PenstockError) for error in errors), errors
+        assert any("the first time in the same order on all ranks" in str(e) for e in errors)
+    assert [names(store) for store in stores] == before
+
+
 def test_what_one_rank_cannot_describe_ends_the_save_on_all_at_once(job):
     job, store, before = job
     began = time.monotonic()
@@ -158,6 +238,20 @@ def test_a_step_that_exists_is_refused_on_all(job):
     assert_unchanged(store, before)
     reports = Job(3, store).save(state_of, 1, overwrite=True)
     assert [report.generation for report in reports] == [2, 2, 2]
+
+
+def test_a_job_goes_on_saving_after_a_save_that_failed():
+    store = memory()
+    job = Job(2, store)
+
+    def work(ckpt, rank):
+        with pytest.raises((RankError, SaveError)):
+            ckpt.save({"epoch": rank}, 1).result(300)
+        return ckpt.save({"epoch": 1}, 2).result(300).step
+
+    assert job.run(work) == [2, 2]
+    with checkpointer(store) as ckpt:
+        assert ckpt.steps() == [2]
 
 
 def test_a_rank_that_never_comes_is_named_and_waited_for_no_more():
@@ -312,6 +406,11 @@ def test_a_rank_that_alone_is_busy_comes_as_soon_as_it_is_not():
     assert job.run(work) == [(2, True), (2, True)]
 
 
+def test_a_process_alone_refuses_a_piece_of_a_tensor():
+    with Checkpointer(memory()) as ckpt, pytest.raises(UnsupportedStateError, match="is a piece"):
+        ckpt.save({"w": Shard(torch.ones(4, 3), (8, 3), (0, 0))}, 1)
+
+
 def test_a_tensor_that_changes_before_the_fence_on_one_rank_ends_the_save_on_all(job):
     _, store, before = job
     Slow.gate.clear()
@@ -330,6 +429,14 @@ def test_a_tensor_that_changes_before_the_fence_on_one_rank_ends_the_save_on_all
     errors = job.run(work)
     assert told(errors) == [(RankError, 1), (TornSnapshotError, None), (RankError, 1)]
     assert_unchanged(store, before)
+
+
+def test_the_data_of_all_survivors_goes_at_once():
+    store = memory()
+    job = Job(3, lambda rank: Full(store) if rank == 2 else store)
+    errors = job.save(lambda rank: {"w": Shard(torch.ones(40_000), (120_000,), (40_000 * rank,))})
+    assert [type(error) for error in errors] == [RankError, RankError, StorageError]
+    assert store.list("") == []
 
 
 class Listening(DelegatingBackend):
@@ -425,6 +532,22 @@ def test_replicas_off_the_host_that_have_drifted_fail_the_save_by_name():
     for error in job.save(lambda rank: {"norm": by_hand(rank, (rank, 3)), "epoch": 7}):
         assert DRIFTED in str(error)
     assert names(store) == []
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_save_that_is_over_holds_none_of_the_state(fails):
+    def work(ckpt, rank):
+        array = np.zeros(100_000)
+        gone = weakref.ref(array)
+        handle = ckpt.save({"array": array, "epoch": 7 + (rank if fails else 0)}, 1)
+        with pytest.raises(PenstockError) if fails else nullcontext():
+            handle.result(300)
+        ckpt.wait()
+        del array
+        gc.collect()
+        return handle, gone()
+
+    assert [alive for _, alive in Job(2, memory()).run(work)] == [None, None]
 
 
 class Normed(torch.nn.Module):
@@ -553,4 +676,17 @@ def test_replicas_of_a_dtensor_that_have_drifted_fail_the_save_by_name(job):
 
     for error in run_ranks(3, work):
         assert DRIFTED in error
+    assert_unchanged(store, before)
+
+
+def test_one_replica_that_has_drifted_is_named_among_those_of_other_ranks(job):
+    job, store, before = job
+
+    def pieces(rank):  # rows 0 to 3 on rank 0 alone, the others on ranks 1 and 2
+        if rank == 0:
+            return Shard(torch.zeros(4, 3), (8, 3), (0, 0))
+        return Shard(torch.full((4, 3), float(rank)), (8, 3), (4, 0), replica=(rank - 1, 2))
+
+    errors = job.save(lambda rank: {**state_of(rank), "w": pieces(rank)}, 2)
+    assert "w from [4, 0], of shape [4, 3] is not equal on rank 1 and rank 2" in str(errors[0])
     assert_unchanged(store, before)

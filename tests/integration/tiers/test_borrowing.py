@@ -9,6 +9,8 @@ from tests.integration.tiers.places import Folders, Places
 from penstock import Checkpointer
 from penstock.core.abc import Tier
 from penstock.core.catalog.catalog import Catalog
+from penstock.core.catalog.survey import has_data, survey_records
+from penstock.core.format.records import mark_name
 from penstock.core.storage.open import open_backend
 from penstock.core.tiers.whereabouts import is_marked, mark
 from penstock.testing.hasty import FAST
@@ -68,6 +70,25 @@ def test_a_drain_brings_what_a_checkpoint_borrows(places, first_gone):
     assert not any(is_marked(places.fast, record.uid) for record in [base])
 
 
+@pytest.mark.parametrize("in_tiers", [True, False])
+def test_what_a_deletion_leaves_in_a_tier_holds_up_no_drain(places, in_tiers):
+    """Blobs that only a faster tier needs stay behind it, where no record needs them."""
+    base, _, _ = saved_chain(places.fast)
+    later = Catalog(places.fast).record(3)
+    places.fast.delete([mark_name(later.uid)])
+    drain(places)
+    whole_at(places.durable, 1, 2)
+    with places.open() if in_tiers else checkpointer(places.other()) as ckpt:
+        for step in (2, 1):
+            ckpt.delete(step)
+    if in_tiers:
+        assert files_of(places.durable, base.uid) == {"blobs/00000-0.raw"}
+    for record in survey_records(places.fast).records.values():
+        mark(places.fast, record.uid, record.step)
+    drain(places)
+    whole_at(places.durable, *([] if in_tiers else [1, 2]), 3)
+
+
 def test_an_eviction_spares_what_others_borrow_and_frees_it_with_the_last(places):
     base, delta, later = saved_chain(places.fast)
     drain(places)
@@ -112,6 +133,13 @@ def test_a_borrowed_blob_that_is_damaged_behind_is_found_before_an_eviction(plac
     whole_at(places.fast, 2)
 
 
+def test_a_place_without_a_borrowed_blob_does_not_have_the_checkpoint(places):
+    base, delta, _ = saved_chain(places.fast)
+    assert has_data(places.fast, delta)
+    places.fast.delete([f"data/{base.uid}/blobs/00000-0.raw"])
+    assert not has_data(places.fast, delta)
+
+
 @pytest.fixture
 def folders(tmp_path):
     made = Folders(tmp_path)
@@ -143,3 +171,21 @@ def test_a_borrowed_blob_that_a_tier_has_lost_is_read_from_the_next_and_brought_
     assert blob.read_bytes() == good
     with Checkpointer(f"posix://{folders.fast}") as alone:
         assert all(alone.verify(step).ok for step in (2, 3))
+
+
+@pytest.mark.parametrize(("bad", "how"), [("fast", "missing"), ("durable", "flip")])
+def test_verify_repairs_a_borrowed_blob(folders, bad, how):
+    blob = lent_blob(getattr(folders, bad))
+    data = bytearray(blob.read_bytes())
+    blob.unlink()
+    if how == "flip":
+        data[len(data) // 2] ^= 1
+        blob.write_bytes(data)
+    with folders.open() as ckpt:
+        assert not ckpt.verify(3).ok
+        assert ckpt.verify(2, repair=True).ok
+        assert all(ckpt.verify(step).damaged == () for step in (2, 3))
+    for place in (folders.fast, folders.durable):
+        with Checkpointer(f"posix://{place}") as alone:
+            assert alone.steps() == [2, 3]
+            assert all(alone.verify(step).ok for step in (2, 3))

@@ -50,6 +50,27 @@ def test_a_restore_says_which_blobs_are_gone_and_brings_them_anew(folders, caplo
     assert len([r for r in caplog.records if r.levelname == "WARNING"]) == 1
 
 
+def test_what_a_restore_of_one_part_did_not_read_is_noticed_too(folders):
+    with folders.open() as ckpt:
+        uid = ckpt.info(2).uid
+    shutil.rmtree(folders.fast / "data" / uid / "parts")
+    (folders.fast / "data" / uid / "index").unlink()
+    report, _, _ = state_of(folders, include="model")
+    assert [tier for _, tier in report.rescued] == ["durable"] * 2
+    with Checkpointer(f"posix://{folders.fast}") as alone:
+        assert alone.verify(2).ok
+
+
+def test_a_load_repairs_as_well(folders):
+    with folders.open() as ckpt:
+        uid = ckpt.info(1).uid
+    shutil.rmtree(folders.fast / "data" / uid / "blobs")
+    with folders.open() as ckpt:
+        assert same(ckpt.load(1), make_state(1))
+    with Checkpointer(f"posix://{folders.fast}") as alone:
+        assert alone.verify(1).ok
+
+
 def test_what_was_evicted_stays_so(folders, caplog):
     with folders.open() as ckpt:
         uid = ckpt.info(2).uid

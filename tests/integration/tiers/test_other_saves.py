@@ -12,7 +12,7 @@ from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.deletion import delete_records
 from penstock.core.catalog.survey import uids_named
 from penstock.core.format.records import mark_name
-from penstock.core.tiers.whereabouts import at_step, pending
+from penstock.core.tiers.whereabouts import at_step, mark, pending
 from penstock.testing.faults import Fault, FaultyBackend
 from penstock.testing.hasty import FAST
 
@@ -58,6 +58,32 @@ def test_what_retention_deletes_in_one_tier_spares_another_save_in_the_next(fold
     assert left(folders["durable"]) == {1: 1}
 
 
+def test_a_rewind_forgets_both(folders):
+    with checkpointer(place(folders["durable"])) as ckpt:
+        ckpt.save(make_state(7), 2).result(300)
+    with checkpointer(place(folders["fast"])) as ckpt:
+        ckpt.save(make_state(8), 2).result(300)
+        ckpt.delete(1)
+    with Checkpointer(config(folders)) as ckpt:
+        assert ckpt.rewind(1) == [2]
+        assert ckpt.latest() == 1
+    assert (left(folders["fast"]), left(folders["durable"])) == ({}, {1: 1})
+    assert not list(folders["fast"].rglob("*.raw"))
+
+
+def test_a_copy_that_cannot_be_read_goes_with_the_one_that_can(tmp_path):
+    fast, durable = tmp_path / "a", tmp_path / "b"
+    with Checkpointer(config({"fast": fast, "durable": durable})) as ckpt:
+        ckpt.save(make_state(1), 1).result(300)
+        ckpt.save(make_state(2), 2).result(300)
+        (name,) = Catalog(ckpt._backend).entries()[1]
+        chosen = uids_named(ckpt._backend, [name])
+        (durable / name).write_bytes(b"nonsense\n")
+        assert delete_records(ckpt._backend, [name], uids=chosen) == [name]
+        assert ckpt.steps() == [2]
+    assert (left(fast), left(durable)) == ({2: 2}, {2: 2})
+
+
 def test_a_record_that_one_tier_alone_cannot_read_keeps_no_data_of_others(tmp_path):
     fast, durable = tmp_path / "a", tmp_path / "b"
     with Checkpointer(config({"fast": fast, "durable": durable})) as ckpt:
@@ -68,6 +94,19 @@ def test_a_record_that_one_tier_alone_cannot_read_keeps_no_data_of_others(tmp_pa
     with Checkpointer(config({"fast": fast, "durable": durable})) as ckpt:
         ckpt.delete(1)
     assert [len(list(folder.glob("data/*"))) for folder in (fast, durable)] == [2, 2]
+
+
+def test_a_record_that_no_tier_can_read_may_need_any_data(tmp_path):
+    fast, durable = tmp_path / "a", tmp_path / "b"
+    with Checkpointer(config({"fast": fast, "durable": durable})) as ckpt:
+        for step in (1, 2):
+            ckpt.save(make_state(step), step).result(300)
+        (name,) = Catalog(ckpt._backend).entries()[2]
+    for folder in (fast, durable):
+        (folder / name).write_bytes(b"nonsense\n")
+    with Checkpointer(config({"fast": fast, "durable": durable})) as ckpt:
+        ckpt.delete(1)
+    assert len(list(durable.glob("data/*"))) == 2
 
 
 @pytest.fixture
@@ -125,6 +164,18 @@ def test_a_newer_checkpoint_of_another_node_is_not_replaced_by_a_leftover_genera
     assert epoch_of(node.durable) == 7
     assert "step 1 cannot be copied from tier fast to durable" in caplog.text
     assert [record.generation for record in pending(node.fast)] == [4]  # left alone
+
+
+def test_of_a_mark_that_does_not_say_what_was_replaced_time_decides(nodes):
+    node, _ = nodes
+    with node.open() as ckpt:
+        ckpt.save(make_state(1), 1).result(300)
+    leave_generations(node, 2)
+    mark(node.fast, Catalog(node.fast).record(1).uid, 1)
+    with node.open() as ckpt:
+        ckpt.save(make_state(9), 9).result(300)
+        assert ckpt._drains.settle(300)
+    assert epoch_of(node.durable) == 2
 
 
 def test_what_another_node_overwrites_while_a_leftover_is_copied_stays(nodes):

@@ -10,13 +10,14 @@ from tests.integration.support import FlyingClock, blank, checkpointer, make_sta
 from tests.integration.tiers.places import Places
 
 import penstock
-from penstock import NotDrainedError, StorageError
+from penstock import NotDrainedError, SaveSkippedError, StorageError
 from penstock.core.catalog.catalog import Catalog
+from penstock.core.concurrency.timing import current_timing
 from penstock.core.format.commit_record import encode_intent
 from penstock.core.format.records import IntentRecord, intent_name
 from penstock.core.tiers.whereabouts import pending
 from penstock.testing.faults import Fault, FaultyBackend, WrapperBackend
-from penstock.testing.hasty import FAST, current_timing
+from penstock.testing.hasty import FAST
 
 
 @pytest.fixture(autouse=True)
@@ -81,11 +82,31 @@ def test_training_goes_on_while_the_durable_tier_is_away_and_all_comes_when_it_i
     assert "no route to host" in caplog.text
 
 
+def test_closing_while_the_durable_tier_is_away_leaves_the_rest_to_the_next_process(places):
+    durable = away(places.durable)
+    with places.open(durable=durable) as ckpt:
+        handle = ckpt.save(make_state(1), 1)
+        handle.committed.result(300)
+    with pytest.raises(NotDrainedError, match="penstock drain"):
+        handle.result(300)
+    assert places.steps() == ([1], [])
+    with places.open() as ckpt:
+        ckpt.save(make_state(2), 2).result(300)
+    assert places.steps() == ([1, 2], [1, 2])
+
+
 def test_a_blocking_save_does_not_wait_for_ever_for_a_tier_that_is_away(places):
     with places.open(durable=away(places.durable)) as ckpt:
         with pytest.raises(NotDrainedError, match="no route to host"):
             ckpt.save(make_state(1), 1, mode="blocking")
         assert places.steps()[0] == [1]
+
+
+def test_every_nth_save_goes_on_and_the_others_are_as_durable_as_the_configuration_says(places):
+    with places.open(options={"drain_every": 2}) as ckpt:
+        tiers = [ckpt.save(make_state(n), n).result(300).tiers for n in range(1, 5)]
+    assert tiers == [("fast", "durable"), ("fast",)] * 2
+    assert places.steps() == ([1, 2, 3, 4], [1, 3])
 
 
 def test_durable_may_mean_the_fast_tier(places):
@@ -107,6 +128,47 @@ def test_a_full_fast_tier_is_written_past_and_what_it_alone_has_stays(places, ca
             assert ckpt.save(make_state(step), step).result(300).tiers == ("durable",)
     assert places.steps() == ([], [1, 2, 3])  # the first was evicted in vain
     assert caplog.text.count("is saved straight to tier durable: tier fast") == 1
+
+
+def test_without_room_anywhere_a_save_is_skipped_and_training_goes_on(places, caplog):
+    class Full(WrapperBackend):
+        def free_bytes(self):
+            return 0
+
+    fast = Full(places.other_fast())
+    options = {"on_full": "skip"}
+    with places.open(fast=fast, durable=away(places.durable), options=options) as ckpt:
+        handle = ckpt.save(make_state(1), 1)
+        assert handle.skipped
+        with pytest.raises(SaveSkippedError, match="no tier has room"):
+            handle.result()
+    assert "step 1 is not saved" in caplog.text
+
+
+def test_a_restore_takes_the_fastest_tier_and_falls_back_to_the_other(places):
+    with places.open() as ckpt:
+        ckpt.save(make_state(1), 1).result(300)
+    reads = []
+
+    class Noting(WrapperBackend):
+        def _around(self, operation, names, call):
+            if operation == "read" and any("/blobs/" in name for name in names):
+                reads.append(self.url)
+            return super()._around(operation, names, call)
+
+    def opened(**kept):
+        return places.open(
+            fast=Noting(places.other_fast()),
+            durable=Noting(places.other()),
+        )
+
+    with opened() as ckpt:
+        assert same(ckpt.load(1), make_state(1))
+        assert set(reads) == {places.fast.url}
+        reads.clear()
+        Catalog(places.fast).delete(1)
+        assert same(ckpt.load(1), make_state(1))
+        assert places.durable.url in reads
 
 
 def blob_of(backend, suffix):
@@ -166,6 +228,40 @@ def test_a_damaged_copy_is_made_good_by_the_other_tier(what, how, places, caplog
         assert alone.verify(1).ok
 
 
+def test_a_repair_that_hangs_holds_up_nobody_for_ever(places, waits):
+    with places.open() as ckpt:
+        ckpt.save(make_state(1), 1).result(300)
+    damage(places.fast, blob_of(places.fast, ".raw"), "flip")
+    fast = FaultyBackend(places.other_fast())
+    event = threading.Event()
+    held = fast.block("create", event)
+    clock = FlyingClock()
+    waits(clock=clock)
+    try:
+        with places.open(fast=fast) as ckpt:
+            assert same(ckpt.load(1), make_state(1))
+            assert held.reached.wait(300)
+            clock.flies = lambda: not event.is_set()
+        assert not event.is_set()  # it was closed all the same
+    finally:
+        event.set()
+    assert places.steps()[1] == [1]
+
+
+def test_damage_in_both_tiers_is_damage(places):
+    with places.open() as ckpt:
+        ckpt.save(make_state(1), 1).result(300)
+        ckpt.save(make_state(2), 2).result(300)
+        uid = ckpt.info(2).uid
+    for backend in (places.fast, places.durable):
+        damage(backend, f"data/{uid}/blobs/00000-0.raw", "flip")
+    with places.open() as ckpt:
+        with pytest.raises(penstock.DamagedError, match="checksum"):
+            ckpt.load(2)
+        tree = blank(make_state(1))
+        assert ckpt.restore(tree, on_damage="fallback").step == 1
+
+
 def test_a_deleted_step_is_deleted_everywhere_and_comes_back_nowhere(places):
     with places.open() as ckpt:
         for step in (1, 2, 3):
@@ -176,6 +272,29 @@ def test_a_deleted_step_is_deleted_everywhere_and_comes_back_nowhere(places):
         assert places.steps() == ([1], [1])
         ckpt.save(make_state(2), 2).result(300)
     assert places.steps() == ([1, 2], [1, 2])
+
+
+def test_retention_counts_all_tiers_and_the_fast_one_may_keep_less(places):
+    options = {"keep_fast": 1}
+    with places.open(options=options, retention={"keep_last": 3}) as ckpt:
+        for step in range(1, 6):
+            ckpt.save(make_state(step), step).result(300)
+            ckpt.wait()
+    assert places.steps() == ([5], [3, 4, 5])
+
+
+def test_a_step_of_another_tier_is_taken(places):
+    with checkpointer(places.durable) as alone:
+        alone.save(make_state(5), 5, mode="blocking")
+    with places.open() as ckpt:
+        with pytest.raises(penstock.StepExistsError):
+            ckpt.save(make_state(4), 4)
+        assert ckpt.latest() == 5
+        report = ckpt.save(make_state(55), 5, overwrite=True).result(300)
+        assert report.generation == 2
+        ckpt.wait()
+        assert ckpt.load(5)["epoch"] == 55
+    assert places.steps() == ([5], [5])
 
 
 def test_prune_looks_at_each_tier_by_itself(places):
@@ -278,6 +397,30 @@ def test_a_tier_that_hung_is_asked_no_more_for_a_while_neither_to_save_nor_to_cl
         for step in (5, 6):
             ckpt.save(make_state(step), step).result(300)
         until(lambda: ckpt.steps() == [5, 6])  # retention deletes the steps that it passed over
+
+
+def test_a_tier_that_was_asked_no_more_is_copied_to_as_soon_as_it_is_back(places, waits, caplog):
+    waits(tier_quick_error_s=0.0)  # each error counts as a slow one
+    durable = away(places.durable)
+    with places.open(durable=durable) as ckpt:
+        handle = ckpt.save(make_state(1), 1)
+        handle.committed.result(300)
+        durable.clear()
+        assert handle.result(300).tiers == ("fast", "durable")
+    assert "gets no identity" not in caplog.text
+
+
+def test_an_overwrite_asks_a_tier_that_hung_all_the_same(places, waits):
+    durable = Hanging(places.other(), waits, "list")
+    with places.open(durable=durable) as ckpt:
+        try:
+            ckpt.save(make_state(1), 1).committed.result(300)  # from now on it is left alone
+            with pytest.raises(penstock.StorageTimeoutError, match="no answer for 10 s"):
+                ckpt.save(make_state(10), 1, overwrite=True)
+        finally:
+            durable.released.set()
+        ckpt.save(make_state(10), 1, overwrite=True).result(300)
+        assert same(ckpt.load(1), make_state(10))
 
 
 @pytest.mark.parametrize("at", ["blobs/", "/index", "commits/"])

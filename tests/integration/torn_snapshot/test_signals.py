@@ -2,23 +2,48 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 import threading
+import time
+from pathlib import Path
 from subprocess import PIPE
 
 import pytest
-from tests.integration.support import make_state, same, start_python
+from tests.integration.faults.test_real_faults import make
+from tests.integration.support import run_python, same, start_python
 from tests.integration.training import Held, held_checkpointer, wait_until_in
 
 from penstock import BusyError, Checkpointer
 
-PROGRAM = """
-import os, signal, sys, threading, time, warnings
+SERVER = """
+import json, os, signal, sys, threading, time, warnings
 warnings.simplefilter("ignore", DeprecationWarning)
+import torch
+from penstock.core.plugins.registry import default_registry
+from tests.integration.faults.test_real_faults import OPTIONS, make
+default_registry().listing()  # imports every plugin, so that no child has to
+for line in sys.stdin:
+    request = json.loads(line)
+    if "wait" in request:
+        print(os.waitstatus_to_exitcode(os.waitpid(request["wait"], 0)[1]), flush=True)
+        continue
+    pid = os.fork()
+    if pid == 0:
+        for number, path in enumerate(["/dev/null", request["out"], request["out"] + ".err"]):
+            os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), number)
+        break
+    print(pid, flush=True)
+else:
+    sys.exit()
+sys.argv[1:] = [request["url"]]
+exec(request["body"])
+"""
+PROGRAM = """
 from penstock import Checkpointer, SaverClosedError
 from penstock.core.storage.open import open_backend
 from penstock.testing.faults import FaultyBackend
-from tests.integration.support import TINY, make_state
 
 signal.alarm(300)
 store = FaultyBackend(open_backend(sys.argv[1]))
@@ -31,45 +56,91 @@ def held_save(ckpt, step):
     store.clear()
     gate.clear()
     fault = store.block("seal", gate)
-    handle = ckpt.save(make_state(step), step)
+    handle = ckpt.save(make(step), step)
     fault.reached.wait()
     return handle
 
-ckpt = Checkpointer(store, **TINY)
-ckpt.save(make_state(1), 1).result()
+ckpt = Checkpointer(store, **OPTIONS)
+ckpt.save(make(1), 1).result()
 """
 
 
 @pytest.fixture
-def url(tmp_path):
-    """A plain path, so io_uring is used where it can be."""
-    return f"{tmp_path}/run"
+def url(kind, tmp_path):
+    return f"{kind}://{tmp_path}/run"
+
+
+class Server:
+    """Forks a process for each program, so that torch is imported only once."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.count = 0
+        self.process = start_python("-c", SERVER, stdin=PIPE, stdout=PIPE)
+
+    def ask(self, **request):
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        return int(self.process.stdout.readline())
+
+    def start(self, url, body):
+        self.count += 1
+        out = self.folder / f"{self.count}.out"
+        out.touch()
+        return self.ask(body=PROGRAM + body, url=url, out=str(out)), out
+
+    def finish(self, pid, out):
+        """Its lines, what it wrote to stderr, and its exit status."""
+        status = self.ask(wait=pid)
+        return out.read_text().splitlines(), out.with_suffix(".out.err").read_text(), status
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    server = Server(tmp_path_factory.mktemp("programs"))
+    yield server
+    server.process.communicate()
 
 
 @pytest.fixture
-def run(url):
-    """Run a program; with a signal, send it that when it prints `ready`."""
+def run(server, url):
+    """Run a program; with a signal, send it that when it says `ready`."""
 
     def run(body, number=None):
-        with start_python("-c", PROGRAM + body, url, stdout=PIPE, stderr=PIPE) as process:
-            if number is not None:
-                assert process.stdout.readline() == "ready\n"
-                process.send_signal(number)
-            lines, errors = process.communicate(timeout=300)
-        return lines.splitlines(), errors, process.returncode
+        pid, out = server.start(url, body)
+        if number is not None:
+            while out.read_text() != "ready\n":
+                if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                    pytest.fail(f"it never got ready: {server.finish(pid, out)}")
+                time.sleep(0.005)
+            os.kill(pid, number)
+        lines, errors, status = server.finish(pid, out)
+        return lines[number is not None :], errors, status
 
     return run
 
 
+@pytest.fixture
+def run_anew(url):
+    """Run a program in an interpreter of its own: its fork is then the first."""
+
+    def run_anew(body):
+        imports = SERVER.partition("for line in")[0]
+        done = run_python("-c", imports + PROGRAM + body, url, timeout=300)
+        return done.stdout.splitlines(), done.stderr, done.returncode
+
+    return run_anew
+
+
 def holds(url, *steps):
     """Exactly these steps are there, whole; and the run goes on."""
-    with Checkpointer(f"posix://{url}") as ckpt:
+    with Checkpointer("posix://" + url.partition("://")[2]) as ckpt:
         assert ckpt.steps() == list(steps)
         for step in steps:
-            assert same(ckpt.load(step), make_state(step))
+            assert same(ckpt.load(step), make(step))
             assert ckpt.verify(step).ok
-        ckpt.save(make_state(99), 99, mode="blocking")
-        assert same(ckpt.load(), make_state(99))
+        ckpt.save(make(99), 99, mode="blocking")
+        assert same(ckpt.load(), make(99))
 
 
 def test_sigterm_with_its_default_handler_costs_the_pending_save_only(run, url):
@@ -107,7 +178,7 @@ def test_a_handler_of_sigterm_may_itself_save(run, url):
     body = """
 def leave(number, frame):
     gate.set()
-    ckpt.save(make_state(3), 3, mode="blocking")
+    ckpt.save(make(3), 3, mode="blocking")
     say("saved")
     raise SystemExit(0)
 
@@ -122,6 +193,35 @@ with ckpt:
     holds(url, 1, 2, 3)
 
 
+@pytest.mark.parametrize(
+    "place",
+    [
+        "handle.result()",
+        pytest.param("ckpt.wait()", marks=pytest.mark.slow),
+        pytest.param("time.sleep(300)", marks=pytest.mark.slow),
+        pytest.param("handle.durable.result()", marks=pytest.mark.slow),
+    ],
+)
+def test_ctrl_c_wherever_training_stands_leaves_the_pending_save_to_end(place, run, url):
+    body = f"""
+handle = held_save(ckpt, 2)
+try:
+    say("ready")
+    {place}
+except KeyboardInterrupt:
+    say("interrupted")
+gate.set()
+ckpt.wait()
+ckpt.save(make(3), 3).result()
+ckpt.close()
+assert ckpt._saver.staging._used == 0
+say("closed")
+"""
+    lines, errors, status = run(body, signal.SIGINT)
+    assert (lines, status) == (["interrupted", "closed"], 0), errors
+    holds(url, 1, 2, 3)
+
+
 def test_signals_that_only_count_interrupt_nothing(run, url):
     """A profiler's or a scheduler's: every system call may be interrupted by them."""
     body = """
@@ -133,7 +233,7 @@ def tick(number, frame):
 signal.signal(signal.SIGALRM, tick)
 signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
 for step in range(2, 8):
-    ckpt.save(make_state(step), step, mode=("async", "blocking")[step % 2]).result()
+    ckpt.save(make(step), step, mode=("async", "blocking")[step % 2]).result()
     ckpt.load(step)
 signal.setitimer(signal.ITIMER_REAL, 0)
 ckpt.close()
@@ -144,10 +244,27 @@ say(count > 10)
     holds(url, *range(1, 8))
 
 
-@pytest.mark.parametrize(("ending", "uses"), [("os._exit(0)", True), ("sys.exit(0)", False)])
-def test_a_fork_in_the_middle_of_a_save_disturbs_nobody(uses, ending, run, url):
+ENDS = {
+    "os._exit": ("os._exit(0)", 0),
+    "sys.exit": ("sys.exit(0)", 0),
+    "an error": ("raise KeyError('of the child')", 1),
+}
+
+
+@pytest.mark.parametrize(
+    ("end", "uses"),
+    [
+        ("os._exit", True),
+        ("sys.exit", False),
+        pytest.param("an error", True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_fork_in_the_middle_of_a_save_disturbs_nobody(uses, end, run, run_anew, url):
+    if end == "an error":
+        run = run_anew
+    ending, status_of_child = ENDS[end]
     use = """
-    for call in (lambda: ckpt.save(make_state(3), 3), ckpt.wait, ckpt.load):
+    for call in (lambda: ckpt.save(make(3), 3), ckpt.wait, ckpt.load):
         try:
             call()
             say("it worked")
@@ -159,19 +276,39 @@ def test_a_fork_in_the_middle_of_a_save_disturbs_nobody(uses, ending, run, url):
 handle = held_save(ckpt, 2)
 child = os.fork()
 if child == 0:
-    signal.alarm(100)  # ends what hangs
+    pass
 {use if uses else ""}
     {ending}
-assert os.waitpid(child, 0)[1] == 0
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == {status_of_child}
 gate.set()
 handle.result()
-ckpt.save(make_state(3), 3).result()
+ckpt.save(make(3), 3).result()
 ckpt.close()
 say("closed")
 """
     lines, errors, status = run(body)
     assert (lines, status) == (["closed"], 0), errors
+    assert ("of the child" in errors) is (end == "an error"), errors
     holds(url, 1, 2, 3)
+
+
+def test_a_forked_child_may_open_the_run_anew(run, url):
+    body = """
+handle = held_save(ckpt, 2)
+child = os.fork()
+if child == 0:
+    with Checkpointer(sys.argv[1], **OPTIONS) as mine:
+        say(mine.steps(), mine.load(1)["number"])
+        mine.save(make(5), 5).result()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+gate.set()
+handle.result()
+ckpt.close()
+"""
+    lines, errors, status = run(body)
+    assert (lines, status) == (["[1] 1"], 0), errors
+    holds(url, 1, 2, 5)
 
 
 # -- a handler that saves, wherever it interrupts a save -------------------------------------------
@@ -259,6 +396,32 @@ def test_a_handler_is_refused_before_the_capture_has_a_thread(monkeypatch, on_si
         assert ckpt.steps() == [1]
 
 
+class SignallingStep:
+    """A number that sends this process a signal when it is asked for."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def __index__(self):
+        signal.raise_signal(signal.SIGUSR1)
+        return self.number
+
+
+def test_a_handler_is_refused_while_the_arguments_of_save_are_looked_at(on_signal):
+    refused = []
+
+    def handler():
+        with pytest.raises(BusyError):
+            ckpt.save({"last": 1}, 9)
+        refused.append(True)
+
+    on_signal(handler)
+    with Checkpointer("memory://") as ckpt:
+        ckpt.save({"a": 1}, SignallingStep(1)).result()
+        assert refused
+        assert ckpt.steps() == [1]
+
+
 @pytest.mark.parametrize("caught", [True, False], ids=["caught", "let out"])
 @pytest.mark.parametrize("use", ["save", "close"])
 def test_a_handler_that_interrupts_the_wait_for_another_save_is_refused(
@@ -325,3 +488,36 @@ def test_what_comes_out_of_a_handler_costs_the_save_that_is_waited_for_nothing(o
         assert first.result().step == 1
         ckpt.wait()
         assert ckpt.steps() == [1, 2]
+
+
+def test_a_handler_that_interrupts_the_wait_for_a_capture_saves(on_signal):
+    hold = Held()
+
+    def handler():
+        hold.let_go.set()
+        ckpt.save({"last": 1}, 9, mode="blocking")
+
+    on_signal(handler)
+    with held_checkpointer("memory://", defer=()) as ckpt:
+        waits = ("penstock.core.save.job", "capture_now")
+        main = threading.current_thread()
+
+        def interrupt():
+            hold.reached.wait()
+            wait_until_in(waits, main)
+            signal.pthread_kill(main.ident, signal.SIGUSR1)
+
+        pest = threading.Thread(target=interrupt)
+        pest.start()
+        ckpt.save({"hold": hold}, 1).result()
+        pest.join()
+        assert ckpt.steps() == [1, 9]
+
+
+def test_a_handler_may_be_told_to_skip(on_signal):
+    handles = []
+    on_signal(lambda: handles.append(ckpt.save({"last": 1}, 9)))
+    with Checkpointer("memory://", on_busy="skip") as ckpt:
+        ckpt.save({"a": Interrupted()}, 1).result()
+        assert handles[0].skipped
+        assert ckpt.steps() == [1]

@@ -146,6 +146,24 @@ def test_a_stuck_store_with_little_staging_holds_the_step_until_all_is_written(s
         assert not differences(copies([other.state_dict(), fresh.state_dict()]), expected)
 
 
+@pytest.mark.parametrize(
+    ("mode", "budget"), [("async", TINY_BUDGET), ("lazy", AMPLE)], ids=["async", "lazy"]
+)
+def test_many_saves_in_a_row_reuse_staging_without_mixing(store, mode, budget):
+    store.slow("write", 0.001)
+    job = Everything()
+    expected = {}
+    with held_checkpointer(store, on_busy="wait", mode=mode, **budget) as ckpt:
+        for step in range(1, 6):
+            expected[step] = job.snapshot()
+            ckpt.save(job.state, step)
+            job.step()
+            job.mutate_the_rest()
+        ckpt.wait()
+        for step, snapshot in expected.items():
+            assert not differences(stored(ckpt, step), snapshot), step
+
+
 # -- who steps, and how --------------------------------------------------------------------------
 
 
@@ -341,6 +359,21 @@ def test_an_optimizer_that_steps_in_backward_waits(ckpt):
         assert not differences(ckpt.open(1)[f"opt/{key}/state/{key}/momentum_buffer"], momentum)
 
 
+def test_an_embedding_that_normalises_in_forward_is_captured_before_save_returns(ckpt):
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Embedding(400, 60, max_norm=0.5), nn.Linear(60, 300))
+    optimizer = torch.optim.Adam(model.parameters())
+    hold = Held()
+    expected = copies(dict(model.state_dict()))
+    handle = ckpt.save({"hold": hold, "model": model, "optimizer": optimizer}, 1, mode="lazy")
+    hold.reached.wait()
+    model(torch.arange(400))
+    assert differences(copies(dict(model.state_dict())), expected)
+    hold.let_go.set()
+    handle.result()
+    assert not differences(dict(ckpt.load(1)["model"]), expected)
+
+
 @pytest.mark.parametrize("whose", ["own", "another"])
 def test_restore_waits_for_every_pending_capture(ckpt, job, whose):
     state = {"model": job[0], "optimizer": job[1]}
@@ -511,6 +544,20 @@ def test_averaged_weights_that_are_swapped_in_and_out_again_fail_that_save(ckpt,
         save.handle.result()
 
 
+def test_change_of_weights_that_lie_channels_last_fails_that_save(ckpt, store, gate):
+    store.block("create", gate)
+    model = nn.Conv2d(8, 64, 3, bias=False).to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert not model.weight.is_contiguous()
+    save = PendingSave(ckpt, (model, optimizer))
+    save.let_go()
+    concurrent.futures.wait([save.handle.captured])
+    model.weight.data.mul_(0.9)
+    with pytest.raises(TornSnapshotError, match="model/weight"):
+        ckpt.fence()
+    gate.set()
+
+
 def test_another_trainers_step_is_no_fence_for_this_ones_tensors(store, gate, job):
     store.block("create", gate)
     other = nn.Linear(3, 3)
@@ -603,6 +650,16 @@ def test_state_that_moves_while_it_is_described_is_described_again(ckpt):
     assert torch.equal(ckpt.load(1, include="tensor")["tensor"], tensor)
 
 
+def test_the_step_itself_is_no_change(ckpt, job):
+    """Versions are compared before the step goes on, not after it."""
+    for step in range(1, 4):
+        save = PendingSave(ckpt, job, step)
+        with held_at_fence(job[1].step):
+            save.let_go()
+        save.handle.result()
+    assert ckpt.steps() == [1, 2, 3]
+
+
 def test_a_change_by_another_thread_while_save_captures_fails_it(store):
     loose, hold = torch.zeros(9000), Held()
     with held_checkpointer(store, defer=()) as ckpt:
@@ -621,6 +678,23 @@ def test_a_change_by_another_thread_while_save_captures_fails_it(store):
 
 
 # -- the fence by hand, and its time-out -----------------------------------------------------------
+
+
+def test_fence_within_too_short_a_time_raises_and_the_save_goes_on(ckpt, job):
+    save = PendingSave(ckpt, job)
+    with pytest.raises(FenceTimeoutError, match="capture of step 1"):
+        ckpt.fence(timeout=0.01)
+    assert not save.handle.done()
+    save.let_go()
+    ckpt.fence()
+    assert save.handle.captured.done()
+    save.handle.result()
+    assert not differences(stored_job(ckpt, 1), save.expected)
+
+
+def test_fence_without_a_save_returns(ckpt):
+    ckpt.fence()
+    ckpt.fence(timeout=0)
 
 
 def test_defer_promises_the_same_for_other_tensors(store, job):
@@ -646,6 +720,20 @@ def test_defer_promises_the_same_for_other_tensors(store, job):
             assert not differences(ckpt.load(step, include="ema/**")["ema"], expected)
             expected = copies(ema)
     assert deferred[1] >= deferred[0] + size
+
+
+def test_what_an_optimizer_may_change_outside_its_step_is_never_deferred(store):
+    """Tensor learning rates, `capturable` and `differentiable`: no hook sees them change."""
+    parameter = nn.Parameter(torch.randn(9000))
+    for options in ({"capturable": True}, {"differentiable": True}, {"lr": torch.tensor(0.1)}):
+        optimizer = torch.optim.AdamW([parameter], **options)
+        parameter.grad = torch.ones_like(parameter)
+        with torch.no_grad():
+            torch.optim.AdamW([parameter]).step()
+        state = {"w": parameter, "optimizer": optimizer}
+        with held_checkpointer(memory()) as ckpt:
+            report = ckpt.save(state, 1, mode="lazy").result()
+        assert report.deferred_bytes == (parameter.nbytes if "lr" in options else 0)
 
 
 def test_lazy_save_that_defers_nothing_says_why_once(store, job, caplog):
