@@ -9,6 +9,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from tests import interpreters
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
@@ -114,6 +116,20 @@ def test_checkpoints_of_dcp_and_of_live_objects_restore_into_each_other(tmp_path
     assert plain(everything_of(model, optimizer)) == plain(everything_of(other, its_optimizer))
 
 
+def test_the_end_of_a_url_may_say_the_step():
+    for url, step, place in [
+        ("runs/gpt/step-100", None, ("runs/gpt", 100)),
+        ("runs/gpt/global_step_7/", None, ("runs/gpt", 7)),
+        ("s3://b/gpt/00012?region=x", None, ("s3://b/gpt?region=x", 12)),
+        ("5", None, (".", 5)),
+        ("runs/llama3", None, ("runs/llama3", None)),
+        ("runs/epoch-3", None, ("runs/epoch-3", None)),
+        ("runs/7", 3, ("runs/7", 3)),
+    ]:
+        assert penstock.dcp.Writer(url, step)._place() == place
+        assert Reader(path=url, step=step, thread_count=4)._place() == place
+
+
 def test_a_checkpoint_is_replaced_and_steps_come_in_any_order(tmp_path):
     for step, value in ((5, 1), (5, 2), (3, 3)):
         save({"v": value}, tmp_path / f"{step}")
@@ -128,6 +144,22 @@ def test_a_checkpoint_is_replaced_and_steps_come_in_any_order(tmp_path):
     assert load({"v": 0}, tmp_path / "one")["v"] == 7
 
 
+def test_a_writer_is_kept_and_plans_are_cached(tmp_path):
+    writer = Writer(rules=[{"match": "**", "codecs": ["zstd"]}])
+    for step in (1, 2, 3):
+        state = {"w": torch.full((4,), float(step)), "n": {"v": step}}
+        dcp.save(
+            state, checkpoint_id=tmp_path / str(step), storage_writer=writer,
+            planner=DefaultSavePlanner(enable_plan_caching=True),
+        )  # fmt: skip
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        found = [ckpt.load(step) for step in ckpt.steps()]
+        assert [(tree["w"].tolist(), tree["n"]) for tree in found] == [
+            ([float(step)] * 4, {"v": step}) for step in (1, 2, 3)
+        ]
+        assert ckpt.open(3).specs()["w"].codecs == ("zstd",)
+
+
 def test_what_needs_a_pickle_is_refused_by_name_unless_it_is_allowed(tmp_path):
     state = {"options": {"odd": fractions.Fraction(1, 3), "even": 2}}
     with pytest.raises(CheckpointException, match=NEEDS_PICKLE):
@@ -137,6 +169,26 @@ def test_what_needs_a_pickle_is_refused_by_name_unless_it_is_allowed(tmp_path):
         load({"options": {"even": 0}}, tmp_path / "1")
     found = load({"options": {"odd": 0, "even": 0}}, tmp_path / "1", allow_pickle=True)
     assert found == state
+
+
+def test_a_place_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(CheckpointException, match="checkpoint_id, such as"):
+        dcp.save({"v": 1}, storage_writer=Writer())
+    save({"v": 1}, tmp_path / "1")
+    with pytest.raises(CheckpointException, match=r"no checkpoint of step 2 .*; steps there: 1"):
+        load({"v": 0}, tmp_path / "2")
+
+
+def test_other_ranks_than_those_of_the_group_are_refused():
+    plans = [SavePlan([], storage_data=rank) for rank in (0, 1)]
+    with pytest.raises(penstock.ConfigError, match=r"ranks \[0, 1\] save, .* 3 ranks: .* group="):
+        Writer("run", group=[0, 1, 2]).prepare_global_plan(plans)
+    assert Writer("run", group=[0, 1]).prepare_global_plan(plans) is plans
+
+
+def test_an_empty_state_is_saved(tmp_path):
+    save({}, tmp_path / "1")
+    assert load({}, tmp_path / "1") == {}
 
 
 RANKS = """

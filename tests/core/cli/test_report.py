@@ -1,19 +1,30 @@
 """`penstock report`: what the page holds, and how a browser shows it."""
 
+import json
 import math
 import re
 import shutil
 import subprocess
+import sys
 
 import pytest
 import torch
+from tests.core.cli.command import caller
 
 import penstock
+from penstock.core.cli.report import charts
+from penstock.core.cli.report.charts import boxes_of
+from penstock.core.cli.report.facts import gather, read_events
 from penstock.integrations.events import JsonLinesSink, Sinks
 
 NEEDED = "needs plotly, which `make test-hosts` brings"
 EVIL = "</script><script>document.title='pwned'</script><img src=x><a href='http://a.test'>b</a>"
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
+
+
+@pytest.fixture
+def call(capsys, monkeypatch):
+    return caller(capsys, monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +46,71 @@ def saved(tmp_path_factory):
     with (folder / "events.jsonl").open("a") as lines:
         lines.write('{"kind": "durable", "uid": "' + "0" * 32)  # a process was killed
     return folder
+
+
+def test_times_are_those_of_events_and_of_records_elsewhere(saved):
+    facts = gather(f"posix://{saved}/run", None, [str(saved / "events.jsonl")])
+    lines = (saved / "events.jsonl").read_text().splitlines()
+    durable = {e["step"]: e for e in map(json.loads, lines[:-1]) if e["kind"] == "durable"}
+    assert facts.unread == 1
+    assert (facts.step, [record.step for record in facts.records]) == (4, [1, 2, 4])
+    bars = {bar["name"]: bar for bar in charts.save_times(facts)["data"]}
+    assert bars["training blocked"]["x"] == ["1", "2"]
+    assert bars["training blocked"]["y"] == [durable[n]["seconds"]["blocked"] for n in (1, 2)]
+    totals = [
+        blocked + more
+        for blocked, more in zip(
+            bars["training blocked"]["y"], bars["in the background"]["y"], strict=True
+        )
+    ]
+    assert totals == pytest.approx([durable[n]["seconds"]["total"] for n in (1, 2)])
+    assert bars["begin of writing to commit"]["x"] == ["4"]
+    assert charts.chains(facts)["data"][0]["y"] == [0, 1, 3]
+    assert [step for step, _ in charts.gaps_of(facts)] == [2, 4]
+
+
+def test_lines_that_are_no_events_are_counted(tmp_path):
+    file = tmp_path / "events.jsonl"
+    file.write_text('[]\n{"kind": "durable", "uid": "a"}\n{"kind": "started"}\nx\n')
+    assert read_events([str(file)]) == ({}, 3)
+
+
+def test_small_objects_share_a_box_and_nothing_is_lost(saved):
+    facts = gather(f"posix://{saved}/run", 1, [])
+    outer, *boxes = boxes_of(facts.objects, "step 1")
+    assert outer.bytes_raw == sum(one.nbytes for one in facts.objects)
+    names = {one.id: one.group for one in (outer, *boxes)}
+    assert {(names[one.parent], one.objects) for one in boxes if "small" in one.group} == {
+        ("model", 40)
+    }
+    for box in (outer, *boxes):
+        inside = [one for one in boxes if one.parent == box.id]
+        if inside:
+            for figure in ("objects", "bytes_raw", "bytes_stored"):
+                assert sum(getattr(one, figure) for one in inside) == getattr(box, figure)
+
+
+def test_without_plotly_the_extra_is_named(call, saved, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    done = call("report", saved / "run", tmp_path / "out.html")
+    assert done.code == 1
+    assert "pip install 'penstock[report]'" in done.err
+    assert not [*tmp_path.iterdir()]
+
+
+def test_what_is_at_out_is_kept_unless_it_is_to_be_replaced(call, saved, tmp_path):
+    out = tmp_path / "out.html"
+    out.write_text("mine")
+    done = call("report", saved / "run", out)
+    assert done.code == 1
+    assert "--overwrite" in done.err
+    assert out.read_text() == "mine"
+    pytest.importorskip("plotly", reason=NEEDED)
+    done = call("report", saved / "run", out, "--overwrite", "--json")
+    assert done.json["steps"] == [1, 2, 4]
+    assert (done.json["step"], done.json["out"]) == (4, str(out))
+    assert out.read_text().startswith("<!doctype html>")
+    assert [*tmp_path.iterdir()] == [out]
 
 
 @pytest.mark.process

@@ -1,5 +1,6 @@
 """Each sink against the real library that it writes to, or the one that reads what it writes."""
 
+import struct
 import subprocess
 import sys
 
@@ -10,6 +11,8 @@ import penstock
 from penstock.integrations import events
 
 IN_DEV = "needs {}, which `pip install .[dev]` brings"
+LARGE = "needs tensorboard, which `make test-hosts` brings"
+ALONE = "needs wandb, which no environment has: trainers that find it report to it"
 
 
 @pytest.fixture
@@ -62,6 +65,13 @@ def test_prometheus_reads_the_file(tmp_path, watched):
     assert [one.name for one in tmp_path.iterdir() if one.is_file()] == [path.name]
 
 
+def test_prometheus_refuses_what_no_exporter_reads(tmp_path):
+    with pytest.raises(penstock.ConfigError, match="there is no folder"):
+        events.PrometheusSink(tmp_path / "absent" / "x.prom")
+    with pytest.raises(penstock.ConfigError, match="'a-b' cannot be a label"):
+        events.PrometheusSink(tmp_path / "x.prom", {"a-b": "c"})
+
+
 def test_opentelemetry_gets_spans_and_metrics(watched):
     pytest.importorskip("opentelemetry.sdk", reason=IN_DEV.format("opentelemetry-sdk"))
     from opentelemetry.sdk.metrics import MeterProvider
@@ -95,6 +105,81 @@ def test_opentelemetry_gets_spans_and_metrics(watched):
     assert metrics["penstock.events"]["durable"].value == 2
     assert metrics["penstock.save.bytes_stored"][None].value == 2 * saved.bytes_stored
     assert metrics["penstock.save.duration"]["blocked"].count == 2
+
+
+def test_tensorboard_reads_the_curves(tmp_path, watched):
+    pytest.importorskip("tensorboard", reason=LARGE)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    saved, _ = watched(events.TensorBoardSink(tmp_path / "tb"))
+    curves = EventAccumulator(str(tmp_path / "tb")).Reload()
+    blocked = curves.Scalars("penstock/save/blocked_s")
+    assert [one.step for one in blocked] == [10, 20]
+    assert blocked[1].value == pytest.approx(saved.seconds["blocked"])
+    assert {"penstock/save/ratio", "penstock/restore/total_s", "penstock/verify/damaged"} <= {
+        *curves.Tags()["scalars"]
+    }
+
+
+def test_wandb_logs_over_its_own_step_and_leaves_the_loops_steps_alone(
+    tmp_path, monkeypatch, watched
+):
+    wandb = pytest.importorskip("wandb", reason=ALONE)
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    with wandb.init(mode="offline", dir=tmp_path, project="penstock") as run:
+        run.log({"loss": 2.0}, step=500)
+        saved, _ = watched(events.WandbSink())
+        run.log({"loss": 1.0}, step=500)  # W&B drops it if its counter has gone on
+        run.log({"loss": 0.5}, step=501)
+    wandb.teardown()  # its process may write until then
+    (file,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    rows, defined = history_of(file)
+    assert [(row["_step"], row["loss"]) for row in rows] == [("500", "1"), ("501", "0.5")]
+    assert rows[0]["penstock/step"] == "20"
+    assert float(rows[0]["penstock/save/blocked_s"]) == saved.seconds["blocked"]
+    assert ("penstock/*", "penstock/step") in defined
+
+
+def history_of(file):
+    """The rows of an offline run, and the metrics with their step metrics."""
+    from wandb.proto import wandb_internal_pb2
+
+    rows, defined = [], set()
+    for data in records_of(file.read_bytes()):
+        record = wandb_internal_pb2.Record.FromString(data)
+        if record.HasField("history"):
+            items = record.history.item
+            rows.append({item.key or item.nested_key[0]: item.value_json for item in items})
+        if record.HasField("metric"):
+            defined.add((record.metric.name or record.metric.glob_name, record.metric.step_metric))
+    return rows, defined
+
+
+def records_of(data):
+    """The records of a log of LevelDB behind a header: blocks of 32 KiB with pieces of records."""
+    at, record = 7, b""
+    while at + 7 <= len(data):
+        left = 32768 - at % 32768
+        if left < 7:  # padding: no piece begins there
+            at += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in {1, 4}:  # the whole record, or its last piece
+            yield record
+            record = b""
+
+
+def test_a_host_that_is_missing_is_named_with_its_extra(monkeypatch):
+    for module, extra, make in [
+        ("opentelemetry.trace", "otel", events.OpenTelemetrySink),
+        ("torch.utils.tensorboard", "tensorboard", lambda: events.TensorBoardSink("x")),
+        ("wandb", "wandb", events.WandbSink),
+    ]:
+        monkeypatch.setitem(sys.modules, module, None)
+        with pytest.raises(penstock.ConfigError, match=rf"{module} .*'penstock\[{extra}\]'"):
+            make()
 
 
 @pytest.mark.process

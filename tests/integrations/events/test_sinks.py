@@ -3,6 +3,8 @@
 import json
 import logging
 import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -84,6 +86,36 @@ def test_close_passes_on_what_is_queued_and_nothing_after_it():
     assert sinks.dropped == (0,)
 
 
+def test_a_late_sink_is_warned_of_where_its_queue_was_never_full(caplog):
+    go = threading.Event()
+    kept = Kept(go)
+    sinks = Sinks(kept)
+    for step in range(3):
+        sinks(penstock.SaveEvent("started", step))
+    kept.entered.wait()
+    sinks.close(timeout_s=0)
+    go.set()
+    assert sinks.dropped == (2,)
+    assert warnings(caplog) == [
+        "Kept is late: it did not end in time, and 2 events that wait are dropped"
+    ]
+
+
+def test_events_are_passed_on_by_rank_0_alone():
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    kept, every = Kept(), Kept()
+    dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    try:
+        with Sinks(kept) as one, Sinks(every, every_rank=True) as other:
+            one(penstock.SaveEvent("started", 1))
+            other(penstock.SaveEvent("started", 1))
+    finally:
+        dist.destroy_process_group()
+    assert (len(kept.events), len(every.events)) == (0, 1)
+
+
 @pytest.mark.process
 def test_forked_child_passes_nothing_on_and_does_not_wait():
     go = threading.Event()
@@ -101,6 +133,30 @@ def test_forked_child_passes_nothing_on_and_does_not_wait():
     go.set()
     sinks.close()
     assert [event["step"] for event in kept.events] == [1]
+
+
+@pytest.mark.process
+def test_end_of_the_process_passes_on_what_is_queued(tmp_path):
+    code = (
+        "import penstock\nfrom penstock.integrations.events import JsonLinesSink, Sinks\n"
+        f"sinks = Sinks(JsonLinesSink({str(tmp_path / 'events.jsonl')!r}))\n"
+        "for step in range(100):\n    sinks(penstock.SaveEvent('started', step))\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+    lines = (tmp_path / "events.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [*range(100)]
+
+
+def test_options_out_of_range_are_refused():
+    for options in [{"capacity": 0}, {"close_s": -1.0}]:
+        with pytest.raises(penstock.ConfigError, match=r"Sinks: capacity="):
+            Sinks(**options)
+
+
+def test_file_that_cannot_be_opened_is_an_error_at_once(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(penstock.ConfigError, match="file/x cannot be opened: "):
+        JsonLinesSink(tmp_path / "file" / "x")
 
 
 def test_log_and_file_have_a_line_of_json_for_each_event(tmp_path, caplog):

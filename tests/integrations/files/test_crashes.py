@@ -2,9 +2,11 @@
 
 import gc
 import json
+import os
 import random
 import resource
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -96,6 +98,21 @@ def assert_whole(out, to, whole):
     else:
         assert names_in(out) == names_in(whole)
         assert penstock.import_checkpoint(out, f"memory://{out}", overwrite=True).objects > 5
+
+
+def test_new_folders_above_an_export_are_durable(tmp_path, monkeypatch):
+    synced = set()
+    fsync = os.fsync
+
+    def record(handle):
+        synced.add(Path(f"/proc/self/fd/{handle}").readlink())
+        fsync(handle)
+
+    with penstock.Checkpointer(tmp_path / "run") as ckpt:
+        ckpt.save({"model": {"w": torch.ones(3)}}, 1, mode="blocking")
+        monkeypatch.setattr(os, "fsync", record)
+        penstock.export_checkpoint(ckpt, tmp_path / "a" / "b" / "w.safetensors", to="safetensors")
+    assert {tmp_path, tmp_path / "a", tmp_path / "a" / "b"} <= synced
 
 
 # DCP leaves a writer in a cycle of references, and its end is an error of its own.

@@ -1,13 +1,16 @@
 """Folders of `torch.distributed.checkpoint` out and in; nothing in their pickles is run."""
 
+import collections
 import contextlib
 import io
 import pickle
 import pickletools
 import resource
+import shutil
 import sys
 import types
 import warnings
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,7 @@ from tests.integrations.files.conftest import assert_same, names_in
 from tests.integrations.files.test_torch_files import Touch
 from torch.distributed.checkpoint import _extension
 from torch.distributed.checkpoint import metadata as of_dcp
+from torch.utils._pytree import tree_flatten
 
 import penstock
 from penstock.integrations.files.dcp_import import ChunkReader
@@ -72,6 +76,67 @@ def test_folder_is_what_dcp_loads(tmp_path, run, model):
     assert_same(target["model"], model)
     assert target["epoch"] == 4
     assert target["optimizer"]["state"]["layers.0.weight"]["m"].any()
+
+
+def test_large_tensors_are_written_as_chunks(tmp_path):
+    tensors = {
+        "rows": torch.arange(10_000_000, dtype=torch.float32).reshape(1000, 10_000),
+        "wide": torch.arange(60_000_000, dtype=torch.uint8).reshape(2, 1, 30_000_000),
+    }
+    seen = []
+    with penstock.Checkpointer(tmp_path / "run") as ckpt:
+        ckpt.save(tensors, 1, mode="blocking")
+        penstock.export_checkpoint(ckpt, tmp_path / "o", to="dcp", on_progress=seen.append)
+    for name, chunks in (("rows", 3), ("wide", 4)):
+        found = metadata_of(tmp_path / "o").state_dict_metadata[name].chunks
+        assert len(found) == chunks
+        assert all(prod(c.sizes) * tensors[name].itemsize <= 16 << 20 for c in found)
+    assert seen[-2].bytes_done == seen[-1].bytes_total == 100_000_000
+    target = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    dcp.load(target, storage_reader=dcp.FileSystemReader(tmp_path / "o"), no_dist=True)
+    assert_same(target, tensors)
+
+
+Pair = collections.namedtuple("Pair", "left right")
+
+
+def test_tensors_in_tuples_are_written(tmp_path):
+    wanted = torch.arange(3.0)
+    state = {
+        "tuple": (wanted, 1), "list": [2, (wanted, [wanted])], "inner": ({"a": wanted},),
+        "pair": Pair(wanted, wanted), "none": (wanted[:0],),
+    }  # fmt: skip
+    with penstock.Checkpointer(tmp_path / "run") as ckpt:
+        ckpt.save(state, 1, mode="blocking")
+        penstock.export_checkpoint(ckpt, tmp_path / "o", to="dcp")
+    target = dict.fromkeys(state)
+    dcp.load(target, storage_reader=dcp.FileSystemReader(tmp_path / "o"), no_dist=True)
+    found, kept = tree_flatten(target), tree_flatten(state)
+    assert found[1] == kept[1]
+    for one, other in zip(found[0], kept[0], strict=True):
+        assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
+
+
+def test_damage_is_what_the_export_raises(tmp_path):
+    with penstock.Checkpointer(tmp_path / "run") as ckpt:
+        ckpt.save({"w": torch.arange(300_000)}, 1, mode="blocking")
+        (blob,) = (tmp_path / "run").rglob("*.raw")
+        with blob.open("r+b") as file:
+            file.seek(1_000_000)
+            file.write(b"damage")
+        with pytest.raises(penstock.DamagedError, match="w"):
+            penstock.export_checkpoint(ckpt, tmp_path / "o", to="dcp")
+    assert names_in(tmp_path) == ["run"]
+
+
+def test_overwrite_replaces_an_earlier_folder(tmp_path, run):
+    penstock.export_checkpoint(run, tmp_path / "o", to="dcp")
+    with pytest.raises(penstock.ConfigError, match="exists"):
+        penstock.export_checkpoint(run, tmp_path / "o", to="dcp")
+    penstock.export_checkpoint(run, tmp_path / "o", to="dcp", include="model", overwrite=True)
+    names = metadata_of(tmp_path / "o").state_dict_metadata
+    assert all(name.startswith("model.") for name in names)
+    assert names_in(tmp_path) == ["o"]
 
 
 # -- in -------------------------------------------------------------------------------------------
@@ -427,6 +492,13 @@ def test_a_memo_of_a_crafted_pickle_takes_no_memory(tmp_path, refused):
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
+def test_metadata_of_each_rank_is_refused_with_advice(tmp_path, refused):
+    folder = save({"w": torch.ones(2)}, tmp_path / "d")
+    (folder / ".metadata").rename(folder / "__0.metadata")
+    with refused(penstock.UnsupportedStateError, "use_collectives=False") as root:
+        penstock.import_checkpoint(folder, root, step=2)
+
+
 def test_megatron_metadata_is_read_without_megatron(tmp_path, monkeypatch):
     folder = save({"w": torch.arange(4)}, tmp_path / "d")
     metadata = metadata_of(folder)
@@ -446,3 +518,13 @@ def test_megatron_metadata_is_read_without_megatron(tmp_path, monkeypatch):
     penstock.import_checkpoint(folder, tmp_path / "run")
     with penstock.Checkpointer(tmp_path / "run") as ckpt:
         assert torch.equal(ckpt.load()["w"], torch.arange(4))
+
+
+def test_export_and_import_are_inverse(tmp_path, run):
+    penstock.export_checkpoint(run, tmp_path / "d", to="dcp")
+    penstock.import_checkpoint(tmp_path / "d", tmp_path / "back")
+    shutil.rmtree(tmp_path / "d")
+    with penstock.Checkpointer(run) as ckpt, penstock.Checkpointer(tmp_path / "back") as back:
+        first, second = ckpt.load(), back.load()
+    assert_same({n: second["model"][n] for n in first["model"]}, first["model"])
+    assert first["optimizer"]["param_groups"] == second["optimizer"]["param_groups"]

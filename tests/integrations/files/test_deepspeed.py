@@ -1,5 +1,6 @@
 """Folders that DeepSpeed wrote, read without it; `deepspeed/make.py` made those that are here."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from tests.integrations.files.conftest import assert_same
 from tests.integrations.files.test_torch_files import Touch
 
 import penstock
+from penstock.integrations.files.torch_import import STUB
 
 FOLDERS = Path(__file__).parent / "deepspeed"
 STAGES = ["zero1", "zero2", "zero3"]
@@ -104,6 +106,21 @@ def test_other_ways_of_cutting_are_refused_by_name(folder, refused, name, match)
         penstock.import_checkpoint(folder, root, step=2)
 
 
+def test_stubs_of_the_adapter_are_refused_with_advice(folder, refused):
+    for path in (folder / "t1").glob("*_states.pt"):
+        path.write_bytes(STUB + b"...")
+    for source in (folder, file_of(folder, "model")):
+        with refused(penstock.FormatError, "is a stub: .* saved this checkpoint in a run") as root:
+            penstock.import_checkpoint(source, root)
+
+
+def test_a_folder_without_zero_is_refused_with_advice(folder, refused):
+    for path in (folder / "t1").glob("*optim_states.pt"):
+        path.unlink()
+    with refused(penstock.UnsupportedStateError, "no files of ZeRO.*--rename") as root:
+        penstock.import_checkpoint(folder, root, step=2)
+
+
 def _with_degree(content):
     content["checkpoint_parallel_dimensions"]["tp_degree"] = 2
 
@@ -138,6 +155,16 @@ def test_files_that_do_not_fit_are_a_clear_error(folder, refused, edit, match):
     change(file_of(folder, "model"), edit)
     with refused(penstock.PenstockError, match) as root:
         penstock.import_checkpoint(folder, root, step=2)
+
+
+@pytest.mark.parametrize("kind", ["model", "optim"])
+def test_a_file_that_is_saved_again_meanwhile_fails_the_import(folder, refused, kind):
+    def touch(path):
+        os.utime(file_of(folder, kind), ns=(0, 0))
+        return path
+
+    with refused(penstock.FormatError, "changed while") as root:
+        penstock.import_checkpoint(folder, root, step=2, rename=touch)
 
 
 @pytest.mark.parametrize("kind", ["model", "optim"])

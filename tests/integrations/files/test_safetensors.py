@@ -65,6 +65,12 @@ def test_shards_have_the_names_and_the_index_of_hugging_face(tmp_path, run, mode
         assert all(torch.equal(tensor, model[n]) for n, tensor in found.items())
 
 
+def test_a_tensor_above_the_limit_gets_a_file_for_itself(tmp_path, run):
+    penstock.export_checkpoint(run, tmp_path / "o", to="safetensors", shard_bytes=1)
+    index = json.loads((tmp_path / "o" / INDEX).read_text())
+    assert len({*index["weight_map"].values()}) >= len(index["weight_map"]) - 1  # one is empty
+
+
 def test_every_tensor_is_aligned_for_a_mapped_file(tmp_path):
     state = {"bytes": torch.ones(3, dtype=torch.uint8), "wide": torch.ones(2, dtype=torch.float64)}
     with penstock.Checkpointer(tmp_path / "run") as ckpt:
@@ -75,6 +81,20 @@ def test_every_tensor_is_aligned_for_a_mapped_file(tmp_path):
     header = json.loads(data[8 : 8 + length])
     assert length % 8 == 0
     assert header["wide"]["data_offsets"][0] % 8 == 0
+
+
+def test_keep_tied_writes_each_name(tmp_path, run, model):
+    out = tmp_path / "a" / "one.safetensors"
+    report = penstock.export_checkpoint(run, out, to="safetensors", keep_tied=True)
+    assert report.tied == {}
+    assert load_file(out).keys() == model.keys()
+    assert torch.equal(load_file(out)["lm_head.weight"], model["lm_head.weight"])
+
+
+def test_a_tied_name_is_written_if_its_owner_is_not_selected(tmp_path, run, model):
+    out = tmp_path / "one.safetensors"
+    penstock.export_checkpoint(run, out, to="safetensors", include="model/lm_head.*")
+    assert_same(load_file(out), {"lm_head.weight": model["lm_head.weight"]})
 
 
 def test_cast_converts_floats_only(tmp_path, run, model):
@@ -95,11 +115,40 @@ def test_a_cast_that_would_make_infinity_is_refused(tmp_path):
     assert names_in(tmp_path) == ["run"]
 
 
+def test_rename_and_several_tops_make_the_names(tmp_path, run):
+    out = tmp_path / "o.safetensors"
+    penstock.export_checkpoint(
+        run, out, to="safetensors", include="model/layers.*",
+        rename={"model/layers.": "model/blocks."},
+    )  # fmt: skip
+    assert load_file(out).keys() == {f"blocks.{n}.weight" for n in range(6)}
+    both = ["model/scale", "optimizer/state/**"]
+    penstock.export_checkpoint(run, out, to="safetensors", include=both, overwrite=True)
+    assert load_file(out).keys() == {
+        "model.scale", "optimizer.state.layers.0.weight.step", "optimizer.state.layers.0.weight.m",
+    }  # fmt: skip
+
+
 def test_two_tensors_of_one_name_are_refused(tmp_path):
     with penstock.Checkpointer(tmp_path / "run") as ckpt:
         state = {"model": {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}}}
         ckpt.save(state, 1, mode="blocking")
         with pytest.raises(penstock.SelectionError, match=r"'a.b' in the file"):
+            penstock.export_checkpoint(ckpt, tmp_path / "o", to="safetensors")
+
+
+def test_values_are_refused_by_name(tmp_path, run):
+    with pytest.raises(penstock.UnsupportedStateError, match="epoch"):
+        penstock.export_checkpoint(
+            run, tmp_path / "o", to="safetensors", include=["model", "epoch"]
+        )
+    assert names_in(tmp_path) == []
+
+
+def test_dtypes_that_the_format_lacks_are_refused(tmp_path):
+    with penstock.Checkpointer(tmp_path / "run") as ckpt:
+        ckpt.save({"model": {"z": torch.ones(2, dtype=torch.complex128)}}, 1, mode="blocking")
+        with pytest.raises(penstock.UnsupportedStateError, match="model/z is of dtype complex128"):
             penstock.export_checkpoint(ckpt, tmp_path / "o", to="safetensors")
 
 
@@ -150,6 +199,14 @@ def test_overwrite_takes_only_what_is_an_earlier_export(tmp_path, run, names):
     assert names_in(tmp_path / "o") == sorted(names)
 
 
+def test_overwrite_replaces_an_earlier_export_as_a_whole(tmp_path, run):
+    out = tmp_path / "o"
+    penstock.export_checkpoint(run, out, to="safetensors", shard_bytes=25_000)
+    penstock.export_checkpoint(run, out, to="safetensors", overwrite=True)
+    assert names_in(out) == ["model.safetensors"]
+    assert names_in(tmp_path) == ["o"]
+
+
 def test_a_link_at_out_is_not_followed(tmp_path, run):
     (tmp_path / "real.safetensors").write_text("mine")
     (tmp_path / "o.safetensors").symlink_to("real.safetensors")
@@ -172,6 +229,26 @@ def test_damage_ends_the_export_and_leaves_nothing(tmp_path, model):
     assert names_in(tmp_path) == ["run"]
 
 
+def test_a_full_or_forbidden_place_is_a_storage_error(tmp_path, run):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(penstock.StorageError, match=r"the export to .* failed"):
+        penstock.export_checkpoint(run, tmp_path / "file" / "o", to="safetensors")
+
+
+def test_an_error_of_on_progress_ends_nothing(tmp_path, run, caplog):
+    def fail(progress):
+        raise OSError("closed")
+
+    penstock.export_checkpoint(run, tmp_path / "o", to="safetensors", on_progress=fail)
+    assert "on_progress failed" in caplog.text
+
+
+def test_a_run_that_does_not_exist_is_not_made(tmp_path):
+    with pytest.raises(penstock.CheckpointNotFoundError):
+        penstock.export_checkpoint(tmp_path / "none", tmp_path / "o", to="safetensors")
+    assert names_in(tmp_path) == []
+
+
 # -- in -------------------------------------------------------------------------------------------
 
 
@@ -188,6 +265,14 @@ def test_file_of_the_library_becomes_a_checkpoint(tmp_path, model):
         }  # fmt: skip
 
 
+@pytest.mark.parametrize("length", [128, int.from_bytes(b"PK", "little")])
+@pytest.mark.parametrize("name", ["x.safetensors", "x"])
+def test_file_whose_header_has_the_length_of_another_magic_number_is_read(tmp_path, name, length):
+    text = json.dumps({"w": f32(0, 8)}).encode().ljust(length)
+    (tmp_path / name).write_bytes(header(None, text=text))
+    assert penstock.import_checkpoint(tmp_path / name, tmp_path / "run").objects == 1
+
+
 def test_every_dtype_goes_out_and_comes_back_as_the_library_has_it(tmp_path):
     bits = torch.arange(2, dtype=torch.uint8).repeat(8)
     wanted = {dtype: bits.clone().view(getattr(torch, dtype)) for dtype in NAMES}
@@ -198,6 +283,19 @@ def test_every_dtype_goes_out_and_comes_back_as_the_library_has_it(tmp_path):
     for dtype, tensor in wanted.items():
         assert found[dtype].dtype == tensor.dtype
         assert torch.equal(found[dtype].view(torch.uint8), bits)
+
+
+def test_shards_come_back_bit_by_bit_and_restore_into_a_module(tmp_path):
+    module = torch.nn.Sequential(torch.nn.Linear(30, 20), torch.nn.Linear(20, 10))
+    with penstock.Checkpointer(tmp_path / "run") as ckpt:
+        ckpt.save({"model": module}, 1, mode="blocking")
+        penstock.export_checkpoint(ckpt, tmp_path / "o", to="safetensors", shard_bytes=2000)
+    assert (tmp_path / "o" / INDEX).exists()
+    penstock.import_checkpoint(tmp_path / "o", tmp_path / "back")
+    other = torch.nn.Sequential(torch.nn.Linear(30, 20), torch.nn.Linear(20, 10))
+    with penstock.Checkpointer(tmp_path / "back") as ckpt:
+        ckpt.restore({"model": other})
+    assert_same(other.state_dict(), module.state_dict())
 
 
 LORA = {"base_model.model.q.lora_A.weight": torch.ones(2, 3)}
@@ -229,6 +327,16 @@ def test_adapter_has_its_configuration_and_goes_out_with_one_only(tmp_path, refu
         penstock.import_checkpoint(source, root, step=2)
 
 
+def test_include_exclude_and_rename_are_those_of_restore(tmp_path, run):
+    penstock.export_checkpoint(run, tmp_path / "o", to="safetensors")
+    penstock.import_checkpoint(
+        tmp_path / "o", tmp_path / "back", include="model/layers.*", exclude="**/layers.5.*",
+        rename={"model/layers.": "net/h."},
+    )  # fmt: skip
+    with penstock.Checkpointer(tmp_path / "back") as ckpt:
+        assert ckpt.open().keys() == [f"net/h.{n}.weight" for n in range(5)]
+
+
 def test_patterns_and_places_that_are_wrong_are_refused(tmp_path, run, refused):
     penstock.export_checkpoint(run, tmp_path / "o", to="safetensors")
     for options, match in (
@@ -240,6 +348,22 @@ def test_patterns_and_places_that_are_wrong_are_refused(tmp_path, run, refused):
     ):
         with refused(penstock.SelectionError, match) as root:
             penstock.import_checkpoint(tmp_path / "o", root, step=2, **options)
+
+
+def test_a_step_that_is_there_is_refused(tmp_path, run, refused):
+    penstock.export_checkpoint(run, tmp_path / "o", to="safetensors")
+    with refused(penstock.StepExistsError, "1") as root:
+        penstock.import_checkpoint(tmp_path / "o", root, step=1)
+
+
+def test_a_configuration_file_says_how_to_store(tmp_path, run):
+    penstock.export_checkpoint(run, tmp_path / "o", to="safetensors")
+    (tmp_path / "penstock.toml").write_text(
+        f'backend = "{tmp_path}/back"\nrules = [{{ match = "**", codecs = ["zstd"] }}]\n'
+    )
+    penstock.import_checkpoint(tmp_path / "o", tmp_path / "penstock.toml")
+    with penstock.Checkpointer(tmp_path / "back") as ckpt:
+        assert "zstd" in ckpt.info().codecs
 
 
 def header(tensors, *, data=8, length=None, text=None):
@@ -321,6 +445,19 @@ def test_wrong_index_is_a_clear_error(tmp_path, refused):
             penstock.import_checkpoint(folder, root, step=2)
 
 
+def test_several_files_without_an_index_are_refused(tmp_path, refused):
+    folder = sharded(tmp_path / "f", {"x": A}, {A: "x", B: "y"})
+    (folder / INDEX).unlink()
+    with refused(penstock.FormatError, "2 files, and no") as root:
+        penstock.import_checkpoint(folder, root, step=2)
+
+
+def test_a_pipe_in_a_folder_is_not_waited_for(tmp_path, refused):
+    os.mkfifo(tmp_path / "model.safetensors")
+    with refused(penstock.FormatError, r"no \*\.safetensors") as root:
+        penstock.import_checkpoint(tmp_path, root, step=2, format="safetensors")
+
+
 def test_links_into_a_cache_are_followed(tmp_path):
     (tmp_path / "blobs").mkdir()
     save_file({"x": torch.ones(2)}, tmp_path / "blobs" / "abc")
@@ -347,3 +484,21 @@ def test_a_file_that_changes_meanwhile_fails_the_import(tmp_path, refused):
 
 def open_small(root):
     return penstock.Checkpointer(root, staging_bytes="32 MiB")
+
+
+def test_what_does_not_exist_or_has_no_known_format_is_refused(tmp_path, refused):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "text").write_text("hello, world")
+    for name, match in (
+        ("nothing", "does not exist"),
+        ("folder", "no known"),
+        ("text", "no known"),
+    ):
+        with refused(penstock.ConfigError, match) as root:
+            penstock.import_checkpoint(tmp_path / name, root, step=2)
+    with refused(penstock.ConfigError, "no format to import") as root:
+        penstock.import_checkpoint(tmp_path / "text", root, step=2, format="gguf")
+    with refused(penstock.StorageError, "cannot be read") as root:
+        penstock.import_checkpoint(tmp_path / "nothing", root, step=2, format="safetensors")
+    with refused(penstock.FormatError, "no folder of DCP") as root:
+        penstock.import_checkpoint(tmp_path / "folder", root, step=2, format="dcp")

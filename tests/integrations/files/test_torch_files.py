@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import zipfile
+from collections import OrderedDict
 
 import numpy as np
 import pytest
@@ -68,6 +69,18 @@ def test_file_can_be_mapped_and_is_a_sound_archive(tmp_path):
     assert mapped["y"]["large"].data_ptr() == mapped["x"]["large"].data_ptr()
 
 
+def test_one_state_dict_is_not_wrapped_and_comes_back_below_model(tmp_path, run, model):
+    penstock.export_checkpoint(
+        run, tmp_path / "o.pt", to="torch", include="model", rename={"model/scale": "model/s"}
+    )
+    found = torch.load(tmp_path / "o.pt", weights_only=True)
+    assert torch.equal(found.pop("s"), model["scale"])
+    assert_same(found, {n: t for n, t in model.items() if n != "scale"})
+    penstock.import_checkpoint(tmp_path / "o.pt", tmp_path / "back")
+    with penstock.Checkpointer(tmp_path / "back") as ckpt:
+        assert torch.equal(ckpt.load()["model"]["s"], model["scale"])
+
+
 def test_cast_keeps_ties_and_counts_of_steps(tmp_path, run, model):
     penstock.export_checkpoint(run, tmp_path / "o.pt", to="torch", cast="bfloat16")
     found = torch.load(tmp_path / "o.pt", weights_only=True)
@@ -95,6 +108,44 @@ def test_values_that_weights_only_refuses_are_listed_and_nothing_is_written(tmp_
     assert torch.load(tmp_path / "o.pt", weights_only=True)["w"] == 1
 
 
+def test_tree_with_ties_and_values_becomes_a_checkpoint(tmp_path, model):
+    tree = {"state_dict": OrderedDict(model), "epoch": 3, "lr": [0.1, {"x": torch.ones(2)}]}
+    torch.save(tree, tmp_path / "x.ckpt")
+    penstock.import_checkpoint(
+        tmp_path / "x.ckpt", tmp_path / "run", step=9, rename={"state_dict": "model"}
+    )
+    with penstock.Checkpointer(tmp_path / "run") as ckpt:
+        found = ckpt.load(9)
+        same_as = {"/".join(o.path): o.same_as for o in ckpt.open().objects()}
+    assert_same(found["model"], model)
+    assert (found["epoch"], found["lr"][0], found["lr"][1]["x"].tolist()) == (3, 0.1, [1, 1])
+    assert same_as["model/lm_head.weight"] == ("model", "layers.0.weight")
+
+
+def test_a_file_that_is_saved_again_meanwhile_fails_the_import(tmp_path, refused):
+    torch.save({"state_dict": {"w": torch.ones(5)}}, tmp_path / "x.ckpt")
+
+    def touch(path):
+        os.utime(tmp_path / "x.ckpt", ns=(0, 0))
+        return path
+
+    with refused(penstock.FormatError, "changed while") as root:
+        penstock.import_checkpoint(tmp_path / "x.ckpt", root, step=2, rename=touch)
+
+
+def test_views_of_one_storage_come_back_whatever_their_strides(tmp_path):
+    whole = torch.randn(6, 8, 10)
+    views = {
+        "part": whole[1:3], "turned": whole.permute(2, 0, 1), "step": whole[0, 0, ::3],
+        "wide": whole[0].t()[None], "same": torch.ones(1).expand(4, 3), "number": whole[0, 0, 0],
+        "bits": torch.randn(3, 4, dtype=torch.complex64).conj(), "none": whole[:0],
+    }  # fmt: skip
+    torch.save(views, tmp_path / "x.pt")
+    penstock.import_checkpoint(tmp_path / "x.pt", tmp_path / "run")
+    with penstock.Checkpointer(tmp_path / "run") as ckpt:
+        assert_same(ckpt.load()["model"], views)
+
+
 def test_old_folders_of_hugging_face_are_read_with_and_without_index(tmp_path, model, refused):
     folder = tmp_path / "hf"
     folder.mkdir()
@@ -119,6 +170,23 @@ def test_old_folders_of_hugging_face_are_read_with_and_without_index(tmp_path, m
     index.write_text(json.dumps({"weight_map": {"w": "x.bin"}}))
     with refused(penstock.FormatError, "holds epoch, not tensors only") as root:
         penstock.import_checkpoint(folder, root, step=2)
+
+
+def test_numbered_state_of_an_optimizer_keeps_its_numbers(tmp_path):
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    torch.save({"optimizer": optimizer.state_dict(), "epoch": 1}, tmp_path / "x.pt")
+    penstock.import_checkpoint(tmp_path / "x.pt", tmp_path / "run")
+    with penstock.Checkpointer(tmp_path / "run") as ckpt:
+        found = ckpt.load()["optimizer"]
+    assert found["state"].keys() == {0, 1}
+    again = torch.optim.AdamW(torch.nn.Linear(3, 2).parameters())
+    again.load_state_dict(found)
+    assert torch.equal(
+        again.state_dict()["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"]
+    )
 
 
 def trained(groups=lambda model: model.parameters()):
@@ -201,6 +269,21 @@ def test_legacy_files_are_refused_with_advice_and_do_not_run(tmp_path, refused):
     (tmp_path / "plain.pkl").write_bytes(pickle.dumps({"a": 1}))
     with refused(penstock.FormatError, "zip format") as root:
         penstock.import_checkpoint(tmp_path / "plain.pkl", root, step=2)
+
+
+def test_what_is_no_dict_with_names_is_refused(tmp_path, refused):
+    for content in [torch.ones(2), [torch.ones(2)], {}, {1: torch.ones(1)}]:
+        torch.save(content, tmp_path / "x.pt")
+        with refused(penstock.FormatError, "not a dict with names") as root:
+            penstock.import_checkpoint(tmp_path / "x.pt", root, step=2)
+
+
+def test_a_tree_within_itself_is_refused(tmp_path, refused):
+    tree = {"w": torch.ones(1)}
+    tree["inner"] = tree
+    torch.save(tree, tmp_path / "x.pt")
+    with refused(penstock.UnsupportedStateError, "nested too deeply") as root:
+        penstock.import_checkpoint(tmp_path / "x.pt", root, step=2)
 
 
 def test_damaged_files_are_refused(tmp_path, refused):

@@ -137,3 +137,13 @@ def test_other_number_of_ranks_starts_the_epoch_again_with_a_warning(tmp_path):
     assert resumed.returncode == 0, resumed.text
     assert "saved in the middle of epoch 1 by another number of ranks" in resumed.text
     assert len(resumed.losses) == 10, resumed.text  # two epochs of five batches
+
+
+def test_other_batch_size_starts_the_epoch_again_with_a_warning(tmp_path):
+    program = program_of(PAGE)
+    stops = program.replace("step += 1", "step += 1\n            assert step < 20")
+    assert len(run(stops, tmp_path).losses) == 19
+    resumed = run(program.replace("batch_size=4", "batch_size=8"), tmp_path)
+    assert resumed.returncode == 0, resumed.text
+    assert "epoch 1 with batches of 4 and now has batches of 8" in resumed.text
+    assert len(resumed.losses) == 10, resumed.text  # two epochs of five batches

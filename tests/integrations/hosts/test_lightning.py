@@ -8,6 +8,39 @@ pytestmark = [pytest.mark.process, pytest.mark.slow, needs("lightning", "torchda
 PROGRAM = program_of("trainers/lightning.md")
 DDP = PROGRAM.replace('accelerator="cpu"', 'accelerator="cpu", devices=2, strategy="ddp"')
 
+INEXACT = (
+    PROGRAM.replace("StatefulDataLoader(data", "torch.utils.data.DataLoader(data")
+    .replace('loss {loss.item()!r}")', 'loss {loss.item()!r}"); self.log("a", loss, on_epoch=True)')
+    .replace("max_epochs=3", "max_epochs=1")
+)
+
+# A loader without a length, manual optimization, and a callback that resumes only between epochs.
+ALSO_INEXACT = """
+import lightning.pytorch as pl
+import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
+from penstock.integrations.lightning import PenstockCallback
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(torch.zeros(8, 4))
+
+class Model(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.layer = torch.nn.Linear(4, 1)
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(self.layer(batch).square().mean())
+        self.optimizers().step()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+average = pl.callbacks.StochasticWeightAveraging(0.1, swa_epoch_start=1)
+pl.Trainer(max_epochs=2, accelerator="cpu", logger=False, enable_progress_bar=False,
+    callbacks=[PenstockCallback("run", every_n_steps=3), average],
+).fit(Model(), StatefulDataLoader(Stream()))
+"""
 
 SHOW = """
 import penstock
@@ -171,6 +204,18 @@ def test_trainers_of_pytorch_lightning_take_the_callback(tmp_path):
     assert max(killed.losses) == 12, killed.text
     resumed = run(program, tmp_path)
     assert (resumed.returncode, min(resumed.losses)) == (0, 11), resumed.text
+
+
+def test_first_save_says_what_will_not_resume(tmp_path):
+    ended = run(INEXACT, tmp_path)
+    assert ended.returncode == 0, ended.text
+    assert ended.text.count("the training data loader cannot say where it is") == 1
+    assert ended.text.count("Lightning stores no sums of self.log(on_epoch=True)") == 1
+    also = run(ALSO_INEXACT, tmp_path / "also")
+    assert also.returncode == 0, also.text
+    assert also.text.count("gradients that manual optimization accumulates") == 1
+    assert also.text.count("without a length is read one batch ahead") == 1
+    assert also.text.count("StochasticWeightAveraging makes its scheduler") == 1
 
 
 def test_plugin_removes_after_saves_resumes_and_refuses_to_be_wrapped(tmp_path):

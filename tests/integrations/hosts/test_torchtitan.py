@@ -116,6 +116,21 @@ def test_a_pipeline_of_two_parts_is_stored_under_the_names_of_the_model(tmp_path
     whole.close()
 
 
+def test_training_from_an_older_step_replaces_the_later_ones(tmp_path):
+    one = Trained(tmp_path)
+    assert one.train(6) == [2, 4, 6]
+    one.close()
+    other = Trained(tmp_path, last_save_model_only=False)
+    assert other.manager.load(step=2)
+    torch.manual_seed(7)
+    assert other.train(5, last=5) == [4, 5]
+    other.close()
+    with penstock.Checkpointer(tmp_path / "checkpoint") as ckpt:
+        assert ckpt.steps() == [2, 4, 5, 6]
+        stored = ckpt.load(5)["model"]
+        assert all(stored[name].tolist() == value for name, value in other.weights.items())
+
+
 def test_the_last_save_and_a_seed_have_the_model_alone(tmp_path):
     one = Trained(tmp_path, export_dtype="bfloat16")
     assert one.train(3, last=3) == [2, 3]
@@ -162,3 +177,14 @@ def test_initial_checkpoints_are_of_penstock_or_of_torchtitan(tmp_path):
         assert new.weights == whole.weights, name
         assert new.step == (0 if model_only else 4)
         new.close()
+
+
+def test_nothing_is_saved_by_who_only_loads_or_is_disabled(tmp_path):
+    fresh = Trained(tmp_path, load_only=True)
+    assert not fresh.manager.load()
+    assert fresh.train(4, last=4) == []
+    fresh.close()
+    with pytest.raises(FileNotFoundError, match="step=3"):
+        Trained(tmp_path).manager.load(step=3)
+    with pytest.raises(ValueError, match="optimiser"):
+        Trained(tmp_path, exclude_from_loading=["optimiser"])

@@ -1,5 +1,6 @@
 """Trainers of transformers and trl that save and resume with Penstock."""
 
+import logging
 import signal
 from pathlib import Path
 
@@ -103,6 +104,20 @@ class Trainer(PenstockTrainerMixin, transformers.Trainer):
     pass
 
 
+class ScriptedTrainer(Trainer):
+    """Evaluates to given losses, one for each step."""
+
+    losses = ()
+
+    def evaluate(self, *words, **options):
+        metrics = {"eval_loss": self.losses[self.state.global_step - 1]}
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(
+            self.args, self.state, self.control, metrics
+        )
+        return metrics
+
+
 def rows(count=8):
     features = torch.randn(count, 4, generator=torch.Generator().manual_seed(1))
     return [{"x": row, "labels": row.sum(0, keepdim=True)} for row in features]
@@ -131,6 +146,32 @@ def steps_of(folder):
 def stored_weight(folder, step):
     with penstock.Checkpointer(folder / "penstock") as ckpt:
         return ckpt.load(step, include="model")["model"]["layer.weight"]
+
+
+BEST = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
+
+
+def test_the_best_model_is_kept_and_loaded_at_the_end(tmp_path):
+    trainer = trainer_of(ScriptedTrainer, tmp_path, save_total_limit=1, **BEST)
+    trainer.losses = (3.0, 1.0, 1.0, 2.0)
+    trainer.train()
+    assert steps_of(tmp_path) == [2, 4]
+    assert torch.equal(trainer.model.layer.weight, stored_weight(tmp_path, 2))
+    assert not torch.equal(trainer.model.layer.weight, stored_weight(tmp_path, 4))
+    with penstock.Checkpointer(tmp_path / "penstock") as ckpt:
+        assert ckpt.info(4).metadata["eval_loss"] == 2.0
+
+
+def test_the_best_model_is_known_after_a_resume(tmp_path):
+    trainer = trainer_of(ScriptedTrainer, tmp_path, max_steps=3, save_total_limit=2, **BEST)
+    trainer.losses = (3.0, 1.0, 2.0)
+    trainer.train()
+    resumed = trainer_of(ScriptedTrainer, tmp_path, max_steps=5, save_total_limit=2, **BEST)
+    resumed.losses = (None, None, None, 2.0, 2.0)
+    resumed.train(resume_from_checkpoint=True)
+    assert steps_of(tmp_path) == [2, 3, 4, 5]  # the best, that which was restored, the last two
+    assert resumed.state.best_global_step == 2
+    assert torch.equal(resumed.model.layer.weight, stored_weight(tmp_path, 2))
 
 
 def test_a_resume_from_a_step_forgets_later_ones(tmp_path):
@@ -179,6 +220,36 @@ def test_a_new_training_refuses_the_checkpoints_of_another(tmp_path):
         trainer_of(Trainer, tmp_path).train(resume_from_checkpoint=7)
 
 
+def test_checkpoints_of_the_trainer_itself_are_continued(tmp_path):
+    trainer_of(transformers.Trainer, tmp_path, max_steps=2).train()
+    trainer_of(Trainer, tmp_path).train(resume_from_checkpoint=True)
+    assert steps_of(tmp_path) == [3, 4]
+    trainer = trainer_of(Trainer, tmp_path / "new")
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert steps_of(tmp_path / "new") == [3, 4]
+
+
+def test_path_without_checkpoint_of_transformers_is_refused(tmp_path):
+    trainer_of(Trainer, tmp_path / "old", max_steps=2).train()
+    trainer = trainer_of(Trainer, tmp_path / "new")
+    for path in (str(tmp_path / "old" / "penstock"), tmp_path / "old", "2"):
+        with pytest.raises(penstock.ConfigError, match=r"penstock copy OTHER .*new"):
+            trainer.train(resume_from_checkpoint=path)
+
+
+def test_run_that_cannot_be_written_is_refused_before_training(tmp_path):
+    (tmp_path / "file").touch()
+    trainer = trainer_of(Trainer, tmp_path / "out")
+    trainer.penstock_url = tmp_path / "file" / "run"
+    with pytest.raises(penstock.StorageError, match="file"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def warnings_of(caplog):
+    return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+
+
 class Terminate(transformers.TrainerCallback):
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step == 1:
@@ -191,6 +262,60 @@ def test_trainer_saves_and_leaves_at_a_signal(tmp_path):
     names = {"trainer": trainer, "TrainerCallback": transformers.TrainerCallback}
     exec(program_of(PAGE, 4), names)
     assert steps_of(tmp_path) == [2]
+
+
+def test_saves_in_the_middle_of_a_step_warn(tmp_path, caplog):
+    trainer_of(Trainer, tmp_path, max_steps=1, enable_jit_checkpoint=True).train()
+    assert [text for text in warnings_of(caplog) if "penstock.Preemption" in text]
+
+
+def test_a_save_of_the_model_alone_warns_and_resumes(tmp_path, caplog):
+    caplog.set_level(logging.WARNING, "penstock")
+    trainer_of(Trainer, tmp_path, max_steps=3, save_only_model=True).train()
+    warned = [r.getMessage() for r in caplog.records if "not be exact" in r.getMessage()]
+    assert len(warned) == 1
+    assert "save_only_model leaves out the optimizer" in warned[0]
+    with penstock.Checkpointer(tmp_path / "penstock") as ckpt:
+        assert set(ckpt.load()) == {"model", "files"}
+    assert not [text for text in warnings_of(caplog) if "defers nothing" in text]
+    resumed = trainer_of(Trainer, tmp_path)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 4
+    assert [text for text in warnings_of(caplog) if "step 3 was saved by save_only_model" in text]
+
+
+class WithFile(transformers.Trainer):
+    """As trainers do that derive from `Trainer`: a file of its own beside those of a checkpoint."""
+
+    loaded = None
+
+    def _save_checkpoint(self, model, trial):
+        super()._save_checkpoint(model, trial)
+        folder = Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
+        (folder / "own.txt").write_text(f"step {self.state.global_step}")
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self.loaded = Path(checkpoint, "own.txt").read_text()
+
+
+class SaveAgain(transformers.TrainerCallback):
+    def on_epoch_end(self, args, state, control, **kwargs):
+        control.should_save = True
+
+
+def test_files_of_a_derived_class_and_a_second_save_of_a_step_are_kept(tmp_path):
+    class Derived(PenstockTrainerMixin, WithFile):
+        pass
+
+    trainer = trainer_of(Derived, tmp_path, max_steps=4)
+    trainer.add_callback(SaveAgain())  # of step 4, which is saved by then
+    trainer.train()
+    resumed = trainer_of(Derived, tmp_path, max_steps=5)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.loaded == "step 4"
+    assert steps_of(tmp_path) == [1, 2, 3, 4, 5]
 
 
 class ScheduleFree(torch.optim.SGD):
@@ -216,6 +341,18 @@ def test_an_optimizer_that_changes_parameters_between_steps_tears_no_save(tmp_pa
     trainer.optimizer = ScheduleFree(trainer.model.parameters(), lr=0.01)
     trainer.train()
     assert steps_of(tmp_path) == [1, 2, 3, 4]
+
+
+def test_what_cannot_be_saved_is_refused_before_training(tmp_path):
+    trainer = trainer_of(Trainer, tmp_path)
+    trainer.args.push_to_hub = True
+    with pytest.raises(penstock.ConfigError, match="penstock_url"):
+        trainer.train()
+    trainer.is_deepspeed_enabled = True
+    with pytest.raises(penstock.ConfigError, match="DeepSpeed"):
+        trainer.train()
+    with pytest.raises(penstock.ConfigError, match="not a Linear"):
+        patch(torch.nn.Linear(1, 1))
 
 
 class Counter(transformers.TrainerCallback, transformers.trainer_callback.ExportableState):
