@@ -108,14 +108,19 @@ def published(out: Path, *, is_folder: bool, overwrite: bool) -> Iterator[Path]:
                 partial.unlink()
 
 
-def begin_write_back(file: int) -> None:
+def begin_write_back(file: int, start: int = 0, stop: int = PIECE_BYTES) -> None:
     """Let the system write out what a file has in the page cache, while more of it is prepared.
 
     Otherwise all of it is written by the `fsync` at the end, while nothing is read.
 
     Args:
         file: An open descriptor.
+        start: Where the bytes written last begin.
+        stop: Where they end. Nothing is done unless they reach another multiple of `PIECE_BYTES`:
+            each request looks at all pages of the file, too much for every small tensor.
     """
+    if start // PIECE_BYTES == stop // PIECE_BYTES:
+        return
     # Of its effects, that clean pages leave the cache is welcome as well: nobody reads them soon.
     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
 

@@ -97,7 +97,7 @@ def _read_bytes(tensor: _StoredTensor, start: int, out: memoryview) -> None:
         at = 0
         while at < out.nbytes and (count := file.readinto(out[at:])):
             at += count
-        read_soon(file.fileno(), tensor.start + start + at)
+        read_soon(file.fileno(), tensor.start + start + at, at)
     tensor.source.check(tensor.name)
     if at < out.nbytes:
         raise wrong(tensor.source.path, f"ended in the middle of {tensor.name!r}")

@@ -213,8 +213,9 @@ class _TensorFiles:
                 for _ in range(0, tensor.stored_nbytes, PIECE_BYTES):
                     piece = next(pieces)
                     data = piece if tensor.dtype == tensor.stored else _cast(piece, tensor)
+                    start = file.tell()
                     self._done += file.write(data)
-                    begin_write_back(file.fileno())
+                    begin_write_back(file.fileno(), start, file.tell())
                     self._progress(Progress(self._done, self.total, "write"))
 
     def _read(self, path: str, start: int, out: memoryview) -> None:

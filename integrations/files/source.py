@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 
 _AHEAD_BYTES = 32 << 20
+_LEAST_BYTES = 1 << 20  # each request looks at all pages ahead: too much for a small tensor
 _MADV_WILLNEED = 3
 _LIBC = ctypes.CDLL(None)
 
@@ -55,16 +56,19 @@ class SourceFile:
             raise wrong(self.path, f"changed while {what} was read: import it again")
 
 
-def read_soon(file: int, start: int) -> None:
-    """Let the system read from byte `start` of an open file on, while earlier bytes are saved."""
-    os.posix_fadvise(file, start, _AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
+def read_soon(file: int, start: int, nbytes: int) -> None:
+    """Let the system read from byte `start` on, while the `nbytes` before it are saved."""
+    if nbytes >= _LEAST_BYTES:
+        os.posix_fadvise(file, start, _AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
 
 
-def page_in_soon(address: int) -> None:
-    """Let the system read what is mapped from an address on, while what precedes it is saved.
+def page_in_soon(address: int, nbytes: int) -> None:
+    """Let the system read what is mapped from an address on, while `nbytes` before it are saved.
 
     Without it, a mapped file is read in steps of 128 KiB, each of which is waited for.
     """
+    if nbytes < _LEAST_BYTES:
+        return
     # That the file ends before these bytes do is no harm, so the result is not looked at.
     begin = address - address % mmap.PAGESIZE
     _LIBC.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(_AHEAD_BYTES), _MADV_WILLNEED)

@@ -147,8 +147,9 @@ def _write(path: Path, pickled: bytes, records: list[_TensorRecord], written: Wr
             with archive.open(info, "w", force_zip64=True) as record:
                 for _ in range(0, nbytes, PIECE_BYTES):
                     piece = next(pieces)
+                    start = file.tell()
                     record.write(piece)
-                    begin_write_back(file.fileno())
+                    begin_write_back(file.fileno(), start, file.tell())
                     written.add(piece.nbytes)
 
 

@@ -120,7 +120,7 @@ class MappedFile(SourceFile):
         rows = tensor[low:high]
         flat = rows.reshape(-1)[first - low * row : stop - low * row]
         out[:] = flat.contiguous().view(torch.uint8).numpy().data
-        page_in_soon(rows.data_ptr() + out.nbytes)
+        page_in_soon(rows.data_ptr() + out.nbytes, out.nbytes)
         self.check()
 
 
