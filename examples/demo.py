@@ -24,7 +24,7 @@ from train_gpt import build
 
 import penstock
 
-STEPS, SAVE_EVERY, KILL_IN_SAVE = 60, 10, 40
+STEPS, SAVE_EVERY, KILL_IN_SAVE = 30, 5, 20
 TRAINER = Path(__file__).with_name("train_gpt.py")
 console = Console()
 
