@@ -10,16 +10,16 @@ from penstock.core.errors import UnsupportedStateError
 from penstock.core.markers import Grads
 from penstock.core.types import Kind, Role, TensorSpec, show_path
 from penstock.providers.children import rebuild_dict
+from penstock.providers.module import named_parameters
 from penstock.providers.module.fsdp1 import is_flattened
-from penstock.providers.module.provider import named_parameters
-from penstock.providers.tensor.parts import fits
-from penstock.providers.tensor.provider import (
+from penstock.providers.tensor import (
     empty_tensor,
     is_sharded,
     new_like,
     same_kind,
     tensor_target,
 )
+from penstock.providers.tensor.parts import fits
 from penstock.providers.tensor.sharding import cut_like
 from penstock.providers.tensor.sources import device_name, dtype_name
 
