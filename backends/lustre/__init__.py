@@ -18,8 +18,8 @@ from penstock.backends.local.base import LocalBackend, LocalConfig
 from penstock.backends.local.threads import ThreadEngine
 from penstock.backends.local.transfer import OpenBlob
 from penstock.backends.lustre.components import ALL_STRIPES
+from penstock.backends.lustre.layout_placer import LayoutPlacer, cut_bytes
 from penstock.backends.lustre.lfs import LUSTRE_MAGIC, LustreClient, existing_folder
-from penstock.backends.lustre.placer import LayoutPlacer, cut_bytes
 from penstock.backends.lustre.policy import MAX_STRIPE_BYTES, MAX_STRIPES, STRIPE_UNIT
 from penstock.backends.uring.engine import RingEngine
 from penstock.backends.uring.ring import Ring

@@ -10,7 +10,7 @@ from tests.backends.lustre.structures import plain
 from penstock.backends.local.threads import ThreadEngine
 from penstock.backends.lustre import LustreBackend, LustreConfig
 from penstock.backends.lustre.components import Component, Layout, parse_layout
-from penstock.backends.lustre.placer import LayoutPlacer, cut_bytes
+from penstock.backends.lustre.layout_placer import LayoutPlacer, cut_bytes
 from penstock.core.errors import (
     BlobExistsError,
     CapabilityError,

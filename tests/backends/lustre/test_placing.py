@@ -3,7 +3,7 @@
 import errno
 
 from penstock.backends.lustre.components import Component, Layout
-from penstock.backends.lustre.placer import about_osts
+from penstock.backends.lustre.layout_placer import about_osts
 from penstock.backends.lustre.policy import Ost
 from penstock.core.types import ByteRange
 
