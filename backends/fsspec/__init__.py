@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from penstock.core.abc import BlobWriter, PluginConfig
     from penstock.core.types import BlobInfo, Capabilities, ReadRequest, WriteRequest
 
+__all__ = ["FsspecBackend", "FsspecConfig"]
+
 
 class FsspecBackend(Backend):
     """Keeps blobs and records below any URL that fsspec knows, and below `s3://` without fsspec.
