@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
-from penstock.backends.local.backend import LocalBackend
-from penstock.backends.local.config import LocalConfig
+from penstock.backends.local.base import LocalBackend, LocalConfig
 from penstock.backends.local.threads import ThreadEngine
 
 if TYPE_CHECKING:

@@ -56,10 +56,11 @@ class Ours:
         self.out = np.zeros(self.codec.max_encoded_size(CHUNK), np.uint8)
         self.back = np.zeros(CHUNK, np.uint8)
         if not fused:
-            from penstock.codecs.floatsplit import codec, entropy
+            from penstock.codecs import floatsplit
+            from penstock.codecs.floatsplit import entropy
             from penstock.codecs.kernels import PLAIN
 
-            codec.kernels = entropy.kernels = lambda: PLAIN
+            floatsplit.kernels = entropy.kernels = lambda: PLAIN
 
     def prepare(self, chunk):
         return [chunk.data]

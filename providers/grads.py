@@ -10,16 +10,16 @@ from penstock.core.errors import UnsupportedStateError
 from penstock.core.markers import Grads
 from penstock.core.types import Kind, Role, TensorSpec, show_path
 from penstock.providers.children import rebuild_dict
+from penstock.providers.module import named_parameters
 from penstock.providers.module.fsdp1 import is_flattened
-from penstock.providers.module.provider import named_parameters
-from penstock.providers.tensor.parts import fits
-from penstock.providers.tensor.provider import (
+from penstock.providers.tensor import (
     empty_tensor,
     is_sharded,
     new_like,
     same_kind,
     tensor_target,
 )
+from penstock.providers.tensor.parts import fits
 from penstock.providers.tensor.sharding import cut_like
 from penstock.providers.tensor.sources import device_name, dtype_name
 
@@ -75,12 +75,13 @@ class GradsProvider(StateProvider):
             parameters = {}
         for name, parameter in parameters.items():
             here = (*path, name)
-            if context.stored(here) is not None:
-                _place_grad(parameter, here, context, result, assigns)
-            elif context.children(here):
-                _place_parts(parameter, here, context, result, assigns)
+            if context.stored(here) is not None or context.children(here):
+                placed = _place_grad(parameter, here, context)
+                result.absorb(placed)
+                if placed.finish is not None:
+                    assigns.append(partial(_assign, parameter, placed.finish))
             elif context.selected(here):
-                assigns.append(partial(setattr, parameter, "grad", None))
+                assigns.append(partial(_assign, parameter, lambda: None))
 
         def finish() -> object:
             for assign in assigns:
@@ -122,72 +123,32 @@ def _parameters(value: Grads) -> dict[str, torch.Tensor]:
     return result
 
 
-def _place_grad(
-    parameter: torch.Tensor,
-    path: ObjectPath,
-    context: PlaceContext,
-    result: Placement,
-    assigns: list[Callable[[], object]],
-) -> None:
-    stored = context.stored(path)
-    assert stored is not None
-    grad = parameter.grad
-    if grad is not None and same_kind(grad, stored, parameter.device, context):
-        result.targets.append(tensor_target(grad, path, like=parameter))
-        return
+def _place_grad(parameter: torch.Tensor, path: ObjectPath, context: PlaceContext) -> Placement:
+    """Plan the restore of a gradient, in place if that fits; `finish` returns it."""
+    grad, stored, device = parameter.grad, context.stored(path), parameter.device
+    if stored is None:  # a tensor of parts
+        if fits(grad, context.node(path), path, device):
+            return context.place(grad, path)
+        return context.rebuild(path, device=device_name(device))
+    if grad is not None and same_kind(grad, stored, device, context):
+        return Placement([tensor_target(grad, path, like=parameter)], finish=lambda: grad)
     shape = tuple(parameter.shape)
-    grad_dtype = parameter.dtype if grad is None else grad.dtype
     if stored.kind is not Kind.TENSOR or stored.spec.shape != shape:
         there, here = list(stored.spec.shape), list(shape)
         sentence = f"{show_path(path)} is a gradient of shape {there}, the parameter has {here}"
         is_tensor = stored.kind is Kind.TENSOR
-        result.differ(
+        differs = Placement()
+        differs.differ(
             Difference(path, f"shape {there}", f"shape {here}", (sentence,), skippable=is_tensor)
         )
-        return
-    spec = TensorSpec(*dtype_name(grad_dtype), shape)
-    if stored.spec != spec:
-        _assign_new(parameter, path, stored._replace(spec=spec), result, assigns)
-        return
-    if is_sharded(parameter):
-        _assign_new(parameter, path, stored, result, assigns)
-        return
-    placed = context.rebuild(path, device=device_name(parameter.device))
-    result.absorb(placed)
-    make = placed.finish
-    assert make is not None
-    assigns.append(lambda: setattr(parameter, "grad", make()))
-
-
-def _assign_new(
-    parameter: torch.Tensor,
-    path: ObjectPath,
-    stored: StoredObject,
-    result: Placement,
-    assigns: list[Callable[[], object]],
-) -> None:
-    """Plan a new gradient with the shape of the parameter, placed as it is."""
-    made = new_like(parameter, stored)
+        return differs
+    dtype = parameter.dtype if grad is None else grad.dtype
+    wanted = stored._replace(spec=TensorSpec(*dtype_name(dtype), shape))
+    made = new_like(parameter, wanted)
     if made is None:
-        made = empty_tensor(stored, device_name(parameter.device))
-    result.targets.append(tensor_target(made, path, like=parameter))
-    assigns.append(lambda: setattr(parameter, "grad", made))
+        made = empty_tensor(wanted, device_name(device))
+    return Placement([tensor_target(made, path, like=parameter)], finish=lambda: made)
 
 
-def _place_parts(
-    parameter: torch.Tensor,
-    path: ObjectPath,
-    context: PlaceContext,
-    result: Placement,
-    assigns: list[Callable[[], object]],
-) -> None:
-    """Plan the restore of a gradient that is a tensor of parts."""
-    grad, device = parameter.grad, parameter.device
-    if grad is not None and fits(grad, context.node(path), path, device):
-        result.absorb(context.place(grad, path))
-        return
-    placed = context.rebuild(path, device=device_name(device))
-    result.absorb(placed)
-    if placed.finish is not None:
-        make = placed.finish
-        assigns.append(lambda: setattr(parameter, "grad", make()))
+def _assign(parameter: torch.Tensor, make: Callable[[], object]) -> None:
+    parameter.grad = make()  # type: ignore[assignment]  # a tensor, or None

@@ -31,8 +31,8 @@ SUBCLASS = 20
 _KINDS = frozenset("biufcmMSUV")
 
 
-class ArraySource(ByteSource):
-    """The source of an array's bytes, row-major."""
+class _ArrayMemory:
+    """The memory of an array, row-major."""
 
     __slots__ = ("_array", "address", "device", "memory", "nbytes")
 
@@ -47,44 +47,47 @@ class ArraySource(ByteSource):
     def view(self) -> memoryview | None:
         return None if self.address is None else _as_bytes(self._array).data
 
+    def _pairs(self, start: int, data: memoryview) -> Iterator[tuple[Any, Any]]:
+        """Yield blocks of the array, and the parts of `data` for them, from byte `start` on."""
+        typed = np.frombuffer(data, np.uint8).view(_carrier(self._array.dtype))
+        first = start // self._array.itemsize
+        for index, at in blocks(self._array.shape, first, first + len(typed)):
+            block = self._array[(*index, ...)].view(typed.dtype)
+            yield block, typed[at : at + block.size].reshape(block.shape)
+
+
+class ArraySource(_ArrayMemory, ByteSource):
+    """The source of an array's bytes, row-major."""
+
+    __slots__ = ()
+
     def copy_out(self, start: int, out: memoryview, /) -> PendingCopy | None:
         if not out.nbytes:
             return None
         if self.address is not None:
             copy_bytes(out, _as_bytes(self._array)[start : start + out.nbytes].data)
             return None
-        itemsize = self._array.itemsize
-        typed = np.frombuffer(out, np.uint8).view(_carrier(self._array.dtype))
-        first = start // itemsize
-        for index, at in blocks(self._array.shape, first, first + len(typed)):
-            block = self._array[(*index, ...)].view(typed.dtype)
-            np.copyto(typed[at : at + block.size].reshape(block.shape), block)
+        for block, part in self._pairs(start, out):
+            np.copyto(part, block)
         return None
 
 
-class ArraySink(ByteSink):
+class ArraySink(_ArrayMemory, ByteSink):
     """The sink that fills the memory of a writeable array.
 
     An array whose elements overlap is filled by way of scratch memory: `written` then compares, and
     refuses stored values that disagree about one place.
     """
 
-    __slots__ = ("_array", "_live", "_path", "address", "device", "memory", "nbytes")
+    __slots__ = ("_live", "_path")
 
     def __init__(self, array: np.ndarray[Any, Any], path: ObjectPath) -> None:
         self._live = array
         self._path = path
         flat = array.flags.c_contiguous or not array.size
         overlaps = not flat and may_overlap(array.shape, array.strides, array.itemsize)
-        self._array = np.empty(array.shape, array.dtype) if overlaps else array
-        self.nbytes = array.nbytes
-        self.device = "cpu"
-        flat = array.nbytes > 0 and self._array.flags.c_contiguous
-        self.address = address_of(self._array) if flat else None
+        super().__init__(np.empty(array.shape, array.dtype) if overlaps else array)
         self.memory = array_key(array)
-
-    def view(self) -> memoryview | None:
-        return None if self.address is None else _as_bytes(self._array).data
 
     def copy_in(self, start: int, data: memoryview, /) -> None:
         if not data.nbytes:
@@ -92,11 +95,8 @@ class ArraySink(ByteSink):
         if self.address is not None:
             copy_bytes(_as_bytes(self._array)[start:].data, data)
             return
-        typed = np.frombuffer(data, np.uint8).view(_carrier(self._array.dtype))
-        first = start // self._array.itemsize
-        for index, at in blocks(self._array.shape, first, first + len(typed)):
-            block = self._array[(*index, ...)].view(typed.dtype)
-            np.copyto(block, typed[at : at + block.size].reshape(block.shape))
+        for block, part in self._pairs(start, data):
+            np.copyto(block, part)
 
     def written(self) -> None:
         if self._array is self._live:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from penstock.core.abc import DescribeContext, PlaceContext, StateObject, StoredObject
     from penstock.core.types import ObjectPath
 
+    _Access = tuple[Callable[[], Any], Callable[[Any], object]]
+
 PRIORITY = 50
 FORM = "rng"
 _KINDS = (Rng, torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
@@ -118,48 +120,54 @@ def _class(value: Any) -> str:
     return name
 
 
-def _states(value: Any, path: ObjectPath) -> dict[str, Any]:
+def _generators(value: Any, has_cuda: Callable[[], bool]) -> dict[str, _Access]:
+    """Return the functions that read and set each state of `value`."""
     if isinstance(value, Rng):
-        states: dict[str, Any] = {
-            "python": random.getstate(),
-            "numpy": _plain(np.random.get_state(legacy=False)),  # noqa: NPY002 - people use it
-            "torch": torch.get_rng_state(),
+        found: dict[str, _Access] = {
+            "python": (random.getstate, random.setstate),
+            "numpy": (
+                lambda: _plain(np.random.get_state(legacy=False)),  # noqa: NPY002 - people use it
+                lambda state: np.random.set_state(_arrays(state)),  # noqa: NPY002 - likewise
+            ),
+            "torch": (torch.get_rng_state, torch.set_rng_state),
         }
-        # Reading the state of unused CUDA would initialise it, which takes seconds and memory.
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch has no type for it
-            for index in range(torch.cuda.device_count()):
-                states[f"{_CUDA}{index}"] = torch.cuda.get_rng_state(index)
-        return states
+        for index in range(torch.cuda.device_count() if has_cuda() else 0):
+            found[f"{_CUDA}{index}"] = (
+                partial(torch.cuda.get_rng_state, index),
+                partial(torch.cuda.set_rng_state, device=index),
+            )
+        return found
     if isinstance(value, torch.Generator):
-        return {"state": value.get_state()}
+        return {"state": (value.get_state, value.set_state)}
+    if isinstance(value, random.Random):
+        return {"state": (value.getstate, value.setstate)}
+    if isinstance(value, np.random.RandomState):
+        return {
+            "state": (
+                lambda: _plain(value.get_state(legacy=False)),
+                lambda state: value.set_state(_arrays(state)),
+            )
+        }
+    bits = value.bit_generator
+    return {
+        "state": (
+            lambda: _plain(bits.state),
+            lambda state: setattr(bits, "state", _arrays(state)),
+        )
+    }
+
+
+def _states(value: Any, path: ObjectPath) -> dict[str, Any]:
     if isinstance(value, random.SystemRandom):
         msg = f"{show_path(path)} is a SystemRandom, which has no state that could be stored"
         raise UnsupportedStateError(msg)
-    if isinstance(value, random.Random):
-        return {"state": value.getstate()}
-    if isinstance(value, np.random.RandomState):
-        return {"state": _plain(value.get_state(legacy=False))}
-    return {"state": _plain(value.bit_generator.state)}
+    # Reading the state of unused CUDA would initialise it, which takes seconds and memory.
+    generators = _generators(value, torch.cuda.is_initialized)
+    return {name: get() for name, (get, _) in generators.items()}
 
 
 def _setters(value: Any) -> dict[str, Callable[[Any], object]]:
-    if isinstance(value, Rng):
-        setters: dict[str, Callable[[Any], object]] = {
-            "python": random.setstate,
-            "numpy": lambda state: np.random.set_state(_arrays(state)),  # noqa: NPY002 - likewise
-            "torch": torch.set_rng_state,
-        }
-        if torch.cuda.is_available():
-            for index in range(torch.cuda.device_count()):
-                setters[f"{_CUDA}{index}"] = partial(torch.cuda.set_rng_state, device=index)
-        return setters
-    if isinstance(value, torch.Generator):
-        return {"state": value.set_state}
-    if isinstance(value, random.Random):
-        return {"state": value.setstate}
-    if isinstance(value, np.random.RandomState):
-        return {"state": lambda state: value.set_state(_arrays(state))}
-    return {"state": lambda state: setattr(value.bit_generator, "state", _arrays(state))}
+    return {name: put for name, (_, put) in _generators(value, torch.cuda.is_available).items()}
 
 
 def _wanted(value: Any, path: ObjectPath, context: PlaceContext) -> bool:

@@ -14,7 +14,7 @@ from penstock.core.errors import RestoreError, UnsupportedStateError
 from penstock.core.types import Kind, show_path, with_article
 from penstock.providers.children import leaves, rebuild_dict
 from penstock.providers.rng import unchanged_random_state
-from penstock.providers.tensor.provider import is_sharded, new_like
+from penstock.providers.tensor import is_sharded, new_like
 from penstock.providers.wrappers import LOADERS, is_wrapper, place_wrapped, wrapped
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from penstock.core.errors import StorageError
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from penstock.core.concurrency.pool import Pool
+    from penstock.backends.fsspec.store import Store
     from penstock.core.types import WriteRequest
 
 
@@ -87,15 +87,14 @@ class StoreWriter(BlobWriter):
     """Writes a blob from batches, one at a time, in the order of their submission.
 
     Args:
+        store: Where the blob goes; its `feeds` run `_take` for the batches.
         name: The name of the blob.
-        url: The URL of the store, for messages.
-        feeds: Runs `_take` for the batches.
     """
 
-    def __init__(self, name: str, url: str, *, feeds: Pool) -> None:
+    def __init__(self, store: Store, name: str) -> None:
         self.name = name
-        self.url = url
-        self._lane = Lane(feeds)
+        self._store = store
+        self._lane = Lane(store.feeds)
         self._pid = os.getpid()
         self._stop = threading.Event()  # once set, no transfer begins, and none is retried
         # Guards the three fields below; notified when a batch or a seal ends.
@@ -119,7 +118,7 @@ class StoreWriter(BlobWriter):
 
     @abstractmethod
     def _finish(self, length: int) -> None:
-        """Cut the blob to `length`, make it durable, and check its length; runs alone."""
+        """Cut the blob to `length`, and make it durable; runs alone."""
 
     @abstractmethod
     def _give_up(self) -> None:
@@ -157,6 +156,7 @@ class StoreWriter(BlobWriter):
         outcome = WriterState.DEAD
         try:
             self._finish(length)
+            self._check_size(length)
             outcome = WriterState.SEALED
         except BaseException as error:
             self._die(error)
@@ -177,6 +177,12 @@ class StoreWriter(BlobWriter):
             self._state = WriterState.ABORTED
         self._give_up()
 
+    def _check_size(self, length: int) -> None:
+        size = self._store.stat(self.name).size_bytes
+        if size != length:
+            msg = f"{self._where('seal')}: the store holds {size} bytes of {length}; do not use it"
+            raise StorageError(msg)
+
     def _die(self, cause: BaseException) -> None:
         """Record a failure: no further transfer begins, and only an abort is possible."""
         with self._changed:
@@ -186,7 +192,7 @@ class StoreWriter(BlobWriter):
         self._stop.set()
 
     def _where(self, what: str) -> str:
-        return place(what, self.name, self.url)
+        return place(what, self.name, self._store.url)
 
     def _feed(self, requests: Sequence[WriteRequest], batch: Batch) -> None:
         error: BaseException | None = None

@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from penstock.backends.fsspec.blob_states import Batch
     from penstock.backends.fsspec.config import FsspecConfig
     from penstock.backends.fsspec.store import Span
-    from penstock.core.concurrency.pool import Pool
     from penstock.core.types import WriteRequest
 
 T = TypeVar("T")
@@ -104,13 +103,20 @@ class FileStore(Store):
             ConfigError: fsspec lacks a package for the scheme, or refuses the options.
         """
         self._scrub = Scrubber(config.secrets)
-        self._fs, self._root = self._load(config)
+        self._fs, self._root = _load(config, self._scrub)
         super().__init__(config)
         self._retry = Retry(config.attempts, config.retry_total_s)
+        self._read_only = config.scheme in _READ_ONLY
         self._object_store = config.scheme in _OBJECT_STORES
 
     def find_capabilities(self) -> Capabilities:
-        exclusive, notes = self._conditional_puts()
+        exclusive, notes = False, tuple[str, ...]()
+        if self._read_only:
+            notes = ("a store that can only be read",)
+        elif self.config.scheme in _CONDITIONAL:
+            exclusive = self.config.conditional_put == "yes"
+            if self.config.conditional_put == "auto":
+                exclusive, notes = self.probe_conditional_puts()
         return Capabilities(
             preferred_io_bytes=self.config.part_bytes,
             preferred_parallel=self.config.parallel,
@@ -123,7 +129,7 @@ class FileStore(Store):
     def writer(self, name: str, *, size_hint: int | None) -> StoreWriter:
         del size_hint
         self._check_writable("create", name)
-        return StreamWriter(self, name, feeds=self.feeds)
+        return StreamWriter(self, name)
 
     def fill(self, span: Span) -> None:
         data = memoryview(
@@ -286,18 +292,6 @@ class FileStore(Store):
 
     # -- below ----------------------------------------------------------------------------------
 
-    def _conditional_puts(self) -> tuple[bool, tuple[str, ...]]:
-        if self._read_only:
-            return False, ("a store that can only be read",)
-        wanted = self.config.conditional_put
-        if wanted != "auto" or self.config.scheme not in _CONDITIONAL:
-            return wanted == "yes" and self.config.scheme in _CONDITIONAL, ()
-        return self.probe_conditional_puts()
-
-    @property
-    def _read_only(self) -> bool:
-        return self.config.scheme in _READ_ONLY
-
     @cached_property
     def _renames(self) -> bool:
         """Whether there is a rename; the one that fsspec provides by default copies and deletes."""
@@ -306,33 +300,6 @@ class FileStore(Store):
         from fsspec import AbstractFileSystem  # noqa: PLC0415 - 80 ms
 
         return type(self._fs).mv is not AbstractFileSystem.mv
-
-    def _load(self, config: FsspecConfig) -> tuple[Any, str]:
-        try:
-            from fsspec.core import url_to_fs  # noqa: PLC0415 - 80 ms
-
-            with explained("open", "", url=config.shown_url, scrub=self._scrub):
-                # By default fsspec caches listings, and shares instances with the user's own code.
-                options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
-                if config.scheme in _READ_ONLY:
-                    guard = bool(config.options.get("headers"))
-                    options["get_client"] = partial(bounded_client, guard_headers=guard)
-                fs, root = url_to_fs(config.url, **{**options, **config.options})
-        except StorageError as error:
-            cause = error.__cause__
-            if isinstance(cause, ImportError):
-                module = getattr(cause.__cause__, "name", None) or getattr(cause, "name", None)
-                missing = f" ({module.partition('.')[0]} is not installed)" if module else ""
-                msg = (
-                    f"{config.shown_url}: fsspec needs another package for {config.scheme}://: "
-                    f"{cause}{missing}"
-                )
-                raise ConfigError(msg) from error
-            if isinstance(cause, (TypeError, ValueError)):
-                msg = f"{config.shown_url}: fsspec refuses it: {self._scrub(str(cause))}"
-                raise ConfigError(msg) from error
-            raise
-        return fs, str(root).rstrip("/")
 
     def _check_writable(self, what: str, name: str) -> None:
         if self._read_only:
@@ -409,26 +376,55 @@ class FileStore(Store):
         if size is None:
             msg = f"{place('stat', name, self.url)}: the store does not tell its size"
             raise StorageError(msg)
-        return BlobInfo(name, int(size), self._time(name, info))
-
-    def _time(self, name: str, info: dict[str, Any]) -> float:
-        told = next((info[key] for key in _TIMES if info.get(key) is not None), None)
-        if isinstance(told, str):
-            told = datetime.fromisoformat(told)
-        if isinstance(told, datetime):
-            return (told if told.tzinfo else told.replace(tzinfo=UTC)).timestamp()
-        if isinstance(told, (int, float)):
-            return float(told)
-        if self._read_only:
-            return 0.0  # times decide on deletions only
-        msg = f"{place('stat', name, self.url)}: the store does not tell when it was changed"
-        raise StorageError(msg)
+        changed_s = _time_s(info)
+        if changed_s is None and not self._read_only:  # times decide on deletions only
+            msg = f"{place('stat', name, self.url)}: the store does not tell when it was changed"
+            raise StorageError(msg)
+        return BlobInfo(name, int(size), changed_s or 0.0)
 
     def _delete(self, name: str) -> None:
         # A folder is no blob, so a blob of that name does not exist.
         mapped = self.explained("delete", name)
         with suppress(BlobNotFoundError), mapped, suppress(IsADirectoryError):
             self._fs.rm_file(self.path(name))
+
+
+def _load(config: FsspecConfig, scrub: Scrubber) -> tuple[Any, str]:
+    try:
+        from fsspec.core import url_to_fs  # noqa: PLC0415 - 80 ms
+
+        with explained("open", "", url=config.shown_url, scrub=scrub):
+            # By default fsspec caches listings, and shares instances with the user's own code.
+            options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
+            if config.scheme in _READ_ONLY:
+                guard = bool(config.options.get("headers"))
+                options["get_client"] = partial(bounded_client, guard_headers=guard)
+            fs, root = url_to_fs(config.url, **{**options, **config.options})
+    except StorageError as error:
+        cause = error.__cause__
+        if isinstance(cause, ImportError):
+            module = getattr(cause.__cause__, "name", None) or getattr(cause, "name", None)
+            missing = f" ({module.partition('.')[0]} is not installed)" if module else ""
+            msg = (
+                f"{config.shown_url}: fsspec needs another package for {config.scheme}://: "
+                f"{cause}{missing}"
+            )
+            raise ConfigError(msg) from error
+        if isinstance(cause, (TypeError, ValueError)):
+            msg = f"{config.shown_url}: fsspec refuses it: {scrub(str(cause))}"
+            raise ConfigError(msg) from error
+        raise
+    return fs, str(root).rstrip("/")
+
+
+def _time_s(info: dict[str, Any]) -> float | None:
+    """Return the time of the last change; None if the store does not tell it."""
+    told = next((info[key] for key in _TIMES if info.get(key) is not None), None)
+    if isinstance(told, str):
+        told = datetime.fromisoformat(told)
+    if isinstance(told, datetime):
+        return (told if told.tzinfo else told.replace(tzinfo=UTC)).timestamp()
+    return float(told) if isinstance(told, (int, float)) else None
 
 
 class StreamWriter(StoreWriter):
@@ -438,9 +434,10 @@ class StreamWriter(StoreWriter):
     blob is as durable as the close of its stream; a file below the stream is synced.
     """
 
-    def __init__(self, store: FileStore, name: str, *, feeds: Pool) -> None:
-        super().__init__(name, store.url, feeds=feeds)
-        self._store = store
+    _store: FileStore
+
+    def __init__(self, store: FileStore, name: str) -> None:
+        super().__init__(store, name)
         self._stream: Any = None
         self._position = 0
 
@@ -469,10 +466,6 @@ class StreamWriter(StoreWriter):
             self._stream.close()
         if cut:
             self._store.rewrite(self.name, length)
-        size = self._store.stat(self.name).size_bytes
-        if size != length:
-            msg = f"{self._where('seal')}: the store holds {size} bytes of {length}; do not use it"
-            raise StorageError(msg)
 
     def _give_up(self) -> None:
         if self._stream is None:

@@ -6,7 +6,7 @@ import errno
 import os
 import re
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from penstock.core.errors import (
     BlobExistsError,
@@ -117,21 +117,31 @@ def storage_error(
     return kind(f"{where}: {text}")
 
 
+class Mapped(Protocol):
+    """A function that returns an error of a store as one of Penstock, as `storage_error` does."""
+
+    def __call__(
+        self, error: Exception, what: str, name: str, *, url: str, scrub: Scrubber
+    ) -> StorageError: ...
+
+
 @contextmanager
-def explained(what: str, name: str, *, url: str, scrub: Scrubber) -> Iterator[None]:
-    """Turn every exception of a file system into an error of Penstock."""
+def explained(
+    what: str, name: str, *, url: str, scrub: Scrubber, mapped: Mapped = storage_error
+) -> Iterator[None]:
+    """Turn every exception of a store into an error of Penstock."""
     try:
         yield
     except PenstockError:
         raise
-    except Exception as error:  # noqa: BLE001 - every file system has errors of its own
+    except Exception as error:  # noqa: BLE001 - stores have no common root of errors
         # While fsspec asks for a size over HTTP it turns every error into "not found", so a refusal
         # is found in the cause only. A blob that seems not to exist would count as damage.
         cause = error if isinstance(error, RefusedAnswerError) else error.__cause__
         found = (
             StorageError(f"{place(what, name, url)}: {scrub(str(cause))}")
             if isinstance(cause, RefusedAnswerError)
-            else storage_error(error, what, name, url=url, scrub=scrub)
+            else mapped(error, what, name, url=url, scrub=scrub)
         )
         # A traceback shows the text of the cause, too, with the credentials that `scrub` removes.
         clean = scrub(str(error)) == str(error)

@@ -10,7 +10,7 @@ import secrets
 import threading
 from contextlib import suppress
 from enum import Enum, auto
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from penstock.backends.local.failures import explained
 from penstock.backends.local.kernel import direct_alignment, fallocate, memory_file_system
@@ -24,10 +24,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from concurrent.futures import Future
 
-    from penstock.backends.local.config import DirectMode
     from penstock.backends.local.folders import Folders
     from penstock.backends.local.transfer import Engine
     from penstock.core.types import WriteRequest
+
+DirectMode = Literal["auto", "on", "off"]
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
-from penstock.backends.local.backend import LocalBackend
-from penstock.backends.local.config import LocalConfig
+from penstock.backends.local.base import LocalBackend, LocalConfig
 from penstock.backends.local.threads import start_thread
 from penstock.backends.local.transfer import Flight, Slot
 from penstock.backends.uring.ring import Ring

@@ -1,8 +1,341 @@
-"""The provider of `torch.nn.Module`: by bare names, in place, with the module's load hooks.
+"""The provider of `torch.nn.Module`: its parameters, buffers and extra state, by bare names.
 
-Here: the state dict, placing, load hooks. Not here: tensors as bytes, and wrappers.
+They are restored in place, with the module's load hooks. Tensors as bytes are in
+`penstock.providers.tensor`, and wrappers in `penstock.providers.wrappers`.
 """
 
-from penstock.providers.module.provider import ModuleProvider
+from __future__ import annotations
 
-__all__ = ["ModuleProvider"]
+import copy
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from penstock.core.abc import Node, Placement, StateProvider
+from penstock.core.errors import PenstockError, RestoreError
+from penstock.core.types import Kind, Role, show_path
+from penstock.providers.children import rebuild_dict
+from penstock.providers.module.fsdp1 import (
+    flat_parameters,
+    flat_state,
+    is_flattened,
+    place_flat,
+)
+from penstock.providers.module.load_hooks import LoadHooks, live_state, run_post_hooks
+from penstock.providers.tensor import is_plain, is_sharded, new_like, plain_tensors
+from penstock.providers.tensor.flat_ranges import is_stored_as_tensor, refuse_unknown
+from penstock.providers.tensor.sharding import note_fully_shard, sharded_parameters
+from penstock.providers.tensor.sources import device_name, memory_key
+from penstock.providers.wrappers import bare_class, bare_names, layers, unwrap
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from penstock.core.abc import (
+        DescribeContext,
+        MemoryKey,
+        PlaceContext,
+        StateObject,
+        StoredObject,
+    )
+    from penstock.core.types import ObjectPath
+
+PRIORITY = 50
+_EXTRA = "_extra_state"
+
+
+class ModuleProvider(StateProvider):
+    """Stores what `module.state_dict(keep_vars=True)` shows, without the names of wrappers."""
+
+    name = "module"
+    forms = ("module",)
+
+    def claims(self, kind: type, /) -> int | None:
+        return PRIORITY if issubclass(kind, torch.nn.Module) else None
+
+    def describe(
+        self, value: torch.nn.Module, path: ObjectPath, /, *, context: DescribeContext
+    ) -> Iterator[StateObject | Node]:
+        module = unwrap(value)
+        note_fully_shard(module)
+        kind = bare_class(module)
+        yield Node(path, "module", {"class": f"{kind.__module__}.{kind.__qualname__}"})
+        if is_flattened(value):
+            for name, item, is_parameter in flat_state(value, path):
+                is_tensor = is_stored_as_tensor(item)
+                role = Role.PARAMETER if is_parameter else Role.BUFFER if is_tensor else None
+                yield from context.describe(item, (*path, name), role=role)
+            return
+        refuse_unknown(module.parameters(), path, known=lambda _: False)
+        bare = bare_names(module)
+        for shown, item in live_state(module).items():
+            name = bare(shown)
+            if isinstance(item, torch.Tensor):
+                role = Role.PARAMETER if isinstance(item, torch.nn.Parameter) else Role.BUFFER
+                yield from context.describe(item, (*path, name), role=role)
+            else:
+                yield from context.describe(item, (*path, name))
+
+    def place(
+        self, value: torch.nn.Module, path: ObjectPath, /, *, context: PlaceContext
+    ) -> Placement:
+        module = unwrap(value)
+        if context.stored(path) is not None:
+            return Placement(
+                problems=[
+                    f"{show_path(path)} is stored as one object, but is a module in the template"
+                ],
+                finish=lambda: value,
+            )
+        note_fully_shard(module)
+        if is_flattened(value):
+            return place_flat(value, path, context)
+        refuse_unknown(module.parameters(), path, known=lambda _: False)
+        return ModulePlacer(value, path, context).place()
+
+    def rebuild(
+        self, stored: StoredObject | Node, /, *, device: str | None, context: PlaceContext
+    ) -> Placement:
+        """Plan a dict that `load_state_dict` takes."""
+        return rebuild_dict(stored.path, device=device, context=context)
+
+    def parameters(self, value: torch.nn.Module, /) -> Iterable[tuple[str, object]]:
+        return named_parameters(value)
+
+    def unsteady_memory(self, value: torch.nn.Module, /) -> Iterable[tuple[str, int]]:
+        # These modules write to their weight in `forward`, where no hook of an optimizer fences.
+        for module in value.modules():
+            if (
+                isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag)
+                and module.max_norm is not None
+            ):
+                for weight in plain_tensors(module.weight):
+                    yield device_name(weight.device), weight.untyped_storage().data_ptr()
+
+    def left_out(self, value: torch.nn.Module, /) -> Iterable[tuple[str, object]]:
+        """Return optimizers, schedulers and the like that an engine keeps beside its module."""
+        module, plain = unwrap(value), torch.nn.Module
+        kind = type(module)
+        if (kind.state_dict, kind.get_extra_state) != (plain.state_dict, plain.get_extra_state):
+            return ()  # these may have it
+        held: dict[int, tuple[str, object]] = {}
+        for name, item in vars(module).items():
+            if _is_stateful(item):
+                held.setdefault(id(item), (name, item))
+        return held.values()
+
+
+def _is_stateful(item: object) -> bool:
+    kind = type(item)
+    return (
+        not isinstance(item, torch.nn.Module)  # some modules refer to others that are not theirs
+        and callable(getattr(kind, "state_dict", None))
+        and callable(getattr(kind, "load_state_dict", None))
+    )
+
+
+def named_parameters(value: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every name of every parameter, without wrappers; a tied one comes once per name."""
+    if is_flattened(value):
+        yield from flat_parameters(value)
+        return
+    module = unwrap(value)
+    bare = bare_names(module)
+    note_fully_shard(module)
+    sharded = sharded_parameters(module)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        yield bare(name), sharded.get(id(parameter), parameter)
+
+
+class ModulePlacer:
+    """Plans the restore of one module.
+
+    Tensors are filled in place. If the module has code of its own that loads state, `finish` then
+    calls its `load_state_dict` as users of torch would, with the state that the module has by then:
+    selected objects come from the checkpoint, the others are as they were.
+    """
+
+    def __init__(self, value: torch.nn.Module, path: ObjectPath, context: PlaceContext) -> None:
+        self._value = value
+        *self._wrappers, self._module = layers(value)
+        self._path = path
+        self._context = context
+        self._hooks = LoadHooks(self._module)
+        self._owners = _extra_owners(self._module)
+        self._result = Placement(finish=self._finish)
+        self._finishes: list[Callable[[], object]] = []
+        self._makers: dict[str, Callable[[], object]] = {}  # by names of the state dict
+        self._touched = False  # whether the checkpoint has any object of this module
+
+    def place(self) -> Placement:
+        """Return the plan."""
+        bare = bare_names(self._module)
+        for name, item in self._state.items():
+            path = (*self._path, bare(name))
+            if self._is_there(path):
+                self._touched = True
+            if name in self._owners:
+                self._build(name, path, None, None)
+            elif self._is_own(name, item):
+                self._in_place(self._context.place(item, path))
+            elif self._hooks.may_take(name):
+                self._build(name, path, self._device(item), item)
+            else:
+                self._place_unloaded(item, path, live=self._is_live(name))
+        return self._result
+
+    def _is_own(self, name: str, item: object) -> bool:
+        """Return whether `item` is a tensor of the module, or another one over the same memory.
+
+        A `state_dict` without `keep_vars` shows detached tensors, which share the memory.
+        """
+        if not isinstance(item, torch.Tensor):
+            return False
+        if id(item) in self._ids or self._is_live(name):
+            return True
+        return is_plain(item) and item.numel() > 0 and memory_key(item) in self._memory
+
+    @cached_property
+    def _ids(self) -> set[int]:
+        return {id(tensor) for tensor in _members(self._module)}
+
+    @cached_property
+    def _memory(self) -> set[MemoryKey]:
+        return {memory_key(tensor) for tensor in _members(self._module) if is_plain(tensor)}
+
+    @cached_property
+    def _state(self) -> dict[str, Any]:
+        return live_state(self._module)
+
+    @cached_property
+    def _again(self) -> dict[str, Any]:
+        return live_state(self._module)
+
+    def _is_live(self, name: str) -> bool:
+        """Return whether the state dict shows the same object twice, so one of the module itself.
+
+        A state-dict hook makes a new object at each call; restoring into that one would be lost.
+        """
+        return self._again.get(name) is self._state[name]
+
+    def _is_there(self, path: ObjectPath) -> bool:
+        return self._context.stored(path) is not None or bool(self._context.children(path))
+
+    def _build(self, name: str, path: ObjectPath, device: str | None, item: object) -> None:
+        """Plan to build the stored objects anew, for the module to load; a DTensor as `item` is."""
+        if not self._is_there(path):
+            if self._context.selected(path):
+                self._result.missing.append(path)
+            return
+        stored = self._context.stored(path)
+        made = None
+        if stored is not None and stored.kind is Kind.TENSOR and is_sharded(item):
+            made = new_like(item, stored)
+        if made is None:
+            placed = self._context.rebuild(path, device=device)
+        else:
+            placed = self._context.place(made, path)
+        self._result.absorb(placed)
+        if placed.finish is not None:
+            self._makers[name] = placed.finish
+
+    def _place_unloaded(self, item: object, path: ObjectPath, *, live: bool) -> None:
+        """Plan the restore of an object that no code of the module loads: in place, or refused."""
+        what = "made by a state-dict hook and is no part of the module"
+        if live:
+            placed = self._context.place(item, path)
+            if path not in placed.values and not placed.replaces:
+                self._in_place(placed)
+                return
+            what = f"a plain {type(item).__name__} in the module's state dict"
+        if self._context.selected(path):
+            self._result.problems.append(
+                f"{show_path(path)} is {what} that could be restored in place: exclude it, or give "
+                "the module a `_load_from_state_dict` or a hook that takes it when it is loaded"
+            )
+
+    def _in_place(self, placed: Placement) -> None:
+        self._result.absorb(placed)
+        if placed.finish is not None:
+            self._finishes.append(placed.finish)
+
+    def _device(self, item: object) -> str:
+        """Return the device of `item`'s tensors, or else that of the module's."""
+        tensors = [*_tensors(item), *_members(self._module)]
+        return device_name(tensors[0].device) if tensors else "cpu"
+
+    # After all objects are read -----------------------------------------------------------------
+
+    def _finish(self) -> object:
+        for call in self._finishes:
+            call()
+        if self._hooks.present or self._makers.keys() - self._owners.keys():
+            if self._touched:
+                self._load()
+        else:
+            for name, make in self._makers.items():
+                self._owners[name].set_extra_state(make())
+        if self._touched:
+            run_post_hooks(self._wrappers)
+        return self._value
+
+    def _load(self) -> None:
+        shown = show_path(self._path)
+        made = {name: make() for name, make in self._makers.items()}
+        try:
+            left = self._hooks.run(self._to_load(made))
+        except PenstockError:
+            raise
+        except Exception as error:
+            msg = (
+                f"{shown}: its tensors are restored, but the module's own code failed to load "
+                f"them: {type(error).__name__}: {error}. It is undefined now."
+            )
+            raise RestoreError(msg) from error
+        left = [name for name in left if name in made]
+        if left:
+            msg = (
+                f"{shown}: its tensors are restored, but the module's own code left "
+                f"{', '.join(left)} in the state dict, so it may not have been loaded. Take "
+                "it out of there when it is loaded (`state_dict.pop`), or exclude it."
+            )
+            raise RestoreError(msg)
+
+    def _to_load(self, made: dict[str, object]) -> dict[str, Any]:
+        """Return the current state dict of the module, with the objects that were built anew."""
+        state = copy.copy(live_state(self._module))  # an overridden one may return its own dict
+        for name, item in list(state.items()):
+            if name in made:
+                continue
+            if name in self._owners:
+                # A module that returns its own object may empty that before it reads the argument.
+                del state[name]
+            elif isinstance(item, torch.Tensor):
+                state[name] = self._hooks.lend(name, item)
+            else:
+                state[name] = copy.deepcopy(item)  # likewise: the module may change its own object
+        state.update(made)
+        return state
+
+
+def _extra_owners(root: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    base = torch.nn.Module.get_extra_state
+    return {
+        f"{name}.{_EXTRA}" if name else _EXTRA: module
+        for name, module in root.named_modules(remove_duplicate=False)
+        if type(module).get_extra_state is not base
+    }
+
+
+def _members(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _tensors(item: object) -> Iterator[torch.Tensor]:
+    if isinstance(item, torch.Tensor):
+        yield item
+    elif isinstance(item, dict | list | tuple):
+        for child in item.values() if isinstance(item, dict) else item:
+            yield from _tensors(child)

@@ -1,9 +1,409 @@
-"""The provider of `torch.optim.Optimizer`: its state by parameter name.
+"""The provider of `torch.optim.Optimizer`: state by parameter *name*, param groups by index.
 
-Here: names, matching, placing with the load hooks, rebuilding. Not here: modules, and tensors as
-bytes.
+Objects are `state/<parameter name>/<key>` and `param_groups/<i>/<key>`. A rank that has the state
+of some parameters only, as with `ZeroRedundancyOptimizer`, describes these. A node per parameter
+holds its shape and place, so that optimizers without names can be matched by order. Which
+parameters a group has stands in these nodes alone: ranks that train different parameters have
+groups of different parameters, and together they describe all of them.
 """
 
-from penstock.providers.optimizer.provider import OptimizerProvider
+from __future__ import annotations
 
-__all__ = ["OptimizerProvider"]
+from collections import Counter
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from penstock.core.abc import Node, Placement, StateObject, StateProvider
+from penstock.core.errors import UnsupportedStateError
+from penstock.core.types import Replica, Role, collide, show_path
+from penstock.providers.children import rebuild_dict
+from penstock.providers.optimizer.members import (
+    FORM,
+    MAX_PARAMETERS,
+    MEMBERSHIP,
+    PARAMETER_FORM,
+    held_of,
+    index_of,
+    is_zero,
+    malformed,
+    members,
+)
+from penstock.providers.optimizer.placer import Placer
+from penstock.providers.optimizer.stored_dict import stored_dict
+from penstock.providers.optimizer.template_dict import template_dict
+from penstock.providers.tensor import is_sharded, plain_tensors
+from penstock.providers.tensor.sharding import cut_like
+from penstock.providers.tensor.sources import memory_key
+from penstock.providers.wrappers import OPTIMIZERS, is_wrapper, place_wrapped, wrapped
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from torch.distributed.tensor import DTensor
+
+    from penstock.core.abc import (
+        DescribeContext,
+        MemoryKey,
+        PlaceContext,
+        StoredObject,
+    )
+    from penstock.core.types import ObjectPath
+    from penstock.providers.optimizer.members import Held, Member
+
+PRIORITY = 40
+Maker: TypeAlias = "Callable[[], object]"
+
+
+class OptimizerProvider(StateProvider):
+    """Stores optimizers that keep torch's own `state_dict`.
+
+    Optimizers that override it are left to the provider of stateful values: their own code decides
+    what their state is. Wrappers of accelerate and Lightning Fabric are unwrapped first: they
+    override it as well, and their state would be stored by number.
+    """
+
+    name = "optimizer"
+    version = 2  # 1 stored the names of a group's parameters as a value
+    forms = (FORM, PARAMETER_FORM)
+
+    def claims(self, kind: type, /) -> int | None:
+        base = torch.optim.Optimizer
+        plain = issubclass(kind, base) and kind.state_dict is base.state_dict
+        return PRIORITY if plain or is_zero(kind) or is_wrapper(kind, OPTIMIZERS) else None
+
+    def describe(
+        self, value: torch.optim.Optimizer, path: ObjectPath, /, *, context: DescribeContext
+    ) -> Iterator[StateObject | Node]:
+        kind = type(value)
+        if is_wrapper(kind, OPTIMIZERS):
+            yield from context.describe(wrapped(value, OPTIMIZERS), path)
+            return
+        # First, since modules tell with the names how their parameters are cut.
+        named = members(value.param_groups, context.parameter_names)
+        held = held_of(value, path)
+        meta = {
+            "class": held.kind,
+            "groups": _group_sizes(held, path),
+        }
+        yield Node(path, FORM, meta)
+        if held.owned is not None:
+            context.of_this_rank((*path, "state"))
+        for member in named:
+            if held.owns(member.parameter):
+                yield from _describe_member(held, member, path, context)
+        for index, group in enumerate(held.groups):
+            for key, item in group.items():
+                if key in MEMBERSHIP:  # the nodes of the parameters say it
+                    continue
+                here = (*path, "param_groups", str(index), _text(key, path))
+                yield from context.describe(item, here, role=Role.OPTIMIZER)
+        state: dict[Any, Any] = held.local.state  # some optimizers keep state of no parameter in it
+        for key, item in state.items():
+            if not isinstance(key, torch.Tensor):
+                here = (*path, "shared", _text(key, path))
+                yield from context.describe(item, here, role=Role.OPTIMIZER)
+
+    def place(
+        self, value: torch.optim.Optimizer, path: ObjectPath, /, *, context: PlaceContext
+    ) -> Placement:
+        if is_wrapper(type(value), OPTIMIZERS):
+            return place_wrapped(value, path, OPTIMIZERS, context=context)
+        named = members(value.param_groups, context.parameter_names)  # first, as in `describe`
+        held = held_of(value, path)
+        stored = stored_dict(context, path, named, len(held.groups))
+        if stored is None:
+            return Placer(held, named, path, context).place()
+        return stored.settled(
+            Placer(held, stored.members, path, stored, twins=stored.twins).place()
+        )
+
+    def place_dict(
+        self, value: dict[Any, Any], node: Node, /, *, context: PlaceContext
+    ) -> Placement | None:
+        """Plan the restore into a state dict by the names or the numbers of parameters."""
+        template = template_dict(value, node, context) if node.form == FORM else None
+        return None if template is None else template.place(node, context)
+
+    def rebuild(
+        self, stored: StoredObject | Node, /, *, device: str | None, context: PlaceContext
+    ) -> Placement:
+        """Plan the dict that torch's `load_state_dict` takes, with parameters by number."""
+        assert isinstance(stored, Node)
+        if stored.form == PARAMETER_FORM:
+            return rebuild_dict(stored.path, device=device, context=context)
+        return Rebuilder(stored, device=device, context=context).rebuild()
+
+    def claimed_memory(self, value: torch.optim.Optimizer, /) -> Iterable[MemoryKey]:
+        if is_wrapper(type(value), OPTIMIZERS):
+            return ()  # the wrapped optimizer was described as well, and claims its own memory
+        state = value.optim.state if is_zero(type(value)) else value.state  # type: ignore[attr-defined]  # ZeRO's
+        claimed: set[MemoryKey] = set()
+        settings: set[MemoryKey] = set()
+        for group in value.param_groups:
+            settings.update(
+                memory_key(t) for k, v in group.items() if k != "params" for t in _tensors(v)
+            )
+            # The step of a captured graph runs without Python, so no hook can fence it: deferred
+            # state would change while it is copied.
+            if group.get("capturable") or group.get("differentiable"):
+                continue
+            for parameter in group["params"]:
+                if parameter.is_leaf:
+                    claimed.update(_own_memory(parameter))
+                claimed.update(_own_memory(state.get(parameter)))
+        # Options that are tensors change outside of the step: a scheduler sets the learning rate.
+        return claimed - settings
+
+    def left_out(self, value: torch.optim.Optimizer, /) -> Iterable[tuple[str, object]]:
+        """Return the parameters: their modules store them."""
+        if is_wrapper(type(value), OPTIMIZERS):
+            return ()  # as above
+        return [("", p) for g in value.param_groups for p in _tensors(g["params"])]
+
+
+def _describe_member(
+    held: Held, member: Member, path: ObjectPath, context: DescribeContext
+) -> Iterator[StateObject | Node]:
+    parameter = member.parameter
+    here = (*path, "state", member.name)
+    if not member.named and is_sharded(parameter):
+        _refuse_others(parameter, path, context)
+    state: Any = held.local.state.get(parameter, {})
+    sharded = list(filter(is_sharded, state.values())) if is_sharded(parameter) else []
+    with cut_like(parameter, sharded) if sharded else nullcontext():  # type: ignore[arg-type]  # it is sharded
+        entries = [
+            entry
+            for key, item in state.items()
+            for entry in context.describe(
+                _piece(item, member), (*here, _text(key, here)), role=Role.OPTIMIZER
+            )
+        ]
+    if held.owned is not None:
+        entries = [_of_this_rank(entry) for entry in entries]
+    meta: dict[str, Any] = {
+        "shape": member.shape,
+        "group": member.group,
+        "position": member.position,
+        "named": member.named,
+        "objects": sum(isinstance(entry, StateObject) for entry in entries),
+    }
+    # Such as `step`, which most optimizers keep on the host: a restore before the first step has no
+    # live state to take the device from.
+    if parameter.device.type != "cpu":
+        meta["host"] = [
+            key
+            for key, item in state.items()
+            if isinstance(item, torch.Tensor) and item.device.type == "cpu"
+        ]
+    yield Node(here, PARAMETER_FORM, meta)
+    yield from entries
+
+
+def _group_sizes(held: Held, path: ObjectPath) -> list[int]:
+    sizes = [len(group["params"]) for group in held.groups]
+    if sum(sizes) > MAX_PARAMETERS:
+        msg = f"{show_path(path)} has more than {MAX_PARAMETERS} parameters"
+        raise UnsupportedStateError(msg)
+    return sizes
+
+
+def _refuse_others(parameter: DTensor, path: ObjectPath, context: DescribeContext) -> None:
+    """Refuse a parameter without a name that not all ranks hold.
+
+    Ranks outside of its mesh, as other stages of a pipeline, have another one at its place among
+    the parameters, and of the two one would be lost.
+
+    Raises:
+        UnsupportedStateError: It is one.
+    """
+    here, count = parameter.device_mesh.size(), context.world_size
+    if here < count:
+        msg = (
+            f"{show_path(path)} is an optimizer whose parameters have no names, over {here} of the "
+            f"{count} ranks: others may have other parameters in their place. Put the modules "
+            "themselves into the state tree, or build the optimizer from named_parameters()"
+        )
+        raise UnsupportedStateError(msg)
+
+
+def _piece(item: object, member: Member) -> object:
+    """Return state of a parameter that is cut by flat ranges as a piece of the whole state."""
+    flat = member.flat
+    if (
+        flat is None
+        or not isinstance(item, torch.Tensor)
+        or item.shape != (flat.stop - flat.start,)
+    ):
+        return item
+    return flat.shard(item)
+
+
+def _of_this_rank(entry: StateObject | Node) -> StateObject | Node:
+    if isinstance(entry, Node) or entry.replica is not None:
+        return entry
+    return entry._replace(replica=Replica())
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield from (part for part in plain_tensors(value) if part.numel())
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _own_memory(value: Any) -> Iterator[MemoryKey]:
+    """Yield the memory of tensors in `value` that is not shared with other processes.
+
+    No fence in this process holds back another process's writes.
+    """
+    for tensor in _tensors(value):
+        storage = tensor.untyped_storage()
+        # For memory on a device `is_shared` is always true.
+        if tensor.device.type != "cpu" or not storage.is_shared():
+            yield memory_key(tensor, storage)
+
+
+def _text(key: object, path: ObjectPath) -> str:
+    if isinstance(key, str):
+        return key
+    msg = f"{show_path(path)} has the state key {key!r}: only strings can be stored there"
+    raise UnsupportedStateError(msg)
+
+
+class Rebuilder:
+    """Plans the state dict of one optimizer, with parameters in the order of groups.
+
+    Torch's `load_state_dict` takes it. With names instead of numbers it is one that
+    torch.distributed.checkpoint takes.
+    """
+
+    def __init__(self, stored: Node, *, device: str | None, context: PlaceContext) -> None:
+        counts = stored.meta.get("groups")
+        if not isinstance(counts, list) or not all(isinstance(n, int) and n >= 0 for n in counts):
+            raise malformed(stored.path)
+        if sum(counts) > MAX_PARAMETERS:
+            raise malformed(stored.path)
+        self._path = stored.path
+        self._device = device
+        self._context = context
+        self._result = Placement()
+        self._counts: list[int] = counts
+        self._numbers = self._numbered()
+        self._named = context.named_optimizers
+        if self._named:
+            self._check_names()
+
+    def rebuild(self) -> Placement:
+        """Return the plan; its `finish` returns the dict.
+
+        Raises:
+            FormatError: The stored objects do not make an optimizer.
+        """
+        state = self._state()
+        groups = self._groups()
+
+        def finish() -> object:
+            made: dict[str, Any] = {"state": {number: make() for number, make in state}}
+            if groups:
+                made["param_groups"] = [{k: make() for k, make in g.items()} for g in groups]
+            return made
+
+        self._result.finish = finish
+        return self._result
+
+    def _numbered(self) -> dict[ObjectPath, int]:
+        """Return the number of each parameter by the path of its state, and correct the counts.
+
+        Ranks that train different parameters tell positions within their own groups. Then the
+        parameters of a group stand in stored order, those of the first rank first.
+        """
+        places: list[tuple[ObjectPath, int, int]] = []
+        for node in self._context.nodes((*self._path, "state")):
+            if node.form == PARAMETER_FORM:
+                group, position = node.meta.get("group"), node.meta.get("position")
+                if not isinstance(group, int) or not isinstance(position, int):
+                    raise malformed(node.path)
+                if not 0 <= group < len(self._counts):
+                    raise malformed(node.path)
+                places.append((node.path, group, position))
+        if collide([(group, position) for _, group, position in places]):
+            raise malformed(self._path)
+        uses = Counter((group, position) for _, group, position in places)
+        of_one_rank = all(
+            count == 1 and position < self._counts[group]
+            for (group, position), count in uses.items()
+        )
+        if not of_one_rank:
+            seen: Counter[int] = Counter()
+            for at, (path, group, _) in enumerate(places):
+                places[at] = path, group, seen[group]
+                seen[group] += 1
+            self._counts = [seen[group] for group in range(len(self._counts))]
+        numbers = {path: self._start(group) + position for path, group, position in places}
+        if collide(list(numbers.values())):
+            raise malformed(self._path)
+        return numbers
+
+    def _check_names(self) -> None:
+        nodes = self._context.nodes((*self._path, "state"))
+        if len(self._numbers) < sum(self._counts) or not all(n.meta.get("named") for n in nodes):
+            self._result.problems.append(
+                f"{show_path(self._path)} is stored without parameter names: load it without "
+                "named_optimizers=True, or exclude it"
+            )
+
+    def _start(self, group: int) -> int:
+        return sum(self._counts[:group])
+
+    def _state(self) -> list[tuple[int | str, Maker]]:
+        found: list[tuple[int | str, Maker]] = []
+        for name in self._context.children((*self._path, "state")):
+            here = (*self._path, "state", name)
+            number = self._numbers.get(here)
+            if number is None:
+                raise malformed(here)
+            make = self._maker(here)
+            # By names an empty state has an entry, without which torch.distributed.checkpoint
+            # refuses to load it.
+            if make is not None and (self._named or self._context.children(here)):
+                found.append((name if self._named else number, make))
+        for key in self._context.children((*self._path, "shared")):
+            make = self._maker((*self._path, "shared", key))
+            if make is not None:
+                found.append((key, make))
+        return found
+
+    def _groups(self) -> list[dict[str, Maker]]:
+        found = []
+        for index in self._context.children((*self._path, "param_groups")):
+            here = (*self._path, "param_groups", index)
+            at = index_of(index, here)
+            if at >= len(self._counts):
+                raise malformed(here)
+            makers = {key: self._maker((*here, key)) for key in self._context.children(here)}
+            options = {k: m for k, m in makers.items() if m is not None and k not in MEMBERSHIP}
+            found.append(options | {"params": _constant(self._params(at))})
+        return found
+
+    def _params(self, group: int) -> list[int] | list[str]:
+        start = self._start(group)
+        numbers = range(start, start + self._counts[group])
+        if not self._named:
+            return list(numbers)
+        names = {number: path[-1] for path, number in self._numbers.items()}
+        return [names[number] for number in numbers if number in names]
+
+    def _maker(self, path: ObjectPath) -> Maker | None:
+        placed = self._context.rebuild(path, device=self._device)
+        self._result.absorb(placed)
+        return placed.finish
+
+
+def _constant(value: object) -> Maker:
+    return lambda: value

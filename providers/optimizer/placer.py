@@ -16,9 +16,7 @@ from penstock.core.errors import RestoreError
 from penstock.core.types import Kind, TensorSpec, show_path, with_article
 from penstock.providers.children import leaves
 from penstock.providers.optimizer.members import FORM, MEMBERSHIP, Matcher, index_of
-from penstock.providers.tensor.flat_ranges import flat_of
-from penstock.providers.tensor.parts import fits
-from penstock.providers.tensor.provider import (
+from penstock.providers.tensor import (
     empty_tensor,
     is_sharded,
     local_of,
@@ -26,6 +24,8 @@ from penstock.providers.tensor.provider import (
     same_kind,
     tensor_target,
 )
+from penstock.providers.tensor.flat_ranges import flat_of
+from penstock.providers.tensor.parts import fits
 from penstock.providers.tensor.sources import device_name, dtype_name, make_sink
 from penstock.providers.wrappers import is_override
 

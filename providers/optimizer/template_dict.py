@@ -25,7 +25,7 @@ from penstock.providers.optimizer.stored_dict import (
     is_flattened,
     split_keys,
 )
-from penstock.providers.tensor.provider import is_sharded
+from penstock.providers.tensor import is_sharded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

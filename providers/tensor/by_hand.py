@@ -44,9 +44,7 @@ def describe_shard(value: Shard, path: ObjectPath, *, context: DescribeContext) 
     Raises:
         UnsupportedStateError: The tensor is not one object, or cannot be stored.
     """
-    entry = described_piece(value.tensor, path, value.global_shape, context=context)
-    if entry is None:
-        raise _of_parts(value, path)
+    entry = _described_piece(value.tensor, path, value.global_shape, context=context)
     return entry._replace(regions=value.regions, replica=value.place)
 
 
@@ -60,9 +58,7 @@ def place_shard(value: Shard, path: ObjectPath, *, context: PlaceContext) -> Pla
     if flags is not None and not flags.writeable:
         msg = f"{show_path(path)} is a Shard with a read-only array: give it one that is writable"
         raise UnsupportedStateError(msg)
-    placed = placed_piece(value.tensor, path, value.global_shape, value.regions, context=context)
-    if placed is None:
-        raise _of_parts(value, path)
+    placed = _placed_piece(value.tensor, path, value.global_shape, value.regions, context=context)
     placed.finish = lambda: value
     return placed
 
@@ -113,31 +109,28 @@ def _stacked(regions: Iterable[Region]) -> tuple[Region, ...]:
     return tuple(found)
 
 
-def described_piece(
+def _described_piece(
     tensor: object, path: ObjectPath, shape: Sequence[int], *, context: DescribeContext
-) -> StateObject | None:
-    """Describe a piece of a tensor of that shape; None if it is stored as several objects."""
+) -> StateObject:
+    """Describe a piece of a tensor of that shape, unless it is stored as several objects."""
     entries = list(context.describe(tensor, path))
     if len(entries) != 1 or isinstance(entries[0], Node):
-        return None
+        raise _of_parts(tensor, path)
     return entries[0]._replace(spec=_of_shape(entries[0].spec, shape))
 
 
-def placed_piece(
+def _placed_piece(
     tensor: object,
     path: ObjectPath,
     shape: Sequence[int],
     regions: tuple[Region, ...],
     *,
     context: PlaceContext,
-) -> Placement | None:
-    """Plan the restore of the regions into a piece of a tensor of that shape.
-
-    None: the piece is stored as several objects.
-    """
+) -> Placement:
+    """Plan the restore of the regions into a piece of a tensor, unless it is several objects."""
     placed = context.place(tensor, path)
     if any(target.path != path for target in placed.targets):
-        return None
+        raise _of_parts(tensor, path)
     placed.targets = [
         target._replace(spec=_of_shape(target.spec, shape), regions=regions)
         for target in placed.targets
@@ -149,11 +142,10 @@ def _of_shape(spec: TensorSpec, shape: Sequence[int]) -> TensorSpec:
     return TensorSpec(spec.dtype, spec.itemsize, tuple(shape))
 
 
-def _of_parts(value: Shard, path: ObjectPath) -> UnsupportedStateError:
-    kind = type(value.tensor).__name__
+def _of_parts(tensor: object, path: ObjectPath) -> UnsupportedStateError:
     return UnsupportedStateError(
-        f"{show_path(path)} is a Shard of a {kind}, which is stored as several tensors: put a "
-        "Shard of each of them into the state"
+        f"{show_path(path)} is a piece of a {type(tensor).__name__}, which is stored as several "
+        "tensors: put a Shard of each of them into the state"
     )
 
 
@@ -267,9 +259,7 @@ def describe_megatron(
     # Megatron counts replicas by coordinates, and does not say how many there are.
     is_main = not any(_numbers(value.replica_id))
     local = value.data if is_main else value.data.new_empty(0)
-    entry = described_piece(local, path, shape, context=context)
-    if entry is None:
-        raise _refusal(path, f"holds a {type(local).__name__}, which is stored as several tensors")
+    entry = _described_piece(local, path, shape, context=context)
     regions = regions if is_main else ()
     nodes = () if here == path else (Node(path, "dict"),)
     return entry._replace(path=here, regions=regions, replica=Replica()), nodes
@@ -282,9 +272,7 @@ def place_megatron(value: Any, path: ObjectPath, *, context: PlaceContext) -> Pl
         UnsupportedStateError: There is no local tensor, or it cannot be written in place.
     """
     here, shape, regions = _place(value, path)
-    placed = placed_piece(value.data, here, shape, regions, context=context)
-    if placed is None:
-        raise _refusal(path, f"holds a {type(value.data).__name__}, stored as several tensors")
+    placed = _placed_piece(value.data, here, shape, regions, context=context)
     placed.finish = lambda: value
     return placed
 

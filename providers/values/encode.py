@@ -180,12 +180,7 @@ class _Encoder:
         )
 
     def _dataclass(self, value: Any, kind: type, names: tuple[str, ...]) -> Any:
-        name = class_name(kind)
-        if name is None:
-            self.refuse(
-                f"is of the dataclass {kind.__qualname__}, which cannot be imported by name: "
-                "define it at the top level of a module"
-            )
+        name = self._name(kind, "dataclass")
         items = {field: getattr(value, field) for field in names if hasattr(value, field)}
         unset, more = set(names) - items.keys(), getattr(value, "__dict__", {}).keys() - names
         if unset or more:
@@ -197,13 +192,14 @@ class _Encoder:
             )
         return {TAG: "dataclass", "class": name, "v": self._container(items, dict)}
 
+    def _name(self, kind: type, what: str) -> str:
+        return class_name(kind) or self.refuse(
+            f"is of the {what} {kind.__qualname__}, which cannot be imported by name: define it "
+            "at the top level of a module"
+        )
+
     def _enum(self, value: enum.Enum, kind: type) -> Any:
-        name = class_name(kind)
-        if name is None:
-            self.refuse(
-                f"is of the Enum {kind.__qualname__}, which cannot be imported by name: define "
-                "it at the top level of a module"
-            )
+        name = self._name(kind, "Enum")
         if isinstance(value, enum.Flag):  # by value: a combination of flags may have no name
             return {TAG: "flag", "class": name, "v": self.encode(value.value)}
         return {TAG: "enum", "class": name, "v": value.name}
@@ -262,19 +258,10 @@ def _delta(delta: dt.timedelta) -> list[int]:
     return [delta.days, delta.seconds, delta.microseconds]
 
 
-def _encode_datetime(encoder: _Encoder, value: dt.datetime) -> Any:
+def _encode_time(encoder: _Encoder, value: dt.datetime | dt.time) -> Any:
     # ISO format has neither `fold` nor the name of a zone: both are stored beside it.
     return {
-        TAG: "datetime",
-        "v": value.replace(tzinfo=None, fold=0).isoformat(),
-        "tz": _encode_zone(encoder, value.tzinfo),
-        "fold": value.fold,
-    }
-
-
-def _encode_time(encoder: _Encoder, value: dt.time) -> Any:
-    return {
-        TAG: "time",
+        TAG: type(value).__name__,
         "v": value.replace(tzinfo=None, fold=0).isoformat(),
         "tz": _encode_zone(encoder, value.tzinfo),
         "fold": value.fold,
@@ -365,7 +352,7 @@ _SIMPLE: dict[type, _Encode] = {
     bytes: lambda _, v: {TAG: "bytes", "v": base64.b64encode(v).decode("ascii")},
     bytearray: lambda _, v: {TAG: "bytearray", "v": base64.b64encode(v).decode("ascii")},
     complex: _encode_complex,
-    dt.datetime: _encode_datetime,
+    dt.datetime: _encode_time,
     dt.time: _encode_time,
     dt.date: lambda _, v: {TAG: "date", "v": v.isoformat()},
     dt.timedelta: lambda _, v: {TAG: "timedelta", "v": _delta(v)},

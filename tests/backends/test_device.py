@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from penstock.backends.local.backend import is_virtio
+from penstock.backends.local.base import is_virtio
 
 VIRTIO = "devices/pci0000:00/0000:00:02.0/virtio1/block/vda"
 NVME = "devices/pci0000:00/0000:00:1d.0/nvme/nvme0/nvme0n1"

@@ -2,14 +2,14 @@
 
 import pytest
 
-from penstock.codecs import delta
-from penstock.codecs.floatsplit import codec, entropy
+from penstock.codecs import delta, floatsplit
+from penstock.codecs.floatsplit import entropy
 from penstock.codecs.kernels import PLAIN
 
 
 @pytest.fixture
 def without_numba(monkeypatch):
-    for module in (delta, codec, entropy):
+    for module in (delta, floatsplit, entropy):
         monkeypatch.setattr(module, "kernels", lambda: PLAIN)
 
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.codecs import floatsplit
 from penstock.codecs.floatsplit import FloatsplitCodec, FloatsplitConfig, entropy
-from penstock.codecs.floatsplit import codec as codec_module
 from penstock.codecs.floatsplit.entropy import Method, decode_plane, packed_size
 from penstock.codecs.kernels import PLAIN, kernels
 from penstock.core.abc import DECLINED, CodecContext
@@ -330,7 +330,7 @@ def test_numpy_reads_what_numba_writes_and_splits_alike(monkeypatch):
         with monkeypatch.context() as patch:
             # Huffman codes alone are others: zstd is to write them here, too.
             fast = replace(kernels(), store_codes=PLAIN.store_codes)
-            for module in (codec_module, entropy):
+            for module in (floatsplit, entropy):
                 patch.setattr(module, "kernels", lambda fast=fast: fast)
             assert encoded(raw, context) == frame
             patch.setattr(entropy, "kernels", kernels)

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 from tests.codecs.golden_cases import CASES
 
+from penstock.codecs.floatsplit import read_head
 from penstock.codecs.floatsplit.entropy import Method
-from penstock.codecs.floatsplit.layout import read_head
 from penstock.codecs.plain import Halves
 from penstock.core.pipeline.chain import CodecChain, checksum
 from penstock.core.plugins.registry import default_registry

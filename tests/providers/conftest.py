@@ -3,12 +3,12 @@
 import pytest
 
 from penstock.providers.grads import GradsProvider
-from penstock.providers.module.provider import ModuleProvider
+from penstock.providers.module import ModuleProvider
 from penstock.providers.ndarray import NdarrayProvider
-from penstock.providers.optimizer.provider import OptimizerProvider
+from penstock.providers.optimizer import OptimizerProvider
 from penstock.providers.rng import RngProvider
 from penstock.providers.stateful import StatefulProvider
-from penstock.providers.tensor.provider import TensorProvider
+from penstock.providers.tensor import TensorProvider
 from penstock.providers.values import ValueProvider
 from penstock.testing.providers import store
 from penstock.testing.stored import StaticProviders

@@ -126,8 +126,6 @@ def storage_error(
     error: Exception, what: str, name: str, *, url: str, scrub: Scrubber
 ) -> StorageError:
     """Return `error` as a `StorageError`; the arguments are those of `fsspec.messages`."""
-    if isinstance(error, StorageError):
-        return error
     where = place(what, name, url)
     code = code_of(error)
     if code:

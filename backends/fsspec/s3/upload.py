@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from penstock.backends.fsspec.blob_states import Batch
-    from penstock.backends.fsspec.s3.client import S3Client
-    from penstock.core.concurrency.pool import Pool
+    from penstock.backends.fsspec.s3.bucket import S3Store
     from penstock.core.types import WriteRequest
 
 
@@ -73,34 +72,19 @@ class S3Writer(StoreWriter):
     A blob can be cut at the end of any part, but not inside one that is uploaded already.
 
     Args:
-        client: The bucket.
+        store: The bucket.
         name: The name of the blob.
         size_hint: The expected size of the blob.
-        part_bytes: The least size of every part but the last.
-        memory: The memory for parts that are copied.
-        uploads: Uploads parts; its threads bound the parts in flight.
-        feeds: Runs the copying.
-        checksums: Whether the store gets a CRC of each part to check.
     """
 
-    def __init__(
-        self,
-        client: S3Client,
-        name: str,
-        *,
-        size_hint: int | None,
-        part_bytes: int,
-        memory: PartMemory,
-        uploads: Pool,
-        feeds: Pool,
-        checksums: bool,
-    ) -> None:
-        super().__init__(name, client.url, feeds=feeds)
-        self._client = client
-        self._part_bytes = part_bytes_for(size_hint, part_bytes)
-        self._memory = memory
-        self._uploads = uploads
-        self._checksums = checksums
+    _store: S3Store
+
+    def __init__(self, store: S3Store, name: str, *, size_hint: int | None) -> None:
+        super().__init__(store, name)
+        self._part_bytes = part_bytes_for(size_hint, store.config.part_bytes)
+        self._memory = store.memory
+        self._uploads = store.transfers
+        self._checksums = store.config.checksums
         # The lane, `seal` and `abort` use the fields below one after the other, without a lock.
         self._open: dict[int, Part] = {}
         self._newest = 0  # the last part that has been written to
@@ -215,14 +199,17 @@ class S3Writer(StoreWriter):
             self._finish_parts(count, length)
         else:
             part = self._open.pop(0, None) or Part(0, self._part_bytes)
-            self._client.put("seal", self.name, part.views(length), stop=self._stop)
+            self._store.call(
+                "put_object",
+                "seal",
+                self.name,
+                needs=("ETag",),
+                body=part.views(length),
+                stop=self._stop,
+            )
             self._give(part)
             self._abort_upload()  # the size hint announced more than one part
         self._drop_open()  # what is left lies behind the end
-        size = self._client.size("seal", self.name)
-        if size != length:
-            msg = f"{self._where('seal')}: the store holds {size} bytes of {length}; do not use it"
-            raise StorageError(msg)
 
     def _finish_parts(self, count: int, length: int) -> None:
         last = length - (count - 1) * self._part_bytes
@@ -238,7 +225,7 @@ class S3Writer(StoreWriter):
                 self._send(part, self._part_bytes if index < count - 1 else last)
         parts = [self._sent[index].result() for index in range(count)]
         try:
-            self._client.call(
+            self._store.call(
                 "complete_multipart_upload",
                 "seal",
                 self.name,
@@ -249,7 +236,7 @@ class S3Writer(StoreWriter):
             # The answer may have been lost after the store completed the upload. Then the upload is
             # gone, so a retry fails, but the blob is there, under a name of this writer alone.
             try:
-                size = self._client.size("seal", self.name)
+                size = self._store.stat(self.name).size_bytes
             except BlobNotFoundError:
                 raise error from None
             if size != length:
@@ -277,7 +264,7 @@ class S3Writer(StoreWriter):
 
     def _create_upload(self) -> str:
         extra: dict[str, Any] = {"ChecksumAlgorithm": "CRC32"} if self._checksums else {}
-        answer = self._client.call(
+        answer = self._store.call(
             "create_multipart_upload",
             "create",
             self.name,
@@ -297,7 +284,7 @@ class S3Writer(StoreWriter):
             for view in views:
                 crc = crc32(view, crc)
             checksum["ChecksumCRC32"] = base64.b64encode(crc.to_bytes(4, "big")).decode()
-        answer = self._client.call(
+        answer = self._store.call(
             "upload_part",
             f"upload part {index + 1} of",
             self.name,
@@ -322,7 +309,7 @@ class S3Writer(StoreWriter):
             self._upload_id.cancel()
             # An upload that cannot be aborted now is left to `sweep`, or to a rule of the bucket.
             with suppress(PenstockError, CancelledError):
-                self._client.abort_upload("abort", self.name, self._upload_id.result())
+                self._store.abort_upload("abort", self.name, self._upload_id.result())
 
 
 @dataclass(slots=True)

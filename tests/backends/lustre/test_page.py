@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from penstock.backends.local.config import LocalConfig
+from penstock.backends.local.base import LocalConfig
 from penstock.backends.lustre import LustreConfig
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "lustre.md"

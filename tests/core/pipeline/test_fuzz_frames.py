@@ -157,7 +157,7 @@ from penstock.core.errors import PenstockError
 from penstock.core.abc import StoredObject
 from penstock.core.types import Kind, Role, TensorSpec
 from penstock.providers.values.decode import decode_value
-from penstock.providers.tensor.provider import empty_tensor
+from penstock.providers.tensor import empty_tensor
 
 def attempt(call):
     try:

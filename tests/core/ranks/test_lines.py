@@ -5,7 +5,7 @@ import torch
 
 from penstock.core.ranks.structure import Brought
 from penstock.core.tree.describe import describe_tree
-from penstock.providers.tensor.provider import TensorProvider
+from penstock.providers.tensor import TensorProvider
 from penstock.providers.values import ValueProvider
 from penstock.testing.stored import StaticProviders
 

@@ -11,9 +11,9 @@ from penstock.core.abc import Node
 from penstock.core.errors import FormatError, PluginError, UnsupportedStateError
 from penstock.core.tree.place import Placing
 from penstock.core.tree.stored_tree import StoredTree
-from penstock.providers.module.provider import ModuleProvider
-from penstock.providers.optimizer.provider import OptimizerProvider
-from penstock.providers.tensor.provider import TensorProvider
+from penstock.providers.module import ModuleProvider
+from penstock.providers.optimizer import OptimizerProvider
+from penstock.providers.tensor import TensorProvider
 from penstock.providers.values import ValueProvider
 from penstock.testing.providers import store
 from penstock.testing.stored import StaticProviders

@@ -36,7 +36,7 @@ from penstock.core.errors import (
 )
 from penstock.core.plugins.registry import GROUPS, Registry
 from penstock.core.rounds.posts import go_key
-from penstock.providers.tensor.provider import TensorProvider
+from penstock.providers.tensor import TensorProvider
 from penstock.providers.tensor.sources import TensorSource
 from penstock.testing.coordination import MemoryCoordination
 from penstock.testing.faults import Fault, FaultyBackend

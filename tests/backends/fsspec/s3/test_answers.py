@@ -249,7 +249,8 @@ def test_answer_that_is_none_of_a_store_is_no_word_that_a_part_is_stored(at, pag
     def answer(head):
         method, target, _ = head[0].split()
         if method == "HEAD":
-            there = f"HTTP/1.1 200 OK\r\nContent-Length: {size}\r\n\r\n"
+            date = "Last-Modified: Mon, 04 May 2026 00:00:00 GMT"
+            there = f"HTTP/1.1 200 OK\r\nContent-Length: {size}\r\n{date}\r\n\r\n"
             return (there if completed else "HTTP/1.1 404 X\r\n\r\n").encode()
         if method == "PUT":
             return pages.pop() if pages else ok(more='ETag: "x"\r\n')

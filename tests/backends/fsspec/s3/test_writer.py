@@ -102,7 +102,7 @@ def test_write_into_a_part_that_is_gone_is_refused_not_lost(store):
 @pytest.mark.s3
 def test_what_covers_a_part_is_sent_from_where_it_lies(store):
     taken = []
-    memory = store._store()._memory
+    memory = store._store().memory
     take = memory.take
     memory.take = lambda size: taken.append(size) or take(size)
     writer = store.create("b.raw", size_hint=4 * PART)

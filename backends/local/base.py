@@ -8,11 +8,12 @@ import weakref
 from abc import abstractmethod
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
-from urllib.parse import quote
+from typing import TYPE_CHECKING, ClassVar, Literal
+from urllib.parse import quote, unquote
 
-from penstock.backends.local.blob import DirectAccess, FileWriter, SpaceAhead
-from penstock.backends.local.config import LocalConfig, local_options
+from pydantic import Field
+
+from penstock.backends.local.blob import DirectAccess, DirectMode, FileWriter, SpaceAhead
 from penstock.backends.local.failures import explained
 from penstock.backends.local.folders import Ownership
 from penstock.backends.local.namespace import Namespace
@@ -26,8 +27,8 @@ from penstock.backends.local.transfer import (
     failed,
     settle,
 )
-from penstock.core.abc import Backend
-from penstock.core.errors import BlobTruncatedError, FormatError, StorageError
+from penstock.core.abc import Backend, PluginConfig
+from penstock.core.errors import BlobTruncatedError, ConfigError, FormatError, StorageError
 from penstock.core.types import PAGE_BYTES, Capabilities, flat_view
 
 if TYPE_CHECKING:
@@ -36,12 +37,32 @@ if TYPE_CHECKING:
 
     from penstock.backends.local.folders import Folders
     from penstock.backends.local.transfer import Engine, Transfer
-    from penstock.core.abc import BlobWriter, PluginConfig
+    from penstock.core.abc import BlobWriter
     from penstock.core.types import BlobInfo, ReadRequest, WriteRequest
 
 SMALL_READ_BYTES = 256 << 10  # below this the page cache costs less than a bounce page
 INLINE_READ_BYTES = 1 << 20  # below this the calling thread reads: no thread, no ring to start
 _MOST_DEVICES = 64  # looked at: volumes can be stacked on each other
+
+
+class LocalConfig(PluginConfig):
+    """Options of every backend that keeps blobs in files.
+
+    Attributes:
+        path: The root folder; the first write creates it.
+        direct_io: `auto` bypasses the page cache if a probe proves that possible, `on` refuses to
+            work if it is not, `off` never bypasses it.
+        allocate_bytes: The window of space allocated ahead of the writes, in bytes; 0 is off. The
+            surplus is freed when a blob is sealed.
+        owner: For a root below a folder where every user can create one (`/tmp`, `/dev/shm`):
+            `self` refuses a root that belongs to a user other than this one or root, `any` trusts
+            every owner.
+    """
+
+    path: str = Field(min_length=1, pattern=r"^[^\x00]*$")
+    direct_io: DirectMode = "auto"
+    allocate_bytes: int = Field(default=1 << 30, ge=0)
+    owner: Literal["self", "any"] = "self"
 
 
 class LocalBackend(Backend):
@@ -104,7 +125,7 @@ class LocalBackend(Backend):
         try:
             with explained("create", name, self._names.root):
                 direct = self._direct.for_write(fd)
-                blob = self._opened(name, fd, direct=direct, writing=True)
+                blob = self._opened(name, fd, direct=direct)
         except BaseException:
             os.unlink(name.rpartition("/")[2], dir_fd=folders.last)
             os.close(fd)
@@ -216,9 +237,8 @@ class LocalBackend(Backend):
         del size_hint
         return self._names.create_file(name)
 
-    def _opened(self, name: str, fd: int, *, direct: bool, writing: bool) -> OpenBlob:
+    def _opened(self, name: str, fd: int, *, direct: bool) -> OpenBlob:
         """Return an open file for writes or large reads; the caller maps `OSError`."""
-        del writing
         return OpenBlob(name, fd, direct)
 
     def _check_open(self) -> None:
@@ -274,7 +294,7 @@ class LocalBackend(Backend):
             if wish:
                 with explained("read", name, self._names.root):
                     direct = self._direct.for_read(fd)
-                    blob = self._opened(name, fd, direct=direct, writing=False)
+                    blob = self._opened(name, fd, direct=direct)
                 blobs[name, wish] = blob
         return blob
 
@@ -286,6 +306,39 @@ class LocalBackend(Backend):
                 f"{self._names.root}: it has {size}"
             )
             raise BlobTruncatedError(msg)
+
+
+def path_from_url(url: str) -> str:
+    """Return the path that `url` means: percent-decoded behind a scheme, else as it is.
+
+    Raises:
+        ConfigError: The URL names no folder, or names another machine (`file://host/...`).
+    """
+    scheme, separator, rest = url.partition("://")
+    if not (rest if separator else url).strip():
+        msg = f"{url!r} names no folder: give a path such as runs/gpt, or file:///absolute/path"
+        raise ConfigError(msg)
+    if not separator:
+        return url
+    if scheme == "file" and not rest.startswith(("/", ".", "~")):
+        host, _, path = rest.partition("/")
+        if host != "localhost":
+            msg = f"{url}: a file URL is file:///absolute/path; {host!r} looks like a machine"
+            raise ConfigError(msg)
+        rest = "/" + path
+    return unquote(rest)
+
+
+def local_options(url: str, options: dict[str, str]) -> dict[str, str]:
+    """Return `options` with the path of `url` added.
+
+    Raises:
+        ConfigError: The options hold a path, too.
+    """
+    if "path" in options:
+        msg = f"{url}: the path stands in the URL; remove 'path' from its options"
+        raise ConfigError(msg)
+    return {**options, "path": path_from_url(url)}
 
 
 def _close_all(blobs: dict[tuple[str, bool], OpenBlob]) -> None:
