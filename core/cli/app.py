@@ -366,6 +366,7 @@ def ask(question: str, *, yes: bool) -> None:
     """
     if yes:
         return
+    question = visible(question)
     # Input from a pipe is no answer: a user decides what is deleted, or `--yes` does.
     if sys.stdin is None or not sys.stdin.isatty():
         msg = f"no user can be asked here, so pass --yes, or look with --dry-run: {question}?"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import sys
 from typing import NoReturn
 
 from penstock.core.cli.app import app, debugging, exits, log_visibly
-from penstock.core.cli.output.render import visible, visible_lines
+from penstock.core.cli.output.render import visible, visible_lines, wrapped
 from penstock.core.errors import PenstockError
 
 
@@ -61,24 +62,10 @@ def _in_order(arguments: list[str]) -> list[str]:
 def _complain(message: str) -> NoReturn:
     lines = visible_lines(f"penstock: {message}")
     if sys.stderr.isatty():
-        lines = [_wrapped(line) for line in lines]
+        width = max(20, shutil.get_terminal_size().columns)
+        lines = [wrapped(line, width) for line in lines]
     sys.stderr.write("\n".join(lines) + "\n")
     sys.exit(exits.trouble)
-
-
-def _wrapped(line: str) -> str:
-    import shutil  # noqa: PLC0415
-    import textwrap  # noqa: PLC0415
-
-    width = max(20, shutil.get_terminal_size().columns)
-    indent = " " * (len(line) - len(line.lstrip()) + 2)
-    return textwrap.fill(
-        line,
-        width,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
 
 
 def _show_traceback() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import closing
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +10,7 @@ import typer
 
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.cli.app import DryRun, Json, Url, command, step_of
-from penstock.core.cli.output.render import print_json, print_line, visible
+from penstock.core.cli.output.render import print_json, print_line, warn
 from penstock.core.concurrency.workers import Workers, default_workers
 from penstock.core.config.model import load_config
 from penstock.core.copy.compaction import CompactedStep, Compactor
@@ -121,14 +120,12 @@ def _compact(
         except CheckpointGoneError:
             continue  # nothing is left to compact, so nothing failed
         except KeyboardInterrupt:
-            sys.stderr.write(
-                f"penstock: interrupted; step {record.step} is as it was, or compacted\n"
-            )
+            warn(f"interrupted; step {record.step} is as it was, or compacted")
             raise
         except PenstockError as error:
             failed[record.step] = str(error)
             if not quiet:
-                text = f"step {record.step} is not compacted: {visible(str(error))}"
+                text = f"step {record.step} is not compacted: {error}"
                 print_line(text, style="bold red")
             continue
         finally:
@@ -154,7 +151,7 @@ def _print(
     dry_run: bool,
 ) -> None:
     if not done and not failed:
-        print_line(f"nothing to compact under {visible(backend.url)}")
+        print_line(f"nothing to compact under {backend.url}")
         return
     if dry_run:
         for one in done:

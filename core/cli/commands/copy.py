@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import tomllib
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
@@ -15,7 +14,7 @@ from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.prune import GRACE_S
 from penstock.core.catalog.survey import is_whole
 from penstock.core.cli.app import Exclude, Include, Json, backend_of, command, size_of
-from penstock.core.cli.output.render import print_json, print_line, visible
+from penstock.core.cli.output.render import print_json, print_line, warn
 from penstock.core.cli.output.runs_on_disk import same_place
 from penstock.core.concurrency.workers import Workers, default_workers
 from penstock.core.config.model import load_config
@@ -263,7 +262,7 @@ def _copied(copier: _Copier, step: str, *, quiet: bool) -> list[Copied]:
         try:
             copied = copier.copy(number)
         except KeyboardInterrupt:
-            sys.stderr.write(f"penstock: interrupted; {copier.interrupted(number)}\n")
+            warn(f"interrupted; {copier.interrupted(number)}")
             raise
         except CheckpointNotFoundError:
             if step != "all":
@@ -325,9 +324,9 @@ class _Copier:
     def interrupted(self, step: int) -> str:
         """Return the sentence that says what an interrupted copy has left, and how to go on."""
         if self.encodes:
-            return f"step {step} is not at {visible(self.target.url)}: copy it again"
+            return f"step {step} is not at {self.target.url}: copy it again"
         return (
-            f"step {step} is at {visible(self.target.url)} whole or not at all; "
+            f"step {step} is at {self.target.url} whole or not at all; "
             "the same command goes on from what was copied"
         )
 
@@ -385,8 +384,8 @@ class _Copier:
         """Copy from a slower tier after the fastest tier with this checkpoint had damage."""
         for tier in self.source.tiers[1:]:
             if is_whole(tier.backend, stored):
-                sys.stderr.write(f"penstock: {visible(str(error))}\n")
-                sys.stderr.write(f"penstock: tier {tier.name} is tried instead\n")
+                warn(str(error))
+                warn(f"tier {tier.name} is tried instead")
                 try:
                     return self._copy_from(tier.backend, record, moved)
                 except DamagedError as another:
@@ -435,7 +434,7 @@ class _Copier:
 def _print(copied: Copied, *, latest: bool) -> None:
     name = f"step {copied.step}" + (", the latest," if latest else "")
     if copied.state == "failed":
-        print_line(f"{name} is not copied: {visible(copied.error or '')}", style="bold red")
+        print_line(f"{name} is not copied: {copied.error or ''}", style="bold red")
         return
     if copied.state == "there":
         print_line(f"{name} is there already", style="green")
@@ -451,7 +450,7 @@ def _print(copied: Copied, *, latest: bool) -> None:
     )
     if copied.rounded_by:
         print_line(
-            f"values that went through {visible(', '.join(copied.rounded_by))} (lossy) were copied "
+            f"values that went through {', '.join(copied.rounded_by)} (lossy) were copied "
             "as they are after rounding"
         )
 

@@ -15,7 +15,7 @@ from penstock.core.catalog.prune import GRACE_S
 from penstock.core.catalog.survey import places_of, survey_records, survey_run, uids_named
 from penstock.core.cli.app import DryRun, Json, Url, Yes, ask, command, step_of, time_of
 from penstock.core.cli.commands.ls import free_by_compacting
-from penstock.core.cli.output.render import print_json, print_line, print_wrapped, visible
+from penstock.core.cli.output.render import print_json, print_line
 from penstock.core.errors import ConfigError, DamagedError
 from penstock.core.format.records import data_prefix, parse_commit_name
 from penstock.core.plugins.registry import default_registry
@@ -115,7 +115,7 @@ def delete(
         else:
             total = sum(one.size_bytes for one in doomed)
             ask(
-                f"Delete {_named(chosen)} ({size_text(total)}) of {visible(backend.url)}",
+                f"Delete {_named(chosen)} ({size_text(total)}) of {backend.url}",
                 yes=yes,
             )
             uids += _lent(backend, chosen)
@@ -239,7 +239,7 @@ def _print_kept(
     """Say why less was freed than the deleted steps had, and what frees the rest."""
     if borrowers:
         need = "needs" if len(borrowers) == 1 else "need"
-        print_wrapped(
+        print_line(
             f"{_named(borrowers)} {need} the data that stays; {free_by_compacting(url)}",
             style="yellow",
         )
@@ -342,13 +342,13 @@ def _ask_to_prune(
         attempts = counted(len(report.uids), "attempt")
         question = (
             f"The data of {attempts} goes, although commit records may be still to come if the run "
-            f"was copied. Prune {visible(backend.url)}"
+            f"was copied. Prune {backend.url}"
         )
         ask(question, yes=yes)
     elif grace_s < GRACE_S:
         question = (
             f"A save under way that has not written for {_time_text(grace_s)} would lose "
-            f"its data and fail. Prune {visible(backend.url)}"
+            f"its data and fail. Prune {backend.url}"
         )
         ask(question, yes=yes)
 
@@ -359,7 +359,7 @@ def _print_pruned(report: PruneReport, superseded_bytes: int, grace_s: float) ->
         why = "without a single commit record" if no_record else "while a record cannot be read"
         print_line(f"nothing is deleted {why}:", style="bold red")
         for problem in report.refused:
-            print_line(f"  {visible(problem)}")
+            print_line(f"  {problem}")
         if not no_record:
             print_line("delete that checkpoint, or bring its record back, and prune again")
         return

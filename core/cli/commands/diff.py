@@ -11,14 +11,7 @@ import typer
 
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.cli.app import Exclude, Include, Json, backend_of, command, exits, step_or_latest
-from penstock.core.cli.output.render import (
-    Column,
-    number_text,
-    print_json,
-    print_line,
-    print_table,
-    visible,
-)
+from penstock.core.cli.output.render import Column, number_text, print_json, print_line, print_table
 from penstock.core.concurrency.workers import Workers, default_workers
 from penstock.core.diff.checkpoints import diff_checkpoints
 from penstock.core.errors import CheckpointNotFoundError
@@ -173,10 +166,10 @@ def _print(
     norms: bool,
 ) -> None:
     for name, side, codecs in zip("AB", sides, lossy, strict=True):
-        print_line(f"{name}: step {side.step} of {visible(side.backend.url)}")
+        print_line(f"{name}: step {side.step} of {side.backend.url}")
         if codecs:
             print_line(
-                f"   values that went through {visible(', '.join(codecs))} (lossy) are compared as "
+                f"   values that went through {', '.join(codecs)} (lossy) are compared as "
                 "they are after rounding"
             )
     read = f", {size_text(found.bytes_read)} read"
@@ -185,10 +178,11 @@ def _print(
         return
     print_line("")
     print_table([*_columns(norms=norms)], found.changes)
+    print_line("")
     objects = [c for c in found.changes if c.what not in {"container", "metadata"}]
     alone = sum(c.what in {"only_a", "only_b"} for c in objects)
     print_line(
-        f"\n{len(objects) - alone} of {found.compared} objects that both have differ, "
+        f"{len(objects) - alone} of {found.compared} objects that both have differ, "
         f"{alone} are in one only{read}"
     )
 

@@ -14,7 +14,7 @@ import typer
 
 from penstock.core.catalog.prune import GRACE_S
 from penstock.core.cli.app import Json, Url, command, debugging, time_of
-from penstock.core.cli.output.render import print_json, print_line, visible
+from penstock.core.cli.output.render import print_json, print_line
 from penstock.core.cli.output.runs_on_disk import tiers_quiet
 from penstock.core.concurrency.timing import current_timing
 from penstock.core.concurrency.watchdog import Deadline, call_with_deadline
@@ -290,17 +290,15 @@ def _print(outcome: DrainOutcome) -> None:
 def _print_failures(outcome: DrainOutcome) -> None:
     for state in outcome.states:
         for step, why in state.lost.items():
-            print_line(
-                f"step {step} cannot be copied to {state.target}: {visible(why)}", style="red"
-            )
+            print_line(f"step {step} cannot be copied to {state.target}: {why}", style="red")
         if state.error:
-            print_line(f"{state.source} to {state.target}: {visible(state.error)}", style="red")
+            print_line(f"{state.source} to {state.target}: {state.error}", style="red")
         if state.step is not None:
             done = f"{size_text(state.bytes_done)} of {size_text(state.bytes_total)}"
             hangs = f"; does tier {state.source} hang, or {state.target}?" if outcome.stuck else ""
             print_line(f"step {state.step} was on its way to tier {state.target}: {done}{hangs}")
     for name, why in outcome.silent.items():
         print_line(
-            f"tier {name} does not answer, so what is left there is not known: {visible(why)}",
+            f"tier {name} does not answer, so what is left there is not known: {why}",
             style="red",
         )

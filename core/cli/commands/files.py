@@ -11,7 +11,7 @@ import typer
 from penstock import export_checkpoint, import_checkpoint
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.cli.app import Exclude, Include, Json, Step, Url, command, size_of, step_of
-from penstock.core.cli.output.render import print_json, print_line, visible
+from penstock.core.cli.output.render import print_json, print_line
 from penstock.core.reporting.progress import ProgressBar
 from penstock.core.restore.checkpoint import Checkpoint
 from penstock.core.storage.open import open_backend
@@ -125,12 +125,12 @@ def export(  # noqa: PLR0913 - its options
         return
     name = f"step {report.step}" + (", the latest," if step is None else "")
     print_line(
-        f"{name} is exported to {visible(report.out)}: {counted(report.tensors, 'tensor')}, "
+        f"{name} is exported to {report.out}: {counted(report.tensors, 'tensor')}, "
         f"{size_text(report.bytes_written)} in {counted(len(report.files), 'file')}",
         style="green",
     )
     for left_out, owner in report.tied.items():
-        print_line(f"{visible(left_out)} is tied to {visible(owner)}, and left out (--keep-tied)")
+        print_line(f"{left_out} is tied to {owner}, and left out (--keep-tied)")
 
 
 @command(
@@ -212,7 +212,7 @@ def import_(  # noqa: PLR0913 - its options
         print_json({"source": source, **asdict(report)})
         return
     print_line(
-        f"{visible(source)} is step {report.step} of {visible(run)}: "
+        f"{source} is step {report.step} of {run}: "
         f"{counted(report.objects, 'object')}, {size_text(report.bytes_stored)} "
         f"in {report.seconds['total']:.1f} s",
         style="green",

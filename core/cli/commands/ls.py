@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 import time
 from collections import defaultdict
 from contextlib import closing
@@ -28,11 +27,11 @@ from penstock.core.cli.output.render import (
     print_json,
     print_line,
     print_table,
-    print_wrapped,
     ratio_text,
     state_cell,
     value_text,
     visible,
+    warn,
 )
 from penstock.core.cli.output.runs_on_disk import named_root, run_around, runs_below, tiers_quiet
 from penstock.core.errors import ConfigError, DamagedError, StorageError
@@ -150,10 +149,10 @@ def ls(
             print_json({**found, "silent": silent} if tiered else found)
             return
         for name, why in silent.items():  # on standard error: the table may go into a pipe
-            sys.stderr.write(f"penstock: tier {name} does not answer: {visible(why)}\n")
+            warn(f"tier {name} does not answer: {why}")
         if not listed:
             where = "in the tiers that answer," if silent else "under"
-            print_line(f"no checkpoints {where} {visible(backend.url)}")
+            print_line(f"no checkpoints {where} {backend.url}")
             _print_unrecorded(waiting)
             _print_runs_near(named_root(backend))
             return
@@ -161,7 +160,7 @@ def ls(
     print_table([*_columns(shown, lenders, wanted, tiered=tiered)], shown)
     for one in shown:
         if one.error:
-            print_line(f"step {one.step}: {visible(one.error)}", style="red")
+            print_line(f"step {one.step}: {one.error}", style="red")
     _print_unrecorded(waiting)
     _print_kept(kept, url)
     if metadata:
@@ -201,7 +200,7 @@ def _print_kept(kept: Sequence[Kept], url: str) -> None:
         return
     steps = sorted({step for one in kept for step in one.borrowers})
     several = len(kept) > 1
-    print_wrapped(
+    print_line(
         f"{size_text(sum(one.size_bytes for one in kept))} of {len(kept)} deleted or replaced "
         f"checkpoint{'s are' if several else ' is'} kept, since step"
         f"{'s' if steps[1:] else ''} {listed_names([*map(str, steps)])} need"
@@ -215,8 +214,7 @@ def free_by_compacting(url: str) -> str:
     # Not "frees that": checkpoints that stand alone may take more than what is kept for them,
     # most of all where `share` has stored something once for many steps.
     return (
-        f"`penstock compact {visible(shlex.quote(url))} --dry-run` says what the run would take "
-        "without that"
+        f"`penstock compact {shlex.quote(url)} --dry-run` says what the run would take without that"
     )
 
 
@@ -263,7 +261,7 @@ def _columns(
         yield Column("TAGS", lambda one: " ".join(one.notes.tags) if one.notes else "", keep=4)
     for name in metrics:
         keep = _KEEP_WANTED if wanted else _KEEP_USUAL
-        yield Column(visible(name), partial(_metric_text, name), right=True, keep=keep)
+        yield Column(name, partial(_metric_text, name), right=True, keep=keep)
     # Beside metrics that the user has named, the rest of the metadata was not asked for.
     if not wanted and (not metrics or any(notes.metadata.keys() - metrics for notes in noted)):
         yield Column("METADATA", partial(_rest_text, metrics), keep=3, flexible=True)
@@ -289,7 +287,7 @@ def _print_unrecorded(waiting: dict[str, int]) -> None:
         return
     steps = sorted(set(waiting.values()))
     shown = ", ".join(map(str, steps[:_RUNS_SHOWN])) + (", ..." if steps[_RUNS_SHOWN:] else "")
-    print_wrapped(
+    print_line(
         f"{len(waiting)} attempt{'' if len(waiting) == 1 else 's'} to save (step {shown}) lack"
         f"{'s' if len(waiting) == 1 else ''} nothing but the commit record: a save under way, one "
         "that broke off in its last moment, or a run that was copied without its folder "
@@ -301,13 +299,13 @@ def _print_unrecorded(waiting: dict[str, int]) -> None:
 def _print_runs_near(folder: Path | None) -> None:
     around = None if folder is None else run_around(folder)
     if around is not None:
-        print_line(f"this is a folder inside the run {visible(str(around))}: list that")
+        print_line(f"this is a folder inside the run {around}: list that")
         return
     found = [] if folder is None else runs_below(folder)
     if found:
         print_line("these folders below it hold runs; list one of them:")
     for root in found[:_RUNS_SHOWN]:
-        print_line(f"  {visible(str(root))}")
+        print_line(f"  {root}")
     if len(found) > _RUNS_SHOWN:
         print_line(f"  and {len(found) - _RUNS_SHOWN} more")
 
@@ -315,10 +313,11 @@ def _print_runs_near(folder: Path | None) -> None:
 def _print_metadata(one: Listed) -> None:
     if one.notes is None or not one.notes.metadata:
         return
-    print_line(f"\nstep {one.step}")
+    print_line("")
+    print_line(f"step {one.step}")
     for key, value in one.notes.metadata.items():
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        print_wrapped(visible(f"{key}: {text}"), indent=2)
+        print_line(f"  {key}: {text}")
 
 
 def list_run(backend: Backend) -> list[Listed]:
@@ -472,4 +471,4 @@ def metric_of(metadata: Metadata, name: str) -> Any:
 def metric_text(metadata: Metadata, name: str) -> str:
     """Return the cell of a metric; `-` where there is none."""
     value = metric_of(metadata, name)
-    return "-" if value is None else visible(value_text(value))
+    return "-" if value is None else value_text(value)

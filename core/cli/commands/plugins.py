@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -15,7 +14,7 @@ from penstock.core.cli.output.render import (
     print_line,
     print_table,
     state_cell,
-    visible,
+    warn,
 )
 from penstock.core.config.model import json_schema
 from penstock.core.errors import PluginError
@@ -51,7 +50,9 @@ def plugins(
     print_table(_COLUMNS, found)
     # Several plugins may share one error, such as an import that fails: each is printed once.
     for error in dict.fromkeys(info.error for info in found if info.error):
-        print_line("\n" + "\n".join(visible(line) for line in error.splitlines()), style="red")
+        print_line("")
+        for line in error.splitlines():
+            print_line(line, style="red")
     return all(info.error is None for info in found)
 
 
@@ -101,7 +102,7 @@ def _tables(
         try:
             cls = registry.backend_class(name) if kind == "backend" else registry.codec_class(name)
         except PluginError as error:
-            sys.stderr.write(f"penstock: left out: {visible(str(error))}\n")
+            warn(f"left out: {error}")
             continue
         key = f"{kind}.{name}"  # a backend and a codec may have the same name
         options = cls.Config.model_json_schema(ref_template=f"#/$defs/{key}.{{model}}")

@@ -36,7 +36,6 @@ from penstock.core.cli.output.render import (
     print_line,
     print_table,
     ratio_text,
-    visible,
 )
 from penstock.core.cli.output.stats import Stats, tensor_stats
 from penstock.core.cli.output.sums import Row, Sum, grown, print_sums, rows_of, sums_of
@@ -269,7 +268,7 @@ def describe(located: Located, contents: Contents) -> Shown:
 def _print_head(record: CommitRecord, notes: Notes, chain: Sequence[Link]) -> None:
     print_line(
         f"step {record.step}, generation {record.generation}, of {record.created}, "
-        f"written by penstock {visible(record.penstock)} through {visible(record.engine)}"
+        f"written by penstock {record.penstock} through {record.engine}"
         + (f" on {record.world_size} ranks" if record.world_size > 1 else "")
     )
     if notes.metadata:
@@ -395,8 +394,9 @@ def _print_sum(record: CommitRecord, shown: list[Shown]) -> None:
     raw = sum(one.nbytes for one in shown)
     stored = sum(one.bytes_stored for one in shown)
     borrowed = sum(one.bytes_borrowed for one in shown)
+    print_line("")
     print_line(
-        f"\n{len(shown)} of {record.objects} objects, {size_text(raw)}, "
+        f"{len(shown)} of {record.objects} objects, {size_text(raw)}, "
         f"{size_text(stored)} stored ({ratio_text(raw, stored)})"
         + (f", {size_text(borrowed)} borrowed" if borrowed else "")
         + _with_gaps(record, shown)
@@ -410,12 +410,12 @@ def _print_rounding(shown: list[Shown]) -> None:
         codecs = sorted({name for one in rounded for name in one.rounding.lossy})
         print_line(
             f"{len(rounded)} of these are rounded: codecs marked lossy "
-            f"({visible(', '.join(codecs))}) have changed their values"
+            f"({', '.join(codecs)}) have changed their values"
         )
     unknown = sorted({name for one in shown for name in one.rounding.unknown})
     if unknown:
         print_line(
-            f"whether {visible(', '.join(unknown))} is lossy is not known: it is not installed",
+            f"whether {', '.join(unknown)} is lossy is not known: it is not installed",
             style="yellow",
         )
 
@@ -423,7 +423,7 @@ def _print_rounding(shown: list[Shown]) -> None:
 def _print_choices(choices: Sequence[ChoiceRecord]) -> None:
     """Print why the objects have the codecs that were chosen for them by measurement."""
     for choice in choices:
-        print_line(f"chosen for {visible(choice.objects)}: {visible(choice.why)}")
+        print_line(f"chosen for {choice.objects}: {choice.why}")
 
 
 def _codecs_text(one: Shown) -> str:
@@ -535,7 +535,8 @@ def print_chain(links: Sequence[Link], age: int | None) -> None:
     """
     total = size_text(sum(link.bytes_read for link in links))
     kind = "it borrows blobs" if age is None else f"{counted(age, 'save')} after one without a base"
-    print_line(f"{kind}; a restore reads {total} of {counted(len(links), 'checkpoint')}\n")
+    print_line(f"{kind}; a restore reads {total} of {counted(len(links), 'checkpoint')}")
+    print_line("")
     columns: tuple[Column[Link], ...] = (
         Column("CHAIN", partial(_lender_cell, first=links[0]), flexible=True),
         Column("READ", lambda link: size_text(link.bytes_read), right=True),

@@ -12,7 +12,7 @@ import typer
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.prune import GRACE_S
 from penstock.core.cli.app import Json, Step, Url, command
-from penstock.core.cli.output.render import print_json, print_line, print_wrapped, visible
+from penstock.core.cli.output.render import print_json, print_line
 from penstock.core.concurrency.workers import Workers, default_workers
 from penstock.core.errors import CheckpointNotFoundError, DamagedError
 from penstock.core.format.records import blob_uid
@@ -100,7 +100,7 @@ def verify(
             bad = sum(not report.ok for report in reports)
             part = sum(report.ok and bool(report.not_decoded) for report in reports)
             for link, steps in _links(reports).items():
-                print_wrapped(f"{link} is damaged: {_named(steps)} {_need(steps)} it", style="red")
+                print_line(f"{link} is damaged: {_named(steps)} {_need(steps)} it", style="red")
             more = f", {part} not decoded" if part else ""
             print_line(f"{counted(len(reports), 'checkpoint')} verified, {bad} damaged{more}")
     return ok
@@ -172,8 +172,8 @@ def _need(steps: Sequence[int]) -> str:
 def _print(report: VerifyReport, url: str, told: Collection[str]) -> None:
     _print_verdict(report, url, told)
     if report.lossy:
-        print_wrapped(
-            f"lossy codecs in step {report.step}: {visible(', '.join(report.lossy))}; values that "
+        print_line(
+            f"lossy codecs in step {report.step}: {', '.join(report.lossy)}; values that "
             "went through these are as they were rounded by the save, and whole means that they "
             "still decode to the same"
         )
@@ -185,9 +185,9 @@ def _print_verdict(report: VerifyReport, url: str, told: Collection[str]) -> Non
         looked = f"{report.frames} frames of {looked}"
     if report.not_decoded:  # no damage, but not all was checked: the command exits with 1
         whole = "stored bytes are whole; " if report.ok else ""
-        print_wrapped(
-            f"step {report.step} of {visible(url)}: {whole}decoding not checked: "
-            f"{visible('; '.join(report.not_decoded))}",
+        print_line(
+            f"step {report.step} of {url}: {whole}decoding not checked: "
+            f"{'; '.join(report.not_decoded)}",
             style="yellow",
         )
         if report.ok:
@@ -215,20 +215,20 @@ def _print_verdict(report: VerifyReport, url: str, told: Collection[str]) -> Non
     if report.links:
         links = listed([*map(str, report.links)])
         where = "; it is listed above" if all(link.uid in told for link in report.links) else ""
-        print_wrapped(f"the damage lies in its chain, in the blobs of {links}{where}")
+        print_line(f"the damage lies in its chain, in the blobs of {links}{where}")
     if len(report.tiers) > 1 and not report.repairs:
         print_line("--repair brings bad copies anew from a good one")
 
 
 def _print_repair(repair: Repair) -> None:
     if repair.source is None:
-        print_wrapped(f"not repaired in tier {repair.tier}: {visible(repair.error or '')}")
+        print_line(f"not repaired in tier {repair.tier}: {repair.error or ''}")
     elif repair.error is None:
-        print_wrapped(f"brought anew in tier {repair.tier}, from {repair.source}")
+        print_line(f"brought anew in tier {repair.tier}, from {repair.source}")
     else:
-        print_wrapped(
+        print_line(
             f"brought anew in tier {repair.tier}, from {repair.source}, and not whole: "
-            f"{visible(repair.error)}"
+            f"{repair.error}"
         )
 
 
@@ -268,11 +268,11 @@ def print_damage(damaged: Iterable[Damage]) -> None:
     """Print the causes in each blob, then the objects hit: the first few of each, and a count."""
     for group in grouped(damaged):
         for cause in list(group.causes)[:_SHOWN]:
-            print_wrapped(visible(cause))
+            print_line(cause)
         if len(group.causes) > _SHOWN:
-            print_wrapped(f"and {len(group.causes) - _SHOWN} more such places in this blob")
+            print_line(f"and {len(group.causes) - _SHOWN} more such places in this blob")
         for name in list(group.hit)[:_SHOWN]:
-            print_wrapped(visible(name), indent=4, style="red")
+            print_line(f"    {name}", style="red")
         if len(group.hit) > _SHOWN:
             more = len(group.hit) - _SHOWN
-            print_wrapped(f"and {more} more: --json names all", indent=4, style="red")
+            print_line(f"    and {more} more: --json names all", style="red")

@@ -14,7 +14,7 @@ from penstock.core.catalog.prune import CLOCK_PREFIX
 from penstock.core.cli.app import Json, Url, command, size_of
 from penstock.core.cli.doctor.host import Check, check_folder, check_process, check_uring
 from penstock.core.cli.doctor.store_checks import check_store
-from penstock.core.cli.output.render import print_json, print_line, print_wrapped, visible
+from penstock.core.cli.output.render import print_json, print_line
 from penstock.core.cli.output.runs_on_disk import local_root, named_root, quiet, tiers_quiet
 from penstock.core.config.plugin_choice import shown_url
 from penstock.core.errors import ConfigError, PenstockError, StorageError, WrongPlaceError
@@ -182,16 +182,18 @@ def _quiet_opening() -> AbstractContextManager[None]:
 
 
 def _print(url: str, checks: list[Check]) -> None:
-    print_wrapped(visible(url))
+    print_line(url)
     width = max(len(check.name) for check in checks)
     for check in checks:
-        text = f"{check.status:<{_INDENT}}{check.name:<{width}}  {visible(check.found)}"
-        print_wrapped(text, hanging=_INDENT, style=_STYLES[check.status])
+        text = f"{check.status:<{_INDENT}}{check.name:<{width}}  {check.found}"
+        print_line(text, hanging=_INDENT, style=_STYLES[check.status])
     advice = [check for check in checks if check.advice]
     if advice:
-        print_line("\nWhat to change:")
+        print_line("")
+        print_line("What to change:")
     for check in advice:
-        print_wrapped(visible(f"- {check.name}: {check.advice}"))
+        print_line(f"- {check.name}: {check.advice}")
     bad = [check.name for check in checks if check.status == "fail"]
     if bad:
-        print_wrapped(f"\nA save would fail: see {', '.join(bad)}.", style="bold red")
+        print_line("")
+        print_line(f"A save would fail: see {', '.join(bad)}.", style="bold red")

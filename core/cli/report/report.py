@@ -11,13 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.core.cli.app import Json, Step, Url, command
-from penstock.core.cli.output.render import (
-    metadata_text,
-    print_json,
-    print_line,
-    ratio_text,
-    visible,
-)
+from penstock.core.cli.output.render import metadata_text, print_json, print_line, ratio_text
 from penstock.core.cli.report.charts import (
     boxes_of,
     chains,
@@ -126,8 +120,7 @@ def report(
         print_json({"url": facts.url, "out": out, "step": facts.step, "steps": steps})
         return
     print_line(
-        f"{visible(out)}: {counted(len(facts.listed), 'checkpoint')}, and the objects of step "
-        f"{facts.step}",
+        f"{out}: {counted(len(facts.listed), 'checkpoint')}, and the objects of step {facts.step}",
         style="green",
     )
 
