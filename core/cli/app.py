@@ -42,7 +42,7 @@ TASKS = {
         "ls": ("commands.ls", "List the checkpoints of a run."),
         "show": ("commands.show", "Show the objects of one checkpoint."),
         "diff": ("commands.diff", "Say what differs between two checkpoints."),
-        "report": ("report.report", "Write a page with charts on a run."),
+        "report": ("commands.report", "Write a page with charts on a run."),
     },
     "Move": {
         "copy": ("commands.copy", "Copy checkpoints to another place."),
@@ -57,7 +57,7 @@ TASKS = {
     },
     "Check and repair": {
         "verify": ("commands.verify", "Compare every checksum."),
-        "doctor": ("doctor.doctor", "Say what this machine and store can do."),
+        "doctor": ("commands.doctor", "Say what this machine and store can do."),
     },
     "Set up": {
         "plugins": ("commands.plugins", "List providers, codecs and backends."),
