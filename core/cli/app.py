@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 from collections.abc import Callable
@@ -120,16 +121,19 @@ for _commands in TASKS.values():
 _declared: dict[str, typer.Typer] = {}
 
 
-def command(name: str, *, epilog: str | None = None) -> Callable[[F], F]:
+def command(name: str) -> Callable[[F], F]:
     """Declare a function of a module in `TASKS` as a command.
 
-    Its docstring is the help, its parameters are the arguments and options. A command that returns
-    False exits with 1.
+    Its docstring is the help, with `Examples:` last; its parameters are the arguments and options.
+    A command that returns False exits with 1.
     """
 
     def declare(function: F) -> F:
+        text, heading, examples = (inspect.getdoc(function) or "").partition("\n\nExamples:\n")
+        # `\b` keeps typer from wrapping the examples.
+        epilog = f"\b\nExamples:\n{examples}" if heading else None
         _declared[name] = typer.Typer(add_completion=False, rich_markup_mode=None)
-        _declared[name].command(name, epilog=epilog)(function)
+        _declared[name].command(name, help=text, epilog=epilog)(function)
         return function
 
     return declare

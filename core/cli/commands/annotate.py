@@ -22,14 +22,7 @@ _Tag = Annotated[str, typer.Argument(metavar="TAG", help="Letters, digits, and a
 _Step = Annotated[int, typer.Argument(metavar="STEP", parser=step_of, help="Which checkpoint.")]
 
 
-@command(
-    "annotate",
-    epilog="""\b
-Examples:
-  penstock annotate runs/gpt 100 val_loss=2.31
-  penstock annotate runs/gpt 100 'eval={"mmlu": 0.61}'
-""",
-)
+@command("annotate")
 def annotate(
     url: Url,
     step: _Step,
@@ -42,35 +35,34 @@ def annotate(
     """Add metadata to a checkpoint, such as a metric that is known only later.
 
     A key that the checkpoint has already gets the new value. Prints all metadata it has then.
+
+    Examples:
+      penstock annotate runs/gpt 100 val_loss=2.31
+      penstock annotate runs/gpt 100 'eval={"mmlu": 0.61}'
     """
     _add(url, step, _parsed(pairs), {}, as_json=as_json)
 
 
-@command(
-    "pin",
-    epilog="""\b
-Examples:
-  penstock pin runs/gpt 100 best
-  penstock pin runs/gpt 300 paper-v2
-""",
-)
+@command("pin")
 def pin(url: Url, step: _Step, tag: _Tag, *, as_json: Json = False) -> None:
     """Give a checkpoint a tag: retention deletes no checkpoint that has one.
 
     `penstock delete` does so with --force alone. `penstock ls` shows the tags.
+
+    Examples:
+      penstock pin runs/gpt 100 best
+      penstock pin runs/gpt 300 paper-v2
     """
     _add(url, step, {}, {tag: True}, as_json=as_json)
 
 
-@command(
-    "unpin",
-    epilog="""\b
-Example:
-  penstock unpin runs/gpt 100 best
-""",
-)
+@command("unpin")
 def unpin(url: Url, step: _Step, tag: _Tag, *, as_json: Json = False) -> None:
-    """Take a tag from a checkpoint, whether or not it has it."""
+    """Take a tag from a checkpoint, whether or not it has it.
+
+    Examples:
+      penstock unpin runs/gpt 100 best
+    """
     _add(url, step, {}, {tag: False}, as_json=as_json)
 
 

@@ -29,15 +29,7 @@ if TYPE_CHECKING:
     from penstock.core.format.records import CommitRecord
 
 
-@command(
-    "compact",
-    epilog="""\b
-Examples:
-  penstock compact runs/gpt --dry-run
-  penstock compact runs/gpt
-  penstock compact runs/gpt 100 200
-""",
-)
+@command("compact")
 def compact(
     url: Url,
     steps: Annotated[
@@ -61,6 +53,11 @@ def compact(
     They restore to the same as before; data that nothing needs any more is freed. The run may take
     more room afterwards: --dry-run says about how much. Exits with 1 if a checkpoint could not be
     compacted; it is then as it was.
+
+    Examples:
+      penstock compact runs/gpt --dry-run
+      penstock compact runs/gpt
+      penstock compact runs/gpt 100 200
     """
     if everything and steps:
         msg = "--all takes every checkpoint of a chain; leave out the steps"

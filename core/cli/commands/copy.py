@@ -131,16 +131,7 @@ def _check_codec(name: str) -> None:
         raise ConfigError(msg) from error
 
 
-@command(
-    "copy",
-    epilog="""\b
-Examples:
-  penstock copy runs/gpt s3://bucket/gpt
-  penstock copy runs/gpt /backup/gpt --step all
-  penstock copy runs/gpt /share/weights --include model \\
-    --codec zstd
-""",
-)
+@command("copy")
 def copy(  # noqa: PLR0913 - its options
     from_url: Annotated[
         str,
@@ -205,11 +196,17 @@ def copy(  # noqa: PLR0913 - its options
     ] = False,
     as_json: Json = False,
 ) -> bool:
-    """Copy checkpoints to another run, by default the latest one.
+    r"""Copy checkpoints to another run, by default the latest one.
 
     Without options that select or encode, the copy is the same byte for byte. Every checksum is
     compared on the way, and the checkpoint appears at the target when it is whole and durable
     there, not before. When a copy was interrupted the same command goes on.
+
+    Examples:
+      penstock copy runs/gpt s3://bucket/gpt
+      penstock copy runs/gpt /backup/gpt --step all
+      penstock copy runs/gpt /share/weights --include model \
+        --codec zstd
     """
     if step not in {"latest", "all"} and not (step.isascii() and step.isdecimal()):
         msg = (

@@ -48,15 +48,7 @@ class DeletedStep:
     size_bytes: int
 
 
-@command(
-    "delete",
-    epilog="""\b
-Examples:
-  penstock delete runs/gpt 100 200
-  penstock delete runs/gpt 100 --dry-run
-  penstock delete runs/gpt 100 --yes
-""",
-)
+@command("delete")
 def delete(
     url: Url,
     steps: Annotated[
@@ -85,6 +77,11 @@ def delete(
     """Delete checkpoints for good, and say how much was freed. Asks first.
 
     Either all of the steps are there, or none is deleted. Data that another checkpoint uses stays.
+
+    Examples:
+      penstock delete runs/gpt 100 200
+      penstock delete runs/gpt 100 --dry-run
+      penstock delete runs/gpt 100 --yes
     """
     chosen = sorted(set(steps))
     with closing(open_backend(url, must_exist=True, light=True)) as whole:
@@ -257,15 +254,7 @@ def _left(steps: Sequence[int]) -> str:
     return f"{len(steps)} checkpoint{'s are' if len(steps) > 1 else ' is'} left"
 
 
-@command(
-    "prune",
-    epilog="""\b
-Examples:
-  penstock prune runs/gpt --dry-run
-  penstock prune runs/gpt
-  penstock prune runs/gpt --grace 1h
-""",
-)
+@command("prune")
 def prune(
     url: Url,
     *,
@@ -296,6 +285,11 @@ def prune(
     Checkpoints are never touched. While any commit record is unreadable nothing is deleted, since
     that checkpoint may need anything, nor where there is none at all, since the run may have been
     copied data first: then the exit code is 1.
+
+    Examples:
+      penstock prune runs/gpt --dry-run
+      penstock prune runs/gpt
+      penstock prune runs/gpt --grace 1h
     """
     with closing(open_backend(url, must_exist=True, light=True)) as backend:
         catalog = Catalog(backend, look=Inspector(default_registry()).is_whole)

@@ -43,17 +43,7 @@ _SPARE = {"L2", "OF", "NAN", "INF"}
 _WORDS = {"only_a": "only in A", "only_b": "only in B"}
 
 
-@command(
-    "diff",
-    epilog="""\b
-Examples:
-  penstock diff runs/gpt              the two newest
-  penstock diff runs/gpt --step-a 100 --step-b 200
-  penstock diff runs/gpt /backup/gpt --include model
-  penstock diff runs/gpt --norms --json |
-    jq '.changes[] | select(.norms)'
-""",
-)
+@command("diff")
 def diff(
     url_a: Annotated[
         str,
@@ -97,6 +87,13 @@ def diff(
     Objects that only one of them has; kinds, dtypes and shapes; bytes, by their stored checksums
     where these tell, else by reading both; values, kinds of containers, metadata. Exits with 0
     if nothing differs, 1 if something does, 2 if it went wrong.
+
+    Examples:
+      penstock diff runs/gpt              the two newest
+      penstock diff runs/gpt --step-a 100 --step-b 200
+      penstock diff runs/gpt /backup/gpt --include model
+      penstock diff runs/gpt --norms --json |
+        jq '.changes[] | select(.norms)'
     """
     exits.trouble = 2  # as diff(1): 1 says that they differ
     with ExitStack() as stack:

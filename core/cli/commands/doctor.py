@@ -103,16 +103,7 @@ class Check:
     values: dict[str, Any] = field(default_factory=dict)
 
 
-@command(
-    "doctor",
-    epilog="""\b
-Examples:
-  penstock doctor runs/gpt
-  penstock doctor /nvme/new-run --no-probe
-  penstock doctor runs/gpt --json |
-    jq '.checks[] | select(.status != "ok")'
-""",
-)
+@command("doctor")
 def doctor(
     url: Url,
     *,
@@ -135,6 +126,12 @@ def doctor(
     """Look at what this machine and this store can do for a run, and say what to change.
 
     The run need not exist yet, and nothing stays behind. Exits with 1 if a save would fail.
+
+    Examples:
+      penstock doctor runs/gpt
+      penstock doctor /nvme/new-run --no-probe
+      penstock doctor runs/gpt --json |
+        jq '.checks[] | select(.status != "ok")'
     """
     probe_bytes = probe_size if probe else 0
     checks = [_uring()]

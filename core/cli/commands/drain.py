@@ -98,15 +98,7 @@ class CommandDeadline(Deadline):
         return call_with_deadline("ask", call, left, late, timing=timing, patience_s=0.0)
 
 
-@command(
-    "drain",
-    epilog="""\b
-Examples:
-  penstock drain penstock.toml
-  penstock drain \\
-    'tiered://?fast=/nvme/run&durable=/lustre/run'
-""",
-)
+@command("drain")
 def drain(
     url: Url,
     *,
@@ -118,10 +110,15 @@ def drain(
     ] = None,
     as_json: Json = False,
 ) -> bool:
-    """Copy what saves have left in the fast tier of a run and what has yet to go to the next one.
+    r"""Copy what saves have left in the fast tier of a run and what has yet to go to the next one.
 
     A process that saves there does the same in the background; this is for when none will. While
     one does, what it is just copying is left to it. Exits with 1 if something is still left.
+
+    Examples:
+      penstock drain penstock.toml
+      penstock drain \
+        'tiered://?fast=/nvme/run&durable=/lustre/run'
     """
     with tiers_quiet(), closing(Workers(default_workers())) as workers:
         deadline = CommandDeadline(workers.timing, timeout)

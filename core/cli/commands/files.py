@@ -44,16 +44,7 @@ def _pairs(texts: Sequence[str] | None) -> dict[str, str] | None:
     return found or None
 
 
-@command(
-    "export",
-    epilog="""\b
-Examples:
-  penstock export runs/gpt gpt-hf --to safetensors \\
-    --config-from gpt2 --cast bfloat16
-  penstock export runs/gpt gpt.pt --to torch
-  penstock export runs/gpt gpt-dcp --to dcp
-""",
-)
+@command("export")
 def export(  # noqa: PLR0913 - its options
     url: Url,
     out: Annotated[
@@ -94,11 +85,17 @@ def export(  # noqa: PLR0913 - its options
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Write a checkpoint, by default the latest one, as files of another tool.
+    r"""Write a checkpoint, by default the latest one, as files of another tool.
 
     With `--to safetensors` it is a folder as Hugging Face has it, or one file if OUT ends in
     .safetensors, of what is below `model` unless --include names something else. Every checksum is
     compared on the way, and OUT appears when it is whole and durable, not before.
+
+    Examples:
+      penstock export runs/gpt gpt-hf --to safetensors \
+        --config-from gpt2 --cast bfloat16
+      penstock export runs/gpt gpt.pt --to torch
+      penstock export runs/gpt gpt-dcp --to dcp
     """
     with (
         closing(open_backend(url, must_exist=True)) as backend,
@@ -133,15 +130,7 @@ def export(  # noqa: PLR0913 - its options
         print_line(f"{left_out} is tied to {owner}, and left out (--keep-tied)")
 
 
-@command(
-    "import",
-    epilog="""\b
-Examples:
-  penstock import gpt2/ runs/gpt
-  penstock import old.pt runs/gpt --rename sd=model
-  penstock import dcp/step-900 runs/gpt --step 900
-""",
-)
+@command("import")
 def import_(  # noqa: PLR0913 - its options
     source: Annotated[
         str, typer.Argument(metavar="FROM", help="The file or folder to import; is not changed.")
@@ -194,6 +183,11 @@ def import_(  # noqa: PLR0913 - its options
     torch.save, and folders of torch.distributed.checkpoint and of DeepSpeed with ZeRO. No code that
     is in a file runs: what cannot be read without that is refused by name. An import that fails
     leaves the run as it was.
+
+    Examples:
+      penstock import gpt2/ runs/gpt
+      penstock import old.pt runs/gpt --rename sd=model
+      penstock import dcp/step-900 runs/gpt --step 900
     """
     with closing(ProgressBar("import", every_s=None, transient=True)) as bar:
         report = import_checkpoint(

@@ -85,17 +85,7 @@ def _last(text: str) -> int:
     return whole_number(text, "number of checkpoints", 1)
 
 
-@command(
-    "ls",
-    epilog="""\b
-Examples:
-  penstock ls runs/gpt
-  penstock ls runs/gpt --last 5 --metrics loss,eval.mmlu
-  penstock ls runs/gpt --metadata
-  penstock ls runs/gpt --json |
-    jq '.checkpoints[] | select(.state == "ok") | .step'
-""",
-)
+@command("ls")
 def ls(
     url: Url,
     *,
@@ -124,6 +114,13 @@ def ls(
 
     STORED is the size of the blobs, including the gaps that direct I/O needs; RATIO is RAW over
     STORED; `penstock show` counts what the objects themselves take.
+
+    Examples:
+      penstock ls runs/gpt
+      penstock ls runs/gpt --last 5 --metrics loss,eval.mmlu
+      penstock ls runs/gpt --metadata
+      penstock ls runs/gpt --json |
+        jq '.checkpoints[] | select(.state == "ok") | .step'
     """
     wanted = tuple(filter(None, metrics.split(",")))
     with tiers_quiet(), closing(open_backend(url, must_exist=True, light=True)) as backend:

@@ -56,13 +56,7 @@ def plugins(
     return all(info.error is None for info in found)
 
 
-@command(
-    "schema",
-    epilog="""\b
-Example:
-  penstock schema > penstock.schema.json
-""",
-)
+@command("schema")
 def schema(
     *,
     as_json: Annotated[
@@ -72,6 +66,9 @@ def schema(
     """Print the JSON Schema of configuration files, for editors and other tools.
 
     It holds the options of every backend and codec that is installed here.
+
+    Examples:
+      penstock schema > penstock.schema.json
     """
     del as_json
     print_json(full_schema(default_registry()))

@@ -97,15 +97,7 @@ th {{ border-bottom: 1px solid #9aa5b1; }}
 """
 
 
-@command(
-    "report",
-    epilog="""\b
-Examples:
-  penstock report runs/gpt gpt.html
-  penstock report runs/gpt gpt.html --overwrite \\
-    --events events.jsonl
-""",
-)
+@command("report")
 def report(
     url: Url,
     out: Annotated[str, typer.Argument(metavar="OUT", help="The HTML file to write.")],
@@ -122,10 +114,15 @@ def report(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Write one page with charts on a run: sizes by path and by step, times, gaps, chains, tiers.
+    r"""Write one page with charts on a run: sizes by path and by step, times, gaps, chains, tiers.
 
     The page needs no network and no server. Reads the records of the run, and the manifest of one
     checkpoint. Needs plotly: pip install 'penstock[report]'.
+
+    Examples:
+      penstock report runs/gpt gpt.html
+      penstock report runs/gpt gpt.html --overwrite \
+        --events events.jsonl
     """
     place = Path(out)
     if place.exists() and not overwrite:

@@ -109,18 +109,7 @@ def _depth(text: str) -> int:
     return whole_number(text, "depth", 1)
 
 
-@command(
-    "show",
-    epilog="""\b
-Examples:
-  penstock show runs/gpt --depth 1
-  penstock show runs/gpt --step 300
-  penstock show runs/gpt --include 'model/*.bias'
-  penstock show runs/gpt --by codec
-  penstock show runs/gpt --include model --stats |
-    grep -v ' 0 *0$'
-""",
-)
+@command("show")
 def show(  # noqa: PLR0913 - its options
     url: AsGiven,
     *,
@@ -162,6 +151,14 @@ def show(  # noqa: PLR0913 - its options
 
     STORED is what an object takes without the gaps between objects, RATIO is BYTES over STORED;
     `penstock ls` counts the gaps, too. BORROWED is what it needs of the blobs of other checkpoints.
+
+    Examples:
+      penstock show runs/gpt --depth 1
+      penstock show runs/gpt --step 300
+      penstock show runs/gpt --include 'model/*.bias'
+      penstock show runs/gpt --by codec
+      penstock show runs/gpt --include model --stats |
+        grep -v ' 0 *0$'
     """
     if depth is not None and (tree is False or as_json):
         msg = "--depth folds the tree; leave out --flat and --json"

@@ -37,17 +37,7 @@ _TIER = re.compile(r"in tier [^ ]+: ")
 _SHOWN = 5
 
 
-@command(
-    "verify",
-    epilog="""\b
-Examples:
-  penstock verify runs/gpt
-  penstock verify runs/gpt --all --quick
-  penstock verify penstock.toml --all --repair
-  penstock verify runs/gpt --step 300 --json |
-    jq -r '.reports[].damaged[].what'
-""",
-)
+@command("verify")
 def verify(
     url: Url,
     *,
@@ -72,6 +62,13 @@ def verify(
 
     All damage is listed, not only the first, by the path of the object or the name of the record.
     With --repair, 1 means that something still is.
+
+    Examples:
+      penstock verify runs/gpt
+      penstock verify runs/gpt --all --quick
+      penstock verify penstock.toml --all --repair
+      penstock verify runs/gpt --step 300 --json |
+        jq -r '.reports[].damaged[].what'
     """
     if every and step is not None:
         msg = "--all verifies every step; leave out --step"
