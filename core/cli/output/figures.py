@@ -1,0 +1,238 @@
+"""Figures of objects: sums over groups of them, a tree of them, statistics of their values."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from penstock.core.cli.output.render import Column, print_table, ratio_text
+from penstock.core.types import Kind, Region, show_path
+from penstock.core.units import size_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from penstock.core.format.records import ObjectRecord
+    from penstock.core.restore.checkpoint import Checkpoint
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """The sum over one group.
+
+    Attributes:
+        group: The name of the group.
+        objects: The number of objects, tied ones included.
+        bytes_raw: Their bytes; tied tensors count once.
+        bytes_stored: Their bytes in the blobs of the checkpoint itself.
+        bytes_borrowed: The bytes that they need from blobs of other saves.
+    """
+
+    group: str
+    objects: int
+    bytes_raw: int
+    bytes_stored: int
+    bytes_borrowed: int
+
+
+def sums_of(sums: Iterable[Sum]) -> list[Sum]:
+    """Add up the sums of each group; return one for each, the group of most bytes first."""
+    found: dict[str, Sum] = {}
+    for one in sums:
+        before = found.get(one.group)
+        if before is not None:
+            one = replace(  # noqa: PLW2901
+                before,
+                objects=before.objects + one.objects,
+                bytes_raw=before.bytes_raw + one.bytes_raw,
+                bytes_stored=before.bytes_stored + one.bytes_stored,
+                bytes_borrowed=before.bytes_borrowed + one.bytes_borrowed,
+            )
+        found[one.group] = one
+    return sorted(found.values(), key=lambda one: -one.bytes_raw)
+
+
+def print_sums(title: str, sums: Sequence[Sum]) -> None:
+    """Print a line for each sum, under a title for the groups."""
+    columns: list[Column[Sum]] = [
+        Column(title, lambda one: one.group, flexible=True),
+        Column("OBJECTS", lambda one: str(one.objects), right=True),
+        Column("BYTES", lambda one: size_text(one.bytes_raw), right=True),
+        Column("STORED", lambda one: size_text(one.bytes_stored), right=True),
+        Column("RATIO", lambda one: ratio_text(one.bytes_raw, one.bytes_stored), right=True),
+    ]
+    if any(one.bytes_borrowed for one in sums):
+        columns.append(
+            Column("BORROWED", lambda one: size_text(one.bytes_borrowed), right=True, keep=1)
+        )
+    print_table(columns, sums)
+
+
+@dataclass(slots=True)
+class Branch(Generic[T]):
+    """A node of the tree: the item at a path, if any, and the branches below."""
+
+    segment: str
+    item: T | None = None
+    below: dict[str, Branch[T]] = field(default_factory=dict)
+
+    def leaves(self) -> Iterator[T]:
+        """Yield the items here and below, in order."""
+        if self.item is not None:
+            yield self.item
+        for branch in self.below.values():
+            yield from branch.leaves()
+
+
+def grown(items: Iterable[tuple[tuple[str, ...], T]]) -> Branch[T]:
+    """Build the tree of items by path; a branch stands where its first item stood."""
+    root: Branch[T] = Branch("")
+    for path, item in items:
+        branch = root
+        for segment in path:
+            if segment not in branch.below:
+                branch.below[segment] = Branch(segment)
+            branch = branch.below[segment]
+        branch.item = item
+    return root
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Statistics of one tensor; all but the counts are None if it has no finite value.
+
+    Attributes:
+        min: The least finite value.
+        max: The greatest finite value.
+        mean: The mean of the finite values, in double precision.
+        std: The standard deviation of the finite values as a population, not as a sample.
+        nan: The number of values that are not a number.
+        inf: The number of infinite values, of either sign.
+    """
+
+    min: float | None
+    max: float | None
+    mean: float | None
+    std: float | None
+    nan: int
+    inf: int
+
+
+def tensor_stats(
+    checkpoint: Checkpoint, record: ObjectRecord, *, piece_bytes: int = 16 << 20
+) -> Stats | None:
+    """Read a tensor and return statistics of its values.
+
+    Args:
+        checkpoint: The checkpoint that holds the tensor.
+        record: The tensor's record.
+        piece_bytes: How much of the tensor is in memory at a time.
+
+    Returns:
+        None for values without an order (complex, dates, bytes), and for tied objects.
+
+    Raises:
+        DamagedError: Stored bytes are not what was written.
+    """
+    if record.kind is not Kind.TENSOR or record.same_as is not None:
+        return None
+    total = _Running()
+    limit = max(1, piece_bytes // max(1, record.spec.itemsize))
+    for region in pieces(record.spec.shape, limit):
+        values = _real(checkpoint.read(show_path(record.path), region), record.spec.dtype)
+        if values is None:
+            return None
+        total.add(values)
+    return total.stats()
+
+
+def pieces(shape: tuple[int, ...], limit: int) -> Iterator[Region]:
+    """Yield regions of at most `limit` (at least 1) elements that cover `shape`, row-major."""
+    if 0 in shape:
+        return
+    if math.prod(shape) <= limit:
+        yield Region.whole(shape)
+        return
+    dim = next(n for n, size in enumerate(shape) if size > 1)
+    whole = Region.whole(shape[dim + 1 :])
+    row = whole.numel
+    rows = max(1, limit // row)
+    for first in range(0, shape[dim], rows):
+        count = min(rows, shape[dim] - first)
+        for inner in pieces(shape[dim + 1 :], limit) if row > limit else [whole]:
+            yield Region((0,) * dim + (first, *inner.offsets), (1,) * dim + (count, *inner.sizes))
+
+
+class _Running:
+    """Running mean and sum of squared deviations, merged by piece (Chan, Golub, LeVeque 1979).
+
+    Sums of squares alone would cancel where the mean is large against the deviation.
+    """
+
+    def __init__(self) -> None:
+        self._least: float | None = None
+        self._greatest: float | None = None
+        self._count = 0
+        self._mean = 0.0
+        self._squares = 0.0
+        self._nan = 0
+        self._inf = 0
+
+    def add(self, values: Any) -> None:
+        """Take a numpy array of integers, floats or booleans."""
+        import numpy as np  # noqa: PLC0415 - only where values are read
+
+        if values.dtype.kind == "f":
+            finite = np.isfinite(values)
+            self._nan += int(np.isnan(values).sum())
+            self._inf += values.size - int(finite.sum()) - int(np.isnan(values).sum())
+            values = values[finite]
+        if not values.size:
+            return
+        # `+` turns booleans into integers: JSON and the table shall print 1, not `True`.
+        least, greatest = +values.min().item(), +values.max().item()
+        self._least = least if self._least is None else min(self._least, least)
+        self._greatest = greatest if self._greatest is None else max(self._greatest, greatest)
+        with np.errstate(over="ignore", invalid="ignore"):
+            mean = float(values.mean(dtype=np.float64))
+            squares = float(np.square(values - np.float64(mean)).sum())
+        count = self._count + values.size
+        shift = mean - self._mean
+        self._squares += squares + shift * shift * self._count * values.size / count
+        self._mean += shift * values.size / count
+        self._count = count
+
+    def stats(self) -> Stats:
+        """Return the statistics of all pieces so far."""
+        if not self._count:
+            return Stats(None, None, None, None, self._nan, self._inf)
+        std = math.sqrt(self._squares / self._count)
+        # Squares of the largest doubles overflow; JSON has no `Infinity` to print instead.
+        return Stats(
+            self._least,
+            self._greatest,
+            self._mean if math.isfinite(self._mean) else None,
+            std if math.isfinite(std) else None,
+            self._nan,
+            self._inf,
+        )
+
+
+def _real(value: Any, dtype: str) -> Any:
+    """Return a tensor or array as an array of ordered numbers; None if it has none."""
+    import numpy as np  # noqa: PLC0415 - only where values are read
+
+    if isinstance(value, np.ndarray):
+        array = value
+    elif value.is_complex():
+        return None
+    else:
+        try:
+            np.dtype(dtype)
+        except TypeError:
+            value = value.float()  # bfloat16 and the 8-bit floats, exactly
+        array = value.numpy()
+    return array if array.dtype.kind in "fiub" else None
