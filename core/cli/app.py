@@ -1,4 +1,7 @@
-"""The typer application: the commands, the options and arguments that they share, the question."""
+"""The typer application: the commands, the options and arguments that they share, the question.
+
+Tested in `tests/core/cli/test_cli.py`.
+"""
 
 from __future__ import annotations
 
@@ -178,19 +181,6 @@ AsGiven = Annotated[str, typer.Argument(metavar="URL", help=_URL_HELP)]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
-def whole_number(text: str, what: str, least: int) -> int:
-    """Parse `text` as a whole number; `what` names it in the message of an error.
-
-    Raises:
-        typer.BadParameter: `text` is not a whole number, or is less than `least`.
-    """
-    # `int` alone would take `1_000`, ` 7 ` and digits of other scripts.
-    if not (text.isascii() and text.isdecimal()) or int(text) < least:
-        msg = f"{text!r} is no {what}: give a whole number of at least {least}"
-        raise typer.BadParameter(msg)
-    return int(text)
-
-
 def size_of(text: str) -> int:
     """Parse a size such as `200MiB`, and return its bytes.
 
@@ -222,15 +212,6 @@ def time_of(text: str) -> float:
         raise typer.BadParameter(str(error)) from None
 
 
-def step_of(text: str) -> int:
-    """Parse the number of a step.
-
-    Raises:
-        typer.BadParameter: `text` is not the number of a step.
-    """
-    return whole_number(text, "step", 0)
-
-
 def step_or_latest(text: str) -> int | None:
     """Parse the number of a step; return None for `latest`.
 
@@ -239,11 +220,11 @@ def step_or_latest(text: str) -> int | None:
     """
     if text == "latest":
         return None
-    try:
-        return step_of(text)
-    except typer.BadParameter as error:
-        msg = f"{error}, or `latest`"
-        raise typer.BadParameter(msg) from None
+    # `int` alone would take `1_000`, ` 7 ` and digits of other scripts.
+    if text.isascii() and text.isdecimal():
+        return int(text)
+    msg = f"{text!r} is no step: give a whole number of at least 0, or `latest`"
+    raise typer.BadParameter(msg)
 
 
 Step = Annotated[
@@ -273,26 +254,19 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would happen; 
 
 
 @dataclass(slots=True)
-class Debugging:
-    """Records whether errors are shown with tracebacks (`--debug`).
+class ErrorHandling:
+    """How `main` handles errors, which it does after typer has dropped its context.
 
-    A global, not typer's context: `main` handles errors after typer has dropped its context.
+    Attributes:
+        debug: Whether errors are shown with tracebacks (`--debug`).
+        exit_code: The exit code for errors: 1, but 2 for `diff`, whose 1 means "they differ".
     """
 
-    wanted: bool = False
+    debug: bool = False
+    exit_code: int = 1
 
 
-debugging = Debugging()
-
-
-@dataclass(slots=True)
-class Exits:
-    """Records the exit code for errors: 1, but 2 for `diff`, whose 1 means "they differ"."""
-
-    trouble: int = 1
-
-
-exits = Exits()
+errors = ErrorHandling()
 
 _TALKATIVE = ("botocore", "urllib3", "s3transfer", "aiobotocore", "fsspec", "aiohttp", "s3fs")
 """Libraries whose DEBUG logs hold session tokens and URLs with passwords: kept at INFO."""
@@ -333,7 +307,7 @@ def _print_version(wanted: bool) -> None:
 
 
 def _set_debug(wanted: bool) -> None:
-    debugging.wanted = wanted
+    errors.debug = wanted
     if wanted:
         log_visibly(level=logging.DEBUG, form=logging.BASIC_FORMAT)
         for name in _TALKATIVE:

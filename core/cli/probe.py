@@ -1,4 +1,7 @@
-"""A probe of the speed of a store, which writes a blob as a save does, and reads it back."""
+"""A probe of the speed of a store, which writes a blob as a save does, and reads it back.
+
+Tested in `tests/core/cli/test_doctor.py`.
+"""
 
 from __future__ import annotations
 
@@ -60,104 +63,88 @@ def measure(backend: Backend, limit_bytes: int, *, root: Path | None) -> Speed:
     """
     # In a thread, since a signal's exception is raised in the main thread: between acquiring one of
     # the store's locks and releasing it, the exception would leave that lock taken.
-    stop: list[bool] = []
-    task = partial(_measure, backend, limit_bytes, root, stop)
-    return call_with_deadline(
-        "probe", task, timing=current_timing(), cancel=lambda: stop.append(True)
-    )
+    probe = _Probe(backend, root)
+    task = partial(probe.run, limit_bytes)
+    return call_with_deadline("probe", task, timing=current_timing(), cancel=probe.stop)
 
 
-def _measure(backend: Backend, limit_bytes: int, root: Path | None, stop: list[bool]) -> Speed:
-    memory = memoryview(mmap.mmap(-1, _PIECE_BYTES * _PIECES_AT_ONCE))  # page-aligned: direct I/O
-    piece = secrets.token_bytes(_PIECE_BYTES)  # random: a file system may compress
-    for at in range(0, memory.nbytes, _PIECE_BYTES):
-        memory[at : at + _PIECE_BYTES] = piece
-    speed = _one(backend, min(_FIRST_BYTES, limit_bytes), memory, piece, root, stop)
-    per_s = speed.bytes / max(speed.write_s, 1e-6)
-    size = min(limit_bytes, int(per_s * current_timing().probe_s)) >> 20 << 20
-    if size <= speed.bytes:
-        return speed
-    for at in range(0, memory.nbytes, _PIECE_BYTES):  # the first blob was read into it
-        memory[at : at + _PIECE_BYTES] = piece
-    return _one(backend, size, memory, piece, root, stop)
+class _Probe:
+    def __init__(self, backend: Backend, root: Path | None) -> None:
+        self._backend = backend
+        self._root = root
+        self._piece = secrets.token_bytes(_PIECE_BYTES)  # random: a file system may compress
+        # Page-aligned, for direct I/O.
+        self._memory = memoryview(mmap.mmap(-1, _PIECE_BYTES * _PIECES_AT_ONCE))
+        self._memory[:] = self._piece * _PIECES_AT_ONCE
+        self._stopped = False
 
+    def stop(self) -> None:
+        self._stopped = True
 
-def _one(  # noqa: PLR0917 - one call of `_measure`, cut in two
-    backend: Backend,
-    size: int,
-    memory: memoryview,
-    piece: bytes,
-    root: Path | None,
-    stop: list[bool],
-) -> Speed:
-    name = blob_name(secrets.token_hex(16), 0, 0, "raw")
-    try:
-        began = time.monotonic()
-        size = _write(backend, name, size, memory, stop)
-        write_s = time.monotonic() - began
-        if root is not None:
-            _drop_cache(root / name)
-        read_s, same = _read(backend, name, size, memory, piece, stop)
-    finally:
-        backend.delete([name])
-    return Speed(size, write_s, read_s, same)
+    def run(self, limit_bytes: int) -> Speed:
+        speed = self._blob(min(_FIRST_BYTES, limit_bytes))
+        per_s = speed.bytes / max(speed.write_s, 1e-6)
+        size = min(limit_bytes, int(per_s * current_timing().probe_s)) >> 20 << 20
+        return self._blob(size) if speed.same and size > speed.bytes else speed
 
+    def _blob(self, size: int) -> Speed:
+        name = blob_name(secrets.token_hex(16), 0, 0, "raw")
+        try:
+            began = time.monotonic()
+            size = self._write(name, size)
+            write_s = time.monotonic() - began
+            if self._root is not None:
+                _drop_cache(self._root / name)
+            read_s, same = self._read(name, size)
+        finally:
+            self._backend.delete([name])
+        return Speed(size, write_s, read_s, same)
 
-def _write(backend: Backend, name: str, size: int, memory: memoryview, stop: list[bool]) -> int:
-    """Write up to `size` bytes durably within `Timing.probe_s`, and return how many."""
-    deadline = Deadline(current_timing().probe_s)
-    writer = backend.create(name, size_hint=size)
-    try:
-        done = 0
-        while done < size and not (done and deadline.is_over()):
-            _check(stop)
-            length = min(size - done, memory.nbytes)
-            writer.write(
-                [
-                    WriteRequest(done + at, (memory[at : min(at + _PIECE_BYTES, length)],))
-                    for at in range(0, length, _PIECE_BYTES)
-                ]
-            )
-            done += length
-        writer.seal(done)
-    except BaseException:
-        writer.abort()
-        raise
-    return done
+    def _write(self, name: str, size: int) -> int:
+        """Write up to `size` bytes durably within `Timing.probe_s`, and return how many."""
+        deadline = Deadline(current_timing().probe_s)
+        writer = self._backend.create(name, size_hint=size)
+        try:
+            done = 0
+            while done < size and not (done and deadline.is_over()):
+                parts = self._parts(size - done)
+                writer.write([WriteRequest(done + at, (part,)) for at, part in parts])
+                done += sum(part.nbytes for _, part in parts)
+            writer.seal(done)
+        except BaseException:
+            writer.abort()
+            raise
+        return done
 
+    def _read(self, name: str, size: int) -> tuple[float, bool]:
+        """Read the blob back; return the seconds of reading alone, and whether all is as written.
 
-def _read(  # noqa: PLR0917 - likewise
-    backend: Backend,
-    name: str,
-    size: int,
-    memory: memoryview,
-    piece: bytes,
-    stop: list[bool],
-) -> tuple[float, bool]:
-    """Read the blob back; return the seconds of reading alone, and whether all is as written."""
-    seconds, same = 0.0, True
-    for start in range(0, size, memory.nbytes):
-        _check(stop)
-        length = min(size - start, memory.nbytes)
-        targets = [
-            memory[at : min(at + _PIECE_BYTES, length)] for at in range(0, length, _PIECE_BYTES)
-        ]
-        for target in targets:  # still filled by the write: a read that does nothing would pass
-            target[:] = bytes(target.nbytes)
-        requests = [
-            ReadRequest(name, start + n * _PIECE_BYTES, target) for n, target in enumerate(targets)
-        ]
-        began = time.monotonic()
-        backend.read(requests)
-        seconds += time.monotonic() - began
-        same = same and all(bytes(t) == piece[: t.nbytes] for t in targets)
-    return seconds, same
+        The memory is then as before, if all is.
+        """
+        seconds, same = 0.0, True
+        for start in range(0, size, self._memory.nbytes):
+            parts = self._parts(size - start)
+            for _, part in parts:  # still filled by the write: a read that does nothing would pass
+                part[:] = bytes(part.nbytes)
+            requests = [ReadRequest(name, start + at, part) for at, part in parts]
+            began = time.monotonic()
+            self._backend.read(requests)
+            seconds += time.monotonic() - began
+            same = same and all(bytes(part) == self._piece[: part.nbytes] for _, part in parts)
+        return seconds, same
 
+    def _parts(self, size: int) -> list[tuple[int, memoryview]]:
+        """Return what of the memory the next `size` bytes take, cut into pieces with their places.
 
-def _check(stop: list[bool]) -> None:
-    if stop:
-        msg = "the probe was interrupted"
-        raise StorageError(msg)
+        Raises:
+            StorageError: The probe was stopped.
+        """
+        if self._stopped:
+            msg = "the probe was interrupted"
+            raise StorageError(msg)
+        length = min(size, self._memory.nbytes)
+        places = range(0, length, _PIECE_BYTES)
+        return [(at, self._memory[at : min(at + _PIECE_BYTES, length)]) for at in places]
 
 
 def _drop_cache(path: Path) -> None:

@@ -1,4 +1,7 @@
-"""The commands `penstock annotate`, `pin` and `unpin`."""
+"""The commands `penstock annotate`, `pin` and `unpin`.
+
+Tested in `tests/core/cli/test_notes.py`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import typer
 
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.notes import NotesOfRun, check_tag
-from penstock.core.cli.app import Json, Url, command, step_of
+from penstock.core.cli.app import Json, Url, command
 from penstock.core.cli.output.render import metadata_text, print_json, print_line
 from penstock.core.save.metadata import check_metadata
 from penstock.core.storage.open import open_backend
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 _Tag = Annotated[str, typer.Argument(metavar="TAG", help="Letters, digits, and any of . _ -")]
-_Step = Annotated[int, typer.Argument(metavar="STEP", parser=step_of, help="Which checkpoint.")]
+_Step = Annotated[int, typer.Argument(metavar="STEP", min=0, help="Which checkpoint.")]
 
 
 @command("annotate")

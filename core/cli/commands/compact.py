@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from penstock.core.catalog.catalog import Catalog
-from penstock.core.cli.app import DryRun, Json, Url, command, step_of
+from penstock.core.cli.app import DryRun, Json, Url, command
 from penstock.core.cli.output.render import print_json, print_line, warn
 from penstock.core.concurrency.workers import Workers, default_workers
 from penstock.core.config.model import load_config
@@ -36,7 +36,7 @@ def compact(
         list[int] | None,
         typer.Argument(
             metavar="STEP",
-            parser=step_of,
+            min=0,
             help="Which checkpoints.",
             show_default="those because of which data of deleted ones is kept",
         ),
@@ -111,9 +111,9 @@ def _compact(
 ) -> list[CompactedStep]:
     done = []
     for record in chosen:
-        bar = ProgressBar(f"step {record.step}", every_s=None, transient=True)
         try:
-            one = compactor.compact(record, bar)
+            with closing(ProgressBar(f"step {record.step}", every_s=None, transient=True)) as bar:
+                one = compactor.compact(record, bar)
         except CheckpointGoneError:
             continue  # nothing is left to compact, so nothing failed
         except KeyboardInterrupt:
@@ -125,8 +125,6 @@ def _compact(
                 text = f"step {record.step} is not compacted: {error}"
                 print_line(text, style="bold red")
             continue
-        finally:
-            bar.close()
         done.append(one)
         if not quiet:
             print_line(f"{_sizes(one, 'stands')} in {one.seconds:.1f} s", style="green")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from penstock.core.cli.app import Exclude, Include, Json, backend_of, command, s
 from penstock.core.cli.output.render import print_json, print_line, warn
 from penstock.core.cli.output.runs_on_disk import same_place
 from penstock.core.concurrency.workers import Workers, default_workers
-from penstock.core.config.model import load_config
+from penstock.core.config.model import load_config, read_file
 from penstock.core.copy.checkpoint_copy import CheckpointCopy
 from penstock.core.copy.reencode import Reencoding, copy_objects
 from penstock.core.errors import (
@@ -37,7 +36,7 @@ from penstock.core.tree.select import Selection
 from penstock.core.units import counted, size_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from penstock.core.abc import Backend
     from penstock.core.copy.checkpoint_copy import CopyReport
@@ -105,14 +104,7 @@ def wanted_rules(
         return {"rules": [{"match": "**", "codecs": list(codecs)}]}
     if file is None:
         return None
-    try:
-        values = tomllib.loads(Path(file).read_text(encoding="utf-8"))
-    except OSError as error:
-        msg = f"{file} cannot be read: {error.strerror}"
-        raise ConfigError(msg) from error
-    except ValueError as error:
-        msg = f"{file} is not valid TOML: {error}"
-        raise ConfigError(msg) from error
+    values = read_file(Path(file))
     rules = values.get("rules")
     if not isinstance(rules, list):
         msg = f"{file} has no [[rules]]; for copies without codecs pass --raw"
@@ -151,14 +143,13 @@ def copy(  # noqa: PLR0913 - its options
     ],
     *,
     step: Annotated[
-        str, typer.Option("--step", metavar="STEP", help="A step, `latest`, or `all`.")
+        str, typer.Option(metavar="STEP", help="A step, `latest`, or `all`.")
     ] = "latest",
     include: Include = None,
     exclude: Exclude = None,
     codec: Annotated[
         list[str] | None,
         typer.Option(
-            "--codec",
             metavar="CODEC",
             help="Encode again with this codec; repeatable, in the order of encoding. With delta a "
             "copy is encoded against the newest earlier step that TO has.",
@@ -168,9 +159,7 @@ def copy(  # noqa: PLR0913 - its options
     rules: Annotated[
         str | None,
         typer.Option(
-            "--rules",
-            metavar="FILE",
-            help="Encode again by the [[rules]] and [deltas] of this file.",
+            metavar="FILE", help="Encode again by the [[rules]] and [deltas] of this file."
         ),
     ] = None,
     flatten: Annotated[
@@ -184,9 +173,7 @@ def copy(  # noqa: PLR0913 - its options
     ] = False,
     rate: Annotated[
         int | None,
-        typer.Option(
-            "--rate", metavar="SIZE", parser=size_of, help="The most to copy per second: 200MiB."
-        ),
+        typer.Option(metavar="SIZE", parser=size_of, help="The most to copy per second: 200MiB."),
     ] = None,
     trust: Annotated[
         bool,
@@ -217,7 +204,6 @@ def copy(  # noqa: PLR0913 - its options
         msg = "--codec, --raw and --rules each say how to encode; pass one of them"
         raise typer.BadParameter(msg)
     wanted = wanted_rules(codec, rules, raw=raw)
-    bytes_per_s = None if rate is None else float(rate)
     encodes = bool(include or exclude or flatten) or wanted is not None
     if encodes and (trust or rate is not None):
         option = "--trust" if trust else "--rate"
@@ -229,18 +215,23 @@ def copy(  # noqa: PLR0913 - its options
         closing(Workers(default_workers())) as workers,
     ):
         _check_two_runs(source, target, anew=encodes and overwrite)
+        how = None
+        if encodes:
+            how = Reencoding(
+                config=load_config({"backend": target, **(wanted or {})}, what=rules or "--codec"),
+                selection=Selection(include or None, exclude or None),
+                keep_codecs=wanted is None,
+                overwrite=overwrite,
+                alone=flatten,
+            )
         copier = _Copier(
             source=source,
             target=target,
             workers=workers,
-            encodes=encodes,
-            selection=Selection(include or None, exclude or None),
-            rules=wanted,
-            rules_from=rules or "--codec",
+            how=how,
             overwrite=overwrite,
-            bytes_per_s=bytes_per_s,
+            bytes_per_s=rate,
             trust_sealed=trust,
-            flatten=flatten,
         )
         done = _copied(copier, step, quiet=as_json)
         ok = all(copied.state != "failed" for copied in done)
@@ -268,7 +259,7 @@ def _copied(copier: _Copier, step: str, *, quiet: bool) -> list[Copied]:
         except PenstockError as error:
             if step != "all":
                 raise
-            copied = Copied(number, "failed", not copier.encodes, error=str(error))
+            copied = Copied(number, "failed", copier.how is None, error=str(error))
         done.append(copied)
         if not quiet:
             _print(copied, latest=step == "latest")
@@ -299,28 +290,21 @@ class _Copier:
     source: Backend
     target: Backend
     workers: Workers
-    encodes: bool  # the copy is a new save that encodes, not the same bytes
-    selection: Selection
-    rules: Mapping[str, Any] | None  # `rules` and `deltas` of a configuration
-    rules_from: str  # the file or option that the rules come from, for messages
+    how: Reencoding | None  # of a copy that is a new save, not the same bytes
     overwrite: bool
     bytes_per_s: float | None
     trust_sealed: bool  # skip reading again the blobs that an interrupted copy has sealed
-    flatten: bool
 
     def copy(self, step: int) -> Copied:
         record = Catalog(self.source).record(step)
-        bar = ProgressBar(f"step {step}", every_s=None, transient=True)
-        try:
-            if self.encodes:
-                return self._encode(step, bar)
-            return self._copy(record, bar)
-        finally:
-            bar.close()
+        with closing(ProgressBar(f"step {step}", every_s=None, transient=True)) as bar:
+            if self.how is None:
+                return self._copy(record, bar)
+            return self._encode(step, self.how, bar)
 
     def interrupted(self, step: int) -> str:
         """Return the sentence that says what an interrupted copy has left, and how to go on."""
-        if self.encodes:
+        if self.how is not None:
             return f"step {step} is not at {self.target.url}: copy it again"
         return (
             f"step {step} is at {self.target.url} whole or not at all; "
@@ -394,25 +378,18 @@ class _Copier:
         generation = Catalog(self.target).next_generation(record.step)
         return replace(record, generation=max(record.generation, generation))
 
-    def _encode(self, step: int, bar: ProgressBar) -> Copied:
-        config = load_config({"backend": self.target, **(self.rules or {})}, what=self.rules_from)
+    def _encode(self, step: int, how: Reencoding, bar: ProgressBar) -> Copied:
         checkpoint = Checkpoint.open(self.source, step, loader=Loader(self.source, self.workers))
         report = copy_objects(
             checkpoint,
             self.target,
-            Reencoding(
-                config=config,
-                selection=self.selection,
-                keep_codecs=self.rules is None,
-                overwrite=self.overwrite,
-                alone=self.flatten,
-            ),
+            how,
             registry=default_registry(),
             workers=self.workers,
             on_progress=bar,
         )
         everything = checkpoint.contents.objects()
-        taken = (one for one in everything if self.selection.selects(one.record.path))
+        taken = (one for one in everything if how.selection.selects(one.record.path))
         return Copied(
             step=report.step,
             state="copied",

@@ -13,7 +13,7 @@ from penstock.core.catalog.deletion import check_same
 from penstock.core.catalog.notes import NotesOfRun
 from penstock.core.catalog.prune import GRACE_S
 from penstock.core.catalog.survey import places_of, survey_records, survey_run, uids_named
-from penstock.core.cli.app import DryRun, Json, Url, Yes, ask, command, step_of, time_of
+from penstock.core.cli.app import DryRun, Json, Url, Yes, ask, command, time_of
 from penstock.core.cli.commands.ls import free_by_compacting
 from penstock.core.cli.output.render import print_json, print_line
 from penstock.core.errors import ConfigError, DamagedError
@@ -51,9 +51,7 @@ class DeletedStep:
 @command("delete")
 def delete(
     url: Url,
-    steps: Annotated[
-        list[int], typer.Argument(metavar="STEP", parser=step_of, help="Which checkpoints.")
-    ],
+    steps: Annotated[list[int], typer.Argument(metavar="STEP", min=0, help="Which checkpoints.")],
     *,
     dry_run: DryRun = False,
     yes: Yes = False,
@@ -66,10 +64,7 @@ def delete(
     tier: Annotated[
         str | None,
         typer.Option(
-            "--tier",
-            metavar="NAME",
-            help="From this tier alone: fast, durable.",
-            show_default="all",
+            metavar="NAME", help="From this tier alone: fast, durable.", show_default="all"
         ),
     ] = None,
     as_json: Json = False,

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from penstock.core.catalog.catalog import Catalog
-from penstock.core.cli.app import Exclude, Include, Json, backend_of, command, exits, step_or_latest
+from penstock.core.cli.app import (
+    Exclude,
+    Include,
+    Json,
+    backend_of,
+    command,
+    errors,
+    step_or_latest,
+)
 from penstock.core.cli.output.render import Column, number_text, print_json, print_line, print_table
 from penstock.core.concurrency.workers import Workers, default_workers
 from penstock.core.diff.checkpoints import diff_checkpoints
@@ -57,7 +65,6 @@ def diff(
     step_a: Annotated[
         int | None,
         typer.Option(
-            "--step-a",
             metavar="STEP",
             parser=step_or_latest,
             help="Which checkpoint of A.",
@@ -67,7 +74,6 @@ def diff(
     step_b: Annotated[
         int | None,
         typer.Option(
-            "--step-b",
             metavar="STEP",
             parser=step_or_latest,
             help="Which checkpoint of B.",
@@ -95,7 +101,7 @@ def diff(
       penstock diff runs/gpt --norms --json |
         jq '.changes[] | select(.norms)'
     """
-    exits.trouble = 2  # as diff(1): 1 says that they differ
+    errors.exit_code = 2  # as diff(1): 1 says that they differ
     with ExitStack() as stack:
         a = stack.enter_context(closing(open_backend(backend_of(url_a), must_exist=True)))
         b = a

@@ -114,11 +114,7 @@ def doctor(
     probe_size: Annotated[
         int,
         typer.Option(
-            "--probe-size",
-            metavar="SIZE",
-            parser=size_of,
-            help="The most to write for it.",
-            show_default="256MiB",
+            metavar="SIZE", parser=size_of, help="The most to write for it.", show_default="256MiB"
         ),
     ] = 256 << 20,
     as_json: Json = False,

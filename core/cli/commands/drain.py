@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from penstock.core.catalog.prune import GRACE_S
-from penstock.core.cli.app import Json, Url, command, debugging, time_of
+from penstock.core.cli.app import Json, Url, command, errors, time_of
 from penstock.core.cli.output.render import print_json, print_line
 from penstock.core.cli.output.runs_on_disk import tiers_quiet
 from penstock.core.concurrency.timing import current_timing
@@ -104,9 +104,7 @@ def drain(
     *,
     timeout: Annotated[
         float | None,
-        typer.Option(
-            "--timeout", metavar="TIME", parser=time_of, help="Stop after this time: 90s, 30min."
-        ),
+        typer.Option(metavar="TIME", parser=time_of, help="Stop after this time: 90s, 30min."),
     ] = None,
     as_json: Json = False,
 ) -> bool:
@@ -206,7 +204,7 @@ def _quiet_copies() -> Iterator[None]:
     """Silence the log of copies: the command prints the same at its end."""
     logger = logging.getLogger("penstock")
     levels = {logger: logger.level, left_log: left_log.level}
-    if not debugging.wanted:
+    if not errors.debug:
         logger.setLevel(logging.CRITICAL)
         left_log.setLevel(logging.WARNING)  # names what is never copied: not printed at the end
     try:
@@ -244,15 +242,12 @@ def _in_the_way(tiers: Sequence[Tier]) -> dict[int, tuple[str, str]]:
 
 
 def _watch(drains: Drains, total: int, deadline: CommandDeadline) -> None:
-    bar = ProgressBar("drain", transient=True)
-    try:
+    with closing(ProgressBar("drain", transient=True)) as bar:
         # By polling, not by one long wait: the bar has to move, and the deadline has to hold.
         while not drains.settle(current_timing().progress_interval_s):
             if deadline.is_over():
                 return
             bar(Progress(sum(state.bytes_moved for state in drains.states()), total, "copy"))
-    finally:
-        bar.close()
 
 
 def _print(outcome: DrainOutcome) -> None:

@@ -10,7 +10,7 @@ import typer
 
 from penstock import export_checkpoint, import_checkpoint
 from penstock.core.catalog.catalog import Catalog
-from penstock.core.cli.app import Exclude, Include, Json, Step, Url, command, size_of, step_of
+from penstock.core.cli.app import Exclude, Include, Json, Step, Url, command, size_of
 from penstock.core.cli.output.render import print_json, print_line
 from penstock.core.reporting.progress import ProgressBar
 from penstock.core.restore.checkpoint import Checkpoint
@@ -51,20 +51,17 @@ def export(  # noqa: PLR0913 - its options
         str, typer.Argument(metavar="OUT", help="The file or folder to write; must not exist.")
     ],
     *,
-    to: Annotated[
-        str, typer.Option("--to", metavar="FORMAT", help="`safetensors`, `torch` or `dcp`.")
-    ],
+    to: Annotated[str, typer.Option(metavar="FORMAT", help="`safetensors`, `torch` or `dcp`.")],
     step: Step = None,
     include: Include = None,
     exclude: Exclude = None,
     rename: _Rename = None,
     cast: Annotated[
-        str | None, typer.Option("--cast", metavar="DTYPE", help="Convert floats to this dtype.")
+        str | None, typer.Option(metavar="DTYPE", help="Convert floats to this dtype.")
     ] = None,
     shard_bytes: Annotated[
         int,
         typer.Option(
-            "--shard-bytes",
             metavar="SIZE",
             parser=size_of,
             help="The most bytes in one file of safetensors.",
@@ -76,9 +73,7 @@ def export(  # noqa: PLR0913 - its options
     ] = False,
     config_from: Annotated[
         str | None,
-        typer.Option(
-            "--config-from", metavar="DIR", help="Copy config.json and tokenizer files from there."
-        ),
+        typer.Option(metavar="DIR", help="Copy config.json and tokenizer files from there."),
     ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace an earlier export at OUT.")
@@ -143,16 +138,7 @@ def import_(  # noqa: PLR0913 - its options
         ),
     ],
     *,
-    step: Annotated[
-        int | None,
-        typer.Option(
-            "--step",
-            metavar="STEP",
-            parser=step_of,
-            help="The step to save as.",
-            show_default="0",
-        ),
-    ] = None,
+    step: Annotated[int, typer.Option(metavar="STEP", min=0, help="The step to save as.")] = 0,
     format: Annotated[  # noqa: A002 - the option's name
         str,
         typer.Option(
@@ -167,9 +153,7 @@ def import_(  # noqa: PLR0913 - its options
     names_from: Annotated[
         str | None,
         typer.Option(
-            "--names-from",
-            metavar="MODEL",
-            help="Name the parameters of optimizers by this path or file.",
+            metavar="MODEL", help="Name the parameters of optimizers by this path or file."
         ),
     ] = None,
     overwrite: Annotated[
@@ -193,7 +177,7 @@ def import_(  # noqa: PLR0913 - its options
         report = import_checkpoint(
             source,
             run,
-            step=step or 0,
+            step=step,
             format=format,
             include=include or None,
             exclude=exclude or None,

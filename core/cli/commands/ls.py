@@ -1,4 +1,7 @@
-"""The `penstock ls` command."""
+"""The `penstock ls` command.
+
+Tested in `tests/core/cli/test_cli.py`.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.lenders import borrowed_bytes, borrowers_of_deleted_saves, find_lenders
 from penstock.core.catalog.notes import NotesOfRun
 from penstock.core.catalog.survey import find_unrecorded
-from penstock.core.cli.app import Json, Url, command, whole_number
+from penstock.core.cli.app import Json, Url, command
 from penstock.core.cli.output.render import (
     Cell,
     Column,
@@ -29,6 +32,7 @@ from penstock.core.cli.output.render import (
     print_table,
     ratio_text,
     state_cell,
+    steps_text,
     value_text,
     visible,
     warn,
@@ -36,7 +40,6 @@ from penstock.core.cli.output.render import (
 from penstock.core.cli.output.runs_on_disk import named_root, run_around, runs_below, tiers_quiet
 from penstock.core.errors import ConfigError, DamagedError, StorageError
 from penstock.core.storage.open import open_backend
-from penstock.core.suggest import listed as listed_names
 from penstock.core.suggest import nearest
 from penstock.core.tiers.whereabouts import pending
 from penstock.core.types import show_value
@@ -81,10 +84,6 @@ class Listed:
     notes: Notes | None = None
 
 
-def _last(text: str) -> int:
-    return whole_number(text, "number of checkpoints", 1)
-
-
 @command("ls")
 def ls(
     url: Url,
@@ -95,15 +94,13 @@ def ls(
     metrics: Annotated[
         str,
         typer.Option(
-            "--metrics",
             metavar="KEY,...",
             help="Columns for these keys of metadata, `a.b` for one inside another.",
             show_default="up to three that most checkpoints have",
         ),
     ] = "",
     last: Annotated[
-        int | None,
-        typer.Option("--last", metavar="N", parser=_last, help="Only the N newest steps."),
+        int | None, typer.Option(metavar="N", min=1, help="Only the N newest steps.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -196,12 +193,11 @@ def _print_kept(kept: Sequence[Kept], url: str) -> None:
     if not kept:
         return
     steps = sorted({step for one in kept for step in one.borrowers})
-    several = len(kept) > 1
+    several, need = len(kept) > 1, "need" if steps[1:] else "needs"
     print_line(
         f"{size_text(sum(one.size_bytes for one in kept))} of {len(kept)} deleted or replaced "
-        f"checkpoint{'s are' if several else ' is'} kept, since step"
-        f"{'s' if steps[1:] else ''} {listed_names([*map(str, steps)])} need"
-        f"{'' if steps[1:] else 's'} {'them' if several else 'it'}; {free_by_compacting(url)}",
+        f"checkpoint{'s are' if several else ' is'} kept, since {steps_text(steps)} {need} "
+        f"{'them' if several else 'it'}; {free_by_compacting(url)}",
         style="yellow",
     )
 
@@ -235,9 +231,7 @@ def _columns(
     yield Column("GEN", _of(lambda record: str(record.generation)), right=True, keep=1)
     if lenders:
         yield Column("BASE", _of(partial(_base_cell, lenders)), right=True, keep=8)
-    yield Column(
-        "AGE", _of(lambda record: age_text(now_s - _created_s(record))), right=True, keep=7
-    )
+    yield Column("AGE", _of(lambda record: age_text(now_s - created_s(record))), right=True, keep=7)
     yield Column("OBJECTS", _of(lambda record: str(record.objects)), right=True, keep=4)
     yield Column("RAW", _of(lambda record: size_text(record.bytes_raw)), right=True, keep=5)
     yield Column("STORED", _of(lambda record: size_text(record.bytes_stored)), right=True, keep=6)
@@ -408,7 +402,8 @@ def _base_cell(lenders: Mapping[str, LendingSave], record: CommitRecord) -> str 
     return str(base.step) if state == "ok" else Cell(f"{state} {base.step}", "yellow")
 
 
-def _created_s(record: CommitRecord) -> float:
+def created_s(record: CommitRecord) -> float:
+    """Return the time of a commit, in seconds since 1970."""
     return datetime.fromisoformat(record.created).timestamp()
 
 

@@ -1,4 +1,7 @@
-"""The `penstock plugins` and `penstock schema` commands."""
+"""The `penstock plugins` and `penstock schema` commands.
+
+Tested in `tests/core/cli/test_schema.py`.
+"""
 
 from __future__ import annotations
 

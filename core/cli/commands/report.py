@@ -10,7 +10,7 @@ import json
 import os
 import time
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from html import escape
 from itertools import count, pairwise
@@ -23,8 +23,9 @@ from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.notes import NotesOfRun
 from penstock.core.catalog.survey import places_of, read_intent
 from penstock.core.cli.app import Json, Step, Url, command
-from penstock.core.cli.commands.ls import Listed, list_run, list_tiers
+from penstock.core.cli.commands.ls import Listed, created_s, list_run, list_tiers
 from penstock.core.cli.commands.show import Shown, describe
+from penstock.core.cli.output.figures import Sum, grown, total
 from penstock.core.cli.output.render import (
     metadata_text,
     print_json,
@@ -33,24 +34,22 @@ from penstock.core.cli.output.render import (
     visible,
 )
 from penstock.core.cli.output.runs_on_disk import tiers_quiet
-from penstock.core.cli.output.sums import Sum, grown
 from penstock.core.errors import BlobNotFoundError, ConfigError, DamagedError, StorageError
 from penstock.core.restore.checkpoint import Checkpoint
 from penstock.core.storage.open import open_backend
 from penstock.core.types import show_segment
-from penstock.core.units import counted, size_text
+from penstock.core.units import SECONDS, counted, size_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from penstock.core.abc import Backend
-    from penstock.core.cli.output.sums import Branch
+    from penstock.core.cli.output.figures import Branch
     from penstock.core.format.records import CommitRecord
 
 Chart = dict[str, Any]
 
 _GREY, _BLUE, _OCHRE, _RED = "#9aa5b1", "#1f6f8b", "#d19a3c", "#b5412f"
-_TIMES = (("h", 3600), ("min", 60), ("s", 1))
 _SIZES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _TICKS = 8
 _LEAST_PART = 1 / 1000  # of the whole: smaller boxes are no more than a line, and may be millions
@@ -106,7 +105,6 @@ def report(
     events: Annotated[
         list[str] | None,
         typer.Option(
-            "--events",
             metavar="FILE",
             help="Events of saves, from a JsonLinesSink: times, blocked ones too; repeatable.",
         ),
@@ -388,11 +386,6 @@ def read_events(files: Sequence[str]) -> tuple[dict[str, SaveTimes], int]:
     return times, unread
 
 
-def created_s(record: CommitRecord) -> float:
-    """Return the time of a commit, in seconds since 1970."""
-    return datetime.fromisoformat(record.created).timestamp()
-
-
 def _commit_seconds(places: Sequence[Backend], listed: Sequence[Listed]) -> dict[str, float]:
     found: dict[str, float] = {}
     for record in (one.record for one in listed if one.record is not None):
@@ -553,7 +546,8 @@ def _waits(one: Listed, tier: str) -> bool:
 
 def unit_of(seconds: float) -> tuple[str, int]:
     """Return the unit, and its seconds, in which a duration is shown."""
-    return next(((unit, length) for unit, length in _TIMES if seconds >= length), _TIMES[-1])
+    unit = next((unit for unit in ("h", "min") if seconds >= SECONDS[unit]), "s")
+    return unit, SECONDS[unit]
 
 
 def _bars(name: str, x: Sequence[str], y: Sequence[float], color: str) -> Chart:
@@ -613,12 +607,5 @@ def _inside(tree: Branch[Shown], outer: Box, least: float, numbers: Iterator[str
 
 
 def _box(number: str, parent: str, name: str, objects: Sequence[Shown]) -> Box:
-    return Box(
-        group=name,
-        objects=len(objects),
-        bytes_raw=sum(one.nbytes for one in objects),
-        bytes_stored=sum(one.bytes_stored for one in objects),
-        bytes_borrowed=sum(one.bytes_borrowed for one in objects),
-        id=number,
-        parent=parent,
-    )
+    whole = total(name, [one.as_sum() for one in objects])
+    return Box(**asdict(whole), id=number, parent=parent)

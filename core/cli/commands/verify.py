@@ -12,7 +12,7 @@ import typer
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.prune import GRACE_S
 from penstock.core.cli.app import Json, Step, Url, command
-from penstock.core.cli.output.render import print_json, print_line
+from penstock.core.cli.output.render import print_json, print_line, steps_text
 from penstock.core.concurrency.workers import Workers, default_workers
 from penstock.core.errors import CheckpointNotFoundError, DamagedError
 from penstock.core.format.records import blob_uid
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from penstock.core.abc import Backend
     from penstock.core.reporting.reports import LendingSave, Progress, Repair
+    from penstock.core.tiers.repairs import TierRepairs
 
 _BLOB = re.compile(r"data/[0-9a-f]{32}/blobs/[A-Za-z0-9._-]*[A-Za-z0-9]")
 _TIER = re.compile(r"in tier [^ ]+: ")
@@ -77,11 +78,15 @@ def verify(
     light = not (deep or repair)
     with closing(open_backend(url, must_exist=True, light=light)) as backend:
         with closing(Workers(default_workers())) as workers:
-            look = _Look(backend, workers, deep=deep, repair=repair)
+            loader, repairs = Loader(backend, workers), None
+            if repair:
+                stuck_s = workers.timing.stuck_s
+                drains = Drains(backend.tiers, workers=workers, grace_s=GRACE_S, stuck_s=stuck_s)
+                repairs = drains.repairs
             for number in _steps(backend, step, every=every):
                 bar = ProgressBar(f"step {number}", every_s=None, transient=True)
                 try:
-                    report = look.at(number, bar)
+                    report = _verified(backend, number, loader, repairs, deep=deep, on_progress=bar)
                 except CheckpointNotFoundError:
                     if not every:
                         raise
@@ -97,7 +102,8 @@ def verify(
             bad = sum(not report.ok for report in reports)
             part = sum(report.ok and bool(report.not_decoded) for report in reports)
             for link, steps in _links(reports).items():
-                print_line(f"{link} is damaged: {_named(steps)} {_need(steps)} it", style="red")
+                need = "need" if steps[1:] else "needs"
+                print_line(f"{link} is damaged: {steps_text(steps)} {need} it", style="red")
             more = f", {part} not decoded" if part else ""
             print_line(f"{counted(len(reports), 'checkpoint')} verified, {bad} damaged{more}")
     return ok
@@ -115,32 +121,25 @@ def _steps(backend: Backend, step: int | None, *, every: bool) -> Sequence[int]:
     return steps[-1:]
 
 
-class _Look:
-    """Verifies steps of one run."""
-
-    def __init__(self, backend: Backend, workers: Workers, *, deep: bool, repair: bool) -> None:
-        self._backend = backend
-        self._loader = Loader(backend, workers)
-        self._deep = deep
-        self._repairs = None
-        if repair:
-            stuck_s = workers.timing.stuck_s
-            drains = Drains(backend.tiers, workers=workers, grace_s=GRACE_S, stuck_s=stuck_s)
-            self._repairs = drains.repairs
-
-    def at(self, step: int, on_progress: Callable[[Progress], None]) -> VerifyReport:
-        """Verify one step, and repair it if `--repair` is given."""
-        try:
-            checkpoint = Checkpoint.open(self._backend, step, loader=self._loader)
-        except DamagedError as error:
-            # A manifest that cannot be read is a finding, not an error: `--all` goes on behind it.
-            damaged = tuple(Damage(name, str(error)) for name in error.damaged or (f"step {step}",))
-            return VerifyReport(step, False, damaged, 0, 0, 0, self._deep, 0.0)
-        if self._repairs is None:
-            return checkpoint.verify(deep=self._deep, on_progress=on_progress)
-        return verify_and_repair(
-            checkpoint, self._repairs, deep=self._deep, on_progress=on_progress
-        )
+def _verified(
+    backend: Backend,
+    step: int,
+    loader: Loader,
+    repairs: TierRepairs | None,
+    *,
+    deep: bool,
+    on_progress: Callable[[Progress], None],
+) -> VerifyReport:
+    """Verify one step, and repair it if `--repair` is given."""
+    try:
+        checkpoint = Checkpoint.open(backend, step, loader=loader)
+    except DamagedError as error:
+        # A manifest that cannot be read is a finding, not an error: `--all` goes on to the next.
+        damaged = tuple(Damage(name, str(error)) for name in error.damaged or (f"step {step}",))
+        return VerifyReport(step, False, damaged, 0, 0, 0, deep, 0.0)
+    if repairs is None:
+        return checkpoint.verify(deep=deep, on_progress=on_progress)
+    return verify_and_repair(checkpoint, repairs, deep=deep, on_progress=on_progress)
 
 
 def _links(reports: Sequence[VerifyReport]) -> dict[LendingSave, list[int]]:
@@ -156,14 +155,6 @@ def _damaged_uids(reports: Sequence[VerifyReport]) -> set[str]:
     """Return the uids of the saves whose blobs are damaged."""
     damaged = (damage for report in reports for damage in report.damaged)
     return {uid for damage in damaged if (uid := blob_uid(damage.blob)) is not None}
-
-
-def _named(steps: Sequence[int]) -> str:
-    return f"step{'s' if steps[1:] else ''} {listed([*map(str, steps)])}"
-
-
-def _need(steps: Sequence[int]) -> str:
-    return "need" if steps[1:] else "needs"
 
 
 def _print(report: VerifyReport, url: str, told: Collection[str]) -> None:

@@ -1,9 +1,12 @@
-"""Figures of objects: sums over groups of them, a tree of them, statistics of their values."""
+"""Figures of objects: sums over groups of them, a tree of them, statistics of their values.
+
+Tested in `tests/core/cli/test_show.py`.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from penstock.core.cli.output.render import Column, print_table, ratio_text
@@ -38,21 +41,24 @@ class Sum:
     bytes_borrowed: int
 
 
-def sums_of(sums: Iterable[Sum]) -> list[Sum]:
+def total(group: str, parts: Sequence[Sum]) -> Sum:
+    """Add up sums, for a group of all of them."""
+    return Sum(
+        group,
+        sum(one.objects for one in parts),
+        sum(one.bytes_raw for one in parts),
+        sum(one.bytes_stored for one in parts),
+        sum(one.bytes_borrowed for one in parts),
+    )
+
+
+def totals(sums: Iterable[Sum]) -> list[Sum]:
     """Add up the sums of each group; return one for each, the group of most bytes first."""
-    found: dict[str, Sum] = {}
+    groups: dict[str, list[Sum]] = {}
     for one in sums:
-        before = found.get(one.group)
-        if before is not None:
-            one = replace(  # noqa: PLW2901
-                before,
-                objects=before.objects + one.objects,
-                bytes_raw=before.bytes_raw + one.bytes_raw,
-                bytes_stored=before.bytes_stored + one.bytes_stored,
-                bytes_borrowed=before.bytes_borrowed + one.bytes_borrowed,
-            )
-        found[one.group] = one
-    return sorted(found.values(), key=lambda one: -one.bytes_raw)
+        groups.setdefault(one.group, []).append(one)
+    found = [total(group, parts) for group, parts in groups.items()]
+    return sorted(found, key=lambda one: -one.bytes_raw)
 
 
 def print_sums(title: str, sums: Sequence[Sum]) -> None:

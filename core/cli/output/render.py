@@ -1,4 +1,7 @@
-"""Tables and texts for users, JSON for programs. Knows nothing of checkpoints."""
+"""Tables and texts for users, JSON for programs. Knows nothing of checkpoints.
+
+Tested in `tests/core/cli/test_cli.py`.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,9 @@ import unicodedata
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from penstock.core.suggest import listed
+from penstock.core.units import SECONDS
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -20,7 +26,6 @@ T = TypeVar("T")
 _FLEXIBLE_MIN_WIDTH = 12
 _GAP = "  "  # between columns
 _LINES = re.compile(r"\n(?=  )")  # a line break with an indented line behind it
-_PERIODS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +118,8 @@ def print_table(columns: Sequence[Column[T]], items: Iterable[T]) -> None:
     wanted = {n: max(_cells(row[n].text) for row in rows) for n in range(len(columns))}
     if not sys.stdout.isatty():
         for row in rows:
-            line = (_fitted(row[n], columns[n], width).text for n, width in wanted.items())
-            sys.stdout.write(_GAP.join(line).rstrip() + "\n")
+            texts = (_fitted(row[n], columns[n], width).text for n, width in wanted.items())
+            sys.stdout.write(_GAP.join(texts).rstrip() + "\n")
         return
     from rich.text import Text  # noqa: PLC0415 - see `_console`
 
@@ -196,9 +201,9 @@ def ratio_text(raw: int, stored: int) -> str:
 
 def age_text(seconds: float) -> str:
     """Format `3700` as `1 h`; a negative age, by clocks that differ, as `now`."""
-    for unit, length in _PERIODS:
-        if seconds >= length:
-            return f"{int(seconds // length)} {unit}"
+    for unit in ("d", "h", "min", "s"):
+        if seconds >= SECONDS[unit]:
+            return f"{int(seconds // SECONDS[unit])} {unit}"
     return "now"
 
 
@@ -213,6 +218,11 @@ def value_text(value: Any) -> str:
         return value
     short = float(f"{value:.6g}") if isinstance(value, float) else value
     return json.dumps(short, ensure_ascii=False)
+
+
+def steps_text(steps: Sequence[int]) -> str:
+    """Format steps as `step 1` or `steps 1, 2`, the first ones of many."""
+    return f"step{'s' if steps[1:] else ''} {listed([*map(str, steps)])}"
 
 
 def state_cell(state: str) -> Cell:
