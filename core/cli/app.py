@@ -174,9 +174,14 @@ def backend_of(url: str) -> str:
     return cast("str", config.backend)
 
 
-_URL_HELP = "Root of the run: a path, a URL such as posix://, or a configuration file."
-Url = Annotated[str, typer.Argument(metavar="URL", help=_URL_HELP, callback=backend_of)]
-AsGiven = Annotated[str, typer.Argument(metavar="URL", help=_URL_HELP)]
+def root(metavar: str, of: str, **more: Any) -> Any:
+    """Return an argument that names the root of a run."""
+    text = f"Root of {of}: a path, a URL such as posix://, or a configuration file."
+    return typer.Argument(metavar=metavar, help=text, **more)
+
+
+Url = Annotated[str, root("URL", "the run", callback=backend_of)]
+AsGiven = Annotated[str, root("URL", "the run")]
 """As `Url`, for a command that needs the configuration file itself: it calls `backend_of`."""
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
@@ -227,16 +232,13 @@ def step_or_latest(text: str) -> int | None:
     raise typer.BadParameter(msg)
 
 
-Step = Annotated[
-    int | None,
-    typer.Option(
-        "--step",
-        metavar="STEP",
-        parser=step_or_latest,
-        help="Which checkpoint.",
-        show_default="latest",
-    ),
-]
+def which_step(of: str = "", default: str = "latest") -> Any:
+    """Return an option that names a checkpoint by its step."""
+    text = f"Which checkpoint{of}."
+    return typer.Option(metavar="STEP", parser=step_or_latest, help=text, show_default=default)
+
+
+Step = Annotated[int | None, which_step()]
 Include = Annotated[
     list[str] | None,
     typer.Option(

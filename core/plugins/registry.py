@@ -120,7 +120,7 @@ class Registry:
         Raises:
             PluginError: The class breaks its contract, or the name is taken.
         """
-        bases = cls.__mro__ if isinstance(cls, type) else ()
+        bases = getattr(cls, "__mro__", ())
         kinds: list[PluginKind] = [kind for kind, base in _CONTRACTS.items() if base in bases]
         if not kinds:
             names = ", ".join(contract.__name__ for contract in _CONTRACTS.values())

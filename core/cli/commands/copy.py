@@ -12,7 +12,7 @@ import typer
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.prune import GRACE_S
 from penstock.core.catalog.survey import is_whole
-from penstock.core.cli.app import Exclude, Include, Json, backend_of, command, size_of
+from penstock.core.cli.app import Exclude, Include, Json, backend_of, command, root, size_of
 from penstock.core.cli.output.render import print_json, print_line, warn
 from penstock.core.cli.output.runs_on_disk import same_place
 from penstock.core.concurrency.workers import Workers, default_workers
@@ -125,22 +125,8 @@ def _check_codec(name: str) -> None:
 
 @command("copy")
 def copy(  # noqa: PLR0913 - its options
-    from_url: Annotated[
-        str,
-        typer.Argument(
-            metavar="FROM",
-            help="Root of the run to copy from: a path, a URL, or a configuration file.",
-            callback=backend_of,
-        ),
-    ],
-    to_url: Annotated[
-        str,
-        typer.Argument(
-            metavar="TO",
-            help="Root of the run to copy to, likewise; made if needed.",
-            callback=backend_of,
-        ),
-    ],
+    from_url: Annotated[str, root("FROM", "the run to copy from", callback=backend_of)],
+    to_url: Annotated[str, root("TO", "the run to copy to, made if needed", callback=backend_of)],
     *,
     step: Annotated[
         str, typer.Option(metavar="STEP", help="A step, `latest`, or `all`.")

@@ -17,7 +17,8 @@ from penstock.core.cli.app import (
     backend_of,
     command,
     errors,
-    step_or_latest,
+    root,
+    which_step,
 )
 from penstock.core.cli.output.render import Column, number_text, print_json, print_line, print_table
 from penstock.core.concurrency.workers import Workers, default_workers
@@ -53,33 +54,13 @@ _WORDS = {"only_a": "only in A", "only_b": "only in B"}
 
 @command("diff")
 def diff(
-    url_a: Annotated[
-        str,
-        typer.Argument(metavar="A", help="Root of a run: a path, a URL, or a configuration file."),
-    ],
-    url_b: Annotated[
-        str | None,
-        typer.Argument(metavar="B", help="Root of another run.", show_default="the same run"),
-    ] = None,
+    url_a: Annotated[str, root("A", "a run")],
+    url_b: Annotated[str | None, root("B", "another run", show_default="the same run")] = None,
     *,
     step_a: Annotated[
-        int | None,
-        typer.Option(
-            metavar="STEP",
-            parser=step_or_latest,
-            help="Which checkpoint of A.",
-            show_default="latest; of one run, the one before B's",
-        ),
+        int | None, which_step(" of A", "latest; of one run, the one before B's")
     ] = None,
-    step_b: Annotated[
-        int | None,
-        typer.Option(
-            metavar="STEP",
-            parser=step_or_latest,
-            help="Which checkpoint of B.",
-            show_default="latest",
-        ),
-    ] = None,
+    step_b: Annotated[int | None, which_step(" of B")] = None,
     include: Include = None,
     exclude: Exclude = None,
     norms: Annotated[

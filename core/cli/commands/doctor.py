@@ -348,10 +348,9 @@ def _space(folder: Path) -> Check:
 
 def _inodes(folder: Path) -> Check:
     disk = os.statvfs(folder)
+    values = {"free": disk.f_favail if disk.f_files else None, "total": disk.f_files or None}
     if not disk.f_files:  # btrfs, for instance, creates inodes as they are needed
-        values = {"free": None, "total": None}
         return Check("inodes", "ok", "as many as there is space", values=values)
-    values = {"free": disk.f_favail, "total": disk.f_files}
     found = f"{disk.f_favail:,} of {disk.f_files:,} are free"
     if disk.f_favail < _FEW_INODES:
         status: Status = "warn" if disk.f_favail else "fail"

@@ -10,7 +10,7 @@ import typer
 
 from penstock import export_checkpoint, import_checkpoint
 from penstock.core.catalog.catalog import Catalog
-from penstock.core.cli.app import Exclude, Include, Json, Step, Url, command, size_of
+from penstock.core.cli.app import Exclude, Include, Json, Step, Url, command, root, size_of
 from penstock.core.cli.output.render import print_json, print_line
 from penstock.core.reporting.progress import ProgressBar
 from penstock.core.restore.checkpoint import Checkpoint
@@ -130,13 +130,7 @@ def import_(  # noqa: PLR0913 - its options
     source: Annotated[
         str, typer.Argument(metavar="FROM", help="The file or folder to import; is not changed.")
     ],
-    run: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN",
-            help="Root of the run to save to: a path, a URL, or a configuration file.",
-        ),
-    ],
+    run: Annotated[str, root("RUN", "the run to save to")],
     *,
     step: Annotated[int, typer.Option(metavar="STEP", min=0, help="The step to save as.")] = 0,
     format: Annotated[  # noqa: A002 - the option's name

@@ -130,7 +130,8 @@ def ls(
             for one in listed[-last if last else 0 :]
         ]
         waiting = _unrecorded(answering if tiered else [backend], listed)
-        kept = kept_for_borrowers(backend, [one.record for one in listed if one.record is not None])
+        records = [one.record for one in listed if one.record is not None]
+        kept = kept_for_borrowers(backend, records)
         check_metrics(wanted, [one.notes.metadata for one in shown if one.notes])
         if as_json:
             found: dict[str, Any] = {"url": backend.url}
@@ -150,7 +151,7 @@ def ls(
             _print_unrecorded(waiting)
             _print_runs_near(named_root(backend))
             return
-    lenders = _lenders(listed)
+    lenders = find_lenders(records, {r.base.uid for r in records if r.base is not None})
     print_table([*_columns(shown, lenders, wanted, tiered=tiered)], shown)
     for one in shown:
         if one.error:
@@ -211,11 +212,6 @@ def free_by_compacting(url: str) -> str:
     )
 
 
-def _lenders(listed: Sequence[Listed]) -> Mapping[str, LendingSave]:
-    records = [one.record for one in listed if one.record is not None]
-    return find_lenders(records, {r.base.uid for r in records if r.base is not None})
-
-
 def _columns(
     listed: Sequence[Listed],
     lenders: Mapping[str, LendingSave],
@@ -228,23 +224,16 @@ def _columns(
     noted = [one.notes for one in listed if one.notes]
     metrics = wanted or usual_metrics([notes.metadata for notes in noted])
     yield Column("STEP", lambda one: str(one.step), right=True)
-    yield Column("GEN", _of(lambda record: str(record.generation)), right=True, keep=1)
+    yield _of_record("GEN", 1, lambda record: str(record.generation))
     if lenders:
-        yield Column("BASE", _of(partial(_base_cell, lenders)), right=True, keep=8)
-    yield Column("AGE", _of(lambda record: age_text(now_s - created_s(record))), right=True, keep=7)
-    yield Column("OBJECTS", _of(lambda record: str(record.objects)), right=True, keep=4)
-    yield Column("RAW", _of(lambda record: size_text(record.bytes_raw)), right=True, keep=5)
-    yield Column("STORED", _of(lambda record: size_text(record.bytes_stored)), right=True, keep=6)
+        yield _of_record("BASE", 8, partial(_base_cell, lenders))
+    yield _of_record("AGE", 7, lambda record: age_text(now_s - created_s(record)))
+    yield _of_record("OBJECTS", 4, lambda record: str(record.objects))
+    yield _of_record("RAW", 5, lambda record: size_text(record.bytes_raw))
+    yield _of_record("STORED", 6, lambda record: size_text(record.bytes_stored))
     if lenders:  # all blobs that a checkpoint needs, its own and borrowed ones
-        yield Column(
-            "NEEDS", _of(lambda record: size_text(record.bytes_needed)), right=True, keep=3
-        )
-    yield Column(
-        "RATIO",
-        _of(lambda record: ratio_text(record.bytes_raw, record.bytes_stored)),
-        right=True,
-        keep=2,
-    )
+        yield _of_record("NEEDS", 3, lambda record: size_text(record.bytes_needed))
+    yield _of_record("RATIO", 2, lambda record: ratio_text(record.bytes_raw, record.bytes_stored))
     yield Column("STATE", lambda one: state_cell("damaged" if one.record is None else "ok"))
     if tiered:
         yield Column("TIERS", _tiers_text, keep=6)
@@ -258,9 +247,9 @@ def _columns(
         yield Column("METADATA", partial(_rest_text, metrics), keep=3, flexible=True)
 
 
-def _of(text: Callable[[CommitRecord], str | Cell]) -> Callable[[Listed], str | Cell]:
-    """Return the cell of a commit record; `-` where that is unreadable."""
-    return lambda one: "-" if one.record is None else text(one.record)
+def _of_record(title: str, keep: int, text: Callable[[CommitRecord], str | Cell]) -> Column[Listed]:
+    """Return a column on commit records; its cell is `-` where the record is unreadable."""
+    return Column(title, lambda one: text(one.record) if one.record else "-", right=True, keep=keep)
 
 
 def _unrecorded(backends: Sequence[Backend], listed: Sequence[Listed]) -> dict[str, int]:
@@ -408,7 +397,8 @@ def created_s(record: CommitRecord) -> float:
 
 
 def _metric_text(name: str, one: Listed) -> str:
-    return "-" if one.notes is None else metric_text(one.notes.metadata, name)
+    value = None if one.notes is None else metric_of(one.notes.metadata, name)
+    return "-" if value is None else value_text(value)
 
 
 def _rest_text(metrics: Sequence[str], one: Listed) -> str:
@@ -458,9 +448,3 @@ def metric_of(metadata: Metadata, name: str) -> Any:
     outer, dot, inner = name.partition(".")
     below = metadata.get(outer)
     return metric_of(below, inner) if dot and isinstance(below, dict) else None
-
-
-def metric_text(metadata: Metadata, name: str) -> str:
-    """Return the cell of a metric; `-` where there is none."""
-    value = metric_of(metadata, name)
-    return "-" if value is None else value_text(value)

@@ -356,10 +356,10 @@ def _columns(shown: Sequence[Shown], *, stats: bool) -> Iterator[Column[_TableLi
             spare=True,
         )
     for name, keep in _STATS.items() if stats else ():
-        yield Column(name.upper(), partial(_stat_text, name), right=True, keep=keep)
+        yield Column(name.upper(), partial(_figure_text, name), right=True, keep=keep)
     if any(one.record.errors is not None for one in shown):
         for name, (title, keep) in _ERRORS.items():
-            yield Column(title, partial(_error_text, name), right=True, keep=keep)
+            yield Column(title, partial(_figure_text, name), right=True, keep=keep)
 
 
 def _type_text(line: _TableLine) -> str:
@@ -384,14 +384,11 @@ def _codecs_of(line: _TableLine) -> str:
     return ", ".join([*names[:_CODECS_OF_A_CONTAINER], *([f"+{more}"] if more > 0 else [])])
 
 
-def _stat_text(name: str, line: _TableLine) -> str:
-    stats = None if line.leaf is None else line.leaf.stats
-    return "" if stats is None else number_text(getattr(stats, name))
-
-
-def _error_text(name: str, line: _TableLine) -> str:
-    errors = None if line.leaf is None else line.leaf.record.errors
-    return "" if errors is None else number_text(getattr(errors, name))
+def _figure_text(name: str, line: _TableLine) -> str:
+    """Return a figure of the statistics, or of the errors of rounding, of an object."""
+    figures = () if line.leaf is None else (line.leaf.stats, line.leaf.record.errors)
+    found = (getattr(figure, name) for figure in figures if hasattr(figure, name))
+    return next(map(number_text, found), "")
 
 
 def _print_sum(record: CommitRecord, shown: list[Shown]) -> None:
