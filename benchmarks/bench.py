@@ -150,13 +150,12 @@ def table(runs: Runs, base: str) -> str:
         cells = []
         for column, value in values.items():
             cell = f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
-            their = middle[compared][column] if compared else math.nan
+            their = middle[compared][column] if compared else 0.0
             if their and value and column.endswith(", s") and name != compared:
                 cell += f" ({their / value:.2f}x)"
             cells.append(cell)
-        lines.append(
-            f"| {name} | {' | '.join(cells)} |".replace("nan (nanx)", "").replace("nan", "")
-        )
+        line = f"| {name} | {' | '.join(cells)} |"
+        lines.append(line.replace("nan (nanx)", "").replace("nan", ""))
     return "\n".join(lines)
 
 
@@ -190,7 +189,7 @@ def timed(found: dict[str, float], name: str, *more: str) -> Iterator[None]:
 
     MB is how far the memory of the process rose above what it was.
     """
-    before, cpu = memory_mb("VmRSS"), time.process_time()
+    before_kb, cpu = proc_field("status", "VmRSS"), time.process_time()
     Path("/proc/self/clear_refs").write_text("5")
     began = time.perf_counter()
     yield
@@ -198,13 +197,13 @@ def timed(found: dict[str, float], name: str, *more: str) -> Iterator[None]:
     if "CPU" in more:
         found[f"{name}, CPU s"] = time.process_time() - cpu
     if "MB" in more:
-        found[f"{name}, MB"] = max(0.0, memory_mb("VmHWM") - before)
+        found[f"{name}, MB"] = max(0, proc_field("status", "VmHWM") - before_kb) / 1e3
 
 
-def memory_mb(field: str) -> float:
-    """A field of /proc/self/status in MB."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:")) / 1e3
+def proc_field(file: str, field: str) -> int:
+    """A field of a file in /proc/self."""
+    lines = Path("/proc/self", file).read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
 
 
 def settle(pause_s: float = 1.0) -> None:
@@ -232,11 +231,6 @@ def sync_tree(root: Path) -> None:
         fd = os.open(path, os.O_RDONLY)
         os.fsync(fd)
         os.close(fd)
-
-
-def remove(folder: Path) -> None:
-    """Delete a folder and all below, if it is there."""
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 # -- states ------------------------------------------------------------------------------------
@@ -291,13 +285,19 @@ def gpt_state(size_gb: float) -> State:
     model = nn.Module()
     for name, shape in shapes.items():
         model.register_parameter(name, nn.Parameter(torch.empty(shape)))
+    optimizer = adamw(model)
+    state = State(model, optimizer, tensors_of(model, optimizer))
+    fill(state.tensors)
+    return state
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    """An optimizer with the moments of each parameter, which are not filled."""
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
         moments = {key: torch.empty_like(parameter.data) for key in ("exp_avg", "exp_avg_sq")}
         optimizer.state[parameter] = {"step": torch.tensor(1000.0), **moments}
-    state = State(model, optimizer, tensors_of(model, optimizer))
-    fill(state.tensors)
-    return state
+    return optimizer
 
 
 def fill(tensors: dict[str, torch.Tensor], seed: int = 0) -> None:

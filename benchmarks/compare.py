@@ -66,7 +66,7 @@ class System(ABC):
 
     def forget(self, number):
         """Delete background save `number`."""
-        bench.remove(self.folder / str(number))
+        shutil.rmtree(self.folder / str(number), ignore_errors=True)
 
     def close(self):  # noqa: B027 - most keep nothing
         """Release what is kept from save to save."""
@@ -291,10 +291,8 @@ def loop(make, folder, options):
         return time.perf_counter() - began
 
     step()
-    state, contender = (
-        bench.State(model, optimizer, bench.tensors_of(model, optimizer)),
-        make(folder / "data"),
-    )
+    state = bench.State(model, optimizer, bench.tensors_of(model, optimizer))
+    contender = make(folder / "data")
     quiet, calls, fences, busy, windows = [], [], [], [], []
     for number in range(options.windows + 1):
         bench.settle(0.3)

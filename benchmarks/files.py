@@ -11,7 +11,7 @@ import subprocess
 from functools import partial
 
 import torch
-from bench import drop_cache, fill, run, sync_tree, timed
+from bench import check, digests, drop_cache, fill, run, sync_tree, timed
 
 import penstock
 
@@ -36,9 +36,7 @@ def there_and_back(to, folder, options):
     with timed(found, "import", "CPU", "MB"):
         penstock.import_checkpoint(out, folder / "new", format=to)
     with penstock.Checkpointer(folder / "new") as ckpt:
-        back = ckpt.load()["model"]
-    if not all(torch.equal(back[name], tensor) for name, tensor in state["model"].items()):
-        raise SystemExit(f"{to} did not come back as it was")
+        check(digests(ckpt.load()["model"]) == digests(state["model"]), to)
     for way in ("export", "import"):
         found[f"{way}, of the speed of the copy"] = found["copy, s"] / found[f"{way}, s"]
     return found

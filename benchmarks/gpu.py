@@ -71,8 +71,7 @@ class DcpKept:
         self.folder, self.stager = folder / "dcp", BlockingAsyncStager(cache_staged_state_dict=True)
 
     def begin(self, state):
-        how = {"checkpoint_id": self.folder, "async_stager": self.stager}
-        return dcp.async_save(state.tensors, **how)
+        return dcp.async_save(state.tensors, checkpoint_id=self.folder, async_stager=self.stager)
 
     def restore(self, state):
         dcp.load(state.tensors, checkpoint_id=self.folder)

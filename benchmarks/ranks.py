@@ -16,10 +16,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 
 import bench
 import torch
@@ -60,27 +58,15 @@ def quiet(folder=None):
 
 
 @contextmanager
-def slowest(found, name):
-    """Time a block that all ranks run."""
-    began = time.perf_counter()
-    yield
-    most(found, f"{name}, s", time.perf_counter() - began)
-
-
-@contextmanager
-def memory(found):
-    """How far the memory of a rank rose in a block, at most."""
-    before = bench.memory_mb("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")
-    yield
-    most(found, "extra MB of a rank", max(0.0, bench.memory_mb("VmHWM") - before))
-
-
-def most(found, name, value):
-    """Keep the highest value of all ranks."""
-    highest = torch.tensor(value, dtype=torch.float64)
-    dist.all_reduce(highest, dist.ReduceOp.MAX)
-    found[name] = float(highest)
+def slowest(found, name, *more):
+    """Measure a block as `bench.timed` does; the highest value of all ranks counts."""
+    own = {}
+    with bench.timed(own, name, *more):
+        yield
+    for figure, value in own.items():
+        highest = torch.tensor(value, dtype=torch.float64)
+        dist.all_reduce(highest, dist.ReduceOp.MAX)
+        found[figure] = float(highest)
 
 
 # -- a sharded training state ------------------------------------------------------------------
@@ -135,13 +121,9 @@ def fsdp_state(gb):
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters())
-    for parameter in model.parameters():
-        moments = {key: torch.empty_like(parameter.data) for key in ("exp_avg", "exp_avg_sq")}
-        optimizer.state[parameter] = {"step": torch.tensor(100.0), **moments}
-    tensors = {
-        n: t for n, t in bench.tensors_of(model, optimizer).items() if not n.endswith("step")
-    }
+    optimizer = bench.adamw(model)
+    found = bench.tensors_of(model, optimizer)
+    tensors = {name: tensor for name, tensor in found.items() if not name.endswith("step")}
     bench.fill(tensors, dist.get_rank())
     return bench.State(model, optimizer, tensors)
 
@@ -167,7 +149,7 @@ def sharded(make, folder, options):
             wait()
     state.wipe()
     quiet(folder)
-    with memory(found), slowest(found, "restore"):
+    with slowest(found, "restore", "MB"):
         contender.restore(state, 3)
     bench.check(bench.digests(state.tensors) == expected, make)
     contender.close()
@@ -225,7 +207,7 @@ def restored(restore, placement, folder, options):
     for _ in range(2):
         state, found = matrices(placement, options, filled=False), {}
         quiet(folder)
-        with memory(found), slowest(found, "restore"):
+        with slowest(found, "restore", "MB"):
             read = torch.tensor(restore(state, folder), dtype=torch.float64)
         for number, tensor in enumerate(state.values()):
             expected = expected_part(number, placement, options.side)
@@ -242,15 +224,10 @@ def ours(state, folder, **how):
 
 def theirs(state, folder):
     """Restore with DCP; returns the bytes that this process read by system calls."""
-    before = read_so_far()
+    before = bench.proc_field("io", "rchar")
     dcp.load(state, storage_reader=dcp.FileSystemReader(folder / "theirs"))
     metadata = (folder / "theirs" / ".metadata").stat().st_size
-    return max(0, read_so_far() - before - metadata)
-
-
-def read_so_far():
-    lines = Path("/proc/self/io").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("rchar")).split()[1])
+    return max(0, bench.proc_field("io", "rchar") - before - metadata)
 
 
 WAYS = {

@@ -129,30 +129,17 @@ def at_the_rate(options, found):
 # -- the contenders -----------------------------------------------------------------------------
 
 
-def backend_of(options, **more):
-    make_bucket(options)
-    return {
+def penstock_system(options):
+    import penstock
+
+    backend = {
         "type": "fsspec",
         "url": f"s3://{BUCKET}/run",
         "options": {"endpoint_url": options.url},
         "parallel": options.parallel,
         "part_bytes": PART,
-        **more,
     }
-
-
-def make_bucket(options):
-    import botocore.session
-
-    api = botocore.session.Session().create_client("s3", endpoint_url=options.url)
-    api.create_bucket(Bucket=BUCKET)
-    api.close()
-
-
-def penstock_system(options):
-    import penstock
-
-    saver, restorer = (penstock.Checkpointer(backend_of(options)) for _ in range(2))
+    saver, restorer = (penstock.Checkpointer(backend) for _ in range(2))
 
     def save(state, step):
         saver.save({"model": state}, step, mode="blocking").result()
@@ -168,8 +155,12 @@ def dcp_system(options, *, tuned=False):
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
-    make_bucket(options)
-    store = s3fs_options(options)
+    config = {
+        "request_checksum_calculation": "when_required",
+        "response_checksum_validation": "when_required",
+        "s3": {"payload_signing_enabled": False},
+    }
+    store = {"endpoint_url": options.url, "config_kwargs": config}
     writing = {"thread_count": options.parallel, "sync_files": False} if tuned else {}
     reading = {"default_cache_type": "background"} if tuned else {}
 
@@ -188,7 +179,6 @@ def obstore_client(options):
     import obstore
     from obstore.store import S3Store
 
-    make_bucket(options)
     store = S3Store(
         BUCKET,
         endpoint=options.url,
@@ -211,15 +201,6 @@ def obstore_client(options):
             list(pool.map(piece, range(0, data.nbytes, PART)))
 
     return write, read
-
-
-def s3fs_options(options):
-    config = {
-        "request_checksum_calculation": "when_required",
-        "response_checksum_validation": "when_required",
-        "s3": {"payload_signing_enabled": False},
-    }
-    return {"endpoint_url": options.url, "config_kwargs": config}
 
 
 GROUPS = {

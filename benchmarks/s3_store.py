@@ -4,7 +4,7 @@
 
 Prints its port, and serves until it is killed. It knows what the clients of `s3.py` ask for, and
 takes little of the CPU that they want: it checks neither signatures nor checksums, and its ETags
-count instead of hashing.
+count instead of hashing. Every bucket that is named is there.
 
 `--latency-ms` is slept before each answer. `--mb-per-s` (MB are 10^6 bytes) bounds what comes in
 over all connections together, and what goes out. `GET /-/counts` tells requests and bytes of bodies
@@ -231,10 +231,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     # -- buckets --------------------------------------------------------------------------------
 
-    def put_bucket(self, _):
+    def head_bucket(self, _):
         self.answer()
-
-    head_bucket = put_bucket
 
     def post_bucket(self, body):
         for key in texts(body, "Key"):

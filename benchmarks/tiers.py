@@ -12,17 +12,18 @@ before, and all of the process that copies. The durable place should be another 
 
 from __future__ import annotations
 
+import shutil
 import statistics
 import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
 import torch
-from bench import remove, run, settle
+from bench import run, settle, timed
 
 import penstock
 from penstock.core.abc.plugin import parse_size
@@ -45,7 +46,7 @@ def opened(kind, folder, options, **how):
         with penstock.Checkpointer(backend, retention={"keep_last": 1}) as ckpt:
             yield ckpt
     finally:
-        remove(fast)
+        shutil.rmtree(fast, ignore_errors=True)
 
 
 def save(kind, folder, options):
@@ -54,13 +55,13 @@ def save(kind, folder, options):
     with opened(kind, folder, options) as ckpt:
         for step in range(2):
             settle(0.3)
-            began = time.perf_counter()
-            handle = ckpt.save(state, step)
-            found = {"returned, s": time.perf_counter() - began}
-            handle.committed.result()
-            found["committed, s"] = time.perf_counter() - began
-            handle.result()
-            found["durable, s"] = time.perf_counter() - began
+            found = {}
+            with timed(found, "durable"):
+                with timed(found, "committed"):
+                    with timed(found, "returned"):
+                        handle = ckpt.save(state, step)
+                    handle.committed.result()
+                handle.result()
             ckpt.wait()
     return found
 
@@ -166,11 +167,9 @@ def drain(beside, folder, options):
                     found["over too soon"] = float(handle.durable.done())
                     handle.result()
                 ckpt.wait()
-            elif beside == "plain copy":
-                with plain_copy(folder, options):
-                    rate, waits = pace(model, data, options.seconds)
             else:
-                rate, waits = pace(model, data, options.seconds)
+                with plain_copy(folder, options) if beside == "plain copy" else nullcontext():
+                    rate, waits = pace(model, data, options.seconds)
             turns.append({"slower, %": 100 * (1 - rate / alone), "waits, %": 100 * waits, **found})
     return {name: statistics.median(turn[name] for turn in turns[1:]) for name in turns[1]}
 

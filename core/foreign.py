@@ -1,4 +1,7 @@
-"""Errors of third parties' code: notes on their origin, and their text in one of ours."""
+"""Errors of third parties' code: notes on their origin, and their text in one of ours.
+
+Tested in `tests/integration/faults/test_foreign_errors.py`.
+"""
 
 from __future__ import annotations
 

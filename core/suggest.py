@@ -1,4 +1,7 @@
-"""Names in messages: the nearest ones to a wrong name, and the first ones of a long list."""
+"""Names in messages: the nearest ones to a wrong name, and the first ones of a long list.
+
+Tested in `tests/core/config/test_model.py`.
+"""
 
 from __future__ import annotations
 

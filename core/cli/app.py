@@ -1,7 +1,11 @@
-"""The typer application: the commands, the options and arguments that they share, the question."""
+"""The typer application: the commands, the options and arguments that they share, the question.
+
+Tested in `tests/core/cli/test_cli.py`.
+"""
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 from collections.abc import Callable
@@ -42,7 +46,7 @@ TASKS = {
         "ls": ("commands.ls", "List the checkpoints of a run."),
         "show": ("commands.show", "Show the objects of one checkpoint."),
         "diff": ("commands.diff", "Say what differs between two checkpoints."),
-        "report": ("report.report", "Write a page with charts on a run."),
+        "report": ("commands.report", "Write a page with charts on a run."),
     },
     "Move": {
         "copy": ("commands.copy", "Copy checkpoints to another place."),
@@ -57,7 +61,7 @@ TASKS = {
     },
     "Check and repair": {
         "verify": ("commands.verify", "Compare every checksum."),
-        "doctor": ("doctor.doctor", "Say what this machine and store can do."),
+        "doctor": ("commands.doctor", "Say what this machine and store can do."),
     },
     "Set up": {
         "plugins": ("commands.plugins", "List providers, codecs and backends."),
@@ -120,16 +124,19 @@ for _commands in TASKS.values():
 _declared: dict[str, typer.Typer] = {}
 
 
-def command(name: str, *, epilog: str | None = None) -> Callable[[F], F]:
+def command(name: str) -> Callable[[F], F]:
     """Declare a function of a module in `TASKS` as a command.
 
-    Its docstring is the help, its parameters are the arguments and options. A command that returns
-    False exits with 1.
+    Its docstring is the help, with `Examples:` last; its parameters are the arguments and options.
+    A command that returns False exits with 1.
     """
 
     def declare(function: F) -> F:
+        text, heading, examples = (inspect.getdoc(function) or "").partition("\n\nExamples:\n")
+        # `\b` keeps typer from wrapping the examples.
+        epilog = f"\b\nExamples:\n{examples}" if heading else None
         _declared[name] = typer.Typer(add_completion=False, rich_markup_mode=None)
-        _declared[name].command(name, epilog=epilog)(function)
+        _declared[name].command(name, help=text, epilog=epilog)(function)
         return function
 
     return declare
@@ -167,24 +174,16 @@ def backend_of(url: str) -> str:
     return cast("str", config.backend)
 
 
-_URL_HELP = "Root of the run: a path, a URL such as posix://, or a configuration file."
-Url = Annotated[str, typer.Argument(metavar="URL", help=_URL_HELP, callback=backend_of)]
-AsGiven = Annotated[str, typer.Argument(metavar="URL", help=_URL_HELP)]
+def root(metavar: str, of: str, **more: Any) -> Any:
+    """Return an argument that names the root of a run."""
+    text = f"Root of {of}: a path, a URL such as posix://, or a configuration file."
+    return typer.Argument(metavar=metavar, help=text, **more)
+
+
+Url = Annotated[str, root("URL", "the run", callback=backend_of)]
+AsGiven = Annotated[str, root("URL", "the run")]
 """As `Url`, for a command that needs the configuration file itself: it calls `backend_of`."""
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
-
-
-def whole_number(text: str, what: str, least: int) -> int:
-    """Parse `text` as a whole number; `what` names it in the message of an error.
-
-    Raises:
-        typer.BadParameter: `text` is not a whole number, or is less than `least`.
-    """
-    # `int` alone would take `1_000`, ` 7 ` and digits of other scripts.
-    if not (text.isascii() and text.isdecimal()) or int(text) < least:
-        msg = f"{text!r} is no {what}: give a whole number of at least {least}"
-        raise typer.BadParameter(msg)
-    return int(text)
 
 
 def size_of(text: str) -> int:
@@ -218,15 +217,6 @@ def time_of(text: str) -> float:
         raise typer.BadParameter(str(error)) from None
 
 
-def step_of(text: str) -> int:
-    """Parse the number of a step.
-
-    Raises:
-        typer.BadParameter: `text` is not the number of a step.
-    """
-    return whole_number(text, "step", 0)
-
-
 def step_or_latest(text: str) -> int | None:
     """Parse the number of a step; return None for `latest`.
 
@@ -235,23 +225,20 @@ def step_or_latest(text: str) -> int | None:
     """
     if text == "latest":
         return None
-    try:
-        return step_of(text)
-    except typer.BadParameter as error:
-        msg = f"{error}, or `latest`"
-        raise typer.BadParameter(msg) from None
+    # `int` alone would take `1_000`, ` 7 ` and digits of other scripts.
+    if text.isascii() and text.isdecimal():
+        return int(text)
+    msg = f"{text!r} is no step: give a whole number of at least 0, or `latest`"
+    raise typer.BadParameter(msg)
 
 
-Step = Annotated[
-    int | None,
-    typer.Option(
-        "--step",
-        metavar="STEP",
-        parser=step_or_latest,
-        help="Which checkpoint.",
-        show_default="latest",
-    ),
-]
+def which_step(of: str = "", default: str = "latest") -> Any:
+    """Return an option that names a checkpoint by its step."""
+    text = f"Which checkpoint{of}."
+    return typer.Option(metavar="STEP", parser=step_or_latest, help=text, show_default=default)
+
+
+Step = Annotated[int | None, which_step()]
 Include = Annotated[
     list[str] | None,
     typer.Option(
@@ -269,26 +256,19 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would happen; 
 
 
 @dataclass(slots=True)
-class Debugging:
-    """Records whether errors are shown with tracebacks (`--debug`).
+class ErrorHandling:
+    """How `main` handles errors, which it does after typer has dropped its context.
 
-    A global, not typer's context: `main` handles errors after typer has dropped its context.
+    Attributes:
+        debug: Whether errors are shown with tracebacks (`--debug`).
+        exit_code: The exit code for errors: 1, but 2 for `diff`, whose 1 means "they differ".
     """
 
-    wanted: bool = False
+    debug: bool = False
+    exit_code: int = 1
 
 
-debugging = Debugging()
-
-
-@dataclass(slots=True)
-class Exits:
-    """Records the exit code for errors: 1, but 2 for `diff`, whose 1 means "they differ"."""
-
-    trouble: int = 1
-
-
-exits = Exits()
+errors = ErrorHandling()
 
 _TALKATIVE = ("botocore", "urllib3", "s3transfer", "aiobotocore", "fsspec", "aiohttp", "s3fs")
 """Libraries whose DEBUG logs hold session tokens and URLs with passwords: kept at INFO."""
@@ -329,7 +309,7 @@ def _print_version(wanted: bool) -> None:
 
 
 def _set_debug(wanted: bool) -> None:
-    debugging.wanted = wanted
+    errors.debug = wanted
     if wanted:
         log_visibly(level=logging.DEBUG, form=logging.BASIC_FORMAT)
         for name in _TALKATIVE:
@@ -366,6 +346,7 @@ def ask(question: str, *, yes: bool) -> None:
     """
     if yes:
         return
+    question = visible(question)
     # Input from a pipe is no answer: a user decides what is deleted, or `--yes` does.
     if sys.stdin is None or not sys.stdin.isatty():
         msg = f"no user can be asked here, so pass --yes, or look with --dry-run: {question}?"

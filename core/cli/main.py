@@ -1,23 +1,27 @@
-"""The entry point of the `penstock` command, and the boundary that prints its errors."""
+"""The entry point of the `penstock` command, and the boundary that prints its errors.
+
+Tested in `tests/core/cli/test_cli.py`.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
+import shutil
 import sys
 from typing import NoReturn
 
-from penstock.core.cli.app import app, debugging, exits, log_visibly
-from penstock.core.cli.output.render import visible, visible_lines
+from penstock.core.cli.app import app, errors, log_visibly
+from penstock.core.cli.output.render import visible, visible_lines, wrapped
 from penstock.core.errors import PenstockError
 
 
 def main() -> None:
     """Run the command; print an error as one message, with a traceback only under `--debug`.
 
-    Exits with 0, with 1 after an error (but see `exits`), or with 2 after a wrong call.
+    Exits with 0, with 1 after an error (but see `ErrorHandling`), or with 2 after a wrong call.
     """
-    exits.trouble = 1  # a program may call `main` several times, `diff` among them
+    errors.exit_code = 1  # a program may call `main` several times, `diff` among them
     log_visibly()
     try:
         try:
@@ -34,9 +38,7 @@ def main() -> None:
     except Exception as error:  # noqa: BLE001 - the outermost boundary: ends the process
         _show_traceback()
         hint = (
-            ""
-            if debugging.wanted
-            else "; run `penstock --debug ...` for the traceback, and report it"
+            "" if errors.debug else "; run `penstock --debug ...` for the traceback, and report it"
         )
         _complain(f"unexpected {type(error).__name__}: {error}{hint}")
 
@@ -61,28 +63,14 @@ def _in_order(arguments: list[str]) -> list[str]:
 def _complain(message: str) -> NoReturn:
     lines = visible_lines(f"penstock: {message}")
     if sys.stderr.isatty():
-        lines = [_wrapped(line) for line in lines]
+        width = max(20, shutil.get_terminal_size().columns)
+        lines = [wrapped(line, width) for line in lines]
     sys.stderr.write("\n".join(lines) + "\n")
-    sys.exit(exits.trouble)
-
-
-def _wrapped(line: str) -> str:
-    import shutil  # noqa: PLC0415
-    import textwrap  # noqa: PLC0415
-
-    width = max(20, shutil.get_terminal_size().columns)
-    indent = " " * (len(line) - len(line.lstrip()) + 2)
-    return textwrap.fill(
-        line,
-        width,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    sys.exit(errors.exit_code)
 
 
 def _show_traceback() -> None:
-    if debugging.wanted:
+    if errors.debug:
         import traceback  # noqa: PLC0415
 
         text = traceback.format_exc()
@@ -95,4 +83,4 @@ def _end_output(error: OSError) -> NoReturn:
     if error.errno != errno.EPIPE:  # `penstock ls | head` closes the pipe early: no error
         what = error.filename or "standard output"
         sys.stderr.write(f"penstock: {what}: {error.strerror or error}\n")
-    sys.exit(exits.trouble)
+    sys.exit(errors.exit_code)

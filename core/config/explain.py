@@ -1,4 +1,7 @@
-"""Explains in readable lines why a mapping does not fit a pydantic model. Never shows values."""
+"""Explains in readable lines why a mapping does not fit a pydantic model. Never shows values.
+
+Tested in `tests/core/config/test_model.py`.
+"""
 
 from __future__ import annotations
 
@@ -53,10 +56,10 @@ def explain(error: ValidationError, model: type[BaseModel], above: str = "") -> 
     """
     found: dict[str, list[str]] = {}
     for problem in error.errors(include_url=False, include_context=False, include_input=False):
-        place = _without_kinds(model, problem["loc"])
+        place, holders = _located(model, problem["loc"])
         text = problem["msg"].removeprefix("Value error, ")
         if problem["type"] == "extra_forbidden":
-            text = f"unknown key{_meant(model, place)}"
+            text = f"unknown key{_meant(model, place, holders)}"
         elif problem["type"] == "tuple_type":  # ours are lists in every file, and may be in Python
             text = "Input should be a list"
         elif problem["type"] in {"model_type", "dict_type"}:  # classes are nothing to a file
@@ -78,12 +81,16 @@ def _any_of(texts: Sequence[str]) -> str:
     return "; ".join(dict.fromkeys(texts))
 
 
-def _without_kinds(model: type[BaseModel], loc: Sequence[int | str]) -> list[int | str]:
-    """Return the place that pydantic names, without the parts that name a member of a union.
+def _located(
+    model: type[BaseModel], loc: Sequence[int | str]
+) -> tuple[list[int | str], list[object]]:
+    """Return the place that pydantic names, and the annotations of what holds its last part.
 
-    These are names of types, and tags, which we write `<like this>`; users know neither.
+    Leaves out the parts that name a member of a union. These are names of types, and tags, which we
+    write `<like this>`; users know neither.
     """
     place: list[int | str] = []
+    holders: list[object] = []
     annotations: list[object] = [model]
     kind_follows = False
     for part in loc:
@@ -91,9 +98,10 @@ def _without_kinds(model: type[BaseModel], loc: Sequence[int | str]) -> list[int
             kind_follows = False
             continue
         place.append(part)
-        annotations = [inner for one in annotations for inner in _below(one, part)]
+        holders = annotations
+        annotations = [inner for one in holders for inner in _below(one, part)]
         kind_follows = any(len(_members(one)) > 1 for one in annotations)
-    return place
+    return place, holders
 
 
 def _below(annotation: object, part: int | str) -> Iterator[object]:
@@ -116,7 +124,7 @@ def _members(annotation: object) -> Sequence[object]:
     return [annotation]
 
 
-def _meant(model: type[BaseModel], place: Sequence[int | str]) -> str:
+def _meant(model: type[BaseModel], place: Sequence[int | str], holders: Sequence[object]) -> str:
     """Return a hint for an unknown key: the table that it belongs in, or the nearest names."""
     name = str(place[-1])
     if len(place) == 1:
@@ -124,7 +132,7 @@ def _meant(model: type[BaseModel], place: Sequence[int | str]) -> str:
             if any(name in inner.model_fields for inner in _models_in(info.annotation)):
                 table = f"[[{field}]]" if _is_list(info.annotation) else f"[{field}]"
                 return f"; it stands in {table}"
-    return nearest(name, _names_at(model, place[:-1]))
+    return nearest(name, [n for one in holders for m in _models_in(one) for n in m.model_fields])
 
 
 def _is_list(annotation: object) -> bool:
@@ -136,15 +144,6 @@ def _shown(place: Sequence[int | str]) -> str:
     for part in place:
         shown += f"[{part}]" if isinstance(part, int) else f".{part}"
     return shown.removeprefix(".")
-
-
-def _names_at(model: type[BaseModel], place: Sequence[int | str]) -> set[str]:
-    models = [model]
-    for part in place:
-        fields = [m.model_fields[part] for m in models if part in m.model_fields]
-        if fields:  # else a number in a list, or a key of a mapping: still the same annotation
-            models = [found for field in fields for found in _models_in(field.annotation)]
-    return {name for m in models for name in m.model_fields}
 
 
 def _models_in(annotation: object) -> Iterator[type[BaseModel]]:

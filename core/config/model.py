@@ -23,7 +23,6 @@ from pydantic import (
     Field,
     GetJsonSchemaHandler,
     InstanceOf,
-    PrivateAttr,
     Tag,
     WithJsonSchema,
     model_validator,
@@ -36,6 +35,7 @@ from penstock.core.config.plugin_choice import (
     BackendConfig,
     BackendSpec,
     Origin,
+    Placed,
     PluginChoice,
     shown_url,
 )
@@ -67,6 +67,7 @@ __all__ = [
     "json_schema",
     "load_config",
     "parse_size",
+    "read_file",
 ]
 
 Mode: TypeAlias = Literal["blocking", "async", "lazy"]
@@ -183,7 +184,7 @@ class CodecConfig(PluginChoice):
         return {"anyOf": [{"type": "string"}, handler(core_schema)]}
 
 
-class Rule(_Model):
+class Rule(_Model, Placed):
     """Objects that match any of the patterns go through these codecs; without codecs, stay raw.
 
     With `codecs = "auto"` saves choose the codecs by what they measure.
@@ -198,17 +199,6 @@ class Rule(_Model):
         ],
         BeforeValidator(_list_of_codecs),
     ]
-    _origin: Origin = PrivateAttr(default=Origin())
-
-    def came_from(self, origin: Origin) -> None:
-        """Note where it was written, for error messages."""
-        if not self._origin.what:
-            self._origin = origin
-
-    @property
-    def origin(self) -> Origin:
-        """Where the rule was written; empty, unless in a file."""
-        return self._origin
 
     @property
     def shown(self) -> str:
@@ -449,7 +439,7 @@ def load_config(
     path = Path(source)
     what = f"configuration {path}"
     try:
-        config = _loaded(filled(_read_file(path), os.environ, what=what), what)
+        config = _loaded(filled(read_file(path), os.environ, what=what), what)
     except RecursionError:
         msg = f"{what} is nested too deeply"
         raise ConfigError(msg) from None
@@ -473,7 +463,12 @@ def json_schema() -> dict[str, Any]:
     }
 
 
-def _read_file(path: Path) -> Mapping[str, Any]:
+def read_file(path: Path) -> Mapping[str, Any]:
+    """Return the content of a `.toml`, `.yaml`, `.yml` or `.json` file.
+
+    Raises:
+        ConfigError: The file cannot be read, or is no such file.
+    """
     try:
         text = path.read_text(encoding="utf-8")
         values = _parse(path.suffix.lower(), text)
@@ -543,7 +538,15 @@ def filled(value: Any, environment: Mapping[str, str], *, what: str) -> Any:
 
 def _filled(value: Any, environment: Mapping[str, str], place: str, problems: list[str]) -> Any:
     if isinstance(value, str):
-        return _VARIABLE.sub(lambda match: _one(match, environment, place, problems), value)
+
+        def looked_up(match: re.Match[str]) -> str:
+            try:
+                return _looked_up(match, environment)
+            except ValueError as error:
+                problems.append(f"{place}: {error}")
+                return ""
+
+        return _VARIABLE.sub(looked_up, value)
     if isinstance(value, Mapping):
         return {
             key: _filled(inner, environment, f"{place}.{key}" if place else str(key), problems)
@@ -557,36 +560,32 @@ def _filled(value: Any, environment: Mapping[str, str], place: str, problems: li
     return value
 
 
-def _one(
-    match: re.Match[str], environment: Mapping[str, str], place: str, problems: list[str]
-) -> str:
-    if match[0] == "$$":
-        return "$"
-    text, problem = _looked_up(match, environment)
-    if problem:
-        problems.append(f"{place}: {problem}")
-    return text
+def _looked_up(match: re.Match[str], environment: Mapping[str, str]) -> str:
+    """Return the text that replaces a variable.
 
-
-def _looked_up(match: re.Match[str], environment: Mapping[str, str]) -> tuple[str, str]:
-    """Return the text that replaces a variable, and the problem with the variable if any."""
+    Raises:
+        ValueError: The variable is not set, or written in another way.
+    """
     written, inner = match[0], match[1]
-    if inner is None:
-        if written == "${":
-            return "", "${ has no } of its own; write ${NAME}, or $${ for the text itself"
-        form = f"${{{written[1:]}}}"
-        return "", (
-            f"{written} is not filled in; write {form} for the variable, or ${written} for the "
-            "text itself"
+    named = None if inner is None else _NAME.fullmatch(inner)
+    if written == "$$":
+        return "$"
+    if written == "${":
+        problem = "${ has no } of its own; write ${NAME}, or $${ for the text itself"
+    elif inner is None:
+        problem = (
+            f"{written} is not filled in; write ${{{written[1:]}}} for the variable, or ${written} "
+            "for the text itself"
         )
-    named = _NAME.fullmatch(inner)
-    if named is None:
-        return "", f"{written} is no variable; write ${{NAME}} or ${{NAME:-text}}"
-    if named[1] in environment:
-        return environment[named[1]], ""
-    if named[2] is not None:
-        return named[2], ""
-    return "", (
-        f"the environment variable {named[1]} is not set; set it, or give a default "
-        f"with ${{{named[1]}:-text}}"
-    )
+    elif named is None:
+        problem = f"{written} is no variable; write ${{NAME}} or ${{NAME:-text}}"
+    elif named[1] in environment:
+        return environment[named[1]]
+    elif named[2] is not None:
+        return named[2]
+    else:
+        problem = (
+            f"the environment variable {named[1]} is not set; set it, or give a default "
+            f"with ${{{named[1]}:-text}}"
+        )
+    raise ValueError(problem)

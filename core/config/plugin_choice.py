@@ -1,4 +1,7 @@
-"""The choice of one plugin in a configuration: its name, its options, where it was written."""
+"""The choice of one plugin in a configuration: its name, its options, where it was written.
+
+Tested in `tests/core/config/test_model.py`.
+"""
 
 from __future__ import annotations
 
@@ -30,22 +33,28 @@ class Origin:
         return Origin(self.what, f"{self.place}.{key}")
 
 
-class PluginChoice(BaseModel):
+class Placed(BaseModel):
+    """A part of a configuration that knows where it was written, for error messages."""
+
+    _origin: Origin = PrivateAttr(default=Origin())
+
+    @property
+    def origin(self) -> Origin:
+        """Where the part was written; empty, unless in a file."""
+        return self._origin
+
+    def came_from(self, origin: Origin) -> None:
+        """Note where the part was written, unless that is known."""
+        if not self._origin.what:
+            self._origin = origin
+
+
+class PluginChoice(Placed):
     """A plugin by entry-point name, and its options beside it."""
 
     model_config = ConfigDict(extra="allow", frozen=True, hide_input_in_errors=True)
 
     type: str
-    _origin: Origin = PrivateAttr(default=Origin())
-
-    @property
-    def origin(self) -> Origin:
-        """Where the choice was written; empty, unless in a file."""
-        return self._origin
-
-    def came_from(self, origin: Origin) -> None:
-        """Note where the choice was written, for error messages."""
-        self._origin = origin
 
     @property
     def options(self) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""Finds the entry points of a kind, names them in messages, and checks the classes behind them."""
+"""Finds the entry points of a kind, names them in messages, and checks the classes behind them.
+
+Tested in `tests/core/plugins/test_registry.py`.
+"""
 
 from __future__ import annotations
 
@@ -139,7 +142,9 @@ def _breach_of_declarations(cls: Any, name: str) -> str | None:
     if not (isinstance(options, type) and issubclass(options, PluginConfig)):
         return "has a Config that is not a subclass of PluginConfig"
     # A string would pass for a tuple until a form is looked up in it.
-    if issubclass(cls, StateProvider) and not _is_tuple_of_names(cls.forms):
+    if issubclass(cls, StateProvider) and not (
+        isinstance(cls.forms, tuple) and all(isinstance(form, str) for form in cls.forms)
+    ):
         return f"has the forms {cls.forms!r}: they must be a tuple of strings"
     return None
 
@@ -169,10 +174,6 @@ def _breach_of_facts(cls: Any) -> str | None:
 def _declares(cls: type, name: str) -> bool:
     """Return whether the class, or one between it and the contract, sets the attribute itself."""
     return any(name in vars(base) for base in cls.__mro__ if base is not StateProvider)
-
-
-def _is_tuple_of_names(forms: object) -> bool:
-    return isinstance(forms, tuple) and all(isinstance(form, str) for form in forms)
 
 
 def _breach_of_versions(cls: Any, contract: Any, distribution: str) -> str | None:
@@ -213,7 +214,7 @@ def breach_of_instance(plugin: object, /) -> str | None:
         Exception: The plugin's own error.
     """
     if isinstance(plugin, StateProvider):
-        return breach_of_claim(plugin, object)
+        return breach_of_priority(plugin.claims(object), object)
     if isinstance(plugin, Codec):
         return _breach_of_codec(plugin)
     if isinstance(plugin, Backend):
@@ -253,11 +254,6 @@ def _breach_of_frames(
     if codec.lossless and decoded != chunk:
         return f"is declared lossless, but {len(chunk)} bytes came back changed"
     return None
-
-
-def breach_of_claim(provider: StateProvider, kind: type, /) -> str | None:
-    """Return how the answer of `provider.claims(kind)` is wrong, as a clause; None if it is not."""
-    return breach_of_priority(provider.claims(kind), kind)
 
 
 def _breach_of_backend(backend: Backend) -> str | None:

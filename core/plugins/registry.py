@@ -120,7 +120,8 @@ class Registry:
         Raises:
             PluginError: The class breaks its contract, or the name is taken.
         """
-        kinds: list[PluginKind] = [k for k, c in _CONTRACTS.items() if _is_subclass(cls, c)]
+        bases = getattr(cls, "__mro__", ())
+        kinds: list[PluginKind] = [kind for kind, base in _CONTRACTS.items() if base in bases]
         if not kinds:
             names = ", ".join(contract.__name__ for contract in _CONTRACTS.values())
             msg = f"{cls!r} cannot be registered: it is a subclass of none of {names}"
@@ -196,7 +197,7 @@ class Registry:
                 checkpoint, too new to read its version, or refuses the stored options.
         """
         cls = self.codec_class(name)
-        whence = self._whence("codec", name)
+        whence = distribution(self._only("codec", name))
         if version > cls.version:
             msg = (
                 f"written by version {version} of codec {name!r}, but {whence} has version "
@@ -354,9 +355,6 @@ class Registry:
             msg = f"{whence} cannot be created: {type(error).__name__}: {error}"
             raise PluginError(msg) from error
 
-    def _whence(self, kind: PluginKind, name: str) -> str:
-        return distribution(self._only(kind, name))
-
     def _info(
         self, kind: PluginKind, name: str, entry: EntryPoint, *, load: bool,
         shared: Mapping[EntryPoint, str],
@@ -424,10 +422,6 @@ class Registry:
                         f"form {form!r} is declared by {claims}: {end or 'uninstall all but one'}"
                     )
         return said
-
-
-def _is_subclass(cls: object, contract: type) -> bool:
-    return isinstance(cls, type) and issubclass(cls, contract)
 
 
 def _canonical(name: str) -> str:

@@ -1,4 +1,7 @@
-"""The end of a save: its futures are resolved once each, in order, and outside of any lock."""
+"""The end of a save: its futures are resolved once each, in order, and outside of any lock.
+
+Tested in `tests/core/reporting/test_events.py`.
+"""
 
 from __future__ import annotations
 

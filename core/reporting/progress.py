@@ -17,6 +17,8 @@ from penstock.core.units import size_text
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from rich.progress import Progress as Bars
+
     from penstock.core.concurrency.timing import Timing
     from penstock.core.reporting.reports import SaveHandle
 
@@ -178,7 +180,7 @@ class ProgressBar:
         self._transient = transient
         self._file = file
         self._clock = clock
-        self._bar: _Bar | None = None
+        self._bar: Bars | None = None
         self._began_s: float | None = None
         self._line_s: float | None = None
 
@@ -188,7 +190,13 @@ class ProgressBar:
             self._began_s = self._clock()
             self._bar = _open_bar(self._label, self._stream, transient=self._transient)
         if self._bar is not None:
-            self._bar.show(progress)
+            self._bar.update(
+                self._bar.task_ids[0],
+                completed=progress.bytes_done,
+                total=progress.bytes_total or None,  # None: rich shows a bar without an end
+                phase=progress.phase,
+                refresh=True,  # rich's refresh thread could outlive the bar
+            )
         else:
             self._write_line(progress)
         if progress.phase in _ENDS:
@@ -199,7 +207,7 @@ class ProgressBar:
         bar, self._bar = self._bar, None
         self._began_s = self._line_s = None
         if bar is not None:
-            bar.close()
+            bar.stop()
 
     @property
     def _stream(self) -> TextIO:
@@ -230,27 +238,7 @@ def line_of(label: str, progress: Progress, seconds: float) -> str:
     return text
 
 
-class _Bar:
-    """A bar of rich that is drawn at each call: rich's refresh thread could outlive the bar."""
-
-    def __init__(self, bars: Any, task: Any) -> None:
-        self._bars = bars
-        self._task = task
-
-    def show(self, progress: Progress) -> None:
-        self._bars.update(
-            self._task,
-            completed=progress.bytes_done,
-            total=progress.bytes_total or None,  # None: rich shows a bar without an end
-            phase=progress.phase,
-            refresh=True,
-        )
-
-    def close(self) -> None:
-        self._bars.stop()
-
-
-def _open_bar(label: str, stream: TextIO, *, transient: bool) -> _Bar | None:
+def _open_bar(label: str, stream: TextIO, *, transient: bool) -> Bars | None:
     if not stream.isatty() and "ipykernel" not in sys.modules:
         return None  # before importing rich, which takes a tenth of a second
     from rich.console import Console  # noqa: PLC0415
@@ -283,6 +271,6 @@ def _open_bar(label: str, stream: TextIO, *, transient: bool) -> _Bar | None:
         auto_refresh=False,
         expand=True,
     )
-    task = bars.add_task(f"{label}: " if label else "", total=None, phase="")
+    bars.add_task(f"{label}: " if label else "", total=None, phase="")
     bars.start()
-    return _Bar(bars, task)
+    return bars

@@ -1,4 +1,7 @@
-"""The commands `penstock annotate`, `pin` and `unpin`."""
+"""The commands `penstock annotate`, `pin` and `unpin`.
+
+Tested in `tests/core/cli/test_notes.py`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import typer
 
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.notes import NotesOfRun, check_tag
-from penstock.core.cli.app import Json, Url, command, step_of
+from penstock.core.cli.app import Json, Url, command
 from penstock.core.cli.output.render import metadata_text, print_json, print_line
 from penstock.core.save.metadata import check_metadata
 from penstock.core.storage.open import open_backend
@@ -19,17 +22,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 _Tag = Annotated[str, typer.Argument(metavar="TAG", help="Letters, digits, and any of . _ -")]
-_Step = Annotated[int, typer.Argument(metavar="STEP", parser=step_of, help="Which checkpoint.")]
+_Step = Annotated[int, typer.Argument(metavar="STEP", min=0, help="Which checkpoint.")]
 
 
-@command(
-    "annotate",
-    epilog="""\b
-Examples:
-  penstock annotate runs/gpt 100 val_loss=2.31
-  penstock annotate runs/gpt 100 'eval={"mmlu": 0.61}'
-""",
-)
+@command("annotate")
 def annotate(
     url: Url,
     step: _Step,
@@ -42,35 +38,34 @@ def annotate(
     """Add metadata to a checkpoint, such as a metric that is known only later.
 
     A key that the checkpoint has already gets the new value. Prints all metadata it has then.
+
+    Examples:
+      penstock annotate runs/gpt 100 val_loss=2.31
+      penstock annotate runs/gpt 100 'eval={"mmlu": 0.61}'
     """
     _add(url, step, _parsed(pairs), {}, as_json=as_json)
 
 
-@command(
-    "pin",
-    epilog="""\b
-Examples:
-  penstock pin runs/gpt 100 best
-  penstock pin runs/gpt 300 paper-v2
-""",
-)
+@command("pin")
 def pin(url: Url, step: _Step, tag: _Tag, *, as_json: Json = False) -> None:
     """Give a checkpoint a tag: retention deletes no checkpoint that has one.
 
     `penstock delete` does so with --force alone. `penstock ls` shows the tags.
+
+    Examples:
+      penstock pin runs/gpt 100 best
+      penstock pin runs/gpt 300 paper-v2
     """
     _add(url, step, {}, {tag: True}, as_json=as_json)
 
 
-@command(
-    "unpin",
-    epilog="""\b
-Example:
-  penstock unpin runs/gpt 100 best
-""",
-)
+@command("unpin")
 def unpin(url: Url, step: _Step, tag: _Tag, *, as_json: Json = False) -> None:
-    """Take a tag from a checkpoint, whether or not it has it."""
+    """Take a tag from a checkpoint, whether or not it has it.
+
+    Examples:
+      penstock unpin runs/gpt 100 best
+    """
     _add(url, step, {}, {tag: False}, as_json=as_json)
 
 

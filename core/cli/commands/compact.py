@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import closing
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
@@ -10,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from penstock.core.catalog.catalog import Catalog
-from penstock.core.cli.app import DryRun, Json, Url, command, step_of
-from penstock.core.cli.output.render import print_json, print_line, visible
+from penstock.core.cli.app import DryRun, Json, Url, command
+from penstock.core.cli.output.render import print_json, print_line, warn
 from penstock.core.concurrency.workers import Workers, default_workers
 from penstock.core.config.model import load_config
 from penstock.core.copy.compaction import CompactedStep, Compactor
@@ -30,22 +29,14 @@ if TYPE_CHECKING:
     from penstock.core.format.records import CommitRecord
 
 
-@command(
-    "compact",
-    epilog="""\b
-Examples:
-  penstock compact runs/gpt --dry-run
-  penstock compact runs/gpt
-  penstock compact runs/gpt 100 200
-""",
-)
+@command("compact")
 def compact(
     url: Url,
     steps: Annotated[
         list[int] | None,
         typer.Argument(
             metavar="STEP",
-            parser=step_of,
+            min=0,
             help="Which checkpoints.",
             show_default="those because of which data of deleted ones is kept",
         ),
@@ -62,6 +53,11 @@ def compact(
     They restore to the same as before; data that nothing needs any more is freed. The run may take
     more room afterwards: --dry-run says about how much. Exits with 1 if a checkpoint could not be
     compacted; it is then as it was.
+
+    Examples:
+      penstock compact runs/gpt --dry-run
+      penstock compact runs/gpt
+      penstock compact runs/gpt 100 200
     """
     if everything and steps:
         msg = "--all takes every checkpoint of a chain; leave out the steps"
@@ -115,24 +111,20 @@ def _compact(
 ) -> list[CompactedStep]:
     done = []
     for record in chosen:
-        bar = ProgressBar(f"step {record.step}", every_s=None, transient=True)
         try:
-            one = compactor.compact(record, bar)
+            with closing(ProgressBar(f"step {record.step}", every_s=None, transient=True)) as bar:
+                one = compactor.compact(record, bar)
         except CheckpointGoneError:
             continue  # nothing is left to compact, so nothing failed
         except KeyboardInterrupt:
-            sys.stderr.write(
-                f"penstock: interrupted; step {record.step} is as it was, or compacted\n"
-            )
+            warn(f"interrupted; step {record.step} is as it was, or compacted")
             raise
         except PenstockError as error:
             failed[record.step] = str(error)
             if not quiet:
-                text = f"step {record.step} is not compacted: {visible(str(error))}"
+                text = f"step {record.step} is not compacted: {error}"
                 print_line(text, style="bold red")
             continue
-        finally:
-            bar.close()
         done.append(one)
         if not quiet:
             print_line(f"{_sizes(one, 'stands')} in {one.seconds:.1f} s", style="green")
@@ -154,7 +146,7 @@ def _print(
     dry_run: bool,
 ) -> None:
     if not done and not failed:
-        print_line(f"nothing to compact under {visible(backend.url)}")
+        print_line(f"nothing to compact under {backend.url}")
         return
     if dry_run:
         for one in done:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import tomllib
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -14,11 +12,11 @@ import typer
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.prune import GRACE_S
 from penstock.core.catalog.survey import is_whole
-from penstock.core.cli.app import Exclude, Include, Json, backend_of, command, size_of
-from penstock.core.cli.output.render import print_json, print_line, visible
+from penstock.core.cli.app import Exclude, Include, Json, backend_of, command, root, size_of
+from penstock.core.cli.output.render import print_json, print_line, warn
 from penstock.core.cli.output.runs_on_disk import same_place
 from penstock.core.concurrency.workers import Workers, default_workers
-from penstock.core.config.model import load_config
+from penstock.core.config.model import load_config, read_file
 from penstock.core.copy.checkpoint_copy import CheckpointCopy
 from penstock.core.copy.reencode import Reencoding, copy_objects
 from penstock.core.errors import (
@@ -38,7 +36,7 @@ from penstock.core.tree.select import Selection
 from penstock.core.units import counted, size_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from penstock.core.abc import Backend
     from penstock.core.copy.checkpoint_copy import CopyReport
@@ -106,14 +104,7 @@ def wanted_rules(
         return {"rules": [{"match": "**", "codecs": list(codecs)}]}
     if file is None:
         return None
-    try:
-        values = tomllib.loads(Path(file).read_text(encoding="utf-8"))
-    except OSError as error:
-        msg = f"{file} cannot be read: {error.strerror}"
-        raise ConfigError(msg) from error
-    except ValueError as error:
-        msg = f"{file} is not valid TOML: {error}"
-        raise ConfigError(msg) from error
+    values = read_file(Path(file))
     rules = values.get("rules")
     if not isinstance(rules, list):
         msg = f"{file} has no [[rules]]; for copies without codecs pass --raw"
@@ -132,43 +123,19 @@ def _check_codec(name: str) -> None:
         raise ConfigError(msg) from error
 
 
-@command(
-    "copy",
-    epilog="""\b
-Examples:
-  penstock copy runs/gpt s3://bucket/gpt
-  penstock copy runs/gpt /backup/gpt --step all
-  penstock copy runs/gpt /share/weights --include model \\
-    --codec zstd
-""",
-)
+@command("copy")
 def copy(  # noqa: PLR0913 - its options
-    from_url: Annotated[
-        str,
-        typer.Argument(
-            metavar="FROM",
-            help="Root of the run to copy from: a path, a URL, or a configuration file.",
-            callback=backend_of,
-        ),
-    ],
-    to_url: Annotated[
-        str,
-        typer.Argument(
-            metavar="TO",
-            help="Root of the run to copy to, likewise; made if needed.",
-            callback=backend_of,
-        ),
-    ],
+    from_url: Annotated[str, root("FROM", "the run to copy from", callback=backend_of)],
+    to_url: Annotated[str, root("TO", "the run to copy to, made if needed", callback=backend_of)],
     *,
     step: Annotated[
-        str, typer.Option("--step", metavar="STEP", help="A step, `latest`, or `all`.")
+        str, typer.Option(metavar="STEP", help="A step, `latest`, or `all`.")
     ] = "latest",
     include: Include = None,
     exclude: Exclude = None,
     codec: Annotated[
         list[str] | None,
         typer.Option(
-            "--codec",
             metavar="CODEC",
             help="Encode again with this codec; repeatable, in the order of encoding. With delta a "
             "copy is encoded against the newest earlier step that TO has.",
@@ -178,9 +145,7 @@ def copy(  # noqa: PLR0913 - its options
     rules: Annotated[
         str | None,
         typer.Option(
-            "--rules",
-            metavar="FILE",
-            help="Encode again by the [[rules]] and [deltas] of this file.",
+            metavar="FILE", help="Encode again by the [[rules]] and [deltas] of this file."
         ),
     ] = None,
     flatten: Annotated[
@@ -194,9 +159,7 @@ def copy(  # noqa: PLR0913 - its options
     ] = False,
     rate: Annotated[
         int | None,
-        typer.Option(
-            "--rate", metavar="SIZE", parser=size_of, help="The most to copy per second: 200MiB."
-        ),
+        typer.Option(metavar="SIZE", parser=size_of, help="The most to copy per second: 200MiB."),
     ] = None,
     trust: Annotated[
         bool,
@@ -206,11 +169,17 @@ def copy(  # noqa: PLR0913 - its options
     ] = False,
     as_json: Json = False,
 ) -> bool:
-    """Copy checkpoints to another run, by default the latest one.
+    r"""Copy checkpoints to another run, by default the latest one.
 
     Without options that select or encode, the copy is the same byte for byte. Every checksum is
     compared on the way, and the checkpoint appears at the target when it is whole and durable
     there, not before. When a copy was interrupted the same command goes on.
+
+    Examples:
+      penstock copy runs/gpt s3://bucket/gpt
+      penstock copy runs/gpt /backup/gpt --step all
+      penstock copy runs/gpt /share/weights --include model \
+        --codec zstd
     """
     if step not in {"latest", "all"} and not (step.isascii() and step.isdecimal()):
         msg = (
@@ -221,7 +190,6 @@ def copy(  # noqa: PLR0913 - its options
         msg = "--codec, --raw and --rules each say how to encode; pass one of them"
         raise typer.BadParameter(msg)
     wanted = wanted_rules(codec, rules, raw=raw)
-    bytes_per_s = None if rate is None else float(rate)
     encodes = bool(include or exclude or flatten) or wanted is not None
     if encodes and (trust or rate is not None):
         option = "--trust" if trust else "--rate"
@@ -233,18 +201,23 @@ def copy(  # noqa: PLR0913 - its options
         closing(Workers(default_workers())) as workers,
     ):
         _check_two_runs(source, target, anew=encodes and overwrite)
+        how = None
+        if encodes:
+            how = Reencoding(
+                config=load_config({"backend": target, **(wanted or {})}, what=rules or "--codec"),
+                selection=Selection(include or None, exclude or None),
+                keep_codecs=wanted is None,
+                overwrite=overwrite,
+                alone=flatten,
+            )
         copier = _Copier(
             source=source,
             target=target,
             workers=workers,
-            encodes=encodes,
-            selection=Selection(include or None, exclude or None),
-            rules=wanted,
-            rules_from=rules or "--codec",
+            how=how,
             overwrite=overwrite,
-            bytes_per_s=bytes_per_s,
+            bytes_per_s=rate,
             trust_sealed=trust,
-            flatten=flatten,
         )
         done = _copied(copier, step, quiet=as_json)
         ok = all(copied.state != "failed" for copied in done)
@@ -263,7 +236,7 @@ def _copied(copier: _Copier, step: str, *, quiet: bool) -> list[Copied]:
         try:
             copied = copier.copy(number)
         except KeyboardInterrupt:
-            sys.stderr.write(f"penstock: interrupted; {copier.interrupted(number)}\n")
+            warn(f"interrupted; {copier.interrupted(number)}")
             raise
         except CheckpointNotFoundError:
             if step != "all":
@@ -272,7 +245,7 @@ def _copied(copier: _Copier, step: str, *, quiet: bool) -> list[Copied]:
         except PenstockError as error:
             if step != "all":
                 raise
-            copied = Copied(number, "failed", not copier.encodes, error=str(error))
+            copied = Copied(number, "failed", copier.how is None, error=str(error))
         done.append(copied)
         if not quiet:
             _print(copied, latest=step == "latest")
@@ -303,31 +276,24 @@ class _Copier:
     source: Backend
     target: Backend
     workers: Workers
-    encodes: bool  # the copy is a new save that encodes, not the same bytes
-    selection: Selection
-    rules: Mapping[str, Any] | None  # `rules` and `deltas` of a configuration
-    rules_from: str  # the file or option that the rules come from, for messages
+    how: Reencoding | None  # of a copy that is a new save, not the same bytes
     overwrite: bool
     bytes_per_s: float | None
     trust_sealed: bool  # skip reading again the blobs that an interrupted copy has sealed
-    flatten: bool
 
     def copy(self, step: int) -> Copied:
         record = Catalog(self.source).record(step)
-        bar = ProgressBar(f"step {step}", every_s=None, transient=True)
-        try:
-            if self.encodes:
-                return self._encode(step, bar)
-            return self._copy(record, bar)
-        finally:
-            bar.close()
+        with closing(ProgressBar(f"step {step}", every_s=None, transient=True)) as bar:
+            if self.how is None:
+                return self._copy(record, bar)
+            return self._encode(step, self.how, bar)
 
     def interrupted(self, step: int) -> str:
         """Return the sentence that says what an interrupted copy has left, and how to go on."""
-        if self.encodes:
-            return f"step {step} is not at {visible(self.target.url)}: copy it again"
+        if self.how is not None:
+            return f"step {step} is not at {self.target.url}: copy it again"
         return (
-            f"step {step} is at {visible(self.target.url)} whole or not at all; "
+            f"step {step} is at {self.target.url} whole or not at all; "
             "the same command goes on from what was copied"
         )
 
@@ -385,8 +351,8 @@ class _Copier:
         """Copy from a slower tier after the fastest tier with this checkpoint had damage."""
         for tier in self.source.tiers[1:]:
             if is_whole(tier.backend, stored):
-                sys.stderr.write(f"penstock: {visible(str(error))}\n")
-                sys.stderr.write(f"penstock: tier {tier.name} is tried instead\n")
+                warn(str(error))
+                warn(f"tier {tier.name} is tried instead")
                 try:
                     return self._copy_from(tier.backend, record, moved)
                 except DamagedError as another:
@@ -398,25 +364,18 @@ class _Copier:
         generation = Catalog(self.target).next_generation(record.step)
         return replace(record, generation=max(record.generation, generation))
 
-    def _encode(self, step: int, bar: ProgressBar) -> Copied:
-        config = load_config({"backend": self.target, **(self.rules or {})}, what=self.rules_from)
+    def _encode(self, step: int, how: Reencoding, bar: ProgressBar) -> Copied:
         checkpoint = Checkpoint.open(self.source, step, loader=Loader(self.source, self.workers))
         report = copy_objects(
             checkpoint,
             self.target,
-            Reencoding(
-                config=config,
-                selection=self.selection,
-                keep_codecs=self.rules is None,
-                overwrite=self.overwrite,
-                alone=self.flatten,
-            ),
+            how,
             registry=default_registry(),
             workers=self.workers,
             on_progress=bar,
         )
         everything = checkpoint.contents.objects()
-        taken = (one for one in everything if self.selection.selects(one.record.path))
+        taken = (one for one in everything if how.selection.selects(one.record.path))
         return Copied(
             step=report.step,
             state="copied",
@@ -435,7 +394,7 @@ class _Copier:
 def _print(copied: Copied, *, latest: bool) -> None:
     name = f"step {copied.step}" + (", the latest," if latest else "")
     if copied.state == "failed":
-        print_line(f"{name} is not copied: {visible(copied.error or '')}", style="bold red")
+        print_line(f"{name} is not copied: {copied.error or ''}", style="bold red")
         return
     if copied.state == "there":
         print_line(f"{name} is there already", style="green")
@@ -451,7 +410,7 @@ def _print(copied: Copied, *, latest: bool) -> None:
     )
     if copied.rounded_by:
         print_line(
-            f"values that went through {visible(', '.join(copied.rounded_by))} (lossy) were copied "
+            f"values that went through {', '.join(copied.rounded_by)} (lossy) were copied "
             "as they are after rounding"
         )
 

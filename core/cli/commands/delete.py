@@ -13,9 +13,9 @@ from penstock.core.catalog.deletion import check_same
 from penstock.core.catalog.notes import NotesOfRun
 from penstock.core.catalog.prune import GRACE_S
 from penstock.core.catalog.survey import places_of, survey_records, survey_run, uids_named
-from penstock.core.cli.app import DryRun, Json, Url, Yes, ask, command, step_of, time_of
+from penstock.core.cli.app import DryRun, Json, Url, Yes, ask, command, time_of
 from penstock.core.cli.commands.ls import free_by_compacting
-from penstock.core.cli.output.render import print_json, print_line, print_wrapped, visible
+from penstock.core.cli.output.render import print_json, print_line
 from penstock.core.errors import ConfigError, DamagedError
 from penstock.core.format.records import data_prefix, parse_commit_name
 from penstock.core.plugins.registry import default_registry
@@ -48,20 +48,10 @@ class DeletedStep:
     size_bytes: int
 
 
-@command(
-    "delete",
-    epilog="""\b
-Examples:
-  penstock delete runs/gpt 100 200
-  penstock delete runs/gpt 100 --dry-run
-  penstock delete runs/gpt 100 --yes
-""",
-)
+@command("delete")
 def delete(
     url: Url,
-    steps: Annotated[
-        list[int], typer.Argument(metavar="STEP", parser=step_of, help="Which checkpoints.")
-    ],
+    steps: Annotated[list[int], typer.Argument(metavar="STEP", min=0, help="Which checkpoints.")],
     *,
     dry_run: DryRun = False,
     yes: Yes = False,
@@ -74,10 +64,7 @@ def delete(
     tier: Annotated[
         str | None,
         typer.Option(
-            "--tier",
-            metavar="NAME",
-            help="From this tier alone: fast, durable.",
-            show_default="all",
+            metavar="NAME", help="From this tier alone: fast, durable.", show_default="all"
         ),
     ] = None,
     as_json: Json = False,
@@ -85,6 +72,11 @@ def delete(
     """Delete checkpoints for good, and say how much was freed. Asks first.
 
     Either all of the steps are there, or none is deleted. Data that another checkpoint uses stays.
+
+    Examples:
+      penstock delete runs/gpt 100 200
+      penstock delete runs/gpt 100 --dry-run
+      penstock delete runs/gpt 100 --yes
     """
     chosen = sorted(set(steps))
     with closing(open_backend(url, must_exist=True, light=True)) as whole:
@@ -115,7 +107,7 @@ def delete(
         else:
             total = sum(one.size_bytes for one in doomed)
             ask(
-                f"Delete {_named(chosen)} ({size_text(total)}) of {visible(backend.url)}",
+                f"Delete {_named(chosen)} ({size_text(total)}) of {backend.url}",
                 yes=yes,
             )
             uids += _lent(backend, chosen)
@@ -239,7 +231,7 @@ def _print_kept(
     """Say why less was freed than the deleted steps had, and what frees the rest."""
     if borrowers:
         need = "needs" if len(borrowers) == 1 else "need"
-        print_wrapped(
+        print_line(
             f"{_named(borrowers)} {need} the data that stays; {free_by_compacting(url)}",
             style="yellow",
         )
@@ -257,15 +249,7 @@ def _left(steps: Sequence[int]) -> str:
     return f"{len(steps)} checkpoint{'s are' if len(steps) > 1 else ' is'} left"
 
 
-@command(
-    "prune",
-    epilog="""\b
-Examples:
-  penstock prune runs/gpt --dry-run
-  penstock prune runs/gpt
-  penstock prune runs/gpt --grace 1h
-""",
-)
+@command("prune")
 def prune(
     url: Url,
     *,
@@ -296,6 +280,11 @@ def prune(
     Checkpoints are never touched. While any commit record is unreadable nothing is deleted, since
     that checkpoint may need anything, nor where there is none at all, since the run may have been
     copied data first: then the exit code is 1.
+
+    Examples:
+      penstock prune runs/gpt --dry-run
+      penstock prune runs/gpt
+      penstock prune runs/gpt --grace 1h
     """
     with closing(open_backend(url, must_exist=True, light=True)) as backend:
         catalog = Catalog(backend, look=Inspector(default_registry()).is_whole)
@@ -342,13 +331,13 @@ def _ask_to_prune(
         attempts = counted(len(report.uids), "attempt")
         question = (
             f"The data of {attempts} goes, although commit records may be still to come if the run "
-            f"was copied. Prune {visible(backend.url)}"
+            f"was copied. Prune {backend.url}"
         )
         ask(question, yes=yes)
     elif grace_s < GRACE_S:
         question = (
             f"A save under way that has not written for {_time_text(grace_s)} would lose "
-            f"its data and fail. Prune {visible(backend.url)}"
+            f"its data and fail. Prune {backend.url}"
         )
         ask(question, yes=yes)
 
@@ -359,7 +348,7 @@ def _print_pruned(report: PruneReport, superseded_bytes: int, grace_s: float) ->
         why = "without a single commit record" if no_record else "while a record cannot be read"
         print_line(f"nothing is deleted {why}:", style="bold red")
         for problem in report.refused:
-            print_line(f"  {visible(problem)}")
+            print_line(f"  {problem}")
         if not no_record:
             print_line("delete that checkpoint, or bring its record back, and prune again")
         return

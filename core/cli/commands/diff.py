@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from penstock.core.catalog.catalog import Catalog
-from penstock.core.cli.app import Exclude, Include, Json, backend_of, command, exits, step_or_latest
-from penstock.core.cli.output.render import (
-    Column,
-    number_text,
-    print_json,
-    print_line,
-    print_table,
-    visible,
+from penstock.core.cli.app import (
+    Exclude,
+    Include,
+    Json,
+    backend_of,
+    command,
+    errors,
+    root,
+    which_step,
 )
+from penstock.core.cli.output.render import Column, number_text, print_json, print_line, print_table
 from penstock.core.concurrency.workers import Workers, default_workers
 from penstock.core.diff.checkpoints import diff_checkpoints
 from penstock.core.errors import CheckpointNotFoundError
@@ -50,47 +52,15 @@ _SPARE = {"L2", "OF", "NAN", "INF"}
 _WORDS = {"only_a": "only in A", "only_b": "only in B"}
 
 
-@command(
-    "diff",
-    epilog="""\b
-Examples:
-  penstock diff runs/gpt              the two newest
-  penstock diff runs/gpt --step-a 100 --step-b 200
-  penstock diff runs/gpt /backup/gpt --include model
-  penstock diff runs/gpt --norms --json |
-    jq '.changes[] | select(.norms)'
-""",
-)
+@command("diff")
 def diff(
-    url_a: Annotated[
-        str,
-        typer.Argument(metavar="A", help="Root of a run: a path, a URL, or a configuration file."),
-    ],
-    url_b: Annotated[
-        str | None,
-        typer.Argument(metavar="B", help="Root of another run.", show_default="the same run"),
-    ] = None,
+    url_a: Annotated[str, root("A", "a run")],
+    url_b: Annotated[str | None, root("B", "another run", show_default="the same run")] = None,
     *,
     step_a: Annotated[
-        int | None,
-        typer.Option(
-            "--step-a",
-            metavar="STEP",
-            parser=step_or_latest,
-            help="Which checkpoint of A.",
-            show_default="latest; of one run, the one before B's",
-        ),
+        int | None, which_step(" of A", "latest; of one run, the one before B's")
     ] = None,
-    step_b: Annotated[
-        int | None,
-        typer.Option(
-            "--step-b",
-            metavar="STEP",
-            parser=step_or_latest,
-            help="Which checkpoint of B.",
-            show_default="latest",
-        ),
-    ] = None,
+    step_b: Annotated[int | None, which_step(" of B")] = None,
     include: Include = None,
     exclude: Exclude = None,
     norms: Annotated[
@@ -104,8 +74,15 @@ def diff(
     Objects that only one of them has; kinds, dtypes and shapes; bytes, by their stored checksums
     where these tell, else by reading both; values, kinds of containers, metadata. Exits with 0
     if nothing differs, 1 if something does, 2 if it went wrong.
+
+    Examples:
+      penstock diff runs/gpt              the two newest
+      penstock diff runs/gpt --step-a 100 --step-b 200
+      penstock diff runs/gpt /backup/gpt --include model
+      penstock diff runs/gpt --norms --json |
+        jq '.changes[] | select(.norms)'
     """
-    exits.trouble = 2  # as diff(1): 1 says that they differ
+    errors.exit_code = 2  # as diff(1): 1 says that they differ
     with ExitStack() as stack:
         a = stack.enter_context(closing(open_backend(backend_of(url_a), must_exist=True)))
         b = a
@@ -173,10 +150,10 @@ def _print(
     norms: bool,
 ) -> None:
     for name, side, codecs in zip("AB", sides, lossy, strict=True):
-        print_line(f"{name}: step {side.step} of {visible(side.backend.url)}")
+        print_line(f"{name}: step {side.step} of {side.backend.url}")
         if codecs:
             print_line(
-                f"   values that went through {visible(', '.join(codecs))} (lossy) are compared as "
+                f"   values that went through {', '.join(codecs)} (lossy) are compared as "
                 "they are after rounding"
             )
     read = f", {size_text(found.bytes_read)} read"
@@ -185,10 +162,11 @@ def _print(
         return
     print_line("")
     print_table([*_columns(norms=norms)], found.changes)
+    print_line("")
     objects = [c for c in found.changes if c.what not in {"container", "metadata"}]
     alone = sum(c.what in {"only_a", "only_b"} for c in objects)
     print_line(
-        f"\n{len(objects) - alone} of {found.compared} objects that both have differ, "
+        f"{len(objects) - alone} of {found.compared} objects that both have differ, "
         f"{alone} are in one only{read}"
     )
 

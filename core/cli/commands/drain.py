@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from penstock.core.catalog.prune import GRACE_S
-from penstock.core.cli.app import Json, Url, command, debugging, time_of
-from penstock.core.cli.output.render import print_json, print_line, visible
+from penstock.core.cli.app import Json, Url, command, errors, time_of
+from penstock.core.cli.output.render import print_json, print_line
 from penstock.core.cli.output.runs_on_disk import tiers_quiet
 from penstock.core.concurrency.timing import current_timing
 from penstock.core.concurrency.watchdog import Deadline, call_with_deadline
@@ -98,30 +98,25 @@ class CommandDeadline(Deadline):
         return call_with_deadline("ask", call, left, late, timing=timing, patience_s=0.0)
 
 
-@command(
-    "drain",
-    epilog="""\b
-Examples:
-  penstock drain penstock.toml
-  penstock drain \\
-    'tiered://?fast=/nvme/run&durable=/lustre/run'
-""",
-)
+@command("drain")
 def drain(
     url: Url,
     *,
     timeout: Annotated[
         float | None,
-        typer.Option(
-            "--timeout", metavar="TIME", parser=time_of, help="Stop after this time: 90s, 30min."
-        ),
+        typer.Option(metavar="TIME", parser=time_of, help="Stop after this time: 90s, 30min."),
     ] = None,
     as_json: Json = False,
 ) -> bool:
-    """Copy what saves have left in the fast tier of a run and what has yet to go to the next one.
+    r"""Copy what saves have left in the fast tier of a run and what has yet to go to the next one.
 
     A process that saves there does the same in the background; this is for when none will. While
     one does, what it is just copying is left to it. Exits with 1 if something is still left.
+
+    Examples:
+      penstock drain penstock.toml
+      penstock drain \
+        'tiered://?fast=/nvme/run&durable=/lustre/run'
     """
     with tiers_quiet(), closing(Workers(default_workers())) as workers:
         deadline = CommandDeadline(workers.timing, timeout)
@@ -209,7 +204,7 @@ def _quiet_copies() -> Iterator[None]:
     """Silence the log of copies: the command prints the same at its end."""
     logger = logging.getLogger("penstock")
     levels = {logger: logger.level, left_log: left_log.level}
-    if not debugging.wanted:
+    if not errors.debug:
         logger.setLevel(logging.CRITICAL)
         left_log.setLevel(logging.WARNING)  # names what is never copied: not printed at the end
     try:
@@ -247,15 +242,12 @@ def _in_the_way(tiers: Sequence[Tier]) -> dict[int, tuple[str, str]]:
 
 
 def _watch(drains: Drains, total: int, deadline: CommandDeadline) -> None:
-    bar = ProgressBar("drain", transient=True)
-    try:
+    with closing(ProgressBar("drain", transient=True)) as bar:
         # By polling, not by one long wait: the bar has to move, and the deadline has to hold.
         while not drains.settle(current_timing().progress_interval_s):
             if deadline.is_over():
                 return
             bar(Progress(sum(state.bytes_moved for state in drains.states()), total, "copy"))
-    finally:
-        bar.close()
 
 
 def _print(outcome: DrainOutcome) -> None:
@@ -290,17 +282,15 @@ def _print(outcome: DrainOutcome) -> None:
 def _print_failures(outcome: DrainOutcome) -> None:
     for state in outcome.states:
         for step, why in state.lost.items():
-            print_line(
-                f"step {step} cannot be copied to {state.target}: {visible(why)}", style="red"
-            )
+            print_line(f"step {step} cannot be copied to {state.target}: {why}", style="red")
         if state.error:
-            print_line(f"{state.source} to {state.target}: {visible(state.error)}", style="red")
+            print_line(f"{state.source} to {state.target}: {state.error}", style="red")
         if state.step is not None:
             done = f"{size_text(state.bytes_done)} of {size_text(state.bytes_total)}"
             hangs = f"; does tier {state.source} hang, or {state.target}?" if outcome.stuck else ""
             print_line(f"step {state.step} was on its way to tier {state.target}: {done}{hangs}")
     for name, why in outcome.silent.items():
         print_line(
-            f"tier {name} does not answer, so what is left there is not known: {visible(why)}",
+            f"tier {name} does not answer, so what is left there is not known: {why}",
             style="red",
         )

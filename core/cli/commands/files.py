@@ -10,8 +10,8 @@ import typer
 
 from penstock import export_checkpoint, import_checkpoint
 from penstock.core.catalog.catalog import Catalog
-from penstock.core.cli.app import Exclude, Include, Json, Step, Url, command, size_of, step_of
-from penstock.core.cli.output.render import print_json, print_line, visible
+from penstock.core.cli.app import Exclude, Include, Json, Step, Url, command, root, size_of
+from penstock.core.cli.output.render import print_json, print_line
 from penstock.core.reporting.progress import ProgressBar
 from penstock.core.restore.checkpoint import Checkpoint
 from penstock.core.storage.open import open_backend
@@ -44,36 +44,24 @@ def _pairs(texts: Sequence[str] | None) -> dict[str, str] | None:
     return found or None
 
 
-@command(
-    "export",
-    epilog="""\b
-Examples:
-  penstock export runs/gpt gpt-hf --to safetensors \\
-    --config-from gpt2 --cast bfloat16
-  penstock export runs/gpt gpt.pt --to torch
-  penstock export runs/gpt gpt-dcp --to dcp
-""",
-)
+@command("export")
 def export(  # noqa: PLR0913 - its options
     url: Url,
     out: Annotated[
         str, typer.Argument(metavar="OUT", help="The file or folder to write; must not exist.")
     ],
     *,
-    to: Annotated[
-        str, typer.Option("--to", metavar="FORMAT", help="`safetensors`, `torch` or `dcp`.")
-    ],
+    to: Annotated[str, typer.Option(metavar="FORMAT", help="`safetensors`, `torch` or `dcp`.")],
     step: Step = None,
     include: Include = None,
     exclude: Exclude = None,
     rename: _Rename = None,
     cast: Annotated[
-        str | None, typer.Option("--cast", metavar="DTYPE", help="Convert floats to this dtype.")
+        str | None, typer.Option(metavar="DTYPE", help="Convert floats to this dtype.")
     ] = None,
     shard_bytes: Annotated[
         int,
         typer.Option(
-            "--shard-bytes",
             metavar="SIZE",
             parser=size_of,
             help="The most bytes in one file of safetensors.",
@@ -85,20 +73,24 @@ def export(  # noqa: PLR0913 - its options
     ] = False,
     config_from: Annotated[
         str | None,
-        typer.Option(
-            "--config-from", metavar="DIR", help="Copy config.json and tokenizer files from there."
-        ),
+        typer.Option(metavar="DIR", help="Copy config.json and tokenizer files from there."),
     ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace an earlier export at OUT.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Write a checkpoint, by default the latest one, as files of another tool.
+    r"""Write a checkpoint, by default the latest one, as files of another tool.
 
     With `--to safetensors` it is a folder as Hugging Face has it, or one file if OUT ends in
     .safetensors, of what is below `model` unless --include names something else. Every checksum is
     compared on the way, and OUT appears when it is whole and durable, not before.
+
+    Examples:
+      penstock export runs/gpt gpt-hf --to safetensors \
+        --config-from gpt2 --cast bfloat16
+      penstock export runs/gpt gpt.pt --to torch
+      penstock export runs/gpt gpt-dcp --to dcp
     """
     with (
         closing(open_backend(url, must_exist=True)) as backend,
@@ -125,45 +117,22 @@ def export(  # noqa: PLR0913 - its options
         return
     name = f"step {report.step}" + (", the latest," if step is None else "")
     print_line(
-        f"{name} is exported to {visible(report.out)}: {counted(report.tensors, 'tensor')}, "
+        f"{name} is exported to {report.out}: {counted(report.tensors, 'tensor')}, "
         f"{size_text(report.bytes_written)} in {counted(len(report.files), 'file')}",
         style="green",
     )
     for left_out, owner in report.tied.items():
-        print_line(f"{visible(left_out)} is tied to {visible(owner)}, and left out (--keep-tied)")
+        print_line(f"{left_out} is tied to {owner}, and left out (--keep-tied)")
 
 
-@command(
-    "import",
-    epilog="""\b
-Examples:
-  penstock import gpt2/ runs/gpt
-  penstock import old.pt runs/gpt --rename sd=model
-  penstock import dcp/step-900 runs/gpt --step 900
-""",
-)
+@command("import")
 def import_(  # noqa: PLR0913 - its options
     source: Annotated[
         str, typer.Argument(metavar="FROM", help="The file or folder to import; is not changed.")
     ],
-    run: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN",
-            help="Root of the run to save to: a path, a URL, or a configuration file.",
-        ),
-    ],
+    run: Annotated[str, root("RUN", "the run to save to")],
     *,
-    step: Annotated[
-        int | None,
-        typer.Option(
-            "--step",
-            metavar="STEP",
-            parser=step_of,
-            help="The step to save as.",
-            show_default="0",
-        ),
-    ] = None,
+    step: Annotated[int, typer.Option(metavar="STEP", min=0, help="The step to save as.")] = 0,
     format: Annotated[  # noqa: A002 - the option's name
         str,
         typer.Option(
@@ -178,9 +147,7 @@ def import_(  # noqa: PLR0913 - its options
     names_from: Annotated[
         str | None,
         typer.Option(
-            "--names-from",
-            metavar="MODEL",
-            help="Name the parameters of optimizers by this path or file.",
+            metavar="MODEL", help="Name the parameters of optimizers by this path or file."
         ),
     ] = None,
     overwrite: Annotated[
@@ -194,12 +161,17 @@ def import_(  # noqa: PLR0913 - its options
     torch.save, and folders of torch.distributed.checkpoint and of DeepSpeed with ZeRO. No code that
     is in a file runs: what cannot be read without that is refused by name. An import that fails
     leaves the run as it was.
+
+    Examples:
+      penstock import gpt2/ runs/gpt
+      penstock import old.pt runs/gpt --rename sd=model
+      penstock import dcp/step-900 runs/gpt --step 900
     """
     with closing(ProgressBar("import", every_s=None, transient=True)) as bar:
         report = import_checkpoint(
             source,
             run,
-            step=step or 0,
+            step=step,
             format=format,
             include=include or None,
             exclude=exclude or None,
@@ -212,7 +184,7 @@ def import_(  # noqa: PLR0913 - its options
         print_json({"source": source, **asdict(report)})
         return
     print_line(
-        f"{visible(source)} is step {report.step} of {visible(run)}: "
+        f"{source} is step {report.step} of {run}: "
         f"{counted(report.objects, 'object')}, {size_text(report.bytes_stored)} "
         f"in {report.seconds['total']:.1f} s",
         style="green",

@@ -1,10 +1,12 @@
-"""The `penstock ls` command."""
+"""The `penstock ls` command.
+
+Tested in `tests/core/cli/test_cli.py`.
+"""
 
 from __future__ import annotations
 
 import json
 import shlex
-import sys
 import time
 from collections import defaultdict
 from contextlib import closing
@@ -19,7 +21,7 @@ from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.lenders import borrowed_bytes, borrowers_of_deleted_saves, find_lenders
 from penstock.core.catalog.notes import NotesOfRun
 from penstock.core.catalog.survey import find_unrecorded
-from penstock.core.cli.app import Json, Url, command, whole_number
+from penstock.core.cli.app import Json, Url, command
 from penstock.core.cli.output.render import (
     Cell,
     Column,
@@ -28,16 +30,16 @@ from penstock.core.cli.output.render import (
     print_json,
     print_line,
     print_table,
-    print_wrapped,
     ratio_text,
     state_cell,
+    steps_text,
     value_text,
     visible,
+    warn,
 )
 from penstock.core.cli.output.runs_on_disk import named_root, run_around, runs_below, tiers_quiet
 from penstock.core.errors import ConfigError, DamagedError, StorageError
 from penstock.core.storage.open import open_backend
-from penstock.core.suggest import listed as listed_names
 from penstock.core.suggest import nearest
 from penstock.core.tiers.whereabouts import pending
 from penstock.core.types import show_value
@@ -82,21 +84,7 @@ class Listed:
     notes: Notes | None = None
 
 
-def _last(text: str) -> int:
-    return whole_number(text, "number of checkpoints", 1)
-
-
-@command(
-    "ls",
-    epilog="""\b
-Examples:
-  penstock ls runs/gpt
-  penstock ls runs/gpt --last 5 --metrics loss,eval.mmlu
-  penstock ls runs/gpt --metadata
-  penstock ls runs/gpt --json |
-    jq '.checkpoints[] | select(.state == "ok") | .step'
-""",
-)
+@command("ls")
 def ls(
     url: Url,
     *,
@@ -106,15 +94,13 @@ def ls(
     metrics: Annotated[
         str,
         typer.Option(
-            "--metrics",
             metavar="KEY,...",
             help="Columns for these keys of metadata, `a.b` for one inside another.",
             show_default="up to three that most checkpoints have",
         ),
     ] = "",
     last: Annotated[
-        int | None,
-        typer.Option("--last", metavar="N", parser=_last, help="Only the N newest steps."),
+        int | None, typer.Option(metavar="N", min=1, help="Only the N newest steps.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -125,6 +111,13 @@ def ls(
 
     STORED is the size of the blobs, including the gaps that direct I/O needs; RATIO is RAW over
     STORED; `penstock show` counts what the objects themselves take.
+
+    Examples:
+      penstock ls runs/gpt
+      penstock ls runs/gpt --last 5 --metrics loss,eval.mmlu
+      penstock ls runs/gpt --metadata
+      penstock ls runs/gpt --json |
+        jq '.checkpoints[] | select(.state == "ok") | .step'
     """
     wanted = tuple(filter(None, metrics.split(",")))
     with tiers_quiet(), closing(open_backend(url, must_exist=True, light=True)) as backend:
@@ -137,7 +130,8 @@ def ls(
             for one in listed[-last if last else 0 :]
         ]
         waiting = _unrecorded(answering if tiered else [backend], listed)
-        kept = kept_for_borrowers(backend, [one.record for one in listed if one.record is not None])
+        records = [one.record for one in listed if one.record is not None]
+        kept = kept_for_borrowers(backend, records)
         check_metrics(wanted, [one.notes.metadata for one in shown if one.notes])
         if as_json:
             found: dict[str, Any] = {"url": backend.url}
@@ -150,18 +144,18 @@ def ls(
             print_json({**found, "silent": silent} if tiered else found)
             return
         for name, why in silent.items():  # on standard error: the table may go into a pipe
-            sys.stderr.write(f"penstock: tier {name} does not answer: {visible(why)}\n")
+            warn(f"tier {name} does not answer: {why}")
         if not listed:
             where = "in the tiers that answer," if silent else "under"
-            print_line(f"no checkpoints {where} {visible(backend.url)}")
+            print_line(f"no checkpoints {where} {backend.url}")
             _print_unrecorded(waiting)
             _print_runs_near(named_root(backend))
             return
-    lenders = _lenders(listed)
+    lenders = find_lenders(records, {r.base.uid for r in records if r.base is not None})
     print_table([*_columns(shown, lenders, wanted, tiered=tiered)], shown)
     for one in shown:
         if one.error:
-            print_line(f"step {one.step}: {visible(one.error)}", style="red")
+            print_line(f"step {one.step}: {one.error}", style="red")
     _print_unrecorded(waiting)
     _print_kept(kept, url)
     if metadata:
@@ -200,12 +194,11 @@ def _print_kept(kept: Sequence[Kept], url: str) -> None:
     if not kept:
         return
     steps = sorted({step for one in kept for step in one.borrowers})
-    several = len(kept) > 1
-    print_wrapped(
+    several, need = len(kept) > 1, "need" if steps[1:] else "needs"
+    print_line(
         f"{size_text(sum(one.size_bytes for one in kept))} of {len(kept)} deleted or replaced "
-        f"checkpoint{'s are' if several else ' is'} kept, since step"
-        f"{'s' if steps[1:] else ''} {listed_names([*map(str, steps)])} need"
-        f"{'' if steps[1:] else 's'} {'them' if several else 'it'}; {free_by_compacting(url)}",
+        f"checkpoint{'s are' if several else ' is'} kept, since {steps_text(steps)} {need} "
+        f"{'them' if several else 'it'}; {free_by_compacting(url)}",
         style="yellow",
     )
 
@@ -215,14 +208,8 @@ def free_by_compacting(url: str) -> str:
     # Not "frees that": checkpoints that stand alone may take more than what is kept for them,
     # most of all where `share` has stored something once for many steps.
     return (
-        f"`penstock compact {visible(shlex.quote(url))} --dry-run` says what the run would take "
-        "without that"
+        f"`penstock compact {shlex.quote(url)} --dry-run` says what the run would take without that"
     )
-
-
-def _lenders(listed: Sequence[Listed]) -> Mapping[str, LendingSave]:
-    records = [one.record for one in listed if one.record is not None]
-    return find_lenders(records, {r.base.uid for r in records if r.base is not None})
 
 
 def _columns(
@@ -237,25 +224,16 @@ def _columns(
     noted = [one.notes for one in listed if one.notes]
     metrics = wanted or usual_metrics([notes.metadata for notes in noted])
     yield Column("STEP", lambda one: str(one.step), right=True)
-    yield Column("GEN", _of(lambda record: str(record.generation)), right=True, keep=1)
+    yield _of_record("GEN", 1, lambda record: str(record.generation))
     if lenders:
-        yield Column("BASE", _of(partial(_base_cell, lenders)), right=True, keep=8)
-    yield Column(
-        "AGE", _of(lambda record: age_text(now_s - _created_s(record))), right=True, keep=7
-    )
-    yield Column("OBJECTS", _of(lambda record: str(record.objects)), right=True, keep=4)
-    yield Column("RAW", _of(lambda record: size_text(record.bytes_raw)), right=True, keep=5)
-    yield Column("STORED", _of(lambda record: size_text(record.bytes_stored)), right=True, keep=6)
+        yield _of_record("BASE", 8, partial(_base_cell, lenders))
+    yield _of_record("AGE", 7, lambda record: age_text(now_s - created_s(record)))
+    yield _of_record("OBJECTS", 4, lambda record: str(record.objects))
+    yield _of_record("RAW", 5, lambda record: size_text(record.bytes_raw))
+    yield _of_record("STORED", 6, lambda record: size_text(record.bytes_stored))
     if lenders:  # all blobs that a checkpoint needs, its own and borrowed ones
-        yield Column(
-            "NEEDS", _of(lambda record: size_text(record.bytes_needed)), right=True, keep=3
-        )
-    yield Column(
-        "RATIO",
-        _of(lambda record: ratio_text(record.bytes_raw, record.bytes_stored)),
-        right=True,
-        keep=2,
-    )
+        yield _of_record("NEEDS", 3, lambda record: size_text(record.bytes_needed))
+    yield _of_record("RATIO", 2, lambda record: ratio_text(record.bytes_raw, record.bytes_stored))
     yield Column("STATE", lambda one: state_cell("damaged" if one.record is None else "ok"))
     if tiered:
         yield Column("TIERS", _tiers_text, keep=6)
@@ -263,15 +241,15 @@ def _columns(
         yield Column("TAGS", lambda one: " ".join(one.notes.tags) if one.notes else "", keep=4)
     for name in metrics:
         keep = _KEEP_WANTED if wanted else _KEEP_USUAL
-        yield Column(visible(name), partial(_metric_text, name), right=True, keep=keep)
+        yield Column(name, partial(_metric_text, name), right=True, keep=keep)
     # Beside metrics that the user has named, the rest of the metadata was not asked for.
     if not wanted and (not metrics or any(notes.metadata.keys() - metrics for notes in noted)):
         yield Column("METADATA", partial(_rest_text, metrics), keep=3, flexible=True)
 
 
-def _of(text: Callable[[CommitRecord], str | Cell]) -> Callable[[Listed], str | Cell]:
-    """Return the cell of a commit record; `-` where that is unreadable."""
-    return lambda one: "-" if one.record is None else text(one.record)
+def _of_record(title: str, keep: int, text: Callable[[CommitRecord], str | Cell]) -> Column[Listed]:
+    """Return a column on commit records; its cell is `-` where the record is unreadable."""
+    return Column(title, lambda one: text(one.record) if one.record else "-", right=True, keep=keep)
 
 
 def _unrecorded(backends: Sequence[Backend], listed: Sequence[Listed]) -> dict[str, int]:
@@ -289,7 +267,7 @@ def _print_unrecorded(waiting: dict[str, int]) -> None:
         return
     steps = sorted(set(waiting.values()))
     shown = ", ".join(map(str, steps[:_RUNS_SHOWN])) + (", ..." if steps[_RUNS_SHOWN:] else "")
-    print_wrapped(
+    print_line(
         f"{len(waiting)} attempt{'' if len(waiting) == 1 else 's'} to save (step {shown}) lack"
         f"{'s' if len(waiting) == 1 else ''} nothing but the commit record: a save under way, one "
         "that broke off in its last moment, or a run that was copied without its folder "
@@ -301,13 +279,13 @@ def _print_unrecorded(waiting: dict[str, int]) -> None:
 def _print_runs_near(folder: Path | None) -> None:
     around = None if folder is None else run_around(folder)
     if around is not None:
-        print_line(f"this is a folder inside the run {visible(str(around))}: list that")
+        print_line(f"this is a folder inside the run {around}: list that")
         return
     found = [] if folder is None else runs_below(folder)
     if found:
         print_line("these folders below it hold runs; list one of them:")
     for root in found[:_RUNS_SHOWN]:
-        print_line(f"  {visible(str(root))}")
+        print_line(f"  {root}")
     if len(found) > _RUNS_SHOWN:
         print_line(f"  and {len(found) - _RUNS_SHOWN} more")
 
@@ -315,10 +293,11 @@ def _print_runs_near(folder: Path | None) -> None:
 def _print_metadata(one: Listed) -> None:
     if one.notes is None or not one.notes.metadata:
         return
-    print_line(f"\nstep {one.step}")
+    print_line("")
+    print_line(f"step {one.step}")
     for key, value in one.notes.metadata.items():
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        print_wrapped(visible(f"{key}: {text}"), indent=2)
+        print_line(f"  {key}: {text}")
 
 
 def list_run(backend: Backend) -> list[Listed]:
@@ -412,12 +391,14 @@ def _base_cell(lenders: Mapping[str, LendingSave], record: CommitRecord) -> str 
     return str(base.step) if state == "ok" else Cell(f"{state} {base.step}", "yellow")
 
 
-def _created_s(record: CommitRecord) -> float:
+def created_s(record: CommitRecord) -> float:
+    """Return the time of a commit, in seconds since 1970."""
     return datetime.fromisoformat(record.created).timestamp()
 
 
 def _metric_text(name: str, one: Listed) -> str:
-    return "-" if one.notes is None else metric_text(one.notes.metadata, name)
+    value = None if one.notes is None else metric_of(one.notes.metadata, name)
+    return "-" if value is None else value_text(value)
 
 
 def _rest_text(metrics: Sequence[str], one: Listed) -> str:
@@ -467,9 +448,3 @@ def metric_of(metadata: Metadata, name: str) -> Any:
     outer, dot, inner = name.partition(".")
     below = metadata.get(outer)
     return metric_of(below, inner) if dot and isinstance(below, dict) else None
-
-
-def metric_text(metadata: Metadata, name: str) -> str:
-    """Return the cell of a metric; `-` where there is none."""
-    value = metric_of(metadata, name)
-    return "-" if value is None else visible(value_text(value))

@@ -1,8 +1,10 @@
-"""The `penstock plugins` and `penstock schema` commands."""
+"""The `penstock plugins` and `penstock schema` commands.
+
+Tested in `tests/core/cli/test_schema.py`.
+"""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -15,7 +17,7 @@ from penstock.core.cli.output.render import (
     print_line,
     print_table,
     state_cell,
-    visible,
+    warn,
 )
 from penstock.core.config.model import json_schema
 from penstock.core.errors import PluginError
@@ -51,17 +53,13 @@ def plugins(
     print_table(_COLUMNS, found)
     # Several plugins may share one error, such as an import that fails: each is printed once.
     for error in dict.fromkeys(info.error for info in found if info.error):
-        print_line("\n" + "\n".join(visible(line) for line in error.splitlines()), style="red")
+        print_line("")
+        for line in error.splitlines():
+            print_line(line, style="red")
     return all(info.error is None for info in found)
 
 
-@command(
-    "schema",
-    epilog="""\b
-Example:
-  penstock schema > penstock.schema.json
-""",
-)
+@command("schema")
 def schema(
     *,
     as_json: Annotated[
@@ -71,6 +69,9 @@ def schema(
     """Print the JSON Schema of configuration files, for editors and other tools.
 
     It holds the options of every backend and codec that is installed here.
+
+    Examples:
+      penstock schema > penstock.schema.json
     """
     del as_json
     print_json(full_schema(default_registry()))
@@ -101,7 +102,7 @@ def _tables(
         try:
             cls = registry.backend_class(name) if kind == "backend" else registry.codec_class(name)
         except PluginError as error:
-            sys.stderr.write(f"penstock: left out: {visible(str(error))}\n")
+            warn(f"left out: {error}")
             continue
         key = f"{kind}.{name}"  # a backend and a codec may have the same name
         options = cls.Config.model_json_schema(ref_template=f"#/$defs/{key}.{{model}}")

@@ -24,9 +24,18 @@ from penstock.core.cli.app import (
     backend_of,
     command,
     is_configuration,
-    whole_number,
 )
 from penstock.core.cli.commands.ls import record_json
+from penstock.core.cli.output.figures import (
+    Branch,
+    Stats,
+    Sum,
+    grown,
+    print_sums,
+    tensor_stats,
+    total,
+    totals,
+)
 from penstock.core.cli.output.render import (
     Cell,
     Column,
@@ -36,10 +45,7 @@ from penstock.core.cli.output.render import (
     print_line,
     print_table,
     ratio_text,
-    visible,
 )
-from penstock.core.cli.output.stats import Stats, tensor_stats
-from penstock.core.cli.output.sums import Row, Sum, grown, print_sums, rows_of, sums_of
 from penstock.core.format.records import blob_uid
 from penstock.core.pipeline.auto import class_of
 from penstock.core.reporting.reports import LendingSave
@@ -98,6 +104,15 @@ class Shown:
         """The raw bytes; 0 for a tied object, whose bytes are stored at another path."""
         return 0 if self.record.same_as is not None else self.record.spec.nbytes
 
+    def as_sum(self, group: str = "") -> Sum:
+        """Return the figures of this object alone, in a group."""
+        return Sum(group, 1, self.nbytes, self.bytes_stored, self.bytes_borrowed)
+
+    @property
+    def type(self) -> str:
+        """The dtype of a tensor, or the form of another object."""
+        return self.record.spec.dtype if self.record.kind is Kind.TENSOR else self.record.form
+
     @property
     def elsewhere(self) -> str:
         """`tied` or `derived` if all bytes are stored with another object; empty if not."""
@@ -106,22 +121,7 @@ class Shown:
         return "" if self.record.derived is None else "derived"
 
 
-def _depth(text: str) -> int:
-    return whole_number(text, "depth", 1)
-
-
-@command(
-    "show",
-    epilog="""\b
-Examples:
-  penstock show runs/gpt --depth 1
-  penstock show runs/gpt --step 300
-  penstock show runs/gpt --include 'model/*.bias'
-  penstock show runs/gpt --by codec
-  penstock show runs/gpt --include model --stats |
-    grep -v ' 0 *0$'
-""",
-)
+@command("show")
 def show(  # noqa: PLR0913 - its options
     url: AsGiven,
     *,
@@ -143,15 +143,12 @@ def show(  # noqa: PLR0913 - its options
         ),
     ] = None,
     depth: Annotated[
-        int | None,
-        typer.Option("--depth", metavar="N", parser=_depth, help="Fold the tree below N levels."),
+        int | None, typer.Option(metavar="N", min=1, help="Fold the tree below N levels.")
     ] = None,
     by: Annotated[
         str | None,
         typer.Option(
-            "--by",
-            metavar="WHAT",
-            help="Sums instead of objects: by `codec`, `rule`, `role` or `dtype`.",
+            metavar="WHAT", help="Sums instead of objects: by `codec`, `rule`, `role` or `dtype`."
         ),
     ] = None,
     as_json: Json = False,
@@ -163,6 +160,14 @@ def show(  # noqa: PLR0913 - its options
 
     STORED is what an object takes without the gaps between objects, RATIO is BYTES over STORED;
     `penstock ls` counts the gaps, too. BORROWED is what it needs of the blobs of other checkpoints.
+
+    Examples:
+      penstock show runs/gpt --depth 1
+      penstock show runs/gpt --step 300
+      penstock show runs/gpt --include 'model/*.bias'
+      penstock show runs/gpt --by codec
+      penstock show runs/gpt --include model --stats |
+        grep -v ' 0 *0$'
     """
     if depth is not None and (tree is False or as_json):
         msg = "--depth folds the tree; leave out --flat and --json"
@@ -180,9 +185,7 @@ def show(  # noqa: PLR0913 - its options
         # Before anything is printed: a misspelt pattern would look like an empty checkpoint.
         selection.check_used(one.record.path for one in located)
         chosen = [one for one in located if selection.selects(one.record.path)]
-        shown = [
-            replace(describe(one, contents), rounding=checkpoint.rounding([one])) for one in chosen
-        ]
+        shown = [describe(one, contents, checkpoint.rounding([one])) for one in chosen]
         chain = chain_of(backend, contents, chosen)
         classes = {class_of(one.record.role, one.record.spec.dtype) for one in chosen}
         choices = [choice for choice in contents.manifest.choices() if choice.objects in classes]
@@ -190,7 +193,7 @@ def show(  # noqa: PLR0913 - its options
             shown = [replace(s, stats=tensor_stats(checkpoint, s.record)) for s in shown]
         notes = NotesOfRun.of(backend, contents.record).read(contents.record)
     record = contents.record
-    sums = [] if group_of is None else sums_of(_as_sum(one, group_of(one)) for one in shown)
+    sums = [] if group_of is None else totals(one.as_sum(group_of(one)) for one in shown)
     if as_json:
         found: dict[str, Any] = {
             "checkpoint": {"step": record.step, **record_json(record, notes)},
@@ -237,9 +240,7 @@ def _grouping(by: str, rules: str) -> Callable[[Shown], str]:
     if by == "role":
         return lambda one: one.record.role.value
     if by == "dtype":
-        return lambda one: (
-            one.record.spec.dtype if one.record.kind is Kind.TENSOR else one.record.form
-        )
+        return lambda one: one.type
     from penstock.core.config.model import load_config  # noqa: PLC0415 - `show` is quick without
 
     selections = [
@@ -250,11 +251,7 @@ def _grouping(by: str, rules: str) -> Callable[[Shown], str]:
     )
 
 
-def _as_sum(one: Shown, group: str) -> Sum:
-    return Sum(group, 1, one.nbytes, one.bytes_stored, one.bytes_borrowed)
-
-
-def describe(located: Located, contents: Contents) -> Shown:
+def describe(located: Located, contents: Contents, rounding: Rounding = Rounding()) -> Shown:
     """Return how an object is stored, as the manifest says."""
     found = storage_of(located, contents)
     return Shown(
@@ -263,13 +260,14 @@ def describe(located: Located, contents: Contents) -> Shown:
         found.bytes_stored,
         found.bytes_borrowed,
         depth_of(located),
+        rounding=rounding,
     )
 
 
 def _print_head(record: CommitRecord, notes: Notes, chain: Sequence[Link]) -> None:
     print_line(
         f"step {record.step}, generation {record.generation}, of {record.created}, "
-        f"written by penstock {visible(record.penstock)} through {visible(record.engine)}"
+        f"written by penstock {record.penstock} through {record.engine}"
         + (f" on {record.world_size} ranks" if record.world_size > 1 else "")
     )
     if notes.metadata:
@@ -290,28 +288,30 @@ class _TableLine:
     leaf: Shown | None
 
     @property
-    def nbytes(self) -> int:
-        return sum(one.nbytes for one in self.objects)
-
-    @property
-    def bytes_stored(self) -> int:
-        return sum(one.bytes_stored for one in self.objects)
+    def sum(self) -> Sum:
+        return total("", [one.as_sum() for one in self.objects])
 
 
 def _print_objects(shown: list[Shown], *, tree: bool, depth: int | None, stats: bool) -> None:
     if tree:
         root = grown((one.record.path, one) for one in shown)
-        lines = [_line_of(row) for row in rows_of(root, depth)]
+        lines = list(_lines(root, 0, depth))
     else:
         lines = [_TableLine(_name(one, show_path(one.record.path)), [one], one) for one in shown]
     print_table([*_columns(shown, stats=stats)], lines)
 
 
-def _line_of(row: Row[Shown]) -> _TableLine:
-    name = "  " * row.level + show_segment(row.segment)
-    if row.item is None:
-        return _TableLine(f"{name}/", list(row.branch.leaves()), None)
-    return _TableLine(_name(row.item, name), [row.item], row.item)
+def _lines(root: Branch[Shown], level: int, depth: int | None) -> Iterator[_TableLine]:
+    """Yield the lines below a branch from the top down; branches at `depth` are folded."""
+    for branch in root.below.values():
+        name = "  " * level + show_segment(branch.segment)
+        # Both: one path may hold an object and be the beginning of longer paths.
+        if branch.item is not None:
+            yield _TableLine(_name(branch.item, name), [branch.item], branch.item)
+        if branch.below:
+            yield _TableLine(f"{name}/", list(branch.leaves()), None)
+            if depth is None or level + 1 < depth:
+                yield from _lines(branch, level + 1, depth)
 
 
 def _name(one: Shown, name: str) -> str:
@@ -326,11 +326,11 @@ def _columns(shown: Sequence[Shown], *, stats: bool) -> Iterator[Column[_TableLi
     yield Column("PATH", lambda line: line.name, flexible=True)
     yield Column("TYPE", _type_text, keep=9)
     yield Column("SHAPE", _shape_text, keep=8)
-    yield Column("BYTES", lambda line: size_text(line.nbytes), right=True, keep=9)
-    yield Column("STORED", lambda line: size_text(line.bytes_stored), right=True, keep=10)
+    yield Column("BYTES", lambda line: size_text(line.sum.bytes_raw), right=True, keep=9)
+    yield Column("STORED", lambda line: size_text(line.sum.bytes_stored), right=True, keep=10)
     yield Column(
         "RATIO",
-        lambda line: ratio_text(line.nbytes, line.bytes_stored),
+        lambda line: ratio_text(line.sum.bytes_raw, line.sum.bytes_stored),
         right=True,
         keep=5,
         spare=True,
@@ -340,21 +340,32 @@ def _columns(shown: Sequence[Shown], *, stats: bool) -> Iterator[Column[_TableLi
         "ROLE", lambda line: line.leaf.record.role.value if line.leaf else "", keep=1, spare=True
     )
     if any(one.bytes_borrowed for one in shown):
-        yield Column("BORROWED", _borrowed_text, right=True, keep=3, spare=True)
+        yield Column(
+            "BORROWED",
+            lambda line: size_text(line.sum.bytes_borrowed),
+            right=True,
+            keep=3,
+            spare=True,
+        )
     if any(one.links for one in shown):
-        yield Column("LINKS", _links_text, right=True, keep=2, spare=True)
+        yield Column(
+            "LINKS",
+            lambda line: str(max(one.links for one in line.objects)),
+            right=True,
+            keep=2,
+            spare=True,
+        )
     for name, keep in _STATS.items() if stats else ():
-        yield Column(name.upper(), partial(_stat_text, name), right=True, keep=keep)
+        yield Column(name.upper(), partial(_figure_text, name), right=True, keep=keep)
     if any(one.record.errors is not None for one in shown):
         for name, (title, keep) in _ERRORS.items():
-            yield Column(title, partial(_error_text, name), right=True, keep=keep)
+            yield Column(title, partial(_figure_text, name), right=True, keep=keep)
 
 
 def _type_text(line: _TableLine) -> str:
     if line.leaf is None:
         return counted(len(line.objects), "object")
-    record = line.leaf.record
-    return record.spec.dtype if record.kind is Kind.TENSOR else record.form
+    return line.leaf.type
 
 
 def _shape_text(line: _TableLine) -> str:
@@ -367,40 +378,33 @@ def _codecs_of(line: _TableLine) -> str:
     """Return the codecs of an object, or of a container's objects, those of most bytes first."""
     if line.leaf is not None:
         return _codecs_text(line.leaf)
-    sums = sums_of(_as_sum(one, _codecs_text(one)) for one in line.objects if not one.elsewhere)
+    sums = totals(one.as_sum(_codecs_text(one)) for one in line.objects if not one.elsewhere)
     names = [one.group for one in sums]
     more = len(names) - _CODECS_OF_A_CONTAINER
     return ", ".join([*names[:_CODECS_OF_A_CONTAINER], *([f"+{more}"] if more > 0 else [])])
 
 
-def _borrowed_text(line: _TableLine) -> str:
-    return size_text(sum(one.bytes_borrowed for one in line.objects))
-
-
-def _links_text(line: _TableLine) -> str:
-    return str(max(one.links for one in line.objects))
-
-
-def _stat_text(name: str, line: _TableLine) -> str:
-    stats = None if line.leaf is None else line.leaf.stats
-    return "" if stats is None else number_text(getattr(stats, name))
-
-
-def _error_text(name: str, line: _TableLine) -> str:
-    errors = None if line.leaf is None else line.leaf.record.errors
-    return "" if errors is None else number_text(getattr(errors, name))
+def _figure_text(name: str, line: _TableLine) -> str:
+    """Return a figure of the statistics, or of the errors of rounding, of an object."""
+    figures = () if line.leaf is None else (line.leaf.stats, line.leaf.record.errors)
+    found = (getattr(figure, name) for figure in figures if hasattr(figure, name))
+    return next(map(number_text, found), "")
 
 
 def _print_sum(record: CommitRecord, shown: list[Shown]) -> None:
-    raw = sum(one.nbytes for one in shown)
-    stored = sum(one.bytes_stored for one in shown)
-    borrowed = sum(one.bytes_borrowed for one in shown)
-    print_line(
-        f"\n{len(shown)} of {record.objects} objects, {size_text(raw)}, "
-        f"{size_text(stored)} stored ({ratio_text(raw, stored)})"
-        + (f", {size_text(borrowed)} borrowed" if borrowed else "")
-        + _with_gaps(record, shown)
-    )
+    whole = total("", [one.as_sum() for one in shown])
+    raw, stored = size_text(whole.bytes_raw), size_text(whole.bytes_stored)
+    ratio = ratio_text(whole.bytes_raw, whole.bytes_stored)
+    text = f"{len(shown)} of {record.objects} objects, {raw}, {stored} stored ({ratio})"
+    if whole.bytes_borrowed:
+        text += f", {size_text(whole.bytes_borrowed)} borrowed"
+    blobs = size_text(record.bytes_stored)
+    # `ls` prints the figures of the blobs, so another ratio.
+    if len(shown) == record.objects and blobs != stored:
+        ratio = ratio_text(record.bytes_raw, record.bytes_stored)
+        text += f"; its blobs take {blobs} ({ratio}), alignment gaps included"
+    print_line("")
+    print_line(text)
 
 
 def _print_rounding(shown: list[Shown]) -> None:
@@ -410,12 +414,12 @@ def _print_rounding(shown: list[Shown]) -> None:
         codecs = sorted({name for one in rounded for name in one.rounding.lossy})
         print_line(
             f"{len(rounded)} of these are rounded: codecs marked lossy "
-            f"({visible(', '.join(codecs))}) have changed their values"
+            f"({', '.join(codecs)}) have changed their values"
         )
     unknown = sorted({name for one in shown for name in one.rounding.unknown})
     if unknown:
         print_line(
-            f"whether {visible(', '.join(unknown))} is lossy is not known: it is not installed",
+            f"whether {', '.join(unknown)} is lossy is not known: it is not installed",
             style="yellow",
         )
 
@@ -423,7 +427,7 @@ def _print_rounding(shown: list[Shown]) -> None:
 def _print_choices(choices: Sequence[ChoiceRecord]) -> None:
     """Print why the objects have the codecs that were chosen for them by measurement."""
     for choice in choices:
-        print_line(f"chosen for {visible(choice.objects)}: {visible(choice.why)}")
+        print_line(f"chosen for {choice.objects}: {choice.why}")
 
 
 def _codecs_text(one: Shown) -> str:
@@ -433,19 +437,6 @@ def _codecs_text(one: Shown) -> str:
     marks = ["(lossy)" if c in lossy else "(?)" if c in unknown else "" for c in one.codecs]
     named = (name + mark for name, mark in zip(one.codecs, marks, strict=True))
     return "+".join(named) or "raw"
-
-
-def _with_gaps(record: CommitRecord, shown: list[Shown]) -> str:
-    """Return the end of the sum line that explains why `ls` prints another ratio.
-
-    Empty where the figures agree, or where only some of the objects are shown.
-    """
-    stored = sum(one.bytes_stored for one in shown)
-    same = size_text(stored) == size_text(record.bytes_stored)
-    if same or len(shown) < record.objects:
-        return ""
-    ratio = ratio_text(record.bytes_raw, record.bytes_stored)
-    return f"; its blobs take {size_text(record.bytes_stored)} ({ratio}), alignment gaps included"
 
 
 def _as_json(one: Shown, *, stats: bool) -> dict[str, Any]:
@@ -535,7 +526,8 @@ def print_chain(links: Sequence[Link], age: int | None) -> None:
     """
     total = size_text(sum(link.bytes_read for link in links))
     kind = "it borrows blobs" if age is None else f"{counted(age, 'save')} after one without a base"
-    print_line(f"{kind}; a restore reads {total} of {counted(len(links), 'checkpoint')}\n")
+    print_line(f"{kind}; a restore reads {total} of {counted(len(links), 'checkpoint')}")
+    print_line("")
     columns: tuple[Column[Link], ...] = (
         Column("CHAIN", partial(_lender_cell, first=links[0]), flexible=True),
         Column("READ", lambda link: size_text(link.bytes_read), right=True),

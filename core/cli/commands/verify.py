@@ -12,7 +12,7 @@ import typer
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.prune import GRACE_S
 from penstock.core.cli.app import Json, Step, Url, command
-from penstock.core.cli.output.render import print_json, print_line, print_wrapped, visible
+from penstock.core.cli.output.render import print_json, print_line, steps_text
 from penstock.core.concurrency.workers import Workers, default_workers
 from penstock.core.errors import CheckpointNotFoundError, DamagedError
 from penstock.core.format.records import blob_uid
@@ -31,23 +31,14 @@ if TYPE_CHECKING:
 
     from penstock.core.abc import Backend
     from penstock.core.reporting.reports import LendingSave, Progress, Repair
+    from penstock.core.tiers.repairs import TierRepairs
 
 _BLOB = re.compile(r"data/[0-9a-f]{32}/blobs/[A-Za-z0-9._-]*[A-Za-z0-9]")
 _TIER = re.compile(r"in tier [^ ]+: ")
 _SHOWN = 5
 
 
-@command(
-    "verify",
-    epilog="""\b
-Examples:
-  penstock verify runs/gpt
-  penstock verify runs/gpt --all --quick
-  penstock verify penstock.toml --all --repair
-  penstock verify runs/gpt --step 300 --json |
-    jq -r '.reports[].damaged[].what'
-""",
-)
+@command("verify")
 def verify(
     url: Url,
     *,
@@ -72,6 +63,13 @@ def verify(
 
     All damage is listed, not only the first, by the path of the object or the name of the record.
     With --repair, 1 means that something still is.
+
+    Examples:
+      penstock verify runs/gpt
+      penstock verify runs/gpt --all --quick
+      penstock verify penstock.toml --all --repair
+      penstock verify runs/gpt --step 300 --json |
+        jq -r '.reports[].damaged[].what'
     """
     if every and step is not None:
         msg = "--all verifies every step; leave out --step"
@@ -80,11 +78,15 @@ def verify(
     light = not (deep or repair)
     with closing(open_backend(url, must_exist=True, light=light)) as backend:
         with closing(Workers(default_workers())) as workers:
-            look = _Look(backend, workers, deep=deep, repair=repair)
+            loader, repairs = Loader(backend, workers), None
+            if repair:
+                stuck_s = workers.timing.stuck_s
+                drains = Drains(backend.tiers, workers=workers, grace_s=GRACE_S, stuck_s=stuck_s)
+                repairs = drains.repairs
             for number in _steps(backend, step, every=every):
                 bar = ProgressBar(f"step {number}", every_s=None, transient=True)
                 try:
-                    report = look.at(number, bar)
+                    report = _verified(backend, number, loader, repairs, deep=deep, on_progress=bar)
                 except CheckpointNotFoundError:
                     if not every:
                         raise
@@ -100,7 +102,8 @@ def verify(
             bad = sum(not report.ok for report in reports)
             part = sum(report.ok and bool(report.not_decoded) for report in reports)
             for link, steps in _links(reports).items():
-                print_wrapped(f"{link} is damaged: {_named(steps)} {_need(steps)} it", style="red")
+                need = "need" if steps[1:] else "needs"
+                print_line(f"{link} is damaged: {steps_text(steps)} {need} it", style="red")
             more = f", {part} not decoded" if part else ""
             print_line(f"{counted(len(reports), 'checkpoint')} verified, {bad} damaged{more}")
     return ok
@@ -118,32 +121,25 @@ def _steps(backend: Backend, step: int | None, *, every: bool) -> Sequence[int]:
     return steps[-1:]
 
 
-class _Look:
-    """Verifies steps of one run."""
-
-    def __init__(self, backend: Backend, workers: Workers, *, deep: bool, repair: bool) -> None:
-        self._backend = backend
-        self._loader = Loader(backend, workers)
-        self._deep = deep
-        self._repairs = None
-        if repair:
-            stuck_s = workers.timing.stuck_s
-            drains = Drains(backend.tiers, workers=workers, grace_s=GRACE_S, stuck_s=stuck_s)
-            self._repairs = drains.repairs
-
-    def at(self, step: int, on_progress: Callable[[Progress], None]) -> VerifyReport:
-        """Verify one step, and repair it if `--repair` is given."""
-        try:
-            checkpoint = Checkpoint.open(self._backend, step, loader=self._loader)
-        except DamagedError as error:
-            # A manifest that cannot be read is a finding, not an error: `--all` goes on behind it.
-            damaged = tuple(Damage(name, str(error)) for name in error.damaged or (f"step {step}",))
-            return VerifyReport(step, False, damaged, 0, 0, 0, self._deep, 0.0)
-        if self._repairs is None:
-            return checkpoint.verify(deep=self._deep, on_progress=on_progress)
-        return verify_and_repair(
-            checkpoint, self._repairs, deep=self._deep, on_progress=on_progress
-        )
+def _verified(
+    backend: Backend,
+    step: int,
+    loader: Loader,
+    repairs: TierRepairs | None,
+    *,
+    deep: bool,
+    on_progress: Callable[[Progress], None],
+) -> VerifyReport:
+    """Verify one step, and repair it if `--repair` is given."""
+    try:
+        checkpoint = Checkpoint.open(backend, step, loader=loader)
+    except DamagedError as error:
+        # A manifest that cannot be read is a finding, not an error: `--all` goes on to the next.
+        damaged = tuple(Damage(name, str(error)) for name in error.damaged or (f"step {step}",))
+        return VerifyReport(step, False, damaged, 0, 0, 0, deep, 0.0)
+    if repairs is None:
+        return checkpoint.verify(deep=deep, on_progress=on_progress)
+    return verify_and_repair(checkpoint, repairs, deep=deep, on_progress=on_progress)
 
 
 def _links(reports: Sequence[VerifyReport]) -> dict[LendingSave, list[int]]:
@@ -161,19 +157,11 @@ def _damaged_uids(reports: Sequence[VerifyReport]) -> set[str]:
     return {uid for damage in damaged if (uid := blob_uid(damage.blob)) is not None}
 
 
-def _named(steps: Sequence[int]) -> str:
-    return f"step{'s' if steps[1:] else ''} {listed([*map(str, steps)])}"
-
-
-def _need(steps: Sequence[int]) -> str:
-    return "need" if steps[1:] else "needs"
-
-
 def _print(report: VerifyReport, url: str, told: Collection[str]) -> None:
     _print_verdict(report, url, told)
     if report.lossy:
-        print_wrapped(
-            f"lossy codecs in step {report.step}: {visible(', '.join(report.lossy))}; values that "
+        print_line(
+            f"lossy codecs in step {report.step}: {', '.join(report.lossy)}; values that "
             "went through these are as they were rounded by the save, and whole means that they "
             "still decode to the same"
         )
@@ -185,9 +173,9 @@ def _print_verdict(report: VerifyReport, url: str, told: Collection[str]) -> Non
         looked = f"{report.frames} frames of {looked}"
     if report.not_decoded:  # no damage, but not all was checked: the command exits with 1
         whole = "stored bytes are whole; " if report.ok else ""
-        print_wrapped(
-            f"step {report.step} of {visible(url)}: {whole}decoding not checked: "
-            f"{visible('; '.join(report.not_decoded))}",
+        print_line(
+            f"step {report.step} of {url}: {whole}decoding not checked: "
+            f"{'; '.join(report.not_decoded)}",
             style="yellow",
         )
         if report.ok:
@@ -215,20 +203,20 @@ def _print_verdict(report: VerifyReport, url: str, told: Collection[str]) -> Non
     if report.links:
         links = listed([*map(str, report.links)])
         where = "; it is listed above" if all(link.uid in told for link in report.links) else ""
-        print_wrapped(f"the damage lies in its chain, in the blobs of {links}{where}")
+        print_line(f"the damage lies in its chain, in the blobs of {links}{where}")
     if len(report.tiers) > 1 and not report.repairs:
         print_line("--repair brings bad copies anew from a good one")
 
 
 def _print_repair(repair: Repair) -> None:
     if repair.source is None:
-        print_wrapped(f"not repaired in tier {repair.tier}: {visible(repair.error or '')}")
+        print_line(f"not repaired in tier {repair.tier}: {repair.error or ''}")
     elif repair.error is None:
-        print_wrapped(f"brought anew in tier {repair.tier}, from {repair.source}")
+        print_line(f"brought anew in tier {repair.tier}, from {repair.source}")
     else:
-        print_wrapped(
+        print_line(
             f"brought anew in tier {repair.tier}, from {repair.source}, and not whole: "
-            f"{visible(repair.error)}"
+            f"{repair.error}"
         )
 
 
@@ -268,11 +256,11 @@ def print_damage(damaged: Iterable[Damage]) -> None:
     """Print the causes in each blob, then the objects hit: the first few of each, and a count."""
     for group in grouped(damaged):
         for cause in list(group.causes)[:_SHOWN]:
-            print_wrapped(visible(cause))
+            print_line(cause)
         if len(group.causes) > _SHOWN:
-            print_wrapped(f"and {len(group.causes) - _SHOWN} more such places in this blob")
+            print_line(f"and {len(group.causes) - _SHOWN} more such places in this blob")
         for name in list(group.hit)[:_SHOWN]:
-            print_wrapped(visible(name), indent=4, style="red")
+            print_line(f"    {name}", style="red")
         if len(group.hit) > _SHOWN:
             more = len(group.hit) - _SHOWN
-            print_wrapped(f"and {more} more: --json names all", indent=4, style="red")
+            print_line(f"    and {more} more: --json names all", style="red")

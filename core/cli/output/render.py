@@ -1,4 +1,7 @@
-"""Tables and texts for users, JSON for programs. Knows nothing of checkpoints."""
+"""Tables and texts for users, JSON for programs. Knows nothing of checkpoints.
+
+Tested in `tests/core/cli/test_cli.py`.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,9 @@ import unicodedata
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from penstock.core.suggest import listed
+from penstock.core.units import SECONDS
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -18,9 +24,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _FLEXIBLE_MIN_WIDTH = 12
-_GAP = 2  # cells between columns
+_GAP = "  "  # between columns
 _LINES = re.compile(r"\n(?=  )")  # a line break with an indented line behind it
-_PERIODS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,40 +68,44 @@ def print_json(value: Any) -> None:
     sys.stdout.write(json.dumps(value, indent=2) + "\n")
 
 
-def print_line(text: str, *, style: str = "") -> None:
-    """Print one or more lines, without markup, and in a pipe without wrapping."""
-    text = "\n".join(map(visible, text.split("\n")))
+def print_line(text: str, *, hanging: int = 2, style: str = "") -> None:
+    """Print one line, escaped as by `visible`; in a terminal wrapped between words.
+
+    Args:
+        text: The line. A line break in it is escaped, too, since it is part of a stored name.
+        hanging: The number of further spaces before the lines that a terminal wraps.
+        style: The colour, used in a terminal only.
+    """
+    text = visible(text)
     if not sys.stdout.isatty():
         sys.stdout.write(text + "\n")
         return
     from rich.text import Text  # noqa: PLC0415 - see `_console`
 
-    _console().print(Text(text, style=style))
+    console = _console()
+    console.print(Text(wrapped(text, console.width, hanging), style=style), soft_wrap=True)
 
 
-def print_wrapped(text: str, *, indent: int = 0, hanging: int = 2, style: str = "") -> None:
-    """Print one paragraph: in a terminal wrapped between words, in a pipe as one line.
+def warn(text: str) -> None:
+    """Print one line on standard error, escaped as by `visible`."""
+    sys.stderr.write(f"penstock: {visible(text)}\n")
 
-    Args:
-        text: The paragraph, without line breaks.
-        indent: The number of spaces before the first line.
-        hanging: The number of further spaces before the other lines.
-        style: The colour, used in a terminal only.
+
+def wrapped(line: str, width: int, hanging: int = 2) -> str:
+    """Wrap a line between words; the other lines are indented by `hanging` more than the first.
+
+    A word is never cut: the terminal wraps a long path, which can then still be copied.
     """
-    text = "\n".join(map(visible, text.split("\n")))
-    if not sys.stdout.isatty():
-        sys.stdout.write(" " * indent + text + "\n")
-        return
     import textwrap  # noqa: PLC0415
 
-    wrapped = textwrap.fill(
-        text,
-        max(_console().width, indent + hanging + 10),
-        initial_indent=" " * indent,
-        subsequent_indent=" " * (indent + hanging),
+    indent = " " * (len(line) - len(line.lstrip()) + hanging)
+    return textwrap.fill(
+        line,
+        max(width, len(indent) + 10),
+        subsequent_indent=indent,
+        break_long_words=False,
         break_on_hyphens=False,
     )
-    print_line(wrapped, style=style)
 
 
 def print_table(columns: Sequence[Column[T]], items: Iterable[T]) -> None:
@@ -104,48 +113,33 @@ def print_table(columns: Sequence[Column[T]], items: Iterable[T]) -> None:
 
     In a pipe nothing is left out, cut or coloured. Cells are printed with escapes, as by `visible`.
     """
-    rows = [[column.cell(item) for column in columns] for item in items]
+    head = [_cell(Cell(column.title, "bold")) for column in columns]
+    rows = [head, *([_cell(column.cell(item)) for column in columns] for item in items)]
+    wanted = {n: max(_cells(row[n].text) for row in rows) for n in range(len(columns))}
     if not sys.stdout.isatty():
-        _print_plain(columns, rows)
+        for row in rows:
+            texts = (_fitted(row[n], columns[n], width).text for n, width in wanted.items())
+            sys.stdout.write(_GAP.join(texts).rstrip() + "\n")
         return
-    from rich.table import Table  # noqa: PLC0415 - see `_console`
-    from rich.text import Text  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415 - see `_console`
 
     console = _console()
-    widths = fitting(columns, rows, console.width)
-    table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="bold")
-    for number, width in widths.items():
-        column = columns[number]
-        table.add_column(
-            Text(column.title),
-            justify="right" if column.right else "left",
-            no_wrap=True,
-            overflow="ellipsis",
-            width=width,
-        )
+    widths = fitting(columns, wanted, console.width)
     for row in rows:
-        cells = []
-        for number, width in widths.items():
-            text = _plain(row[number])
-            cell = row[number]
-            cells.append(
-                Text(
-                    shortened(text, width) if columns[number].middle else text,
-                    style=cell.style if isinstance(cell, Cell) else "",
-                )
-            )
-        table.add_row(*cells)
-    console.print(table)
-    left_out = [column.title for n, column in enumerate(columns) if n not in widths]
+        cells = (_fitted(row[n], columns[n], width) for n, width in widths.items())
+        line = Text(_GAP).join(Text(cell.text, cell.style) for cell in cells)
+        line.rstrip()
+        console.print(line, soft_wrap=True)
+    left_out = [head[n].text for n in wanted if n not in widths]
     if left_out:
         console.print(Text(f"(too narrow for {', '.join(left_out)})", style="dim"))
 
 
 def fitting(
-    columns: Sequence[Column[Any]], rows: Sequence[Sequence[str | Cell]], width: int
+    columns: Sequence[Column[Any]], wanted: Mapping[int, int], width: int
 ) -> dict[int, int]:
     """Return the widths, by column number, of the columns to show in `width` cells."""
-    wanted = dict(enumerate(_widths(columns, rows)))
+    wanted = dict(wanted)
     spare = [n for n in wanted if columns[n].spare]
     for n in sorted(spare, key=lambda n: (columns[n].keep, -n)):
         if _total(wanted) > width:
@@ -164,12 +158,17 @@ def fitting(
     return shown
 
 
-def shortened(text: str, width: int) -> str:
-    """Cut `text` in its middle to `width` cells: two thirds of the rest are its end."""
-    if _cells(text) <= width:
-        return text
-    head = (width - 1) // 3
-    return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}"
+def shortened(text: str, width: int, *, middle: bool = False) -> str:
+    """Cut the end of `text`, so that it takes `width` cells.
+
+    With `middle` its middle is cut: two thirds of the rest are its end.
+    """
+    kept, cut = width, text
+    while kept and _cells(cut) > width:
+        kept -= 1  # once, unless characters are wide
+        head = kept // 3 if middle else kept
+        cut = f"{text[:head]}…{text[len(text) - (kept - head) :]}"
+    return cut
 
 
 def visible(text: str) -> str:
@@ -202,9 +201,9 @@ def ratio_text(raw: int, stored: int) -> str:
 
 def age_text(seconds: float) -> str:
     """Format `3700` as `1 h`; a negative age, by clocks that differ, as `now`."""
-    for unit, length in _PERIODS:
-        if seconds >= length:
-            return f"{int(seconds // length)} {unit}"
+    for unit in ("d", "h", "min", "s"):
+        if seconds >= SECONDS[unit]:
+            return f"{int(seconds // SECONDS[unit])} {unit}"
     return "now"
 
 
@@ -221,6 +220,11 @@ def value_text(value: Any) -> str:
     return json.dumps(short, ensure_ascii=False)
 
 
+def steps_text(steps: Sequence[int]) -> str:
+    """Format steps as `step 1` or `steps 1, 2`, the first ones of many."""
+    return f"step{'s' if steps[1:] else ''} {listed([*map(str, steps)])}"
+
+
 def state_cell(state: str) -> Cell:
     """Return a cell for a state: `ok` green, `found` without colour, all others red."""
     return Cell(state, {"ok": "green", "found": ""}.get(state, "bold red"))
@@ -233,30 +237,19 @@ def _console() -> Console:
     return Console(color_system=None if os.environ.get("NO_COLOR") else "auto")
 
 
-def _print_plain(columns: Sequence[Column[Any]], rows: Sequence[Sequence[str | Cell]]) -> None:
-    widths = _widths(columns, rows)
-    lines = [[column.title for column in columns], *([_plain(c) for c in row] for row in rows)]
-    for line in lines:
-        padded = []
-        for text, width, column in zip(line, widths, columns, strict=True):
-            space = " " * (width - _cells(text))
-            padded.append(space + text if column.right else text + space)
-        sys.stdout.write((" " * _GAP).join(padded).rstrip() + "\n")
-
-
-def _widths(columns: Sequence[Column[Any]], rows: Sequence[Sequence[str | Cell]]) -> list[int]:
-    return [
-        max([_cells(column.title), *(_cells(_plain(row[n])) for row in rows)])
-        for n, column in enumerate(columns)
-    ]
+def _fitted(cell: Cell, column: Column[Any], width: int) -> Cell:
+    text = shortened(cell.text, width, middle=column.middle)
+    space = " " * (width - _cells(text))
+    return Cell(space + text if column.right else text + space, cell.style)
 
 
 def _total(widths: Mapping[int, int]) -> int:
-    return sum(widths.values()) + _GAP * (len(widths) - 1)
+    return sum(widths.values()) + len(_GAP) * (len(widths) - 1)
 
 
-def _plain(cell: str | Cell) -> str:
-    return visible(cell.text if isinstance(cell, Cell) else cell)
+def _cell(cell: str | Cell) -> Cell:
+    text, style = (cell.text, cell.style) if isinstance(cell, Cell) else (cell, "")
+    return Cell(visible(text), style)
 
 
 def _cells(text: str) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
@@ -69,16 +70,13 @@ def runs_below(folder: Path) -> list[Path]:
     Runs inside of a run are not searched, and `folder` itself is not a run.
     """
     found: list[Path] = []
-    level, looked = [folder], 0
-    for _ in range(_DEPTH):
-        deeper: list[Path] = []
-        for parent in level:
-            for child in _folders_in(parent):
-                looked += 1
-                if looked > _FOLDERS:
-                    return sorted(found)
-                (found if (child / COMMIT_PREFIX).is_dir() else deeper).append(child)
-        level = deeper
+    for parent, names, _ in islice(os.walk(folder), _FOLDERS):
+        place = Path(parent)
+        if place != folder and (place / COMMIT_PREFIX).is_dir():
+            found.append(place)
+            names.clear()
+        elif len(place.relative_to(folder).parts) == _DEPTH:
+            names.clear()
     return sorted(found)
 
 
@@ -92,11 +90,3 @@ def run_around(folder: Path) -> Path | None:
         ),
         None,
     )
-
-
-def _folders_in(folder: Path) -> list[Path]:
-    try:
-        with os.scandir(folder) as entries:
-            return sorted(Path(e.path) for e in entries if e.is_dir(follow_symlinks=False))
-    except OSError:  # a folder that this user may not read holds no run for them
-        return []

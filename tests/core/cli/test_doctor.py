@@ -12,7 +12,7 @@ from tests.core.cli.command import tree_of
 
 import penstock
 from penstock.backends.memory import MemoryBackend, MemoryConfig
-from penstock.core.cli.doctor.store_checks import measure
+from penstock.core.cli.probe import measure
 
 SMALL = ("--probe-size", "1MiB")
 

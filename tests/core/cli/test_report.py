@@ -12,9 +12,8 @@ import torch
 from tests.core.cli.command import caller
 
 import penstock
-from penstock.core.cli.report import charts
-from penstock.core.cli.report.charts import boxes_of
-from penstock.core.cli.report.facts import gather, read_events
+from penstock.core.cli.commands import report
+from penstock.core.cli.commands.report import boxes_of, gather, read_events
 from penstock.integrations.events import JsonLinesSink, Sinks
 
 NEEDED = "needs plotly, which `make test-hosts` brings"
@@ -54,7 +53,7 @@ def test_times_are_those_of_events_and_of_records_elsewhere(saved):
     durable = {e["step"]: e for e in map(json.loads, lines[:-1]) if e["kind"] == "durable"}
     assert facts.unread == 1
     assert (facts.step, [record.step for record in facts.records]) == (4, [1, 2, 4])
-    bars = {bar["name"]: bar for bar in charts.save_times(facts)["data"]}
+    bars = {bar["name"]: bar for bar in report.save_times(facts)["data"]}
     assert bars["training blocked"]["x"] == ["1", "2"]
     assert bars["training blocked"]["y"] == [durable[n]["seconds"]["blocked"] for n in (1, 2)]
     totals = [
@@ -65,8 +64,8 @@ def test_times_are_those_of_events_and_of_records_elsewhere(saved):
     ]
     assert totals == pytest.approx([durable[n]["seconds"]["total"] for n in (1, 2)])
     assert bars["begin of writing to commit"]["x"] == ["4"]
-    assert charts.chains(facts)["data"][0]["y"] == [0, 1, 3]
-    assert [step for step, _ in charts.gaps_of(facts)] == [2, 4]
+    assert report.chains(facts)["data"][0]["y"] == [0, 1, 3]
+    assert [step for step, _ in report.gaps_of(facts)] == [2, 4]
 
 
 def test_lines_that_are_no_events_are_counted(tmp_path):

@@ -1,18 +1,109 @@
-"""Statistics of the values of stored tensors, computed a piece at a time."""
+"""Figures of objects: sums over groups of them, a tree of them, statistics of their values.
+
+Tested in `tests/core/cli/test_show.py`.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from penstock.core.cli.output.render import Column, print_table, ratio_text
 from penstock.core.types import Kind, Region, show_path
+from penstock.core.units import size_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from penstock.core.format.records import ObjectRecord
     from penstock.core.restore.checkpoint import Checkpoint
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """The sum over one group.
+
+    Attributes:
+        group: The name of the group.
+        objects: The number of objects, tied ones included.
+        bytes_raw: Their bytes; tied tensors count once.
+        bytes_stored: Their bytes in the blobs of the checkpoint itself.
+        bytes_borrowed: The bytes that they need from blobs of other saves.
+    """
+
+    group: str
+    objects: int
+    bytes_raw: int
+    bytes_stored: int
+    bytes_borrowed: int
+
+
+def total(group: str, parts: Sequence[Sum]) -> Sum:
+    """Add up sums, for a group of all of them."""
+    return Sum(
+        group,
+        sum(one.objects for one in parts),
+        sum(one.bytes_raw for one in parts),
+        sum(one.bytes_stored for one in parts),
+        sum(one.bytes_borrowed for one in parts),
+    )
+
+
+def totals(sums: Iterable[Sum]) -> list[Sum]:
+    """Add up the sums of each group; return one for each, the group of most bytes first."""
+    groups: dict[str, list[Sum]] = {}
+    for one in sums:
+        groups.setdefault(one.group, []).append(one)
+    found = [total(group, parts) for group, parts in groups.items()]
+    return sorted(found, key=lambda one: -one.bytes_raw)
+
+
+def print_sums(title: str, sums: Sequence[Sum]) -> None:
+    """Print a line for each sum, under a title for the groups."""
+    columns: list[Column[Sum]] = [
+        Column(title, lambda one: one.group, flexible=True),
+        Column("OBJECTS", lambda one: str(one.objects), right=True),
+        Column("BYTES", lambda one: size_text(one.bytes_raw), right=True),
+        Column("STORED", lambda one: size_text(one.bytes_stored), right=True),
+        Column("RATIO", lambda one: ratio_text(one.bytes_raw, one.bytes_stored), right=True),
+    ]
+    if any(one.bytes_borrowed for one in sums):
+        columns.append(
+            Column("BORROWED", lambda one: size_text(one.bytes_borrowed), right=True, keep=1)
+        )
+    print_table(columns, sums)
+
+
+@dataclass(slots=True)
+class Branch(Generic[T]):
+    """A node of the tree: the item at a path, if any, and the branches below."""
+
+    segment: str
+    item: T | None = None
+    below: dict[str, Branch[T]] = field(default_factory=dict)
+
+    def leaves(self) -> Iterator[T]:
+        """Yield the items here and below, in order."""
+        if self.item is not None:
+            yield self.item
+        for branch in self.below.values():
+            yield from branch.leaves()
+
+
+def grown(items: Iterable[tuple[tuple[str, ...], T]]) -> Branch[T]:
+    """Build the tree of items by path; a branch stands where its first item stood."""
+    root: Branch[T] = Branch("")
+    for path, item in items:
+        branch = root
+        for segment in path:
+            if segment not in branch.below:
+                branch.below[segment] = Branch(segment)
+            branch = branch.below[segment]
+        branch.item = item
+    return root
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,611 @@
+"""The `penstock report` command: one HTML file with charts, which needs no network.
+
+Stored texts may hold markup, and plotly shows some HTML in the texts of a chart: all are escaped.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import time
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
+from html import escape
+from itertools import count, pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from penstock.core.catalog.catalog import Catalog
+from penstock.core.catalog.notes import NotesOfRun
+from penstock.core.catalog.survey import places_of, read_intent
+from penstock.core.cli.app import Json, Step, Url, command
+from penstock.core.cli.commands.ls import Listed, created_s, list_run, list_tiers
+from penstock.core.cli.commands.show import Shown, describe
+from penstock.core.cli.output.figures import Sum, grown, total
+from penstock.core.cli.output.render import (
+    metadata_text,
+    print_json,
+    print_line,
+    ratio_text,
+    visible,
+)
+from penstock.core.cli.output.runs_on_disk import tiers_quiet
+from penstock.core.errors import BlobNotFoundError, ConfigError, DamagedError, StorageError
+from penstock.core.restore.checkpoint import Checkpoint
+from penstock.core.storage.open import open_backend
+from penstock.core.types import show_segment
+from penstock.core.units import SECONDS, counted, size_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from penstock.core.abc import Backend
+    from penstock.core.cli.output.figures import Branch
+    from penstock.core.format.records import CommitRecord
+
+Chart = dict[str, Any]
+
+_GREY, _BLUE, _OCHRE, _RED = "#9aa5b1", "#1f6f8b", "#d19a3c", "#b5412f"
+_SIZES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+_TICKS = 8
+_LEAST_PART = 1 / 1000  # of the whole: smaller boxes are no more than a line, and may be millions
+_ROWS = 500  # of the table of checkpoints; the newest ones
+_TITLES = (
+    "step",
+    "created",
+    "state",
+    "raw",
+    "stored",
+    "ratio",
+    "base",
+    "tiers",
+    "tags",
+    "metadata",
+)
+
+# The policy keeps the page from loading anything, should some text become markup after all.
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data: blob:;
+ script-src 'unsafe-inline'; style-src 'unsafe-inline'">
+<title>{title}</title>
+<style>
+body {{ font: 15px/1.5 system-ui, sans-serif; color: #22303c; background: #fff;
+  max-width: 1200px; margin: 0 auto; padding: 16px; }}
+h1 {{ font-size: 1.4em; overflow-wrap: anywhere; }}
+h2 {{ font-size: 1.1em; margin: 2em 0 0; }}
+p {{ margin: .3em 0 .6em; max-width: 75ch; }}
+.wide {{ overflow-x: auto; }}
+table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; }}
+th, td {{ text-align: left; padding: 2px 12px 2px 0; white-space: nowrap; vertical-align: top; }}
+th {{ border-bottom: 1px solid #9aa5b1; }}
+</style>
+</head>
+<body>
+<h1>{title}</h1>
+{body}
+</body>
+</html>
+"""
+
+
+@command("report")
+def report(
+    url: Url,
+    out: Annotated[str, typer.Argument(metavar="OUT", help="The HTML file to write.")],
+    *,
+    step: Step = None,
+    events: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE",
+            help="Events of saves, from a JsonLinesSink: times, blocked ones too; repeatable.",
+        ),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.")] = False,
+    as_json: Json = False,
+) -> None:
+    r"""Write one page with charts on a run: sizes by path and by step, times, gaps, chains, tiers.
+
+    The page needs no network and no server. Reads the records of the run, and the manifest of one
+    checkpoint. Needs plotly: pip install 'penstock[report]'.
+
+    Examples:
+      penstock report runs/gpt gpt.html
+      penstock report runs/gpt gpt.html --overwrite \
+        --events events.jsonl
+    """
+    place = Path(out)
+    if place.exists() and not overwrite:
+        msg = f"{out} is there already; --overwrite replaces it"
+        raise ConfigError(msg)
+    plotly_html()  # it is missing more often than anything else, and reading a run takes time
+    facts = gather(url, step, events or [])
+    _replace(place, page_of(facts))
+    if as_json:
+        steps = [one.step for one in facts.listed]
+        print_json({"url": facts.url, "out": out, "step": facts.step, "steps": steps})
+        return
+    print_line(
+        f"{out}: {counted(len(facts.listed), 'checkpoint')}, and the objects of step {facts.step}",
+        style="green",
+    )
+
+
+def _replace(out: Path, text: str) -> None:
+    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(out)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        msg = f"the page cannot be written to {out}: {error.strerror or error}"
+        raise StorageError(msg) from error
+
+
+def plotly_html() -> Any:
+    """Import the part of plotly that makes HTML.
+
+    Raises:
+        ConfigError: plotly is not installed.
+    """
+    try:
+        return importlib.import_module("plotly.io")
+    except ImportError as error:
+        msg = f"a report needs plotly ({error}): pip install 'penstock[report]'"
+        raise ConfigError(msg) from error
+
+
+def page_of(facts: RunFacts) -> str:
+    """Return the page of a report.
+
+    Raises:
+        ConfigError: plotly is not installed.
+    """
+    plotly, body = plotly_html(), list[str]()
+    for number, (title, text, chart) in enumerate(_sections(facts)):
+        html = plotly.to_html(
+            chart,
+            full_html=False,
+            include_plotlyjs=number == 0,
+            config={"responsive": True, "displayModeBar": False},
+            default_height=f"{chart['layout']['height']}px",
+            div_id=f"chart-{number}",
+        )
+        body.append(f"<section><h2>{shown(title)}</h2>\n<p>{shown(text)}</p>\n{html}</section>")
+    lines = [f"<p>{shown(line)}</p>" for line in _summary(facts)]
+    body = [*lines, *body, _table(facts)]
+    return _PAGE.format(title=shown(f"Report on {facts.url}"), body="\n".join(body))
+
+
+def _summary(facts: RunFacts) -> Iterator[str]:
+    records = facts.records
+    now = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+    stored = size_text(sum(record.bytes_stored for record in records))
+    yield f"{counted(len(facts.listed), 'checkpoint')}, {stored} stored. Made on {now}."
+    for name, why in facts.silent.items():
+        yield f"Tier {name} does not answer, so what it alone has is not shown: {why}"
+    for one in facts.listed:
+        if one.error:
+            yield f"Step {one.step} is damaged: {one.error}"
+
+
+def _sections(facts: RunFacts) -> Iterator[tuple[str, str, Chart]]:
+    text = (
+        "Areas are bytes in memory, colors how many times smaller they are stored. Click on a box "
+        "to go into it."
+    )
+    boxes = boxes_of(facts.objects, f"step {facts.step}")
+    yield f"Sizes by path, step {facts.step}", text, size_map(boxes)
+    text = (
+        "Stored is what the checkpoint's own blobs take, alignment gaps included; borrowed is what "
+        "it needs from blobs of other checkpoints."
+    )
+    yield "Sizes over steps", text, sizes(facts)
+    yield "Times of saves", _about_times(facts), save_times(facts)
+    if gaps_of(facts):
+        yield "Gaps", _about_gaps(facts), gaps(facts)
+    if any(record.base is not None for record in facts.records):
+        text = "How many saves each checkpoint is away from one that stands alone."
+        yield "Chains of deltas", text, chains(facts)
+    if facts.tiers:
+        yield "Tiers", "Which tier has which checkpoint whole.", tiers(facts)
+
+
+def _about_times(facts: RunFacts) -> str:
+    records = facts.records
+    reported = sum(record.uid in facts.times for record in records)
+    text = (
+        f"How long training was blocked, and the save went on in the background, is known from "
+        f"events for {reported} of {counted(len(records), 'checkpoint')}. "
+        if reported
+        else "How long saves blocked training is not stored with a checkpoint: give a file of "
+        "events (JsonLinesSink) by --events to see it. "
+    )
+    if reported < len(records):
+        text += (
+            "Gray bars show what the run itself has: the time from the record with which a save "
+            "begins to write to its commit, in whole seconds, without blocked time before and "
+            "copies to slower tiers after. Copied checkpoints have none. "
+        )
+    if facts.unread:
+        text += f"{counted(facts.unread, 'line')} of the files of events could not be read."
+    return text
+
+
+def _about_gaps(facts: RunFacts) -> str:
+    step, longest = max(gaps_of(facts), key=lambda gap: gap[1])
+    unit, length = unit_of(longest)
+    return (
+        "The time from commit to commit of the checkpoints that are there; deleted ones between "
+        f"two of them make it longer. The longest is {longest / length:.3g} {unit}, before step "
+        f"{step}."
+    )
+
+
+def _table(facts: RunFacts) -> str:
+    rows = [_row(one) for one in reversed(facts.listed[-_ROWS:])]
+    left_out = len(facts.listed) - len(rows)
+    more = f"<p>and {counted(left_out, 'older one')}</p>" if left_out else ""
+    head = "".join(f"<th>{title}</th>" for title in _TITLES)
+    cells = "\n".join(
+        "<tr>" + "".join(f"<td>{shown(cell)}</td>" for cell in row) + "</tr>" for row in rows
+    )
+    table = f'<div class="wide"><table><tr>{head}</tr>\n{cells}</table></div>'
+    return f"<section><h2>Checkpoints</h2>\n{table}{more}</section>"
+
+
+def _row(one: Listed) -> list[str]:
+    record, notes = one.record, one.notes
+    if record is None or notes is None:
+        return [str(one.step), "", "damaged", *[""] * (len(_TITLES) - 3)]
+    return [
+        str(one.step),
+        record.created,
+        "ok",
+        size_text(record.bytes_raw),
+        size_text(record.bytes_stored),
+        ratio_text(record.bytes_raw, record.bytes_stored),
+        "" if record.base is None else str(record.base.step),
+        " ".join(one.tiers) + (" (to copy)" if one.waiting else ""),
+        " ".join(notes.tags),
+        metadata_text(notes.metadata),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveTimes:
+    """How long a save took, from its event.
+
+    Attributes:
+        blocked_s: How long training stood still.
+        total_s: From the call until the checkpoint was durable.
+    """
+
+    blocked_s: float
+    total_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """The contents of a report.
+
+    Attributes:
+        url: The URL of the run.
+        listed: Every step, ascending.
+        tiers: The names of the tiers, the fastest first; empty for a run in one place.
+        silent: The reason, by name, why a tier does not answer.
+        step: The step of the checkpoint whose objects are shown.
+        objects: Its objects, in tree order.
+        commit_s: By uid, of saves without an event, the time from the record with which a save
+            begins to write to its commit.
+        times: By uid, the times in events.
+        unread: How many lines of the files of events are no events.
+    """
+
+    url: str
+    listed: tuple[Listed, ...]
+    tiers: tuple[str, ...]
+    silent: dict[str, str]
+    step: int
+    objects: tuple[Shown, ...]
+    commit_s: dict[str, float]
+    times: dict[str, SaveTimes]
+    unread: int
+
+    @property
+    def records(self) -> list[CommitRecord]:
+        """The readable commit records, ascending by step."""
+        return [one.record for one in self.listed if one.record is not None]
+
+
+def gather(url: str, step: int | None, events: Sequence[str]) -> RunFacts:
+    """Read a run, and files of events.
+
+    Args:
+        url: The URL of the run.
+        step: The step of the checkpoint whose objects are shown; None: the latest.
+        events: Files of events, a line of JSON for each, as `JsonLinesSink` writes them.
+
+    Raises:
+        PenstockError: The run cannot be read, or has no checkpoint; or there is no such file.
+    """
+    times, unread = read_events(events)
+    with tiers_quiet(), closing(open_backend(url, must_exist=True, light=True)) as backend:
+        silent = dict[str, str]()
+        listed = list_tiers(backend.tiers, silent) if backend.tiers else list_run(backend)
+        answering = [tier.backend for tier in backend.tiers if tier.name not in silent]
+        notes = NotesOfRun(answering or [backend])
+        listed = [
+            replace(one, notes=None if one.record is None else notes.read(one.record))
+            for one in listed
+        ]
+        number = Catalog(backend).require_latest() if step is None else step
+        contents = Checkpoint.open(backend, number).contents
+        objects = tuple(describe(one, contents) for one in contents.objects())
+        without = [one for one in listed if one.record and one.record.uid not in times]
+        commit_s = _commit_seconds(answering or places_of(backend), without)
+        tiers = tuple(tier.name for tier in backend.tiers)
+        return RunFacts(
+            backend.url, tuple(listed), tiers, silent, number, objects, commit_s, times, unread
+        )
+
+
+def read_events(files: Sequence[str]) -> tuple[dict[str, SaveTimes], int]:
+    """Read the times of durable saves by uid; return as well how many lines are no events.
+
+    A process that was killed leaves half a line.
+
+    Raises:
+        ConfigError: A file cannot be read.
+    """
+    times: dict[str, SaveTimes] = {}
+    unread = 0
+    for file in files:
+        try:
+            lines = Path(file).read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError as error:
+            msg = f"--events {file}: {error.strerror or error}"
+            raise ConfigError(msg) from error
+        for line in lines:
+            try:
+                event = json.loads(line)
+                if event["kind"] == "durable":
+                    seconds = event["seconds"]
+                    blocked_s, total_s = float(seconds["blocked"]), float(seconds["total"])
+                    times[event["uid"]] = SaveTimes(blocked_s, total_s)
+            except (ValueError, TypeError, KeyError, RecursionError):
+                unread += 1
+    return times, unread
+
+
+def _commit_seconds(places: Sequence[Backend], listed: Sequence[Listed]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for record in (one.record for one in listed if one.record is not None):
+        for place in places:
+            try:
+                started = datetime.fromisoformat(read_intent(place, record.uid).started)
+            except (BlobNotFoundError, DamagedError):
+                continue
+            seconds = created_s(record) - started.timestamp()
+            if seconds >= 0:  # the intent of a copy is younger than the commit
+                found[record.uid] = seconds
+                break
+    return found
+
+
+def shown(text: str) -> str:
+    """Return a stored text for HTML: control characters visible, and nothing of it is markup."""
+    return escape(visible(text))
+
+
+def size_map(boxes: Sequence[Box]) -> Chart:
+    """Return the treemap of objects: areas are raw bytes, colours ratios."""
+    ratios = [one.bytes_raw / one.bytes_stored if one.bytes_stored else None for one in boxes]
+    about = [_about(one) for one in boxes]
+    trace = {
+        "type": "treemap",
+        "ids": [one.id for one in boxes],
+        "parents": [one.parent for one in boxes],
+        "labels": [shown(one.group) for one in boxes],
+        "values": [one.bytes_raw for one in boxes],
+        "text": about,
+        "branchvalues": "total",
+        "texttemplate": "%{label}<br>%{text}",
+        "hovertemplate": "%{label}<br>%{text}<extra></extra>",
+        "marker": {
+            "colors": ratios,
+            "colorscale": [[0, "#e8ecef"], [1, _BLUE]],
+            "cmin": 1,
+            "cmax": max([2.0, *(ratio for ratio in ratios if ratio is not None)]),
+            "colorbar": {"title": {"text": "ratio"}, "thickness": 12},
+        },
+    }
+    return _chart([trace], height=460, margin={"l": 0, "r": 0, "t": 24, "b": 0})
+
+
+def _about(box: Box) -> str:
+    lines = [
+        counted(box.objects, "object"),
+        size_text(box.bytes_raw),
+        f"{size_text(box.bytes_stored)} stored ({ratio_text(box.bytes_raw, box.bytes_stored)})",
+        *([f"{size_text(box.bytes_borrowed)} borrowed"] if box.bytes_borrowed else []),
+    ]
+    return "<br>".join(lines)
+
+
+def sizes(facts: RunFacts) -> Chart:
+    """Return the bytes of each checkpoint: in memory, in its own blobs, and borrowed."""
+    records = facts.records
+    steps = [str(record.step) for record in records]
+    figures = [
+        (_bars, "stored", [record.bytes_stored for record in records], _BLUE),
+        (_bars, "borrowed from others", [record.bytes_borrowed for record in records], _OCHRE),
+        (_line, "state in memory", [record.bytes_raw for record in records], _GREY),
+    ]
+    figures = [figure for figure in figures if any(figure[2])]
+    unit = size_text(max((n for figure in figures for n in figure[2]), default=0)).split()[1]
+    length = 1024 ** _SIZES.index(unit)
+    traces = []
+    for kind, name, values, color in figures:
+        trace = kind(name, steps, [value / length for value in values], color)
+        trace["customdata"] = [size_text(value) for value in values]
+        trace["hovertemplate"] = "step %{x}: %{customdata}"
+        traces.append(trace)
+    return _chart(traces, barmode="stack", yaxis={"title": {"text": unit}})
+
+
+def save_times(facts: RunFacts) -> Chart:
+    """Return the seconds of each save: from events, or, without any, what the records show."""
+    records = facts.records
+    reported = [record for record in records if record.uid in facts.times]
+    unreported = [r for r in records if r.uid not in facts.times and r.uid in facts.commit_s]
+    steps = [str(record.step) for record in reported]
+    times = [facts.times[record.uid] for record in reported]
+    blocked = [one.blocked_s for one in times]
+    background = [max(0.0, one.total_s - one.blocked_s) for one in times]
+    writing = [facts.commit_s[record.uid] for record in unreported]
+    traces = []
+    if reported:
+        traces.append(_bars("training blocked", steps, blocked, _RED))
+        traces.append(_bars("in the background", steps, background, _BLUE))
+    if unreported:
+        only = [str(record.step) for record in unreported]
+        traces.append(_bars("begin of writing to commit", only, writing, _GREY))
+    for trace in traces:
+        trace["hovertemplate"] = "step %{x}: %{y:.3g} s"
+    order = {"categoryorder": "array", "categoryarray": [str(record.step) for record in records]}
+    return _chart(traces, barmode="stack", yaxis={"title": {"text": "s"}}, xaxis=order)
+
+
+def gaps_of(facts: RunFacts) -> list[tuple[int, float]]:
+    """Return, for each step but the first, the seconds from the commit before to its own."""
+    pairs = pairwise(facts.records)
+    return [(late.step, created_s(late) - created_s(early)) for early, late in pairs]
+
+
+def gaps(facts: RunFacts) -> Chart:
+    """Return the time between the commits of neighboring checkpoints."""
+    found = gaps_of(facts)
+    unit, length = unit_of(max((seconds for _, seconds in found), default=0.0))
+    trace = _bars(
+        "since the one before", [str(s) for s, _ in found], [t / length for _, t in found], _BLUE
+    )
+    trace["hovertemplate"] = f"step %{{x}}: %{{y:.3g}} {unit}<extra></extra>"
+    axis = {"title": {"text": unit}, "rangemode": "tozero"}
+    return _chart([trace], yaxis=axis, showlegend=False)
+
+
+def chains(facts: RunFacts) -> Chart:
+    """Return how many saves each checkpoint is away from one without a base."""
+    records = facts.records
+    ages = [0 if record.base is None else record.base.age for record in records]
+    trace = _line("age", [str(record.step) for record in records], ages, _BLUE)
+    trace["mode"] = "lines+markers"
+    trace["line"]["shape"] = "hv"
+    trace["customdata"] = [
+        "stands alone" if record.base is None else f"encoded against step {record.base.step}"
+        for record in records
+    ]
+    trace["hovertemplate"] = "step %{x}: %{customdata}<extra></extra>"
+    whole = {"tick0": 0, "dtick": 1 + max(ages) // _TICKS, "rangemode": "tozero"}
+    axis = {"title": {"text": "saves since one without a base"}, **whole}
+    return _chart([trace], yaxis=axis, showlegend=False)
+
+
+def tiers(facts: RunFacts) -> Chart:
+    """Return which tiers have which checkpoint."""
+    traces = []
+    for name, color, wanted in (("whole", _BLUE, False), ("to be copied on", _OCHRE, True)):
+        points = [
+            (str(one.step), tier)
+            for one in facts.listed
+            for tier in one.tiers
+            if _waits(one, tier) == wanted
+        ]
+        if points:
+            marker = {"symbol": "square", "size": 11, "color": color}
+            xs, ys = [x for x, _ in points], [shown(y) for _, y in points]
+            trace = {"type": "scatter", "mode": "markers", "name": name, "x": xs, "y": ys}
+            traces.append({**trace, "marker": marker})
+    axis = {"type": "category", "categoryorder": "array"}
+    names = [shown(name) for name in reversed(facts.tiers)]
+    return _chart(traces, yaxis={**axis, "categoryarray": names}, height=200)
+
+
+def _waits(one: Listed, tier: str) -> bool:
+    return one.waiting and tier == one.tiers[-1]
+
+
+def unit_of(seconds: float) -> tuple[str, int]:
+    """Return the unit, and its seconds, in which a duration is shown."""
+    unit = next((unit for unit in ("h", "min") if seconds >= SECONDS[unit]), "s")
+    return unit, SECONDS[unit]
+
+
+def _bars(name: str, x: Sequence[str], y: Sequence[float], color: str) -> Chart:
+    return {"type": "bar", "name": name, "x": list(x), "y": list(y), "marker": {"color": color}}
+
+
+def _line(name: str, x: Sequence[str], y: Sequence[float], color: str) -> Chart:
+    mode = "lines+markers"
+    trace = {"type": "scatter", "mode": mode, "name": name, "x": list(x), "y": list(y)}
+    return {**trace, "line": {"color": color}}
+
+
+def _chart(traces: list[Chart], **layout: Any) -> Chart:
+    # Steps are names, not numbers: a run may save at any of them.
+    steps = {"type": "category", "title": {"text": "step"}, **layout.pop("xaxis", {})}
+    margin = {"l": 56, "r": 8, "t": 8, "b": 48}
+    legend = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0}
+    plain: Chart = {"template": "plotly_white", "height": 300, "margin": margin, "legend": legend}
+    plain["dragmode"] = False  # a finger that scrolls the page would zoom instead
+    return {"data": traces, "layout": {**plain, "xaxis": steps, **layout}}
+
+
+@dataclass(frozen=True, slots=True)
+class Box(Sum):
+    """A box of the treemap; its group is the last segment of its path, as shown.
+
+    Attributes:
+        id: Its number.
+        parent: The number of the box around it; empty for the outermost one.
+    """
+
+    id: str
+    parent: str
+
+
+def boxes_of(objects: Sequence[Shown], name: str) -> list[Box]:
+    """Return the boxes, the outermost one, called `name`, first; small ones are put together."""
+    numbers = map(str, count())
+    outer = _box(next(numbers), "", name, objects)
+    tree = grown((one.record.path, one) for one in objects)
+    return [outer, *_inside(tree, outer, outer.bytes_raw * _LEAST_PART, numbers)]
+
+
+def _inside(tree: Branch[Shown], outer: Box, least: float, numbers: Iterator[str]) -> Iterator[Box]:
+    small: list[Shown] = []
+    for branch in tree.below.values():
+        leaves = list(branch.leaves())
+        box = _box(next(numbers), outer.id, show_segment(branch.segment), leaves)
+        if box.bytes_raw < least:
+            small += leaves
+            continue
+        yield box
+        if branch.below:
+            yield from _inside(branch, box, least, numbers)
+    if small:
+        yield _box(next(numbers), outer.id, f"{len(small)} small", small)
+
+
+def _box(number: str, parent: str, name: str, objects: Sequence[Shown]) -> Box:
+    whole = total(name, [one.as_sum() for one in objects])
+    return Box(**asdict(whole), id=number, parent=parent)
