@@ -1,7 +1,7 @@
 """Python programs in processes of their own, which need not import torch first.
 
 Importing torch takes a new interpreter 1.5 s of CPU, and the suite starts some hundred. A server,
-one for each process that runs tests, imports it once and forks a process per program; for programs
+one for all workers of pytest-xdist, imports it once and forks a process per program; for programs
 that need other imports too, it forks a server that has these. A server has one thread and has
 only imported modules, so what it forks is like new; only options of the interpreter and variables
 that are read while it starts (`PYTHON...`, `OMP_NUM_THREADS`) are those of the server. What is to
@@ -12,6 +12,7 @@ As a script, this is the server.
 
 import atexit
 import contextlib
+import fcntl
 import functools
 import gc
 import importlib
@@ -19,13 +20,16 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import selectors
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import types
 import warnings
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -38,6 +42,7 @@ IMPORTED = [
     "penstock.testing.faults",
 ]
 _REQUEST_BYTES = 1 << 20
+_RUN = "PYTEST_XDIST_TESTRUNUID"
 
 
 class Server:
@@ -52,26 +57,20 @@ class Server:
                 interpreter that runs the tests.
         """
         sys.audit("tests.interpreters.start", python)  # `--fast` raises here, with nothing open
-        self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _REQUEST_BYTES)
-        variables = {**os.environ}
-        if python != sys.executable:
-            # Kept for our own interpreter: `tools/break_guards.py` tests a copy of the package by
-            # it, and a server without it would import the installed one, which is not broken.
-            variables.pop("PYTHONPATH", None)
-        # More would be threads that a fork has not.
-        variables |= {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
-        if imports:
-            self._process = start(__file__, *imports, env=variables, stdin=other)
+        if python == sys.executable and not imports and _RUN in os.environ:
+            self._socket, self._process = _connected(), None
         else:
-            self._process = subprocess.Popen([python, __file__], env=variables, stdin=other)
-        other.close()
+            self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with other:
+                self._process = _started(python, other, imports)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _REQUEST_BYTES)
         atexit.register(self.close)
 
     def close(self):
         atexit.unregister(self.close)
         self._socket.close()
-        self._process.wait()
+        if self._process is not None:  # a shared one ends with the last worker
+            self._process.wait()
 
     def start(self, *words, cwd=None, env=None, stdin=None, stdout=None, stderr=None):
         """`python WORDS...` under way, as `subprocess.Popen` in text mode."""
@@ -132,6 +131,45 @@ class Server:
                 )  # fmt: skip
                 ranks.append(process)
             return [*pool.map(end, ranks)]
+
+
+def _started(python, requests, imports=()):
+    """A server under way, which takes its requests from a socket."""
+    variables = {**os.environ}
+    if python != sys.executable:
+        # Kept for our own interpreter: `tools/break_guards.py` tests a copy of the package by
+        # it, and a server without it would import the installed one, which is not broken.
+        variables.pop("PYTHONPATH", None)
+    # More would be threads that a fork has not.
+    variables |= {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+    if imports:
+        return start(__file__, *imports, env=variables, stdin=requests)
+    return subprocess.Popen([python, __file__], env=variables, stdin=requests)
+
+
+def _connected():
+    """A connection to the server of all workers, which the first of them starts."""
+    # Programs of tests inherit the variable, but may be of another interpreter or package.
+    where = zlib.crc32(f"{sys.executable} {__file__} {os.environ.get('PYTHONPATH')}".encode())
+    path = Path(tempfile.gettempdir(), f"penstock-{os.environ[_RUN]}-{where:08x}")
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with _only_one():
+        if not path.exists():
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+                listener.bind(str(path))
+                listener.listen()
+                # Nobody waits for it: `subprocess` would warn of that.
+                _started(sys.executable, listener).returncode = 0
+        connection.connect(str(path))
+    return connection
+
+
+@contextlib.contextmanager
+def _only_one():
+    """Let no other worker look for the server, and the server not end, meanwhile."""
+    with Path(__file__).open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 @functools.cache
@@ -285,18 +323,35 @@ def _ends(stream, number, stack):
 # -- the server ------------------------------------------------------------------------------------
 
 
-def serve(requests):
-    """Fork a process for each request. Returns in these only, with their words."""
-    while True:
-        message, descriptors, _, _ = socket.recv_fds(requests, _REQUEST_BYTES, 4)
-        if not message:
-            os._exit(0)
-        if os.fork() == 0:
-            break
-        for descriptor in descriptors:
-            os.close(descriptor)
+def serve(source):
+    """Fork a process for each request. Returns in these only, with their words.
+
+    Args:
+        source: Where requests come from: a connection, or a socket that listens for connections.
+    """
+    listens = source.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    selector = selectors.PollSelector()
+    selector.register(source, selectors.EVENT_READ)
+    message = None
+    while message is None:
+        for key, _ in selector.select():
+            if listens and key.fileobj is source:
+                selector.register(source.accept()[0], selectors.EVENT_READ)
+                continue
+            request, descriptors, _, _ = socket.recv_fds(key.fileobj, _REQUEST_BYTES, 4)
+            if not request:
+                selector.unregister(key.fileobj)
+                key.fileobj.close()
+                _end_if_unused(selector, source if listens else None)
+            elif os.fork() == 0:
+                message = request
+                break
+            else:
+                for descriptor in descriptors:
+                    os.close(descriptor)
     *streams, status = descriptors
-    requests.close()
+    for key in [*selector.get_map().values()]:
+        key.fileobj.close()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     pid = os.fork()
     if pid:
@@ -311,6 +366,15 @@ def serve(requests):
         os._exit(0)
     os.close(status)
     return json.loads(message), streams
+
+
+def _end_if_unused(selector, listener):
+    if listener is None:
+        os._exit(0)  # it had one connection
+    with _only_one():
+        if len(selector.get_map()) == 1 and not selector.select(0):
+            Path(listener.getsockname()).unlink()
+            os._exit(0)
 
 
 def become(request, streams):

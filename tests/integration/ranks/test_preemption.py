@@ -12,8 +12,6 @@ from tests.integration.ranks.test_processes import JOIN, end
 
 import penstock
 
-RANKS = 4
-
 TRAIN = """
 import random
 mine = torch.zeros(64)
@@ -36,37 +34,39 @@ dist.destroy_process_group()
 """
 
 
-def preempt(root, dice):
-    """Start four ranks, send SIGTERM to one at some moment, and return the step that each left."""
+def preempt(root, count, dice):
+    """Start ranks, send SIGTERM to one at some moment, and return the step that each left."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = [
         interpreters.start(
-            "-c", JOIN + TRAIN, rank, RANKS, store.port, root,
+            "-c", JOIN + TRAIN, rank, count, store.port, root,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )
-        for rank in range(RANKS)
+        for rank in range(count)
     ]  # fmt: skip
     try:
-        victim = dice.randrange(RANKS)
+        victim = dice.randrange(count)
         assert ranks[victim].stdout.readline() == "ready\n"
         time.sleep(dice.uniform(0, 1.5))
         ranks[victim].terminate()
         outputs = [process.communicate(timeout=PATIENCE_S) for process in ranks]
     finally:
         end(ranks)
-    assert [process.returncode for process in ranks] == [0] * RANKS, outputs
+    assert [process.returncode for process in ranks] == [0] * count, outputs
     return [out.removeprefix("ready\n") for out, _ in outputs]
 
 
 @pytest.mark.process
 @pytest.mark.multirank
-@pytest.mark.parametrize("times", [2, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("count", "times"), [(3, 2), pytest.param(4, 50, marks=pytest.mark.slow)])
 @pytest.mark.timeout(3000)
-def test_signal_to_one_rank_at_any_moment_leaves_one_whole_checkpoint_of_one_step(tmp_path, times):
+def test_signal_to_one_rank_at_any_moment_leaves_one_whole_checkpoint_of_one_step(
+    tmp_path, count, times
+):
     dice = random.Random(times)
     last = -1
     for _ in range(times):
-        (left,) = set(preempt(tmp_path / "run", dice))
+        (left,) = set(preempt(tmp_path / "run", count, dice))
         step = int(left.removeprefix("left "))
         assert step > last
         with penstock.Checkpointer(tmp_path / "run") as ckpt:
@@ -74,11 +74,11 @@ def test_signal_to_one_rank_at_any_moment_leaves_one_whole_checkpoint_of_one_ste
             assert ckpt.verify().ok
             tree = ckpt.load()
             assert tree["steps"] == step + 1, "each start has resumed after the last one"
-            assert tree["w"].tolist() == [step + 1.0] * 64 * RANKS
+            assert tree["w"].tolist() == [step + 1.0] * 64 * count
             for older in ckpt.steps()[:-1]:
                 ckpt.delete(older)
         last = step
-        print(f"all {RANKS} ranks left after step {step}")
+        print(f"all {count} ranks left after step {step}")
 
 
 WORKERS = """
