@@ -15,7 +15,7 @@ import numpy as np
 from penstock.core.abc import Lines, StateObject
 from penstock.core.errors import FormatError, SaveError
 from penstock.core.foreign import noting_origin
-from penstock.core.format.zstd import compress, decompress
+from penstock.core.format.compressed import compress, decompress
 from penstock.core.tree.containers import NOTHING
 from penstock.core.tree.paths import path_hash
 from penstock.core.types import Kind, Region, Replica, Role, show_path

@@ -416,7 +416,7 @@ class _Copier:
             on_progress=bar,
         )
         everything = checkpoint.contents.objects()
-        taken = (one for one in everything if self.selection.selects(one.record.path))
+        taken = (one for one in everything if self.selection.selects(one.path))
         return Copied(
             step=report.step,
             state="copied",
