@@ -7,7 +7,7 @@ a class of another one. Conformance suites ship in `penstock.testing`. Everythin
 this package.
 """
 
-from penstock.core.abc.backend import Backend, BlobWriter, Tier, check_blob_name, first_whole
+from penstock.core.abc.backend import Backend, BlobWriter, check_blob_name
 from penstock.core.abc.byte_sources import ByteSink, ByteSource, Lines, MemoryKey, PendingCopy
 from penstock.core.abc.codec import DECLINED, Codec, CodecContext, CodecOutput, Declined
 from penstock.core.abc.coordination import (
@@ -38,11 +38,13 @@ from penstock.core.abc.provider import (
     ranks_node,
     ranks_of,
 )
-from penstock.core.abc.roots import (
+from penstock.core.abc.tiers import (
     ROOT_NAME,
     RootRecord,
+    Tier,
     encode_root,
     first_durable,
+    first_whole,
     misplaced_roots,
     read_root,
 )

@@ -7,20 +7,19 @@ import secrets
 import threading
 from abc import ABC, abstractmethod
 from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 from weakref import WeakKeyDictionary
 
 from penstock.core.abc.plugin import API_VERSION, PluginConfig
 from penstock.core.concurrency.pool import Lane, Pool, fulfil
 from penstock.core.concurrency.timing import current_timing
-from penstock.core.errors import BlobTruncatedError, DamagedError, FormatError, StorageError
+from penstock.core.errors import BlobTruncatedError, FormatError, StorageError
 from penstock.core.types import Capabilities, ReadRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
+    from penstock.core.abc.tiers import Tier
     from penstock.core.types import BlobInfo, WriteRequest
 
 T = TypeVar("T")
@@ -52,52 +51,6 @@ def check_blob_name(name: str, /, *, prefix: bool = False) -> None:
         f"(no '..'), {_MOST_CHARACTERS} characters in all"
     )
     raise StorageError(msg)
-
-
-@dataclass(frozen=True, slots=True)
-class Tier:
-    """One of the places of which a backend consists, and the rules for copying from it.
-
-    Attributes:
-        name: Name for people, states and logs: `fast`, `durable`; a nested one `fast.durable`.
-        backend: The backend of the place.
-        drain_every: Copy every N-th save to the next tier; 0 copies none automatically.
-        drain_bytes_per_s: Most bytes per second to copy to the next tier; None sets no limit.
-        drain_in: Where the copy to the next tier runs: `thread` of this process, or `process` of
-            its own; `auto` takes a process for large checkpoints, where it can open the tiers.
-        keep_last: How many of the checkpoints that the next tier has stay here; None keeps as many
-            as there is room for.
-        on_full: What a save does when this tier has no room, even after eviction, and the next tier
-            does not answer.
-        durable: Whether a save counts as durable once it is whole here.
-        accept_root: Whether to take this place for the run's, whatever its root record says.
-    """
-
-    name: str
-    backend: Backend
-    drain_every: int = 1
-    drain_bytes_per_s: float | None = None
-    drain_in: Literal["auto", "process", "thread"] = "auto"
-    keep_last: int | None = None
-    on_full: Literal["block", "skip", "raise"] = "skip"
-    durable: bool = False
-    accept_root: bool = False
-
-
-def first_whole(tiers: Iterable[Tier], read: Callable[[Tier], T]) -> T | None:
-    """Return the result of `read` for the first tier where it finds no damage; None: for none.
-
-    A backend of several tiers reads around a missing blob itself. Damage is found by checksums,
-    after the call of the backend returned, so the engine calls this to read around it.
-
-    Args:
-        tiers: The tiers in the order in which they are tried.
-        read: Reads from a tier and verifies; raises DamagedError for damage.
-    """
-    for tier in tiers:
-        with suppress(DamagedError, StorageError):
-            return read(tier)
-    return None
 
 
 class BlobWriter(ABC):

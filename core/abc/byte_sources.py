@@ -1,4 +1,7 @@
-"""The bytes of objects in live memory: sources for a save, sinks for a restore."""
+"""The bytes of objects in live memory: sources for a save, sinks for a restore.
+
+Tested in `tests/core/save/test_capture.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The contract of codecs, which turn chunks into frames that decode alone."""
+"""The contract of codecs, which turn chunks into frames that decode alone.
+
+Tested in `tests/codecs/test_conformance.py`.
+"""
 
 from __future__ import annotations
 

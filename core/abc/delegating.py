@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from concurrent.futures import Future
 
-    from penstock.core.abc.backend import Tier
+    from penstock.core.abc.tiers import Tier
     from penstock.core.types import BlobInfo, Capabilities, ReadRequest, WriteRequest
 
 T = TypeVar("T")

@@ -1,4 +1,7 @@
-"""The parts that all three contracts share: versions, options, sizes."""
+"""The parts that all three contracts share: versions, options, sizes.
+
+Tested in `tests/core/config/test_model.py`.
+"""
 
 from __future__ import annotations
 

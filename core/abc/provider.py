@@ -1,4 +1,7 @@
-"""The contract of state providers, and the records that cross it."""
+"""The contract of state providers, and the records that cross it.
+
+Tested in `tests/integration/faults/test_broken_contracts.py`.
+"""
 
 from __future__ import annotations
 

@@ -16,7 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.core.catalog.survey import is_listed, is_whole, places_of, unreadable
 from penstock.core.errors import BlobNotFoundError, CheckpointGoneError, ConfigError, DamagedError
-from penstock.core.format.note import MAX_NUMBER, decode_note, encode_note, is_tag
+from penstock.core.format.commit_record import (
+    MAX_NOTE_NUMBER,
+    decode_note,
+    encode_note,
+    is_tag,
+)
 from penstock.core.format.records import (
     NOTES_PREFIX,
     NoteRecord,
@@ -139,7 +144,7 @@ def write_note(
     if len(names) >= MAX_NOTES:
         msg = f"step {record.step} has {len(names)} notes already: no more are added"
         raise ConfigError(msg)
-    number = min(max(map(note_number, names), default=0) + 1, MAX_NUMBER)
+    number = min(max(map(note_number, names), default=0) + 1, MAX_NOTE_NUMBER)
     note = NoteRecord(record.origin, number, secrets.token_hex(8), dict(metadata), dict(tags))
     try:
         data = encode_note(note)

@@ -259,12 +259,12 @@ class Compactor:
         """Return what the checkpoint takes if each chunk is as long as the lowest of its chain."""
         contents = Contents(self._backend, record, self._registry)
         lengths: dict[tuple[int, int, int], int] = {}
-        described = (one for found in contents.objects() for one in contents.descriptions(found))
-        for located in described:
-            for ref in (ref for shard in located.record.shards for ref in shard.chunks):
-                frame = located.frames[ref.frame]
+        described = (one for o in contents.objects() for one in contents.descriptions(o))
+        for found in described:
+            for ref in (ref for shard in found.shards for ref in shard.chunks):
+                frame = found.frames[ref.frame]
                 *_, lowest = frame.links()
-                lengths[located.part, frame.blob, frame.offset] = lowest.length
+                lengths[found.head.rank, frame.blob, frame.offset] = lowest.length
         return sum(lengths.values())
 
 

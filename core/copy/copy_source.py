@@ -17,8 +17,8 @@ from penstock.core.catalog.lenders import find_lenders, records_newest_first
 from penstock.core.copy.mover import CheckedBlob, Checks
 from penstock.core.errors import BlobNotFoundError, DamagedError, FormatError
 from penstock.core.format.blocks import frame_blocks
+from penstock.core.format.compressed import digest
 from penstock.core.format.records import blob_uid
-from penstock.core.format.zstd import digest
 from penstock.core.restore.manifest_reader import ManifestReader
 from penstock.core.restore.sweep import check_cover
 from penstock.core.suggest import listed

@@ -38,8 +38,7 @@ if TYPE_CHECKING:
     from penstock.core.abc import Backend
     from penstock.core.concurrency.workers import Workers
     from penstock.core.config.model import CheckpointerConfig
-    from penstock.core.format.records import Chain, NodeRecord
-    from penstock.core.plan.restore import Located
+    from penstock.core.format.records import Chain, NodeRecord, ObjectRecord
     from penstock.core.plugins.registry import Registry
     from penstock.core.reporting.reports import Progress, SaveReport
     from penstock.core.restore.checkpoint import Checkpoint
@@ -249,18 +248,17 @@ def _entries(
 ) -> Sequence[StateObject | Node]:
     """Return the selected objects and their containers, as if a state tree had been described."""
     everything = contents.objects()
-    by_path = {located.record.path: located for located in everything}
+    by_path = {record.path: record for record in everything}
     selection.check_used(by_path)
-    chosen = [located for located in everything if selection.selects(located.record.path)]
+    chosen = [record for record in everything if selection.selects(record.path)]
     if everything and not chosen:
         msg = f"nothing of step {contents.record.step} is selected"
         raise SelectionError(msg)
     entries: dict[int, StateObject | Node] = {}
     owners: dict[ObjectPath, ObjectPath] = {}  # path of stored bytes -> their first path here
-    for located in chosen:
-        record = located.record
+    for record in chosen:
         stored = by_path[record.path if record.same_as is None else record.same_as]
-        owner = owners.setdefault(stored.record.path, record.path)
+        owner = owners.setdefault(stored.path, record.path)
         entries[record.ordinal] = StateObject(
             path=record.path,
             kind=record.kind,
@@ -271,14 +269,14 @@ def _entries(
             source=StoredSource(reader, stored),
             same_as=None if owner == record.path else owner,
         )
-    needed = _needed(contents.nodes(), by_path, [o.record.path for o in chosen], selection)
+    needed = _needed(contents.nodes(), by_path, [o.path for o in chosen], selection)
     entries |= {node.ordinal: Node(node.path, node.form, node.meta) for node in needed}
     return [entries[ordinal] for ordinal in sorted(entries)]
 
 
 def _needed(
     nodes: Sequence[NodeRecord],
-    stored: Mapping[ObjectPath, Located],
+    stored: Mapping[ObjectPath, ObjectRecord],
     chosen: Sequence[ObjectPath],
     selection: Selection,
 ) -> Sequence[NodeRecord]:
@@ -295,7 +293,7 @@ def _needed(
 
 def _errors(contents: Contents) -> dict[ObjectPath, WorstErrors]:
     """Return the errors of all objects that have any, under each of their paths."""
-    records = {located.record.path: located.record for located in contents.objects()}
+    records = {record.path: record for record in contents.objects()}
     found = {}
     for path, record in records.items():
         stored = record if record.same_as is None else records[record.same_as]
@@ -306,7 +304,7 @@ def _errors(contents: Contents) -> dict[ObjectPath, WorstErrors]:
 
 def _is_shared(contents: Contents) -> bool:
     """Return whether the save of a checkpoint looked for chunks that were stored already."""
-    sections = {id(located.frames): located.frames for located in contents.objects()}
+    sections = {id(record.frames): record.frames for record in contents.objects()}
     return any(f.content is not None for frames in sections.values() for f in frames)
 
 
@@ -323,10 +321,10 @@ class _KeptCodecs(ChainTable):
         self.chooses = True
         self.chains: list[CodecChain | None] = [None]
         known: dict[str, int] = {repr(()): 0}
-        by_path = {located.record.path: located for located in contents.objects()}
-        for path, located in by_path.items():
-            tied = located.record.same_as
-            chain = _chain_of(contents, located if tied is None else by_path[tied])
+        by_path = {record.path: record for record in contents.objects()}
+        for path, record in by_path.items():
+            tied = record.same_as
+            chain = _chain_of(contents, record if tied is None else by_path[tied])
             number = known.get(repr(chain))
             if number is None:
                 links = [registry.codec_from_record(c.name, c.version, c.config) for c in chain]
@@ -347,11 +345,10 @@ class _KeptCodecs(ChainTable):
         return False
 
 
-def _chain_of(contents: Contents, located: Located) -> Chain:
-    located = contents.master(located)
-    head = contents.manifest.head(located.part)
-    frames = located.frames
-    chunks = [chunk for shard in located.record.shards for chunk in shard.chunks]
+def _chain_of(contents: Contents, record: ObjectRecord) -> Chain:
+    record = contents.master(record)
+    head, frames = record.head, record.frames
+    chunks = [chunk for shard in record.shards for chunk in shard.chunks]
     # Codecs may have declined some of the chunks: the longest chain is the one of the rule.
     return max((head.chains[frames[chunk.frame].chain] for chunk in chunks), key=len, default=())
 

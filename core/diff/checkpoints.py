@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from penstock.core.format.blocks import block_range, blocks_covering
-from penstock.core.plan.restore import ObjectRequest
+from penstock.core.plan.reads import ObjectRequest
 from penstock.core.reporting.progress import metered
 from penstock.core.restore.checkpoint import Checkpoint
 from penstock.core.restore.fill import BytesSink, fill
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from penstock.core.format.records import ChunkRef, Frame, NodeRecord, ObjectRecord
-    from penstock.core.plan.restore import Located
     from penstock.core.reporting.progress import Meter
     from penstock.core.reporting.reports import Progress
     from penstock.core.restore.contents import Contents
@@ -139,16 +138,18 @@ class _Diff:
             changes += _metadata(self._a, self._b)
         return CheckpointDiff(tuple(changes), len(both), self._bytes_read)
 
-    def _compare(self, path: ObjectPath, one: Located, other: Located, pair: Pair) -> bool:
+    def _compare(
+        self, path: ObjectPath, one: ObjectRecord, other: ObjectRecord, pair: Pair
+    ) -> bool:
         """Compare the records of both manifests; return whether the bytes have to be read."""
-        p, q = pair.a.record, pair.b.record
+        p, q = pair.a, pair.b
         if (p.kind, p.form) != (q.kind, q.form) or (p.kind is Kind.TENSOR and p.spec != q.spec):
             self._note(path, "type", one, other)
             return False
-        if one.record.same_as != other.record.same_as:
+        if one.same_as != other.same_as:
             self._note(path, "tie", one, other)
             return False
-        if one.record.same_as is not None and self._selection.selects(one.record.same_as):
+        if one.same_as is not None and self._selection.selects(one.same_as):
             return False  # the object that both are tied to is compared by itself
         if p.kind is Kind.VALUE and p.spec != q.spec:
             return True  # of another length, so different; read for the text that is shown
@@ -161,16 +162,16 @@ class _Diff:
 
     def _read(self, unsure: Sequence[tuple[ObjectPath, Pair]], meter: Meter) -> None:
         meter.will_enter("read")
-        meter.expect(sum(p.a.record.spec.nbytes + p.b.record.spec.nbytes for _, p in unsure))
+        meter.expect(sum(p.a.spec.nbytes + p.b.spec.nbytes for _, p in unsure))
         for path, pair in unsure:
-            if pair.a.record.kind is Kind.VALUE:
+            if pair.a.kind is Kind.VALUE:
                 one, other = _value(self._a, pair.a), _value(self._b, pair.b)
                 self._count(len(one) + len(other), meter)
                 if one != other:
-                    form = pair.a.record.form
+                    form = pair.a.form
                     texts = _shown_values(one, other, form)
                     self._changes[path] = Change(show_path(path), "value", texts[0], texts[1])
-        tensors = [(path, pair) for path, pair in unsure if pair.a.record.kind is Kind.TENSOR]
+        tensors = [(path, pair) for path, pair in unsure if pair.a.kind is Kind.TENSOR]
         self._read_tensors(tensors, meter)
 
     def _read_tensors(self, unsure: Sequence[tuple[ObjectPath, Pair]], meter: Meter) -> None:
@@ -179,7 +180,7 @@ class _Diff:
         differ: dict[int, Pair] = {}
         for pair, _, one, other in read_pairs(self._a, self._b, [pair for _, pair in unsure]):
             self._count(one.nbytes + other.nbytes, meter)
-            spec = pair.a.record.spec
+            spec = pair.a.spec
             if not same_bytes(one, other):
                 differ[id(pair)] = pair
             if self._norms:
@@ -196,29 +197,29 @@ class _Diff:
         self,
         path: ObjectPath,
         what: str,
-        one: Located | None,
-        other: Located | None,
+        one: ObjectRecord | None,
+        other: ObjectRecord | None,
         norms: Norms | None = None,
     ) -> None:
-        texts = [None if x is None else _described(x.record) for x in (one, other)]
+        texts = [None if x is None else _described(x) for x in (one, other)]
         self._changes[path] = Change(show_path(path), what, texts[0], texts[1], norms)
 
 
-def _by_path(contents: Contents) -> dict[ObjectPath, Located]:
-    return {located.record.path: located for located in contents.objects()}
+def _by_path(contents: Contents) -> dict[ObjectPath, ObjectRecord]:
+    return {record.path: record for record in contents.objects()}
 
 
-def _owner(located: Located, by_path: Mapping[ObjectPath, Located]) -> Located:
+def _owner(record: ObjectRecord, by_path: Mapping[ObjectPath, ObjectRecord]) -> ObjectRecord:
     """Return the object whose bytes are stored: for a tied object the one that it is tied to."""
-    tied = located.record.same_as
-    return located if tied is None else by_path[tied]
+    tied = record.same_as
+    return record if tied is None else by_path[tied]
 
 
-def _value(side: Side, located: Located) -> bytes:
-    nbytes = located.record.spec.nbytes
+def _value(side: Side, record: ObjectRecord) -> bytes:
+    nbytes = record.spec.nbytes
     data = bytearray(nbytes)
     for start in range(0, nbytes, PIECE_BYTES):
-        side.reader.read(located, start, memoryview(data)[start : start + PIECE_BYTES])
+        side.reader.read(record, start, memoryview(data)[start : start + PIECE_BYTES])
     return bytes(data)
 
 
@@ -256,7 +257,7 @@ def _nodes(a: Contents, b: Contents, selection: Selection) -> Iterator[Change]:
     A container with objects in it needs no line of its own: its objects are listed.
     """
     ones, others = ({node.path: node for node in c.nodes()} for c in (a, b))
-    filled = PathTree(o.record.path for contents in (a, b) for o in contents.objects())
+    filled = PathTree(o.path for contents in (a, b) for o in contents.objects())
     for path in dict.fromkeys([*ones, *others]):
         if not selection.everything and not selection.selects(path):
             continue
@@ -305,24 +306,24 @@ class Side:
 class Pair:
     """An object of both checkpoints, with the same kind, dtype and shape; ties are resolved."""
 
-    a: Located
-    b: Located
+    a: ObjectRecord
+    b: ObjectRecord
 
     @property
     def nbytes(self) -> int:
         """The raw bytes of either object."""
-        return self.a.record.spec.nbytes
+        return self.a.spec.nbytes
 
 
 def same_by_checksums(a: Contents, b: Contents, pair: Pair) -> bool | None:
     """Compare the bytes of a pair by stored checksums; return None where these do not decide."""
     if not pair.nbytes:
         return True
-    if pair.a.record.derived is not None or pair.b.record.derived is not None:
+    if pair.a.derived is not None or pair.b.derived is not None:
         masters = Pair(a.master(pair.a), b.master(pair.b))
         # Equal masters round to equal elements. Of others nothing follows, and an object that is
         # its own master here has bytes of another length.
-        same_kind = masters.a.record.spec == masters.b.record.spec
+        same_kind = masters.a.spec == masters.b.spec
         return (same_kind and same_by_checksums(a, b, masters)) or None
     # Chunks of other bounds have checksums over other bytes, which cannot be compared.
     ones, others = _stored(a, pair.a), _stored(b, pair.b)
@@ -382,14 +383,12 @@ class _Stored:
         return self.ref.at == 0 and self.ref.stop - self.ref.start == self.frame.raw_length
 
 
-def _stored(contents: Contents, located: Located) -> list[_Stored]:
+def _stored(contents: Contents, record: ObjectRecord) -> list[_Stored]:
     """Return the chunks of an object, in an order that does not depend on who saved it."""
     found = (
-        _Stored(
-            shard.region, ref, one.frames[ref.frame], contents.manifest.head(one.part).block_bytes
-        )
-        for one in contents.descriptions(located)
-        for shard in one.record.shards
+        _Stored(shard.region, ref, one.frames[ref.frame], one.head.block_bytes)
+        for one in contents.descriptions(record)
+        for shard in one.shards
         for ref in shard.chunks
     )
     return sorted(found, key=lambda stored: stored.place)
@@ -436,7 +435,7 @@ def _same_blocks(one: _Stored, other: _Stored) -> bool | None:
 
 
 def _read_large(a: Side, b: Side, pair: Pair) -> Iterator[tuple[Pair, int, memoryview, memoryview]]:
-    itemsize = pair.a.record.spec.itemsize
+    itemsize = pair.a.spec.itemsize
     step = max(itemsize, PIECE_BYTES - PIECE_BYTES % itemsize)
     one, other = memoryview(bytearray(step)), memoryview(bytearray(step))
     for start in range(0, pair.nbytes, step):

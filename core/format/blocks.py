@@ -3,6 +3,8 @@
 Blocks are cut where the file offset, counted from the page in which the frame begins, is a
 multiple of `block_bytes`. So blocks begin at pages of the file, as direct I/O needs it, and the
 first and the last block of a frame may be shorter than the others.
+
+Tested in `tests/core/plan/test_save.py`.
 """
 
 from __future__ import annotations
@@ -42,11 +44,12 @@ def blocks_covering(
         offset: Offset of the frame in its blob.
         length: Length of the frame.
         block_bytes: Distance between two cuts.
-        ranges: Ranges within the frame, relative to its first byte, in any order.
+        ranges: Ranges within the frame, relative to its first byte; none is empty, and they ascend
+            as those of `merge_spans`.
     """
     phase = offset % PAGE_BYTES
     runs: list[range] = []
-    for wanted in merge_ranges(ranges):
+    for wanted in ranges:
         if wanted.start < 0 or wanted.stop > length:
             msg = f"range {wanted.start}-{wanted.stop} is outside of a frame of {length} bytes"
             raise ValueError(msg)
@@ -66,13 +69,8 @@ def blocks_span(offset: int, length: int, block_bytes: int, blocks: range) -> By
     return ByteRange(first.start, last.stop)
 
 
-def merge_ranges(ranges: Iterable[ByteRange]) -> Sequence[ByteRange]:
-    """Return `ranges` ascending; those that touch or overlap are joined, empty ones dropped."""
-    return merge_spans([(r.start, r.stop) for r in ranges])
-
-
 def merge_spans(spans: Iterable[tuple[int, int]]) -> Sequence[ByteRange]:
-    """Do as `merge_ranges` with pairs of start and stop: a slab has thousands, which make one."""
+    """Return pairs of start and stop as ascending ranges: joined where they touch, none empty."""
     merged: list[ByteRange] = []
     begin = end = -1
     for start, stop in sorted(spans):

@@ -1,4 +1,4 @@
-"""Bytes of commit record and intent: a line with length and digest, then readable JSON. Sans-IO."""
+"""Bytes of commit record, intent and note: a line with length and digest, then JSON. Sans-IO."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import json
 import re
 from dataclasses import asdict
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from penstock.core.format.compressed import check_digest, compress, decompress, digest
 from penstock.core.format.records import (
     FORMAT_VERSION,
     BaseEntry,
@@ -17,6 +18,7 @@ from penstock.core.format.records import (
     IndexEntry,
     IntentRecord,
     ManyParts,
+    NoteRecord,
     PartEntry,
     blob_uid,
     commit_name,
@@ -32,18 +34,20 @@ from penstock.core.format.strict_json import (
     load_json,
     refuse,
 )
-from penstock.core.format.zstd import check_digest, compress, decompress, digest
 from penstock.core.limits import (
     MAX_INDEX_HEAD_BYTES,
     MAX_LISTED_BORROWED,
     MAX_LISTED_PARTS,
     MAX_OBJECTS,
     MAX_STORED_FRAME_BYTES,
+    NOTE_LIMIT_BYTES,
     RECORD_LIMIT_BYTES,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+T = TypeVar("T")
 
 _HEADER_LIMIT_BYTES = 256
 # Larger records are not indented: indentation makes deep metadata a hundred times larger.
@@ -58,8 +62,13 @@ _COMMIT_KEYS = (
 _OPTIONAL_KEYS = ("plugins", "base", "compacts")  # left out where there is none
 _INTENT_KEYS = ("uid", "step", "references", "host", "pid", "started", "refreshed")
 _SAVER_KEYS = ("process", "place")  # intents of the first releases lack them
+_NOTE_KEYS = ("uid", "number", "id", "metadata", "tags")
 _BLOB_KEYS = ("name", "length")
+_TAG = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _MAX_WORLD_SIZE = 1 << 24
+
+MAX_NOTE_NUMBER = 99_999_999
+"""The highest number of a note: names have eight digits, so that they sort."""
 
 
 def encode_commit(record: CommitRecord) -> bytes:
@@ -125,15 +134,15 @@ def decode_commit(data: bytes, name: str) -> CommitRecord:
         objects=objects,
         bytes_raw=fields.integer("bytes_raw"),
         bytes_stored=fields.integer("bytes_stored"),
-        codecs=_versions(fields, "codecs", name),
-        providers=_versions(fields, "providers", name),
+        codecs=_mapping_to(int, "versions", fields, "codecs", name),
+        providers=_mapping_to(int, "versions", fields, "providers", name),
         borrowed=_borrowed(fields.items("borrowed"), uid, name) if lists_all else (),
         base=_base(fields.value("base"), uid, name),
         compacts=_compacts(fields, uid, name),
         metadata=fields.mapping("metadata"),
         penstock=fields.text("penstock"),
         engine=fields.text("engine"),
-        plugins=_texts(fields, "plugins", name),
+        plugins=_mapping_to(str, "texts", fields, "plugins", name),
         many_parts=_many_parts(fields, name) if many else None,
         many_borrowed=None if lists_all else _many_borrowed(fields, index, uid, name),
     )
@@ -200,6 +209,46 @@ def decode_intent(data: bytes, name: str) -> IntentRecord:
         process="" if older else fields.text("process"),
         place="" if older else fields.text("place"),
     )
+
+
+def is_tag(text: object) -> bool:
+    """Return whether `text` may be a tag: 1 to 64 of `A-Z a-z 0-9 . _ -`."""
+    return isinstance(text, str) and _TAG.fullmatch(text) is not None
+
+
+def encode_note(note: NoteRecord) -> bytes:
+    """Encode a note; equal notes have equal bytes.
+
+    Raises:
+        FormatError: `decode_note` would refuse the note.
+    """
+    data = seal(asdict(note))
+    decode_note(data, note.name)
+    return data
+
+
+def decode_note(data: bytes, name: str) -> NoteRecord:
+    """Read and validate a note.
+
+    Raises:
+        FormatError: The note is damaged, too long, of an unknown version, or has another name.
+    """
+    if len(data) > NOTE_LIMIT_BYTES:
+        refuse(name, f"has {len(data)} bytes, of {NOTE_LIMIT_BYTES} that a reader takes")
+    fields = Fields(unseal(data, name), name, _NOTE_KEYS)
+    tags = fields.mapping("tags")
+    if not all(is_tag(tag) and type(has) is bool for tag, has in tags.items()):
+        refuse(name, "tags does not map tags to true or false")
+    note = NoteRecord(
+        uid=fields.hexadecimal("uid", 32),
+        number=fields.integer("number", high=MAX_NOTE_NUMBER),
+        id=fields.hexadecimal("id", 16),
+        metadata=fields.mapping("metadata"),
+        tags=tags,
+    )
+    if note.name != name:
+        refuse(name, f"is the note {note.name}")
+    return note
 
 
 def seal(body: dict[str, Any]) -> bytes:
@@ -308,18 +357,11 @@ def _compacts(fields: Fields, uid: str, name: str) -> str:
     return compacted
 
 
-def _versions(fields: Fields, key: str, name: str) -> dict[str, int]:
-    versions = fields.mapping(key)
-    if any(type(version) is not int for version in versions.values()):
-        refuse(name, f"{key} does not map names to versions")
-    return versions
-
-
-def _texts(fields: Fields, key: str, name: str) -> dict[str, str]:
-    texts = fields.mapping(key)
-    if any(type(text) is not str for text in texts.values()):
-        refuse(name, f"{key} does not map names to texts")
-    return texts
+def _mapping_to(kind: type[T], what: str, fields: Fields, key: str, name: str) -> dict[str, T]:
+    mapping = fields.mapping(key)
+    if any(type(value) is not kind for value in mapping.values()):
+        refuse(name, f"{key} does not map names to {what}")
+    return mapping
 
 
 def read_blobs(rows: Sequence[Any], where: str) -> Iterator[BlobRecord]:

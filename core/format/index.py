@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, replace
+import zlib
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from penstock.core.format.compressed import check_digest, compress, decompress, digest
 from penstock.core.format.records import (
     FORMAT_VERSION,
     IndexEntry,
@@ -15,17 +17,17 @@ from penstock.core.format.records import (
     index_name,
     part_name,
 )
-from penstock.core.format.strict_json import refuse
-from penstock.core.format.zstd import check_digest, compress, decompress, digest
+from penstock.core.format.strict_json import dump_json, refuse
 from penstock.core.limits import MAX_DIMENSIONS, MAX_INT, MAX_STORED_FRAME_BYTES
-from penstock.core.types import Region
+from penstock.core.tree.paths import path_hash
+from penstock.core.types import Kind, Region
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
-    from penstock.core.format.records import BorrowedTable
+    from penstock.core.format.records import BorrowedTable, ObjectRecord, Section
 
 WHOLE = 0xFF
 """In place of a number of dimensions: the shard is the whole object."""
@@ -85,12 +87,15 @@ class ShardTable:
 
     def take(self, rows: NDArray[np.intp]) -> ShardTable:
         """Return the shards of these rows, in their order."""
+        return self._rows(rows, self._bounds_of(rows))
+
+    def _rows(self, rows: NDArray[np.intp] | slice, bounds: NDArray[np.int64]) -> ShardTable:
         return ShardTable(
             self.hashes[rows],
             self.parts[rows],
             self.sections[rows],
             self.dims[rows],
-            self._bounds_of(rows),
+            bounds,
             self.traits[rows],
         )
 
@@ -117,14 +122,7 @@ class ShardTable:
         for start in range(0, len(self), shards):
             rows = slice(start, start + shards)
             bounds = slice(int(ends[start - 1]) if start else 0, int(ends[rows][-1]))
-            yield ShardTable(
-                self.hashes[rows],
-                self.parts[rows],
-                self.sections[rows],
-                self.dims[rows],
-                self.bounds[bounds],
-                self.traits[rows],
-            )
+            yield self._rows(rows, self.bounds[bounds])
 
 
 EMPTY = ShardTable(
@@ -145,12 +143,46 @@ class SectionShards:
     Attributes:
         hashes: Hash of the object's path, for each shard.
         regions: Its region; True for the whole object, False where it has no bytes there.
-        traits: What is said of the object, summed up; None: not summed up.
+        traits: What is said of the object, summed up; empty: not summed up.
     """
 
     hashes: Sequence[int]
     regions: Sequence[Region | bool]
-    traits: Sequence[int] | None = None
+    traits: Sequence[int] = ()
+
+
+def shards_of(section: Section, *, with_traits: bool) -> SectionShards:
+    """Return the shards of a section, as the table of its part lists them.
+
+    Args:
+        section: The section.
+        with_traits: Sum up what is said of each object as well, as for several ranks.
+    """
+    hashes: list[int] = []
+    regions: list[Region | bool] = []
+    traits: list[int] = []
+    for record in section.objects:
+        hashed, whole = path_hash(record.path), Region.whole(record.spec.shape)
+        stored: list[Region | bool] = [
+            shard.region == whole or shard.region for shard in record.shards
+        ] or [False]
+        hashes += [hashed] * len(stored)
+        regions += stored
+        if with_traits:
+            traits += [_traits_of(record)] * len(stored)
+    return SectionShards(hashes, regions, traits)
+
+
+def _traits_of(record: ObjectRecord) -> int:
+    """Return what is said of an object, summed up: equal for parts that say the same.
+
+    The length of a value does not count: ranks compare values whole, and a save whose values are
+    longer than those of the save before has the same table all the same.
+    """
+    spec = record.spec
+    shape = () if record.kind is Kind.VALUE else spec.shape
+    told = (record.kind, spec.dtype, spec.itemsize, record.role, record.form, shape)
+    return zlib.crc32(dump_json([*told, record.same_as, record.derived]))
 
 
 def shard_table(sections: Iterable[SectionShards]) -> ShardTable:
@@ -294,9 +326,6 @@ class IndexReader:
         self._firsts = self._rows["hash"].astype(np.uint64)
         self._blocks: dict[int, ShardTable] = {}
 
-    def __len__(self) -> int:
-        return int(self._rows["shards"].sum())
-
     def parts(self, uid: str) -> tuple[PartEntry, ...]:
         """Return the parts of the save `uid`, in order of ranks, where the index lists them."""
         columns = (self._parts[key].tolist() for key in ("rank", "length", "head_length"))
@@ -316,14 +345,6 @@ class IndexReader:
         if self._behind is not None:
             bound.append((self._entry.length - self._behind[0], *self._behind))
         return bound
-
-    def find(self, wanted: int) -> ShardTable:
-        """Return every shard of the paths with that hash.
-
-        Raises:
-            FormatError: The index is damaged.
-        """
-        return self.find_all(np.array([wanted], np.uint64))
 
     def find_all(self, wanted: NDArray[np.uint64]) -> ShardTable:
         """Return every shard of the paths with any of these hashes, ascending.
@@ -519,14 +540,8 @@ def _columns(regions: Sequence[Region | bool]) -> tuple[NDArray[np.uint8], NDArr
 def _joined(tables: Sequence[ShardTable]) -> ShardTable:
     if not tables:
         return EMPTY
-    return ShardTable(
-        np.concatenate([t.hashes for t in tables]),
-        np.concatenate([t.parts for t in tables]),
-        np.concatenate([t.sections for t in tables]),
-        np.concatenate([t.dims for t in tables]),
-        np.concatenate([t.bounds for t in tables]),
-        np.concatenate([t.traits for t in tables]),
-    )
+    columns = (column.name for column in fields(ShardTable))
+    return ShardTable(*(np.concatenate([getattr(t, name) for t in tables]) for name in columns))
 
 
 def _ascending(table: ShardTable) -> ShardTable:

@@ -1,4 +1,7 @@
-"""Bytes of a part: a head, a table of shards, and sections, each a zstd frame. Sans-IO."""
+"""Bytes of a part: a head, a table of shards, and sections, each a zstd frame. Sans-IO.
+
+Tested in `tests/core/format/test_records.py`.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.format.commit_record import read_blobs
+from penstock.core.format.compressed import check_digest, compress, decompress, digest
 from penstock.core.format.index import (
     ShardTable,
     dump_table,
@@ -15,6 +19,7 @@ from penstock.core.format.index import (
     load_table,
     load_traits,
     shard_table,
+    shards_of,
 )
 from penstock.core.format.records import (
     FORMAT_VERSION,
@@ -30,7 +35,7 @@ from penstock.core.format.records import (
     is_uid,
     part_name,
 )
-from penstock.core.format.section import check_section, read_outline, read_section
+from penstock.core.format.section import read_section
 from penstock.core.format.strict_json import (
     Fields,
     check_list,
@@ -39,7 +44,6 @@ from penstock.core.format.strict_json import (
     load_json,
     refuse,
 )
-from penstock.core.format.zstd import check_digest, compress, decompress, digest
 from penstock.core.limits import (
     MAX_BLOCK_BYTES,
     MAX_CODEC_NAME_CHARS,
@@ -55,16 +59,16 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
     from penstock.core.format.index import SectionShards
-    from penstock.core.format.records import CommitRecord, NodeRecord, Section
+    from penstock.core.format.records import CommitRecord, Section
     from penstock.core.format.section_writer import SectionWriter
     from penstock.core.tree.select import Selection
-    from penstock.core.types import Kind, ObjectPath
 
 _HEAD_KEYS = (
     "penstock", "uid", "rank", "world_size", "step", "block_bytes", "blobs", "chains", "shards",
     "sections",
 )  # fmt: skip
 _CHOICES_KEY = "choices"  # left out where no rule chose codecs by measurement
+_NO_TABLE = SectionInfo(0, 0, 0, "", 0, 0, None)  # in the head of a part that is being encoded
 _SECTION_COLUMNS = ("offset", "length", "raw_length", "sha256", "objects", "nodes", "groups")
 
 
@@ -109,16 +113,20 @@ def encode_part(  # noqa: PLR0913 - tables of one part, each by name
     Raises:
         FormatError: A reader would refuse the tables, or the content of a section.
     """
+    tables = PartHead(
+        uid, rank, world_size, step, block_bytes, tuple(blobs), tuple(chains), _NO_TABLE, ()
+    )
     shards: list[SectionShards] = []
     infos: list[SectionInfo] = []
     frames: list[bytes] = []
     at = 0
     for section in sections:
         frame, info = _squeeze(section.dump(), at)
-        shards.append(section.shards(with_traits=world_size > 1))
-        infos.append(
-            replace(info, objects=section.objects, nodes=section.nodes, groups=section.groups)
-        )
+        info = replace(info, objects=section.objects, nodes=section.nodes, groups=section.groups)
+        # Read as a reader would: a section that no reader takes must not be committed.
+        read = decode_section(frame, info, tables)
+        shards.append(shards_of(read, with_traits=world_size > 1))
+        infos.append(info)
         frames.append(frame)
         at += len(frame)
     table = shard_table(shards)
@@ -141,12 +149,8 @@ def encode_part(  # noqa: PLR0913 - tables of one part, each by name
     data = b"".join((head, table_frame, *frames))
     entry = PartEntry(part_name(uid, rank), len(data), len(head), digest(head))
     borrowed = borrowed_from(blobs, uid)
-    # Read as a reader would: a section that no reader takes must not be committed.
     known = read_head(head, entry, uid=uid, rank=rank, world_size=world_size, borrowed=borrowed)
     decode_shards(table_frame, known)
-    for frame, info in zip(frames, known.sections, strict=True):
-        name = _section_name(known, info)
-        check_section(_unsqueeze(frame, info, name), known, info, name)
     return EncodedPart(data, entry, table, len(head) + len(table_frame))
 
 
@@ -249,20 +253,8 @@ def decode_section(
     Raises:
         FormatError: The section is damaged, or does not fit the head.
     """
-    name = _section_name(head, info)
+    name = f"{part_name(head.uid, head.rank)}, section at {info.offset}"
     return read_section(_unsqueeze(data, info, name), head, info, name, wanted)
-
-
-def decode_outline(
-    data: bytes, info: SectionInfo, head: PartHead
-) -> tuple[dict[ObjectPath, Kind], list[NodeRecord]]:
-    """Read the kinds of the objects of one section, by path, and its nodes, as `decode_section`."""
-    name = _section_name(head, info)
-    return read_outline(_unsqueeze(data, info, name), info, name)
-
-
-def _section_name(head: PartHead, info: SectionInfo) -> str:
-    return f"{part_name(head.uid, head.rank)}, section at {info.offset}"
 
 
 def decode_shards(data: bytes, head: PartHead) -> ShardTable:

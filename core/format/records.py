@@ -1,6 +1,6 @@
 """Records of the manifest, and the names under which they are stored. Sans-IO.
 
-Their bytes are written and read by `commit_record` (intents as well), `note`, `part`, `section` and
+Their bytes are written and read by `commit_record` (intents and notes, too), `part`, `section` and
 `index`; `docs/format.md` describes every byte. Reading trusts nothing: every decoder validates
 names, bounds and digests, and raises `FormatError`.
 """
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from penstock.core.limits import MAX_INT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from penstock.core.types import Kind, ObjectPath, Region, Role, TensorSpec, WorstErrors
 
@@ -120,9 +120,12 @@ class ShardRecord(NamedTuple):  # as `ChunkRef`
 
 
 class ObjectRecord(NamedTuple):  # as `ChunkRef`
-    """One object. With `same_as` it is tied to that object, stored there, and has no shards.
+    """One object as one part describes it.
 
-    Where several ranks save, `shards` are those of one rank, which may hold nothing of the object.
+    With `same_as` it is tied to that object, stored there, and has no shards. Where several ranks
+    save, `shards` are those of one rank, which may hold nothing of the object: the records of the
+    other parts are alike but for their shards. `frames` are those of its section, in which the
+    chunks of its shards count, and `head` is that of its part.
 
     With `derived` it has no shards either: its elements are those of that object, rounded to
     nearest even. `ordinal` numbers objects and nodes in the order in which the tree was described.
@@ -136,6 +139,8 @@ class ObjectRecord(NamedTuple):  # as `ChunkRef`
     spec: TensorSpec
     role: Role
     form: str
+    frames: Sequence[Frame]
+    head: PartHead
     shards: tuple[ShardRecord, ...] = ()
     same_as: ObjectPath | None = None
     derived: ObjectPath | None = None

@@ -2,13 +2,14 @@
 
 Columns instead of one JSON object per record: half the bytes, and types and bounds of a column are
 checked at C speed.
+
+Tested in `tests/core/format/test_records.py`.
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
@@ -43,7 +44,7 @@ from penstock.core.limits import (
 from penstock.core.types import Kind, Region, Role, TensorSpec, WorstErrors
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from penstock.core.format.records import PartHead, SectionInfo
     from penstock.core.tree.select import Selection
@@ -91,65 +92,19 @@ def read_section(
     if wanted is not None and not info.nodes and not wanted.occurs_in(raw):
         return Section((), ())
     fields = Fields(load_json(raw, name), name, _KEYS)
-    frames = _read_frames(fields.value("frames"), head, name)
+    frames = tuple(_read_frames(fields.value("frames"), head, name))
     types = [_read_type(row, name) for row in fields.items("types")]
-    columns = _object_columns(fields, name)
+    where = f"{name}: objects"
+    columns = Fields(fields.value("objects"), where, OBJECT_KEYS, optional=OPTIONAL_OBJECT_KEYS)
     paths = _read_paths(columns.items("path"), name)
-    reader = _ObjectReader(columns, types, _ShardReader(frames, head.world_size), name)
+    reader = _ObjectReader(columns, types, frames, head, name)
     picked: Sequence[int] = range(len(paths))
     if wanted is not None:
         picked = [n for n, path in enumerate(paths) if wanted.touches(path)]
     objects = [reader.read(number, paths[number]) for number in picked]
     nodes = [_read_node(row, name) for row in fields.items("nodes")]
     _check_whole(paths, columns.items("ordinal"), nodes, info, name)
-    return Section(tuple(frames), tuple(objects), tuple(nodes))
-
-
-def read_outline(
-    raw: bytes, info: SectionInfo, name: str
-) -> tuple[dict[ObjectPath, Kind], list[NodeRecord]]:
-    """Read the kinds of the objects of a section, by path, and its nodes; makes no other records.
-
-    Raises:
-        FormatError: The section is malformed.
-    """
-    fields = Fields(load_json(raw, name), name, _KEYS)
-    types = [_read_type(row, name) for row in fields.items("types")]
-    columns = _object_columns(fields, name)
-    paths = _read_paths(columns.items("path"), name)
-    numbers = check_ints(
-        columns.value("type"), f"{name}: type", count=len(paths), high=len(types) - 1
-    )
-    nodes = [_read_node(row, name) for row in fields.items("nodes")]
-    _check_whole(paths, columns.items("ordinal"), nodes, info, name)
-    return {path: types[n][0] for path, n in zip(paths, numbers, strict=True)}, nodes
-
-
-def check_section(raw: bytes, head: PartHead, info: SectionInfo, name: str) -> None:
-    """Check that `read_section` takes the JSON of a section.
-
-    A saver calls this before it publishes. Making records of a million objects would take longer
-    than all else that a save does for them, so columns that are plainly right are only looked at,
-    and `read_section` decides about all others.
-
-    Raises:
-        FormatError: `read_section` would refuse the section.
-    """
-    fields = Fields(load_json(raw, name), name, _KEYS)
-    frames = _read_frames(fields.value("frames"), head, name)
-    types = [_read_type(row, name) for row in fields.items("types")]
-    columns = _object_columns(fields, name)
-    if head.world_size != 1 or not _are_plain(columns, types, frames, name):
-        read_section(raw, head, info, name)
-        return
-    nodes = [_read_node(row, name) for row in fields.items("nodes")]
-    paths = list(map(tuple, columns.items("path")))
-    _check_whole(paths, columns.items("ordinal"), nodes, info, name)
-
-
-def _object_columns(fields: Fields, name: str) -> Fields:
-    where = f"{name}: objects"
-    return Fields(fields.value("objects"), where, OBJECT_KEYS, optional=OPTIONAL_OBJECT_KEYS)
+    return Section(frames, tuple(objects), tuple(nodes))
 
 
 def _check_whole(
@@ -169,70 +124,14 @@ def _check_whole(
         refuse(name, "has other top-level keys than its head says")
 
 
-def _are_plain(columns: Fields, types: Sequence[_Type], frames: Sequence[Frame], name: str) -> bool:
-    """Return whether a reader plainly takes these columns of objects."""
-    paths = columns.items("path")
-    count = len(paths)
-    elsewhere = _read_elsewhere(columns, count, name)
-    _read_errors(columns, count, elsewhere, name)
-    numbers = check_ints(columns.value("type"), f"{name}: type", count=count, high=len(types) - 1)
-    check_ints(columns.value("ordinal"), f"{name}: ordinal", count=count)
-    shapes = columns.items("shape", count=count)
-    shards = columns.items("shards", count=count)
-    # The shards of an object are `[[chunks]]` (one shard, stored whole); an object whose bytes
-    # stand elsewhere has none.
-    lonely = _singles([row for row in shards if row != []])
-    chunks = None if lonely is None else _singles(lonely)
-    if (
-        chunks is None
-        or not _all_lists_of(paths, str, limit=MAX_SEGMENTS)
-        or not _all_lists_of(shapes, int, limit=MAX_DIMENSIONS)
-        or not _all_lists_of(chunks, int)
-    ):
-        return False
-    lengths = [frame.raw_length for frame in frames]
-    stored = iter(chunks)
-    for position, (number, shape, shard) in enumerate(zip(numbers, shapes, shards, strict=True)):
-        kind, _, itemsize, _, _ = types[number]
-        if (kind is Kind.VALUE and len(shape) != 1) or (position in elsewhere) == bool(shard):
-            return False
-        if shard and not _covers(next(stored), lengths, itemsize * math.prod(shape)):
-            return False
-    return all(there.path != tuple(paths[n]) for n, there in elsewhere.items())
-
-
-def _singles(rows: Sequence[object]) -> list[Any] | None:
-    """Return the members of lists that have one member each; None if a row is anything else."""
-    if not set(map(type, rows)) <= {list}:
-        return None
-    lists = cast("Sequence[list[Any]]", rows)
-    return [one for (one,) in lists] if set(map(len, lists)) <= {1} else None
-
-
-def _all_lists_of(rows: Sequence[Any], kind: type, *, limit: int | None = None) -> bool:
+def _all_lists_of(rows: Sequence[Any], kind: type, *, limit: int) -> bool:
     """Return whether all rows are lists of strings, or of integers within bounds, at C speed."""
-    if not set(map(type, rows)) <= {list}:
-        return False
-    if limit is not None and max(map(len, rows), default=0) > limit:
+    if not set(map(type, rows)) <= {list} or max(map(len, rows), default=0) > limit:
         return False
     flat = list(chain.from_iterable(rows))
     if not set(map(type, flat)) <= {kind}:
         return False
     return kind is not int or not flat or (min(flat) >= 0 and max(flat) <= MAX_INT)
-
-
-def _covers(chunks: Sequence[int], lengths: Sequence[int], nbytes: int) -> bool:
-    """Return whether triples of frame, offset and length are chunks of an object of `nbytes`."""
-    if len(chunks) == _ONE_CHUNK:  # nearly all objects have one chunk, so they skip the loop
-        frame, offset, length = chunks
-        fits = frame < len(lengths) and offset + length <= lengths[frame]
-        return fits and length == nbytes > 0
-    if len(chunks) % _ONE_CHUNK or len(chunks) // _ONE_CHUNK > max_chunks(nbytes):
-        return False
-    for frame, offset, length in zip(chunks[::3], chunks[1::3], chunks[2::3], strict=True):
-        if not length or frame >= len(lengths) or offset + length > lengths[frame]:
-            return False
-    return sum(chunks[2::3]) == nbytes
 
 
 def _read_frames(value: object, head: PartHead, name: str) -> list[Frame]:
@@ -366,7 +265,12 @@ class _ObjectReader:
     """Makes records of objects out of the columns of a section."""
 
     def __init__(
-        self, fields: Fields, types: Sequence[_Type], shards: _ShardReader, name: str
+        self,
+        fields: Fields,
+        types: Sequence[_Type],
+        frames: Sequence[Frame],
+        head: PartHead,
+        name: str,
     ) -> None:
         count = len(fields.items("path"))
         self._elsewhere = _read_elsewhere(fields, count, name)
@@ -381,7 +285,10 @@ class _ObjectReader:
         self._extents: dict[tuple[int, tuple[int, ...]], _Extent] = {}
         self._rows = fields.items("shards", count=count)
         self._types = types
-        self._shards = shards
+        self._frames = frames
+        self._head = head
+        self._raw_lengths = [frame.raw_length for frame in frames]
+        self._alone = head.world_size == 1
         self._name = name
 
     def read(self, position: int, path: ObjectPath) -> ObjectRecord:
@@ -392,15 +299,17 @@ class _ObjectReader:
         extent = self._extent(number, self._shapes[position], where)
         spec = extent.spec
         ordinal = self._ordinals[position]
-        there = self._elsewhere.get(position)
+        how, there = self._elsewhere.get(position, (None, None))
+        shards: tuple[ShardRecord, ...] = ()
         if there is None:
-            shards = self._shards.read(rows, extent, where)
-            errors = self._errors.get(position)
-            return ObjectRecord(ordinal, path, kind, spec, role, form, shards, None, None, errors)
-        if rows or there.path == path:
+            shards = self._plain(rows, extent) or self._shards(rows, spec, where)
+        elif rows or there == path:
             refuse(where, "is tied or derived, but has shards, or is so of itself")
-        same_as, derived = (None, there.path) if there.derived else (there.path, None)
-        return ObjectRecord(ordinal, path, kind, spec, role, form, (), same_as, derived)
+        same_as, derived = (None, there) if how == DERIVED_KEY else (there, None)
+        return ObjectRecord(
+            ordinal, path, kind, spec, role, form, self._frames, self._head, shards, same_as,
+            derived, self._errors.get(position),
+        )  # fmt: skip
 
     def _extent(self, number: int, shape: Any, where: str) -> _Extent:
         """Return dtype and shape of an object; thousands of objects have few of them."""
@@ -416,90 +325,8 @@ class _ObjectReader:
             self._extents[number, spec.shape] = extent
         return extent
 
-
-@dataclass(frozen=True, slots=True)
-class _Elsewhere:
-    """The object that a tied or derived object gets its bytes from."""
-
-    path: ObjectPath
-    derived: bool
-
-
-def _read_elsewhere(columns: Fields, count: int, name: str) -> dict[int, _Elsewhere]:
-    """Return the objects that have no bytes of their own, by position."""
-    found: dict[int, _Elsewhere] = {}
-    for key in ("same_as", DERIVED_KEY):
-        if key not in columns:
-            continue
-        where = f"{name}: {key}"
-        pairs = [check_list(row, where, count=2) for row in columns.items(key)]
-        numbers = check_ints([pair[0] for pair in pairs], where, high=count - 1)
-        if len({*found, *numbers}) != len(found) + len(numbers):
-            refuse(where, "lists an object twice")
-        for number, pair in zip(numbers, pairs, strict=True):
-            found[number] = _Elsewhere(_path(pair[1], where), key == DERIVED_KEY)
-    return found
-
-
-def _read_errors(
-    columns: Fields, count: int, elsewhere: dict[int, _Elsewhere], name: str
-) -> dict[int, WorstErrors]:
-    """Return the errors that lossy codecs caused, by the position of the object."""
-    if _ERRORS_KEY not in columns:
-        return {}
-    where = f"{name}: {_ERRORS_KEY}"
-    rows = [check_list(row, where, count=_ERROR_COLUMNS) for row in columns.items(_ERRORS_KEY)]
-    numbers = check_ints([row[0] for row in rows], where, high=count - 1)
-    if len(set(numbers)) != len(numbers) or not elsewhere.keys().isdisjoint(numbers):
-        refuse(where, "lists an object twice, or one that has no bytes of its own")
-    return {
-        n: WorstErrors(*(_read_error(one, where) for one in row[1:]))
-        for n, row in zip(numbers, rows, strict=True)
-    }
-
-
-def _read_error(value: object, name: str) -> float:
-    """Return an error; null stands for infinity, which JSON has not."""
-    if value is None:
-        return math.inf
-    if type(value) not in (int, float) or not 0 <= (number := cast("float", value)) < math.inf:
-        refuse(name, "an error is no number, negative or not finite")
-    return float(number)
-
-
-def _read_node(row: object, name: str) -> NodeRecord:
-    where = f"{name}: nodes"
-    ordinal, path, form, meta = check_list(row, where, count=_NODE_COLUMNS)
-    check_ints([ordinal], where)
-    check_texts([form], where)
-    if type(meta) is not dict:
-        refuse(where, "meta is not a JSON object")
-    return NodeRecord(ordinal, _path(path, where), form, meta)
-
-
-def _path(value: object, name: str) -> ObjectPath:
-    segments = check_texts(value, name)
-    if len(segments) > MAX_SEGMENTS:
-        refuse(name, f"has a path of {len(segments)} segments")
-    return tuple(segments)
-
-
-class _ShardReader:
-    def __init__(self, frames: Sequence[Frame], world_size: int) -> None:
-        self._raw_lengths = [frame.raw_length for frame in frames]
-        self._alone = world_size == 1
-
-    def read(self, rows: Any, extent: _Extent, name: str) -> tuple[ShardRecord, ...]:
-        plain = self._plain(rows, extent)  # as of nearly all, and so without any of the rest
-        if plain is not None:
-            return plain
-        rows = check_list(rows, name)
-        if self._alone and len(rows) != 1:
-            refuse(name, f"has {len(rows)} shards")
-        return tuple([self._shard(row, extent.spec, name) for row in rows])
-
     def _plain(self, rows: Any, extent: _Extent) -> tuple[ShardRecord, ...] | None:
-        """Return the shards if the rows are plainly one whole shard in one chunk, else None."""
+        """Return the shards if the rows are one whole shard in one chunk, as nearly all are."""
         if type(rows) is not list or len(rows) != 1 or type(rows[0]) is not list:
             return None
         refs = rows[0][0] if len(rows[0]) == 1 else None
@@ -513,6 +340,12 @@ class _ShardReader:
         if not 0 <= offset <= self._raw_lengths[frame] - length:
             return None
         return (ShardRecord(extent.whole, (ChunkRef(frame, offset, 0, length),)),)
+
+    def _shards(self, rows: Any, spec: TensorSpec, name: str) -> tuple[ShardRecord, ...]:
+        rows = check_list(rows, name)
+        if self._alone and len(rows) != 1:
+            refuse(name, f"has {len(rows)} shards")
+        return tuple([self._shard(row, spec, name) for row in rows])
 
     def _shard(self, row: object, spec: TensorSpec, name: str) -> ShardRecord:
         refs, *bounds = check_list(row, name) or [None]
@@ -548,3 +381,62 @@ class _ShardReader:
         if any(o + n > m for o, n, m in zip(offsets, sizes, spec.shape, strict=True)):
             refuse(name, "has a shard that reaches beyond it")
         return Region(tuple(offsets), tuple(sizes))
+
+
+def _read_elsewhere(columns: Fields, count: int, name: str) -> dict[int, tuple[str, ObjectPath]]:
+    """Return how tied and derived objects get their bytes, and from which path, by position."""
+    found: dict[int, tuple[str, ObjectPath]] = {}
+    for key in ("same_as", DERIVED_KEY):
+        if key not in columns:
+            continue
+        where = f"{name}: {key}"
+        pairs = [check_list(row, where, count=2) for row in columns.items(key)]
+        numbers = check_ints([pair[0] for pair in pairs], where, high=count - 1)
+        if len({*found, *numbers}) != len(found) + len(numbers):
+            refuse(where, "lists an object twice")
+        for number, pair in zip(numbers, pairs, strict=True):
+            found[number] = key, _path(pair[1], where)
+    return found
+
+
+def _read_errors(
+    columns: Fields, count: int, elsewhere: Collection[int], name: str
+) -> dict[int, WorstErrors]:
+    """Return the errors that lossy codecs caused, by the position of the object."""
+    if _ERRORS_KEY not in columns:
+        return {}
+    where = f"{name}: {_ERRORS_KEY}"
+    rows = [check_list(row, where, count=_ERROR_COLUMNS) for row in columns.items(_ERRORS_KEY)]
+    numbers = check_ints([row[0] for row in rows], where, high=count - 1)
+    if len(set(numbers)) != len(numbers) or not set(numbers).isdisjoint(elsewhere):
+        refuse(where, "lists an object twice, or one that has no bytes of its own")
+    return {
+        n: WorstErrors(*(_read_error(one, where) for one in row[1:]))
+        for n, row in zip(numbers, rows, strict=True)
+    }
+
+
+def _read_error(value: object, name: str) -> float:
+    """Return an error; null stands for infinity, which JSON has not."""
+    if value is None:
+        return math.inf
+    if type(value) not in (int, float) or not 0 <= (number := cast("float", value)) < math.inf:
+        refuse(name, "an error is no number, negative or not finite")
+    return float(number)
+
+
+def _read_node(row: object, name: str) -> NodeRecord:
+    where = f"{name}: nodes"
+    ordinal, path, form, meta = check_list(row, where, count=_NODE_COLUMNS)
+    check_ints([ordinal], where)
+    check_texts([form], where)
+    if type(meta) is not dict:
+        refuse(where, "meta is not a JSON object")
+    return NodeRecord(ordinal, _path(path, where), form, meta)
+
+
+def _path(value: object, name: str) -> ObjectPath:
+    segments = check_texts(value, name)
+    if len(segments) > MAX_SEGMENTS:
+        refuse(name, f"has a path of {len(segments)} segments")
+    return tuple(segments)

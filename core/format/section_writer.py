@@ -1,27 +1,26 @@
-"""Writes one section of a part as JSON columns, and sums up its shards for the index. Sans-IO."""
+"""Writes one section of a part as JSON columns. Sans-IO.
+
+Tested in `tests/core/format/test_records.py`.
+"""
 
 from __future__ import annotations
 
 import struct
-import zlib
 from typing import TYPE_CHECKING, Any
 
-from penstock.core.format.index import SectionShards
 from penstock.core.format.section import (
     DERIVED_KEY,
     OBJECT_KEYS,
     OPTIONAL_OBJECT_KEYS,
     top_level_keys,
 )
-from penstock.core.format.strict_json import dump_json, refuse
-from penstock.core.tree.paths import path_hash
-from penstock.core.types import Kind, Region
+from penstock.core.format.strict_json import dump_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from penstock.core.abc import Node, StateObject
-    from penstock.core.format.records import Frame, NodeRecord, ObjectRecord, Section
+    from penstock.core.format.records import Frame, NodeRecord, ObjectRecord
     from penstock.core.types import ObjectPath
 
 
@@ -139,37 +138,6 @@ class SectionWriter:
         self._last, self._last_type = entry, number
         return number
 
-    def shards(self, *, with_traits: bool = False) -> SectionShards:
-        """Return the shards of the objects, in the order of the objects.
-
-        Args:
-            with_traits: Sum up what is said of each object as well.
-
-        Raises:
-            FormatError: The column of shards is malformed.
-        """
-        hashes: list[int] = []
-        regions: list[Region | bool] = []
-        try:
-            for path, shards in zip(self.columns["path"], self.columns["shards"], strict=True):
-                hashed = path_hash(path)
-                for _, *bounds in shards or ((None,),):
-                    hashes.append(hashed)
-                    regions.append(Region(*bounds) if bounds else bool(shards))
-        except (TypeError, ValueError) as error:
-            refuse("a section to be stored", f"its shards are malformed: {error}")
-        return SectionShards(hashes, regions, self._traits() if with_traits else None)
-
-    def _traits(self) -> list[int]:
-        columns = self.columns
-        tied, derived = dict(columns["same_as"]), dict(columns[DERIVED_KEY])
-        traits: list[int] = []
-        rows = zip(columns["type"], columns["shape"], columns["shards"], strict=True)
-        for number, (kind, shape, shards) in enumerate(rows):
-            of_object = _traits_of(self.types[kind], shape, tied.get(number), derived.get(number))
-            traits += [of_object] * (len(shards) or 1)
-        return traits
-
     def dump(self) -> bytes:
         """Return the JSON of the section."""
         columns = {k: v for k, v in self.columns.items() if v or k not in OPTIONAL_OBJECT_KEYS}
@@ -181,39 +149,6 @@ class SectionWriter:
                 "nodes": self.node_rows,
             }
         )
-
-
-def shards_of(section: Section) -> SectionShards:
-    """Return the shards of a section that was read, as its writer returned them."""
-    hashes: list[int] = []
-    regions: list[Region | bool] = []
-    traits: list[int] = []
-    for record in section.objects:
-        hashed, whole = path_hash(record.path), Region.whole(record.spec.shape)
-        stored: list[Region | bool] = [shard.region for shard in record.shards]
-        spec = record.spec
-        kind = record.kind, spec.dtype, spec.itemsize, record.role, record.form
-        for region in stored or [False]:
-            hashes.append(hashed)
-            regions.append(True if region == whole else region)
-            traits.append(_traits_of(kind, spec.shape, record.same_as, record.derived))
-    return SectionShards(hashes, regions, traits)
-
-
-def _traits_of(
-    type_row: Sequence[object],
-    shape: Sequence[int],
-    same_as: Sequence[str] | None,
-    derived: Sequence[str] | None,
-) -> int:
-    """Return what is said of an object, summed up: equal for parts that say the same.
-
-    The length of a value does not count: ranks compare values whole, and a save whose values are
-    longer than those of the save before has the same table all the same.
-    """
-    if type_row[0] == Kind.VALUE:
-        shape = ()
-    return zlib.crc32(dump_json([*type_row, shape, same_as, derived]))
 
 
 def _frame_columns(frames: Sequence[Frame]) -> dict[str, list[Any]]:

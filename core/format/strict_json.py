@@ -1,4 +1,7 @@
-"""Reads JSON that may be damaged or hostile, strictly. Sans-IO; every error is a `FormatError`."""
+"""Reads JSON that may be damaged or hostile, strictly. Sans-IO; every error is a `FormatError`.
+
+Tested in `tests/core/format/test_records.py`.
+"""
 
 from __future__ import annotations
 

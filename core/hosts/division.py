@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from penstock.core.plan.restore import FrameJob
+    from penstock.core.plan.reads import FrameJob
 
 ChainT = TypeVar("ChainT")
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from penstock.core.hosts.meeting import Met
     from penstock.core.pipeline.chain import CodecChain
     from penstock.core.pipeline.reader import Loader
-    from penstock.core.plan.restore import FrameJob
+    from penstock.core.plan.reads import FrameJob
     from penstock.core.ranks.group import RankGroup
 
 log = logging.getLogger("penstock")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.core.format.zstd import compress, decompress
+from penstock.core.format.compressed import compress, decompress
 from penstock.core.hosts.division import Relayed
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock.core.pipeline.staging import Block
-    from penstock.core.plan.bases import StoredFrame
+    from penstock.core.plan.earlier_frames import StoredFrame
     from penstock.core.types import WorstErrors
 
 

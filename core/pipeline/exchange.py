@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from penstock.core.concurrency.timing import Timing
     from penstock.core.pipeline.chain import CodecChain
     from penstock.core.pipeline.staging import Block, Staging
-    from penstock.core.plan.restore import FrameJob
+    from penstock.core.plan.reads import FrameJob
     from penstock.core.types import ByteRange
 
 log = logging.getLogger("penstock")

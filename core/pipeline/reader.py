@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from penstock.core.pipeline.chain import CodecChain
     from penstock.core.pipeline.exchange import Exchange
     from penstock.core.pipeline.staging import Block
-    from penstock.core.plan.restore import ChunkUse, FrameJob
+    from penstock.core.plan.reads import ChunkUse, FrameJob
 
 log = logging.getLogger("penstock")
 

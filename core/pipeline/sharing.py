@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 from penstock.core.pipeline.chain import content_hash
 from penstock.core.pipeline.chunks import ChunkResult
-from penstock.core.plan.bases import content_key
+from penstock.core.plan.earlier_frames import content_key
 from penstock.core.plan.save import context_of, elements_of
 
 if TYPE_CHECKING:
     from penstock.core.pipeline.auto import ChainChoices
     from penstock.core.pipeline.chain import EncodedFrame
     from penstock.core.pipeline.chunks import Captured
-    from penstock.core.plan.bases import ContentKey, StoredFrame
+    from penstock.core.plan.earlier_frames import ContentKey, StoredFrame
     from penstock.core.plan.save import SavePlan
     from penstock.core.save.bases import SaveBases
 

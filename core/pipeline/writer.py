@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from penstock.core.pipeline.auto import ChainChoices
     from penstock.core.pipeline.chain import CodecChain, EncodedFrame
     from penstock.core.pipeline.chunks import Captured
-    from penstock.core.plan.bases import StoredFrame
+    from penstock.core.plan.earlier_frames import StoredFrame
     from penstock.core.plan.save import Chunk, SavePlan
     from penstock.core.save.bases import SaveBases
 

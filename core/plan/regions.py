@@ -1,4 +1,7 @@
-"""Finds the bytes of a rectangle in the row-major bytes of a tensor, and copies them. Sans-IO."""
+"""Finds the bytes of a rectangle in the row-major bytes of a tensor, and copies them. Sans-IO.
+
+Tested in `tests/core/plan/test_reads.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Plans a save: objects -> chunks and slabs -> places in the `.raw` blob. Sans-IO.
 
-The way back is `plan/restore`.
+The way back is `plan/reads`.
 """
 
 from __future__ import annotations

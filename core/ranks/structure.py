@@ -15,8 +15,7 @@ import numpy as np
 from penstock.core.abc import Lines, StateObject
 from penstock.core.errors import FormatError, SaveError
 from penstock.core.foreign import noting_origin
-from penstock.core.format.zstd import compress, decompress
-from penstock.core.plan.sample_lines import LINE_BYTES, LINES
+from penstock.core.format.compressed import compress, decompress
 from penstock.core.tree.containers import NOTHING
 from penstock.core.tree.paths import path_hash
 from penstock.core.types import Kind, Region, Replica, Role, show_path
@@ -26,6 +25,12 @@ if TYPE_CHECKING:
 
     from penstock.core.abc import ByteSource, Node
     from penstock.core.types import ObjectPath
+
+LINE_BYTES = 64
+"""Bytes of the lines by which memory is compared, without reading all of it."""
+
+LINES = 8
+"""Lines of an object, the first and the last among them; of a large one there may be more."""
 
 _DIGEST_BYTES = 16
 _REPLICA_CHARS = 16  # of a digest in a post

@@ -16,8 +16,8 @@ import numpy as np
 
 from penstock.core.abc import COORDINATION_VALUE_BYTES
 from penstock.core.errors import CoordinationError, RestoreError
+from penstock.core.format.compressed import compress, decompress
 from penstock.core.format.strict_json import Fields, dump_json, load_json
-from penstock.core.format.zstd import compress, decompress
 from penstock.core.rounds.posts import template_key, templates_key
 
 if TYPE_CHECKING:

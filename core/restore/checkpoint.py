@@ -21,21 +21,19 @@ from penstock.core.errors import (
 )
 from penstock.core.format.records import blob_uid, commit_name
 from penstock.core.pipeline.reader import Loader
-from penstock.core.plan.restore import ObjectRequest
+from penstock.core.plan.reads import ObjectRequest
 from penstock.core.plugins.registry import default_registry
 from penstock.core.reporting.progress import Meter, metered
 from penstock.core.reporting.reports import CheckpointInfo, CopyFound, Damage, VerifyReport
 from penstock.core.restore.contents import AbsentChain, Contents
 from penstock.core.restore.fill import (
     Opened,
-    as_region,
     bytes_of,
-    gone,
     read_range,
     read_region,
 )
 from penstock.core.restore.restore import build_leaf, build_new
-from penstock.core.restore.specs import Specs, rounding_of
+from penstock.core.restore.specs import Rounding, Specs
 from penstock.core.restore.sweep import sweep
 from penstock.core.suggest import nearest
 from penstock.core.tree.paths import parse_path, show_path
@@ -48,11 +46,11 @@ if TYPE_CHECKING:
     from penstock.core.abc import Backend, Tier
     from penstock.core.format.records import ObjectRecord, PartHead
     from penstock.core.pipeline.chain import CodecChain
-    from penstock.core.plan.restore import FrameJob, Located
+    from penstock.core.plan.reads import FrameJob
     from penstock.core.plugins.registry import Registry
     from penstock.core.reporting.progress import Meter
     from penstock.core.reporting.reports import LendingSave, Progress
-    from penstock.core.restore.specs import ObjectSpec, Rounding
+    from penstock.core.restore.specs import ObjectSpec
     from penstock.core.types import BlobInfo, Buffer
 
 log = logging.getLogger("penstock")
@@ -132,11 +130,11 @@ class Checkpoint:
 
     def keys(self) -> list[str]:
         """Return the shown paths of all objects, in tree order."""
-        return [show_path(o.record.path) for o in self.contents.objects()]
+        return [show_path(o.path) for o in self.contents.objects()]
 
     def objects(self) -> list[ObjectRecord]:
         """Return the records of all objects, in tree order."""
-        return [o.record for o in self.contents.objects()]
+        return self.contents.objects()
 
     def specs(self) -> Mapping[str, ObjectSpec]:
         """Return what is known of each object without reading data, by shown path, in tree order.
@@ -162,9 +160,9 @@ class Checkpoint:
             KeyError: The checkpoint has nothing at `path`.
             SelectionError: `path` is not a string.
         """
-        located = self._locate(path)
-        if located is not None:
-            return build_leaf(self.opened, located, located.record.spec, None)
+        record = self._locate(path)
+        if record is not None:
+            return build_leaf(self.opened, record, record.spec, None)
         parts = parse_path(path)
         selection = Selection.subtree(parts)
         if not self.contents.touched(selection)[0]:
@@ -187,18 +185,17 @@ class Checkpoint:
                 not lie within the tensor, or a plain value stands at `path`.
             DamagedError: Stored bytes are not those that were written.
         """
-        located = self._located(path)
-        spec = located.record.spec
+        record = self._record_at(path)
+        spec = record.spec
         if region is None:
-            return build_leaf(self.opened, located, spec, None)
-        _check_region(region, path)
-        if located.record.kind is Kind.VALUE:
+            return build_leaf(self.opened, record, spec, None)
+        if record.kind is Kind.VALUE:
             msg = f"{path} is a plain value, which has no regions: read it without one"
             raise SelectionError(msg)
-        region = as_region(region, spec.shape, path)
-        data = read_region(self.opened, located, region)
+        region = _as_region(region, spec.shape, path)
+        data = read_region(self.opened, record, region)
         return build_leaf(
-            self.opened, located, TensorSpec(spec.dtype, spec.itemsize, region.sizes), data
+            self.opened, record, TensorSpec(spec.dtype, spec.itemsize, region.sizes), data
         )
 
     def load(
@@ -252,9 +249,9 @@ class Checkpoint:
                 tensor.
             DamagedError: Stored bytes are not those that were written; `out` is undefined.
         """
-        located = self._located(path)
-        view, spec = flat_view(out), located.record.spec
-        if located.record.kind is Kind.VALUE:
+        record = self._record_at(path)
+        view, spec = flat_view(out), record.spec
+        if record.kind is Kind.VALUE:
             msg = f"{path} is a plain value, which has no elements: read it with `read`"
             raise SelectionError(msg)
         whole = start % spec.itemsize == view.nbytes % spec.itemsize == 0
@@ -265,7 +262,7 @@ class Checkpoint:
             )
             raise SelectionError(msg)
         if view.nbytes:
-            read_range(self.opened, located, start, view)
+            read_range(self.opened, record, start, view)
 
     def verify(
         self, *, deep: bool = True, on_progress: Callable[[Progress], None] | None = None
@@ -299,8 +296,8 @@ class Checkpoint:
             CheckpointGoneError: None has one any more.
         """
         found = [self.verify_copy(tier, meter, deep=deep) for tier in self.backend.tiers]
-        if not any(found) and not self.opened.still_there():
-            raise gone(self.opened)
+        if not any(found):
+            self.opened.check_there()
         return found
 
     def verify_copy(self, tier: Tier, meter: Meter, *, deep: bool) -> CopyFound | None:
@@ -357,13 +354,23 @@ class Checkpoint:
             links=tuple(dict.fromkeys(link for copy in there for link in copy.links)),
         )
 
-    def rounding(self, objects: Iterable[Located]) -> Rounding:
-        """Return which codecs of `objects` round; reads no data."""
-        return rounding_of(self.contents, objects, self.opened.registry)
+    def rounding(self, objects: Iterable[ObjectRecord]) -> Rounding:
+        """Return which codecs of `objects` round; reads no data.
 
-    def still_there(self) -> bool:
-        """Return whether the commit record still names this very checkpoint."""
-        return self.opened.still_there()
+        A tied object is rounded if the object that it is tied to is, as is a derived one.
+        """
+        names: set[str] = set()
+        for record in objects:
+            stored = self.contents.master(self.contents.owner(record))
+            for one in self.contents.descriptions(stored):
+                chunks = (chunk for shard in one.shards for chunk in shard.chunks)
+                for number in {one.frames[chunk.frame].chain for chunk in chunks}:
+                    names.update(link.name for link in one.head.chains[number])
+        is_lossless = {name: self.opened.registry.is_lossless(name) for name in sorted(names)}
+        return Rounding(
+            tuple(name for name, lossless in is_lossless.items() if lossless is False),
+            tuple(name for name, lossless in is_lossless.items() if lossless is None),
+        )
 
     def __repr__(self) -> str:
         return f"<Checkpoint step={self.step} {self._record.objects} objects {self.backend.url}>"
@@ -390,8 +397,8 @@ class Checkpoint:
                 frames, bytes_read = frames + stats.frames, bytes_read + stats.bytes_read
                 damaged += [Damage(*found) for found in stats.damaged]
                 missing_blob |= stats.missing_blob
-        if missing_blob and not self.opened.still_there():
-            raise gone(self.opened)
+        if missing_blob:
+            self.opened.check_there()
         return CopyFound(
             "",
             self._record.uid,
@@ -399,7 +406,7 @@ class Checkpoint:
             frames,
             bytes_read + self.contents.manifest.bytes_read,
             not_decoded=tuple(sorted(absent)),
-            lossy=self.rounding(o for o in objects if o.record.derived is None).lossy,
+            lossy=self.rounding(o for o in objects if o.derived is None).lossy,
             links=tuple(self._damaged_links(damaged)),
         )
 
@@ -438,15 +445,15 @@ class Checkpoint:
             f"step {self.step} has no {path!r}{nearest(path, self.keys() if few else ())}"
         )
 
-    def _locate(self, path: str) -> Located | None:
-        located = self.contents.find(parse_path(_check_text(path)))
-        return None if located is None else self.contents.owner(located)
+    def _locate(self, path: str) -> ObjectRecord | None:
+        record = self.contents.find(parse_path(_check_text(path)))
+        return None if record is None else self.contents.owner(record)
 
-    def _located(self, path: str) -> Located:
-        located = self._locate(path)
-        if located is None:
+    def _record_at(self, path: str) -> ObjectRecord:
+        record = self._locate(path)
+        if record is None:
             raise self._nothing_at(path)
-        return located
+        return record
 
 
 def _lacks_codecs(job: FrameJob[CodecChain]) -> bool:
@@ -467,12 +474,34 @@ def _check_text(path: object) -> str:
     raise SelectionError(msg)
 
 
-def _check_region(region: object, path: str) -> None:
-    slices = region if isinstance(region, list | tuple) else (region,)
-    if isinstance(region, Region) or all(isinstance(s, slice) for s in slices):
-        return
-    msg = (
-        f"{region!r} is no region of {path}: give slices of the leading dimensions, such as "
-        "(slice(0, 1),) for the first row, or a penstock.Region"
+def _as_region(region: object, shape: tuple[int, ...], path: str) -> Region:
+    """Return `region`, which may be slices, as offsets and sizes within `shape`.
+
+    Raises:
+        SelectionError: It is neither a region nor slices, or does not lie within `shape`.
+    """
+    if not isinstance(region, Region):
+        slices = tuple(region) if isinstance(region, list | tuple) else (region,)
+        if not all(isinstance(s, slice) for s in slices):
+            msg = (
+                f"{region!r} is no region of {path}: give slices of the leading dimensions, such "
+                "as (slice(0, 1),) for the first row, or a penstock.Region"
+            )
+            raise SelectionError(msg)
+        if len(slices) > len(shape) or any(s.step not in (None, 1) for s in slices):
+            msg = f"{path} has shape {list(shape)}: give at most {len(shape)} slices of step 1"
+            raise SelectionError(msg)
+        padded = slices + (slice(None),) * (len(shape) - len(slices))
+        spans = [s.indices(n) for s, n in zip(padded, shape, strict=True)]
+        region = Region(
+            tuple(start for start, _, _ in spans),
+            tuple(max(0, stop - start) for start, stop, _ in spans),
+        )
+    inside = len(region.sizes) == len(shape) and all(
+        o >= 0 and s >= 0 and o + s <= n
+        for o, s, n in zip(region.offsets, region.sizes, shape, strict=True)
     )
-    raise SelectionError(msg)
+    if not inside:
+        msg = f"{path} has shape {list(shape)}; the region {region} does not lie within it"
+        raise SelectionError(msg)
+    return region

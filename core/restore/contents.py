@@ -1,8 +1,12 @@
-"""Finds the objects of one committed checkpoint, and the frames that hold their bytes."""
+"""Finds the objects of one committed checkpoint, and the frames that hold their bytes.
+
+Tested in `tests/core/restore/test_ranks.py`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,11 +18,10 @@ from penstock.core.foreign import memory_permitting
 from penstock.core.format.index import NO_BYTES, IndexReader
 from penstock.core.pipeline.chain import CodecChain
 from penstock.core.plan.derived import MASTER_DTYPE, ROUNDED_DTYPES
+from penstock.core.plan.reads import ObjectRequest, plan_reads
 from penstock.core.plan.regions import common_region
-from penstock.core.plan.restore import Located, ObjectRequest, plan_restore
-from penstock.core.restore.cast import CastSink
+from penstock.core.restore.cast_sink import CastSink
 from penstock.core.restore.manifest_reader import ManifestReader
-from penstock.core.restore.scatter import shard_requests
 from penstock.core.tree.paths import path_hash, paths_above, show_path
 from penstock.core.types import Kind
 from penstock.core.units import counted
@@ -34,10 +37,8 @@ if TYPE_CHECKING:
         NodeRecord,
         ObjectRecord,
         PartHead,
-        Section,
-        ShardRecord,
     )
-    from penstock.core.plan.restore import FrameJob, ShardRequest
+    from penstock.core.plan.reads import FrameJob
     from penstock.core.plugins.registry import Registry
     from penstock.core.restore.manifest_reader import Place
     from penstock.core.tree.select import Selection
@@ -62,13 +63,13 @@ class Contents:
         self.record = record
         self.manifest = ManifestReader(backend, record)
         self._registry = registry
-        self._by_path: dict[Place, dict[ObjectPath, Located]] = {}
+        self._by_path: dict[Place, dict[ObjectPath, ObjectRecord]] = {}
         self._chains: dict[tuple[int, int], CodecChain] = {}
-        self._everything: tuple[list[Located], list[NodeRecord]] | None = None
-        self._touched: tuple[Selection, tuple[list[Located], list[NodeRecord]]] | None = None
-        self._known: dict[ObjectPath, Located] = {}
+        self._everything: tuple[list[ObjectRecord], list[NodeRecord]] | None = None
+        self._touched: tuple[Selection, tuple[list[ObjectRecord], list[NodeRecord]]] | None = None
+        self._known: dict[ObjectPath, ObjectRecord] = {}
 
-    def objects(self) -> list[Located]:
+    def objects(self) -> list[ObjectRecord]:
         """Return every object, in the order in which the tree was described."""
         return self._all()[0]
 
@@ -76,7 +77,7 @@ class Contents:
         """Return every recorded container and composite, in the same order."""
         return self._all()[1]
 
-    def touched(self, selection: Selection) -> tuple[list[Located], list[NodeRecord]]:
+    def touched(self, selection: Selection) -> tuple[list[ObjectRecord], list[NodeRecord]]:
         """Return the objects and nodes that `selection` touches, in the same order.
 
         No records are made of other objects: among a million, that takes most of the time. The
@@ -85,60 +86,63 @@ class Contents:
         """
         if self._everything is not None:
             objects, nodes = self._everything
-            return [o for o in objects if selection.touches(o.record.path)], nodes
+            return [o for o in objects if selection.touches(o.path)], nodes
         if self._touched is None or self._touched[0] is not selection:
             with memory_permitting(f"step {self.record.step}"):
                 self._touched = selection, self._read(selection)
         return self._touched[1]
 
-    def find(self, path: ObjectPath) -> Located | None:
+    def find(self, path: ObjectPath) -> ObjectRecord | None:
         """Return the object at `path`, found by the index, so that other sections are not read."""
         if self._everything is not None:
             if not self._known:
-                self._known = {located.record.path: located for located in self._everything[0]}
+                self._known = {record.path: record for record in self._everything[0]}
             return self._known.get(path)
         # Each section once: a forged index can name one section a million times.
-        for place in dict.fromkeys(place for place, _ in self.manifest.rows(path_hash(path))):
-            located = self._in_section(place).get(path)
-            if located is not None:
-                return located
-        return None
+        places = dict.fromkeys(place for place, _ in self.manifest.rows(path_hash(path)))
+        return next(self._described(path, places), None)
 
-    def owner(self, located: Located) -> Located:
+    def _described(self, path: ObjectPath, places: Iterable[Place]) -> Iterator[ObjectRecord]:
+        """Yield the records of an object in those sections that have one."""
+        for place in places:
+            record = self._in_section(place).get(path)
+            if record is not None:
+                yield record
+
+    def owner(self, record: ObjectRecord) -> ObjectRecord:
         """Return the object whose bytes a tied object shares; an untied object itself.
 
         Raises:
             FormatError: The owner is not there, is tied itself, or is of another kind.
         """
-        tied = located.record.same_as
+        tied = record.same_as
         if tied is None:
-            return located
-        return self._origin(located.record, tied)
+            return record
+        return self._origin(record, tied)
 
-    def master(self, located: Located) -> Located:
+    def master(self, record: ObjectRecord) -> ObjectRecord:
         """Return the object that a derived object is derived from; any other object itself.
 
         Raises:
             FormatError: The master is not there, or is no object to derive from.
         """
-        path = located.record.derived
+        path = record.derived
         if path is None:
-            return located
-        return self._origin(located.record, path)
+            return record
+        return self._origin(record, path)
 
-    def _origin(self, record: ObjectRecord, path: ObjectPath) -> Located:
+    def _origin(self, record: ObjectRecord, path: ObjectPath) -> ObjectRecord:
         found = self.find(path)
-        if found is None or not _is_origin(found.record, record):
+        if found is None or not _is_origin(found, record):
             raise _astray([show_path(record.path)])
         return found
 
-    def _in_section(self, place: Place) -> dict[ObjectPath, Located]:
+    def _in_section(self, place: Place) -> dict[ObjectPath, ObjectRecord]:
         if place not in self._by_path:
             part, number = self.manifest.checked_place(place)
             with memory_permitting(self.record.index.name):
-                self._by_path[place] = {
-                    o.record.path: o for o in located_in(self.manifest.section(part, number), part)
-                }
+                section = self.manifest.section(part, number)
+                self._by_path[place] = {record.path: record for record in section.objects}
         return self._by_path[place]
 
     def jobs(
@@ -161,23 +165,13 @@ class Contents:
         of_stored = [*map(self._of_stored, requests)]
         several = self.record.part_count > 1
         if several:
-            paths = {r.located.record.path for r in of_stored if r.sink is not None}
+            paths = {r.record.path for r in of_stored if r.sink is not None}
             self.manifest.look_up({path_hash(path) for path in paths})
             self.manifest.read_ahead(self._places(of_stored))
 
-        def wanted() -> Iterator[ShardRequest]:
-            for request in of_stored:
-                stored = self._stored(request) if several else _here(request.located)
-                yield from shard_requests(
-                    request, stored, lambda part: self.manifest.head(part).block_bytes
-                )
-
+        wanted = ((r, self._parts_of(r) if several else (r.record,)) for r in of_stored)
         with collections_held:
-            jobs, needed = plan_restore(
-                wanted(),
-                head_of=self.manifest.head,
-                chain_of=lambda part, number: self._chain(part, number, absent),
-            )
+            jobs, needed = plan_reads(wanted, partial(self._chain, absent=absent))
         for job in jobs:
             for link in job.links:
                 # Of a codec that is absent nothing gives a bound but the blob's size.
@@ -185,21 +179,21 @@ class Contents:
                     check_length(link.frame, link.chain, link.blob)
         return jobs, needed
 
-    def descriptions(self, located: Located, within: Region | None = None) -> Sequence[Located]:
+    def descriptions(
+        self, record: ObjectRecord, within: Region | None = None
+    ) -> Sequence[ObjectRecord]:
         """Return an object as each part describes it that has shards of it.
 
         Args:
-            located: The object, as any part describes it.
+            record: The object, as any part describes it.
             within: Leave out parts whose shards have nothing in common with this region.
 
         Raises:
             FormatError: An index row points to a section that does not exist.
         """
         if len(self.manifest.parts) == 1:
-            return [located]
-        path = located.record.path
-        places = self._places_of(path, within)
-        return [one for place in places if (one := self._in_section(place).get(path))]
+            return [record]
+        return [*self._described(record.path, self._places_of(record.path, within))]
 
     def _places_of(self, path: ObjectPath, within: Region | None) -> Iterable[Place]:
         """Return each section once that has shards of an object with elements of a region."""
@@ -213,15 +207,11 @@ class Contents:
     def _places(self, requests: Sequence[ObjectRequest]) -> set[Place]:
         """Return the sections that `requests` need of objects whose rows were looked up."""
         wanted = (one for one in requests if one.sink is not None)
-        return {
-            place
-            for one in wanted
-            for place in self._places_of(one.located.record.path, one.region)
-        }
+        return {place for one in wanted for place in self._places_of(one.record.path, one.region)}
 
     def everywhere(
         self, within: Mapping[ObjectPath, Collection[Region]] | None = None
-    ) -> list[Located]:
+    ) -> list[ObjectRecord]:
         """Return objects as each part describes them that has shards of them.
 
         Args:
@@ -232,12 +222,12 @@ class Contents:
             FormatError: An index row points to a section that does not exist, or a part is damaged.
         """
         if len(self.manifest.parts) == 1:
-            return [o for o in self.objects() if within is None or o.record.path in within]
-        wanted = {o.record.path: () for o in self.objects()} if within is None else within
+            return [o for o in self.objects() if within is None or o.path in within]
+        wanted = {o.path: () for o in self.objects()} if within is None else within
         paths = {path_hash(path): path for path in wanted}
         table = self.manifest.find_all(paths)
         table = table.take(np.flatnonzero(table.dims != NO_BYTES))  # of parts with bytes of them
-        found: dict[tuple[ObjectPath, tuple[int, int]], Located] = {}
+        found: dict[tuple[ObjectPath, tuple[int, int]], ObjectRecord] = {}
         for number, place, region in zip(
             table.hashes.tolist(), table.places(), table.regions(), strict=True
         ):
@@ -245,46 +235,46 @@ class Contents:
             regions = wanted[path]
             if (path, place) in found or not (region is None or _meets(region, regions)):
                 continue
-            located = self._in_section(place).get(path)
-            if located is not None:
-                found[path, place] = located
+            record = self._in_section(place).get(path)
+            if record is not None:
+                found[path, place] = record
         return list(found.values())
 
-    def _stored(self, request: ObjectRequest) -> Sequence[tuple[Located, ShardRecord]]:
-        located = request.located
+    def _parts_of(self, request: ObjectRequest) -> Sequence[ObjectRecord]:
+        record = request.record
         if request.sink is None:
-            return _here(located)
-        parts = self.descriptions(located, request.region)
-        if any(one is not located and differ(one.record, located.record) for one in parts):
-            path = show_path(located.record.path)
+            return (record,)
+        parts = self.descriptions(record, request.region)
+        if any(one is not record and differ(one, record) for one in parts):
+            path = show_path(record.path)
             msg = f"{path}: {DIFFERENT}"
             raise FormatError(msg, [path])
-        return [pair for one in parts for pair in _here(one)]
+        return parts
 
     def _of_stored(self, request: ObjectRequest) -> ObjectRequest:
         """Return the request for stored bytes that fills the sink of a request for any object."""
-        if request.located.record.derived is None:
+        record, sink = request.record, request.sink
+        if record.derived is None:
             return request
-        master = self.master(request.located)
-        record, sink = request.located.record, request.sink
-        one, other = record.spec, master.record.spec
+        master = self.master(record)
+        one, other = record.spec, master.spec
         if sink is not None:
             sink = CastSink(sink, other, one)
         at = request.at // one.itemsize * other.itemsize
         return ObjectRequest(master, sink, request.region, at, record.path)
 
-    def check_codecs(self, part: int, head: PartHead) -> None:
+    def check_codecs(self, head: PartHead) -> None:
         """Check that every codec of a part is installed, and takes the stored options.
 
         Raises:
             PluginError: A codec is missing, or refuses its options.
         """
         for number in range(1, len(head.chains)):  # 0 is raw
-            self._chain(part, number)
+            self._chain(head, number)
 
-    def unlisted(self, objects: Sequence[Located]) -> set[ObjectPath]:
+    def unlisted(self, objects: Sequence[ObjectRecord]) -> set[ObjectPath]:
         """Return the values among objects of several parts that are not in the index."""
-        values = {path_hash(o.record.path): o.record.path for o in objects if _is_value(o)}
+        values = {path_hash(o.path): o.path for o in objects if o.kind is Kind.VALUE}
         if len(self.manifest.parts) == 1 or not values:
             return set()
         table = self.manifest.find_all(values)
@@ -298,35 +288,35 @@ class Contents:
                 found |= {n.path: n for n in section.nodes if n.path in paths}
         return [*found.values()]
 
-    def _all(self) -> tuple[list[Located], list[NodeRecord]]:
+    def _all(self) -> tuple[list[ObjectRecord], list[NodeRecord]]:
         if self._everything is None:
             with memory_permitting(f"step {self.record.step}"):
                 self._everything = self._read(None)
         return self._everything
 
-    def _read(self, selection: Selection | None) -> tuple[list[Located], list[NodeRecord]]:
+    def _read(self, selection: Selection | None) -> tuple[list[ObjectRecord], list[NodeRecord]]:
         """Read the objects and nodes of all sections, or of those that may hold selected ones.
 
         Of what several parts describe, the first one counts, and no other is read. A value that the
         index leaves out says that a rank had nothing there, where others had a container.
         """
-        objects: list[Located] = []
+        objects: list[ObjectRecord] = []
         nodes: list[NodeRecord] = []
         for part, wanted in self._outline().items():
-            here: list[Located] = []
+            here: list[ObjectRecord] = []
             above: list[NodeRecord] = []
             for section in self.manifest.sections(part, selection, wanted, keep=True):
-                here += located_in(section, part)
+                here += section.objects
                 above += section.nodes
             if objects or nodes:
                 here, above = _behind(objects, nodes, here, above)
-            objects += sorted(here, key=lambda located: located.record.ordinal)
+            objects += sorted(here, key=lambda record: record.ordinal)
             nodes += sorted(above, key=lambda node: node.ordinal)
         absent = self.unlisted(objects)
         if absent:
-            objects = [o for o in objects if o.record.path not in absent]
+            objects = [o for o in objects if o.path not in absent]
             nodes += self._nodes_at(absent - containers(objects, nodes))
-        check_ties([o.record for o in self._with_owners(objects)])
+        check_ties(self._with_owners(objects))
         return objects, nodes
 
     def _outline(self) -> dict[int, set[int] | None]:
@@ -341,24 +331,24 @@ class Contents:
             wanted.add(number)
         return dict(sorted(found.items()))
 
-    def _with_owners(self, objects: list[Located]) -> Sequence[Located]:
+    def _with_owners(self, objects: list[ObjectRecord]) -> Sequence[ObjectRecord]:
         """Return the objects, followed by those that some of them get their bytes from."""
-        if all(o.record.same_as is None and o.record.derived is None for o in objects):
+        if all(o.same_as is None and o.derived is None for o in objects):
             return objects
-        found, known = list(objects), {o.record.path for o in objects}
+        found, known = list(objects), {o.path for o in objects}
         for _ in range(2):  # the owner of a tied object may be derived itself
-            origins = {path for o in objects for path in (o.record.same_as, o.record.derived)}
+            origins = {path for o in objects for path in (o.same_as, o.derived)}
             needed = {path for path in origins - known if path is not None}
             objects = [*filter(None, map(self.find, sorted(needed)))]
             found += objects
             known |= needed
         return found
 
-    def _chain(self, part: int, number: int, absent: set[str] | None = None) -> CodecChain:
-        key = (part, number)
+    def _chain(self, head: PartHead, number: int, absent: set[str] | None = None) -> CodecChain:
+        key = (head.rank, number)
         chain = self._chains.get(key)
         if chain is None:
-            chain = self._chains[key] = self._made_chain(self.manifest.head(part).chains[number])
+            chain = self._chains[key] = self._made_chain(head.chains[number])
         if isinstance(chain, AbsentChain):
             if absent is None:
                 raise PluginError(chain.why)
@@ -405,42 +395,24 @@ def check_length(frame: Frame, chain: CodecChain, blob: str) -> None:
         raise FormatError(msg, [blob])
 
 
-def located_in(section: Section, part: int) -> list[Located]:
-    """Return the objects of a section of a part."""
-    return [Located(record, part, section.frames) for record in section.objects]
-
-
-def _here(located: Located) -> list[tuple[Located, ShardRecord]]:
-    """Return the shards of an object that one part has."""
-    return [(located, shard) for shard in located.record.shards]
-
-
-def _is_value(located: Located) -> bool:
-    return located.record.kind is Kind.VALUE
-
-
-def containers(objects: Sequence[Located], nodes: Sequence[NodeRecord]) -> set[ObjectPath]:
+def containers(objects: Sequence[ObjectRecord], nodes: Sequence[NodeRecord]) -> set[ObjectPath]:
     """Return the paths of nodes, and those that have objects or nodes below them."""
     of_nodes = {node.path for node in nodes}
-    return paths_above({o.record.path for o in objects} | of_nodes) | of_nodes
+    return paths_above({o.path for o in objects} | of_nodes) | of_nodes
 
 
 def _behind(
-    objects: Sequence[Located],
+    objects: Sequence[ObjectRecord],
     nodes: Sequence[NodeRecord],
-    more: Sequence[Located],
+    more: Sequence[ObjectRecord],
     above: Sequence[NodeRecord],
-) -> tuple[list[Located], list[NodeRecord]]:
+) -> tuple[list[ObjectRecord], list[NodeRecord]]:
     """Return what a further part describes and no earlier one, with ordinals behind theirs."""
-    first = 1 + max([o.record.ordinal for o in objects] + [n.ordinal for n in nodes])
-    known = {o.record.path for o in objects}
+    first = 1 + max([o.ordinal for o in objects] + [n.ordinal for n in nodes])
+    known = {o.path for o in objects}
     known_nodes = {n.path for n in nodes}
     return (
-        [
-            o._replace(record=o.record._replace(ordinal=o.record.ordinal + first))
-            for o in more
-            if o.record.path not in known
-        ],
+        [o._replace(ordinal=o.ordinal + first) for o in more if o.path not in known],
         [replace(n, ordinal=n.ordinal + first) for n in above if n.path not in known_nodes],
     )
 

@@ -1,4 +1,7 @@
-"""Reads an earlier checkpoint for a save that refers to it: its frames, and single chunks."""
+"""Reads an earlier checkpoint for a save that refers to it: its frames, and single chunks.
+
+Tested in `tests/core/save/test_bases.py`.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,8 @@ import threading
 from typing import TYPE_CHECKING
 
 from penstock.core.pipeline.reader import FrameReader
-from penstock.core.plan.bases import stored_frames
-from penstock.core.plan.restore import FrameJob
+from penstock.core.plan.earlier_frames import stored_frames
+from penstock.core.plan.reads import FrameJob
 from penstock.core.restore.contents import Contents, check_length, decoding_chain
 from penstock.core.types import ByteRange, ReadRequest
 
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
     from penstock.core.abc import Backend, CodecContext
     from penstock.core.format.records import Chain, CommitRecord
     from penstock.core.pipeline.chain import CodecChain
-    from penstock.core.plan.bases import ChunkKey, StoredFrame
+    from penstock.core.plan.earlier_frames import ChunkKey, StoredFrame
     from penstock.core.plugins.registry import Registry
     from penstock.core.types import ObjectPath, Region
 
@@ -48,9 +51,7 @@ class EarlierReader:
             StorageError: The store failed.
         """
         contents = Contents(backend, record, self._registry)
-        described = contents.everywhere(within)
-        heads = {part: contents.manifest.head(part) for part in {one.part for one in described}}
-        return stored_frames(described, heads)
+        return stored_frames(contents.everywhere(within))
 
     def read(
         self, backend: Backend, stored: StoredFrame, context: CodecContext, out: memoryview

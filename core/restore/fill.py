@@ -1,4 +1,7 @@
-"""Reads objects of an open checkpoint, or regions of them, into memory or into sinks."""
+"""Reads objects of an open checkpoint, or regions of them, into memory or into sinks.
+
+Tested in `tests/core/restore/test_read_into.py`.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,10 @@ from penstock.core.errors import (
     DamagedError,
     PenstockError,
     RestoreError,
-    SelectionError,
     StorageError,
 )
 from penstock.core.format.records import blob_uid
-from penstock.core.plan.restore import ObjectRequest
+from penstock.core.plan.reads import ObjectRequest
 from penstock.core.ranks.templates import RoundOverError
 from penstock.core.reporting.progress import Meter
 from penstock.core.restore.contents import Contents
@@ -35,11 +37,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from penstock.core.abc import Backend
-    from penstock.core.format.records import CommitRecord
+    from penstock.core.format.records import CommitRecord, ObjectRecord
     from penstock.core.hosts.reading import JobReading, SharedReading
     from penstock.core.pipeline.chain import CodecChain
     from penstock.core.pipeline.reader import Loader
-    from penstock.core.plan.restore import FrameJob, Located
+    from penstock.core.plan.reads import FrameJob
     from penstock.core.plugins.registry import Registry
     from penstock.core.tree.select import Rename
     from penstock.core.types import ObjectPath
@@ -103,17 +105,23 @@ class Opened:
         """The step of the checkpoint."""
         return self.contents.record.step
 
-    def still_there(self) -> bool:
-        """Return whether the commit record still names this very checkpoint.
+    def check_there(self) -> None:
+        """Check that the commit record still names this very checkpoint.
 
-        A reader that misses a blob asks this, to tell a deleted checkpoint from a damaged one.
+        A reader that misses a blob calls this, to tell a deleted checkpoint from a damaged one.
+
+        Raises:
+            CheckpointGoneError: The checkpoint was deleted while it was read.
         """
         try:
-            return Catalog(self.backend).record(self.step).uid == self.contents.record.uid
-        except CheckpointNotFoundError:
-            return False
+            if Catalog(self.backend).record(self.step).uid == self.contents.record.uid:
+                return
         except DamagedError:  # a record that cannot be read is there: the checkpoint is damaged
-            return True
+            return
+        except CheckpointNotFoundError:
+            pass
+        msg = f"step {self.step} on {self.backend.url} was deleted while it was read"
+        raise CheckpointGoneError(msg)
 
 
 def room(nbytes: int) -> bytearray:
@@ -167,13 +175,10 @@ class Tally:
     shared: int = 0
     received: int = 0
 
-    def add(self, needed: int, read: int) -> None:
-        """Count another load."""
+    def add(self, needed: int, read: int, shared: SharedReading | None) -> None:
+        """Count another load, and what others have read for this rank; None: nothing."""
         self.needed += needed
         self.read += read
-
-    def add_shared(self, shared: SharedReading | None) -> None:
-        """Count what others have read for this rank; None: nothing."""
         if shared is not None:
             self.shared += shared.bytes_taken
             self.received += shared.bytes_received
@@ -185,13 +190,13 @@ class StoredSelection:
 
     Attributes:
         tree: The objects, nodes and values.
-        located: The stored object of each selected path, ties resolved.
+        records: The stored object of each selected path, ties resolved.
         every_path: The template's path of each object that was looked at, selected or not.
         tally: Counts the bytes that reading the objects takes.
     """
 
     tree: StoredTree
-    located: Mapping[ObjectPath, Located]
+    records: Mapping[ObjectPath, ObjectRecord]
     every_path: Collection[ObjectPath]
     tally: Tally
 
@@ -214,26 +219,26 @@ def read_stored(
     """
     contents = checkpoint.contents
     found, nodes = contents.touched(selection) if narrow else (contents.objects(), contents.nodes())
-    by_path = {o.record.path: o for o in found}
+    by_path = {o.path: o for o in found}
     moved = rename.apply(by_path)
-    located: dict[ObjectPath, Located] = {}
+    records: dict[ObjectPath, ObjectRecord] = {}
     aliases: dict[ObjectPath, ObjectPath] = {}
     everything = selection.everything
     for item in found:
-        path, tied = moved[item.record.path], item.record.same_as
+        path, tied = moved[item.path], item.same_as
         if not (everything or selection.selects(path)):
             continue
         if tied is None:
-            located[path] = item
+            records[path] = item
         else:
             # The owner may lie outside of the selection, and then was not read with it.
-            located[path] = by_path.get(tied) or contents.owner(item)
+            records[path] = by_path.get(tied) or contents.owner(item)
             aliases[path] = moved.get(tied, tied)
     tally = Tally()
     requests, sinks = [], {}
-    for path, item in located.items():
-        if item.record.kind is Kind.VALUE:
-            sink = sinks[path] = BytesSink(item.record.spec.nbytes)
+    for path, item in records.items():
+        if item.kind is Kind.VALUE:
+            sink = sinks[path] = BytesSink(item.spec.nbytes)
             requests.append(ObjectRequest(item, sink))
     fill(checkpoint, requests, tally)
 
@@ -242,10 +247,7 @@ def read_stored(
         return read_stored(checkpoint, subtree, rename, narrow=rename.identity).tree
 
     tree = StoredTree(
-        objects=[
-            StoredObject(moved[r.path], r.kind, r.spec, r.role, r.form)
-            for r in (o.record for o in found)
-        ],
+        objects=[StoredObject(moved[r.path], r.kind, r.spec, r.role, r.form) for r in found],
         nodes=[Node(rename(n.path), n.form, n.meta) for n in nodes],
         values={path: bytes(sink.data) for path, sink in sinks.items()},
         aliases=aliases,
@@ -253,7 +255,7 @@ def read_stored(
         plugins=contents.record.plugins,
         whole=None if everything else whole,
     )
-    return StoredSelection(tree, located, moved.values(), tally)
+    return StoredSelection(tree, records, moved.values(), tally)
 
 
 def fill(
@@ -303,8 +305,7 @@ def fill(
         msg = f"step {checkpoint.step} could not be read from {url}: {error}"
         raise RestoreError(msg) from error
     if tally is not None:
-        tally.add(needed, stats.bytes_read)
-        tally.add_shared(shared)
+        tally.add(needed, stats.bytes_read, shared)
     if log.isEnabledFor(logging.DEBUG):  # counting takes a moment where there are many
         log.debug(
             "step %d: %d frames, %d encoded, in %d ranges; %d bytes needed, %d read in %.3f s",
@@ -320,57 +321,28 @@ def fill(
         raise_damaged(checkpoint, stats.damaged, missing_blob=stats.missing_blob)
 
 
-def as_region(
-    region: Region | slice | Sequence[slice], shape: tuple[int, ...], path: str
-) -> Region:
-    """Return `region`, which may be slices, as offsets and sizes within `shape`.
-
-    Raises:
-        SelectionError: The region does not lie within `shape`.
-    """
-    if not isinstance(region, Region):
-        slices = (region,) if isinstance(region, slice) else tuple(region)
-        if len(slices) > len(shape) or any(s.step not in (None, 1) for s in slices):
-            msg = f"{path} has shape {list(shape)}: give at most {len(shape)} slices of step 1"
-            raise SelectionError(msg)
-        padded = slices + (slice(None),) * (len(shape) - len(slices))
-        spans = [s.indices(n) for s, n in zip(padded, shape, strict=True)]
-        region = Region(
-            tuple(start for start, _, _ in spans),
-            tuple(max(0, stop - start) for start, stop, _ in spans),
-        )
-    inside = len(region.sizes) == len(shape) and all(
-        o >= 0 and s >= 0 and o + s <= n
-        for o, s, n in zip(region.offsets, region.sizes, shape, strict=True)
-    )
-    if not inside:
-        msg = f"{path} has shape {list(shape)}; the region {region} does not lie within it"
-        raise SelectionError(msg)
-    return region
-
-
-def read_region(checkpoint: Opened, located: Located, region: Region) -> memoryview:
+def read_region(checkpoint: Opened, record: ObjectRecord, region: Region) -> memoryview:
     """Read the bytes of `region` of a tensor, row-major; fetches only the blocks that hold them.
 
     Raises:
         DamagedError: Stored bytes are not those that were written.
     """
-    sink = BytesSink(region.numel * located.record.spec.itemsize)
-    fill(checkpoint, [ObjectRequest(located, sink, region)])
+    sink = BytesSink(region.numel * record.spec.itemsize)
+    fill(checkpoint, [ObjectRequest(record, sink, region)])
     return sink.data
 
 
-def read_range(checkpoint: Opened, located: Located, start: int, out: memoryview) -> None:
+def read_range(checkpoint: Opened, record: ObjectRecord, start: int, out: memoryview) -> None:
     """Read the bytes of a tensor from `start` on into `out`; both are of whole elements.
 
     Raises:
         DamagedError: Stored bytes are not those that were written.
     """
-    spec, sink, at = located.record.spec, BytesSink(out), 0
+    spec, sink, at = record.spec, BytesSink(out), 0
     requests = []
     first, count = start // spec.itemsize, out.nbytes // spec.itemsize
     for region in regions_of_range(spec.shape, first, first + count):
-        requests.append(ObjectRequest(located, sink, region, at))
+        requests.append(ObjectRequest(record, sink, region, at))
         at += region.numel * spec.itemsize
     fill(checkpoint, requests)
 
@@ -378,12 +350,6 @@ def read_range(checkpoint: Opened, located: Located, start: int, out: memoryview
 def bytes_of(jobs: Sequence[FrameJob[CodecChain]]) -> int:
     """Return the bytes of blobs that `jobs` read."""
     return sum(span.length for job in jobs for link in job.links for span in link.ranges)
-
-
-def gone(checkpoint: Opened) -> CheckpointGoneError:
-    """Return the error for a checkpoint that was deleted while it was read."""
-    msg = f"step {checkpoint.step} on {checkpoint.backend.url} was deleted while it was read"
-    return CheckpointGoneError(msg)
 
 
 def raise_damaged(
@@ -395,8 +361,8 @@ def raise_damaged(
         CheckpointGoneError: A blob is missing because the checkpoint was deleted meanwhile.
         DamagedError: Names every damaged object, and the damaged links of the chain.
     """
-    if missing_blob and not checkpoint.still_there():
-        raise gone(checkpoint)
+    if missing_blob:
+        checkpoint.check_there()
     names = list(dict.fromkeys(name for name, _, _ in damaged))
     details = "; ".join(f"{name}: {detail}" for name, detail, _ in damaged[:LISTED])
     msg = (

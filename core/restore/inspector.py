@@ -1,4 +1,7 @@
-"""Tells whether a checkpoint is complete and readable, without reading its data."""
+"""Tells whether a checkpoint is complete and readable, without reading its data.
+
+Tested in `tests/integration/lifecycle/test_lifecycle.py`.
+"""
 
 from __future__ import annotations
 
@@ -66,8 +69,8 @@ class Inspector:
         problems: list[str] = []
         try:
             heads, _ = sweep(contents, lambda _, detail: problems.append(detail))
-            for number, head in enumerate(heads if not problems else ()):
-                contents.check_codecs(number, head)
+            for head in heads if not problems else ():
+                contents.check_codecs(head)
         except CheckpointGoneError:
             return None
         except (DamagedError, PluginError) as error:

@@ -199,13 +199,8 @@ class ManifestReader:
 
     def rows(self, hashed: int) -> list[tuple[Place, Region | None]]:
         """Return the sections that have shards of an object, by path hash, and their regions."""
-
-        def read(index: IndexReader) -> list[tuple[Place, Region | None]]:
-            table = index.find(hashed)
-            return [*zip(table.places(), table.regions(), strict=True)]
-
-        rows = self._rows.get(hashed)
-        return self.from_index(read) if rows is None else rows
+        self.look_up([hashed])
+        return self._rows[hashed]
 
     def look_up(self, hashes: Collection[int]) -> None:
         """Find the rows of objects at once: one by one takes ten times as long."""
@@ -214,6 +209,7 @@ class ManifestReader:
         def read(index: IndexReader) -> None:
             table = index.find_all(unknown)
             rows = zip(table.hashes.tolist(), table.places(), table.regions(), strict=True)
+            self._rows |= {number: [] for number in unknown.tolist()}
             for number, group in groupby(rows, key=itemgetter(0)):
                 self._rows[number] = [(place, region) for _, place, region in group]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +20,11 @@ from penstock.core.errors import (
 )
 from penstock.core.foreign import said
 from penstock.core.markers import Streamed
-from penstock.core.plan.restore import ObjectRequest
+from penstock.core.plan.reads import ObjectRequest
 from penstock.core.ranks.templates import TemplateFit
 from penstock.core.reporting.reports import Cast, Mismatch, RestoreReport
-from penstock.core.restore.cast import CastSink
-from penstock.core.restore.fill import BytesSink, Tally, fill, read_range, read_stored
+from penstock.core.restore.cast_sink import CastSink
+from penstock.core.restore.fill import BytesSink, fill, read_range, read_stored
 from penstock.core.suggest import listed
 from penstock.core.tree.paths import show_path
 from penstock.core.tree.place import Placing, disagreements, overlapping
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from penstock.core.abc import ByteSink, Difference, Placement, Target
-    from penstock.core.plan.restore import Located
+    from penstock.core.format.records import ObjectRecord
     from penstock.core.ranks.templates import TemplatesOfRanks
     from penstock.core.restore.fallback import Overwritten
     from penstock.core.restore.fill import Opened, StoredSelection
@@ -121,14 +121,13 @@ def restore_into(
     _finish(placement, checkpoint.step)
     used = {t.path for t in placement.targets} | set(placement.values)
     # Reported in stored order, not in the order of the template.
-    order = [path for path in stored.located if path in used]
+    order = [path for path in stored.records if path in used]
     values = {show_path(p): plan.placing.restored_value(p) for p in stored.tree.values if p in used}
-    return _report(
-        checkpoint,
-        stored,
-        order,
-        times=(began, planned, read),
-        unequal=unequal,
+    return replace(
+        _report(checkpoint, stored, order, times=(began, planned, read)),
+        missing=tuple(map(show_path, unequal.missing)),
+        unexpected=tuple(map(show_path, unequal.unexpected)),
+        mismatched=tuple(Mismatch(show_path(d.path), d.stored, d.here) for d in unequal.skipped),
         values=values,
         matched_by=placement.notes.get("matched_by"),
         cast=_cast(placement.targets, stored) if cast else (),
@@ -154,7 +153,7 @@ class _Plan:
     def is_flawless(self, selection: Selection) -> bool:
         """Return whether the plan has no problem, nothing missing and no unused pattern."""
         return (
-            bool(self.stored.located)
+            bool(self.stored.records)
             and not self.placement.problems
             and not self.placement.missing
             and not selection.unused([*self.stored.every_path, *self.left_out])
@@ -273,13 +272,7 @@ def build_new(
     read = time.monotonic()
     checkpoint.meter.enter("place")
     tree = _finish(placement, checkpoint.step)
-    return tree, _report(checkpoint, stored, stored.located, times=(began, planned, read))
-
-
-def _streamed(checkpoint: Opened, selection: StoredSelection, stored: StoredObject) -> Streamed:
-    """Return a tensor whose bytes are read, and verified, when they are asked for."""
-    located, spec = selection.located[stored.path], stored.spec
-    return Streamed(spec.dtype, spec.shape, partial(read_range, checkpoint, located))
+    return tree, _report(checkpoint, stored, stored.records, times=(began, planned, read))
 
 
 def _plan_new(
@@ -299,7 +292,11 @@ def _plan_new(
         placing = _placing(checkpoint, stored.tree, selection.selects)
         placing.named_optimizers = named_optimizers
         if streamed:
-            placing.streamed = partial(_streamed, checkpoint, stored)
+            placing.streamed = lambda one: Streamed(
+                one.spec.dtype,
+                one.spec.shape,
+                partial(read_range, checkpoint, stored.records[one.path]),
+            )
         return _Plan(stored, placing, placing.rebuild_tree(device=device, at=at))
 
     return _narrow_first(checkpoint, selection, Rename(None), plan)
@@ -311,23 +308,17 @@ def _report(
     order: Iterable[ObjectPath],
     *,
     times: tuple[float, float, float],
-    unequal: _Unequal | None = None,
-    values: Mapping[str, Any] | None = None,
-    matched_by: str | None = None,
-    cast: Sequence[Cast] = (),
 ) -> RestoreReport:
+    """Return the report on objects that were built; one on a template adds what that differs in."""
     began, planned, read = times
     now = time.monotonic()
-    unequal = unequal or _Unequal((), (), ())
     return RestoreReport(
         step=checkpoint.step,
-        restored=tuple(show_path(p) for p in order),
-        missing=tuple(show_path(p) for p in unequal.missing),
-        unexpected=tuple(show_path(p) for p in unequal.unexpected),
-        mismatched=tuple(Mismatch(show_path(d.path), d.stored, d.here) for d in unequal.skipped),
-        values=values or {},
-        matched_by=matched_by,
-        cast=tuple(cast),
+        restored=tuple(map(show_path, order)),
+        missing=(),
+        unexpected=(),
+        values={},
+        matched_by=None,
         bytes_needed=stored.tally.needed,
         bytes_read=stored.tally.read,
         bytes_shared=stored.tally.shared,
@@ -346,30 +337,27 @@ def _report(
 
 def build_leaf(
     checkpoint: Opened,
-    located: Located,
+    record: ObjectRecord,
     spec: TensorSpec,
     data: memoryview | None,
 ) -> Any:
     """Build one object from `data`, its bytes; None reads them."""
-    record, tally = located.record, Tally()
     path = record.path[-1:]
     values = {}
     if record.kind is Kind.VALUE:
         sink = BytesSink(record.spec.nbytes)
-        fill(checkpoint, [ObjectRequest(located, sink)], tally)
+        fill(checkpoint, [ObjectRequest(record, sink)])
         values[path] = bytes(sink.data)
     stored = StoredTree(
         objects=[StoredObject(path, record.kind, spec, record.role, record.form)],
-        nodes=[],
         values=values,
-        aliases={},
         providers=checkpoint.contents.record.providers,
         plugins=checkpoint.contents.record.plugins,
     )
     placement = _placing(checkpoint, stored, lambda _: True).rebuild_tree(device=None)
     for target in placement.targets:
         if data is None:
-            fill(checkpoint, [ObjectRequest(located, target.sink)], tally)
+            fill(checkpoint, [ObjectRequest(record, target.sink)])
         else:
             target.sink.copy_in(0, data)
         target.sink.written()
@@ -411,15 +399,15 @@ def _requests(stored: StoredSelection, target: Target, sink: ByteSink) -> Sequen
 
     They are for the whole object, or for the rectangles of it that this rank holds.
     """
-    located, regions = stored.located[target.path], target.regions
-    spec, into = located.record.spec, sink
+    record, regions = stored.records[target.path], target.regions
+    spec, into = record.spec, sink
     if spec.dtype != target.spec.dtype:  # only with `cast`: else it would be a difference
         into = CastSink(sink, spec, target.spec)
     if regions == (Region.whole(spec.shape),):
-        return [ObjectRequest(located, into)]
+        return [ObjectRequest(record, into)]
     found, at = [], 0
     for region in regions:
-        found.append(ObjectRequest(located, into, region, at))
+        found.append(ObjectRequest(record, into, region, at))
         at += region.numel * spec.itemsize
     if at != into.nbytes:
         msg = (
@@ -430,14 +418,14 @@ def _requests(stored: StoredSelection, target: Target, sink: ByteSink) -> Sequen
     return found
 
 
-def _cast(targets: Iterable[Target], stored: StoredSelection) -> list[Cast]:
+def _cast(targets: Iterable[Target], stored: StoredSelection) -> tuple[Cast, ...]:
     """Return the targets that another dtype is converted into."""
     specs = {target.path: target.spec for target in targets}
-    return [
+    return tuple(
         Cast(show_path(path), there, spec.dtype)
         for path, spec in specs.items()
-        if (there := stored.located[path].record.spec.dtype) != spec.dtype
-    ]
+        if (there := stored.records[path].spec.dtype) != spec.dtype
+    )
 
 
 def _fill_targets(
@@ -500,7 +488,7 @@ def _compare(placement: Placement, stored: StoredSelection, *, strict: bool, ste
     missing, problems = placement.missing, placement.problems
     used = {t.path for t in placement.targets} | set(placement.values)
     told = {difference.path for difference in placement.differences} | {*placement.passed_over}
-    rest = [path for path in stored.located if path not in used]
+    rest = [path for path in stored.records if path not in used]
     # A difference is reported once, so its paths are not listed as unexpected as well.
     unexpected = [path for path in rest if not told or not _is_below(path, told)]
     skipped = [] if strict else [d for d in placement.differences if d.skippable]
@@ -562,8 +550,8 @@ def _judge(
         patterns=[pattern.text for pattern in patterns],
         unused=[n for n, pattern in enumerate(patterns) if any(p is pattern for p in unused)],
         idle=unequal.idle,
-        stored=len(stored.located),
-        extra=[n for n, path in enumerate(stored.located) if path in lacked] if lacked else (),
+        stored=len(stored.records),
+        extra=[n for n, path in enumerate(stored.records) if path in lacked] if lacked else (),
     )
     judged = templates.judge(fit)
     if judged.unused:

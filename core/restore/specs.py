@@ -12,10 +12,9 @@ from penstock.core.format.records import blob_uid
 from penstock.core.tree.paths import parse_path, show_path
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
-    from penstock.core.plan.restore import Located
-    from penstock.core.plugins.registry import Registry
+    from penstock.core.format.records import ObjectRecord
     from penstock.core.restore.contents import Contents
     from penstock.core.types import Kind, ObjectPath, Region, Role
 
@@ -38,17 +37,17 @@ class Storage(NamedTuple):
     bytes_borrowed: int
 
 
-def storage_of(located: Located, contents: Contents) -> Storage:
+def storage_of(record: ObjectRecord, contents: Contents) -> Storage:
     """Return how an object is stored, as the manifest says."""
     shards: dict[Region, None] = {}
     codecs: dict[str, None] = {}
     stored = borrowed = 0
-    for one in contents.descriptions(located):
-        head, frames = contents.manifest.head(one.part), one.frames
-        shards |= dict.fromkeys(shard.region for shard in one.record.shards)
+    for one in contents.descriptions(record):
+        head, frames = one.head, one.frames
+        shards |= dict.fromkeys(shard.region for shard in one.shards)
         # Bytes of the object in each frame: a slab's stored bytes are shared out among its objects.
         used: dict[int, int] = defaultdict(int)
-        for chunk in (chunk for shard in one.record.shards for chunk in shard.chunks):
+        for chunk in (chunk for shard in one.shards for chunk in shard.chunks):
             used[chunk.frame] += chunk.stop - chunk.start
             codecs |= dict.fromkeys(link.name for link in head.chains[frames[chunk.frame].chain])
         for number, size in used.items():
@@ -82,27 +81,6 @@ class Rounding:
         return None if self.unknown else True
 
 
-def rounding_of(contents: Contents, objects: Iterable[Located], registry: Registry) -> Rounding:
-    """Return which codecs of `objects` round; reads no data.
-
-    A tied object is rounded if the object that it is tied to is, as is a derived one.
-    """
-    used: set[tuple[int, int]] = set()
-    for located in objects:
-        stored = contents.master(contents.owner(located))
-        for one in contents.descriptions(stored):
-            for shard in one.record.shards:
-                used.update((one.part, one.frames[chunk.frame].chain) for chunk in shard.chunks)
-    names = {
-        link.name for part, number in used for link in contents.manifest.head(part).chains[number]
-    }
-    is_lossless = {name: registry.is_lossless(name) for name in sorted(names)}
-    return Rounding(
-        tuple(name for name, lossless in is_lossless.items() if lossless is False),
-        tuple(name for name, lossless in is_lossless.items() if lossless is None),
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class ObjectSpec:
     """One object of a checkpoint: what it is, and how it is stored. Reads no data.
@@ -131,28 +109,28 @@ class ObjectSpec:
     bytes_raw: int
     same_as: str | None
     derived: str | None
-    _located: Located = field(repr=False, compare=False)
+    _record: ObjectRecord = field(repr=False, compare=False)
     _contents: Contents = field(repr=False, compare=False)
 
     @property
     def shards(self) -> tuple[Region, ...]:
         """The rectangles in which it is stored, each once, whichever ranks stored them."""
-        return storage_of(self._located, self._contents).shards
+        return storage_of(self._record, self._contents).shards
 
     @property
     def codecs(self) -> tuple[str, ...]:
         """The codecs of its frames, in the order of encoding; empty if all are raw."""
-        return storage_of(self._located, self._contents).codecs
+        return storage_of(self._record, self._contents).codecs
 
     @property
     def bytes_stored(self) -> int:
         """Its bytes in the blobs of this checkpoint; of a blob's shared frames, its share."""
-        return storage_of(self._located, self._contents).bytes_stored
+        return storage_of(self._record, self._contents).bytes_stored
 
     @property
     def bytes_borrowed(self) -> int:
         """Its bytes in the blobs of other saves, which the checkpoint needs as well."""
-        return storage_of(self._located, self._contents).bytes_borrowed
+        return storage_of(self._record, self._contents).bytes_borrowed
 
 
 class Specs(Mapping[str, ObjectSpec]):
@@ -172,15 +150,15 @@ class Specs(Mapping[str, ObjectSpec]):
             KeyError: No object is there. A container, which holds objects, is none.
         """
         try:
-            located = self._contents.find(parse_path(path)) if isinstance(path, str) else None
+            record = self._contents.find(parse_path(path)) if isinstance(path, str) else None
         except SelectionError:  # the text is the shown form of no path
-            located = None
-        if located is None:
+            record = None
+        if record is None:
             raise KeyError(path)
-        return self._made(located)
+        return self._made(record)
 
     def __iter__(self) -> Iterator[str]:
-        return (show_path(located.record.path) for located in self._contents.objects())
+        return (show_path(record.path) for record in self._contents.objects())
 
     def __len__(self) -> int:
         return self._contents.record.objects
@@ -188,8 +166,7 @@ class Specs(Mapping[str, ObjectSpec]):
     def __repr__(self) -> str:
         return f"<specs of {len(self)} objects of step {self._contents.record.step}>"
 
-    def _made(self, located: Located) -> ObjectSpec:
-        record = located.record
+    def _made(self, record: ObjectRecord) -> ObjectSpec:
         tied, master = record.same_as, record.derived
         return ObjectSpec(
             record.path,
@@ -201,6 +178,6 @@ class Specs(Mapping[str, ObjectSpec]):
             0 if tied is not None else record.spec.nbytes,
             None if tied is None else show_path(tied),
             None if master is None else show_path(master),
-            located,
+            record,
             self._contents,
         )

@@ -1,18 +1,21 @@
-"""Sources whose bytes are stored objects, read a chunk at a time while they are captured."""
+"""Sources whose bytes are stored objects, read a chunk at a time while they are captured.
+
+Tested in `tests/integration/lifecycle/test_copy.py`.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from penstock.core.abc import ByteSource
-from penstock.core.plan.restore import ObjectRequest
+from penstock.core.plan.reads import ObjectRequest
 from penstock.core.restore.fill import BytesSink, fill, read_range
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from penstock.core.abc import PendingCopy
-    from penstock.core.plan.restore import Located
+    from penstock.core.format.records import ObjectRecord
     from penstock.core.plan.save import SavePlan
     from penstock.core.restore.fill import Opened
     from penstock.core.types import ObjectPath
@@ -21,12 +24,12 @@ if TYPE_CHECKING:
 class StoredSource(ByteSource):
     """A source that reads the bytes of a stored object."""
 
-    __slots__ = ("_reader", "address", "device", "located", "memory", "nbytes")
+    __slots__ = ("_reader", "address", "device", "memory", "nbytes", "record")
 
-    def __init__(self, reader: StoredReader, located: Located) -> None:
+    def __init__(self, reader: StoredReader, record: ObjectRecord) -> None:
         self._reader = reader
-        self.located = located
-        self.nbytes = located.record.spec.nbytes
+        self.record = record
+        self.nbytes = record.spec.nbytes
         self.device = "cpu"
         self.address = None
         self.memory = None
@@ -37,13 +40,11 @@ class StoredSource(ByteSource):
 
     def is_rounded(self, other: ByteSource, /) -> bool:
         """Return whether the stored object is derived from that other one."""
-        return isinstance(other, StoredSource) and other.located.record.path == (
-            self.located.record.derived
-        )
+        return isinstance(other, StoredSource) and other.record.path == (self.record.derived)
 
     def copy_out(self, start: int, out: memoryview, /) -> PendingCopy | None:
         """Read bytes from `start` on into `out`, and compare their checksums."""
-        self._reader.read(self.located, start, out)
+        self._reader.read(self.record, start, out)
         return None
 
 
@@ -52,8 +53,8 @@ class StoredReader:
 
     def __init__(self, checkpoint: Opened) -> None:
         self._checkpoint = checkpoint
-        self._slabs: dict[ObjectPath, Sequence[Located]] = {}
-        self._slab: Sequence[Located] = ()
+        self._slabs: dict[ObjectPath, Sequence[ObjectRecord]] = {}
+        self._slab: Sequence[ObjectRecord] = ()
         self._held: dict[ObjectPath, BytesSink] = {}
 
     def read_together(self, plan: SavePlan) -> None:
@@ -61,23 +62,23 @@ class StoredReader:
         for chunk in plan.chunks:
             if chunk.slab:
                 sources = (plan.objects[piece.item].entry.source for piece in chunk.pieces)
-                slab = [source.located for source in sources if isinstance(source, StoredSource)]
-                self._slabs |= dict.fromkeys((located.record.path for located in slab), slab)
+                slab = [source.record for source in sources if isinstance(source, StoredSource)]
+                self._slabs |= dict.fromkeys((record.path for record in slab), slab)
 
-    def read(self, located: Located, start: int, out: memoryview) -> None:
+    def read(self, record: ObjectRecord, start: int, out: memoryview) -> None:
         """Fill `out` with the object's bytes from `start` on.
 
         Raises:
             DamagedError: The stored bytes are not those that were written.
         """
-        path = located.record.path
+        path = record.path
         slab = self._slabs.get(path)
         if slab is None:
-            read_range(self._checkpoint, located, start, out)
+            read_range(self._checkpoint, record, start, out)
             return
         if slab is not self._slab:
             self._slab = slab
-            self._held = {o.record.path: BytesSink(o.record.spec.nbytes) for o in slab}
-            requests = [ObjectRequest(o, self._held[o.record.path]) for o in slab]
+            self._held = {o.path: BytesSink(o.spec.nbytes) for o in slab}
+            requests = [ObjectRequest(o, self._held[o.path]) for o in slab]
             fill(self._checkpoint, requests)
         out[:] = self._held[path].data[start : start + out.nbytes]

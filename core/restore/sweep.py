@@ -1,4 +1,7 @@
-"""Checks the whole manifest of a checkpoint, record by record."""
+"""Checks the whole manifest of a checkpoint, record by record.
+
+Tested in `tests/integration/damage/test_hostile_records.py`.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,13 @@ import numpy as np
 
 from penstock.core.errors import FormatError
 from penstock.core.foreign import memory_permitting
-from penstock.core.format.index import dump_table, encode_index, shard_table
-from penstock.core.format.section_writer import shards_of
+from penstock.core.format.index import dump_table, encode_index, shard_table, shards_of
 from penstock.core.plan.regions import flaw_of_cover
 from penstock.core.restore.contents import (
     DIFFERENT,
     check_ties,
     containers,
     differ,
-    located_in,
 )
 from penstock.core.tree.paths import path_hash, show_path
 
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
     from penstock.core.format.index import ShardTable
     from penstock.core.format.records import IndexEntry, ObjectRecord, PartEntry, PartHead
-    from penstock.core.plan.restore import Located
     from penstock.core.restore.contents import Contents
     from penstock.core.restore.manifest_reader import ManifestReader
     from penstock.core.types import ObjectPath
@@ -56,7 +56,7 @@ def check_cover(manifest: ManifestReader) -> None:
 
 def sweep(
     contents: Contents, damage: Callable[[str, str], None]
-) -> tuple[list[PartHead], list[Located]]:
+) -> tuple[list[PartHead], list[ObjectRecord]]:
     """Read every record of the manifest; report the damage of each instead of stopping.
 
     Args:
@@ -68,7 +68,7 @@ def sweep(
     """
     manifest, index = contents.manifest, contents.record.index
     heads: list[PartHead] = []
-    objects: list[Located] = []
+    objects: list[ObjectRecord] = []
     tables: list[ShardTable] = []
     with _reported(index.name, damage):
         manifest.check_index()
@@ -86,7 +86,7 @@ def sweep(
             tables.append(manifest.shards(part))
         for number in range(len(manifest.head(part).sections)):
             with _reported(f"{entry.name} section {number}", damage):
-                objects += located_in(manifest.section(part, number), part)
+                objects += manifest.section(part, number).objects
         with _reported(entry.name, damage):
             _check_shards(manifest, part, tables)
     with _reported(index.name, damage):
@@ -102,16 +102,15 @@ def sweep(
             if _index_over(manifest, tables) != index:
                 msg = f"{index.name}: does not lead to every path of the parts"
                 raise FormatError(msg, [index.name])
-    records = [o.record for o in objects]
     if len(heads) == len(parts) and contents.record.world_size > 1:
-        for path, why in _flaws(records):
+        for path, why in _flaws(objects):
             damage(path, why)
     try:
-        check_ties(records)
+        check_ties(objects)
     except FormatError as error:
         for name in error.damaged:
             damage(name, str(error))
-    return heads, [o for o in objects if o.record.same_as is None]
+    return heads, [o for o in objects if o.same_as is None]
 
 
 @contextmanager
@@ -127,9 +126,9 @@ def _check_shards(manifest: ManifestReader, part: int, tables: Sequence[ShardTab
     places = [(part, number) for number in range(len(manifest.head(part).sections))]
     if len(tables) <= part or any(place not in manifest.kept for place in places):
         return  # a section or a table could not be read, which is reported already
-    actual = shard_table(shards_of(manifest.kept[place]) for place in places)
     several = manifest.record.world_size > 1
-    same_traits = not several or np.array_equal(actual.traits, tables[part].traits)
+    actual = shard_table(shards_of(manifest.kept[place], with_traits=several) for place in places)
+    same_traits = np.array_equal(actual.traits, tables[part].traits)
     if dump_table(actual) != dump_table(tables[part]) or not same_traits:
         name = manifest.parts[part].name
         msg = f"{name}: its table does not list the shards that are in its sections"
@@ -137,15 +136,15 @@ def _check_shards(manifest: ManifestReader, part: int, tables: Sequence[ShardTab
 
 
 def _check_paths(
-    contents: Contents, objects: Sequence[Located], damage: Callable[[str, str], None]
+    contents: Contents, objects: Sequence[ObjectRecord], damage: Callable[[str, str], None]
 ) -> set[ObjectPath]:
     """Report objects that have others below them; return the values that count as absent.
 
     These are not in the index, and no reader sees them.
     """
     nodes = [node for section in contents.manifest.kept.values() for node in section.nodes]
-    both = containers(objects, nodes) & {o.record.path for o in objects}
-    absent = contents.unlisted([o for o in objects if o.record.path in both])
+    both = containers(objects, nodes) & {o.path for o in objects}
+    absent = contents.unlisted([o for o in objects if o.path in both])
     for path in sorted(both - absent):
         damage(show_path(path), "is stored as one object, and other objects below it")
     return absent

@@ -22,7 +22,7 @@ from penstock.core.format.blocks import frame_blocks
 from penstock.core.format.records import BaseEntry, commit_name
 from penstock.core.pipeline.chain import checksum, mismatches
 from penstock.core.pipeline.staging import available_memory
-from penstock.core.plan.bases import EarlierFrames, planned_keys, with_contexts
+from penstock.core.plan.earlier_frames import EarlierFrames, planned_keys, with_contexts
 from penstock.core.plan.save import context_of, elements_of
 from penstock.core.save.manifest import chain_record
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from penstock.core.format.records import CommitRecord
     from penstock.core.pipeline.chain import CodecChain
     from penstock.core.pipeline.chunks import ChunkResult
-    from penstock.core.plan.bases import ChunkKey, StoredFrame
+    from penstock.core.plan.earlier_frames import ChunkKey, StoredFrame
     from penstock.core.plan.save import SavePlan
     from penstock.core.restore.earlier import EarlierReader
     from penstock.core.types import ObjectPath, Region

@@ -24,7 +24,7 @@ from penstock.core.format.records import (
 )
 from penstock.core.format.section_writer import SectionWriter
 from penstock.core.limits import MAX_LISTED_BORROWED, MAX_LISTED_PARTS
-from penstock.core.plan.bases import PartTables, resolved
+from penstock.core.plan.earlier_frames import PartTables, resolved
 from penstock.core.plan.save import elements_of
 from penstock.core.types import WorstErrors
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from penstock.core.format.records import BaseEntry, Chain, PartEntry
     from penstock.core.pipeline.chain import CodecChain
     from penstock.core.pipeline.chunks import ChunkResult
-    from penstock.core.plan.bases import StoredFrame
+    from penstock.core.plan.earlier_frames import StoredFrame
     from penstock.core.plan.save import Chunk, SavePlan, ShardSpan
     from penstock.core.reporting.reports import CodecChoice
     from penstock.core.save.request import SaveRequest

@@ -19,6 +19,7 @@ from penstock.core.errors import (
     BlobTruncatedError,
     SaveError,
 )
+from penstock.core.format.compressed import check_digest, digest
 from penstock.core.format.index import (
     NO_BYTES,
     WHOLE,
@@ -27,14 +28,13 @@ from penstock.core.format.index import (
     encode_blocks,
     merged,
 )
-from penstock.core.format.part import decode_outline, decode_section, decode_shards, read_head
+from penstock.core.format.part import decode_section, decode_shards, read_head
 from penstock.core.format.records import (
     PartEntry,
     blob_uid,
     borrowed_from,
     part_name,
 )
-from penstock.core.format.zstd import check_digest, digest
 from penstock.core.limits import MAX_DIMENSIONS
 from penstock.core.plan.regions import flaw_of_cover
 from penstock.core.ranks.contradictions import Contradictions
@@ -451,9 +451,9 @@ def _outline(head: PartHead, data: bytes) -> tuple[dict[ObjectPath, Kind], list[
     nodes: list[Node] = []
     for info in head.sections:
         at = info.offset - head.sections[0].offset
-        some, more = decode_outline(data[at : at + info.length], info, head)
-        objects |= some
-        nodes += [Node(node.path, node.form, node.meta) for node in more]
+        section = decode_section(data[at : at + info.length], info, head)
+        objects |= {record.path: record.kind for record in section.objects}
+        nodes += [Node(node.path, node.form, node.meta) for node in section.nodes]
     return objects, nodes
 
 

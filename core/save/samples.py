@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from penstock.core.concurrency.gather import gather
-from penstock.core.plan.sample_lines import LINE_BYTES, LINES, line_offset
+from penstock.core.ranks.structure import LINE_BYTES, LINES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -176,7 +176,7 @@ def _place_lines(table: _Pieces) -> list[_SampleLines]:
     count = np.where(width < LINE_BYTES, np.minimum(count, 2), count)
     piece = np.repeat(np.arange(len(count)), count)
     number = np.arange(len(piece)) - np.repeat(np.cumsum(count) - count, count)
-    offset = line_offset(length[piece], width[piece], number, count[piece])
+    offset = (length[piece] - width[piece]) * number // (count[piece] - 1)
     found = []
     # Not `np.unique`, whose first call imports masked arrays, which takes 20 ms.
     for each in np.flatnonzero(np.bincount(width)).tolist():

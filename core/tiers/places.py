@@ -1,6 +1,6 @@
 """The root records of one run's tiers: written by savers and drains, checked around each copy.
 
-`core/abc/roots.py` describes the record. Reading a run never writes one.
+`core/abc/tiers.py` describes the record. Reading a run never writes one.
 """
 
 from __future__ import annotations

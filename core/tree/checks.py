@@ -1,12 +1,17 @@
-"""Checks the entries that a provider describes; refuses those that no checkpoint could hold."""
+"""Checks what providers return, and names them in errors; refuses what no checkpoint could hold.
+
+Tested in `tests/integration/faults/test_broken_contracts.py`.
+"""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, NoReturn
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from penstock.core.abc import Node, StateObject
-from penstock.core.errors import UnsupportedStateError
+from penstock.core.abc import Node, Placement, StateObject
+from penstock.core.errors import PenstockError, PluginError, UnsupportedStateError
+from penstock.core.foreign import note_origin, said, shipped_by
 from penstock.core.limits import (
     MAX_DIMENSIONS,
     MAX_INT,
@@ -20,41 +25,93 @@ from penstock.core.suggest import nearest
 from penstock.core.types import show_path, show_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from collections.abc import Set as AbstractSet
 
+    from penstock.core.abc import StateProvider
+    from penstock.core.tree.containers import Found
     from penstock.core.types import ObjectPath, TensorSpec
 
 
-class BrokenEntryError(Exception):
-    """An entry breaks the contract; the caller knows the provider and raises a PluginError."""
+T = TypeVar("T")
+
+
+def plugin_error(
+    provider: StateProvider, path: ObjectPath, what: str, error: BaseException
+) -> PluginError:
+    """Turn an error that the contract does not list into a PluginError that names the provider."""
+    return PluginError(
+        f"{show_path(path) or 'the root'}: {what} failed in provider {provider.name!r} "
+        f"({shipped_by(type(provider))}) with {said(error)}"
+    )
+
+
+def asked(
+    provider: StateProvider,
+    path: ObjectPath,
+    what: str,
+    ask: Callable[..., T],
+    *args: object,
+    context: object,
+) -> T:
+    """Return what a method of a provider returns; `what` names the call in errors.
+
+    Raises:
+        PluginError: The method raised something that the contract does not list.
+    """
+    try:
+        return ask(*args, context=context)
+    except (PenstockError, RecursionError):
+        raise
+    except Exception as error:
+        raise plugin_error(provider, path, what, error) from error
+
+
+def broken_contract(provider: StateProvider, path: ObjectPath, what: str) -> PluginError:
+    """Return the error for a provider that broke its contract."""
+    return PluginError(
+        f"{show_path(path) or 'the root'}: provider {provider.name!r} "
+        f"({shipped_by(type(provider))}) broke its contract: {what}"
+    )
+
+
+@contextmanager
+def naming(found: Found, what: str) -> Iterator[None]:
+    """Turn an error of a third party's provider into a PluginError that names it."""
+    try:
+        yield
+    except PenstockError:
+        raise
+    except Exception as error:
+        raise plugin_error(found.provider, found.path, what, error) from error
 
 
 def checked_entries(
-    entries: Iterable[object], path: ObjectPath, forms: AbstractSet[str], /
+    provider: StateProvider, entries: Iterable[object], path: ObjectPath, forms: AbstractSet[str], /
 ) -> Iterator[StateObject | Node]:
     """Pass on the entries that one call of `describe` yields, if core can store them.
 
     Args:
+        provider: Whose entries they are.
         entries: The entries of a value at `path`, those of its children included.
         path: Where the value stands.
         forms: All forms that a provider can build again.
 
     Raises:
-        BrokenEntryError: An entry is of a wrong type, cannot be stored or built again, or has a
+        PluginError: An entry is of a wrong type, cannot be stored or built again, or has a
             path that was yielded before. Only the provider's author can mend that.
     """
     seen: set[ObjectPath] = set()
     for entry in entries:
         if not isinstance(entry, (StateObject, Node)):
             msg = f"describe yields {type(entry).__name__}, no StateObject or Node"
-            raise BrokenEntryError(msg)
+            raise broken_contract(provider, path, msg)
         here = entry.path
         if here is not path:  # most leaves are at the path itself
-            _check_path(here, path)
+            _check_place(provider, here, path)
         if here in seen:
             msg = f"describe yields the path {show_path(here) or 'of the root'} twice"
-            raise BrokenEntryError(msg)
+            raise broken_contract(provider, path, msg)
         seen.add(here)
         if entry.form not in forms:
             what = "Node" if isinstance(entry, Node) else "StateObject"
@@ -63,9 +120,9 @@ def checked_entries(
                 "which no provider could build again: take one of the provider's own `forms`"
                 f"{nearest(str(entry.form), forms)}"
             )
-            raise BrokenEntryError(msg)
+            raise broken_contract(provider, path, msg)
         if isinstance(entry, Node) and entry.meta != {}:
-            _check_meta(entry)
+            _check_meta(provider, entry, path)
         yield entry
 
 
@@ -106,21 +163,21 @@ def _refuse(path: ObjectPath, what: str) -> NoReturn:
     raise UnsupportedStateError(msg)
 
 
-def _check_path(here: object, path: ObjectPath) -> None:
+def _check_place(provider: StateProvider, here: object, path: ObjectPath) -> None:
     depth = len(path)
     # A generator expression would be slower, and this runs for each of a million objects.
     if type(here) is not tuple or not all([isinstance(part, str) for part in here[depth:]]):  # noqa: C419
         msg = f"describe yields the path {here!r}, which is no tuple of strings"
-        raise BrokenEntryError(msg)
+        raise broken_contract(provider, path, msg)
     if here[:depth] != path:
         msg = (
             f"describe yields {show_path(here) or 'the root'}, which is outside of its part of "
             "the tree: it describes the entries at and below the path that it was given"
         )
-        raise BrokenEntryError(msg)
+        raise broken_contract(provider, path, msg)
 
 
-def _check_meta(node: Node) -> None:
+def _check_meta(provider: StateProvider, node: Node, path: ObjectPath) -> None:
     """Check that `meta` comes back from JSON as it was put in."""
     why = "it is no dict"
     if type(node.meta) is dict:
@@ -137,4 +194,32 @@ def _check_meta(node: Node) -> None:
         f"the meta of the Node {show_path(node.path) or 'at the root'} cannot be stored as JSON: "
         f"{why}; take dicts with string keys, lists, strings, finite numbers, booleans and None"
     )
-    raise BrokenEntryError(msg)
+    raise broken_contract(provider, path, msg)
+
+
+def checked_placement(
+    placement: object, provider: StateProvider, path: ObjectPath, what: str
+) -> Placement:
+    """Return a provider's placement; errors of its `finish` then name the provider and the path.
+
+    Raises:
+        PluginError: The call that `what` names returned something else.
+    """
+    if not isinstance(placement, Placement):
+        msg = f"{what} returned {type(placement).__name__}, not a Placement"
+        raise broken_contract(provider, path, msg)
+    call = placement.finish
+    if call is None:
+        return placement
+
+    def finish() -> object:
+        # Not `with noting_origin(...)`: it would take longer than all else done for a tensor.
+        try:
+            return call()
+        except BaseException as error:
+            whence = f"by `finish` of provider {provider.name!r} ({shipped_by(type(provider))})"
+            note_origin(error, f"{whence} at {show_path(path) or 'the root'}")
+            raise
+
+    placement.finish = finish
+    return placement

@@ -1,11 +1,13 @@
-"""Describes a state tree: its objects and nodes in order, and which memory may be deferred."""
+"""Describes a state tree: its objects and nodes in order, and which memory may be deferred.
+
+Tested in `tests/providers/test_tensor.py`.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -17,10 +19,17 @@ from penstock.core.errors import (
     TornSnapshotError,
     UnsupportedStateError,
 )
-from penstock.core.foreign import said, shipped_by
+from penstock.core.foreign import said
 from penstock.core.limits import MAX_PATH_CHARS, MAX_SAVED_SEGMENTS
 from penstock.core.markers import Leaves, PerRank
-from penstock.core.tree.checks import BrokenEntryError, check_path, check_spec, checked_entries
+from penstock.core.tree.checks import (
+    asked,
+    check_path,
+    check_spec,
+    checked_entries,
+    naming,
+    plugin_error,
+)
 from penstock.core.tree.containers import (
     CONTAINERS,
     Found,
@@ -190,24 +199,6 @@ def check_root(state: object) -> dict[Any, Any]:
 _DICTS = (dict, OrderedDict, defaultdict)
 
 
-def plugin_error(
-    provider: StateProvider, path: ObjectPath, what: str, error: BaseException
-) -> PluginError:
-    """Turn an error that the contract does not list into a PluginError that names the provider."""
-    return PluginError(
-        f"{show_path(path) or 'the root'}: {what} failed in provider {provider.name!r} "
-        f"({shipped_by(type(provider))}) with {said(error)}"
-    )
-
-
-def broken_contract(provider: StateProvider, path: ObjectPath, what: str) -> PluginError:
-    """Return the error for a provider that broke its contract."""
-    return PluginError(
-        f"{show_path(path) or 'the root'}: provider {provider.name!r} "
-        f"({shipped_by(type(provider))}) broke its contract: {what}"
-    )
-
-
 @dataclass(slots=True)
 class _Named:
     """A tensor, which is held so that no other object gets its id, and its names and paths."""
@@ -257,6 +248,7 @@ class NameTable:
                 entry.prefixed.append(full)
 
 
+_DESCRIBING = "describing it"
 _LATE = ""  # form of a placeholder node, for a value that is described after all others
 
 
@@ -379,12 +371,7 @@ class _Describing(DescribeContext):
     def _described(
         self, provider: StateProvider, value: Any, path: ObjectPath
     ) -> Iterable[StateObject | Node]:
-        try:
-            found = provider.describe(value, path, context=self)
-        except (PenstockError, RecursionError):
-            raise
-        except Exception as error:
-            raise plugin_error(provider, path, "describing it", error) from error
+        found = asked(provider, path, _DESCRIBING, provider.describe, value, path, context=self)
         # Nearly every value is one object, and generators would take longer than its provider.
         if type(found) is tuple and len(found) == 1:
             entry = found[0]
@@ -396,13 +383,11 @@ class _Describing(DescribeContext):
         self, provider: StateProvider, found: Iterable[StateObject | Node], path: ObjectPath
     ) -> Iterator[StateObject | Node]:
         try:
-            yield from checked_entries(found, path, self._forms)
-        except BrokenEntryError as error:
-            raise broken_contract(provider, path, str(error)) from None
+            yield from checked_entries(provider, found, path, self._forms)
         except (PenstockError, RecursionError):
             raise
         except Exception as error:
-            raise plugin_error(provider, path, "describing it", error) from error
+            raise plugin_error(provider, path, _DESCRIBING, error) from error
 
     def _container(
         self, value: Any, path: ObjectPath, *, late: bool
@@ -467,12 +452,8 @@ class _Describing(DescribeContext):
         self, provider: StateProvider, values: Sequence[Any], paths: Sequence[ObjectPath]
     ) -> list[StateObject | Node]:
         above = paths[0][:-1]
-        try:
-            found = provider.describe_all(values, paths, context=self)
-        except (PenstockError, RecursionError):
-            raise
-        except Exception as error:
-            raise plugin_error(provider, above, "describing it", error) from error
+        ask = provider.describe_all
+        found = asked(provider, above, _DESCRIBING, ask, values, paths, context=self)
         forms = self._forms
         if type(found) is list and len(found) == len(paths):
             odd = [
@@ -600,17 +581,6 @@ def _refuse_below(entries: Sequence[StateObject | Node], taken: AbstractSet[Obje
                 "it: rename one of them"
             )
             raise UnsupportedStateError(msg)
-
-
-@contextmanager
-def naming(found: Found, what: str) -> Iterator[None]:
-    """Turn an error of a third party's provider into a PluginError that names it."""
-    try:
-        yield
-    except PenstockError:
-        raise
-    except Exception as error:
-        raise plugin_error(found.provider, found.path, what, error) from error
 
 
 def _tells_more(kind: type[StateProvider]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.abc import StateObject
-from penstock.core.tree.describe import naming
+from penstock.core.tree.checks import naming
 from penstock.core.tree.paths import show_path
 
 if TYPE_CHECKING:

@@ -1,4 +1,7 @@
-"""Compiles patterns over object paths; `select` describes their syntax."""
+"""Compiles patterns over object paths; `select` describes their syntax.
+
+Tested in `tests/core/tree/test_select.py`.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 Two views of one tensor, such as `w` and `w[5]`, were stored as two objects. If both were read
 straight into place, the later one would silently win, or intact bytes would look damaged. So such
 targets are filled only if the stored bytes agree about the memory that they share.
+
+Tested in `tests/core/tree/test_containers.py`.
 """
 
 from __future__ import annotations
@@ -18,26 +20,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from penstock.core.abc import Placement, StateObject, ranks_of
-from penstock.core.errors import (
-    PenstockError,
-    PluginError,
-    RestoreError,
-    UnsupportedStateError,
-)
+from penstock.core.errors import PluginError, RestoreError, UnsupportedStateError
 from penstock.core.markers import PerRank
+from penstock.core.tree.checks import asked, checked_placement
 from penstock.core.tree.containers import CONTAINERS, Scan, is_nothing, key_segment
-from penstock.core.tree.describe import (
-    NameTable,
-    check_root,
-    describe_tree,
-    plugin_error,
-)
-from penstock.core.tree.rebuild import (
-    Rebuilding,
-    check_placement,
-    name_in_errors,
-    settled,
-)
+from penstock.core.tree.describe import NameTable, check_root, describe_tree
+from penstock.core.tree.rebuild import Rebuilding, settled
 from penstock.core.types import show_path, with_article
 
 if TYPE_CHECKING:
@@ -51,15 +39,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock")
 
+_PLANNING = "planning its restore"
 _TUPLE = "a tuple"
 _READ_ONLY = "a read-only mapping"
 _ADVICE = {_TUPLE: "make it a list", _READ_ONLY: "pass a dict"}
 """Advice for containers that take no new values."""
 
-_Bytes: TypeAlias = np.ndarray[tuple[int], np.dtype[np.uint8]]
-_Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+_Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 
-_CARRIERS = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
 _NAMED = 50
 
 
@@ -376,30 +363,16 @@ class Placing(Rebuilding):
             provider = self._provider_for_form(node)
         except PluginError:  # the items of the dict need no provider of it
             return None
-        placed = self._planned(provider, node.path, provider.place_dict, value, node)
-        return None if placed is None else self._checked(placed, provider, node.path)
+        path = node.path
+        placed = asked(provider, path, _PLANNING, provider.place_dict, value, node, context=self)
+        return None if placed is None else checked_placement(placed, provider, path, _PLANNING)
 
     def _place_by_provider(
         self, provider: StateProvider, value: object, path: ObjectPath
     ) -> Placement:
         self._check_version(provider, path)
-        placed = self._planned(provider, path, provider.place, value, path)
-        return self._checked(placed, provider, path)
-
-    def _planned(
-        self, provider: StateProvider, path: ObjectPath, plan: Callable[..., Any], *args: object
-    ) -> Any:
-        try:
-            return plan(*args, context=self)
-        except (PenstockError, RecursionError):
-            raise
-        except Exception as error:
-            raise plugin_error(provider, path, "planning its restore", error) from error
-
-    def _checked(self, placed: Placement, provider: StateProvider, path: ObjectPath) -> Placement:
-        check_placement(placed, provider, path, "planning its restore")
-        name_in_errors(placed, provider, path)
-        return placed
+        placed = asked(provider, path, _PLANNING, provider.place, value, path, context=self)
+        return checked_placement(placed, provider, path, _PLANNING)
 
 
 def overlapping(targets: Iterable[Target]) -> list[list[Target]]:
@@ -465,42 +438,35 @@ def _overwritten(group: Sequence[Target], contents: Mapping[int, _Bytes]) -> lis
     scratch = np.empty(high - low, np.uint8)
     views = [_view(scratch, t, low) for t in group]
     for target, view in zip(group, views, strict=True):
-        view[...] = contents[id(target.sink)].view(view.dtype).reshape(view.shape)
+        view[...] = contents[id(target.sink)]
     return [
         target
         for target, view in zip(group, views, strict=True)
-        if not _same(view, contents[id(target.sink)].view(view.dtype).reshape(view.shape))
+        if not np.array_equal(view, contents[id(target.sink)])
     ]
 
 
-def _same(one: _Array, other: _Array) -> bool:
-    if one.dtype.kind == "V":
-        return one.tobytes() == other.tobytes()
-    return bool(np.array_equal(one, other))
-
-
-def _view(scratch: _Bytes, target: Target, low: int) -> _Array:
+def _view(scratch: _Bytes, target: Target, low: int) -> _Bytes:
     memory, size = target.sink.memory, target.spec.itemsize
     assert memory is not None
-    dtype = np.dtype(_CARRIERS.get(size, f"V{size}"))
-    return np.ndarray(memory.shape, dtype, scratch, _start(memory) - low, memory.strides)
+    shape, strides = (*memory.shape, size), (*memory.strides, 1)
+    return np.ndarray(shape, np.uint8, scratch, _start(memory) - low, strides)
 
 
 def _as_memory(target: Target, data: memoryview) -> _Bytes:
     """Return the bytes as they lie in memory: some views of torch flip signs on the way."""
     memory, size = target.sink.memory, target.spec.itemsize
     assert memory is not None
-    raw = np.frombuffer(data, np.uint8)
-    flags = memory.dtype.removeprefix("numpy ").split()[1:]
-    if not flags:
-        return raw
     parts = 2 if memory.dtype.startswith("complex") else 1
-    raw = raw.reshape(-1, parts, size // parts).copy()
+    raw = np.frombuffer(data, np.uint8).reshape(-1, parts, size // parts)
+    flags = memory.dtype.removeprefix("numpy ").split()[1:]
+    if flags:
+        raw = raw.copy()
     if "neg" in flags:
         raw[:, :, -1] ^= 0x80
     if "conj" in flags:
         raw[:, 1, -1] ^= 0x80
-    return raw.reshape(-1)
+    return raw.reshape(*memory.shape, size)
 
 
 def _start(memory: MemoryKey) -> int:

@@ -1,6 +1,8 @@
 """Builds a stored tree anew: plans it by the providers of the stored forms.
 
 `place` plans the restore into a template, and builds missing objects by this module.
+
+Tested in `tests/core/tree/test_containers.py`.
 """
 
 from __future__ import annotations
@@ -25,11 +27,9 @@ from penstock.core.errors import (
     SelectionError,
 )
 from penstock.core.floats.conversion import FLOAT_DTYPES
-from penstock.core.foreign import note_origin, shipped_by
+from penstock.core.foreign import shipped_by
+from penstock.core.tree.checks import broken_contract, checked_placement
 from penstock.core.tree.containers import CONTAINERS, assemble
-from penstock.core.tree.describe import (
-    broken_contract,
-)
 from penstock.core.tree.stored_tree import PathTree, StoredTree
 from penstock.core.types import Kind, show_path, show_text
 
@@ -233,14 +233,13 @@ class Rebuilding(PlaceContext):
                 f"{show_text(repr(stored.form))}, and cannot be built from that: {why}"
             )
             raise RestoreError(msg) from error
-        check_placement(built, provider, stored.path, "building it")
+        checked_placement(built, provider, stored.path, "building it")
         why = self._only_whole(stored) if built.missing else ""
         if why:
             built.missing, built.problems = [], [*built.problems, why]
         if built.finish is None and not built.missing and not built.problems:
             msg = "rebuild returned a Placement without finish, so nothing would be built"
             raise broken_contract(provider, stored.path, msg)
-        name_in_errors(built, provider, stored.path)
         if isinstance(stored, StoredObject) and stored.kind is Kind.VALUE:
             self._note_constant(built, stored.path)
         return built
@@ -428,37 +427,6 @@ def settled(placement: Placement) -> Placement:
 
     placement.finish = finish_all
     return placement
-
-
-def check_placement(
-    placement: object, provider: StateProvider, path: ObjectPath, what: str
-) -> None:
-    """Check that a provider returned a `Placement`; `what` names the call.
-
-    Raises:
-        PluginError: The provider returned something else.
-    """
-    if not isinstance(placement, Placement):
-        msg = f"{what} returned {type(placement).__name__}, not a Placement"
-        raise broken_contract(provider, path, msg)
-
-
-def name_in_errors(placement: Placement, provider: StateProvider, path: ObjectPath) -> None:
-    """Have errors of the provider's `finish` name the provider and the path."""
-    call = placement.finish
-    if call is None:
-        return
-
-    def finish() -> object:
-        # Not `with noting_origin(...)`: it would take longer than all else done for a tensor.
-        try:
-            return call()
-        except BaseException as error:
-            whence = f"by `finish` of provider {provider.name!r} ({shipped_by(type(provider))})"
-            note_origin(error, f"{whence} at {show_path(path) or 'the root'}")
-            raise
-
-    placement.finish = finish
 
 
 def _is_constant(value: object) -> bool:

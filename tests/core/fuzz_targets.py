@@ -31,6 +31,7 @@ from penstock.codecs.zstd import ZstdCodec
 from penstock.core.abc import CodecContext
 from penstock.core.errors import CodecError, FormatError, PenstockError, UnsupportedStateError
 from penstock.core.format.commit_record import decode_commit, decode_intent
+from penstock.core.format.compressed import compress, decompress, digest
 from penstock.core.format.index import IndexReader
 from penstock.core.format.part import decode_section, decode_shards, read_head
 from penstock.core.format.records import (
@@ -40,7 +41,6 @@ from penstock.core.format.records import (
     intent_name,
     part_name,
 )
-from penstock.core.format.zstd import compress, decompress, digest
 from penstock.core.pipeline.chain import CodecChain, checksum
 from penstock.providers.values.decode import decode_value
 from penstock.providers.values.encode import encode_value
@@ -207,9 +207,9 @@ def _decode(what, choices, *, files, commit, record, part, head):
             entry,
             whole_bytes=choices.of((0, 1 << 20)),
         )
-        reader.find(choices.of(INTEGERS[1:18]))
+        reader.find_all(np.array([choices.of(INTEGERS[1:18])], np.uint64))
         for table in reader.blocks():
-            reader.find(int(table.hashes[0]))
+            reader.find_all(table.hashes[:1])
 
 
 def _changed(content, choices):

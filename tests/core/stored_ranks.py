@@ -48,11 +48,10 @@ def reshard(store, cuts, *, step=STEP):
     """
     view = Checkpoint.open(store, step)
     records, arrays = {}, {}
-    for located in view.contents.objects():
-        record = located.record
+    for record in view.contents.objects():
         records[record.path] = record
         if record.same_as is None:
-            data = read_region(view.opened, located, Region.whole(record.spec.shape))
+            data = read_region(view.opened, record, Region.whole(record.spec.shape))
             array = np.frombuffer(data, f"V{record.spec.itemsize}").reshape(record.spec.shape)
             arrays[record.path] = array
     count = len(cuts((), ()))
@@ -147,7 +146,9 @@ def part_of_rank(rank, world_size, held, *, per_section=256, like=DICTS):
             record = known.get(path)
             if record is None:
                 spec = TensorSpec(array.dtype.name, array.itemsize, array.shape)
-                record = ObjectRecord(0, path, Kind.TENSOR, spec, Role.PARAMETER, "ndarray")
+                record = ObjectRecord(
+                    0, path, Kind.TENSOR, spec, Role.PARAMETER, "ndarray", (), None
+                )
             number = len(node_records) + ordinal
             objects.append(record._replace(ordinal=number, shards=tuple(shards)))
         sections.append(Section(tuple(frames), tuple(objects), () if at else node_records))

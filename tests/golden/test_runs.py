@@ -127,7 +127,7 @@ def test_each_way_of_storing_is_there(tmp_path):
     with RUNS["share"].opened(copied("share", tmp_path)) as ckpt:
         assert ckpt._catalog.record(3).references
     with RUNS["derived"].opened(copied("derived", tmp_path)) as ckpt:
-        found = [o.record.path for o in ckpt.open(2).contents.objects() if o.record.derived]
+        found = [o.path for o in ckpt.open(2).contents.objects() if o.derived]
         assert found == [("model", "a.weight"), ("model", "b.weight")]
     tiers = copied("tiers", tmp_path)
     assert [len(list((tiers / tier / "commits").glob("*"))) for tier in ("fast", "durable")] == [

@@ -189,8 +189,8 @@ def place_of(checkpoint, path, number=0, *, link=0):
     """Where frame `number` of the object at `path` is; or the base of it so many links below."""
     contents = checkpoint.contents
     found = contents.find(parse_path(path))
-    frame = [*found.frames[found.record.shards[0].chunks[number].frame].links()][link]
-    blob = contents.manifest.head(found.part).blobs[frame.blob].name
+    frame = [*found.frames[found.shards[0].chunks[number].frame].links()][link]
+    blob = found.head.blobs[frame.blob].name
     return Place(blob, frame.offset, frame.length)
 
 

@@ -375,7 +375,7 @@ class _Copier:
             on_progress=bar,
         )
         everything = checkpoint.contents.objects()
-        taken = (one for one in everything if how.selection.selects(one.record.path))
+        taken = (one for one in everything if how.selection.selects(one.path))
         return Copied(
             step=report.step,
             state="copied",

@@ -138,7 +138,7 @@ def _before(backend: Backend, step: int) -> int:
 
 def _lossy(side: Checkpoint, selection: Selection) -> tuple[str, ...]:
     """Return the lossy codecs of the objects that are compared."""
-    chosen = (one for one in side.contents.objects() if selection.selects(one.record.path))
+    chosen = (one for one in side.contents.objects() if selection.selects(one.path))
     return side.rounding(chosen).lossy
 
 

@@ -63,7 +63,6 @@ if TYPE_CHECKING:
     from penstock.core.abc import Backend
     from penstock.core.catalog.notes import Notes
     from penstock.core.format.records import ChoiceRecord, CommitRecord, Frame, ObjectRecord
-    from penstock.core.plan.restore import Located
     from penstock.core.restore.contents import Contents
 
 GROUPINGS = ("codec", "rule", "role", "dtype")
@@ -181,13 +180,13 @@ def show(  # noqa: PLR0913 - its options
             step = Catalog(backend).require_latest()
         checkpoint = Checkpoint.open(backend, step)
         contents = checkpoint.contents
-        located = contents.objects()
+        objects = contents.objects()
         # Before anything is printed: a misspelt pattern would look like an empty checkpoint.
-        selection.check_used(one.record.path for one in located)
-        chosen = [one for one in located if selection.selects(one.record.path)]
+        selection.check_used(one.path for one in objects)
+        chosen = [one for one in objects if selection.selects(one.path)]
         shown = [describe(one, contents, checkpoint.rounding([one])) for one in chosen]
         chain = chain_of(backend, contents, chosen)
-        classes = {class_of(one.record.role, one.record.spec.dtype) for one in chosen}
+        classes = {class_of(one.role, one.spec.dtype) for one in chosen}
         choices = [choice for choice in contents.manifest.choices() if choice.objects in classes]
         if stats:
             shown = [replace(s, stats=tensor_stats(checkpoint, s.record)) for s in shown]
@@ -251,15 +250,15 @@ def _grouping(by: str, rules: str) -> Callable[[Shown], str]:
     )
 
 
-def describe(located: Located, contents: Contents, rounding: Rounding = Rounding()) -> Shown:
+def describe(record: ObjectRecord, contents: Contents, rounding: Rounding = Rounding()) -> Shown:
     """Return how an object is stored, as the manifest says."""
-    found = storage_of(located, contents)
+    found = storage_of(record, contents)
     return Shown(
-        located.record,
+        record,
         found.codecs,
         found.bytes_stored,
         found.bytes_borrowed,
-        depth_of(located),
+        depth_of(record),
         rounding=rounding,
     )
 
@@ -481,12 +480,12 @@ class Link:
     bytes_read: int
 
 
-def depth_of(located: Located) -> int:
+def depth_of(record: ObjectRecord) -> int:
     """Return how many frames lie below the deepest frame of an object."""
-    return max((len(list(frame.links())) - 1 for frame in _frames(located)), default=0)
+    return max((len(list(frame.links())) - 1 for frame in _frames(record)), default=0)
 
 
-def chain_of(backend: Backend, contents: Contents, chosen: Iterable[Located]) -> list[Link]:
+def chain_of(backend: Backend, contents: Contents, chosen: Iterable[ObjectRecord]) -> list[Link]:
     """Return the links that restoring `chosen` reads: the checkpoint's own, then the nearest ones.
 
     Reads commit records until all saves are found; none for a checkpoint that borrows nothing.
@@ -495,9 +494,9 @@ def chain_of(backend: Backend, contents: Contents, chosen: Iterable[Located]) ->
     frames: dict[str, dict[tuple[str, int], int]] = defaultdict(dict)
     depths: dict[str, int] = {}
     stored = map(contents.master, map(contents.owner, chosen))
-    for located in (one for whole in stored for one in contents.descriptions(whole)):
-        blobs = contents.manifest.head(located.part).blobs
-        for frame in _frames(located):
+    for one in (part for whole in stored for part in contents.descriptions(whole)):
+        blobs = one.head.blobs
+        for frame in _frames(one):
             for depth, link in enumerate(frame.links()):
                 name = blobs[link.blob].name
                 uid = blob_uid(name) or ""
@@ -543,7 +542,7 @@ def _lender_cell(link: Link, *, first: Link) -> Cell:
     return Cell(name if link is first else f"  {name}", "" if lender.state == "ok" else "yellow")
 
 
-def _frames(located: Located) -> Iterable[Frame]:
-    for shard in located.record.shards:
+def _frames(record: ObjectRecord) -> Iterable[Frame]:
+    for shard in record.shards:
         for ref in shard.chunks:
-            yield located.frames[ref.frame]
+            yield record.frames[ref.frame]

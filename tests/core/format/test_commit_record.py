@@ -17,6 +17,7 @@ from penstock.core.format.commit_record import (
     encode_commit,
     encode_intent,
 )
+from penstock.core.format.compressed import digest
 from penstock.core.format.records import (
     BlobRecord,
     IndexEntry,
@@ -28,7 +29,6 @@ from penstock.core.format.records import (
     intent_name,
     part_name,
 )
-from penstock.core.format.zstd import digest
 
 UID, OTHER = manifests.UID, manifests.OTHER
 NAME = commit_name(100, 0)

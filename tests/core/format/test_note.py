@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 
 from penstock import FormatError
-from penstock.core.format.commit_record import seal
-from penstock.core.format.note import decode_note, encode_note
+from penstock.core.format.commit_record import decode_note, encode_note, seal
 from penstock.core.format.records import NoteRecord, note_number, notes_origin
 from penstock.core.limits import NOTE_LIMIT_BYTES
 

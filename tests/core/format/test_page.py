@@ -5,18 +5,18 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import xxhash
 
 import penstock
 from penstock.backends.memory import MemoryBackend, MemoryConfig
-from penstock.core.format.commit_record import decode_commit
+from penstock.core.format.commit_record import decode_commit, decode_note, encode_note
+from penstock.core.format.compressed import decompress
 from penstock.core.format.index import IndexReader
-from penstock.core.format.note import decode_note, encode_note
 from penstock.core.format.part import decode_head, decode_section, decode_shards
 from penstock.core.format.records import FORMAT_VERSION, NoteRecord, commit_name
-from penstock.core.format.zstd import decompress
 from penstock.core.tree.paths import path_hash
 
 BLOCK = re.compile(r'^```\w+ title="(\w+)"\n(.*?)^```$', re.DOTALL | re.MULTILINE)
@@ -88,7 +88,7 @@ def test_the_index_of_the_example_finds_every_path(example, record):
         record.index,
     )
     for path in (("model", "w"), ("epoch",), ("history",)):
-        assert reader.find(path_hash(path)).places() == [(0, 0)]
+        assert reader.find_all(np.array([path_hash(path)], np.uint64)).places() == [(0, 0)]
 
 
 def test_the_example_loads(example, record):

@@ -8,7 +8,7 @@ import pytest
 from penstock.core.concurrency.timing import Timing
 from penstock.core.concurrency.watchdog import Deadline
 from penstock.core.errors import FormatError
-from penstock.core.format.zstd import compress
+from penstock.core.format.compressed import compress
 from penstock.core.hosts.census import ranks_by_host
 from penstock.core.ranks.group import RankGroup
 from penstock.testing.coordination import MemoryBoard, MemoryCoordination

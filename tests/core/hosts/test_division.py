@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from penstock.core.format.records import Frame
 from penstock.core.hosts.division import HostNeeds, OwnPlan, ReadPlan
-from penstock.core.plan.restore import ChunkUse, FrameJob
+from penstock.core.plan.reads import ChunkUse, FrameJob
 from penstock.core.types import ByteRange
 
 BLOCK = 10

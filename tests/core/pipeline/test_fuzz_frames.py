@@ -15,7 +15,7 @@ from penstock.codecs.lz4 import Lz4Codec
 from penstock.codecs.zstd import ZstdCodec
 from penstock.core.abc import CodecContext
 from penstock.core.errors import CodecError, FormatError, PenstockError
-from penstock.core.format.zstd import compress, decompress
+from penstock.core.format.compressed import compress, decompress
 from penstock.core.limits import MAX_FRAME_BYTES
 from penstock.core.pipeline.chain import CodecChain
 from penstock.providers.values.decode import decode_value

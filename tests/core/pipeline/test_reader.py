@@ -23,8 +23,8 @@ from penstock.core.format.blocks import frame_blocks
 from penstock.core.format.records import BlobRecord, CodecRecord, Frame
 from penstock.core.pipeline.chain import CodecChain, checksum, checksum_blocks
 from penstock.core.pipeline.reader import Loader
-from penstock.core.plan.bases import StoredFrame
-from penstock.core.plan.restore import ChunkUse, FrameJob
+from penstock.core.plan.earlier_frames import StoredFrame
+from penstock.core.plan.reads import ChunkUse, FrameJob
 from penstock.core.plugins.registry import default_registry
 from penstock.core.restore.earlier import EarlierReader
 from penstock.core.tree.paths import parse_path

@@ -14,7 +14,7 @@ from penstock.core.format.blocks import (
     blocks_covering,
     blocks_span,
     frame_blocks,
-    merge_ranges,
+    merge_spans,
 )
 from penstock.core.limits import MAX_CHUNK_BYTES
 from penstock.core.plan.save import SLAB_ALIGNMENT, Capture, KnownCuts, plan_save
@@ -247,7 +247,7 @@ def test_blocks_of_nothing_have_a_size():
 def test_covering_blocks_are_exactly_those_that_a_range_touches(data, offset, length, block_bytes):
     bound = st.integers(0, length)
     pairs = data.draw(st.lists(st.tuples(bound, bound).map(sorted), max_size=4))
-    ranges = [ByteRange(a, b) for a, b in pairs]
+    ranges = merge_spans(pairs)
     runs = blocks_covering(offset, length, block_bytes, ranges)
     blocks = frame_blocks(offset, length, block_bytes)
     touched = {
@@ -279,8 +279,8 @@ def test_a_range_beyond_its_frame_is_refused():
 
 
 def test_merging_joins_what_touches_and_drops_what_is_empty():
-    ranges = [ByteRange(5, 9), ByteRange(0, 3), ByteRange(3, 4), ByteRange(6, 7), ByteRange(4, 4)]
-    assert list(merge_ranges(ranges)) == [ByteRange(0, 4), ByteRange(5, 9)]
+    spans = [(5, 9), (0, 3), (3, 4), (6, 7), (4, 4)]
+    assert list(merge_spans(spans)) == [ByteRange(0, 4), ByteRange(5, 9)]
 
 
 cuttings = st.fixed_dictionaries(

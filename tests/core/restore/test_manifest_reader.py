@@ -76,7 +76,7 @@ def test_a_section_that_is_not_there_is_damage_of_the_index(manifest, place):
 
 def test_an_object_is_found_by_the_one_section_that_has_it(stored):
     contents = Contents(*stored, None)
-    assert contents.find(PATHS[4]).record.path == PATHS[4]
+    assert contents.find(PATHS[4]).path == PATHS[4]
     assert contents.find(("w", "none")) is None
     assert contents.manifest.kept.keys() == {(0, 2)}
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.core.forging import forge
-from tests.core.restore.test_scatter import splits, wanted
+from tests.core.plan.test_chunk_uses import splits, wanted
 from tests.core.stored_ranks import STEP, cut, store_ranks
 from tests.effort import examples
 from tests.integration.support import checkpointer, memory

@@ -14,7 +14,7 @@ from penstock.core.config.model import Deltas
 from penstock.core.errors import StorageError
 from penstock.core.format.records import BaseEntry, blob_name, commit_name
 from penstock.core.pipeline.chain import CodecChain, content_hash
-from penstock.core.plan.bases import EarlierFrames, planned_keys, with_contexts
+from penstock.core.plan.earlier_frames import EarlierFrames, planned_keys, with_contexts
 from penstock.core.plan.save import plan_save
 from penstock.core.plugins.registry import Registry
 from penstock.core.restore.earlier import EarlierReader

@@ -112,11 +112,11 @@ def frames_of(checkpoint):
     """`(start, stop)` of every frame by blob, those included that others are encoded against."""
     contents = checkpoint.contents
     found = {}
-    for located in contents.objects():
-        for shard in located.record.shards:
+    for record in contents.objects():
+        for shard in record.shards:
             for ref in shard.chunks:
-                for frame in located.frames[ref.frame].links():
-                    name = contents.manifest.head(located.part).blobs[frame.blob].name
+                for frame in record.frames[ref.frame].links():
+                    name = record.head.blobs[frame.blob].name
                     found.setdefault(name, set()).add((frame.offset, frame.offset + frame.length))
     return found
 

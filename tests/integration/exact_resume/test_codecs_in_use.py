@@ -355,7 +355,7 @@ def test_too_little_memory_while_decoding_is_no_damage(opened):
 def test_what_zstd_says_of_memory_is_told_from_damage(monkeypatch):
     from penstock.codecs.zstd import ZstdCodec, ZstdConfig
     from penstock.core.abc import CodecContext
-    from penstock.core.format.zstd import decompress
+    from penstock.core.format.compressed import decompress
 
     def starved(*_, **__):
         raise zstandard.ZstdError("zstd decompress error: Allocation error : not enough memory")

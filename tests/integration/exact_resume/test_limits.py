@@ -329,7 +329,7 @@ def test_metadata_that_would_not_come_back_is_refused_by_save():
 
 
 def test_a_manifest_that_no_reader_would_take_is_not_committed_and_is_no_damage(monkeypatch):
-    monkeypatch.setattr("penstock.core.format.zstd.max_decompressed", lambda stored: 300)
+    monkeypatch.setattr("penstock.core.format.compressed.max_decompressed", lambda stored: 300)
     store = memory()
     with Checkpointer(store, workers=1) as ckpt:
         handle = ckpt.save({"a": {str(number): torch.ones(1) for number in range(50)}}, 1)

@@ -62,8 +62,7 @@ def described(backend, step=1):
     """Everything of the manifest but where the bytes are."""
     contents = Checkpoint.open(backend, step).contents
     found = [
-        (r.ordinal, r.path, r.kind, r.spec, r.role, r.form, r.same_as)
-        for r in (o.record for o in contents.objects())
+        (r.ordinal, r.path, r.kind, r.spec, r.role, r.form, r.same_as) for r in contents.objects()
     ]
     return found, contents.nodes(), contents.record.metadata, contents.record.providers
 
@@ -71,12 +70,12 @@ def described(backend, step=1):
 def codecs(backend, step=1):
     contents = Checkpoint.open(backend, step).contents
     found = {}
-    for located in contents.objects():
-        frames = located.frames
-        for shard in located.record.shards:
+    for record in contents.objects():
+        frames = record.frames
+        for shard in record.shards:
             for ref in shard.chunks:
-                chain = contents.manifest.head(located.part).chains[frames[ref.frame].chain]
-                found[located.record.path] = tuple(link.name for link in chain)
+                chain = record.head.chains[frames[ref.frame].chain]
+                found[record.path] = tuple(link.name for link in chain)
     return found
 
 

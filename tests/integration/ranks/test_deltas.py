@@ -84,9 +84,9 @@ def depths_of(store, step, path):
     with checkpointer(store) as ckpt:
         contents = ckpt.open(step).contents
         found = {}
-        for located in contents.everywhere({path: ()}):
-            for shard in located.record.shards:
-                frames = [located.frames[ref.frame] for ref in shard.chunks]
+        for record in contents.everywhere({path: ()}):
+            for shard in record.shards:
+                frames = [record.frames[ref.frame] for ref in shard.chunks]
                 found[shard.region.offsets] = {len(list(frame.links())) for frame in frames}
         return found
 

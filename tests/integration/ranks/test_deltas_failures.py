@@ -107,9 +107,9 @@ def test_a_base_that_cannot_be_read_costs_room_on_that_rank_alone(how, victim, t
     save_all(root, 2, [0], in_rows)
     with checkpointer(root) as ckpt:
         contents = ckpt.open(0).contents
-        located = contents.everywhere({LARGE: ()})[victim]
-        frame = located.frames[located.record.shards[0].chunks[0].frame]
-        blob = tmp_path / contents.manifest.head(located.part).blobs[frame.blob].name
+        record = contents.everywhere({LARGE: ()})[victim]
+        frame = record.frames[record.shards[0].chunks[0].frame]
+        blob = tmp_path / record.head.blobs[frame.blob].name
     assert blob.name == f"0000{victim}-0.enc"
     data = bytearray(blob.read_bytes())
     data[frame.offset + 100] ^= how == "damaged"

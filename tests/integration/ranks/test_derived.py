@@ -32,9 +32,9 @@ def mixed(seed=0):
 def derived(store, step):
     """The derived weights, each with the part that lists it."""
     with checkpointer(store) as ckpt:
-        found = [o for o in ckpt.open(step).contents.objects() if o.record.derived]
-    assert all(o.record.derived == ("master", o.record.path[1]) for o in found)
-    return {o.record.path[1]: o.part for o in found}
+        found = [o for o in ckpt.open(step).contents.objects() if o.derived]
+    assert all(o.derived == ("master", o.path[1]) for o in found)
+    return {o.path[1]: o.head.rank for o in found}
 
 
 def restored(store, state, step):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.core.restore.test_scatter import splits, wanted
+from tests.core.plan.test_chunk_uses import splits, wanted
 from tests.core.stored_ranks import STEP, cut, reshard, store_ranks
 from tests.effort import examples
 from tests.integration.ranks.topologies import (

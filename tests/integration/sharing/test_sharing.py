@@ -261,9 +261,9 @@ def test_equal_chunks_of_other_codecs_are_stored_by_these(tmp_path):
     with penstock.Checkpointer(tmp_path) as ckpt:
         contents = ckpt.open(0).contents
         chains = {
-            "/".join(o.record.path): {
+            "/".join(o.path): {
                 link.name
-                for ref in o.record.shards[0].chunks
+                for ref in o.shards[0].chunks
                 for link in contents.manifest.head(0).chains[o.frames[ref.frame].chain]
             }
             for o in contents.objects()

@@ -15,7 +15,7 @@ from penstock import Checkpointer, ConfigError, FormatError, StorageError
 from penstock.backends.memory import MemoryBackend, MemoryConfig
 from penstock.backends.posix import PosixBackend, PosixConfig
 from penstock.core.abc import ROOT_NAME, RootRecord, encode_root, read_root
-from penstock.core.abc.roots import decode_root
+from penstock.core.abc.tiers import decode_root
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.concurrency.timing import Clock
 from penstock.core.tiers.places import merged_order

@@ -4,7 +4,7 @@ import pytest
 
 from penstock.core.abc.codec import CodecContext
 from penstock.core.format.records import BlobRecord, CodecRecord, Frame, blob_name
-from penstock.core.plan.bases import EarlierFrames, StoredFrame
+from penstock.core.plan.earlier_frames import EarlierFrames, StoredFrame
 
 ZSTD, LZ4 = CodecRecord("zstd", 1, {"level": 3}), CodecRecord("lz4", 1, {})
 LENGTH = 400

@@ -1,4 +1,7 @@
-"""Compressed frames of the manifest (zstd with declared, bounded sizes), and digests. Sans-IO."""
+"""Compressed frames of the manifest (zstd with declared, bounded sizes), and digests. Sans-IO.
+
+Tested in `tests/core/pipeline/test_fuzz_frames.py`.
+"""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.core.planned import NoBytes, planned, raw_places
 
 from penstock.core.errors import FormatError
-from penstock.core.format.blocks import frame_blocks, merge_ranges
+from penstock.core.format.blocks import frame_blocks, merge_spans
 from penstock.core.format.records import (
     BlobRecord,
     ChunkRef,
@@ -21,6 +21,7 @@ from penstock.core.format.records import (
     SectionInfo,
     ShardRecord,
 )
+from penstock.core.plan.reads import ObjectRequest, plan_reads
 from penstock.core.plan.regions import (
     common_region,
     copy_region,
@@ -29,7 +30,6 @@ from penstock.core.plan.regions import (
     one_copy,
     region_runs,
 )
-from penstock.core.plan.restore import Located, ShardRequest, plan_restore
 from penstock.core.plan.save import plan_save
 from penstock.core.types import (
     PAGE_BYTES,
@@ -69,27 +69,26 @@ def store(sizes, chunk_bytes, chains):
     return blobs, frames, refs
 
 
-def request(part, frames, refs, ranges=None):
-    """A request for all of an object of bytes, in one shard of these chunks."""
+def described(part, frames, refs, block_bytes=PAGE_BYTES):
+    """An object of bytes in one shard of these chunks; the blobs are named after the part."""
     shape = (refs[-1].stop,)
-    record = ObjectRecord(
-        0, ("x",), Kind.TENSOR, TensorSpec("uint8", 1, shape), Role.OTHER, "tensor",
+    blobs = tuple(BlobRecord(f"part {part}, blob {n}", 0) for n in (0, 1))
+    nothing = SectionInfo(0, 0, 0, "", 0, 0, None)
+    head = PartHead("0" * 32, part, 1, 0, block_bytes, blobs, (), nothing, ())
+    return ObjectRecord(
+        0, ("x",), Kind.TENSOR, TensorSpec("uint8", 1, shape), Role.OTHER, "tensor", frames, head,
         (ShardRecord(Region.whole(shape), tuple(refs)),),
     )  # fmt: skip
-    located = Located(record, part, frames)
-    return ShardRequest(located, record.shards[0], bytearray(shape[0]), 0, ranges)
 
 
-def planned_reads(requests, block_bytes):
-    """The jobs, and the bytes needed, where part n has blobs named after their numbers."""
-    nothing = SectionInfo(0, 0, 0, "", 0, 0, None)
-    heads = {}
-    for part, unit in block_bytes.items():
-        blobs = tuple(BlobRecord(f"part {part}, blob {n}", 0) for n in (0, 1))
-        heads[part] = PartHead("0" * 32, part, 1, 0, unit, blobs, (), nothing, ())
-    return plan_restore(
-        requests, head_of=heads.__getitem__, chain_of=lambda part, number: (part, number)
-    )
+def planned_reads(requests):
+    """The jobs, and the bytes needed."""
+    pairs = [(request, [request.record]) for request in requests]
+    return plan_reads(pairs, lambda head, number: (head.rank, number))
+
+
+def whole(record):
+    return ObjectRequest(record, bytearray(record.spec.nbytes))
 
 
 def execute(jobs, blobs):
@@ -122,19 +121,25 @@ def test_any_ranges_of_any_objects_are_read_right_and_only_their_blocks(
     sizes, chunk_bytes, chains = store_of
     blobs, frames, refs = store(sizes, chunk_bytes, chains)
     block_bytes = block_pages * PAGE_BYTES
-    requests, expected = [], []
+    requests, sinks, expected = [], [], []
     for number in data.draw(st.lists(st.integers(0, len(sizes) - 1), max_size=5)):
         bound = st.integers(0, sizes[number])
         pairs = data.draw(st.none() | st.lists(st.tuples(bound, bound).map(sorted), max_size=3))
-        ranges = None if pairs is None else merge_ranges(ByteRange(a, b) for a, b in pairs)
-        requests.append(request(7, frames, refs[number], ranges))
+        ranges = None if pairs is None else merge_spans(pairs)
+        record = described(7, frames, refs[number], block_bytes)
+        sinks.append(bytearray(sizes[number]))
+        if ranges is None:
+            requests.append(ObjectRequest(record, sinks[-1]))
+        for r in ranges or ():
+            region = Region((r.start,), (r.length,))
+            requests.append(ObjectRequest(record, sinks[-1], region, r.start))
         out = bytearray(sizes[number])
         for r in ranges if ranges is not None else [ByteRange(0, sizes[number])]:
             out[r.start : r.stop] = contents(number, sizes[number])[r.start : r.stop]
         expected.append(out)
-    jobs, bytes_needed = planned_reads(requests, {7: block_bytes})
+    jobs, bytes_needed = planned_reads(requests)
     execute(jobs, blobs)
-    assert [r.sink for r in requests] == expected
+    assert sinks == expected
     places = [(r.frame.blob, r.frame.offset) for r in jobs]
     assert places == sorted(set(places))
     needed = 0
@@ -153,13 +158,14 @@ def test_frames_that_two_sections_describe_differently_are_refused():
     ref = ChunkRef(0, 0, 0, 100)
     one, other = Frame(0, 0, 100, 100, 0, (1,)), Frame(0, 0, 100, 100, 0, (2,))
     with pytest.raises(FormatError, match="differently"):
-        planned_reads([request(0, [one], [ref]), request(0, [other], [ref])], {0: 4096})
+        planned_reads([whole(described(0, [frame], [ref])) for frame in (one, other)])
 
 
 def test_a_frame_that_two_sections_list_is_read_once():
     ref = ChunkRef(0, 0, 0, 100)
-    requests = [request(0, [Frame(0, 0, 100, 100, 0, (1,))], [ref]) for _ in range(2)]
-    jobs, needed = planned_reads(requests, {0: 4096})
+    frame = (0, 0, 100, 100, 0, (1,))
+    requests = [whole(described(0, [Frame(*frame)], [ref])) for _ in range(2)]
+    jobs, needed = planned_reads(requests)
     assert len(jobs) == 1
     assert needed == sum(b.length for b in jobs[0].ranges) == 100
 
@@ -167,8 +173,7 @@ def test_a_frame_that_two_sections_list_is_read_once():
 def test_frames_of_different_parts_are_kept_apart():
     ref = ChunkRef(0, 0, 0, 100)
     frame = Frame(0, 0, 100, 100, 0, (1,))
-    requests = [request(1, [frame], [ref]), request(0, [frame], [ref])]
-    jobs, _ = planned_reads(requests, {0: 4096, 1: 4096})
+    jobs, _ = planned_reads([whole(described(part, [frame], [ref])) for part in (1, 0)])
     assert [read.blob for read in jobs] == ["part 0, blob 0", "part 1, blob 0"]
 
 

@@ -1,23 +1,33 @@
-"""Identifies the root of a tier: a record in it names this root, and the roots of all other tiers.
+"""The tiers of a backend, and the record that identifies the root of each.
 
-A tier may be replaced without notice: by the empty folder below a file system that is not mounted,
-by an older backup, by another tier's root. `docs/format.md` describes the bytes of the record.
+The record names this root, and the roots of all other tiers. A tier may be replaced without notice:
+by the empty folder below a file system that is not mounted, by an older backup, by another tier's
+root. `docs/format.md` describes the bytes of the record.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import combinations
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeVar
 
-from penstock.core.errors import BlobNotFoundError, ConfigError, FormatError
+from penstock.core.errors import (
+    BlobNotFoundError,
+    ConfigError,
+    DamagedError,
+    FormatError,
+    StorageError,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from penstock.core.abc.backend import Backend, Tier
+    from penstock.core.abc.backend import Backend
+
+T = TypeVar("T")
 
 ROOT_NAME = "tier/root.json"
 """Name of the record, in each root of a run in tiers."""
@@ -31,6 +41,52 @@ _ACCEPT = (
     "of its backend (reading notes nothing), for example: penstock drain "
     "'tiered://?fast=...&durable=...&roots=accept'"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """One of the places of which a backend consists, and the rules for copying from it.
+
+    Attributes:
+        name: Name for people, states and logs: `fast`, `durable`; a nested one `fast.durable`.
+        backend: The backend of the place.
+        drain_every: Copy every N-th save to the next tier; 0 copies none automatically.
+        drain_bytes_per_s: Most bytes per second to copy to the next tier; None sets no limit.
+        drain_in: Where the copy to the next tier runs: `thread` of this process, or `process` of
+            its own; `auto` takes a process for large checkpoints, where it can open the tiers.
+        keep_last: How many of the checkpoints that the next tier has stay here; None keeps as many
+            as there is room for.
+        on_full: What a save does when this tier has no room, even after eviction, and the next tier
+            does not answer.
+        durable: Whether a save counts as durable once it is whole here.
+        accept_root: Whether to take this place for the run's, whatever its root record says.
+    """
+
+    name: str
+    backend: Backend
+    drain_every: int = 1
+    drain_bytes_per_s: float | None = None
+    drain_in: Literal["auto", "process", "thread"] = "auto"
+    keep_last: int | None = None
+    on_full: Literal["block", "skip", "raise"] = "skip"
+    durable: bool = False
+    accept_root: bool = False
+
+
+def first_whole(tiers: Iterable[Tier], read: Callable[[Tier], T]) -> T | None:
+    """Return the result of `read` for the first tier where it finds no damage; None: for none.
+
+    A backend of several tiers reads around a missing blob itself. Damage is found by checksums,
+    after the call of the backend returned, so the engine calls this to read around it.
+
+    Args:
+        tiers: The tiers in the order in which they are tried.
+        read: Reads from a tier and verifies; raises DamagedError for damage.
+    """
+    for tier in tiers:
+        with suppress(DamagedError, StorageError):
+            return read(tier)
+    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,7 @@ from penstock.core.types import Region
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-    from penstock.core.format.records import BlobRecord, Chain, Frame, PartHead
-    from penstock.core.plan.restore import Located
+    from penstock.core.format.records import BlobRecord, Chain, Frame, ObjectRecord, PartHead
     from penstock.core.plan.save import Piece, SavePlan
     from penstock.core.types import ObjectPath
 
@@ -106,9 +105,7 @@ def _keys(plan: SavePlan, piece: Piece) -> Iterator[PieceKey]:
             )
 
 
-def stored_frames(
-    objects: Iterable[Located], heads: Mapping[int, PartHead]
-) -> dict[ChunkKey, StoredFrame]:
+def stored_frames(objects: Iterable[ObjectRecord]) -> dict[ChunkKey, StoredFrame]:
     """Return all frames of a checkpoint by the keys of their chunks.
 
     Equal chunks may share a frame, which then has the key of each of them; of slabs, which the
@@ -116,17 +113,15 @@ def stored_frames(
 
     Args:
         objects: All objects of the checkpoint; tied ones have no frames.
-        heads: The heads of the parts, by number.
     """
     pieces: dict[tuple[int, int, int], list[PieceKey]] = {}
-    frames: dict[tuple[int, int, int], Frame] = {}
-    for located in objects:
-        record = located.record
+    frames: dict[tuple[int, int, int], tuple[Frame, PartHead]] = {}
+    for record in objects:
         for shard in record.shards:
             for ref in shard.chunks:
-                frame = located.frames[ref.frame]
-                place = located.part, frame.blob, frame.offset
-                frames[place] = frame
+                frame = record.frames[ref.frame]
+                place = record.head.rank, frame.blob, frame.offset
+                frames[place] = frame, record.head
                 pieces.setdefault(place, []).append(
                     PieceKey(
                         record.path,
@@ -141,8 +136,7 @@ def stored_frames(
                 )
     return {
         key: stored
-        for place, frame in frames.items()
-        for head in [heads[place[0]]]
+        for place, (frame, head) in frames.items()
         for stored in [resolved(frame, head.blobs, head.chains, head.block_bytes)]
         for key in _keys_of(pieces[place], frame.raw_length)
     }

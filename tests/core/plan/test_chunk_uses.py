@@ -1,19 +1,18 @@
 """Regions of tensors that several ranks hold, put together from shards of any shape."""
 
 import re
-from types import SimpleNamespace
+from itertools import combinations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.core.plan.test_restore import cut, tensor
+from tests.core.plan.test_reads import cut, tensor
 
 from penstock.core.abc import ByteSink
 from penstock.core.errors import FormatError
-from penstock.core.format.records import ChunkRef, ObjectRecord, ShardRecord
-from penstock.core.plan.restore import Located, ObjectRequest
+from penstock.core.format.records import ChunkRef, ObjectRecord, PartHead, ShardRecord
+from penstock.core.plan.reads import ObjectRequest, chunk_uses
 from penstock.core.restore.fill import BytesSink
-from penstock.core.restore.scatter import shard_requests
 from penstock.core.types import Kind, Region, Role, TensorSpec
 
 
@@ -53,7 +52,7 @@ def wanted(draw, shape):
     return Region(tuple(a for a, _ in spans), tuple(b - a for a, b in spans))
 
 
-def stored_as(shards, shape, itemsize, per_part=1):
+def stored_as(shards, shape, itemsize, per_part=1, block_bytes=4096):
     """The shards, described by as many parts; shard n has its bytes in frame n."""
     spec = TensorSpec("x", itemsize, shape)
     found = []
@@ -62,20 +61,20 @@ def stored_as(shards, shape, itemsize, per_part=1):
             ShardRecord(region, (ChunkRef(at + n, 0, 0, region.numel * itemsize),))
             for n, region in enumerate(shards[at : at + per_part])
         )
-        record = ObjectRecord(0, ("w",), Kind.TENSOR, spec, Role.OTHER, "tensor", records)
-        found += [(Located(record, part, ()), shard) for shard in records]
+        head = PartHead("0" * 32, part, 1, 0, block_bytes, (), (), None, ())
+        found.append(
+            ObjectRecord(0, ("w",), Kind.TENSOR, spec, Role.OTHER, "tensor", (), head, records)
+        )
     return found
 
 
-def give(request, data, step):
-    """Bring the bytes that a request asks for, `step` elements at once, and nothing else."""
+def give(shard, use, data, step):
+    """Bring the bytes that a use asks for, `step` elements at once, and nothing else."""
     size = data.itemsize * data.shape[-1]
-    shard = memoryview(cut(data, request.shard.region))
-    whole = [SimpleNamespace(start=0, stop=shard.nbytes)]
-    for span in whole if request.ranges is None else request.ranges:
-        for start in range(span.start, span.stop, step * size):
-            stop = min(start + step * size, span.stop)
-            request.sink.copy_in(request.base + start, shard[start:stop])
+    stored = memoryview(cut(data, shard.region))
+    end = use.at + use.length
+    for at in range(use.at, end, step * size):
+        use.sink.copy_in(use.start + at - use.at, stored[at : min(at + step * size, end)])
 
 
 @given(st.data())
@@ -85,18 +84,20 @@ def test_any_region_is_put_together_from_any_shards(data):
     shards = data.draw(splits(Region.whole(shape)))
     shards += data.draw(st.lists(st.sampled_from(shards), max_size=2))  # replicas
     values = tensor(shape, itemsize)
-    stored = stored_as(shards, shape, itemsize, data.draw(st.integers(1, 3)))
+    per_part, block_bytes = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 40))
+    stored = stored_as(shards, shape, itemsize, per_part, block_bytes)
     region = data.draw(st.none() | wanted(shape))
     expected = cut(values, region or Region.whole(shape))
     at = data.draw(st.integers(0, 3)) * itemsize
     sink = data.draw(st.sampled_from([BytesSink, Blind]))(at + len(expected))
-    request = ObjectRequest(stored[0][0], sink, region, at)
-    found = list(shard_requests(request, stored, lambda _: data.draw(st.integers(1, 40))))
-    for one in found:
-        give(one, values, data.draw(st.integers(1, 9)))
+    used = set()
+    for _, shard, _, use in chunk_uses(ObjectRequest(stored[0], sink, region, at), stored):
+        give(shard, use, values, data.draw(st.integers(1, 9)))
+        used.add((shard.region, use.at, use.length))
     assert bytes(sink.data) == bytes(at) + expected
-    regions = [one.shard.region for one in found]
-    assert len(set(regions)) == len(regions)
+    assert all(
+        a[0] != b[0] or a[1] + a[2] <= b[1] or b[1] + b[2] <= a[1] for a, b in combinations(used, 2)
+    )
 
 
 @pytest.mark.parametrize(
@@ -120,11 +121,9 @@ def test_any_region_is_put_together_from_any_shards(data):
 )
 def test_shards_that_leave_out_or_repeat_elements_are_refused(shards, why):
     stored = stored_as(shards, (6, 4), 1)
-    located = stored[0][0] if stored else stored_as([Region.whole((6, 4))], (6, 4), 1)[0][0]
-    request = ObjectRequest(located, BytesSink(24))
+    (whole,) = stored_as([Region.whole((6, 4))], (6, 4), 1)
+    request = ObjectRequest(whole, BytesSink(24))
     with pytest.raises(FormatError, match=re.escape(f"w from (0, 0) on: {why}")):
-        list(shard_requests(request, stored, lambda _: 4096))
+        list(chunk_uses(request, stored))
     # To verify them nothing is put together.
-    assert len(list(shard_requests(request._replace(sink=None), stored, lambda _: 1))) == len(
-        stored
-    )
+    assert len(list(chunk_uses(request._replace(sink=None), stored))) == len(stored)
