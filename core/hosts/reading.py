@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, Any
 from penstock.core.concurrency.watchdog import Deadline, Watchdog
 from penstock.core.errors import CoordinationError, FormatError
 from penstock.core.foreign import noting_origin, said
-from penstock.core.hosts.blob_http import BlobRange
+from penstock.core.hosts.blob_http import BlobRange, own_address
 from penstock.core.hosts.census import are_apart, ranks_by_host, read_all, tell_apart
-from penstock.core.hosts.division import NOTHING_RELAYED, HostNeeds, OwnPlan
-from penstock.core.hosts.meeting import Meeting
-from penstock.core.hosts.network import own_address
-from penstock.core.hosts.relay import Relay, RelayedBytes
-from penstock.core.hosts.relayed_store import RelayedStore
-from penstock.core.hosts.replicas import (
+from penstock.core.hosts.division import (
+    NOTHING_RELAYED,
+    HostNeeds,
+    OwnPlan,
     bucket_digests,
     component_numbers,
     decode_digests,
@@ -28,7 +26,9 @@ from penstock.core.hosts.replicas import (
     hosts_together,
     relayed,
 )
-from penstock.core.pipeline.exchange import Exchange, Peer, Share, TakersStuckError
+from penstock.core.hosts.meeting import Meeting
+from penstock.core.hosts.relay import Relay, RelayedBytes, RelayedStore
+from penstock.core.pipeline.exchange import Exchange, Peer, TakersStuckError
 from penstock.core.pipeline.reader import LoadStats, place
 from penstock.core.pipeline.staging import Staging
 from penstock.core.ranks.templates import RoundOverError
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from penstock.core.hosts.division import Division, Relayed
     from penstock.core.hosts.meeting import Met
     from penstock.core.pipeline.chain import CodecChain
+    from penstock.core.pipeline.exchange import Share
     from penstock.core.pipeline.reader import Loader
     from penstock.core.plan.restore import FrameJob
     from penstock.core.ranks.group import RankGroup
@@ -332,7 +333,7 @@ class Ways:
     relay: Relay | None
 
     def relayed_by(
-        self, division: Division[CodecChain], me: int, *, together_bytes: int
+        self, division: Division, me: int, *, together_bytes: int
     ) -> Iterator[RelayedBytes]:
         """Yield the stored bytes that member `me` takes from other hosts, or hands on to them.
 
@@ -340,7 +341,7 @@ class Ways:
         than `together_bytes` are read by each host.
         """
         for piece in division.pieces:
-            way = piece.relayed
+            way = self.relayed.get(piece.number)
             if piece.reader != me or way is None:
                 continue
             links = piece.job.links
@@ -363,7 +364,7 @@ class SharedReading:
 
     def __init__(
         self,
-        division: Division[CodecChain],
+        division: Division,
         met: Met | None,
         ways: Ways | None,
         me: int,
@@ -379,20 +380,11 @@ class SharedReading:
         self._timing = timing
         self._progress: Callable[[int], None] | None = None
         self._lock = threading.Lock()  # guards the callback: two threads count bytes
-        own: list[Share] = []
-        taken: list[tuple[int, Share]] = []
-        single: list[FrameJob[CodecChain]] = []
-        for piece in division.pieces:
-            share = Share(piece.number, piece.job, piece.span, piece.takers)
-            if piece.reader != me:
-                taken.append((piece.reader, share))
-            elif piece.takers:
-                own.append(share)
-            else:
-                single.append(piece.job)
-        self._own = own
+        taken = [piece for piece in division.pieces if piece.reader != me]
+        read = [piece for piece in division.pieces if piece.reader == me]
+        self._own = own = [piece for piece in read if piece.takers]
         # The others wait for what only their hosts need besides this one: so it comes first.
-        self._alone = [*single, *division.alone]
+        self._alone = [*(piece.job for piece in read if not piece.takers), *division.alone]
         self._met = met
         self._ways = ways
         self._me = me
