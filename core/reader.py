@@ -331,7 +331,6 @@ class Reader:
             tell=lambda found: {"rescued": found[1][:_MOST_TOLD]},
             sharing=Sharing(self._config.read_once_per_host, self._config.read_once_per_job),
             network=self._config.rank_network,
-            timing=self._workers.timing,
         )
 
     def _read_together(

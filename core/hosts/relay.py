@@ -128,10 +128,10 @@ class Relay:
         )
 
     @property
-    def port(self) -> int:
-        """The port at which this rank listens."""
-        port: int = self._server.server_address[1]
-        return port
+    def at(self) -> tuple[str, int]:
+        """The address and the port at which this rank listens."""
+        host, port, *_ = self._server.server_address
+        return str(host), int(port)
 
     def start(
         self,

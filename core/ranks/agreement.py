@@ -142,8 +142,8 @@ class SaveAgreement(RankSession[SaveRound]):
         self._arrival = {**brought.arrival(self._digests), **more}
         # Not known any more until rank 0 tells it anew: if it says go and this rank has given up by
         # then, others go on from places that this rank has not heard of.
-        self._assumed = self._group.alike.get(brought.key)
-        self._group.alike = {}
+        self._assumed = self.group.alike.get(brought.key)
+        self.group.alike = {}
         self.round.arrive(self._arrival)
         self.start()
 
@@ -153,10 +153,10 @@ class SaveAgreement(RankSession[SaveRound]):
         Raises:
             PenstockError: The save is given up.
         """
-        while not self.wait_all_here(self._group.timing.rank_poll_s):
+        while not self.wait_all_here(self.group.timing.rank_poll_s):
             self._alive()
             self.check()
-        self._group.lost.clear()  # whoever has failed before is here again
+        self.group.lost.clear()  # whoever has failed before is here again
         return {0: self._arrival, **self.tell(lambda r: dict(r.others.arrived))}
 
     def skip(self, reason: str) -> None:
@@ -200,7 +200,7 @@ class SaveAgreement(RankSession[SaveRound]):
             place_in(unpack_numbers(self.terms["classes"]), self.rank),
             {path: place_in(indices[path], self.rank) for path in mine},
         )
-        self._group.note_places(self._brought.key, places, assumed=self._assumed)
+        self.group.note_places(self._brought.key, places, assumed=self._assumed)
         if self._assumed is not None and self._assumed != places:
             msg = (
                 f"step {self._step}: the state of another rank has another structure than when it "
@@ -224,14 +224,14 @@ class SaveAgreement(RankSession[SaveRound]):
             SaveError: It does not; says what to do.
             StorageError: The place does not answer.
         """
-        if backend.url in self._group.shared:
+        if backend.url in self.group.shared:
             return
         try:
             backend.stat(name)
         except BlobNotFoundError as error:
             msg = f"step {self._step}: {_not_shared(backend.url, tier)}"
             raise SaveError(msg) from error
-        self._group.shared.add(backend.url)
+        self.group.shared.add(backend.url)
 
     def check(self) -> None:
         """Raise if the round is over, since another rank has failed.
@@ -260,7 +260,7 @@ class SaveAgreement(RankSession[SaveRound]):
             pieces = dump_values(compared)
             for number, piece in enumerate(pieces):
                 key = values_key(self.round.number, self.rank, number)
-                self._group.coordination.post(key, piece)
+                self.group.coordination.post(key, piece)
         post = {**part, "values": own, "pieces": len(pieces)}
         if self._digests.shared:
             post["shared"] = dict(self._digests.shared)
@@ -306,7 +306,7 @@ class SaveAgreement(RankSession[SaveRound]):
 
     def _values_of(self, rank: int, pieces: int) -> dict[str, str]:
         keys = [values_key(self.round.number, rank, piece) for piece in range(pieces)]
-        found = self._group.coordination.read(keys)
+        found = self.group.coordination.read(keys)
         return load_values([piece or b"" for piece in found], f"the values of rank {rank}")
 
     def merged(self) -> None:
@@ -336,7 +336,7 @@ class SaveAgreement(RankSession[SaveRound]):
         """
         cause = cause_of(error)
         if not self.has_begun:
-            self._group.give_up(self.round.number, cause)
+            self.group.give_up(self.round.number, cause)
             return error
         if self.round.phase in ENDS:
             return error
@@ -366,7 +366,7 @@ class SaveAgreement(RankSession[SaveRound]):
             PenstockError: The round has ended in another way; or `alive` raised.
         """
         while True:
-            step = self.next_step(self._group.timing.rank_poll_s)
+            step = self.next_step(self.group.timing.rank_poll_s)
             if step is not None and step in wanted:
                 return
             if step is Step.RESOLVE:
@@ -415,7 +415,7 @@ class SaveAgreement(RankSession[SaveRound]):
         found = self.abort_error(what, stays)
         if found is not None:
             return _alike(found)
-        silence = f"the store of the job could not be reached for {self._group.timeout_s:g} s"
+        silence = f"the store of the job could not be reached for {self.group.timeout_s:g} s"
         return CoordinationError(f"{what}: {silence}. {stays}".rstrip())
 
     def _stopped(self, what: str) -> PenstockError:
