@@ -1,15 +1,19 @@
 """One save of several ranks, as this rank takes part in it: what it tells, and what it waits for.
 
+A process that saves alone is a group of one rank, which agrees with itself at once.
+
 The save thread calls it. It carries the steps of the round out as far as they are waiting; what is
-written and published is `finish`'s.
+written and published is `finish`'s. Tested in `tests/integration/ranks/test_save_failures.py`.
 """
 
 from __future__ import annotations
 
 import logging
+import secrets
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from penstock.core.catalog.commit_table import Event
 from penstock.core.errors import (
     BlobNotFoundError,
     BusyError,
@@ -23,7 +27,7 @@ from penstock.core.errors import (
     SaveSkippedError,
     StepExistsError,
 )
-from penstock.core.plan.ranks import RankPlaces
+from penstock.core.plan.ranks import WRITER_BYTES, RankPlaces
 from penstock.core.ranks.group import SEVERAL_CHECKPOINTERS, cause_of, failed_with
 from penstock.core.ranks.session import RankSession
 from penstock.core.ranks.structure import (
@@ -50,7 +54,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from penstock.core.abc import Backend
-    from penstock.core.catalog.commit_table import Commit, Event
+    from penstock.core.catalog.commit_table import Commit
     from penstock.core.ranks.group import RankGroup
 
 log = logging.getLogger("penstock")
@@ -142,8 +146,8 @@ class SaveAgreement(RankSession[SaveRound]):
         self._arrival = {**brought.arrival(self._digests), **more}
         # Not known any more until rank 0 tells it anew: if it says go and this rank has given up by
         # then, others go on from places that this rank has not heard of.
-        self._assumed = self.group.alike.get(brought.key)
-        self.group.alike = {}
+        self._assumed = self.group.places.of(brought.key)
+        self.group.places.forget()
         self.round.arrive(self._arrival)
         self.start()
 
@@ -200,7 +204,7 @@ class SaveAgreement(RankSession[SaveRound]):
             place_in(unpack_numbers(self.terms["classes"]), self.rank),
             {path: place_in(indices[path], self.rank) for path in mine},
         )
-        self.group.note_places(self._brought.key, places, assumed=self._assumed)
+        self.group.places.note(self._brought.key, places, assumed=self._assumed)
         if self._assumed is not None and self._assumed != places:
             msg = (
                 f"step {self._step}: the state of another rank has another structure than when it "
@@ -424,6 +428,77 @@ class SaveAgreement(RankSession[SaveRound]):
         cause = self.round.stop
         host = self.round.others.host_of(0)
         return RankError(f"{what}: rank 0 did not begin: {cause}", 0, host, cause)
+
+
+class AgreementOfOne:
+    """The agreement of a process that saves alone, with the methods of `SaveAgreement`.
+
+    Nobody else can fail, and nobody is waited for. The publisher feeds the table of the save.
+    """
+
+    rank = 0
+    world_size = 1
+    leads = True
+    alone = True
+    writer_bytes = WRITER_BYTES
+    structures: Sequence[str] = ()
+    totals: tuple[int, ...] = ()
+
+    def __init__(self, commit: Commit) -> None:
+        self.uid = secrets.token_hex(16)
+        self.terms: Mapping[str, Any] = {}
+        self._commit = commit
+
+    def arrive(self, brought: Brought, more: Mapping[str, Any]) -> None:
+        """Do nothing: there is nobody to join."""
+
+    def gather(self) -> dict[int, Mapping[str, Any]]:
+        """Return at once: nobody else arrives."""
+        return {}
+
+    def skip(self, reason: str) -> None:
+        """Do nothing: there is nobody to notify."""
+
+    def go(self, arrivals: Mapping[int, Mapping[str, Any]], terms: Mapping[str, Any]) -> None:
+        """Set the terms of the save."""
+        del arrivals
+        self.terms = terms
+
+    def wait_for_go(self) -> RankPlaces | None:
+        """Return None at once: this process writes all that it has."""
+
+    def check_shared(self, *_: object, **__: object) -> None:
+        """Do nothing: this process has published the record itself."""
+
+    def moved(self, done: int, total: int) -> None:
+        """Do nothing: nobody watches this process."""
+
+    def check(self) -> None:
+        """Do nothing: there is nobody else who could fail."""
+
+    def seal(self, part: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
+        """Feed the table of the save that all of it is durable."""
+        del part
+        self._commit.feed(Event.SEALED)
+        return {}
+
+    def check_values(self, parts: Mapping[int, Mapping[str, Any]]) -> frozenset[str]:
+        """Return nothing: there are no other values to compare with."""
+        del parts
+        return frozenset()
+
+    def merged(self) -> None:
+        """Return at once: this process may publish."""
+
+    def published(self, result: Result, cause: str = "", totals: Sequence[int] = ()) -> None:
+        """Do nothing: there is nobody to notify."""
+
+    def give_up(self, error: BaseException) -> BaseException:
+        """Return the error: it is this process's own."""
+        return error
+
+    def finish(self) -> None:
+        """Return at once: nobody needs to learn the end."""
 
 
 def _not_shared(url: str, tier: str | None) -> str:

@@ -19,7 +19,8 @@ from penstock.core.concurrency.timing import current_timing
 from penstock.core.concurrency.watchdog import Deadline, spawn
 from penstock.core.errors import ConfigError, CoordinationError
 from penstock.core.limits import MAX_INT
-from penstock.core.ranks.group import group_of_job, obstacle_of_ranks, promised_ranks
+from penstock.core.ranks.group import group_of_job
+from penstock.core.ranks.torch_job import obstacle_of_ranks, promised_ranks
 from penstock.core.types import show_value
 
 if TYPE_CHECKING:

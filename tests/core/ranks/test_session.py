@@ -14,7 +14,7 @@ from penstock.core.catalog.commit_table import Commit, Event
 from penstock.core.errors import CoordinationError
 from penstock.core.ranks.group import RankGroup
 from penstock.core.ranks.session import RankSession
-from penstock.core.ranks.torch_store import TorchCoordination
+from penstock.core.ranks.torch_job import TorchCoordination
 from penstock.core.rounds.posts import Result
 from penstock.core.rounds.round import Post, RestoreRound, SaveRound
 from penstock.core.rounds.table import Phase, Step
@@ -168,7 +168,7 @@ from penstock.core.ranks.group import RankGroup
 from penstock.core.ranks.session import RankSession
 from penstock.core.rounds.round import SaveRound
 from penstock.core.rounds.table import Step
-from penstock.core.ranks.torch_store import TorchCoordination
+from penstock.core.ranks.torch_job import TorchCoordination
 
 rank, port, timeout_s = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 store = dist.TCPStore("127.0.0.1", port, is_master=False)
