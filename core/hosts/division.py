@@ -13,7 +13,6 @@ import json
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -127,9 +126,6 @@ class Division:
     pieces: tuple[Share, ...]
 
 
-NOTHING_RELAYED: Mapping[int, Relayed] = MappingProxyType({})
-
-
 class OwnPlan:
     """The plan of this rank, with the jobs that its rows stand for."""
 
@@ -156,9 +152,7 @@ class OwnPlan:
         self.plan = ReadPlan(tuple(names), table)
         """What the others get to know."""
 
-    def divide(
-        self, needs: HostNeeds, me: int, relayed: Mapping[int, Relayed] = NOTHING_RELAYED
-    ) -> Division:
+    def divide(self, needs: HostNeeds, me: int, relayed: Mapping[int, Relayed]) -> Division:
         """Return what member `me` does, given what all members need.
 
         All members come to the same result, without further words. Ranges of one frame that

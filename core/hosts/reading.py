@@ -18,7 +18,6 @@ from penstock.core.foreign import noting_origin, said
 from penstock.core.hosts.blob_http import BlobRange, own_address
 from penstock.core.hosts.census import Census
 from penstock.core.hosts.division import (
-    NOTHING_RELAYED,
     HostNeeds,
     OwnPlan,
     bucket_digests,
@@ -134,7 +133,7 @@ class JobReading:
             if needs is None or (met is None and ways is None):
                 return None
             me = here.index(rank)
-            division = own.divide(needs, me, NOTHING_RELAYED if ways is None else ways.relayed)
+            division = own.divide(needs, me, {} if ways is None else ways.relayed)
             try:
                 found = SharedReading(self._session, division, met, ways, me)
             except OSError as error:  # out of descriptors; the others find its sockets closed

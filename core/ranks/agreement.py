@@ -46,8 +46,8 @@ from penstock.core.ranks.structure import (
     unequal_replicas,
     unpack_numbers,
 )
-from penstock.core.rounds.posts import Result, ended, values_key
-from penstock.core.rounds.round import SaveRound
+from penstock.core.rounds.posts import Result, Verdict, ended, values_key
+from penstock.core.rounds.round import SaveRound, error_of
 from penstock.core.rounds.table import ENDS, Phase, Step
 
 if TYPE_CHECKING:
@@ -408,9 +408,8 @@ class SaveAgreement(RankSession[SaveRound]):
         result, verdict = self.round.result, self.round.verdict
         if result is not None and result.result is not Result.COMMITTED:
             host = self.round.others.host_of(0)
-            who = "rank 0" + (f" on {host}" if host else "")
-            msg = f"{ended(f'{what}: {who} {result.cause}')} {stays}".rstrip()
-            return RankError(msg, 0, host, result.cause)
+            cause = Verdict(commit=False, rank=0, host=host, cause=result.cause)
+            return error_of(cause, what, stays)
         if verdict is not None and verdict.commit:
             return LostRaceError(f"{what}: another saver owns it. {stays}".rstrip())
         if verdict is not None and verdict.rank == self.rank:

@@ -350,9 +350,7 @@ class Round:
         verdict = self.verdict
         if verdict is None or verdict.commit or (verdict.rank == self.place.rank and not own):
             return None
-        who = f"rank {verdict.rank}" + (f" on {verdict.host}" if verdict.host else "")
-        msg = f"{ended(f'{what}: {who} {verdict.cause}')} {stays}".rstrip()
-        return RankError(msg, verdict.rank, verdict.host, verdict.cause)
+        return error_of(verdict, what, stays)
 
     # -- within ----------------------------------------------------------------------------------
 
@@ -591,6 +589,13 @@ class SaveRound(Round):
         if self.outbox.slot.at is At.SEALED and not self._leads:
             return Event.DECISION_UNKNOWN
         return Event.FAILED
+
+
+def error_of(verdict: Verdict, what: str, stays: str) -> RankError:
+    """Return the error of what was not done, which names the rank that is the cause."""
+    who = f"rank {verdict.rank}" + (f" on {verdict.host}" if verdict.host else "")
+    msg = f"{ended(f'{what}: {who} {verdict.cause}')} {stays}".rstrip()
+    return RankError(msg, verdict.rank, verdict.host, verdict.cause)
 
 
 _ASKING = frozenset({Phase.DECIDING, Phase.GIVING_UP, Phase.ABORTING})

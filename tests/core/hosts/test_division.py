@@ -38,7 +38,7 @@ def job(blob, frame, spans, *, chain=None):
 def divided(jobs_by_member, most_bytes=LENGTH):
     plans = [OwnPlan(jobs, most_bytes=most_bytes) for jobs in jobs_by_member]
     sent = [ReadPlan.decode(memoryview(plan.plan.encode())) for plan in plans]
-    return [plan.divide(HostNeeds(sent), me) for me, plan in enumerate(plans)]
+    return [plan.divide(HostNeeds(sent), me, {}) for me, plan in enumerate(plans)]
 
 
 def read_by(division, me):
