@@ -338,9 +338,9 @@ class Outbox:
         if self._waiting.get(key) is value:
             del self._waiting[key]
 
-    def moved(self, **counts: int) -> None:
-        """Count progress in the slot, with the bytes `done` and `total` if they are given."""
-        self.slot = replace(self.slot, moves=self.slot.moves + 1, **counts)
+    def moved(self) -> None:
+        """Count progress in the slot."""
+        self.slot = replace(self.slot, moves=self.slot.moves + 1)
 
     def fitting(self, at: At, part: Mapping[str, Any]) -> SlotPost:
         """Return the slot of a rank that is there, with what it has to tell.

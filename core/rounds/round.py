@@ -294,7 +294,8 @@ class Round:
 
     def moved(self, done: int = 0, total: int = 0) -> None:
         """Note progress; whoever does not call it for `timeout_s` counts as standing still."""
-        self.outbox.moved(done=done, total=total)
+        self.outbox.slot = replace(self.outbox.slot, done=done, total=total)
+        self.outbox.moved()
 
     def seal(self, part: Mapping[str, Any]) -> None:
         """Tell that what this rank contributes is durable; `part` goes to rank 0.

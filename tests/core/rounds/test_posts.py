@@ -101,10 +101,10 @@ def test_time_counts_up_to_a_limit_between_two_looks():
 
 
 def test_what_is_posted_waits_until_the_store_has_taken_it():
-    outbox = Outbox(7, SlotPost(0, "save", At.HERE))
+    outbox = Outbox(7, SlotPost(0, "save", At.HERE, done=1, total=2))
     assert outbox.is_empty
     outbox.put_slot()
-    outbox.moved(done=1, total=2)
+    outbox.moved()
     ((key, stale),) = outbox.waiting
     outbox.put_slot()
     outbox.taken(key, stale)  # was replaced while it was sent
@@ -113,13 +113,6 @@ def test_what_is_posted_waits_until_the_store_has_taken_it():
     assert posts.decode(SlotPost, value) == SlotPost(0, "save", At.HERE, 1, done=1, total=2)
     outbox.taken(key, value)
     assert outbox.is_empty
-
-
-def test_progress_without_counts_keeps_those_before():
-    outbox = Outbox(0, SlotPost(0, "save", At.WORKING))
-    outbox.moved(done=1, total=2)
-    outbox.moved()
-    assert outbox.slot == SlotPost(0, "save", At.WORKING, 2, done=1, total=2)
 
 
 def test_a_part_that_fits_now_and_not_at_later_beats_is_refused():
