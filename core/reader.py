@@ -143,7 +143,7 @@ class Reader:
                 state, self._registry.providers, allow_pickle=self._config.allow_pickle
             )
 
-        templates = None if round_ is None else TemplatesOfRanks(round_.group, selection.shown)
+        templates = None if round_ is None else TemplatesOfRanks(selection.shown)
 
         def attempt(checkpoint: Opened) -> RestoreReport:
             return restore_into(

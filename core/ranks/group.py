@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.concurrency.timing import current_timing
@@ -24,9 +25,8 @@ from penstock.core.ranks.durability import FollowedDrains, ToldDrains
 from penstock.core.ranks.torch_job import (
     TorchCoordination,
     job_prefix,
-    obstacle_of_ranks,
+    missing_job,
     place_in_job,
-    promised_ranks,
 )
 from penstock.core.rounds.posts import (
     At,
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from penstock.core.abc import Coordination
-    from penstock.core.concurrency.timing import Timing
     from penstock.core.config.model import CheckpointerConfig
     from penstock.core.errors import RankError
     from penstock.core.plan.ranks import RankPlaces
@@ -185,7 +184,7 @@ class RankGroup:
     Every save and every restore takes a number, so all ranks have to call them in the same order.
     """
 
-    def __init__(  # noqa: PLR0913 - options, each by name
+    def __init__(
         self,
         rank: int,
         world_size: int,
@@ -196,7 +195,6 @@ class RankGroup:
         writer_bytes: int = WRITER_BYTES,
         members: Sequence[int] = (),
         name: str = "",
-        timing: Timing | None = None,
     ) -> None:
         """Join the ranks; nothing is sent.
 
@@ -210,15 +208,13 @@ class RankGroup:
             members: Their numbers in the job, in order, where others of the job are left out;
                 empty: they are all of it.
             name: The name under which they meet, if they have one.
-            timing: Says how long is waited, and by which clock the silence of others is counted;
-                None: the timing in force.
         """
         self.writer_bytes = writer_bytes
         self.place = RankPlace(rank, world_size, host or socket.gethostname(), tuple(members))
         self.name = name
         self.coordination = coordination
         self.timeout_s = timeout_s
-        self.timing = timing or current_timing()
+        self.timing = current_timing()
         self.places = KnownPlaces()
         """The places of this rank in the newest saves."""
         self.by_host: tuple[tuple[int, ...], ...] | None = None
@@ -405,7 +401,6 @@ class RanksOfJob:
         self._name = name or ""
         self._token = secrets.token_hex(16).encode()  # of one seat, however often it is asked for
         self._config = config
-        self._timing = current_timing()
         self._url = url
         self._group: RankGroup | None = None
         self._saves_alone = False
@@ -424,18 +419,17 @@ class RanksOfJob:
         place = self._place()
         if place is not None:
             return place.rank == 0
-        return promised_ranks() < 2 or os.environ.get("RANK") == "0"  # noqa: PLR2004 - one is alone
+        return not missing_job() or os.environ.get("RANK") == "0"
 
     def settle(self) -> None:
         """Wait until this rank knows which checkpoints are durable; see `RankGroup.settle`."""
         if self._group is not None:
             self._group.settle()
 
-    def obstacle(self) -> str | None:
-        """Return why this process cannot save as one of several ranks by now; None if it can."""
-        ranks = promised_ranks()
-        waits = ranks > 1 and self._config.ranks == "auto" and self._given is None
-        return obstacle_of_ranks(ranks) if waits else None
+    def obstacle(self) -> str:
+        """Return why this process cannot save as one of several ranks by now; empty if it can."""
+        waits = self._config.ranks == "auto" and self._given is None
+        return missing_job() if waits else ""
 
     def place(self) -> RankPlace | None:
         """Return the place of this process among the ranks that save together; None: it is alone.
@@ -489,7 +483,6 @@ class RanksOfJob:
                 timeout_s=self._config.rank_timeout_s,
                 name=self._name,
                 token=self._token,
-                timing=self._timing,
             )
         self._check_not_alone(found)
         self._group = found
@@ -509,9 +502,8 @@ class RanksOfJob:
         return place_in_job(self._given) if group is None else group.place
 
     def _check_findable(self, found: RankGroup | RankPlace | None) -> None:
-        ranks = promised_ranks()
-        if found is None and ranks > 1 and self._config.ranks == "auto":
-            raise ConfigError(obstacle_of_ranks(ranks))
+        if found is None and self._config.ranks == "auto" and (obstacle := missing_job()):
+            raise ConfigError(obstacle)
 
     def _check_not_alone(self, found: RankGroup | RankPlace | None) -> None:
         if found is not None and self._saves_alone:
@@ -555,7 +547,6 @@ def group_of_job(
     timeout_s: float,
     name: str = "",
     token: bytes = b"",
-    timing: Timing | None = None,
 ) -> RankGroup | None:
     """Return the ranks of the torch.distributed job; None for a process that is alone.
 
@@ -564,7 +555,6 @@ def group_of_job(
         timeout_s: As in `RankGroup`.
         name: Where they meet; empty: at the n-th group of each process.
         token: With a name: identifies the checkpointer that takes the seat, also if it asks again.
-        timing: As in `RankGroup`.
 
     Raises:
         ConfigError: This process is not in `group`, the store of the job cannot be used, or the
@@ -583,18 +573,15 @@ def group_of_job(
             "restored and is still open: close it first, or take another name, on all ranks alike"
         )
         raise ConfigError(msg)
-    coordination = TorchCoordination(
-        prefix=prefix,
+    meet = partial(
+        TorchCoordination,
         world_size=place.world_size,
         call_s=min(10.0, timeout_s / 4),  # so that a store that hangs is noticed in time
-        timing=timing,
     )
     if name:
-        try:
-            coordination.enter(str(_take_seat(coordination, place.rank, token)))
-        except BaseException:
-            coordination.close()
-            raise
+        with meet(prefix=prefix) as meetings:
+            prefix = f"{prefix}/{_take_seat(meetings, place.rank, token)}"
+    coordination = meet(prefix=prefix)
     found = RankGroup(
         place.rank,
         place.world_size,
@@ -602,7 +589,6 @@ def group_of_job(
         timeout_s=timeout_s,
         members=place.members,
         name=name,
-        timing=timing,
     )
     if name:
         _named[seat] = found

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from typing import TypeVar
 
-    from penstock.core.concurrency.timing import Timing
-
     T = TypeVar("T")
 
 # Behind a call that has hung for its whole time, others wait for this share of theirs.
@@ -88,7 +86,6 @@ class TorchCoordination(Coordination):
         prefix: str,
         world_size: int = 1,
         call_s: float = 10.0,
-        timing: Timing | None = None,
     ) -> None:
         """Clone the store; nothing is sent.
 
@@ -97,7 +94,6 @@ class TorchCoordination(Coordination):
             prefix: Names the job within the store, as `job_prefix` does.
             world_size: The ranks that use the server, which says how often each may poll.
             call_s: The most seconds for one call.
-            timing: Says how often a wait looks; None: the timing in force.
 
         Raises:
             ConfigError: The store cannot be used.
@@ -108,7 +104,6 @@ class TorchCoordination(Coordination):
             store = distributed.distributed_c10d._get_default_store()  # noqa: SLF001
         try:
             self._store = distributed.PrefixStore(prefix, store.clone())
-            self._below = distributed.PrefixStore
             self._reads_many = self._store.has_extended_api()
         except (AttributeError, RuntimeError, NotImplementedError) as error:
             msg = f"a {type(store).__name__} cannot be cloned ({error}): use a TCPStore"
@@ -119,20 +114,13 @@ class TorchCoordination(Coordination):
         self._original = store  # the server may live in this object
         self._prefix = prefix
         self._call_s = call_s
-        self._timing = timing or current_timing()
+        self._timing = current_timing()
         self._most_poll_s = max(self._timing.rank_poll_s, world_size * self._timing.rank_share_s)
         # One thread: a client does one call at a time anyway. Not counted as stuck, so that behind
         # a call that hangs no further thread hangs, too.
         self._pool = Pool(1, "penstock-ranks")
         self._touched: set[str] = set()  # keys that are there; used by the one thread alone
         self._closed = False
-
-    def enter(self, prefix: str) -> None:
-        """Take keys for those below `prefix` from now on; called before any other thread calls."""
-        check_blob_name(prefix)
-        self._store = self._below(prefix, self._store)
-        self._prefix = f"{self._prefix}/{prefix}"
-        self._touched = set()
 
     @property
     def host(self) -> str | None:
@@ -251,7 +239,7 @@ def place_in_job(group: Any) -> RankPlace | None:
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         if isinstance(group, tuple) and len(group) > 1:
-            raise ConfigError(obstacle_of_ranks(len(group), f"group= has {len(group)} ranks"))
+            raise ConfigError(_remedy(f"group= has {len(group)} ranks"))
         return None
     if isinstance(group, tuple):
         return _place_among(group, distributed.get_rank(), distributed.get_world_size())
@@ -287,19 +275,22 @@ def _place_among(members: tuple[int, ...], rank: int, world_size: int) -> RankPl
     return RankPlace(members.index(rank), len(members), members=members)
 
 
-def promised_ranks() -> int:
-    """Return the number of ranks that the environment promises, while nothing is initialised."""
+def missing_job() -> str:
+    """Return what to do where the environment promises several ranks, and none can be found.
+
+    Empty where it promises none, or where this process can find them by now.
+    """
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return 1
+        return ""
     text = os.environ.get("WORLD_SIZE", "")
-    return int(text) if text.isascii() and text.isdigit() else 1
+    ranks = int(text) if text.isascii() and text.isdigit() else 1
+    return _remedy(f"WORLD_SIZE is {ranks}") if ranks > 1 else ""
 
 
-def obstacle_of_ranks(ranks: int, promise: str = "") -> str:
-    """Return what to do where several ranks are promised, and none can be found."""
+def _remedy(promise: str) -> str:
     return (
-        f"{promise or f'WORLD_SIZE is {ranks}'}, and torch.distributed is not initialised, so this "
-        "rank cannot find the others to save with: call torch.distributed.init_process_group(...) "
-        "first, or open the checkpointer with ranks='alone' and a root of its own for each process"
+        f"{promise}, and torch.distributed is not initialised, so this rank cannot find the others "
+        "to save with: call torch.distributed.init_process_group(...) first, or open the "
+        "checkpointer with ranks='alone' and a root of its own for each process"
     )

@@ -148,7 +148,7 @@ class RestoreTogether(Generic[T]):
             called_s = None  # further rounds begin when this one has ended
             session = self._session = RankSession(self.group, round_)
             if self.templates is not None:
-                self.templates.begin(number, session)
+                self.templates.begin(session)
             session.start()
             try:
                 found = self._go_through(session)
