@@ -720,7 +720,7 @@ class Checkpointer:
         """
         if self._ranks.of_restore() is not None:
             self._saver.pending.wait(None)
-        elif (obstacle := self._ranks.obstacle()) is not None:  # a save is refused for that
+        elif obstacle := self._ranks.obstacle():  # a save is refused for that
             # Where the launcher numbers its processes, one of them is enough.
             first = os.environ.get("RANK", "0") == "0"
             log.log(logging.WARNING if first else logging.INFO, "%s", obstacle)

@@ -143,7 +143,7 @@ class Reader:
                 state, self._registry.providers, allow_pickle=self._config.allow_pickle
             )
 
-        templates = None if round_ is None else TemplatesOfRanks(round_.group, selection.shown)
+        templates = None if round_ is None else TemplatesOfRanks(selection.shown)
 
         def attempt(checkpoint: Opened) -> RestoreReport:
             return restore_into(
@@ -331,7 +331,6 @@ class Reader:
             tell=lambda found: {"rescued": found[1][:_MOST_TOLD]},
             sharing=Sharing(self._config.read_once_per_host, self._config.read_once_per_job),
             network=self._config.rank_network,
-            timing=self._workers.timing,
         )
 
     def _read_together(

@@ -10,13 +10,13 @@ this package.
 from penstock.core.abc.backend import Backend, BlobWriter, check_blob_name
 from penstock.core.abc.byte_sources import ByteSink, ByteSource, Lines, MemoryKey, PendingCopy
 from penstock.core.abc.codec import DECLINED, Codec, CodecContext, CodecOutput, Declined
-from penstock.core.abc.coordination import (
+from penstock.core.abc.delegating import DelegatingBackend, DelegatingWriter
+from penstock.core.abc.job_store import (
     COORDINATION_VALUE_BYTES,
     Coordination,
     check_coordination_key,
     check_coordination_value,
 )
-from penstock.core.abc.delegating import DelegatingBackend, DelegatingWriter
 from penstock.core.abc.plugin import (
     API_VERSION,
     PluginConfig,

@@ -1,135 +1,156 @@
-"""Finds out which ranks are on which host."""
+"""Finds out which ranks are on which host, and whether those of a host can read together."""
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import time
 from collections import defaultdict
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.core.abc import COORDINATION_VALUE_BYTES
 from penstock.core.concurrency.watchdog import Deadline
+from penstock.core.errors import CoordinationError
 from penstock.core.hosts.division import MOST_RANKS
 from penstock.core.ranks.structure import classes_of, pack_numbers, unpack_numbers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
-    from penstock.core.concurrency.timing import Timing
-    from penstock.core.ranks.group import RankGroup
+    from penstock.core.ranks.session import RankSession
+    from penstock.core.rounds.round import RestoreRound
+
+log = logging.getLogger("penstock")
 
 _HOSTS_KEY = "hosts"
 _POLL_SHARE = 4  # rank 0 pauses so many times as long as it takes to look at all: the store is slow
 
 
-def ranks_by_host(
-    group: RankGroup, deadline: Deadline, ended: Callable[[], bool], timing: Timing
-) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of the job in sets that read together, the same on every rank.
+class Census:
+    """What the ranks of a job report of their hosts through its store, as one restore needs it.
 
-    Asks once for each job: each rank posts where it is, and rank 0 tells all. The ranks of a host
-    are one set, or several, each of at most `MOST_RANKS`.
-
-    Args:
-        group: The ranks.
-        deadline: For how long to wait for the others.
-        ended: Returns whether the ranks have given up what they do.
-        timing: Says how often a rank looks for the others.
-
-    Returns:
-        The sets, in the order of their first ranks, each ascending; empty if they are not known by
-        the deadline.
-
-    Raises:
-        CoordinationError: The store of the job cannot be reached.
-        FormatError: What rank 0 has told cannot be read.
+    A wait for others ends with the restore, and after the time in which a rank may stand still.
     """
-    if group.by_host is None:
-        group.by_host = _asked(group, deadline, ended, timing)
-    return group.by_host or ()
 
+    def __init__(self, session: RankSession[RestoreRound]) -> None:
+        """Prepare; nothing is sent, and the time in which others may come begins."""
+        self._session = session
+        self._group = session.group
+        self._timing = self._group.timing
+        self._deadline = Deadline(self._group.timeout_s, self._timing.clock)
+        self._next_look = Deadline(0.0, self._timing.clock)
 
-def read_all(
-    group: RankGroup,
-    keys: Mapping[int, str],
-    deadline: Deadline,
-    ended: Callable[[], bool],
-    timing: Timing,
-) -> dict[int, bytes] | None:
-    """Return the value of each key, once all are posted; None if some are not by the deadline.
+    @property
+    def is_late(self) -> bool:
+        """Whether the time in which others may come is over."""
+        return self._deadline.is_over()
 
-    Raises:
-        CoordinationError: The store of the job cannot be reached.
-    """
-    found: dict[int, bytes] = {}
-    pause_s = timing.hosts_poll_first_s
-    while missing := [number for number in keys if number not in found]:
-        taken = Deadline(None, timing.clock)
-        values = group.coordination.read([keys[number] for number in missing])
-        took_s = taken.taken_s()
-        known = {n: v for n, v in zip(missing, values, strict=True) if v is not None}
-        if not known:
-            if deadline.is_over() or ended():
+    def gives_up(self) -> bool:
+        """Return whether this rank waits for others no longer: they are late, or one has failed.
+
+        Reports progress, too: the others watch this rank, and it waits no longer than they do.
+        """
+        self._session.moved(0, 0)
+        return self.is_late or self._session.has_news
+
+    def sets(self) -> tuple[tuple[int, ...], ...]:
+        """Return the ranks of the job in sets that read together, the same on every rank.
+
+        Asks once for each job: each rank posts where it is, and rank 0 posts where all are. The
+        ranks of a host are one set, or several, each of at most `MOST_RANKS`.
+
+        Returns:
+            The sets, in the order of their first ranks, each ascending; empty if they are not known
+            in time.
+
+        Raises:
+            CoordinationError: The store of the job cannot be reached.
+            FormatError: What rank 0 has posted cannot be read.
+        """
+        if self._group.by_host is None:
+            self._group.by_host = self._asked()
+        return self._group.by_host or ()
+
+    def read_all(self, keys: Mapping[int, str]) -> dict[int, bytes] | None:
+        """Return the value of each key, once all are posted; None if some are not in time.
+
+        Raises:
+            CoordinationError: The store of the job cannot be reached.
+        """
+        found: dict[int, bytes] = {}
+        pause_s = self._timing.hosts_poll_first_s
+        while missing := [number for number in keys if number not in found]:
+            taken = Deadline(None, self._timing.clock)
+            values = self._group.coordination.read([keys[number] for number in missing])
+            took_s = taken.taken_s()
+            known = {n: v for n, v in zip(missing, values, strict=True) if v is not None}
+            if not known:
+                if self.gives_up():
+                    return None
+                time.sleep(min(max(pause_s, _POLL_SHARE * took_s), self._deadline.left_s()))
+                pause_s = min(2 * pause_s, self._timing.hosts_poll_most_s)
+            found |= known
+        return found
+
+    def part(self, ranks: Sequence[int], reason: str) -> None:
+        """Report to the ranks of one set that all read for themselves, now and later in this job.
+
+        Else they would wait for this rank as long as a rank may stand still, in each restore.
+        """
+        place = self._group.place
+        log.warning(
+            "rank %d cannot read together with the other ranks of %s, so each of them reads for "
+            "itself: %s",
+            place.rank,
+            place.host,
+            reason,
+        )
+        self._group.reads_apart = True
+        with suppress(CoordinationError):  # then they wait
+            self._group.coordination.post(_apart_key(ranks), b"-")
+
+    def are_apart(self, ranks: Sequence[int]) -> bool:
+        """Return whether a rank of a set has reported that they cannot read together.
+
+        Looks now and then, since those who meet need no store.
+        """
+        if not self._group.reads_apart and self._next_look.is_over():
+            self._next_look = Deadline(self._timing.hosts_look_s, self._timing.clock)
+            with suppress(CoordinationError):
+                (told,) = self._group.coordination.read([_apart_key(ranks)])
+                self._group.reads_apart = told is not None
+        return self._group.reads_apart
+
+    def _asked(self) -> tuple[tuple[int, ...], ...] | None:
+        place, board = self._group.place, self._group.coordination
+        name = _host_name(place.host, place.rank).encode()
+        if place.rank:
+            board.post(_key(place.rank), name)
+            look_s = self._timing.hosts_look_s
+            while not board.wait(_HOSTS_KEY, min(look_s, self._deadline.left_s())):
+                if self.gives_up():
+                    return None
+            numbers = unpack_numbers(board.read([_HOSTS_KEY])[0] or b"")
+        else:
+            names = self.read_all({rank: _key(rank) for rank in range(1, place.world_size)})
+            if names is None:
                 return None
-            time.sleep(min(max(pause_s, _POLL_SHARE * took_s), deadline.left_s()))
-            pause_s = min(2 * pause_s, timing.hosts_poll_most_s)
-        found |= known
-    return found
-
-
-def tell_apart(group: RankGroup, ranks: Sequence[int]) -> None:
-    """Tell the ranks of one set that they cannot read together, neither now nor later in this job.
-
-    Raises:
-        CoordinationError: The store of the job cannot be reached.
-    """
-    group.reads_apart = True
-    group.coordination.post(_apart_key(ranks), b"-")
-
-
-def are_apart(group: RankGroup, ranks: Sequence[int]) -> bool:
-    """Return whether one of the ranks of a set has told that they cannot read together.
-
-    Raises:
-        CoordinationError: The store of the job cannot be reached.
-    """
-    if not group.reads_apart:
-        group.reads_apart = group.coordination.read([_apart_key(ranks)])[0] is not None
-    return group.reads_apart
-
-
-def _asked(
-    group: RankGroup, deadline: Deadline, ended: Callable[[], bool], timing: Timing
-) -> tuple[tuple[int, ...], ...] | None:
-    place, board = group.place, group.coordination
-    name = _host_name(place.host, place.rank)
-    if place.rank:
-        board.post(_key(place.rank), name.encode())
-        while not board.wait(_HOSTS_KEY, min(timing.hosts_look_s, deadline.left_s())):
-            if deadline.is_over() or ended():
-                return None
-        numbers = unpack_numbers(board.read([_HOSTS_KEY])[0] or b"")
-    else:
-        keys = {rank: _key(rank) for rank in range(1, place.world_size)}
-        names = read_all(group, keys, deadline, ended, timing)
-        if names is None:
-            return None
-        names[0] = name.encode()
-        numbers = classes_of([names[rank] for rank in range(place.world_size)])
-        board.post(_HOSTS_KEY, _packed(numbers))
-    if len(numbers) != place.world_size:
-        return ()
-    hosts: dict[int, list[int]] = defaultdict(list)
-    for rank, number in enumerate(numbers):
-        hosts[number].append(rank)
-    sets = (
-        tuple(ranks[first : first + MOST_RANKS])
-        for ranks in hosts.values()
-        for first in range(0, len(ranks), MOST_RANKS)
-    )
-    return tuple(sorted(sets))
+            numbers = classes_of([name, *(names[rank] for rank in range(1, place.world_size))])
+            board.post(_HOSTS_KEY, _packed(numbers))
+        if len(numbers) != place.world_size:
+            return ()
+        hosts: dict[int, list[int]] = defaultdict(list)
+        for rank, number in enumerate(numbers):
+            hosts[number].append(rank)
+        sets = (
+            tuple(ranks[first : first + MOST_RANKS])
+            for ranks in hosts.values()
+            for first in range(0, len(ranks), MOST_RANKS)
+        )
+        return tuple(sorted(sets))
 
 
 def _host_name(host: str, rank: int) -> str:

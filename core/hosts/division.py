@@ -1,15 +1,24 @@
-"""Divides what the ranks of a host read: who reads the bytes that several of them need. Sans-IO."""
+"""Divides what ranks read: who reads the bytes that several of a host, or several hosts, need.
+
+Sans-IO. The ranks of a host know each other's plans. The hosts do not send each other theirs, which
+may have a million rows: each tells digests of what it needs. What is equal on several hosts, down
+to the members that need it, has equal digests, and of that each host knows all the rows itself.
+Digests that are equal by chance cost time and nothing else: a rank that is asked for what it does
+not read says so.
+"""
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
 from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from hashlib import blake2b
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from penstock.core.format.compressed import compress, decompress
+from penstock.core.pipeline.exchange import Share
 from penstock.core.types import ByteRange
 
 if TYPE_CHECKING:
@@ -17,9 +26,8 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from penstock.core.pipeline.chain import CodecChain
     from penstock.core.plan.reads import FrameJob
-
-ChainT = TypeVar("ChainT")
 
 MOST_RANKS = 16
 """The most ranks that read together. Each has a socket to each other one: 240 file descriptors pass
@@ -30,6 +38,16 @@ _RUN_BYTES = 16 << 20
 _RUNS = 16
 _ENCODED = 0  # in the place of the distance of checksum cuts, which encoded frames do not have
 _COLUMNS = 5
+
+MOST_HOSTS = 64
+"""The most hosts that read together: a rank has two connections to one of each other one."""
+
+# Each component falls into one of these by its own digest, and a bucket in which hosts differ is
+# not shared. So what each rank has for itself, its random state say, costs as many buckets at most,
+# wherever it is stored; with digests of neighbours it would cost whole blobs.
+_BUCKETS = 8192
+_BUCKET_SHIFT = np.uint64(64 - 13)
+_HALF = np.uint64(32)
 
 
 class PlannedRange(NamedTuple):
@@ -93,28 +111,8 @@ class Relayed(NamedTuple):
     recipients: tuple[int, ...] = ()
 
 
-class SharedPiece(NamedTuple, Generic[ChainT]):
-    """Bytes of one frame that several ranks need.
-
-    Attributes:
-        number: The same on all ranks of the host.
-        job: The frame, with what this rank does with the bytes.
-        span: The bytes, of the chunk.
-        reader: The member that reads them.
-        takers: The other members that need them; none, if only other hosts do.
-        relayed: How they cross the network; None: only this host needs them.
-    """
-
-    number: int
-    job: FrameJob[ChainT]
-    span: ByteRange
-    reader: int
-    takers: tuple[int, ...]
-    relayed: Relayed | None = None
-
-
 @dataclass(frozen=True, slots=True)
-class Division(Generic[ChainT]):
+class Division:
     """What one member does.
 
     Attributes:
@@ -124,22 +122,19 @@ class Division(Generic[ChainT]):
             on to each other take them in one order, so that no two wait for each other.
     """
 
-    alone: tuple[FrameJob[ChainT], ...]
-    pieces: tuple[SharedPiece[ChainT], ...]
+    alone: tuple[FrameJob[CodecChain], ...]
+    pieces: tuple[Share, ...]
 
 
-NOTHING_RELAYED: Mapping[int, Relayed] = MappingProxyType({})
-
-
-class OwnPlan(Generic[ChainT]):
+class OwnPlan:
     """The plan of this rank, with the jobs that its rows stand for."""
 
-    def __init__(self, jobs: Sequence[FrameJob[ChainT]], *, most_bytes: int) -> None:
+    def __init__(self, jobs: Sequence[FrameJob[CodecChain]], *, most_bytes: int) -> None:
         """Make the plan of `jobs`; chunks above `most_bytes` are read by each rank alone."""
         names: dict[str, int] = {}
         rows: list[PlannedRange] = []
-        self._jobs: list[tuple[FrameJob[ChainT], ByteRange]] = []
-        self._alone: list[FrameJob[ChainT]] = []
+        self._jobs: list[tuple[FrameJob[CodecChain], ByteRange]] = []
+        self._alone: list[FrameJob[CodecChain]] = []
         for job in jobs:
             if job.frame.raw_length > most_bytes or not job.ranges:
                 self._alone.append(job)
@@ -157,9 +152,7 @@ class OwnPlan(Generic[ChainT]):
         self.plan = ReadPlan(tuple(names), table)
         """What the others get to know."""
 
-    def divide(
-        self, needs: HostNeeds, me: int, relayed: Mapping[int, Relayed] = NOTHING_RELAYED
-    ) -> Division[ChainT]:
+    def divide(self, needs: HostNeeds, me: int, relayed: Mapping[int, Relayed]) -> Division:
         """Return what member `me` does, given what all members need.
 
         All members come to the same result, without further words. Ranges of one frame that
@@ -169,11 +162,11 @@ class OwnPlan(Generic[ChainT]):
         Args:
             needs: The needs of all members, this one included.
             me: The number of this member.
-            relayed: What other hosts need as well, by component.
+            relayed: What other hosts need as well, by component, which is the number of a piece.
         """
         own = needs.component_of(me)
-        alone: dict[int, tuple[FrameJob[ChainT], list[ByteRange]]] = {}
-        shared: dict[int, list[FrameJob[ChainT]]] = defaultdict(list)
+        alone: dict[int, tuple[FrameJob[CodecChain], list[ByteRange]]] = {}
+        shared: dict[int, list[FrameJob[CodecChain]]] = defaultdict(list)
         for (job, span), component in zip(self._jobs, own.tolist(), strict=True):
             if needs.reader[component] < 0 and component not in relayed:
                 alone.setdefault(id(job), (job, []))[1].append(span)
@@ -185,7 +178,7 @@ class OwnPlan(Generic[ChainT]):
             reader = int(needs.reader[component]) if way is None else way.member
             takers = tuple(m for m in needs.members(component) if m != reader)
             job = _joined(shared[component], span)
-            pieces.append(SharedPiece(component, job, span, reader, takers, way))
+            pieces.append(Share(component, job, span, reader, takers))
         pieces.sort(key=lambda p: (not p.takers, p.job.blob, p.job.frame.offset, p.span.start))
         rest = [*self._alone, *(_part(job, spans) for job, spans in alone.values())]
         return Division(tuple(rest), tuple(pieces))
@@ -232,7 +225,7 @@ class HostNeeds:
         if len(rows):
             self.components[:, 4] = np.maximum.reduceat(rows[:, 4], firsts)
             self.masks = np.bitwise_or.reduceat(np.left_shift(1, member), firsts)
-        self.reader = self._readers(len(plans))
+        self.reader = self._readers()
         """The member that reads each component; -1 where one alone needs it."""
 
     def component_of(self, member: int) -> npt.NDArray[np.int64]:
@@ -241,48 +234,55 @@ class HostNeeds:
 
     def members(self, component: int) -> list[int]:
         """Return the members that need a component."""
-        return _members(int(self.masks[component]))
+        mask = int(self.masks[component])
+        return [member for member in range(mask.bit_length()) if mask >> member & 1]
 
     def span(self, component: int) -> ByteRange:
         """Return the bytes of a component."""
         return ByteRange(*map(int, self.components[component, 3:]))
 
-    def run_bytes(self, length: npt.NDArray[np.int64], readers: int) -> int:
-        """Return how much of neighbours one of so many readers reads, of components this long."""
-        return min(_RUN_BYTES, int(length.sum()) // (_RUNS * readers))
+    def evenly(self, components: Sequence[int], load: npt.NDArray[np.int64]) -> list[int]:
+        """Return who reads each component: neighbours are read by one, and all read evenly.
 
-    def _readers(self, count: int) -> npt.NDArray[np.int64]:
-        length = self.components[:, 4] - self.components[:, 3]
-        several = (self.masks & (self.masks - 1)) != 0
-        load = [int(length[self.masks == 1 << member].sum()) for member in range(count)]
-        found = np.full(len(length), -1, np.int64)
-        run_bytes = self.run_bytes(length[several], count)
+        Args:
+            components: The components, in the order in which they are stored.
+            load: The bytes that each member of each host reads besides. All of these hosts need
+                the components; their members are counted on from host to host.
+        """
+        length = (self.components[:, 4] - self.components[:, 3])[components]
+        run_bytes = min(_RUN_BYTES, int(length.sum()) // (_RUNS * load.size))
+        found: list[int] = []
         run: tuple[int, int] | None = None
         reader = left = 0
-        for component in np.flatnonzero(several).tolist():
+        for component, size in zip(components, length.tolist(), strict=True):
             blob, mask = int(self.components[component, 0]), int(self.masks[component])
-            size = int(length[component])
             if run != (blob, mask) or left < size:
                 run, left = (blob, mask), run_bytes
-                reader = min(_members(mask), key=lambda member: (load[member], member))
+                members = self.members(component)
+                place, at = divmod(int(np.argmin(load[:, members])), len(members))
+                reader = place * self.member_count + members[at]
             left -= size
-            load[reader] += size
-            found[component] = reader
+            load.flat[reader] += size
+            found.append(reader)
+        return found
+
+    def _readers(self) -> npt.NDArray[np.int64]:
+        length = self.components[:, 4] - self.components[:, 3]
+        load = [int(length[self.masks == 1 << m].sum()) for m in range(self.member_count)]
+        found = np.full(len(length), -1, np.int64)
+        several = np.flatnonzero((self.masks & (self.masks - 1)) != 0)
+        found[several] = self.evenly(several.tolist(), np.array([load], np.int64))
         return found
 
 
-def _members(mask: int) -> list[int]:
-    return [member for member in range(mask.bit_length()) if mask >> member & 1]
-
-
-def _part(job: FrameJob[ChainT], spans: Sequence[ByteRange]) -> FrameJob[ChainT]:
+def _part(job: FrameJob[CodecChain], spans: Sequence[ByteRange]) -> FrameJob[CodecChain]:
     """Return the job for some of its ranges."""
     if job.chain is not None or len(spans) == len(job.ranges):
         return job
     return replace(job, ranges=tuple(spans))
 
 
-def _joined(jobs: Sequence[FrameJob[ChainT]], span: ByteRange) -> FrameJob[ChainT]:
+def _joined(jobs: Sequence[FrameJob[CodecChain]], span: ByteRange) -> FrameJob[CodecChain]:
     """Return one job for what `jobs`, of the same frame, do with the bytes of `span`."""
     first = jobs[0]
     return replace(
@@ -291,3 +291,128 @@ def _joined(jobs: Sequence[FrameJob[ChainT]], span: ByteRange) -> FrameJob[Chain
         uses=[use for job in jobs for use in job.uses],
         paths=[path for job in jobs for path in job.paths],
     )
+
+
+def component_numbers(needs: HostNeeds) -> npt.NDArray[np.uint64]:
+    """Return 64 bits for each component: of its bytes, of who needs it, and of how many could."""
+    digests = (blake2b(name.encode(), digest_size=8).digest() for name in needs.blobs)
+    names = np.array([int.from_bytes(digest, "little") for digest in digests], np.uint64)
+    columns = needs.components.astype(np.uint64)
+    found = names[needs.components[:, 0]]
+    count = np.full(len(found), needs.member_count, np.uint64)
+    for column in (*columns[:, 1:].T, needs.masks.astype(np.uint64), count):
+        found = _mixed(found ^ column)
+    return found
+
+
+def bucket_digests(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint32]:
+    """Return a digest for each bucket; 0 for an empty one."""
+    sums = np.zeros(_BUCKETS, np.uint64)
+    np.add.at(sums, _buckets(numbers), _mixed(numbers))
+    return (sums >> _HALF).astype(np.uint32)
+
+
+def encode_digests(digests: npt.NDArray[np.uint32]) -> bytes:
+    """Return the digests for a post, in at most some 32 KiB."""
+    return compress(digests.astype("<u4").tobytes())
+
+
+def decode_digests(data: bytes) -> npt.NDArray[np.uint32]:
+    """Return the digests that `encode_digests` made bytes of.
+
+    Raises:
+        FormatError: The bytes are no digests.
+    """
+    name = "the needs of a host"
+    content = decompress(data, name, raw_length=4 * _BUCKETS)
+    return np.frombuffer(content, "<u4").astype(np.uint32)
+
+
+def hosts_together(
+    sets: Sequence[tuple[int, ...]], rank: int
+) -> tuple[Sequence[tuple[int, ...]], int]:
+    """Return the hosts that share with that of `rank`, at most `MOST_HOSTS`, and its place there.
+
+    Args:
+        sets: The ranks of each host, the same on every rank.
+        rank: A rank, which is in one of them.
+    """
+    here = next(number for number, ranks in enumerate(sets) if rank in ranks)
+    first = here // MOST_HOSTS * MOST_HOSTS
+    return sets[first : first + MOST_HOSTS], here - first
+
+
+def relayed(
+    needs: HostNeeds,
+    digests: Mapping[int, npt.NDArray[np.uint32]],
+    hosts: Sequence[tuple[int, ...]],
+    here: int,
+) -> dict[int, Relayed]:
+    """Return how what other hosts need as well gets from one of them to the others.
+
+    All hosts that need it come to the same result, without further words: one reads it, the one
+    with the fewest bytes so far, by one of the members that need it; the same member of each other
+    host gets it.
+
+    Args:
+        needs: The needs of this host.
+        digests: The digests of all hosts that take part, by place in `hosts`.
+        hosts: The ranks of each host.
+        here: The place of this one.
+
+    Returns:
+        For each component that other hosts need, too, its way.
+    """
+    numbers = component_numbers(needs)
+    found: dict[int, Relayed] = {}
+    for together, components in _sets(needs, numbers, digests, hosts, here).items():
+        load = np.zeros((len(together), needs.member_count), np.int64)
+        for component, chosen in zip(components, needs.evenly(components, load), strict=True):
+            place, member = divmod(chosen, needs.member_count)
+            ranks = {host: hosts[host][member] for host in together}
+            reader = together[place]
+            is_here = reader == here
+            others = tuple(rank for host, rank in ranks.items() if host != here)
+            found[component] = Relayed(
+                member=member,
+                source=None if is_here else ranks[reader],
+                recipients=others if is_here else (),
+            )
+    return found
+
+
+def _sets(
+    needs: HostNeeds,
+    numbers: npt.NDArray[np.uint64],
+    digests: Mapping[int, npt.NDArray[np.uint32]],
+    hosts: Sequence[tuple[int, ...]],
+    here: int,
+) -> dict[tuple[int, ...], list[int]]:
+    """Return the components of this host by the hosts that need them alike, in one order."""
+    own = bucket_digests(numbers)
+    # Of other hosts the digests cannot be equal but by chance.
+    alike = [h for h in sorted(digests) if len(hosts[h]) == needs.member_count and h != here]
+    equal = {host: digests[host] == own for host in alike}
+    found: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    buckets = _buckets(numbers).tolist()
+    by_place = sorted(
+        range(len(numbers)),
+        key=lambda c: (needs.blobs[needs.components[c, 0]], *needs.components[c, 1:].tolist()),
+    )
+    for component in by_place:
+        others = [host for host in alike if equal[host][buckets[component]]]
+        if others:
+            found[tuple(sorted([here, *others]))].append(component)
+    return found
+
+
+def _buckets(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+    return (numbers >> _BUCKET_SHIFT).astype(np.int64)
+
+
+def _mixed(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Return other numbers whose bits all depend on all bits: the finaliser of splitmix64."""
+    found = numbers + np.uint64(0x9E3779B97F4A7C15)
+    found = (found ^ (found >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    found = (found ^ (found >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return found ^ (found >> np.uint64(31))

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from penstock.core.concurrency.timing import Timing
-    from penstock.core.concurrency.watchdog import Deadline
 
 _TOKEN_BYTES = 32
 _HELLO = struct.Struct(f"<{_TOKEN_BYTES}sI")
@@ -94,13 +93,12 @@ class Meeting:
         self._window_bytes = window_bytes
         self._timing = timing
 
-    def hold(self, plan: ReadPlan, deadline: Deadline, ended: Callable[[], bool]) -> Met | None:
+    def hold(self, plan: ReadPlan, gives_up: Callable[[], bool]) -> Met | None:
         """Meet the others.
 
         Args:
             plan: What this rank needs.
-            deadline: For how long to wait for them.
-            ended: Returns whether all have given up.
+            gives_up: Returns whether this rank waits for them no longer; asked again and again.
 
         Returns:
             What the others need, and the ways to them; None if they did not come.
@@ -112,15 +110,15 @@ class Meeting:
         with ExitStack() as fds:
             mine = [_memory(plan.encode(), fds), _room(self._window_bytes, fds)]
             if self._me == 0:
-                got = self._lead(mine, deadline, ended, fds)
+                got = self._lead(mine, gives_up, fds)
             else:
-                got = self._follow(mine, deadline, ended, fds)
+                got = self._follow(mine, gives_up, fds)
             return None if got is None else self._met(mine, got)
 
     # -- the first one -----------------------------------------------------------------------------
 
     def _lead(
-        self, mine: list[int], deadline: Deadline, ended: Callable[[], bool], fds: ExitStack
+        self, mine: list[int], gives_up: Callable[[], bool], fds: ExitStack
     ) -> list[int] | None:
         members = range(1, len(self._ranks))
         lines: dict[int, socket.socket] = {}
@@ -130,7 +128,7 @@ class Meeting:
         listener.listen(len(self._ranks))
         silent: list[socket.socket] = []  # connected, and has not said who it is
         while len(held) < len(self._ranks):
-            for line in self._ready([listener, *silent], deadline):
+            for line in self._ready([listener, *silent]):
                 if line is listener:
                     new = fds.enter_context(_accepted(listener))
                     if _user_of(new) == os.geteuid():
@@ -145,7 +143,7 @@ class Meeting:
                 else:
                     lines[member] = line
             # Whoever connects: a stranger who does so all the time must not hold this rank up.
-            if len(held) < len(self._ranks) and (deadline.is_over() or ended()):
+            if len(held) < len(self._ranks) and gives_up():
                 return None
         ends = self._socket_pairs(fds)
         windows = {member: held[member][1] for member in held}
@@ -186,14 +184,14 @@ class Meeting:
     # -- the others --------------------------------------------------------------------------------
 
     def _follow(
-        self, mine: list[int], deadline: Deadline, ended: Callable[[], bool], fds: ExitStack
+        self, mine: list[int], gives_up: Callable[[], bool], fds: ExitStack
     ) -> list[int] | None:
         line = fds.enter_context(_new_socket())
         while True:
             try:
                 line.connect(self._address)
             except (ConnectionRefusedError, BlockingIOError):  # it does not listen, or not accept
-                if deadline.is_over() or ended():
+                if gives_up():
                     return None
                 time.sleep(self._timing.hosts_poll_first_s)
             else:
@@ -201,8 +199,8 @@ class Meeting:
         if _user_of(line) != os.geteuid():
             return None
         socket.send_fds(line, [_HELLO.pack(self._token, self._me)], mine)
-        while not self._ready([line], deadline):
-            if deadline.is_over() or ended():
+        while not self._ready([line]):
+            if gives_up():
                 return None
         count = 3 * (len(self._ranks) - 1)
         data, got, _, _ = socket.recv_fds(line, len(_ALL), count, _CLOSED_ON_EXEC)
@@ -235,14 +233,13 @@ class Meeting:
             opened.pop_all()
         return Met(read, own, window_fd, tuple(ways))
 
-    def _ready(self, lines: Sequence[socket.socket], deadline: Deadline) -> list[socket.socket]:
+    def _ready(self, lines: Sequence[socket.socket]) -> list[socket.socket]:
         """Wait a moment for something to read; return which of `lines` have something."""
-        pause_s = min(self._timing.hosts_poll_most_s, deadline.left_s())
         poller = select.poll()
         by_fd = {line.fileno(): line for line in lines}
         for fd in by_fd:
             poller.register(fd, select.POLLIN)
-        return [by_fd[fd] for fd, _ in poller.poll(1000 * pause_s)]
+        return [by_fd[fd] for fd, _ in poller.poll(1000 * self._timing.hosts_poll_most_s)]
 
 
 def _new_socket() -> socket.socket:

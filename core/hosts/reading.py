@@ -1,4 +1,7 @@
-"""Reads for one rank what it needs of a checkpoint, together with the other ranks of the job."""
+"""Reads for one rank what it needs of a checkpoint, together with the other ranks of the job.
+
+Tested in `tests/integration/ranks/test_host_reading.py` and `test_job_reading.py`.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,17 @@ import hashlib
 import json
 import logging
 import threading
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, NamedTuple
 
-from penstock.core.concurrency.watchdog import Deadline, Watchdog
+from penstock.core.concurrency.watchdog import Watchdog
 from penstock.core.errors import CoordinationError, FormatError
 from penstock.core.foreign import noting_origin, said
-from penstock.core.hosts.blob_http import BlobRange
-from penstock.core.hosts.census import are_apart, ranks_by_host, read_all, tell_apart
-from penstock.core.hosts.division import NOTHING_RELAYED, HostNeeds, OwnPlan
-from penstock.core.hosts.meeting import Meeting
-from penstock.core.hosts.network import own_address
-from penstock.core.hosts.relay import Relay, RelayedBytes
-from penstock.core.hosts.relayed_store import RelayedStore
-from penstock.core.hosts.replicas import (
+from penstock.core.hosts.blob_http import BlobRange, own_address
+from penstock.core.hosts.census import Census
+from penstock.core.hosts.division import (
+    HostNeeds,
+    OwnPlan,
     bucket_digests,
     component_numbers,
     decode_digests,
@@ -28,7 +27,9 @@ from penstock.core.hosts.replicas import (
     hosts_together,
     relayed,
 )
-from penstock.core.pipeline.exchange import Exchange, Peer, Share, TakersStuckError
+from penstock.core.hosts.meeting import Meeting
+from penstock.core.hosts.relay import Relay, RelayedBytes, RelayedStore
+from penstock.core.pipeline.exchange import Exchange, Peer, TakersStuckError
 from penstock.core.pipeline.reader import LoadStats, place
 from penstock.core.pipeline.staging import Staging
 from penstock.core.ranks.templates import RoundOverError
@@ -37,13 +38,14 @@ from penstock.core.types import PAGE_BYTES, align_up
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from penstock.core.concurrency.timing import Timing
     from penstock.core.hosts.division import Division, Relayed
     from penstock.core.hosts.meeting import Met
     from penstock.core.pipeline.chain import CodecChain
+    from penstock.core.pipeline.exchange import Share
     from penstock.core.pipeline.reader import Loader
     from penstock.core.plan.reads import FrameJob
-    from penstock.core.ranks.group import RankGroup
+    from penstock.core.ranks.session import RankSession
+    from penstock.core.rounds.round import RestoreRound
 
 log = logging.getLogger("penstock")
 
@@ -60,8 +62,7 @@ _PATIENCE_BETWEEN_HOSTS = 1 / 4
 _NOT_HERE = b"-"  # in the place of an address, or of digests: this rank takes no part
 
 
-@dataclass(frozen=True, slots=True)
-class Sharing:
+class Sharing(NamedTuple):
     """What ranks read once, and hand on; alike on all ranks of a restore.
 
     Attributes:
@@ -72,15 +73,6 @@ class Sharing:
     per_host: bool = True
     per_job: bool = False
 
-    def to_terms(self) -> list[bool]:
-        """Return it for the word of rank 0."""
-        return [self.per_host, self.per_job]
-
-    @classmethod
-    def from_terms(cls, terms: Any) -> Sharing:
-        """Return what rank 0 has told."""
-        return cls(*terms)
-
 
 class JobReading:
     """One restore of the ranks of a job, as this rank takes part in it.
@@ -90,38 +82,21 @@ class JobReading:
     """
 
     def __init__(
-        self,
-        group: RankGroup,
-        number: int,
-        sharing: Sharing,
-        *,
-        network: str | None = None,
-        ended: Callable[[], bool],
-        moved: Callable[[], None],
-        timing: Timing,
+        self, session: RankSession[RestoreRound], sharing: Sharing, *, network: str | None
     ) -> None:
         """Prepare; nothing is sent.
 
         Args:
-            group: The ranks.
-            number: The number of the round.
+            session: The round of the restore. Where it has news for this rank before that has
+                restored, another one has failed.
             sharing: What is read once.
             network: The network between hosts, `10.1.0.0/16`; None: the one that leads to the
                 store of the job.
-            ended: Returns whether the round has ended on this rank before it has restored: another
-                one has failed.
-            moved: Tells the others that this rank gets on: it does while it waits for one of them
-                to come, since they watch that one, and it waits no longer than they do.
-            timing: Says how often `ended` is asked.
         """
-        self._group = group
-        self._number = number
+        self._session = session
+        self._group = session.group
         self._sharing = sharing
         self._network = network
-        self._ended = ended
-        self._timing = timing
-        self._moved = moved
-        self._next_look = Deadline(0.0, timing.clock)
 
     def share(self, jobs: Sequence[FrameJob[CodecChain]]) -> SharedReading | None:
         """Agree with the other ranks on who reads what.
@@ -135,15 +110,15 @@ class JobReading:
         Raises:
             RoundOverError: Another rank has failed.
         """
-        rank, deadline = self._group.place.rank, Deadline(self._group.timeout_s, self._timing.clock)
+        rank, census = self._group.place.rank, Census(self._session)
         with ExitStack() as opened:
-            sets = self._sets(deadline)
+            sets = self._sets(census)
             here = next((ranks for ranks in sets if rank in ranks), ())
             room = max(_WINDOWS_BYTES // max(len(here), 1), _LEAST_WINDOW_BYTES)
             own = OwnPlan(jobs, most_bytes=room // _PIECES_PER_WINDOW)
             met: Met | None = None
             if len(here) > 1:
-                met = self._meet(own, here, room, deadline)
+                met = self._meet(census, own, here, room)
             if met is not None:
                 opened.callback(met.part)
             needs: HostNeeds | None = None
@@ -151,174 +126,130 @@ class JobReading:
                 needs = HostNeeds([own.plan] if met is None else met.plans)
             ways: Ways | None = None
             if self._sharing.per_job and sets:
-                ways = self._ways(needs, sets, deadline, opened)
-            if self._ended():
+                ways = self._ways(census, needs, sets, opened)
+            if self._session.has_news:
                 msg = "another rank has failed"
                 raise RoundOverError(msg)
             if needs is None or (met is None and ways is None):
                 return None
             me = here.index(rank)
-            division = own.divide(needs, me, NOTHING_RELAYED if ways is None else ways.relayed)
+            division = own.divide(needs, me, {} if ways is None else ways.relayed)
             try:
-                found = SharedReading(
-                    division,
-                    met,
-                    ways,
-                    me,
-                    limit_s=self._group.timeout_s,
-                    ended=self._ended,
-                    timing=self._timing,
-                )
+                found = SharedReading(self._session, division, met, ways, me)
             except OSError as error:  # out of descriptors; the others find its sockets closed
-                self._part(here, said(error))
+                census.part(here, said(error))
                 return None
             opened.pop_all()
         return found
 
-    def _sets(self, deadline: Deadline) -> Sequence[tuple[int, ...]]:
+    def _sets(self, census: Census) -> Sequence[tuple[int, ...]]:
         """Return the ranks in sets that read through shared memory; none if they are not known."""
         if not self._sharing.per_host:
             return [(rank,) for rank in range(self._group.place.world_size)]
         try:
-            return ranks_by_host(self._group, deadline, self._look, self._timing)
+            return census.sets()
         except (CoordinationError, FormatError) as error:
             log.debug("rank %d reads alone: %s", self._group.place.rank, said(error))
             return ()
 
-    def _meet(
-        self, own: OwnPlan[CodecChain], here: tuple[int, ...], room: int, deadline: Deadline
-    ) -> Met | None:
-        rank = self._group.place.rank
-        if self._are_apart(here):
+    def _meet(self, census: Census, own: OwnPlan, here: tuple[int, ...], room: int) -> Met | None:
+        group, rank = self._group, self._group.place.rank
+        if census.are_apart(here):
             return None
+        window_bytes = room + _PHASES_BYTES
         try:
-            secret = self._group.uid(self._number)
-            meeting = Meeting(
-                secret, here, rank, window_bytes=room + _PHASES_BYTES, timing=self._timing
-            )
-            over = lambda: self._look() or self._are_apart(here)  # noqa: E731
-            met = meeting.hold(own.plan, deadline, over)
+            secret = group.uid(self._session.round.number)
+            meeting = Meeting(secret, here, rank, window_bytes=window_bytes, timing=group.timing)
+            met = meeting.hold(own.plan, lambda: census.gives_up() or census.are_apart(here))
         except CoordinationError as error:
             log.debug("rank %d reads alone: %s", rank, said(error))
             return None
         except (OSError, ValueError) as error:
-            self._part(here, said(error))
+            census.part(here, said(error))
             return None
-        if met is None and deadline.is_over():
-            self._part(here, "some of them did not come")
+        if met is None and census.is_late:
+            census.part(here, "some of them did not come")
         return met
-
-    def _part(self, here: Sequence[int], reason: str) -> None:
-        """Tell the others of this host that all read for themselves from now on.
-
-        Else they would wait for this rank as long as a rank may stand still, in each restore.
-        """
-        place = self._group.place
-        log.warning(
-            "rank %d cannot read together with the other ranks of %s, so each of them reads for "
-            "itself: %s",
-            place.rank,
-            place.host,
-            reason,
-        )
-        with suppress(CoordinationError):  # then they wait
-            tell_apart(self._group, here)
-
-    def _are_apart(self, here: Sequence[int]) -> bool:
-        """Return whether a rank of this host has told so; asks now and then."""
-        if self._next_look.is_over():
-            self._next_look = Deadline(self._timing.hosts_look_s, self._timing.clock)
-            with suppress(CoordinationError):  # those who meet need no store
-                return are_apart(self._group, here)
-        return self._group.reads_apart
 
     # -- other hosts -------------------------------------------------------------------------------
 
     def _ways(
         self,
+        census: Census,
         needs: HostNeeds | None,
         sets: Sequence[tuple[int, ...]],
-        deadline: Deadline,
         opened: ExitStack,
     ) -> Ways | None:
         """Agree with other hosts on who reads what; None if this host goes on without them."""
+        hosts, place_here = hosts_together(sets, self._group.place.rank)
+        if len(hosts) == 1:
+            return None
+        relay = None if needs is None else self._listen()
+        if relay is not None:
+            opened.callback(relay.close)
         try:
-            with ExitStack() as new:
-                ways = self._agree(needs, sets, deadline, new)
-                if ways is not None:
-                    opened.push(new.pop_all())
-                return ways
+            ways = self._agree(census, needs, relay, hosts, place_here)
         except (CoordinationError, FormatError, OSError, ValueError) as error:
             log.warning("read_once_per_job: each host reads for itself: %s", said(error))
-            return None
+            ways = None
+        if ways is None and relay is not None:
+            relay.close()
+        return ways
 
     def _agree(
         self,
+        census: Census,
         needs: HostNeeds | None,
-        sets: Sequence[tuple[int, ...]],
-        deadline: Deadline,
-        opened: ExitStack,
+        relay: Relay | None,
+        hosts: Sequence[tuple[int, ...]],
+        here: int,
     ) -> Ways | None:
-        group, rank = self._group, self._group.place.rank
-        hosts, place_here = hosts_together(sets, rank)
-        if len(hosts) == 1:
-            return None
-        me = hosts[place_here].index(rank)
-        relay: Relay | None = None
-        line = digests = _NOT_HERE
-        try:
-            if needs is not None:
-                digests = encode_digests(bucket_digests(component_numbers(needs)))
-                relay, line = self._listen(opened)
-        finally:  # others wait for this word, be it what it may
-            group.coordination.post(self._line_key(rank), line)
-            if not me:
-                group.coordination.post(self._needs_key(rank), digests)
+        rank, post = self._group.place.rank, self._group.coordination.post
+        me = hosts[here].index(rank)
+        # Others wait for this word, be it what it may.
+        post(self._line_key(rank), _NOT_HERE if relay is None else json.dumps(relay.at).encode())
+        if not me:
+            digests = None if needs is None else bucket_digests(component_numbers(needs))
+            post(self._needs_key(rank), _NOT_HERE if digests is None else encode_digests(digests))
         if needs is None:
             return None
-        keys = {h: self._needs_key(ranks[0]) for h, ranks in enumerate(hosts)}
-        found = read_all(group, keys, deadline, self._look, self._timing)
+        found = census.read_all({h: self._needs_key(ranks[0]) for h, ranks in enumerate(hosts)})
         peers = {ranks[me]: self._line_key(ranks[me]) for ranks in hosts if len(ranks) > me}
-        lines = found and read_all(group, peers, deadline, self._look, self._timing)
+        lines = found and census.read_all(peers)
         if found is None or lines is None:
-            if not self._ended():
+            if not self._session.has_news:
                 log.warning("read_once_per_job: not all hosts have come, so each reads for itself")
             return None
         told = {h: decode_digests(data) for h, data in found.items() if data != _NOT_HERE}
         addresses = {r: _address_in(data) for r, data in lines.items() if data != _NOT_HERE}
         if relay is None:  # but it divides as the others of this host do, who count on that
             addresses = {}
-        return Ways(relayed(needs, told, hosts, place_here), addresses, relay)
+        return Ways(relayed(needs, told, hosts, here), addresses, relay)
 
-    def _listen(self, opened: ExitStack) -> tuple[Relay | None, bytes]:
-        """Listen for other hosts; return also the word that tells them where.
+    def _listen(self) -> Relay | None:
+        """Listen for other hosts; None if this rank cannot.
 
-        A rank that cannot listen says so: it takes nothing from other hosts, and hands nothing on.
+        It says so then: it takes nothing from other hosts, and hands nothing on.
         """
-        rank, uid = self._group.place.rank, self._group.uid(self._number)
-        secret = hashlib.blake2b(uid.encode(), person=b"relay").digest()
+        group = self._group
         try:
-            address = own_address(self._group.coordination.host, self._network)
-            relay = Relay(secret, rank, address, self._timing)
-        except (OSError, ValueError) as error:
+            uid = group.uid(self._session.round.number)
+            secret = hashlib.blake2b(uid.encode(), person=b"relay").digest()
+            address = own_address(group.coordination.host, self._network)
+            return Relay(secret, group.place.rank, address, group.timing)
+        except (CoordinationError, OSError, ValueError) as error:
+            rank = group.place.rank
             log.warning("read_once_per_job: rank %d reads for itself: %s", rank, said(error))
-            return None, _NOT_HERE
-        opened.callback(relay.close)
-        return relay, json.dumps([address, relay.port]).encode()
+            return None
 
     def _line_key(self, rank: int) -> str:
-        return f"line/{self._number}/{rank:05d}"
+        return f"line/{self._session.round.number}/{rank:05d}"
 
     def _needs_key(self, rank: int) -> str:
-        return f"needs/{self._number}/{rank:05d}"
-
-    def _look(self) -> bool:
-        self._moved()
-        return self._ended()
+        return f"needs/{self._session.round.number}/{rank:05d}"
 
 
-@dataclass(frozen=True, slots=True)
-class Ways:
+class Ways(NamedTuple):
     """The ways between this host and others.
 
     Attributes:
@@ -331,84 +262,45 @@ class Ways:
     addresses: Mapping[int, tuple[str, int]]
     relay: Relay | None
 
-    def relayed_by(
-        self, division: Division[CodecChain], me: int, *, together_bytes: int
-    ) -> Iterator[RelayedBytes]:
-        """Yield the stored bytes that member `me` takes from other hosts, or hands on to them.
-
-        Ranks without an address take no part: what they were to read is read here. Chains of more
-        than `together_bytes` are read by each host.
-        """
-        for piece in division.pieces:
-            way = piece.relayed
-            if piece.reader != me or way is None:
-                continue
-            links = piece.job.links
-            if len(links) > 1 and sum(link.frame.length for link in links) > together_bytes:
-                continue
-            source = way.source if way.source in self.addresses else None
-            recipients = tuple(rank for rank in way.recipients if rank in self.addresses)
-            if source is None and not recipients:
-                continue
-            raw = piece.job.chain is None
-            for link in links:
-                start = piece.span.start if raw else 0
-                length = piece.span.length if raw else link.frame.length
-                where = BlobRange(link.blob, link.frame.offset + start, length)
-                yield RelayedBytes(where, source, recipients)
-
 
 class SharedReading:
     """What one rank reads for itself and for others, and takes from others."""
 
     def __init__(
         self,
-        division: Division[CodecChain],
+        session: RankSession[RestoreRound],
+        division: Division,
         met: Met | None,
         ways: Ways | None,
         me: int,
-        *,
-        limit_s: float,
-        ended: Callable[[], bool],
-        timing: Timing,
     ) -> None:
-        """Prepare; see `JobReading.share`."""
-        self._division = division
-        self._ended = ended
-        self._limit_s = limit_s
-        self._timing = timing
+        """Prepare; see `JobReading.share`.
+
+        Raises:
+            OSError: This process is out of descriptors.
+        """
+        # Not a method: the relay would hold this object, and the window would last as long as that.
+        self._ended: Callable[[], bool] = lambda: session.has_news
+        self._limit_s = limit_s = session.group.timeout_s
         self._progress: Callable[[int], None] | None = None
         self._lock = threading.Lock()  # guards the callback: two threads count bytes
-        own: list[Share] = []
-        taken: list[tuple[int, Share]] = []
-        single: list[FrameJob[CodecChain]] = []
-        for piece in division.pieces:
-            share = Share(piece.number, piece.job, piece.span, piece.takers)
-            if piece.reader != me:
-                taken.append((piece.reader, share))
-            elif piece.takers:
-                own.append(share)
-            else:
-                single.append(piece.job)
-        self._own = own
+        taken = [piece for piece in division.pieces if piece.reader != me]
+        self._read = [piece for piece in division.pieces if piece.reader == me]
+        self._own = own = [piece for piece in self._read if piece.takers]
         # The others wait for what only their hosts need besides this one: so it comes first.
-        self._alone = [*single, *division.alone]
+        self._alone = [*(piece.job for piece in self._read if not piece.takers), *division.alone]
         self._met = met
         self._ways = ways
-        self._me = me
         self._exchange: Exchange | None = None
         if met is not None and (own or taken):
+            timing = session.group.timing
             peers = [
                 Peer(number, socket, window, Watchdog(limit_s * _PATIENCE, timing.clock))
                 for number, socket, window in met.others
             ]
+            window = Staging(len(met.window), met.window)
             self._exchange = Exchange(
-                Staging(len(met.window), met.window),
-                peers,
-                own=own,
-                taken=taken,
-                place=self._place,
-                timing=timing,
+                window, peers, own=own, taken=taken, place=self._place, timing=timing
             )
         spans = (span for job in division.alone for link in job.links for span in link.ranges)
         self.bytes_expected = sum(p.span.length for p in division.pieces) + sum(
@@ -428,29 +320,15 @@ class SharedReading:
             BaseException: As `Loader.run`.
         """
         self._progress = progress
-        relay = None if self._ways is None else self._ways.relay
-        if self._ways is None or relay is None:
+        ways = self._ways
+        relay = None if ways is None else ways.relay
+        if ways is None or relay is None:
             return self._run(loader, loader)
         try:
-            found = self._ways.relayed_by(
-                self._division, self._me, together_bytes=loader.together_bytes
-            )
-            if not (relayed_bytes := tuple(found)):
-                relay.close()
-                return self._run(loader, loader)
-            # Less than the store has, too: a rank that waits for another does not hang itself.
-            limit_s = min(self._limit_s, loader.io_timeout_s or self._limit_s)
+            relayed_bytes = [*self._relayed(ways, loader.together_bytes)]
             store = RelayedStore(loader.backend, relay, relayed_bytes)
-            try:
-                relay.start(
-                    relayed_bytes,
-                    self._ways.addresses,
-                    patience_s=limit_s * _PATIENCE_BETWEEN_HOSTS,
-                    ended=self._ended,
-                )
-            except (OSError, RuntimeError) as error:  # out of descriptors, or of threads
+            if not relayed_bytes or not self._begins(relay, relayed_bytes, ways, loader):
                 relay.close()
-                log.warning("read_once_per_job: this rank reads alone: %s", said(error))
                 return self._run(loader, loader)
             stats = self._run(loader.over(store), loader, relay)
         finally:
@@ -458,6 +336,47 @@ class SharedReading:
         self.bytes_received = store.bytes_received
         stats.bytes_read -= store.bytes_received
         return stats
+
+    def _relayed(self, ways: Ways, together_bytes: int) -> Iterator[RelayedBytes]:
+        """Yield the stored bytes that this rank takes from other hosts, or hands on to them.
+
+        Ranks without an address take no part: what they were to read is read here. Chains of more
+        than `together_bytes` are read by each host.
+        """
+        for piece in self._read:
+            way, links = ways.relayed.get(piece.number), piece.job.links
+            if way is None:
+                continue
+            if len(links) > 1 and sum(link.frame.length for link in links) > together_bytes:
+                continue
+            source = way.source if way.source in ways.addresses else None
+            recipients = tuple(rank for rank in way.recipients if rank in ways.addresses)
+            if source is None and not recipients:
+                continue
+            raw = piece.job.chain is None
+            for link in links:
+                start = piece.span.start if raw else 0
+                length = piece.span.length if raw else link.frame.length
+                where = BlobRange(link.blob, link.frame.offset + start, length)
+                yield RelayedBytes(where, source, recipients)
+
+    def _begins(
+        self, relay: Relay, relayed_bytes: Sequence[RelayedBytes], ways: Ways, loader: Loader
+    ) -> bool:
+        """Start the relay; return whether this process can."""
+        # Less than the store has, too: a rank that waits for another does not hang itself.
+        limit_s = min(self._limit_s, loader.io_timeout_s or self._limit_s)
+        try:
+            relay.start(
+                relayed_bytes,
+                ways.addresses,
+                patience_s=limit_s * _PATIENCE_BETWEEN_HOSTS,
+                ended=self._ended,
+            )
+        except (OSError, RuntimeError) as error:  # out of descriptors, or of threads
+            log.warning("read_once_per_job: this rank reads alone: %s", said(error))
+            return False
+        return True
 
     def _run(self, loader: Loader, alone: Loader, relay: Relay | None = None) -> LoadStats:
         """Read everything by `loader`, and by `alone` what others did not lend."""

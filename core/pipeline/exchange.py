@@ -63,12 +63,14 @@ class Share:
         number: The same in all processes.
         job: The frame, and where its bytes go here.
         span: The bytes, of the chunk.
-        takers: To whom they are lent, if this process reads them.
+        reader: Who reads them.
+        takers: To whom the reader lends them.
     """
 
     number: int
     job: FrameJob[CodecChain]
     span: ByteRange
+    reader: int
     takers: tuple[int, ...] = ()
 
 
@@ -122,7 +124,7 @@ class Exchange:
         peers: Sequence[Peer],
         *,
         own: Sequence[Share],
-        taken: Sequence[tuple[int, Share]],
+        taken: Sequence[Share],
         place: Callable[[Share, memoryview], None],
         timing: Timing,
     ) -> None:
@@ -132,7 +134,7 @@ class Exchange:
             window: Allocates the memory that the others see: of one arena.
             peers: The other processes; the caller closes their sockets behind `close`.
             own: What this process reads.
-            taken: What others read, each with the number of the reader.
+            taken: What others read.
             place: Puts the bytes of a piece where they belong here.
             timing: Says how often the thread looks around (`poll_s`).
         """
@@ -142,8 +144,8 @@ class Exchange:
         # Of what is no longer in `_own`: the taker that has not heard of it, and the piece.
         self._untold: list[tuple[int, int]] = []
         self._peers = {peer.number: peer for peer in peers}
-        for reader, share in taken:
-            self._peers[reader].awaited[share.number] = share
+        for share in taken:
+            self._peers[share.reader].awaited[share.number] = share
         self._place = place
         self._poll_s = timing.poll_s
         self._interrupt_s = timing.interrupt_s

@@ -1,15 +1,19 @@
 """One save of several ranks, as this rank takes part in it: what it tells, and what it waits for.
 
+A process that saves alone is a group of one rank, which agrees with itself at once.
+
 The save thread calls it. It carries the steps of the round out as far as they are waiting; what is
-written and published is `finish`'s.
+written and published is `finish`'s. Tested in `tests/integration/ranks/test_save_failures.py`.
 """
 
 from __future__ import annotations
 
 import logging
+import secrets
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from penstock.core.catalog.commit_table import Event
 from penstock.core.errors import (
     BlobNotFoundError,
     BusyError,
@@ -23,7 +27,7 @@ from penstock.core.errors import (
     SaveSkippedError,
     StepExistsError,
 )
-from penstock.core.plan.ranks import RankPlaces
+from penstock.core.plan.ranks import WRITER_BYTES, RankPlaces
 from penstock.core.ranks.group import SEVERAL_CHECKPOINTERS, cause_of, failed_with
 from penstock.core.ranks.session import RankSession
 from penstock.core.ranks.structure import (
@@ -42,15 +46,15 @@ from penstock.core.ranks.structure import (
     unequal_replicas,
     unpack_numbers,
 )
-from penstock.core.rounds.posts import Result, ended, values_key
-from penstock.core.rounds.round import SaveRound
+from penstock.core.rounds.posts import Result, Verdict, ended, values_key
+from penstock.core.rounds.round import SaveRound, error_of
 from penstock.core.rounds.table import ENDS, Phase, Step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from penstock.core.abc import Backend
-    from penstock.core.catalog.commit_table import Commit, Event
+    from penstock.core.catalog.commit_table import Commit
     from penstock.core.ranks.group import RankGroup
 
 log = logging.getLogger("penstock")
@@ -142,8 +146,8 @@ class SaveAgreement(RankSession[SaveRound]):
         self._arrival = {**brought.arrival(self._digests), **more}
         # Not known any more until rank 0 tells it anew: if it says go and this rank has given up by
         # then, others go on from places that this rank has not heard of.
-        self._assumed = self._group.alike.get(brought.key)
-        self._group.alike = {}
+        self._assumed = self.group.places.of(brought.key)
+        self.group.places.forget()
         self.round.arrive(self._arrival)
         self.start()
 
@@ -153,10 +157,10 @@ class SaveAgreement(RankSession[SaveRound]):
         Raises:
             PenstockError: The save is given up.
         """
-        while not self.wait_all_here(self._group.timing.rank_poll_s):
+        while not self.wait_all_here(self.group.timing.rank_poll_s):
             self._alive()
             self.check()
-        self._group.lost.clear()  # whoever has failed before is here again
+        self.group.lost.clear()  # whoever has failed before is here again
         return {0: self._arrival, **self.tell(lambda r: dict(r.others.arrived))}
 
     def skip(self, reason: str) -> None:
@@ -200,7 +204,7 @@ class SaveAgreement(RankSession[SaveRound]):
             place_in(unpack_numbers(self.terms["classes"]), self.rank),
             {path: place_in(indices[path], self.rank) for path in mine},
         )
-        self._group.note_places(self._brought.key, places, assumed=self._assumed)
+        self.group.places.note(self._brought.key, places, assumed=self._assumed)
         if self._assumed is not None and self._assumed != places:
             msg = (
                 f"step {self._step}: the state of another rank has another structure than when it "
@@ -224,14 +228,14 @@ class SaveAgreement(RankSession[SaveRound]):
             SaveError: It does not; says what to do.
             StorageError: The place does not answer.
         """
-        if backend.url in self._group.shared:
+        if backend.url in self.group.shared:
             return
         try:
             backend.stat(name)
         except BlobNotFoundError as error:
             msg = f"step {self._step}: {_not_shared(backend.url, tier)}"
             raise SaveError(msg) from error
-        self._group.shared.add(backend.url)
+        self.group.shared.add(backend.url)
 
     def check(self) -> None:
         """Raise if the round is over, since another rank has failed.
@@ -260,7 +264,7 @@ class SaveAgreement(RankSession[SaveRound]):
             pieces = dump_values(compared)
             for number, piece in enumerate(pieces):
                 key = values_key(self.round.number, self.rank, number)
-                self._group.coordination.post(key, piece)
+                self.group.coordination.post(key, piece)
         post = {**part, "values": own, "pieces": len(pieces)}
         if self._digests.shared:
             post["shared"] = dict(self._digests.shared)
@@ -306,7 +310,7 @@ class SaveAgreement(RankSession[SaveRound]):
 
     def _values_of(self, rank: int, pieces: int) -> dict[str, str]:
         keys = [values_key(self.round.number, rank, piece) for piece in range(pieces)]
-        found = self._group.coordination.read(keys)
+        found = self.group.coordination.read(keys)
         return load_values([piece or b"" for piece in found], f"the values of rank {rank}")
 
     def merged(self) -> None:
@@ -336,7 +340,7 @@ class SaveAgreement(RankSession[SaveRound]):
         """
         cause = cause_of(error)
         if not self.has_begun:
-            self._group.give_up(self.round.number, cause)
+            self.group.give_up(self.round.number, cause)
             return error
         if self.round.phase in ENDS:
             return error
@@ -366,7 +370,7 @@ class SaveAgreement(RankSession[SaveRound]):
             PenstockError: The round has ended in another way; or `alive` raised.
         """
         while True:
-            step = self.next_step(self._group.timing.rank_poll_s)
+            step = self.next_step(self.group.timing.rank_poll_s)
             if step is not None and step in wanted:
                 return
             if step is Step.RESOLVE:
@@ -404,9 +408,8 @@ class SaveAgreement(RankSession[SaveRound]):
         result, verdict = self.round.result, self.round.verdict
         if result is not None and result.result is not Result.COMMITTED:
             host = self.round.others.host_of(0)
-            who = "rank 0" + (f" on {host}" if host else "")
-            msg = f"{ended(f'{what}: {who} {result.cause}')} {stays}".rstrip()
-            return RankError(msg, 0, host, result.cause)
+            cause = Verdict(commit=False, rank=0, host=host, cause=result.cause)
+            return error_of(cause, what, stays)
         if verdict is not None and verdict.commit:
             return LostRaceError(f"{what}: another saver owns it. {stays}".rstrip())
         if verdict is not None and verdict.rank == self.rank:
@@ -415,7 +418,7 @@ class SaveAgreement(RankSession[SaveRound]):
         found = self.abort_error(what, stays)
         if found is not None:
             return _alike(found)
-        silence = f"the store of the job could not be reached for {self._group.timeout_s:g} s"
+        silence = f"the store of the job could not be reached for {self.group.timeout_s:g} s"
         return CoordinationError(f"{what}: {silence}. {stays}".rstrip())
 
     def _stopped(self, what: str) -> PenstockError:
@@ -424,6 +427,77 @@ class SaveAgreement(RankSession[SaveRound]):
         cause = self.round.stop
         host = self.round.others.host_of(0)
         return RankError(f"{what}: rank 0 did not begin: {cause}", 0, host, cause)
+
+
+class AgreementOfOne:
+    """The agreement of a process that saves alone, with the methods of `SaveAgreement`.
+
+    Nobody else can fail, and nobody is waited for. The publisher feeds the table of the save.
+    """
+
+    rank = 0
+    world_size = 1
+    leads = True
+    alone = True
+    writer_bytes = WRITER_BYTES
+    structures: Sequence[str] = ()
+    totals: tuple[int, ...] = ()
+
+    def __init__(self, commit: Commit) -> None:
+        self.uid = secrets.token_hex(16)
+        self.terms: Mapping[str, Any] = {}
+        self._commit = commit
+
+    def arrive(self, brought: Brought, more: Mapping[str, Any]) -> None:
+        """Do nothing: there is nobody to join."""
+
+    def gather(self) -> dict[int, Mapping[str, Any]]:
+        """Return at once: nobody else arrives."""
+        return {}
+
+    def skip(self, reason: str) -> None:
+        """Do nothing: there is nobody to notify."""
+
+    def go(self, arrivals: Mapping[int, Mapping[str, Any]], terms: Mapping[str, Any]) -> None:
+        """Set the terms of the save."""
+        del arrivals
+        self.terms = terms
+
+    def wait_for_go(self) -> RankPlaces | None:
+        """Return None at once: this process writes all that it has."""
+
+    def check_shared(self, *_: object, **__: object) -> None:
+        """Do nothing: this process has published the record itself."""
+
+    def moved(self, done: int, total: int) -> None:
+        """Do nothing: nobody watches this process."""
+
+    def check(self) -> None:
+        """Do nothing: there is nobody else who could fail."""
+
+    def seal(self, part: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
+        """Feed the table of the save that all of it is durable."""
+        del part
+        self._commit.feed(Event.SEALED)
+        return {}
+
+    def check_values(self, parts: Mapping[int, Mapping[str, Any]]) -> frozenset[str]:
+        """Return nothing: there are no other values to compare with."""
+        del parts
+        return frozenset()
+
+    def merged(self) -> None:
+        """Return at once: this process may publish."""
+
+    def published(self, result: Result, cause: str = "", totals: Sequence[int] = ()) -> None:
+        """Do nothing: there is nobody to notify."""
+
+    def give_up(self, error: BaseException) -> BaseException:
+        """Return the error: it is this process's own."""
+        return error
+
+    def finish(self) -> None:
+        """Return at once: nobody needs to learn the end."""
 
 
 def _not_shared(url: str, tier: str | None) -> str:

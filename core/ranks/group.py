@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.concurrency.timing import current_timing
@@ -20,8 +21,13 @@ from penstock.core.concurrency.watchdog import Deadline, spawn
 from penstock.core.errors import ConfigError, CoordinationError
 from penstock.core.limits import MAX_INT
 from penstock.core.plan.ranks import WRITER_BYTES
-from penstock.core.ranks.drains import FollowedDrains, ToldDrains
-from penstock.core.ranks.torch_store import TorchCoordination, job_prefix
+from penstock.core.ranks.durability import FollowedDrains, ToldDrains
+from penstock.core.ranks.torch_job import (
+    TorchCoordination,
+    job_prefix,
+    missing_job,
+    place_in_job,
+)
 from penstock.core.rounds.posts import (
     At,
     DrainedPost,
@@ -40,10 +46,9 @@ from penstock.core.rounds.round import RankPlace
 from penstock.core.types import show_value
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from penstock.core.abc import Coordination
-    from penstock.core.concurrency.timing import Timing
     from penstock.core.config.model import CheckpointerConfig
     from penstock.core.errors import RankError
     from penstock.core.plan.ranks import RankPlaces
@@ -61,13 +66,125 @@ _SEATS_AT_ONCE = 64
 _MISSED = b"missed"
 
 
+class KnownPlaces:
+    """Says on which places of this rank a save may rely before the ranks have met.
+
+    A save that relies on its places captures the share of this rank alone. Each time that they were
+    wrong, a save has failed. So places then have to stay the same for twice as many saves before
+    they are relied on: a state that changes at every save loses a few of them, not all.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[object, RankPlaces] = {}
+        self._newest: tuple[object, RankPlaces] | None = None
+        self._times_alike = 0  # saves in a row in which the places were the newest ones
+        self._times_needed = 1  # before they are relied on
+
+    def of(self, key: object) -> RankPlaces | None:
+        """Return the places of this rank where it brings `key` to a save; None: not known."""
+        return self._known.get(key)
+
+    def forget(self) -> None:
+        """Know no places until the next `note`."""
+        self._known = {}
+
+    def note(self, key: object, places: RankPlaces, *, assumed: RankPlaces | None) -> None:
+        """Note the places of this rank in a save, as rank 0 has reported them.
+
+        Args:
+            key: What this rank has brought to the save.
+            places: Its places.
+            assumed: The places that the save has relied on, if it has.
+        """
+        newest = key, places
+        self._times_alike = self._times_alike + 1 if newest == self._newest else 1
+        self._newest = newest
+        if assumed is not None and assumed != places:
+            self._times_needed *= 2
+        self._known = {key: places} if self._times_alike >= self._times_needed else {}
+
+
+class Parting:
+    """Keeps rank 0 from closing the store of the job while another rank needs it. Thread-safe.
+
+    The store may live in the process of rank 0.
+    """
+
+    def __init__(self, coordination: Coordination, place: RankPlace) -> None:
+        """Prepare; nothing is sent.
+
+        Args:
+            coordination: Where the ranks agree.
+            place: This rank.
+        """
+        self._coordination = coordination
+        self._place = place
+        self._lock = threading.Lock()  # guards `_last` and `_needed`
+        self._last = -1
+        self._needed: set[int] = set()
+        self._gone = False
+        self._posting = threading.Lock()  # held during a post, so that the newest is the last one
+
+    def ended(self, number: int) -> None:
+        """Note that this rank knows how a round, and all before it, ended."""
+        with self._lock:
+            self._last = max(self._last, number)
+
+    def need(self, number: int) -> None:
+        """Note that this rank needs the store for a round even when that has ended."""
+        with self._lock:
+            self._needed.add(number)
+
+    def release(self, number: int) -> None:
+        """Note that this rank does not need the store for a round any more."""
+        with self._lock:
+            self._needed.discard(number)
+
+    def leave(self) -> None:
+        """Note that this rank needs the store for no round any more."""
+        self._gone = True
+
+    def post(self) -> None:
+        """Post for which rounds this rank needs the store no longer.
+
+        Raises:
+            CoordinationError: The store of the job cannot be reached.
+        """
+        with self._posting:
+            with self._lock:
+                left = min(self._needed, default=self._last + 1) - 1
+            if self._gone:
+                left = MAX_INT
+            if left >= 0:
+                self._coordination.post(_left_key(self._place.rank), str(left).encode())
+
+    def wait(self, lost: Collection[int], deadline: Deadline, pause_s: float) -> None:
+        """Wait until no other rank needs the store for a round that this rank knows of.
+
+        Args:
+            lost: The ranks that are not waited for.
+            deadline: For how long to wait.
+            pause_s: How long to pause between two looks.
+        """
+        while self._last >= 0 and not self._all_left(lost) and not deadline.is_over():
+            time.sleep(pause_s)
+
+    def _all_left(self, lost: Collection[int]) -> bool:
+        others = set(range(1, self._place.world_size)).difference(lost)
+        try:
+            values = self._coordination.read([_left_key(rank) for rank in sorted(others)])
+        except CoordinationError:
+            return True  # nobody can learn anything there any more
+        return all(value is not None and int(value) >= self._last for value in values)
+
+
 class RankGroup:
     """The ranks of one checkpointer. Thread-safe.
 
     Every save and every restore takes a number, so all ranks have to call them in the same order.
     """
 
-    def __init__(  # noqa: PLR0913 - options, each by name
+    def __init__(
         self,
         rank: int,
         world_size: int,
@@ -78,7 +195,6 @@ class RankGroup:
         writer_bytes: int = WRITER_BYTES,
         members: Sequence[int] = (),
         name: str = "",
-        timing: Timing | None = None,
     ) -> None:
         """Join the ranks; nothing is sent.
 
@@ -92,24 +208,15 @@ class RankGroup:
             members: Their numbers in the job, in order, where others of the job are left out;
                 empty: they are all of it.
             name: The name under which they meet, if they have one.
-            timing: Says how long is waited, and by which clock the silence of others is counted;
-                None: the timing in force.
         """
         self.writer_bytes = writer_bytes
         self.place = RankPlace(rank, world_size, host or socket.gethostname(), tuple(members))
         self.name = name
         self.coordination = coordination
         self.timeout_s = timeout_s
-        self.timing = timing or current_timing()
-        self.alike: dict[object, RankPlaces] = {}
-        """The places of this rank among those alike, by what it brought to the newest save.
-
-        As rank 0 told them then; no other structure is known. Empty while places change too often
-        to be relied on.
-        """
-        self._newest: tuple[object, RankPlaces] | None = None
-        self._times_alike = 0  # saves in a row in which the places were the newest ones
-        self._times_needed = 1  # before they are relied on
+        self.timing = current_timing()
+        self.places = KnownPlaces()
+        """The places of this rank in the newest saves."""
         self.by_host: tuple[tuple[int, ...], ...] | None = None
         """The ranks in sets that read together, each on one host, once they are known."""
         self.reads_apart = False
@@ -122,42 +229,20 @@ class RankGroup:
         """On rank 0: what it tells of its copies to slower tiers."""
         self.followed_drains = FollowedDrains(coordination, timeout_s, self.timing)
         """On the others: what they learn of the copies of rank 0."""
-        self._numbers = itertools.count()
+        self._parting = Parting(coordination, self.place)
         self._next = 0
         self._closed = False
-        self._lock = threading.Lock()  # guards `_nonce`, `_last`, `_followed`, `_senders`
+        self._lock = threading.Lock()  # guards `_next`, `_nonce` and `_senders`
         self._nonce = b""
-        self._last = -1
-        self._followed: set[int] = set()
         self._senders: list[threading.Thread] = []
-        self._posting = threading.Lock()  # held during a post, so that the newest is the last one
         self._pid = os.getpid()
         _every.add(self)
 
     def next_number(self) -> int:
         """Return the number of the next save or restore."""
-        number = next(self._numbers)
-        self._next = number + 1
-        return number
-
-    def note_places(self, key: object, places: RankPlaces, *, assumed: RankPlaces | None) -> None:
-        """Note the places of this rank in a save, as rank 0 has told them.
-
-        A later save relies on them and captures this rank's share alone. Each time that this was
-        wrong, a save has failed. So places then have to stay the same for twice as many saves
-        before they are relied on: a state that changes at every save loses a few of them, not all.
-
-        Args:
-            key: What this rank has brought to the save.
-            places: Its places.
-            assumed: The places that the save has relied on, if it has.
-        """
-        newest = key, places
-        self._times_alike = self._times_alike + 1 if newest == self._newest else 1
-        self._newest = newest
-        if assumed is not None and assumed != places:
-            self._times_needed *= 2
-        self.alike = {key: places} if self._times_alike >= self._times_needed else {}
+        with self._lock:
+            self._next += 1
+            return self._next - 1
 
     def uid(self, number: int) -> str:
         """Return the uid of the save with this number, the same on every rank.
@@ -203,26 +288,23 @@ class RankGroup:
 
         Rank 0 waits for that before it closes, since the store may live in its process.
         """
-        with self._lock:
-            self._last = max(self._last, number)
+        self._parting.ended(number)
         if self.place.rank:
-            self._send(self._post_left)
+            self._send(self._parting.post)
 
     def follow(self, number: int, told: Callable[[DrainedPost], None]) -> None:
         """Call `told` with the end of the copies of what was saved in a round, as `FollowedDrains`.
 
         This rank needs the store for that round until then.
         """
-        with self._lock:
-            self._followed.add(number)
+        self._parting.need(number)
 
-        def forget(post: DrainedPost) -> None:
-            with self._lock:
-                self._followed.discard(number)
-            self._send(self._post_left)
+        def release(post: DrainedPost) -> None:
+            self._parting.release(number)
+            self._send(self._parting.post)
             told(post)
 
-        self.followed_drains.follow(number, forget)
+        self.followed_drains.follow(number, release)
 
     def settle(self) -> None:
         """Wait until this rank knows which checkpoints are durable, or rank 0 cannot copy them."""
@@ -252,40 +334,22 @@ class RankGroup:
         self._send(lambda: self.coordination.post(slot_key(self.place.rank), encode(post)))
         if self.name:
             self._send(self._take_seats_of_lost)
-        with self._lock:
-            last, senders = self._last, self._senders
         if self.place.rank:
+            self._parting.leave()
             with suppress(CoordinationError):  # rank 0 waits for as long as it may stand still
-                self._post_left()
-        elif last >= 0:
-            while not self._all_left(last) and not deadline.is_over():
-                time.sleep(self.timing.rank_left_poll_s)
+                self._parting.post()
+        else:
+            self._parting.wait(self.lost, deadline, self.timing.rank_left_poll_s)
+        with self._lock:
+            senders = self._senders
         for sender in senders:
             sender.join(deadline.left_s())
         self.coordination.close()
-
-    def _post_left(self) -> None:
-        with self._posting:
-            with self._lock:
-                left = min(self._followed, default=self._last + 1) - 1
-            if self._closed:
-                left = MAX_INT
-            if left >= 0:
-                self.coordination.post(_left_key(self.place.rank), str(left).encode())
 
     def _take_seats_of_lost(self) -> None:
         """Take the seats of ranks that never came: they meet the others at the next meeting."""
         for rank in sorted(self.lost):
             self.coordination.decide(_seat_key(rank), _MISSED)
-
-    def _all_left(self, last: int) -> bool:
-        others = set(range(1, self.place.world_size)) - self.lost
-        keys = [_left_key(rank) for rank in sorted(others)]
-        try:
-            values = self.coordination.read(keys)
-        except CoordinationError:
-            return True  # nobody can learn anything there any more
-        return all(value is not None and int(value) >= last for value in values)
 
     def _send(self, call: Any) -> None:
         def send() -> None:
@@ -337,7 +401,6 @@ class RanksOfJob:
         self._name = name or ""
         self._token = secrets.token_hex(16).encode()  # of one seat, however often it is asked for
         self._config = config
-        self._timing = current_timing()
         self._url = url
         self._group: RankGroup | None = None
         self._saves_alone = False
@@ -353,24 +416,20 @@ class RanksOfJob:
         """
         if self._config.ranks == "alone":
             return True
-        group = self._given if isinstance(self._given, RankGroup) else self._group
-        if group is not None:
-            return group.place.rank == 0
-        place = _place_in_job(self._given)
+        place = self._place()
         if place is not None:
             return place.rank == 0
-        return promised_ranks() < 2 or os.environ.get("RANK") == "0"  # noqa: PLR2004 - one is alone
+        return not missing_job() or os.environ.get("RANK") == "0"
 
     def settle(self) -> None:
         """Wait until this rank knows which checkpoints are durable; see `RankGroup.settle`."""
         if self._group is not None:
             self._group.settle()
 
-    def obstacle(self) -> str | None:
-        """Return why this process cannot save as one of several ranks by now; None if it can."""
-        ranks = promised_ranks()
-        waits = ranks > 1 and self._config.ranks == "auto" and self._given is None
-        return obstacle_of_ranks(ranks) if waits else None
+    def obstacle(self) -> str:
+        """Return why this process cannot save as one of several ranks by now; empty if it can."""
+        waits = self._config.ranks == "auto" and self._given is None
+        return missing_job() if waits else ""
 
     def place(self) -> RankPlace | None:
         """Return the place of this process among the ranks that save together; None: it is alone.
@@ -382,8 +441,7 @@ class RanksOfJob:
         """
         if self._config.ranks == "alone":
             return None
-        group = self._given if isinstance(self._given, RankGroup) else self._group
-        found = _place_in_job(self._given) if group is None else group.place
+        found = self._place()
         self._check_findable(found)
         self._check_not_alone(found)
         return found
@@ -418,16 +476,13 @@ class RanksOfJob:
         """
         if self._config.ranks == "alone" or self._group is not None:
             return self._group
-        found: RankGroup | None
-        if isinstance(self._given, RankGroup):
-            found = self._given
-        else:
+        found = self._given if isinstance(self._given, RankGroup) else None
+        if found is None:
             found = group_of_job(
                 self._given,
                 timeout_s=self._config.rank_timeout_s,
                 name=self._name,
                 token=self._token,
-                timing=self._timing,
             )
         self._check_not_alone(found)
         self._group = found
@@ -441,10 +496,14 @@ class RanksOfJob:
         if self._group is not None:
             self._group.close(error)
 
+    def _place(self) -> RankPlace | None:
+        """Return the place of this process, without joining the ranks; None: it is alone."""
+        group = self._given if isinstance(self._given, RankGroup) else self._group
+        return place_in_job(self._given) if group is None else group.place
+
     def _check_findable(self, found: RankGroup | RankPlace | None) -> None:
-        ranks = promised_ranks()
-        if found is None and ranks > 1 and self._config.ranks == "auto":
-            raise ConfigError(obstacle_of_ranks(ranks))
+        if found is None and self._config.ranks == "auto" and (obstacle := missing_job()):
+            raise ConfigError(obstacle)
 
     def _check_not_alone(self, found: RankGroup | RankPlace | None) -> None:
         if found is not None and self._saves_alone:
@@ -488,7 +547,6 @@ def group_of_job(
     timeout_s: float,
     name: str = "",
     token: bytes = b"",
-    timing: Timing | None = None,
 ) -> RankGroup | None:
     """Return the ranks of the torch.distributed job; None for a process that is alone.
 
@@ -497,14 +555,13 @@ def group_of_job(
         timeout_s: As in `RankGroup`.
         name: Where they meet; empty: at the n-th group of each process.
         token: With a name: identifies the checkpointer that takes the seat, also if it asks again.
-        timing: As in `RankGroup`.
 
     Raises:
         ConfigError: This process is not in `group`, the store of the job cannot be used, or the
             name is in use in this process.
         CoordinationError: The store of the job does not answer.
     """
-    place = _place_in_job(group)
+    place = place_in_job(group)
     if place is None:
         return None
     prefix = job_prefix(place.members, name)
@@ -516,18 +573,15 @@ def group_of_job(
             "restored and is still open: close it first, or take another name, on all ranks alike"
         )
         raise ConfigError(msg)
-    coordination = TorchCoordination(
-        prefix=prefix,
+    meet = partial(
+        TorchCoordination,
         world_size=place.world_size,
         call_s=min(10.0, timeout_s / 4),  # so that a store that hangs is noticed in time
-        timing=timing,
     )
     if name:
-        try:
-            coordination.enter(str(_take_seat(coordination, place.rank, token)))
-        except BaseException:
-            coordination.close()
-            raise
+        with meet(prefix=prefix) as meetings:
+            prefix = f"{prefix}/{_take_seat(meetings, place.rank, token)}"
+    coordination = meet(prefix=prefix)
     found = RankGroup(
         place.rank,
         place.world_size,
@@ -535,7 +589,6 @@ def group_of_job(
         timeout_s=timeout_s,
         members=place.members,
         name=name,
-        timing=timing,
     )
     if name:
         _named[seat] = found
@@ -577,63 +630,3 @@ def _numbers(ranks: Iterable[object]) -> tuple[int, ...]:
         )
         raise ConfigError(msg)
     return tuple(numbers)
-
-
-def _place_in_job(group: Any) -> RankPlace | None:
-    """Return the place of this process, without its host; None where it is alone."""
-    # Looked up, not imported: a process that has not imported it has one rank.
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        if isinstance(group, tuple) and len(group) > 1:
-            raise ConfigError(obstacle_of_ranks(len(group), f"group= has {len(group)} ranks"))
-        return None
-    if isinstance(group, tuple):
-        return _place_among(group, distributed.get_rank(), distributed.get_world_size())
-    rank: int = distributed.get_rank(group)
-    world_size: int = distributed.get_world_size(group)
-    if rank < 0:
-        msg = (
-            "group= is a process group that this process is not in: give each process the group "
-            "that it saves with, or ranks='alone' where it saves for itself"
-        )
-        raise ConfigError(msg)
-    if world_size < 2:  # noqa: PLR2004 - one rank is alone
-        return None
-    members = () if group is None else tuple(distributed.get_process_group_ranks(group))
-    return RankPlace(rank, world_size, members=members)
-
-
-def _place_among(members: tuple[int, ...], rank: int, world_size: int) -> RankPlace | None:
-    """Return the place of a rank of the job among `members`; None if it is alone there.
-
-    Raises:
-        ConfigError: It is not among them, or some of them are not in the job.
-    """
-    if members[-1] >= world_size or rank not in members:
-        msg = (
-            f"group={list(members)} are the ranks that save together, and this process is rank "
-            f"{rank} of {world_size}: give each process the ranks that it saves with, or "
-            "ranks='alone' where it saves for itself"
-        )
-        raise ConfigError(msg)
-    if len(members) < 2:  # noqa: PLR2004 - one rank is alone
-        return None
-    return RankPlace(members.index(rank), len(members), members=members)
-
-
-def promised_ranks() -> int:
-    """Return the number of ranks that the environment promises, while nothing is initialised."""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return 1
-    text = os.environ.get("WORLD_SIZE", "")
-    return int(text) if text.isascii() and text.isdigit() else 1
-
-
-def obstacle_of_ranks(ranks: int, promise: str = "") -> str:
-    """Return what to do where several ranks are promised, and none can be found."""
-    return (
-        f"{promise or f'WORLD_SIZE is {ranks}'}, and torch.distributed is not initialised, so this "
-        "rank cannot find the others to save with: call torch.distributed.init_process_group(...) "
-        "first, or open the checkpointer with ranks='alone' and a root of its own for each process"
-    )

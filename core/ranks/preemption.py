@@ -19,7 +19,8 @@ from penstock.core.concurrency.timing import current_timing
 from penstock.core.concurrency.watchdog import Deadline, spawn
 from penstock.core.errors import ConfigError, CoordinationError
 from penstock.core.limits import MAX_INT
-from penstock.core.ranks.group import group_of_job, obstacle_of_ranks, promised_ranks
+from penstock.core.ranks.group import group_of_job
+from penstock.core.ranks.torch_job import missing_job
 from penstock.core.types import show_value
 
 if TYPE_CHECKING:
@@ -300,8 +301,8 @@ def _signal(name: str | int) -> signal.Signals:
 
 def _ranks_of_job(limit_s: float) -> RankGroup | None:
     """Return the ranks of the job, which meet here; None if this process is alone."""
-    if (ranks := promised_ranks()) > 1:
-        raise ConfigError(obstacle_of_ranks(ranks))
+    if obstacle := missing_job():
+        raise ConfigError(obstacle)
     return group_of_job(
         timeout_s=limit_s, name="penstock.Preemption", token=secrets.token_hex(16).encode()
     )

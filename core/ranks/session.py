@@ -41,7 +41,7 @@ class RankSession(Generic[R]):
             round_: The round; from now on only `tell` may change it. What it says once it is over
                 stays, and may be read without the lock.
         """
-        self._group = group
+        self.group = group
         self.round = round_
         self._changed = threading.Condition()  # guards `round` and all below
         self._told = False
@@ -116,15 +116,15 @@ class RankSession(Generic[R]):
         """
         if self._thread is None:
             return True
-        self._thread.join(self._group.timeout_s)
-        self._group.ended(self.round.number)
+        self._thread.join(self.group.timeout_s)
+        self.group.ended(self.round.number)
         return not self._thread.is_alive()
 
     def abort_error(self, what: str, stays: str = "", *, own: bool = False) -> RankError | None:
         """Return the error of an abort, as `Round.error`; nobody waits for its cause any more."""
         error = self.round.error(what, stays, own=own)
-        if error is not None and error.rank != self._group.place.rank:
-            self._group.lost |= {error.rank, *self.round.others.still}
+        if error is not None and error.rank != self.group.place.rank:
+            self.group.lost |= {error.rank, *self.round.others.still}
         return error
 
     def _has_news(self) -> bool:
@@ -132,7 +132,7 @@ class RankSession(Generic[R]):
 
     def _run(self) -> None:
         try:
-            operations = self.round.operations(self._group.timing.clock.monotonic_s())
+            operations = self.round.operations(self.group.timing.clock.monotonic_s())
             answer: Answer | None = None
             while True:
                 operation = self._advance(operations, answer)
@@ -159,7 +159,7 @@ class RankSession(Generic[R]):
                 self._changed.notify_all()
 
     def _carry_out(self, operation: Operation) -> Answer:
-        store = self._group.coordination
+        store = self.group.coordination
         value: Any = None
         error: CoordinationError | None = None
         try:
@@ -177,7 +177,7 @@ class RankSession(Generic[R]):
         except CoordinationError as failure:
             log.debug("the ranks' %s: %s", type(operation).__name__, str(failure))
             error = failure
-        return Answer(self._group.timing.clock.monotonic_s(), value, error)
+        return Answer(self.group.timing.clock.monotonic_s(), value, error)
 
     def _rest(self, timeout_s: float) -> None:
         """Wait for the time, or until the engine tells something."""

@@ -1,4 +1,7 @@
-"""What ranks compare of their states: the structure, the plain values, and lines of tensors."""
+"""What ranks compare of their states: the structure, the plain values, and lines of tensors.
+
+Tested in `tests/core/ranks/test_lines.py` and `tests/integration/ranks/test_save_failures.py`.
+"""
 
 from __future__ import annotations
 

@@ -77,26 +77,30 @@ class TemplatesOfRanks:
     no rank, no rank has changed anything yet.
     """
 
-    def __init__(self, group: RankGroup, selection: str = "") -> None:
+    def __init__(self, selection: str) -> None:
         """Prepare.
 
         Args:
-            group: The ranks.
             selection: What this rank was called to restore, in words: all ranks have to be called
                 alike, or replicas would restore different halves.
         """
         self.selection = _shortened(selection)
-        self._group = group
-        self._number = 0
-        self._session: RankSession[RestoreRound] | None = None
+        self._session: RankSession[RestoreRound]
         self._fit: TemplateFit | None = None
         self.lacked: Sequence[int] = ()
         """Which of `extra` no rank's template has; of rank 0 alone, once all have restored."""
 
-    def begin(self, number: int, session: RankSession[RestoreRound]) -> None:
-        """Begin a round."""
-        self._number, self._session = number, session
-        self._fit, self.lacked = None, ()
+    def begin(self, session: RankSession[RestoreRound]) -> None:
+        """Begin a round, before anything else is called."""
+        self._session, self._fit, self.lacked = session, None, ()
+
+    @property
+    def _group(self) -> RankGroup:
+        return self._session.group
+
+    @property
+    def _number(self) -> int:
+        return self._session.round.number
 
     def judge(self, fit: TemplateFit) -> TemplateFit:
         """Return how the templates of all ranks fit: what is true of all of what `fit` says.
@@ -188,7 +192,6 @@ class TemplatesOfRanks:
     def _insist(self, call: Callable[[], T], is_done: Callable[[T], bool] = lambda _: True) -> T:
         """Return what `call` returns once that is enough; repeats it until the round ends."""
         session, timing = self._session, self._group.timing
-        assert session is not None
         all_ask_s = self._group.place.world_size * timing.rank_share_s  # all ranks may wait at once
         while True:
             # Before the call: rank 0 posts its word first, and only then gives the round up.

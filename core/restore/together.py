@@ -27,7 +27,6 @@ from penstock.core.rounds.table import Step
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from penstock.core.concurrency.timing import Timing
     from penstock.core.ranks.group import RankGroup
     from penstock.core.ranks.templates import TemplatesOfRanks
     from penstock.core.reporting.reports import Progress
@@ -89,7 +88,6 @@ class RestoreTogether(Generic[T]):
         tell: Returns what rank 0 learns of the result of `attempt`, in at most some KiB.
         sharing: What the ranks read once and hand on; that of rank 0 counts.
         network: The network between hosts, as in `JobReading`.
-        timing: Says how long is waited, where ranks read together.
         told: On rank 0, after `run`: what the others have posted, by rank.
     """
 
@@ -105,7 +103,6 @@ class RestoreTogether(Generic[T]):
     tell: Callable[[T], Mapping[str, Any]] = lambda _: {}
     sharing: Sharing
     network: str | None
-    timing: Timing
     told: Mapping[int, Mapping[str, Any]] = field(default_factory=dict, init=False)
     _asked: Mapping[str, Any] = field(init=False)
     _found: Candidates | None = field(default=None, init=False)
@@ -151,7 +148,7 @@ class RestoreTogether(Generic[T]):
             called_s = None  # further rounds begin when this one has ended
             session = self._session = RankSession(self.group, round_)
             if self.templates is not None:
-                self.templates.begin(number, session)
+                self.templates.begin(session)
             session.start()
             try:
                 found = self._go_through(session)
@@ -208,7 +205,7 @@ class RestoreTogether(Generic[T]):
             record = self._chosen.contents.record
             terms = {
                 **self._asked,
-                "sharing": self.sharing.to_terms(),
+                "sharing": self.sharing,
                 "step": record.step,
                 "uid": record.uid,
                 "skipped": self._found.skipped[-_MOST_SKIPPED:],
@@ -237,17 +234,9 @@ class RestoreTogether(Generic[T]):
                 chosen = self.follow(round_.terms["step"], round_.terms["uid"])
             chosen = replace(chosen, ended=lambda: session.has_news)
             # As rank 0 says it: ranks that do not agree would wait for each other in vain.
-            sharing = Sharing.from_terms(round_.terms["sharing"])
+            sharing = Sharing(*round_.terms["sharing"])
             if sharing.per_host or sharing.per_job:
-                others = JobReading(
-                    self.group,
-                    round_.number,
-                    sharing,
-                    network=self.network,
-                    ended=lambda: session.has_news,
-                    moved=lambda: session.moved(0, 0),
-                    timing=self.timing,
-                )
+                others = JobReading(session, sharing, network=self.network)
                 chosen = replace(chosen, others=others)
             found.append(self.attempt(chosen))
             part = self.tell(found[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
@@ -15,6 +15,7 @@ from penstock.core.format.strict_json import (
     load_json,
     refuse,
 )
+from penstock.core.limits import MAX_INT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -290,3 +291,63 @@ def decode(kind: type[R], data: bytes) -> R:
     if read.value("v") != _VERSION:
         refuse(name, f"version {read.value('v')!r} of another Penstock; use one version everywhere")
     return kind(**{key: _READERS[of](read, name, key) for key, of in types.items()})
+
+
+class Outbox:
+    """Keeps what one rank has still to post in a round, until the store of the job has taken it.
+
+    Of one key only the newest post waits: one that is replaced while it is sent is sent again.
+    """
+
+    def __init__(self, rank: int, slot: SlotPost) -> None:
+        """Begin with nothing to post.
+
+        Args:
+            rank: The rank.
+            slot: The state of the rank, which `put_slot` posts.
+        """
+        self.slot = slot
+        """The state of the rank, as it is now."""
+        self._slot_key = slot_key(rank)
+        self._waiting: dict[str, bytes] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to post."""
+        return not self._waiting
+
+    @property
+    def waiting(self) -> list[tuple[str, bytes]]:
+        """The keys and the bytes of what is to be posted, in order."""
+        return list(self._waiting.items())
+
+    def put(self, key: str, post: Record) -> None:
+        """Take a post, in place of an earlier one with this key.
+
+        Raises:
+            FormatError: It is larger than a post may be; nothing has changed.
+        """
+        self._waiting[key] = encode(post)
+
+    def put_slot(self) -> None:
+        """Take the state of the rank as a post: it has changed, or a beat is due."""
+        self.put(self._slot_key, self.slot)
+
+    def taken(self, key: str, value: bytes) -> None:
+        """Note that the store has taken these bytes."""
+        if self._waiting.get(key) is value:
+            del self._waiting[key]
+
+    def moved(self) -> None:
+        """Count progress in the slot."""
+        self.slot = replace(self.slot, moves=self.slot.moves + 1)
+
+    def fitting(self, at: At, part: Mapping[str, Any]) -> SlotPost:
+        """Return the slot of a rank that is there, with what it has to tell.
+
+        Raises:
+            FormatError: The part is larger than a post may be, with the counts of later beats.
+        """
+        found = replace(self.slot, at=at, part=part)
+        encode(replace(found, moves=MAX_INT, done=MAX_INT, total=MAX_INT))
+        return found

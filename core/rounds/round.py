@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from penstock.core.catalog.commit_table import Event, IllegalEventError
 from penstock.core.concurrency.timing import Timing
 from penstock.core.errors import FormatError, RankError
-from penstock.core.limits import MAX_INT
 from penstock.core.rounds.posts import (
     At,
     GoPost,
     Kind,
+    Outbox,
     Result,
     ResultPost,
     SlotPost,
@@ -147,13 +147,29 @@ class _Pace:
 
     Args:
         looks: Counts the time in which this rank looks.
+        world_size: The ranks that look at one store.
         limit_s: The time after which a store without an answer counts as gone.
         called_s: The monotonic clock from which looks count, if that is before the first one.
+        timing: Says how often a rank looks.
     """
 
-    def __init__(self, looks: CountedLooks, limit_s: float, called_s: float | None) -> None:
+    def __init__(
+        self,
+        looks: CountedLooks,
+        world_size: int,
+        limit_s: float,
+        called_s: float | None,
+        timing: Timing,
+    ) -> None:
         self.looks = looks
+        look_s = timing.rank_look_s + world_size * timing.rank_share_s
+        self.look_s = min(look_s, timing.rank_look_most_s, limit_s / LOOKS)
+        """The seconds between two looks at the others, while this rank has something to do."""
+        self.least_s = timing.rank_look_first_s
+        """The shortest pause of a rank that has nothing to do but to look."""
         self.now_s = self.next_beat_s = self.next_slots_s = 0.0
+        self.sealed_s = 0.0
+        """The counted seconds at which this rank had sealed."""
         self.took_s = 0.0
         """The seconds that the last look took."""
         self.failed = False
@@ -201,6 +217,7 @@ class Round:
         number: int,
         *,
         timeout_s: float,
+        commit: Commit | None = None,
         expects: Callable[[Mapping[str, Any]], str] = lambda _: "",
         called_s: float | None = None,
         timing: Timing | None = None,
@@ -211,6 +228,7 @@ class Round:
             place: This rank.
             number: The number of the round: the same on all ranks, and higher in each.
             timeout_s: A rank that makes no progress for this long counts as standing still.
+            commit: The table of this rank's save, which the round feeds; None: it restores.
             expects: Returns why this rank cannot go on under the terms of rank 0; empty: it can.
             called_s: When this rank was called to save or to restore, on the monotonic clock; None:
                 now. Who does not come is waited for from then on: of what this rank has done since
@@ -226,19 +244,17 @@ class Round:
         self.stop = ""
         self.verdict: Verdict | None = None
         self.result: ResultPost | None = None
-        self.posts = 0
         looks = CountedLooks(timeout_s * MOST_COUNTED)
         self.others = OtherRanks(place, self.kind, number, looks, timeout_s)
         """What the others have posted, as far as this rank watches them."""
+        self.outbox = Outbox(place.rank, SlotPost(number, self.kind, At.HERE, host=place.host))
+        """What this rank has still to post."""
         self._table = self.tables[min(place.rank, 1)]
         self._expects = expects
-        self._own = SlotPost(number, self.kind, At.HERE, host=place.host)
+        self._commit = commit
         self._gathers = False  # rank 0 waits for all before it says go
-        self._sealed_s = 0.0
         self._blame: Verdict | None = None
-        self._outbox: dict[str, bytes] = {}
-        self._pace = _Pace(looks, timeout_s, called_s)
-        self._timing = timing or Timing()
+        self._pace = _Pace(looks, place.world_size, timeout_s, called_s, timing or Timing())
 
     # -- the side of the engine ----------------------------------------------------------------
 
@@ -255,7 +271,7 @@ class Round:
         Raises:
             FormatError: `arrival` is larger than a post may be; nothing has changed.
         """
-        self._own = self._fitting(At.HERE, arrival)
+        self.outbox.slot = self.outbox.fitting(At.HERE, arrival)
         self._gathers = self._leads
 
     def go(self, terms: Mapping[str, Any]) -> None:
@@ -264,23 +280,22 @@ class Round:
         Raises:
             FormatError: The terms are larger than a post may be; nothing has changed.
         """
-        data = encode(GoPost(self.kind, terms))
         if self.phase is Phase.WAITING:  # else it is given up already
+            self.outbox.put(go_key(self.number), GoPost(self.kind, terms))
             self.terms = terms
-            self._outbox[go_key(self.number)] = data
         self._happen(Happening.GO)
 
     def refuse(self, reason: str, terms: Mapping[str, Any] | None = None) -> None:
         """Tell all ranks that nothing is done, since rank 0 is busy or cannot begin."""
         if self.phase is Phase.WAITING:
             self.stop, self.terms = reason, terms or {}
-            post = GoPost(self.kind, self.terms, stop=reason)
-            self._outbox[go_key(self.number)] = encode(post)
+            self.outbox.put(go_key(self.number), GoPost(self.kind, self.terms, stop=reason))
         self._happen(Happening.STOP)
 
     def moved(self, done: int = 0, total: int = 0) -> None:
         """Note progress; whoever does not call it for `timeout_s` counts as standing still."""
-        self._own = replace(self._own, moves=self._own.moves + 1, done=done, total=total)
+        self.outbox.slot = replace(self.outbox.slot, done=done, total=total)
+        self.outbox.moved()
 
     def seal(self, part: Mapping[str, Any]) -> None:
         """Tell that what this rank contributes is durable; `part` goes to rank 0.
@@ -288,10 +303,10 @@ class Round:
         Raises:
             FormatError: `part` is larger than a post may be; nothing has changed.
         """
-        sealed = self._fitting(At.SEALED, part)
+        sealed = self.outbox.fitting(At.SEALED, part)
         if self.phase is Phase.WORKING:
-            self._own = sealed
-            self._sealed_s = self._pace.looks.counted_s
+            self.outbox.slot = sealed
+            self._pace.sealed_s = self._pace.looks.counted_s
         self._happen(Happening.SEALED)
 
     def merged(self) -> None:
@@ -313,9 +328,9 @@ class Round:
             began_s, pace.failed = pace.now_s, False
             yield from self._post_due()
             if self.over:
-                if not self._outbox or pace.is_silent:
+                if self.outbox.is_empty or pace.is_silent:
                     return
-                pace.now_s = (yield Rest(self._look_s())).now_s
+                pace.now_s = (yield Rest(pace.look_s)).now_s
                 continue
             before = self.phase
             if not pace.is_silent:  # a call that hangs takes long
@@ -336,20 +351,18 @@ class Round:
         verdict = self.verdict
         if verdict is None or verdict.commit or (verdict.rank == self.place.rank and not own):
             return None
-        who = f"rank {verdict.rank}" + (f" on {verdict.host}" if verdict.host else "")
-        msg = f"{ended(f'{what}: {who} {verdict.cause}')} {stays}".rstrip()
-        return RankError(msg, verdict.rank, verdict.host, verdict.cause)
+        return error_of(verdict, what, stays)
 
     # -- within ----------------------------------------------------------------------------------
 
     def _wait(self, began_s: float) -> Generator[Operation, Answer, None]:
         """Wait for the next look; the last one began at `began_s`."""
         pace = self._pace
-        if not pace.failed and not self._outbox:
+        if not pace.failed and self.outbox.is_empty:
             answer = yield self._pause()
             pace.now_s = answer.now_s
             pace.failed = answer.error is not None
-        left_s = began_s + self._look_s() - pace.now_s
+        left_s = began_s + pace.look_s - pace.now_s
         if not pace.is_silent:
             left_s = min(left_s, pace.silence_left_s)
         if pace.failed and left_s > 0.0:
@@ -359,15 +372,14 @@ class Round:
     def _post_due(self) -> Generator[Operation, Answer, None]:
         pace = self._pace
         if pace.now_s >= pace.next_beat_s:
-            self._outbox[slot_key(self.place.rank)] = encode(self._own)
+            self.outbox.put_slot()
             pace.next_beat_s = pace.now_s + self.timeout_s / BEATS
-        for key, value in list(self._outbox.items()):
+        for key, value in self.outbox.waiting:
             # A rank that reads or asks learns nothing from a post that is taken.
             listens = self.phase in _ASKING or bool(self._keys(slots=False))
             answer = pace.answered((yield Post(key, value)), hears=not listens)
-            self.posts += 1
-            if answer.error is None and self._outbox.get(key) is value:
-                del self._outbox[key]
+            if answer.error is None:
+                self.outbox.taken(key, value)
 
     def _ask(self) -> Generator[Operation, Answer, None]:
         wished = Decide(end_key(self.number), encode(self._wish()))
@@ -386,7 +398,7 @@ class Round:
             pace.took_s = pace.now_s - began_s
             if answer.error is None and not self.over:
                 if self._waits_for_others:  # to look is all that it has to do
-                    self._own = replace(self._own, moves=self._own.moves + 1)
+                    self.outbox.moved()
                 self._hear(keys, answer.value)
         if slots:
             pace.next_slots_s = pace.now_s + self.timeout_s / LOOKS
@@ -402,20 +414,15 @@ class Round:
         gathers = self._gathers and not self.others.all_here
         return self.phase is Phase.SEALED or (self.phase is Phase.WAITING and gathers)
 
-    def _look_s(self) -> float:
-        timing = self._timing
-        look_s = timing.rank_look_s + self.place.world_size * timing.rank_share_s
-        return min(look_s, timing.rank_look_most_s, self.timeout_s / LOOKS)
-
     def _pause(self) -> Operation:
-        pace, first_s = self._pace, self._timing.rank_look_first_s
-        pause_s = max(0.0, min(self._look_s(), pace.next_beat_s - pace.now_s))
+        pace = self._pace
+        pause_s = max(0.0, min(pace.look_s, pace.next_beat_s - pace.now_s))
         if watched := self._watched():
-            pause_s = min(pause_s, max(self.others.left_s(watched), first_s))
+            pause_s = min(pause_s, max(self.others.left_s(watched), pace.least_s))
         if self._leads:
             if self._waits_for_others:
-                waited_s = pace.looks.counted_s - self._sealed_s
-                least_s = max(first_s, _LOOK_SHARE * pace.took_s, _WAITED_SHARE * waited_s)
+                waited_s = pace.looks.counted_s - pace.sealed_s
+                least_s = max(pace.least_s, _LOOK_SHARE * pace.took_s, _WAITED_SHARE * waited_s)
                 pause_s = min(pause_s, least_s)
             return Rest(pause_s)
         if self.phase is Phase.WAITING:
@@ -453,16 +460,6 @@ class Round:
             return Verdict(commit=True)
         assert self._blame is not None
         return self._blame
-
-    def _fitting(self, at: At, part: Mapping[str, Any]) -> SlotPost:
-        """Return the slot of this rank with `part`.
-
-        Raises:
-            FormatError: The part is larger than a post may be, with the counts of later beats.
-        """
-        found = replace(self._own, at=at, part=part)
-        encode(replace(found, moves=MAX_INT, done=MAX_INT, total=MAX_INT))
-        return found
 
     def _hear(self, keys: Sequence[str], values: Sequence[bytes | None]) -> None:
         found = dict(zip(keys, values, strict=True))
@@ -532,10 +529,10 @@ class Round:
             raise IllegalEventError(msg)
         self._tell(happening)
         self.phase, step = self._table[key]
-        if self.phase is not Phase.WAITING and self._own.at is At.HERE:
-            self._own = replace(self._own, at=At.WORKING, part={})
+        if self.phase is not Phase.WAITING and self.outbox.slot.at is At.HERE:
+            self.outbox.slot = replace(self.outbox.slot, at=At.WORKING, part={})
         if step in {Step.WORK, Step.POST_SEALED}:
-            self._outbox[slot_key(self.place.rank)] = encode(self._own)
+            self.outbox.put_slot()
         self.steps.append(step)
 
     def _tell(self, happening: Happening) -> None:
@@ -564,42 +561,10 @@ class SaveRound(Round):
     kind: Kind = "save"
     tables = SAVE_RANK_0, SAVE_OTHERS
 
-    def __init__(
-        self,
-        place: RankPlace,
-        number: int,
-        *,
-        commit: Commit,
-        timeout_s: float,
-        expects: Callable[[Mapping[str, Any]], str] = lambda _: "",
-        called_s: float | None = None,
-        timing: Timing | None = None,
-    ) -> None:
-        """Prepare the round, as `Round` says.
-
-        Args:
-            place: As in `Round`.
-            number: As in `Round`.
-            commit: The table of this rank's save.
-            timeout_s: As in `Round`.
-            expects: As in `Round`.
-            called_s: As in `Round`.
-            timing: As in `Round`.
-        """
-        super().__init__(
-            place,
-            number,
-            timeout_s=timeout_s,
-            expects=expects,
-            called_s=called_s,
-            timing=timing,
-        )
-        self._commit = commit
-
     def published(self, result: Result, cause: str = "", totals: Sequence[int] = ()) -> None:
         """Tell what came of the publish; rank 0 alone."""
-        post = self.result = ResultPost(result, cause, tuple(totals))
-        self._outbox[result_key(self.number)] = encode(post)
+        self.result = ResultPost(result, cause, tuple(totals))
+        self.outbox.put(result_key(self.number), self.result)
         self._happen(_OF_RESULT[result])
 
     def resolved(self, record: Event) -> None:
@@ -612,18 +577,26 @@ class SaveRound(Round):
             event = self._of_lost_register()
             if self._leads:  # a request for a commit may land late, and then others wait for this
                 never = ResultPost(Result.NEVER, "rank 0 could not reach the register")
-                self._outbox[result_key(self.number)] = encode(never)
+                self.outbox.put(result_key(self.number), never)
         elif self._leads and happening not in _FED_ON_RANK_0:
             event = None
         if event is not None:
+            assert self._commit is not None
             self._commit.feed(event)
 
     def _of_lost_register(self) -> Event:
         if self.phase is Phase.PUBLISHING:
             return Event.PUBLISH_ANSWER_LOST
-        if self._own.at is At.SEALED and not self._leads:
+        if self.outbox.slot.at is At.SEALED and not self._leads:
             return Event.DECISION_UNKNOWN
         return Event.FAILED
+
+
+def error_of(verdict: Verdict, what: str, stays: str) -> RankError:
+    """Return the error of what was not done, which names the rank that is the cause."""
+    who = f"rank {verdict.rank}" + (f" on {verdict.host}" if verdict.host else "")
+    msg = f"{ended(f'{what}: {who} {verdict.cause}')} {stays}".rstrip()
+    return RankError(msg, verdict.rank, verdict.host, verdict.cause)
 
 
 _ASKING = frozenset({Phase.DECIDING, Phase.GIVING_UP, Phase.ABORTING})

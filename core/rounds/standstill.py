@@ -1,4 +1,7 @@
-"""What the other ranks have posted, and how long they have stood still. Sans-IO."""
+"""What the other ranks have posted, and how long they have stood still. Sans-IO.
+
+Tested in `tests/core/rounds/test_posts.py`, and as part of rounds in `test_simulation.py`.
+"""
 
 from __future__ import annotations
 

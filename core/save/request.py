@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.core.plan.ranks import chunks_of_rank, derivable, masters_of
-from penstock.core.ranks.agreement import SaveAgreement
-from penstock.core.ranks.alone import AgreementOfOne
+from penstock.core.ranks.agreement import AgreementOfOne, SaveAgreement
 from penstock.core.ranks.structure import Brought
 
 if TYPE_CHECKING:
@@ -169,7 +168,7 @@ class RankTurn(SaveTurn):
         self.brought = Brought.of(
             request.entries, request.own_paths, request.shared, masters_of(plan)
         )
-        places = group.alike.get(self.brought.key)
+        places = group.places.of(self.brought.key)
         if places is not None:
             mine = chunks_of_rank(plan, places, writer_bytes=group.writer_bytes)
             self.skip = frozenset(range(len(plan.chunks))) - mine

@@ -71,7 +71,7 @@ from penstock.core.format.records import (
     part_name,
 )
 from penstock.core.pipeline.writer import BATCH_BYTES
-from penstock.core.ranks.alone import AgreementOfOne
+from penstock.core.ranks.agreement import AgreementOfOne
 from penstock.core.reporting.handle import Ending
 from penstock.core.reporting.reports import SaveHandle
 from penstock.core.save import finish as finishes

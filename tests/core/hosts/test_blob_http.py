@@ -1,5 +1,6 @@
 """A server lends ranges of blobs to clients with a token, and to nobody else."""
 
+import ipaddress
 import os
 import socket
 import threading
@@ -12,7 +13,7 @@ import pytest
 from penstock.core.concurrency.timing import Timing
 from penstock.core.concurrency.watchdog import Deadline
 from penstock.core.errors import BlobNotFoundError, StorageError
-from penstock.core.hosts.blob_http import BlobClient, BlobServer, Credentials
+from penstock.core.hosts.blob_http import BlobClient, BlobServer, Credentials, own_address
 from penstock.core.types import ReadRequest
 
 PATIENCE_S = 100.0
@@ -202,3 +203,17 @@ def test_connections_are_closed_with_the_server():
         with pytest.raises(StorageError):
             read(client, "folder/a.raw", 0, 10)
         client.dispose()
+
+
+def test_the_address_is_the_one_on_the_way_to_the_store_of_the_job():
+    for address in ("127.0.0.1", "::1"):
+        assert own_address(address, None) == address
+    assert ipaddress.ip_address(own_address("localhost", None)).is_loopback
+    ipaddress.ip_address(own_address(None, None))
+
+
+def test_the_address_is_of_the_network_that_is_named():
+    assert own_address(None, "127.0.0.0/8") == "127.0.0.1"
+    assert own_address("203.0.113.1", "127.1.2.3/8") == "127.0.0.1"
+    with pytest.raises(OSError, match=r"203\.0\.113\.0/24"):
+        own_address("127.0.0.1", "203.0.113.0/24")

@@ -5,22 +5,32 @@ from base64 import b64encode
 
 import pytest
 
-from penstock.core.concurrency.timing import Timing
-from penstock.core.concurrency.watchdog import Deadline
 from penstock.core.errors import FormatError
 from penstock.core.format.compressed import compress
-from penstock.core.hosts.census import ranks_by_host
+from penstock.core.hosts.census import Census
 from penstock.core.ranks.group import RankGroup
+from penstock.core.ranks.session import RankSession
+from penstock.core.rounds.round import RestoreRound
 from penstock.testing.coordination import MemoryBoard, MemoryCoordination
 
 
-def ask(hosts, *, limit_s=60.0, absent=(), board=None, ended=lambda: False):
+def census_of(rank, count, board, *, host="a", limit_s=60.0, failed=False):
+    """What a rank asks in a restore, which another rank may have ended."""
+    coordination = MemoryCoordination(board)
+    group = RankGroup(rank, count, coordination, host=host, timeout_s=limit_s)
+    session = RankSession(group, RestoreRound(group.place, 0, timeout_s=limit_s))
+    if failed:
+        session.tell(lambda round_: round_.fail("another one has failed"))
+    return Census(session)
+
+
+def ask(hosts, *, limit_s=60.0, absent=(), board=None, failed=False):
     """What each rank is told of the ranks of its host, by threads."""
     board, found = board or MemoryBoard(), {}
 
     def one(rank):
-        group = RankGroup(rank, len(hosts), MemoryCoordination(board), host=hosts[rank])
-        sets = ranks_by_host(group, Deadline(limit_s), ended, Timing())
+        asks = {"host": hosts[rank], "limit_s": limit_s, "failed": failed}
+        sets = census_of(rank, len(hosts), board, **asks).sets()
         found[rank] = next((ranks for ranks in sets if rank in ranks), ())
         assert [*sets] == sorted(sets)
 
@@ -53,14 +63,13 @@ def test_while_one_has_not_come_nobody_reads_with_others_and_later_all_do(absent
 
 
 def test_nobody_waits_once_all_have_given_up():
-    assert ask(["a"] * 2, absent=(1,), ended=lambda: True) == [(), None]
+    assert ask(["a"] * 2, absent=(1,), failed=True) == [(), None]
 
 
 def test_post_that_is_no_text_is_the_name_of_another_host():
     board = MemoryBoard()
     MemoryCoordination(board).post("host/00001", b"\xff")
-    group = RankGroup(0, 2, MemoryCoordination(board))
-    assert ranks_by_host(group, Deadline(20.0), lambda: False, Timing()) == ((0,), (1,))
+    assert census_of(0, 2, board).sets() == ((0,), (1,))
 
 
 @pytest.mark.parametrize("post", [b"\xff", b"!", b"AAAA", b64encode(compress(b"odd"))])
@@ -68,12 +77,20 @@ def test_hosts_that_cannot_be_read_are_refused(post):
     board = MemoryBoard()
     MemoryCoordination(board).post("hosts", post)
     with pytest.raises(FormatError, match="the numbers of ranks"):
-        ranks_by_host(
-            RankGroup(1, 2, MemoryCoordination(board)), Deadline(20.0), lambda: False, Timing()
-        )
+        census_of(1, 2, board).sets()
 
 
 def test_it_is_asked_once():
-    group = RankGroup(0, 2, MemoryCoordination(MemoryBoard()))
-    group.by_host = ((0, 1),)
-    assert ranks_by_host(group, Deadline(0.0), lambda: True, Timing()) == ((0, 1),)
+    census = census_of(0, 2, MemoryBoard(), failed=True)
+    census._group.by_host = ((0, 1),)
+    assert census.sets() == ((0, 1),)
+
+
+def test_a_rank_that_cannot_share_memory_keeps_the_others_of_its_host_from_meeting_it():
+    board = MemoryBoard()
+    one, other, elsewhere = (census_of(rank, 3, board) for rank in range(3))
+    assert not one.are_apart((0, 1))
+    other.part((0, 1), "no memory")
+    assert other.are_apart((0, 1))
+    assert census_of(0, 3, board).are_apart((0, 1))
+    assert not elsewhere.are_apart((2,))

@@ -15,7 +15,6 @@ from penstock.core.concurrency.timing import Timing
 from penstock.core.concurrency.watchdog import Deadline
 from penstock.core.hosts.division import ReadPlan
 from penstock.core.hosts.meeting import Meeting
-from penstock.testing.hasty import ShiftedClock
 
 WINDOW = 1 << 20
 PATIENCE_S = 60.0
@@ -30,7 +29,12 @@ def secret_of_a_job():
     return secrets.token_hex(16)
 
 
-def meet(ranks, *, jobs=(0,), limit_s=PATIENCE_S, ended=lambda: False, absent=()):
+def late(limit_s):
+    """Says when a rank waits for others no longer."""
+    return Deadline(limit_s).is_over
+
+
+def meet(ranks, *, jobs=(0,), limit_s=PATIENCE_S, absent=()):
     """What each rank gets, by threads; the ranks are of the `jobs` in turn."""
     found, secret = {}, {job: secret_of_a_job() for job in jobs}
 
@@ -38,7 +42,7 @@ def meet(ranks, *, jobs=(0,), limit_s=PATIENCE_S, ended=lambda: False, absent=()
         meeting = Meeting(
             secret[jobs[rank % len(jobs)]], ranks, rank, window_bytes=WINDOW, timing=Timing()
         )
-        found[rank] = meeting.hold(plan(rank), Deadline(limit_s), ended)
+        found[rank] = meeting.hold(plan(rank), late(limit_s))
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in ranks if rank not in absent]
     for thread in threads:
@@ -105,7 +109,7 @@ def test_nothing_is_left_behind():
 
 def test_the_place_where_a_rank_waited_is_free_again():
     meeting = Meeting(secret_of_a_job(), (0, 1), 0, window_bytes=WINDOW, timing=Timing())
-    assert meeting.hold(plan(0), Deadline(0.0), lambda: True) is None
+    assert meeting.hold(plan(0), lambda: True) is None
     assert meeting._address.replace("\0", "@") not in Path("/proc/self/net/unix").read_text()
 
 
@@ -115,8 +119,8 @@ def test_without_one_of_them_nobody_meets():
 
 
 def test_nobody_waits_once_all_have_given_up():
-    assert meet((0, 1), absent=(1,), ended=lambda: True) == {0: None}
-    assert meet((0, 1), absent=(0,), ended=lambda: True) == {1: None}
+    assert meet((0, 1), absent=(1,), limit_s=0.0) == {0: None}
+    assert meet((0, 1), absent=(0,), limit_s=0.0) == {1: None}
 
 
 def test_two_jobs_do_not_meet():
@@ -144,15 +148,13 @@ def test_a_stranger_who_connects_is_sent_away_and_the_others_meet():
     found = {}
     try:
         one = threading.Thread(
-            target=lambda: found.update(
-                {0: meeting.hold(plan(0), Deadline(PATIENCE_S), lambda: False)}
-            )
+            target=lambda: found.update({0: meeting.hold(plan(0), late(PATIENCE_S))})
         )
         one.start()
         while not tries:
             stop.wait(0.01)
         other = Meeting(secret, (0, 1), 1, window_bytes=WINDOW, timing=Timing())
-        found[1] = other.hold(plan(1), Deadline(PATIENCE_S), lambda: False)
+        found[1] = other.hold(plan(1), late(PATIENCE_S))
         one.join(PATIENCE_S)
     finally:
         stop.set()
@@ -170,14 +172,11 @@ def rank_0_meets_nobody(meeting, begun):
     """
     looks = []
 
-    def ended():
+    def gives_up():
         looks.append(begun.is_set())
-        return False
+        return sum(looks) > 3
 
-    clock = ShiftedClock(lambda: 2 * PATIENCE_S if sum(looks) > 3 else 0.0)
-    thread = threading.Thread(
-        target=meeting.hold, args=(plan(0), Deadline(PATIENCE_S, clock), ended)
-    )
+    thread = threading.Thread(target=meeting.hold, args=(plan(0), gives_up))
     thread.start()
     return thread
 
@@ -241,7 +240,7 @@ def test_rank_0_that_is_stopped_behind_a_full_queue_keeps_nobody_beyond_its_time
             refused = line.connect_ex(meeting._address)
         found = []
         thread = threading.Thread(
-            target=lambda: found.append(meeting.hold(plan(1), Deadline(0.3), lambda: False)),
+            target=lambda: found.append(meeting.hold(plan(1), late(0.3))),
             daemon=True,
         )
         thread.start()

@@ -41,7 +41,7 @@ def relays(relayed, *, address="127.0.0.1", secrets=None, ended=lambda: False, c
             rank: Relay((secrets or {}).get(rank, b"secret"), rank, address, timing)
             for rank in relayed
         }
-        where = {rank: (address, relay.port) for rank, relay in found.items()}
+        where = {rank: relay.at for rank, relay in found.items()}
         for rank, relay in found.items():
             opened.callback(relay.close)
             relay.start(relayed[rank], where, patience_s=PATIENCE_S, ended=ended)
@@ -248,7 +248,7 @@ def authorization(server, client, secret=b"secret"):
 
 def connected(relay, rank, given=None):
     """A connection to a relay of rank 0 as `rank`, which has proved who it is."""
-    line = HTTPConnection("127.0.0.1", relay.port, timeout=PATIENCE_S / 2)
+    line = HTTPConnection(*relay.at, timeout=PATIENCE_S / 2)
     line.request("GET", "/", headers={"Authorization": given or authorization(0, rank)})
     answer = line.getresponse()
     answer.read()
@@ -259,7 +259,7 @@ def connected(relay, rank, given=None):
 def test_strangers_who_connect_and_say_nothing_keep_nobody_out():
     with relays(one_way(1)) as found, ExitStack() as opened:
         for _ in range(100):
-            opened.enter_context(socket.create_connection(("127.0.0.1", found[0].port), 10))
+            opened.enter_context(socket.create_connection(found[0].at, 10))
         given = found[0].offer(place(3), (1,), memoryview(LARGE))
         target, future = fetch(found[1], 0, 3)
         future.result(PATIENCE_S / 2)
@@ -269,10 +269,10 @@ def test_strangers_who_connect_and_say_nothing_keep_nobody_out():
 
 def test_a_rank_that_is_slow_to_say_who_it_is_is_not_driven_out_by_strangers():
     with relays({0: one_way(1)[0]}, clock=CountedClock()) as found, ExitStack() as opened:
-        line = HTTPConnection("127.0.0.1", found[0].port, timeout=PATIENCE_S / 2)
+        line = HTTPConnection(*found[0].at, timeout=PATIENCE_S / 2)
         line.connect()
         for _ in range(200):
-            opened.enter_context(socket.create_connection(("127.0.0.1", found[0].port), 10))
+            opened.enter_context(socket.create_connection(found[0].at, 10))
         while len(found[0]._server._silent) < 63:
             time.sleep(0.01)
         time.sleep(0.5)  # for those that would take the place of the first
@@ -285,7 +285,7 @@ def test_a_stranger_who_says_nothing_is_sent_away():
     clock = ShiftedClock()
     with (
         relays({0: one_way(1)[0]}, clock=clock) as found,
-        socket.create_connection(("127.0.0.1", found[0].port), 10) as line,
+        socket.create_connection(found[0].at, 10) as line,
     ):
         while not found[0]._server._silent:
             time.sleep(0.01)

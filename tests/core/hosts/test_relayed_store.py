@@ -6,8 +6,7 @@ from tests.integration.support import memory
 
 from penstock.core.errors import BlobNotFoundError, StorageError
 from penstock.core.hosts.blob_http import BlobRange
-from penstock.core.hosts.relay import RelayedBytes
-from penstock.core.hosts.relayed_store import RelayedStore
+from penstock.core.hosts.relay import RelayedBytes, RelayedStore
 from penstock.core.ranks.templates import RoundOverError
 from penstock.core.types import ReadRequest, WriteRequest
 from penstock.testing.faults import Fault, FaultyBackend

@@ -5,6 +5,7 @@ import mmap
 import socket
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -33,7 +34,8 @@ class Member:
     def begin(self, *, own=(), taken=()):
         self.exchange = Exchange(
             Staging(len(self.memory), self.memory), self.peers,
-            own=own, taken=taken, place=self._place, timing=self.timing,
+            own=own, taken=[replace(share, reader=reader) for reader, share in taken],
+            place=self._place, timing=self.timing,
         )  # fmt: skip
         self.exchange.start()
         return self.exchange
@@ -71,7 +73,7 @@ def members(request):
 
 
 def share(number, *takers, length=PAGE):
-    return Share(number, SimpleNamespace(), ByteRange(0, length), takers)
+    return Share(number, SimpleNamespace(), ByteRange(0, length), 0, takers)
 
 
 def lend(member, piece, byte):

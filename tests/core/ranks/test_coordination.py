@@ -12,7 +12,7 @@ from tests.integration.ranks.slow_link import SlowLink
 from penstock.core.abc import COORDINATION_VALUE_BYTES
 from penstock.core.concurrency.watchdog import Deadline
 from penstock.core.errors import ConfigError, CoordinationError
-from penstock.core.ranks.torch_store import TorchCoordination, job_prefix
+from penstock.core.ranks.torch_job import TorchCoordination, job_prefix
 from penstock.testing import coordination as suite
 from penstock.testing.coordination import (
     COORDINATION_CHECKS,
@@ -172,24 +172,15 @@ def test_a_store_that_cannot_be_cloned_is_refused():
         TorchCoordination(dist.Store(), prefix="job")
 
 
-def test_without_a_group_or_a_store_it_is_refused():
-    with pytest.raises(ConfigError, match="init_process_group"):
-        TorchCoordination()
-
-
-def test_without_an_argument_it_takes_the_store_of_the_default_group():
+def test_without_a_store_it_takes_that_of_the_default_group():
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        numbers = itertools.count(int(job_prefix().rpartition("/")[2]) + 1)
-        with TorchCoordination() as first, TorchCoordination() as second:
-            assert [first._prefix, second._prefix] == [
-                f"penstock/0/all/{next(numbers)}",
-                f"penstock/0/all/{next(numbers)}",
-            ]
-            first.post("slots/00000", b"x")
-            assert first.read(["slots/00000"]) == [b"x"]
-            assert second.read(["slots/00000"]) == [None]
+        first, second = job_prefix(), job_prefix()
+        with TorchCoordination(prefix=first) as one, TorchCoordination(prefix=second) as other:
+            one.post("slots/00000", b"x")
+            assert one.read(["slots/00000"]) == [b"x"]
+            assert other.read(["slots/00000"]) == [None]
     finally:
         dist.destroy_process_group()
 

@@ -5,9 +5,11 @@ import time
 
 from tests import interpreters
 
+from penstock.core.concurrency.watchdog import Deadline
 from penstock.core.plan.ranks import RankPlaces
-from penstock.core.ranks.group import RankGroup
+from penstock.core.ranks.group import KnownPlaces, Parting, RankGroup
 from penstock.core.rounds.posts import end_key
+from penstock.core.rounds.round import RankPlace
 from penstock.core.types import Replica
 from penstock.testing.coordination import MemoryBoard, MemoryCoordination
 
@@ -35,16 +37,58 @@ def test_a_rank_that_closes_has_told_before_that_it_has_failed():
 
 
 def test_places_that_were_relied_on_wrongly_have_to_stay_the_same_for_longer():
-    group = RankGroup(1, 2, MemoryCoordination(MemoryBoard()))
+    known = KnownPlaces()
     together, alone = RankPlaces(Replica(1, 2)), RankPlaces()
     relied = []
     for places in (together, together, alone, alone, together, *[alone] * 5):
-        assumed = group.alike.get("key")
-        relied.append(assumed)
-        group.note_places("key", places, assumed=assumed)
-    group.close()
+        relied.append(known.of("key"))
+        known.note("key", places, assumed=known.of("key"))
     # Wrong at the third save, and at the fifth: two saves alike were not enough, then four are.
     assert relied == [None, together, together, None, alone, *[None] * 4, alone]
+    assert known.of("another") is None
+    known.forget()
+    assert known.of("key") is None
+
+
+def parting_of(rank, board):
+    return Parting(MemoryCoordination(board), RankPlace(rank, 3))
+
+
+def waits(leader, *lost):
+    """Whether rank 0 waits for the others, instead of closing the store."""
+    deadline = Deadline(0.05)
+    leader.wait(lost, deadline, 0.01)
+    return deadline.is_over()
+
+
+def test_rank_0_waits_until_no_other_rank_needs_the_store():
+    board = MemoryBoard()
+    leader, one, two = (parting_of(rank, board) for rank in range(3))
+    assert not waits(leader)  # there was no round
+    for parting in (leader, one, two):
+        parting.ended(0)
+        parting.ended(1)
+    assert waits(leader)
+    two.need(1)  # how its copies end is not known
+    one.post()
+    two.post()
+    assert waits(leader)
+    assert not waits(leader, 2)
+    two.release(1)
+    two.post()
+    assert not waits(leader)
+
+
+def test_rank_0_does_not_wait_for_ranks_that_have_left():
+    board = MemoryBoard()
+    leader, one, two = (parting_of(rank, board) for rank in range(3))
+    leader.ended(7)
+    for parting in (one, two):
+        assert waits(leader)
+        parting.need(3)
+        parting.leave()
+        parting.post()
+    assert not waits(leader)
 
 
 ENDS_BY_AN_EXCEPTION = """

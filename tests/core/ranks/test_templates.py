@@ -34,8 +34,8 @@ def judge_all(fits, *, failing=()):
     def one(rank):
         group = RankGroup(rank, len(fits), Counted(board), timeout_s=TIMEOUT_S)
         session = RankSession(group, RestoreRound(group.place, 0, timeout_s=TIMEOUT_S))
-        templates = TemplatesOfRanks(group)
-        templates.begin(0, session)
+        templates = TemplatesOfRanks("")
+        templates.begin(session)
         session.start()
         if rank == 0:
             session.tell(lambda round_: round_.go({}))

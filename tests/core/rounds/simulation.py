@@ -416,6 +416,7 @@ class Rank:
         else:
             self.round = RestoreRound(member, self.number, expects=expects, **times)
         self._phase = None
+        self.posts[self.number] = 0
         self._gathers = plan.gathers and isinstance(self.round, SaveRound)
         if self._gathers:
             self.round.arrive({"structure": "0" * 32})
@@ -442,10 +443,10 @@ class Rank:
             operation = None
         self._after_a_change()
         if operation is None:
-            self.posts[self.number] = self.round.posts
             if self.number + 1 < self.world.plan.rounds:
                 self.deliver(0.1, self.call)
             return
+        self.posts[self.number] += isinstance(operation, Post)
         if isinstance(operation, Rest):
             token = self._resting = object()
             self.deliver(operation.timeout_s, lambda: self._wake(token))

@@ -13,6 +13,7 @@ from penstock.core.rounds.posts import (
     DrainedPost,
     DrainsPost,
     GoPost,
+    Outbox,
     Result,
     ResultPost,
     SlotPost,
@@ -97,3 +98,30 @@ def test_time_counts_up_to_a_limit_between_two_looks():
     assert watched.is_over(1)
     watched.moved(1)
     assert not watched.is_over(1)
+
+
+def test_what_is_posted_waits_until_the_store_has_taken_it():
+    outbox = Outbox(7, SlotPost(0, "save", At.HERE, done=1, total=2))
+    assert outbox.is_empty
+    outbox.put_slot()
+    outbox.moved()
+    ((key, stale),) = outbox.waiting
+    outbox.put_slot()
+    outbox.taken(key, stale)  # was replaced while it was sent
+    ((again, value),) = outbox.waiting
+    assert again == key == posts.slot_key(7)
+    assert posts.decode(SlotPost, value) == SlotPost(0, "save", At.HERE, 1, done=1, total=2)
+    outbox.taken(key, value)
+    assert outbox.is_empty
+
+
+def test_a_part_that_fits_now_and_not_at_later_beats_is_refused():
+    outbox = Outbox(0, SlotPost(0, "save", At.WORKING))
+    room = posts.NEW_STRUCTURE_BYTES - len(posts.encode(outbox.fitting(At.SEALED, {"x": ""})))
+    with pytest.raises(FormatError, match="16384"):
+        outbox.fitting(At.SEALED, {"x": "x" * room})
+    assert outbox.slot.at is At.WORKING
+    outbox.put("key", GoPost("save"))
+    with pytest.raises(FormatError):
+        outbox.put("key", GoPost("save", {"x": "x" * 20_000}))
+    assert [key for key, _ in outbox.waiting] == ["key"]

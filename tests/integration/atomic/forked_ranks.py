@@ -20,7 +20,7 @@ from penstock import (
     Shard,
 )
 from penstock.core.ranks.group import RankGroup
-from penstock.core.ranks.torch_store import TorchCoordination
+from penstock.core.ranks.torch_job import TorchCoordination
 
 RANK_TIMEOUT_S = 3.0
 _CUT = ("raw", "still", "encoded")

@@ -10,7 +10,7 @@ from tests.integration.ranks.test_processes import JOIN, end
 from tests.integration.support import start_python
 
 from penstock.core.errors import CoordinationError
-from penstock.core.ranks.torch_store import TorchCoordination
+from penstock.core.ranks.torch_job import TorchCoordination
 
 SAVE = """
 def ours():

@@ -1,4 +1,4 @@
-"""Tells all ranks how the copies of what they have saved together to slower tiers end.
+"""Tells all ranks when what they have saved together is durable: how copies to slower tiers end.
 
 Rank 0 alone copies. It posts the end of each copy, and posts again and again that it lives while
 others wait for one: they take a rank 0 that is silent for the time-out for dead, and wait no more.
@@ -7,9 +7,10 @@ others wait for one: they take a rank 0 that is silent for the time-out for dead
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import TYPE_CHECKING
 
-from penstock.core.concurrency.timing import SYSTEM_CLOCK, Timing
+from penstock.core.concurrency.timing import SYSTEM_CLOCK
 from penstock.core.concurrency.watchdog import spawn
 from penstock.core.errors import CoordinationError, FormatError, NotDrainedError
 from penstock.core.rounds.posts import (
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock.core.abc import Coordination
+    from penstock.core.concurrency.timing import Timing
 
 _GROWTH = 1.5
 
@@ -119,24 +121,20 @@ class ToldDrains:
 class FollowedDrains:
     """What another rank learns of the copies of rank 0. Thread-safe."""
 
-    def __init__(
-        self, coordination: Coordination, timeout_s: float, timing: Timing | None = None
-    ) -> None:
+    def __init__(self, coordination: Coordination, timeout_s: float, timing: Timing) -> None:
         """Prepare; nothing is read before `follow`.
 
         Args:
             coordination: Where the ranks agree.
             timeout_s: Rank 0 counts as dead once it is silent for this long.
-            timing: Says how often it looks, and by which clock the silence is counted; None:
-                as usual.
+            timing: Says how often to look, and by which clock the silence is counted.
         """
         self._coordination = coordination
         self._timeout_s = timeout_s
-        self._timing = timing or Timing()
+        self._timing = timing
         self._changed = threading.Condition()  # guards all below
-        self._waiting: dict[int, Callable[[DrainedPost], None]] = {}
-        self._telling: list[threading.Thread] = []
-        self._running = False
+        self._unknown: set[int] = set()  # the rounds whose copies have not ended, as far as known
+        self._threads: dict[int, threading.Thread] = {}
         self._closed = False
         self._failing = ""
 
@@ -155,69 +153,59 @@ class FollowedDrains:
             told: May do anything, even wait for the next one.
         """
         with self._changed:
-            self._waiting[number] = told
-            if self._closed:
-                self._tell([number], _ended("the run was closed before"))
-            elif not self._running:
-                self._running = True
+            if not self._unknown:
                 self._failing = ""
-                spawn("drained", self._run)
-            self._changed.notify_all()
+            self._unknown.add(number)
+            self._threads = {n: t for n, t in self._threads.items() if t.is_alive()}
+            self._threads[number] = spawn("drained", partial(self._follow, number, told))
 
     def settle(self) -> None:
         """Wait until each checkpoint has been told of, or the copies of rank 0 are failing."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._waiting or self._failing)
-            telling = [t for t in self._telling if t is not threading.current_thread()]
+            self._changed.wait_for(lambda: not self._unknown or self._failing)
+            telling = [t for n, t in self._threads.items() if n not in self._unknown]
         for thread in telling:
-            thread.join()
+            if thread is not threading.current_thread():
+                thread.join()
 
     def close(self) -> None:
         """Wait for nothing any more: what is not durable as far as is known is told so."""
         with self._changed:
             self._closed = True
-            self._tell(list(self._waiting), _ended("the run was closed before"))
             self._changed.notify_all()
 
-    def _tell(self, numbers: list[int], post: DrainedPost) -> None:
-        for number in numbers:
-            told = self._waiting.pop(number)
-            self._telling = [t for t in self._telling if t.is_alive()]
-            self._telling.append(spawn("told", lambda told=told: told(post)))  # type: ignore[misc]
-        self._changed.notify_all()
+    def _follow(self, number: int, told: Callable[[DrainedPost], None]) -> None:
+        post = self._end(number)
+        with self._changed:
+            self._unknown.discard(number)
+            self._changed.notify_all()
+        told(post)
 
-    def _run(self) -> None:
+    def _end(self, number: int) -> DrainedPost:
+        """Wait for the end of the copies of a checkpoint."""
         looks = CountedLooks(self._timeout_s * MOST_COUNTED)
         still = Standstill(looks, [0], self._timeout_s)
         beat: bytes | None = None
         pause_s = self._timing.rank_look_first_s
         while True:
-            with self._changed:
-                numbers = list(self._waiting)
-                if not numbers:
-                    self._running = False
-                    return
-            keys = [drains_key(), *map(drained_key, numbers)]
             try:
-                found = self._coordination.read(keys)
+                found, end = self._coordination.read([drains_key(), drained_key(number)])
             except CoordinationError:
-                found = [beat, *([None] * len(numbers))]
+                found, end = beat, None
             looks.look(self._timing.clock.monotonic_s())
-            if found[0] != beat:
-                beat = found[0]
+            if found != beat:
+                beat = found
                 still.moved(0)
+            if end is not None:
+                return _end_in(end)
             with self._changed:
                 self._failing = _failing_in(beat)
-                for number, data in zip(numbers, found[1:], strict=True):
-                    if data is not None and number in self._waiting:
-                        self._tell([number], _end_in(data))
-                if still.is_over(0):
-                    silent = f"rank 0, which copies it on, was silent for {self._timeout_s:g} s"
-                    self._tell(list(self._waiting), _ended(silent))
                 self._changed.notify_all()
-                known = set(self._waiting)
-                if self._changed.wait_for(lambda: self._waiting.keys() - known, pause_s):  # noqa: B023
-                    pause_s = self._timing.rank_look_first_s
+                if still.is_over(0):
+                    why = f"rank 0, which copies it on, was silent for {self._timeout_s:g} s"
+                    return _ended(why)
+                if self._changed.wait_for(lambda: self._closed, pause_s):
+                    return _ended("the run was closed before")
             pause_s = min(pause_s * _GROWTH, self._timeout_s / LOOKS)
 
 

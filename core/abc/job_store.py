@@ -1,4 +1,7 @@
-"""The contract by which several ranks agree: post, read, decide once, wait."""
+"""The contract of the store by which the ranks of a job agree: post, read, decide once, wait.
+
+Tested in `tests/core/ranks/test_coordination.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,11 @@
-"""Coordination by the store of a torch.distributed job.
+"""The ranks of a torch.distributed job: which one this process is, and the store where they agree.
 
-A clone of the job's own store: a wait on one client of a TCPStore holds up all other calls of that
-client, and those of training must not wait for ours. No process group: creating one is collective,
-and a rank that died breaks it for good.
+The store is a clone of the job's own: a wait on one client of a TCPStore holds up all other calls
+of that client, and those of training must not wait for ours. No process group: creating one is
+collective, and a rank that died breaks it for good.
+
+Tested in `tests/core/ranks/test_coordination.py`, and the places in
+`tests/integration/ranks/test_names.py`.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
+import sys
 import time
 from collections import defaultdict
 from concurrent.futures import wait
@@ -26,13 +30,12 @@ from penstock.core.concurrency.pool import Pool
 from penstock.core.concurrency.timing import current_timing
 from penstock.core.concurrency.watchdog import Deadline
 from penstock.core.errors import ConfigError, CoordinationError
+from penstock.core.rounds.round import RankPlace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from concurrent.futures import Future
     from typing import TypeVar
-
-    from penstock.core.concurrency.timing import Timing
 
     T = TypeVar("T")
 
@@ -80,54 +83,44 @@ class TorchCoordination(Coordination):
         self,
         store: Any = None,
         *,
-        prefix: str = "",
+        prefix: str,
         world_size: int = 1,
         call_s: float = 10.0,
-        timing: Timing | None = None,
     ) -> None:
         """Clone the store; nothing is sent.
 
         Args:
             store: The store; None takes the one of the default process group.
-            prefix: Names the job within the store; empty takes `job_prefix()`.
+            prefix: Names the job within the store, as `job_prefix` does.
             world_size: The ranks that use the server, which says how often each may poll.
             call_s: The most seconds for one call.
-            timing: Says how often a wait looks; None: the timing in force.
 
         Raises:
-            ConfigError: There is no default process group, or its store cannot be used.
+            ConfigError: The store cannot be used.
         """
-        prefix = prefix or job_prefix()
         check_blob_name(prefix)
-        distributed = _distributed()
-        original = _default_store(distributed) if store is None else store
+        distributed: Any = import_module("torch.distributed")  # its types know no bytes
+        if store is None:  # private, but torch's own `new_group` takes the store this way, too
+            store = distributed.distributed_c10d._get_default_store()  # noqa: SLF001
         try:
-            self._store = distributed.PrefixStore(prefix, original.clone())
-            self._below = distributed.PrefixStore
+            self._store = distributed.PrefixStore(prefix, store.clone())
             self._reads_many = self._store.has_extended_api()
         except (AttributeError, RuntimeError, NotImplementedError) as error:
-            msg = f"a {type(original).__name__} cannot be cloned ({error}): use a TCPStore"
+            msg = f"a {type(store).__name__} cannot be cloned ({error}): use a TCPStore"
             raise ConfigError(msg) from error
         self._network_error: type[Exception] = distributed.DistNetworkError
         self._broken: tuple[Deadline, str] | None = None  # no call until then, and why
         self._late: Future[Any] | None = None  # a call that has hung for its time, and may still
-        self._original = original  # the server may live in this object
+        self._original = store  # the server may live in this object
         self._prefix = prefix
         self._call_s = call_s
-        self._timing = timing or current_timing()
+        self._timing = current_timing()
         self._most_poll_s = max(self._timing.rank_poll_s, world_size * self._timing.rank_share_s)
         # One thread: a client does one call at a time anyway. Not counted as stuck, so that behind
         # a call that hangs no further thread hangs, too.
         self._pool = Pool(1, "penstock-ranks")
         self._touched: set[str] = set()  # keys that are there; used by the one thread alone
         self._closed = False
-
-    def enter(self, prefix: str) -> None:
-        """Take keys for those below `prefix` from now on; called before any other thread calls."""
-        check_blob_name(prefix)
-        self._store = self._below(prefix, self._store)
-        self._prefix = f"{self._prefix}/{prefix}"
-        self._touched = set()
 
     @property
     def host(self) -> str | None:
@@ -233,27 +226,71 @@ class TorchCoordination(Coordination):
         )
 
 
-def _distributed() -> Any:
-    """Import `torch.distributed`: here, since that takes seconds, and its types know no bytes."""
-    try:
-        module = import_module("torch.distributed")
-    except ImportError as error:
-        msg = "several ranks agree by the store of torch.distributed, and torch cannot be imported"
-        raise ConfigError(msg) from error
-    if not module.is_available():
+def place_in_job(group: Any) -> RankPlace | None:
+    """Return the place of this process, without its host; None where it is alone.
+
+    Args:
+        group: A process group, or the numbers of ranks in the job; None: the default group.
+
+    Raises:
+        ConfigError: This process is not in `group`, or there is no such job.
+    """
+    # Looked up, not imported: a process that has not imported it has one rank.
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        if isinstance(group, tuple) and len(group) > 1:
+            raise ConfigError(_remedy(f"group= has {len(group)} ranks"))
+        return None
+    if isinstance(group, tuple):
+        return _place_among(group, distributed.get_rank(), distributed.get_world_size())
+    rank: int = distributed.get_rank(group)
+    world_size: int = distributed.get_world_size(group)
+    if rank < 0:
         msg = (
-            "several ranks agree by the store of torch.distributed, which this torch does not have"
+            "group= is a process group that this process is not in: give each process the group "
+            "that it saves with, or ranks='alone' where it saves for itself"
         )
         raise ConfigError(msg)
-    return module
+    if world_size < 2:  # noqa: PLR2004 - one rank is alone
+        return None
+    members = () if group is None else tuple(distributed.get_process_group_ranks(group))
+    return RankPlace(rank, world_size, members=members)
 
 
-def _default_store(distributed: Any) -> Any:
-    if not distributed.is_initialized():
+def _place_among(members: tuple[int, ...], rank: int, world_size: int) -> RankPlace | None:
+    """Return the place of a rank of the job among `members`; None if it is alone there.
+
+    Raises:
+        ConfigError: It is not among them, or some of them are not in the job.
+    """
+    if members[-1] >= world_size or rank not in members:
         msg = (
-            "several ranks can only save together after torch.distributed.init_process_group(...): "
-            "call it first, or pass a store"
+            f"group={list(members)} are the ranks that save together, and this process is rank "
+            f"{rank} of {world_size}: give each process the ranks that it saves with, or "
+            "ranks='alone' where it saves for itself"
         )
         raise ConfigError(msg)
-    # Private, but torch's own `new_group` and other libraries take the store this way.
-    return distributed.distributed_c10d._get_default_store()  # noqa: SLF001
+    if len(members) < 2:  # noqa: PLR2004 - one rank is alone
+        return None
+    return RankPlace(members.index(rank), len(members), members=members)
+
+
+def missing_job() -> str:
+    """Return what to do where the environment promises several ranks, and none can be found.
+
+    Empty where it promises none, or where this process can find them by now.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return ""
+    text = os.environ.get("WORLD_SIZE", "")
+    ranks = int(text) if text.isascii() and text.isdigit() else 1
+    return _remedy(f"WORLD_SIZE is {ranks}") if ranks > 1 else ""
+
+
+def _remedy(promise: str) -> str:
+    return (
+        f"{promise}, and torch.distributed is not initialised, so this rank cannot find the others "
+        "to save with: call torch.distributed.init_process_group(...) first, or open the "
+        "checkpointer with ranks='alone' and a root of its own for each process"
+    )

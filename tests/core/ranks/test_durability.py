@@ -1,0 +1,73 @@
+"""All ranks learn how the copies of rank 0 to slower tiers end, or that it is not known."""
+
+from contextlib import contextmanager
+from queue import SimpleQueue
+
+from penstock.core.concurrency.timing import Timing
+from penstock.core.errors import NotDrainedError
+from penstock.core.ranks.durability import FollowedDrains, ToldDrains
+from penstock.core.rounds.posts import DrainedPost
+from penstock.testing.coordination import MemoryBoard, MemoryCoordination
+
+PATIENCE_S = 60.0
+
+
+@contextmanager
+def ranks(*, timeout_s=PATIENCE_S):
+    """What rank 0 reports, and what another rank learns."""
+    board = MemoryBoard()
+    told = ToldDrains(MemoryCoordination(board), timeout_s)
+    followed = FollowedDrains(MemoryCoordination(board), timeout_s, Timing())
+    try:
+        yield told, followed
+    finally:
+        followed.close()
+        told.close()
+
+
+def making_progress():
+    return ""
+
+
+def test_each_checkpoint_is_reported_once_in_whatever_order_they_end():
+    ends = SimpleQueue()
+    with ranks() as (told, followed):
+        for number in (0, 1):
+            told.begin(number, making_progress)
+            followed.follow(number, ends.put)
+        for number, tier in ((1, "second"), (0, "first")):
+            told.end(number, DrainedPost((tier,)))
+            assert ends.get(timeout=PATIENCE_S) == DrainedPost((tier,))
+        followed.settle()
+    assert ends.empty()
+
+
+def test_nobody_waits_while_the_copies_of_rank_0_fail_and_their_end_is_still_reported():
+    ends = SimpleQueue()
+    with ranks() as (told, followed):
+        told.begin(0, lambda: "the durable tier is away")
+        followed.follow(0, ends.put)
+        followed.settle()
+        assert followed.failing == "the durable tier is away"
+        assert ends.empty()
+        told.end(0, DrainedPost(("durable",)))
+        assert ends.get(timeout=PATIENCE_S).tiers == ("durable",)
+
+
+def test_a_rank_0_that_is_silent_is_not_waited_for():
+    ends = SimpleQueue()
+    with ranks(timeout_s=0.2) as (_, followed):
+        followed.follow(0, ends.put)
+        followed.settle()
+        end = ends.get(timeout=PATIENCE_S)
+    assert end.kind == NotDrainedError.__name__
+    assert "was silent for 0.2 s" in end.error
+
+
+def test_what_is_not_known_at_close_is_reported_as_not_durable():
+    ends = SimpleQueue()
+    with ranks() as (told, followed):
+        told.begin(0, making_progress)
+        followed.follow(0, ends.put)
+        followed.close()
+        assert "the run was closed before" in ends.get(timeout=PATIENCE_S).error
