@@ -124,7 +124,7 @@ class Drains:
                 stuck_s=stuck_s,
                 process=None
                 if backend is None or tiers[number].drain_in == "thread"
-                else ProcessSetup(backend, number, stuck_s, workers.timing),
+                else ProcessSetup(backend, number, stuck_s),
             )
             for number in range(len(tiers) - 1)
         ]

@@ -495,9 +495,7 @@ class TierCopier:
         }
         if self._process is not None and self._is_for_process(record):
             try:
-                elsewhere = ProcessCopy(
-                    self._process, record, workers=self._workers.count, **options
-                )
+                elsewhere = ProcessCopy(self._process, record, workers=self._workers, **options)
                 self._run(record, elsewhere, may_begin, on_progress)
                 self._check_seen(record)
             # The trainer sees the right place: it has checked that before.
