@@ -153,7 +153,8 @@ class ProcessCopy:
             raise UnsuitableError(msg) from error
         log.debug("process %d copies", process.pid)
         # "" means the working directory; where that is gone, the process is in another one.
-        path = [entry for entry in sys.path if isinstance(entry, str) and (entry or folder)]
+        entries: list[object] = [*sys.path]  # Python ignores those that are no text
+        path = [entry for entry in entries if isinstance(entry, str) and (entry or folder)]
         call = partial(
             self._call,
             end_s=self._timing.process_end_s,
