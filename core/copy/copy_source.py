@@ -3,6 +3,8 @@
 Keeps the checksums alone, 24 bytes for each block: drains run beside training, and the records of
 a million objects take a gigabyte. Where a blob is damaged its objects are read once more, to name
 them.
+
+Tested in `tests/core/copy/test_checkpoint_copy.py`.
 """
 
 from __future__ import annotations

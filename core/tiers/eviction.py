@@ -3,6 +3,8 @@
 A commit record proves that a checkpoint was whole when it was published. Its blobs may have been
 lost, cut off or damaged since. So before a copy is deleted, the names and lengths of the later copy
 are compared with its manifest; and all of it is read, unless this process has written it.
+
+Tested in `tests/core/tiers/test_drains.py`.
 """
 
 from __future__ import annotations

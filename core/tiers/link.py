@@ -1,6 +1,8 @@
 """One link between two neighboring tiers: copies the marked checkpoints to the slower one.
 
 A copy runs in a process of its own, or on threads.
+
+Tested in `tests/core/tiers/test_drains.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The way of one save to the tier that it writes to, and on from there to slower tiers."""
+"""The way of one save to the tier that it writes to, and on from there to slower tiers.
+
+Tested in `tests/integration/ranks/test_tiers.py`.
+"""
 
 from __future__ import annotations
 
