@@ -39,11 +39,6 @@ It raises DamagedError, CheckpointGoneError or StorageError, as `verify_blobs` d
 """
 
 
-def verify_nothing(_backend: Backend, _record: CommitRecord) -> bool:
-    """Read nothing: only a copy that was verified before counts."""
-    return False
-
-
 class Eviction:
     """Makes room in tiers by evicting checkpoints of which a later tier has a verified copy."""
 
@@ -71,7 +66,7 @@ class Eviction:
         self._verified.add((number, record.uid))
         self._damaged.discard((number, record.uid))
 
-    def make_room(self, number: int, need_bytes: int, *, verify: Verify = verify_nothing) -> bool:
+    def make_room(self, number: int, need_bytes: int, *, verify: Verify) -> bool:
         """Evict from a tier, oldest first, until `need_bytes` fit; return whether they do.
 
         Raises:
@@ -98,7 +93,7 @@ class Eviction:
             if fits():
                 return True
 
-    def trim(self, number: int, *, verify: Verify = verify_nothing) -> None:
+    def trim(self, number: int, *, verify: Verify) -> None:
         """Evict all but the newest `keep_last` checkpoints of those that a later tier has.
 
         Raises:

@@ -47,14 +47,13 @@ def clock():
 
 @pytest.fixture
 def room_of(waits, clock):
-    """Makes the room of some tiers; its `tidied` lists the calls of `tidy`."""
+    """Makes the room of some tiers; appends the calls of `tidy` to `tidied`."""
     waits(FAST, clock=clock, repeat_log_s=50.0, tier_rest_first_s=50.0)
     with closing(Workers(1)) as workers:
 
-        def make(*tiers):
-            tidied = []
+        def make(*tiers, tidied=None):
             outages = Outages(tiers, workers, 60.0)
-            room = TierRoom(
+            return TierRoom(
                 tiers,
                 outages=outages,
                 roots=TierRoots(tiers, outages),
@@ -62,8 +61,6 @@ def room_of(waits, clock):
                 timing=workers.timing,
                 tidy=lambda *call: tidied.append(call),
             )
-            room.tidied = tidied
-            return room
 
         yield make
 
@@ -144,7 +141,8 @@ def test_later_copy_that_has_to_be_read_first_is_left_to_the_background(room_of,
         ckpt.save(make_state(1), 1, mode="blocking")
     record = Catalog(fast).record(1)
     CheckpointCopy(fast, durable, record, workers=workers, grace_s=3600.0).run()
-    room = room_of(*two(limited(10, fast), durable))
+    tidied = []
+    room = room_of(*two(limited(10, fast), durable), tidied=tidied)
     assert room.place(2, 11) == 1
-    assert room.tidied == [(0, 11)]
+    assert tidied == [(0, 11)]
     assert Catalog(fast).steps() == [1]
