@@ -16,7 +16,7 @@ import numpy as np
 
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.lenders import find_lenders, records_newest_first
-from penstock.core.copy.mover import CheckedBlob, Checks
+from penstock.core.copy.mover import CheckedBlob
 from penstock.core.errors import BlobNotFoundError, DamagedError, FormatError
 from penstock.core.format.blocks import frame_blocks
 from penstock.core.format.records import blob_uid
@@ -191,7 +191,7 @@ class _BlobRanges:
         if (starts[1:] < starts[:-1] + lengths[:-1]).any():
             msg = f"{self.blob.name}: two frames are recorded at one place"
             raise FormatError(msg, [self.blob.name])
-        return CheckedBlob(self.blob.name, self.blob.length, Checks(starts, lengths, sums))
+        return CheckedBlob(self.blob.name, self.blob.length, starts, lengths, sums)
 
 
 def _touched(

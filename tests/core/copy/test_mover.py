@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.core.concurrency.timing import CountedClock
-from penstock.core.copy.mover import Checks, Cursor, Throttle
+from penstock.core.copy.mover import CheckedBlob, Cursor, Throttle
 from penstock.core.types import ByteRange
 
 offsets = st.lists(st.integers(0, 300), max_size=8)
@@ -36,10 +36,9 @@ def test_every_damaged_byte_is_seen_however_the_bytes_come(gaps_and_lengths, tai
     for at in damaged:
         content[at] ^= 1
     cuts = sorted({0, end, *(at for at in cuts if at < end)})
-    starts, lengths = [r.start for r in ranges], [r.length for r in ranges]
-    cursor = Cursor(
-        Checks(np.array(starts, np.int64), np.array(lengths, np.int64), np.array(sums, np.uint64))
-    )
+    starts = np.array([r.start for r in ranges], np.int64)
+    lengths = np.array([r.length for r in ranges], np.int64)
+    cursor = Cursor(CheckedBlob("blob", end, starts, lengths, np.array(sums, np.uint64)))
     wrong, compared = [], 0
     for start, stop in pairwise(cuts):
         view = memoryview(content)[start:stop]
