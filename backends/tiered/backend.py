@@ -114,10 +114,11 @@ class TieredBackend(Backend):
         self._tiers = _flat(config, fast, durable)
         self._roots: dict[int, RootRecord | None] = {}  # the tiers that have answered
         self._backends = [tier.backend for tier in self._tiers]
+        self._checks_roots = False
         check_apart(self._backends)
-        for backend in self._backends:
+        for number, backend in enumerate(self._backends):
             if isinstance(backend, LateBackend):
-                backend.check = partial(self._check_apart_with, backend)
+                backend.check = partial(self._check_late, number)
 
     @classmethod
     def open(cls, config: Any, /, *, open_backend: Callable[[Any], Backend]) -> Self:
@@ -160,11 +161,8 @@ class TieredBackend(Backend):
             StorageError: No tier is left.
         """
         began_s = time.monotonic()
+        self._checks_roots = True  # also of the tiers that are opened later
         late = [number for number, backend in enumerate(self._backends) if not _is_open(backend)]
-        for number in late:
-            backend = self._backends[number]
-            if isinstance(backend, LateBackend):
-                backend.check = partial(self._check_late, number, backend.check)
         failed = self._read_roots([n for n in range(len(self._backends)) if n not in late])
         for number, why in misplaced_roots(
             self._tiers,
@@ -218,9 +216,11 @@ class TieredBackend(Backend):
             for at, tier in enumerate(self._tiers)
         )
 
-    def _check_late(self, number: int, before: Callable[[Backend], None], opened: Backend) -> None:
-        before(opened)
-        self._check_root(number, opened)
+    def _check_late(self, number: int, opened: Backend) -> None:
+        others = self._backends[:number] + self._backends[number + 1 :]
+        check_apart([opened, *others])
+        if self._checks_roots:
+            self._check_root(number, opened)
 
     def _check_root(self, number: int, opened: Backend) -> None:
         found = {**self._roots, number: read_root(opened)}
@@ -233,9 +233,6 @@ class TieredBackend(Backend):
         if number in reasons:
             raise WrongPlaceError(reasons[number])
         self._roots = found
-
-    def _check_apart_with(self, late: Backend, opened: Backend) -> None:
-        check_apart([opened if backend is late else backend for backend in self._backends])
 
     @property
     def url(self) -> str:

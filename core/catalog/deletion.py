@@ -8,6 +8,8 @@ them.
 
 No store deletes on a condition. So each step looks once more at what it is about to delete, and
 the order of the steps leaves nothing worse behind, wherever it ends, than data for `prune`.
+
+Tested in `tests/core/catalog/test_catalog.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Prune: deletes the data of saves that no checkpoint and no save in flight can need."""
+"""Prune: deletes the data of saves that no checkpoint and no save in flight can need.
+
+Tested in `tests/core/catalog/test_catalog.py`.
+"""
 
 from __future__ import annotations
 

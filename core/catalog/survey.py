@@ -6,6 +6,8 @@ the uids of its base and of all that the base borrows from, and then checks that
 base is still there; so either this survey sees its intent, or the saver sees that the record is
 gone. An intent stays until the record of its own uid is deleted, so no saver is missed because it
 committed between the two listings.
+
+Tested in `tests/core/catalog/test_catalog.py`.
 """
 
 from __future__ import annotations
@@ -85,12 +87,6 @@ class Survey:
     def used(self) -> set[str]:
         """The uids that a record names, or whose blobs it borrows."""
         return self.named.union(*(record.references for record in self.records.values()))
-
-    @property
-    def references(self) -> set[str]:
-        """The uids whose blobs a record borrows, or an intent references."""
-        users: list[CommitRecord | IntentRecord] = [*self.records.values(), *self.intents.values()]
-        return {uid for user in users for uid in user.references}
 
     @property
     def needed(self) -> set[str]:

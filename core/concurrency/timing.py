@@ -232,10 +232,6 @@ class Timing:
     """A conformance suite waits this long for a store's time to advance: file systems and stores
     keep times in whole seconds, some only in even ones."""
 
-    process_leave_s: float = 5.0
-    """The copy process, when the trainer is gone, waits this long for its copy to release the
-    lease."""
-
 
 _in_force = [Timing()]
 

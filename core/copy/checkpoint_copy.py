@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,23 +16,21 @@ from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.commit_table import Commit, Event
 from penstock.core.catalog.notes import carry_notes
 from penstock.core.catalog.publisher import Publisher
-from penstock.core.catalog.survey import places_of, sizes_of, survey_run
+from penstock.core.catalog.survey import places_of, sizes_of
 from penstock.core.concurrency.watchdog import call_with_deadline
-from penstock.core.copy.blob_sites import BlobSites, in_flight
+from penstock.core.copy.blob_sites import BlobSites
 from penstock.core.copy.confirmation import (
     check_same_manifest,
-    check_uid_is_free,
     confirmed,
     verify_blobs,
 )
 from penstock.core.copy.copy_source import CopySource
 from penstock.core.copy.mover import BlobMover, BlobTransfer, Callbacks
+from penstock.core.copy.target_files import TargetFiles
 from penstock.core.errors import (
     BlobExistsError,
     BusyError,
-    CheckpointGoneError,
     CheckpointNotFoundError,
-    DamagedError,
     FormatError,
     SaveAbortedError,
     StepExistsError,
@@ -41,11 +38,6 @@ from penstock.core.errors import (
 )
 from penstock.core.format.records import (
     blob_uid,
-    data_prefix,
-    intent_name,
-    lease_name,
-    mark_name,
-    staying_name,
 )
 from penstock.core.suggest import listed
 from penstock.core.types import PAGE_BYTES
@@ -135,19 +127,18 @@ class CheckpointCopy:
         """
         self._source = source
         self._run_target = target
-        # Kept: a backend may wrap its tiers anew at each call, and `_check_data` compares them.
-        self._places = places_of(target)
-        self._target = target = self._places[-1]
+        # Asked for once: a backend may wrap its tiers anew at each call, and `TargetFiles` compares
+        # them.
+        places = places_of(target)
+        self._target = target = places[-1]
         self._record = record
         self._workers = workers
-        self._grace_s = grace_s
         self._trust_sealed = trust_sealed
         self._replace = replace
         self._repair = repair
         self._check_cover = check_cover
         self._contents = CopySource(source, record)
         self._sites = BlobSites(target, record, workers.timing, grace_s=grace_s)
-        self._lease = self._sites.own
         self._commit = Commit()
         self._publisher = Publisher(
             target,
@@ -157,8 +148,14 @@ class CheckpointCopy:
             grace_s=grace_s,
             clock=workers.timing.clock,
         )
-        self._wrote = False  # whether the target may have data of this copy or an earlier one
-        self._left: set[str] = set()  # what a deletion of this checkpoint has left at the target
+        self._files = TargetFiles(
+            places,
+            record,
+            lease=self._sites.own,
+            publisher=self._publisher,
+            timing=workers.timing,
+            repair=repair,
+        )
         self._waited = False  # for deletions under way
         self._read: set[str] = set()  # blobs that were read at the target
         self._spoiled: set[str] = set()  # blobs of an earlier copy that are damaged or missing
@@ -225,19 +222,19 @@ class CheckpointCopy:
             carry_notes(self._source, self._target, record)
             seconds = time.monotonic() - began_s
             return CopyReport(record.step, record.uid, there, seconds, already_there=True)
-        self._check_data(has_lease=self._repair or self._has_lease())
+        self._files.check()
         blobs = self._contents.read()
         if self._check_cover:
             self._contents.check_cover()
-        self._lease.take()
+        self._sites.own.take()
         try:
             kept = self._copy(blobs)
         except BaseException:
             self._commit.feed(Event.FAILED)
-            if self._wrote:
+            if self._files.wrote:
                 self._sites.release()
             else:
-                self._lease.remove()  # else the data beside it would count as a copy's
+                self._sites.own.remove()  # else the data beside it would count as a copy's
             raise
         self._sites.remove()
         self._remove_replaced()
@@ -259,10 +256,7 @@ class CheckpointCopy:
 
     def _copy(self, blobs: Sequence[CheckedBlob]) -> Collection[str]:
         """Copy from the intent to the commit record; return the blobs that were kept."""
-        self._wrote = self._builds_on
-        self._left = self._check_data(has_lease=self._builds_on)
-        self._publish_intent()
-        if self._left:
+        if self._files.begin():
             self._await_deletions()
         kept = self._sites.settle(
             blobs,
@@ -288,7 +282,7 @@ class CheckpointCopy:
         for name, data in self._contents.records():
             self._mover.check()
             self._sites.refresh()
-            self._publish(name, data)
+            self._files.publish(name, data)
         self._sites.check()
         self._check_whole(blobs)
         if not isinstance(self._replace, bool):
@@ -330,100 +324,6 @@ class CheckpointCopy:
     def _check_source(self, *, on_look: Callable[[], None] = lambda: None) -> None:
         verify_blobs(self._source, self._record, workers=self._workers, on_look=on_look)
 
-    # -- data of this uid at the target -----------------------------------------------------------
-
-    @property
-    def _builds_on(self) -> bool:
-        """Whether data at the target may be replaced: an earlier copy left it, or it is damaged.
-
-        Valid once the lease is taken.
-        """
-        return self._repair or self._lease.found
-
-    def _has_lease(self) -> bool:
-        name = lease_name(self._record.uid)
-        return any(info.name == name for info in self._target.list(name))
-
-    def _check_data(self, *, has_lease: bool) -> set[str]:
-        """Raise unless all data of this uid at the target was left by an earlier copy.
-
-        Otherwise a user who can write the source could give a checkpoint the uid of another one of
-        the target, or of a save in flight there, and have a copy destroy that data. What a deletion
-        of this checkpoint has left is replaced, but for blobs that others borrow: `BlobSites`.
-
-        Args:
-            has_lease: Whether an earlier copy left a lease.
-
-        Returns:
-            The names that a deletion has left; none if there is a lease.
-
-        Raises:
-            StepExistsError: Another checkpoint uses the data of this uid.
-            BusyError: The target has data of this uid that no copy has brought.
-        """
-        uid = self._record.uid
-        own = {lease_name(uid), mark_name(uid), staying_name(uid)}
-        left: set[str] = set()
-        for place in self._places:
-            names = {info.name for info in place.list(data_prefix(uid))} - own
-            if names:
-                check_uid_is_free(place, self._record)
-            if names and place is self._target and not has_lease:
-                left = self._left_of(names)
-        return left
-
-    def _left_of(self, names: set[str]) -> set[str]:
-        """Return what a deletion has left, or is about to take, of data at the target.
-
-        A save under way has an intent, and no index before its last moment. A deletion deletes the
-        intent first; if it was killed before, there is the very manifest that is to be copied.
-
-        Raises:
-            BusyError: The data may be that of a save under way, or be needed by one.
-        """
-        record, target = self._record, self._target
-        uid, has_index = record.uid, record.index.name in names
-        if intent_name(uid) in names:
-            if has_index and _has_manifest(target, record):
-                return names
-        else:
-            survey = survey_run(target)
-            if uid in survey.used:
-                return names if any(blob_uid(name) is None for name in names) else set()
-            if has_index or not in_flight(target, survey.borrowers(uid), self._workers.timing):
-                return names
-        raise self._not_of_a_copy(min(names))
-
-    def _not_of_a_copy(self, name: str) -> BusyError:
-        msg = (
-            f"step {self._record.step} is not copied to {self._target.url}, which has {name} "
-            "already, and no copy has brought it: it may belong to a save or a deletion that is "
-            "under way, or be an orphan of one. Nothing was changed. Copy again later; `penstock "
-            "prune` there deletes orphans."
-        )
-        return BusyError(msg)
-
-    def _publish_intent(self) -> None:
-        self._wrote = True
-        name = intent_name(self._record.uid)
-        try:
-            self._publisher.publish_intent(
-                references=self._record.references, exclusive=self._is_new(name)
-            )
-        except BlobExistsError as error:
-            self._wrote = False
-            raise self._not_of_a_copy(name) from error
-
-    def _publish(self, name: str, data: bytes) -> None:
-        """Publish a part or the index; replace that of an earlier copy, or deletion, only."""
-        try:
-            self._target.publish(name, data, exclusive=self._is_new(name))
-        except BlobExistsError as error:
-            raise self._not_of_a_copy(name) from error
-
-    def _is_new(self, name: str) -> bool:
-        return not self._builds_on and name not in self._left
-
     def _await_deletions(self) -> None:
         """Wait, once, until deletions are over that may not have seen the intent of this copy."""
         if self._waited:
@@ -431,11 +331,7 @@ class CheckpointCopy:
         try:
             self._mover.pause(self._workers.timing.deletion_s)
         except BaseException:
-            if not self._builds_on:  # the next copy would take for an earlier copy's what is there
-                with suppress(StorageError, BusyError):
-                    self._lease.check()
-                    self._target.delete([intent_name(self._record.uid)])
-                    self._wrote = False
+            self._files.take_back_intent()
             raise
         self._waited = True
 
@@ -529,13 +425,3 @@ class CheckpointCopy:
                 self._record.step,
                 str(error),
             )
-
-
-def _has_manifest(place: Backend, record: CommitRecord) -> bool:
-    """Return whether a place has part and index of a checkpoint, as its record names them."""
-    try:
-        for _ in CopySource(place, record).records():
-            pass
-    except (DamagedError, CheckpointGoneError):
-        return False
-    return True

@@ -3,6 +3,8 @@
 Keeps the checksums alone, 24 bytes for each block: drains run beside training, and the records of
 a million objects take a gigabyte. Where a blob is damaged its objects are read once more, to name
 them.
+
+Tested in `tests/core/copy/test_checkpoint_copy.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import numpy as np
 
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.lenders import find_lenders, records_newest_first
-from penstock.core.copy.mover import CheckedBlob, Checks
+from penstock.core.copy.mover import CheckedBlob
 from penstock.core.errors import BlobNotFoundError, DamagedError, FormatError
 from penstock.core.format.blocks import frame_blocks
 from penstock.core.format.compressed import digest
@@ -189,7 +191,7 @@ class _BlobRanges:
         if (starts[1:] < starts[:-1] + lengths[:-1]).any():
             msg = f"{self.blob.name}: two frames are recorded at one place"
             raise FormatError(msg, [self.blob.name])
-        return CheckedBlob(self.blob.name, self.blob.length, Checks(starts, lengths, sums))
+        return CheckedBlob(self.blob.name, self.blob.length, starts, lengths, sums)
 
 
 def _touched(

@@ -42,27 +42,22 @@ _PIECES_PER_S = 8  # where a rate is given
 
 
 @dataclass(frozen=True, slots=True)
-class Checks:
-    """The checksums of ranges of one blob, which ascend and do not overlap; the rest is padding.
+class CheckedBlob:
+    """A blob with the checksums of ranges that ascend and do not overlap; the rest is padding.
 
     Attributes:
+        name: The name of the blob.
+        length: Its bytes.
         starts: The offset of each range in the blob.
         lengths: The bytes of each range.
         sums: The xxh3-64 of each range.
     """
 
+    name: str
+    length: int
     starts: NDArray[np.int64]
     lengths: NDArray[np.int64]
     sums: NDArray[np.uint64]
-
-
-@dataclass(frozen=True, slots=True)
-class CheckedBlob:
-    """A blob with the checksums of its bytes."""
-
-    name: str
-    length: int
-    checks: Checks
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +72,8 @@ class BlobTransfer:
 class Cursor:
     """Walks through a blob's bytes in order, and pairs them with their checksums. Sans-IO."""
 
-    def __init__(self, checks: Checks) -> None:
-        self._checks = checks
+    def __init__(self, blob: CheckedBlob) -> None:
+        self._blob = blob
         self._next = 0
         self._open: xxhash.xxh3_64 | None = None  # the hash of a range that is still incomplete
 
@@ -95,12 +90,12 @@ class Cursor:
         whole: list[ByteRange] = []
         sums: list[int] = []
         wrong: list[ByteRange] = []
-        while self._next < len(self._checks.starts):
-            start = int(self._checks.starts[self._next])
-            end = start + int(self._checks.lengths[self._next])
+        while self._next < len(self._blob.starts):
+            start = int(self._blob.starts[self._next])
+            end = start + int(self._blob.lengths[self._next])
             if start >= stop:
                 break
-            expected = int(self._checks.sums[self._next])
+            expected = int(self._blob.sums[self._next])
             if start >= offset and end <= stop:
                 whole.append(ByteRange(start - offset, end - offset))
                 sums.append(expected)
@@ -280,7 +275,7 @@ class BlobMover:
             self._settle()
         blob = transfer.blob
         size = self._piece_bytes
-        state = _BlobState(transfer, Cursor(blob.checks), left=-(-blob.length // size))
+        state = _BlobState(transfer, Cursor(blob), left=-(-blob.length // size))
         self._states.append(state)
         if transfer.target is not None:
             state.writer = transfer.target.create(blob.name, size_hint=blob.length)

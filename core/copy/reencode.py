@@ -3,6 +3,8 @@
 Such a copy is a save whose memory is another checkpoint: objects, nodes, ties and roles are
 described as they are stored, and their bytes are read when the save captures them, a chunk at a
 time. So a copy takes the staging budget, not memory for the whole state, and never imports torch.
+
+Tested in `tests/integration/lifecycle/test_copy.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The comparison of two checkpoints: by checksums where these decide, else by reading."""
+"""The comparison of two checkpoints: by checksums where these decide, else by reading.
+
+Tested in `tests/core/diff/test_diff.py`.
+"""
 
 from __future__ import annotations
 

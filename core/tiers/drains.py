@@ -10,13 +10,10 @@ from __future__ import annotations
 import logging
 import math
 import threading
-import time
 from contextlib import suppress
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from penstock.core.catalog.prune import CLOCK_PREFIX
 from penstock.core.catalog.survey import is_whole
 from penstock.core.concurrency.watchdog import Deadline
 from penstock.core.errors import (
@@ -24,7 +21,6 @@ from penstock.core.errors import (
     NotDrainedError,
     PenstockError,
     StorageError,
-    StorageFullError,
 )
 from penstock.core.save.request import Destination
 from penstock.core.suggest import listed
@@ -35,6 +31,7 @@ from penstock.core.tiers.outages import Outages
 from penstock.core.tiers.places import TierRoots
 from penstock.core.tiers.process import ProcessSetup
 from penstock.core.tiers.repairs import TierRepairs
+from penstock.core.tiers.room import TierRoom
 from penstock.core.tiers.save_drain import DrainOfSave, FollowedDrain, LeadingDrain, TierOfRanks
 from penstock.core.tiers.whereabouts import (
     at_step,
@@ -47,7 +44,7 @@ from penstock.core.tiers.whereabouts import (
 from penstock.core.units import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from penstock.core.abc import Backend, Tier
     from penstock.core.concurrency.workers import Workers
@@ -101,11 +98,17 @@ class Drains:
         self._lock = threading.Lock()  # guards the five above
         self._resumed = False
         self._out_of_turn: set[str] = set()  # uids to copy whatever `drain_every` says
-        self._rests: dict[int, Deadline] = {}  # tiers to leave alone; single operations are atomic
-        self._next_warning = Deadline(0.0)  # over when a save past a tier is logged again
         self._outages = Outages(tiers, workers, min(stuck_s, self._timing.tier_answer_s))
         self.roots = TierRoots(tiers, self._outages)
         self.eviction = Eviction(tiers, on_damage=self._replace_damaged)
+        self.room = TierRoom(
+            tiers,
+            outages=self._outages,
+            roots=self.roots,
+            eviction=self.eviction,
+            timing=workers.timing,
+            tidy=lambda number, need_bytes: self._links[number].tidy(need_bytes),
+        )
         self.repairs = TierRepairs(
             tiers,
             eviction=self.eviction,
@@ -124,7 +127,7 @@ class Drains:
                 stuck_s=stuck_s,
                 process=None
                 if backend is None or tiers[number].drain_in == "thread"
-                else ProcessSetup(backend, number, stuck_s, workers.timing),
+                else ProcessSetup(backend, number, stuck_s),
             )
             for number in range(len(tiers) - 1)
         ]
@@ -151,7 +154,7 @@ class Drains:
         # from now on is not replaced.
         replaces = self._uids_at(request.step) if request.generation else frozenset()
         self.resume_once()
-        number = self.place(request.step, request.plan.raw_bytes)
+        number = self.room.place(request.step, request.plan.raw_bytes)
         if number is None:
             return None
         return Destination(self._tiers[number].backend, DrainOfSave(self, replaces, number))
@@ -164,119 +167,12 @@ class Drains:
         """
         first = self._tiers[0].backend
         if turn.rank:
-            choice = TierOfRanks(self, request, away=self.away())
+            choice = TierOfRanks(self.room, request, away=self.room.away())
             return Destination(first, FollowedDrain(turn), choice)
         replaces = self._uids_at(request.step) if request.generation else frozenset()
         self.resume_once()
-        choice = TierOfRanks(self, request, away=self._left_alone())
+        choice = TierOfRanks(self.room, request, away=self.room.left_alone())
         return Destination(first, LeadingDrain(self, choice, turn, replaces), choice)
-
-    @property
-    def tiers(self) -> Sequence[Tier]:
-        """The tiers, the fastest first."""
-        return self._tiers
-
-    def away(self) -> list[str]:
-        """Return the names of the fastest tiers that this rank cannot use now.
-
-        Tiers behind the first one that answers are not asked.
-        """
-        left_alone = self._left_alone()
-        found = []
-        for number, tier in enumerate(self._tiers):
-            if tier.name not in left_alone:
-                try:
-                    self._outages.ask(number, partial(tier.backend.list, CLOCK_PREFIX))
-                except StorageError as error:
-                    self._outages.warn(number, error)
-                else:
-                    break
-            found.append(tier.name)
-        return found
-
-    def leave_alone(self, number: int) -> None:
-        """Save to other tiers for a while: with several ranks, one could not write to this one."""
-        timing = self._timing
-        self._rests[number] = Deadline(timing.tier_rest_first_s, timing.clock)
-
-    def _left_alone(self) -> list[str]:
-        rests = dict(self._rests)
-        return [self._tiers[number].name for number in rests if not rests[number].is_over()]
-
-    def place(
-        self,
-        step: int,
-        need_bytes: int,
-        *,
-        refused: Mapping[str, str] = MappingProxyType({}),
-        wait: Callable[[], None] = lambda: None,
-    ) -> int | None:
-        """Return the fastest tier that has room, after eviction; None if the save is skipped.
-
-        Args:
-            step: The step of the save.
-            need_bytes: The bytes that it stores at most.
-            refused: Tiers that cannot be taken, by name, each with the reason.
-            wait: Called again and again while no tier has room; may raise to give up.
-
-        Raises:
-            StorageFullError: No tier has room, and the configuration says `raise`.
-        """
-        logged = False
-        while True:
-            why: list[str] = []
-            for number, tier in enumerate(self._tiers):
-                if tier.name in refused:
-                    why.append(f"tier {tier.name} {refused[tier.name]}")
-                    continue
-                try:
-                    if self._has_room(number, need_bytes):
-                        self._warn_of_bypass(step, tier, why)
-                        return number
-                    why.append(f"tier {tier.name} ({tier.backend.url}) is full")
-                except StorageError as error:
-                    why.append(f"tier {tier.name} does not answer: {error}")
-            msg = (
-                f"no tier has room for the {need_bytes} bytes of step {step}: {'; '.join(why)}. "
-                "What is only in the fast tier is not given up for it."
-            )
-            policy = self._tiers[0].on_full
-            if policy == "raise":
-                raise StorageFullError(msg)
-            if policy == "skip":
-                log.error("step %d is not saved: %s", step, msg)
-                return None
-            if not logged:
-                log.error("the save of step %d waits: %s", step, msg)
-                logged = True
-            wait()
-            time.sleep(self._timing.tier_full_poll_s)
-
-    def _warn_of_bypass(self, step: int, tier: Tier, why: Sequence[str]) -> None:
-        """Warn that a save bypasses faster tiers: once, and again after `repeat_log_s`."""
-        if why and self._next_warning.is_over():
-            self._next_warning = Deadline(self._timing.repeat_log_s, self._timing.clock)
-            log.warning("step %d is saved straight to tier %s: %s", step, tier.name, "; ".join(why))
-
-    def _has_room(self, number: int, need_bytes: int) -> bool:
-        return self._outages.ask(number, partial(self._make_room, number, need_bytes))
-
-    def _make_room(self, number: int, need_bytes: int) -> bool:
-        if number:
-            # A store that cannot tell its room has room even while it is away, so it is listed.
-            self._tiers[number].backend.list(CLOCK_PREFIX)
-            self.roots.check(number)
-        unverified = False
-
-        def verify(_backend: Backend, _record: CommitRecord) -> bool:
-            nonlocal unverified
-            unverified = True
-            return False
-
-        fits = self.eviction.make_room(number, need_bytes, verify=verify)
-        if unverified:  # reading them takes long: a background thread does, training goes on
-            self._links[number].tidy(need_bytes)
-        return fits
 
     def prepare(
         self, number: int, uid: str, step: int, replaces: Collection[str] | None = None

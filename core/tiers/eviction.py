@@ -3,6 +3,8 @@
 A commit record proves that a checkpoint was whole when it was published. Its blobs may have been
 lost, cut off or damaged since. So before a copy is deleted, the names and lengths of the later copy
 are compared with its manifest; and all of it is read, unless this process has written it.
+
+Tested in `tests/core/tiers/test_drains.py`.
 """
 
 from __future__ import annotations
@@ -37,11 +39,6 @@ It raises DamagedError, CheckpointGoneError or StorageError, as `verify_blobs` d
 """
 
 
-def verify_nothing(_backend: Backend, _record: CommitRecord) -> bool:
-    """Read nothing: only a copy that was verified before counts."""
-    return False
-
-
 class Eviction:
     """Makes room in tiers by evicting checkpoints of which a later tier has a verified copy."""
 
@@ -69,7 +66,7 @@ class Eviction:
         self._verified.add((number, record.uid))
         self._damaged.discard((number, record.uid))
 
-    def make_room(self, number: int, need_bytes: int, *, verify: Verify = verify_nothing) -> bool:
+    def make_room(self, number: int, need_bytes: int, *, verify: Verify) -> bool:
         """Evict from a tier, oldest first, until `need_bytes` fit; return whether they do.
 
         Raises:
@@ -96,7 +93,7 @@ class Eviction:
             if fits():
                 return True
 
-    def trim(self, number: int, *, verify: Verify = verify_nothing) -> None:
+    def trim(self, number: int, *, verify: Verify) -> None:
         """Evict all but the newest `keep_last` checkpoints of those that a later tier has.
 
         Raises:

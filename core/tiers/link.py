@@ -1,6 +1,8 @@
 """One link between two neighboring tiers: copies the marked checkpoints to the slower one.
 
 A copy runs in a process of its own, or on threads.
+
+Tested in `tests/core/tiers/test_drains.py`.
 """
 
 from __future__ import annotations
@@ -495,9 +497,7 @@ class TierCopier:
         }
         if self._process is not None and self._is_for_process(record):
             try:
-                elsewhere = ProcessCopy(
-                    self._process, record, workers=self._workers.count, **options
-                )
+                elsewhere = ProcessCopy(self._process, record, workers=self._workers, **options)
                 self._run(record, elsewhere, may_begin, on_progress)
                 self._check_seen(record)
             # The trainer sees the right place: it has checked that before.

@@ -1,6 +1,8 @@
 """The root records of one run's tiers: written by savers and drains, checked around each copy.
 
 `core/abc/tiers.py` describes the record. Reading a run never writes one.
+
+Tested in `tests/integration/tiers/test_roots.py`.
 """
 
 from __future__ import annotations

@@ -1,73 +1,63 @@
 """Copies one checkpoint in another process, so that the copy takes only what training leaves over.
 
 A copy on threads of the trainer holds the GIL for moments of each piece, and slows training with
-each change of the memory map. The trainer starts `ProcessCopy` and sends it the job on standard
-input; `copy_for_trainer` reports on standard output, in lines of JSON. `SIGTERM` cancels the copy.
+each change of the memory map. The trainer pickles a call of `copy_for_trainer` to the standard
+input of the process, and reads from a pipe how many bytes were copied, then None or the error.
+`SIGTERM` cancels the copy; the kernel sends it when the trainer ends.
+
+Tested in `tests/integration/tiers/test_copy_process.py`.
 """
 
 from __future__ import annotations
 
-import json
+import ctypes
 import logging
 import os
-import select
+import pickle
 import signal
 import subprocess
 import sys
-import threading
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from penstock.core import errors
-from penstock.core.catalog.survey import read_commit
+from penstock.core.catalog.survey import read_listed
 from penstock.core.concurrency.timing import CountedClock, current_timing
 from penstock.core.concurrency.watchdog import NEVER, Deadline
 from penstock.core.concurrency.workers import Workers
 from penstock.core.copy.checkpoint_copy import CheckpointCopy
 from penstock.core.errors import (
-    BlobNotFoundError,
+    PenstockError,
     SaveAbortedError,
     SaveError,
     StorageError,
     StorageTimeoutError,
 )
+from penstock.core.foreign import said
 from penstock.core.format.records import commit_name
 from penstock.core.storage.open import open_backend
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from penstock.core.concurrency.timing import Timing
     from penstock.core.format.records import CommitRecord
 
 log = logging.getLogger("penstock")
 
-_KEY = "penstock"  # of messages; tells them from what other code prints
 _NICE = 10  # training has priority
 _OOM_SCORE = "500"  # if memory runs out, this process is killed first: a copy can be repeated
+_PR_SET_PDEATHSIG = 1
 
-# The trainer may end while this program still imports, so a thread watches it from the beginning:
-# else it would copy beside the next trainer.
 _PROGRAM = """
-import os, sys
-sys.path[:] = [path for path in sys.path if path]  # no modules of the working directory
-import json, signal, threading, time
-line = sys.stdin.readline()
-job = json.loads(line) if line else sys.exit()
-signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the trainer may ignore or block it
-signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-def watch():
-    while os.getppid() == job["pid"]:
-        time.sleep(1)
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(job["leave_s"])
-    os._exit(1)
-threading.Thread(target=watch, daemon=True).start()
-sys.path[:] = job["path"]
-from penstock.core.tiers.process import copy_for_trainer
-copy_for_trainer(job)
+import pickle, signal, sys
+for number in signal.SIGTERM, signal.SIGALRM:  # the trainer may ignore or block them
+    signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
+sys.path[:] = pickle.load(sys.stdin.buffer)
+pickle.load(sys.stdin.buffer)()
 """
 
 
@@ -93,14 +83,12 @@ class ProcessSetup:
         backend: The configuration from which the tiers were opened.
         number: The number of the tier to copy from.
         stuck_s: A process is killed if its copy makes no progress for so long.
-        timing: Has the times that a process may take to start, and to end.
         folder: The working directory at the time when the tiers were opened; None if it is gone.
     """
 
     backend: str | dict[str, Any] = field(repr=False)  # it may hold secrets
     number: int
     stuck_s: float
-    timing: Timing
     folder: str | None = field(default_factory=_working_folder)
 
 
@@ -108,24 +96,15 @@ class ProcessCopy:
     """The copy of one checkpoint by another process, with the methods of `CheckpointCopy`."""
 
     def __init__(
-        self, setup: ProcessSetup, record: CommitRecord, *, workers: int, **options: object
+        self, setup: ProcessSetup, record: CommitRecord, *, workers: Workers, **options: object
     ) -> None:
-        """Prepare a copy by `workers` threads; `options` are those of `CheckpointCopy`."""
-        self._job = {
-            "backend": setup.backend,
-            "number": setup.number,
-            "name": commit_name(record.step, record.generation),
-            "uid": record.uid,
-            "workers": workers,
-            "options": options,
-            "level": log.getEffectiveLevel(),
-            "leave_s": setup.timing.process_leave_s,
-        }
-        self._folder = setup.folder
-        self._stuck_s = setup.stuck_s
-        self._timing = setup.timing
+        """Prepare a copy by as many threads; `options` are those of `CheckpointCopy`."""
+        self._setup = setup
+        self._timing = workers.timing
+        name = commit_name(record.step, record.generation)
+        call = partial(copy_for_trainer, setup, name, record.uid, workers=workers.count)
+        self._call = partial(call, level=log.getEffectiveLevel(), **options)
         self._process: subprocess.Popen[bytes] | None = None
-        self._unread = bytearray()
         self._began = False  # whether the process has imported all that it needs
         self._cancelled = False
 
@@ -137,14 +116,16 @@ class ProcessCopy:
             StorageTimeoutError: The copy made no progress; the process was killed.
             StorageError: The process ended.
         """
-        process = self._process = self._started()
-        try:
-            self._send_job(process)
-            if self._cancelled:  # `cancel` found no process yet
-                process.terminate()
-            self._follow(process, on_progress)
-        finally:
-            self._end(process)
+        reports, writer = Pipe(duplex=False)
+        with reports:
+            with writer:
+                process = self._process = self._started(writer)
+            try:
+                if self._cancelled:  # `cancel` found no process yet
+                    process.terminate()
+                self._follow(process, reports, on_progress)
+            finally:
+                self._end(process)
 
     def cancel(self) -> None:
         """Make `run` raise SaveAbortedError soon; any thread may call this."""
@@ -152,52 +133,66 @@ class ProcessCopy:
         if self._process is not None:
             self._process.terminate()
 
-    def _started(self) -> subprocess.Popen[bytes]:
+    def _started(self, writer: Connection) -> subprocess.Popen[bytes]:
         if not sys.executable or getattr(sys, "frozen", False):
             msg = "a process for it cannot be started: where Python is, is not known"
             raise UnsuitableError(msg)
+        folder = self._setup.folder
         try:
             process = subprocess.Popen(  # noqa: S603 - our own interpreter
                 [sys.executable, *_flags(), "-c", _PROGRAM],
                 stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,  # what plugins print is not the trainer's output
+                pass_fds=[writer.fileno()],
                 # Python 3.13.0 cannot be used in a folder that is gone.
-                cwd=self._folder or "/",
+                cwd=folder or "/",
                 start_new_session=True,  # Ctrl-C reaches the trainer alone, which ends the process
             )
         except (OSError, ValueError) as error:
             msg = f"a process for it cannot be started: {error}"
             raise UnsuitableError(msg) from error
         log.debug("process %d copies", process.pid)
+        # "" means the working directory; where that is gone, the process is in another one.
+        entries: list[object] = [*sys.path]  # Python ignores those that are no text
+        path = [entry for entry in entries if isinstance(entry, str) and (entry or folder)]
+        call = partial(
+            self._call,
+            end_s=self._timing.process_end_s,
+            trainer=os.getpid(),
+            reports=writer.fileno(),
+        )
+        assert process.stdin is not None
+        with suppress(OSError), process.stdin as stdin:  # `_follow` reports an early end
+            stdin.write(pickle.dumps(path) + pickle.dumps(call))
         return process
 
-    def _send_job(self, process: subprocess.Popen[bytes]) -> None:
-        # Python ignores entries of `sys.path` that are no text, and JSON cannot take them. "" means
-        # the working directory, and where that is gone, the process is in another one.
-        entries: list[object] = [*sys.path]
-        path = [e for e in entries if isinstance(e, str) and (e or self._folder)]
-        job = {**self._job, "path": path, "pid": os.getpid()}
-        assert process.stdin is not None
-        with suppress(OSError), process.stdin as stdin:  # `_received` reports an early end
-            stdin.write(json.dumps(job).encode() + b"\n")
-
-    def _follow(self, process: subprocess.Popen[bytes], on_progress: Callable[[int], None]) -> None:
+    def _follow(
+        self,
+        process: subprocess.Popen[bytes],
+        reports: Connection,
+        on_progress: Callable[[int], None],
+    ) -> None:
         """Return when the copy is made; raise the error that ended it."""
         # Counts polls instead of reading the time: a debugger or SIGSTOP that stops this process
         # stops the other one as well, and that time is no silence of the other one.
         clock = CountedClock()
         silent, ending = Deadline(self._timing.process_start_s, clock), NEVER
         while True:
-            kind, value = self._received(process)
-            if kind == "done":
-                return
-            if kind == "error":
-                raise decoded(*value)
-            if kind == "log":
-                log.log(value[0], "%s", value[1])
-            elif kind == "moved":
-                self._began, silent = True, Deadline(self._stuck_s, clock)
-                on_progress(value)
+            # A fork of the process may hold the other end of the pipe: then EOF never comes.
+            is_over = process.poll() is not None
+            if reports.poll(0 if is_over else self._timing.poll_s):
+                try:
+                    report = reports.recv()
+                except EOFError:
+                    raise self._ended(process) from None
+                if report is None:
+                    return
+                if isinstance(report, Exception):
+                    raise report
+                self._began, silent = True, Deadline(self._setup.stuck_s, clock)
+                on_progress(report)
+            elif is_over:
+                raise self._ended(process)
             else:
                 if self._cancelled and ending is NEVER:
                     ending = Deadline(self._timing.process_end_s, clock)
@@ -207,44 +202,10 @@ class ProcessCopy:
                     why = f"no progress for {silent.limit_s:g} s; the copying process was killed"
                     raise self._failure(why, StorageTimeoutError)
 
-    def _received(self, process: subprocess.Popen[bytes]) -> tuple[str, Any]:
-        """Return kind and value of the next message; an empty kind if none comes within `poll_s`.
-
-        Raises:
-            StorageError: The process has ended.
-        """
-        while (line := self._line(process)) is not None:
-            with suppress(ValueError):
-                message = json.loads(line)
-                if isinstance(message, dict) and _KEY in message:
-                    kind, value = message[_KEY]
-                    return kind, value
-            # Other code has printed it, such as `sitecustomize`.
-            log.debug("process %d printed: %r", process.pid, bytes(line[:200]))
-        return "", None
-
-    def _line(self, process: subprocess.Popen[bytes]) -> bytearray | None:
-        assert process.stdout is not None
-        poll = select.poll()
-        poll.register(process.stdout, select.POLLIN)
-        while b"\n" not in self._unread:
-            # A process that it has forked may hold the other end of the pipe open: then the end of
-            # the file never comes.
-            is_over = process.poll() is not None
-            if poll.poll(0 if is_over else 1000 * self._timing.poll_s):
-                data = os.read(process.stdout.fileno(), 1 << 16)
-            elif is_over:
-                data = b""
-            else:
-                return None
-            if not data:
-                code = self._end(process)
-                how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-                why = f"the copying process ended with {how}"
-                raise self._failure(why)
-            self._unread += data
-        line, _, self._unread = self._unread.partition(b"\n")
-        return line
+    def _ended(self, process: subprocess.Popen[bytes]) -> Exception:
+        code = self._end(process)
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return self._failure(f"the copying process ended with {how}")
 
     def _failure(self, why: str, kind: type[StorageError] = StorageError) -> Exception:
         if self._cancelled:
@@ -257,8 +218,6 @@ class ProcessCopy:
     def _end(self, process: subprocess.Popen[bytes]) -> int:
         """Make the process end, by force after `process_end_s`; return its exit code."""
         process.terminate()
-        assert process.stdout is not None
-        process.stdout.close()
         for _ in range(2):
             try:
                 return process.wait(self._timing.process_end_s)
@@ -275,118 +234,104 @@ def _flags() -> list[str]:
     if flags.isolated:
         return ["-I"]
     wanted = ("-E", flags.ignore_environment), ("-s", flags.no_user_site), ("-S", flags.no_site)
-    return [flag for flag, given in wanted if given]
+    # `-P`: no modules of the working directory.
+    return ["-P", *[flag for flag, given in wanted if given]]
 
 
 # -- the other process -------------------------------------------------------------------------
 
 
-def copy_for_trainer(job: dict[str, Any]) -> NoReturn:
-    """Make the copy that a trainer wants, report to it, and end the process."""
-    reports = _Reports(job["level"])
+def copy_for_trainer(
+    setup: ProcessSetup,
+    name: str,
+    uid: str,
+    *,
+    workers: int,
+    level: int,
+    end_s: float,
+    trainer: int,
+    reports: int,
+    **options: Any,
+) -> None:
+    """Make the copy that a trainer wants, report it, and end the process.
+
+    Args:
+        setup: The tiers.
+        name: The name of the commit record.
+        uid: The uid that this record has.
+        workers: The number of threads.
+        level: The level of the trainer's log.
+        end_s: The process is killed if a cancelled copy has not ended after so long.
+        trainer: The process id of the trainer.
+        reports: The descriptor of the pipe for reports.
+        options: The options of `CheckpointCopy`.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != trainer:  # it ended before: another trainer may copy by now
+        os._exit(1)
     with suppress(OSError):
         os.nice(_NICE)
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE, encoding="ascii")
-    reports.send_progress()
-    try:
-        _copy(job, reports)
-    except BaseException as error:  # noqa: BLE001 - a task's boundary: the trainer raises it
-        reports.send("error", encoded(error))
-    else:
-        reports.send_progress()
-        reports.send("done")
+    log.setLevel(level)
+    logging.getLogger(open_backend.__module__).disabled = True  # the trainer has logged the same
+    with Connection(reports, readable=False) as connection, suppress(BrokenPipeError):
+        connection.send(0)
+        try:
+            copy = _opened(setup, name, uid, workers, options)
+            _run(copy, connection, end_s)
+            connection.send(None)
+        except (PenstockError, UnsuitableError) as error:
+            connection.send(error)
+        except BaseException as error:  # noqa: BLE001 - a task's boundary: the trainer raises it
+            connection.send(SaveError(said(error)))
     os._exit(0)
 
 
-def _copy(job: dict[str, Any], reports: _Reports) -> None:
+def _opened(
+    setup: ProcessSetup, name: str, uid: str, workers: int, options: dict[str, Any]
+) -> CheckpointCopy:
     try:
-        backend = open_backend(job["backend"])
+        backend = open_backend(setup.backend)
     except StorageError:
         raise
     except Exception as error:  # the trainer has opened it, so threads can copy
-        msg = f"another process cannot open the tiers: {encoded(error)[1][0]}"
+        msg = f"another process cannot open the tiers: {error}"
         raise UnsuitableError(msg) from error
-    source, target = (tier.backend for tier in backend.tiers[job["number"] :][:2])
-    try:
-        record = read_commit(source, job["name"])
-    except BlobNotFoundError:
-        record = None
-    if record is None or record.uid != job["uid"]:
+    source, target = (tier.backend for tier in backend.tiers[setup.number :][:2])
+    record = read_listed(source, name)
+    if record is None or record.uid != uid:
         msg = f"another process does not see what is on {source.url}"
         raise UnsuitableError(msg)
-    copy = CheckpointCopy(
-        source,
-        target,
-        record,
-        workers=Workers(job["workers"]),
-        **job["options"],
-    )
+    return CheckpointCopy(source, target, record, workers=Workers(workers), **options)
+
+
+def _run(copy: CheckpointCopy, connection: Connection, end_s: float) -> None:
     terminated = False
+    unreported = 0
+    # Each report wakes a thread of the trainer.
+    interval_s = current_timing().progress_interval_s
+    quiet = Deadline(interval_s)
 
     def cancel(*_: object) -> None:
         nonlocal terminated
         terminated = True
         copy.cancel()
+        signal.setitimer(signal.ITIMER_REAL, end_s)  # then the kernel ends the process
+
+    def moved(size_bytes: int) -> None:
+        nonlocal unreported, quiet
+        unreported += size_bytes
+        if quiet.is_over():
+            connection.send(unreported)
+            unreported, quiet = 0, Deadline(interval_s)
 
     signal.signal(signal.SIGTERM, cancel)
     try:
-        copy.run(on_progress=reports.moved)
+        copy.run(on_progress=moved)
     except SaveAbortedError:
         if terminated:  # the trainer learns of the signal from the end of this process
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
         raise
-
-
-class _Reports(logging.Handler):
-    """Sends progress and log records to the trainer; standard output is for nothing else."""
-
-    def __init__(self, level: int) -> None:
-        super().__init__()
-        self._out = os.fdopen(os.dup(1), "wb", buffering=0)
-        # What plugins print goes to standard error. If the trainer has closed that, descriptor 2
-        # may be any file.
-        os.dup2(os.open(os.devnull, os.O_WRONLY) if sys.stderr is None else 2, 1)
-        self._writing = threading.Lock()  # guards the output
-        self._interval_s = current_timing().progress_interval_s
-        self._next = Deadline(0.0)  # over when progress is reported again
-        self._moved_bytes = 0  # since the last report
-        logger = logging.getLogger("penstock")
-        logger.setLevel(level)
-        logger.addHandler(self)
-        logger.propagate = False
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.name != "penstock.core.storage.open":  # the trainer has logged these itself
-            self.send("log", (record.levelno, record.getMessage()))
-
-    def moved(self, size_bytes: int) -> None:
-        self._moved_bytes += size_bytes
-        if self._next.is_over():  # each report wakes a thread of the trainer
-            self.send_progress()
-
-    def send_progress(self) -> None:
-        moved_bytes, self._moved_bytes = self._moved_bytes, 0
-        self._next = Deadline(self._interval_s)
-        self.send("moved", moved_bytes)
-
-    def send(self, kind: str, value: object = None) -> None:
-        data = json.dumps({_KEY: (kind, value)}).encode() + b"\n"
-        with self._writing, suppress(OSError):  # the trainer has closed its end
-            while data:
-                data = data[self._out.write(data) or 0 :]
-
-
-def encoded(error: BaseException) -> tuple[str, list[Any]]:
-    """Return an error as JSON can hold it: the nearest class of our tree, and its arguments."""
-    for cls in type(error).__mro__:
-        if cls is UnsuitableError or getattr(errors, cls.__name__, None) is cls:
-            return cls.__name__, json.loads(json.dumps(error.args, default=str))
-    return SaveError.__name__, [f"{type(error).__name__}: {error}"]
-
-
-def decoded(name: str, args: list[Any]) -> Exception:
-    """Return the error that `encoded` was given, or the nearest one."""
-    error: Exception = getattr(errors, name, UnsuitableError)(*args)
-    return error
+    connection.send(unreported)

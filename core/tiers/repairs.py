@@ -1,4 +1,7 @@
-"""Replaces damaged copies of checkpoints in tiers by good copies of other tiers."""
+"""Replaces damaged copies of checkpoints in tiers by good copies of other tiers.
+
+Tested in `tests/integration/tiers/test_repair.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The way of one save to the tier that it writes to, and on from there to slower tiers."""
+"""The way of one save to the tier that it writes to, and on from there to slower tiers.
+
+Tested in `tests/integration/ranks/test_tiers.py`.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ if TYPE_CHECKING:
     from penstock.core.format.records import CommitRecord
     from penstock.core.save.request import RankTurn, SaveRequest
     from penstock.core.tiers.drains import Drains
+    from penstock.core.tiers.room import TierRoom
 
 OnEnd: TypeAlias = "Callable[[BaseException | None], None]"
 """Called once: with None when a checkpoint is as durable as it is to be, else with the reason."""
@@ -58,10 +62,10 @@ class DrainOfSave:
 class TierOfRanks:
     """The choice of one tier for all ranks of a save: rank 0 chooses it, the others follow."""
 
-    def __init__(self, drains: Drains, request: SaveRequest, *, away: Collection[str]) -> None:
+    def __init__(self, room: TierRoom, request: SaveRequest, *, away: Collection[str]) -> None:
         self.number: int | None = None
         """The number of the tier, once it is chosen."""
-        self._drains = drains
+        self._room = room
         self._step = request.step
         self._arrival = {"raw": list(bytes_of_rank(request.plan)), "away": sorted(away)}
 
@@ -97,10 +101,10 @@ class TierOfRanks:
             for name, ranks in lacking.items()
         }
         total += sum(alike.values())
-        self.number = self._drains.place(self._step, total, refused=refused, wait=wait)
+        self.number = self._room.place(self._step, total, refused=refused, wait=wait)
         if self.number is None:
             return None
-        tier = self._drains.tiers[self.number]
+        tier = self._room.tiers[self.number]
         return tier.name, tier.backend
 
     def follow(self, name: str) -> Backend:
@@ -109,7 +113,7 @@ class TierOfRanks:
         Raises:
             ConfigError: This rank has no such tier.
         """
-        for number, tier in enumerate(self._drains.tiers):
+        for number, tier in enumerate(self._room.tiers):
             if tier.name == name:
                 self.number = number
                 return tier.backend
@@ -122,7 +126,7 @@ class TierOfRanks:
     def failed(self, error: BaseException) -> None:
         """Leave the tier alone for a while if it has failed: else each next save would fail."""
         if self.number is not None and isinstance(error, StorageError):
-            self._drains.leave_alone(self.number)
+            self._room.leave_alone(self.number)
 
 
 class LeadingDrain(DrainOfSave):

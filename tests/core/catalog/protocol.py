@@ -604,7 +604,7 @@ def copy_by(turn, source, target, record, **how):
         blobs = [f"data/{uid}/blobs/0.raw" for uid in (record.uid, *record.references)]
         copy._contents = SimpleNamespace(
             parts=record.parts,
-            read=lambda: [CheckedBlob(blob, 32, None) for blob in blobs],
+            read=lambda: [CheckedBlob(blob, 32, None, None, None) for blob in blobs],
             records=lambda: [(name, record.uid.encode()) for name in names],
         )
         copy._run()

@@ -5,33 +5,26 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import given
-from hypothesis import strategies as st
 from tests.effort import every
 from tests.integration.support import ENCODED, checkpointer, holding, make_state, memory, same
 
 from penstock.backends.posix import PosixBackend, PosixConfig
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.prune import GRACE_S
-from penstock.core.concurrency.timing import CountedClock, Timing
 from penstock.core.concurrency.workers import Workers
 from penstock.core.copy.checkpoint_copy import CheckpointCopy
 from penstock.core.copy.confirmation import confirmed
 from penstock.core.copy.copy_source import CopySource
-from penstock.core.copy.lease import SILENT_S, Lease
+from penstock.core.copy.lease import SILENT_S
 from penstock.core.copy.mover import (
     BlobMover,
     BlobTransfer,
     Callbacks,
     CheckedBlob,
-    Checks,
-    Cursor,
-    Throttle,
 )
 from penstock.core.errors import (
     BusyError,
@@ -48,7 +41,6 @@ from penstock.core.format.records import (
     intent_name,
     lease_name,
 )
-from penstock.core.types import ByteRange
 from penstock.testing.faults import (
     EFFECTS,
     CrashAt,
@@ -224,8 +216,7 @@ def test_many_blobs_are_copied_and_few_of_them_sealed_at_once(workers):
         data = bytes([number]) * (3 * 4096 + number)
         source.publish(name, data)
         sums = np.array([xxhash.xxh3_64_intdigest(data)], np.uint64)
-        checks = Checks(np.array([0]), np.array([len(data)]), sums)
-        blobs.append(CheckedBlob(name, len(data), checks))
+        blobs.append(CheckedBlob(name, len(data), np.array([0]), np.array([len(data)]), sums))
 
     def fail(*_):
         raise AssertionError
@@ -260,9 +251,8 @@ def test_many_blobs_are_copied_and_few_of_them_sealed_at_once(workers):
 def test_damage_in_a_frame_is_named_and_nothing_is_committed(own, workers, kind, where):
     (name,) = [n for n in blobs_of(own) if n.endswith(kind)]
     blob = next(b for b in CopySource(own, Catalog(own).record(STEP)).read() if b.name == name)
-    checks = blob.checks
-    which = where * (len(checks.starts) - 1) // 6
-    at = int(checks.starts[which]) + where * (int(checks.lengths[which]) - 1) // 6
+    which = where * (len(blob.starts) - 1) // 6
+    at = int(blob.starts[which]) + where * (int(blob.lengths[which]) - 1) // 6
     data = bytearray(contents(own)[name])
     data[at] ^= 0x10
     rewrite(own, name, data)
@@ -633,61 +623,6 @@ def test_what_comes_while_a_copy_takes_its_lease_is_not_replaced(saved, workers,
     assert comes_as == "index" or not left  # nor does a lease stay, which would make it a copy's
 
 
-# -- parts --------------------------------------------------------------------------------------
-
-
-offsets = st.lists(st.integers(0, 300), max_size=8)
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 40)), max_size=10),
-    st.integers(0, 9),
-    offsets,
-    offsets,
-)
-def test_every_damaged_byte_is_seen_however_the_bytes_come(gaps_and_lengths, tail, damage, cuts):
-    """Padding between ranges has no checksum."""
-    ranges, end = [], 0
-    for gap, length in gaps_and_lengths:
-        ranges.append(ByteRange(end + gap, end + gap + length))
-        end += gap + length
-    end += tail
-    content = bytearray(np.random.default_rng(end).bytes(end))
-    sums = [xxhash.xxh3_64_intdigest(content[r.start : r.stop]) for r in ranges]
-    damaged = {at for at in damage if at < end}
-    for at in damaged:
-        content[at] ^= 1
-    cuts = sorted({0, end, *(at for at in cuts if at < end)})
-    starts, lengths = [r.start for r in ranges], [r.length for r in ranges]
-    cursor = Cursor(
-        Checks(np.array(starts, np.int64), np.array(lengths, np.int64), np.array(sums, np.uint64))
-    )
-    wrong, compared = [], 0
-    for start, stop in pairwise(cuts):
-        view = memoryview(content)[start:stop]
-        whole, expected, late = cursor.take(start, view)
-        wrong += late
-        compared += len(whole)
-        for r, want in zip(whole, expected, strict=True):
-            if xxhash.xxh3_64_intdigest(view[r.start : r.stop]) != want:
-                wrong.append(ByteRange(start + r.start, start + r.stop))
-    assert set(wrong) == {r for r in ranges if any(r.start <= at < r.stop for at in damaged)}
-    assert compared <= len(ranges)
-
-
-def test_throttle_spreads_bytes_and_saves_nothing_up():
-    clock = CountedClock()
-    throttle = Throttle(100.0, clock)
-    assert throttle.take(50) == 0.0
-    assert throttle.take(100) == 0.5
-    clock.advance(0.5)
-    assert throttle.take(10) == 1.0
-    clock.advance(59.5)
-    assert throttle.take(200) == 0.0
-    assert throttle.take(1) == 2.0
-    assert Throttle(None, clock).take(1 << 40) == 0.0
-
-
 def blob_named(store, ending):
     return next(name for name in store._store.blobs if name.endswith(ending))
 
@@ -723,18 +658,3 @@ def test_another_run_of_a_lower_generation_is_replaced_only_where_that_is_wanted
     assert Catalog(target).record(STEP).uid != record.uid
     CheckpointCopy(saved, target, record, **options).run()
     assert Catalog(target).record(STEP).uid == record.uid
-
-
-@pytest.mark.process
-def test_the_lease_of_a_process_that_nobody_has_waited_for_yet_does_not_hold(saved, tmp_path):
-    target, uid = files(tmp_path), Catalog(saved).record(STEP).uid
-    copier = os.fork()
-    if copier == 0:
-        Lease(target, uid, Timing()).take()
-        os._exit(0)
-    try:
-        os.waitid(os.P_PID, copier, os.WEXITED | os.WNOWAIT)  # it stays a zombie
-        assert json.loads(target.read_record(lease_name(uid), limit_bytes=1 << 20))["pid"] == copier
-        Lease(target, uid, Timing()).take()
-    finally:
-        os.waitpid(copier, 0)

@@ -13,10 +13,9 @@ from penstock.backends.posix import PosixBackend, PosixConfig
 from penstock.core.abc import BlobWriter
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.prune import GRACE_S
-from penstock.core.concurrency.timing import Timing
 from penstock.core.concurrency.workers import Workers
 from penstock.core.copy.checkpoint_copy import CheckpointCopy
-from penstock.core.copy.lease import SILENT_S, Lease
+from penstock.core.copy.lease import SILENT_S
 from penstock.core.errors import BusyError, FormatError, StorageError
 from penstock.core.format.records import data_prefix, lease_name
 from penstock.testing.faults import Fault, FaultyBackend, WrapperBackend
@@ -167,17 +166,6 @@ def test_a_copy_that_wakes_late_leaves_the_blobs_of_the_next_one_alone(
         assert contents(after) == contents(source)
 
 
-def test_a_lease_that_was_not_refreshed_for_long_is_lost_whatever_the_store_shows():
-    """A request to refresh it may have landed on top of the lease of the next copy."""
-    clock = ShiftedClock()
-    lease = Lease(memory(), "a" * 32, Timing(clock=clock))
-    lease.take()
-    lease.check()
-    clock.ahead_s = SILENT_S / 2 + 1
-    with pytest.raises(BusyError, match="not refreshed for 451 s"):
-        lease.check()
-
-
 def test_a_copy_whose_lease_took_too_long_to_be_noted_deletes_nothing(source, waits):
     """It was about to delete what an earlier copy left unfinished."""
     target = memory()
@@ -202,12 +190,3 @@ def test_a_copy_whose_lease_took_too_long_to_be_noted_deletes_nothing(source, wa
     with pytest.raises(BusyError, match="not refreshed"):
         copy_between(source, Hanging(target))
     assert [info.name for info in target.list(f"{data_prefix(uid)}blobs/")] == blobs
-
-
-def test_a_copy_ends_no_lease_but_its_own(source):
-    target = memory()
-    lease = Lease(target, "a" * 32, Timing())
-    lease.take()
-    target.publish(lease_name("a" * 32), b"{}")
-    lease.remove()
-    assert target.read_record(lease_name("a" * 32), limit_bytes=10) == b"{}"

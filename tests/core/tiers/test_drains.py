@@ -18,7 +18,6 @@ from penstock.core.errors import (
     NotDrainedError,
     StepExistsError,
     StorageError,
-    StorageFullError,
 )
 from penstock.core.format.commit_record import encode_commit
 from penstock.core.format.records import commit_name, data_prefix
@@ -389,7 +388,7 @@ def test_room_is_made_of_what_the_next_tier_has_oldest_first():
     with drains_of(Tier("fast", fast), Tier("durable", durable, durable=True)) as drains:
         drains.resume()
         assert drains.settle(30)
-        assert drains.place(4, size) == 0
+        assert drains.room.place(4, size) == 0
     assert steps_of(fast) == [2, 3]
     assert steps_of(durable) == [1, 2, 3]
 
@@ -400,7 +399,7 @@ def test_what_only_the_fast_tier_has_is_never_evicted():
     saved(fast, 1, marked=False)
     saved(fast, 2)
     with drains_of(Tier("fast", fast), Tier("durable", durable, durable=True)) as drains:
-        assert drains.place(3, size) == 1  # the durable one has room: write through
+        assert drains.room.place(3, size) == 1  # the durable one has room: write through
     assert steps_of(fast) == [1, 2]
 
 
@@ -412,7 +411,7 @@ def test_what_the_next_tier_has_lost_is_not_evicted():
         drains.resume()
         assert drains.settle(30)
         Catalog(durable).delete(1)
-        assert drains.place(2, size) == 1
+        assert drains.room.place(2, size) == 1
     assert steps_of(fast) == [1]
 
 
@@ -487,11 +486,11 @@ def test_what_waits_to_be_copied_is_not_evicted_though_the_next_tier_lists_it():
         workers = drains._workers
         CheckpointCopy(fast, durable, record, workers=workers, grace_s=GRACE_S).run()
         drains.eviction.note_verified(1, record)
-        assert drains.place(2, size) == 1
+        assert drains.room.place(2, size) == 1
         assert steps_of(fast) == [1]
         drains.resume()
         assert drains.settle(30)
-        assert drains.place(2, size) == 0
+        assert drains.room.place(2, size) == 0
     assert steps_of(fast) == []
 
 
@@ -503,26 +502,7 @@ def test_no_save_waits_while_a_copy_is_read_that_another_process_has_made():
         workers = drains._workers
         CheckpointCopy(fast, durable, record, workers=workers, grace_s=GRACE_S).run()
         with holding(durable, "read", match="/blobs/"):
-            assert drains.place(2, size) == 1
+            assert drains.room.place(2, size) == 1
             assert drains.settle(30)
-        until(lambda: drains.place(2, size) == 0)
+        until(lambda: drains.room.place(2, size) == 0)
     assert steps_of(fast) == []
-
-
-@pytest.mark.parametrize("policy", ["skip", "raise", "block"])
-def test_without_any_room_the_policy_decides(policy, caplog):
-    size = size_of_one()
-    fast, durable = small(memory(), size // 2), FaultyBackend(memory())
-    times = 5 if policy == "block" else None
-    durable.add(Fault("list", times=times, error=StorageError("no route to host")))
-    tiers = Tier("fast", fast, on_full=policy), Tier("durable", durable, durable=True)
-    with drains_of(*tiers) as drains:
-        if policy == "raise":
-            with pytest.raises(StorageFullError, match=r"tier fast .* is full.*no route to host"):
-                drains.place(1, size)
-        elif policy == "skip":
-            assert drains.place(1, size) is None
-            assert "step 1 is not saved" in caplog.text
-        else:
-            assert drains.place(1, size) == 1
-            assert "waits" in caplog.text

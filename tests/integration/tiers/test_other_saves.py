@@ -12,7 +12,7 @@ from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.deletion import delete_records
 from penstock.core.catalog.survey import uids_named
 from penstock.core.format.records import mark_name
-from penstock.core.tiers.whereabouts import at_step, mark, pending
+from penstock.core.tiers.whereabouts import at_step, pending
 from penstock.testing.faults import Fault, FaultyBackend
 from penstock.testing.hasty import FAST
 
@@ -164,18 +164,6 @@ def test_a_newer_checkpoint_of_another_node_is_not_replaced_by_a_leftover_genera
     assert epoch_of(node.durable) == 7
     assert "step 1 cannot be copied from tier fast to durable" in caplog.text
     assert [record.generation for record in pending(node.fast)] == [4]  # left alone
-
-
-def test_of_a_mark_that_does_not_say_what_was_replaced_time_decides(nodes):
-    node, _ = nodes
-    with node.open() as ckpt:
-        ckpt.save(make_state(1), 1).result(300)
-    leave_generations(node, 2)
-    mark(node.fast, Catalog(node.fast).record(1).uid, 1)
-    with node.open() as ckpt:
-        ckpt.save(make_state(9), 9).result(300)
-        assert ckpt._drains.settle(300)
-    assert epoch_of(node.durable) == 2
 
 
 def test_what_another_node_overwrites_while_a_leftover_is_copied_stays(nodes):
