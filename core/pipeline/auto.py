@@ -234,20 +234,18 @@ class ChainChoices:
             self._kept.bytes_per_s = size_bytes / seconds
         self._probe_bytes = max(size_bytes, _PROBE_BYTES)
 
-    def finish(
-        self, results: Sequence[ChunkResult | None], size_bytes: int, seconds: float
-    ) -> None:
+    def finish(self, results: Mapping[int, ChunkResult], size_bytes: int, seconds: float) -> None:
         """Keep what this save has chosen for the next ones.
 
         Args:
-            results: Those of all chunks; None: another rank writes the chunk.
+            results: How chunks are stored, by number.
             size_bytes: The bytes that the store took.
             seconds: The time in which writes were in flight.
         """
         raw: dict[str, int] = defaultdict(int)
         stored: dict[str, int] = defaultdict(int)
-        for index, result in enumerate(results):
-            if result is not None and result.chain and self._is_open(index):
+        for index, result in results.items():
+            if result.chain and self._is_open(index):
                 raw[self._class(index)] += self._plan.chunks[index].length
                 stored[self._class(index)] += result.length
         before = self._kept.by_class

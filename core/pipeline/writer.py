@@ -19,7 +19,7 @@ from penstock.core.concurrency.workers import BusyClock
 from penstock.core.errors import CodecError
 from penstock.core.format.blocks import frame_blocks
 from penstock.core.pipeline.chain import checksum_blocks
-from penstock.core.pipeline.chunks import DERIVED, ChunkResult
+from penstock.core.pipeline.chunks import ChunkResult
 from penstock.core.pipeline.encoded_blob import EncodedBlob
 from penstock.core.pipeline.sharing import ChunkSharing
 from penstock.core.plan.save import RawLayout, context_of
@@ -103,7 +103,8 @@ class FrameWriter:
         self._layout = RawLayout()
         self._enc: EncodedBlob | None = None
         self._batches: deque[_Batch] = deque()
-        self.results: list[ChunkResult | None] = [None] * len(plan.chunks)
+        self.results: dict[int, ChunkResult] = {}
+        """How each chunk is stored, by its number; ascending once `finish` has returned."""
         self.write_clock = BusyClock()
         self.encode_clock = BusyClock()
         self._raw_clock = BusyClock()
@@ -125,12 +126,7 @@ class FrameWriter:
         Raises:
             PenstockError: An earlier chunk failed.
         """
-        rest = []
-        for one in captured:
-            if one.derived:
-                self._set_result(one.index, DERIVED)
-            else:
-                rest.append(one)
+        rest = captured
         try:
             while rest:
                 chosen, rest = self._choices.take(rest)
@@ -172,6 +168,7 @@ class FrameWriter:
         for seal in seals:
             seal.result()
             self._tick(0)
+        self.results = dict(sorted(self.results.items()))
         size_bytes = sum(length for _, length in blobs)
         self._choices.finish(self.results, size_bytes, self.write_clock.seconds)
         return blobs
@@ -221,8 +218,8 @@ class FrameWriter:
             wait(futures)
             self._release_all(captured)
             raise
-        self._release_all(c for c in captured if self.results[c.index] is not None)
-        return [c for c in captured if self.results[c.index] is None]
+        self._release_all(c for c in captured if c.index in self.results)
+        return [c for c in captured if c.index not in self.results]
 
     def _start_raw(self, captured: list[Captured]) -> None:
         batch = _Batch(captured, [])

@@ -239,13 +239,11 @@ class CaptureRun:
 
     def release(self, captured: Captured) -> None:
         """Release the memory of a chunk; called once for each, from any thread."""
-        if captured.derived:
-            return
         if captured.block is not None:
             self._staging.release(captured.block)
+        if captured.end_hold is None:
             return
-        if captured.end_hold is not None:
-            captured.end_hold()
+        captured.end_hold()
         with self._lock:
             self._straight_open -= 1
             if not self._straight_open:
@@ -264,8 +262,7 @@ class CaptureRun:
     def _take(self, index: int, *, may_lend: Callable[[], bool]) -> None:
         chunk = self._chunks[index]
         if self._is_derived(chunk):
-            nothing = memoryview(b"")
-            self.handed_on.put(Captured(index, nothing, None, straight=False, derived=True))
+            self.handed_on.put(Captured(index, memoryview(b"")))
             return
         lendable = self._lendable(chunk) is not None
         if lendable and self._straight_first and self._lend(index):
@@ -287,7 +284,7 @@ class CaptureRun:
             self._staging.wait(
                 lambda: bool(self._error) or may_be_lent(), self._timing.staging_poll_s
             )
-        captured = Captured(index, block.view, block, straight=False)
+        captured = Captured(index, block.view, block)
         copies = self._copy_or_release(index, block)
         if copies or self._issued:
             self.has_device_copies = True
@@ -482,7 +479,7 @@ class CaptureRun:
         with self._lock:
             self._straight_open += 1
             self.straight_bytes += view.nbytes
-        self.handed_on.put(Captured(index, view, None, straight=True, end_hold=end_hold))
+        self.handed_on.put(Captured(index, view, end_hold=end_hold))
         return True
 
     def _issue_device_copies(self) -> None:
@@ -497,7 +494,7 @@ class CaptureRun:
             if block is None:
                 return
             self.has_device_copies = True
-            captured = Captured(self._later.pop(0), block.view, block, straight=False)
+            captured = Captured(self._later.pop(0), block.view, block)
             self._issued.append((captured, self._copy_or_release(captured.index, block)))
 
     def _flush(self) -> None:

@@ -38,7 +38,6 @@ from penstock.core.format.records import (
     staying_name,
 )
 from penstock.core.pipeline.auto import ChainChoices
-from penstock.core.pipeline.chunks import Captured
 from penstock.core.pipeline.links import load_link
 from penstock.core.pipeline.writer import BATCH_BYTES, FrameWriter
 from penstock.core.plan.ranks import chunks_of_rank, derivable, spans_of_rank
@@ -58,7 +57,7 @@ if TYPE_CHECKING:
     from penstock.core.concurrency.workers import Workers
     from penstock.core.format.index import IndexBlocks
     from penstock.core.format.records import CommitRecord
-    from penstock.core.pipeline.chunks import ChunkResult
+    from penstock.core.pipeline.chunks import Captured, ChunkResult
     from penstock.core.plan.ranks import RankPlaces
     from penstock.core.reporting.handle import Ending
     from penstock.core.save.bases import SaveBases
@@ -147,6 +146,7 @@ class Finish:
         self._share = ALONE
         self._masters: Mapping[int, Sequence[int]] = request.plan.masters
         self._totals: tuple[int, ...] = ()
+        self._derived_chunks = 0  # which are not written
         self._has_intent = False
         self._references: Collection[str] = ()  # the uids whose data the intent protects
         self.watchdog = Watchdog(request.io_timeout_s, workers.timing.clock)
@@ -216,9 +216,9 @@ class Finish:
         self._write_chunks()
         self._wait_captured()
         blobs = self._writer.finish()
-        results = {n: r for n, r in enumerate(self._writer.results) if r is not None}
+        results = self._writer.results
         chunks = self.request.plan.chunks
-        if len(results) != sum(map(self._share.writes, range(len(chunks)))):
+        if len(results) + self._derived_chunks != sum(map(self._share.writes, range(len(chunks)))):
             msg = f"step {self.request.step}: not every chunk was written; this is a bug"
             raise SaveError(msg)
         self._clock.commit_began = time.monotonic()
@@ -566,28 +566,26 @@ class Finish:
             batch = self._next_batch()
             if batch:
                 left -= len(batch)
-                self._writer.put(self._own(batch))
+                self._writer.put(self._stored_here(batch))
             else:
                 self._writer.settle_oldest()
 
-    def _own(self, batch: list[Captured]) -> list[Captured]:
-        """Return the chunks of this rank, and release those that other ranks write.
-
-        Releases those of derived objects, too, as far as they were captured.
-        """
-        if self._share.chunks is None:
+    def _stored_here(self, batch: list[Captured]) -> list[Captured]:
+        """Return the chunks to write, and release those of other ranks and of derived objects."""
+        if self._share.chunks is None and not self._capture.derived:
             return batch
-        own = []
+        stored = []
         for captured in batch:
-            index = captured.index
-            if not self._share.writes(index):
+            chunk = self.request.plan.chunks[captured.index]
+            if not self._share.writes(captured.index):
                 self._capture.release(captured)
-            elif self._derives(self.request.plan.chunks[index].pieces[0].item):
+            elif self._derives(chunk.pieces[0].item):
                 self._capture.release(captured)
-                own.append(Captured(index, memoryview(b""), None, straight=False, derived=True))
+                self._derived_chunks += 1
+                self._tick(chunk.length)
             else:
-                own.append(captured)
-        return own
+                stored.append(captured)
+        return stored
 
     def _derives(self, item: int) -> bool:
         """Return whether this rank stores an object as derived, which it has compared by now."""
@@ -713,7 +711,5 @@ class Finish:
             },
             ranks=request.world_size,
             total=SaveTotals(*told) if told else written,
-            codecs=self._choices.report(
-                {n: r for n, r in enumerate(self._writer.results) if r is not None}
-            ),
+            codecs=self._choices.report(self._writer.results),
         )

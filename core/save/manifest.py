@@ -29,7 +29,7 @@ from penstock.core.plan.save import elements_of
 from penstock.core.types import WorstErrors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from penstock.core.abc import StateObject
     from penstock.core.format.index import IndexBlocks, ShardTable
@@ -197,7 +197,6 @@ class ManifestWriter:
             blobs={b.name[-3:]: i for i, b in enumerate(tables.blobs) if blob_uid(b.name) == uid},
             chains=numbers,
             place=tables.place,
-            derived=derived,
         )
         borrowed = borrowed_from(tables.blobs, uid)
         part = encode_part(
@@ -368,9 +367,8 @@ def frames_of(
     blobs: Mapping[str, int],
     chains: Mapping[int, int],
     place: Callable[[StoredFrame], Frame],
-    derived: Collection[int] = (),
 ) -> dict[int, Frame]:
-    """Return the frames of chunks of a plan, by number; derived objects have none.
+    """Return the frames of chunks of a plan, by number.
 
     Args:
         plan: The plan of the save.
@@ -379,7 +377,6 @@ def frames_of(
             (`"enc"`) frames.
         chains: For each chunk the number of its chain, from `stored_chains`.
         place: Returns a frame of another save with the numbers that it has in the part's tables.
-        derived: Numbers of derived objects of the plan.
     """
     frames = {
         number: Frame(
@@ -399,7 +396,7 @@ def frames_of(
         else place(result.shared)
         for number, result in results.items()
         for chunk, chain in [(plan.chunks[number], chains[number])]
-        if chunk.pieces[0].item not in derived and result.same_as is None
+        if result.same_as is None
     }
     twins = {n: result.same_as for n, result in results.items() if result.same_as is not None}
     return frames | {number: frames[first] for number, first in twins.items()}

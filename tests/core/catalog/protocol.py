@@ -210,10 +210,10 @@ class _Writer:
     def __init__(self, turn, uid):
         self._turn = turn
         self._uid = uid
-        self.results = []
+        self.results = {}
 
     def put(self, batch):
-        self.results.append(batch)
+        self.results[len(self.results)] = batch
 
     def finish(self):
         name = f"data/{self._uid}/blobs/0.raw"
@@ -295,6 +295,7 @@ class _Finish(Finish):
         self._agreement = AgreementOfOne(self.commit)
         self._choice = None
         self._totals = ()
+        self._derived_chunks = 0
         self._share = ALONE
         self._masters = {}
         self._backend = turn
