@@ -205,16 +205,6 @@ class ChainChoices:
         """Return the chain of the chunk `index`; None is raw."""
         return self._chains[self.number(index)]
 
-    def max_encoded_size(self) -> int:
-        """Return the memory that any frame of the save may need."""
-        lengths: dict[int, int] = dict.fromkeys(self._auto.candidates.values(), 0)
-        for chunk in self._plan.chunks:
-            numbers = lengths if chunk.chain in self._auto.classes else (chunk.chain,)
-            for number in list(numbers):
-                lengths[number] = max(chunk.length, lengths.get(number, 0))
-        found = ((self._chains[number], longest) for number, longest in lengths.items())
-        return max((chain.max_encoded_size(n) for chain, n in found if chain), default=0)
-
     def take(self, captured: list[Captured]) -> tuple[list[Captured], list[Captured]]:
         """Return the chunks to write now, and the rest, for which `measure` is to be called."""
         for at, item in enumerate(captured):

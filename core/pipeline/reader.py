@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import threading
 from collections import deque
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, field, replace
@@ -35,7 +34,7 @@ from penstock.core.errors import (
 from penstock.core.foreign import noting_origin, said
 from penstock.core.format.blocks import frame_blocks
 from penstock.core.pipeline.chain import checksum, mismatches
-from penstock.core.pipeline.staging import Staging, has_small_pages, map_memory
+from penstock.core.pipeline.staging import Staging, ThreadMemory, has_small_pages, map_memory
 from penstock.core.pipeline.writer import BATCH_BYTES
 from penstock.core.types import PAGE_BYTES, ByteRange, ReadRequest
 
@@ -666,18 +665,11 @@ def _direct_target(job: FrameJob[CodecChain], span: ByteRange) -> memoryview | N
     return None if view is None else view[use.start : use.start + use.length]
 
 
-class _Outputs(threading.local):
-    """Memory of one thread: for a decoded chunk, and two for the bases that it decodes with."""
-
-    def __init__(self) -> None:
-        self.views = [memoryview(b"")] * 3
-
-
 class FrameReader:
     """Verifies, decodes and places the bytes read of frames. Thread-safe."""
 
     def __init__(self) -> None:
-        self._outputs = _Outputs()
+        self._memory = ThreadMemory(3)  # for a decoded chunk, and two bases that it decodes with
 
     def finish(
         self,
@@ -729,7 +721,7 @@ class FrameReader:
                 continue
             target = out
             if link is not job:
-                target = self._output(1 + number % 2, link.frame.raw_length)
+                target = self._memory.take(link.frame.raw_length, 1 + number % 2)
             if link.chain is None:
                 copy_bytes(target, data)
             else:
@@ -743,14 +735,7 @@ class FrameReader:
         target = use.sink.view() if whole and use.sink is not None else None
         if target is not None:
             return target[use.start : use.start + use.length], True
-        return self._output(0, job.frame.raw_length), False
-
-    def _output(self, which: int, length: int) -> memoryview:
-        """Return memory for a decoded chunk, or for one of two bases, which this thread reuses."""
-        views = self._outputs.views
-        if views[which].nbytes < length:
-            views[which] = memoryview(map_memory(length))
-        return views[which][:length]
+        return self._memory.take(job.frame.raw_length), False
 
 
 def _verify_stored(job: FrameJob[CodecChain], span: ByteRange, data: memoryview) -> None:

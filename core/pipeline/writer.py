@@ -15,15 +15,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+from penstock.core.concurrency.copy_bytes import copy_bytes
 from penstock.core.concurrency.workers import BusyClock
 from penstock.core.errors import CodecError
 from penstock.core.format.blocks import frame_blocks
-from penstock.core.pipeline.chain import checksum_blocks
+from penstock.core.pipeline.chain import checksum_blocks, content_hash
 from penstock.core.pipeline.chunks import ChunkResult
-from penstock.core.pipeline.encoded_blob import EncodedBlob
-from penstock.core.pipeline.sharing import ChunkSharing
-from penstock.core.plan.save import RawLayout, context_of
-from penstock.core.types import ByteRange, WriteRequest, show_path
+from penstock.core.pipeline.staging import ThreadMemory
+from penstock.core.plan.bases import content_key
+from penstock.core.plan.save import RawLayout, context_of, elements_of
+from penstock.core.types import PAGE_BYTES, ByteRange, WriteRequest, align_down, show_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from penstock.core.pipeline.auto import ChainChoices
     from penstock.core.pipeline.chain import CodecChain, EncodedFrame
     from penstock.core.pipeline.chunks import Captured
-    from penstock.core.plan.bases import StoredFrame
+    from penstock.core.plan.bases import ContentKey, StoredFrame
     from penstock.core.plan.save import Chunk, SavePlan
     from penstock.core.save.bases import SaveBases
 
@@ -44,12 +45,184 @@ T = TypeVar("T")
 
 BATCH_BYTES = 64 << 20
 _BATCHES_IN_FLIGHT = 3
+_GROUP_BYTES = 8 << 20  # encoded frames go out in writes of half of this at least
+_GROUPS = 3
 
 
 @dataclass(eq=False, slots=True)
 class _Batch:
     captured: list[Captured]
     futures: list[Future[None]]
+
+
+class EncodedBlob:
+    """An `.enc` blob: frames appended when ready, written in groups cut at page boundaries.
+
+    Any worker may append.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        name: str,
+        *,
+        size_hint: int,
+        clock: BusyClock,
+        tick: Callable[[int], None],
+    ) -> None:
+        self._backend = backend
+        self._name = name
+        self._writer = backend.create(name, size_hint=size_hint)
+        self._clock = clock
+        self._tick = tick
+        self._lock = threading.Lock()  # guards everything below; appending is serial
+        self._groups = [memoryview(mmap.mmap(-1, _GROUP_BYTES)) for _ in range(_GROUPS)]
+        self._flights: list[Future[None] | None] = [None] * _GROUPS
+        self._current = 0
+        self._base = 0
+        self._filled = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was appended."""
+        with self._lock:
+            return self._base + self._filled == 0
+
+    def append(self, frame: memoryview) -> int:
+        """Copy `frame` behind the frames before it and return its offset."""
+        with self._lock:
+            offset = self._base + self._filled
+            at = 0
+            while at < frame.nbytes:
+                count = min(frame.nbytes - at, _GROUP_BYTES - self._filled)
+                copy_bytes(self._groups[self._current][self._filled :], frame[at : at + count])
+                self._filled += count
+                at += count
+                if self._filled == _GROUP_BYTES:
+                    self._rotate()
+            if self._filled >= _GROUP_BYTES // 2:
+                self._rotate()
+            return offset
+
+    def seal(self) -> int:
+        """Write the rest, make the blob durable, and return its length."""
+        with self._lock:
+            length = self._base + self._filled
+            if self._filled:
+                self._submit(self._filled)
+            for flight in self._flights:
+                if flight is not None:
+                    flight.result()
+            _seal(self._writer, self._name, length)
+            self._tick(0)
+        return length
+
+    def abort(self) -> None:
+        """Wait until nothing is in flight, then give the blob up."""
+        for flight in self._flights:
+            if flight is not None:
+                flight.exception()
+        self._writer.abort()
+
+    def _rotate(self) -> None:
+        """Submit whole pages; the rest of the last page opens the next group.
+
+        No two writes touch one page, as direct I/O needs.
+        """
+        whole = align_down(self._filled, PAGE_BYTES)
+        full, rest = self._current, self._filled - whole
+        self._submit(whole)
+        self._current = (full + 1) % _GROUPS
+        flight = self._flights[self._current]
+        if flight is not None:
+            flight.result()
+            self._flights[self._current] = None
+        copy_bytes(self._groups[self._current], self._groups[full][whole : whole + rest])
+        self._base += whole
+        self._filled = rest
+
+    def _submit(self, length: int) -> None:
+        request = WriteRequest(self._base, (self._groups[self._current][:length],))
+        flight = self._backend.submit_write(self._writer, [request])
+        self._clock.start()
+
+        def done(future: Future[None]) -> None:
+            self._clock.stop()
+            if future.exception() is None:
+                self._tick(0)
+
+        flight.add_done_callback(done)
+        self._flights[self._current] = flight
+
+
+class ChunkSharing:
+    """Looks up the chunks of one save by their content. Thread-safe.
+
+    A chunk is found in an earlier checkpoint, or, if it has none of its kind, in this save: the
+    first of equal chunks is stored, and the others refer to its frame.
+    """
+
+    def __init__(self, plan: SavePlan, choices: ChainChoices, bases: SaveBases | None) -> None:
+        """Prepare to look up chunks.
+
+        Args:
+            plan: Chunks and objects of the save.
+            choices: The codec chain of each chunk.
+            bases: Finds the frames of earlier saves; None: there are none.
+        """
+        self._plan = plan
+        self._choices = choices
+        self._bases = bases
+        self._contents: dict[int, int] = {}
+        self._lock = threading.Lock()  # guards `_first`
+        self._first: dict[tuple[int, ContentKey], int] = {}
+
+    def content(self, index: int) -> int | None:
+        """Return the hash of a chunk, if `find` has taken it."""
+        return self._contents.get(index)
+
+    def find(self, captured: Captured) -> ChunkResult | None:
+        """Hash a chunk; return its result if its bytes are stored already, else None."""
+        index = captured.index
+        chain = self._choices.chain(index)
+        content = self._contents[index] = content_hash(captured.view)
+        if chain is not None and not chain.lossless:
+            return None  # see `find_encoded`: its errors arise when the chunk is encoded
+        stored = self._earlier(index, content)
+        same_as = None if stored is not None else self._earlier_in_save(index, content)
+        if stored is None and same_as is None:
+            return None
+        if self._bases is not None and chain is not None and chain.needs_base:
+            self._bases.keep(index, captured.view)
+        return ChunkResult(0, 0, (), chain=0, shared=stored, same_as=same_as)
+
+    def _earlier(self, index: int, content: int) -> StoredFrame | None:
+        if self._bases is None:
+            return None
+        return self._bases.shared(index, content, self._choices.number(index))
+
+    def _earlier_in_save(self, index: int, content: int) -> int | None:
+        """Return the number of the chunk of this save whose frame is decoded to this one, too."""
+        chunk, number = self._plan.chunks[index], self._choices.number(index)
+        context, elements = context_of(self._plan, chunk), elements_of(self._plan, chunk)
+        is_raw = self._choices.chain(index) is None
+        key = number, content_key(content, context, elements, is_raw=is_raw)
+        with self._lock:
+            first = self._first.setdefault(key, index)
+        return None if first == index else first
+
+    def find_encoded(self, index: int, frame: EncodedFrame) -> ChunkResult | None:
+        """Return the result of a chunk if what a lossy chain made of it is stored already."""
+        chain, content = self._choices.chain(index), self._contents.get(index)
+        if chain is None or chain.lossless or content is None:
+            return None
+        stored = self._earlier(index, content)
+        # Equal chunks: but a frame by other codecs gives back other values.
+        if stored is None or len(stored.chain) != len(chain.codecs) - len(frame.declined):
+            return None
+        if stored.chain and stored.frame.raw_checksum != frame.raw_checksum:
+            return None
+        return ChunkResult(0, 0, (), chain=0, shared=stored, errors=frame.errors)
 
 
 class FrameWriter:
@@ -90,15 +263,14 @@ class FrameWriter:
         self._plan = plan
         self._choices = choices
         self._bases = bases
-        self._slots = threading.local()  # each worker's memory for one encoded frame
-        self._slot_bytes = max(1, choices.max_encoded_size())
+        self._memory = ThreadMemory()  # of each worker, for one encoded frame
         self._sharing = ChunkSharing(plan, choices, bases) if share else None
         self._block_bytes = block_bytes
         self._workers = workers
         self._release = release
         self._tick = tick
-        self._raw_name = f"{blob_prefix}.raw"
-        self._enc_name = f"{blob_prefix}.enc"
+        self.blob_names = f"{blob_prefix}.raw", f"{blob_prefix}.enc"
+        """The names of both blobs, whether they are begun or not."""
         self._raw: BlobWriter | None = None
         self._layout = RawLayout()
         self._enc: EncodedBlob | None = None
@@ -111,11 +283,6 @@ class FrameWriter:
         self._raw_written = 0
 
     @property
-    def blob_names(self) -> tuple[str, str]:
-        """Names of both blobs, whether they were begun or not."""
-        return self._raw_name, self._enc_name
-
-    @property
     def idle(self) -> bool:
         """Whether nothing is in flight."""
         return not self._batches
@@ -126,16 +293,15 @@ class FrameWriter:
         Raises:
             PenstockError: An earlier chunk failed.
         """
-        rest = captured
         try:
-            while rest:
-                chosen, rest = self._choices.take(rest)
+            while captured:
+                chosen, captured = self._choices.take(captured)
                 if chosen:
                     self._start(chosen)
                 else:
                     self._choices.measure(self._settle_raw)
         except BaseException:
-            self._release_all(rest)
+            self._release_all(captured)
             raise
 
     def settle_oldest(self) -> None:
@@ -155,14 +321,14 @@ class FrameWriter:
         blobs = []
         seals: list[Future[None]] = []
         if self._raw is not None:
-            raw, length = self._raw, self._layout.end
-            seals.append(self._workers.submit(lambda: _seal(raw, self._raw_name, length)))
-            blobs.append((self._raw_name, length))
+            name, length = self.blob_names[0], self._layout.end
+            seals.append(self._workers.submit(partial(_seal, self._raw, name, length)))
+            blobs.append((name, length))
         try:
             if self._enc is not None and self._enc.is_empty:  # all that was encoded is shared
                 self._enc.abort()
             elif self._enc is not None:
-                blobs.append((self._enc_name, self._enc.seal()))
+                blobs.append((self.blob_names[1], self._enc.seal()))
         finally:
             wait(seals)  # `abort` must not run while a seal is in flight
         for seal in seals:
@@ -226,7 +392,7 @@ class FrameWriter:
         # Before anything is submitted, so that `abort` waits for all that is in flight.
         self._batches.append(batch)
         if self._raw is None:
-            self._raw = self._backend.create(self._raw_name, size_hint=self._raw_bytes())
+            self._raw = self._backend.create(self.blob_names[0], size_hint=self._raw_bytes())
         places = [(item, self._layout.place(self._plan.chunks[item.index])) for item in captured]
         requests = [WriteRequest(offset, (item.view,)) for item, offset in places]
         total = sum(r.length for r in requests)
@@ -253,7 +419,7 @@ class FrameWriter:
             raw_bytes = sum(k.length for k in self._plan.chunks if k.chain)
             self._enc = EncodedBlob(
                 self._backend,
-                self._enc_name,
+                self.blob_names[1],
                 size_hint=raw_bytes,  # the blob gets no larger unless codecs make chunks larger
                 clock=self.write_clock,
                 tick=self._tick,
@@ -345,11 +511,12 @@ class FrameWriter:
         chunk, chain = self._plan.chunks[index], self._choices.chain(index)
         assert chain is not None
         bases = self._bases if chain.needs_base else None
-        context, slot = context_of(self._plan, chunk), self._slot()
+        context = context_of(self._plan, chunk)
         found = None if bases is None else bases.base_of(index)
         if found is not None:
             context = replace(context, base=found[1].toreadonly())
         try:
+            slot = self._memory.take(chain.max_encoded_size(chunk.length))
             frame = chain.encode(captured.view, slot, context=context, ranges=_ranges(chain, chunk))
         except CodecError as error:
             first = show_path(self._plan.objects[chunk.pieces[0].item].entry.path)
@@ -362,12 +529,6 @@ class FrameWriter:
             return frame, None, None
         base = None if found is None or 0 in frame.declined else found[0]
         return frame, slot[: frame.length], base
-
-    def _slot(self) -> memoryview:
-        slot: memoryview | None = getattr(self._slots, "view", None)
-        if slot is None:
-            slot = self._slots.view = memoryview(mmap.mmap(-1, self._slot_bytes))
-        return slot
 
     def _raw_result(
         self, captured: Captured, offset: int, *, declined: tuple[int, ...] = ()
