@@ -261,7 +261,7 @@ class FrameWriter:
         """
         self._backend = backend
         self._plan = plan
-        self._choices = choices
+        self.choices = choices
         self._bases = bases
         self._memory = ThreadMemory()  # of each worker, for one encoded frame
         self._sharing = ChunkSharing(plan, choices, bases) if share else None
@@ -295,11 +295,11 @@ class FrameWriter:
         """
         try:
             while captured:
-                chosen, captured = self._choices.take(captured)
+                chosen, captured = self.choices.take(captured)
                 if chosen:
                     self._start(chosen)
                 else:
-                    self._choices.measure(self._settle_raw)
+                    self.choices.measure(self._settle_raw)
         except BaseException:
             self._release_all(captured)
             raise
@@ -336,7 +336,7 @@ class FrameWriter:
             self._tick(0)
         self.results = dict(sorted(self.results.items()))
         size_bytes = sum(length for _, length in blobs)
-        self._choices.finish(self.results, size_bytes, self.write_clock.seconds)
+        self.choices.finish(self.results, size_bytes, self.write_clock.seconds)
         return blobs
 
     def abort(self) -> None:
@@ -356,8 +356,8 @@ class FrameWriter:
         """Put chunks whose chains are known in flight."""
         # Before a chunk gets its place in a blob: one that is stored already gets none.
         captured = self._unshared(captured)
-        raw = [c for c in captured if self._choices.chain(c.index) is None]
-        encoded = deque(c for c in captured if self._choices.chain(c.index))
+        raw = [c for c in captured if self.choices.chain(c.index) is None]
+        encoded = deque(c for c in captured if self.choices.chain(c.index))
         try:
             if raw:
                 self._start_raw(raw)
@@ -488,7 +488,7 @@ class FrameWriter:
                 frame.lengths,
                 frame.declined,
                 base,
-                self._choices.number(index),
+                self.choices.number(index),
                 self._content(index),
                 errors=frame.errors,
             )
@@ -508,7 +508,7 @@ class FrameWriter:
             CodecError: A codec refused the chunk; the message names its objects.
         """
         index = captured.index
-        chunk, chain = self._plan.chunks[index], self._choices.chain(index)
+        chunk, chain = self._plan.chunks[index], self.choices.chain(index)
         assert chain is not None
         bases = self._bases if chain.needs_base else None
         context = context_of(self._plan, chunk)
@@ -540,7 +540,7 @@ class FrameWriter:
             view.nbytes,
             tuple(checksum_blocks(view, blocks)),
             declined=declined,
-            chain=self._choices.number(index),
+            chain=self.choices.number(index),
             content=self._content(index),
         )
 
@@ -568,7 +568,7 @@ class FrameWriter:
         """Return the length of the `.raw` blob if all raw chunks are written."""
         layout = RawLayout()
         for index, chunk in enumerate(self._plan.chunks):
-            if self._choices.chain(index) is None:
+            if self.choices.chain(index) is None:
                 layout.place(chunk)
         return layout.end
 

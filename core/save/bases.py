@@ -165,8 +165,14 @@ class SaveBases:
         self._encodes = False
         self._memory = ThreadMemory()
 
+    @property
+    def references(self) -> Collection[str]:
+        """The uids that the intent of the save references."""
+        record = self._record
+        return () if record is None else {record.uid, *record.references}
+
     def choose(self, backend: Backend) -> Collection[str]:
-        """Choose the base; return the uids that the intent of the save has to reference."""
+        """Choose the base; return `references`."""
         if not self._shares and not any(self._needs_base):
             return ()
         try:
@@ -181,7 +187,7 @@ class SaveBases:
             return ()
         self._encodes = encodes
         self._backend, self._record = backend, record
-        return {record.uid, *record.references}
+        return self.references
 
     def confirm(self) -> None:
         """Give the base up if its record is gone. To be called once the intent is published.

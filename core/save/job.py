@@ -129,7 +129,6 @@ class SaveJob:
             clock=self._clock,
             workers=workers,
             bases=bases,
-            before_commit=surroundings.before_commit,
             turn=turn,
         )
 
@@ -357,7 +356,7 @@ class SaveJob:
             # Each call in it has a time limit of its own, and many calls may take long together.
             with watchdog.paused(), self.ending.calling_back():
                 surroundings.before_write(self.request, self._finish.url)
-            report = self._finish.run()
+            report = self._finish.run(surroundings.before_commit)
         except BaseException as error:  # noqa: BLE001 - the handle must end after any error
             self._has_error = True
             with watchdog.paused():  # for the word of other ranks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from penstock import __version__
@@ -94,15 +94,6 @@ class RankManifest:
 
 
 @dataclass(frozen=True, slots=True)
-class EncodedManifest:
-    """The index over all parts, and the commit record that binds them."""
-
-    index_name: str
-    index: bytes
-    record: CommitRecord
-
-
-@dataclass(frozen=True, slots=True)
 class RankShare:
     """What this rank writes and lists of a save; the default is a save of one process.
 
@@ -113,6 +104,7 @@ class RankShare:
         lists_all: Whether it lists all that it describes. Else only what it stores bytes of: the
             first of the ranks with its structure lists the rest.
         own_paths: Paths below which each rank has objects of its own, and lists all of them.
+        masters: The objects of the plan that it may store as derived, as in `SavePlan.masters`.
     """
 
     rank: int = 0
@@ -120,6 +112,11 @@ class RankShare:
     chunks: frozenset[int] | None = None
     lists_all: bool = True
     own_paths: tuple[ObjectPath, ...] = ()
+    masters: Mapping[int, Sequence[int]] = field(default_factory=dict)
+
+    def derived(self, equal: Mapping[int, int]) -> dict[int, int]:
+        """Return those that it stores as derived of objects that equal a master, rounded."""
+        return {n: m for n, m in equal.items() if m in self.masters.get(n, ())}
 
     def writes(self, chunk: int) -> bool:
         """Return whether this rank writes a chunk of the plan."""
@@ -241,7 +238,7 @@ class ManifestWriter:
         base: BaseEntry | None = None,
         world_size: int = 1,
         providers: Mapping[str, int] | None = None,
-    ) -> EncodedManifest:
+    ) -> tuple[bytes, CommitRecord]:
         """Encode index and commit record.
 
         Args:
@@ -291,7 +288,7 @@ class ManifestWriter:
             engine=engine,
             plugins=self._plugins(codecs, engine),
         )
-        return EncodedManifest(index.entry.name, index.data, record)
+        return index.data, record
 
     def _errors(self, results: Mapping[int, ChunkResult]) -> dict[ObjectPath, WorstErrors]:
         """Return the errors of each object: its own, added to those that its bytes had before."""
