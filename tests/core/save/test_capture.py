@@ -15,7 +15,7 @@ from penstock.core.concurrency.timing import Timing
 from penstock.core.errors import SaveAbortedError, TornSnapshotError
 from penstock.core.pipeline.staging import Staging
 from penstock.core.plan.save import Capture, plan_save
-from penstock.core.save.capture import CaptureRun
+from penstock.core.save.capture import CaptureRun, LentChunks
 from penstock.core.types import PAGE_BYTES
 
 CHUNK = 4 * PAGE_BYTES
@@ -817,3 +817,23 @@ def test_copy_that_cannot_be_waited_for_keeps_only_its_own_memory(caplog):
     assert other.copies[0].landed
     assert run.staging._used == CHUNK + PAGE_BYTES  # chunks begin within a page
     assert "cannot be waited for: ZeroDivisionError()" in caplog.text
+
+
+def test_a_wait_for_lent_chunks_ends_with_the_last_of_them():
+    lent = LentChunks()
+    assert lent.wait(None)
+    lent.lend()
+    lent.lend()
+    lent.give_back()
+    assert not lent.wait(0)
+    lent.give_back()
+    assert lent.wait(0)
+
+
+def test_a_wait_for_lent_chunks_ends_when_the_save_is_given_up():
+    lent = LentChunks()
+    lent.lend()
+    _, join = in_background(lambda: lent.wait(None))
+    lent.cancel()
+    assert join()
+    assert lent.wait(None)
