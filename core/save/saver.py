@@ -127,10 +127,8 @@ class Saver(SaveSurroundings):
         self._cuts = KnownCuts()
         self._parts = KnownParts()
         self._looked_at: set[ObjectPath] = set()  # what was looked at for state that is left out
-        self._warned_straight = False
-        self._warned_not_lazy = False
+        self._warned: set[str] = set()
         self._committed: int | None = None
-        self._latest: int | None = None  # when the newest save was called
         self._housekeeper = Housekeeper(
             backend,
             catalog,
@@ -225,8 +223,8 @@ class Saver(SaveSurroundings):
             raise ConfigError(msg)
         return mode
 
-    def _claim_generation(self, step: int, *, overwrite: bool) -> int:
-        """Return the generation that a save of `step` publishes.
+    def _claim_generation(self, step: int, *, overwrite: bool) -> tuple[int, int | None]:
+        """Return the generation that a save of `step` publishes, and the latest step.
 
         Raises:
             StepExistsError: This step or a later one is committed, and `overwrite` is off.
@@ -238,14 +236,14 @@ class Saver(SaveSurroundings):
             if self._tiers is None
             else self._tiers.entries(strict=overwrite)
         )
-        self._latest = max(entries, default=None)
-        return claim_generation(
+        generation = claim_generation(
             step,
             entries,
             url=self._backend.url,
             overwrite=overwrite,
             may_be_deleted=self._backend.may_be_deleted,
         )
+        return generation, max(entries, default=None)
 
     def _save(self, call: _SaveCall, on_progress: Callable[[Progress], None] | None) -> SaveHandle:
         if not self._take_turn(call.turn):
@@ -297,9 +295,8 @@ class Saver(SaveSurroundings):
         turn = call.turn
         generation = 0
         if not turn.rank:  # rank 0 tells the others
-            generation = self._claim_generation(call.step, overwrite=call.overwrite)
+            generation, turn.latest = self._claim_generation(call.step, overwrite=call.overwrite)
         request = self._planned(call.state, call.step, generation, mode=call.mode, place=turn.place)
-        turn.latest = self._latest
         turn.bring(request)
         destination = self._destination(request, turn)
         if destination is None:
@@ -455,9 +452,8 @@ class Saver(SaveSurroundings):
         captures = {chunk.capture for chunk in request.plan.chunks}
         # Of several ranks one may write nothing of what an optimizer claims.
         tensors = Capture.NOW in captures and Capture.DEFERRED not in captures
-        if request.mode == "lazy" and tensors and not self._warned_not_lazy:
-            self._warned_not_lazy = True
-            log.warning(
+        if request.mode == "lazy" and tensors:
+            self._warn_once(
                 "step %d: the lazy save defers nothing, so it blocks as long as an async one: no "
                 "optimizer of the state claims tensors. Put the torch.optim.Optimizer itself into "
                 "the state (the one inside, if yours is a wrapper that Penstock does not know); "
@@ -490,8 +486,13 @@ class Saver(SaveSurroundings):
     def after_commit(self, request: SaveRequest, report: SaveReport) -> None:
         """See `SaveSurroundings`."""
         self._committed = report.step
-        if request.mode != "blocking":
-            self._warn_if_straight(report)
+        if request.mode != "blocking" and report.straight_bytes:
+            self._warn_once(
+                "staging is too small for the state: %s of step %d were written straight "
+                "from live tensors while training stood still; raise staging_bytes (said once)",
+                size_text(report.straight_bytes),
+                report.step,
+            )
         if self._is_tier_silent():
             # The next save would wait for the clean-up as long as the tier hangs. The first save
             # after the tier is back cleans up.
@@ -512,15 +513,10 @@ class Saver(SaveSurroundings):
     def _is_tier_silent(self) -> bool:
         return self._tiers is not None and self._tiers.is_silent()
 
-    def _warn_if_straight(self, report: SaveReport) -> None:
-        if report.straight_bytes and not self._warned_straight:
-            self._warned_straight = True
-            log.warning(
-                "staging is too small for the state: %s of step %d were written straight "
-                "from live tensors while training stood still; raise staging_bytes (said once)",
-                size_text(report.straight_bytes),
-                report.step,
-            )
+    def _warn_once(self, message: str, *values: object) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            log.warning(message, *values)
 
     def _protected(self) -> set[int]:
         """Return the steps that retention keeps: the one restored from, and the last committed."""
