@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from concurrent.futures import Future
 
-    from penstock.core.abc import Backend, BlobWriter
+    from penstock.core.abc import Backend
     from penstock.core.concurrency.workers import Workers
     from penstock.core.pipeline.auto import ChainChoices
     from penstock.core.pipeline.chain import CodecChain, EncodedFrame
@@ -55,11 +55,8 @@ class _Batch:
     futures: list[Future[None]]
 
 
-class EncodedBlob:
-    """An `.enc` blob: frames appended when ready, written in groups cut at page boundaries.
-
-    Any worker may append.
-    """
+class _Blob:
+    """A blob that is being written."""
 
     def __init__(
         self,
@@ -70,11 +67,61 @@ class EncodedBlob:
         clock: BusyClock,
         tick: Callable[[int], None],
     ) -> None:
+        """Create the blob.
+
+        Args:
+            backend: The store.
+            name: The name of the blob.
+            size_hint: About how long it gets.
+            clock: Counts the time in which writes are in flight.
+            tick: Called with the bytes that a write adds to the progress of the save.
+        """
         self._backend = backend
         self._name = name
         self._writer = backend.create(name, size_hint=size_hint)
         self._clock = clock
         self._tick = tick
+        self.written_bytes = 0
+        self.busy = BusyClock()
+        """The time in which writes of this blob are in flight."""
+
+    def submit(self, requests: Sequence[WriteRequest], progress_bytes: int = 0) -> Future[None]:
+        """Begin to write; count `progress_bytes` once it is written."""
+
+        def done(future: Future[None]) -> None:
+            self.busy.stop()
+            self._clock.stop()
+            if future.exception() is None:
+                self._tick(progress_bytes)
+
+        write = self._backend.submit_write(self._writer, requests)
+        self.busy.start()
+        self._clock.start()
+        self.written_bytes += sum(request.length for request in requests)
+        write.add_done_callback(done)
+        return write
+
+    def seal(self, length: int) -> tuple[str, int]:
+        """Make the blob durable; return its name and length."""
+        began = time.monotonic()
+        self._writer.seal(length)
+        log.debug("sealed %s: %d bytes in %.3f s", self._name, length, time.monotonic() - began)
+        self._tick(0)
+        return self._name, length
+
+    def abort(self) -> None:
+        """Give the blob up; nothing may be in flight."""
+        self._writer.abort()
+
+
+class _EncodedBlob:
+    """The blob of encoded frames: appended when ready, written in groups cut at page boundaries.
+
+    Any worker may append.
+    """
+
+    def __init__(self, blob: _Blob) -> None:
+        self._blob = blob
         self._lock = threading.Lock()  # guards everything below; appending is serial
         self._groups = [memoryview(mmap.mmap(-1, _GROUP_BYTES)) for _ in range(_GROUPS)]
         self._flights: list[Future[None] | None] = [None] * _GROUPS
@@ -104,25 +151,22 @@ class EncodedBlob:
                 self._rotate()
             return offset
 
-    def seal(self) -> int:
-        """Write the rest, make the blob durable, and return its length."""
+    def seal(self) -> tuple[str, int]:
+        """Write the rest, and make the blob durable; return its name and length."""
         with self._lock:
-            length = self._base + self._filled
             if self._filled:
                 self._submit(self._filled)
             for flight in self._flights:
                 if flight is not None:
                     flight.result()
-            _seal(self._writer, self._name, length)
-            self._tick(0)
-        return length
+            return self._blob.seal(self._base + self._filled)
 
     def abort(self) -> None:
         """Wait until nothing is in flight, then give the blob up."""
         for flight in self._flights:
             if flight is not None:
                 flight.exception()
-        self._writer.abort()
+        self._blob.abort()
 
     def _rotate(self) -> None:
         """Submit whole pages; the rest of the last page opens the next group.
@@ -143,16 +187,7 @@ class EncodedBlob:
 
     def _submit(self, length: int) -> None:
         request = WriteRequest(self._base, (self._groups[self._current][:length],))
-        flight = self._backend.submit_write(self._writer, [request])
-        self._clock.start()
-
-        def done(future: Future[None]) -> None:
-            self._clock.stop()
-            if future.exception() is None:
-                self._tick(0)
-
-        flight.add_done_callback(done)
-        self._flights[self._current] = flight
+        self._flights[self._current] = self._blob.submit([request])
 
 
 class ChunkSharing:
@@ -271,16 +306,14 @@ class FrameWriter:
         self._tick = tick
         self.blob_names = f"{blob_prefix}.raw", f"{blob_prefix}.enc"
         """The names of both blobs, whether they are begun or not."""
-        self._raw: BlobWriter | None = None
+        self._raw: _Blob | None = None
         self._layout = RawLayout()
-        self._enc: EncodedBlob | None = None
+        self._enc: _EncodedBlob | None = None
         self._batches: deque[_Batch] = deque()
         self.results: dict[int, ChunkResult] = {}
         """How each chunk is stored, by its number; ascending once `finish` has returned."""
         self.write_clock = BusyClock()
         self.encode_clock = BusyClock()
-        self._raw_clock = BusyClock()
-        self._raw_written = 0
 
     @property
     def idle(self) -> bool:
@@ -318,22 +351,18 @@ class FrameWriter:
         """
         while self._batches:
             self.settle_oldest()
-        blobs = []
-        seals: list[Future[None]] = []
+        seals: list[Future[tuple[str, int]]] = []
         if self._raw is not None:
-            name, length = self.blob_names[0], self._layout.end
-            seals.append(self._workers.submit(partial(_seal, self._raw, name, length)))
-            blobs.append((name, length))
+            seals.append(self._workers.submit(partial(self._raw.seal, self._layout.end)))
+        encoded = []
         try:
             if self._enc is not None and self._enc.is_empty:  # all that was encoded is shared
                 self._enc.abort()
             elif self._enc is not None:
-                blobs.append((self.blob_names[1], self._enc.seal()))
+                encoded.append(self._enc.seal())
         finally:
             wait(seals)  # `abort` must not run while a seal is in flight
-        for seal in seals:
-            seal.result()
-            self._tick(0)
+        blobs = [*(seal.result() for seal in seals), *encoded]
         self.results = dict(sorted(self.results.items()))
         size_bytes = sum(length for _, length in blobs)
         self.choices.finish(self.results, size_bytes, self.write_clock.seconds)
@@ -392,23 +421,10 @@ class FrameWriter:
         # Before anything is submitted, so that `abort` waits for all that is in flight.
         self._batches.append(batch)
         if self._raw is None:
-            self._raw = self._backend.create(self.blob_names[0], size_hint=self._raw_bytes())
+            self._raw = self._blob(self.blob_names[0], self._raw_bytes())
         places = [(item, self._layout.place(self._plan.chunks[item.index])) for item in captured]
         requests = [WriteRequest(offset, (item.view,)) for item, offset in places]
-        total = sum(r.length for r in requests)
-
-        def done(future: Future[None]) -> None:
-            for clock in (self._raw_clock, self.write_clock):
-                clock.stop()
-            if future.exception() is None:
-                self._tick(total)
-
-        write = self._backend.submit_write(self._raw, requests)
-        for clock in (self._raw_clock, self.write_clock):
-            clock.start()
-        self._raw_written += total
-        batch.futures.append(write)
-        write.add_done_callback(done)
+        batch.futures.append(self._raw.submit(requests, sum(r.length for r in requests)))
         for some in self._shares(places):
             batch.futures.append(self._workers.submit(partial(self._hash, some)))
 
@@ -417,19 +433,19 @@ class FrameWriter:
         if self._enc is None:
             # By this thread: a store that hangs in it would keep a worker from all later saves.
             raw_bytes = sum(k.length for k in self._plan.chunks if k.chain)
-            self._enc = EncodedBlob(
-                self._backend,
-                self.blob_names[1],
-                size_hint=raw_bytes,  # the blob gets no larger unless codecs make chunks larger
-                clock=self.write_clock,
-                tick=self._tick,
-            )
+            # The blob gets no larger than this unless codecs make chunks larger.
+            self._enc = _EncodedBlob(self._blob(self.blob_names[1], raw_bytes))
         batch = _Batch([], [])
         self._batches.append(batch)
         while captured:
             task = partial(self._encode, captured[0], self._enc)
             batch.futures.append(self._workers.submit(task))
             captured.popleft()
+
+    def _blob(self, name: str, size_hint: int) -> _Blob:
+        return _Blob(
+            self._backend, name, size_hint=size_hint, clock=self.write_clock, tick=self._tick
+        )
 
     def _settle(self, batch: _Batch) -> None:
         """Wait for all of a batch, then release it; raise its first error."""
@@ -444,7 +460,7 @@ class FrameWriter:
     def _settle_raw(self) -> tuple[int, float]:
         while self._batches:
             self.settle_oldest()
-        return self._raw_written, self._raw_clock.seconds
+        return (0, 0.0) if self._raw is None else (self._raw.written_bytes, self._raw.busy.seconds)
 
     # -- tasks of the workers --------------------------------------------------------------------
 
@@ -462,7 +478,7 @@ class FrameWriter:
             for item, offset in places:
                 self.results[item.index] = self._raw_result(item, offset)
 
-    def _encode(self, captured: Captured, blob: EncodedBlob) -> None:
+    def _encode(self, captured: Captured, blob: _EncodedBlob) -> None:
         """Encode and append one chunk, and release it as soon as its memory is not needed."""
         index = captured.index
         result: ChunkResult | None = None
@@ -571,12 +587,6 @@ class FrameWriter:
             if self.choices.chain(index) is None:
                 layout.place(chunk)
         return layout.end
-
-
-def _seal(writer: BlobWriter, name: str, length: int) -> None:
-    began = time.monotonic()
-    writer.seal(length)
-    log.debug("sealed %s: %d bytes in %.3f s", name, length, time.monotonic() - began)
 
 
 def _ranges(chain: CodecChain, chunk: Chunk) -> list[ByteRange]:

@@ -27,13 +27,14 @@ from penstock.core.tree.paths import show_path
 from penstock.core.types import PAGE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from penstock.core.abc import PendingCopy
     from penstock.core.concurrency.timing import Timing
     from penstock.core.pipeline.staging import Block, Staging
     from penstock.core.plan.save import Chunk, SavePlan
+    from penstock.core.save.request import SaveTurn
 
 log = logging.getLogger("penstock")
 
@@ -158,9 +159,7 @@ class CaptureRun:
         need_writer: Callable[[], None],
         straight_first: bool,
         timing: Timing,
-        skip: Collection[int] = (),
-        masters: Mapping[int, Sequence[int]] | None = None,
-        captures_derived: bool = False,
+        turn: SaveTurn,
     ) -> None:
         """Prepare to capture.
 
@@ -170,9 +169,7 @@ class CaptureRun:
             need_writer: Called before each wait that only writing can end.
             straight_first: Whether nothing is copied where memory allows, as the caller waits.
             timing: How often a thread that waits looks around.
-            skip: The chunks that other ranks write.
-            masters: The objects that may be derived; None: those of the plan.
-            captures_derived: Whether derived objects are captured all the same.
+            turn: Says what other ranks write, and what may be derived.
         """
         self._chunks = plan.chunks
         self._staging = staging
@@ -180,15 +177,14 @@ class CaptureRun:
         self._need_writer = need_writer
         self._timing = timing
         self._straight_first = straight_first
-        taken = [(i, c) for i, c in enumerate(plan.chunks) if i not in skip]
+        taken = [(i, c) for i, c in enumerate(plan.chunks) if i not in turn.skip]
         self.chunk_count = len(taken)
         """How many chunks are handed on."""
         self._now = [i for i, c in taken if c.capture is not Capture.DEFERRED]
         self._later = deque(i for i, c in taken if c.capture is Capture.DEFERRED)
         self._torn = TornCheck(plan.chunks, plan.objects, now=self._now, deferred=[*self._later])
-        self._derivation = Derivation(
-            plan.masters if masters is None else masters, self._torn, captures=captures_derived
-        )
+        masters = plan.masters if turn.masters is None else turn.masters
+        self._derivation = Derivation(masters, self._torn, captures=turn.captures_derived)
         self.derived = self._derivation.found
         """The numbers of derived objects, and of those that they are derived from."""
         self._issued: deque[tuple[Captured, list[PendingCopy]]] = deque()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.concurrency.garbage import collections_held
@@ -38,59 +39,41 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Committer:
     """Publishes the manifest of one save whose blobs are sealed; the commit record comes last.
 
     Of several ranks each publishes its part, and rank 0 the index and the record of all of them.
+
+    Attributes:
+        request: The plan and the options of the save.
+        manifest: Encodes the manifest.
+        backend: The place of the save.
+        publisher: Publishes the commit record.
+        agreement: This rank's side of the save.
+        state: The state of the commit.
+        bases: What the save may refer to; None: it refers to nothing.
+        known: On rank 0 the index of the newest save.
+        onward: The way to slower tiers, if there are any.
+        clock: Tells the time of the commit.
+        check: Raises if the save was given up, or another rank has failed.
+        begin: Begins the commit, which cannot be given up from then on; raises if it must not.
+        tick: Called whenever the store made progress.
     """
 
-    def __init__(  # noqa: PLR0913 - parts of one save, each by name
-        self,
-        request: SaveRequest,
-        manifest: ManifestWriter,
-        *,
-        backend: Backend,
-        publisher: Publisher,
-        agreement: AgreementOfOne | SaveAgreement,
-        bases: SaveBases | None,
-        known: KnownParts | None,
-        onward: Onward | None,
-        state: Commit,
-        clock: Clock,
-        check: Callable[[], None],
-        begin: Callable[[], None],
-        tick: Callable[[], None],
-    ) -> None:
-        """Prepare to publish; nothing has begun.
-
-        Args:
-            request: The plan and the options of the save.
-            manifest: Encodes the manifest.
-            backend: The place of the save.
-            publisher: Publishes the commit record.
-            agreement: This rank's side of the save.
-            bases: What the save may refer to; None: it refers to nothing.
-            known: On rank 0 the index of the newest save.
-            onward: The way to slower tiers, if there are any.
-            state: The state of the commit.
-            clock: Tells the time of the commit.
-            check: Raises if the save was given up, or another rank has failed.
-            begin: Begins the commit, which cannot be given up from then on; raises if it must not.
-            tick: Called whenever the store made progress.
-        """
-        self._request = request
-        self._manifest = manifest
-        self._backend = backend
-        self._publisher = publisher
-        self._agreement = agreement
-        self._bases = bases
-        self._known = known
-        self._onward = onward
-        self._state = state
-        self._clock = clock
-        self._check = check
-        self._begin = begin
-        self._tick = tick
+    request: SaveRequest
+    manifest: ManifestWriter
+    backend: Backend
+    publisher: Publisher
+    agreement: AgreementOfOne | SaveAgreement
+    state: Commit
+    bases: SaveBases | None
+    known: KnownParts | None
+    onward: Onward | None
+    clock: Clock
+    check: Callable[[], None]
+    begin: Callable[[], None]
+    tick: Callable[[], None]
 
     def encode_part(
         self,
@@ -107,8 +90,8 @@ class Committer:
             SaveError: No reader would take the part.
         """
         with self._refusing_manifest(), collections_held:
-            return self._manifest.encode_part(
-                self._agreement.uid, results, blobs, derived=derived, choices=choices, share=share
+            return self.manifest.encode_part(
+                self.agreement.uid, results, blobs, derived=derived, choices=choices, share=share
             )
 
     def commit(
@@ -125,8 +108,9 @@ class Committer:
         Raises:
             PenstockError: Something failed, or the save was given up.
         """
-        agreement = self._agreement
-        encoded, totals = None, ()
+        agreement = self.agreement
+        encoded = None
+        totals: tuple[int, ...] = ()
         if agreement.alone:  # before the seal: data of a manifest that is refused may go
             blocks = encode_blocks(merged([part.shards]))
             encoded = self._encoded([part.summary], blocks, refers=refers)
@@ -137,23 +121,23 @@ class Committer:
             encoded, totals = self._merged(part, posts, derived, refers=refers)
         index, record = encoded
         self._publish(record.index.name, index)
-        if self._onward is not None:
-            self._onward.prepare(record)
+        if self.onward is not None:
+            self.onward.prepare(record)
         agreement.merged()
         try:
-            self._publisher.publish_commit(record, begin=self._begin)
+            self.publisher.publish_commit(record, begin=self.begin)
         except BaseException as error:
-            result = Result.NEVER if self._state.never_published else Result.UNKNOWN
+            result = Result.NEVER if self.state.never_published else Result.UNKNOWN
             agreement.published(result, cause_of(error))
             raise
         agreement.published(Result.COMMITTED, totals=totals)
-        self._tick()
+        self.tick()
 
     def _seal(
         self, part: RankManifest, *, lists: bool, refers: bool
     ) -> dict[int, Mapping[str, Any]]:
         """Publish the part of this rank, and wait for the others; return what they have posted."""
-        agreement, summary = self._agreement, part.summary
+        agreement, summary = self.agreement, part.summary
         entry = summary.entry
         post: dict[str, Any] = {"raw": summary.bytes_raw, "part": None}
         if refers:
@@ -163,7 +147,7 @@ class Committer:
             post["part"] = [entry.length, entry.head_length, entry.head_sha256]
             post["listing"] = part.listing_bytes
         known = agreement.terms["providers"]
-        more = {name: n for name, n in self._request.providers if name not in known}
+        more = {name: n for name, n in self.request.providers if name not in known}
         return agreement.seal(post | ({"providers": more} if more else {}))
 
     def _merged(
@@ -175,16 +159,16 @@ class Committer:
         refers: bool,
     ) -> tuple[tuple[bytes, CommitRecord], tuple[int, ...]]:
         """Return the index and the commit record, and the totals of all ranks."""
-        agreement, request = self._agreement, self._request
+        agreement, request = self.agreement, self.request
         nothing = agreement.check_values(posts)
         reader = PartsOfRanks(
-            self._backend,
+            self.backend,
             uid=agreement.uid,
             step=request.step,
             world_size=agreement.world_size,
-            references=() if self._bases is None else self._bases.references,
-            tick=self._tick,
-            known=self._known,
+            references=() if self.bases is None else self.bases.references,
+            tick=self.tick,
+            known=self.known,
         )
         parts = reader.read(part.summary, posts)
         providers: dict[str, int] = {}
@@ -204,7 +188,7 @@ class Committer:
             sum(one.blobs for one in parts),
             found.bytes_twice,
         )
-        self._tick()
+        self.tick()
         return self._encoded(parts, found.blocks, providers, refers=refers), totals
 
     def _encoded(
@@ -215,16 +199,16 @@ class Committer:
         *,
         refers: bool,
     ) -> tuple[bytes, CommitRecord]:
-        base = self._bases.entry() if refers and self._bases is not None else None
+        base = self.bases.entry() if refers and self.bases is not None else None
         with self._refusing_manifest(), collections_held:
-            return self._manifest.encode(
-                self._agreement.uid,
+            return self.manifest.encode(
+                self.agreement.uid,
                 parts,
                 blocks,
-                engine=self._backend.name,
-                created=self._clock.now_iso(),
+                engine=self.backend.name,
+                created=self.clock.now_iso(),
                 base=base,
-                world_size=self._agreement.world_size,
+                world_size=self.agreement.world_size,
                 providers=providers,
             )
 
@@ -234,14 +218,14 @@ class Committer:
             yield
         except FormatError as error:  # a limit of readers; nothing stored is damaged
             msg = (
-                f"step {self._request.step}: no reader would take its manifest, so nothing was "
+                f"step {self.request.step}: no reader would take its manifest, so nothing was "
                 f"committed: {error}. Split the state into fewer or smaller parts"
             )
             raise SaveError(msg) from error
 
     def _publish(self, name: str, data: bytes) -> None:
-        self._check()
+        self.check()
         began = time.monotonic()
-        self._backend.publish(name, data)
-        self._tick()
+        self.backend.publish(name, data)
+        self.tick()
         log.debug("published %s: %d bytes in %.3f s", name, len(data), time.monotonic() - began)

@@ -235,8 +235,8 @@ class Finish:
                 self.commit.feed(Event.PUBLISH_STARTED)
 
         return Committer(
-            self.request,
-            self._manifest,
+            request=self.request,
+            manifest=self._manifest,
             backend=self._backend,
             publisher=self._publisher,
             agreement=self._agreement,

@@ -116,9 +116,7 @@ class SaveJob:
             need_writer=self.start,
             straight_first=request.mode == "blocking",
             timing=self._timing,
-            skip=turn.skip,
-            masters=turn.masters,
-            captures_derived=turn.captures_derived,
+            turn=turn,
         )
         self._finish = Finish(
             request,

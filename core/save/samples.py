@@ -84,11 +84,6 @@ class MemorySamples:
         for lines, values in zip(self._lines, self._read(), strict=True):
             lines.values = values
 
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all samples."""
-        return sum(lines.values.nbytes for lines in self._lines)
-
     def changed(self) -> set[int]:
         """Return the items whose memory differs from the samples."""
         return {

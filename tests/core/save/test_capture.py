@@ -16,6 +16,7 @@ from penstock.core.errors import SaveAbortedError, TornSnapshotError
 from penstock.core.pipeline.staging import Staging
 from penstock.core.plan.save import Capture, plan_save
 from penstock.core.save.capture import CaptureRun, LentChunks
+from penstock.core.save.request import SaveTurn
 from penstock.core.types import PAGE_BYTES
 
 CHUNK = 4 * PAGE_BYTES
@@ -146,6 +147,7 @@ class Run:
             need_writer=self.writer_needed.set,
             straight_first=straight_first,
             timing=Timing(),
+            turn=SaveTurn(),
         )
 
     @property

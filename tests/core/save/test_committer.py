@@ -54,8 +54,8 @@ class Sealed:
             self.state.feed(Event.PUBLISH_STARTED)
 
         self.committer = Committer(
-            self.request,
-            ManifestWriter(self.request, {}, shipper=default_registry().shipper),
+            request=self.request,
+            manifest=ManifestWriter(self.request, {}, shipper=default_registry().shipper),
             backend=self.backend,
             publisher=publisher,
             agreement=self.agreement,
@@ -128,7 +128,7 @@ def test_manifest_that_no_reader_takes_is_refused_before_the_seal(monkeypatch):
         raise FormatError("too many objects")
 
     save = Sealed("committer-large")
-    monkeypatch.setattr(save.committer._manifest, "encode", refused)
+    monkeypatch.setattr(save.committer.manifest, "encode", refused)
     with pytest.raises(SaveError, match="no reader would take its manifest"):
         save.commit()
     assert save.state.state is State.WRITING
