@@ -1,4 +1,7 @@
-"""The facade: saves, restores and keeps the checkpoints of one run."""
+"""The facade: saves, restores and keeps the checkpoints of one run.
+
+Tested in `tests/integration/lifecycle/test_lifecycle.py`.
+"""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from penstock.core.hosts.replicas import (
     relayed,
 )
 from penstock.core.pipeline.exchange import Exchange, Peer, Share, TakersStuckError
-from penstock.core.pipeline.reader import LoadStats, place
+from penstock.core.pipeline.loader import LoadStats, place
 from penstock.core.pipeline.staging import Staging
 from penstock.core.ranks.templates import RoundOverError
 from penstock.core.types import PAGE_BYTES, align_up
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from penstock.core.hosts.division import Division, Relayed
     from penstock.core.hosts.meeting import Met
     from penstock.core.pipeline.chain import CodecChain
-    from penstock.core.pipeline.reader import Loader
+    from penstock.core.pipeline.loader import Loader
     from penstock.core.plan.restore import FrameJob
     from penstock.core.ranks.group import RankGroup
 

@@ -1,4 +1,7 @@
-"""A chunk on its way: captured, then stored."""
+"""A chunk on its way: captured, then stored.
+
+Tested in `tests/core/save/test_capture.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """Writes captured chunks as frames into the blobs of a save.
 
 Batches move, not frames: under a busy training loop every return to Python waits for the GIL.
+
+Tested in `tests/integration/sharing/test_sharing.py`.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
     from penstock.core.pipeline.chunks import Captured
     from penstock.core.plan.bases import ContentKey, StoredFrame
     from penstock.core.plan.save import Chunk, SavePlan
-    from penstock.core.save.bases import SaveBases
+    from penstock.core.save.references import SaveBases
 
 log = logging.getLogger("penstock")
 

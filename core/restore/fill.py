@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from penstock.core.format.records import CommitRecord
     from penstock.core.hosts.reading import JobReading, SharedReading
     from penstock.core.pipeline.chain import CodecChain
-    from penstock.core.pipeline.reader import Loader
+    from penstock.core.pipeline.loader import Loader
     from penstock.core.plan.restore import FrameJob, Located
     from penstock.core.plugins.registry import Registry
     from penstock.core.tree.select import Rename

@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     from penstock.core.ranks.agreement import SaveAgreement
     from penstock.core.ranks.alone import AgreementOfOne
     from penstock.core.reporting.reports import CodecChoice
-    from penstock.core.save.bases import SaveBases
     from penstock.core.save.manifest import ManifestWriter, PartSummary, RankManifest, RankShare
     from penstock.core.save.merge import KnownParts
+    from penstock.core.save.references import SaveBases
     from penstock.core.save.request import Onward, SaveRequest
 
 log = logging.getLogger("penstock")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(eq=False, slots=True, kw_only=True)
 class Committer:
     """Publishes the manifest of one save whose blobs are sealed; the commit record comes last.
 
@@ -133,6 +133,10 @@ class Committer:
         agreement.published(Result.COMMITTED, totals=totals)
         self.tick()
 
+    def forget(self) -> None:
+        """Drop all references to the state: the traceback of an error holds this object."""
+        del self.request, self.manifest
+
     def _seal(
         self, part: RankManifest, *, lists: bool, refers: bool
     ) -> dict[int, Mapping[str, Any]]:
@@ -159,12 +163,12 @@ class Committer:
         refers: bool,
     ) -> tuple[tuple[bytes, CommitRecord], tuple[int, ...]]:
         """Return the index and the commit record, and the totals of all ranks."""
-        agreement, request = self.agreement, self.request
+        agreement = self.agreement
         nothing = agreement.check_values(posts)
         reader = PartsOfRanks(
             self.backend,
             uid=agreement.uid,
-            step=request.step,
+            step=self.request.step,
             world_size=agreement.world_size,
             references=() if self.bases is None else self.bases.references,
             tick=self.tick,
@@ -177,8 +181,8 @@ class Committer:
             refers = refers or bool(post.get("refers"))
         found = reader.merge(
             part.shards,
-            request.entries,
-            derived=[request.plan.objects[n].entry.path for n in derived],
+            self.request.entries,
+            derived=[self.request.plan.objects[n].entry.path for n in derived],
             structures=agreement.structures,
             nothing=nothing,
         )

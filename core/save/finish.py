@@ -38,9 +38,9 @@ from penstock.core.pipeline.links import load_link
 from penstock.core.pipeline.writer import BATCH_BYTES, FrameWriter
 from penstock.core.plan.ranks import chunks_of_rank, derivable, spans_of_rank
 from penstock.core.reporting.reports import SaveReport, SaveTotals
-from penstock.core.save.bases import ChosenBase
 from penstock.core.save.committer import Committer
 from penstock.core.save.manifest import RankShare
+from penstock.core.save.references import ChosenBase
 from penstock.core.tree.paths import shown_place
 from penstock.core.types import Replica
 
@@ -52,11 +52,11 @@ if TYPE_CHECKING:
     from penstock.core.pipeline.chunks import Captured
     from penstock.core.plan.ranks import RankPlaces
     from penstock.core.reporting.handle import Ending
-    from penstock.core.save.bases import SaveBases
     from penstock.core.save.capture import CaptureRun
     from penstock.core.save.manifest import (
         ManifestWriter,
     )
+    from penstock.core.save.references import SaveBases
     from penstock.core.save.request import Destination, SaveRequest, SaveTurn
     from penstock.core.tiers.save_drain import TierOfRanks
 
@@ -209,18 +209,20 @@ class Finish:
             msg = f"step {self.request.step}: not every chunk was written; this is a bug"
             raise SaveError(msg)
         self._clock.commit_began = time.monotonic()
-        committer = self._committer(before_commit)
-        part = committer.encode_part(
-            results,
-            blobs,
-            share=self._share,
-            derived=derived,
-            choices=self._writer.choices.report(results),
-        )
-        bases = self._bases
-        refers = bases is not None and bases.refer(results.values())
-        self._capture.check()
-        committer.commit(part, share=self._share, derived=derived, refers=refers)
+        bases, committer = self._bases, self._committer(before_commit)
+        try:
+            part = committer.encode_part(
+                results,
+                blobs,
+                share=self._share,
+                derived=derived,
+                choices=self._writer.choices.report(results),
+            )
+            refers = bases is not None and bases.refer(results.values())
+            self._capture.check()
+            committer.commit(part, share=self._share, derived=derived, refers=refers)
+        finally:
+            committer.forget()
         if bases is not None:  # the next save may refer to it
             bases.committed(self.uid, part.stored_frames(self.request.block_bytes))
         return self._report(blobs)

@@ -1,4 +1,7 @@
-"""Encodes the manifest of a save from its plan and the stored frames of its chunks. Sans-IO."""
+"""Encodes the manifest of a save from its plan and the stored frames of its chunks. Sans-IO.
+
+Tested in `tests/core/format/test_records.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Runs the saves of a checkpointer: prepares each, starts it, waits for it, and cleans up."""
+"""Runs the saves of a checkpointer: prepares each, starts it, waits for it, and cleans up.
+
+Tested in `tests/integration/lifecycle/test_lifecycle.py`.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +23,16 @@ from penstock.core.reporting.events import SaveEvent
 from penstock.core.reporting.progress import follow
 from penstock.core.reporting.reports import CheckReport, skipped_save
 from penstock.core.save import fence as fence_hook
-from penstock.core.save.bases import KeptChunks, SaveBases
 from penstock.core.save.current import Pending
 from penstock.core.save.job import SaveJob
 from penstock.core.save.manifest import ManifestWriter
 from penstock.core.save.merge import KnownParts
 from penstock.core.save.metadata import check_metadata
-from penstock.core.save.prepare import claim_generation, plan_state, staging_for
+from penstock.core.save.prepare import claim_generation, plan_state, staging_for, state_left_out
+from penstock.core.save.references import KeptChunks, SaveBases
 from penstock.core.save.request import Destination, RankTurn, SaveSurroundings, SaveTurn
 from penstock.core.save.rules import ChainTable
 from penstock.core.tree.describe import describe_tree, warn_of_forms
-from penstock.core.tree.left_out import left_out
 from penstock.core.types import valid_step
 from penstock.core.units import size_text
 
@@ -405,7 +407,7 @@ class Saver(SaveSurroundings):
             description = replace(description, entries=entries)
         warn_of_forms(description, self._registry.providers)
         level = logging.INFO if place is not None and place.rank else logging.WARNING
-        for sentence in left_out(description, self._looked_at):
+        for sentence in state_left_out(description, self._looked_at):
             log.log(level, "%s (said once)", sentence)
         self._looked_at.update(found.path for found in description.seen)
         request = plan_state(

@@ -1,4 +1,7 @@
-"""Limits the time of calls in the foreground to a store that may hang."""
+"""Limits the time of calls in the foreground to a store that may hang.
+
+Tested in `tests/integration/faults/test_hanging_store.py`.
+"""
 
 from __future__ import annotations
 

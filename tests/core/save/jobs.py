@@ -22,11 +22,11 @@ def memory(name):
     return MemoryBackend(MemoryConfig(name=name))
 
 
-def request_of(config, mode="blocking"):
+def request_of(config, mode="blocking", state=STATE):
     """The planned save of step 3."""
     registry = default_registry()
     return plan_state(
-        describe_tree(STATE, providers=registry.providers, allow_pickle=False),
+        describe_tree(state, providers=registry.providers, allow_pickle=False),
         config=config,
         table=ChainTable(config, registry),
         step=3,
@@ -37,10 +37,10 @@ def request_of(config, mode="blocking"):
     )
 
 
-def job_of(backend, *, mode="blocking", surroundings=None, onward=None, **options):
+def job_of(backend, *, mode="blocking", surroundings=None, onward=None, state=STATE, **options):
     """A job that has not begun."""
     config = load_config({"backend": backend, "chunk_bytes": 4096, **options})
-    request = request_of(config, mode)
+    request = request_of(config, mode, state)
     return SaveJob(
         request,
         manifest=ManifestWriter(request, {}, shipper=default_registry().shipper),
