@@ -57,7 +57,7 @@ class _Batch:
     futures: list[Future[None]]
 
 
-class _Blob:
+class _OpenBlob:
     """A blob that is being written."""
 
     def __init__(
@@ -122,7 +122,7 @@ class _EncodedBlob:
     Any worker may append.
     """
 
-    def __init__(self, blob: _Blob) -> None:
+    def __init__(self, blob: _OpenBlob) -> None:
         self._blob = blob
         self._lock = threading.Lock()  # guards everything below; appending is serial
         self._groups = [memoryview(mmap.mmap(-1, _GROUP_BYTES)) for _ in range(_GROUPS)]
@@ -308,7 +308,7 @@ class FrameWriter:
         self._tick = tick
         self.blob_names = f"{blob_prefix}.raw", f"{blob_prefix}.enc"
         """The names of both blobs, whether they are begun or not."""
-        self._raw: _Blob | None = None
+        self._raw: _OpenBlob | None = None
         self._layout = RawLayout()
         self._enc: _EncodedBlob | None = None
         self._batches: deque[_Batch] = deque()
@@ -444,8 +444,8 @@ class FrameWriter:
             batch.futures.append(self._workers.submit(task))
             captured.popleft()
 
-    def _blob(self, name: str, size_hint: int) -> _Blob:
-        return _Blob(
+    def _blob(self, name: str, size_hint: int) -> _OpenBlob:
+        return _OpenBlob(
             self._backend, name, size_hint=size_hint, clock=self.write_clock, tick=self._tick
         )
 

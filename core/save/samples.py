@@ -268,17 +268,18 @@ class TornCheck:
         Raises:
             TornSnapshotError: Some objects differ.
         """
-        objects = self.objects
+        # All before the first look: `forget` may be called meanwhile, and drops the objects first.
+        sampled, chunks, objects = self._samples, self._chunks, self.objects
         if not objects or (deferred and self.passed):
             return  # the save is over, or the memory may have changed
         changed = set(known)
         for number in self._deferred if deferred else self._now:
-            for piece in self._chunks[number].pieces:
+            for piece in chunks[number].pieces:
                 entry, _, _, version, _ = objects[piece.item]
                 if version is not None and entry.source.version() != version:
                     changed.add(piece.item)
-        if samples and self._samples is not None:
-            changed |= self._samples.changed()
+        if samples and sampled is not None:
+            changed |= sampled.changed()
         # If the fence was passed meanwhile, it compared this memory, which may change since then.
         if changed and not (deferred and self.passed):
             raise torn([objects[item].entry.path for item in sorted(changed)], deferred=deferred)
@@ -310,10 +311,11 @@ class TornCheck:
 
     def deferred_sources(self) -> list[ByteSource]:
         """Return the sources of all deferred objects; none once the save is over."""
-        if not self.objects:
+        chunks, objects = self._chunks, self.objects
+        if not objects:
             return []
-        items = {p.item: None for number in self._deferred for p in self._chunks[number].pieces}
-        return [self.objects[item].entry.source for item in items]
+        items = {p.item: None for number in self._deferred for p in chunks[number].pieces}
+        return [objects[item].entry.source for item in items]
 
     def forget(self) -> None:
         """Drop all references to the state once the save is over."""
