@@ -1,4 +1,7 @@
-"""The facade: saves, restores and keeps the checkpoints of one run."""
+"""The facade: saves, restores and keeps the checkpoints of one run.
+
+Tested in `tests/integration/lifecycle/test_lifecycle.py`.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 
 from penstock.core.abc import Backend
@@ -22,7 +26,6 @@ from penstock.core.errors import (
     PenstockError,
     SaverClosedError,
     StorageError,
-    StorageTimeoutError,
 )
 from penstock.core.plugins.registry import default_registry
 from penstock.core.ranks.group import RanksOfJob
@@ -122,7 +125,16 @@ class Checkpointer:
         # Of its own: reader and saver hold it, and a checkpointer that is dropped is freed at once.
         self._ranks = RanksOfJob(group, config=self._config, url=self._backend.url, name=name)
         self._events = EventStream(on_event)
-        self._drains = self._drains_of(store, registry)
+        self._drains: Drains | None = None
+        if store.tiers:
+            self._drains = Drains(
+                store.tiers,
+                workers=self._workers,
+                grace_s=config.grace_s,
+                stuck_s=config.io_timeout_s,
+                backend=_for_another_process(config, registry, store),
+                leads=self._ranks.leads,
+            )
         self._reader = Reader(
             self._backend,
             config=config,
@@ -144,7 +156,9 @@ class Checkpointer:
             earlier=EarlierReader(registry),
             ranks=self._ranks,
         )
-        self._warn_early()
+        # A store that hangs must not delay the opening for all of `io_timeout_s`.
+        limit_s = min(config.io_timeout_s, self._workers.timing.opening_s)
+        _warn_of_read_only(TimeLimitedBackend(store, self._workers, limit_s))
 
     @classmethod
     def from_config(
@@ -644,11 +658,12 @@ class Checkpointer:
         if self._owns_backend:
             stuck = self._drains is not None and self._drains.is_stuck()
             if self._saver.pending.released and not stuck:
-                self._close_backend()
+                self._backend.close_inner()
             else:
                 # A stuck store, or a callback of the pending save called `close`: waiting here
                 # would block the caller for ever.
-                self._workers.spawn("close", self._close_late)
+                late = partial(_close_late, self._backend.inner, self._job)
+                self._workers.spawn("close", late)
         self._saver.close()
         if sys.exc_info()[0] is None:
             self._saver.pending.raise_unseen()
@@ -703,15 +718,6 @@ class Checkpointer:
             msg = f"the checkpointer of {self._backend.url} is being closed"
             raise SaverClosedError(msg)
 
-    def _warn_early(self) -> None:
-        """Warn of obstacles that would make the first save fail; reading works all the same."""
-        # A store that hangs must not delay the opening for all of `io_timeout_s`.
-        limit_s = min(self._config.io_timeout_s, self._workers.timing.opening_s)
-        try:
-            TimeLimitedBackend(self._backend.inner, self._workers, limit_s).check_writable()
-        except StorageError as error:
-            log.warning("%s can only be read, every save will fail: %s", self._backend.url, error)
-
     def _end_save_of_ranks(self) -> None:
         """Wait for the pending save of several ranks; its own errors stay to be raised.
 
@@ -725,30 +731,19 @@ class Checkpointer:
             first = os.environ.get("RANK", "0") == "0"
             log.log(logging.WARNING if first else logging.INFO, "%s", obstacle)
 
-    def _drains_of(self, store: Backend, registry: Registry) -> Drains | None:
-        """Return the drains that copy from tier to tier; None if the store is one place."""
-        if not store.tiers:
-            return None
-        return Drains(
-            store.tiers,
-            workers=self._workers,
-            grace_s=self._config.grace_s,
-            stuck_s=self._config.io_timeout_s,
-            backend=_for_another_process(self._config, registry, store),
-            leads=self._ranks.leads,
-        )
 
-    def _close_backend(self) -> None:
-        """Close the backend, within a deadline: a call that was given up may still hang in it."""
-        try:
-            self._backend.close_inner()
-        except StorageTimeoutError as error:
-            log.warning("%s is left open: %s", self._backend.url, str(error))
+def _warn_of_read_only(backend: TimeLimitedBackend) -> None:
+    """Warn where every save will fail; reading works all the same."""
+    try:
+        backend.check_writable()
+    except StorageError as error:
+        log.warning("%s can only be read, every save will fail: %s", backend.url, error)
 
-    def _close_late(self) -> None:
-        if self._job is not None:
-            self._job.released.wait()
-        self._backend.inner.close()
+
+def _close_late(store: Backend, job: SaveJob | None) -> None:
+    if job is not None:
+        job.released.wait()
+    store.close()
 
 
 def _valid_steps(steps: object) -> list[int]:

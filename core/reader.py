@@ -1,4 +1,7 @@
-"""Restores, loads, opens and verifies the checkpoints of a run."""
+"""Restores, loads, opens and verifies the checkpoints of a run.
+
+Tested in `tests/core/restore/test_together.py`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from penstock.core.catalog.catalog import Catalog
 from penstock.core.errors import CheckpointNotFoundError, ConfigError, RestoreError
 from penstock.core.foreign import memory_permitting
 from penstock.core.hosts.reading import Sharing
-from penstock.core.pipeline.reader import Loader
+from penstock.core.pipeline.loader import Loader
 from penstock.core.ranks.group import SEVERAL_CHECKPOINTERS, cause_of
 from penstock.core.ranks.templates import TemplatesOfRanks
 from penstock.core.reporting.events import EventStream, RestoreEvent, VerifyEvent

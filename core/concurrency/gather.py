@@ -1,4 +1,7 @@
-"""The memory of this process, read at many addresses by one call of numpy."""
+"""The memory of this process, read at many addresses by one call of numpy.
+
+Tested in `tests/core/save/test_capture.py`.
+"""
 
 from __future__ import annotations
 

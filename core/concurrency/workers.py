@@ -1,4 +1,7 @@
-"""The threads of one checkpointer, how long they are busy, and the cores that they may use."""
+"""The threads of one checkpointer, how long they are busy, and the cores that they may use.
+
+Tested in `tests/core/concurrency/test_cores.py`.
+"""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from penstock.core.config.model import CheckpointerConfig
     from penstock.core.errors import StorageFullError
     from penstock.core.format.records import CommitRecord
-    from penstock.core.pipeline.reader import Loader
+    from penstock.core.pipeline.loader import Loader
     from penstock.core.plugins.registry import Registry
     from penstock.core.reporting.reports import Progress, SaveReport
     from penstock.core.save.request import SaveRequest

@@ -24,10 +24,10 @@ from penstock.core.reporting.events import EventStream
 from penstock.core.reporting.progress import follow
 from penstock.core.restore.earlier import EarlierReader
 from penstock.core.restore.stored_source import StoredReader, StoredSource
-from penstock.core.save.bases import KeptChunks, SaveBases
 from penstock.core.save.job import SaveJob
 from penstock.core.save.manifest import ManifestWriter
 from penstock.core.save.prepare import plan_state, staging_for
+from penstock.core.save.references import KeptChunks, SaveBases
 from penstock.core.save.request import Destination, SaveSurroundings
 from penstock.core.save.rules import ChainTable
 from penstock.core.tree.describe import Description

@@ -30,7 +30,7 @@ from penstock.core.hosts.division import (
 from penstock.core.hosts.meeting import Meeting
 from penstock.core.hosts.relay import Relay, RelayedBytes, RelayedStore
 from penstock.core.pipeline.exchange import Exchange, Peer, TakersStuckError
-from penstock.core.pipeline.reader import LoadStats, place
+from penstock.core.pipeline.loader import LoadStats, place
 from penstock.core.pipeline.staging import Staging
 from penstock.core.ranks.templates import RoundOverError
 from penstock.core.types import PAGE_BYTES, align_up
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from penstock.core.hosts.meeting import Met
     from penstock.core.pipeline.chain import CodecChain
     from penstock.core.pipeline.exchange import Share
-    from penstock.core.pipeline.reader import Loader
+    from penstock.core.pipeline.loader import Loader
     from penstock.core.plan.reads import FrameJob
     from penstock.core.ranks.session import RankSession
     from penstock.core.rounds.round import RestoreRound

@@ -205,16 +205,6 @@ class ChainChoices:
         """Return the chain of the chunk `index`; None is raw."""
         return self._chains[self.number(index)]
 
-    def max_encoded_size(self) -> int:
-        """Return the memory that any frame of the save may need."""
-        lengths: dict[int, int] = dict.fromkeys(self._auto.candidates.values(), 0)
-        for chunk in self._plan.chunks:
-            numbers = lengths if chunk.chain in self._auto.classes else (chunk.chain,)
-            for number in list(numbers):
-                lengths[number] = max(chunk.length, lengths.get(number, 0))
-        found = ((self._chains[number], longest) for number, longest in lengths.items())
-        return max((chain.max_encoded_size(n) for chain, n in found if chain), default=0)
-
     def take(self, captured: list[Captured]) -> tuple[list[Captured], list[Captured]]:
         """Return the chunks to write now, and the rest, for which `measure` is to be called."""
         for at, item in enumerate(captured):
@@ -234,20 +224,18 @@ class ChainChoices:
             self._kept.bytes_per_s = size_bytes / seconds
         self._probe_bytes = max(size_bytes, _PROBE_BYTES)
 
-    def finish(
-        self, results: Sequence[ChunkResult | None], size_bytes: int, seconds: float
-    ) -> None:
+    def finish(self, results: Mapping[int, ChunkResult], size_bytes: int, seconds: float) -> None:
         """Keep what this save has chosen for the next ones.
 
         Args:
-            results: Those of all chunks; None: another rank writes the chunk.
+            results: How chunks are stored, by number.
             size_bytes: The bytes that the store took.
             seconds: The time in which writes were in flight.
         """
         raw: dict[str, int] = defaultdict(int)
         stored: dict[str, int] = defaultdict(int)
-        for index, result in enumerate(results):
-            if result is not None and result.chain and self._is_open(index):
+        for index, result in results.items():
+            if result.chain and self._is_open(index):
                 raw[self._class(index)] += self._plan.chunks[index].length
                 stored[self._class(index)] += result.length
         before = self._kept.by_class

@@ -6,13 +6,14 @@ decided by its rule alone, so that the plan can fix raw offsets beforehand.
 
 from __future__ import annotations
 
-import threading
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import xxhash
 
+from penstock.core.abc import FLOAT_DTYPES, convert_floats
 from penstock.core.abc.codec import Declined
 from penstock.core.concurrency.copy_bytes import copy_bytes
 from penstock.core.errors import CodecError
@@ -23,14 +24,15 @@ from penstock.core.pipeline.links import (
     encode_link,
     output_bound,
 )
-from penstock.core.pipeline.staging import map_memory
-from penstock.core.pipeline.worst_errors import worst_errors
+from penstock.core.pipeline.staging import ThreadMemory
 from penstock.core.types import Buffer, ByteRange, WorstErrors, flat_view
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from penstock.core.abc import Codec, CodecContext
+
+_COMPARED = 64 << 10  # elements that are compared at once, so that they stay in the cache
 
 
 def checksum(view: Buffer) -> int:
@@ -187,7 +189,7 @@ class CodecChain:
             last = number == len(self.codecs) - 1
             # Links that take the chunk alternate between two buffers. A link that declines uses up
             # none, so its output buffer never holds the input of the next link.
-            into = target if last else _scratch.take(len(taken) % 2, bound)
+            into = target if last else _scratch.take(bound, len(taken) % 2)
             if into.nbytes < bound:
                 msg = f"codec {codec.name} may need {bound} bytes of output, has {into.nbytes}"
                 raise CodecError(msg)
@@ -211,7 +213,7 @@ class CodecChain:
             raw_checksum = checksum(raw)
         else:
             # Readers compare with the decoded bytes, which a lossy codec has changed.
-            decoded = _scratch.take(2, raw.nbytes)[: raw.nbytes]
+            decoded = _scratch.take(raw.nbytes, 2)
             links = [(codec, codec.version) for codec in taken]
             _decode_links(links, source, decoded, context, lengths)
             raw_checksum = checksum(decoded)
@@ -280,35 +282,8 @@ class CodecChain:
             raise CodecError(msg)
 
 
-_KEPT_SCRATCH_BYTES = 64 << 20
-
-
-class _Scratch(threading.local):
-    """Buffers of one thread: two between which the links alternate, and one for decoded bytes.
-
-    They grow as needed and are kept for the next chunk, unless they are larger than usual chunks
-    need: a few odd frames would otherwise hold gigabytes for as long as the thread lives.
-    """
-
-    def __init__(self) -> None:
-        self._buffers = [memoryview(bytearray()) for _ in range(3)]
-
-    def take(self, which: int, size: int) -> memoryview:
-        if self._buffers[which].nbytes < size:
-            try:
-                self._buffers[which] = memoryview(map_memory(size))
-            except OSError as error:
-                raise MemoryError(str(error)) from error
-        return self._buffers[which]
-
-    def shrink(self) -> None:
-        """Free buffers larger than `_KEPT_SCRATCH_BYTES`; none of them may be in use."""
-        for which, buffer in enumerate(self._buffers):
-            if buffer.nbytes > _KEPT_SCRATCH_BYTES:
-                self._buffers[which] = memoryview(bytearray())
-
-
-_scratch = _Scratch()
+# Two pieces between which the links alternate, and one for decoded bytes.
+_scratch = ThreadMemory(3)
 
 
 def _moved(source: memoryview, target: memoryview) -> memoryview:
@@ -332,8 +307,7 @@ def _decode_links(
             context = context_behind(*calls[-1], lengths[number - 1])
         calls.append((codec, context_for(codec, context, version)))
     for number, (codec, seen) in reversed(list(enumerate(calls))):
-        into = target if number == 0 else _scratch.take(number % 2, seen.raw_length)
-        into = into[: seen.raw_length]
+        into = target if number == 0 else _scratch.take(seen.raw_length, number % 2)
         decode_link(codec, source, into, seen)
         source = into.toreadonly()
 
@@ -352,3 +326,55 @@ def _check_base_is_exact(codecs: Sequence[Codec]) -> None:
             f"checkpoint, so no rule can have both: leave out {lossy} or {based}"
         )
         raise CodecError(msg)
+
+
+def worst_errors(saved: memoryview, given: memoryview, dtype: str) -> WorstErrors | None:
+    """Compare two arrays of floats of one dtype; None for what `convert_floats` does not know.
+
+    An equal number has no error, and NaN in the place of NaN has none. NaN or an infinity in the
+    place of anything else has infinite ones, and so has anything else in their place. Any number in
+    the place of zero has an infinite relative error. Errors are computed in float32, those of
+    float64 in float64.
+    """
+    import numpy as np  # noqa: PLC0415 - `penstock verify` does without it
+
+    size = FLOAT_DTYPES.get(dtype)
+    if size is None:
+        return None
+    wide = "float64" if dtype == "float64" else "float32"
+    count = saved.nbytes // size
+    blocks = np.empty((2, min(count, _COMPARED)), wide)
+    absolute = relative = 0.0
+    for start in range(0, count, _COMPARED):
+        number = min(_COMPARED, count - start)
+        here = slice(start * size, (start + number) * size)
+        one, two = blocks[0, :number], blocks[1, :number]
+        convert_floats(saved[here], dtype, one.view(np.uint8).data, wide)
+        convert_floats(given[here], dtype, two.view(np.uint8).data, wide)
+        with np.errstate(all="ignore"):
+            np.subtract(two, one, out=two)
+            np.abs(two, out=two)
+            if np.isnan(np.maximum.reduce(two)):  # by NaN, or by two equal infinities
+                if _nan_moved(saved[here], given[here], dtype):
+                    return WorstErrors(math.inf, math.inf)
+                two[np.isnan(two)] = 0
+            absolute = max(absolute, float(np.maximum.reduce(two)))
+            if math.isinf(absolute):
+                return WorstErrors(math.inf, math.inf)
+            np.abs(one, out=one)
+            np.divide(two, one, out=two)
+            ratio = float(np.fmax.reduce(two))  # which passes over 0 / 0
+            relative = max(relative, 0.0 if math.isnan(ratio) else ratio)
+    return WorstErrors(absolute, relative)
+
+
+def _nan_moved(saved: memoryview, given: memoryview, dtype: str) -> bool:
+    """Return whether NaN stands in one of two arrays where it does not in the other."""
+    import numpy as np  # noqa: PLC0415 - as above
+
+    masks: list[np.ndarray[tuple[int], np.dtype[np.bool_]]] = []
+    for data in (saved, given):
+        numbers = np.empty(data.nbytes // FLOAT_DTYPES[dtype])
+        convert_floats(data, dtype, numbers.view(np.uint8).data, "float64")
+        masks.append(np.isnan(numbers))
+    return not np.array_equal(masks[0], masks[1])

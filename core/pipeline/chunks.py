@@ -1,4 +1,7 @@
-"""A chunk on its way: captured, then stored."""
+"""A chunk on its way: captured, then stored.
+
+Tested in `tests/core/save/test_capture.py`.
+"""
 
 from __future__ import annotations
 
@@ -15,23 +18,19 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class Captured:
-    """A chunk's bytes, ready for encoding and writing.
+    """A chunk's bytes, ready for encoding and writing; none of a chunk of a derived object.
 
     Attributes:
         index: Number of the chunk in the plan.
         view: Its raw bytes.
-        block: Staging to give back, None when straight.
-        straight: Whether the bytes are the live tensor's own memory.
-        end_hold: Ends the hold on that memory, where there is one.
-        derived: Whether the chunk is of a derived object: it has no bytes, and none are stored.
+        block: The staging memory that holds them, to give back.
+        end_hold: Ends the hold on the live memory that the bytes are lent from, if they are.
     """
 
     index: int
     view: memoryview
-    block: Block | None
-    straight: bool
+    block: Block | None = None
     end_hold: Callable[[], None] | None = None
-    derived: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +57,3 @@ class ChunkResult:
     shared: StoredFrame | None = None
     errors: tuple[WorstErrors | None, ...] = ()
     same_as: int | None = None
-
-
-DERIVED = ChunkResult(0, 0, (), chain=0)
-"""The result of a chunk of a derived object, which has no frame."""

@@ -1,4 +1,7 @@
-"""Calls one codec of a chain, and checks each answer of the codec against its contract."""
+"""Calls one codec of a chain, and checks each answer of the codec against its contract.
+
+Tested in `tests/core/pipeline/test_chain.py`.
+"""
 
 from __future__ import annotations
 

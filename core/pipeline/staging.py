@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _MADV_WIPEONFORK = 18  # of Linux; the module `mmap` has no name for it
+_KEPT_BYTES = 64 << 20  # of each piece of a thread's memory
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -203,6 +204,36 @@ def map_memory(size: int) -> mmap.mmap:
         with contextlib.suppress(OSError):  # a kernel without it: slower, and no less right
             memory.madvise(advice)
     return memory
+
+
+class ThreadMemory(threading.local):
+    """Memory of each thread, for the work on one chunk. It grows as needed, and is reused."""
+
+    def __init__(self, count: int = 1) -> None:
+        """Prepare `count` pieces of memory in each thread."""
+        self._views = [memoryview(b"")] * count
+
+    def take(self, length: int, which: int = 0) -> memoryview:
+        """Return `length` bytes, which are this thread's until it takes the same piece again.
+
+        Raises:
+            MemoryError: The process cannot get so much memory.
+        """
+        if self._views[which].nbytes < length:
+            try:
+                self._views[which] = memoryview(map_memory(length))
+            except OSError as error:
+                raise MemoryError(str(error)) from error
+        return self._views[which][:length]
+
+    def shrink(self) -> None:
+        """Free what is larger than usual chunks need; none of it may be in use.
+
+        A few odd frames would otherwise hold gigabytes for as long as the thread lives.
+        """
+        for which, view in enumerate(self._views):
+            if view.nbytes > _KEPT_BYTES:
+                self._views[which] = memoryview(b"")
 
 
 def has_small_pages(setting: str = "/sys/kernel/mm/transparent_hugepage/enabled") -> bool:

@@ -1,6 +1,8 @@
 """Writes captured chunks as frames into the blobs of a save.
 
 Batches move, not frames: under a busy training loop every return to Python waits for the GIL.
+
+Tested in `tests/integration/sharing/test_sharing.py`.
 """
 
 from __future__ import annotations
@@ -15,28 +17,29 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+from penstock.core.concurrency.copy_bytes import copy_bytes
 from penstock.core.concurrency.workers import BusyClock
 from penstock.core.errors import CodecError
 from penstock.core.format.blocks import frame_blocks
-from penstock.core.pipeline.chain import checksum_blocks
-from penstock.core.pipeline.chunks import DERIVED, ChunkResult
-from penstock.core.pipeline.encoded_blob import EncodedBlob
-from penstock.core.pipeline.sharing import ChunkSharing
-from penstock.core.plan.save import RawLayout, context_of
-from penstock.core.types import ByteRange, WriteRequest, show_path
+from penstock.core.pipeline.chain import checksum_blocks, content_hash
+from penstock.core.pipeline.chunks import ChunkResult
+from penstock.core.pipeline.staging import ThreadMemory
+from penstock.core.plan.earlier_frames import content_key
+from penstock.core.plan.save import RawLayout, context_of, elements_of
+from penstock.core.types import PAGE_BYTES, ByteRange, WriteRequest, align_down, show_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from concurrent.futures import Future
 
-    from penstock.core.abc import Backend, BlobWriter
+    from penstock.core.abc import Backend
     from penstock.core.concurrency.workers import Workers
     from penstock.core.pipeline.auto import ChainChoices
     from penstock.core.pipeline.chain import CodecChain, EncodedFrame
     from penstock.core.pipeline.chunks import Captured
-    from penstock.core.plan.earlier_frames import StoredFrame
+    from penstock.core.plan.earlier_frames import ContentKey, StoredFrame
     from penstock.core.plan.save import Chunk, SavePlan
-    from penstock.core.save.bases import SaveBases
+    from penstock.core.save.references import SaveBases
 
 log = logging.getLogger("penstock")
 
@@ -44,12 +47,219 @@ T = TypeVar("T")
 
 BATCH_BYTES = 64 << 20
 _BATCHES_IN_FLIGHT = 3
+_GROUP_BYTES = 8 << 20  # encoded frames go out in writes of half of this at least
+_GROUPS = 3
 
 
 @dataclass(eq=False, slots=True)
 class _Batch:
     captured: list[Captured]
     futures: list[Future[None]]
+
+
+class _OpenBlob:
+    """A blob that is being written."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        name: str,
+        *,
+        size_hint: int,
+        clock: BusyClock,
+        tick: Callable[[int], None],
+    ) -> None:
+        """Create the blob.
+
+        Args:
+            backend: The store.
+            name: The name of the blob.
+            size_hint: About how long it gets.
+            clock: Counts the time in which writes are in flight.
+            tick: Called with the bytes that a write adds to the progress of the save.
+        """
+        self._backend = backend
+        self._name = name
+        self._writer = backend.create(name, size_hint=size_hint)
+        self._clock = clock
+        self._tick = tick
+        self.written_bytes = 0
+        self.busy = BusyClock()
+        """The time in which writes of this blob are in flight."""
+
+    def submit(self, requests: Sequence[WriteRequest], progress_bytes: int = 0) -> Future[None]:
+        """Begin to write; count `progress_bytes` once it is written."""
+
+        def done(future: Future[None]) -> None:
+            self.busy.stop()
+            self._clock.stop()
+            if future.exception() is None:
+                self._tick(progress_bytes)
+
+        write = self._backend.submit_write(self._writer, requests)
+        self.busy.start()
+        self._clock.start()
+        self.written_bytes += sum(request.length for request in requests)
+        write.add_done_callback(done)
+        return write
+
+    def seal(self, length: int) -> tuple[str, int]:
+        """Make the blob durable; return its name and length."""
+        began = time.monotonic()
+        self._writer.seal(length)
+        log.debug("sealed %s: %d bytes in %.3f s", self._name, length, time.monotonic() - began)
+        self._tick(0)
+        return self._name, length
+
+    def abort(self) -> None:
+        """Give the blob up; nothing may be in flight."""
+        self._writer.abort()
+
+
+class _EncodedBlob:
+    """The blob of encoded frames: appended when ready, written in groups cut at page boundaries.
+
+    Any worker may append.
+    """
+
+    def __init__(self, blob: _OpenBlob) -> None:
+        self._blob = blob
+        self._lock = threading.Lock()  # guards everything below; appending is serial
+        self._groups = [memoryview(mmap.mmap(-1, _GROUP_BYTES)) for _ in range(_GROUPS)]
+        self._flights: list[Future[None] | None] = [None] * _GROUPS
+        self._current = 0
+        self._base = 0
+        self._filled = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was appended."""
+        with self._lock:
+            return self._base + self._filled == 0
+
+    def append(self, frame: memoryview) -> int:
+        """Copy `frame` behind the frames before it and return its offset."""
+        with self._lock:
+            offset = self._base + self._filled
+            at = 0
+            while at < frame.nbytes:
+                count = min(frame.nbytes - at, _GROUP_BYTES - self._filled)
+                copy_bytes(self._groups[self._current][self._filled :], frame[at : at + count])
+                self._filled += count
+                at += count
+                if self._filled == _GROUP_BYTES:
+                    self._rotate()
+            if self._filled >= _GROUP_BYTES // 2:
+                self._rotate()
+            return offset
+
+    def seal(self) -> tuple[str, int]:
+        """Write the rest, and make the blob durable; return its name and length."""
+        with self._lock:
+            if self._filled:
+                self._submit(self._filled)
+            for flight in self._flights:
+                if flight is not None:
+                    flight.result()
+            return self._blob.seal(self._base + self._filled)
+
+    def abort(self) -> None:
+        """Wait until nothing is in flight, then give the blob up."""
+        for flight in self._flights:
+            if flight is not None:
+                flight.exception()
+        self._blob.abort()
+
+    def _rotate(self) -> None:
+        """Submit whole pages; the rest of the last page opens the next group.
+
+        No two writes touch one page, as direct I/O needs.
+        """
+        whole = align_down(self._filled, PAGE_BYTES)
+        full, rest = self._current, self._filled - whole
+        self._submit(whole)
+        self._current = (full + 1) % _GROUPS
+        flight = self._flights[self._current]
+        if flight is not None:
+            flight.result()
+            self._flights[self._current] = None
+        copy_bytes(self._groups[self._current], self._groups[full][whole : whole + rest])
+        self._base += whole
+        self._filled = rest
+
+    def _submit(self, length: int) -> None:
+        request = WriteRequest(self._base, (self._groups[self._current][:length],))
+        self._flights[self._current] = self._blob.submit([request])
+
+
+class ChunkSharing:
+    """Looks up the chunks of one save by their content. Thread-safe.
+
+    A chunk is found in an earlier checkpoint, or, if it has none of its kind, in this save: the
+    first of equal chunks is stored, and the others refer to its frame.
+    """
+
+    def __init__(self, plan: SavePlan, choices: ChainChoices, bases: SaveBases | None) -> None:
+        """Prepare to look up chunks.
+
+        Args:
+            plan: Chunks and objects of the save.
+            choices: The codec chain of each chunk.
+            bases: Finds the frames of earlier saves; None: there are none.
+        """
+        self._plan = plan
+        self._choices = choices
+        self._bases = bases
+        self._contents: dict[int, int] = {}
+        self._lock = threading.Lock()  # guards `_first`
+        self._first: dict[tuple[int, ContentKey], int] = {}
+
+    def content(self, index: int) -> int | None:
+        """Return the hash of a chunk, if `find` has taken it."""
+        return self._contents.get(index)
+
+    def find(self, captured: Captured) -> ChunkResult | None:
+        """Hash a chunk; return its result if its bytes are stored already, else None."""
+        index = captured.index
+        chain = self._choices.chain(index)
+        content = self._contents[index] = content_hash(captured.view)
+        if chain is not None and not chain.lossless:
+            return None  # see `find_encoded`: its errors arise when the chunk is encoded
+        stored = self._earlier(index, content)
+        same_as = None if stored is not None else self._earlier_in_save(index, content)
+        if stored is None and same_as is None:
+            return None
+        if self._bases is not None and chain is not None and chain.needs_base:
+            self._bases.keep(index, captured.view)
+        return ChunkResult(0, 0, (), chain=0, shared=stored, same_as=same_as)
+
+    def _earlier(self, index: int, content: int) -> StoredFrame | None:
+        if self._bases is None:
+            return None
+        return self._bases.shared(index, content, self._choices.number(index))
+
+    def _earlier_in_save(self, index: int, content: int) -> int | None:
+        """Return the number of the chunk of this save whose frame is decoded to this one, too."""
+        chunk, number = self._plan.chunks[index], self._choices.number(index)
+        context, elements = context_of(self._plan, chunk), elements_of(self._plan, chunk)
+        is_raw = self._choices.chain(index) is None
+        key = number, content_key(content, context, elements, is_raw=is_raw)
+        with self._lock:
+            first = self._first.setdefault(key, index)
+        return None if first == index else first
+
+    def find_encoded(self, index: int, frame: EncodedFrame) -> ChunkResult | None:
+        """Return the result of a chunk if what a lossy chain made of it is stored already."""
+        chain, content = self._choices.chain(index), self._contents.get(index)
+        if chain is None or chain.lossless or content is None:
+            return None
+        stored = self._earlier(index, content)
+        # Equal chunks: but a frame by other codecs gives back other values.
+        if stored is None or len(stored.chain) != len(chain.codecs) - len(frame.declined):
+            return None
+        if stored.chain and stored.frame.raw_checksum != frame.raw_checksum:
+            return None
+        return ChunkResult(0, 0, (), chain=0, shared=stored, errors=frame.errors)
 
 
 class FrameWriter:
@@ -88,31 +298,24 @@ class FrameWriter:
         """
         self._backend = backend
         self._plan = plan
-        self._choices = choices
+        self.choices = choices
         self._bases = bases
-        self._slots = threading.local()  # each worker's memory for one encoded frame
-        self._slot_bytes = max(1, choices.max_encoded_size())
+        self._memory = ThreadMemory()  # of each worker, for one encoded frame
         self._sharing = ChunkSharing(plan, choices, bases) if share else None
         self._block_bytes = block_bytes
         self._workers = workers
         self._release = release
         self._tick = tick
-        self._raw_name = f"{blob_prefix}.raw"
-        self._enc_name = f"{blob_prefix}.enc"
-        self._raw: BlobWriter | None = None
+        self.blob_names = f"{blob_prefix}.raw", f"{blob_prefix}.enc"
+        """The names of both blobs, whether they are begun or not."""
+        self._raw: _OpenBlob | None = None
         self._layout = RawLayout()
-        self._enc: EncodedBlob | None = None
+        self._enc: _EncodedBlob | None = None
         self._batches: deque[_Batch] = deque()
-        self.results: list[ChunkResult | None] = [None] * len(plan.chunks)
+        self.results: dict[int, ChunkResult] = {}
+        """How each chunk is stored, by its number; ascending once `finish` has returned."""
         self.write_clock = BusyClock()
         self.encode_clock = BusyClock()
-        self._raw_clock = BusyClock()
-        self._raw_written = 0
-
-    @property
-    def blob_names(self) -> tuple[str, str]:
-        """Names of both blobs, whether they were begun or not."""
-        return self._raw_name, self._enc_name
 
     @property
     def idle(self) -> bool:
@@ -125,21 +328,15 @@ class FrameWriter:
         Raises:
             PenstockError: An earlier chunk failed.
         """
-        rest = []
-        for one in captured:
-            if one.derived:
-                self._set_result(one.index, DERIVED)
-            else:
-                rest.append(one)
         try:
-            while rest:
-                chosen, rest = self._choices.take(rest)
+            while captured:
+                chosen, captured = self.choices.take(captured)
                 if chosen:
                     self._start(chosen)
                 else:
-                    self._choices.measure(self._settle_raw)
+                    self.choices.measure(self._settle_raw)
         except BaseException:
-            self._release_all(rest)
+            self._release_all(captured)
             raise
 
     def settle_oldest(self) -> None:
@@ -156,24 +353,21 @@ class FrameWriter:
         """
         while self._batches:
             self.settle_oldest()
-        blobs = []
-        seals: list[Future[None]] = []
+        seals: list[Future[tuple[str, int]]] = []
         if self._raw is not None:
-            raw, length = self._raw, self._layout.end
-            seals.append(self._workers.submit(lambda: _seal(raw, self._raw_name, length)))
-            blobs.append((self._raw_name, length))
+            seals.append(self._workers.submit(partial(self._raw.seal, self._layout.end)))
+        encoded = []
         try:
             if self._enc is not None and self._enc.is_empty:  # all that was encoded is shared
                 self._enc.abort()
             elif self._enc is not None:
-                blobs.append((self._enc_name, self._enc.seal()))
+                encoded.append(self._enc.seal())
         finally:
             wait(seals)  # `abort` must not run while a seal is in flight
-        for seal in seals:
-            seal.result()
-            self._tick(0)
+        blobs = [*(seal.result() for seal in seals), *encoded]
+        self.results = dict(sorted(self.results.items()))
         size_bytes = sum(length for _, length in blobs)
-        self._choices.finish(self.results, size_bytes, self.write_clock.seconds)
+        self.choices.finish(self.results, size_bytes, self.write_clock.seconds)
         return blobs
 
     def abort(self) -> None:
@@ -193,8 +387,8 @@ class FrameWriter:
         """Put chunks whose chains are known in flight."""
         # Before a chunk gets its place in a blob: one that is stored already gets none.
         captured = self._unshared(captured)
-        raw = [c for c in captured if self._choices.chain(c.index) is None]
-        encoded = deque(c for c in captured if self._choices.chain(c.index))
+        raw = [c for c in captured if self.choices.chain(c.index) is None]
+        encoded = deque(c for c in captured if self.choices.chain(c.index))
         try:
             if raw:
                 self._start_raw(raw)
@@ -221,31 +415,18 @@ class FrameWriter:
             wait(futures)
             self._release_all(captured)
             raise
-        self._release_all(c for c in captured if self.results[c.index] is not None)
-        return [c for c in captured if self.results[c.index] is None]
+        self._release_all(c for c in captured if c.index in self.results)
+        return [c for c in captured if c.index not in self.results]
 
     def _start_raw(self, captured: list[Captured]) -> None:
         batch = _Batch(captured, [])
         # Before anything is submitted, so that `abort` waits for all that is in flight.
         self._batches.append(batch)
         if self._raw is None:
-            self._raw = self._backend.create(self._raw_name, size_hint=self._raw_bytes())
+            self._raw = self._blob(self.blob_names[0], self._raw_bytes())
         places = [(item, self._layout.place(self._plan.chunks[item.index])) for item in captured]
         requests = [WriteRequest(offset, (item.view,)) for item, offset in places]
-        total = sum(r.length for r in requests)
-
-        def done(future: Future[None]) -> None:
-            for clock in (self._raw_clock, self.write_clock):
-                clock.stop()
-            if future.exception() is None:
-                self._tick(total)
-
-        write = self._backend.submit_write(self._raw, requests)
-        for clock in (self._raw_clock, self.write_clock):
-            clock.start()
-        self._raw_written += total
-        batch.futures.append(write)
-        write.add_done_callback(done)
+        batch.futures.append(self._raw.submit(requests, sum(r.length for r in requests)))
         for some in self._shares(places):
             batch.futures.append(self._workers.submit(partial(self._hash, some)))
 
@@ -254,19 +435,19 @@ class FrameWriter:
         if self._enc is None:
             # By this thread: a store that hangs in it would keep a worker from all later saves.
             raw_bytes = sum(k.length for k in self._plan.chunks if k.chain)
-            self._enc = EncodedBlob(
-                self._backend,
-                self._enc_name,
-                size_hint=raw_bytes,  # the blob gets no larger unless codecs make chunks larger
-                clock=self.write_clock,
-                tick=self._tick,
-            )
+            # The blob gets no larger than this unless codecs make chunks larger.
+            self._enc = _EncodedBlob(self._blob(self.blob_names[1], raw_bytes))
         batch = _Batch([], [])
         self._batches.append(batch)
         while captured:
             task = partial(self._encode, captured[0], self._enc)
             batch.futures.append(self._workers.submit(task))
             captured.popleft()
+
+    def _blob(self, name: str, size_hint: int) -> _OpenBlob:
+        return _OpenBlob(
+            self._backend, name, size_hint=size_hint, clock=self.write_clock, tick=self._tick
+        )
 
     def _settle(self, batch: _Batch) -> None:
         """Wait for all of a batch, then release it; raise its first error."""
@@ -281,7 +462,7 @@ class FrameWriter:
     def _settle_raw(self) -> tuple[int, float]:
         while self._batches:
             self.settle_oldest()
-        return self._raw_written, self._raw_clock.seconds
+        return (0, 0.0) if self._raw is None else (self._raw.written_bytes, self._raw.busy.seconds)
 
     # -- tasks of the workers --------------------------------------------------------------------
 
@@ -299,7 +480,7 @@ class FrameWriter:
             for item, offset in places:
                 self.results[item.index] = self._raw_result(item, offset)
 
-    def _encode(self, captured: Captured, blob: EncodedBlob) -> None:
+    def _encode(self, captured: Captured, blob: _EncodedBlob) -> None:
         """Encode and append one chunk, and release it as soon as its memory is not needed."""
         index = captured.index
         result: ChunkResult | None = None
@@ -325,7 +506,7 @@ class FrameWriter:
                 frame.lengths,
                 frame.declined,
                 base,
-                self._choices.number(index),
+                self.choices.number(index),
                 self._content(index),
                 errors=frame.errors,
             )
@@ -345,14 +526,15 @@ class FrameWriter:
             CodecError: A codec refused the chunk; the message names its objects.
         """
         index = captured.index
-        chunk, chain = self._plan.chunks[index], self._choices.chain(index)
+        chunk, chain = self._plan.chunks[index], self.choices.chain(index)
         assert chain is not None
         bases = self._bases if chain.needs_base else None
-        context, slot = context_of(self._plan, chunk), self._slot()
+        context = context_of(self._plan, chunk)
         found = None if bases is None else bases.base_of(index)
         if found is not None:
             context = replace(context, base=found[1].toreadonly())
         try:
+            slot = self._memory.take(chain.max_encoded_size(chunk.length))
             frame = chain.encode(captured.view, slot, context=context, ranges=_ranges(chain, chunk))
         except CodecError as error:
             first = show_path(self._plan.objects[chunk.pieces[0].item].entry.path)
@@ -366,12 +548,6 @@ class FrameWriter:
         base = None if found is None or 0 in frame.declined else found[0]
         return frame, slot[: frame.length], base
 
-    def _slot(self) -> memoryview:
-        slot: memoryview | None = getattr(self._slots, "view", None)
-        if slot is None:
-            slot = self._slots.view = memoryview(mmap.mmap(-1, self._slot_bytes))
-        return slot
-
     def _raw_result(
         self, captured: Captured, offset: int, *, declined: tuple[int, ...] = ()
     ) -> ChunkResult:
@@ -382,7 +558,7 @@ class FrameWriter:
             view.nbytes,
             tuple(checksum_blocks(view, blocks)),
             declined=declined,
-            chain=self._choices.number(index),
+            chain=self.choices.number(index),
             content=self._content(index),
         )
 
@@ -410,15 +586,9 @@ class FrameWriter:
         """Return the length of the `.raw` blob if all raw chunks are written."""
         layout = RawLayout()
         for index, chunk in enumerate(self._plan.chunks):
-            if self._choices.chain(index) is None:
+            if self.choices.chain(index) is None:
                 layout.place(chunk)
         return layout.end
-
-
-def _seal(writer: BlobWriter, name: str, length: int) -> None:
-    began = time.monotonic()
-    writer.seal(length)
-    log.debug("sealed %s: %d bytes in %.3f s", name, length, time.monotonic() - began)
 
 
 def _ranges(chain: CodecChain, chunk: Chunk) -> list[ByteRange]:

@@ -20,7 +20,7 @@ from penstock.core.errors import (
     SelectionError,
 )
 from penstock.core.format.records import blob_uid, commit_name
-from penstock.core.pipeline.reader import Loader
+from penstock.core.pipeline.loader import Loader
 from penstock.core.plan.reads import ObjectRequest
 from penstock.core.plugins.registry import default_registry
 from penstock.core.reporting.progress import Meter, metered

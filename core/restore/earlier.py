@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from penstock.core.pipeline.reader import FrameReader
+from penstock.core.pipeline.loader import FrameReader
 from penstock.core.plan.earlier_frames import stored_frames
 from penstock.core.plan.reads import FrameJob
 from penstock.core.restore.contents import Contents, check_length, decoding_chain

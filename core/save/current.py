@@ -1,4 +1,7 @@
-"""Keeps the save that may be under way, and the errors of saves that the user has not seen."""
+"""Keeps the save that may be under way, and the errors of saves that the user has not seen.
+
+Tested in `tests/integration/torn_snapshot/test_signals.py`.
+"""
 
 from __future__ import annotations
 

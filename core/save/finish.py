@@ -1,4 +1,4 @@
-"""Writes a save from its intent to its commit record, one step after the other.
+"""Takes a save from its intent to its end, one step after the other.
 
 The save thread runs it. `job` has the threads and ends a save; here an error is caught only where
 it is resolved.
@@ -10,26 +10,22 @@ import logging
 import os
 import queue
 import time
-from contextlib import contextmanager
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.catalog.commit_table import Commit, Event, State
 from penstock.core.catalog.publisher import Publisher
-from penstock.core.concurrency.garbage import collections_held
 from penstock.core.concurrency.latch import Latch
 from penstock.core.concurrency.processes import identity_of
 from penstock.core.concurrency.watchdog import Watchdog
 from penstock.core.errors import (
     CommitUnknownError,
     ConfigError,
-    FormatError,
     SaveAbortedError,
     SaveError,
     SaveSkippedError,
     StorageTimeoutError,
 )
-from penstock.core.format.index import encode_blocks, merged
 from penstock.core.format.records import (
     index_name,
     intent_name,
@@ -38,37 +34,29 @@ from penstock.core.format.records import (
     staying_name,
 )
 from penstock.core.pipeline.auto import ChainChoices
-from penstock.core.pipeline.chunks import Captured
 from penstock.core.pipeline.links import load_link
 from penstock.core.pipeline.writer import BATCH_BYTES, FrameWriter
 from penstock.core.plan.ranks import chunks_of_rank, derivable, spans_of_rank
-from penstock.core.ranks.group import cause_of
 from penstock.core.reporting.reports import SaveReport, SaveTotals
-from penstock.core.rounds.posts import Result
-from penstock.core.save.bases import ChosenBase
-from penstock.core.save.manifest import ALONE, RankShare
-from penstock.core.save.merge import PartsOfRanks
+from penstock.core.save.committer import Committer
+from penstock.core.save.manifest import RankShare
+from penstock.core.save.references import ChosenBase
 from penstock.core.tree.paths import shown_place
 from penstock.core.types import Replica
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from penstock.core.abc import Backend
     from penstock.core.concurrency.workers import Workers
-    from penstock.core.format.index import IndexBlocks
-    from penstock.core.format.records import CommitRecord
-    from penstock.core.pipeline.chunks import ChunkResult
+    from penstock.core.pipeline.chunks import Captured
     from penstock.core.plan.ranks import RankPlaces
     from penstock.core.reporting.handle import Ending
-    from penstock.core.save.bases import SaveBases
     from penstock.core.save.capture import CaptureRun
     from penstock.core.save.manifest import (
-        EncodedManifest,
         ManifestWriter,
-        PartSummary,
-        RankManifest,
     )
+    from penstock.core.save.references import SaveBases
     from penstock.core.save.request import Destination, SaveRequest, SaveTurn
     from penstock.core.tiers.save_drain import TierOfRanks
 
@@ -95,7 +83,7 @@ class SaveClock:
 
 
 class Finish:
-    """Writes the captured chunks, seals the blobs, and publishes the manifest.
+    """Writes the captured chunks, seals the blobs, and has the manifest published or cleans up.
 
     One thread calls `run` and `clean_up`; any thread may call the other methods.
     """
@@ -111,7 +99,6 @@ class Finish:
         clock: SaveClock,
         workers: Workers,
         bases: SaveBases | None,
-        before_commit: Callable[[SaveRequest, str], None],
         turn: SaveTurn,
     ) -> None:
         """Prepare to write; nothing has begun.
@@ -125,7 +112,6 @@ class Finish:
             clock: Gets the time at which the commit begins.
             workers: The threads that hash and encode.
             bases: What the save may refer to; None: every chunk is stored whole.
-            before_commit: Called right before the commit; raises if the save must not commit.
             turn: The turn of this rank among those that save together.
 
         Raises:
@@ -144,23 +130,17 @@ class Finish:
         )
         self._turn = turn
         self.uid = self._agreement.uid
-        self._share = ALONE
-        self._masters: Mapping[int, Sequence[int]] = request.plan.masters
-        self._totals: tuple[int, ...] = ()
+        self._share = RankShare(masters=request.plan.masters)
         self._has_intent = False
-        self._references: Collection[str] = ()  # the uids whose data the intent protects
         self.watchdog = Watchdog(request.io_timeout_s, workers.timing.clock)
         self.request = request
         self._manifest = manifest
-        self._onward = destination.onward
-        self._choice = destination.choice
+        self._destination = destination
         self._bases = bases
-        self._before_commit = before_commit
         self._capture = capture
         self._ending = ending
         self._clock = clock
         self._workers = workers
-        self._timing = workers.timing
         self._write_to(destination.backend)
 
     def _write_to(self, backend: Backend) -> None:
@@ -174,9 +154,9 @@ class Finish:
             step=request.step,
             grace_s=request.grace_s,
             process=identity_of(os.getpid()),
-            clock=self._timing.clock,
+            clock=self._workers.timing.clock,
         )
-        self._choices = ChainChoices(
+        choices = ChainChoices(
             request.plan,
             request.chains,
             auto=request.auto,
@@ -187,7 +167,7 @@ class Finish:
         self._writer = FrameWriter(
             backend,
             request.plan,
-            choices=self._choices,
+            choices=choices,
             block_bytes=request.block_bytes,
             workers=self._workers,
             blob_prefix=f"data/{self.uid}/blobs/{self._turn.rank:05d}-0",
@@ -202,8 +182,11 @@ class Finish:
         """The URL of the place that the save writes to."""
         return self._backend.url
 
-    def run(self) -> SaveReport:
+    def run(self, before_commit: Callable[[SaveRequest, str], None]) -> SaveReport:
         """Take the save from its intent to its commit record.
+
+        Args:
+            before_commit: Called right before the commit; raises if the save must not commit.
 
         Raises:
             SaveAbortedError: The save was given up meanwhile; call `clean_up`.
@@ -211,49 +194,69 @@ class Finish:
         """
         self._raise_if_failed()
         self._begin()
-        self._tick(0)
+        self._tick()
         self._load_codecs()
         self._write_chunks()
         self._wait_captured()
         blobs = self._writer.finish()
-        results = {n: r for n, r in enumerate(self._writer.results) if r is not None}
-        chunks = self.request.plan.chunks
-        if len(results) != sum(map(self._share.writes, range(len(chunks)))):
+        results, derived = self._writer.results, self._share.derived(self._capture.derived)
+        written = [
+            number
+            for number, chunk in enumerate(self.request.plan.chunks)
+            if self._share.writes(number) and chunk.pieces[0].item not in derived
+        ]
+        if len(results) != len(written):
             msg = f"step {self.request.step}: not every chunk was written; this is a bug"
             raise SaveError(msg)
         self._clock.commit_began = time.monotonic()
-        part = self._encoded_part(results, blobs)
-        refers = self._refers(results)
-        manifest = None
-        if self._agreement.alone:  # before the seal: data of a manifest that is refused may go
-            blocks = encode_blocks(merged([part.shards]))
-            manifest = self._encoded_manifest([part.summary], blocks, refers=refers)
-        posts = self._seal_with_all(part, refers=refers)
-        if not self._agreement.leads:
-            self._keep_for_next(part)
-            return self._report(blobs)
-        manifest = manifest or self._merged_manifest(part, posts, refers=refers)
-        self._publish(manifest.index_name, manifest.index)
-        if self._onward is not None:
-            self._onward.prepare(manifest.record)
-        self._publish_commit(manifest.record)
-        self._tick(0)
-        self._keep_for_next(part)
+        bases, committer = self._bases, self._committer(before_commit)
+        try:
+            part = committer.encode_part(
+                results,
+                blobs,
+                share=self._share,
+                derived=derived,
+                choices=self._writer.choices.report(results),
+            )
+            refers = bases is not None and bases.refer(results.values())
+            self._capture.check()
+            committer.commit(part, share=self._share, derived=derived, refers=refers)
+        finally:
+            committer.forget()
+        if bases is not None:  # the next save may refer to it
+            bases.committed(self.uid, part.stored_frames(self.request.block_bytes))
         return self._report(blobs)
+
+    def _committer(self, before_commit: Callable[[SaveRequest, str], None]) -> Committer:
+        def begin() -> None:
+            """Begin the commit, unless the save was given up; it cannot be given up later."""
+            self._capture.check()
+            before_commit(self.request, self.uid)
+            with self._ending.lock:
+                self._raise_if_failed()
+                self.commit.feed(Event.PUBLISH_STARTED)
+
+        return Committer(
+            request=self.request,
+            manifest=self._manifest,
+            backend=self._backend,
+            publisher=self._publisher,
+            agreement=self._agreement,
+            bases=self._bases,
+            known=self._turn.known,
+            onward=self._destination.onward,
+            state=self.commit,
+            clock=self._workers.timing.clock,
+            check=self._raise_if_failed,
+            begin=begin,
+            tick=self._tick,
+        )
 
     def _load_codecs(self) -> None:
         with self.watchdog.paused(), self._ending.calling_back():
             for chain in self.request.chains:
                 for codec in chain.codecs if chain else ():
                     load_link(codec)
-
-    def _keep_for_next(self, part: RankManifest) -> None:
-        """Keep what the next save may refer to, once the save is committed."""
-        if self._bases is not None:
-            self._bases.committed(self.uid, part.stored_frames(self.request.block_bytes))
-
-    def _refers(self, results: Mapping[int, ChunkResult]) -> bool:
-        return self._bases is not None and self._bases.refer(results.values())
 
     def clean_up(self, capture_over: Latch) -> None:
         """Release the memory of a failed save, and delete its data if no reader can need it.
@@ -289,7 +292,7 @@ class Finish:
             SaveAbortedError: The save was given up; nothing is reported.
         """
         self._raise_if_given_up()
-        more = {} if self._choice is None else self._choice.arrival()
+        more = {} if self._destination.choice is None else self._destination.choice.arrival()
         self._agreement.arrive(self._turn.brought, more)
 
     def give_up(self, error: BaseException) -> BaseException:
@@ -299,8 +302,8 @@ class Finish:
         """
         if not self._turn.begun:
             return error  # the save may be prepared again under its number; the caller reports it
-        if self._choice is not None:
-            self._choice.failed(error)
+        if self._destination.choice is not None:
+            self._destination.choice.failed(error)
         cause = self._ending.error if isinstance(error, SaveAbortedError) else None
         found = self._agreement.give_up(cause or error)
         return error if found is cause else found
@@ -332,7 +335,7 @@ class Finish:
         names = [part_name(self.uid, self._agreement.rank), *blobs]
         if self._agreement.leads:
             names += [index_name(self.uid), intent_name(self.uid)]
-            if self._onward is not None:  # it has marked what was to be copied
+            if self._destination.onward is not None:  # it has marked what was to be copied
                 names += [mark_name(self.uid), staying_name(self.uid)]
         return names
 
@@ -340,7 +343,7 @@ class Finish:
         """Drop all references to the state once the save is over: the user may free it now."""
         self._capture.forget()
         self._turn.brought = self._turn.brought.without_state()
-        del self._manifest, self._writer, self._choices, self._before_commit
+        del self._manifest, self._writer
         self._bases = None
         plan = replace(self.request.plan, objects=(), chunks=())
         self.request = replace(self.request, entries=(), plan=plan)
@@ -363,12 +366,9 @@ class Finish:
         )
         return CommitUnknownError(msg) if tried else StorageTimeoutError(msg)
 
-    def _tick(self, size_bytes: int) -> None:
-        """Note that the store made progress."""
+    def _tick(self, size_bytes: int = 0) -> None:
+        """Note that the store made progress, or that nothing is asked of it."""
         self.bytes_done += size_bytes
-        self._moved()
-
-    def _moved(self) -> None:
         self.watchdog.moved()
         self.moved()
 
@@ -401,8 +401,8 @@ class Finish:
                 "providers": dict(self.request.providers),
                 "latest": self._turn.latest,
             }
-            if self._choice is not None:
-                terms["tier"] = self._choose_tier(self._choice, arrivals)
+            if self._destination.choice is not None:
+                terms["tier"] = self._choose_tier(self._destination.choice, arrivals)
             self._publish_intent()
             self._has_intent = True
             terms["base"] = None if self._bases is None else self._bases.chosen
@@ -418,10 +418,10 @@ class Finish:
             if base is not None and not agreement.leads:
                 self._bases.adopt(self._backend, ChosenBase(*base))
             self._bases.find(self._share.chunks)
-            self._moved()
+            self._tick()
         # Before that, writing would take memory bandwidth from the copies that training waits for.
-        while not self.may_write.wait(self._timing.capture_poll_s):
-            self._moved()
+        while not self.may_write.wait(self._workers.timing.capture_poll_s):
+            self._tick()
             self._raise_if_failed()
 
     def _divide(self, places: RankPlaces) -> None:
@@ -429,7 +429,6 @@ class Finish:
         agreement, plan = self._agreement, self.request.plan
         chunks = chunks_of_rank(plan, places, writer_bytes=agreement.writer_bytes)
         plan.spans.update(spans_of_rank(plan, chunks))
-        self._masters = derivable(plan, chunks, places.plain, agreement.world_size)
         self._share = RankShare(
             agreement.rank,
             agreement.world_size,
@@ -440,6 +439,7 @@ class Finish:
                 for path in self.request.own_paths
                 if places.shared.get(shown_place(path), Replica()).index == 0
             ),
+            masters=derivable(plan, chunks, places.plain, agreement.world_size),
         )
 
     def _choose_tier(self, choice: TierOfRanks, arrivals: Mapping[int, Mapping[str, Any]]) -> str:
@@ -447,7 +447,7 @@ class Finish:
 
         def wait() -> None:
             self._stay()
-            self._moved()  # to wait for room is all that there is to do
+            self._tick()  # to wait for room is all that there is to do
             self.check_ranks()
 
         chosen = choice.choose(arrivals, wait)
@@ -467,93 +467,25 @@ class Finish:
             ConfigError: The backends of the ranks differ.
             SaveError: This rank does not see what rank 0 has published there.
         """
-        name = self._agreement.terms.get("tier")
-        if (name is None) is not (self._choice is None):
-            here, there = ("one place", "tiers") if self._choice is None else ("tiers", "one place")
+        name, choice = self._agreement.terms.get("tier"), self._destination.choice
+        if (name is None) is not (choice is None):
+            here, there = ("one place", "tiers") if choice is None else ("tiers", "one place")
             msg = (
                 f"step {self.request.step}: the backend of this rank is {here}, that of rank 0 "
                 f"{there}: give all ranks the same configuration"
             )
             raise ConfigError(msg)
-        if self._choice is not None:
-            self._write_to(self._choice.follow(str(name)))
+        if choice is not None:
+            self._write_to(choice.follow(str(name)))
         self._agreement.check_shared(self._backend, intent_name(self.uid), tier=name)
-
-    def _seal_with_all(self, part: RankManifest, *, refers: bool) -> dict[int, Mapping[str, Any]]:
-        """Publish the part of this rank, and wait for the others; return what they have posted."""
-        agreement = self._agreement
-        self._capture.check()
-        summary = part.summary
-        entry = summary.entry
-        post: dict[str, Any] = {"raw": summary.bytes_raw, "part": None}
-        if refers:
-            post["refers"] = True
-        if agreement.leads or len(part.shards) or self._share.own_paths:
-            self._publish(entry.name, part.data)
-            post["part"] = [entry.length, entry.head_length, entry.head_sha256]
-            post["listing"] = part.listing_bytes
-        known = agreement.terms["providers"]
-        more = {name: n for name, n in self.request.providers if name not in known}
-        return agreement.seal(post | ({"providers": more} if more else {}))
-
-    def _merged_manifest(
-        self, part: RankManifest, posts: Mapping[int, Mapping[str, Any]], *, refers: bool
-    ) -> EncodedManifest:
-        agreement = self._agreement
-        nothing = agreement.check_values(posts)
-        reader = PartsOfRanks(
-            self._backend,
-            uid=self.uid,
-            step=self.request.step,
-            world_size=agreement.world_size,
-            references=self._references,
-            tick=self._moved,
-            known=self._turn.known,
-        )
-        parts = reader.read(part.summary, posts)
-        plan = self.request.plan
-        derived = [plan.objects[n].entry.path for n in self._capture.derived if self._derives(n)]
-        providers: dict[str, int] = {}
-        for post in posts.values():
-            providers |= post.get("providers", {})
-            refers = refers or bool(post.get("refers"))
-        found = reader.merge(
-            part.shards,
-            self.request.entries,
-            derived=derived,
-            structures=agreement.structures,
-            nothing=nothing,
-        )
-        totals = SaveTotals(
-            sum(one.bytes_raw for one in parts),
-            sum(one.bytes_stored for one in parts),
-            sum(one.blobs for one in parts),
-            found.bytes_twice,
-        )
-        self._totals = astuple(totals)
-        self._moved()
-        return self._encoded_manifest(
-            parts, found.blocks, agreement.world_size, providers, refers=refers
-        )
-
-    def _publish_commit(self, record: CommitRecord) -> None:
-        agreement = self._agreement
-        agreement.merged()
-        try:
-            self._publisher.publish_commit(record, begin=self._begin_to_publish)
-        except BaseException as error:
-            result = Result.NEVER if self.commit.never_published else Result.UNKNOWN
-            agreement.published(result, cause_of(error))
-            raise
-        agreement.published(Result.COMMITTED, totals=self._totals)
 
     def _publish_intent(self) -> None:
         if self._bases is None:
             self._publisher.publish_intent()
             return
-        self._references = self._bases.choose(self._backend)
-        self._tick(0)
-        self._publisher.publish_intent(references=self._references)
+        references = self._bases.choose(self._backend)
+        self._tick()
+        self._publisher.publish_intent(references=references)
         # Only now: a deletion that looked at the intents before has deleted the record by now.
         self._bases.confirm()
 
@@ -566,33 +498,25 @@ class Finish:
             batch = self._next_batch()
             if batch:
                 left -= len(batch)
-                self._writer.put(self._own(batch))
+                self._writer.put(self._stored_here(batch))
             else:
                 self._writer.settle_oldest()
 
-    def _own(self, batch: list[Captured]) -> list[Captured]:
-        """Return the chunks of this rank, and release those that other ranks write.
-
-        Releases those of derived objects, too, as far as they were captured.
-        """
-        if self._share.chunks is None:
+    def _stored_here(self, batch: list[Captured]) -> list[Captured]:
+        """Return the chunks to write, and release those of other ranks and of derived objects."""
+        if self._share.chunks is None and not self._capture.derived:
             return batch
-        own = []
+        stored, derived = [], self._share.derived(self._capture.derived)
         for captured in batch:
-            index = captured.index
-            if not self._share.writes(index):
+            chunk = self.request.plan.chunks[captured.index]
+            if not self._share.writes(captured.index):
                 self._capture.release(captured)
-            elif self._derives(self.request.plan.chunks[index].pieces[0].item):
+            elif chunk.pieces[0].item in derived:
                 self._capture.release(captured)
-                own.append(Captured(index, memoryview(b""), None, straight=False, derived=True))
+                self._tick(chunk.length)
             else:
-                own.append(captured)
-        return own
-
-    def _derives(self, item: int) -> bool:
-        """Return whether this rank stores an object as derived, which it has compared by now."""
-        master = self._capture.derived.get(item)
-        return master is not None and master in self._masters.get(item, ())
+                stored.append(captured)
+        return stored
 
     def _next_batch(self) -> list[Captured]:
         """Return captured chunks, at most a batch; wait a little if nothing is in flight."""
@@ -600,13 +524,13 @@ class Finish:
         handed_on = self._capture.handed_on
         try:
             if self._writer.idle:
-                batch.append(handed_on.get(timeout=self._timing.capture_poll_s))
+                batch.append(handed_on.get(timeout=self._workers.timing.capture_poll_s))
             while sum(c.view.nbytes for c in batch) < BATCH_BYTES:
                 batch.append(handed_on.get(block=False))
         except queue.Empty:
             pass
         if not batch and self._writer.idle:
-            self._moved()  # the wait is for training, so the store is not stuck
+            self._tick()  # the wait is for training, so the store is not stuck
         return batch
 
     def _wait_captured(self) -> None:
@@ -614,70 +538,9 @@ class Finish:
         while not self._writer.idle:
             self._writer.settle_oldest()
         while not self._ending.handle.captured.done():
-            self._moved()
-            self._ending.handle.captured.wait(self._timing.capture_poll_s)
+            self._tick()
+            self._ending.handle.captured.wait(self._workers.timing.capture_poll_s)
         self._raise_if_failed()
-
-    def _encoded_part(
-        self, results: Mapping[int, ChunkResult], blobs: Sequence[tuple[str, int]]
-    ) -> RankManifest:
-        with self._refusing_manifest(), collections_held:
-            return self._manifest.encode_part(
-                self.uid,
-                results,
-                blobs,
-                derived={n: m for n, m in self._capture.derived.items() if self._derives(n)},
-                choices=self._choices.report(results),
-                share=self._share,
-            )
-
-    def _encoded_manifest(
-        self,
-        parts: Sequence[PartSummary],
-        blocks: IndexBlocks,
-        world_size: int = 1,
-        providers: Mapping[str, int] | None = None,
-        *,
-        refers: bool,
-    ) -> EncodedManifest:
-        base = self._bases.entry() if refers and self._bases is not None else None
-        with self._refusing_manifest(), collections_held:
-            return self._manifest.encode(
-                self.uid,
-                parts,
-                blocks,
-                engine=self._backend.name,
-                created=self._timing.clock.now_iso(),
-                base=base,
-                world_size=world_size,
-                providers=providers,
-            )
-
-    @contextmanager
-    def _refusing_manifest(self) -> Iterator[None]:
-        try:
-            yield
-        except FormatError as error:  # a limit of readers; nothing stored is damaged
-            msg = (
-                f"step {self.request.step}: no reader would take its manifest, so nothing was "
-                f"committed: {error}. Split the state into fewer or smaller parts"
-            )
-            raise SaveError(msg) from error
-
-    def _publish(self, name: str, data: bytes) -> None:
-        self._raise_if_failed()
-        began = time.monotonic()
-        self._backend.publish(name, data)
-        self._tick(0)
-        log.debug("published %s: %d bytes in %.3f s", name, len(data), time.monotonic() - began)
-
-    def _begin_to_publish(self) -> None:
-        """Begin the commit, unless the save was given up; later it cannot be given up any more."""
-        self._capture.check()
-        self._before_commit(self.request, self.uid)
-        with self._ending.lock:
-            self._raise_if_failed()
-            self.commit.feed(Event.PUBLISH_STARTED)
 
     def _report(self, blobs: Sequence[tuple[str, int]]) -> SaveReport:
         now = time.monotonic()
@@ -713,7 +576,5 @@ class Finish:
             },
             ranks=request.world_size,
             total=SaveTotals(*told) if told else written,
-            codecs=self._choices.report(
-                {n: r for n, r in enumerate(self._writer.results) if r is not None}
-            ),
+            codecs=self._writer.choices.report(self._writer.results),
         )

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from penstock.core.concurrency.workers import Workers
     from penstock.core.pipeline.staging import Staging
     from penstock.core.reporting.reports import SaveReport
-    from penstock.core.save.bases import SaveBases
     from penstock.core.save.manifest import ManifestWriter
+    from penstock.core.save.references import SaveBases
     from penstock.core.save.request import (
         Destination,
         SaveRequest,
@@ -116,9 +116,7 @@ class SaveJob:
             need_writer=self.start,
             straight_first=request.mode == "blocking",
             timing=self._timing,
-            skip=turn.skip,
-            masters=turn.masters,
-            captures_derived=turn.captures_derived,
+            turn=turn,
         )
         self._finish = Finish(
             request,
@@ -129,7 +127,6 @@ class SaveJob:
             clock=self._clock,
             workers=workers,
             bases=bases,
-            before_commit=surroundings.before_commit,
             turn=turn,
         )
 
@@ -357,7 +354,7 @@ class SaveJob:
             # Each call in it has a time limit of its own, and many calls may take long together.
             with watchdog.paused(), self.ending.calling_back():
                 surroundings.before_write(self.request, self._finish.url)
-            report = self._finish.run()
+            report = self._finish.run(surroundings.before_commit)
         except BaseException as error:  # noqa: BLE001 - the handle must end after any error
             self._has_error = True
             with watchdog.paused():  # for the word of other ranks

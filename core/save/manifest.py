@@ -1,9 +1,12 @@
-"""Encodes the manifest of a save from its plan and the stored frames of its chunks. Sans-IO."""
+"""Encodes the manifest of a save from its plan and the stored frames of its chunks. Sans-IO.
+
+Tested in `tests/core/format/test_records.py`.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from penstock import __version__
@@ -29,7 +32,7 @@ from penstock.core.plan.save import elements_of
 from penstock.core.types import WorstErrors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from penstock.core.abc import StateObject
     from penstock.core.format.index import IndexBlocks, ShardTable
@@ -94,15 +97,6 @@ class RankManifest:
 
 
 @dataclass(frozen=True, slots=True)
-class EncodedManifest:
-    """The index over all parts, and the commit record that binds them."""
-
-    index_name: str
-    index: bytes
-    record: CommitRecord
-
-
-@dataclass(frozen=True, slots=True)
 class RankShare:
     """What this rank writes and lists of a save; the default is a save of one process.
 
@@ -113,6 +107,7 @@ class RankShare:
         lists_all: Whether it lists all that it describes. Else only what it stores bytes of: the
             first of the ranks with its structure lists the rest.
         own_paths: Paths below which each rank has objects of its own, and lists all of them.
+        masters: The objects of the plan that it may store as derived, as in `SavePlan.masters`.
     """
 
     rank: int = 0
@@ -120,6 +115,11 @@ class RankShare:
     chunks: frozenset[int] | None = None
     lists_all: bool = True
     own_paths: tuple[ObjectPath, ...] = ()
+    masters: Mapping[int, Sequence[int]] = field(default_factory=dict)
+
+    def derived(self, equal: Mapping[int, int]) -> dict[int, int]:
+        """Return those that it stores as derived of objects that equal a master, rounded."""
+        return {n: m for n, m in equal.items() if m in self.masters.get(n, ())}
 
     def writes(self, chunk: int) -> bool:
         """Return whether this rank writes a chunk of the plan."""
@@ -197,7 +197,6 @@ class ManifestWriter:
             blobs={b.name[-3:]: i for i, b in enumerate(tables.blobs) if blob_uid(b.name) == uid},
             chains=numbers,
             place=tables.place,
-            derived=derived,
         )
         borrowed = borrowed_from(tables.blobs, uid)
         part = encode_part(
@@ -242,7 +241,7 @@ class ManifestWriter:
         base: BaseEntry | None = None,
         world_size: int = 1,
         providers: Mapping[str, int] | None = None,
-    ) -> EncodedManifest:
+    ) -> tuple[bytes, CommitRecord]:
         """Encode index and commit record.
 
         Args:
@@ -292,7 +291,7 @@ class ManifestWriter:
             engine=engine,
             plugins=self._plugins(codecs, engine),
         )
-        return EncodedManifest(index.entry.name, index.data, record)
+        return index.data, record
 
     def _errors(self, results: Mapping[int, ChunkResult]) -> dict[ObjectPath, WorstErrors]:
         """Return the errors of each object: its own, added to those that its bytes had before."""
@@ -368,9 +367,8 @@ def frames_of(
     blobs: Mapping[str, int],
     chains: Mapping[int, int],
     place: Callable[[StoredFrame], Frame],
-    derived: Collection[int] = (),
 ) -> dict[int, Frame]:
-    """Return the frames of chunks of a plan, by number; derived objects have none.
+    """Return the frames of chunks of a plan, by number.
 
     Args:
         plan: The plan of the save.
@@ -379,7 +377,6 @@ def frames_of(
             (`"enc"`) frames.
         chains: For each chunk the number of its chain, from `stored_chains`.
         place: Returns a frame of another save with the numbers that it has in the part's tables.
-        derived: Numbers of derived objects of the plan.
     """
     frames = {
         number: Frame(
@@ -399,7 +396,7 @@ def frames_of(
         else place(result.shared)
         for number, result in results.items()
         for chunk, chain in [(plan.chunks[number], chains[number])]
-        if chunk.pieces[0].item not in derived and result.same_as is None
+        if result.same_as is None
     }
     twins = {n: result.same_as for n, result in results.items() if result.same_as is not None}
     return frames | {number: frames[first] for number, first in twins.items()}

@@ -1,4 +1,7 @@
-"""The records that describe one save, and the contracts that it needs from its surroundings."""
+"""The records that describe one save, and the contracts that it needs from its surroundings.
+
+Tested in `tests/core/save/test_job.py`.
+"""
 
 from __future__ import annotations
 

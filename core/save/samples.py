@@ -1,4 +1,4 @@
-"""Samples the memory that a lazy save captures later, to find changes that no version counts.
+"""Finds objects that change before they are captured: by their versions, and by samples.
 
 A write through `tensor.data` or `tensor.numpy()` leaves the version of a tensor as it is. A few
 cache lines of each object are kept as they were when `save` returned, and compared with what was
@@ -14,23 +14,21 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from penstock.core.concurrency.gather import gather
 from penstock.core.ranks.structure import LINE_BYTES, LINES
+from penstock.core.save.live_memory import by_class, torn, while_still
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from numpy.typing import NDArray
 
     from penstock.core.abc import ByteSource
     from penstock.core.plan.save import Chunk, PlannedObject
-
-T = TypeVar("T")
 
 _LINES_OF_CHUNK = 64  # of 16 MiB; an object in a slab is less than 1 MiB
 _NOISE = np.frombuffer(os.urandom(LINE_BYTES), np.uint8)
@@ -85,11 +83,6 @@ class MemorySamples:
         self._groups = by_class(self._sources)
         for lines, values in zip(self._lines, self._read(), strict=True):
             lines.values = values
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all samples."""
-        return sum(lines.values.nbytes for lines in self._lines)
 
     def changed(self) -> set[int]:
         """Return the items whose memory differs from the samples."""
@@ -227,21 +220,105 @@ def _sample_scattered(table: _Pieces, number: int, source: ByteSource) -> None:
     table.at[number] = -1
 
 
-def by_class(sources: Iterable[ByteSource]) -> dict[Any, list[ByteSource]]:
-    """Return sources by the function of their class that keeps their memory still."""
-    found: dict[Any, list[ByteSource]] = {}
-    for source in sources:
-        found.setdefault(type(source).still, []).append(source)
-    return found
+class TornCheck:
+    """Finds the objects of a save that change between its call and their capture, or the fence.
 
+    Versions are compared, and of deferred objects samples of their memory as well.
 
-def while_still(groups: dict[Any, list[ByteSource]], action: Callable[[], T]) -> T:
-    """Run `action`, which takes milliseconds, while no memory of sources in `groups` moves.
-
-    Args:
-        groups: The sources, as `by_class` returns them.
-        action: What to run.
+    Attributes:
+        passed: Whether the fence was passed: behind it deferred memory may change.
     """
-    for still, sources in groups.items():
-        action = partial(still, sources, action)
-    return action()
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        objects: Sequence[PlannedObject],
+        *,
+        now: Sequence[int],
+        deferred: Sequence[int],
+    ) -> None:
+        """Prepare to compare.
+
+        Args:
+            chunks: The chunks of the plan.
+            objects: The objects of the plan.
+            now: The numbers of the chunks that are captured while `save` waits.
+            deferred: The numbers of those that are captured later.
+        """
+        self.passed = False
+        self.objects = objects
+        """The objects of the plan; none once the save is over."""
+        self._chunks = chunks
+        self._now, self._deferred = now, deferred
+        self._samples: MemorySamples | None = None
+
+    def sample(self) -> None:
+        """Sample the deferred memory as it is now, when `save` is about to return."""
+        if self._deferred:
+            self._samples = MemorySamples(self._chunks, self._deferred, self.objects)
+
+    def check(self, *, deferred: bool, samples: bool = False, known: Collection[int] = ()) -> None:
+        """Compare versions with those at the time of `save`, and samples if asked to.
+
+        Args:
+            deferred: Whether deferred objects are compared; else all others.
+            samples: Whether the memory is compared with its samples, too.
+            known: Objects that are known to differ.
+
+        Raises:
+            TornSnapshotError: Some objects differ.
+        """
+        # All before the first look: `forget` may be called meanwhile, and drops the objects first.
+        sampled, chunks, objects = self._samples, self._chunks, self.objects
+        if not objects or (deferred and self.passed):
+            return  # the save is over, or the memory may have changed
+        changed = set(known)
+        for number in self._deferred if deferred else self._now:
+            for piece in chunks[number].pieces:
+                entry, _, _, version, _ = objects[piece.item]
+                if version is not None and entry.source.version() != version:
+                    changed.add(piece.item)
+        if samples and sampled is not None:
+            changed |= sampled.changed()
+        # If the fence was passed meanwhile, it compared this memory, which may change since then.
+        if changed and not (deferred and self.passed):
+            raise torn([objects[item].entry.path for item in sorted(changed)], deferred=deferred)
+
+    def check_copy(self, chunk: int, address: int) -> None:
+        """Compare the captured bytes of a chunk with the samples.
+
+        A tensor that was changed before its copy may be restored by the time of the fence, as
+        averaged weights are: only the copy shows it.
+
+        Raises:
+            TornSnapshotError: They differ.
+        """
+        if self._samples is not None:
+            changed = self._samples.changed_in(chunk, address)
+            if changed:
+                self.check(deferred=True, samples=True, known=changed)
+
+    def check_items(self, items: Iterable[int]) -> None:
+        """Compare the memory of deferred objects with the samples; the caller holds it.
+
+        Raises:
+            TornSnapshotError: Some objects differ.
+        """
+        if self._samples is not None:
+            changed = {item for item in items if self._samples.is_changed(item)}
+            if changed:
+                self.check(deferred=True, known=changed)
+
+    def deferred_sources(self) -> list[ByteSource]:
+        """Return the sources of all deferred objects; none once the save is over."""
+        chunks, objects = self._chunks, self.objects
+        if not objects:
+            return []
+        items = {p.item: None for number in self._deferred for p in chunks[number].pieces}
+        return [objects[item].entry.source for item in items]
+
+    def forget(self) -> None:
+        """Drop all references to the state once the save is over."""
+        self.passed = True
+        self.objects = self._chunks = ()
+        self._samples = None

@@ -1,4 +1,7 @@
-"""Runs the saves of a checkpointer: prepares each, starts it, waits for it, and cleans up."""
+"""Runs the saves of a checkpointer: prepares each, starts it, waits for it, and cleans up.
+
+Tested in `tests/integration/lifecycle/test_lifecycle.py`.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +23,16 @@ from penstock.core.reporting.events import SaveEvent
 from penstock.core.reporting.progress import follow
 from penstock.core.reporting.reports import CheckReport, skipped_save
 from penstock.core.save import fence as fence_hook
-from penstock.core.save.bases import KeptChunks, SaveBases
 from penstock.core.save.current import Pending
 from penstock.core.save.job import SaveJob
 from penstock.core.save.manifest import ManifestWriter
 from penstock.core.save.merge import KnownParts
 from penstock.core.save.metadata import check_metadata
-from penstock.core.save.prepare import claim_generation, plan_state, staging_for
+from penstock.core.save.prepare import claim_generation, plan_state, staging_for, state_left_out
+from penstock.core.save.references import KeptChunks, SaveBases
 from penstock.core.save.request import Destination, RankTurn, SaveSurroundings, SaveTurn
 from penstock.core.save.rules import ChainTable
 from penstock.core.tree.describe import describe_tree, warn_of_forms
-from penstock.core.tree.left_out import left_out
 from penstock.core.types import valid_step
 from penstock.core.units import size_text
 
@@ -127,10 +129,8 @@ class Saver(SaveSurroundings):
         self._cuts = KnownCuts()
         self._parts = KnownParts()
         self._looked_at: set[ObjectPath] = set()  # what was looked at for state that is left out
-        self._warned_straight = False
-        self._warned_not_lazy = False
+        self._warned: set[str] = set()
         self._committed: int | None = None
-        self._latest: int | None = None  # when the newest save was called
         self._housekeeper = Housekeeper(
             backend,
             catalog,
@@ -225,8 +225,8 @@ class Saver(SaveSurroundings):
             raise ConfigError(msg)
         return mode
 
-    def _claim_generation(self, step: int, *, overwrite: bool) -> int:
-        """Return the generation that a save of `step` publishes.
+    def _claim_generation(self, step: int, *, overwrite: bool) -> tuple[int, int | None]:
+        """Return the generation that a save of `step` publishes, and the latest step.
 
         Raises:
             StepExistsError: This step or a later one is committed, and `overwrite` is off.
@@ -238,14 +238,14 @@ class Saver(SaveSurroundings):
             if self._tiers is None
             else self._tiers.entries(strict=overwrite)
         )
-        self._latest = max(entries, default=None)
-        return claim_generation(
+        generation = claim_generation(
             step,
             entries,
             url=self._backend.url,
             overwrite=overwrite,
             may_be_deleted=self._backend.may_be_deleted,
         )
+        return generation, max(entries, default=None)
 
     def _save(self, call: _SaveCall, on_progress: Callable[[Progress], None] | None) -> SaveHandle:
         if not self._take_turn(call.turn):
@@ -297,9 +297,8 @@ class Saver(SaveSurroundings):
         turn = call.turn
         generation = 0
         if not turn.rank:  # rank 0 tells the others
-            generation = self._claim_generation(call.step, overwrite=call.overwrite)
+            generation, turn.latest = self._claim_generation(call.step, overwrite=call.overwrite)
         request = self._planned(call.state, call.step, generation, mode=call.mode, place=turn.place)
-        turn.latest = self._latest
         turn.bring(request)
         destination = self._destination(request, turn)
         if destination is None:
@@ -408,7 +407,7 @@ class Saver(SaveSurroundings):
             description = replace(description, entries=entries)
         warn_of_forms(description, self._registry.providers)
         level = logging.INFO if place is not None and place.rank else logging.WARNING
-        for sentence in left_out(description, self._looked_at):
+        for sentence in state_left_out(description, self._looked_at):
             log.log(level, "%s (said once)", sentence)
         self._looked_at.update(found.path for found in description.seen)
         request = plan_state(
@@ -455,9 +454,8 @@ class Saver(SaveSurroundings):
         captures = {chunk.capture for chunk in request.plan.chunks}
         # Of several ranks one may write nothing of what an optimizer claims.
         tensors = Capture.NOW in captures and Capture.DEFERRED not in captures
-        if request.mode == "lazy" and tensors and not self._warned_not_lazy:
-            self._warned_not_lazy = True
-            log.warning(
+        if request.mode == "lazy" and tensors:
+            self._warn_once(
                 "step %d: the lazy save defers nothing, so it blocks as long as an async one: no "
                 "optimizer of the state claims tensors. Put the torch.optim.Optimizer itself into "
                 "the state (the one inside, if yours is a wrapper that Penstock does not know); "
@@ -490,8 +488,13 @@ class Saver(SaveSurroundings):
     def after_commit(self, request: SaveRequest, report: SaveReport) -> None:
         """See `SaveSurroundings`."""
         self._committed = report.step
-        if request.mode != "blocking":
-            self._warn_if_straight(report)
+        if request.mode != "blocking" and report.straight_bytes:
+            self._warn_once(
+                "staging is too small for the state: %s of step %d were written straight "
+                "from live tensors while training stood still; raise staging_bytes (said once)",
+                size_text(report.straight_bytes),
+                report.step,
+            )
         if self._is_tier_silent():
             # The next save would wait for the clean-up as long as the tier hangs. The first save
             # after the tier is back cleans up.
@@ -512,15 +515,10 @@ class Saver(SaveSurroundings):
     def _is_tier_silent(self) -> bool:
         return self._tiers is not None and self._tiers.is_silent()
 
-    def _warn_if_straight(self, report: SaveReport) -> None:
-        if report.straight_bytes and not self._warned_straight:
-            self._warned_straight = True
-            log.warning(
-                "staging is too small for the state: %s of step %d were written straight "
-                "from live tensors while training stood still; raise staging_bytes (said once)",
-                size_text(report.straight_bytes),
-                report.step,
-            )
+    def _warn_once(self, message: str, *values: object) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            log.warning(message, *values)
 
     def _protected(self) -> set[int]:
         """Return the steps that retention keeps: the one restored from, and the last committed."""

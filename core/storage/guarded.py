@@ -1,4 +1,7 @@
-"""Guards third parties' backends: every foreign exception becomes a StorageError."""
+"""Guards third parties' backends: every foreign exception becomes a StorageError.
+
+Tested in `tests/integration/faults/test_foreign_errors.py`.
+"""
 
 from __future__ import annotations
 

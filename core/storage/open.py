@@ -1,4 +1,7 @@
-"""Opens the backend that a path, a URL or a table names."""
+"""Opens the backend that a path, a URL or a table names.
+
+Tested in `tests/integration/lifecycle/test_engines.py`.
+"""
 
 from __future__ import annotations
 

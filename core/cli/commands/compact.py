@@ -15,7 +15,7 @@ from penstock.core.concurrency.workers import Workers, default_workers
 from penstock.core.config.model import load_config
 from penstock.core.copy.compaction import CompactedStep, Compactor
 from penstock.core.errors import CheckpointGoneError, PenstockError
-from penstock.core.pipeline.reader import Loader
+from penstock.core.pipeline.loader import Loader
 from penstock.core.plugins.registry import default_registry
 from penstock.core.reporting.progress import ProgressBar
 from penstock.core.restore.inspector import Inspector

@@ -26,7 +26,7 @@ from penstock.core.errors import (
     PenstockError,
     PluginError,
 )
-from penstock.core.pipeline.reader import Loader
+from penstock.core.pipeline.loader import Loader
 from penstock.core.plugins.registry import default_registry
 from penstock.core.reporting.progress import ProgressBar
 from penstock.core.reporting.reports import Progress

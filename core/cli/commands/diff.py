@@ -24,7 +24,7 @@ from penstock.core.cli.output.render import Column, number_text, print_json, pri
 from penstock.core.concurrency.workers import Workers, default_workers
 from penstock.core.diff.checkpoints import diff_checkpoints
 from penstock.core.errors import CheckpointNotFoundError
-from penstock.core.pipeline.reader import Loader
+from penstock.core.pipeline.loader import Loader
 from penstock.core.reporting.progress import ProgressBar
 from penstock.core.restore.checkpoint import Checkpoint
 from penstock.core.storage.open import open_backend

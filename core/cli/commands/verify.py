@@ -16,7 +16,7 @@ from penstock.core.cli.output.render import print_json, print_line, steps_text
 from penstock.core.concurrency.workers import Workers, default_workers
 from penstock.core.errors import CheckpointNotFoundError, DamagedError
 from penstock.core.format.records import blob_uid
-from penstock.core.pipeline.reader import Loader
+from penstock.core.pipeline.loader import Loader
 from penstock.core.reporting.progress import ProgressBar
 from penstock.core.reporting.reports import Damage, VerifyReport
 from penstock.core.restore.checkpoint import Checkpoint

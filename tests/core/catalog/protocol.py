@@ -77,9 +77,9 @@ from penstock.core.reporting.reports import SaveHandle
 from penstock.core.save import finish as finishes
 from penstock.core.save.finish import Finish
 from penstock.core.save.job import SaveJob
-from penstock.core.save.manifest import ALONE, EncodedManifest, RankManifest
+from penstock.core.save.manifest import ALONE, RankManifest
 from penstock.core.save.prepare import claim_generation
-from penstock.core.save.request import SaveTurn
+from penstock.core.save.request import Destination, SaveTurn
 from penstock.core.types import Capabilities
 
 _NOW = "2026-01-01T00:00:00Z"
@@ -210,10 +210,11 @@ class _Writer:
     def __init__(self, turn, uid):
         self._turn = turn
         self._uid = uid
-        self.results = []
+        self.results = {}
+        self.choices = SimpleNamespace(report=lambda results: ())
 
     def put(self, batch):
-        self.results.append(batch)
+        self.results[len(self.results)] = batch
 
     def finish(self):
         name = f"data/{self._uid}/blobs/0.raw"
@@ -281,7 +282,7 @@ class _Finish(Finish):
 
     def __init__(
         self, turn, clock, ending, *, uid, generation, grace_s, batches, borrowed, base,
-        before_commit, compacts="",
+        compacts="",
     ):  # fmt: skip
         step = ending.handle.step
         self._compacts = compacts
@@ -293,19 +294,18 @@ class _Finish(Finish):
         self.may_write.open()
         self._turn = SaveTurn()
         self._agreement = AgreementOfOne(self.commit)
-        self._choice = None
-        self._totals = ()
+        self._agreement.uid = uid
         self._share = ALONE
-        self._masters = {}
         self._backend = turn
-        self._onward = None
-        self._before_commit = before_commit
-        self._choices = SimpleNamespace(report=lambda results: ())
+        self._destination = Destination(turn)
         self._ending = ending
-        self._timing = Timing()
+        self._workers = SimpleNamespace(timing=Timing())
         self._borrowed = borrowed
         self._bases = None if base is None else _Bases(turn, base, self)
-        chunks = [SimpleNamespace(view=SimpleNamespace(nbytes=BATCH_BYTES))] * batches
+        chunk = SimpleNamespace(
+            view=SimpleNamespace(nbytes=BATCH_BYTES), pieces=[SimpleNamespace(item=0)]
+        )
+        chunks = [chunk] * batches
         self.request = SimpleNamespace(
             step=step,
             generation=generation,
@@ -344,7 +344,7 @@ class _Finish(Finish):
             IndexEntry(index, 32, 32, "0" * 64), (part.entry,),
             1, 32, 32, borrowed=self._borrowed, compacts=self._compacts, engine=engine,
         )  # fmt: skip
-        return EncodedManifest(index, uid.encode(), record)
+        return uid.encode(), record
 
 
 class _Capture:
@@ -377,14 +377,7 @@ class Job(SaveJob):
         self._rank_turn = SaveTurn()
         self.ending = Ending(self.handle)
         self.ending.capture()
-        before_commit = surroundings.before_commit
-        self._finish = _Finish(
-            turn if place is None else place,
-            clock,
-            self.ending,
-            before_commit=before_commit,
-            **finish,
-        )
+        self._finish = _Finish(turn if place is None else place, clock, self.ending, **finish)
         self._capture = self._finish._capture
         self._capture_over = Latch()
         self._capture_over.open()

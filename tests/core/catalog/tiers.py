@@ -42,6 +42,7 @@ from penstock.core.format.records import (
     parse_commit_name,
 )
 from penstock.core.save.prepare import claim_generation
+from penstock.core.save.request import Destination
 from penstock.core.tiers.drains import Drains
 from penstock.core.tiers.link import _PERMANENT, DrainLink
 from penstock.core.tiers.whereabouts import at_step, mark
@@ -172,7 +173,7 @@ class TierSaver(_Drained):
             records.append(record)
             mark(fast, record.uid, record.step, replaces)
 
-        job._finish._onward = SimpleNamespace(prepare=prepare)
+        job._finish._destination = Destination(fast, SimpleNamespace(prepare=prepare))
         turn.note(name=FAST + commit_name(self.step, generation), uid=self.uid)
         job._run()
         if job.handle.durable.exception() is None:

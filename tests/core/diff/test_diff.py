@@ -18,7 +18,7 @@ from tests.integration.support import bits, checkpointer, memory
 
 from penstock.core.concurrency.workers import Workers
 from penstock.core.diff.checkpoints import diff_checkpoints
-from penstock.core.pipeline.reader import Loader
+from penstock.core.pipeline.loader import Loader
 from penstock.core.restore.checkpoint import Checkpoint
 from penstock.core.tree.paths import show_path
 from penstock.core.tree.select import Selection

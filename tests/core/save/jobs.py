@@ -22,12 +22,11 @@ def memory(name):
     return MemoryBackend(MemoryConfig(name=name))
 
 
-def job_of(backend, *, mode="blocking", surroundings=None, onward=None, **options):
-    """A job that has not begun."""
+def request_of(config, mode="blocking", state=STATE):
+    """The planned save of step 3."""
     registry = default_registry()
-    config = load_config({"backend": backend, "chunk_bytes": 4096, **options})
-    request = plan_state(
-        describe_tree(STATE, providers=registry.providers, allow_pickle=False),
+    return plan_state(
+        describe_tree(state, providers=registry.providers, allow_pickle=False),
         config=config,
         table=ChainTable(config, registry),
         step=3,
@@ -36,9 +35,15 @@ def job_of(backend, *, mode="blocking", surroundings=None, onward=None, **option
         share=False,
         derive=False,
     )
+
+
+def job_of(backend, *, mode="blocking", surroundings=None, onward=None, state=STATE, **options):
+    """A job that has not begun."""
+    config = load_config({"backend": backend, "chunk_bytes": 4096, **options})
+    request = request_of(config, mode, state)
     return SaveJob(
         request,
-        manifest=ManifestWriter(request, {}, shipper=registry.shipper),
+        manifest=ManifestWriter(request, {}, shipper=default_registry().shipper),
         destination=Destination(backend, onward),
         staging=staging_for(request, None, config),
         workers=WORKERS,

@@ -15,7 +15,8 @@ from penstock.core.concurrency.timing import Timing
 from penstock.core.errors import SaveAbortedError, TornSnapshotError
 from penstock.core.pipeline.staging import Staging
 from penstock.core.plan.save import Capture, plan_save
-from penstock.core.save.capture import CaptureRun
+from penstock.core.save.capture import CaptureRun, LentChunks
+from penstock.core.save.request import SaveTurn
 from penstock.core.types import PAGE_BYTES
 
 CHUNK = 4 * PAGE_BYTES
@@ -146,6 +147,7 @@ class Run:
             need_writer=self.writer_needed.set,
             straight_first=straight_first,
             timing=Timing(),
+            turn=SaveTurn(),
         )
 
     @property
@@ -323,7 +325,7 @@ def test_a_caller_that_waits_anyway_has_flat_memory_lent_and_the_rest_copied():
     while len(run.captured) < len(run.plan.chunks):
         assert thread.is_alive()
     assert run.contents() == [flat.bytes(), other.bytes()]
-    assert [c.straight for c in run.captured] == [True] * 3 + [False] * 3
+    assert [c.block is None for c in run.captured] == [True] * 3 + [False] * 3
     assert run.capture.straight_bytes == 40_000
     address = np.frombuffer(run.captured[0].view, np.uint8).ctypes.data
     assert address == flat.address, "a copy was made"
@@ -338,7 +340,7 @@ def test_what_has_no_room_in_staging_is_lent_and_waited_for():
     thread, join = in_background(run.capture.take_now)
     while len(run.captured) < len(run.plan.chunks):
         assert thread.is_alive()
-    kinds = [c.straight for c in run.captured]
+    kinds = [c.block is None for c in run.captured]
     assert kinds == sorted(kinds), "staging first"
     assert kinds.count(False) == 2
     assert run.contents() == [source.bytes()]
@@ -359,7 +361,7 @@ def test_what_cannot_be_lent_waits_for_staging(source):
     run.writer_needed.wait(60)  # else chunks may go back before staging is ever full
     while thread.is_alive() or run.captured:
         if run.captured:
-            assert not run.captured[0].straight
+            assert run.captured[0].block
             got += bytes(run.captured[0].view)
             run.staging.release(run.captured.pop(0).block)
     assert join() is None
@@ -372,7 +374,7 @@ def test_raw_bytes_at_another_phase_than_planned_are_not_lent():
     run = Run((source, NOW), straight_first=True)
     source.move(phase=128)
     run.capture.take_now()
-    assert not any(c.straight for c in run.captured)
+    assert all(c.block for c in run.captured)
     assert run.contents() == [source.bytes()]
 
 
@@ -382,7 +384,7 @@ def test_encoded_bytes_are_lent_at_any_phase():
     thread, join = in_background(run.capture.take_now)
     while len(run.captured) < len(run.plan.chunks):
         assert thread.is_alive()
-    assert all(c.straight for c in run.captured)
+    assert not any(c.block for c in run.captured)
     assert run.contents() == [source.bytes()]
     run.give_back()
     assert join() is None
@@ -401,7 +403,7 @@ def test_deferred_memory_is_lent_only_behind_the_fence():
     training, join_fence = in_background(lambda: run.capture.fence(None))
     while len(run.captured) < len(run.plan.chunks):
         assert training.is_alive()
-    assert [c.straight for c in run.captured].count(False) == 2
+    assert [c.block is None for c in run.captured].count(False) == 2
     assert run.contents() == [source.bytes()]
     assert training.is_alive(), "lent memory is not written yet"
     run.give_back()
@@ -419,7 +421,7 @@ def test_before_the_fence_deferred_memory_waits_for_staging():
     got = b""
     while thread.is_alive() or run.captured:
         if run.captured:
-            assert not run.captured[0].straight
+            assert run.captured[0].block
             got += bytes(run.captured[0].view)
             run.staging.release(run.captured.pop(0).block)
     assert join() is None
@@ -767,10 +769,10 @@ def test_each_chunk_of_a_derived_object_is_handed_on_without_bytes():
     run = Run((Twin(40_000), NOW), (Host(40_000), NOW), masters={0: (1,)}, staging_bytes=1 << 20)
     run.capture.take_now()
     assert [c.index for c in run.captured] == list(range(len(run.plan.chunks)))
-    without = [c for c in run.captured if c.derived]
+    without = [c for c in run.captured if not c.view.nbytes]
     assert {run.plan.chunks[c.index].pieces[0].item for c in without} == {0}
     assert len(without) * 2 == len(run.captured)
-    assert all(c.view.nbytes == 0 and c.block is None for c in without)
+    assert all(c.block is None for c in without)
     run.give_back()
     assert run.staging._used == 0
 
@@ -817,3 +819,23 @@ def test_copy_that_cannot_be_waited_for_keeps_only_its_own_memory(caplog):
     assert other.copies[0].landed
     assert run.staging._used == CHUNK + PAGE_BYTES  # chunks begin within a page
     assert "cannot be waited for: ZeroDivisionError()" in caplog.text
+
+
+def test_a_wait_for_lent_chunks_ends_with_the_last_of_them():
+    lent = LentChunks()
+    assert lent.wait(None)
+    lent.lend()
+    lent.lend()
+    lent.give_back()
+    assert not lent.wait(0)
+    lent.give_back()
+    assert lent.wait(0)
+
+
+def test_a_wait_for_lent_chunks_ends_when_the_save_is_given_up():
+    lent = LentChunks()
+    lent.lend()
+    _, join = in_background(lambda: lent.wait(None))
+    lent.cancel()
+    assert join()
+    assert lent.wait(None)

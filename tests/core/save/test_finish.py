@@ -1,5 +1,8 @@
 """From the intent to the commit record: the order of the calls, and what a failure leaves."""
 
+import weakref
+
+import numpy as np
 import pytest
 from tests.core.save.jobs import job_of, memory, run, stored
 
@@ -72,3 +75,15 @@ def test_save_that_must_not_commit_publishes_no_record():
     assert "another saver" in str(run(job))
     assert commit_name(3, 0) not in stored(backend)
     assert job._finish.commit.state is State.ABORTED
+
+
+@pytest.mark.parametrize("failing", ["index", commit_name(3, 0)])
+def test_error_of_a_failed_commit_does_not_keep_the_state_alive(failing):
+    state = {"w": np.arange(100.0)}
+    alive = weakref.ref(state["w"])
+    backend = FaultyBackend(memory(f"finish-held-{failing}"))
+    backend.fail("publish", StorageError("broken"), match=failing)
+    job = job_of(backend, state=state)
+    del state
+    assert run(job).__traceback__ is not None
+    assert alive() is None

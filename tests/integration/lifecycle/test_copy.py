@@ -31,7 +31,7 @@ from penstock.core.config.model import load_config
 from penstock.core.copy.checkpoint_copy import CheckpointCopy
 from penstock.core.copy.reencode import Reencoding, copy_objects
 from penstock.core.errors import SelectionError
-from penstock.core.pipeline.reader import Loader
+from penstock.core.pipeline.loader import Loader
 from penstock.core.plugins.registry import default_registry
 from penstock.core.restore.checkpoint import Checkpoint
 from penstock.core.tree.select import Selection

@@ -19,7 +19,7 @@ from penstock import Checkpointer, DamagedError, PenstockError, RankError
 from penstock.core.abc import ByteSink, DelegatingBackend, Placement, StateProvider, Target
 from penstock.core.concurrency.watchdog import Deadline
 from penstock.core.errors import StorageError
-from penstock.core.pipeline.reader import Loader
+from penstock.core.pipeline.loader import Loader
 from penstock.core.plugins.registry import GROUPS, Registry
 from penstock.core.types import Region, TensorSpec
 from penstock.testing.coordination import MemoryCoordination
@@ -169,7 +169,7 @@ def test_the_frames_of_a_chain_of_deltas_are_read_once():
 
 
 def test_chains_that_take_too_much_to_be_lent_are_read_by_each_at_once(monkeypatch):
-    monkeypatch.setitem(Loader.__init__.__kwdefaults__, "together_bytes", 1000)
+    monkeypatch.setattr(Loader, "together_bytes", 1000)
     store, values = memory(), tensors()
     with Checkpointer(store, **TINY, rules=[{"match": "**", "codecs": ["delta", "zstd"]}]) as ckpt:
         for step in (1, 2, 3):

@@ -35,7 +35,7 @@ from tests.integration.support import TINY, memory
 from penstock import Checkpointer, DamagedError, RankError
 from penstock.core.errors import StorageError
 from penstock.core.hosts import reading
-from penstock.core.pipeline.reader import Loader
+from penstock.core.pipeline.loader import Loader
 from penstock.testing.coordination import MemoryCoordination
 from penstock.testing.faults import Fault, FaultyBackend
 
@@ -140,7 +140,7 @@ def test_chains_of_deltas_are_read_once_unless_they_are_too_long(codecs, by_link
 
     alone = read(restored(store, values, wanted, 1))
     if by_links:
-        monkeypatch.setitem(Loader.__init__.__kwdefaults__, "together_bytes", 1000)
+        monkeypatch.setattr(Loader, "together_bytes", 1000)
     reports = once(store, values, wanted, 4, host=two_hosts)
     assert by_links or read(reports) == alone
 

@@ -18,7 +18,7 @@ from penstock.core.plan.earlier_frames import EarlierFrames, planned_keys, with_
 from penstock.core.plan.save import plan_save
 from penstock.core.plugins.registry import Registry
 from penstock.core.restore.earlier import EarlierReader
-from penstock.core.save.bases import ChosenBase, KeptChunks, SaveBases
+from penstock.core.save.references import ChosenBase, KeptChunks, SaveBases
 from penstock.core.types import Region, WriteRequest
 from penstock.testing.faults import Fault, FaultyBackend
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import threading
 from collections import deque
 from concurrent.futures import FIRST_COMPLETED, wait
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
@@ -35,7 +35,7 @@ from penstock.core.errors import (
 from penstock.core.foreign import noting_origin, said
 from penstock.core.format.blocks import frame_blocks
 from penstock.core.pipeline.chain import checksum, mismatches
-from penstock.core.pipeline.staging import Staging, has_small_pages, map_memory
+from penstock.core.pipeline.staging import Staging, ThreadMemory, has_small_pages, map_memory
 from penstock.core.pipeline.writer import BATCH_BYTES
 from penstock.core.types import PAGE_BYTES, ByteRange, ReadRequest
 
@@ -54,10 +54,8 @@ log = logging.getLogger("penstock")
 
 _SCRATCH_BATCHES = 4  # some are read while others are decoded
 _PHASE_BYTES = 2 * PAGE_BYTES  # what a chunk takes beyond its length, so that its address fits
-_SCRATCH_BYTES = _SCRATCH_BATCHES * ((16 << 20) + _PHASE_BYTES)
 _BATCHES_IN_FLIGHT = 3
 _BATCH_FRAMES = 256
-_TOGETHER_BYTES = 256 << 20
 
 
 @dataclass(slots=True)
@@ -153,10 +151,16 @@ class Loader:
         workers: The threads that verify and place.
         io_timeout_s: How long a `run` may go without progress; None: for ever.
         together_bytes: A frame that takes more with its bases is read link by link, and alone.
-        by_copy: Whether whole raw frames are read into scratch memory and copied, too; None: that
-            is not known yet.
+        scratch_bytes: Memory for frames that are decoded, and for parts of raw ones. Chunks with
+            long chains may take as much again for each worker.
+        by_copy: Whether whole raw frames are read into scratch memory and copied, too; None: if the
+            store prefers huge pages, which only scratch memory has.
         reader: Verifies, decodes and places what was read.
     """
+
+    together_bytes = 256 << 20
+    scratch_bytes = _SCRATCH_BATCHES * ((16 << 20) + _PHASE_BYTES)
+    by_copy: bool | None = None
 
     def __init__(
         self,
@@ -165,9 +169,6 @@ class Loader:
         *,
         io_timeout_s: float | None = None,
         on_failover: Callable[[str, str], None] = lambda *_: None,
-        together_bytes: int = _TOGETHER_BYTES,
-        scratch_bytes: int = _SCRATCH_BYTES,
-        by_copy: bool | None = None,
     ) -> None:
         """Make the loader of a backend.
 
@@ -176,34 +177,20 @@ class Loader:
             workers: The threads that verify and place.
             io_timeout_s: How long a `run` may go without progress; None: for ever.
             on_failover: Called with a blob that is damaged, and the tier whose copy was read.
-            together_bytes: A frame that takes more with its bases is read link by link.
-            scratch_bytes: Memory for frames that are decoded, and for parts of raw ones. Chunks
-                with long chains may take as much again for each worker.
-            by_copy: Whether whole raw frames are read into scratch memory and copied, too; None: if
-                the store prefers huge pages, which only scratch memory has.
         """
         self.backend = backend
         self.workers = workers
         self.io_timeout_s = io_timeout_s
-        self.together_bytes = together_bytes
-        self.by_copy = by_copy
         self.reader = FrameReader()
-        self._scratch_bytes = scratch_bytes
         self._on_failover = on_failover
         self._pid = os.getpid()
         self._idle: deque[Staging] = deque(maxlen=1)  # one is kept for the next run
 
     def over(self, backend: Backend) -> Loader:
         """Return a loader that does all the same with `backend`, a wrapper of its own."""
-        return Loader(
-            backend,
-            self.workers,
-            io_timeout_s=self.io_timeout_s,
-            on_failover=self._on_failover,
-            together_bytes=self.together_bytes,
-            scratch_bytes=self._scratch_bytes,
-            by_copy=self.by_copy,
-        )
+        loader = copy(self)
+        loader.backend = backend
+        return loader
 
     def of(self, backend: Backend) -> Loader:
         """Return a loader of another place, with the same threads and the same time limit."""
@@ -279,7 +266,7 @@ class Loader:
         """
         chains = (job for job in jobs if job.chain is not None)
         largest = max((sum(link.frame.length for link in job.links) for job in chains), default=0)
-        least, workers = self._scratch_bytes, self.workers.count
+        least, workers = self.scratch_bytes, self.workers.count
         return min(max((workers + 2) * largest, least), (workers + 1) * least)
 
 
@@ -666,18 +653,11 @@ def _direct_target(job: FrameJob[CodecChain], span: ByteRange) -> memoryview | N
     return None if view is None else view[use.start : use.start + use.length]
 
 
-class _Outputs(threading.local):
-    """Memory of one thread: for a decoded chunk, and two for the bases that it decodes with."""
-
-    def __init__(self) -> None:
-        self.views = [memoryview(b"")] * 3
-
-
 class FrameReader:
     """Verifies, decodes and places the bytes read of frames. Thread-safe."""
 
     def __init__(self) -> None:
-        self._outputs = _Outputs()
+        self._memory = ThreadMemory(3)  # for a decoded chunk, and two bases that it decodes with
 
     def finish(
         self,
@@ -729,7 +709,7 @@ class FrameReader:
                 continue
             target = out
             if link is not job:
-                target = self._output(1 + number % 2, link.frame.raw_length)
+                target = self._memory.take(link.frame.raw_length, 1 + number % 2)
             if link.chain is None:
                 copy_bytes(target, data)
             else:
@@ -743,14 +723,7 @@ class FrameReader:
         target = use.sink.view() if whole and use.sink is not None else None
         if target is not None:
             return target[use.start : use.start + use.length], True
-        return self._output(0, job.frame.raw_length), False
-
-    def _output(self, which: int, length: int) -> memoryview:
-        """Return memory for a decoded chunk, or for one of two bases, which this thread reuses."""
-        views = self._outputs.views
-        if views[which].nbytes < length:
-            views[which] = memoryview(map_memory(length))
-        return views[which][:length]
+        return self._memory.take(job.frame.raw_length), False
 
 
 def _verify_stored(job: FrameJob[CodecChain], span: ByteRange, data: memoryview) -> None:

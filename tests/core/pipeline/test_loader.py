@@ -22,7 +22,7 @@ from penstock.core.errors import StorageError
 from penstock.core.format.blocks import frame_blocks
 from penstock.core.format.records import BlobRecord, CodecRecord, Frame
 from penstock.core.pipeline.chain import CodecChain, checksum, checksum_blocks
-from penstock.core.pipeline.reader import Loader
+from penstock.core.pipeline.loader import Loader
 from penstock.core.plan.earlier_frames import StoredFrame
 from penstock.core.plan.reads import ChunkUse, FrameJob
 from penstock.core.plugins.registry import default_registry
@@ -168,7 +168,8 @@ def test_a_target_has_only_verified_bytes_where_whole_frames_are_copied(by_copy,
     large, rest = store.raw(200_000, name="large")  # longer than its share of the scratch memory
     sink, other = Sink(20_000, direct=True), Sink(200_000, direct=True)
     jobs = [using(job, ChunkUse(sink, 0, 0, 20_000)), using(large, ChunkUse(other, 0, 0, 200_000))]
-    loader = Loader(store.backend, workers, scratch_bytes=200_000, by_copy=by_copy)
+    loader = Loader(store.backend, workers)
+    loader.scratch_bytes, loader.by_copy = 200_000, by_copy
     assert not loader.run(jobs).damaged
     assert (sink.data, other.data) == (data, rest)
     assert (sink.copies, other.copies) == (by_copy, 0)
@@ -262,7 +263,8 @@ def test_missing_and_cut_blobs_are_damage_of_their_frames_only(store, loader):
 
 
 def test_every_frame_arrives_however_little_scratch_there_is(store, workers):
-    loader = Loader(store.backend, workers, scratch_bytes=8192)
+    loader = Loader(store.backend, workers)
+    loader.scratch_bytes = 8192
     jobs, sinks = [], []
     for number, length in enumerate([100, 5000, 8000, 4096, 100_000, 8192, 1, 20_000, 300]):
         kind = [store.raw, store.encoded][number % 2]
@@ -404,7 +406,9 @@ LENGTH, LINKS = 20_000, 5
 @pytest.fixture
 def by_links(store, workers):
     """A loader to which every chain is too large to be read together."""
-    return Loader(store.backend, workers, together_bytes=LENGTH)
+    loader = Loader(store.backend, workers)
+    loader.together_bytes = LENGTH
+    return loader
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -438,12 +442,8 @@ def test_links_that_are_damaged_in_different_tiers_still_make_a_chunk(store, wor
             return (Tier("fast", store.backend), Tier("slow", other.backend))
 
     told = []
-    loader = Loader(
-        TwoTiers(store.backend),
-        workers,
-        together_bytes=LENGTH,
-        on_failover=lambda *what: told.append(what),
-    )
+    loader = Loader(TwoTiers(store.backend), workers, on_failover=lambda *what: told.append(what))
+    loader.together_bytes = LENGTH
     sink = Sink(LENGTH, direct=True)
     assert not loader.run([using(job, ChunkUse(sink, 0, 0, LENGTH))]).damaged
     assert sink.data == data
@@ -484,7 +484,8 @@ def test_a_long_chain_of_large_chunks_takes_the_memory_of_a_few(store, loader):
 
 def test_a_batch_is_waited_for_though_a_later_one_is_done(store, workers):
     faulty = FaultyBackend(store.backend)
-    loader = Loader(faulty, workers, scratch_bytes=24 << 10)  # the batches have one frame each
+    loader = Loader(faulty, workers)
+    loader.scratch_bytes = 24 << 10  # the batches have one frame each
     (held, data), (free, other) = store.raw(8000, name="held"), store.raw(8000, name="free")
     go_on = threading.Event()
     faulty.block("read", go_on, match="held")

@@ -21,7 +21,7 @@ from penstock.core.errors import BlobNotFoundError, DamagedError, PenstockError
 from penstock.core.format.blocks import frame_blocks
 from penstock.core.format.records import BaseEntry, commit_name
 from penstock.core.pipeline.chain import checksum, mismatches
-from penstock.core.pipeline.staging import available_memory
+from penstock.core.pipeline.staging import ThreadMemory, available_memory
 from penstock.core.plan.earlier_frames import EarlierFrames, planned_keys, with_contexts
 from penstock.core.plan.save import context_of, elements_of
 from penstock.core.save.manifest import chain_record
@@ -163,10 +163,16 @@ class SaveBases:
         self._found = EarlierFrames()  # of the base, that it has read in the manifest
         self._sizes: Mapping[str, int] | None = None
         self._encodes = False
-        self._memory = _ChunkMemory()
+        self._memory = ThreadMemory()
+
+    @property
+    def references(self) -> Collection[str]:
+        """The uids that the intent of the save references."""
+        record = self._record
+        return () if record is None else {record.uid, *record.references}
 
     def choose(self, backend: Backend) -> Collection[str]:
-        """Choose the base; return the uids that the intent of the save has to reference."""
+        """Choose the base; return `references`."""
         if not self._shares and not any(self._needs_base):
             return ()
         try:
@@ -181,7 +187,7 @@ class SaveBases:
             return ()
         self._encodes = encodes
         self._backend, self._record = backend, record
-        return {record.uid, *record.references}
+        return self.references
 
     def confirm(self) -> None:
         """Give the base up if its record is gone. To be called once the intent is published.
@@ -432,15 +438,3 @@ def _is_chunk_of(stored: StoredFrame, view: memoryview) -> bool:
         return checksum(view) == frame.raw_checksum
     blocks = frame_blocks(frame.offset, frame.length, stored.block_bytes)
     return view.nbytes == frame.length and not mismatches(view, blocks, frame.checksums)
-
-
-class _ChunkMemory(threading.local):
-    """Memory of one thread, for one chunk of the base."""
-
-    def __init__(self) -> None:
-        self._view = memoryview(b"")
-
-    def take(self, length: int) -> memoryview:
-        if self._view.nbytes < length:
-            self._view = memoryview(mmap.mmap(-1, length))
-        return self._view[:length]
