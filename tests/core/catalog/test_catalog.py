@@ -32,6 +32,7 @@ from penstock.core.errors import (
     BlobNotFoundError,
     CheckpointGoneError,
     CheckpointNotFoundError,
+    ConfigError,
     DamagedError,
     FormatError,
 )
@@ -52,9 +53,11 @@ from penstock.core.format.records import (
     index_name,
     intent_name,
     lease_name,
+    notes_prefix,
     parse_commit_name,
     part_name,
 )
+from penstock.core.limits import MAX_NOTES
 from penstock.core.types import BlobInfo
 from penstock.testing.faults import CrashAt, FaultyBackend, SimulatedCrashError, WrapperBackend
 
@@ -441,6 +444,14 @@ def test_rewind_forgets_later_steps_newest_first(store):
     assert records == [commit_name(40, 0), commit_name(30, 0)]
 
 
+@pytest.mark.parametrize("forget", [Catalog.delete, Catalog.rewind])
+def test_a_step_that_is_not_there_is_neither_deleted_nor_rewound_to(store, catalog, forget):
+    commit(store, 10)
+    with pytest.raises(CheckpointNotFoundError, match="steps there: 10"):
+        forget(catalog, 5)
+    assert catalog.steps() == [10]
+
+
 @pytest.mark.parametrize("what", ["blob", "part", "index"])
 def test_older_generations_stay_while_the_newest_has_lost_data(what, store, catalog):
     commit(store, 10)
@@ -737,6 +748,16 @@ def test_prune_leaves_the_intent_of_a_young_save_that_lends(store, catalog):
     assert data_names(uid_of(1)) | data_names(uid_of(2)) <= store.names()
 
 
+def test_prune_leaves_names_that_are_not_ours_alone(store, catalog):
+    commit(store, 10)
+    foreign = {"data/readme.txt", "notes/readme.txt"}
+    for name in foreign:
+        store.publish(name, b"x")
+    store.now_s += 10 * DAY
+    assert catalog.prune().uids == ()
+    assert foreign <= store.names()
+
+
 def test_prune_deletes_the_intent_first(store):
     commit(store, 10)
     write_data(store, uid_of(1))
@@ -919,6 +940,14 @@ def test_only_what_was_asked_about_is_deleted():
         assert ckpt.load(1)["epoch"] == 2
         Catalog(backend).delete(1, uids_named(backend, named))
         assert ckpt.steps() == []
+
+
+def test_a_checkpoint_takes_only_so_many_notes(store, catalog):
+    uid = commit(store, 10)
+    for number in range(MAX_NOTES):
+        store.publish(f"{notes_prefix(uid)}{number}", b"")
+    with pytest.raises(ConfigError, match="1000 notes already"):
+        catalog.annotate(10, {"n": 1}, {})
 
 
 def test_a_note_that_was_replaced_by_a_link_is_damage(tmp_path):
