@@ -204,6 +204,25 @@ def test_what_is_deleted_while_it_is_sent_back_is_gone():
         assert isinstance(told.get(), CheckpointGoneError)
 
 
+def test_what_is_deleted_in_the_queue_is_gone_and_is_copied_after_all_if_that_failed():
+    fast, durable = memory(), FaultyBackend(memory())
+    copied, queued = saved(fast, 1, 2)
+    event = threading.Event()
+    held = durable.block("create", event)
+    with drains_of(Tier("fast", fast), Tier("durable", durable, durable=True)) as drains:
+        told = Told()
+        drains.committed(0, copied, Told(), marked=True)
+        drains.committed(0, queued, told, marked=True)
+        assert held.reached.wait(30)
+        drains.withdraw([queued.uid])
+        assert isinstance(told.get(), CheckpointGoneError)
+        event.set()
+        assert drains.settle(30)
+        assert steps_of(durable) == [1]
+        drains.reinstate([queued.uid])
+        until(lambda: steps_of(durable) == [1, 2])
+
+
 def test_a_tier_that_is_away_is_tried_again_until_it_is_back(caplog):
     fast, durable = memory(), FaultyBackend(memory())
     for operation in ("list", "publish", "create", "read", "stat"):
