@@ -51,15 +51,17 @@ def store():
 
 @pytest.fixture(scope="module")
 def dead():
-    """What tells a process that has ended from all others."""
-    process = subprocess.Popen(["sleep", "600"])
-    identity = identity_of(process.pid)
-    process.kill()
-    process.wait()
-    return identity
+    """The identity of a process that had the number of this one before it."""
+    return f"{identity_of(os.getpid())}0"
 
 
 def test_a_process_is_over_when_it_has_ended_and_not_before(dead):
+    process = subprocess.Popen(["sleep", "600"])
+    identity = identity_of(process.pid)
+    assert not is_over(identity)
+    process.kill()
+    process.wait()
+    assert is_over(identity)
     assert is_over(dead)
     assert not is_over(identity_of(os.getpid()))
     assert not is_over(identity_of(os.getppid()))
@@ -95,12 +97,12 @@ def save(backend, *steps, **options):
             ckpt.save(make_state(step), step, mode="blocking")
 
 
-def leftover(store, process, *, place=None, sealed=False, size_bytes=1000):
+def leftover(store, process, *, place=None, sealed=False, size_bytes=1000, references=()):
     """What a saver leaves that is killed while it writes; `sealed`: right before its record."""
     place = store.url if place is None else place
     now = SYSTEM_CLOCK.now_iso()
     intent = IntentRecord(
-        LEFT, 99, host="h", started=now, refreshed=now, process=process, place=place
+        LEFT, 99, references, "h", started=now, refreshed=now, process=process, place=place
     )
     store.publish(intent_name(LEFT), encode_intent(intent))
     names = [blob_name(LEFT, 0, 0, "raw")]
@@ -194,6 +196,16 @@ def test_of_leftovers_those_go_at_once_that_are_a_dead_savers_of_this_machine(
         assert is_left(store) == stays
         assert same(ckpt.load(1), make_state(1))
         assert same(ckpt.load(2), make_state(2))
+
+
+def test_what_only_a_dead_saver_was_going_to_borrow_goes_with_its_data(store, dead):
+    save(store, 1)
+    lent = blob_name("d" * 32, 0, 0, "raw")  # of a checkpoint that was deleted since
+    store.publish(lent, b"x")
+    leftover(store, dead, references=("d" * 32,))
+    save(store, 2)
+    assert not is_left(store)
+    assert not store.list(lent)
 
 
 def test_a_dead_savers_data_stays_while_no_record_can_be_read(store, dead):
