@@ -950,6 +950,16 @@ def test_a_checkpoint_takes_only_so_many_notes(store, catalog):
         catalog.annotate(10, {"n": 1}, {})
 
 
+@pytest.mark.parametrize("tag", ["", "a b", "x" * 65, "é", None, 7])
+def test_what_is_no_tag_is_refused(tag):
+    with checkpointer(memory()) as ckpt:
+        ckpt.save(make_state(1), 1).result()
+        for call in (ckpt.pin, ckpt.unpin):
+            with pytest.raises(ConfigError, match="is no tag"):
+                call(1, tag)
+        assert ckpt.info(1).tags == ()
+
+
 def test_a_note_that_was_replaced_by_a_link_is_damage(tmp_path):
     with checkpointer(f"posix://{tmp_path}/run") as ckpt:
         ckpt.save(make_state(1), 1, mode="blocking")
