@@ -46,6 +46,7 @@ from penstock.core.format.records import (
     BlobRecord,
     IndexEntry,
     IntentRecord,
+    ManyParts,
     PartEntry,
     blob_name,
     commit_name,
@@ -224,6 +225,15 @@ def test_a_record_deleted_between_listing_and_reading_is_not_found(store):
     assert Catalog(Deleting(faulty)).latest() == 10
 
 
+def test_a_record_deleted_while_others_are_read_is_left_out(store, catalog):
+    for step in (10, 20, 30):
+        commit(store, step)
+    records = catalog.records()
+    assert next(records)[0] == 10
+    catalog.delete(20)
+    assert [step for step, _ in records] == [30]
+
+
 def test_a_record_that_is_listed_but_never_found_is_damaged_and_stops_prune(store):
     commit(store, 10)
     write_data(store, uid_of(1))
@@ -396,6 +406,14 @@ def test_a_checkpoint_has_its_data_only_with_the_blobs_that_it_borrows(store, th
     assert has_data(store, record) == (there == "whole")
     missing = [blob.name for blob in missing_borrowed(store, record)]
     assert missing == ([] if there == "whole" else [blob])
+
+
+def test_a_checkpoint_of_many_ranks_has_its_data_only_with_all_parts(store, catalog):
+    uid = commit(store, 10)
+    record = replace(catalog.record(10), parts=(), many_parts=ManyParts(2, 20))
+    assert not has_data(store, record)
+    store.publish(part_name(uid, 1), b"x" * 10)
+    assert has_data(store, record)
 
 
 @pytest.mark.parametrize("victim", ["record", "intent", "stray"])
@@ -630,6 +648,20 @@ def test_prune_takes_what_only_a_dead_attempt_and_an_older_generation_needed(
         assert catalog.prune().uids == ()
 
 
+def two_tiers(fast, durable):
+    config = TieredConfig(fast="memory://", durable="memory://")
+    return Catalog(TieredBackend(config, fast=fast, durable=durable))
+
+
+def test_a_checkpoint_is_whole_only_if_one_tier_has_both_its_record_and_its_data():
+    fast, durable = Store(), Store()
+    uid = commit(durable, 10)
+    write_data(fast, uid)
+    assert two_tiers(fast, durable).has_whole([10])
+    durable.delete(blobs_named(uid))
+    assert not two_tiers(fast, durable).has_whole([10])
+
+
 @pytest.mark.parametrize("lost", [False, True])
 def test_prune_takes_what_another_tier_needs_only_if_that_has_it(lost):
     """The attempt had kept the base in the fast tier when its borrowers were evicted there."""
@@ -645,11 +677,50 @@ def test_prune_takes_what_another_tier_needs_only_if_that_has_it(lost):
         place.now_s += 2 * DAY
     if lost:
         durable.delete([blob])
-    config = TieredConfig(fast="memory://", durable="memory://")
-    Catalog(TieredBackend(config, fast=fast, durable=durable)).prune()
+    two_tiers(fast, durable).prune()
     assert intent_name(uid_of(1)) not in fast.names()
     assert (blob in fast.names()) == lost
     assert {intent_name(base), index_name(base)} <= durable.names()
+
+
+def test_prune_takes_nothing_of_any_tier_while_one_has_a_record_that_none_can_read():
+    fast, durable = Store(), Store()
+    commit(durable, 10)
+    damage(durable, commit_name(10, 0))
+    commit(fast, 20)
+    write_data(fast, uid_of(1))
+    fast.now_s += 2 * DAY
+    report = two_tiers(fast, durable).prune()
+    assert (len(report.refused), report.uids) == (1, ())
+    assert intent_name(uid_of(1)) in fast.names()
+
+
+def test_prune_takes_old_data_of_a_tier_without_checkpoints_if_another_has_one():
+    fast, durable = Store(), Store()
+    commit(durable, 10)
+    write_data(fast, uid_of(1))
+    fast.now_s += 2 * DAY
+    assert two_tiers(fast, durable).prune().uids == (uid_of(1),)
+    assert not fast.names()
+
+
+def test_prune_stops_at_a_record_that_cannot_be_read_once_it_has_ended_an_overwrite():
+    class Damaging(Store):
+        def delete(self, names, /):
+            super().delete(names)
+            if commit_name(10, 0) in names:
+                damage(self, commit_name(20, 0))
+
+    store = Damaging()
+    commit(store, 10)
+    commit(store, 10, generation=1)
+    commit(store, 20)
+    write_data(store, uid_of(1))
+    store.now_s += 2 * DAY
+    report = Catalog(store).prune()
+    assert report.superseded == (commit_name(10, 0),)
+    assert len(report.refused) == 1
+    assert intent_name(uid_of(1)) in store.names()
 
 
 def test_prune_ends_no_overwrite_while_its_newest_record_cannot_be_read(store, catalog):

@@ -174,6 +174,7 @@ def test_a_save_fits_where_retention_was_never_reached(store):
         ("died in another namespace", True),
         ("died, and was copied", True),
         ("died right before its record", True),
+        ("died, and its intent is gone", True),
         ("is of an older release", True),
     ],
 )
@@ -190,6 +191,8 @@ def test_of_leftovers_those_go_at_once_that_are_a_dead_savers_of_this_machine(
     save(store, 1)
     place = "memory://elsewhere" if does == "died, and was copied" else None
     leftover(store, identity, place=place, sealed=does == "died right before its record")
+    if does == "died, and its intent is gone":
+        store.delete([intent_name(LEFT)])
     with checkpointer(store) as ckpt:
         assert is_left(store)  # not at opening
         ckpt.save(make_state(2), 2, mode="blocking")
@@ -281,6 +284,7 @@ def test_a_full_store_is_told_with_what_prune_would_free(recorded, store):
         said = rf"ENOSPC.*3.0 MiB could be freed by `penstock prune {store.url} {way}`, if no other"
         with pytest.raises(StorageFullError, match=said):
             ckpt.save(make_state(2), 2, mode="blocking")
+    assert is_left(store)
 
 
 def test_a_full_store_is_told_what_prune_would_free_of_old_leftovers(store):
@@ -297,6 +301,7 @@ def test_a_full_store_is_told_what_prune_would_free_of_old_leftovers(store):
     said = rf"3.0 MiB could be freed by `penstock prune {store.url}`$"
     with checkpointer(aged) as ckpt, pytest.raises(StorageFullError, match=said):
         ckpt.save(make_state(2), 2, mode="blocking")
+    assert is_left(store)
 
 
 def test_housekeeping_that_fails_is_logged_and_never_the_saves(store, caplog):
