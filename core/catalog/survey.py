@@ -87,12 +87,6 @@ class Survey:
         return self.named.union(*(record.references for record in self.records.values()))
 
     @property
-    def references(self) -> set[str]:
-        """The uids whose blobs a record borrows, or an intent references."""
-        users: list[CommitRecord | IntentRecord] = [*self.records.values(), *self.intents.values()]
-        return {uid for user in users for uid in user.references}
-
-    @property
     def needed(self) -> set[str]:
         """The uids that a commit record names, or that a record or an intent references."""
         return self.needed_without(())
