@@ -458,6 +458,29 @@ def rewrite_a_blob(backend, uid, change):
     backend.publish(name, change(data))
 
 
+@pytest.mark.parametrize("damaged", [False, True])
+def test_what_the_next_tier_has_lost_in_part_is_replaced_only_from_a_good_source(damaged):
+    fast, durable = memory(), memory()
+    (record,) = saved(fast, 1)
+    tiers = Tier("fast", fast), Tier("durable", durable, durable=True)
+    with drains_of(*tiers) as drains:
+        drains.resume()
+        assert drains.settle(30)
+    lose_a_blob(durable, record.uid)
+    left = {info.name for info in durable.list("")}
+    if damaged:
+        flip_a_byte(fast, record.uid)
+    mark(fast, record.uid, 1)
+    with drains_of(*tiers) as drains:
+        drains.resume()
+        assert drains.settle(30)
+    if damaged:
+        assert left <= {info.name for info in durable.list("")}
+    else:
+        with checkpointer(durable) as ckpt:
+            assert ckpt.verify(1).ok
+
+
 @pytest.mark.parametrize("spoil", [lose_all, cut_a_blob, flip_a_byte])
 def test_the_last_good_copy_is_not_evicted_though_the_next_tier_lists_the_step(spoil, caplog):
     fast, durable = memory(), memory()
