@@ -304,6 +304,16 @@ def test_a_full_store_is_told_what_prune_would_free_of_old_leftovers(store):
     assert is_left(store)
 
 
+def test_a_full_store_that_cannot_be_cleaned_up_is_told_as_full(store, caplog):
+    save(store, 1)
+    faulty = FaultyBackend(store)
+    faulty.fail("write", StorageFullError("No space left on device (ENOSPC)"), times=None)
+    faulty.fail("list", match="data/", times=None)
+    with checkpointer(faulty) as ckpt, pytest.raises(StorageFullError, match="ENOSPC"):
+        ckpt.save(make_state(2), 2, mode="blocking")
+    assert "making room on a full store failed" in caplog.text
+
+
 def test_housekeeping_that_fails_is_logged_and_never_the_saves(store, caplog):
     save(store, 1, 2)
     faulty = FaultyBackend(store)
