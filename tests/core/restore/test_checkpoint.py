@@ -141,6 +141,19 @@ def test_a_plain_value_has_no_regions(region, checkpoint):
         checkpoint.read("epoch", region)
 
 
+def test_still_there_tells_a_replaced_checkpoint_from_this_one():
+    store = MemoryBackend(MemoryConfig())
+    with Checkpointer(store) as ckpt:
+        ckpt.save({"x": 1}, 1, mode="blocking")
+        checkpoint = ckpt.open()
+        assert checkpoint.still_there()
+        ckpt.save({"x": 2}, 1, mode="blocking", overwrite=True)
+        assert not checkpoint.still_there()
+        assert ckpt.open().still_there()
+        ckpt.delete(1)
+        assert not checkpoint.still_there()
+
+
 def test_verify_counts_what_it_looked_at(checkpoint):
     seen = []
     report = checkpoint.verify(on_progress=seen.append)
