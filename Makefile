@@ -46,7 +46,7 @@ SEED ?= $(shell date +%Y%j)
 
 test-all: $(READY) ## run all tests, and some mutants of what decides which data is kept
 	@$(BIN)/python -m pytest $(WORKERS)
-	@$(BIN)/python tools/mutate.py --seed $(SEED)
+	@$(BIN)/python tools/mutate.py --seconds 120 --seed $(SEED)
 
 test-gpu: $(READY) ## run the tests that need a CUDA device, which the others hide
 	@$(BIN)/python -m pytest -n 4 -m gpu

@@ -1,10 +1,11 @@
 """Change one piece at a time of the modules that decide what is kept, and run their tests.
 
     python tools/mutate.py --seconds 120 --seed 7    # mutants of modules, both drawn
-    python tools/mutate.py --only catalog/prune      # every mutant of the modules so named
+    python tools/mutate.py --only catalog/           # every mutant of the modules so named
 
 Pytest collects the tests once. Each mutant is a fork that has changed code in the live function and
-runs the tests that call it, the fastest first, until one fails (docs/design/mutations.md).
+runs the tests that reach it, those that fail often and fast first, until one fails
+(docs/design/mutations.md).
 """
 
 from __future__ import annotations
@@ -12,16 +13,19 @@ from __future__ import annotations
 import argparse
 import ast
 import gc
+import importlib
 import json
+import math
+import mmap
 import os
 import random
 import signal
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter, defaultdict
 from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -29,18 +33,33 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-# Modules of core, and tests that together call all that is in them.
+# Modules of core, and tests that together reach most of what is in them. Not among them are
+# `tiers/process` and `tiers/save_drain`, which work in several processes or ranks.
 MODULES = {
-    "catalog/*": """core/catalog core/cli/test_delete.py integration/lifecycle/test_lifecycle.py
-        integration/lifecycle/test_retention.py integration/lifecycle/test_notes.py
-        integration/atomic/test_races.py integration/atomic/test_two_savers.py
-        integration/faults/test_making_room.py integration/tiers/test_background_work.py""",
+    "catalog/*": """core/catalog core/cli/test_chains.py core/cli/test_delete.py
+        core/restore/test_ranks.py core/save/test_bases.py integration/atomic/test_races.py
+        integration/deltas/test_chains.py integration/faults/test_making_room.py
+        integration/lifecycle/test_lifecycle.py integration/lifecycle/test_notes.py
+        integration/lifecycle/test_opening.py integration/lifecycle/test_retention.py
+        integration/sharing/test_many_borrowed.py integration/tiers/test_background_work.py
+        integration/tiers/test_other_saves.py""",
     "rounds/*": "core/rounds core/catalog/test_rank_protocol.py core/restore/test_together.py",
-    "restore/fallback": "integration/damage/test_corruption.py core/restore/test_together.py",
-    "tiers/eviction tiers/losses": "core/tiers integration/tiers",
-    "copy/lease": "core/copy",
+    "restore/*": """core/restore integration/damage/test_corruption.py
+        integration/exact_resume/test_cast.py integration/exact_resume/test_partial.py
+        integration/ranks/test_restore.py""",
+    "tiers/[!ps]* tiers/places": """core/tiers integration/tiers/test_background_work.py
+        integration/tiers/test_borrowing.py integration/tiers/test_compaction.py
+        integration/tiers/test_losses.py integration/tiers/test_other_saves.py
+        integration/tiers/test_repair.py integration/tiers/test_roots.py
+        integration/tiers/test_saving.py""",
+    "copy/*": """core/copy integration/lifecycle/test_copy.py integration/deltas/test_compact.py
+        core/cli/test_copy.py core/cli/test_compact.py""",
+    "save/finish save/manifest save/merge": """core/save integration/ranks/test_save.py
+        integration/exact_resume/test_exact_resume.py integration/faults/test_failures.py""",
 }
 OPTIONS = argparse.Namespace()
+TOOK_S: dict[int, float] = {}  # by the number of a test
+RUNS, FAILURES = Counter[int](), Counter[int]()
 PYTEST = ["-n0", "-sq", "-pno:cacheprovider", "--fast", "-mnot slow and not process"]
 PAIRS = "Eq NotEq Is IsNot In NotIn Lt LtE Gt GtE And Or Add Sub BitOr BitAnd".split()  # noqa: SIM905
 SWAPS = {PAIRS[n]: PAIRS[n ^ 1] for n in range(len(PAIRS))}
@@ -53,50 +72,89 @@ def modules_of(names: str) -> list[Path]:
     return [path for path in paths if OPTIONS.only in str(path)]
 
 
-def changes(node: Any) -> Any:
-    """Yield a field of a node, what takes its place, and what changes, if that is not the node."""
+def changes(node: Any, line: int) -> Any:
+    """Yield a field of a node, its new value, the line, and what changes if not the node."""
     if kind := SWAPS.get(type(getattr(node, "op", None)).__name__):
-        yield "op", getattr(ast, kind)(), ""
+        yield "op", getattr(ast, kind)(), line, ""
     if isinstance(node, ast.Compare):
-        yield "ops", [getattr(ast, SWAPS[type(op).__name__])() for op in node.ops], ""
+        yield "ops", [getattr(ast, SWAPS[type(op).__name__])() for op in node.ops], line, ""
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        new = [not node.value] if isinstance(node.value, bool) else [node.value + 1, node.value - 1]
-        yield from (("value", value, "") for value in new)
+        more = node.value + 1 if node.value else -1
+        yield "value", not node.value if isinstance(node.value, bool) else more, line, ""
     if isinstance(node, (ast.If, ast.IfExp, ast.While)) and not isinstance(node.test, ast.Compare):
-        yield "test", ast.UnaryOp(ast.Not(), node.test), f"not: {ast.unparse(node.test)}"
+        yield "test", ast.UnaryOp(ast.Not(), node.test), line, f"not: {ast.unparse(node.test)}"
     if isinstance(node, ast.Return) and ast.unparse(node)[7:] not in {"", "None", "False"}:
-        yield "value", None, ""
-    for name in ("body", "orelse", "finalbody"):
-        lines = getattr(node, name, None)
-        for n, line in enumerate(lines if isinstance(lines, list) else ()):
-            text = ast.unparse(line)
-            if isinstance(line, DROPPED) and not text.startswith(("'", '"', "log.")):
-                yield name, [*lines[:n], ast.Pass(), *lines[n + 1 :]], f"without: {text}"
+        yield "value", None, line, ""
+    for name, block in blocks_of(node):
+        for n, part in enumerate(block):
+            text = ast.unparse(part)
+            if isinstance(part, DROPPED) and not text.startswith(("'", '"', "log.")):
+                new = [*block[:n], ast.Pass(), *block[n + 1 :]]
+                yield name, new, part.lineno, f"without: {text}"
 
 
-def parts_of(node: Any) -> Any:
-    """Yield a node and all below it, but for types, default values and formatted text."""
-    yield node
+def blocks_of(node: Any) -> list[tuple[str, list[Any]]]:
+    """Return the lists of statements of a node."""
+    found = [(name, getattr(node, name, None)) for name in ("body", "orelse", "finalbody")]
+    return [(name, block) for name, block in found if isinstance(block, list)]
+
+
+def parts_of(node: Any, line: int = 0) -> Any:
+    """Yield a node and all below it, each with the line where its statement begins.
+
+    Leaves out types, default values, and the texts of errors and of the log.
+    """
+    line = node.lineno if isinstance(node, ast.stmt) else line
+    yield node, line
     for name, field in ast.iter_fields(node):
         for part in field if isinstance(field, list) else [field]:
             left_out = name in {"annotation", "returns"} or not isinstance(part, ast.AST)
-            if not left_out and not isinstance(part, (ast.JoinedStr, ast.arguments)):
-                yield from parts_of(part)
+            if left_out or isinstance(part, (ast.JoinedStr, ast.arguments, ast.Raise)):
+                continue
+            if not ast.unparse(part).startswith("log."):
+                yield from parts_of(part, line)
+
+
+def functions_in(path: Path) -> Any:
+    """Yield the qualified name and the node of each function and method, and a tree of it alone."""
+    tree = ast.parse(path.read_text())
+    for holder in [tree, *(node for node in tree.body if isinstance(node, ast.ClassDef))]:
+        for function in (node for node in holder.body if isinstance(node, ast.FunctionDef)):
+            if isinstance(holder, ast.Module):
+                yield function.name, function, ast.Module([function], [])
+            else:
+                alone = ast.parse(f"class {holder.name}: pass")
+                alone.body[0].body = [function]
+                yield f"{holder.name}.{function.name}", function, alone
+
+
+def compiled(tree: ast.Module, path: Path) -> CodeType:
+    """Return the code of a tree; with annotations as text, as in this file."""
+    return compile(ast.fix_missing_locations(tree), path, "exec")
 
 
 def mutants_of(path: Path) -> Any:
     """Yield path, function, line, text and code of each mutant of a module."""
-    tree = ast.parse(path.read_text())
-    for holder in [tree, *(node for node in tree.body if isinstance(node, ast.ClassDef))]:
-        for function in (node for node in holder.body if isinstance(node, ast.FunctionDef)):
-            name = f"{getattr(holder, 'name', '')}.{function.name}".lstrip(".")
-            for node in parts_of(function):
-                for field, new, text in changes(node):
-                    old, before = getattr(node, field), ast.unparse(node)
-                    setattr(node, field, new)
-                    code = compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
-                    yield path, name, node.lineno, text or f"{before} -> {ast.unparse(node)}", code
-                    setattr(node, field, old)
+    for name, function, alone in functions_in(path):
+        for node, around in parts_of(function):
+            for field, new, line, text in changes(node, around):
+                old, before = getattr(node, field), ast.unparse(node)
+                setattr(node, field, new)
+                code = compiled(alone, path)
+                yield path, name, line, text or f"{before} -> {ast.unparse(node)}", code
+                setattr(node, field, old)
+
+
+def marked(path: Path) -> Any:
+    """Yield the name of each function, and code of it that notes each statement that is reached."""
+    for name, function, alone in functions_in(path):
+        for node in [*ast.walk(function)]:
+            for field, block in blocks_of(node):
+                marks = [f"_reached.add(({str(path)!r}, {line.lineno}))" for line in block]
+                pairs = zip(marks, block, strict=True)
+                new = [part for mark, line in pairs for part in (*ast.parse(mark).body, line)]
+                setattr(node, field, new)
+        yield name, compiled(alone, path)
 
 
 def codes_of(code: CodeType) -> list[CodeType]:
@@ -105,8 +163,13 @@ def codes_of(code: CodeType) -> list[CodeType]:
     return [code, *(found for one in inner for found in codes_of(one))]
 
 
-def forked(session: Any, items: list[Any], limit_s: float, each: Any) -> str:
-    """Run tests in a child until `each` returns true after one, and return how it ended."""
+def forked(session: Any, numbers: Any, limit_s: float, each: Any) -> tuple[bool, int]:
+    """Run tests in a child until `each` returns true after one.
+
+    Returns whether none did, and how many tests began. A test that runs for `limit_s`, and for ten
+    times as long as before, ends the child.
+    """
+    begun = mmap.mmap(-1, 1)  # shared with the child: how many tests have begun, modulo 256
     pid = os.fork()
     if not pid:
         os.setsid()
@@ -114,96 +177,147 @@ def forked(session: Any, items: list[Any], limit_s: float, each: Any) -> str:
         os.dup2(1, 2)
         status = 1  # as well where a mutant ends pytest itself
         try:
-            for item in items:
-                began_s, failed = time.monotonic(), session.testsfailed
+            for number in numbers:
+                begun[0] = (begun[0] + 1) % 256
+                item, began_s, failed = session.items[number], time.monotonic(), session.testsfailed
                 item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
-                if each(item, time.monotonic() - began_s, session.testsfailed > failed):
+                if each(number, time.monotonic() - began_s, session.testsfailed > failed):
                     break
             else:
                 status = 0
         finally:
             os._exit(status)
-    end_s = time.monotonic() + limit_s
+    count, began_s = 0, time.monotonic()
     while not os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-        if time.monotonic() > end_s:
+        if more := (begun[0] - count) % 256:
+            count, began_s = count + more, time.monotonic()
+        if time.monotonic() > began_s + limit_s + 10 * TOOK_S.get(count and numbers[count - 1], 0):
             break
         time.sleep(0.005)
     os.killpg(pid, signal.SIGKILL)  # with all that its tests have started
-    return "noticed" if os.waitpid(pid, 0)[1] else "SURVIVED"
+    return not os.waitpid(pid, 0)[1], count + (begun[0] - count) % 256
 
 
-def watch(session: Any, functions: dict[Any, Any]) -> dict[Any, list[tuple[float, Any]]]:
-    """Run all tests in a child, and return those that call each function, with their seconds."""
-    every = [(key, function) for key, found in functions.items() for function in found]
-    keys = {id(code): key for key, function in every for code in codes_of(function.__code__)}
-    called: set[Any] = set()
+def changed(functions: list[Any], name: str, code: CodeType) -> list[tuple[Any, CodeType]]:
+    """Put changed code into live functions, and return the code that they had."""
+    saved = [(function, function.__code__) for function in functions]
+    for function, before in saved:
+        place = name, before.co_firstlineno
+        found = [c for c in codes_of(code) if (c.co_qualname, c.co_firstlineno) == place]
+        with suppress(ValueError):  # without its only `super()`: never counted as noticed
+            function.__code__ = found[0]
+    return saved
 
-    def note(frame: Any, event: str, _: Any) -> None:
-        if event == "call" and id(frame.f_code) in keys:
-            called.add(keys[id(frame.f_code)])
 
-    def each(item: Any, took_s: float, failed: bool) -> None:  # noqa: FBT001
-        if not failed:
-            row = (took_s, session.items.index(item), sorted(called))
-            print(json.dumps(row), file=report, flush=True)
-        called.clear()
+def watch(session: Any, functions: dict[Any, Any]) -> dict[Any, set[int]]:
+    """Run all tests in a child, and return the numbers of those that reach each line.
 
-    tests = defaultdict(list)
-    with tempfile.TemporaryFile("w+") as report:
-        threading.setprofile(note)
-        sys.setprofile(note)
-        forked(session, session.items, 3600, each)
-        sys.setprofile(None)
-        threading.setprofile(None)
+    Sets the seconds of each test that passes in `TOOK_S`.
+    """
+    reached: set[Any] = set()
+    saved = []
+    for path in {path for path, _ in functions}:
+        for name, code in marked(Path(path)):
+            saved += changed(functions[path, name], name, code)
+    for function, _ in saved:
+        function.__globals__["_reached"] = reached
+
+    def each(number: int, took_s: float, failed: bool) -> None:  # noqa: FBT001
+        row = session.items[number].nodeid, not failed and took_s, sorted(reached)
+        print(json.dumps(row), file=report, flush=True)
+        reached.clear()
+
+    tests = defaultdict(set)
+    numbers = {item.nodeid: number for number, item in enumerate(session.items)}
+    known = Path(OPTIONS.known)
+    with known.open("a+") if OPTIONS.known else tempfile.TemporaryFile("a+") as report:
         report.seek(0)
-        rows = sorted(map(json.loads, report))
-    for took_s, number, found in rows:
-        for key in found:
-            tests[tuple(key)].append((took_s, session.items[number]))
-    print(f"{len(rows)} of {len(session.items)} tests pass with nothing changed", flush=True)
+        before = {json.loads(line)[0] for line in report}
+        forked(session, [numbers[name] for name in numbers if name not in before], 600, each)
+        report.seek(0)
+        for name, took_s, found in map(json.loads, report):
+            if took_s and name in numbers:
+                TOOK_S[numbers[name]] = took_s
+                for key in found:
+                    tests[tuple(key)].add(numbers[name])
+    for function, before in saved:
+        function.__code__ = before
+    print(f"{len(TOOK_S)} of {len(session.items)} tests pass with nothing changed", flush=True)
     return tests
 
 
-def pytest_runtestloop(session: Any) -> bool:
-    """Find out which test calls what, then run mutants until the time is over."""
-    paths = {path for names in OPTIONS.rows for path in modules_of(names)}
+def functions_of(paths: list[Path]) -> dict[Any, list[FunctionType]]:
+    """Import modules, and return their functions, decorated ones as well, by path and name."""
+    for path in paths:
+        name = f"penstock.{path.relative_to(ROOT).with_suffix('')}"
+        importlib.import_module(name.replace("/", "."))
     functions = defaultdict(list)
     gc.unfreeze()  # tests/conftest.py freezes what was imported, which hides it here
     for function in [found for found in gc.get_objects() if type(found) is FunctionType]:
         path = Path(os.path.realpath(function.__code__.co_filename))
         if path in paths and "<locals>" not in function.__qualname__:
             functions[f"{path}", function.__code__.co_qualname].append(function)
+    gc.freeze()
+    return functions
+
+
+def verdict_of(session: Any, numbers: set[int], functions: list[Any], name: str, code: Any) -> str:
+    """Change functions in a child, and return what its tests say of that."""
+    saved = changed(functions, name, code)
+    # The shortest wait for a failure: the seconds of a test, by how often it has failed so far.
+    order = sorted(numbers, key=lambda n: TOOK_S[n] * (RUNS[n] + 2) / (FAILURES[n] + 1))
+    ends_s = accumulate(TOOK_S[number] for number in order)
+    order = [n for n, end_s in zip(order, ends_s, strict=True) if end_s < OPTIONS.each]
+    survived, count = forked(session, order, 20, lambda _number, _took_s, failed: failed)
+    for function, before in saved:
+        function.__code__ = before
+    RUNS.update(order[:count])
+    if not survived and count:
+        FAILURES[order[count - 1]] += 1
+    return "SURVIVED" if survived else "noticed"
+
+
+def pytest_runtestloop(session: Any) -> bool:
+    """Find out which test reaches what, then run mutants until the time is over."""
+    paths = sorted({path for names in OPTIONS.rows for path in modules_of(names)})
+    functions = functions_of(paths)
     tests = watch(session, functions)
-    mutants = [mutant for path in sorted(paths) for mutant in mutants_of(path)]
+    mutants = [mutant for path in paths for mutant in mutants_of(path)]
     random.Random(OPTIONS.seed).shuffle(mutants)  # noqa: S311 - no secret
-    end_s, counts = time.monotonic() + OPTIONS.seconds, Counter[str]()
+    if OPTIONS.only:
+        # The cheapest first, as the time may end before they do.
+        mutants.sort(key=lambda mutant: sum(TOOK_S[n] for n in tests[f"{mutant[0]}", mutant[2]]))
+    again = OPTIONS.again and Path(OPTIONS.again).read_text()
+    end_s, counts = time.monotonic() + OPTIONS.seconds, Counter[Any]()
     for path, name, line, text, code in mutants:
-        key = f"{path}", name
-        if not OPTIONS.only and time.monotonic() > end_s:
+        if time.monotonic() > end_s:
             break
-        saved = [(function, function.__code__) for function in functions[key]]
-        for function, before in saved:
-            place = name, before.co_firstlineno
-            found = [c for c in codes_of(code) if (c.co_qualname, c.co_firstlineno) == place]
-            with suppress(ValueError):  # without its only `super()`: never counted as noticed
-                function.__code__ = found[0]
-        items, limit_s = [item for _, item in tests[key]], 20 + 5 * sum(t for t, _ in tests[key])
-        verdict = forked(session, items, limit_s, lambda _item, _took_s, failed: failed)
-        for function, before in saved:
-            function.__code__ = before
-        counts[verdict] += 1
+        numbers = tests[f"{path}", line]
+        place = f"{path.relative_to(ROOT)}:{line} {name}"
+        if OPTIONS.again and f"\n{place}: {text}, " not in again:
+            continue
+        verdict = verdict_of(session, numbers, functions[f"{path}", name], name, code)
+        counts[path, verdict] += 1
         if verdict == "SURVIVED":
-            print(f"{path.relative_to(ROOT)}:{line} {name}, {len(items)} tests: {text}", flush=True)
-    share = f"{1 - counts['SURVIVED'] / max(counts.total(), 1):.1%} of {counts.total()} mutants"
+            print(f"{place}: {text}, {len(numbers)} tests", flush=True)
+    for path in paths:
+        noticed, survived = counts[path, "noticed"], counts[path, "SURVIVED"]
+        count = sum(mutant[0] == path for mutant in mutants)
+        print(f"{path.relative_to(ROOT)}: {noticed} of {noticed + survived} noticed, of {count}")
+    noticed = sum(count for (_, verdict), count in counts.items() if verdict == "noticed")
+    share = f"{noticed / max(counts.total(), 1):.1%} of {counts.total()} mutants"
     print(f"seed {OPTIONS.seed}: {share} are noticed, of {len(mutants)} in these modules")
     return True
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--seconds", type=float, default=120, help="after the tests have run once")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="after the first run")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default="", help="part of the paths of modules, which run whole")
+    parser.add_argument("--each", type=float, default=60, help="seconds of tests for one mutant")
+    parser.add_argument("--only", default="", help="part of the paths of modules, not drawn")
+    parser.add_argument("--known", default="", help="a file for what the tests reach, to run again")
+    parser.add_argument("--again", default="", help="an earlier output: try what survived there")
     parser.parse_args(namespace=OPTIONS)
     rows = [names for names in MODULES if modules_of(names)]
     OPTIONS.rows = rows if OPTIONS.only else [random.Random(OPTIONS.seed).choice(rows)]  # noqa: S311

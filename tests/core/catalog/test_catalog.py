@@ -32,6 +32,7 @@ from penstock.core.errors import (
     BlobNotFoundError,
     CheckpointGoneError,
     CheckpointNotFoundError,
+    ConfigError,
     DamagedError,
     FormatError,
 )
@@ -45,6 +46,7 @@ from penstock.core.format.records import (
     BlobRecord,
     IndexEntry,
     IntentRecord,
+    ManyParts,
     PartEntry,
     blob_name,
     commit_name,
@@ -52,9 +54,11 @@ from penstock.core.format.records import (
     index_name,
     intent_name,
     lease_name,
+    notes_prefix,
     parse_commit_name,
     part_name,
 )
+from penstock.core.limits import MAX_NOTES
 from penstock.core.types import BlobInfo
 from penstock.testing.faults import CrashAt, FaultyBackend, SimulatedCrashError, WrapperBackend
 
@@ -219,6 +223,15 @@ def test_a_record_deleted_between_listing_and_reading_is_not_found(store):
             return self.inner.read_record(name, limit_bytes=limit_bytes)
 
     assert Catalog(Deleting(faulty)).latest() == 10
+
+
+def test_a_record_deleted_while_others_are_read_is_left_out(store, catalog):
+    for step in (10, 20, 30):
+        commit(store, step)
+    records = catalog.records()
+    assert next(records)[0] == 10
+    catalog.delete(20)
+    assert [step for step, _ in records] == [30]
 
 
 def test_a_record_that_is_listed_but_never_found_is_damaged_and_stops_prune(store):
@@ -395,6 +408,14 @@ def test_a_checkpoint_has_its_data_only_with_the_blobs_that_it_borrows(store, th
     assert missing == ([] if there == "whole" else [blob])
 
 
+def test_a_checkpoint_of_many_ranks_has_its_data_only_with_all_parts(store, catalog):
+    uid = commit(store, 10)
+    record = replace(catalog.record(10), parts=(), many_parts=ManyParts(2, 20))
+    assert not has_data(store, record)
+    store.publish(part_name(uid, 1), b"x" * 10)
+    assert has_data(store, record)
+
+
 @pytest.mark.parametrize("victim", ["record", "intent", "stray"])
 def test_no_data_is_deleted_while_something_cannot_be_read(store, catalog, victim):
     uid = commit(store, 10)
@@ -439,6 +460,14 @@ def test_rewind_forgets_later_steps_newest_first(store):
     deleted = [n for operation, names in calls.calls if operation == "delete" for n in names]
     records = [n for n in deleted if parse_commit_name(n)]
     assert records == [commit_name(40, 0), commit_name(30, 0)]
+
+
+@pytest.mark.parametrize("forget", [Catalog.delete, Catalog.rewind])
+def test_a_step_that_is_not_there_is_neither_deleted_nor_rewound_to(store, catalog, forget):
+    commit(store, 10)
+    with pytest.raises(CheckpointNotFoundError, match="steps there: 10"):
+        forget(catalog, 5)
+    assert catalog.steps() == [10]
 
 
 @pytest.mark.parametrize("what", ["blob", "part", "index"])
@@ -619,6 +648,20 @@ def test_prune_takes_what_only_a_dead_attempt_and_an_older_generation_needed(
         assert catalog.prune().uids == ()
 
 
+def two_tiers(fast, durable):
+    config = TieredConfig(fast="memory://", durable="memory://")
+    return Catalog(TieredBackend(config, fast=fast, durable=durable))
+
+
+def test_a_checkpoint_is_whole_only_if_one_tier_has_both_its_record_and_its_data():
+    fast, durable = Store(), Store()
+    uid = commit(durable, 10)
+    write_data(fast, uid)
+    assert two_tiers(fast, durable).has_whole([10])
+    durable.delete(blobs_named(uid))
+    assert not two_tiers(fast, durable).has_whole([10])
+
+
 @pytest.mark.parametrize("lost", [False, True])
 def test_prune_takes_what_another_tier_needs_only_if_that_has_it(lost):
     """The attempt had kept the base in the fast tier when its borrowers were evicted there."""
@@ -634,11 +677,50 @@ def test_prune_takes_what_another_tier_needs_only_if_that_has_it(lost):
         place.now_s += 2 * DAY
     if lost:
         durable.delete([blob])
-    config = TieredConfig(fast="memory://", durable="memory://")
-    Catalog(TieredBackend(config, fast=fast, durable=durable)).prune()
+    two_tiers(fast, durable).prune()
     assert intent_name(uid_of(1)) not in fast.names()
     assert (blob in fast.names()) == lost
     assert {intent_name(base), index_name(base)} <= durable.names()
+
+
+def test_prune_takes_nothing_of_any_tier_while_one_has_a_record_that_none_can_read():
+    fast, durable = Store(), Store()
+    commit(durable, 10)
+    damage(durable, commit_name(10, 0))
+    commit(fast, 20)
+    write_data(fast, uid_of(1))
+    fast.now_s += 2 * DAY
+    report = two_tiers(fast, durable).prune()
+    assert (len(report.refused), report.uids) == (1, ())
+    assert intent_name(uid_of(1)) in fast.names()
+
+
+def test_prune_takes_old_data_of_a_tier_without_checkpoints_if_another_has_one():
+    fast, durable = Store(), Store()
+    commit(durable, 10)
+    write_data(fast, uid_of(1))
+    fast.now_s += 2 * DAY
+    assert two_tiers(fast, durable).prune().uids == (uid_of(1),)
+    assert not fast.names()
+
+
+def test_prune_stops_at_a_record_that_cannot_be_read_once_it_has_ended_an_overwrite():
+    class Damaging(Store):
+        def delete(self, names, /):
+            super().delete(names)
+            if commit_name(10, 0) in names:
+                damage(self, commit_name(20, 0))
+
+    store = Damaging()
+    commit(store, 10)
+    commit(store, 10, generation=1)
+    commit(store, 20)
+    write_data(store, uid_of(1))
+    store.now_s += 2 * DAY
+    report = Catalog(store).prune()
+    assert report.superseded == (commit_name(10, 0),)
+    assert len(report.refused) == 1
+    assert intent_name(uid_of(1)) in store.names()
 
 
 def test_prune_ends_no_overwrite_while_its_newest_record_cannot_be_read(store, catalog):
@@ -735,6 +817,16 @@ def test_prune_leaves_the_intent_of_a_young_save_that_lends(store, catalog):
     store.now_s += DAY - 1
     assert catalog.prune().uids == ()
     assert data_names(uid_of(1)) | data_names(uid_of(2)) <= store.names()
+
+
+def test_prune_leaves_names_that_are_not_ours_alone(store, catalog):
+    commit(store, 10)
+    foreign = {"data/readme.txt", "notes/readme.txt"}
+    for name in foreign:
+        store.publish(name, b"x")
+    store.now_s += 10 * DAY
+    assert catalog.prune().uids == ()
+    assert foreign <= store.names()
 
 
 def test_prune_deletes_the_intent_first(store):
@@ -919,6 +1011,24 @@ def test_only_what_was_asked_about_is_deleted():
         assert ckpt.load(1)["epoch"] == 2
         Catalog(backend).delete(1, uids_named(backend, named))
         assert ckpt.steps() == []
+
+
+def test_a_checkpoint_takes_only_so_many_notes(store, catalog):
+    uid = commit(store, 10)
+    for number in range(MAX_NOTES):
+        store.publish(f"{notes_prefix(uid)}{number}", b"")
+    with pytest.raises(ConfigError, match="1000 notes already"):
+        catalog.annotate(10, {"n": 1}, {})
+
+
+@pytest.mark.parametrize("tag", ["", "a b", "x" * 65, "é", None, 7])
+def test_what_is_no_tag_is_refused(tag):
+    with checkpointer(memory()) as ckpt:
+        ckpt.save(make_state(1), 1).result()
+        for call in (ckpt.pin, ckpt.unpin):
+            with pytest.raises(ConfigError, match="is no tag"):
+                call(1, tag)
+        assert ckpt.info(1).tags == ()
 
 
 def test_a_note_that_was_replaced_by_a_link_is_damage(tmp_path):

@@ -1,9 +1,21 @@
 """What commit records tell of chains of deltas."""
 
 from tests.core.manifests import commit_record
+from tests.integration.support import memory
 
-from penstock.core.catalog.lenders import borrowers_of_deleted_saves, find_lenders
-from penstock.core.format.records import BaseEntry, BlobRecord, IndexEntry, blob_name, index_name
+from penstock.core.catalog.catalog import Catalog
+from penstock.core.catalog.lenders import borrowers_of_deleted_saves, broken_chain, find_lenders
+from penstock.core.format.commit_record import encode_commit
+from penstock.core.format.records import (
+    BaseEntry,
+    BlobRecord,
+    IndexEntry,
+    PartEntry,
+    blob_name,
+    commit_name,
+    index_name,
+    part_name,
+)
 from penstock.core.reporting.reports import LendingSave
 
 
@@ -21,7 +33,7 @@ def record(number, *borrowed, base=None, step=None):
         uid=uid(number),
         step=number if step is None else step,
         index=IndexEntry(index_name(uid(number)), 16, 16, "ab" * 32),
-        parts=(),
+        parts=(PartEntry(part_name(uid(number), 0), 10, 10, "cd" * 32),),
         borrowed=tuple(sorted(borrowed, key=lambda blob: blob.name)),
         base=None if base is None else BaseEntry(uid(base), base, 1),
     )
@@ -35,3 +47,14 @@ def test_a_save_whose_step_is_there_with_another_uid_was_replaced():
 def test_deleted_lenders_are_those_that_no_record_names():
     one, two, three = record(1), record(2, blob(1), blob(7)), record(3, blob(7))
     assert borrowers_of_deleted_saves([one, two, three]) == {uid(7): [two, three]}
+
+
+def test_of_a_broken_chain_the_newest_older_step_without_the_damaged_save_is_named():
+    store, chain = memory(), record(4, blob(3), base=3)
+    for one in (record(3), chain):
+        store.publish(commit_name(one.step, 0), encode_commit(one))
+    text = broken_chain(Catalog(store), chain, [uid(3)])
+    assert text.endswith("its chain is step 4, step 3. Every older step needs it too.")
+    for number in (1, 2):
+        store.publish(commit_name(number, 0), encode_commit(record(number)))
+    assert "Restore step 2," in broken_chain(Catalog(store), chain, [uid(3)])

@@ -1,6 +1,8 @@
 """Publishing: what a lost or half answer of the store means."""
 
 import threading
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -10,12 +12,13 @@ from tests.integration.support import holding
 import penstock
 from penstock.backends.memory import MemoryBackend
 from penstock.core.catalog.catalog import Catalog
-from penstock.core.catalog.commit_table import Commit, Event
+from penstock.core.catalog.commit_table import Commit, Event, State
 from penstock.core.catalog.publisher import Publisher
 from penstock.core.errors import (
     CommitUnknownError,
     LostRaceError,
     SaveAbortedError,
+    SaveError,
     StorageError,
     StorageTimeoutError,
     UnsyncedError,
@@ -117,23 +120,38 @@ def test_an_intent_counts_for_half_the_grace_time(store):
         publisher.refresh_intent()
 
 
+def sealed(store, letter):
+    """A publisher whose save has sealed, its state, and its commit record."""
+    uid = letter * 32
+    record = manifests.commit_record(
+        uid=uid,
+        index=IndexEntry(index_name(uid), 64, 64, "ab" * 32),
+        parts=(PartEntry(part_name(uid, 0), 999, 99, "cd" * 32),),
+    )
+    publisher = Publisher(store, commit := Commit(), uid=uid, step=100, grace_s=100)
+    publisher.publish_intent()
+    commit.feed(Event.SEALED)
+    return publisher, commit, record
+
+
 def test_a_commit_record_of_another_saver_is_not_replaced(store):
     def save(letter):
-        uid = letter * 32
-        record = manifests.commit_record(
-            uid=uid,
-            index=IndexEntry(index_name(uid), 64, 64, "ab" * 32),
-            parts=(PartEntry(part_name(uid, 0), 999, 99, "cd" * 32),),
-        )
-        publisher = Publisher(store, commit := Commit(), uid=uid, step=100, grace_s=100)
-        publisher.publish_intent()
-        commit.feed(Event.SEALED)
+        publisher, commit, record = sealed(store, letter)
         publisher.publish_commit(record, begin=lambda: commit.feed(Event.PUBLISH_STARTED))
 
     save("a")
     with pytest.raises(LostRaceError):
         save("b")
     assert Catalog(store).record(100).uid == "a" * 32
+
+
+def test_a_commit_record_that_no_reader_accepts_is_not_published(store):
+    publisher, commit, record = sealed(store, "a")
+    begin = partial(commit.feed, Event.PUBLISH_STARTED)
+    with pytest.raises(SaveError, match="no reader would accept"):
+        publisher.publish_commit(replace(record, world_size=0), begin=begin)
+    assert commit.state is State.SEALED  # so it counts as failed, and not as unknown
+    assert Catalog(store).steps() == []
 
 
 def test_a_refreshed_intent_keeps_its_references(store):

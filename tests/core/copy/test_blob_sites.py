@@ -215,6 +215,26 @@ def test_a_copy_leaves_alone_what_another_one_under_way_relies_on(chain, workers
     whole_at(target, 1, 2)
 
 
+def test_two_copies_that_need_one_blob_do_not_both_write_it(chain, workers):
+    target = memory()
+    faulty = FaultyBackend(target)
+    with holding(faulty, "create", match="00000-0.raw") as held:
+        first = copy_of(chain, faulty, workers, 2)
+        thread = threading.Thread(target=first.run)
+        thread.start()
+        assert held.reached.wait(30)
+        for step in (1, 3):
+            with pytest.raises(BusyError):
+                copy_of(chain, target, workers, step).run()
+        held.until.set()
+        thread.join()
+    whole = Catalog(target).steps()
+    assert whole == [2]
+    for step in (1, 3):
+        copy_of(chain, target, workers, step).run()
+    whole_at(target, 1, 2, 3)
+
+
 class Meanwhile(WrapperBackend):
     """Does something right before one call of the store."""
 

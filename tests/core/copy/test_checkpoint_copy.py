@@ -508,6 +508,18 @@ def test_copy_that_lost_its_lease_after_its_last_blob_is_not_committed(saved, wo
         target.inner.publish(name, lease)
 
 
+def test_copy_whose_store_went_away_holds_up_nobody_of_its_own_process(saved, workers):
+    target = FaultyBackend(memory())
+    target.fail("seal", times=None)
+    target.fail("publish", nth=2, times=None, match="copy.json")  # nor can it say so
+    with pytest.raises(StorageError):
+        copy_of(saved, target, workers).run()
+    assert lease_name(Catalog(saved).record(STEP).uid) in target.inner._store.blobs
+    target.clear()
+    copy_of(saved, target, workers).run()
+    assert contents(target) == contents(saved)
+
+
 def test_unreadable_lease_holds_nobody_up_and_proves_nothing(saved, workers):
     target = memory()
     target.publish(lease_name(Catalog(saved).record(STEP).uid), b"\xff nonsense")

@@ -8,6 +8,7 @@ from penstock import (
     Checkpoint,
     CheckpointNotFoundError,
     PluginError,
+    Region,
     SelectionError,
     UnsupportedStateError,
 )
@@ -125,6 +126,32 @@ def test_slices_mean_what_they_mean_to_torch(checkpoint):
             assert found.shape == expected.shape
             assert torch.equal(found, expected)
             assert found.is_contiguous()
+
+
+def test_membership_is_of_objects(checkpoint):
+    assert "net/w" in checkpoint
+    assert "a%2Fb" in checkpoint
+    for other in ("net", "a/b", 5, "net/", "%"):
+        assert other not in checkpoint
+
+
+@pytest.mark.parametrize("region", [slice(1, 3), (), Region((0,), (1,))], ids=str)
+def test_a_plain_value_has_no_regions(region, checkpoint):
+    with pytest.raises(SelectionError, match="epoch is a plain value, which has no regions"):
+        checkpoint.read("epoch", region)
+
+
+def test_still_there_tells_a_replaced_checkpoint_from_this_one():
+    store = MemoryBackend(MemoryConfig())
+    with Checkpointer(store) as ckpt:
+        ckpt.save({"x": 1}, 1, mode="blocking")
+        checkpoint = ckpt.open()
+        assert checkpoint.still_there()
+        ckpt.save({"x": 2}, 1, mode="blocking", overwrite=True)
+        assert not checkpoint.still_there()
+        assert ckpt.open().still_there()
+        ckpt.delete(1)
+        assert not checkpoint.still_there()
 
 
 def test_verify_counts_what_it_looked_at(checkpoint):

@@ -203,6 +203,25 @@ def test_what_is_deleted_while_it_is_sent_back_is_gone():
         assert isinstance(told.get(), CheckpointGoneError)
 
 
+def test_what_is_deleted_in_the_queue_is_gone_and_is_copied_after_all_if_that_failed():
+    fast, durable = memory(), FaultyBackend(memory())
+    copied, queued = saved(fast, 1, 2)
+    event = threading.Event()
+    held = durable.block("create", event)
+    with drains_of(Tier("fast", fast), Tier("durable", durable, durable=True)) as drains:
+        told = Told()
+        drains.committed(0, copied, Told(), marked=True)
+        drains.committed(0, queued, told, marked=True)
+        assert held.reached.wait(30)
+        drains.withdraw([queued.uid])
+        assert isinstance(told.get(), CheckpointGoneError)
+        event.set()
+        assert drains.settle(30)
+        assert steps_of(durable) == [1]
+        drains.reinstate([queued.uid])
+        until(lambda: steps_of(durable) == [1, 2])
+
+
 def test_a_tier_that_is_away_is_tried_again_until_it_is_back(caplog):
     fast, durable = memory(), FaultyBackend(memory())
     for operation in ("list", "publish", "create", "read", "stat"):
@@ -436,6 +455,29 @@ def rewrite_a_blob(backend, uid, change):
     data = backend.read_record(name, limit_bytes=1 << 30)
     backend.delete([name])
     backend.publish(name, change(data))
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_what_the_next_tier_has_lost_in_part_is_replaced_only_from_a_good_source(damaged):
+    fast, durable = memory(), memory()
+    (record,) = saved(fast, 1)
+    tiers = Tier("fast", fast), Tier("durable", durable, durable=True)
+    with drains_of(*tiers) as drains:
+        drains.resume()
+        assert drains.settle(30)
+    lose_a_blob(durable, record.uid)
+    left = {info.name for info in durable.list("")}
+    if damaged:
+        flip_a_byte(fast, record.uid)
+    mark(fast, record.uid, 1)
+    with drains_of(*tiers) as drains:
+        drains.resume()
+        assert drains.settle(30)
+    if damaged:
+        assert left <= {info.name for info in durable.list("")}
+    else:
+        with checkpointer(durable) as ckpt:
+            assert ckpt.verify(1).ok
 
 
 @pytest.mark.parametrize("spoil", [lose_all, cut_a_blob, flip_a_byte])

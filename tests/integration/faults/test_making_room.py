@@ -51,15 +51,17 @@ def store():
 
 @pytest.fixture(scope="module")
 def dead():
-    """What tells a process that has ended from all others."""
-    process = subprocess.Popen(["sleep", "600"])
-    identity = identity_of(process.pid)
-    process.kill()
-    process.wait()
-    return identity
+    """The identity of a process that had the number of this one before it."""
+    return f"{identity_of(os.getpid())}0"
 
 
 def test_a_process_is_over_when_it_has_ended_and_not_before(dead):
+    process = subprocess.Popen(["sleep", "600"])
+    identity = identity_of(process.pid)
+    assert not is_over(identity)
+    process.kill()
+    process.wait()
+    assert is_over(identity)
     assert is_over(dead)
     assert not is_over(identity_of(os.getpid()))
     assert not is_over(identity_of(os.getppid()))
@@ -95,12 +97,12 @@ def save(backend, *steps, **options):
             ckpt.save(make_state(step), step, mode="blocking")
 
 
-def leftover(store, process, *, place=None, sealed=False, size_bytes=1000):
+def leftover(store, process, *, place=None, sealed=False, size_bytes=1000, references=()):
     """What a saver leaves that is killed while it writes; `sealed`: right before its record."""
     place = store.url if place is None else place
     now = SYSTEM_CLOCK.now_iso()
     intent = IntentRecord(
-        LEFT, 99, host="h", started=now, refreshed=now, process=process, place=place
+        LEFT, 99, references, "h", started=now, refreshed=now, process=process, place=place
     )
     store.publish(intent_name(LEFT), encode_intent(intent))
     names = [blob_name(LEFT, 0, 0, "raw")]
@@ -172,6 +174,7 @@ def test_a_save_fits_where_retention_was_never_reached(store):
         ("died in another namespace", True),
         ("died, and was copied", True),
         ("died right before its record", True),
+        ("died, and its intent is gone", True),
         ("is of an older release", True),
     ],
 )
@@ -188,12 +191,24 @@ def test_of_leftovers_those_go_at_once_that_are_a_dead_savers_of_this_machine(
     save(store, 1)
     place = "memory://elsewhere" if does == "died, and was copied" else None
     leftover(store, identity, place=place, sealed=does == "died right before its record")
+    if does == "died, and its intent is gone":
+        store.delete([intent_name(LEFT)])
     with checkpointer(store) as ckpt:
         assert is_left(store)  # not at opening
         ckpt.save(make_state(2), 2, mode="blocking")
         assert is_left(store) == stays
         assert same(ckpt.load(1), make_state(1))
         assert same(ckpt.load(2), make_state(2))
+
+
+def test_what_only_a_dead_saver_was_going_to_borrow_goes_with_its_data(store, dead):
+    save(store, 1)
+    lent = blob_name("d" * 32, 0, 0, "raw")  # of a checkpoint that was deleted since
+    store.publish(lent, b"x")
+    leftover(store, dead, references=("d" * 32,))
+    save(store, 2)
+    assert not is_left(store)
+    assert not store.list(lent)
 
 
 def test_a_dead_savers_data_stays_while_no_record_can_be_read(store, dead):
@@ -269,6 +284,7 @@ def test_a_full_store_is_told_with_what_prune_would_free(recorded, store):
         said = rf"ENOSPC.*3.0 MiB could be freed by `penstock prune {store.url} {way}`, if no other"
         with pytest.raises(StorageFullError, match=said):
             ckpt.save(make_state(2), 2, mode="blocking")
+    assert is_left(store)
 
 
 def test_a_full_store_is_told_what_prune_would_free_of_old_leftovers(store):
@@ -285,6 +301,17 @@ def test_a_full_store_is_told_what_prune_would_free_of_old_leftovers(store):
     said = rf"3.0 MiB could be freed by `penstock prune {store.url}`$"
     with checkpointer(aged) as ckpt, pytest.raises(StorageFullError, match=said):
         ckpt.save(make_state(2), 2, mode="blocking")
+    assert is_left(store)
+
+
+def test_a_full_store_that_cannot_be_cleaned_up_is_told_as_full(store, caplog):
+    save(store, 1)
+    faulty = FaultyBackend(store)
+    faulty.fail("write", StorageFullError("No space left on device (ENOSPC)"), times=None)
+    faulty.fail("list", match="data/", times=None)
+    with checkpointer(faulty) as ckpt, pytest.raises(StorageFullError, match="ENOSPC"):
+        ckpt.save(make_state(2), 2, mode="blocking")
+    assert "making room on a full store failed" in caplog.text
 
 
 def test_housekeeping_that_fails_is_logged_and_never_the_saves(store, caplog):

@@ -318,6 +318,29 @@ def test_note_that_is_added_during_a_copy_is_carried_over():
     assert notes_of(target).metadata == {"loss": 1.0}
 
 
+def test_second_copy_brings_what_was_added_since():
+    source, target = memory(), memory()
+    with checkpointer(source) as ckpt:
+        save(ckpt, 1)
+        copied(source, target)
+        ckpt.annotate(1, {"loss": 1.0})
+        copied(source, target)
+    assert notes_of(target).metadata == {"loss": 1.0}
+
+
+def test_damaged_note_is_copied_as_it_is():
+    source, target = memory(), memory()
+    with checkpointer(source) as ckpt:
+        save(ckpt, 1)
+        ckpt.annotate(1, {"loss": 1.0})
+        ckpt.annotate(1, {"by": "ada"})
+    name = noted(source)[0]
+    source.publish(name, b"torn")
+    copied(source, target)
+    assert notes_of(target).metadata == {"by": "ada"}
+    assert list(notes_of(target).damaged) == [name]
+
+
 def test_annotations_are_in_each_tier_that_has_the_checkpoint():
     places = Places()
     with places.open() as ckpt:
