@@ -372,6 +372,14 @@ class Checkpoint:
             tuple(name for name, lossless in is_lossless.items() if lossless is None),
         )
 
+    def still_there(self) -> bool:
+        """Return whether the commit record still names this very checkpoint."""
+        try:
+            self.opened.check_there()
+        except CheckpointGoneError:
+            return False
+        return True
+
     def __repr__(self) -> str:
         return f"<Checkpoint step={self.step} {self._record.objects} objects {self.backend.url}>"
 
