@@ -20,7 +20,7 @@ from penstock.core.concurrency.timing import current_timing
 from penstock.core.concurrency.watchdog import Deadline, spawn
 from penstock.core.errors import ConfigError, CoordinationError
 from penstock.core.limits import MAX_INT
-from penstock.core.plan.ranks import WRITER_BYTES
+from penstock.core.plan.writers import WRITER_BYTES
 from penstock.core.ranks.durability import FollowedDrains, ToldDrains
 from penstock.core.ranks.torch_job import (
     TorchCoordination,
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from penstock.core.concurrency.timing import Timing
     from penstock.core.config.model import CheckpointerConfig
     from penstock.core.errors import RankError
-    from penstock.core.plan.ranks import RankPlaces
+    from penstock.core.plan.writers import RankPlaces
 
 SEVERAL_CHECKPOINTERS = (
     "Of several checkpointers in a job each has to be used for the first time in the same order on "
@@ -185,7 +185,7 @@ class RankGroup:
     Every save and every restore takes a number, so all ranks have to call them in the same order.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - options of tests among them
         self,
         rank: int,
         world_size: int,

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from penstock.core.abc import Backend, Tier
     from penstock.core.format.records import ObjectRecord, PartHead
-    from penstock.core.pipeline.chain import CodecChain
+    from penstock.core.pipeline.codec_chain import CodecChain
     from penstock.core.plan.reads import FrameJob
     from penstock.core.plugins.registry import Registry
     from penstock.core.reporting.progress import Meter
