@@ -21,7 +21,7 @@ FLOAT_DTYPES: Final[dict[str, int]] = {
 
 
 def may_cast(spec: TensorSpec, stored: TensorSpec) -> bool:
-    """Return whether a restore with `cast=` converts: the two differ in the format of floats alone."""
+    """Return whether `cast=` converts: the two differ in the format of floats alone."""
     known = all(FLOAT_DTYPES.get(one.dtype) == one.itemsize for one in (spec, stored))
     return known and spec.dtype != stored.dtype and spec.shape == stored.shape
 

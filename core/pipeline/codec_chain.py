@@ -1,4 +1,4 @@
-"""Encodes and decodes a chunk by a chain of codecs, and computes the checksums of blocks and frames.
+"""Encodes and decodes a chunk by a chain of codecs, and computes checksums of blocks and frames.
 
 A frame that does not get smaller is stored encoded all the same, unless a codec declines it.
 """
