@@ -125,7 +125,7 @@ class LocalBackend(Backend):
         try:
             with explained("create", name, self._names.root):
                 direct = self._direct.for_write(fd)
-                blob = self._opened(name, fd, direct=direct)
+                blob = self._opened(name, fd, direct=direct, writing=True)
         except BaseException:
             os.unlink(name.rpartition("/")[2], dir_fd=folders.last)
             os.close(fd)
@@ -237,8 +237,9 @@ class LocalBackend(Backend):
         del size_hint
         return self._names.create_file(name)
 
-    def _opened(self, name: str, fd: int, *, direct: bool) -> OpenBlob:
+    def _opened(self, name: str, fd: int, *, direct: bool, writing: bool) -> OpenBlob:
         """Return an open file for writes or large reads; the caller maps `OSError`."""
+        del writing
         return OpenBlob(name, fd, direct)
 
     def _check_open(self) -> None:
@@ -294,7 +295,7 @@ class LocalBackend(Backend):
             if wish:
                 with explained("read", name, self._names.root):
                     direct = self._direct.for_read(fd)
-                    blob = self._opened(name, fd, direct=direct)
+                    blob = self._opened(name, fd, direct=direct, writing=False)
                 blobs[name, wish] = blob
         return blob
 

@@ -40,10 +40,13 @@ _PATTERN_RAID0: Final = 0x001
 _PATTERN_MDT: Final = 0x100
 _PATTERN_DEFAULT: Final = 0xFFFFFFFF
 _PATTERN_RELEASED: Final = 0x80000000
+_FLAG_STALE: Final = 0x01
 _FLAG_INIT: Final = 0x10
-_UNREAD: Final = 0x01 | 0x40 | 0x80  # a stale mirror, what only grows another component, parity
+_FLAG_EXTENSION: Final = 0x40
+_FLAG_PARITY: Final = 0x80
 _ALL_STRIPES_FROM: Final = 0xFFE0  # to 0xffff: over all OSTs, in a folder's default
 _EOF: Final = (1 << 64) - 1
+_EXTENSION_UNIT: Final = 1024
 _MAGIC_BYTES: Final = 4
 MAX_LAYOUT_BYTES: Final = 1 << 20  # a file system with `ea_inode` keeps attributes up to here
 ALL_STRIPES: Final = -1
@@ -61,6 +64,9 @@ class Component:
         stripe_bytes: The bytes on one OST before the next one's turn; 0 is the default.
         osts: The index of the OST of every stripe, empty while none is assigned.
         on_mdt: Whether its bytes lie on a metadata server (Data-on-MDT).
+        stale: Whether its mirror does not have later writes.
+        extension: Whether it only grows the component before it, by `stripe_bytes` at a time.
+        parity: Whether it holds parity of other components, and no bytes of the file.
     """
 
     start: int = 0
@@ -69,6 +75,9 @@ class Component:
     stripe_bytes: int = 0
     osts: tuple[int, ...] = ()
     on_mdt: bool = False
+    stale: bool = False
+    extension: bool = False
+    parity: bool = False
 
     def covers(self, offset: int) -> bool:
         """Return whether the byte at `offset` is in the component's range."""
@@ -85,15 +94,21 @@ class Layout:
     """The layout of one file, or the default that a folder gives to new files.
 
     Attributes:
-        components: The components that bytes are read from, in the order in which they are stored;
-            none if the bytes are not kept by Lustre.
+        components: The components, in the order in which they are stored.
+        foreign: Whether the bytes are not kept by Lustre; then there are no components.
     """
 
     components: tuple[Component, ...]
+    foreign: bool = False
 
     def at(self, offset: int) -> Component | None:
         """Return the component that a read of `offset` would be served from."""
-        return next((c for c in self.components if c.covers(offset)), None)
+        found = [
+            c
+            for c in self.components
+            if c.covers(offset) and not (c.stale or c.extension or c.parity)
+        ]
+        return found[0] if found else None
 
     def ost_at(self, offset: int) -> int | None:
         """Return the index of the OST with the byte at `offset`; None if unknown or on no OST."""
@@ -126,7 +141,7 @@ def parse_layout(data: bytes, /) -> Layout:
         (length,) = _unpack(order, "4xI8x", data, 0)
         if 16 + length > len(data):
             _refuse(f"a foreign value of {length} bytes does not fit")
-        return Layout(())
+        return Layout((), foreign=True)
     if magic in _PLAIN:
         return Layout((_plain(order, data, strict=False),))
     return _composite(order, data)
@@ -139,14 +154,13 @@ def _composite(order: str, data: bytes) -> Layout:
         _refuse(f"{entries} components in {size} of {len(data)} bytes")
     if not entries:
         _refuse("it has no component")
-    found = [
+    components = tuple(
         _entry(order, data[:size], _COMP_BYTES + n * _ENTRY_BYTES, table) for n in range(entries)
-    ]
-    return Layout(tuple(component for component in found if component is not None))
+    )
+    return Layout(components)
 
 
-def _entry(order: str, data: bytes, at: int, table: int) -> Component | None:
-    """Parse a component; None for one that no bytes of the file are read from."""
+def _entry(order: str, data: bytes, at: int, table: int) -> Component:
     number, flags, start, stop, offset, size, _, _ = _unpack(order, _ENTRY, data, at)
     if start >= stop:
         _refuse(f"component {number:#x} goes from {start} to {stop}")
@@ -157,10 +171,18 @@ def _entry(order: str, data: bytes, at: int, table: int) -> Component | None:
         component = Component(stripe_count=0)
     else:
         component = _plain(order, blob, strict=bool(flags & _FLAG_INIT))
-    if flags & _UNREAD:
-        return None
-    osts = component.osts if flags & _FLAG_INIT else ()
-    return replace(component, start=start, stop=None if stop == _EOF else stop, osts=osts)
+    extension = bool(flags & _FLAG_EXTENSION)
+    return replace(
+        component,
+        start=start,
+        stop=None if stop == _EOF else stop,
+        # The same field holds the size by which an extension grows, which is in KiB.
+        stripe_bytes=component.stripe_bytes * (_EXTENSION_UNIT if extension else 1),
+        osts=() if extension or not flags & _FLAG_INIT else component.osts,
+        stale=bool(flags & _FLAG_STALE),
+        extension=extension,
+        parity=bool(flags & _FLAG_PARITY),
+    )
 
 
 def _plain(order: str, data: bytes, *, strict: bool) -> Component:

@@ -1,7 +1,8 @@
-"""The client of Lustre: all calls of the kernel and of `lfs`, and the output of `lfs df`, parsed.
+"""The client of Lustre: all calls of the kernel and of `lfs`, and the output of `lfs`, parsed.
 
-The form of `lfs df` is that of `lustre/utils/lfs.c` as of v2_17_57, and the older one of the manual
-page `lfs-df(1)`.
+The forms of `getstripe` (YAML and plain) and `df` are those of `lustre/utils/liblustreapi.c` and
+`lustre/utils/lfs.c` as of v2_17_57, and the older ones of the manual pages `lfs-getstripe(1)` and
+`lfs-df(1)`.
 """
 
 from __future__ import annotations
@@ -10,19 +11,48 @@ import errno
 import os
 import re
 import subprocess
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, field, replace
+from typing import Final, NoReturn
 
 from penstock.backends.local.kernel import file_system_type
-from penstock.backends.lustre.components import LOV_ATTRIBUTE
+from penstock.backends.lustre.components import (
+    ALL_STRIPES,
+    LOV_ATTRIBUTE,
+    MAX_LAYOUT_BYTES,
+    Component,
+    Layout,
+)
 from penstock.backends.lustre.policy import Ost
 from penstock.core.errors import CapabilityError, FormatError, StorageTimeoutError
 
 LUSTRE_MAGIC: Final = 0x0BD00BD0  # LL_SUPER_MAGIC of lustre_user.h
 
+# From linux/magic.h and the file systems' own sources; used in messages only.
+_NAMES: Final = {
+    0xEF53: "ext2, ext3 or ext4",
+    0x58465342: "XFS",
+    0x9123683E: "Btrfs",
+    0x2FC12FC1: "ZFS",
+    0x01021994: "tmpfs",
+    0x794C7630: "overlayfs",
+    0x6969: "NFS",
+    0x47504653: "GPFS (Storage Scale)",
+    0x19830326: "BeeGFS",
+    0x00C36400: "CephFS",
+    0x65735546: "a FUSE file system",
+    0x01021997: "9p",
+}
 _OPEN_FOLDER: Final = re.compile(r"/proc/self/fd/(\d+)/")
 _NO_LAYOUT: Final = {errno.ENODATA, errno.EOPNOTSUPP, errno.EPERM, errno.EACCES, errno.ENOTTY}
 
+_FIELD = re.compile(
+    r"(?:\b|_)(stripe_count|stripe_size|extension_size|pattern|stripe_offset"
+    r"|lcme_id|lcme_flags|lcme_extent\.e_start|lcme_extent\.e_end"
+    r"|foreign_size|lfm_length):[ \t]*([^\s]+)"
+)
+_OBJECT = re.compile(r"l_ost_idx:\s*(0x[0-9a-fA-F]{1,8}|\d{1,10})\b")
+_PLAIN_OBJECT = re.compile(r"\s*(0x[0-9a-fA-F]{1,8}|\d{1,10})\s+\d+\s+(?:0x)?[0-9a-fA-F]+\s+\S+")
+_NUMBER = re.compile(r"-?(0x[0-9a-fA-F]{1,16}|\d{1,20})")
 _OST_ROW = re.compile(
     r"(?P<uuid>\S*OST[0-9a-fA-F]{4,}\S*)\s+(?P<total>\d{1,20})\s+\d{1,20}\s+(?P<avail>\d{1,20})\s+"
     r"\d{1,3}%\s+\S.*\[OST:(?P<index>\d{1,10})\]\s*(?P<flags>[A-Za-z]*)"
@@ -114,6 +144,25 @@ def existing_folder(path: str) -> str:
     return path
 
 
+def file_system_name(magic: int) -> str:
+    """Return the usual name of the file system with this magic number."""
+    return _NAMES.get(magic, f"of the unknown kind {magic:#010x}")
+
+
+def parse_getstripe(text: str, /) -> Layout:
+    """Parse the layout that `lfs getstripe [-y]` printed of one file or (`-d`) of one folder.
+
+    Raises:
+        FormatError: The text shows no layout, or an impossible one.
+    """
+    if len(text) > 64 * MAX_LAYOUT_BYTES:
+        _refuse(text)
+    draft = _LayoutDraft()
+    for line in text.splitlines()[:_MAX_LINES]:
+        draft.take(line)
+    return draft.layout(text)
+
+
 def parse_df(text: str, /) -> tuple[Ost, ...]:
     """Parse the OSTs that `lfs df` printed, by index; inactive and unreachable ones are left out.
 
@@ -130,3 +179,83 @@ def parse_df(text: str, /) -> tuple[Ost, ...]:
         msg = f"lfs df shows no OST: {text.strip()[:200]!r}"
         raise FormatError(msg, ["lfs df"])
     return tuple(found[index] for index in sorted(found))
+
+
+@dataclass(slots=True)
+class _LayoutDraft:
+    components: list[Component] = field(default_factory=list)
+    foreign: bool = False
+    seen: bool = False
+    in_table: bool = False
+
+    def take(self, line: str) -> None:
+        self.in_table = "obdidx" in line or (self.in_table and bool(line.strip()))
+        for key, value in _FIELD.findall(line):
+            self._set(key, value)
+        for index in _OBJECT.findall(line):
+            self._add(int(index, 0))
+        row = _PLAIN_OBJECT.match(line) if self.in_table else None
+        if row is not None:
+            self._add(int(row[1], 0))
+
+    def layout(self, text: str) -> Layout:
+        if self.foreign:
+            return Layout((), foreign=True)
+        if not self.seen:
+            _refuse(text)
+        for c in self.components:
+            ends_early = c.stop is not None and c.start >= c.stop
+            if ends_early or (c.osts and (c.stripe_bytes <= 0 or len(c.osts) != c.stripe_count)):
+                _refuse(text)
+        return Layout(tuple(self.components))
+
+    def _set(self, key: str, value: str) -> None:
+        if key == "lcme_id":
+            self.components.append(Component())
+        elif key in {"foreign_size", "lfm_length"}:
+            self.foreign = True
+        else:
+            self._set_component(key, value)
+
+    def _set_component(self, key: str, value: str) -> None:
+        last = self._last()
+        if key == "stripe_count":
+            self.seen = True
+            count = _number(value)
+            last = replace(last, stripe_count=ALL_STRIPES if count < 0 else count)
+        elif key == "stripe_size":
+            last = replace(last, stripe_bytes=_number(value))
+        elif key == "extension_size":
+            last = replace(last, stripe_bytes=_number(value), extension=True)
+        elif key == "pattern":
+            last = replace(last, on_mdt="mdt" in value)
+            self.foreign = self.foreign or "foreign" in value
+        elif key == "lcme_flags":
+            flags = value.split(",")
+            last = replace(last, stale="stale" in flags, parity="parity" in flags)
+            last = replace(last, extension=last.extension or "extension" in flags)
+        elif key == "lcme_extent.e_start":
+            last = replace(last, start=_number(value))
+        elif key == "lcme_extent.e_end":
+            last = replace(last, stop=None if value.upper() == "EOF" else _number(value))
+        self.components[-1] = last
+
+    def _add(self, ost: int) -> None:
+        last = self._last()
+        self.components[-1] = replace(last, osts=(*last.osts, ost))
+
+    def _last(self) -> Component:
+        if not self.components:
+            self.components.append(Component())
+        return self.components[-1]
+
+
+def _number(value: str) -> int:
+    if not _NUMBER.fullmatch(value):
+        _refuse(value)
+    return int(value, 0) if "x" in value else int(value)
+
+
+def _refuse(text: str) -> NoReturn:
+    msg = f"lfs getstripe shows no layout that is understood: {text.strip()[:200]!r}"
+    raise FormatError(msg, ["lfs getstripe"])

@@ -20,7 +20,8 @@ MIN_OBJECT_BYTES: Final = 64 << 20  # less on one OST does not pay for an object
 MIN_IO_BYTES: Final = 4 << 20  # DT_DEF_BRW_SIZE: the bytes of one RPC
 MAX_RUN_BYTES: Final = 128 << 20  # of one object at a time, where OSTs hold several
 WIDEST: Final = 160  # more stripes do not fit where inodes have no room for large attributes
-SLACK: Final = 1.08  # a busiest OST with that much more than the least is accepted
+SLACK: Final = 1.01  # so much slower than the best balance is accepted for fewer stripes
+SEPARATE_SLACK: Final = 1.08  # and so much if blobs then share no OST at all
 STEPS: Final = 2  # a blob goes round its stripes at least so often
 UNKNOWN_BLOB_BYTES: Final = 1 << 30
 UNKNOWN_OSTS_STRIPES: Final = 4  # the server places them at random: a few even out the load
@@ -90,9 +91,11 @@ def plan_striping(demand: Demand, osts: tuple[Ost, ...], /) -> Striping:
     """Return the striping of one blob.
 
     * No stripe holds less than `MIN_OBJECT_BYTES`, so small blobs have one.
-    * No blob has more stripes than its writer has requests in flight.
     * Writers that fill the OSTs a whole number of times have one stripe each. The rest have the
-      smallest number that balances the OSTs within `SLACK`, and begin at even distances.
+      smallest number that balances the OSTs within `SLACK`.
+    * Fewer writers than OSTs have OSTs of their own, with no more stripes than requests in flight,
+      if that balances the OSTs within `SEPARATE_SLACK`. Else they share OSTs, with the smallest
+      number of stripes that loads all alike, and begin at even distances.
     * Half of the bytes that a writer has in flight cover its share of the OSTs. So stripes are
       short if writers are few, and long if each writer needs one OST at a time: an OST that changes
       from one object to another stands still meanwhile.
@@ -109,7 +112,8 @@ def plan_striping(demand: Demand, osts: tuple[Ost, ...], /) -> Striping:
     if not usable:
         return Striping(useful, _in_units(demand.io_bytes))
     if demand.writers == 1:
-        return Striping(useful, _stripe_bytes(demand, useful, len(usable)))
+        count = min(useful, _short_requests(demand))
+        return Striping(count, _stripe_bytes(demand, count, len(usable)))
     places = _own_places(demand, usable, useful)
     return Striping(len(places), _stripe_bytes(demand, len(places), len(usable)), places)
 
@@ -128,9 +132,7 @@ def usable_osts(demand: Demand, osts: tuple[Ost, ...], /) -> tuple[int, ...]:
 
 def useful_stripes(demand: Demand, osts: int, /) -> int:
     """Return the most stripes that could make one blob of `demand` faster on so many OSTs."""
-    # With the shortest requests a writer has the most of them in flight.
-    requests = min(demand.in_flight, demand.in_flight_bytes // MIN_IO_BYTES)
-    return max(1, min(osts, WIDEST, requests, _blob_bytes(demand) // MIN_OBJECT_BYTES))
+    return max(1, min(osts, WIDEST, _blob_bytes(demand) // MIN_OBJECT_BYTES))
 
 
 def load(writers: int, osts: int, count: int, /) -> float:
@@ -142,7 +144,16 @@ def _balanced(demand: Demand, rest: int, osts: int, useful: int) -> int:
     """Return the stripes of each of `rest` writers, if all others fill whole rounds."""
     rounds = demand.writers // osts
     loads = [rounds + load(rest, osts, count) for count in range(1, useful + 1)]
-    return next(n for n, value in enumerate(loads, start=1) if value <= min(loads) * SLACK)
+    best = min(loads)
+    if rounds == 0:
+        flight = _short_requests(demand)
+        separate = min(osts // rest, useful, flight)
+        if separate == flight or 1 / separate <= best * SEPARATE_SLACK:
+            return separate
+        exact = osts // gcd(osts, rest)
+        if exact <= useful:
+            return exact
+    return next(n for n, value in enumerate(loads, start=1) if value <= best * SLACK)
 
 
 def _own_places(demand: Demand, usable: tuple[int, ...], useful: int) -> tuple[int, ...]:
@@ -173,6 +184,11 @@ def _stride(ring: int, turn: int) -> int:
     """
     strides = [n for n in range(1, ring) if gcd(n, ring) == 1] or [1]
     return strides[turn % len(strides)]
+
+
+def _short_requests(demand: Demand) -> int:
+    """Return how many requests a writer can have in flight, if they are short."""
+    return max(1, min(demand.in_flight, demand.in_flight_bytes // MIN_IO_BYTES))
 
 
 def _stripe_bytes(demand: Demand, count: int, ring: int) -> int:

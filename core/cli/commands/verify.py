@@ -1,4 +1,7 @@
-"""The `penstock verify` command."""
+"""The `penstock verify` command; exits with 1 where it returns False (`cli/app`).
+
+Tested in `tests/core/cli/test_verify.py`.
+"""
 
 from __future__ import annotations
 

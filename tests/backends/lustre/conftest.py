@@ -18,11 +18,17 @@ ATTRIBUTE = "user.lov"
 class StandInClient(LustreClient):
     """The kernel of a Lustre client: `f_type`, and the layout under another attribute's name."""
 
+    def __init__(self, lfs, *, shows_layouts=True):
+        super().__init__(str(lfs), 60.0)
+        self._shows_layouts = shows_layouts
+
     def file_system(self, folder):
         super().file_system(folder)
         return LUSTRE_MAGIC
 
     def layout_attribute(self, file):
+        if not self._shows_layouts:
+            return None
         try:
             return os.getxattr(file, ATTRIBUTE)
         except OSError as error:
@@ -76,9 +82,9 @@ def open_lustre(lfs, tmp_path):
     """Opens `lustre` over a folder that says it is on Lustre; closes it."""
     opened = []
 
-    def open_lustre(root="root", *, cls=LustreBackend, **options):
+    def open_lustre(root="root", *, cls=LustreBackend, shows_layouts=True, **options):
         options = {"path": str(tmp_path / root), "engine": "posix", "writers": 1} | options
-        client = StandInClient(str(options.get("lfs", lfs.path)))
+        client = StandInClient(options.get("lfs", lfs.path), shows_layouts=shows_layouts)
         opened.append(cls(LustreConfig(**options), client=client))
         return opened[-1]
 

@@ -1,5 +1,5 @@
-"""Stands in for Lustre's `lfs`: the options, texts and exit codes of `lfs-setstripe(1)`
-and `lfs-df(1)`, over plain files whose layout is kept in a user attribute.
+"""Stands in for Lustre's `lfs`: the options, texts and exit codes of `lfs-setstripe(1)`,
+`lfs-getstripe(1)` and `lfs-df(1)`, over plain files whose layout is kept in a user attribute.
 
 It reads the state of the file system from `lfs.json` beside it, and appends its calls to
 `calls.jsonl`.
@@ -24,7 +24,7 @@ def main():
     if state.get("hangs"):
         time.sleep(3600)
     command, *arguments = sys.argv[1:]
-    return {"setstripe": setstripe, "df": df}[command](state, arguments)
+    return {"setstripe": setstripe, "getstripe": getstripe, "df": df}[command](state, arguments)
 
 
 def complain(number, message):
@@ -105,6 +105,36 @@ def composite(parts):
         table += struct.pack("<IIQQIIIQI", number, 0x10, start, end, at, len(blob), 0, 0, 0)
         blobs, at = blobs + blob, at + len(blob)
     return struct.pack("<IIIHHHHQI", 0x0BD60BD0, at, 1, 0, len(parts), 0, 0, 0, 0) + table + blobs
+
+
+def getstripe(state, arguments):
+    path = arguments[-1]
+    if "-y" in arguments and state.get("no_yaml"):
+        return complain(1, "lfs getstripe: invalid option -- 'y'")
+    if "-d" in arguments:
+        count = state.get("default_count", 1)
+        if "-y" not in arguments:
+            print(path)
+        print(f"stripe_count:  {count} stripe_size:   4194304 pattern:       0 stripe_offset: -1")
+        return 0
+    value = os.getxattr(path, ATTRIBUTE)
+    size, count = struct.unpack_from("<IH", value, 24)
+    osts = [struct.unpack_from("<I", value, 32 + 24 * n + 20)[0] for n in range(count)]
+    if "-y" in arguments:
+        print(f"lmm_stripe_count:  {count}\nlmm_stripe_size:   {size}\nlmm_pattern:       raid0")
+        print(f"lmm_layout_gen:    0\nlmm_stripe_offset: {osts[0]}\nlmm_objects:")
+        for index in osts:
+            print(f"      - l_ost_idx: {index}\n        l_fid:     0x100000000:0x2:0x0")
+        return 0
+    print(
+        f"{path}\nlmm_stripe_count:  {count}\nlmm_stripe_size:   {size}\nlmm_pattern:       raid0"
+    )
+    print(f"lmm_layout_gen:    0\nlmm_stripe_offset: {osts[0]}")
+    print("\tobdidx\t\t objid\t\t objid\t\t group")
+    for index in osts:
+        print(f"\t{index:6}\t{4711:14}\t{'0x1267':>13}\t{0:14}\t")
+    print()
+    return 0
 
 
 def df(state, arguments):

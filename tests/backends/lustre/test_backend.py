@@ -9,8 +9,8 @@ from tests.backends.lustre.structures import plain
 
 from penstock.backends.local.threads import ThreadEngine
 from penstock.backends.lustre import LustreBackend, LustreConfig
+from penstock.backends.lustre.backend import LayoutPlacer, cut_bytes
 from penstock.backends.lustre.components import Component, Layout, parse_layout
-from penstock.backends.lustre.layout_placer import LayoutPlacer, cut_bytes
 from penstock.core.errors import (
     BlobExistsError,
     CapabilityError,
@@ -55,9 +55,10 @@ def test_on_another_file_system_it_conforms(engine, tmp_path):
 
 
 @pytest.mark.slow
-def test_with_layouts_set_it_conforms(open_lustre):
+def test_with_layouts_set_it_conforms(open_lustre, lfs):
     # Records too are placed, and blobs striped over named OSTs: every path that differs.
-    check_backend(lambda root: open_lustre(root, writers=2, records="dom"))
+    lfs.set(default_count=-1)
+    check_backend(lambda root: open_lustre(root, writers=2, shows_layouts=False, records="dom"))
 
 
 # -- whether this is Lustre -----------------------------------------------------------------------
@@ -101,7 +102,7 @@ def test_the_osts_are_asked_for_once_not_per_blob(open_lustre, lfs):
     for number in range(5):
         put(backend, f"data/u/blobs/{number}.raw", size_hint=GIB)
     calls = [call[0] for call in lfs.calls()]
-    assert {name: calls.count(name) for name in calls} == {"setstripe": 5, "df": 1}
+    assert {name: calls.count(name) for name in calls} == {"setstripe": 5, "df": 1, "getstripe": 1}
 
 
 def test_records_get_one_stripe_where_the_default_is_wide(open_lustre, lfs, tmp_path):
@@ -116,13 +117,6 @@ def test_records_get_one_stripe_where_the_default_is_wide(open_lustre, lfs, tmp_
     assert backend.read_record("commits/1.json", limit_bytes=9) == b"{}"
     with pytest.raises(BlobExistsError):
         backend.publish("commits/1.json", b"other", exclusive=True)
-
-
-def test_a_folder_without_a_default_has_that_of_the_file_system(open_lustre, tmp_path, monkeypatch):
-    monkeypatch.setattr(os.path, "ismount", lambda path: path == str(tmp_path))
-    os.setxattr(tmp_path, ATTRIBUTE, plain(count=4))
-    open_lustre("runs/root").publish("commits/1.json", b"{}")
-    assert layout_of(tmp_path / "runs/root/commits/1.json")[0].stripe_count == 1
 
 
 # -- failures of lfs -----------------------------------------------------------------------------
@@ -152,7 +146,7 @@ def test_without_lfs_plain_files_are_written(open_lustre, tmp_path, caplog):
 
 def test_an_lfs_that_hangs_is_given_up(open_lustre, lfs, tmp_path):
     backend = open_lustre()
-    backend._placer._client._timeout_s = 0.2
+    backend._client._timeout_s = 0.2
     lfs.set(hangs=True)
     with pytest.raises(StorageTimeoutError, match=r"setstripe .* did not end within 0.2 s"):
         backend.create(BLOB)

@@ -1,9 +1,9 @@
-"""The advice on OSTs in errors."""
+"""The advice on layouts in errors and warnings."""
 
 import errno
 
-from penstock.backends.lustre.components import Component, Layout
-from penstock.backends.lustre.layout_placer import about_osts
+from penstock.backends.lustre.backend import about_default, about_osts
+from penstock.backends.lustre.components import ALL_STRIPES, Component, Layout
 from penstock.backends.lustre.policy import Ost
 from penstock.core.types import ByteRange
 
@@ -26,3 +26,16 @@ def test_where_no_ost_is_to_blame_or_known_nothing_is_said():
         (errno.ENOSPC, Layout((Component(),))),
     ]:
         assert about_osts(number, layout, ByteRange(0, 4096), OSTS) == ""
+
+
+def default(count, **component):
+    return Layout((Component(stripe_count=count, stripe_bytes=MIB, **component),))
+
+
+ALWAYS = {"blob_bytes": 64 << 30, "blobs_inherit": True, "records_inherit": True}
+
+
+def test_a_wide_default_hurts_records():
+    for count, said in [(ALL_STRIPES, "every OST"), (16, "many OSTs")]:
+        assert said in about_default(default(count), **ALWAYS)
+        assert about_default(default(count), **ALWAYS | {"records_inherit": False}) == ""
