@@ -1,6 +1,6 @@
 """The `penstock verify` command; exits with 1 where it returns False (`cli/app`).
 
-Tested in `tests/core/cli/test_verify.py`.
+Tested in `tests/core/cli/test_cli.py`.
 """
 
 from __future__ import annotations
