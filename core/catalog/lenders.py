@@ -1,6 +1,7 @@
-"""The saves from which checkpoints borrow blobs (chains of deltas), as commit records show them.
+"""The saves from which checkpoints borrow blobs (chains of deltas), for messages and `penstock ls`.
 
-The step of a save whose checkpoint was deleted is known only from a checkpoint whose base it was.
+What is not deleted because others borrow it: `Survey.needed_without`. The step of a save whose
+checkpoint was deleted is known only from a checkpoint whose base it was.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from penstock.core.errors import (
     BusyError,
     SaveAbortedError,
 )
-from penstock.core.pipeline.chain import mismatches
+from penstock.core.pipeline.codec_chain import mismatches
 from penstock.core.pipeline.staging import Staging
 from penstock.core.types import ByteRange, ReadRequest, WriteRequest, align_down
 

@@ -19,15 +19,15 @@ from penstock.core.catalog.notes import carry_notes
 from penstock.core.catalog.retention import clean_up_after
 from penstock.core.catalog.survey import last_place
 from penstock.core.errors import SelectionError, StepExistsError
-from penstock.core.pipeline.chain import CodecChain
+from penstock.core.pipeline.codec_chain import CodecChain
 from penstock.core.reporting.events import EventStream
 from penstock.core.reporting.progress import follow
 from penstock.core.restore.earlier import EarlierReader
 from penstock.core.restore.stored_source import StoredReader, StoredSource
+from penstock.core.save.bases import KeptChunks, SaveBases
 from penstock.core.save.job import SaveJob
 from penstock.core.save.manifest import ManifestWriter
 from penstock.core.save.prepare import plan_state, staging_for
-from penstock.core.save.references import KeptChunks, SaveBases
 from penstock.core.save.request import Destination, SaveSurroundings
 from penstock.core.save.rules import ChainTable
 from penstock.core.tree.describe import Description

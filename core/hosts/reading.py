@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from penstock.core.hosts.division import Division, Relayed
     from penstock.core.hosts.meeting import Met
-    from penstock.core.pipeline.chain import CodecChain
+    from penstock.core.pipeline.codec_chain import CodecChain
     from penstock.core.pipeline.exchange import Share
     from penstock.core.pipeline.loader import Loader
     from penstock.core.plan.reads import FrameJob

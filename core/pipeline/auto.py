@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from penstock.core.abc import CodecContext
     from penstock.core.concurrency.workers import Workers
-    from penstock.core.pipeline.chain import CodecChain
     from penstock.core.pipeline.chunks import Captured, ChunkResult
+    from penstock.core.pipeline.codec_chain import CodecChain
     from penstock.core.plan.save import SavePlan
     from penstock.core.types import Role
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from penstock.core.concurrency.timing import Timing
-    from penstock.core.pipeline.chain import CodecChain
+    from penstock.core.pipeline.codec_chain import CodecChain
     from penstock.core.pipeline.staging import Block, Staging
     from penstock.core.plan.reads import FrameJob
     from penstock.core.types import ByteRange

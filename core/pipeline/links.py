@@ -1,6 +1,6 @@
 """Calls one codec of a chain, and checks each answer of the codec against its contract.
 
-Tested in `tests/core/pipeline/test_chain.py`.
+Tested in `tests/core/pipeline/test_codec_chain.py`.
 """
 
 from __future__ import annotations

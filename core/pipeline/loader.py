@@ -34,7 +34,7 @@ from penstock.core.errors import (
 )
 from penstock.core.foreign import noting_origin, said
 from penstock.core.format.blocks import frame_blocks
-from penstock.core.pipeline.chain import checksum, mismatches
+from penstock.core.pipeline.codec_chain import checksum, mismatches
 from penstock.core.pipeline.staging import Staging, ThreadMemory, has_small_pages, map_memory
 from penstock.core.pipeline.writer import BATCH_BYTES
 from penstock.core.types import PAGE_BYTES, ByteRange, ReadRequest
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from penstock.core.abc import Backend, Tier
     from penstock.core.concurrency.workers import Workers
-    from penstock.core.pipeline.chain import CodecChain
+    from penstock.core.pipeline.codec_chain import CodecChain
     from penstock.core.pipeline.exchange import Exchange
     from penstock.core.pipeline.staging import Block
     from penstock.core.plan.reads import ChunkUse, FrameJob

@@ -21,8 +21,8 @@ from penstock.core.concurrency.copy_bytes import copy_bytes
 from penstock.core.concurrency.workers import BusyClock
 from penstock.core.errors import CodecError
 from penstock.core.format.blocks import frame_blocks
-from penstock.core.pipeline.chain import checksum_blocks, content_hash
 from penstock.core.pipeline.chunks import ChunkResult
+from penstock.core.pipeline.codec_chain import checksum_blocks, content_hash
 from penstock.core.pipeline.staging import ThreadMemory
 from penstock.core.plan.earlier_frames import content_key
 from penstock.core.plan.save import RawLayout, context_of, elements_of
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from penstock.core.abc import Backend
     from penstock.core.concurrency.workers import Workers
     from penstock.core.pipeline.auto import ChainChoices
-    from penstock.core.pipeline.chain import CodecChain, EncodedFrame
     from penstock.core.pipeline.chunks import Captured
+    from penstock.core.pipeline.codec_chain import CodecChain, EncodedFrame
     from penstock.core.plan.earlier_frames import ContentKey, StoredFrame
     from penstock.core.plan.save import Chunk, SavePlan
-    from penstock.core.save.references import SaveBases
+    from penstock.core.save.bases import SaveBases
 
 log = logging.getLogger("penstock")
 

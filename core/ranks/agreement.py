@@ -27,7 +27,7 @@ from penstock.core.errors import (
     SaveSkippedError,
     StepExistsError,
 )
-from penstock.core.plan.ranks import WRITER_BYTES, RankPlaces
+from penstock.core.plan.writers import WRITER_BYTES, RankPlaces
 from penstock.core.ranks.group import SEVERAL_CHECKPOINTERS, cause_of, failed_with
 from penstock.core.ranks.session import RankSession
 from penstock.core.ranks.structure import (

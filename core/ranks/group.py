@@ -20,7 +20,7 @@ from penstock.core.concurrency.timing import current_timing
 from penstock.core.concurrency.watchdog import Deadline, spawn
 from penstock.core.errors import ConfigError, CoordinationError
 from penstock.core.limits import MAX_INT
-from penstock.core.plan.ranks import WRITER_BYTES
+from penstock.core.plan.writers import WRITER_BYTES
 from penstock.core.ranks.durability import FollowedDrains, ToldDrains
 from penstock.core.ranks.torch_job import (
     TorchCoordination,
@@ -49,9 +49,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from penstock.core.abc import Coordination
+    from penstock.core.concurrency.timing import Timing
     from penstock.core.config.model import CheckpointerConfig
     from penstock.core.errors import RankError
-    from penstock.core.plan.ranks import RankPlaces
+    from penstock.core.plan.writers import RankPlaces
 
 SEVERAL_CHECKPOINTERS = (
     "Of several checkpointers in a job each has to be used for the first time in the same order on "
@@ -184,7 +185,7 @@ class RankGroup:
     Every save and every restore takes a number, so all ranks have to call them in the same order.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - options of tests among them
         self,
         rank: int,
         world_size: int,
@@ -195,6 +196,7 @@ class RankGroup:
         writer_bytes: int = WRITER_BYTES,
         members: Sequence[int] = (),
         name: str = "",
+        timing: Timing | None = None,
     ) -> None:
         """Join the ranks; nothing is sent.
 
@@ -208,13 +210,15 @@ class RankGroup:
             members: Their numbers in the job, in order, where others of the job are left out;
                 empty: they are all of it.
             name: The name under which they meet, if they have one.
+            timing: Says how long is waited, and by which clock the silence of others is counted;
+                None: the timing in force.
         """
         self.writer_bytes = writer_bytes
         self.place = RankPlace(rank, world_size, host or socket.gethostname(), tuple(members))
         self.name = name
         self.coordination = coordination
         self.timeout_s = timeout_s
-        self.timing = current_timing()
+        self.timing = timing or current_timing()
         self.places = KnownPlaces()
         """The places of this rank in the newest saves."""
         self.by_host: tuple[tuple[int, ...], ...] | None = None

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from penstock.core.abc import Backend, Tier
     from penstock.core.format.records import ObjectRecord, PartHead
-    from penstock.core.pipeline.chain import CodecChain
+    from penstock.core.pipeline.codec_chain import CodecChain
     from penstock.core.plan.reads import FrameJob
     from penstock.core.plugins.registry import Registry
     from penstock.core.reporting.progress import Meter
@@ -371,6 +371,14 @@ class Checkpoint:
             tuple(name for name, lossless in is_lossless.items() if lossless is False),
             tuple(name for name, lossless in is_lossless.items() if lossless is None),
         )
+
+    def still_there(self) -> bool:
+        """Return whether the commit record still names this very checkpoint."""
+        try:
+            self.opened.check_there()
+        except CheckpointGoneError:
+            return False
+        return True
 
     def __repr__(self) -> str:
         return f"<Checkpoint step={self.step} {self._record.objects} objects {self.backend.url}>"

@@ -16,11 +16,11 @@ from penstock.core.concurrency.garbage import collections_held
 from penstock.core.errors import FormatError, PluginError
 from penstock.core.foreign import memory_permitting
 from penstock.core.format.index import NO_BYTES, IndexReader
-from penstock.core.pipeline.chain import CodecChain
+from penstock.core.pipeline.codec_chain import CodecChain
 from penstock.core.plan.derived import MASTER_DTYPE, ROUNDED_DTYPES
 from penstock.core.plan.reads import ObjectRequest, plan_reads
 from penstock.core.plan.regions import common_region
-from penstock.core.restore.cast_sink import CastSink
+from penstock.core.restore.converting_sink import CastSink
 from penstock.core.restore.manifest_reader import ManifestReader
 from penstock.core.tree.paths import path_hash, paths_above, show_path
 from penstock.core.types import Kind

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from penstock.core.abc import Backend, CodecContext
     from penstock.core.format.records import Chain, CommitRecord
-    from penstock.core.pipeline.chain import CodecChain
+    from penstock.core.pipeline.codec_chain import CodecChain
     from penstock.core.plan.earlier_frames import ChunkKey, StoredFrame
     from penstock.core.plugins.registry import Registry
     from penstock.core.types import ObjectPath, Region

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from penstock.core.abc import Backend
     from penstock.core.format.records import CommitRecord, ObjectRecord
     from penstock.core.hosts.reading import JobReading, SharedReading
-    from penstock.core.pipeline.chain import CodecChain
+    from penstock.core.pipeline.codec_chain import CodecChain
     from penstock.core.pipeline.loader import Loader
     from penstock.core.plan.reads import FrameJob
     from penstock.core.plugins.registry import Registry

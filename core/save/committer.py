@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from penstock.core.pipeline.chunks import ChunkResult
     from penstock.core.ranks.agreement import AgreementOfOne, SaveAgreement
     from penstock.core.reporting.reports import CodecChoice
+    from penstock.core.save.bases import SaveBases
     from penstock.core.save.manifest import ManifestWriter, PartSummary, RankManifest, RankShare
     from penstock.core.save.merge import KnownParts
-    from penstock.core.save.references import SaveBases
     from penstock.core.save.request import Onward, SaveRequest
 
 log = logging.getLogger("penstock")

@@ -36,11 +36,11 @@ from penstock.core.format.records import (
 from penstock.core.pipeline.auto import ChainChoices
 from penstock.core.pipeline.links import load_link
 from penstock.core.pipeline.writer import BATCH_BYTES, FrameWriter
-from penstock.core.plan.ranks import chunks_of_rank, derivable, spans_of_rank
+from penstock.core.plan.writers import chunks_of_rank, derivable, spans_of_rank
 from penstock.core.reporting.reports import SaveReport, SaveTotals
+from penstock.core.save.bases import ChosenBase
 from penstock.core.save.committer import Committer
 from penstock.core.save.manifest import RankShare
-from penstock.core.save.references import ChosenBase
 from penstock.core.tree.paths import shown_place
 from penstock.core.types import Replica
 
@@ -50,13 +50,13 @@ if TYPE_CHECKING:
     from penstock.core.abc import Backend
     from penstock.core.concurrency.workers import Workers
     from penstock.core.pipeline.chunks import Captured
-    from penstock.core.plan.ranks import RankPlaces
+    from penstock.core.plan.writers import RankPlaces
     from penstock.core.reporting.handle import Ending
+    from penstock.core.save.bases import SaveBases
     from penstock.core.save.capture import CaptureRun
     from penstock.core.save.manifest import (
         ManifestWriter,
     )
-    from penstock.core.save.references import SaveBases
     from penstock.core.save.request import Destination, SaveRequest, SaveTurn
     from penstock.core.tiers.save_drain import TierOfRanks
 

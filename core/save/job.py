@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from penstock.core.concurrency.workers import Workers
     from penstock.core.pipeline.staging import Staging
     from penstock.core.reporting.reports import SaveReport
+    from penstock.core.save.bases import SaveBases
     from penstock.core.save.manifest import ManifestWriter
-    from penstock.core.save.references import SaveBases
     from penstock.core.save.request import (
         Destination,
         SaveRequest,

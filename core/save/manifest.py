@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from penstock.core.abc import StateObject
     from penstock.core.format.index import IndexBlocks, ShardTable
     from penstock.core.format.records import BaseEntry, Chain, PartEntry
-    from penstock.core.pipeline.chain import CodecChain
     from penstock.core.pipeline.chunks import ChunkResult
+    from penstock.core.pipeline.codec_chain import CodecChain
     from penstock.core.plan.earlier_frames import StoredFrame
     from penstock.core.plan.save import Chunk, SavePlan, ShardSpan
     from penstock.core.reporting.reports import CodecChoice

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from penstock.core.plan.ranks import chunks_of_rank, derivable, masters_of
+from penstock.core.plan.writers import chunks_of_rank, derivable, masters_of
 from penstock.core.ranks.agreement import AgreementOfOne, SaveAgreement
 from penstock.core.ranks.structure import Brought
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from penstock.core.errors import StorageFullError
     from penstock.core.format.records import CommitRecord
     from penstock.core.pipeline.auto import AutoChains
-    from penstock.core.pipeline.chain import CodecChain
+    from penstock.core.pipeline.codec_chain import CodecChain
     from penstock.core.plan.save import SavePlan
     from penstock.core.ranks.group import RankGroup
     from penstock.core.reporting.reports import SaveReport

@@ -10,7 +10,7 @@ from penstock.core.config.model import AUTO
 from penstock.core.errors import CodecError, ConfigError, PluginError
 from penstock.core.limits import MAX_CODEC_NAME_CHARS, MAX_INT
 from penstock.core.pipeline.auto import CANDIDATES, AutoChains, class_of
-from penstock.core.pipeline.chain import CodecChain
+from penstock.core.pipeline.codec_chain import CodecChain
 from penstock.core.tree.patterns import compile_all, is_catch_all
 from penstock.core.tree.select import Selection, nothing_for
 

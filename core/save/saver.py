@@ -16,20 +16,20 @@ from penstock.core.catalog.retention import Housekeeper, clean_up_after
 from penstock.core.concurrency.garbage import collections_held
 from penstock.core.concurrency.watchdog import Deadline
 from penstock.core.errors import ConfigError, LostRaceError, StepExistsError
-from penstock.core.plan.ranks import among
 from penstock.core.plan.save import Capture, KnownCuts
+from penstock.core.plan.writers import among
 from penstock.core.ranks.group import cause_of
 from penstock.core.reporting.events import SaveEvent
 from penstock.core.reporting.progress import follow
 from penstock.core.reporting.reports import CheckReport, skipped_save
 from penstock.core.save import fence as fence_hook
-from penstock.core.save.current import Pending
+from penstock.core.save.bases import KeptChunks, SaveBases
 from penstock.core.save.job import SaveJob
 from penstock.core.save.manifest import ManifestWriter
 from penstock.core.save.merge import KnownParts
 from penstock.core.save.metadata import check_metadata
+from penstock.core.save.pending import Pending
 from penstock.core.save.prepare import claim_generation, plan_state, staging_for, state_left_out
-from penstock.core.save.references import KeptChunks, SaveBases
 from penstock.core.save.request import Destination, RankTurn, SaveSurroundings, SaveTurn
 from penstock.core.save.rules import ChainTable
 from penstock.core.tree.describe import describe_tree, warn_of_forms

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from penstock.core.errors import ConfigError, NotDrainedError, RankError, StorageError
-from penstock.core.plan.ranks import bytes_of_rank
+from penstock.core.plan.writers import bytes_of_rank
 from penstock.core.rounds.posts import DrainedPost
 from penstock.core.suggest import listed
 

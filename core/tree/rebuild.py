@@ -26,7 +26,7 @@ from penstock.core.errors import (
     RestoreError,
     SelectionError,
 )
-from penstock.core.floats.conversion import FLOAT_DTYPES
+from penstock.core.floats.conversion import may_cast
 from penstock.core.foreign import shipped_by
 from penstock.core.tree.checks import broken_contract, checked_placement
 from penstock.core.tree.containers import CONTAINERS, assemble
@@ -84,7 +84,7 @@ class Rebuilding(PlaceContext):
 
     def takes(self, spec: TensorSpec, stored: TensorSpec, /) -> bool:
         """Return whether the two are equal, or differ in floats that a restore may convert."""
-        return spec == stored or (self._cast and _is_cast(spec, stored))
+        return spec == stored or (self._cast and may_cast(spec, stored))
 
     def rebuild_tree(self, *, device: str | None, at: ObjectPath = ()) -> Placement:
         """Plan building the selected objects anew; `finish()` returns the dict.
@@ -399,14 +399,8 @@ def _difference(
         here=", ".join(f"{what} {b}" for what, _, b in unequal),
         sentences=(f"{show_path(target.path)}: {told}",),
         skippable=there.dtype == here.dtype,
-        advice="cast=True converts it" if _is_cast(here, there) else "",
+        advice="cast=True converts it" if may_cast(here, there) else "",
     )
-
-
-def _is_cast(spec: TensorSpec, stored: TensorSpec) -> bool:
-    """Return whether the specs differ in nothing but the format of floats that core converts."""
-    known = all(FLOAT_DTYPES.get(one.dtype) == one.itemsize for one in (spec, stored))
-    return known and spec.dtype != stored.dtype and spec.shape == stored.shape
 
 
 def _other_kind(path: ObjectPath, stored: str) -> Difference:

@@ -11,7 +11,7 @@ from tests.codecs.golden_cases import CASES
 from penstock.codecs.floatsplit import read_head
 from penstock.codecs.floatsplit.entropy import Method
 from penstock.codecs.plain import Halves
-from penstock.core.pipeline.chain import CodecChain, checksum
+from penstock.core.pipeline.codec_chain import CodecChain, checksum
 from penstock.core.plugins.registry import default_registry
 from penstock.testing.golden import read_golden, rewriting
 

@@ -41,7 +41,7 @@ from penstock.core.format.records import (
     intent_name,
     part_name,
 )
-from penstock.core.pipeline.chain import CodecChain, checksum
+from penstock.core.pipeline.codec_chain import CodecChain, checksum
 from penstock.providers.values.decode import decode_value
 from penstock.providers.values.encode import encode_value
 

@@ -22,7 +22,7 @@ from penstock.core.format.records import (
     commit_name,
     intent_name,
 )
-from penstock.core.pipeline.chain import checksum_blocks
+from penstock.core.pipeline.codec_chain import checksum_blocks
 from penstock.core.restore.checkpoint import Checkpoint
 from penstock.core.restore.fill import read_region
 from penstock.core.types import PAGE_BYTES, Kind, Region, Role, TensorSpec, WriteRequest

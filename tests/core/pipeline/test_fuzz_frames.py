@@ -17,7 +17,7 @@ from penstock.core.abc import CodecContext
 from penstock.core.errors import CodecError, FormatError, PenstockError
 from penstock.core.format.compressed import compress, decompress
 from penstock.core.limits import MAX_FRAME_BYTES
-from penstock.core.pipeline.chain import CodecChain
+from penstock.core.pipeline.codec_chain import CodecChain
 from penstock.providers.values.decode import decode_value
 
 CORPUS = Path(__file__).parents[2] / "corpus"

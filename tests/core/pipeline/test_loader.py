@@ -21,7 +21,7 @@ from penstock.core.concurrency.workers import Workers
 from penstock.core.errors import StorageError
 from penstock.core.format.blocks import frame_blocks
 from penstock.core.format.records import BlobRecord, CodecRecord, Frame
-from penstock.core.pipeline.chain import CodecChain, checksum, checksum_blocks
+from penstock.core.pipeline.codec_chain import CodecChain, checksum, checksum_blocks
 from penstock.core.pipeline.loader import Loader
 from penstock.core.plan.earlier_frames import StoredFrame
 from penstock.core.plan.reads import ChunkUse, FrameJob

@@ -6,7 +6,7 @@ import time
 from tests import interpreters
 
 from penstock.core.concurrency.watchdog import Deadline
-from penstock.core.plan.ranks import RankPlaces
+from penstock.core.plan.writers import RankPlaces
 from penstock.core.ranks.group import KnownPlaces, Parting, RankGroup
 from penstock.core.rounds.posts import end_key
 from penstock.core.rounds.round import RankPlace
@@ -96,7 +96,7 @@ import atexit
 from penstock.testing.coordination import MemoryBoard, MemoryCoordination
 from penstock.core.ranks.group import RankGroup
 from penstock.core.rounds.posts import SlotPost, decode, slot_key
-import penstock.core.save.current  # closes groups that nobody has closed
+import penstock.core.save.pending  # closes groups that nobody has closed
 
 board = MemoryBoard()
 group = RankGroup(1, 2, MemoryCoordination(board))

@@ -141,6 +141,19 @@ def test_a_plain_value_has_no_regions(region, checkpoint):
         checkpoint.read("epoch", region)
 
 
+@pytest.mark.parametrize(
+    "region", [(slice(0, 1),) * 3, slice(0, 10, 2), Region((59, 0), (2, 100)), 5], ids=str
+)
+def test_what_is_no_region_of_a_tensor_is_refused(region, checkpoint):
+    with pytest.raises(SelectionError, match="net/w"):
+        checkpoint.read("net/w", region)
+
+
+def test_a_path_is_one_string(checkpoint):
+    with pytest.raises(SelectionError, match="'net/w', not"):
+        checkpoint[("net", "w")]
+
+
 def test_still_there_tells_a_replaced_checkpoint_from_this_one():
     store = MemoryBackend(MemoryConfig())
     with Checkpointer(store) as ckpt:

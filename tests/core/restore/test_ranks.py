@@ -187,3 +187,13 @@ def test_an_index_that_lists_other_parts_is_damage():
             with pytest.raises(DamagedError, match="does not list the parts"):
                 ckpt.load()
             assert record.index.name in {d.what for d in ckpt.verify().damaged}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_objects_below_an_object_are_damage(ranks):
+    one, other = ((path, ARRAY, [Region.whole(ARRAY.shape)]) for path in (("x",), ("x", "a")))
+    store = memory()
+    store_ranks(store, [[one], [other]] if ranks == 2 else [[one, other]])
+    with checkpointer(store) as ckpt:
+        found = [(one.what, one.detail) for one in ckpt.verify(STEP).damaged]
+    assert found == [("x", "is stored as one object, and other objects below it")]

@@ -58,6 +58,12 @@ def test_bytes_that_are_not_whole_elements_are_refused(tmp_path):
                 ckpt.open().read_into("t", bytearray(length), start=start)
 
 
+def test_a_plain_value_is_not_read_into_memory(run):
+    refused = pytest.raises(penstock.SelectionError, match="epoch is a plain value")
+    with penstock.Checkpointer(run) as ckpt, refused:
+        ckpt.open().read_into("epoch", bytearray(1))
+
+
 def test_streamed_tree_reads_nothing_until_it_is_saved_elsewhere(run, tmp_path):
     with penstock.Checkpointer(run) as ckpt:
         view = ckpt.open()

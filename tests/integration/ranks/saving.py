@@ -5,7 +5,7 @@ import threading
 from tests.integration.support import TINY, checkpointer
 
 from penstock import Checkpointer
-from penstock.core.plan.ranks import WRITER_BYTES
+from penstock.core.plan.writers import WRITER_BYTES
 from penstock.core.ranks.group import RankGroup
 from penstock.testing.coordination import MemoryBoard, MemoryCoordination
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.core.pipeline.test_reader import peak_bytes
+from tests.core.pipeline.test_loader import peak_bytes
 from tests.core.stored_ranks import STEP
 from tests.integration.ranks.saving import Job
 from tests.integration.ranks.topologies import (

@@ -443,7 +443,7 @@ def test_a_handler_that_interrupts_the_wait_for_another_save_is_refused(
     main = threading.current_thread()
 
     def interrupt():
-        wait_until_in(("penstock.core.save.current", "take_turn"), main)
+        wait_until_in(("penstock.core.save.pending", "take_turn"), main)
         signal.pthread_kill(main.ident, signal.SIGUSR1)
 
     with Checkpointer(store) as ckpt:

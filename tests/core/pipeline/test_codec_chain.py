@@ -13,7 +13,7 @@ from penstock.codecs.lz4 import Lz4Codec, Lz4Config
 from penstock.codecs.zstd import ZstdCodec, ZstdConfig
 from penstock.core.abc import DECLINED, Codec, CodecContext, CodecOutput, PluginConfig
 from penstock.core.errors import CodecError
-from penstock.core.pipeline.chain import (
+from penstock.core.pipeline.codec_chain import (
     CodecChain,
     checksum,
     checksum_blocks,

@@ -1,5 +1,7 @@
 """The base of a save: the earlier checkpoint against which codecs encode its chunks.
 
+Here a chain of deltas ends that is as long as `max_chain` lets it be.
+
 The base is the newest checkpoint, up to the step of the save, of the place that it writes to. Its
 chunks come from host memory if this process has just saved it and could keep them, else from the
 store.
@@ -20,7 +22,7 @@ from penstock.core.concurrency.workers import local_ranks
 from penstock.core.errors import BlobNotFoundError, DamagedError, PenstockError
 from penstock.core.format.blocks import frame_blocks
 from penstock.core.format.records import BaseEntry, commit_name
-from penstock.core.pipeline.chain import checksum, mismatches
+from penstock.core.pipeline.codec_chain import checksum, mismatches
 from penstock.core.pipeline.staging import ThreadMemory, available_memory
 from penstock.core.plan.earlier_frames import EarlierFrames, planned_keys, with_contexts
 from penstock.core.plan.save import context_of, elements_of
@@ -32,8 +34,8 @@ if TYPE_CHECKING:
     from penstock.core.abc import Backend, CodecContext
     from penstock.core.config.model import Deltas
     from penstock.core.format.records import CommitRecord
-    from penstock.core.pipeline.chain import CodecChain
     from penstock.core.pipeline.chunks import ChunkResult
+    from penstock.core.pipeline.codec_chain import CodecChain
     from penstock.core.plan.earlier_frames import ChunkKey, StoredFrame
     from penstock.core.plan.save import SavePlan
     from penstock.core.restore.earlier import EarlierReader

@@ -1,7 +1,6 @@
-"""Encodes and decodes a chunk by a chain of codecs, and computes the checksums of frames.
+"""Encodes and decodes a chunk by a chain of codecs, and computes checksums of blocks and frames.
 
-A frame that does not get smaller is stored encoded all the same: whether a frame is raw is
-decided by its rule alone, so that the plan can fix raw offsets beforehand.
+A frame that does not get smaller is stored encoded all the same, unless a codec declines it.
 """
 
 from __future__ import annotations

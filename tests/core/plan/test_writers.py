@@ -5,15 +5,15 @@ from hypothesis import strategies as st
 from tests.core.planned import NoBytes
 
 from penstock.core.abc import StateObject
-from penstock.core.plan.ranks import (
+from penstock.core.plan.regions import flaw_of_cover
+from penstock.core.plan.save import Capture, PlannedObject, plan_save
+from penstock.core.plan.writers import (
     RankPlaces,
     among,
     chunks_of_rank,
     derivable,
     spans_of_rank,
 )
-from penstock.core.plan.regions import flaw_of_cover
-from penstock.core.plan.save import Capture, PlannedObject, plan_save
 from penstock.core.types import Kind, Region, Replica, Role, TensorSpec
 
 CHUNK = 4 * 4096

@@ -13,12 +13,12 @@ from penstock.core.catalog.catalog import Catalog
 from penstock.core.config.model import Deltas
 from penstock.core.errors import StorageError
 from penstock.core.format.records import BaseEntry, blob_name, commit_name
-from penstock.core.pipeline.chain import CodecChain, content_hash
+from penstock.core.pipeline.codec_chain import CodecChain, content_hash
 from penstock.core.plan.earlier_frames import EarlierFrames, planned_keys, with_contexts
 from penstock.core.plan.save import plan_save
 from penstock.core.plugins.registry import Registry
 from penstock.core.restore.earlier import EarlierReader
-from penstock.core.save.references import ChosenBase, KeptChunks, SaveBases
+from penstock.core.save.bases import ChosenBase, KeptChunks, SaveBases
 from penstock.core.types import Region, WriteRequest
 from penstock.testing.faults import Fault, FaultyBackend
 
