@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.core.catalog.deletion import delete_records
-from penstock.core.catalog.lenders import borrowed_bytes, borrowers_of_deleted_saves
+from penstock.core.catalog.lender_report import borrowed_bytes, borrowers_of_deleted_saves
 from penstock.core.catalog.retention import Housekeeper
 from penstock.core.catalog.survey import last_place, uids_named
 from penstock.core.copy.reencode import Reencoding, save_stored

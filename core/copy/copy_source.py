@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.core.catalog.catalog import Catalog
-from penstock.core.catalog.lenders import find_lenders, records_newest_first
+from penstock.core.catalog.lender_report import find_lenders, records_newest_first
 from penstock.core.copy.mover import CheckedBlob
 from penstock.core.errors import BlobNotFoundError, DamagedError, FormatError
 from penstock.core.format.blocks import frame_blocks

@@ -1,11 +1,8 @@
-"""The conversion of floats in one buffer into those of another, and which floats convert."""
+"""The conversion of floats in one buffer into those of another."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    from penstock.core.types import TensorSpec
+from typing import Final
 
 FLOAT_DTYPES: Final[dict[str, int]] = {
     "float64": 8,
@@ -18,12 +15,6 @@ FLOAT_DTYPES: Final[dict[str, int]] = {
     "float8_e5m2fnuz": 1,
 }
 """Bytes per element of the floats that `convert_floats` knows, by dtype name."""
-
-
-def may_cast(spec: TensorSpec, stored: TensorSpec) -> bool:
-    """Return whether `cast=` converts: the two differ in the format of floats alone."""
-    known = all(FLOAT_DTYPES.get(one.dtype) == one.itemsize for one in (spec, stored))
-    return known and spec.dtype != stored.dtype and spec.shape == stored.shape
 
 
 def convert_floats(

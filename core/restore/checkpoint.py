@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 from penstock.core.catalog.catalog import Catalog
-from penstock.core.catalog.lenders import find_lenders, records_newest_first
+from penstock.core.catalog.lender_report import find_lenders, records_newest_first
 from penstock.core.catalog.notes import NotesOfRun
 from penstock.core.concurrency.workers import Workers
 from penstock.core.errors import (

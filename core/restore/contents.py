@@ -20,8 +20,8 @@ from penstock.core.pipeline.codec_chain import CodecChain
 from penstock.core.plan.derived import MASTER_DTYPE, ROUNDED_DTYPES
 from penstock.core.plan.reads import ObjectRequest, plan_reads
 from penstock.core.plan.regions import common_region
-from penstock.core.restore.converting_sink import CastSink
 from penstock.core.restore.manifest_reader import ManifestReader
+from penstock.core.tree.cast import CastSink
 from penstock.core.tree.paths import path_hash, paths_above, show_path
 from penstock.core.types import Kind
 from penstock.core.units import counted

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Self
 
 from penstock.core.abc import ByteSink, Node, StoredObject
 from penstock.core.catalog.catalog import Catalog
-from penstock.core.catalog.lenders import broken_chain
+from penstock.core.catalog.lender_report import broken_chain
 from penstock.core.concurrency.copy_bytes import copy_bytes
 from penstock.core.errors import (
     CheckpointGoneError,

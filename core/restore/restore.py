@@ -23,9 +23,9 @@ from penstock.core.markers import Streamed
 from penstock.core.plan.reads import ObjectRequest
 from penstock.core.ranks.templates import TemplateFit
 from penstock.core.reporting.reports import Cast, Mismatch, RestoreReport
-from penstock.core.restore.converting_sink import CastSink
 from penstock.core.restore.fill import BytesSink, fill, read_range, read_stored
 from penstock.core.suggest import listed
+from penstock.core.tree.cast import CastSink
 from penstock.core.tree.paths import show_path
 from penstock.core.tree.place import Placing, disagreements, overlapping
 from penstock.core.tree.select import Rename, Selection, nothing_for

@@ -88,6 +88,21 @@ class DrainState:
         return sorted({*self.waiting, *([] if self.step is None else [self.step])})
 
 
+@dataclass(eq=False, slots=True)
+class _Failure:
+    """Why the last copy failed.
+
+    Attributes:
+        text: The error; empty: it did not fail.
+        lasting: Over when it has failed for so long that no caller waits for it.
+        next_log: Over when the same error is logged again.
+    """
+
+    text: str = ""
+    lasting: Deadline = NEVER
+    next_log: Deadline = field(default_factory=lambda: Deadline(0.0))
+
+
 class DrainLink:
     """Copies from tier `number` to the next, one checkpoint at a time, the lowest step first."""
 
@@ -121,9 +136,7 @@ class DrainLink:
         self._closed = False
         self._done_bytes = 0
         self._moved_bytes = 0
-        self._error = ""
-        self._failing = NEVER  # over when a tier has failed for so long that no caller waits for it
-        self._next_log = Deadline(0.0)  # over when the same error is logged again
+        self._failure = _Failure()
         self._lost: dict[int, str] = {}
         self._withdrawn: set[str] = set()
 
@@ -178,7 +191,7 @@ class DrainLink:
                 0 if current is None else current.bytes_needed,
                 self._moved_bytes,
                 tuple(record.step for record in self._queue),
-                self._error or (f"no progress for {limit_s:g} s" if self.is_stuck() else ""),
+                self._failure.text or (f"no progress for {limit_s:g} s" if self.is_stuck() else ""),
                 dict(self._lost),
             )
 
@@ -222,7 +235,7 @@ class DrainLink:
 
     def is_failing(self) -> bool:
         """Return whether a tier has failed for so long that no caller should wait for it."""
-        return self._failing.is_over() or self.is_stuck()
+        return self._failure.lasting.is_over() or self.is_stuck()
 
     def is_stuck(self) -> bool:
         """Return whether a task of this link has made no progress for `stuck_s` seconds."""
@@ -349,7 +362,7 @@ class DrainLink:
 
     def _succeeded(self, record: CommitRecord, seconds: float) -> None:
         with self._changed:
-            self._error, self._failing, self._next_log = "", NEVER, Deadline(0.0)
+            self._failure = _Failure()
             self._prepared = ""  # if the next tier loses it, the next copy has to mark it again
         log.info(
             "step %d is in tier %s now: %s in %.2f s",
@@ -427,15 +440,16 @@ class DrainLink:
         clock = self._timing.clock
         permanent = isinstance(error, _PERMANENT)
         with self._changed:
-            repeated = text == self._error and not self._next_log.is_over()
+            failure = self._failure
+            repeated = text == failure.text and not failure.next_log.is_over()
             if permanent:
                 self._lost[record.step] = text
             else:
-                self._error = text
-                if self._failing is NEVER:
-                    self._failing = Deadline(self._timing.drain_failing_s, clock)
+                failure.text = text
+                if failure.lasting is NEVER:
+                    failure.lasting = Deadline(self._timing.drain_failing_s, clock)
                 if not repeated:
-                    self._next_log = Deadline(self._timing.repeat_log_s, clock)
+                    failure.next_log = Deadline(self._timing.repeat_log_s, clock)
             self._changed.notify_all()
         log.log(
             logging.DEBUG if repeated else logging.ERROR,

@@ -26,8 +26,8 @@ from penstock.core.errors import (
     RestoreError,
     SelectionError,
 )
-from penstock.core.floats.conversion import may_cast
 from penstock.core.foreign import shipped_by
+from penstock.core.tree.cast import may_cast
 from penstock.core.tree.checks import broken_contract, checked_placement
 from penstock.core.tree.containers import CONTAINERS, assemble
 from penstock.core.tree.stored_tree import PathTree, StoredTree

@@ -18,7 +18,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.core.catalog.catalog import Catalog
-from penstock.core.catalog.lenders import borrowed_bytes, borrowers_of_deleted_saves, find_lenders
+from penstock.core.catalog.lender_report import (
+    borrowed_bytes,
+    borrowers_of_deleted_saves,
+    find_lenders,
+)
 from penstock.core.catalog.notes import NotesOfRun
 from penstock.core.catalog.survey import find_unrecorded
 from penstock.core.cli.app import Json, Url, command

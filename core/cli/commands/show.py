@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.core.catalog.catalog import Catalog
-from penstock.core.catalog.lenders import find_lenders, records_newest_first
+from penstock.core.catalog.lender_report import find_lenders, records_newest_first
 from penstock.core.catalog.notes import NotesOfRun
 from penstock.core.cli.app import (
     AsGiven,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tests.integration.support import bits
 
-from penstock.core.restore.converting_sink import CastSink
+from penstock.core.tree.cast import CastSink
 from penstock.core.types import TensorSpec
 from penstock.providers.tensor.sources import TensorSink
 

@@ -4,7 +4,11 @@ from tests.core.manifests import commit_record
 from tests.integration.support import memory
 
 from penstock.core.catalog.catalog import Catalog
-from penstock.core.catalog.lenders import borrowers_of_deleted_saves, broken_chain, find_lenders
+from penstock.core.catalog.lender_report import (
+    borrowers_of_deleted_saves,
+    broken_chain,
+    find_lenders,
+)
 from penstock.core.format.commit_record import encode_commit
 from penstock.core.format.records import (
     BaseEntry,

@@ -1,16 +1,25 @@
-"""A sink for the elements of one float dtype that fills another sink with those of another."""
+"""The casts of a restore with `cast=`: which there are, and the sink that does them.
+
+The elements of one float dtype go into a sink that takes another.
+"""
 
 from __future__ import annotations
 
 import threading
 from typing import TYPE_CHECKING
 
-from penstock.core.abc import ByteSink, convert_floats
+from penstock.core.abc import FLOAT_DTYPES, ByteSink, convert_floats
 
 if TYPE_CHECKING:
     from penstock.core.types import TensorSpec
 
 _PIECE_BYTES = 1 << 20  # of what is handed on to a sink that has no memory in sight
+
+
+def may_cast(spec: TensorSpec, stored: TensorSpec) -> bool:
+    """Return whether `cast=` converts: the two differ in the format of floats alone."""
+    known = all(FLOAT_DTYPES.get(one.dtype) == one.itemsize for one in (spec, stored))
+    return known and spec.dtype != stored.dtype and spec.shape == stored.shape
 
 
 class CastSink(ByteSink):
