@@ -128,7 +128,8 @@ def run_tests(tests: list[str], copy: Path, timeout_s: float) -> tuple[str, str]
         output = printed.read().decode(errors="replace")
     if process.returncode == 0:
         return "", ""
-    failed = re.search(r"^FAILED ([^\s\[]+)", output, re.MULTILINE)
+    # An error in a fixture counts; a file that cannot be imported is an `ERROR` without a test.
+    failed = re.search(r"^(?:FAILED|ERROR) ([^\s\[]+::[^\s\[]+)", output, re.MULTILINE)
     error = re.search(r"^E +(.*)", output, re.MULTILINE)
     return (failed[1], error[1] if error else "") if failed else ("", output[-3000:])
 

@@ -1,10 +1,13 @@
 """Frames of an earlier checkpoint by their content: only what a reader decodes to the same."""
 
 import pytest
+from tests.core.planned import NoBytes, planned
 
 from penstock.core.abc.codec import CodecContext
 from penstock.core.format.records import BlobRecord, CodecRecord, Frame, blob_name
-from penstock.core.plan.earlier_frames import EarlierFrames, StoredFrame
+from penstock.core.plan.earlier_frames import EarlierFrames, StoredFrame, planned_keys
+from penstock.core.plan.save import ShardSpan, plan_save
+from penstock.core.types import Region
 
 ZSTD, LZ4 = CodecRecord("zstd", 1, {"level": 3}), CodecRecord("lz4", 1, {})
 LENGTH = 400
@@ -23,6 +26,18 @@ def stored(content=7, *, chain=(ZSTD,), where=None, elements=None, offset=0, len
 
 def find(frames, content=7, context=PLAIN, *, elements=None, chain=(ZSTD,)):
     return EarlierFrames(shared=frames).equal(content, context, elements, chain)
+
+
+def test_key_of_a_chunk_says_where_its_bytes_are_in_the_whole_tensor():
+    """Two ranks hold the halves of a tensor; neither half may be the base of the other."""
+    keys = []
+    for offset in (0, 50):
+        plan = plan_save([planned(NoBytes(LENGTH), itemsize=4, dtype="float32")], chunk_bytes=4096)
+        plan.spans[0] = (ShardSpan(0, Region((offset,), (50,))),)
+        keys += planned_keys(plan, [0]).values()
+    (first,), (second,) = keys
+    assert (first.region.offsets, second.region.offsets) == ((0,), (50,))
+    assert first._replace(region=second.region) == second
 
 
 def test_a_frame_is_found_by_content_context_and_chain():

@@ -176,6 +176,24 @@ def test_rank_adopts_only_the_base_that_rank_0_has_named(store):
     assert bytes(bases.base_of(0)[1]) == DATA.tobytes()
 
 
+def test_rank_shares_no_chunk_whose_blob_is_truncated_or_lost(store, caplog):
+    """It has stored the chunk itself, so it would refer to it without reading it."""
+    kept, content = kept_of(store, DATA), content_hash(memoryview(DATA).cast("B"))
+
+    def shared():
+        bases = bases_of(kept=kept, share=True)
+        bases.adopt(store, BASE)
+        bases.find({0})
+        return bases.shared(0, content, 0)
+
+    assert shared().blob.name == BLOB
+    for damage in (lambda: put(store, DATA.tobytes()[:-1]), lambda: store.delete([BLOB])):
+        damage()
+        caplog.clear()
+        assert shared() is None
+        assert f"step {STEP} has lost some of its files" in caplog.text
+
+
 def test_chunks_of_a_save_are_the_base_of_the_next_once_it_has_committed(store):
     kept = KeptChunks()
     bases = found(store, kept=kept)

@@ -222,11 +222,20 @@ def test_two_checkpointers_whose_first_uses_come_in_another_order_end_by_name(us
 
 
 def test_what_one_rank_cannot_describe_ends_the_save_on_all_at_once(job):
+    """Before that rank closes its checkpointer, and before its time is over."""
     job, store, before = job
-    began = time.monotonic()
-    errors = job.save(lambda rank: state_of(rank) | ({"bad": object()} if rank == 1 else {}), 2)
-    assert time.monotonic() - began < TIMEOUT_S
+    all_know = threading.Barrier(3)
+
+    def work(ckpt, rank):
+        try:
+            ckpt.save(state_of(rank) | ({"bad": object()} if rank == 1 else {}), 2).result(300)
+        finally:
+            all_know.wait(300)
+
+    errors = job.run(work)
     assert told(errors) == [(RankError, 1), (UnsupportedStateError, None), (RankError, 1)]
+    for error in errors[0], errors[2]:
+        assert error.cause.startswith("failed with UnsupportedStateError: bad ")
     assert_unchanged(store, before)
 
 
@@ -439,10 +448,20 @@ def test_the_data_of_all_survivors_goes_at_once():
     assert store.list("") == []
 
 
+class FullAtLast(Full):
+    """A store of rank 2, which has no room once the blobs of two other ranks are there."""
+
+    def create(self, name, /, *, size_hint=0):
+        while sum("/blobs/" in other for other in names(self)) < 2:
+            time.sleep(0.01)
+        return super().create(name, size_hint=size_hint)
+
+
 class Listening(DelegatingBackend):
-    """A store that notes what is deleted there."""
+    """A store that notes what is deleted there, and where rank 2 deletes first."""
 
     deleted: ClassVar[dict[int, set[str]]] = {}
+    gate = threading.Event()
 
     def __init__(self, inner, rank):
         super().__init__(inner)
@@ -450,13 +469,17 @@ class Listening(DelegatingBackend):
 
     def delete(self, names, /):
         self.deleted.setdefault(self.rank, set()).update(n.partition("/blobs/")[2] for n in names)
+        if self.rank != 2:
+            self.gate.wait(300)
         super().delete(names)
+        self.gate.set()
 
 
 def test_a_rank_deletes_only_what_it_has_written_itself():
     store = memory()
     Listening.deleted.clear()
-    job = Job(3, lambda rank: Listening(Full(store) if rank == 2 else store, rank))
+    Listening.gate.clear()
+    job = Job(3, lambda rank: Listening(FullAtLast(store) if rank == 2 else store, rank))
     job.save(lambda rank: {"w": Shard(torch.ones(40_000), (120_000,), (40_000 * rank,))})
     for rank, deleted in Listening.deleted.items():
         assert {name for name in deleted if name} <= {f"0000{rank}-0.raw", f"0000{rank}-0.enc"}

@@ -10,6 +10,8 @@ from tests.integration.ranks.topologies import Net, train, values_of
 from tests.integration.support import checkpointer, memory
 from tests.providers.threads_as_ranks import run_ranks
 
+from penstock import UnsupportedStateError
+
 with warnings.catch_warnings():  # torch warns of its own use of TorchScript
     warnings.simplefilter("ignore", DeprecationWarning)
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -126,9 +128,49 @@ def test_each_partition_gets_its_own_before_the_first_step(stored, plain, count)
     )
 
 
+def test_state_of_other_ranks_is_not_unexpected_where_a_rank_restores_alone(plain):
+    """With several ranks only what all templates lack counts, and none lacks its own."""
+    values, _, store = plain
+
+    def work(_):
+        state = fresh(2)
+        with checkpointer(store, ranks="alone") as ckpt:
+            report = ckpt.restore(state)
+        assert (report.missing, report.unexpected) == ((), ())
+        return check(state, values)
+
+    first, second = run_ranks(2, work)
+    assert first
+    assert second
+    assert not first & second
+
+
 def test_what_a_rank_owns_is_written_by_it_alone_and_the_rest_once(plain):
     values, _, _ = plain
     _, reports = saved_by(4)
     raw = sum(tensor.nbytes for tensor in values.values())
     assert 0 <= sum(report.bytes_raw for report in reports) - raw < 500  # plain values
     assert all(report.bytes_raw for report in reports)
+
+
+def test_loaded_state_is_that_of_a_plain_optimizer(plain):
+    tree = checkpointer(saved_by(3)[0]).load()["optimizer"]
+    state = fresh(0)
+    state["optimizer"].load_state_dict(tree)
+    for name, parameter in state["model"].named_parameters():
+        for key, tensor in state["optimizer"].state[parameter].items():
+            assert torch.equal(tensor, plain[0]["optimizer", name, key])
+
+
+def test_functional_optimizers_in_the_backward_of_ddp_are_refused():
+    def work(rank):
+        net = torch.nn.Linear(2, 2)
+        optimizer = ZeroRedundancyOptimizer(
+            net.parameters(), torch.optim.AdamW, overlap_with_ddp=True
+        )
+        job = Job(1, memory())
+        refused = pytest.raises(UnsupportedStateError, match="overlap_with_ddp")
+        with job.checkpointer(rank) as ckpt, refused:
+            ckpt.save({"model": net, "optimizer": optimizer}, STEP)
+
+    run_ranks(1, work)
