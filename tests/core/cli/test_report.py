@@ -9,7 +9,6 @@ import sys
 
 import pytest
 import torch
-from tests.core.cli.command import caller
 
 import penstock
 from penstock.core.cli.commands import report
@@ -19,11 +18,6 @@ from penstock.integrations.events import JsonLinesSink, Sinks
 NEEDED = "needs plotly, which `make test-hosts` brings"
 EVIL = "</script><script>document.title='pwned'</script><img src=x><a href='http://a.test'>b</a>"
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
-
-
-@pytest.fixture
-def call(capsys, monkeypatch):
-    return caller(capsys, monkeypatch)
 
 
 @pytest.fixture(scope="module")
