@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from tests.core.cli.command import caller
 
 import penstock
 from penstock.core.cli.commands import report
@@ -18,6 +19,11 @@ from penstock.integrations.events import JsonLinesSink, Sinks
 NEEDED = "needs plotly, which `make test-hosts` brings"
 EVIL = "</script><script>document.title='pwned'</script><img src=x><a href='http://a.test'>b</a>"
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
+
+
+@pytest.fixture
+def call(capsys, monkeypatch):
+    return caller(capsys, monkeypatch)
 
 
 @pytest.fixture(scope="module")
