@@ -10,8 +10,6 @@ from tests.integration.ranks.topologies import Net, train, values_of
 from tests.integration.support import checkpointer, memory
 from tests.providers.threads_as_ranks import run_ranks
 
-from penstock import UnsupportedStateError
-
 with warnings.catch_warnings():  # torch warns of its own use of TorchScript
     warnings.simplefilter("ignore", DeprecationWarning)
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -134,17 +132,3 @@ def test_what_a_rank_owns_is_written_by_it_alone_and_the_rest_once(plain):
     raw = sum(tensor.nbytes for tensor in values.values())
     assert 0 <= sum(report.bytes_raw for report in reports) - raw < 500  # plain values
     assert all(report.bytes_raw for report in reports)
-
-
-def test_functional_optimizers_in_the_backward_of_ddp_are_refused():
-    def work(rank):
-        net = torch.nn.Linear(2, 2)
-        optimizer = ZeroRedundancyOptimizer(
-            net.parameters(), torch.optim.AdamW, overlap_with_ddp=True
-        )
-        job = Job(1, memory())
-        refused = pytest.raises(UnsupportedStateError, match="overlap_with_ddp")
-        with job.checkpointer(rank) as ckpt, refused:
-            ckpt.save({"model": net, "optimizer": optimizer}, STEP)
-
-    run_ranks(1, work)
