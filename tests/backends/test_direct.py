@@ -137,3 +137,28 @@ def test_a_reader_that_may_not_write_still_reads_directly(direct_path, monkeypat
     assert cached_pages(path) == 0
     assert backend.capabilities.direct_io
     backend.close()
+
+
+def test_a_probe_without_nameless_files_leaves_nothing_behind(direct_path, monkeypatch):
+    real = os.open
+
+    def no_tmpfile(path, flags, mode=0o777, **where):
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        return real(path, flags, mode, **where)
+
+    monkeypatch.setattr(direct_module.os, "open", no_tmpfile)
+    assert DirectAccess("auto", str(direct_path)).refusal is None
+    assert os.listdir(direct_path) == []
+    assert "cannot be probed" in DirectAccess("auto", str(direct_path / "later")).refusal
+    assert os.listdir(direct_path) == []
+
+
+def test_files_in_memory_are_never_called_direct(memory_path):
+    backend = PosixBackend(PosixConfig(path=memory_path))
+    assert not backend.capabilities.direct_io
+    assert backend.capabilities.memory_alignment == 1
+    assert "tmpfs" in backend.capabilities.notes[0]
+    used, _ = write(backend)
+    assert not used
+    backend.close()

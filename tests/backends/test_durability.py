@@ -230,3 +230,52 @@ def test_a_full_disk_says_how_much_is_free(files, monkeypatch, tmp_path):
         ):
             writer.seal(1)
     writer.abort()
+
+
+def test_surplus_of_the_space_reserved_ahead_is_given_back(open_files, tmp_path):
+    backend = open_files(tmp_path / "root", allocate_bytes=64 * MIB)
+    writer = backend.create("a.raw")
+    writer.write([WriteRequest(0, (memoryview(pattern(MIB)),))])
+    path = tmp_path / "root" / "a.raw"
+    if backend.capabilities.direct_io:
+        assert path.stat().st_blocks * 512 >= 64 * MIB
+    writer.seal(MIB)
+    assert path.stat().st_blocks * 512 <= 2 * MIB
+    assert path.stat().st_size == MIB
+
+
+def test_space_is_reserved_no_further_than_the_hint(open_files, tmp_path):
+    backend = open_files(tmp_path / "root")
+    writer = backend.create("a.raw", size_hint=3 * MIB)
+    writer.write([WriteRequest(0, (memoryview(pattern(MIB)),))])
+    assert (tmp_path / "root" / "a.raw").stat().st_blocks * 512 <= 4 * MIB
+    writer.write([WriteRequest(5 * MIB, (memoryview(pattern(MIB)),))])  # the hint was wrong
+    writer.seal(6 * MIB)
+    assert (tmp_path / "root" / "a.raw").read_bytes()[5 * MIB :] == pattern(MIB)
+
+
+def test_a_file_system_that_reserves_nothing_is_written_all_the_same(files, monkeypatch):
+    def refuse(fd, offset, length):
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr("penstock.backends.local.blob.fallocate", refuse)
+    writer = files.create("a.raw")
+    writer.write([WriteRequest(0, (memoryview(pattern(MIB)),))])
+    writer.seal(MIB)
+    target = bytearray(MIB)
+    files.read([ReadRequest("a.raw", 0, memoryview(target))])
+    assert target == pattern(MIB)
+
+
+def test_two_requests_in_one_page_are_refused_before_either_is_damaged(files):
+    writer = files.create("a.raw")
+    writer.write([WriteRequest(64, (memoryview(b"first"),))])
+    with pytest.raises(StorageError, match="two requests touch one unit"):
+        writer.write([WriteRequest(4000, (memoryview(bytes(200)),))])
+    both = [WriteRequest(at, (memoryview(b"x"),)) for at in (8192, 8200)]
+    with pytest.raises(StorageError, match="two requests touch one unit"):
+        writer.write(both)
+    writer.seal(69)
+    target = bytearray(5)
+    files.read([ReadRequest("a.raw", 64, memoryview(target))])
+    assert target == b"first"

@@ -406,3 +406,34 @@ def test_close_waits_for_what_was_submitted(files):
     ]
     files.close()
     assert all(future.done() for future in futures)
+
+
+def test_threads_try_again_when_the_kernel_says_so(tmp_path):
+    answers = [errno.EINTR, errno.EAGAIN]
+
+    def pwritev(fd, views, offset):
+        if answers:
+            number = answers.pop()
+            raise OSError(number, os.strerror(number))
+        return os.pwritev(fd, views, offset)
+
+    backend = posix(tmp_path, writev=pwritev)
+    round_trip(backend)
+    assert not answers
+    backend.close()
+
+
+def test_a_device_that_takes_nothing_is_an_error(tmp_path):
+    backend = posix(tmp_path, writev=lambda fd, views, offset: 0)
+    writer = backend.create("a.raw")
+    with pytest.raises(StorageError, match="EIO"):
+        writer.write([WriteRequest(0, (memoryview(bytes(9000)),))])
+    writer.abort()
+    backend.close()
+
+
+def test_missing_package_says_so(tmp_path, monkeypatch):
+    monkeypatch.delenv("PENSTOCK_DISABLE_URING", raising=False)
+    monkeypatch.setitem(__import__("sys").modules, "liburing", None)
+    with pytest.raises(CapabilityError, match="liburing cannot be imported"):
+        UringBackend(UringConfig(path=str(tmp_path)))

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from penstock.core.errors import BlobNotFoundError, StorageError
+from penstock.core.errors import BlobNotFoundError, BlobTruncatedError, StorageError
 from penstock.core.types import ReadRequest, WriteRequest
 from penstock.testing.expectations import pattern
 
@@ -169,3 +169,47 @@ def test_reading_needs_no_right_to_write(open_files, tmp_path):
     reader.read([ReadRequest("data/a.raw", 0, memoryview(target))])
     assert target == pattern(900_000)
     assert os.listdir(tmp_path / "root") == ["data"]
+
+
+def test_foreign_and_temporary_files_are_not_listed(files, tmp_path):
+    store(files, "data/a.raw")
+    folder = tmp_path / "root" / "data"
+    for name in ("~0123", "b.raw~", "notes for me.txt", "é"):
+        (folder / name).write_bytes(b"x")
+    os.mkfifo(folder / "pipe")
+    (folder / "lost+found").mkdir()
+    assert names(files) == ["data/a.raw", "data/pipe"]
+    with pytest.raises(StorageError, match="not a regular file"):
+        files.read([ReadRequest("data/pipe", 0, memoryview(bytearray(1)))])
+
+
+def test_delete_removes_empty_folders_but_never_the_root(files, tmp_path):
+    store(files, "a/b/c/d.raw")
+    files.publish("a/x", b"x")
+    files.delete(["a/b/c/d.raw"])
+    assert os.listdir(tmp_path / "root" / "a") == ["x"]
+    files.delete(["a/x"])
+    assert os.listdir(tmp_path / "root") == []
+
+
+def test_a_file_in_the_way_of_the_root_says_so(open_files, tmp_path):
+    (tmp_path / "root").write_bytes(b"")
+    backend = open_files(tmp_path / "root")
+    with pytest.raises(StorageError, match="ENOTDIR"):
+        backend.publish("a.json", b"x")
+    with pytest.raises(StorageError, match="ENOTDIR"):
+        backend.create("a.raw")
+
+
+def test_relative_roots_are_fixed_when_opened(open_files, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    backend = open_files("runs/gpt")
+    monkeypatch.chdir("/")
+    backend.publish("a.json", b"x")
+    assert (tmp_path / "runs" / "gpt" / "a.json").exists()
+
+
+def test_a_read_beyond_the_end_says_how_long_the_blob_is(files):
+    store(files, "a.raw", b"12345")
+    with pytest.raises(BlobTruncatedError, match=r"bytes 3 to 6 of a\.raw under .*: it has 5"):
+        files.read([ReadRequest("a.raw", 3, memoryview(bytearray(3)))])

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.backends.memory import MemoryBackend, MemoryConfig
 from penstock.backends.posix import PosixBackend, PosixConfig
 from penstock.backends.uring.engine import UringBackend, UringConfig
 from penstock.core.errors import ConfigError, StorageError
@@ -102,3 +103,19 @@ def test_urls_that_name_a_machine_or_two_paths_are_refused():
             PosixBackend.from_url(nothing, {})
     with pytest.raises(ConfigError, match="remove 'path'"):
         PosixBackend.from_url("posix:///a", {"path": "/b"})
+
+
+def test_urls_carry_options():
+    config = UringBackend.from_url("uring:///x", {"depth": "8", "direct_io": "off"})
+    assert config == UringConfig(path="/x", depth=8, direct_io="off")
+    config = PosixBackend.from_url("posix:///x", {"parallel": "2", "allocate_bytes": "0"})
+    assert config == PosixConfig(path="/x", parallel=2, allocate_bytes=0)
+    assert MemoryBackend.from_url("memory://run", {}) == MemoryConfig(name="run")
+    assert MemoryBackend.from_url("memory://", {}) == MemoryConfig()
+
+
+def test_urls_shown_to_people_lead_back(tmp_path):
+    path = str(tmp_path / "run one+50%")
+    backend = PosixBackend(PosixConfig(path=path))
+    assert backend.url.startswith("file:///")
+    assert PosixBackend.from_url(backend.url, {}).path == path

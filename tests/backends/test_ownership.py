@@ -85,3 +85,11 @@ def test_a_new_root_there_is_for_its_user_alone(shared):
         os.umask(before)
     for entrance in (shared / "run", shared / "other"):
         assert stat.S_IMODE(entrance.stat().st_mode) == 0o700
+
+
+def test_a_root_that_others_can_write_is_said_once(shared, caplog):
+    (shared / "run").mkdir()
+    (shared / "run").chmod(0o777)
+    place(shared / "run").publish("commits/x", b"x")
+    place(shared / "run").list("commits/")
+    assert caplog.text.count("can be written by other users") == 1

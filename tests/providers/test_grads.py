@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch import nn
 
+from penstock.core.errors import UnsupportedStateError
 from penstock.core.markers import Grads
 from penstock.testing.providers import check_provider
 
@@ -61,3 +62,30 @@ def test_gradients_of_another_shape_or_dtype_are_problems(save):
     assert len(problems) == 3
     assert problems[0].startswith("grads/0.weight is a gradient of shape [3, 2]")
     assert problems[1].startswith("grads/2.weight: dtype float32 is stored")
+
+
+def test_gradients_are_made_where_there_are_none(save):
+    stored = save({"grads": Grads(accumulated())})
+    model = accumulated(parts=())
+    stored.restore({"grads": Grads(model)}, include="grads/0")
+    assert torch.equal(model[0].bias.grad, accumulated()[0].bias.grad)
+    assert model[2].bias.grad is None
+
+
+def test_unselected_gradients_stay(save):
+    stored = save({"grads": Grads(accumulated(parts=())), "x": 1})
+    model = accumulated()
+    stored.restore({"grads": Grads(model), "x": 0}, include="x")
+    assert model[0].weight.grad is not None
+
+
+def test_gradients_that_the_checkpoint_lacks_are_missing(save):
+    placement = save({"x": 1}).plan({"grads": Grads(accumulated())})
+    assert placement.missing == [("grads",)]
+
+
+def test_sparse_gradients_are_refused_with_their_path(save):
+    model = nn.Embedding(3, 2, sparse=True)
+    model(torch.tensor([1])).sum().backward()
+    with pytest.raises(UnsupportedStateError, match="grads/weight is sparse"):
+        save({"grads": Grads(model)})

@@ -411,3 +411,88 @@ def test_code_of_a_module_may_stand_beside_tensors_that_torch_hardly_writes(save
     assert target[0].epoch == 7
     assert target[0].wide.tolist() == [7, 7, 7]
     assert target[0].weight.tolist() == make(7)[0].weight.tolist()
+
+
+def test_extra_state_that_is_not_stored_is_missing(save):
+    plain = nn.Sequential(nn.Linear(1, 1), nn.ParameterDict({"weight": torch.zeros(2)}))
+    placement = save({"model": plain}).plan({"model": nn.Sequential(nn.Linear(1, 1), Extra(1))})
+    assert placement.missing == [("model", "1._extra_state")]
+    assert not placement.problems
+
+
+def test_a_value_in_place_of_a_module_is_a_problem(save):
+    placement = save({"m": 1}).plan({"m": nn.Linear(1, 1)})
+    assert placement.problems == ["m is stored as one object, but is a module in the template"]
+
+
+def test_unselected_parts_of_a_module_keep_their_values(save):
+    stored = save({"m": nn.ModuleList([Keeper([7]), Keeper(8)])})
+    target = nn.ModuleList([Keeper([1, 2]), Keeper(3)])
+    items = target[0].epoch
+    stored.restore({"m": target}, include="m/1")
+    assert [k.epoch for k in target] == [[1, 2], 8]
+    assert items == [1, 2]
+    stored.restore({"m": target}, include="m/*.weight")
+    assert [k.epoch for k in target] == [[1, 2], 8]
+    assert torch.equal(target[0].weight, torch.full((2,), 3.0))
+    untouched = Keeper(3)
+    untouched._load_from_state_dict = None  # would fail if it were called
+    save({"m": Keeper(1), "x": torch.ones(1)}).restore(
+        {"m": untouched, "x": torch.ones(1)}, include="x"
+    )
+
+
+def test_failing_load_code_of_a_module_names_its_path(save):
+    class Broken(Keeper):
+        def _load_from_state_dict(self, *args):
+            raise ValueError("no")
+
+    with pytest.raises(RestoreError, match=r"^a/m: .*own code failed .*ValueError: no"):
+        save({"a": {"m": Keeper(7)}}).restore({"a": {"m": Broken(0)}})
+
+
+class Averages(nn.Module):
+    """Has a state dict of its own making, nested and without any of torch's options."""
+
+    def __init__(self, decay):
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.decay = decay
+
+    def state_dict(self):
+        self.shown = {"inner": self.inner.state_dict(), "decay": self.decay}
+        return self.shown
+
+    def load_state_dict(self, state):
+        assert state is not self.shown
+        self.inner.load_state_dict(state["inner"])
+        self.decay = state["decay"]
+
+
+def test_a_state_dict_without_the_options_of_torch_comes_back(save):
+    one, other = Averages(0.9), Averages(0.5)
+    weight = other.inner.weight
+    stored = save({"m": one})
+    stored.restore({"m": other})
+    assert other.decay == 0.9
+    assert torch.equal(weight, one.inner.weight)
+
+
+class LiveList(nn.Module):
+    """Shows live objects that nothing loads: what is in them is restored in place."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.live = {"t": torch.full((2,), float(value)), "n": value}
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        destination[f"{prefix}live"] = self.live
+
+
+def test_values_beside_tensors_in_a_live_container_are_restored(save):
+    one, other = LiveList(1), LiveList(2)
+    tensor = other.live["t"]
+    save({"m": one}).restore({"m": other})
+    assert other.live["n"] == 1
+    assert other.live["t"] is tensor
+    assert tensor.tolist() == [1, 1]

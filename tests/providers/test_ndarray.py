@@ -93,3 +93,22 @@ class Sub(np.ndarray):
 def test_what_is_more_than_its_bytes_is_refused_with_its_path(save, make, reason):
     with pytest.raises(UnsupportedStateError, match=f"^x/a is a.*{reason}"):
         save({"x": {"a": make()}})
+
+
+def test_memory_maps_are_arrays(save, tmp_path):
+    np.arange(5).tofile(tmp_path / "x")
+    mapped = np.memmap(tmp_path / "x", dtype=int, mode="r+", shape=5)
+    stored = save({"a": mapped})
+    assert type(stored.load()["a"]) is np.ndarray
+    mapped[:] = 0
+    stored.restore({"a": mapped})
+    assert mapped.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_differences_are_problems(save):
+    stored = save({"a": np.arange(4), "b": np.arange(3.0)})
+    placement = stored.plan({"a": np.arange(5), "b": np.arange(3, dtype=np.float32)})
+    assert placement.problems == [
+        "a: shape [4] is stored, the template has [5]",
+        "b: dtype float64 is stored, the template has float32",
+    ]

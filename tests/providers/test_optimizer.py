@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from penstock.core.errors import RestoreError
 from penstock.core.types import Role
 from penstock.testing.providers import check_provider
 
@@ -521,3 +522,90 @@ def test_groups_of_ranks_that_train_different_parameters_are_one_group_each(save
     optimizer = torch.optim.AdamW([{"params": [its.weight]}, {"params": [its.bias]}])
     stored.restore({"model": again, "optimizer": optimizer})
     assert torch.equal(optimizer.state[its.bias]["exp_avg"], moments["layers.2.bias"])
+
+
+def test_state_of_a_parameter_is_restored_whole_or_not_at_all(save):
+    job = Job("Adam", steps=1)
+    stored = save(job.state)
+    problems = stored.plan(job.state, include="optimizer/state/*/exp_avg").problems
+    assert len(problems) == 4
+    assert "comes whole or not at all, but only 1 of its 3 objects" in problems[0]
+    other = Job("Adam", steps=2, seed=1)
+    before = flat(other.optimizer.state[other.model[0].weight])
+    stored.restore(other.state, include="optimizer/state/2.bias")
+    assert flat(other.optimizer.state[other.model[0].weight]) == before
+    assert flat(other.optimizer.state[other.model[2].bias]) == flat(
+        job.optimizer.state[job.model[2].bias]
+    )
+
+
+def test_an_optimizer_that_the_checkpoint_lacks_is_missing(save):
+    model, optimizer = nameless()
+    stored = save({"model": model})
+    assert stored.plan({"model": model, "opt": optimizer}).missing == [("opt",)]
+    assert not stored.plan({"model": model, "opt": optimizer}, include="model").missing
+    placement = save({"opt": 3}).plan({"opt": optimizer})
+    assert placement.problems == ["opt is stored as one value, but is an optimizer in the template"]
+
+
+def test_state_that_belongs_to_no_parameter_is_kept(save):
+    model, optimizer = nameless()
+    optimizer.state["global"] = {"count": 3, "t": torch.ones(2)}
+    target, other = nameless(1)
+    save({"m": model, "o": optimizer}).restore({"m": target, "o": other})
+    assert flat(other.state["global"]) == flat(optimizer.state["global"])
+
+
+def storages(stored):
+    return {key.storage for key in stored.description.deferrable}
+
+
+def test_optimizer_claims_only_its_parameters_and_state(save):
+    job = Job("Adam tensor lr", steps=1)
+    job.model.register_buffer("other", torch.ones(3))
+    stored = save({**job.state, "loose": torch.ones(4)})
+    expected = {p.data_ptr() for p in job.model.parameters()}
+    expected |= {t.data_ptr() for s in job.optimizer.state.values() for t in s.values()}
+    assert storages(stored) == expected
+    assert job.optimizer.param_groups[0]["lr"].data_ptr() not in storages(stored)
+
+
+def test_capturable_optimizer_claims_nothing(save):
+    assert not storages(save(Job("Adam capturable", steps=1).state))
+
+
+def test_optimizer_class_with_more_options_takes_the_state(save):
+    class Mine(torch.optim.AdamW):
+        def __init__(self, parameters):
+            super().__init__(parameters)
+            self.defaults["mine"] = 1
+            for group in self.param_groups:
+                group["mine"] = 1
+
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
+    torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    saved = save({"model": model, "optimizer": optimizer})
+    mine = Mine(model.parameters())
+    saved.restore({"model": model, "optimizer": mine})
+    assert (mine.param_groups[0]["lr"], mine.param_groups[0]["mine"]) == (0.25, 1)
+
+
+def test_failing_load_hook_of_an_optimizer_names_its_path(save):
+    model, optimizer = trained()
+    stored = save({"m": model, "a": {"o": optimizer}})
+    optimizer.register_load_state_dict_post_hook(lambda optimizer: 1 / 0)
+    with pytest.raises(RestoreError, match=r"^a/o: .*own code failed .*ZeroDivisionError"):
+        stored.restore({"m": model, "a": {"o": optimizer}})
+
+
+@pytest.mark.filterwarnings("ignore:.*by order.*")
+def test_parameters_that_cannot_be_matched_are_problems(save):
+    model, optimizer = nameless()
+    named, unnamed = save({"model": model, "opt": optimizer}), save({"opt": optimizer})
+    target, other = nameless(1)
+    assert any("the template has none" in p for p in named.plan({"opt": other}).problems)
+    state = {"model": target, "opt": other}
+    assert any("the template has names" in p for p in unnamed.plan(state, include="opt").problems)
+    other.add_param_group({"params": [torch.zeros(1, requires_grad=True)]})
+    assert any("has no parameter names" in p for p in unnamed.plan({"opt": other}).problems)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.core.errors import UnsupportedStateError
 from penstock.core.markers import Rng
 from penstock.testing.providers import check_provider
 
@@ -151,3 +152,39 @@ def test_cuda_draws_the_same_again(save):
     expected = torch.rand(4, device="cuda").tolist()
     stored.restore({"rng": Rng()})
     assert torch.rand(4, device="cuda").tolist() == expected
+
+
+def test_describing_and_planning_draw_nothing(save):
+    expected = (random.getstate(), torch.get_rng_state().tolist())
+    stored = save({"rng": Rng()})
+    stored.plan({"rng": Rng()})
+    assert (random.getstate(), torch.get_rng_state().tolist()) == expected
+
+
+def test_one_generator_kind_can_be_restored_alone(save):
+    stored = save({"rng": Rng()})
+    expected = draw()
+    elsewhere = draw()
+    del elsewhere
+    state = np.random.get_state(legacy=False)
+    stored.restore({"rng": Rng()}, include=["rng/torch", "rng/python"])
+    assert torch.rand(3).tolist() == expected[4]
+    assert random.random() == expected[0]
+    assert str(np.random.get_state(legacy=False)) == str(state)
+
+
+def test_generators_of_another_kind_are_a_problem(save):
+    stored = save({"g": np.random.default_rng(1), "t": torch.ones(1)})
+    (problem,) = stored.plan({"g": np.random.Generator(np.random.SFC64(1))}).problems
+    assert problem.startswith("g is stored as a numpy.random")
+    placement = stored.plan({"t": random.Random(), "new": Rng()})
+    assert placement.missing == [("new",)]
+    assert placement.problems == [
+        "t is a random generator in the template, but is not stored as one"
+    ]
+    assert not stored.plan({"new": Rng()}, include="t").missing
+
+
+def test_generators_without_state_are_refused(save):
+    with pytest.raises(UnsupportedStateError, match="a/g is a SystemRandom"):
+        save({"a": {"g": random.SystemRandom()}})

@@ -164,3 +164,31 @@ def test_torchdata_loaders_go_on_where_they_were(save, taken):
     other = make()
     stored.restore({"loader": other})
     assert [batch.tolist() for batch in other] == rest
+
+
+def test_stateful_object_is_restored_whole_or_not_at_all(save):
+    stored = save({"k": Keeper({"a": 1, "b": 2}), "x": 1})
+    (problem,) = stored.plan({"k": Keeper(0)}, include="k/a").problems
+    assert problem == (
+        "k is a Keeper and comes whole or not at all, but only 1 of its 2 objects are selected"
+    )
+    target = Keeper(0)
+    stored.restore({"k": target, "x": 5}, include="x")
+    assert target.state == 0
+    assert stored.load(include="k/a") == {"k": {"a": 1}}
+
+
+def test_missing_state_and_state_of_another_kind_are_reported(save):
+    stored = save({"a": 1, "b": {"t": torch.ones(1)}, "x": 1})
+    placement = stored.plan({"a": Keeper(0), "b": Keeper(0), "c": Keeper(0)})
+    assert placement.missing == [("c",)]
+    assert [p.split(",")[0] for p in placement.problems] == [
+        "a is stored as a plain value",
+        "b is stored as a dict",
+    ]
+    assert not stored.plan({"c": Keeper(0)}, include="x").missing
+
+
+def test_unstorable_state_is_refused_with_its_whole_path(save):
+    with pytest.raises(UnsupportedStateError, match=r"^sched/lr_lambdas/f"):
+        save({"sched": Keeper({"lr_lambdas": {"f": len}})})

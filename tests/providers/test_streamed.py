@@ -70,3 +70,25 @@ def test_the_caller_may_save_it_in_the_background(tmp_path):
         ckpt.wait()
         assert torch.equal(ckpt.load()["t"], torch.ones(100))
     assert threads
+
+
+@pytest.mark.parametrize("shape", [(-1,), ("a",), 3, (2.5,)])
+def test_invalid_shape_is_refused(shape):
+    with pytest.raises(penstock.UnsupportedStateError, match="whole numbers"):
+        penstock.Streamed("float32", shape, print)
+
+
+@pytest.mark.parametrize("dtype", ["floaty", "nn", "Tensor", ""])
+def test_invalid_dtype_is_refused_by_path(tmp_path, dtype):
+    with (
+        penstock.Checkpointer(tmp_path) as ckpt,
+        pytest.raises(penstock.UnsupportedStateError, match="a/b is a Streamed of"),
+    ):
+        ckpt.save({"a": {"b": penstock.Streamed(dtype, (1,), print)}}, 1)
+
+
+def test_restore_into_a_streamed_tensor_is_refused(tmp_path):
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        ckpt.save({"t": torch.ones(3)}, 1, mode="blocking")
+        with pytest.raises(penstock.UnsupportedStateError, match="can be saved only"):
+            ckpt.restore({"t": penstock.Streamed("float32", (3,), print)})

@@ -401,3 +401,38 @@ def test_cuda_targets_are_filled_in_place(save, layout):
     stored.restore({"t": target})
     assert bits(target.cpu()) == stored.data["t",]
     assert stored.load(device="cuda")["t"].is_cuda
+
+
+def test_a_view_that_only_differs_by_its_conjugate_bit_is_not_tied(save):
+    tensor = raw(3, dtype=torch.complex64)
+    stored = save({"a": tensor, "b": tensor.conj(), "c": tensor.imag, "d": torch._neg_view(tensor)})
+    assert not stored.tree.aliases
+
+
+def test_inference_tensors_have_no_version_and_can_be_written_anywhere(save):
+    with torch.inference_mode():
+        tensor = torch.zeros(4, 5)
+        strided = torch.zeros(5, 4).t()
+    stored = save({"t": raw(4, 5), "s": raw(4, 5, seed=2)})
+    assert TensorSource(tensor).version() is None
+    stored.restore({"t": tensor, "s": strided})
+    assert bits(tensor) == bits(raw(4, 5))
+    assert torch.equal(strided.clone().view(torch.int32), raw(4, 5, seed=2).view(torch.int32))
+
+
+def test_another_default_device_or_dtype_changes_nothing(save):
+    tensor = raw(3, 4)
+    torch.set_default_device("meta")
+    torch.set_default_dtype(torch.float64)
+    try:
+        stored = save({"t": tensor})
+        loaded = stored.load()
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+    assert loaded["t"].device.type == "cpu"
+    assert bits(loaded["t"]) == bits(tensor)
+
+
+def test_loaded_tensors_go_to_the_device_asked_for(save):
+    assert save({"t": raw(2, 0)}).load(device="meta")["t"].device.type == "meta"

@@ -255,3 +255,27 @@ def test_without_strict_a_tensor_of_which_one_part_has_another_shape_is_left_alo
     assert not other.scale.any()
     assert [m.path for m in report.mismatched] == ["q"]
     assert target["deep"].a.all()
+
+
+def test_plain_tensor_is_not_restored_into_parts(save):
+    placement = save({"a": torch.ones(3, 4)}).plan({"a": quantized()})
+    (problem,) = placement.problems
+    assert problem.startswith("a is stored as a tensor, but is a ")
+    assert save({"x": 1}).plan({"a": quantized()}).missing == [("a",)]
+
+
+def test_parts_can_be_read_one_by_one():
+    backend = memory()
+    with penstock.Checkpointer(backend) as ckpt:
+        ckpt.save({"a": quantized()}, 1, mode="blocking")
+        assert torch.equal(ckpt.open(1)["a/codes"], quantized().codes)
+        with pytest.raises(UnsupportedStateError, match="read its parts"):
+            ckpt.open(1)["a"]
+
+
+@pytest.mark.parametrize(
+    "context", [lambda: 1, {"f": [lambda: 1]}, object()], ids=["function", "in a list", "object"]
+)
+def test_a_context_that_cannot_be_stored_is_refused_by_name(save, context):
+    with pytest.raises(UnsupportedStateError, match=r"a/b.* context that its __tensor_flatten__"):
+        save({"a": {"b": quantized(context=context)}})

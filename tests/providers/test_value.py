@@ -452,3 +452,38 @@ def test_messages_quote_little_of_what_is_stored_and_escape_it():
             decode_value(json.dumps(stored).encode(), ("v",))
         assert len(str(caught.value)) < 500
         assert str(caught.value).isprintable()
+
+
+def test_the_same_list_twice_is_no_cycle(save):
+    shared = [1]
+    assert save({"info": [shared, shared]}).load() == {"info": [[1], [1]]}
+
+
+def test_a_dataclass_with_other_fields_now_is_an_error_that_names_them(save):
+    stored = save({"c": Config()})
+    fields = Config.__dataclass_fields__
+    gone = fields.pop("made")
+    try:
+        with pytest.raises(UnsupportedStateError, match="fields lr, layers, made, and has lr, lay"):
+            stored.load()
+    finally:
+        fields["made"] = gone
+
+
+def test_a_value_in_a_tuple_can_stay_but_not_change(save):
+    stored = save({"pair": (torch.ones(2), 3)})
+    state = {"pair": (torch.zeros(2), 3)}
+    stored.restore(state)
+    assert state["pair"][0].all()
+    placement = stored.plan({"pair": (torch.zeros(2), 4)})
+    assert placement.problems == [
+        "pair/1 stands in a tuple and differs from the stored value: make it a list"
+    ]
+    assert not stored.plan({"pair": (torch.zeros(2), 4)}, include="pair/0").problems
+
+
+def test_damaged_pickle_is_a_format_error(save):
+    stored = save({"cfg": complex}, allow_pickle=True)
+    stored.tree.values["cfg",] = b"\x80\x04."
+    with pytest.raises(FormatError, match="cfg cannot be unpickled"):
+        stored.load(allow_pickle=True)

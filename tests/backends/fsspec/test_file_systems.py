@@ -9,14 +9,17 @@ import fsspec
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
+from fsspec.registry import known_implementations
 from tests.backends.fault_proxy import ClosingServer
 from tests.backends.fsspec.scripted_server import ScriptedServer
 
 import penstock
+from penstock.backends.fsspec import FsspecBackend, FsspecConfig
 from penstock.core.errors import (
     BlobNotFoundError,
     BlobTruncatedError,
     CapabilityError,
+    ConfigError,
     StorageError,
     StorageFullError,
 )
@@ -329,3 +332,59 @@ def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(lost, monkeypatch, o
         backend.list("")
     monkeypatch.setattr(DroppingFileSystem, "lost", "")
     assert [info.name for info in backend.list("")] == names
+
+
+def test_writing_over_http_is_refused(web, opened):
+    backend = opened(f"{web}/run")
+    for call in (
+        lambda: backend.create("b.raw"),
+        lambda: backend.publish("r.json", b"x"),
+        lambda: backend.delete(["r.json"]),
+    ):
+        with pytest.raises(CapabilityError, match="http can only be read; save to another store"):
+            call()
+
+
+def test_streams_that_cannot_be_cut_are_written_again(odd):
+    writer = odd.create("b.raw")
+    writer.write([WriteRequest(0, (memoryview(b"123456"),))])
+    writer.seal(3)
+    assert odd.read_record("b.raw", limit_bytes=9) == b"123"
+
+
+def test_listing_is_never_remembered(tmp_path, opened):
+    one, two = opened(f"file://{tmp_path}/run"), opened(f"file://{tmp_path}/run")
+    assert one.list("") == []
+    two.publish("r.json", b"x")
+    assert [info.name for info in one.list("")] == ["r.json"]
+    two.delete(["r.json"])
+    assert one.list("") == []
+
+
+def test_file_system_that_is_not_installed_is_said():
+    fsspec.register_implementation(
+        "absent", "absent_package.AbsentFileSystem", errtxt="install absent-package", clobber=True
+    )
+    with pytest.raises(ConfigError, match=r"absent://x: .*absent"):
+        FsspecBackend(FsspecConfig(url="absent://x"))
+
+
+def test_a_package_that_a_scheme_needs_is_named(monkeypatch):
+    known = {"class": "absent_package.deep:FileSystem", "err": "Install its package"}
+    monkeypatch.setitem(known_implementations, "remote", known)
+    message = (
+        r"remote://x: .*for remote://: Install its package \(absent_package is not installed\)"
+    )
+    with pytest.raises(ConfigError, match=message):
+        FsspecBackend(FsspecConfig(url="remote://x"))
+
+
+def test_a_server_without_ranges_damages_nothing(tmp_path, web, monkeypatch):
+    with penstock.Checkpointer(tmp_path / "run") as ckpt:
+        ckpt.save({"w": torch.ones(1000)}, step=1).result()
+    monkeypatch.setattr(RangeHandler, "do_GET", http.server.SimpleHTTPRequestHandler.do_GET)
+    with (
+        penstock.Checkpointer(f"{web}/run") as ckpt,
+        pytest.raises(StorageError, match="does not serve ranges"),
+    ):
+        ckpt.verify(step=1)

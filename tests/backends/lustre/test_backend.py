@@ -15,6 +15,7 @@ from penstock.core.errors import (
     BlobExistsError,
     CapabilityError,
     ConfigError,
+    StorageError,
     StorageFullError,
     StorageTimeoutError,
 )
@@ -266,3 +267,22 @@ def test_a_folder_swapped_for_a_link_leads_lfs_nowhere(open_lustre, lfs, tmp_pat
     backend = open_lustre()
     backend.create(BLOB, size_hint=1 << 30).abort()
     assert list(elsewhere.iterdir()) == []
+
+
+def test_any_other_failure_names_the_ost_without_asking_for_space(open_lustre, lfs, tmp_path):
+    backend = open_lustre(cls=Recording)
+    writer = backend.create(BLOB, size_hint=GIB)
+    backend.fails_at, backend.number = 0, errno.EIO
+    asked = len(lfs.calls("df"))
+    with pytest.raises(StorageError, match=r"EIO.*the bytes lie on OST \d \(OST000\d\)$"):
+        writer.write([WriteRequest(0, (memoryview(bytes(MIB)),))])
+    assert len(lfs.calls("df")) == asked
+    writer.abort()
+
+
+def test_a_layout_that_makes_no_sense_stops_nobody(open_lustre, tmp_path, caplog):
+    backend = open_lustre()
+    put(backend, data=bytes(2 * MIB))
+    os.setxattr(tmp_path / "root" / BLOB, ATTRIBUTE, b"nonsense")
+    backend.read([ReadRequest(BLOB, 0, memoryview(bytearray(2 * MIB)))])
+    assert "a layout is not understood" in caplog.text

@@ -10,7 +10,7 @@ from penstock.backends.memory import MemoryBackend, MemoryConfig
 from penstock.backends.posix import PosixBackend, PosixConfig
 from penstock.backends.tiered import TieredBackend, TieredConfig
 from penstock.core.concurrency.pool import fulfil
-from penstock.core.errors import StorageError
+from penstock.core.errors import CapabilityError, ConfigError, StorageError
 from penstock.core.types import ReadRequest
 from penstock.testing.hasty import ShiftedClock
 
@@ -122,3 +122,35 @@ def test_one_that_turns_out_to_be_the_other_place_is_not_used(at_once, tmp_path)
     with pytest.raises(StorageError, match="two tiers are one place"):
         backend.tiers[0].backend.list("commits/")
     backend.close()
+
+
+def test_it_is_not_tried_again_by_each_call(waits):
+    waits(tier_reopen_s=3600.0)
+    places = Places("near")
+    backend = places.tiered()
+    for _ in range(3):
+        with pytest.raises(StorageError, match="near does not answer"):
+            backend.free_bytes()
+    assert places.asked.count("near") == 1
+    backend.close()
+    with pytest.raises(StorageError, match="is closed"):
+        backend.free_bytes()
+
+
+def test_where_none_answers_nothing_is_opened():
+    with pytest.raises(StorageError, match="near does not answer"):
+        Places("near", "far").tiered()
+
+
+@pytest.mark.parametrize("error", [CapabilityError, ConfigError])
+def test_what_will_not_do_is_refused_at_once(error):
+    places = Places("far", error=error)
+    with pytest.raises(error):
+        places.tiered()
+    with pytest.raises(StorageError):
+        places.open["near"].list("")
+
+
+def test_that_it_is_not_there_is_said(at_once, caplog):
+    Places("far").tiered().close()
+    assert "going on without it until it can be: far does not answer" in caplog.text

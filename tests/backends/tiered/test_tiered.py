@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from tests.integration.support import holding
 
+from penstock import ConfigError
 from penstock.backends.memory import MemoryBackend, MemoryConfig
 from penstock.backends.tiered import TieredBackend, TieredConfig
 from penstock.core.abc import DelegatingBackend
@@ -203,3 +204,24 @@ def test_what_was_opened_is_closed_when_the_rest_cannot_be(tmp_path):
     with pytest.raises(CapabilityError):
         TieredBackend.open(TieredConfig(fast="good", durable="bad"), open_backend=open_one)
     assert len(closed) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"fast": "memory://"}, "durable"),
+        ({"fast": "memory://", "durable": "memory://", "drain": 3}, "drain_every"),
+        ({"fast": "memory://", "durable": {"type": "memroy"}}, "did you mean memory"),
+        ({"fast": "memory://", "durable": "memory://", "on_full": "wait"}, "block"),
+    ],
+)
+def test_a_wrong_option_names_the_right_one(options, complaint):
+    from penstock import PenstockError
+
+    with pytest.raises(PenstockError, match=complaint):
+        open_backend({"type": "tiered", **options})
+
+
+def test_it_is_made_of_two():
+    with pytest.raises(ConfigError, match="two backends"):
+        TieredBackend(TieredConfig(fast="memory://", durable="memory://"))

@@ -1,8 +1,10 @@
 """What the commands say of chains of deltas."""
 
 import re
+import shlex
 
 import pytest
+import torch
 from tests.integration.deltas.test_chains import run_of
 
 import penstock
@@ -86,3 +88,56 @@ def test_verify_lists_a_damaged_link_once_and_who_needs_it(call, tmp_path):
     assert one[-1] == "the damage lies in its chain, in the blobs of step 1"
     link = {"uid": uid, "step": 1, "state": "ok"}
     assert [report["links"] for report in reports] == [[], [], [link], [link]]
+
+
+def test_advice_to_compact_names_the_run_as_the_user_did(call, tmp_path):
+    """The URL that a backend calls itself is no argument: `tiered(posix:///a, posix:///b)`."""
+    url = f"tiered://?fast=posix://{tmp_path}/fast&durable=posix://{tmp_path}/durable"
+    run_of(url, range(3), deltas={"every": 9})
+    deleted = call("delete", url, 0, "--yes").out.splitlines()[-1]
+    assert deleted.startswith("steps 1, 2 need the data that stays; `penstock compact ")
+    for line in (deleted, call("ls", url).out.splitlines()[-1]):
+        command, *arguments = shlex.split(line.split("`")[1])
+        assert command == "penstock"
+        assert call(*arguments).out.startswith("step 1 would stand alone: ")
+
+
+def test_ls_json_has_base_and_kept_data(call, chained):
+    found = call("ls", chained, "--json").json
+    zero, one, three, four = found["checkpoints"]
+    assert zero["base"] is four["base"] is None
+    assert one["base"] == {"uid": zero["uid"], "step": 0, "age": 1}
+    assert (three["base"]["step"], three["base"]["age"]) == (2, 3)
+    (kept,) = found["kept"]
+    assert (kept["uid"], kept["step"]) == (three["base"]["uid"], 2)
+    assert (kept["state"], kept["borrowers"]) == ("deleted", [3])
+    blobs = chained / "data" / kept["uid"] / "blobs"
+    assert kept["bytes"] == sum(blob.stat().st_size for blob in blobs.iterdir())
+    assert three["bytes_borrowed"] == kept["bytes"] + zero["bytes_stored"] + one["bytes_stored"]
+
+
+def test_show_prints_the_chain_above_the_objects(call, chained):
+    done = call("show", chained, "--step", 3, "--tree", "--depth", 1)
+    _, kind, _, title, *links = done.out.splitlines()
+    assert kind.startswith("3 saves after one without a base; a restore reads ")
+    assert columns(title) == ["CHAIN", "READ", "FRAMES", "UID"]
+    names = [columns(line)[0] for line in links[:4]]
+    assert names == ["step 3", "step 2 (deleted)", "step 1", "step 0"]
+    assert any(columns(line)[-1] == "LINKS" for line in links)
+
+
+def test_what_is_shared_is_borrowed_and_not_stored(call, tmp_path):
+    root, still = tmp_path / "run", torch.randn(300_000)
+    with penstock.Checkpointer(f"posix://{root}", share=True) as ckpt:
+        for step in (1, 2):
+            state = {"still": {"a": still}, "moves": torch.randn(300_000)}
+            ckpt.save(state, step=step, mode="blocking")
+    found = call("show", root, "--step", 2, "--json").json
+    sizes = {o["path"]: (o["bytes_stored"], o["bytes_borrowed"]) for o in found["objects"]}
+    assert sizes == {"still/a": (0, 1_200_000), "moves": (1_200_000, 0)}
+    done = call("show", root, "--step", 2, "--tree")
+    title, folder, *_ = done.out.splitlines()[-6:]
+    assert columns(title)[-1] == "BORROWED"
+    assert columns(folder)[-1] == "1.1 MiB"
+    assert "1.1 MiB stored (2.00x), 1.1 MiB borrowed" in done.out.splitlines()[-1]
+    assert "BORROWED" not in call("show", root, "--step", 1).out

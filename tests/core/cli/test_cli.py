@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from tests import interpreters
 from tests.core.cli.command import caller
 
@@ -502,3 +503,104 @@ def test_commands_that_only_look_import_neither_torch_nor_numpy(penstock, run_fo
     found = imported(penstock, heavy, *commands)
     assert [line.split()[1] for line in found] == [command[0] for command in commands]
     assert all(len(line.split()) == 3 for line in found)
+
+
+def test_ls_above_runs_names_them(penstock, run_folder, tmp_path):
+    shutil.copytree(run_folder, tmp_path / "above" / "gpt")
+    shutil.copytree(run_folder, tmp_path / "above" / "old" / "bert")
+    (tmp_path / "above" / "notes" / "deep" / "er" / "commits").mkdir(parents=True)
+    done = penstock("ls", tmp_path / "above")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == [
+        f"no checkpoints under file://{tmp_path}/above",
+        "these folders below it hold runs; list one of them:",
+        f"  {tmp_path}/above/gpt",
+        f"  {tmp_path}/above/notes/deep/er",
+        f"  {tmp_path}/above/old/bert",
+    ]
+
+
+@pytest.mark.parametrize("inside", ["commits", "data", "data/00ff/blobs"])
+def test_ls_of_a_folder_inside_a_run_names_the_run(penstock, run_folder, inside):
+    folder = run_folder / inside
+    folder.mkdir(parents=True, exist_ok=True)
+    done = penstock("ls", folder)
+    assert done.returncode == 0
+    assert done.stdout.splitlines() == [
+        f"no checkpoints under file://{folder}",
+        f"this is a folder inside the run {run_folder}: list that",
+    ]
+
+
+def test_ls_of_an_empty_folder_beside_runs_says_nothing_of_them(penstock, run_folder, tmp_path):
+    shutil.copytree(run_folder, tmp_path / "gpt")
+    (tmp_path / "gpt" / "notes").mkdir()
+    done = penstock("ls", tmp_path / "gpt" / "notes")
+    assert done.stdout == f"no checkpoints under file://{tmp_path}/gpt/notes\n"
+
+
+def test_json_may_stand_before_the_command(penstock, run_folder):
+    assert (
+        penstock("--json", "ls", run_folder).stdout == penstock("ls", run_folder, "--json").stdout
+    )
+    assert penstock("--json").returncode == 2
+
+
+def test_the_latest_step_can_be_asked_for_by_that_name(penstock, tmp_path):
+    with penstock_package.Checkpointer(f"posix://{tmp_path}/run") as ckpt:
+        for step in (1, 2):
+            ckpt.save({"epoch": step}, step=step, mode="blocking")
+    named = penstock("show", tmp_path / "run", "--step", "latest", "--json").stdout
+    assert json.loads(named)["checkpoint"]["step"] == 2
+
+
+def test_ratios_of_ls_and_show_are_told_apart(penstock, tmp_path):
+    with penstock_package.Checkpointer(f"posix://{tmp_path}/run") as ckpt:
+        state = {f"part{n}": torch.ones(100) for n in range(50)}  # a page for each
+        ckpt.save(state, step=1, mode="blocking")
+    row = penstock("ls", tmp_path / "run").stdout.splitlines()[1]
+    stored, ratio = re.search(r"(\S+ KiB) +(\S+x) +ok", row).groups()
+    whole = penstock("show", tmp_path / "run").stdout.splitlines()[-1]
+    part = penstock("show", tmp_path / "run", "--include", "part7").stdout.splitlines()[-1]
+    assert whole.endswith(
+        f"stored (1.00x); its blobs take {stored} ({ratio}), alignment gaps included"
+    )
+    assert "gaps" not in part
+
+
+def test_show_takes_patterns(penstock, saved_run):
+    done = penstock(
+        "show", saved_run, "--include", "model", "--include", "epoch", "--exclude", "**/tied",
+        "--json",
+    )  # fmt: skip
+    paths = [o["path"] for o in json.loads(done.stdout)["objects"]]
+    assert paths == ["model/weight", "model/half", "epoch"]
+    wrong = penstock("show", saved_run, "--include", "modle/weight")
+    assert (wrong.returncode, wrong.stdout) == (1, "")
+    assert "matches nothing; nearest: model/weight" in wrong.stderr
+
+
+@pytest.mark.parametrize("command", ["show", "verify"])
+def test_step_that_is_not_there_says_which_are(penstock, saved_run, command):
+    done = penstock(command, saved_run, "--step", "4")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "steps there: 3, 8" in done.stderr
+
+
+def test_verify_names_a_few_of_what_a_missing_blob_hits_and_all_in_json(penstock, tmp_path):
+    import torch
+
+    import penstock as package
+
+    with package.Checkpointer(f"posix://{tmp_path}/run") as ckpt:
+        state = {f"weight{n}": torch.full((5000,), float(n)) for n in range(40)}
+        ckpt.save(state, step=1, mode="blocking")
+    (blob,) = (tmp_path / "run").glob("data/*/blobs/*")
+    blob.unlink()
+    done = penstock("verify", tmp_path / "run")
+    assert done.returncode == 1
+    assert len(done.stdout.splitlines()) < 12
+    assert re.search(r"^    weight\d+$", done.stdout, re.MULTILINE)
+    assert re.search(r"^    and \d+ more: --json names all$", done.stdout, re.MULTILINE)
+    (report,) = json.loads(penstock("verify", tmp_path / "run", "--json").stdout)["reports"]
+    assert {d["what"] for d in report["damaged"]} >= {f"weight{n}" for n in range(40)}

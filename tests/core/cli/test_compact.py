@@ -7,6 +7,7 @@ from tests.core.cli.command import tree_of
 from tests.integration.deltas.test_chains import damage, run_of
 
 import penstock
+from penstock.core.units import size_text
 
 
 @pytest.fixture(scope="module")
@@ -98,3 +99,62 @@ def test_a_run_that_is_encoded_anew_in_its_place_refers_to_no_replaced_generatio
     assert bases(call, chained) == {1: None, 2: 1, 3: 2}
     assert call("ls", chained, "--json").json["kept"] == []
     assert call("verify", chained, "--all").code == 0
+
+
+def test_compact_of_one_step_leaves_the_others_as_they_are(call, chained):
+    assert call("compact", chained, 2).code == 0
+    assert borrowing(call, chained) == [1, 3]
+
+
+def test_compact_of_a_missing_step_changes_nothing(call, chained):
+    before = tree_of(chained)
+    done = call("compact", chained, 1, 77)
+    assert done.code == 1
+    assert "no checkpoint of step 77" in done.err
+    assert tree_of(chained) == before
+    assert call("compact", chained, 1, "--all").code == 2
+
+
+def test_a_copy_whose_differences_no_codec_makes_smaller_is_refused(call, chained, tmp_path):
+    done = call("copy", chained, tmp_path / "copied", "--codec", "delta")
+    assert (done.code, done.out) == (1, "")
+    assert "--codec delta --codec floatsplit" in done.err
+    assert not (tmp_path / "copied").exists()
+
+
+def test_copies_by_the_rules_of_a_file_have_its_deltas(call, chained, tmp_path):
+    rules = tmp_path / "rules.toml"
+    rules.write_text(
+        '[deltas]\nevery = 2\n[[rules]]\nmatch = "**"\ncodecs = ["delta", "floatsplit"]\n'
+    )
+    target = tmp_path / "copied"
+    assert call("copy", chained, target, "--step", "all", "--rules", rules).code == 0
+    assert bases(call, target) == {1: None, 2: 1, 3: None}
+
+
+def test_a_copy_of_a_chain_says_what_it_brought_with_borrowed_blobs(call, chained, tmp_path):
+    alone = tmp_path / "alone"
+    first, second, third = call("ls", chained, "--json").json["checkpoints"]
+    (one,) = call("copy", chained, alone, "--step", 1, "--json").json["copies"]
+    assert one["bytes_stored"] == first["bytes_stored"]
+    assert (one["bytes_copied"], one["bytes_kept"]) == (
+        first["bytes_stored"] + first["bytes_borrowed"],
+        0,
+    )
+    (two,) = call("copy", chained, alone, "--step", 2, "--json").json["copies"]
+    assert (two["bytes_copied"], two["bytes_kept"]) == (
+        second["bytes_stored"],
+        second["bytes_borrowed"],
+    )
+    done = call("copy", chained, alone, "--step", 3)
+    kept = third["bytes_borrowed"]
+    needed = size_text(third["bytes_stored"] + kept)
+    assert f"objects, {needed}, of which {size_text(kept)} were there" in done.out
+
+
+def test_a_copy_names_the_objects_and_the_link_of_a_damaged_chain(call, chained, tmp_path):
+    damage(chained, 1)
+    done = call("copy", chained, tmp_path / "copy", "--step", 3)
+    assert done.code == 1
+    assert "(which it borrows of step 1) do not match their checksum" in done.err
+    assert "; they belong to model/" in done.err

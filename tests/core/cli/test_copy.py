@@ -159,3 +159,115 @@ def test_checkpoint_whose_parts_lack_elements_is_not_copied(call, tmp_path, targ
     assert done.code == 1
     assert "1 object(s) are not whole: w: no shard has elements [1:4, 0:4]" in done.err
     assert not target.exists() or not any(path.is_file() for path in target.rglob("*"))
+
+
+def test_second_copy_does_nothing(call, run, target):
+    call("copy", run, target)
+    before, listed = tree_of(target), records(target)
+    done = call("copy", run, target)
+    assert (done.code, done.out) == (0, "step 30, the latest, is there already\n")
+    commit = target / "commits" / "00000030-0.json"  # confirmed: the same bytes once more
+    assert tree_of(target).keys() == before.keys()
+    assert {k: v for k, v in tree_of(target).items() if k != commit} == {
+        k: v for k, v in before.items() if k != commit
+    }
+    assert records(target) == listed
+
+
+def test_rules_of_a_file_are_taken(call, run, target, tmp_path):
+    rules = tmp_path / "penstock.toml"
+    rules.write_text('backend = "x"\n[[rules]]\nmatch = "model"\ncodecs = ["lz4"]\n')
+    assert call("copy", run, target, "--rules", rules).code == 0
+    assert codecs(target) == {"lz4"}
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [("x = 1", "has no [[rules]]"), ("[[", "rules.toml is not valid: "), (None, "cannot be read")],
+)
+def test_rules_that_cannot_be_used_are_refused(call, run, tmp_path, text, complaint):
+    target = tmp_path / "target"
+    rules = tmp_path / "rules.toml"
+    if text is not None:
+        rules.write_text(text)
+    done = call("copy", run, target, "--rules", rules)
+    assert done.code == 1
+    assert complaint in done.err
+    assert not target.exists()
+
+
+def test_only_what_is_selected_is_copied(call, run, target):
+    assert call("copy", run, target, "--include", "model", "--exclude", "model/b").code == 0
+    with open_run(target) as ckpt:
+        assert ckpt.open().keys() == ["model/w"]
+        assert ckpt.info().bytes_raw == 24000
+
+
+def test_pattern_that_matches_nothing_is_an_error(call, run, target):
+    done = call("copy", run, target, "--include", "modle")
+    assert done.code == 1
+    assert "nearest: model" in done.err
+    assert not target.exists()
+
+
+def test_damaged_step_among_all_fails_alone(call, run, target):
+    with open_run(run) as ckpt:
+        (blob,) = run.glob(f"data/{ckpt.info(2).uid}/blobs/*.raw")
+    data = bytearray(blob.read_bytes())
+    data[len(data) // 2] ^= 1
+    blob.write_bytes(data)
+    done = call("copy", run, target, "--step", "all", "--json")
+    assert done.code == 1
+    assert not done.json["ok"]
+    assert [copy["state"] for copy in done.json["copies"]] == ["copied", "failed", "copied"]
+    assert "is damaged" in done.json["copies"][1]["error"]
+    with open_run(target) as ckpt:
+        assert ckpt.steps() == [1, 30]
+    done = call("copy", run, target, "--step", "2")
+    assert done.code == 1
+    assert done.err.startswith("penstock: step 2 on ")
+    assert "model/w" in done.err
+    assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize("options", [["--step", "7"], ["--codec", "nonsense"]])
+def test_what_is_not_there_is_an_error(call, run, target, options):
+    done = call("copy", run, target, *options)
+    assert done.code == 1
+    assert options[1] in done.err
+    assert not target.exists()
+
+
+@pytest.mark.parametrize(
+    ("codec", "words"),
+    [
+        ("zsdt", "--codec zsdt: no codec called 'zsdt' is installed; did you mean zstd?"),
+        ("zstd", ""),
+    ],
+)
+def test_a_misspelt_codec_is_named_as_the_option_that_it_is(call, run, target, codec, words):
+    done = call("copy", run, target, "--codec", codec)
+    assert done.code == (1 if words else 0)
+    assert words in done.err
+    assert "configuration" not in done.err
+    assert target.exists() == (not words)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("match = '**'\ncodecs = ['zsdt']", "rules[0].codecs[0]: no codec called 'zsdt'"),
+        ("match = 5\ncodecs = []", "1 problem\n  rules[0].match: Input should be a list"),
+        (
+            "match = 'x'\ncodecs = [{type = 'zstd', level = 900}]",
+            "rules[0].codecs[0]: options of codec 'zstd': 1 problem\n  level: Input should be",
+        ),
+    ],
+)
+def test_what_is_wrong_in_a_file_of_rules_is_named_with_the_file(call, run, target, text, words):
+    file = target.with_name("rules.toml")
+    file.write_text(f"[[rules]]\n{text}\n")
+    done = call("copy", run, target, "--rules", file)
+    assert done.code == 1
+    assert done.err.startswith(f"penstock: {file}: ")
+    assert words in done.err

@@ -22,6 +22,7 @@ from penstock.core.format.records import (
     index_name,
     part_name,
 )
+from penstock.core.units import seconds_of
 
 
 @pytest.fixture(scope="module")
@@ -260,3 +261,57 @@ def test_grace_that_is_no_time_is_a_wrong_call(call, tmp_path):
         done = call("prune", tmp_path, f"--grace={text}")
         assert done.code == 2
         assert "--grace" in done.err
+
+
+def test_delete_of_a_step_that_is_not_there_deletes_none(call, run):
+    done = call("delete", run, 1, 7, "--yes")
+    assert done.code == 1
+    assert "no checkpoint of step 7" in done.err
+    assert "steps there: 1, 2, 3" in done.err
+    assert steps(run) == [1, 2, 3]
+
+
+def test_delete_frees_nothing_while_another_record_is_unreadable(call, run):
+    (run / "commits" / "00000003-0.json").write_bytes(b"nonsense\n")
+    for arguments in (("--dry-run",), ("--yes",)):
+        assert call("delete", run, 1, "--json", *arguments).json["bytes_freed"] == 0
+    assert steps(run) == [2, 3]
+
+
+def test_delete_takes_every_generation_of_a_step(call, tmp_path):
+    uids = ("a" * 32, "b" * 32, "c" * 32)
+    publish(
+        tmp_path,
+        record(1, uids[0]),
+        record(1, uids[1], generation=1),
+        record(2, uids[2]),
+    )
+    report = call("delete", tmp_path, 1, "--yes", "--force", "--json").json
+    assert report["deleted"] == [
+        {"step": 1, "generations": 2, "uids": list(uids[:2]), "size_bytes": 2000}
+    ]
+    assert report["bytes_freed"] == 2000
+    assert steps(tmp_path) == [2]
+
+
+def test_prune_counts_what_overwritten_generations_free(call, tmp_path):
+    root, before = tmp_path / "run", tmp_path / "before"
+    with penstock.Checkpointer(f"posix://{root}") as ckpt:
+        old = ckpt.save({"w": torch.zeros(500)}, 1, mode="blocking").result().uid
+        shutil.copytree(root, before)
+        ckpt.save({"w": torch.ones(500)}, 1, mode="blocking", overwrite=True)
+    shutil.copytree(before, root, dirs_exist_ok=True)  # a crash came before the deletion
+    size = sum(path.stat().st_size for path in (before / "data").rglob("*") if path.is_file())
+    said = call("prune", root, "--dry-run", "--json").json
+    assert said["superseded"] == ["commits/00000001-0.json"]
+    assert (said["superseded_bytes"], said["younger"]) == (size, [])
+    assert call("prune", root).out.endswith(" freed: 1 overwritten generation\n")
+    assert not (root / "data" / old).exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("0", 0), ("90", 90), ("90s", 90), ("1.5min", 90), ("24h", 86400), (" 2 d ", 172800)],
+)
+def test_grace_is_a_number_with_a_unit(text, seconds):
+    assert seconds_of(text) == seconds

@@ -101,3 +101,38 @@ def test_damage_where_bytes_have_to_be_read_is_trouble(call, run, other):
     done = call("diff", run, other, "--step-a", "2", "--norms")
     assert done.code == 2
     assert "is damaged" in done.err
+
+
+def test_same_checkpoint_of_two_runs_does_not_differ(call, run, other):
+    done = call("diff", run, other)
+    assert done.code == 0
+    assert done.out.splitlines()[2] == "nothing differs in 4 objects, 0 B read"
+    assert call("diff", run, "--step-a", "2", "--step-b", "2").code == 0
+
+
+def test_only_what_is_selected_is_compared(call, run):
+    assert call("diff", run, "--include", "model/b").code == 0
+    assert call("diff", run, "--exclude", "model/w", "--exclude", "epoch").code == 0
+    assert call("diff", run, "--include", "model").code == 1
+
+
+def test_an_object_that_is_in_one_only_has_no_norms(call, run):
+    done = call("diff", run, "--step-a", "1", "--step-b", "2", "--norms")
+    assert (done.code, done.err) == (1, "")
+    assert ["late", "only", "in", "B", "-", "float32", "2x3"] in lines(done)
+
+
+def test_a_configuration_file_stands_for_its_backend(call, run, other, tmp_path):
+    config = tmp_path / "run.toml"
+    config.write_text(f'backend = "posix://{run}"\n')
+    assert call("diff", config, other).code == 0
+    assert call("diff", other, config).code == 0
+    assert call("copy", config, tmp_path / "copied").code == 0
+    assert call("diff", tmp_path / "copied", config).code == 0
+
+
+@pytest.mark.parametrize("command", ["diff", "ls"])
+def test_a_configuration_file_that_is_not_there_is_said(call, command):
+    done = call(command, "missing.toml")
+    assert "configuration missing.toml cannot be read" in done.err
+    assert done.code == (2 if command == "diff" else 1)

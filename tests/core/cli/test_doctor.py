@@ -1,10 +1,12 @@
 """`penstock doctor`: what it finds, and that it leaves nothing behind."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 
 import pytest
 from tests import interpreters
@@ -12,7 +14,10 @@ from tests.core.cli.command import tree_of
 
 import penstock
 from penstock.backends.memory import MemoryBackend, MemoryConfig
+from penstock.core.cli.commands.doctor import _check_store
 from penstock.core.cli.probe import measure
+from penstock.core.storage.guarded import guarded
+from penstock.core.types import Capabilities
 
 SMALL = ("--probe-size", "1MiB")
 
@@ -101,3 +106,159 @@ def test_doctor_finds_leftovers_and_damaged_checkpoints(call, tmp_path):
     (tmp_path / "commits" / "00000007-0.json").write_bytes(b"nonsense\n")
     found = checks_of(call("doctor", tmp_path, "--no-probe", "--json"))["checkpoints"]
     assert (found["status"], found["values"]["damaged"]) == ("warn", [7])
+
+
+@contextmanager
+def soft_limit(which, value):
+    soft, hard = resource.getrlimit(which)
+    resource.setrlimit(which, (value, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(which, (soft, hard))
+
+
+def test_doctor_that_cannot_write_the_probe_fails_and_leaves_nothing_behind(call, tmp_path):
+    with soft_limit(resource.RLIMIT_FSIZE, 65_536):
+        done = call("doctor", f"posix://{tmp_path}/run", *SMALL, "--json")
+    assert done.code == 1
+    found = checks_of(done)
+    assert found["speed"]["status"] == "fail"
+    assert "ulimit -f" in found["speed"]["found"]
+    assert found["file size"]["status"] == "warn"
+    assert found["file size"]["values"]["soft"] == 65_536
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_doctor_does_not_advise_to_install_what_is_installed(call, tmp_path, monkeypatch):
+    pytest.importorskip("liburing")
+    monkeypatch.setattr("penstock.backends.uring.ring.flags_lacked", lambda _cpuinfo: {"avx512f"})
+    text = call("doctor", tmp_path, "--no-probe").out
+    assert "- io_uring: run on a CPU with AVX-512" in text
+    assert "pip install liburing" not in text
+
+
+def test_doctor_says_why_io_uring_is_not_used_and_what_to_do(call, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("PENSTOCK_DISABLE_URING", "EXFULL")
+    done = call("doctor", tmp_path, "--no-probe", "--json")
+    assert (done.code, done.err) == (0, "")
+    found = checks_of(done)["io_uring"]
+    assert (found["status"], found["values"]) == ("warn", {"works": False})
+    assert "EXFULL" in found["found"]
+    assert caplog.records == []  # it is a finding, so not also a warning
+    assert "unset PENSTOCK_DISABLE_URING" in found["advice"]
+    text = call("doctor", tmp_path, "--no-probe").out
+    assert "\nWhat to change:\n" in text
+    assert "- io_uring: unset PENSTOCK_DISABLE_URING" in text
+
+
+def test_doctor_warns_of_few_open_files(call, tmp_path):
+    with soft_limit(resource.RLIMIT_NOFILE, 300):
+        found = checks_of(call("doctor", tmp_path, "--no-probe", "--json"))["open files"]
+    assert (found["status"], found["values"]["soft"]) == ("warn", 300)
+    assert "ulimit -n" in found["advice"]
+
+
+class _Forgetful(MemoryBackend):
+    def read(self, requests):
+        super().read(requests)
+        requests[-1].target[-1] ^= 1
+
+
+class _Idle(MemoryBackend):
+    def read(self, requests):
+        pass
+
+
+class _WrongClock(MemoryBackend):
+    def store_time_s(self):
+        return super().store_time_s() - 7200
+
+
+@pytest.mark.parametrize(
+    ("store", "name", "status", "words"),
+    [
+        (_Idle, "speed", "fail", "not what was written"),
+        (_WrongClock, "write a record", "warn", "7200 s behind"),
+        (_Forgetful, "speed", "fail", "not what was written"),
+        (MemoryBackend, "speed", "ok", "writes"),
+    ],
+)
+def test_doctor_judges_what_the_store_does(store, name, status, words):
+    backend = store(MemoryConfig())
+    found = {c.name: c for c in _check_store(backend, None, probe_bytes=1 << 20)}
+    assert found[name].status == status
+    assert words in found[name].found
+    assert (found[name].advice is None) == (status == "ok")
+
+
+class _Broken(MemoryBackend):
+    def __init__(self, config, broken):
+        super().__init__(config)
+        self._broken = broken
+
+    def _meet(self, what):
+        if what == self._broken:
+            raise KeyError("no such shelf")
+
+    @property
+    def capabilities(self):
+        self._meet("capabilities")
+        return super().capabilities
+
+    def store_time_s(self):
+        self._meet("store_time_s")
+        return super().store_time_s()
+
+    def list(self, prefix, /):
+        self._meet("list")
+        return super().list(prefix)
+
+    def create(self, name, /, *, size_hint=None):
+        self._meet("create")
+        return super().create(name, size_hint=size_hint)
+
+
+@pytest.mark.parametrize(
+    ("broken", "failed", "wrap"),
+    [
+        (None, set(), guarded),
+        ("capabilities", {"direct I/O", "speed"}, guarded),
+        ("store_time_s", {"write a record"}, guarded),
+        ("list", {"checkpoints", "leftovers"}, guarded),
+        ("create", {"speed"}, guarded),
+        ("create", {"speed"}, lambda backend: backend),
+    ],
+)
+def test_what_a_backend_raises_fails_one_check_and_the_others_go_on(broken, failed, wrap):
+    backend = wrap(_Broken(MemoryConfig(), broken))
+    checks = {c.name: c for c in _check_store(backend, None, probe_bytes=1 << 20)}
+    every = {"direct I/O", "write a record", "checkpoints", "leftovers", "speed"}
+    assert checks.keys() == every - ({"speed"} if "write a record" in failed else set())
+    assert {c.name for c in checks.values() if c.status == "fail"} == failed
+    for name in failed:
+        assert "KeyError: 'no such shelf'" in checks[name].found
+        assert checks[name].advice
+
+
+@pytest.mark.parametrize(
+    ("notes", "status"),
+    [
+        ((), "info"),
+        (("page cache in use: direct_io is off",), "info"),
+        (("page cache in use: tmpfs",), "warn"),
+    ],
+)
+def test_direct_io_is_advised_only_to_those_who_can_do_it(tmp_path, notes, status):
+    class Plain(MemoryBackend):
+        capabilities = Capabilities(local=True, notes=notes)
+
+    found = {c.name: c for c in _check_store(Plain(MemoryConfig()), tmp_path, probe_bytes=0)}
+    check = found["direct I/O"]
+    assert check.status == status
+    assert (check.advice is None) == (status == "info")
+
+
+@pytest.mark.parametrize("size", ["x", "1 parsec", ""])
+def test_doctor_refuses_a_probe_size_that_is_none(call, tmp_path, size):
+    assert call("doctor", tmp_path, f"--probe-size={size}").code == 2

@@ -127,3 +127,57 @@ def test_a_copy_to_tiers_goes_to_the_last_and_heeds_what_the_others_have(call, r
         assert ckpt.verify(2).ok
     assert call("drain", run.url).code == 0
     assert call("ls", run.url, "--json").json["checkpoints"][0]["generation"] == 2
+
+
+def test_another_checkpoint_in_the_way_is_said_with_what_to_do(call, run):
+    with_another_at_step_1(run)
+    done = call("drain", run.url)
+    assert done.code == 1
+    said = " ".join(done.out.split())
+    assert "step 1 is another checkpoint in tier durable: `penstock delete URL 1` with" in said
+    assert "still to be copied: steps 1, once the cause is removed" in said
+    assert "the same command goes on" not in said
+
+
+def test_deleting_in_one_tier_spares_the_others(call, run):
+    run.save(1)
+    assert call("drain", run.url).code == 0
+    assert call("delete", run.url, "1", "--yes", "--tier", "fast").code == 0
+    assert call("ls", run.url, "--json").json["checkpoints"][0]["tiers"] == ["durable"]
+    refused = call("delete", run.url, "1", "--yes", "--tier", "durable")
+    assert refused.code == 1
+    assert "no whole checkpoint would be left" in refused.err
+    done = call("delete", run.url, "1", "--yes", "--tier", "slow")
+    assert done.code == 1
+    assert "has no tier 'slow'; it has fast, durable" in done.err
+    done = call("delete", f"posix://{run.durable}", "1", "--yes", "--tier", "fast")
+    assert "has no tier 'fast'; it is one place" in done.err
+
+
+def test_one_place_has_nothing_to_drain(call, run):
+    run.save(1)
+    done = call("drain", f"posix://{run.fast}")
+    assert done.code == 1
+    assert "tiered://?fast=" in done.err
+
+
+def test_ls_fails_where_no_tier_answers(call, run):
+    for root in (run.fast, run.durable):
+        root.symlink_to(root)
+    found = call("ls", run.url)
+    assert (found.code, found.out) == (1, "")
+    assert "no tier answers: fast: " in found.err
+    assert "; durable: " in found.err
+
+
+def test_verify_names_the_tier_of_the_damage(call, run):
+    run.save(1)
+    call("drain", run.url)
+    data = bytearray(run.blob(run.fast).read_bytes())
+    data[len(data) // 2] ^= 1
+    run.blob(run.fast).write_bytes(data)
+    done = call("verify", run.url, "--json")
+    assert done.code == 1
+    details = [d["detail"] for d in done.json["reports"][0]["damaged"]]
+    assert details
+    assert all("in tier fast" in detail for detail in details)

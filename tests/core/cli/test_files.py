@@ -76,3 +76,25 @@ def test_errors_say_what_to_do(call, run, tmp_path):
     assert done.code == 1
     assert "step 9" in done.err
     assert "--overwrite" in done.err
+
+
+def test_export_takes_the_latest_step_and_refuses_an_out_that_exists(call, run, tmp_path):
+    out = tmp_path / "o.safetensors"
+    assert "step 9, the latest, is exported" in call("export", run, out, "--to", "safetensors").out
+    again = call("export", run, out, "--to", "safetensors")
+    assert again.code == 1
+    assert again.err == (
+        f"penstock: {out} exists: export to another place, or replace it with overwrite "
+        "(--overwrite)\n"
+    )
+    done = call(
+        "export", run, out, "--to", "safetensors", "--overwrite", "--step", "7", "--keep-tied"
+    )
+    assert done.code == 0
+    assert load_file(out).keys() == {"wte", "head", "b"}
+
+
+def test_a_run_that_does_not_exist_is_not_made_by_an_export(call, tmp_path):
+    done = call("export", tmp_path / "none", tmp_path / "o", "--to", "torch")
+    assert done.code == 1
+    assert list(tmp_path.iterdir()) == []

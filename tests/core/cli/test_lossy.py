@@ -73,3 +73,42 @@ def test_show_says_that_nothing_is_known_of_a_codec_that_is_not_installed(
     shown = call("show", run_of_an_absent_codec, "--flat").out
     assert " own(?) " in shown
     assert "whether own is lossy is not known: it is not installed" in shown
+
+
+@pytest.mark.parametrize("how", ["--deep", "--quick"])
+def test_verify_says_what_whole_means_for_rounded_values(call, run, how):
+    found = call("verify", run, how)
+    assert found.code == 0
+    text = " ".join(found.out.split())
+    assert "step 2 is whole" in text
+    assert "lossy codecs in step 2: cast; values that went through these are as they were" in text
+    assert call("verify", run, how, "--json").json["reports"][0]["lossy"] == ["cast"]
+
+
+def test_verify_by_code_names_lossy_codecs(run, tmp_path):
+    with penstock.Checkpointer(run) as ckpt:
+        assert ckpt.verify(1).lossy == ("cast",)
+    with penstock.Checkpointer(tmp_path / "exact") as ckpt:
+        ckpt.save({"w": torch.ones(5)}, 1, mode="blocking")
+        assert ckpt.verify(1).lossy == ()
+
+
+def test_diff_says_that_rounded_values_are_compared(call, run):
+    sentence = "values that went through cast (lossy) are compared as they are after rounding"
+    assert call("diff", run).out.count(sentence) == 2
+    found = call("diff", run, "--json").json
+    assert (found["a"]["lossy"], found["b"]["lossy"]) == (["cast"], ["cast"])
+    assert "(lossy)" not in call("diff", run, "--include", "exact").out
+    exact = call("diff", run, "--include", "rounded/n", "--json").json
+    assert (exact["a"]["lossy"], exact["same"]) == ([], True)
+
+
+@pytest.mark.parametrize("how", [["--raw"], ["--codec", "zstd"], ["--include", "rounded"]])
+def test_copy_says_that_rounded_values_are_copied(call, run, tmp_path, how):
+    sentence = "values that went through cast (lossy) were copied as they are after rounding"
+    done = call("copy", run, tmp_path / "to", *how)
+    assert sentence in " ".join(done.out.split())
+    again = call("copy", run, tmp_path / "to", *how, "--overwrite", "--json").json
+    assert again["copies"][0]["rounded_by"] == ["cast"]
+    with penstock.Checkpointer(run) as source, penstock.Checkpointer(tmp_path / "to") as target:
+        assert torch.equal(target.load(2)["rounded"]["w"], source.load(2)["rounded"]["w"])

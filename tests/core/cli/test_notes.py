@@ -1,5 +1,7 @@
 """`penstock annotate`, and what `ls`, `show`, `diff` and `copy` make of annotations."""
 
+import json
+
 import pytest
 import torch
 
@@ -134,3 +136,68 @@ def test_delete_of_a_step_with_a_damaged_note_needs_force(call, run):
     assert steps(run) == [1, 2]
     assert call("delete", run, "1", "--yes", "--force").code == 0
     assert steps(run) == [2]
+
+
+def test_step_that_is_not_there_is_an_error(call, run):
+    done = call("annotate", run, 7, "loss=1")
+    assert done.code == 1
+    assert "steps there: 1, 2" in done.err
+
+
+@pytest.mark.parametrize("how", [[], ["--raw"], ["--codec", "zstd"]])
+def test_copies_have_the_annotations(call, run, tmp_path, how):
+    call("annotate", run, 1, "loss=0.5")
+    assert call("copy", run, tmp_path / "to", "--step", 1, *how).code == 0
+    assert metadata_of(tmp_path / "to", 1) == {"loss": 0.5}
+    (name,) = {path.name for path in (run / "notes").rglob("*.json")}
+    (copied,) = (tmp_path / "to" / "notes").rglob("*.json")
+    assert copied.name == name
+    assert json.loads(copied.read_text().partition("\n")[2])["uid"] == copied.parent.name
+
+
+def test_what_is_no_tag_is_an_error(call, run):
+    done = call("pin", run, 1, "a b")
+    assert done.code == 1
+    assert "is no tag" in done.err
+    assert not (run / "notes").exists()
+
+
+def annotate_both(call, root, **metadata):
+    for step in (1, 2):
+        pairs = [f"{key}={json.dumps(value[step - 1])}" for key, value in metadata.items()]
+        assert call("annotate", root, step, *pairs).code == 0
+
+
+def test_ls_has_columns_for_the_numbers_that_most_checkpoints_have(call, run):
+    annotate_both(
+        call, run, seed=[7, 7], loss=[0.5, 0.123456789], lr=[1, 2], done=[True, False],
+        acc=[0.1, 0.2], a_key_that_is_too_long=[1, 2],
+    )  # fmt: skip
+    call("annotate", run, 2, "late=1")
+    header, first, second = cells(call("ls", run))
+    assert header == ["STATE", "loss", "lr", "acc", "METADATA"]  # the seed never changes
+    assert first[:4] == ["ok", "0.5", "1", "0.1"]
+    assert second[:4] == ["ok", "0.123457", "2", "0.2"]
+    assert second[4:] == ["seed=7", "done=false", "a_key_that_is_too_long=2", "late=1"]
+
+
+def test_metrics_are_chosen_by_name_and_may_be_inside_another(call, run):
+    annotate_both(call, run, eval=[{"mmlu": 0.61}, {"mmlu": 0.72, "x.y": 1}], loss=[1, 2])
+    listing = call("ls", run, "--metrics", "eval.mmlu,loss,eval.x.y")
+    assert cells(listing) == [
+        ["STATE", "eval.mmlu", "loss", "eval.x.y"],
+        ["ok", "0.61", "1", "-"],
+        ["ok", "0.72", "2", "1"],
+    ]
+    done = call("ls", run, "--metrics", "lsos")
+    assert done.code == 1
+    assert "has 'lsos' in its metadata; did you mean loss?" in done.err
+
+
+def test_last_lists_the_newest_steps_alone(call, run):
+    assert [one["step"] for one in call("ls", run, "--last", 1, "--json").json["checkpoints"]] == [
+        2
+    ]
+    assert len(call("ls", run, "--last", 1).out.splitlines()) == 2
+    assert len(call("ls", run, "--last", 5).out.splitlines()) == 3
+    assert call("ls", run, "--last", 0).code == 2

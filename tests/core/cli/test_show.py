@@ -124,3 +124,74 @@ def test_ls_metadata_prints_all_of_it(call, saved):
         "\nstep 20\n  loss: 0.3333333333333333\n  note: a\\nb\n" + '  deep: {"x": [1]}\n'
     )
     assert json.loads(call("ls", saved, "--json").out)["checkpoints"][0]["metadata"]["note"]
+
+
+def test_show_depth_folds_the_tree(call, saved):
+    table = call("show", saved, "--depth", "1").out.splitlines()[4:-2]
+    assert [line.split()[0] for line in table] == ["model/", "odd/", "epoch"]
+    two = call("show", saved, "--depth", "2", "--include", "model").out.splitlines()[4:-2]
+    assert [line.split()[0] for line in two] == ["model/", "block/", "tied", "eight"]
+
+
+@pytest.mark.parametrize("options", [("--flat",), ("--json",)])
+def test_depth_goes_only_with_the_tree(call, saved, options):
+    done = call("show", saved, "--depth", "1", *options)
+    assert done.code == 2
+    assert "--depth" in done.err
+
+
+@pytest.mark.parametrize("words", [["x"], ["rule"], ["codec", "--tree"], ["codec", "--stats"]])
+def test_wrong_groupings_exit_with_2(call, saved, words):
+    done = call("show", saved, "--by", *words)
+    assert done.code == 2
+    assert "--by" in done.err
+
+
+def test_stats_are_those_of_the_tensors(call, saved):
+    shown = call("show", saved, "--stats", "--json").json
+    found = {o["path"]: o["stats"] for o in shown["objects"]}
+    with penstock.Checkpointer(f"posix://{saved}") as ckpt:
+        weight = ckpt.open(20)["model/block/weight"].double()
+    got = found["model/block/weight"]
+    assert (got["min"], got["max"]) == (weight.min().item(), weight.max().item())
+    assert got["mean"] == pytest.approx(weight.mean().item(), rel=1e-12)
+    assert got["std"] == pytest.approx(weight.std(correction=0).item(), rel=1e-12)
+    assert (got["nan"], got["inf"]) == (0, 0)
+
+    def flat(path):
+        return tuple(found[path].values())
+
+    assert flat("model/block/bias") == (1, 1, 1, 0, 0, 0)
+    assert flat("model/eight") == (-2, 0.5, -0.75, 1.25, 0, 0)
+    assert flat("odd/mixed") == (1, 3, 2, 1, 1, 2)
+    assert flat("odd/nothing") == (None, None, None, None, 3, 0)
+    assert flat("odd/empty") == (None, None, None, None, 0, 0)
+    assert flat("odd/scalar") == (2.5, 2.5, 2.5, 0, 0, 0)
+    assert flat("odd/huge") == (1e308, 1e308, None, None, 0, 0)
+    assert flat("odd/flags") == (0, 1, 0.75, pytest.approx(math.sqrt(3) / 4), 0, 0)
+    assert flat("odd/counts")[:2] == (-3, 2**62)
+    assert flat("odd/array")[:3] == (0, 5, 2.5)
+    assert {p for p, s in found.items() if s is None} == {
+        "model/tied", "odd/complex", "odd/dates", "epoch",
+    }  # fmt: skip
+
+
+def test_stats_read_only_what_is_selected_and_say_what_is_damaged(call, saved, tmp_path):
+    root = shutil.copytree(saved, tmp_path / "run")
+    for blob in root.glob("data/*/blobs/*.raw"):
+        blob.write_bytes(bytes(blob.stat().st_size))
+    assert call("show", root, "--stats", "--include", "model/block").code == 0
+    done = call("show", root, "--stats", "--include", "odd/mixed")
+    assert (done.code, done.out) == (1, "")
+    assert "odd/mixed" in done.err
+
+
+def test_verify_of_a_run_without_checkpoints(call, tmp_path):
+    done = call("verify", tmp_path)
+    assert done.code == 1
+    assert done.err.startswith("penstock: no checkpoint under ")
+    assert call("verify", tmp_path, "--all").out == "0 checkpoints verified, 0 damaged\n"
+
+
+def test_verify_all_and_step_exclude_each_other(call, saved):
+    assert call("verify", saved, "--all", "--step", "10").code == 2

@@ -7,7 +7,9 @@ from tests.integration.support import checkpointer, make_state
 
 from penstock.backends.posix import PosixBackend, PosixConfig
 from penstock.core.catalog.catalog import Catalog
+from penstock.core.cli.commands.verify import grouped
 from penstock.core.plugins.registry import default_registry
+from penstock.core.reporting.reports import Damage
 from penstock.core.tiers.whereabouts import mark
 from penstock.testing.hasty import ShiftedClock
 
@@ -103,3 +105,71 @@ def test_drain_ends_where_the_tier_to_copy_from_hangs(call, run, state_of_shelf,
     assert done.code == 1
     assert "tier fast does not answer" in done.out
     assert "asking shelf://there did not end within the 60 s of --timeout" in done.out
+
+
+def test_drain_says_which_tier_it_cannot_ask(call, run, state_of_shelf):
+    state_of_shelf("down")
+    done = call("drain", run("fast"))
+    assert (done.code, done.err) == (1, "")
+    assert done.out == (
+        "tier fast does not answer, so what is left there is not known: nobody opens the shelf\n"
+    )
+    found = call("drain", run("fast"), "--json")
+    assert (found.code, found.json["left"]) == (1, [])
+    assert found.json["silent"] == {"fast": "nobody opens the shelf"}
+
+
+def test_drain_ends_where_the_tier_to_copy_to_hangs(call, run, state_of_shelf, waits):
+    url = run("durable")
+    state_of_shelf("hangs")
+    time_passes_once(2, waits)  # one that compares the tiers, and one that copies
+    done = call("drain", url, "--timeout", "60")
+    assert done.code == 1
+    assert "step 1 was on its way to tier durable: 0 B of" in done.out
+    assert "; does tier fast hang, or durable?" in done.out
+    assert "still to be copied: steps 1" in done.out
+
+
+def test_deleting_in_one_tier_does_not_ask_the_others_in_vain(call, run, state_of_shelf):
+    state_of_shelf("down")
+    done = call("delete", run("fast"), "1", "--tier", "durable", "--force", "--yes")
+    assert (done.code, done.err) == (0, "")
+    assert "step 1 deleted" in done.out
+
+
+def test_damage_is_grouped_by_the_blob_of_a_tier():
+    blob, other = (f"data/{32 * digit}/blobs/00000-0.raw" for digit in "ab")
+    groups = grouped(
+        [
+            Damage(blob, "has 5 bytes, 9 were written"),
+            Damage("model/a", f"checksum of 4 bytes at {blob}:0 does not match"),
+            Damage("model/b", f"checksum of 4 bytes at {blob}:8 does not match"),
+            Damage("model/b", f"in tier fast: cannot read {blob}: it does not exist"),
+            Damage("model/c", f"cannot read {other}: it does not exist"),
+            Damage("commits/1-0.json", "its sha256 is not the one in its first line"),
+        ]
+    )
+    assert [list(group.hit) for group in groups] == [
+        ["model/a", "model/b"],
+        ["model/b"],
+        ["model/c"],
+        ["commits/1-0.json"],
+    ]
+    assert next(iter(groups[0].causes)) == f"{blob}: has 5 bytes, 9 were written"
+    assert len(groups[0].causes) == 3
+
+
+@pytest.mark.parametrize(
+    ("tier", "meanwhile"),
+    [("fast", "saves go to the next tier"), ("durable", "saves stay in faster tiers")],
+)
+def test_doctor_says_once_that_a_tier_does_not_answer(call, run, state_of_shelf, tier, meanwhile):
+    state_of_shelf("down")
+    done = call("doctor", run(tier), "--json", "--no-probe")
+    assert done.code == 0
+    of_tier = [c for c in done.json["checks"] if c["name"].startswith(f"{tier}: ")]
+    assert [(c["name"], c["status"]) for c in of_tier] == [(f"{tier}: answer", "warn")]
+    assert "nobody opens the shelf" in of_tier[0]["found"]
+    assert meanwhile in of_tier[0]["advice"]
+    other = "durable" if tier == "fast" else "fast"
+    assert f"{other}: checkpoints" in {c["name"] for c in done.json["checks"]}

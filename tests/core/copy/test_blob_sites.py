@@ -483,3 +483,25 @@ def test_a_lease_over_data_of_others_lists_it_as_durable_from_the_first(chain, w
     sealed = [json.loads(d)["sealed"] for n, d in noting.versions if n == lease_name(base)]
     assert sealed == [[enc], [enc, raw]]
     whole_at(target, 1, 2, 3)
+
+
+def test_blobs_of_a_deleted_base_are_copied_too(workers):
+    source, target = made_chain(), memory()
+    for step in (1, 2):
+        Catalog(source).delete(step)
+    copy_of(source, target, workers, 3).run()
+    whole_at(target, 3)
+    Catalog(target).delete(3)
+    assert target.list("") == []
+
+
+def test_a_damaged_borrowed_blob_is_not_copied(workers):
+    source, target = made_chain(), memory()
+    name = f"{data_prefix(base_of(source))}blobs/00000-0.raw"
+    data = bytearray(source.read_record(name, limit_bytes=1 << 30))
+    data[:4096] = bytes(4096)
+    source.delete([name])
+    source.publish(name, bytes(data))
+    with pytest.raises(DamagedError, match=name):
+        copy_of(source, target, workers, 2).run()
+    assert Catalog(target).steps() == []

@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
@@ -29,10 +30,12 @@ from penstock.core.copy.mover import (
 from penstock.core.errors import (
     BusyError,
     CheckpointGoneError,
+    CommitUnknownError,
     DamagedError,
     SaveAbortedError,
     StepExistsError,
     StorageError,
+    UnsyncedError,
 )
 from penstock.core.format.commit_record import encode_commit
 from penstock.core.format.records import (
@@ -670,3 +673,78 @@ def test_another_run_of_a_lower_generation_is_replaced_only_where_that_is_wanted
     assert Catalog(target).record(STEP).uid != record.uid
     CheckpointCopy(saved, target, record, **options).run()
     assert Catalog(target).record(STEP).uid == record.uid
+
+
+def test_copy_confirms_a_record_that_an_earlier_try_could_not_sync(saved, workers):
+    target = FaultyBackend(memory())
+    target.fail("publish", UnsyncedError("no sync"), match="commits/", late=True)
+    with pytest.raises(CommitUnknownError):
+        copy_of(saved, target, workers).run()
+    target.clear()
+    before = len(target.calls)
+    assert copy_of(saved, target, workers).run().already_there
+    assert ("publish", (commit_name(STEP, 0),)) in target.calls[before:]
+
+
+@pytest.mark.parametrize("kind", ["raw", "enc"])
+def test_blob_that_is_cut_off_or_missing_is_damage(own, workers, kind):
+    (name,) = [n for n in blobs_of(own) if n.endswith(kind)]
+    data = contents(own)[name]
+    for bytes_left in (data[:-1], None):
+        own.delete([name])
+        if bytes_left is not None:
+            own.publish(name, bytes_left)
+        with pytest.raises(DamagedError) as caught:
+            copy_of(own, memory(), workers).run()
+        assert caught.value.damaged == (name,)
+
+
+def test_sealed_blob_may_be_trusted(saved, workers):
+    target = FaultyBackend(memory())
+    target.fail("publish", match="/parts/")
+    with pytest.raises(StorageError):
+        copy_of(saved, target, workers).run()
+    seen = []
+    copy_of(saved, target, workers, trust_sealed=True).run(on_progress=seen.append)
+    assert not any(".raw" in names[0] for what, names in target.calls if what == "read")
+    assert contents(target) == contents(saved)
+
+
+def test_copy_that_was_cancelled_before_does_nothing(saved, workers):
+    target = FaultyBackend(memory())
+    copy = copy_of(saved, target, workers)
+    copy.cancel()
+    with pytest.raises(SaveAbortedError):
+        copy.run()
+    assert target.calls == []
+
+
+def test_record_may_be_copied_as_a_higher_generation(own, workers):
+    target = memory()
+    save(target, STEP, seed=9)
+    record = replace(Catalog(own).record(STEP), generation=1)
+    CheckpointCopy(own, target, record, workers=workers, grace_s=GRACE_S).run()
+    assert list(Catalog(target).entries().values()) == [[commit_name(STEP, 1)]]
+    with checkpointer(target) as ckpt:
+        assert same(ckpt.load(STEP), make_state(3))
+
+
+def test_cancel_ends_a_copy_that_waits_for_its_turn(saved, workers):
+    target, moved = memory(), threading.Event()
+    copy = copy_of(saved, target, workers, bytes_per_s=1.0)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(copy.run, on_progress=lambda _: moved.set())
+        assert moved.wait(30)
+        copy.cancel()
+        with pytest.raises(SaveAbortedError):
+            running.result(30)
+    assert Catalog(target).steps() == []
+
+
+def test_a_record_that_is_known_to_be_durable_is_not_published_again(saved, workers):
+    """It could replace what was saved at that step since it was looked at."""
+    target = FaultyBackend(memory())
+    copy_of(saved, target, workers).run()
+    before = len(target.calls)
+    assert copy_of(saved, target, workers).run().already_there
+    assert "publish" not in [what for what, _ in target.calls[before:]]

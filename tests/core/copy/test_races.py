@@ -13,9 +13,10 @@ from penstock.backends.posix import PosixBackend, PosixConfig
 from penstock.core.abc import BlobWriter
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.prune import GRACE_S
+from penstock.core.concurrency.timing import Timing
 from penstock.core.concurrency.workers import Workers
 from penstock.core.copy.checkpoint_copy import CheckpointCopy
-from penstock.core.copy.lease import SILENT_S
+from penstock.core.copy.lease import SILENT_S, Lease
 from penstock.core.errors import BusyError, FormatError, StorageError
 from penstock.core.format.records import data_prefix, lease_name
 from penstock.testing.faults import Fault, FaultyBackend, WrapperBackend
@@ -190,3 +191,12 @@ def test_a_copy_whose_lease_took_too_long_to_be_noted_deletes_nothing(source, wa
     with pytest.raises(BusyError, match="not refreshed"):
         copy_between(source, Hanging(target))
     assert [info.name for info in target.list(f"{data_prefix(uid)}blobs/")] == blobs
+
+
+def test_a_copy_ends_no_lease_but_its_own(source):
+    target = memory()
+    lease = Lease(target, "a" * 32, Timing())
+    lease.take()
+    target.publish(lease_name("a" * 32), b"{}")
+    lease.remove()
+    assert target.read_record(lease_name("a" * 32), limit_bytes=10) == b"{}"

@@ -9,6 +9,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.codecs.cast import CastCodec, CastConfig
 from penstock.codecs.lz4 import Lz4Codec, Lz4Config
 from penstock.codecs.zstd import ZstdCodec, ZstdConfig
 from penstock.core.abc import DECLINED, Codec, CodecContext, CodecOutput, PluginConfig
@@ -442,3 +443,43 @@ def test_odd_numbers_count_as_what_they_are():
         ([], [], WorstErrors(0, 0)),
     ]:
         assert compared(saved, restored) == errors
+
+
+def test_a_lossy_codec_behind_a_lossless_one_is_refused():
+    with pytest.raises(CodecError, match="put recording first"):
+        CodecChain([_zstd(), _Rounding()])
+
+
+def test_a_lossy_codec_and_one_that_needs_a_base_are_refused_whatever_their_order():
+    cast, against = CastCodec(CastConfig()), _Against()
+    for codecs in ([cast, against], [against, cast], [cast, _zstd(), against]):
+        with pytest.raises(CodecError, match="no rule can have both: leave out cast or recording"):
+            CodecChain(codecs)
+
+
+def test_output_smaller_than_the_bound_is_refused_before_encoding():
+    codec = _Recording()
+    chain = CodecChain([codec])
+    with pytest.raises(CodecError, match="may need 11 bytes of output, has 10"):
+        chain.encode(memoryview(bytes(10)), memoryview(bytearray(10)), context=_context(10))
+    assert codec.contexts == []
+
+
+def test_target_of_another_size_than_the_chunk_is_refused():
+    chain = CodecChain([_zstd()])
+    _, stored = _encode(chain, bytes(100))
+    with pytest.raises(CodecError, match="decode 100 bytes into 99"):
+        chain.decode(memoryview(stored), memoryview(bytearray(99)), context=_context(100))
+
+
+def test_empty_chain_is_refused():
+    with pytest.raises(CodecError, match="at least one codec"):
+        CodecChain([])
+
+
+def test_an_error_while_a_codec_says_its_output_is_a_codec_error():
+    def fail(context):
+        raise KeyError("boom")
+
+    with pytest.raises(CodecError, match=r"recording cannot say what it makes of float32.*boom"):
+        _encode(CodecChain([_Says(fail), _zstd()]), bytes(40))

@@ -451,3 +451,76 @@ def test_instances_are_created_once_though_threads_ask_together(plugin_site):
         thread.join()
     assert seen[0].made == [1]
     assert all(provider is seen[0] for provider in seen)
+
+
+def test_a_conflict_of_two_others_says_how_to_settle_it(plugin_site):
+    for name in ("first", "second"):
+        _add_codec(plugin_site, f"{name}-codecs", "same", module=f"{name}_codec")
+    hint = r'or say which by the option prefer, as prefer=\{"codec": \{"same": "first-codecs"\}\}'
+    with pytest.raises(PluginError, match=hint):
+        Registry().codec_class("same")
+
+
+def test_a_taken_name_is_registered_only_where_that_is_said():
+    names = {}
+    exec(textwrap.dedent(_codec("zstd")), names)
+    registry = Registry()
+    with pytest.raises(PluginError, match=r"zstd' cannot be registered: penstock .* has it"):
+        registry.register(names["Good"])
+    registry.register(names["Good"], replace=True)
+    assert registry.codec_class("zstd") is names["Good"]
+
+
+BACKEND = """
+    from penstock.backends.memory import MemoryBackend, MemoryConfig
+
+    class Store(MemoryBackend):
+        api_version = 1
+        name = "{name}"
+        closed = []
+        def close(self):
+            super().close()
+            self.closed.append(True)
+"""
+
+
+def _listed(name):
+    (info,) = [i for i in Registry().listing() if i.name == name]
+    return info
+
+
+@pytest.mark.parametrize("name", ["Ev-Upper", "ev_under"])
+def test_backend_whose_name_no_url_can_begin_with_is_refused_without_making_one(plugin_site, name):
+    target = {"penstock.backends": {name: "acme_store:Store"}}
+    plugin_site.add("acme-store", target, acme_store=BACKEND.format(name=name))
+    assert f"is called {name!r}, which no URL can begin with" in _listed(name).error
+    with pytest.raises(PluginError, match=r"of acme-store 1\.0 cannot be used"):
+        Registry().backend_class(name)
+    assert sys.modules["acme_store"].Store.closed == []
+
+
+@pytest.mark.parametrize("oldest", [0, 3, "1", True])
+def test_an_oldest_readable_version_that_cannot_be_is_refused(plugin_site, oldest):
+    source = _codec("acme", version=2) + f"        oldest_readable = {oldest!r}\n"
+    _add_codec(plugin_site, "acme-codecs", "acme", module="acme_codec", source=source)
+    with pytest.raises(PluginError, match=rf"says {oldest!r} for oldest_readable.* its version, 2"):
+        Registry().codec("acme", {})
+
+
+@pytest.mark.parametrize("claim", ["'always'", "2.5", "True"])
+def test_claim_that_is_no_priority_is_an_error_that_names_the_provider(plugin_site, claim):
+    bad = _provider("bad", claims=f"{claim} if kind is dict else None")
+    _add_provider(plugin_site, "p-bad", "bad", module="p_bad", source=bad)
+    _add_provider(plugin_site, "p-good", "good", module="p_good", source=_provider("good", "1"))
+    providers = _third_party_only().providers
+    with pytest.raises(PluginError, match=r"^provider 'bad' of p-bad 1\.0 returned .* the prior"):
+        providers.for_type(dict)
+    assert providers.for_type(list).name == "good"
+
+
+def test_unknown_name_that_is_near_to_none_lists_what_is_installed_once(plugin_site):
+    plugin_site.add_penstock()
+    with pytest.raises(PluginError) as caught:
+        Registry().codec_class("brotli")
+    assert str(caught.value).count("zstd") == 1
+    assert str(caught.value).endswith("): install the package that provides it")

@@ -380,3 +380,48 @@ def test_what_a_provider_must_not_describe_is_refused_and_names_it_and_the_path(
         blamed = rf"a/b: provider 'describes' \(.*Describes\) broke its contract: .*{complaint}"
         with pytest.raises(PluginError, match=blamed):
             store({"a": {"b": Twice()}}, providers=of(entries))
+
+
+@pytest.mark.parametrize("root", [[t(1)], t(1), torch.nn.Linear(1, 1), None])
+def test_a_root_that_is_no_dict_is_refused(root):
+    with pytest.raises(UnsupportedStateError, match="pass a dict of named parts"):
+        save(root)
+    with pytest.raises(UnsupportedStateError, match="pass a dict of named parts"):
+        save({"a": 1}).plan(root)
+
+
+def test_deep_trees_are_refused_not_crashed():
+    state = {"x": t(1)}
+    for _ in range(5000):
+        state = {"d": state}
+    with pytest.raises(UnsupportedStateError, match="too deeply"):
+        save(state)
+
+
+def test_named_tuples_are_not_imported_on_loading():
+    stored = save({"p": Pair(t(1), t(2))})
+    node = Node(("p",), "tuple", {"length": 2, "class": "antigravity:X"})
+    tree = StoredTree(stored.tree.objects, [node])
+    placing = Placing(PROVIDERS, tree, lambda _: True, allow_pickle=False)
+    placement = placing.rebuild_tree(device=None)
+    with pytest.raises(UnsupportedStateError, match=r"antigravity:X, which is not loaded"):
+        placement.finish()
+    assert "antigravity" not in sys.modules
+
+
+class Rival(TensorProvider):
+    name = "rival"
+
+
+def test_a_tie_between_providers_is_an_error_that_names_both():
+    providers = StaticProviders([TensorProvider(), Rival(), ValueProvider()])
+    with pytest.raises(PluginError, match="'tensor' and 'rival' both claim Tensor"):
+        store({"a": t(1)}, providers=providers)
+
+
+def test_an_unknown_form_is_an_error():
+    stored = save({"a": t(1)})
+    providers = StaticProviders([ValueProvider()])
+    placing = Placing(providers, stored.tree, lambda _: True, allow_pickle=False)
+    with pytest.raises(PluginError, match="form 'tensor'"):
+        placing.rebuild_tree(device=None)

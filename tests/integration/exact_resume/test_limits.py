@@ -351,3 +351,24 @@ def test_what_is_nested_as_deep_as_save_takes_is_restored_too():
         ckpt.save(state, 1)
         ckpt.restore(target)
     assert same(target, state)
+
+
+def test_a_view_of_what_is_left_of_a_storage_is_stored():
+    tensor = torch.arange(100, dtype=torch.float32)
+    kept, gone = tensor[:10], tensor[5:11]
+    tensor.untyped_storage().resize_(40)
+    with Checkpointer(memory(), mode="blocking") as ckpt:
+        ckpt.save({"w": kept, "none": tensor[:0]}, 1)
+        assert same(ckpt.load()["w"], torch.arange(10, dtype=torch.float32))
+        with pytest.raises(UnsupportedStateError, match="w has a storage"):
+            ckpt.save({"w": gone}, 2)
+
+
+def test_options_that_no_reader_would_take_are_refused_when_it_is_opened():
+    for option, complaint in (
+        ({"block_bytes": "2 GiB"}, "block_bytes"),
+        ({"chunk_bytes": 2 << 30}, "chunk_bytes"),
+        ({"rules": [{"match": "**", "codecs": ["zstd"] * 17}]}, r"rules\[0\].codecs"),
+    ):
+        with pytest.raises(ConfigError, match=complaint):
+            Checkpointer(memory(), **option)

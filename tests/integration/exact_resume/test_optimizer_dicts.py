@@ -419,3 +419,20 @@ def test_vectors_of_all_parameters_and_small_ones_are_matched_by_order(ckpt, kin
     template = make(1, 1).state_dict()
     ckpt.restore({"optimizer": template}, 2)
     assert same(template, optimizer.state_dict())
+
+
+def test_numbers_warn_that_they_match_by_order(ckpt):
+    ckpt.save({"optimizer": numbered(*make(0))}, 1).result()
+    other, target = make(1)
+    with pytest.warns(UserWarning, match="optimizer is stored as a state dict by numbers"):
+        report = ckpt.restore({"model": other, "optimizer": target}, include="optimizer")
+    assert report.matched_by == "order"
+
+
+@by_order
+def test_load_gives_no_names_where_none_are_stored(ckpt):
+    _, optimizer = make(0)
+    ckpt.save({"a": optimizer, "b": 1}, 1).result()
+    with pytest.raises(RestoreMismatchError, match="a is stored without parameter names: load it"):
+        ckpt.load(named_optimizers=True)
+    assert ckpt.load(exclude="a", named_optimizers=True) == {"b": 1}

@@ -663,3 +663,57 @@ def test_a_tied_tensor_whose_owner_is_not_selected_is_restored_alone():
         assert not target["a"]["w"].any()
         assert ckpt.load(include="b")["b"]["w"].equal(shared)
         assert ckpt.open()["b"]["w"].equal(shared)
+
+
+def test_a_region_that_does_not_lie_within_the_tensor_is_refused(large):
+    backend, checkpoint, _ = large
+    for region in (
+        (slice(0, 3), slice(0, 3), slice(0, 3)),
+        (slice(0, 10, 2),),
+        Region((0,), (5,)),
+        Region((0, 0), (1501, 1)),
+        Region((-1, 0), (1, 1)),
+    ):
+        with pytest.raises(SelectionError, match="w"):
+            checkpoint.read("w", region)
+    assert not backend.blobs
+
+
+def test_more_groups_than_stored_are_told_with_what_to_do_and_no_talk_of_names():
+    with checkpointer(memory()) as ckpt:
+        ckpt.save(unfrozen(groups=1), 1, mode="blocking")
+        target = unfrozen(groups=2)
+        with pytest.raises(RestoreMismatchError) as caught:
+            ckpt.restore(target)
+        assert "rename" not in str(caught.value)
+        assert (
+            "opt/param_groups has 1 group in the checkpoint, 2 in the template (exclude="
+            "'opt/param_groups/**' keeps the options of the template; strict=False leaves it alone)"
+        ) in caught.value.problems
+
+        report = ckpt.restore(target, exclude="opt/param_groups/**", strict=False)
+        assert set(report.missing) == {"opt/state/1.weight", "opt/state/1.bias"}
+        assert report.mismatched == ()
+
+
+def test_a_mistyped_name_of_what_only_the_template_has_is_an_error():
+    with checkpointer(memory()) as ckpt:
+        ckpt.save({"a": torch.ones(1)}, 1, mode="blocking")
+        with pytest.raises(SelectionError, match="'haed' matches nothing; nearest: head"):
+            ckpt.restore({"a": torch.zeros(1), "head": torch.zeros(1)}, exclude="haed")
+
+
+def test_a_rename_that_matches_nothing_or_collides_is_an_error(ckpt):
+    with pytest.raises(SelectionError, match=r"nearest: .*model/layers"):
+        ckpt.restore(make(5), rename={"model/leyers": "model/blocks"})
+    with pytest.raises(SelectionError, match="both"):
+        ckpt.restore(make(5), rename={"model/layers.0": "model/layers.1"})
+
+
+def test_an_array_that_overlaps_itself_is_refused_if_what_is_stored_disagrees():
+    base = np.zeros(6)
+    window = np.lib.stride_tricks.as_strided(base, (5, 2), (8, 8))
+    with checkpointer(memory()) as ckpt:
+        ckpt.save({"a": np.arange(10.0).reshape(5, 2)}, 1, mode="blocking")
+        with pytest.raises(RestoreMismatchError, match="overlapping"):
+            ckpt.restore({"a": window})

@@ -183,3 +183,19 @@ def test_a_configuration_file_is_no_run(there, tmp_path):
         assert path.exists() is there
     (tmp_path / "folder.json").mkdir()
     Checkpointer(tmp_path / "folder.json").close()
+
+
+@pytest.mark.parametrize("kind", ["posix://", "uring://", ""])
+def test_a_file_is_no_empty_run(kind, tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text("import torch")
+    try:
+        ckpt = Checkpointer(f"{kind}{path}")
+    except penstock.PenstockError as error:
+        if kind == "uring://":
+            pytest.skip(str(error))
+        raise
+    with ckpt:
+        for use in (ckpt.latest, ckpt.steps, ckpt.load):
+            with pytest.raises(StorageError, match="a file or a link stands"):
+                use()

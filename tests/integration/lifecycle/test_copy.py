@@ -243,3 +243,11 @@ def test_copy_goes_on_after_its_process_was_killed(workers, tmp_path):
             assert same(other.load(), state)
     assert n > len(EFFECTS)
     assert kept
+
+
+def test_selecting_nothing_is_refused(workers):
+    source = memory()
+    with checkpointer(source) as ckpt:
+        ckpt.save(make_state(1), step=1, mode="blocking")
+    with pytest.raises(SelectionError, match="nothing of step 1 is selected"):
+        encode(source, memory(), workers, exclude="**")

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from penstock import Grads, UnsupportedStateError
+from penstock import Grads, RankError, UnsupportedStateError
 
 pytestmark = pytest.mark.filterwarnings("ignore:The `NO_SHARD` sharding strategy:FutureWarning")
 
@@ -126,3 +126,52 @@ def test_ranges_of_tensor_parallel_parameters_are_refused():
             ckpt.save({"model": model}, STEP)
 
     run_ranks(4, work)
+
+
+class Counted(torch.nn.Module):
+    """Has extra state, a buffer, and, if asked to, code of its own that loads."""
+
+    def __init__(self, *, hook=False):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(5, 3))
+        self.register_buffer("seen", torch.zeros(2))
+        self.count = 0
+        if hook:
+            self.register_load_state_dict_post_hook(lambda *_: None)
+
+    def get_extra_state(self):
+        return {"count": self.count}
+
+    def set_extra_state(self, state):
+        self.count = state["count"]
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+def test_extra_state_and_buffers_come_back_and_loading_code_is_refused():
+    store = memory()
+    job = Job(2, store)
+
+    def sharded(module):
+        options = {"use_orig_params": True, "device_id": torch.device("cpu")}
+        return FullyShardedDataParallel(torch.nn.Sequential(module), **options)
+
+    def work(rank):
+        saved, found = Counted(), Counted()
+        saved.count, saved.seen = 5, torch.ones(2)
+        model = sharded(saved)
+        with torch.no_grad():
+            saved.weight.add_(torch.arange(float(saved.weight.numel())) + 100 * rank)
+        with job.checkpointer(rank) as ckpt:
+            ckpt.save({"model": model}, STEP, mode="blocking").result(300)
+            other = sharded(found)
+            ckpt.restore({"model": other})
+            assert torch.equal(found.weight, saved.weight)
+            assert (found.count, found.seen.tolist()) == (5, [1.0, 1.0])
+            # The rank that hears first of the other's refusal does not come to its own.
+            refused = pytest.raises((UnsupportedStateError, RankError), match="code of their own")
+            with refused:
+                ckpt.restore({"model": sharded(Counted(hook=True))})
+
+    run_ranks(2, work)

@@ -7,7 +7,7 @@ from tests.integration.ranks.saving import Job
 from tests.integration.support import checkpointer, memory
 from tests.providers.threads_as_ranks import run_ranks
 
-from penstock import Leaves, RestoreMismatchError, Shard
+from penstock import Leaves, RestoreMismatchError, Shard, UnsupportedStateError
 
 LENGTHS = {("groups",): 2, ("groups", 0, "steps"): 3}
 OF_RANKS = [
@@ -67,3 +67,17 @@ def test_a_plain_value_takes_all_of_its_leaves_or_none(store):
         assert state == {"it": {"lr": 0.5, "decay": 0.6}}
         ckpt.restore(state)
         assert state == {"it": {"lr": 0.1, "decay": 0.2}}
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("w", "it takes tuples"),
+        (("w", 1.0), "it takes tuples"),
+        (("w", 2), "lengths= of the list .'w',. is None"),
+        (("groups", 2), "lengths= of the list .'groups',. is 2"),
+    ],
+)
+def test_paths_that_lead_nowhere_are_refused(path, said):
+    with pytest.raises(UnsupportedStateError, match=said):
+        Leaves({path: 1}, LENGTHS)

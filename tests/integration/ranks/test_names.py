@@ -204,3 +204,15 @@ def test_numbers_of_ranks_without_a_job_are_refused():
         with pytest.raises(ConfigError, match=r"group= has 2 ranks, and torch.distributed is not"):
             ckpt.save({"x": 1}, 1)
         assert ckpt.steps() == []
+
+
+@pytest.mark.parametrize("group", [[], [0, 0], [0, -1], [0, "1"], [True, 2], "01"], ids=repr)
+def test_what_are_no_ranks_is_refused(group):
+    with pytest.raises(ConfigError, match="list of different numbers of ranks"):
+        Checkpointer(memory(), group=group)
+
+
+@pytest.mark.parametrize("name", ["", 7, b"n"], ids=repr)
+def test_what_is_no_name_is_refused(name):
+    with pytest.raises(ConfigError, match="name must be a string"):
+        Checkpointer(memory(), name=name)

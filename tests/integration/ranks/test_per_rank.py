@@ -271,3 +271,34 @@ def test_loaders_of_another_number_of_ranks_are_an_error_that_says_what_to_do(co
 def test_what_is_no_place_among_ranks_is_refused(wrong):
     with pytest.raises(UnsupportedStateError, match="PerRank"):
         PerRank(1, **wrong)
+
+
+def test_counts_that_differ_fail_the_save_by_name():
+    results = Job(3, memory()).save(
+        lambda rank: {"loader": PerRank(7, index=rank, count=4 if rank == 2 else 3)}
+    )
+    words = "with count=3 on ranks 0-1 and count=4 on rank 2: give the same count= on all"
+    assert words in str(results[0])
+
+
+def test_more_shared_values_than_ranks_can_tell_of_are_refused():
+    def state_of(rank):
+        return {f"v{n}": PerRank(n, index=rank, count=2) for n in range(65)}
+
+    for error in Job(2, memory()).save(state_of):
+        assert isinstance(error, UnsupportedStateError)
+        assert "put the values that have one index into one" in str(error)
+
+
+@pytest.mark.parametrize("character", ["a", "\x01"], ids=ascii)
+def test_long_names_are_told_of_in_bounded_length(character):
+    """Some characters take six bytes in a post."""
+    store, name = memory(), character * 3000
+
+    def state_of(rank):
+        return {f"{name}{n}": PerRank(n, index=rank // 2, count=2) for n in range(64)}
+
+    reports = Job(4, store).save(state_of)
+    assert [report.bytes_raw > 0 for report in reports] == [True, False, True, False]
+    with checkpointer(store) as ckpt:
+        assert ckpt.load()[f"{name}63"] == {"0": 63, "1": 63}

@@ -11,8 +11,10 @@ from torch.distributed.tensor import Shard as Rows
 from torch.distributed.tensor import distribute_tensor
 
 from penstock import (
+    RankError,
     RestoreError,
     RestoreMismatchError,
+    SaveError,
     Shard,
     Shards,
     TornSnapshotError,
@@ -271,3 +273,27 @@ def test_pieces_that_keep_moving_while_they_are_described_are_not_taken_for_othe
     state = {"w": shards, "mover": Mover(shards.pieces[1].tensor)}
     with checkpointer(memory()) as ckpt, pytest.raises(TornSnapshotError, match="w moved to other"):
         ckpt.save(state, 1, mode="blocking")
+
+
+def test_elements_that_no_rank_holds_fail_the_save_and_leave_the_last_checkpoint():
+    store = memory()
+    save("0, 1, 1, 0", store, whole(), 1)
+    bounds = [((0, 10), (30, 40)), ((10, 20), (21, 30))]
+    job = Job(2, store)
+    found = job.save(lambda rank: {"w": Shards(rows(whole(1), *bounds[rank]))}, 2)
+    assert {type(one) for one in found} <= {SaveError, RankError}
+    assert "w" in str(found[0])
+    with checkpointer(store) as ckpt:
+        assert ckpt.steps() == [1]
+        assert torch.equal(ckpt.load()["w"], whole())
+
+
+def test_pieces_of_another_dtype_are_one_difference():
+    with checkpointer(memory()) as ckpt:
+        ckpt.save({"w": whole()}, 1, mode="blocking")
+        state = {"w": CUTS["one rank"][0](torch.zeros(SHAPE, dtype=torch.int32))}
+        with pytest.raises(RestoreMismatchError) as caught:
+            ckpt.restore(state)
+        assert str(caught.value).count("dtype float32 is stored") == 1
+        report = ckpt.restore({"w": CUTS["one rank"][0](whole()), "new": whole()}, strict=False)
+        assert report.missing == ("new",)

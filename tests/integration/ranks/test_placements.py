@@ -11,8 +11,11 @@ from tests.integration.support import checkpointer, memory
 from tests.providers.threads_as_ranks import run_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.two_tensor import TwoTensor
 
+import penstock
 from penstock import RankError, SaveError, UnsupportedStateError
 from penstock.providers.tensor.sharding import local_shard
 
@@ -119,3 +122,49 @@ def test_a_tensor_that_is_put_together_of_uneven_pieces_is_saved_if_they_are_tor
     with checkpointer(store) as ckpt:
         assert ckpt.steps() == [1]
         assert torch.equal(ckpt.load()["w"], whole((14, 1)))
+
+
+def test_a_local_tensor_of_pieces_is_refused_and_says_what_to_do():
+    """Of these torch does not say by mesh and placement which elements a rank has."""
+    store = memory()
+    job = Job(2, store)
+
+    def work(rank):
+        start, stop = ((0, 3), (3, 5))[rank]
+        rows = whole((5, 1))[start:stop]
+        pieces = LocalShardsWrapper(local_shards=[rows], local_offsets=[(start, 0)])
+        options = {"shape": torch.Size((5, 1)), "stride": (1, 1), "run_check": False}
+        devices = init_device_mesh("cpu", (2,))
+        tensor = DTensor.from_local(pieces, devices, [Shard(0)], **options)
+        with job.checkpointer(rank) as ckpt:
+            refused = pytest.raises(UnsupportedStateError, match=r"w is a Local.*penstock\.Shard\(")
+            with refused:
+                ckpt.save({"w": tensor}, 1)
+            advised = penstock.Shard(rows, (5, 1), (start, 0))
+            ckpt.save({"w": advised}, 2, mode="blocking").result(300)
+
+    run_ranks(2, work)
+    with checkpointer(store) as ckpt:
+        assert torch.equal(ckpt.load()["w"], whole((5, 1)))
+
+
+def test_a_local_tensor_that_consists_of_others_is_refused():
+    """As the state of optimizers of eight bits, whose scales belong to blocks of a rank's rows."""
+    store = memory()
+    jobs = [Job(2, store) for _ in range(2)]
+
+    def work(rank):
+        local = TwoTensor(torch.ones(2, 3), torch.ones(2, 3))
+        devices = init_device_mesh("cpu", (2,))
+        tensor = DTensor.from_local(local, devices, [Shard(0)], run_check=False)
+        refused = pytest.raises(
+            (UnsupportedStateError, RankError), match="each a TwoTensor, which consists of several"
+        )
+        with jobs[0].checkpointer(rank) as ckpt:
+            with refused:
+                ckpt.save({"w": tensor}, 1).result(300)
+            ckpt.save({"w": torch.zeros(4, 3)}, 2, mode="blocking").result(300)
+        with jobs[1].checkpointer(rank) as ckpt, refused:
+            ckpt.restore({"w": tensor})
+
+    run_ranks(2, work)

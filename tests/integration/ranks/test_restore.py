@@ -24,7 +24,7 @@ from tests.integration.ranks.topologies import (
 from tests.integration.support import checkpointer, memory
 from tests.providers.threads_as_ranks import run_ranks
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -357,3 +357,50 @@ def test_one_process_cannot_save_half_a_tensor():
         with pytest.raises(PenstockError, match="w"):
             ckpt.save({"w": half}, STEP, mode="blocking")
         assert ckpt.steps() == []
+
+
+def stored_matrix(ranks=2, dtype=np.float32):
+    array = np.arange(48, dtype=dtype).reshape(8, 6)
+    store = memory()
+    cut = rows(ranks)(("w",), array.shape)
+    store_ranks(store, [[(("w",), array, held)] for held in cut])
+    return store, torch.from_numpy(array)
+
+
+def test_shard_of_another_whole_is_told_with_both_shapes():
+    store, _ = stored_matrix()
+    shard = penstock.Shard(torch.zeros(2, 6), (9, 6), (0, 0))
+    with pytest.raises(RestoreMismatchError, match=r"w: shape \[8, 6\] is stored, .*\[9, 6\]"):
+        restore(store, {"w": shard})
+
+
+def test_shard_takes_other_floats_with_cast():
+    store, whole = stored_matrix(dtype=np.float64)
+    shard = penstock.Shard(torch.zeros(2, 2), (8, 6), (3, 1))
+    with pytest.raises(RestoreMismatchError, match="float64"):
+        restore(store, {"w": shard})
+    restore(store, {"w": shard}, cast=True)
+    assert torch.equal(shard.tensor, whole[3:5, 1:3].float())
+
+
+def test_shard_of_a_read_only_array_is_refused():
+    store, _ = stored_matrix()
+    array = np.zeros((2, 6), np.float32)
+    array.flags.writeable = False
+    with pytest.raises(UnsupportedStateError, match="read-only"):
+        restore(store, {"w": penstock.Shard(array, (8, 6), (0, 0))})
+
+
+def test_rank_outside_of_the_mesh_restores_nothing():
+    store, whole = stored_matrix()
+
+    def work(rank):
+        devices = DeviceMesh("cpu", [1, 2])
+        tensor = distribute_tensor(torch.zeros(8, 6), devices, [Shard(0)], src_data_rank=None)
+        report = restore(store, {"w": tensor})
+        assert report.restored == ("w",)
+        return tensor._local_tensor.tolist(), report.bytes_read
+
+    outside, *inside = run_ranks(3, work)
+    assert outside == ([], 0)
+    assert [held for held, _ in inside] == [whole[:4].tolist(), whole[4:].tolist()]

@@ -8,7 +8,7 @@ from tests.integration.support import checkpointer, memory
 from tests.providers.threads_as_ranks import run_ranks
 
 import penstock
-from penstock import RestoreMismatchError
+from penstock import CheckpointNotFoundError, RestoreMismatchError
 from penstock.core.abc import DelegatingBackend
 
 LAST = 5
@@ -183,3 +183,14 @@ def test_what_one_process_begins_is_gone_on_with_by_ranks_and_a_single_one_again
     assert last["schedule"].get_last_lr() == alone["schedule"].get_last_lr()
     for path, tensor in values_of(alone).items():
         torch.testing.assert_close(values_of(last)[path], tensor, rtol=1e-4, atol=1e-6)
+
+
+def test_a_step_that_is_not_there_is_the_same_error_on_all_ranks(run):
+    store, _, _ = run
+
+    def work(ckpt, rank, state):
+        with pytest.raises(CheckpointNotFoundError, match="step 2"):
+            ckpt.restore(state, step=2)
+        assert ckpt.latest() == LAST
+
+    restored(store, 3, work)

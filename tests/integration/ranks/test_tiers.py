@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from tests.integration.ranks.saving import SHORT_TIMEOUT_S, Job
 from tests.integration.ranks.test_processes import LIMIT_S, START, end, start
-from tests.integration.support import FlyingClock, checkpointer
+from tests.integration.support import FlyingClock, checkpointer, memory
 from tests.integration.tiers.places import Places
 
 from penstock import (
@@ -20,12 +20,13 @@ from penstock import (
     ConfigError,
     NotDrainedError,
     RankError,
+    SaveSkippedError,
     Shard,
     StorageError,
 )
 from penstock.backends.tiered import TieredBackend, TieredConfig
 from penstock.core.concurrency.timing import Timing
-from penstock.core.errors import SaveError
+from penstock.core.errors import SaveError, StorageFullError
 from penstock.core.rounds.posts import Verdict, encode, end_key
 from penstock.testing.coordination import MemoryCoordination
 from penstock.testing.faults import Fault, FaultyBackend, WrapperBackend
@@ -526,3 +527,42 @@ def children_of(pid):
         with suppress(OSError):  # a thread that has ended meanwhile
             found += (task / "children").read_text().split()
     return found
+
+
+def test_ranks_of_other_backends_are_refused_by_name(places):
+    store = memory()
+
+    def work(ckpt, rank):
+        with pytest.raises((RankError, ConfigError)) as info:
+            ckpt.save(state_of(rank), 1).result(300)
+        return str(info.value)
+
+    def tiers(rank):
+        return job_of(places)._store(rank) if rank != 1 else store
+
+    found = Job(RANKS, tiers).run(work)
+    assert all("the backend of this rank is one place, that of rank 0 tiers" in t for t in found)
+
+
+def test_a_save_without_room_is_skipped_on_all_ranks(places, caplog):
+    class Full(WrapperBackend):
+        def free_bytes(self):
+            return 0
+
+    def full(rank, store):
+        return Full(store) if rank == 0 else store
+
+    def work(ckpt, rank):
+        handle = ckpt.save(state_of(rank), 1)
+        with pytest.raises(SaveSkippedError, match="no tier has room"):
+            handle.result(300)
+        return handle.skipped
+
+    assert job_of(places, fast=full, durable=full).run(work) == [True] * RANKS
+    assert places.steps() == ([], [])
+    assert [r.message for r in caplog.records if r.levelname == "ERROR"] == [
+        m for m in caplog.messages if m.startswith("step 1 is not saved: no tier has room")
+    ]
+    options = {"on_full": "raise"}
+    errors = job_of(places, fast=full, durable=full, options=options).save(state_of)
+    assert [type(e) for e in errors] == [StorageFullError, RankError, RankError]

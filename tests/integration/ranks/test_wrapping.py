@@ -33,7 +33,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from penstock import Grads, RankError, SaveError, UnsupportedStateError
+from penstock import Grads, RankError, RestoreMismatchError, SaveError, UnsupportedStateError
 
 
 class Tied(Net):
@@ -443,5 +443,34 @@ def test_an_optimizer_without_names_on_some_ranks_is_refused():
         refused = pytest.raises(UnsupportedStateError, match="no names, over 2 of the 4 ranks")
         with job.checkpointer(rank) as ckpt, refused:
             ckpt.save({"optimizer": state["optimizer"]}, STEP).result(300)
+
+    run_ranks(4, work)
+
+
+class Loading:
+    """Shows and loads the state of a module that is not itself in the state."""
+
+    def __init__(self, net):
+        self.net = net
+
+    def state_dict(self):
+        return self.net.state_dict()
+
+    def load_state_dict(self, state):
+        self.net.load_state_dict(state)
+
+
+def test_code_that_loads_a_stage_is_told_to_leave_that_to_the_modules():
+    store = memory()
+    job, reader = Job(4, store), Job(4, store)
+
+    def work(rank):
+        state = trained(interleaved)
+        app = {"app": Loading(state["model"])}
+        with job.checkpointer(rank) as ckpt:
+            ckpt.save(app, STEP, mode="blocking").result(300)
+        refused = pytest.raises((RestoreMismatchError, RankError), match="the modules themselves")
+        with reader.checkpointer(rank) as ckpt, refused:
+            ckpt.restore(app)
 
     run_ranks(4, work)

@@ -10,6 +10,7 @@ import torch
 from tests.integration.support import holding, place_of, same
 
 import penstock
+from penstock.core.errors import DamagedError
 from penstock.core.storage.open import open_backend
 from penstock.testing.faults import FaultyBackend
 
@@ -397,3 +398,15 @@ def test_a_process_reads_what_it_refers_to_once(tmp_path):
     assert any(name.endswith(".raw") for name in first)
     assert second
     assert all(name.startswith("commits/") for name in second)
+
+
+def test_a_lost_blob_of_an_earlier_save_is_damage(tmp_path):
+    saved(tmp_path, range(2))
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        place = place_of(ckpt.open(1), "model/3.weight")
+        (tmp_path / place.blob).unlink()
+        assert not ckpt.verify(1, deep=False).ok
+        with pytest.raises(DamagedError) as caught:
+            ckpt.load(1)
+    told = "in the blobs of step 0, which step 1 shares chunks with: it needs step 1, step 0."
+    assert told in str(caught.value)

@@ -434,3 +434,32 @@ def test_agent_that_is_busy_once_is_asked_again(at, agent, time):
         backend = at(server.url, more={"profile": "agent"})
         assert [read(backend), read(backend), read(backend)] == [b"abcd"] * 3
     assert len(runs.read_text()) > 3
+
+
+@pytest.mark.parametrize("status", [301, 307])
+def test_redirect_without_a_region_is_an_error_and_no_endless_search(at, status):
+    redirect = f"HTTP/1.1 {status} X\r\nLocation: /bucket/run\r\nContent-Length: 0\r\n\r\n".encode()
+    with ScriptedServer(answering_all(lambda _: redirect)) as server:
+        with pytest.raises(StorageError, match=rf"redirects \({status}\), but names no region"):
+            read(at(server.url, attempts=1))
+        assert len(server.heads) == 2
+
+
+def test_store_that_begins_no_upload_is_an_error_of_ours(at):
+    def answer(head):
+        missing = b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"
+        return missing if head[0].startswith("HEAD") else ok("<html></html>")
+
+    with ScriptedServer(answering_all(answer)) as server:
+        writer = at(server.url, attempts=1).create("b.raw", size_hint=64 << 20)
+        with pytest.raises(StorageError, match=r"create b\.raw on s3://bucket/run.*lacks UploadId"):
+            writer.seal(64 << 20)
+        writer.abort()
+
+
+def test_listing_that_does_not_say_where_it_goes_on_is_an_error(at):
+    with (
+        ScriptedServer(answering_all(lambda _: ok(LISTING.replace("false", "true")))) as server,
+        pytest.raises(StorageError, match=r"list the root on s3://.*NextContinuationToken"),
+    ):
+        at(server.url).list("")
