@@ -489,8 +489,9 @@ def _as_region(region: object, shape: tuple[int, ...], path: str) -> Region:
         SelectionError: It is neither a region nor slices, or does not lie within `shape`.
     """
     if not isinstance(region, Region):
-        slices = tuple(region) if isinstance(region, list | tuple) else (region,)
-        if not all(isinstance(s, slice) for s in slices):
+        given = list(region) if isinstance(region, list | tuple) else [region]
+        slices = [one for one in given if isinstance(one, slice)]
+        if len(slices) < len(given):
             msg = (
                 f"{region!r} is no region of {path}: give slices of the leading dimensions, such "
                 "as (slice(0, 1),) for the first row, or a penstock.Region"
@@ -499,7 +500,7 @@ def _as_region(region: object, shape: tuple[int, ...], path: str) -> Region:
         if len(slices) > len(shape) or any(s.step not in (None, 1) for s in slices):
             msg = f"{path} has shape {list(shape)}: give at most {len(shape)} slices of step 1"
             raise SelectionError(msg)
-        padded = slices + (slice(None),) * (len(shape) - len(slices))
+        padded = slices + [slice(None)] * (len(shape) - len(slices))
         spans = [s.indices(n) for s, n in zip(padded, shape, strict=True)]
         region = Region(
             tuple(start for start, _, _ in spans),
