@@ -127,8 +127,8 @@ class CheckpointCopy:
         """
         self._source = source
         self._run_target = target
-        # Asked for once: a backend may wrap its tiers anew at each call, and `TargetFiles` compares
-        # them.
+        # Asked for once: a backend may wrap its tiers again at each call, and `TargetFiles`
+        # compares them.
         places = places_of(target)
         self._target = target = places[-1]
         self._record = record

@@ -1,7 +1,7 @@
 """The files of a copy at its target: which of them may be there already, and how they come there.
 
 A uid is no secret: a user who can write the source could give a checkpoint the uid of another one
-of the target, or of a save in flight there.
+of the target, or of a save in flight there, and have a copy destroy that data.
 """
 
 from __future__ import annotations
@@ -130,9 +130,8 @@ class TargetFiles:
     def _check(self, *, has_lease: bool) -> set[str]:
         """Raise unless all data of this uid at the target was left by an earlier copy.
 
-        Otherwise a user who can write the source could give a checkpoint the uid of another one of
-        the target, or of a save in flight there, and have a copy destroy that data. What a deletion
-        of this checkpoint has left is replaced, but for blobs that others borrow: `BlobSites`.
+        What a deletion of this checkpoint has left is replaced, but for blobs that others borrow:
+        `BlobSites`.
 
         Args:
             has_lease: Whether an earlier copy left a lease.

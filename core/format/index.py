@@ -181,8 +181,8 @@ def _traits_of(record: ObjectRecord) -> int:
     """
     spec = record.spec
     shape = () if record.kind is Kind.VALUE else spec.shape
-    told = (record.kind, spec.dtype, spec.itemsize, record.role, record.form, shape)
-    return zlib.crc32(dump_json([*told, record.same_as, record.derived]))
+    traits = (record.kind, spec.dtype, spec.itemsize, record.role, record.form, shape)
+    return zlib.crc32(dump_json([*traits, record.same_as, record.derived]))
 
 
 def shard_table(sections: Iterable[SectionShards]) -> ShardTable:

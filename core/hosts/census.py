@@ -120,8 +120,8 @@ class Census:
         if not self._group.reads_apart and self._next_look.is_over():
             self._next_look = Deadline(self._timing.hosts_look_s, self._timing.clock)
             with suppress(CoordinationError):
-                (told,) = self._group.coordination.read([_apart_key(ranks)])
-                self._group.reads_apart = told is not None
+                (posted,) = self._group.coordination.read([_apart_key(ranks)])
+                self._group.reads_apart = posted is not None
         return self._group.reads_apart
 
     def _asked(self) -> tuple[tuple[int, ...], ...] | None:

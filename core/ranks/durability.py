@@ -143,21 +143,21 @@ class FollowedDrains:
         """Why waiting makes no sense, as rank 0 has told last; empty: its copies make progress."""
         return self._failing
 
-    def follow(self, number: int, told: Callable[[DrainedPost], None]) -> None:
-        """Call `told` once, on a thread of its own, with the end of the copies of a checkpoint.
+    def follow(self, number: int, on_end: Callable[[DrainedPost], None]) -> None:
+        """Call `on_end` once, on a thread of its own, with the end of the copies of a checkpoint.
 
         If rank 0 is silent for the time-out, or this is closed before, that is the end.
 
         Args:
             number: The number of the round of the save.
-            told: May do anything, even wait for the next one.
+            on_end: May do anything, even wait for the next one.
         """
         with self._changed:
             if not self._unknown:
                 self._failing = ""
             self._unknown.add(number)
             self._threads = {n: t for n, t in self._threads.items() if t.is_alive()}
-            self._threads[number] = spawn("drained", partial(self._follow, number, told))
+            self._threads[number] = spawn("drained", partial(self._follow, number, on_end))
 
     def settle(self) -> None:
         """Wait until each checkpoint has been told of, or the copies of rank 0 are failing."""
@@ -174,12 +174,12 @@ class FollowedDrains:
             self._closed = True
             self._changed.notify_all()
 
-    def _follow(self, number: int, told: Callable[[DrainedPost], None]) -> None:
+    def _follow(self, number: int, on_end: Callable[[DrainedPost], None]) -> None:
         post = self._end(number)
         with self._changed:
             self._unknown.discard(number)
             self._changed.notify_all()
-        told(post)
+        on_end(post)
 
     def _end(self, number: int) -> DrainedPost:
         """Wait for the end of the copies of a checkpoint."""

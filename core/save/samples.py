@@ -226,7 +226,7 @@ class TornCheck:
     Versions are compared, and of deferred objects samples of their memory as well.
 
     Attributes:
-        passed: Whether the fence was passed: behind it deferred memory may change.
+        passed: Whether the fence was passed: after it deferred memory may change.
     """
 
     def __init__(
