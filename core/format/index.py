@@ -164,7 +164,8 @@ def shards_of(section: Section, *, with_traits: bool) -> SectionShards:
     for record in section.objects:
         hashed, whole = path_hash(record.path), Region.whole(record.spec.shape)
         stored: list[Region | bool] = [
-            shard.region == whole or shard.region for shard in record.shards
+            shard.region is whole or shard.region == whole or shard.region
+            for shard in record.shards
         ] or [False]
         hashes += [hashed] * len(stored)
         regions += stored

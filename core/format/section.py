@@ -64,6 +64,7 @@ _ERROR_COLUMNS = 3
 _CHECKSUM_DIGITS = 16
 _CONTENT_DIGITS = 32
 _ONE_CHUNK = 3  # frame, offset, length
+_HERE = (None, None)
 
 _KEYS = ("frames", "types", "objects", "nodes")
 
@@ -280,7 +281,6 @@ class _ObjectReader:
         )
         self._ordinals = check_ints(fields.value("ordinal"), f"{name}: ordinal", count=count)
         self._shapes = fields.items("shape", count=count)
-        # Equal lists of plain integers are one shape: `[True]` and `[1.0]` equal `[1]` as well.
         self._are_ints = _all_lists_of(self._shapes, int, limit=MAX_DIMENSIONS)
         self._extents: dict[tuple[int, tuple[int, ...]], _Extent] = {}
         self._rows = fields.items("shards", count=count)
@@ -293,29 +293,31 @@ class _ObjectReader:
 
     def read(self, position: int, path: ObjectPath) -> ObjectRecord:
         """Return the record of the object at one position of the columns."""
-        number, rows = self._numbers[position], self._rows[position]
+        number, rows, shape = self._numbers[position], self._rows[position], self._shapes[position]
         kind, _, _, role, form = self._types[number]
-        where = f"{self._name}, object {position}"
-        extent = self._extent(number, self._shapes[position], where)
-        spec = extent.spec
-        ordinal = self._ordinals[position]
-        how, there = self._elsewhere.get(position, (None, None))
+        # Equal lists of plain integers are one shape: `[True]` and `[1.0]` equal `[1]` as well.
+        extent = self._extents.get((number, tuple(shape))) if self._are_ints else None
+        if extent is None:
+            extent = self._extent(number, shape, self._where(position))
+        how, there = self._elsewhere.get(position, _HERE)
         shards: tuple[ShardRecord, ...] = ()
         if there is None:
-            shards = self._plain(rows, extent) or self._shards(rows, spec, where)
+            shards = self._plain(rows, extent) or self._shards(
+                rows, extent.spec, self._where(position)
+            )
         elif rows or there == path:
-            refuse(where, "is tied or derived, but has shards, or is so of itself")
+            refuse(self._where(position), "is tied or derived, but has shards, or is so of itself")
         same_as, derived = (None, there) if how == DERIVED_KEY else (there, None)
         return ObjectRecord(
-            ordinal, path, kind, spec, role, form, self._frames, self._head, shards, same_as,
-            derived, self._errors.get(position),
+            self._ordinals[position], path, kind, extent.spec, role, form, self._frames, self._head,
+            shards, same_as, derived, self._errors.get(position),
         )  # fmt: skip
 
+    def _where(self, position: int) -> str:
+        return f"{self._name}, object {position}"
+
     def _extent(self, number: int, shape: Any, where: str) -> _Extent:
-        """Return dtype and shape of an object; thousands of objects have few of them."""
-        known = self._extents.get((number, tuple(shape))) if self._are_ints else None
-        if known is not None:
-            return known
+        """Check the dtype and shape of an object; thousands of objects have few of them."""
         kind, dtype, itemsize, _, _ = self._types[number]
         if len(check_ints(shape, where)) > MAX_DIMENSIONS or (kind == "value" and len(shape) != 1):
             refuse(where, f"has {len(shape)} dimensions")
@@ -327,13 +329,11 @@ class _ObjectReader:
 
     def _plain(self, rows: Any, extent: _Extent) -> tuple[ShardRecord, ...] | None:
         """Return the shards if the rows are one whole shard in one chunk, as nearly all are."""
-        if type(rows) is not list or len(rows) != 1 or type(rows[0]) is not list:
+        try:
+            (((frame, offset, length),),) = rows
+        except (TypeError, ValueError):
             return None
-        refs = rows[0][0] if len(rows[0]) == 1 else None
-        if type(refs) is not list or len(refs) != _ONE_CHUNK:
-            return None
-        frame, offset, length = refs
-        if type(frame) is not int or type(offset) is not int or type(length) is not int:
+        if not type(frame) is type(offset) is type(length) is int:
             return None
         if not 0 <= frame < len(self._raw_lengths) or not length == extent.nbytes > 0:
             return None
