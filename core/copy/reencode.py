@@ -182,7 +182,7 @@ def save_stored(
             compacts=contents.record.uid if how.compacts else "",
         ),
         destination=Destination(place),
-        staging=staging_for(request, None, config),
+        staging=staging_for(request.staging_bytes, None, config, copied_from=request.copied_from),
         workers=workers,
         surroundings=surroundings,
         bases=None if how.keep_codecs or how.alone else _bases(request, how.config, registry),

@@ -228,21 +228,32 @@ def state_left_out(description: Description, known: Collection[ObjectPath]) -> I
 
 
 def staging_for(
-    request: SaveRequest, reusable: Staging | None, config: CheckpointerConfig
+    need_bytes: int,
+    reusable: Staging | None,
+    config: CheckpointerConfig,
+    *,
+    copied_from: str | None = None,
 ) -> Staging:
-    """Return staging memory within the budget; `reusable`, if given, is that of earlier saves."""
+    """Return staging memory within the budget.
+
+    Args:
+        need_bytes: The bytes of all blocks that the next save reserves.
+        reusable: The staging memory of earlier saves.
+        config: Has the budget.
+        copied_from: The CUDA device whose copies write to it, if any do.
+    """
     budget = config.staging_bytes
     if budget is None:
         # What earlier saves left mapped may fit badly where tensors have moved within a page. A
         # block too few, and training would wait for the store.
         spare = 2 * config.chunk_bytes
-        budget = default_budget(request.staging_bytes + spare, local_ranks())
+        budget = default_budget(need_bytes + spare, local_ranks())
     # With room for one chunk only, copying and writing would take turns.
     budget = max(budget, 2 * config.chunk_bytes)
     staging = reusable or Staging(budget)
     staging.budget_bytes = max(staging.budget_bytes, budget)
-    largest = min(request.staging_bytes, config.chunk_bytes)
-    staging.expect(request.staging_bytes, largest_bytes=largest, copied_from=request.copied_from)
+    largest = min(need_bytes, config.chunk_bytes)
+    staging.expect(need_bytes, largest_bytes=largest, copied_from=copied_from)
     return staging
 
 

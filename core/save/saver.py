@@ -201,13 +201,26 @@ class Saver(SaveSurroundings):
         self._backend.check_writable()
         if step is not None:
             self._claim_generation(number, overwrite=overwrite)
-        request = self._planned(state, number, 0, mode=mode, place=self._ranks.place())
+        request = self.prepare(state, mode=mode, step=number)
         return CheckReport(
             objects=request.objects,
             bytes_raw=request.plan.raw_bytes,
             deferred_bytes=request.plan.bytes_of(Capture.DEFERRED),
             staging_bytes=request.staging_bytes,
         )
+
+    def prepare(self, state: Mapping[str, Any], *, mode: str | None, step: int = 0) -> SaveRequest:
+        """Plan a save, and touch the memory that it will copy to. See `Checkpointer.prepare`."""
+        mode = self._valid_mode(mode)
+        request = self._planned(state, step, 0, mode=mode, place=self._ranks.place())
+        if mode != "blocking" and self.pending.released:
+            self._staging_for(request.staging_bytes, copied_from=request.copied_from, touch=True)
+        return request
+
+    def expect(self, nbytes: int) -> None:
+        """Touch the memory for saves of a state of `nbytes`, unless saves need none."""
+        if self._config.mode != "blocking" and self.pending.released:
+            self._staging_for(nbytes, touch=True)
 
     def distrust(self) -> None:
         """Make the next save read all that it refers to, and store anew what is damaged."""
@@ -303,14 +316,9 @@ class Saver(SaveSurroundings):
         destination = self._destination(request, turn)
         if destination is None:
             return None
-        # A stuck disk may still read the memory of the save before, or write to it.
-        reusable = self.staging if self.pending.released else None
-        staging = staging_for(request, reusable, self._config)
-        if staging is not self.staging:
-            self.staging = staging
-            # Without `close`, the memory is freed with the checkpointer, though the user may keep
-            # the handle of its last save, which keeps the staging object.
-            weakref.finalize(self, staging.close).atexit = False
+        staging = self._staging_for(
+            request.staging_bytes, copied_from=request.copied_from, touch=call.mode != "blocking"
+        )
         job = SaveJob(
             request,
             manifest=ManifestWriter(request, call.metadata, shipper=self._registry.shipper),
@@ -324,6 +332,21 @@ class Saver(SaveSurroundings):
         )
         _log_plan(job, staging)
         return job
+
+    def _staging_for(
+        self, need_bytes: int, *, copied_from: str | None = None, touch: bool
+    ) -> Staging:
+        # A stuck disk may still read the memory of the save before, or write to it.
+        reusable = self.staging if self.pending.released else None
+        staging = staging_for(need_bytes, reusable, self._config, copied_from=copied_from)
+        if staging is not self.staging:
+            self.staging = staging
+            # Without `close`, the memory is freed with the checkpointer, though the user may keep
+            # the handle of its last save, which keeps the staging object.
+            weakref.finalize(self, staging.close).atexit = False
+        if touch:
+            staging.touch()
+        return staging
 
     def _destination(self, request: SaveRequest, turn: SaveTurn) -> Destination | None:
         """Return where the save writes to; None: no tier has room for it."""
@@ -488,7 +511,9 @@ class Saver(SaveSurroundings):
     def after_commit(self, request: SaveRequest, report: SaveReport) -> None:
         """See `SaveSurroundings`."""
         self._committed = report.step
-        if request.mode != "blocking" and report.straight_bytes:
+        assert self.staging is not None
+        is_small = request.staging_bytes > self.staging.budget_bytes
+        if request.mode != "blocking" and report.straight_bytes and is_small:
             self._warn_once(
                 "staging is too small for the state: %s of step %d were written straight "
                 "from live tensors while training stood still; raise staging_bytes (said once)",

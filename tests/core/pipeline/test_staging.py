@@ -8,10 +8,12 @@ import os
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.core.concurrency.timing import SYSTEM_CLOCK
 from penstock.core.pipeline.staging import (
     Staging,
     container_memory,
@@ -82,6 +84,111 @@ def test_a_release_wakes_who_waits_for_room():
     staging.release(block)
     thread.join(30)
     assert len(seen) == 1
+
+
+PIECE = 4 * MIB  # what one thread touches at once
+
+
+class Gates:
+    """Touches pieces of an arena when it is told to, the lower of two first."""
+
+    def __init__(self, *, can=True):
+        self.can, self.touched, self.may_go_on = can, [], threading.Event()
+        self._began, self._both = [], threading.Barrier(2)
+
+    def populate(self, address, length):
+        self._began.append(address)
+        if len(self._began) <= 2:
+            self._both.wait(60)
+        if address != min(self._began[:2]):
+            assert self.may_go_on.wait(60)
+        self.touched.append((address, length))
+        return self.can
+
+
+def touched(gates=None, *, budget=3 * PIECE, expected=3 * PIECE, clock=SYSTEM_CLOCK):
+    staging = Staging(budget, clock=clock, populate=None if gates is None else gates.populate)
+    staging.expect(expected)
+    staging.touch()
+    return staging
+
+
+def waited_for(staging, length):
+    """A block, as soon as there is room for it."""
+    while (block := staging.acquire(length, 0)) is None:
+        staging.wait(lambda: False, 0.2)
+    return block
+
+
+def test_only_touched_memory_is_room_while_the_rest_is_touched():
+    gates = Gates()
+    staging = touched(gates)
+    first = waited_for(staging, PIECE)
+    assert (first.offset, first.reserved) == (0, PIECE)
+    assert staging.acquire(1, 0) is None
+    assert staging.touched_per_s() > 0
+    gates.may_go_on.set()
+    second = waited_for(staging, 2 * PIECE)
+    assert second.offset == PIECE
+    assert staging.touched_per_s() is None
+    assert sorted(gates.touched) == [(first.address + n * PIECE, PIECE) for n in range(3)]
+
+
+def test_touching_changes_no_byte_and_gives_every_page_its_memory():
+    staging = touched(budget=64 * MIB, expected=64 * MIB)
+    block = waited_for(staging, PIECE)
+    block.view[:] = b"\x07" * PIECE
+    rest = waited_for(staging, 60 * MIB)
+    assert bytes(block.view) == b"\x07" * PIECE
+    pages = np.zeros(64 * MIB // PAGE_BYTES, np.uint8)
+    libc = ctypes.CDLL(None, use_errno=True)
+    start = ctypes.c_void_p(block.address)
+    assert not libc.mincore(start, ctypes.c_size_t(64 * MIB), ctypes.c_void_p(pages.ctypes.data))
+    assert rest.address == block.address + PIECE
+    assert pages.all()
+
+
+def test_memory_that_cannot_be_touched_is_used_as_it_is():
+    gates = Gates(can=False)
+    gates.may_go_on.set()
+    staging = touched(gates)
+    assert waited_for(staging, 3 * PIECE).offset == 0
+    assert len(gates.touched) <= 2
+
+
+def test_only_what_is_missing_within_the_budget_is_touched():
+    gates = Gates()
+    gates.may_go_on.set()
+    staging = touched(gates, budget=2 * PIECE, expected=9 * PIECE)
+    waited_for(staging, 2 * PIECE)
+    assert staging.allocated_bytes == sum(length for _, length in gates.touched) == 2 * PIECE
+    staging.touch()
+    assert staging.allocated_bytes == 2 * PIECE
+
+
+def test_staging_that_is_closed_is_touched_no_further():
+    gates = Gates()
+    staging = touched(gates, budget=9 * PIECE, expected=9 * PIECE)
+    staging.release(waited_for(staging, 1))
+    threads = [t for t in threading.enumerate() if t.name.startswith("penstock-touch")]
+    staging.close()
+    assert staging.allocated_bytes == 0
+    gates.may_go_on.set()
+    for thread in threads:
+        thread.join(60)
+    assert len(gates.touched) <= 3
+
+
+def test_forked_child_does_not_wait_for_threads_that_it_has_not():
+    gates = Gates()
+    staging = touched(gates)
+    waited_for(staging, PIECE)
+    child = os.fork()
+    if child == 0:
+        os._exit(staging.acquire(2 * PIECE, 0) is None)
+    _, status = os.waitpid(child, 0)
+    gates.may_go_on.set()
+    assert os.waitstatus_to_exitcode(status) == 0
 
 
 @pytest.mark.parametrize(("state", "ranks"), [(10, 1), (1 << 60, 1), (1 << 60, 8)])

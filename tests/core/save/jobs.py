@@ -45,7 +45,7 @@ def job_of(backend, *, mode="blocking", surroundings=None, onward=None, state=ST
         request,
         manifest=ManifestWriter(request, {}, shipper=default_registry().shipper),
         destination=Destination(backend, onward),
-        staging=staging_for(request, None, config),
+        staging=staging_for(request.staging_bytes, None, config),
         workers=WORKERS,
         surroundings=surroundings or SaveSurroundings(),
         log_failure=False,

@@ -1,0 +1,76 @@
+"""Memory for copies is there before the first save in the background needs it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tests.integration.support import checkpointer, memory
+from torch import nn
+
+from penstock.core.errors import ConfigError, UnsupportedStateError
+from penstock.core.types import PAGE_BYTES
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def state():
+    """16 MiB of weights, and as much of momentum."""
+    model = nn.Linear(1024, 4096, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    model.weight.sum().backward()
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer}
+
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * PAGE_BYTES
+
+
+def grows(before, nbytes):
+    """Whether this process gets so much memory soon."""
+    deadline = time.monotonic() + 30
+    while resident_bytes() < before + nbytes:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def test_prepare_and_check_get_the_memory_for_copies(state):
+    for call in ("prepare", "check"):
+        with checkpointer(memory()) as ckpt:
+            before = resident_bytes()
+            getattr(ckpt, call)(state)
+            assert grows(before, 31 * MIB), call
+            mapped = ckpt._saver.staging.allocated_bytes
+            ckpt.save(state, 1).result()
+            assert ckpt._saver.staging.allocated_bytes == mapped, "the save needs no more"
+
+
+def test_restore_of_an_optimizer_gets_the_memory_for_copies(state):
+    store = memory()
+    with checkpointer(store) as ckpt:
+        ckpt.save(state, 1, mode="blocking")
+    with checkpointer(store) as ckpt:
+        ckpt.restore(state, include="model")
+        assert ckpt._saver.staging is None, "a model alone may be there to be used only"
+        before = resident_bytes()
+        ckpt.restore(state)
+        assert grows(before, 31 * MIB)
+
+
+def test_blocking_saves_need_no_memory(state):
+    with checkpointer(memory(), mode="blocking") as ckpt:
+        ckpt.prepare(state)
+        ckpt.save(state, 1)
+        ckpt.restore(state)
+        ckpt.prepare(state)
+        assert ckpt._saver.staging.allocated_bytes <= MIB
+        with pytest.raises(ConfigError, match="fast"):
+            ckpt.prepare(state, mode="fast")
+        with pytest.raises(UnsupportedStateError, match="here"):
+            ckpt.prepare({"here": object()})
