@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from penstock.core.abc import Difference, Node, Placement, StateProvider
@@ -52,14 +53,12 @@ class GradsProvider(StateProvider):
     ) -> Iterator[StateObject | Node]:
         _refuse_flattened(value, path)
         yield Node(path, FORM)
-        for name, parameter in _parameters(value).items():
-            grad = parameter.grad
-            if is_sharded(grad) and is_sharded(parameter):
-                with cut_like(parameter, [grad]):
-                    entries = list(context.describe(grad, (*path, name), role=Role.OTHER))
-                yield from entries
-            elif grad is not None:
-                yield from context.describe(grad, (*path, name), role=Role.OTHER)
+        found = {n: (p.grad, p) for n, p in _parameters(value).items() if p.grad is not None}
+        grads = [grad for grad, _ in found.values()]
+        paths = [(*path, name) for name in found]
+        with cut_like((g, p) for g, p in found.values() if is_sharded(g) and is_sharded(p)):
+            described = context.describe_each(grads, paths, [Role.OTHER] * len(grads))
+        yield from chain.from_iterable(described)
 
     def place(self, value: Grads, path: ObjectPath, /, *, context: PlaceContext) -> Placement:
         _refuse_flattened(value, path)

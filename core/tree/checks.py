@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from penstock.core.abc import Node, Placement, StateObject
 from penstock.core.errors import PenstockError, PluginError, UnsupportedStateError
@@ -181,6 +181,8 @@ def _check_meta(provider: StateProvider, node: Node, path: ObjectPath) -> None:
     """Check that `meta` comes back from JSON as it was put in."""
     why = "it is no dict"
     if type(node.meta) is dict:
+        if _is_plain(node.meta):
+            return
         try:
             if json.loads(json.dumps(node.meta, allow_nan=False)) != node.meta:
                 why = "it does not come back equal (a tuple as a list, a key as a string)"
@@ -195,6 +197,20 @@ def _check_meta(provider: StateProvider, node: Node, path: ObjectPath) -> None:
         f"{why}; take dicts with string keys, lists, strings, finite numbers, booleans and None"
     )
     raise broken_contract(provider, path, msg)
+
+
+def _is_plain(meta: dict[Any, Any]) -> bool:
+    """Return whether a dict plainly survives JSON, as that of each parameter of an optimizer."""
+    for key, value in meta.items():
+        if type(key) is not str:
+            return False
+        for item in value if type(value) is list else (value,):
+            if type(item) is int:
+                if not -MAX_INT <= item <= MAX_INT:
+                    return False
+            elif item is not None and type(item) not in {str, bool}:
+                return False
+    return True
 
 
 def checked_placement(

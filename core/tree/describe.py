@@ -282,7 +282,29 @@ class _Describing(DescribeContext):
         self, value: object, path: ObjectPath, /, *, role: Role | None = None
     ) -> Iterator[StateObject | Node]:
         entries = self._entries(value, path)
-        return iter(entries) if role is None else _with_role(entries, role)
+        return iter(entries) if role is None else (_of_role(entry, role) for entry in entries)
+
+    def describe_each(
+        self, values: Sequence[object], paths: Sequence[ObjectPath], roles: Sequence[Role | None], /
+    ) -> Sequence[Sequence[StateObject | Node]]:
+        found: list[Sequence[StateObject | Node]] = [()] * len(values)
+        alike: dict[type, list[int]] = {}
+        for number, value in enumerate(values):
+            alike.setdefault(type(value), []).append(number)
+        for kind, numbers in alike.items():
+            provider = self._provider_of_all(kind)
+            objects = None
+            if provider is not None:
+                some = [values[n] for n in numbers], [paths[n] for n in numbers]
+                objects = self._all_at_once(provider, *some)[1]
+            if objects is None:
+                for n in numbers:
+                    found[n] = tuple(self.describe(values[n], paths[n], role=roles[n]))
+                continue
+            for n, entry in zip(numbers, objects, strict=True):
+                role = roles[n]
+                found[n] = (entry if role is None else _of_role(entry, role),)
+        return found
 
     def parameter_names(self, tensor: object, /) -> Sequence[str]:
         return self._names.names(tensor)
@@ -400,10 +422,12 @@ class _Describing(DescribeContext):
             values = list(value)
             segments = list(map(str, range(len(values))))
         paths = [(*path, segment) for segment in segments]
-        provider = self._provider_of_all(values)
-        if provider is not None:
-            return [*nodes, *self._described_together(provider, values, paths)]
-        return self._children(nodes, values, paths, late=late)
+        kinds = set(map(type, values))
+        provider = self._provider_of_all(*kinds) if len(kinds) == 1 else None
+        if provider is None:
+            return self._children(nodes, values, paths, late=late)
+        found, objects = self._all_at_once(provider, values, paths)
+        return [*nodes, *(objects or self._each(provider, found, path))]
 
     def _children(
         self, nodes: list[Node], values: list[Any], paths: list[ObjectPath], *, late: bool
@@ -435,12 +459,8 @@ class _Describing(DescribeContext):
             raise UnsupportedStateError(msg)
         return [Node(path, "dict", meta)] if meta or not value else [], segments
 
-    def _provider_of_all(self, values: Sequence[Any]) -> StateProvider | None:
-        """Return the provider that describes all values at once; None: each by itself."""
-        kinds = set(map(type, values))
-        if len(kinds) != 1:
-            return None
-        (kind,) = kinds
+    def _provider_of_all(self, kind: type) -> StateProvider | None:
+        """Return the provider that describes all values of a type at once; None: each by itself."""
         provider = self._scan.provider_for(kind)
         if provider is None or provider.describes_last:
             return None
@@ -448,22 +468,19 @@ class _Describing(DescribeContext):
             return None
         return None if self._nature(provider, kind) is not None else provider
 
-    def _described_together(
+    def _all_at_once(
         self, provider: StateProvider, values: Sequence[Any], paths: Sequence[ObjectPath]
-    ) -> list[StateObject | Node]:
-        above = paths[0][:-1]
-        ask = provider.describe_all
+    ) -> tuple[Iterable[StateObject | Node], Sequence[StateObject] | None]:
+        """Return what a provider answers, and the same if it is one object for each value."""
+        above, ask = paths[0][:-1], provider.describe_all
         found = asked(provider, above, _DESCRIBING, ask, values, paths, context=self)
         forms = self._forms
-        if type(found) is list and len(found) == len(paths):
-            odd = [
-                one
-                for one, path in zip(found, paths, strict=True)
-                if type(one) is not StateObject or one.path is not path or one.form not in forms
-            ]
-            if not odd:
-                return found
-        return list(self._each(provider, found, above))
+        if type(found) is not list or len(found) != len(paths):
+            return found, None
+        for one, path in zip(found, paths, strict=True):
+            if type(one) is not StateObject or one.path is not path or one.form not in forms:
+                return found, None
+        return found, cast("list[StateObject]", found)
 
 
 def _sequence_node(value: Any, path: ObjectPath) -> Node:
@@ -479,16 +496,14 @@ def _sequence_node(value: Any, path: ObjectPath) -> Node:
     raise UnsupportedStateError(msg)
 
 
-def _with_role(entries: Iterable[StateObject | Node], role: Role) -> Iterator[StateObject | Node]:
-    for entry in entries:
-        if isinstance(entry, Node) or entry.role is role:
-            yield entry
-        else:
-            # By hand: `_replace` takes twice as long, once for each tensor of an optimizer.
-            yield StateObject(
-                entry.path, entry.kind, entry.spec, entry.regions, role, entry.form, entry.source,
-                entry.same_as, entry.replica,
-            )  # fmt: skip
+def _of_role(entry: StateObject | Node, role: Role) -> StateObject | Node:
+    if isinstance(entry, Node) or entry.role is role:
+        return entry
+    # By hand: `_replace` takes twice as long, once for each tensor of an optimizer.
+    return StateObject(
+        entry.path, entry.kind, entry.spec, entry.regions, role, entry.form, entry.source,
+        entry.same_as, entry.replica,
+    )  # fmt: skip
 
 
 def _with_owner(
@@ -543,7 +558,7 @@ def _tied(entries: Iterable[StateObject | Node]) -> list[StateObject | Node]:
             _owner(other, owners)
         first = _owner(entry, owners)
         if first is not entry.path:
-            # By hand, as in `_with_role`.
+            # By hand, as in `_of_role`.
             entry = StateObject(  # noqa: PLW2901 - the same, tied
                 entry.path, entry.kind, entry.spec, entry.regions, entry.role, entry.form,
                 entry.source, first, entry.replica,
@@ -601,4 +616,6 @@ def _deferrable(seen: list[Found]) -> frozenset[MemoryKey]:
     for found in seen if claimed else ():
         with naming(found, "naming its unsteady memory"):
             unsteady.update(found.provider.unsteady_memory(found.value))
-    return frozenset(k for k in claimed if (k.device, k.storage) not in unsteady)
+    if unsteady:
+        claimed = {key for key in claimed if (key.device, key.storage) not in unsteady}
+    return frozenset(claimed)

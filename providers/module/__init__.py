@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,13 +70,10 @@ class ModuleProvider(StateProvider):
             return
         refuse_unknown(module.parameters(), path, known=lambda _: False)
         bare = bare_names(module)
-        for shown, item in live_state(module).items():
-            name = bare(shown)
-            if isinstance(item, torch.Tensor):
-                role = Role.PARAMETER if isinstance(item, torch.nn.Parameter) else Role.BUFFER
-                yield from context.describe(item, (*path, name), role=role)
-            else:
-                yield from context.describe(item, (*path, name))
+        state = live_state(module)
+        paths = [(*path, bare(shown)) for shown in state]
+        roles = [_role_of(item) for item in state.values()]
+        yield from chain.from_iterable(context.describe_each([*state.values()], paths, roles))
 
     def place(
         self, value: torch.nn.Module, path: ObjectPath, /, *, context: PlaceContext
@@ -124,6 +122,12 @@ class ModuleProvider(StateProvider):
             if _is_stateful(item):
                 held.setdefault(id(item), (name, item))
         return held.values()
+
+
+def _role_of(item: object) -> Role | None:
+    if not isinstance(item, torch.Tensor):
+        return None
+    return Role.PARAMETER if isinstance(item, torch.nn.Parameter) else Role.BUFFER
 
 
 def _is_stateful(item: object) -> bool:

@@ -10,7 +10,7 @@ groups of different parameters, and together they describe all of them.
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import nullcontext
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -33,13 +33,13 @@ from penstock.providers.optimizer.members import (
 from penstock.providers.optimizer.placer import Placer
 from penstock.providers.optimizer.stored_dict import stored_dict
 from penstock.providers.optimizer.template_dict import template_dict
-from penstock.providers.tensor import is_sharded, plain_tensors
+from penstock.providers.tensor import is_plain, is_sharded, plain_tensors
 from penstock.providers.tensor.sharding import cut_like
 from penstock.providers.tensor.sources import memory_key
 from penstock.providers.wrappers import OPTIMIZERS, is_wrapper, place_wrapped, wrapped
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch.distributed.tensor import DTensor
 
@@ -90,9 +90,7 @@ class OptimizerProvider(StateProvider):
         yield Node(path, FORM, meta)
         if held.owned is not None:
             context.of_this_rank((*path, "state"))
-        for member in named:
-            if held.owns(member.parameter):
-                yield from _describe_member(held, member, path, context)
+        yield from _describe_members(held, named, path, context)
         for index, group in enumerate(held.groups):
             for key, item in group.items():
                 if key in MEMBERSHIP:  # the nodes of the parameters say it
@@ -149,10 +147,9 @@ class OptimizerProvider(StateProvider):
             # state would change while it is copied.
             if group.get("capturable") or group.get("differentiable"):
                 continue
-            for parameter in group["params"]:
-                if parameter.is_leaf:
-                    claimed.update(_own_memory(parameter))
-                claimed.update(_own_memory(state.get(parameter)))
+            parameters = group["params"]
+            claimed.update(_own_memory([p for p in parameters if p.is_leaf]))
+            claimed.update(_own_memory([state.get(p) for p in parameters]))
         # Options that are tensors change outside of the step: a scheduler sets the learning rate.
         return claimed - settings
 
@@ -163,42 +160,49 @@ class OptimizerProvider(StateProvider):
         return [("", p) for g in value.param_groups for p in _tensors(g["params"])]
 
 
-def _describe_member(
-    held: Held, member: Member, path: ObjectPath, context: DescribeContext
+def _describe_members(
+    held: Held, named: Iterable[Member], path: ObjectPath, context: DescribeContext
 ) -> Iterator[StateObject | Node]:
-    parameter = member.parameter
-    here = (*path, "state", member.name)
-    if not member.named and is_sharded(parameter):
-        _refuse_others(parameter, path, context)
-    state: Any = held.local.state.get(parameter, {})
-    sharded = list(filter(is_sharded, state.values())) if is_sharded(parameter) else []
-    with cut_like(parameter, sharded) if sharded else nullcontext():  # type: ignore[arg-type]  # it is sharded
-        entries = [
-            entry
-            for key, item in state.items()
-            for entry in context.describe(
-                _piece(item, member), (*here, _text(key, here)), role=Role.OPTIMIZER
-            )
-        ]
-    if held.owned is not None:
-        entries = [_of_this_rank(entry) for entry in entries]
-    meta: dict[str, Any] = {
-        "shape": member.shape,
-        "group": member.group,
-        "position": member.position,
-        "named": member.named,
-        "objects": sum(isinstance(entry, StateObject) for entry in entries),
-    }
-    # Such as `step`, which most optimizers keep on the host: a restore before the first step has no
-    # live state to take the device from.
-    if parameter.device.type != "cpu":
-        meta["host"] = [
-            key
-            for key, item in state.items()
-            if isinstance(item, torch.Tensor) and item.device.type == "cpu"
-        ]
-    yield Node(here, PARAMETER_FORM, meta)
-    yield from entries
+    states: list[tuple[Member, Mapping[str, object]]] = []
+    values: list[object] = []
+    paths: list[ObjectPath] = []
+    like: list[tuple[Any, Any]] = []
+    for member in named:
+        parameter = member.parameter
+        if not held.owns(parameter):
+            continue
+        here = (*path, "state", member.name)
+        state: Any = held.local.state.get(parameter, {})
+        if is_sharded(parameter):
+            if not member.named:
+                _refuse_others(parameter, path, context)
+            like += [(item, parameter) for item in state.values() if is_sharded(item)]
+        states.append((member, state))
+        values += [_piece(item, member) for item in state.values()]
+        paths += [(*here, _text(key, here)) for key in state]
+    with cut_like(like):
+        described = iter(context.describe_each(values, paths, [Role.OPTIMIZER] * len(values)))
+    for member, state in states:
+        entries = list(chain.from_iterable(islice(described, len(state))))
+        if held.owned is not None:
+            entries = [_of_this_rank(entry) for entry in entries]
+        meta: dict[str, Any] = {
+            "shape": member.shape,
+            "group": member.group,
+            "position": member.position,
+            "named": member.named,
+            "objects": sum(isinstance(entry, StateObject) for entry in entries),
+        }
+        # Such as `step`, which most optimizers keep on the host: a restore before the first step
+        # has no live state to take the device from.
+        if member.parameter.device.type != "cpu":
+            meta["host"] = [
+                key
+                for key, item in state.items()
+                if isinstance(item, torch.Tensor) and item.device.type == "cpu"
+            ]
+        yield Node((*path, "state", member.name), PARAMETER_FORM, meta)
+        yield from entries
 
 
 def _group_sizes(held: Held, path: ObjectPath) -> list[int]:
@@ -246,26 +250,27 @@ def _of_this_rank(entry: StateObject | Node) -> StateObject | Node:
     return entry._replace(replica=Replica())
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if is_plain(value):
+        return [value] if value.numel() else []
     if isinstance(value, torch.Tensor):
-        yield from (part for part in plain_tensors(value) if part.numel())
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
+        return [part for part in plain_tensors(value) if part.numel()]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return []
+    return [tensor for item in value for tensor in _tensors(item)]
 
 
-def _own_memory(value: Any) -> Iterator[MemoryKey]:
-    """Yield the memory of tensors in `value` that is not shared with other processes.
+def _own_memory(values: Sequence[Any]) -> Iterator[MemoryKey]:
+    """Yield the memory of tensors in `values` that is not shared with other processes.
 
     No fence in this process holds back another process's writes.
     """
-    for tensor in _tensors(value):
+    for tensor in _tensors(values):
         storage = tensor.untyped_storage()
         # For memory on a device `is_shared` is always true.
-        if tensor.device.type != "cpu" or not storage.is_shared():
+        if not tensor.is_cpu or not storage.is_shared():
             yield memory_key(tensor, storage)
 
 

@@ -175,9 +175,9 @@ def last_cut_of(tensor: DTensor) -> int | None:
 
 
 @contextmanager
-def cut_like(parameter: DTensor, tensors: Iterable[DTensor]) -> Iterator[None]:
-    """Within the context, `last_cut_of` knows `tensors` as state of `parameter`."""
-    token = _like.set({id(tensor): parameter for tensor in tensors})
+def cut_like(pairs: Iterable[tuple[DTensor, DTensor]]) -> Iterator[None]:
+    """Within the context, `last_cut_of` knows the first of each pair as state of the second."""
+    token = _like.set({id(tensor): parameter for tensor, parameter in pairs})
     try:
         yield
     finally:
