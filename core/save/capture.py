@@ -44,18 +44,23 @@ class LentChunks:
     """Counts the chunks that the writer reads from live memory; threads wait until it has them.
 
     A thread that waits takes no lock, since it may be the one that trains.
+
+    Attributes:
+        bytes: The bytes of all that were ever lent.
     """
 
     def __init__(self) -> None:
+        self.bytes = 0
         self._lock = threading.Lock()  # guards all fields
         self._open = 0
         self._waiting: list[Latch] = []  # opened when no chunk is lent any more
         self._cancelled = False
 
-    def lend(self) -> None:
-        """Count a chunk."""
+    def lend(self, nbytes: int) -> None:
+        """Count a chunk of so many bytes."""
         with self._lock:
             self._open += 1
+            self.bytes += nbytes
 
     def give_back(self) -> None:
         """Count a chunk that is written, or never will be."""
@@ -88,11 +93,15 @@ class LentChunks:
 class WriterPace:
     """Says how long the writer will take for what it has, by how long it took so far.
 
+    Attributes:
+        left: The bytes that it is yet to get.
+
     Args:
         clock: The clock that is read.
     """
 
     def __init__(self, clock: Clock) -> None:
+        self.left = 0
         self._clock = clock
         self._lock = threading.Lock()  # guards all other fields
         self._began_s = 0.0
@@ -104,6 +113,7 @@ class WriterPace:
             if not self._has + self._written:
                 self._began_s = self._clock.monotonic_s()
             self._has += length
+            self.left -= length
 
     def written(self, length: int) -> None:
         """Count bytes that the writer no longer needs."""
@@ -226,15 +236,18 @@ class CaptureRun:
         self._issued: deque[tuple[Captured, list[PendingCopy]]] = deque()
         self._lent = LentChunks()
         self._pace = WriterPace(timing.clock)
-        self._left_bytes = 0  # of the chunks that are yet to be taken, now or behind the fence
         self._fenced = False
         self._all_issued = Latch()
         if not self._later:
             self._all_issued.open()
         self._error: BaseException | None = None
         self.has_device_copies = False
-        self.straight_bytes = 0
         self.deferred_bytes = plan.bytes_of_chunks(self._later)  # behind the fence
+
+    @property
+    def straight_bytes(self) -> int:
+        """The bytes that were lent, not copied."""
+        return self._lent.bytes
 
     def take_now(self) -> None:
         """Capture everything that is not deferred; on return that memory may change.
@@ -243,7 +256,7 @@ class CaptureRun:
             TornSnapshotError: A tensor changed meanwhile.
             SaveAbortedError: The save was given up.
         """
-        self._left_bytes = sum(self._chunks[index].length for index in self._now)
+        self._pace.left = sum(self._chunks[index].length for index in self._now)
         for index in self._now:
             self._take(index, may_lend=lambda: True)
         self._flush()
@@ -259,7 +272,7 @@ class CaptureRun:
             TornSnapshotError: A tensor changed before its capture was complete.
             SaveAbortedError: The save was given up.
         """
-        self._left_bytes = sum(self._chunks[index].length for index in self._later)
+        self._pace.left = sum(self._chunks[index].length for index in self._later)
         while self._later:
             self._take(self._later[0], may_lend=lambda: self._fenced)
             self._later.popleft()
@@ -377,7 +390,6 @@ class CaptureRun:
 
     def _take(self, index: int, *, may_lend: Callable[[], bool]) -> None:
         chunk = self._chunks[index]
-        self._left_bytes -= chunk.length
         if self._derivation.omits(chunk):
             self._hand_on(Captured(index, memoryview(b"")))
             return
@@ -418,8 +430,7 @@ class CaptureRun:
         bytes_per_s = self._staging.touched_per_s()
         if not bytes_per_s:
             return bytes_per_s is None
-        touched_s = (length + self._left_bytes) / bytes_per_s
-        return self._pace.seconds_for(length) < touched_s
+        return self._pace.seconds_for(length) < self._pace.left / bytes_per_s
 
     def _hand_on(self, captured: Captured) -> None:
         self._pace.hand_on(captured.view.nbytes)
@@ -468,8 +479,7 @@ class CaptureRun:
             if view is None:
                 return False
             unless_lent.pop_all()  # from here on `release` ends the hold
-        self._lent.lend()
-        self.straight_bytes += view.nbytes
+        self._lent.lend(view.nbytes)
         self._hand_on(Captured(index, view, end_hold=end_hold))
         return True
 

@@ -7,6 +7,8 @@ All of it happens on the caller's thread, before the save has threads, and store
 
 from __future__ import annotations
 
+import threading
+import weakref
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from penstock.core.abc import StateObject
@@ -36,9 +38,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from penstock.core.abc import ByteSource
+    from penstock.core.concurrency.workers import Workers
     from penstock.core.config.model import CheckpointerConfig
     from penstock.core.plan.save import KnownCuts, SavePlan
     from penstock.core.rounds.round import RankPlace
+    from penstock.core.save.pending import Pending
     from penstock.core.save.rules import ChainTable
     from penstock.core.tree.describe import Description
     from penstock.core.types import ObjectPath
@@ -255,6 +259,68 @@ def staging_for(
     largest = min(need_bytes, config.chunk_bytes)
     staging.expect(need_bytes, largest_bytes=largest, copied_from=copied_from)
     return staging
+
+
+class KeptStaging:
+    """The staging memory that the saves of a checkpointer use one after the other.
+
+    Args:
+        config: Has its budget.
+        workers: For a thread of its own.
+        pending: Says whether the newest save is through with it. A stuck disk may still read the
+            memory, or write to it.
+    """
+
+    def __init__(self, config: CheckpointerConfig, workers: Workers, pending: Pending) -> None:
+        self.staging: Staging | None = None
+        """That of the newest save, or of the next."""
+        self._config = config
+        self._workers = workers
+        self._pending = pending
+        self._lock = threading.Lock()  # guards `staging` and `_closed`
+        self._closed = False
+
+    def get(self, request: SaveRequest) -> Staging:
+        """Return the memory for a save; what it will copy to is touched from here on."""
+        with self._lock:
+            staging = self._get(request.staging_bytes, request.copied_from)
+        if request.mode != "blocking":
+            staging.touch()
+        return staging
+
+    def touch(self, need_bytes: int, *, copied_from: str | None = None) -> None:
+        """Get memory for the next save and touch it, in the background.
+
+        Args:
+            need_bytes: The bytes of all blocks that the save reserves.
+            copied_from: The CUDA device whose copies write to it, if any do.
+        """
+
+        def touch() -> None:
+            with self._lock:
+                if self._pending.released and not self._closed:
+                    self._get(need_bytes, copied_from).touch()
+
+        # Not in this thread: a signal handler that interrupts it may save, and would wait for the
+        # lock for ever.
+        self._workers.spawn("prepare", touch)
+
+    def close(self) -> None:
+        """Give the memory back, unless a stuck store may still use it."""
+        with self._lock:
+            self._closed = True
+            if self.staging is not None and self._pending.released:
+                self.staging.close()
+
+    def _get(self, need_bytes: int, copied_from: str | None) -> Staging:
+        reusable = self.staging if self._pending.released else None
+        staging = staging_for(need_bytes, reusable, self._config, copied_from=copied_from)
+        if staging is not self.staging:
+            self.staging = staging
+            # Without `close`, the memory is freed with the checkpointer, though the user may keep
+            # the handle of its last save, which keeps the staging object.
+            weakref.finalize(self, staging.close).atexit = False
+        return staging
 
 
 def _step_exists(step: int, steps: Sequence[int], url: str) -> StepExistsError:

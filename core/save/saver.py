@@ -6,7 +6,6 @@ Tested in `tests/integration/lifecycle/test_lifecycle.py`.
 from __future__ import annotations
 
 import logging
-import weakref
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -29,7 +28,7 @@ from penstock.core.save.manifest import ManifestWriter
 from penstock.core.save.merge import KnownParts
 from penstock.core.save.metadata import check_metadata
 from penstock.core.save.pending import Pending
-from penstock.core.save.prepare import claim_generation, plan_state, staging_for, state_left_out
+from penstock.core.save.prepare import KeptStaging, claim_generation, plan_state, state_left_out
 from penstock.core.save.request import Destination, RankTurn, SaveSurroundings, SaveTurn
 from penstock.core.save.rules import ChainTable
 from penstock.core.tree.describe import describe_tree, warn_of_forms
@@ -111,8 +110,8 @@ class Saver(SaveSurroundings):
             ranks: Finds the ranks that save together.
         """
         self.pending = Pending(tiers)
-        self.staging: Staging | None = None
-        """The staging memory of the newest save."""
+        self.memory = KeptStaging(config, workers, self.pending)
+        """The staging memory."""
         self.restored_from: int | None = None
         """The step that was restored last; retention keeps it."""
         self._backend = backend
@@ -213,14 +212,14 @@ class Saver(SaveSurroundings):
         """Plan a save, and touch the memory that it will copy to. See `Checkpointer.prepare`."""
         mode = self._valid_mode(mode)
         request = self._planned(state, step, 0, mode=mode, place=self._ranks.place())
-        if mode != "blocking" and self.pending.released:
-            self._staging_for(request.staging_bytes, copied_from=request.copied_from, touch=True)
+        if mode != "blocking":
+            self.memory.touch(request.staging_bytes, copied_from=request.copied_from)
         return request
 
     def expect(self, nbytes: int) -> None:
         """Touch the memory for saves of a state of `nbytes`, unless saves need none."""
-        if self._config.mode != "blocking" and self.pending.released:
-            self._staging_for(nbytes, touch=True)
+        if self._config.mode != "blocking":
+            self.memory.touch(nbytes)
 
     def distrust(self) -> None:
         """Make the next save read all that it refers to, and store anew what is damaged."""
@@ -228,8 +227,7 @@ class Saver(SaveSurroundings):
 
     def close(self) -> None:
         """Give the staging memory back, unless a stuck store may still use it."""
-        if self.pending.released and self.staging is not None:
-            self.staging.close()
+        self.memory.close()
 
     def _valid_mode(self, mode: str | None) -> str:
         mode = mode or self._config.mode
@@ -316,9 +314,7 @@ class Saver(SaveSurroundings):
         destination = self._destination(request, turn)
         if destination is None:
             return None
-        staging = self._staging_for(
-            request.staging_bytes, copied_from=request.copied_from, touch=call.mode != "blocking"
-        )
+        staging = self.memory.get(request)
         job = SaveJob(
             request,
             manifest=ManifestWriter(request, call.metadata, shipper=self._registry.shipper),
@@ -332,21 +328,6 @@ class Saver(SaveSurroundings):
         )
         _log_plan(job, staging)
         return job
-
-    def _staging_for(
-        self, need_bytes: int, *, copied_from: str | None = None, touch: bool
-    ) -> Staging:
-        # A stuck disk may still read the memory of the save before, or write to it.
-        reusable = self.staging if self.pending.released else None
-        staging = staging_for(need_bytes, reusable, self._config, copied_from=copied_from)
-        if staging is not self.staging:
-            self.staging = staging
-            # Without `close`, the memory is freed with the checkpointer, though the user may keep
-            # the handle of its last save, which keeps the staging object.
-            weakref.finalize(self, staging.close).atexit = False
-        if touch:
-            staging.touch()
-        return staging
 
     def _destination(self, request: SaveRequest, turn: SaveTurn) -> Destination | None:
         """Return where the save writes to; None: no tier has room for it."""
@@ -511,8 +492,8 @@ class Saver(SaveSurroundings):
     def after_commit(self, request: SaveRequest, report: SaveReport) -> None:
         """See `SaveSurroundings`."""
         self._committed = report.step
-        assert self.staging is not None
-        is_small = request.staging_bytes > self.staging.budget_bytes
+        staging = self.memory.staging
+        is_small = staging is not None and request.staging_bytes > staging.budget_bytes
         if request.mode != "blocking" and report.straight_bytes and is_small:
             self._warn_once(
                 "staging is too small for the state: %s of step %d were written straight "

@@ -59,7 +59,7 @@ def fail_one_call(operation, nth, error, *, late, mode, memory_bytes):
         if isinstance(failed, CommitUnknownError) and len(ckpt.steps()) > len(steps):
             steps.append(FAILING)
         assert ckpt.steps() == steps
-        assert ckpt._saver.staging._used == 0
+        assert ckpt._saver.memory.staging._used == 0
         ckpt.save(state(3), 3, mode="blocking")
         assert ckpt._catalog.record(3).references
     with Checkpointer(inner, **OPTIONS, grace_s=1e-6) as another:

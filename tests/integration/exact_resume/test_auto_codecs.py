@@ -147,7 +147,7 @@ def test_a_save_that_fails_gives_all_memory_back(blob):
         with pytest.raises(StorageError):
             ckpt.save(state, step=1).result()
         assert ckpt._saver.job.finished(60)
-        assert ckpt._saver.staging._used == 0
+        assert ckpt._saver.memory.staging._used == 0
         store.clear()
         assert by_class(ckpt.save(state, step=2).result())["other float32"].codec is not None
         assert is_same(ckpt.load(2), state)

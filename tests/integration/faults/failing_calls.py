@@ -186,7 +186,7 @@ def run(case, kind, root):
         del error
         ckpt.wait()
         seen["files"] = [before, open_files()]
-        seen["staging"] = ckpt._saver.staging._used
+        seen["staging"] = ckpt._saver.memory.staging._used
         seen["steps"] = ckpt.steps()
         seen["whole"] = [s for s in ckpt.steps() if is_whole(ckpt, s)]
         seen["latest"] = ckpt.load()["number"] if ckpt.steps() else None

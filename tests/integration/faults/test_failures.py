@@ -98,7 +98,7 @@ def errors_logged(caplog):
 
 
 def assert_nothing_is_held(ckpt):
-    assert ckpt._saver.staging._used == 0
+    assert ckpt._saver.memory.staging._used == 0
 
 
 @pytest.fixture
@@ -740,9 +740,9 @@ def test_many_saves_leave_no_threads_and_no_staging_behind(store, budget):
             join_threads_of_saves()
             assert_nothing_is_held(ckpt)
             if number == 10:
-                allocated = ckpt._saver.staging.allocated_bytes
+                allocated = ckpt._saver.memory.staging.allocated_bytes
         assert len(penstock_threads()) <= before + pools
-        assert ckpt._saver.staging.allocated_bytes == allocated
+        assert ckpt._saver.memory.staging.allocated_bytes == allocated
     store.close()
 
 

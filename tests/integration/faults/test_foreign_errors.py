@@ -333,7 +333,7 @@ def root_of(error):
 def check_the_run_goes_on(ckpt, *steps):
     PLAN.clear()
     ckpt.wait()
-    assert ckpt._saver.staging is None or ckpt._saver.staging._used == 0
+    assert ckpt._saver.memory.staging is None or ckpt._saver.memory.staging._used == 0
     assert ckpt.steps() == list(steps)
     for step in steps:
         assert ckpt.verify(step, deep=True).ok
@@ -359,7 +359,7 @@ def fail_once(ckpt, does, method, kind):
     PLAN.clear()
     HITS.clear()
     ckpt.wait()
-    assert ckpt._saver.staging is None or ckpt._saver.staging._used == 0
+    assert ckpt._saver.memory.staging is None or ckpt._saver.memory.staging._used == 0
     assert ckpt.steps() == [1]
 
 

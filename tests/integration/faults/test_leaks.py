@@ -154,7 +154,7 @@ def a_checkpointer_of_its_own(bench, number):
     with Checkpointer(bench.url, **OPTIONS, staging_bytes=0) as ckpt:
         ckpt.save(bench.state, bench.next(), mode="async")
         ckpt.wait()
-        assert ckpt._saver.staging._used == 0
+        assert ckpt._saver.memory.staging._used == 0
         assert same(ckpt.load(), bench.state)
         ckpt.delete(bench.step)
 
@@ -201,8 +201,8 @@ def resources(bench):
         "shm maps": sum("/dev/shm/" in one and "/torch_" not in one for one in maps),
         "data": entries(bench.run.root / "data"),
         "commits": entries(bench.run.root / "commits"),
-        "staging used": bench.ckpt._saver.staging._used,
-        "staging": bench.ckpt._saver.staging.allocated_bytes,
+        "staging used": bench.ckpt._saver.memory.staging._used,
+        "staging": bench.ckpt._saver.memory.staging.allocated_bytes,
         "threads": len(penstock_threads()),
         "rss": pages * os.sysconf("SC_PAGE_SIZE"),
     }
@@ -238,7 +238,7 @@ def test_a_cycle_leaves_nothing_behind(way, kind, tmp_path, monkeypatch):
 
 def arenas(ckpt):
     """Its staging memory, which is there once it has saved."""
-    found = [arena.memory for arena in ckpt._saver.staging._arenas]
+    found = [arena.memory for arena in ckpt._saver.memory.staging._arenas]
     assert found
     return found
 

@@ -124,7 +124,7 @@ class Job:
         for text in [*texts, str(where or self.root)]:
             assert text in str(caught.value)
         self.ckpt.wait()  # the handle has told it already
-        assert self.ckpt._saver.staging._used == 0
+        assert self.ckpt._saver.memory.staging._used == 0
         assert open_files() == files
 
     def check(self, folder=None):
@@ -263,7 +263,7 @@ def test_no_more_files(kind, tmp_path):
                 for number in taken:
                     os.close(number)
         work.ckpt.wait()
-        assert work.ckpt._saver.staging._used == 0
+        assert work.ckpt._saver.memory.staging._used == 0
         work.save()
         work.check()
 
@@ -398,7 +398,7 @@ def test_a_root_that_is_removed_in_the_middle_of_a_save(moment, kind, tmp_path):
             handle.result(300)
         work.ckpt.wait()
         assert work.ckpt.steps() == []
-        assert work.ckpt._saver.staging._used == 0
+        assert work.ckpt._saver.memory.staging._used == 0
         held.store.clear()
         work.step, work.committed = 9, []
         work.save()

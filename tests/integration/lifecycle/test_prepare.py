@@ -46,9 +46,9 @@ def test_prepare_and_check_get_the_memory_for_copies(state):
             before = resident_bytes()
             getattr(ckpt, call)(state)
             assert grows(before, 31 * MIB), call
-            mapped = ckpt._saver.staging.allocated_bytes
+            mapped = ckpt._saver.memory.staging.allocated_bytes
             ckpt.save(state, 1).result()
-            assert ckpt._saver.staging.allocated_bytes == mapped, "the save needs no more"
+            assert ckpt._saver.memory.staging.allocated_bytes == mapped, "the save needs no more"
 
 
 def test_restore_of_an_optimizer_gets_the_memory_for_copies(state):
@@ -57,7 +57,7 @@ def test_restore_of_an_optimizer_gets_the_memory_for_copies(state):
         ckpt.save(state, 1, mode="blocking")
     with checkpointer(store) as ckpt:
         ckpt.restore(state, include="model")
-        assert ckpt._saver.staging is None, "a model alone may be there to be used only"
+        assert ckpt._saver.memory.staging is None, "a model alone may be there to be used only"
         before = resident_bytes()
         ckpt.restore(state)
         assert grows(before, 31 * MIB)
@@ -69,7 +69,7 @@ def test_blocking_saves_need_no_memory(state):
         ckpt.save(state, 1)
         ckpt.restore(state)
         ckpt.prepare(state)
-        assert ckpt._saver.staging.allocated_bytes <= MIB
+        assert ckpt._saver.memory.staging.allocated_bytes <= MIB
         with pytest.raises(ConfigError, match="fast"):
             ckpt.prepare(state, mode="fast")
         with pytest.raises(UnsupportedStateError, match="here"):

@@ -214,7 +214,7 @@ gate.set()
 ckpt.wait()
 ckpt.save(make(3), 3).result()
 ckpt.close()
-assert ckpt._saver.staging._used == 0
+assert ckpt._saver.memory.staging._used == 0
 say("closed")
 """
     lines, errors, status = run(body, signal.SIGINT)
