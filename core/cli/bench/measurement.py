@@ -11,7 +11,6 @@ import signal
 import statistics
 import time
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import closing
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -22,6 +21,8 @@ from penstock.core.cli.bench.scratch import (
     STUCK_S,
     Below,
     drop_cache,
+    in_time,
+    opened,
     remove,
     scratch_place,
     spec_with,
@@ -35,7 +36,6 @@ from penstock.core.errors import ConfigError, PenstockError, StorageError, Stora
 from penstock.core.pipeline.staging import container_memory, machine_memory
 from penstock.core.plugins.registry import default_registry
 from penstock.core.reporting.reports import Progress
-from penstock.core.storage.open import open_backend
 from penstock.core.units import size_text
 
 if TYPE_CHECKING:
@@ -315,7 +315,7 @@ class _Sweep:
         try:
             spans = [task.run(None)] if count == 1 else _in_processes(task, count)
         finally:
-            remove(self.backend, self.prefix)
+            in_time(self.backend, lambda: remove(self.backend, self.prefix))
         return _figures(spans, task.size), all(span.cold for span in spans)
 
 
@@ -342,7 +342,7 @@ class _Task:
     tensor_bytes: int
 
     def run(self, barrier: threading.Barrier | None) -> _Spans:
-        with closing(open_backend(self.spec)) as backend:
+        with opened(self.spec) as backend:
             place = Below(backend, f"{self.prefix}{os.getpid()}/")
             state = _state(self.size, self.tensor_bytes)
             with Checkpointer(

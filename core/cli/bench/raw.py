@@ -10,15 +10,19 @@ import os
 import secrets
 import time
 from abc import ABC, abstractmethod
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from penstock.core.cli.bench.scratch import drop_cache
 from penstock.core.concurrency.timing import current_timing
-from penstock.core.concurrency.watchdog import Deadline, call_with_deadline
+from penstock.core.concurrency.watchdog import (
+    NEVER,
+    Deadline,
+    call_all_with_deadline,
+    call_with_deadline,
+)
 from penstock.core.errors import StorageError, StorageTimeoutError
 from penstock.core.format.records import blob_name
 from penstock.core.types import ReadRequest, WriteRequest
@@ -28,6 +32,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from penstock.core.abc import Backend
+
+T = TypeVar("T")
 
 _PIECE_BYTES = 16 << 20
 _PIECES_AT_ONCE = 4
@@ -103,7 +109,7 @@ def measure_limit(
     loops: list[_Loop] = [
         _BlobLoop(backend, None) if root is None else _FileLoop(backend, root) for _ in range(blobs)
     ]
-    return _watched(partial(_run, loops, size // blobs), loops, backend, stuck_s)
+    return _watched(partial(_run, loops, size // blobs >> 12 << 12), loops, backend, stuck_s)
 
 
 def _watched(
@@ -125,16 +131,24 @@ def _watched(
 
 def _run(loops: Sequence[_Loop], size: int) -> Speed:
     """Let each loop write, then read, a new blob of `size` bytes, all of them at once."""
-    with ThreadPoolExecutor(len(loops)) as pool:
-        try:
-            began = time.monotonic()
-            sizes = [*pool.map(lambda loop: loop.write(size), loops)]
-            write_s = time.monotonic() - began
-            read = [*pool.map(lambda loop, written: loop.read(written), loops, sizes)]
-        finally:
-            for loop in loops:
-                loop.remove()
+    try:
+        began = time.monotonic()
+        sizes = _at_once([partial(loop.write, size) for loop in loops])
+        write_s = time.monotonic() - began
+        read = _at_once([partial(loop.read, n) for loop, n in zip(loops, sizes, strict=True)])
+    finally:
+        for loop in loops:
+            loop.remove()
     return Speed(sum(sizes), write_s, max(s for s, _ in read), all(same for _, same in read))
+
+
+def _at_once(calls: Sequence[Callable[[], T]]) -> list[T]:
+    # Daemonic threads: those of an executor would keep a process from ending that a store hangs.
+    found = call_all_with_deadline("probe", calls, NEVER, TimeoutError)
+    for error in found:
+        if isinstance(error, BaseException):
+            raise error
+    return [result for result in found if not isinstance(result, BaseException)]
 
 
 class _Loop(ABC):
@@ -236,7 +250,6 @@ class _FileLoop(_Loop):
     def _write(self, size: int) -> int:
         deadline = Deadline(current_timing().probe_s)
         path = self._folder / self._name
-        path.parent.mkdir(parents=True, exist_ok=True)
         with self._open(os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
             done = 0
             while done < size and not (done and deadline.is_over()):
@@ -261,6 +274,8 @@ class _FileLoop(_Loop):
         """Open the file; errors of the kernel become a StorageError."""
         path = self._folder / self._name
         try:
+            if flags & os.O_CREAT:
+                path.parent.mkdir(parents=True, exist_ok=True)
             fd = os.open(path, flags | self._flags, 0o666)
             try:
                 yield fd

@@ -24,7 +24,7 @@ from penstock.core.format.records import data_prefix
 from penstock.core.storage.open import open_backend
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from concurrent.futures import Future
     from pathlib import Path
     from types import FrameType
@@ -114,36 +114,42 @@ def scratch_place(spec: str | BackendConfig) -> Iterator[tuple[Backend, str]]:
         ConfigError: The run is in tiers.
         StorageError: The store cannot be opened or written.
     """
-    backend = _open_single(spec)
-    prefix = data_prefix(secrets.token_hex(16))
+    with opened(spec) as backend:
+        _check_usable(backend)
+        prefix = data_prefix(secrets.token_hex(16))
+        with without_traces(local_root(backend)):
+            try:
+                yield backend, prefix
+            finally:
+                try:
+                    in_time(backend, lambda: remove(backend, prefix))
+                except PenstockError as error:
+                    where = f"{prefix} is left in {backend.url}"
+                    warn(f"{where}, where `penstock prune` finds it: {error}")
 
-    def clean() -> None:
-        remove(backend, prefix)
-        backend.close()
+
+@contextmanager
+def opened(spec: str | Mapping[str, Any] | BackendConfig) -> Iterator[Backend]:
+    """Open a store, and close it at the end, unless it is stuck: then it is left behind."""
+    backend = open_backend(spec)
+    try:
+        yield backend
+    finally:
+        with suppress(StorageTimeoutError):
+            in_time(backend, backend.close)
+
+
+def in_time(backend: Backend, call: Callable[[], None]) -> None:
+    """Make a call of a store.
+
+    Raises:
+        StorageTimeoutError: It took longer than `STUCK_S`.
+    """
 
     def late() -> StorageTimeoutError:
         return StorageTimeoutError(f"{backend.url} did not answer for {STUCK_S:g} s")
 
-    with without_traces(local_root(backend)):
-        try:
-            yield backend, prefix
-        finally:
-            try:
-                call_with_deadline(
-                    "clean-up", clean, Deadline(STUCK_S), late, timing=current_timing()
-                )
-            except PenstockError as error:
-                warn(f"{prefix} is left in {backend.url}, where `penstock prune` finds it: {error}")
-
-
-def _open_single(spec: str | BackendConfig) -> Backend:
-    backend = open_backend(spec)
-    try:
-        _check_usable(backend)
-    except BaseException:
-        backend.close()
-        raise
-    return backend
+    call_with_deadline("bench", call, Deadline(STUCK_S), late, timing=current_timing())
 
 
 def _check_usable(backend: Backend) -> None:
