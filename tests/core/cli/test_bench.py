@@ -100,6 +100,13 @@ def test_options_that_the_user_has_set_are_kept(tmp_path, given):
         assert local_root(backend) == tmp_path
 
 
+def test_options_of_a_configuration_are_not_swept(call, tmp_path):
+    config = tmp_path / "run.toml"
+    config.write_text('backend = "memory://configured"\nchunk_bytes = 4096\nworkers = 1\n')
+    rows = call("bench", config, *ONCE, "--json").json["rows"]
+    assert {row["option"] for row in rows} == {None, "block_bytes", "tensor_bytes"}
+
+
 def test_bench_refuses_a_run_in_tiers_and_names_them(call, tmp_path):
     done = call("bench", f"tiered://?fast={tmp_path}/fast&durable={tmp_path}/durable", *SMALL)
     assert done.code == 1
