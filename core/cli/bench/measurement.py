@@ -414,8 +414,6 @@ def _begin_process(barrier: threading.Barrier) -> None:
     global _barrier  # noqa: PLW0603 - an initializer has no other way to hand something on
     _barrier = barrier
     logging.disable(logging.WARNING)  # the command has printed the same
-    # Ctrl-C reaches the whole group: the command waits for the processes, then removes all.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _run_in_process(task: _Task) -> _Spans:
@@ -432,7 +430,13 @@ def _in_processes(task: _Task, count: int) -> list[_Spans]:
     context = get_context("spawn")
     barrier = context.Barrier(count)
     with ProcessPoolExecutor(count, context, _begin_process, (barrier,)) as pool:
-        futures = [pool.submit(_run_in_process, task) for _ in range(count)]
+        # Ctrl-C reaches the whole group: the processes inherit that it is blocked, and the command
+        # waits for them, then removes all.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            futures = [pool.submit(_run_in_process, task) for _ in range(count)]
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         errors = [error for future in futures if (error := future.exception()) is not None]
     # A process that only waited for a failed one knows no reason.
     errors.sort(key=lambda error: not isinstance(error, PenstockError))
