@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from penstock.core.cli.bench.measurement import label_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from penstock.core.cli.bench.measurement import Figures, Report, Row
 
@@ -74,8 +74,9 @@ def _reason(report: Report, work: Work, share: float, cores: float) -> str:
 def choices(report: Report) -> list[Choice]:
     """Return the best value of each option of which one is better than the default.
 
-    It is better if some work is faster in every round than by default in any, and by more than
-    the noise in the median, and no work is slower by more than the noise.
+    It is better if the median of some work is faster by more than the noise, and by more than the
+    rounds of either case differ, and no work is slower by more than the noise. Rounds that merely
+    do not overlap are common among dozens of comparisons.
     """
     default, *others = report.rows
     best: dict[str, Choice] = {}
@@ -103,12 +104,14 @@ def _gain(row: Row, default: Row, work: Work) -> float:
 def _is_faster(row: Row, default: Row, work: Work) -> bool:
     if min(len(row.rounds), len(default.rounds)) < _LEAST_ROUNDS:
         return False
-    slowest, fastest = min(_rates(row.rounds, work)), max(_rates(default.rounds, work))
-    return slowest > fastest and _gain(row, default, work) > 1 + NOISE
+    gain = _rate(row.median, work) - _rate(default.median, work)
+    spread = max(_spread(row.rounds, work), _spread(default.rounds, work))
+    return gain > spread and _gain(row, default, work) > 1 + NOISE
 
 
-def _rates(rounds: Iterable[Figures], work: Work) -> Sequence[float]:
-    return [_rate(figures, work) for figures in rounds]
+def _spread(rounds: Iterable[Figures], work: Work) -> float:
+    rates = [_rate(figures, work) for figures in rounds]
+    return max(rates) - min(rates)
 
 
 def _rate(figures: Figures, work: Work) -> float:
