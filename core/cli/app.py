@@ -62,9 +62,11 @@ TASKS = {
     "Check and repair": {
         "verify": ("commands.verify", "Compare every checksum."),
         "doctor": ("commands.doctor", "Say what this machine and store can do."),
+        "bench": ("commands.bench", "Measure a store, and say what limits."),
     },
     "Set up": {
         "plugins": ("commands.plugins", "List providers, codecs and backends."),
+        "tune": ("commands.bench", "Write the configuration that is best here."),
         "schema": ("commands.plugins", "Print the schema of configurations."),
     },
     "Delete": {

@@ -167,7 +167,7 @@ class Timing:
     and to list the rest."""
 
     probe_s: float = 4.0
-    """`penstock doctor` writes for this long to measure a place, and then reads for as long."""
+    """`penstock doctor` and `bench` write a raw blob for this long, and then read for as long."""
 
     request_retry_first_s: float = 0.2
     """The first backoff after a transient error of an object store: the request is retried after

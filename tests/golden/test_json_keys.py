@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import typer
+from tests.core.cli.bench_reports import figures, row, write_report
 from tests.core.cli.command import caller
 
 import penstock
@@ -47,6 +48,8 @@ unpin CHAIN 4 best
 verify DAMAGED --all
 verify TIERS --all --repair
 doctor CHAIN --probe-size 1MiB
+bench CHAIN --size 1MiB --rounds 1 --seconds 1s
+tune CHAIN --from BENCH
 plugins
 schema
 prune CHAIN --dry-run
@@ -86,11 +89,13 @@ def places(tmp_path):
     shutil.copytree(stored / "tiers", tmp_path / "tiers")
     damage(tmp_path / "DAMAGED")
     damage(tmp_path / "tiers" / "durable")
-    names = ("CHAIN", "CHOSEN", "DAMAGED", "LOSSY", "PAGE", "COPY", "FILES", "IMPORTED")
+    names = ("CHAIN", "CHOSEN", "DAMAGED", "LOSSY", "PAGE", "BENCH", "COPY", "FILES", "IMPORTED")
     with penstock.Checkpointer(
         tmp_path / "CHOSEN", rules=[{"match": "**", "codecs": "auto"}]
     ) as ckpt:
         ckpt.save({"b": torch.ones(5)}, 1, mode="blocking")
+    better = row("engine", "workers", 1, *[figures(150)] * 2)
+    write_report(tmp_path / "BENCH", f"file://{tmp_path}/CHAIN", better)
     tiers = f"tiered://?fast={tmp_path}/tiers/fast&durable={tmp_path}/tiers/durable"
     return {"TIERS": tiers} | {name: tmp_path / name for name in names}
 

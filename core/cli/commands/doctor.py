@@ -8,9 +8,8 @@ import platform
 import re
 import resource
 import shutil
-import signal
 import time
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -21,9 +20,10 @@ from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.prune import CLOCK_PREFIX
 from penstock.core.catalog.survey import survey_run, unrecorded
 from penstock.core.cli.app import Json, Url, command, size_of
+from penstock.core.cli.bench.raw import measure
+from penstock.core.cli.bench.scratch import without_traces
 from penstock.core.cli.output.render import age_text, print_json, print_line
 from penstock.core.cli.output.runs_on_disk import local_root, named_root, quiet, tiers_quiet
-from penstock.core.cli.probe import measure
 from penstock.core.config.plugin_choice import shown_url
 from penstock.core.errors import (
     ConfigError,
@@ -40,8 +40,7 @@ from penstock.core.storage.open import open_backend
 from penstock.core.units import size_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from types import FrameType
+    from collections.abc import Callable
 
     from penstock.core.abc import Backend
 
@@ -209,33 +208,9 @@ def _check_place(backend: Backend, probe_bytes: int) -> list[Check]:
         root = None
     if root is not None:
         checks += _check_folder(root, backend)
-    with _without_traces(root):
+    with without_traces(root):
         checks += _check_store(backend, root, probe_bytes)
     return checks
-
-
-@contextmanager
-def _without_traces(root: Path | None) -> Iterator[None]:
-    """Remove the folders that the checks create, also after SIGTERM or SIGHUP.
-
-    Python ends at these signals without running `finally`, so both raise SystemExit meanwhile.
-    """
-    missing = []
-    if root is not None:
-        missing = [folder for folder in (root, *root.parents) if not folder.exists()]
-    before = {number: signal.signal(number, _end) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for folder in missing:
-            with suppress(OSError):  # it was never created, or another process put a file there
-                folder.rmdir()
-        for number, handler in before.items():
-            signal.signal(number, handler or signal.SIG_DFL)
-
-
-def _end(number: int, _: FrameType | None) -> None:
-    raise SystemExit(128 + number)
 
 
 def _uring() -> Check:
@@ -572,15 +547,11 @@ def _speed(backend: Backend, root: Path | None, limit_bytes: int) -> Check:
     if not speed.same:
         advice = "do not use this store: look at the kernel log, and test the device"
         return Check("speed", "fail", "what was read is not what was written", advice)
-    write, read = (speed.bytes / max(s, 1e-6) for s in (speed.write_s, speed.read_s))
-    values = {
-        "bytes": speed.bytes,
-        "write_bytes_per_s": round(write),
-        "read_bytes_per_s": round(read),
-    }
+    write, read = round(speed.write_bytes_per_s), round(speed.read_bytes_per_s)
+    values = {"bytes": speed.bytes, "write_bytes_per_s": write, "read_bytes_per_s": read}
     cached = "" if backend.capabilities.direct_io else " (perhaps from memory)"
     found = (
-        f"writes {size_text(round(write))}/s until durable, reads {size_text(round(read))}/s"
+        f"writes {size_text(write)}/s until durable, reads {size_text(read)}/s"
         f"{cached}; {size_text(speed.bytes)} of random bytes"
     )
     return Check("speed", "ok", found, values=values)

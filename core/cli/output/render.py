@@ -130,7 +130,7 @@ def print_table(columns: Sequence[Column[T]], items: Iterable[T]) -> None:
         line = Text(_GAP).join(Text(cell.text, cell.style) for cell in cells)
         line.rstrip()
         console.print(line, soft_wrap=True)
-    left_out = [head[n].text for n in wanted if n not in widths]
+    left_out = [head[n].text for n in wanted if n not in widths and head[n].text]
     if left_out:
         console.print(Text(f"(too narrow for {', '.join(left_out)})", style="dim"))
 
@@ -197,6 +197,15 @@ def number_text(value: float | None) -> str:
 def ratio_text(raw: int, stored: int) -> str:
     """Format how many times smaller the stored bytes are; `-` where either is zero."""
     return f"{raw / stored:.2f}x" if raw and stored else "-"
+
+
+def bar_text(share: float, width: int) -> str:
+    """Return a bar of `width` cells, of which `share` (at most 1) is filled; for a terminal."""
+    from rich.bar import Bar  # noqa: PLC0415 - see `_console`
+
+    console = _console()
+    bar = Bar(1.0, 0.0, min(share, 1.0), width=width)
+    return "".join(segment.text for segment in console.render(bar)).rstrip("\n")
 
 
 def age_text(seconds: float) -> str:

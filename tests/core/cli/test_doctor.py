@@ -14,8 +14,8 @@ from tests.core.cli.command import tree_of
 
 import penstock
 from penstock.backends.memory import MemoryBackend, MemoryConfig
+from penstock.core.cli.bench.raw import measure
 from penstock.core.cli.commands.doctor import _check_store
-from penstock.core.cli.probe import measure
 from penstock.core.storage.guarded import guarded
 from penstock.core.types import Capabilities
 

@@ -1,0 +1,286 @@
+"""The raw limit of a store: a plain loop of large writes and reads of one blob or several.
+
+Tested in `tests/core/cli/test_bench.py`.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import time
+from abc import ABC, abstractmethod
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+from penstock.core.cli.bench.scratch import drop_cache
+from penstock.core.concurrency.timing import current_timing
+from penstock.core.concurrency.watchdog import (
+    NEVER,
+    Deadline,
+    call_all_with_deadline,
+    call_with_deadline,
+)
+from penstock.core.errors import StorageError, StorageTimeoutError
+from penstock.core.format.records import blob_name
+from penstock.core.types import ReadRequest, WriteRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from penstock.core.abc import Backend
+
+T = TypeVar("T")
+
+_PIECE_BYTES = 16 << 20
+_PIECES_AT_ONCE = 4
+_FIRST_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """The result of a loop.
+
+    Attributes:
+        bytes: The bytes that were written and read.
+        write_s: The seconds until the bytes were durable.
+        read_s: The seconds of reading, past the page cache where the store allows that.
+        same: Whether the bytes read are the bytes written; True where they were not compared.
+    """
+
+    bytes: int
+    write_s: float
+    read_s: float
+    same: bool
+
+    @property
+    def write_bytes_per_s(self) -> float:
+        """The bytes written in a second."""
+        return self.bytes / max(self.write_s, 1e-6)
+
+    @property
+    def read_bytes_per_s(self) -> float:
+        """The bytes read in a second."""
+        return self.bytes / max(self.read_s, 1e-6)
+
+
+def measure(
+    backend: Backend, limit_bytes: int, *, root: Path | None, stuck_s: float | None = None
+) -> Speed:
+    """Write and read up to `limit_bytes`, or as much as the store does in a few seconds.
+
+    The size follows from the speed of a small first blob. The bytes that are read are compared. If
+    this process is killed the blobs remain, under names where `prune` finds them.
+
+    Args:
+        backend: The store.
+        limit_bytes: The most bytes to write.
+        root: The folder of a store on this machine, to drop the blob from the page cache.
+        stuck_s: The seconds after which the store counts as stuck; None waits for ever.
+
+    Raises:
+        StorageError: The store failed; nothing remains in it.
+    """
+    loop = _BlobLoop(backend, root, check=True)
+
+    def run() -> Speed:
+        speed = _run([loop], min(_FIRST_BYTES, limit_bytes))
+        per_s = speed.write_bytes_per_s
+        size = min(limit_bytes, int(per_s * current_timing().probe_s)) >> 20 << 20
+        return _run([loop], size) if speed.same and size > speed.bytes else speed
+
+    return _watched(run, [loop], backend, stuck_s)
+
+
+def measure_limit(
+    backend: Backend, size: int, *, root: Path | None, blobs: int, stuck_s: float
+) -> Speed:
+    """Write and read `size` bytes, cut into `blobs` blobs that are moved at once.
+
+    A folder of this machine is used by plain calls of the kernel, any other store by its backend.
+
+    Raises:
+        StorageError: The store failed; nothing remains in it.
+        StorageTimeoutError: It took longer than `stuck_s`.
+    """
+    loops: list[_Loop] = [
+        _BlobLoop(backend, None) if root is None else _FileLoop(backend, root) for _ in range(blobs)
+    ]
+    return _watched(partial(_run, loops, size // blobs >> 12 << 12), loops, backend, stuck_s)
+
+
+def _watched(
+    call: Callable[[], Speed], loops: Sequence[_Loop], backend: Backend, stuck_s: float | None
+) -> Speed:
+    def stop() -> None:
+        for loop in loops:
+            loop.stopped = True
+
+    def late() -> StorageTimeoutError:
+        return StorageTimeoutError(f"{backend.url} did not answer for {stuck_s:g} s")
+
+    # In a thread, since a signal's exception is raised in the main thread: between acquiring one of
+    # the store's locks and releasing it, the exception would leave that lock taken.
+    return call_with_deadline(
+        "probe", call, Deadline(stuck_s), late, timing=current_timing(), cancel=stop
+    )
+
+
+def _run(loops: Sequence[_Loop], size: int) -> Speed:
+    """Let each loop write, then read, a new blob of `size` bytes, all of them at once."""
+    try:
+        began = time.monotonic()
+        sizes = _at_once([partial(loop.write, size) for loop in loops])
+        write_s = time.monotonic() - began
+        read = _at_once([partial(loop.read, n) for loop, n in zip(loops, sizes, strict=True)])
+    finally:
+        for loop in loops:
+            loop.remove()
+    return Speed(sum(sizes), write_s, max(s for s, _ in read), all(same for _, same in read))
+
+
+def _at_once(calls: Sequence[Callable[[], T]]) -> list[T]:
+    # Daemonic threads: those of an executor would keep a process from ending that a store hangs.
+    found = call_all_with_deadline("probe", calls, NEVER, TimeoutError)
+    for error in found:
+        if isinstance(error, BaseException):
+            raise error
+    return [result for result in found if not isinstance(result, BaseException)]
+
+
+class _Loop(ABC):
+    """Writes one blob at a time in pieces, and reads it back."""
+
+    def __init__(self, backend: Backend, root: Path | None, *, check: bool = False) -> None:
+        self.stopped = False
+        self._backend = backend
+        self._root = root
+        self._check = check
+        self._piece = secrets.token_bytes(_PIECE_BYTES)  # random: a file system may compress
+        # Page-aligned, for direct I/O.
+        self._memory = memoryview(mmap.mmap(-1, _PIECE_BYTES * _PIECES_AT_ONCE))
+        self._memory[:] = self._piece * _PIECES_AT_ONCE
+        self._name = ""
+
+    @abstractmethod
+    def _write(self, size: int) -> int:
+        """Write the blob durably until `Timing.probe_s` is over; return the bytes written."""
+
+    @abstractmethod
+    def _read(self, parts: Sequence[tuple[int, memoryview]]) -> None:
+        """Fill the parts, each from its place in the blob."""
+
+    def write(self, size: int) -> int:
+        """Write a new blob of up to `size` bytes, and return how many are durable."""
+        self._name = blob_name(secrets.token_hex(16), 0, 0, "raw")
+        return self._write(size)
+
+    def read(self, size: int) -> tuple[float, bool]:
+        """Read the blob back; return the seconds of reading alone, and whether all is as written.
+
+        The memory is then as before, if all is.
+        """
+        if self._root is not None:
+            drop_cache(self._root / self._name)
+        seconds, same = 0.0, True
+        for start in range(0, size, self._memory.nbytes):
+            parts = self._parts(start, size)
+            if self._check:
+                for _, part in parts:  # it holds what was written: a read that does nothing passes
+                    part[:] = bytes(part.nbytes)
+            began = time.monotonic()
+            self._read(parts)
+            seconds += time.monotonic() - began
+            if self._check:
+                same = same and all(bytes(part) == self._piece[: part.nbytes] for _, part in parts)
+        return seconds, same
+
+    def remove(self) -> None:
+        """Delete the blob."""
+        if self._name:
+            self._backend.delete([self._name])
+
+    def _parts(self, start: int, size: int) -> list[tuple[int, memoryview]]:
+        """Return the pieces of memory for the bytes from `start` on, with their places in the blob.
+
+        Raises:
+            StorageError: The loop was stopped.
+        """
+        if self.stopped:
+            msg = "the probe was interrupted"
+            raise StorageError(msg)
+        length = min(size - start, self._memory.nbytes)
+        places = range(0, length, _PIECE_BYTES)
+        return [(start + at, self._memory[at : min(at + _PIECE_BYTES, length)]) for at in places]
+
+
+class _BlobLoop(_Loop):
+    """Through the backend, several pieces in a batch."""
+
+    def _write(self, size: int) -> int:
+        deadline = Deadline(current_timing().probe_s)
+        writer = self._backend.create(self._name, size_hint=size)
+        try:
+            done = 0
+            while done < size and not (done and deadline.is_over()):
+                parts = self._parts(done, size)
+                writer.write([WriteRequest(at, (part,)) for at, part in parts])
+                done += sum(part.nbytes for _, part in parts)
+            writer.seal(done)
+        except BaseException:
+            writer.abort()
+            raise
+        return done
+
+    def _read(self, parts: Sequence[tuple[int, memoryview]]) -> None:
+        self._backend.read([ReadRequest(self._name, at, part) for at, part in parts])
+
+
+class _FileLoop(_Loop):
+    """By calls of the kernel, one piece after the other; O_DIRECT if the backend uses it."""
+
+    def __init__(self, backend: Backend, root: Path) -> None:
+        super().__init__(backend, root)
+        self._folder = root
+        self._flags = os.O_CLOEXEC | (os.O_DIRECT if backend.direct_io else 0)
+
+    def _write(self, size: int) -> int:
+        deadline = Deadline(current_timing().probe_s)
+        path = self._folder / self._name
+        with self._open(os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
+            done = 0
+            while done < size and not (done and deadline.is_over()):
+                for at, part in self._parts(done, size):
+                    written = os.pwrite(fd, part, at)
+                    if written != part.nbytes:
+                        msg = f"{path}: {written} of {part.nbytes} bytes were written; is it full?"
+                        raise StorageError(msg)
+                    done += written
+            os.fsync(fd)
+        return done
+
+    def _read(self, parts: Sequence[tuple[int, memoryview]]) -> None:
+        with self._open(os.O_RDONLY) as fd:
+            for at, part in parts:
+                if os.preadv(fd, [part], at) != part.nbytes:
+                    msg = f"{self._folder / self._name} was cut short while it was read"
+                    raise StorageError(msg)
+
+    @contextmanager
+    def _open(self, flags: int) -> Iterator[int]:
+        """Open the file; errors of the kernel become a StorageError."""
+        path = self._folder / self._name
+        try:
+            if flags & os.O_CREAT:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            fd = os.open(path, flags | self._flags, 0o666)
+            try:
+                yield fd
+            finally:
+                os.close(fd)
+        except OSError as error:
+            msg = f"{path}: {error.strerror}"
+            raise StorageError(msg) from error

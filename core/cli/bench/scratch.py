@@ -1,0 +1,208 @@
+"""The place of a measurement: a run of its own under one prefix of a store, which is removed.
+
+Tested in `tests/core/cli/test_bench.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, urlencode
+
+from penstock.core.abc import DelegatingBackend
+from penstock.core.cli.output.render import warn
+from penstock.core.cli.output.runs_on_disk import local_root, named_root
+from penstock.core.concurrency.timing import current_timing
+from penstock.core.concurrency.watchdog import Deadline, call_with_deadline
+from penstock.core.config.plugin_choice import BackendConfig, scheme_of
+from penstock.core.errors import ConfigError, PenstockError, StorageTimeoutError
+from penstock.core.format.records import data_prefix
+from penstock.core.storage.open import open_backend
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from concurrent.futures import Future
+    from pathlib import Path
+    from types import FrameType
+
+    from penstock.core.abc import Backend, BlobWriter
+    from penstock.core.types import BlobInfo, ReadRequest
+
+STUCK_S = 60.0
+"""A request that takes longer counts as stuck: a measurement should end soon, unlike a save."""
+
+
+class Below(DelegatingBackend):
+    """Keeps a run under a prefix of the names of another backend."""
+
+    def __init__(self, inner: Backend, prefix: str) -> None:
+        """Wrap `inner`; `prefix` ends in `/`."""
+        super().__init__(inner)
+        self.name = inner.name  # type: ignore[misc] # reports name the wrapped backend
+        self._prefix = prefix
+
+    def create(self, name: str, /, *, size_hint: int | None = None) -> BlobWriter:
+        """As the contract says."""
+        return super().create(self._prefix + name, size_hint=size_hint)
+
+    def read(self, requests: Sequence[ReadRequest], /) -> None:
+        """As the contract says."""
+        super().read(self._renamed(requests))
+
+    def submit_read(self, requests: Sequence[ReadRequest], /) -> Future[None]:
+        """As the contract says."""
+        return super().submit_read(self._renamed(requests))
+
+    def read_record(self, name: str, /, *, limit_bytes: int) -> bytes:
+        """As the contract says."""
+        return super().read_record(self._prefix + name, limit_bytes=limit_bytes)
+
+    def publish(self, name: str, data: bytes, /, *, exclusive: bool = False) -> None:
+        """As the contract says."""
+        super().publish(self._prefix + name, data, exclusive=exclusive)
+
+    def list(self, prefix: str, /) -> Sequence[BlobInfo]:
+        """As the contract says."""
+        found = super().list(self._prefix + prefix)
+        return [replace(info, name=info.name.removeprefix(self._prefix)) for info in found]
+
+    def stat(self, name: str, /) -> BlobInfo:
+        """As the contract says."""
+        return replace(super().stat(self._prefix + name), name=name)
+
+    def delete(self, names: Sequence[str], /) -> None:
+        """As the contract says."""
+        super().delete([self._prefix + name for name in names])
+
+    def sweep(self, before_s: float, /) -> None:
+        """Remove nothing: what else the store holds is not of this run."""
+
+    def _renamed(self, requests: Sequence[ReadRequest]) -> Sequence[ReadRequest]:
+        return [replace(request, name=self._prefix + request.name) for request in requests]
+
+
+def spec_with(
+    spec: str | BackendConfig, backend: Backend, changes: Mapping[str, Any]
+) -> str | dict[str, Any]:
+    """Return the spec with further options, which it does not have yet.
+
+    Args:
+        spec: A path, a URL or a table.
+        backend: The backend that `spec` opens.
+        changes: The options; none keeps a path as it is.
+    """
+    if isinstance(spec, BackendConfig):
+        return {"type": spec.type, **spec.options, **changes}
+    if not changes:
+        return spec
+    if scheme_of(spec) in {"", "file"}:
+        spec = f"{backend.name}://{quote(str(named_root(backend)))}"
+    return f"{spec}{'&' if '?' in spec else '?'}{urlencode(changes)}"
+
+
+@contextmanager
+def scratch_place(spec: str | BackendConfig) -> Iterator[tuple[Backend, str]]:
+    """Open a store, and choose a prefix for a measurement; all below it is removed at the end.
+
+    If this process is killed, `prune` of the store finds what remains, as it finds broken saves.
+
+    Raises:
+        ConfigError: The run is in tiers.
+        StorageError: The store cannot be opened or written.
+    """
+    with opened(spec) as backend:
+        _check_usable(backend)
+        prefix = data_prefix(secrets.token_hex(16))
+        with without_traces(local_root(backend)):
+            try:
+                yield backend, prefix
+            finally:
+                try:
+                    in_time(backend, lambda: remove(backend, prefix))
+                except PenstockError as error:
+                    where = f"{prefix} is left in {backend.url}"
+                    warn(f"{where}, where `penstock prune` finds it: {error}")
+
+
+@contextmanager
+def opened(spec: str | Mapping[str, Any] | BackendConfig) -> Iterator[Backend]:
+    """Open a store, and close it at the end, unless it is stuck: then it is left behind."""
+    backend = open_backend(spec)
+    try:
+        yield backend
+    finally:
+        with suppress(StorageTimeoutError):
+            in_time(backend, backend.close)
+
+
+def in_time(backend: Backend, call: Callable[[], None]) -> None:
+    """Make a call of a store.
+
+    Raises:
+        StorageTimeoutError: It took longer than `STUCK_S`.
+    """
+
+    def late() -> StorageTimeoutError:
+        return StorageTimeoutError(f"{backend.url} did not answer for {STUCK_S:g} s")
+
+    call_with_deadline("bench", call, Deadline(STUCK_S), late, timing=current_timing())
+
+
+def _check_usable(backend: Backend) -> None:
+    if backend.tiers:
+        names = ", ".join(f"{tier.name} ({tier.backend.url})" for tier in backend.tiers)
+        msg = f"the run is in tiers, which are measured one by one, each by its URL: {names}"
+        raise ConfigError(msg)
+    backend.check_writable()
+
+
+def remove(backend: Backend, prefix: str) -> None:
+    """Delete all below a prefix."""
+    backend.delete([info.name for info in backend.list(prefix)])
+
+
+@contextmanager
+def without_traces(root: Path | None) -> Iterator[None]:
+    """Remove the folders that are created in the block, also after SIGTERM or SIGHUP.
+
+    Python ends at these signals without running `finally`, so both raise SystemExit meanwhile.
+    """
+    missing = []
+    if root is not None:
+        missing = [folder for folder in (root, *root.parents) if not folder.exists()]
+    before = {number: signal.signal(number, _end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for folder in missing:
+            with suppress(OSError):  # it was never created, or another process put a file there
+                folder.rmdir()
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+
+
+def _end(number: int, _: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+def drop_cache(path: Path) -> bool:
+    """Drop a file from the page cache; return whether it is gone from there, as far as known."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.preadv(fd, [bytearray(1)], 0, os.RWF_NOWAIT)  # succeeds from the cache only
+    except BlockingIOError:
+        return True
+    except OSError:  # the file system cannot tell
+        return False
+    else:
+        return os.fstat(fd).st_size == 0
+    finally:
+        os.close(fd)

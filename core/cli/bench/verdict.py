@@ -1,0 +1,120 @@
+"""The conclusions from a sweep: what limits, and which options are better than the default.
+
+Tested in `tests/core/cli/test_bench.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from penstock.core.cli.bench.measurement import label_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from penstock.core.cli.bench.measurement import Figures, Report, Row
+
+Work: TypeAlias = Literal["save", "restore", "partial"]
+
+NOISE = 0.05
+"""A difference of medians up to this share counts as noise."""
+_NEAR = 0.9  # of the raw limit, or of all cores
+_LEAST_ROUNDS = 2  # one round alone says nothing of the noise
+_WORK: tuple[Work, ...] = ("save", "restore", "partial")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """An option that is better than the default.
+
+    Attributes:
+        row: The option with its value.
+        gains: How many times as fast each work is, by the medians.
+    """
+
+    row: Row
+    gains: dict[Work, float]
+
+
+def raw_limits(report: Report) -> tuple[float, float]:
+    """Return the most bytes per second that a plain loop wrote, and read."""
+    return (
+        max(raw.write_bytes_per_s for raw in report.raw),
+        max(raw.read_bytes_per_s for raw in report.raw),
+    )
+
+
+def limit_of(report: Report) -> str:
+    """Say in one sentence what limits saves and restores, as far as it was measured."""
+    write, read = raw_limits(report)
+    default = report.rows[0].median
+    save = _reason(report, "save", default.save_bytes_per_s / write, default.save_cores)
+    restore = _reason(report, "restore", default.restore_bytes_per_s / read, default.restore_cores)
+    return f"{save[0].upper()}{save[1:]}, and {restore}."
+
+
+def _reason(report: Report, work: Work, share: float, cores: float) -> str:
+    reached = f"{share:.0%} of the raw limit"
+    busy = f"{cores:.1f} of {report.cores:g} cores busy"
+    if share >= _NEAR:
+        return f"the store limits {work}s ({reached})"
+    if cores >= _NEAR * report.cores:
+        return f"the CPU limits {work}s ({busy}, {reached})"
+    default, *others = report.rows
+    faster = [row for row in others if _is_faster(row, default, work)]
+    if faster:
+        best = max(faster, key=lambda row: _gain(row, default, work))
+        gain = f"{_gain(best, default, work):.2f} times as fast with"
+        label = label_of(best.option, best.value)
+        return f"the configuration limits {work}s ({gain} {label}, {reached})"
+    return f"waiting between requests limits {work}s ({busy}, {reached})"
+
+
+def choices(report: Report) -> list[Choice]:
+    """Return the best value of each option of which one is better than the default.
+
+    It is better if the median of some work is faster by more than the noise, and by more than the
+    rounds of either case differ, and no work is slower by more than the noise. Rounds that merely
+    do not overlap are common among dozens of comparisons.
+    """
+    default, *others = report.rows
+    best: dict[str, Choice] = {}
+    for row in others:
+        if row.kind not in {"engine", "backend"} or row.option is None:
+            continue
+        gains: dict[Work, float] = {work: _gain(row, default, work) for work in _WORK}
+        better = any(_is_faster(row, default, work) for work in _WORK)
+        if not better or min(gains.values()) < 1 - NOISE:
+            continue
+        choice = Choice(row, gains)
+        if row.option not in best or _total(choice) > _total(best[row.option]):
+            best[row.option] = choice
+    return list(best.values())
+
+
+def _total(choice: Choice) -> float:
+    return choice.gains["save"] * choice.gains["restore"] * choice.gains["partial"]
+
+
+def _gain(row: Row, default: Row, work: Work) -> float:
+    return _rate(row.median, work) / _rate(default.median, work)
+
+
+def _is_faster(row: Row, default: Row, work: Work) -> bool:
+    if min(len(row.rounds), len(default.rounds)) < _LEAST_ROUNDS:
+        return False
+    gain = _rate(row.median, work) - _rate(default.median, work)
+    spread = max(_spread(row.rounds, work), _spread(default.rounds, work))
+    return gain > spread and _gain(row, default, work) > 1 + NOISE
+
+
+def _spread(rounds: Iterable[Figures], work: Work) -> float:
+    rates = [_rate(figures, work) for figures in rounds]
+    return max(rates) - min(rates)
+
+
+def _rate(figures: Figures, work: Work) -> float:
+    if work == "save":
+        return figures.save_bytes_per_s
+    return figures.restore_bytes_per_s if work == "restore" else 1 / figures.partial_s
