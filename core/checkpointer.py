@@ -590,7 +590,7 @@ class Checkpointer:
                 in flight, which brings the data first.
         """
         self._check_open()
-        own = [self._job.uid] if self._job is not None else []
+        own = [self._saver.job.uid] if self._saver.job is not None else []
         report = self._catalog.prune(
             grace_s=self._config.grace_s, own_uids=own, dry_run=dry_run, everything=everything
         )
@@ -683,7 +683,7 @@ class Checkpointer:
             else:
                 # A stuck store, or a callback of the pending save called `close`: waiting here
                 # would block the caller for ever.
-                late = partial(_close_late, self._backend.inner, self._job)
+                late = partial(_close_late, self._backend.inner, self._saver.job)
                 self._workers.spawn("close", late)
         self._saver.close()
         if sys.exc_info()[0] is None:
@@ -712,15 +712,11 @@ class Checkpointer:
         number = valid_step(step)
         if not self._ranks.leads():
             return
-        job = self._job
+        job = self._saver.job
         if job is not None and job.request.step == number and not job.handle.committed.done():
             self._saver.pending.check_may_wait()
             job.handle.committed.exception()
         self._catalog.annotate(number, metadata, tags)
-
-    @property
-    def _job(self) -> SaveJob | None:
-        return self._saver.job
 
     def _check_open(self) -> None:
         if self._closed:

@@ -165,7 +165,7 @@ def use_a_run(kind, base):
             do(lambda: save(ckpt, 1, 1, mode="blocking"), {1: 1})
             do(lambda: save(ckpt, 2, 2), {1: 1, 2: 2})
             do(lambda: save(ckpt, 2, 20, mode="blocking", overwrite=True), {1: 1, 2: 20})
-            ckpt._job.released.wait()  # the older generation is deleted after it
+            ckpt._saver.job.released.wait()  # the older generation is deleted after it
             do(lambda: ckpt.delete(1), {2: 20})
     return watched.moments
 

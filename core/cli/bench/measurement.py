@@ -354,7 +354,6 @@ class _Task:
             ) as checkpointer:
                 # What only a first save does, such as imports, is not measured.
                 checkpointer.save({"warm": state["tensors"]["0"]}, 1, mode="blocking")
-                checkpointer.prepare(state, mode="blocking")
                 return self._measured(checkpointer, backend, state, barrier)
 
     def _measured(

@@ -204,7 +204,7 @@ def test_a_save_that_is_given_up_behind_its_last_blob_is_not_committed(store, wa
         clock.ahead_s = 1001
         assert isinstance(handle.durable.exception(30), StorageTimeoutError)
         held.until.set()
-        assert ckpt._job.released.wait(30)
+        assert ckpt._saver.job.released.wait(30)
         assert ckpt.steps() == []
 
 

@@ -26,7 +26,7 @@ def test_a_save_is_told_step_by_step_and_in_order(backend):
     events = []
     with penstock.Checkpointer(backend, on_event=events.append) as ckpt:
         report = ckpt.save({"w": torch.ones(3)}, step=4).result()
-        ckpt._job._capture_over.wait()
+        ckpt._saver.job._capture_over.wait()
     assert [(e.kind, e.step) for e in events] == [
         ("started", 4),
         ("captured", 4),
@@ -83,7 +83,7 @@ def told(backend):
     with penstock.Checkpointer(backend, on_event=events.append) as ckpt:
         for step in (4, 6):
             ckpt.save({"w": torch.ones(3), "e": 1}, step=step, mode="blocking")
-        ckpt._job.released.wait()
+        ckpt._saver.job.released.wait()
         events.clear()
         yield ckpt, events
 
@@ -116,7 +116,7 @@ def test_what_is_deleted_is_told_and_why(backend):
     with penstock.Checkpointer(backend, on_event=events.append, retention=keep) as ckpt:
         for step in (1, 2, 3):
             ckpt.save({"w": torch.ones(3)}, step=step, mode="blocking")
-            ckpt._job.released.wait()
+            ckpt._saver.job.released.wait()
         ckpt.rewind(3)
         ckpt.rewind(2)
         ckpt.delete(2)
@@ -131,7 +131,7 @@ def test_what_is_deleted_is_told_and_why(backend):
 def test_every_event_is_also_plain_data(told, backend):
     ckpt, events = told
     report = ckpt.save({"w": torch.ones(3), "e": 1}, step=8, mode="blocking").result()
-    ckpt._job.released.wait()
+    ckpt._saver.job.released.wait()
     ckpt.restore({"w": torch.ones(3), "e": 1})
     backend.fail("create", StorageError("no room"))
     assert ckpt.save({"w": torch.ones(3)}, step=9).durable.exception() is not None
@@ -230,9 +230,9 @@ def test_a_save_never_raises_its_own_error_as_that_of_an_earlier_one(backend):
         assert handle.durable.wait(60)
         backend.clear()
         ckpt._saver.pending.begin(
-            ckpt._job
+            ckpt._saver.job
         )  # as its callback does, when it saves in another thread
-        ckpt._saver.pending.raise_earlier(ckpt._job)
+        ckpt._saver.pending.raise_earlier(ckpt._saver.job)
         with pytest.raises(StorageError) as raised:
             ckpt.save({"w": torch.ones(3)}, step=5)
         assert raised.value.__notes__ == [

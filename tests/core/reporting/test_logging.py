@@ -36,8 +36,8 @@ def lines(caplog):
 def settle(ckpt):
     """Until what follows a commit is over, too."""
     ckpt.wait()
-    ckpt._job.released.wait()
-    ckpt._job._capture_over.wait()
+    ckpt._saver.job.released.wait()
+    ckpt._saver.job._capture_over.wait()
 
 
 def test_each_save_restore_and_load_is_one_line(store, lines):

@@ -82,7 +82,7 @@ def test_a_step_waits_for_the_captures_of_every_checkpointer(ckpt, outside):
         (one, _), (two, _) = pending_save(ckpt), pending_save(other)
         with held_at_fence(outside.step):
             one.let_go.set()
-            ckpt._job.handle.captured.result()
+            ckpt._saver.job.handle.captured.result()
             assert outside.steps == 0
             two.let_go.set()
         assert outside.steps == 1
@@ -94,7 +94,7 @@ def test_a_step_waits_for_the_captures_of_every_checkpointer(ckpt, outside):
 def test_a_save_that_has_ended_leaves_nothing_armed(ckpt, outside):
     for step, error in ((1, None), (2, ZeroDivisionError())):
         hold, handle = pending_save(ckpt, step)
-        assert list(fence._pending) == [ckpt._job]
+        assert list(fence._pending) == [ckpt._saver.job]
         hold.error = error
         hold.let_go.set()
         assert (handle.durable.exception() is None) is (error is None)
@@ -152,6 +152,6 @@ def test_a_forked_child_is_not_fenced_even_if_the_lock_was_held(ckpt, outside):
             os._exit(40 + outside.steps)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 41
-    assert list(fence._pending) == [ckpt._job]
+    assert list(fence._pending) == [ckpt._saver.job]
     hold.let_go.set()
     handle.result()

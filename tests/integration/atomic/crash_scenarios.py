@@ -177,8 +177,8 @@ class Scenario:
         with mortal(), opened(self.wrap(backend), **self.options) as ckpt:
             self.act(ckpt, reached.append)
             ckpt.wait()
-            if ckpt._job is not None:
-                ckpt._job.released.wait()  # what follows the commit is over, too
+            if ckpt._saver.job is not None:
+                ckpt._saver.job.released.wait()  # what follows the commit is over, too
         return max(reached)
 
 
@@ -188,7 +188,7 @@ def half_overwritten(disk):
     dying = CrashAt(PowerCut(disk), 1, operations=["delete"])
     with mortal(), opened(dying, **BOTH) as ckpt:
         save(ckpt, 3, 30, mode="blocking", overwrite=True)
-        ckpt._job.released.wait()
+        ckpt._saver.job.released.wait()
     assert len(PowerCut(disk).list("commits/")) == 4
 
 

@@ -162,8 +162,8 @@ class Runs(RuleBasedStateMachine):
 
     def settle(self):
         self.ckpt.wait()
-        if self.ckpt._job is not None:
-            self.ckpt._job.released.wait()
+        if self.ckpt._saver.job is not None:
+            self.ckpt._saver.job.released.wait()
 
     def saving(self, step, **options):
         self.number += 1

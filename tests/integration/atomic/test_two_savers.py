@@ -126,7 +126,7 @@ def test_who_is_overtaken_keeps_his_earlier_steps_and_his_data(store):
         ckpt.wait()
         assert same(ckpt.load(1), make(1))
         assert same(ckpt.load(2), make(20))
-        ckpt._job.released.wait()
+        ckpt._saver.job.released.wait()
         there = {i.name.split("/")[1] for i in store.list("data/")}
         assert there == {ckpt.info(1).uid, ckpt.info(2).uid}  # what lost is gone at once
         with pytest.raises(StepExistsError):
@@ -210,7 +210,7 @@ def test_data_stays_when_whose_record_took_the_name_cannot_be_read(store):
         faulty.fail("read", match="commits/", times=None)
         with pytest.raises(LostRaceError):
             ckpt.save(make(1), 1, mode="blocking")
-        ckpt._job.released.wait()
+        ckpt._saver.job.released.wait()
         faulty.clear()
         assert same(ckpt.load(1), make(1))
 
@@ -222,7 +222,7 @@ def test_a_publish_without_answer_or_trace_is_unknown_and_its_data_stays(store):
         faulty.fail("publish", match="commits/")
         with pytest.raises(CommitUnknownError, match=r"steps\(\)"):
             ckpt.save(make(2), 2, mode="blocking")
-        uid = ckpt._job.uid
+        uid = ckpt._saver.job.uid
         kept = [info.name for info in store.list(f"data/{uid}/")]
         assert {name.rpartition("/")[2] for name in kept} >= {
             "intent.json", "index", "00000.json.zst", "00000-0.raw",
@@ -245,7 +245,7 @@ def test_what_nobody_can_read_back_stays_unknown_though_it_was_published(store):
         with pytest.raises(CommitUnknownError):
             ckpt.save(make(1), 1, mode="blocking")
         faulty.clear()
-        ckpt._job.finished(None)
+        ckpt._saver.job.finished(None)
         assert ckpt.steps() == [1]  # it does exist, and nothing of it was deleted
         assert ckpt.verify(1).ok
         assert same(ckpt.load(1), make(1))
@@ -265,7 +265,7 @@ def test_an_overwrite_that_lands_after_its_data_was_pruned_leaves_the_older_gene
     ):
         handle = sleeper.save(make(2), 1, overwrite=True)
         assert publishing.reached.wait(300)
-        assert other.prune(everything=True).uids == (sleeper._job.uid,)
+        assert other.prune(everything=True).uids == (sleeper._saver.job.uid,)
         publishing.until.set()
         assert looking.reached.wait(300)
         assert len(store.list("commits/")) == 2
@@ -289,8 +289,8 @@ def test_a_save_that_fails_after_its_seal_deletes_its_data_or_leaves_it_to_prune
         faulty.fail("publish", match=match)
         with pytest.raises(StorageError):
             ckpt.save(make(1), 1, mode="blocking")
-        ckpt._job.finished(None)
-        assert bool(store.list(f"data/{ckpt._job.uid}/blobs/")) is is_left
+        ckpt._saver.job.finished(None)
+        assert bool(store.list(f"data/{ckpt._saver.job.uid}/blobs/")) is is_left
         assert ckpt.steps() == []
         ckpt.save(make(2), 1, mode="blocking")
         assert same(ckpt.load(), make(2))

@@ -66,7 +66,7 @@ def test_a_worker_that_hangs_in_the_base_of_a_save_given_up_spoils_no_later_one(
             ckpt.save(weights(1), step=1, mode="blocking")
         clock.flies = lambda: False
         assert stuck.reached.is_set()
-        given_up = ckpt._job
+        given_up = ckpt._saver.job
         ckpt.save(weights(2), step=2, mode="blocking")
         released.set()  # the worker of step 1 encodes its chunk, and keeps it
         given_up.released.wait()

@@ -388,8 +388,8 @@ class Chains(RuleBasedStateMachine):
             ckpt.wait()
         except PenstockError:
             assert failed
-        if ckpt._job is not None:
-            ckpt._job.released.wait()
+        if ckpt._saver.job is not None:
+            ckpt._saver.job.released.wait()
         if ckpt._drains is not None:
             ckpt._drains.settle(300)  # and retention behind it
 

@@ -338,7 +338,7 @@ def failed(store):
         loop.save().result()
         store.fail("seal")
         handle = loop.save()
-        ckpt._job.finished(None)
+        ckpt._saver.job.finished(None)
         assert handle.done()
         loop.handle = handle
         yield loop
@@ -479,7 +479,7 @@ def test_futures_resolve_in_order(store, gate, mode, fails):
         hold.let_go.set()
         concurrent.futures.wait([handle.captured])  # which is not looking
         gate.set()
-        ckpt._job.finished(None)
+        ckpt._saver.job.finished(None)
         assert order == ["captured", "committed", "durable"]
         assert (handle.durable.exception() is None) is (fails is None)
 
@@ -711,11 +711,11 @@ def test_a_save_that_failed_holds_its_memory_until_the_store_lets_go_of_it(store
         handle = ckpt.save(state, 1)
         assert failing.reached.wait(300)
         assert held.reached.wait(300)
-        assert not ckpt._job.released.wait(1)
+        assert not ckpt._saver.job.released.wait(1)
         gate.set()
         with pytest.raises(StorageError, match="simulated"):
             handle.result(300)
-        assert ckpt._job.released.wait(300)
+        assert ckpt._saver.job.released.wait(300)
         assert_nothing_is_held(ckpt)
 
 

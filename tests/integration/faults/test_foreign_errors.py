@@ -442,7 +442,7 @@ def test_a_clean_up_that_fails_hides_no_reason(kind, store):
             ckpt.save(make(2), 2).result(300)
         assert root_of(caught.value) is first
         ckpt.wait()
-        ckpt._job.released.wait(300)
+        ckpt._saver.job.released.wait(300)
         assert HITS == ["seal .raw", "delete data/"]
         check_the_run_goes_on(ckpt, 1)
 
@@ -456,6 +456,6 @@ def test_a_writer_that_cannot_even_abort_costs_that_save_only(kind, store):
             ckpt.save(make(2), 2).result(300)
         assert root_of(caught.value) is first
         ckpt.wait()
-        ckpt._job.released.wait(300)
+        ckpt._saver.job.released.wait(300)
         assert HITS == ["write .raw", "abort", "abort"]  # of the raw and of the encoded blob
         check_the_run_goes_on(ckpt, 1)

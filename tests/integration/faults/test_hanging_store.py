@@ -94,7 +94,7 @@ class Stuck:
         # 600 s are more than the test takes on any machine: only the clock ends it.
         self.ckpt = stack.enter_context(Checkpointer(store, on_busy=on_busy, **OPTIONS))
         self.ckpt.save(make(1), 1).result()
-        self.ckpt._job.released.wait()  # what follows a commit looks at the store as well
+        self.ckpt._saver.job.released.wait()  # what follows a commit looks at the store as well
         fault = store.block(name, gate, match=match)
         self.state = make(2)
         self.handle = self.ckpt.save(self.state, 2)

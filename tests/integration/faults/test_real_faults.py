@@ -515,7 +515,7 @@ def test_a_background_failure_is_told_once_and_training_goes_on(kind, tmp_path, 
             # The write may fail before the last byte is captured: then captured fails as well, and
             # who asks it for its error has seen that.
             assert handle.captured.wait(300)
-            work.ckpt._job.finished(None)
+            work.ckpt._saver.job.finished(None)
         told = []
         for call in (work.ckpt.fence, work.ckpt.wait, work.ckpt.fence):
             try:

@@ -277,9 +277,9 @@ def test_a_saver_whose_intent_was_pruned_never_publishes(old_run):
         ):
             handle = sleeper.save(tree(3), 3)
             assert asleep.reached.wait(300)
-            age(old_run, sleeper._job.uid)
+            age(old_run, sleeper._saver.job.uid)
             assert sleeper.prune().uids == ()  # it is its own
-            assert other.prune().uids == (sleeper._job.uid,)
+            assert other.prune().uids == (sleeper._saver.job.uid,)
             asleep.until.set()
             with pytest.raises(SaveAbortedError, match="intent is gone"):
                 handle.result(300)

@@ -64,7 +64,7 @@ class Save:
                     try:
                         results[rank] = handle.result(300)
                     finally:
-                        ckpt._job.released.wait(300)  # what follows the end is over, too
+                        ckpt._saver.job.released.wait(300)  # what follows the end is over, too
             except BaseException as error:  # noqa: BLE001 - of one that dies, too
                 results[rank] = results[rank] or error
 

@@ -101,7 +101,7 @@ def end_of(ckpt, rank, step):
     except PenstockError as error:
         return error
     finally:
-        ckpt._job.released.wait(300)
+        ckpt._saver.job.released.wait(300)
 
 
 @pytest.mark.parametrize("rank", range(WORLD))
@@ -135,7 +135,7 @@ def test_a_call_that_hangs_on_one_rank_ends_the_save_of_the_others_by_name(call,
         found = end_of_save(ckpt, r)
         if r != rank:
             gate.set()  # it was told by now, and what hung goes on
-        ckpt._job.released.wait(300)
+        ckpt._saver.job.released.wait(300)
         return found
 
     def end_of_save(ckpt, r):
