@@ -24,14 +24,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from penstock.core.concurrency.timing import SYSTEM_CLOCK
 from penstock.core.concurrency.watchdog import spawn
 from penstock.core.types import PAGE_BYTES, align_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from penstock.core.concurrency.timing import Clock
 
 # Of Linux; the module `mmap` has no names for them.
 _MADV_WIPEONFORK = 18
@@ -90,7 +87,6 @@ class Staging:
         budget_bytes: int,
         memory: mmap.mmap | None = None,
         *,
-        clock: Clock = SYSTEM_CLOCK,
         populate: Callable[[int, int], bool] | None = None,
     ) -> None:
         """Make an allocator.
@@ -98,7 +94,6 @@ class Staging:
         Args:
             budget_bytes: The most bytes of all arenas.
             memory: The only arena, of whole pages; None: arenas are mapped when they are needed.
-            clock: Times how fast memory is touched.
             populate: Touches a number of bytes from an address on, and returns whether it could;
                 default: asks the kernel to.
         """
@@ -111,7 +106,6 @@ class Staging:
         self._hint = 0
         self._copied_from: str | None = None
         self._used = 0
-        self._clock = clock
         self._populate = populate or _populate
 
     @property
@@ -154,22 +148,30 @@ class Staging:
             with contextlib.suppress(BufferError):  # a view is in use: the mapping goes with it
                 arena.memory.close()
 
-    def touch(self) -> None:
-        """Map what `expect` has announced, and touch it in the background."""
+    def touch(self, nbytes: int | None = None) -> None:
+        """Map what `expect` has announced, and get it ready in the background.
+
+        Args:
+            nbytes: Touch no more than this; None: all of it.
+        """
         with self._lock:
             size = min(self._hint, self.budget_bytes) - self.allocated_bytes
-            if size <= 0 or self._copied_from:  # CUDA touches what it registers
+            if size <= 0:
                 return
             try:
                 arena = self._map(size)
             except (OSError, OverflowError, ValueError):
                 return  # `acquire` will say so, to a caller who needs it
-            arena.touching = _Touching(arena, self._populate, wake=self.wake, clock=self._clock)
+            if self._copied_from:
+                return  # CUDA has touched what it registered
+            nbytes = arena.size if nbytes is None else min(nbytes, arena.size)
+            arena.touching = _Touching(arena, nbytes, self._populate, self.wake)
 
-    def touched_per_s(self) -> float | None:
-        """Return how many bytes are touched in a second; None: nothing is being touched."""
+    @property
+    def is_being_touched(self) -> bool:
+        """Whether there will soon be more room in touched memory."""
         with self._lock:
-            return next((t.bytes_per_s for t in map(_touching, self._arenas) if t), None)
+            return any(map(_touching, self._arenas))
 
     def acquire(self, length: int, phase: int) -> Block | None:
         """Reserve `length` bytes whose address is congruent to `phase` modulo 4096.
@@ -259,27 +261,20 @@ class _Touching:
     def __init__(
         self,
         arena: Arena,
+        size: int,
         populate: Callable[[int, int], bool],
-        *,
         wake: Callable[[], None],
-        clock: Clock,
     ) -> None:
         self.end = 0
-        self._address, self._size = arena.address, arena.size
+        self._address, self._size = arena.address, size
         self._view = memoryview(arena.memory)  # keeps the mapping while a thread needs it
         self._populate = populate
         self._wake = wake
-        self._clock = clock
-        self._lock = threading.Lock()  # guards `end`, `_next` and `_open`
+        self._lock = threading.Lock()  # guards `end`, `_next`, `_open` and `_running`
         self._next = 0
         self._open: list[int] = []  # where the pieces begin that are being touched
-        self._began_s = clock.monotonic_s()
+        self._running = _TOUCH_THREADS
         self._threads = [spawn(f"touch-{n}", self._run) for n in range(_TOUCH_THREADS)]
-
-    @property
-    def bytes_per_s(self) -> float:
-        """How fast it has been so far."""
-        return self.end / max(self._clock.monotonic_s() - self._began_s, 1e-9)
 
     @property
     def goes_on(self) -> bool:
@@ -288,9 +283,17 @@ class _Touching:
 
     def give_up(self) -> None:
         """Let the threads end after the pieces that they have begun."""
-        self._next = self._size
+        with self._lock:
+            self._next = self._size
 
     def _run(self) -> None:
+        self._touch()
+        with self._lock:
+            self._running -= 1
+            if not self._running:
+                self._view.release()
+
+    def _touch(self) -> None:
         while True:
             with self._lock:
                 start, self._next = self._next, self._next + _TOUCH_BYTES

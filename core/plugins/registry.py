@@ -458,7 +458,8 @@ class ProviderSet:
 
     def __init__(self, providers: Mapping[str, tuple[StateProvider, str]]) -> None:
         self._providers = dict(providers)
-        self._lock = threading.Lock()  # guards `_by_type` and `_warned`
+        # Guards `_by_type` and `_warned`; a signal handler that saves may interrupt `for_type`.
+        self._lock = threading.RLock()
         self._by_type: WeakKeyDictionary[type, StateProvider | None] = WeakKeyDictionary()
         self._warned: set[str] = set()
 

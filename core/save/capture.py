@@ -9,7 +9,6 @@ samples of its memory.
 from __future__ import annotations
 
 import logging
-import math
 import threading
 from collections import deque
 from contextlib import ExitStack, nullcontext, suppress
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from penstock.core.abc import PendingCopy
-    from penstock.core.concurrency.timing import Clock, Timing
+    from penstock.core.concurrency.timing import Timing
     from penstock.core.pipeline.staging import Block, Staging
     from penstock.core.plan.save import Chunk, SavePlan
     from penstock.core.save.request import SaveTurn
@@ -88,46 +87,6 @@ class LentChunks:
     def _let_pass(self) -> None:
         while self._waiting:
             self._waiting.pop().open()
-
-
-class WriterPace:
-    """Says how long the writer will take for what it has, by how long it took so far.
-
-    Attributes:
-        left: The bytes that it is yet to get.
-
-    Args:
-        clock: The clock that is read.
-    """
-
-    def __init__(self, clock: Clock) -> None:
-        self.left = 0
-        self._clock = clock
-        self._lock = threading.Lock()  # guards all other fields
-        self._began_s = 0.0
-        self._has = self._written = 0
-
-    def hand_on(self, length: int) -> None:
-        """Count bytes that the writer gets."""
-        with self._lock:
-            if not self._has + self._written:
-                self._began_s = self._clock.monotonic_s()
-            self._has += length
-            self.left -= length
-
-    def written(self, length: int) -> None:
-        """Count bytes that the writer no longer needs."""
-        with self._lock:
-            self._has -= length
-            self._written += length
-
-    def seconds_for(self, length: int) -> float:
-        """Return when `length` bytes more would be written; infinity if none were so far."""
-        with self._lock:
-            if not self._written:
-                return math.inf
-            taken_s = self._clock.monotonic_s() - self._began_s
-            return (self._has + length) * taken_s / self._written
 
 
 class Derivation:
@@ -235,7 +194,6 @@ class CaptureRun:
         """The numbers of derived objects, and of those that they are derived from."""
         self._issued: deque[tuple[Captured, list[PendingCopy]]] = deque()
         self._lent = LentChunks()
-        self._pace = WriterPace(timing.clock)
         self._fenced = False
         self._all_issued = Latch()
         if not self._later:
@@ -256,7 +214,6 @@ class CaptureRun:
             TornSnapshotError: A tensor changed meanwhile.
             SaveAbortedError: The save was given up.
         """
-        self._pace.left = sum(self._chunks[index].length for index in self._now)
         for index in self._now:
             self._take(index, may_lend=lambda: True)
         self._flush()
@@ -272,7 +229,6 @@ class CaptureRun:
             TornSnapshotError: A tensor changed before its capture was complete.
             SaveAbortedError: The save was given up.
         """
-        self._pace.left = sum(self._chunks[index].length for index in self._later)
         while self._later:
             self._take(self._later[0], may_lend=lambda: self._fenced)
             self._later.popleft()
@@ -374,7 +330,6 @@ class CaptureRun:
 
     def release(self, captured: Captured) -> None:
         """Release the memory of a chunk; called once for each, from any thread."""
-        self._pace.written(captured.view.nbytes)
         if captured.block is not None:
             self._staging.release(captured.block)
         if captured.end_hold is None:
@@ -391,18 +346,20 @@ class CaptureRun:
     def _take(self, index: int, *, may_lend: Callable[[], bool]) -> None:
         chunk = self._chunks[index]
         if self._derivation.omits(chunk):
-            self._hand_on(Captured(index, memoryview(b"")))
+            self.handed_on.put(Captured(index, memoryview(b"")))
             return
         lendable = self._lendable(chunk) is not None
         if lendable and self._straight_first and self._lend(index):
             return
 
         def may_be_lent() -> bool:
-            return lendable and may_lend() and self._is_soon_written(chunk.length)
+            return lendable and may_lend() and not self._staging.is_being_touched
 
         while (block := self._staging.acquire(chunk.length, chunk.phase)) is None:
             self._raise_if_cancelled()
-            self._need_writer()
+            # Memory that is being touched is there soon; a store may stand still for minutes.
+            if not self._staging.is_being_touched:
+                self._need_writer()
             if may_be_lent():
                 if self._lend(index):
                     return
@@ -419,22 +376,7 @@ class CaptureRun:
             self.has_device_copies = True
             self._issued.append((captured, copies))
         else:
-            self._hand_on(captured)
-
-    def _is_soon_written(self, length: int) -> bool:
-        """Return whether to lend a chunk for which there is no room.
-
-        While staging is being touched it will find room, at a speed that is known: then what is
-        lent must be written before the rest of the state would be in touched memory.
-        """
-        bytes_per_s = self._staging.touched_per_s()
-        if not bytes_per_s:
-            return bytes_per_s is None
-        return self._pace.seconds_for(length) < self._pace.left / bytes_per_s
-
-    def _hand_on(self, captured: Captured) -> None:
-        self._pace.hand_on(captured.view.nbytes)
-        self.handed_on.put(captured)
+            self.handed_on.put(captured)
 
     def _copy_or_release(self, index: int, block: Block) -> list[PendingCopy]:
         copies: list[PendingCopy] = []
@@ -480,7 +422,7 @@ class CaptureRun:
                 return False
             unless_lent.pop_all()  # from here on `release` ends the hold
         self._lent.lend(view.nbytes)
-        self._hand_on(Captured(index, view, end_hold=end_hold))
+        self.handed_on.put(Captured(index, view, end_hold=end_hold))
         return True
 
     def _issue_device_copies(self) -> None:
@@ -506,7 +448,7 @@ class CaptureRun:
             for copy in copies:
                 copy.wait()
             self._issued.popleft()
-            self._hand_on(captured)
+            self.handed_on.put(captured)
 
     def _wait_lent(self, timeout_s: float | None) -> bool:
         over = self._lent.wait(timeout_s)

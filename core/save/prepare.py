@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from penstock.core.abc import ByteSource
     from penstock.core.concurrency.workers import Workers
     from penstock.core.config.model import CheckpointerConfig
-    from penstock.core.plan.save import KnownCuts, SavePlan
+    from penstock.core.plan.save import Chunk, KnownCuts, SavePlan
     from penstock.core.rounds.round import RankPlace
     from penstock.core.save.pending import Pending
     from penstock.core.save.rules import ChainTable
@@ -280,12 +280,18 @@ class KeptStaging:
         self._lock = threading.Lock()  # guards `staging` and `_closed`
         self._closed = False
 
-    def get(self, request: SaveRequest) -> Staging:
-        """Return the memory for a save; what it will copy to is touched from here on."""
+    def get(self, request: SaveRequest, *, skip: Collection[int]) -> Staging:
+        """Return the memory for a save; what it will copy to is touched from here on.
+
+        Args:
+            request: The save.
+            skip: The chunks that are not captured, since other ranks write them.
+        """
         with self._lock:
             staging = self._get(request.staging_bytes, request.copied_from)
         if request.mode != "blocking":
-            staging.touch()
+            chunks = request.plan.chunks
+            staging.touch(request.staging_bytes - sum(_room_for(chunks[n]) for n in skip))
         return staging
 
     def touch(self, need_bytes: int, *, copied_from: str | None = None) -> None:
@@ -374,8 +380,12 @@ def _staging_need(plan: SavePlan, *, blocking: bool) -> int:
         source = plan.objects[chunk.pieces[0].item].entry.source
         if blocking and not chunk.slab and source.address is not None and _steady(source):
             continue  # lent to the writer, not copied
-        total += align_up(chunk.phase + chunk.length, PAGE_BYTES)
+        total += _room_for(chunk)
     return total
+
+
+def _room_for(chunk: Chunk) -> int:
+    return align_up(chunk.phase + chunk.length, PAGE_BYTES)
 
 
 def _steady(source: ByteSource) -> bool:

@@ -314,7 +314,7 @@ class Saver(SaveSurroundings):
         destination = self._destination(request, turn)
         if destination is None:
             return None
-        staging = self.memory.get(request)
+        staging = self.memory.get(request, skip=turn.skip)
         job = SaveJob(
             request,
             manifest=ManifestWriter(request, call.metadata, shipper=self._registry.shipper),

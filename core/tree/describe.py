@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -296,7 +297,8 @@ class _Describing(DescribeContext):
             objects = None
             if provider is not None:
                 some = [values[n] for n in numbers], [paths[n] for n in numbers]
-                objects = self._all_at_once(provider, *some)[1]
+                with suppress(PluginError):  # which cannot say where; by itself each does
+                    objects = self._all_at_once(provider, *some)[1]
             if objects is None:
                 for n in numbers:
                     found[n] = tuple(self.describe(values[n], paths[n], role=roles[n]))

@@ -5,7 +5,6 @@ Tested in `tests/core/cli/test_bench.py`.
 
 from __future__ import annotations
 
-import mmap
 import os
 import secrets
 import time
@@ -25,6 +24,7 @@ from penstock.core.concurrency.watchdog import (
 )
 from penstock.core.errors import StorageError, StorageTimeoutError
 from penstock.core.format.records import blob_name
+from penstock.core.pipeline.staging import map_memory
 from penstock.core.types import ReadRequest, WriteRequest
 
 if TYPE_CHECKING:
@@ -160,8 +160,8 @@ class _Loop(ABC):
         self._root = root
         self._check = check
         self._piece = secrets.token_bytes(_PIECE_BYTES)  # random: a file system may compress
-        # Page-aligned, for direct I/O.
-        self._memory = memoryview(mmap.mmap(-1, _PIECE_BYTES * _PIECES_AT_ONCE))
+        # Page-aligned, for direct I/O, and of huge pages, which some disks fill twice as fast.
+        self._memory = memoryview(map_memory(_PIECE_BYTES * _PIECES_AT_ONCE))
         self._memory[:] = self._piece * _PIECES_AT_ONCE
         self._name = ""
 

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.core.concurrency.timing import SYSTEM_CLOCK
 from penstock.core.pipeline.staging import (
     Staging,
     container_memory,
@@ -106,10 +105,10 @@ class Gates:
         return self.can
 
 
-def touched(gates=None, *, budget=3 * PIECE, expected=3 * PIECE, clock=SYSTEM_CLOCK):
-    staging = Staging(budget, clock=clock, populate=None if gates is None else gates.populate)
+def touched(gates=None, *, budget=3 * PIECE, expected=3 * PIECE, nbytes=None):
+    staging = Staging(budget, populate=None if gates is None else gates.populate)
     staging.expect(expected)
-    staging.touch()
+    staging.touch(nbytes)
     return staging
 
 
@@ -126,11 +125,11 @@ def test_only_touched_memory_is_room_while_the_rest_is_touched():
     first = waited_for(staging, PIECE)
     assert (first.offset, first.reserved) == (0, PIECE)
     assert staging.acquire(1, 0) is None
-    assert staging.touched_per_s() > 0
+    assert staging.is_being_touched
     gates.may_go_on.set()
     second = waited_for(staging, 2 * PIECE)
     assert second.offset == PIECE
-    assert staging.touched_per_s() is None
+    assert not staging.is_being_touched
     assert sorted(gates.touched) == [(first.address + n * PIECE, PIECE) for n in range(3)]
 
 
@@ -164,6 +163,23 @@ def test_only_what_is_missing_within_the_budget_is_touched():
     assert staging.allocated_bytes == sum(length for _, length in gates.touched) == 2 * PIECE
     staging.touch()
     assert staging.allocated_bytes == 2 * PIECE
+
+
+def test_no_more_is_touched_than_asked_for_and_the_rest_is_used_as_it_is():
+    gates = Gates()
+    gates.may_go_on.set()
+    staging = touched(gates, nbytes=2 * PIECE)
+    assert waited_for(staging, 3 * PIECE).reserved == 3 * PIECE
+    assert sum(length for _, length in gates.touched) == 2 * PIECE
+
+
+def test_memory_for_device_copies_is_mapped_and_not_touched_since_cuda_does_so():
+    gates = Gates()
+    staging = Staging(2 * PIECE, populate=gates.populate)
+    staging.expect(2 * PIECE, copied_from="cuda:0")
+    staging.touch()
+    assert staging.allocated_bytes == 2 * PIECE
+    assert not staging.is_being_touched
 
 
 def test_staging_that_is_closed_is_touched_no_further():

@@ -11,7 +11,7 @@ import pytest
 from tests.core.planned import planned
 
 from penstock.core.abc import ByteSource, PendingCopy
-from penstock.core.concurrency.timing import SYSTEM_CLOCK, CountedClock, Timing
+from penstock.core.concurrency.timing import Timing
 from penstock.core.errors import SaveAbortedError, TornSnapshotError
 from penstock.core.pipeline.staging import Staging
 from penstock.core.plan.save import Capture, plan_save
@@ -131,7 +131,6 @@ class Run:
         device=None,
         masters=None,
         staging=None,
-        clock=SYSTEM_CLOCK,
     ):
         self.sources = [source for source, _ in pairs]
         for source in self.sources:
@@ -149,7 +148,7 @@ class Run:
             self.staging,
             need_writer=self.writer_needed.set,
             straight_first=straight_first,
-            timing=Timing(clock=clock),
+            timing=Timing(),
             turn=SaveTurn(),
         )
 
@@ -351,75 +350,31 @@ def test_what_has_no_room_in_staging_is_lent_and_waited_for():
     assert join() is None
 
 
-class ColdStaging(Staging):
-    """Touched up to 4 MiB of 8, in one second; the rest, once it may."""
+def test_nothing_is_lent_while_staging_is_being_touched():
+    """A store that stands still would hold training as long, and there will soon be room."""
+    may_go_on, both, begun = threading.Event(), threading.Barrier(2), []
 
-    def __init__(self, clock):
-        self.may_go_on, both, begun = threading.Event(), threading.Barrier(2), []
+    def populate(address, length):
+        begun.append(address)
+        both.wait(60)
+        if address != min(begun):
+            assert may_go_on.wait(60)
+        return True
 
-        def populate(address, length):
-            begun.append(address)
-            both.wait(60)
-            if address != min(begun):
-                assert self.may_go_on.wait(60)
-            return True
-
-        super().__init__(8 * MIB, clock=clock, populate=populate)
-        self.expect(8 * MIB)
-        self.touch()
-        clock.advance(1)
-
-
-@pytest.fixture
-def cold():
-    """A capture of 16 MiB into staging that is half touched; its touched half is full."""
-    clock = CountedClock()
-    staging = ColdStaging(clock)
-    run = Run((Host(16 * MIB), NOW), staging=staging, clock=clock)
+    staging = Staging(8 * MIB, populate=populate)
+    staging.expect(8 * MIB)
+    staging.touch()
+    source = Host(8 * MIB - CHUNK)
+    run = Run((source, NOW), staging=staging)
     thread, join = in_background(run.capture.take_now)
     while len(run.captured) < 4 * MIB // CHUNK:
         assert thread.is_alive()
-    yield run, clock
-    staging.may_go_on.set()
-    while thread.is_alive():
-        run.give_back()
+    assert not run.writer_needed.is_set()
+    may_go_on.set()
     assert join() is None
-
-
-def first(run, count):
-    """The first chunks that are handed on, once there are so many."""
-    while len(run.captured) < count:
-        pass
-    return run.captured[:count]
-
-
-def lent(run):
-    return [c for c in run.captured if c.block is None]
-
-
-def test_while_staging_is_touched_nothing_is_lent_to_a_writer_of_unknown_speed(cold):
-    run, _ = cold
-    run.writer_needed.wait(60)
-    assert not lent(run)
-    run.staging.may_go_on.set()
-    assert all(c.block for c in first(run, 8 * MIB // CHUNK))
-
-
-def test_while_staging_is_touched_chunks_are_lent_to_a_writer_that_is_soon_through(cold):
-    run, _ = cold
-    source, chunks = run.sources[0], len(run.plan.chunks)
-    run.capture.release(run.captured.pop(0))
-    first(run, chunks - 1)
-    assert len(lent(run)) == chunks - 1 - 4 * MIB // CHUNK
-    assert run.contents()[0] == source.bytes()[run.plan.chunks[0].length :]
-
-
-def test_while_staging_is_touched_nothing_is_lent_to_a_slow_writer(cold):
-    run, clock = cold
-    clock.advance(1)  # for one of 256 chunks; the other 768 would be touched in 6 s
-    run.capture.release(run.captured.pop(0))
-    run.staging.may_go_on.set()
-    assert all(c.block for c in first(run, 8 * MIB // CHUNK))
+    assert all(captured.block for captured in run.captured)
+    assert run.contents() == [source.bytes()]
+    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize(

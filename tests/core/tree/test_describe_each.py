@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.core.abc import Node, Placement, StateProvider
-from penstock.core.errors import UnsupportedStateError
+from penstock.core.errors import PluginError, UnsupportedStateError
 from penstock.core.types import Role
 from penstock.providers.ndarray import NdarrayProvider
 from penstock.providers.tensor import TensorProvider
@@ -75,7 +75,13 @@ def test_children_described_at_once_are_stored_as_each_by_itself(picks):
     assert at_once.data == each.data
 
 
-def test_a_child_that_cannot_be_stored_is_named_among_many():
-    items = [torch.ones(2), torch.ones(2).to_sparse(), torch.ones(2)]
-    with pytest.raises(UnsupportedStateError, match="box/1"):
-        stored(items, [None] * 3, together=True)
+@pytest.mark.parametrize(
+    ("bad", "error"),
+    [
+        (torch.ones(2).to_sparse(), UnsupportedStateError),
+        (torch._efficientzerotensor(2), PluginError),  # whose address torch refuses to tell
+    ],
+)
+def test_a_child_that_cannot_be_stored_is_named_among_many(bad, error):
+    with pytest.raises(error, match="box/1"):
+        stored([torch.ones(2), bad, torch.ones(2)], [None] * 3, together=True)
