@@ -380,7 +380,7 @@ class Checkpointer:
             called=called,
         )
         self._saver.restored_from = report.step
-        if report.matched_by is not None:  # an optimizer: training goes on, and will be saved
+        if report.matched_by is not None:  # an optimizer: training continues, and will be saved
             self._saver.expect(report.bytes_needed)
         return report
 

@@ -64,7 +64,6 @@ _ERROR_COLUMNS = 3
 _CHECKSUM_DIGITS = 16
 _CONTENT_DIGITS = 32
 _ONE_CHUNK = 3  # frame, offset, length
-_HERE = (None, None)
 
 _KEYS = ("frames", "types", "objects", "nodes")
 
@@ -299,7 +298,7 @@ class _ObjectReader:
         extent = self._extents.get((number, tuple(shape))) if self._are_ints else None
         if extent is None:
             extent = self._extent(number, shape, self._where(position))
-        how, there = self._elsewhere.get(position, _HERE)
+        how, there = self._elsewhere.get(position, (None, None))
         shards: tuple[ShardRecord, ...] = ()
         if there is None:
             shards = self._plain(rows, extent) or self._shards(

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 _MADV_WIPEONFORK = 18
 _MADV_POPULATE_WRITE = 23
 _KEPT_BYTES = 64 << 20  # of each piece of a thread's memory
-_TOUCH_THREADS = 2  # twice as fast as one, on two cores and on many
-_TOUCH_BYTES = 4 << 20  # by one call, while which no thread of the process maps memory
+_TOUCH_THREADS = 2  # twice as fast as one on two cores
+_TOUCH_BYTES = 4 << 20  # by one call: no thread of the process can map memory meanwhile
 
 _libc = ctypes.CDLL(None)  # its `madvise` lets other threads run, unlike that of the module `mmap`
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)

@@ -43,23 +43,18 @@ class LentChunks:
     """Counts the chunks that the writer reads from live memory; threads wait until it has them.
 
     A thread that waits takes no lock, since it may be the one that trains.
-
-    Attributes:
-        bytes: The bytes of all that were ever lent.
     """
 
     def __init__(self) -> None:
-        self.bytes = 0
         self._lock = threading.Lock()  # guards all fields
         self._open = 0
         self._waiting: list[Latch] = []  # opened when no chunk is lent any more
         self._cancelled = False
 
-    def lend(self, nbytes: int) -> None:
-        """Count a chunk of so many bytes."""
+    def lend(self) -> None:
+        """Count a chunk."""
         with self._lock:
             self._open += 1
-            self.bytes += nbytes
 
     def give_back(self) -> None:
         """Count a chunk that is written, or never will be."""
@@ -200,12 +195,8 @@ class CaptureRun:
             self._all_issued.open()
         self._error: BaseException | None = None
         self.has_device_copies = False
+        self.straight_bytes = 0
         self.deferred_bytes = plan.bytes_of_chunks(self._later)  # behind the fence
-
-    @property
-    def straight_bytes(self) -> int:
-        """The bytes that were lent, not copied."""
-        return self._lent.bytes
 
     def take_now(self) -> None:
         """Capture everything that is not deferred; on return that memory may change.
@@ -421,7 +412,8 @@ class CaptureRun:
             if view is None:
                 return False
             unless_lent.pop_all()  # from here on `release` ends the hold
-        self._lent.lend(view.nbytes)
+        self._lent.lend()
+        self.straight_bytes += view.nbytes
         self.handed_on.put(Captured(index, view, end_hold=end_hold))
         return True
 

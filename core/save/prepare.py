@@ -2,7 +2,8 @@
 
 It also finds state that belongs to objects of the tree, but that nothing in the tree holds.
 
-All of it happens on the caller's thread, before the save has threads, and stores nothing.
+All of it happens before the save has threads, and stores nothing. Only memory may be touched in the
+background.
 """
 
 from __future__ import annotations

@@ -14,15 +14,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from penstock.core.cli.bench.scratch import drop_cache
+from penstock.core.cli.bench.scratch import drop_cache, in_time
 from penstock.core.concurrency.timing import current_timing
-from penstock.core.concurrency.watchdog import (
-    NEVER,
-    Deadline,
-    call_all_with_deadline,
-    call_with_deadline,
-)
-from penstock.core.errors import StorageError, StorageTimeoutError
+from penstock.core.concurrency.watchdog import NEVER, Deadline, call_all_with_deadline
+from penstock.core.errors import StorageError
 from penstock.core.format.records import blob_name
 from penstock.core.pipeline.staging import map_memory
 from penstock.core.types import ReadRequest, WriteRequest
@@ -119,14 +114,7 @@ def _watched(
         for loop in loops:
             loop.stopped = True
 
-    def late() -> StorageTimeoutError:
-        return StorageTimeoutError(f"{backend.url} did not answer for {stuck_s:g} s")
-
-    # In a thread, since a signal's exception is raised in the main thread: between acquiring one of
-    # the store's locks and releasing it, the exception would leave that lock taken.
-    return call_with_deadline(
-        "probe", call, Deadline(stuck_s), late, timing=current_timing(), cancel=stop
-    )
+    return in_time(backend, call, stuck_s=stuck_s, cancel=stop)
 
 
 def _run(loops: Sequence[_Loop], size: int) -> Speed:

@@ -10,7 +10,7 @@ import secrets
 import signal
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, urlencode
 
 from penstock.core.abc import DelegatingBackend
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
     from penstock.core.abc import Backend, BlobWriter
     from penstock.core.types import BlobInfo, ReadRequest
+
+T = TypeVar("T")
 
 STUCK_S = 60.0
 """A request that takes longer counts as stuck: a measurement should end soon, unlike a save."""
@@ -130,7 +132,7 @@ def scratch_place(spec: str | BackendConfig) -> Iterator[tuple[Backend, str]]:
 
 @contextmanager
 def opened(spec: str | Mapping[str, Any] | BackendConfig) -> Iterator[Backend]:
-    """Open a store, and close it at the end, unless it is stuck: then it is left behind."""
+    """Open a store, and close it at the end, unless it is stuck."""
     backend = open_backend(spec)
     try:
         yield backend
@@ -139,17 +141,33 @@ def opened(spec: str | Mapping[str, Any] | BackendConfig) -> Iterator[Backend]:
             in_time(backend, backend.close)
 
 
-def in_time(backend: Backend, call: Callable[[], None]) -> None:
-    """Make a call of a store.
+def in_time(
+    backend: Backend,
+    call: Callable[[], T],
+    *,
+    stuck_s: float | None = STUCK_S,
+    cancel: Callable[[], None] = lambda: None,
+) -> T:
+    """Make a call of a store on a thread of its own, and return its result.
+
+    A signal's exception is raised in the main thread: between acquiring one of the store's locks
+    and releasing it, it would leave that lock taken.
+
+    Args:
+        backend: The store.
+        call: The call.
+        stuck_s: The seconds after which the store counts as stuck; None waits for ever.
+        cancel: Called when the wait ends early.
 
     Raises:
-        StorageTimeoutError: It took longer than `STUCK_S`.
+        StorageTimeoutError: It took longer than `stuck_s`.
     """
 
     def late() -> StorageTimeoutError:
-        return StorageTimeoutError(f"{backend.url} did not answer for {STUCK_S:g} s")
+        return StorageTimeoutError(f"{backend.url} did not answer for {stuck_s:g} s")
 
-    call_with_deadline("bench", call, Deadline(STUCK_S), late, timing=current_timing())
+    timing = current_timing()
+    return call_with_deadline("bench", call, Deadline(stuck_s), late, timing=timing, cancel=cancel)
 
 
 def _check_usable(backend: Backend) -> None:

@@ -72,7 +72,7 @@ def _reason(report: Report, work: Work, share: float, cores: float) -> str:
 
 
 def choices(report: Report) -> list[Choice]:
-    """Return the best value of each option of which one is better than the default.
+    """Return the best value of each option that has a better one than the default.
 
     It is better if the median of some work is faster by more than the noise, and by more than the
     rounds of either case differ, and no work is slower by more than the noise. Rounds that merely

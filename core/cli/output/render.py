@@ -200,7 +200,7 @@ def ratio_text(raw: int, stored: int) -> str:
 
 
 def bar_text(share: float, width: int) -> str:
-    """Return a bar of `width` cells, of which `share` (at most 1) is filled; for a terminal."""
+    """Return a bar of `width` cells for a terminal, filled to `share`, at most 1."""
     from rich.bar import Bar  # noqa: PLC0415 - see `_console`
 
     console = _console()

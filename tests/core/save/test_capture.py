@@ -853,8 +853,8 @@ def test_copy_that_cannot_be_waited_for_keeps_only_its_own_memory(caplog):
 def test_a_wait_for_lent_chunks_ends_with_the_last_of_them():
     lent = LentChunks()
     assert lent.wait(None)
-    lent.lend(1)
-    lent.lend(1)
+    lent.lend()
+    lent.lend()
     lent.give_back()
     assert not lent.wait(0)
     lent.give_back()
@@ -863,7 +863,7 @@ def test_a_wait_for_lent_chunks_ends_with_the_last_of_them():
 
 def test_a_wait_for_lent_chunks_ends_when_the_save_is_given_up():
     lent = LentChunks()
-    lent.lend(1)
+    lent.lend()
     _, join = in_background(lambda: lent.wait(None))
     lent.cancel()
     assert join()
