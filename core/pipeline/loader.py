@@ -37,7 +37,7 @@ from penstock.core.format.blocks import frame_blocks
 from penstock.core.pipeline.codec_chain import checksum, mismatches
 from penstock.core.pipeline.staging import Staging, ThreadMemory, has_small_pages, map_memory
 from penstock.core.pipeline.writer import BATCH_BYTES
-from penstock.core.types import PAGE_BYTES, ByteRange, ReadRequest
+from penstock.core.types import PAGE_BYTES, ByteRange, ReadRequest, align_down, align_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
@@ -153,6 +153,7 @@ class Loader:
         together_bytes: A frame that takes more with its bases is read link by link, and alone.
         scratch_bytes: Memory for frames that are decoded, and for parts of raw ones. Chunks with
             long chains may take as much again for each worker.
+        piece_bytes: Raw frames that are copied are read in such pieces, in whole blocks.
         by_copy: Whether whole raw frames are read into scratch memory and copied, too; None: if the
             store prefers huge pages, which only scratch memory has.
         reader: Verifies, decodes and places what was read.
@@ -160,6 +161,7 @@ class Loader:
 
     together_bytes = 256 << 20
     scratch_bytes = _SCRATCH_BATCHES * ((16 << 20) + _PHASE_BYTES)
+    piece_bytes = 8 << 20
     by_copy: bool | None = None
 
     def __init__(
@@ -286,6 +288,10 @@ class _Session:
         self._loader = loader
         self._scratch = scratch
         self._share_bytes = scratch.budget_bytes // _SCRATCH_BATCHES - _PHASE_BYTES
+        # Of scratch memory, for one batch.
+        self._batch_bytes = self._share_bytes
+        if loader.by_copy:
+            self._batch_bytes = min(self._batch_bytes, loader.piece_bytes)
         self._watchdog = watchdog
         self._decode = decode
         self._progress = progress
@@ -305,7 +311,7 @@ class _Session:
         try:
             for job in jobs:
                 self._stats.frames += 1
-                for span in job.ranges:
+                for span in self._pieces(job):
                     self._add(job, span)
             self._submit()
             while self._flights:
@@ -335,6 +341,22 @@ class _Session:
             "the memory to fill is undefined, and may still change when the store answers"
         )
 
+    def _pieces(self, job: FrameJob[CodecChain]) -> Iterable[ByteRange]:
+        """Return the ranges of a frame; if they are copied, in pieces of whole blocks.
+
+        The disk then reads some pieces while others are verified and copied.
+        """
+        lent = self._exchange is not None
+        if not self._loader.by_copy or lent or job.chain is not None or len(job.uses) != 1:
+            return job.ranges
+        step = align_up(self._loader.piece_bytes, job.block_bytes)
+        phase = job.frame.offset % PAGE_BYTES
+        return [
+            ByteRange(max(span.start, at - phase), min(span.stop, at + step - phase))
+            for span in job.ranges
+            for at in range(align_down(span.start + phase, step), span.stop + phase, step)
+        ]
+
     def _add(self, job: FrameJob[CodecChain], span: ByteRange) -> None:
         """Put one range of a frame into the batch, and submit the batch when it is full."""
         most = self._loader.together_bytes
@@ -351,7 +373,7 @@ class _Session:
         self._stats.bytes_read += size
         if (
             self._size >= BATCH_BYTES
-            or self._staged >= self._share_bytes
+            or self._staged >= self._batch_bytes
             or len(self._batch) >= _BATCH_FRAMES
             or self._fills_window(read)
         ):
@@ -787,8 +809,8 @@ def _verify_blocks(job: FrameJob[CodecChain], span: ByteRange, data: memoryview)
 
 
 def place(uses: Sequence[ChunkUse], data: memoryview, *, base: int) -> None:
-    """Copy the uses that lie inside `data` (bytes of the chunk from `base` on) to their sinks."""
+    """Copy what `data`, the bytes of the chunk from `base` on, has of the uses to their sinks."""
     for use in uses:
-        if use.sink is None or use.at < base or use.at + use.length > base + data.nbytes:
-            continue
-        use.sink.copy_in(use.start, data[use.at - base : use.at - base + use.length])
+        low, high = max(use.at, base), min(use.at + use.length, base + data.nbytes)
+        if use.sink is not None and low < high:
+            use.sink.copy_in(use.start + low - use.at, data[low - base : high - base])

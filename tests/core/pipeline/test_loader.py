@@ -179,6 +179,28 @@ def test_a_target_has_only_verified_bytes_where_whole_frames_are_copied(by_copy,
     assert (sink.data == b"\xee" * 20_000) is by_copy
 
 
+def test_what_is_copied_is_read_in_pieces_of_whole_blocks(store, workers):
+    job, data = store.raw(20_000)  # from 64 on: it has blocks of 4032, 4096, ... and 3584 bytes
+    sink = Sink(21_000, direct=True)
+    blocks = frame_blocks(64, 20_000, BLOCK)
+    wanted = ByteRange(blocks[1].start + 5, 20_000)
+    ranges = (ByteRange(blocks[1].start, 20_000),)
+    use = using(
+        job, ChunkUse(sink, wanted.start, 1000 + wanted.start, wanted.length), ranges=ranges
+    )
+    loader = Loader(store.backend, workers)
+    loader.by_copy, loader.piece_bytes = True, 2 * BLOCK - 1
+    assert not loader.run([use]).damaged
+    assert sink.copies == 3  # block 1, blocks 2 and 3, block 4
+    assert sink.data == b"\xee" * (1000 + wanted.start) + data[wanted.start :]
+    sink.data[:] = b"\xee" * 21_000
+    store.corrupt("raw", 64 + blocks[2].start)
+    assert [name for name, _, _ in loader.run([use]).damaged] == [*job.label]
+    bad = 1000 + blocks[2].start, 1000 + blocks[3].stop
+    assert sink.data[bad[0] : bad[1]] == b"\xee" * (2 * BLOCK)
+    assert sink.data[bad[1] :] == data[blocks[4].start :]
+
+
 def test_only_the_ranges_asked_for_are_read_and_placed(store, loader):
     job, data = store.raw(20_000)
     blocks = frame_blocks(64, 20_000, BLOCK)
