@@ -283,10 +283,13 @@ class Registry:
     # -- inside ---------------------------------------------------------------------------------
 
     def _entries(self, kind: PluginKind) -> dict[str, list[EntryPoint]]:
-        with self._lock:
-            if kind not in self._by_kind:
-                self._by_kind[kind] = by_name(self._given, kind)
-            return self._by_kind[kind]
+        # The lock is for the first time only: a signal handler that interrupts the loading of
+        # plugins may save, and waits for a thread that asks for their names.
+        known = self._by_kind.get(kind)
+        if known is None:
+            with self._lock:
+                known = self._by_kind.setdefault(kind, by_name(self._given, kind))
+        return known
 
     def _all_providers(self) -> dict[str, tuple[StateProvider, str]]:
         found: dict[str, tuple[StateProvider, str]] = {}

@@ -2,6 +2,7 @@ import logging
 import sys
 import textwrap
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -451,6 +452,25 @@ def test_instances_are_created_once_though_threads_ask_together(plugin_site):
         thread.join()
     assert seen[0].made == [1]
     assert all(provider is seen[0] for provider in seen)
+
+
+def test_threads_get_names_while_a_signal_handler_interrupts_the_loading(plugin_site, monkeypatch):
+    source = _provider("slow") + (
+        "        def __init__(self):\n            import p_hook; p_hook.interrupt()\n"
+    )
+    _add_provider(plugin_site, "p-slow", "slow", module="p_slow", source=source)
+    registry, said = _third_party_only(), []
+
+    def interrupt():  # as a handler that saves, and waits for the thread that writes the record
+        asker = threading.Thread(
+            target=lambda: said.append(registry.shipper("provider slow")), daemon=True
+        )
+        asker.start()
+        asker.join(10)
+
+    monkeypatch.setitem(sys.modules, "p_hook", SimpleNamespace(interrupt=interrupt))
+    registry.providers.all()
+    assert said == ["p-slow 1.0"]
 
 
 def test_a_conflict_of_two_others_says_how_to_settle_it(plugin_site):
