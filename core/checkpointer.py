@@ -24,6 +24,7 @@ from penstock.core.errors import (
     CheckpointNotFoundError,
     ConfigError,
     PenstockError,
+    PluginError,
     SaverClosedError,
     StorageError,
 )
@@ -104,6 +105,11 @@ class Checkpointer:
         """
         config = load_config({**options, "backend": backend})
         registry = (registry or default_registry()).preferring(config.prefer.choices)
+        if "torch" in sys.modules:
+            # The first save would stall for longer, and a signal handler that saves might interrupt
+            # the imports.
+            with contextlib.suppress(PluginError):  # a save says so
+                _ = registry.providers
         count = config.workers or default_workers()
         store = open_backend(config.backend, registry=registry)
         self._config = config

@@ -521,3 +521,16 @@ def test_a_handler_may_be_told_to_skip(on_signal):
         ckpt.save({"a": Interrupted()}, 1).result()
         assert handles[0].skipped
         assert ckpt.steps() == [1]
+
+
+def test_no_handler_that_saves_can_interrupt_the_loading_of_providers():
+    code = """
+import torch
+from penstock import Checkpointer
+from penstock.core.plugins.registry import default_registry
+with Checkpointer("memory:"):
+    found = default_registry().listing(load=False)
+print({one.state for one in found if one.kind == "provider"})
+"""
+    done = run_python("-c", code, timeout=100)
+    assert done.stdout.strip() == "{'ok'}", done.stderr
