@@ -44,7 +44,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
 PACKAGES = ("penstock", "torch", "safetensors", "torchsnapshot", "numpy", "xxhash")
 AGAINST = " (against)"
-LIMIT_S = 150.0  # a measurement that takes longer counts as failed
+LIMIT_S = 90.0  # a measurement that takes longer counts as failed
 FAILED = "failed"
 ERROR = re.compile(r"(\w+\.)*\w*(Error|Exception|Interrupt|Exit)\b: ")
 
@@ -362,7 +362,11 @@ def table(rows: dict[str, Any], columns: Sequence[str], base: str = "") -> str:
         if name in known:
             cells = [figure(values.get(key), key) for key in keys]
             for place, key in enumerate(keys):
-                if key in compared and name != base and values.get(key) and theirs.get(key):
+                if (
+                    key in compared
+                    and name != base
+                    and min(values.get(key, 0), theirs.get(key, 0)) > 0
+                ):
                     cells[place] += f" ({times(values[key] / theirs[key])}x)"
         else:
             cells = [values.replace("|", "/"), *[""] * (len(keys) - 1)]

@@ -102,7 +102,9 @@ class Dcp(System):
     def __init__(self, folder, *, background=False, keep_staging=False, threads=2, alone=True):
         super().__init__(folder)
         self._dcp, self._threads = import_module("torch.distributed.checkpoint"), threads
-        self._background, self._alone, self._stager = background, alone, None
+        self._background, self._stager, self._how = background, None, {"no_dist": alone}
+        if not alone:  # its own: its threads would meet collectives of the measure
+            self._how["process_group"] = import_module("torch.distributed").new_group()
         if keep_staging:  # all that wants an accelerator is off
             staging = import_module("torch.distributed.checkpoint.staging")
             off = ("pinned_memory", "shared_memory", "async_staging", "non_blocking_copy")
@@ -112,7 +114,7 @@ class Dcp(System):
     def save(self, state, number):
         folder = self.folder / str(number)
         writer = self._dcp.FileSystemWriter(folder, thread_count=self._threads, sync_files=True)
-        how = {"storage_writer": writer, "no_dist": self._alone}
+        how = {"storage_writer": writer, **self._how}
         if self._background:
             pending = self._dcp.async_save(state.tensors, async_stager=self._stager, **how)
             return Pending(pending.result, pending.done)
@@ -121,7 +123,7 @@ class Dcp(System):
 
     def restore(self, state, number, part):
         reader = self._dcp.FileSystemReader(self.folder / str(number))
-        self._dcp.load(state.part(part), storage_reader=reader, no_dist=self._alone)
+        self._dcp.load(state.part(part), storage_reader=reader, **self._how)
 
     def close(self):
         if self._stager is not None:

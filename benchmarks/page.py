@@ -33,7 +33,8 @@ class Run:
         commits = {one["about"]["commit"] for one in documents}
         if len(commits) != 1:
             raise SystemExit(f"measured in different commits: {', '.join(sorted(commits))}")
-        self.about = documents[0]["about"]
+        seconds = sum(one["about"]["seconds"] for one in documents)
+        self.about = documents[0]["about"] | {"seconds": seconds}
         self.parts = {name: part for one in documents for name, part in one["parts"].items()}
         self.document = {"about": self.about, "parts": self.parts}
 
@@ -102,10 +103,11 @@ def plain(columns, *parts, base="", names=()):
 
 def about(run):
     of = run.about
+    commit, changed = of["commit"].rstrip("+"), " with changes" * of["commit"].endswith("+")
     during = "{} (median) and {} (highest) during it".format(*of["load during"])
     versions = ", ".join(f"{name} {version}" for name, version in of["versions"].items())
     lines = [
-        f"- Commit `{of['commit']}`, {of['made']}, {of['seconds'] / 60:.0f} minutes for all.",
+        f"- Commit `{commit}`{changed}, {of['made']}, {of['seconds'] / 60:.0f} minutes for all.",
         f"- {of['cpu']}, {of['memory']} of memory, {of['system']}.",
         f"- Load: {of['load before']} before the run, {during}.",
         f"- {versions}.",
