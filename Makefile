@@ -98,7 +98,7 @@ wheel: $(READY)
 docs: $(READY) ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# `make bench BENCH_ARGS="--scale 4 --minutes 90"` measures larger states.
+# `make bench BENCH_ARGS="--scale 2 --minutes 40"` measures larger states.
 bench: $(READY) ## measure all of docs/benchmarks.md anew, beside other libraries (14 minutes, 10 GB)
 	@$(BIN)/python benchmarks/everything.py $(BENCH_ARGS)
 
