@@ -98,8 +98,9 @@ wheel: $(READY)
 docs: $(READY) ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-bench: $(READY) ## compare with torch.save, safetensors, DCP and TorchSnapshot (needs 10 GB of disk)
-	@$(BIN)/python benchmarks/compare.py --only blocking background loop/
+# `make bench BENCH_ARGS="--scale 2 --minutes 40"` measures larger states.
+bench: $(READY) ## measure all of docs/benchmarks.md anew, beside other libraries (14 minutes, 10 GB)
+	@$(BIN)/python benchmarks/everything.py $(BENCH_ARGS)
 
 # zipnn is built from source: without a compiler the comparison runs without it, and says so.
 bench-codecs: $(READY) ## compare floatsplit with zipnn, blosc2 and zstd (trains a small model once)

@@ -1,9 +1,9 @@
 """What all benchmarks share: states, clocks, the disk, turns, tables, and JSON.
 
-A benchmark is a table of measures, `{group: {name: measure}}`, handed to `run`. Each measure runs
-in a process of its own, takes a folder and the options, and returns numbers by name. Within a round
-the names take turns, and each round begins with another one, so that a disk that gets slower does
-so for all. Tables show medians over the rounds; the JSON file has every round.
+Each script describes itself as a `Benchmark`: measures by name, in groups. Each measurement is a
+process of its own. A measure takes a folder and the options, and returns numbers by name. Within a
+round the names take turns, and each round begins with another one, so that a disk that gets slower
+does so for all. A name that fails is reported and left out from then on.
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ import json
 import math
 import os
 import platform
-import shutil
+import re
+import signal
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import warnings
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,153 +33,379 @@ import torch
 import xxhash
 from torch import nn
 
+from penstock.core.cli.bench.scratch import drop_cache as drop_file
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     Measure = Callable[[Path, argparse.Namespace], dict[str, float]]
-    Groups = dict[str, dict[str, Measure]]
-    Runs = dict[str, list[dict[str, float]]]
 
-BUILD = Path(__file__).resolve().parent.parent / "build"
-PACKAGES = ("penstock", "torch", "safetensors", "torchsnapshot", "numpy", "zipnn", "blosc2")
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build"
+PACKAGES = ("penstock", "torch", "safetensors", "torchsnapshot", "numpy", "xxhash")
 AGAINST = " (against)"
+LIMIT_S = 90.0  # a measurement that takes longer counts as failed
+FAILED = "failed"
+ERROR = re.compile(r"(\w+\.)*\w*(Error|Exception|Interrupt|Exit)\b: ")
 
 
-def run(
-    doc: str,
-    groups: Groups,
-    options: dict[str, tuple[Any, str]] | None = None,
-    *,
-    base: str = "",
-    launch: Callable[[argparse.Namespace], list[str]] = lambda _: [],
-    around: Callable[[argparse.Namespace], Any] = nullcontext,
-) -> None:
-    """Be a benchmark, or the process that measures one name.
+@dataclass(frozen=True)
+class Benchmark:
+    """A script with measures.
 
-    Args:
-        doc: Docstring of the benchmark.
-        groups: Its measures; each group is a table.
-        options: Default and help of each option besides those of all benchmarks.
+    Attributes:
+        script: Its path.
+        doc: Its docstring.
+        groups: Measures by group and name.
+        options: Default and help of each option. `ranks` is how many processes measure together.
         base: Begins the name that the times of its group are compared with.
-        launch: Arguments of Python before the script: several ranks run under torchrun.
-        around: Context manager for the whole run; sets options, such as the URL of a server.
+        around: Context manager for each measurement; may set options, such as the URL of a server.
     """
-    parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=3, help="measurements of each name")
-    parser.add_argument("--only", nargs="+", default=[], help="parts of names or groups")
-    parser.add_argument("--folder", type=Path, default=BUILD / "bench", help="on the disk to use")
-    parser.add_argument("--out", type=Path, default=None, help="JSON file; default: in build/")
-    parser.add_argument("--against", help="Python of another installation, which takes turns")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    for name, (default, text) in (options or {}).items():
-        kind = type(default) if default is not None else str
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, help=text)
-    given = parser.parse_args()
+
+    script: str
+    doc: str
+    groups: dict[str, dict[str, Measure]]
+    options: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    base: str = ""
+    around: Callable[[argparse.Namespace], Any] = nullcontext
+
+    def run(self) -> None:
+        """Measure what the command line asks for; print tables, and write JSON."""
+        parser = argparse.ArgumentParser(description=self.doc.partition("\n")[0])
+        parser.add_argument("--rounds", type=int, default=3, help="measurements of each name")
+        parser.add_argument("--only", nargs="+", default=[], help="parts of names or groups")
+        parser.add_argument("--folder", type=Path, default=BUILD / "bench", help="on the disk")
+        parser.add_argument("--out", type=Path, help="JSON file; default: in build/")
+        parser.add_argument("--against", help="Python of another installation, which takes turns")
+        parser.add_argument("--worker", help=argparse.SUPPRESS)
+        for name, (default, text) in self.options.items():
+            kind = type(default) if default is not None else str
+            parser.add_argument(
+                f"--{name.replace('_', '-')}", type=kind, default=default, help=text
+            )
+        given = parser.parse_args()
+        if given.worker:
+            here(self, given.worker, given.folder, given)
+        options = {name: getattr(given, name) for name in self.options}
+        parts = []
+        for group, measures in self.groups.items():
+            names = [
+                n
+                for n in measures
+                if not given.only or any(o in f"{group}/{n}" for o in given.only)
+            ]
+            if given.against:
+                names += [n + AGAINST for n in names if n.startswith("Penstock")]
+            parts += (
+                [Part(group, self, group, tuple(names), options, given.rounds)] if names else []
+            )
+        if not parts:
+            sys.exit(f"nothing to measure; there are {', '.join(self.groups)}")
+        measured = measure(parts, given.folder, against=given.against)
+        for title, part in measured["parts"].items():
+            rows = rows_of(part["results"])
+            base = next((n for n in rows if self.base and n.startswith(self.base)), "")
+            keys = dict.fromkeys(k for row in rows.values() if isinstance(row, dict) for k in row)
+            columns = [key + "*" * key.endswith(", s") for key in keys]
+            print(f"\n{title}, medians\n\n{table(rows, columns, base)}")
+        out = given.out or BUILD / f"{Path(self.script).stem}.json"
+        write_json(out, measured)
+        sys.exit(bool(failed(measured)))
+
+
+@dataclass(frozen=True)
+class Part:
+    """Measures that take turns: names of one group of a benchmark, with some options."""
+
+    title: str
+    benchmark: Benchmark
+    group: str
+    names: tuple[str, ...]
+    options: dict[str, Any]
+    rounds: int
+
+    def with_defaults(self) -> dict[str, Any]:
+        """All options of the benchmark."""
+        return {key: default for key, (default, _) in self.benchmark.options.items()} | self.options
+
+    def round(self, number: int, folder: Path, against: str | None, into: dict[str, Any]) -> None:
+        """Measure each name once, unless it has failed before."""
+        turn = number * len(self.names) // self.rounds
+        for name in self.names[turn:] + self.names[:turn]:
+            row = into.setdefault(name, {"rounds": []})
+            if FAILED not in row:
+                began = time.monotonic()
+                found = self.once(name, folder, against)
+                took_s = time.monotonic() - began
+                found = {key: short(value) for key, value in found.items()}
+                print(f"{self.title}, {name}: {found} ({took_s:.0f} s)", file=sys.stderr)
+                if FAILED in found:
+                    row[FAILED] = found[FAILED]
+                else:
+                    row["rounds"].append(found)
+
+    def once(self, name: str, folder: Path, against: str | None = None) -> dict[str, Any]:
+        """Measure once, in a process of its own, or in one for each rank."""
+        options = argparse.Namespace(**self.with_defaults())
+        folder.mkdir(parents=True, exist_ok=True)
+        with (
+            tempfile.TemporaryDirectory(
+                prefix="run-", dir=folder, ignore_cleanup_errors=True
+            ) as scratch,
+            self.benchmark.around(options),
+        ):
+            settle(0.3)
+            python = "" if not against else against if name.endswith(AGAINST) else sys.executable
+            return self.apart(name.removesuffix(AGAINST), Path(scratch), options, python)
+
+    def apart(
+        self, name: str, folder: Path, options: argparse.Namespace, python: str
+    ) -> dict[str, Any]:
+        """Measure in a process, or in one for each rank; the first writes JSON."""
+        ranks, port = getattr(options, "ranks", 0), free_port()
+        pids = []
+        for rank in range(ranks or 1):
+            pids.append(os.fork())
+            if not pids[-1]:
+                try:
+                    os.setsid()  # so that what it starts can be ended with it
+                    for number, file in ((1, "stdout"), (2, "stderr")):
+                        flags = os.O_CREAT | os.O_WRONLY | os.O_APPEND
+                        os.dup2(os.open(folder / f"{file}{rank}", flags, 0o600), number)
+                    if ranks:
+                        own = {"RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port}
+                        own |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+                        os.environ |= {key: str(value) for key, value in own.items()}
+                        os.environ["MASTER_ADDR"] = "127.0.0.1"
+                    worker = f"{self.group}/{name}"
+                    if python:  # another installation; without the modules that are here already
+                        words = [python, self.benchmark.script, f"--worker={worker}"]
+                        words.append(f"--folder={folder}")
+                        words += [
+                            f"--{key.replace('_', '-')}={value}"
+                            for key, value in vars(options).items()
+                            if value is not None
+                        ]
+                        os.execv(python, words)
+                    here(self.benchmark, worker, folder, options)
+                except BaseException:  # noqa: BLE001 - the parent reads it
+                    traceback.print_exc()
+                finally:
+                    os._exit(1)
+        try:
+            problem = problem_of(pids)
+        finally:
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+                with suppress(ChildProcessError):
+                    os.waitpid(pid, 0)
+        lines = (folder / "stdout0").read_text().splitlines()
+        if problem or not lines:
+            said = [
+                line
+                for file in sorted(folder.glob("stderr*"))
+                for line in file.read_text(errors="replace").splitlines()
+            ]
+            print(*said[-20:], sep="\n", file=sys.stderr)
+            reasons = [line for line in said if ERROR.match(line)] or [problem or "no result"]
+            return {FAILED: reasons[-1][:160]}
+        found: dict[str, Any] = json.loads(lines[-1])
+        return found
+
+
+def here(benchmark: Benchmark, worker: str, folder: Path, options: argparse.Namespace) -> None:
+    """Measure in this process, print JSON, and end it."""
     warnings.filterwarnings("ignore")
-    if given.worker:
-        group, _, name = given.worker.partition("/")
-        found = groups[group][name](given.folder, given)
-        if int(os.environ.get("RANK", "0")) == 0:
-            print(json.dumps(found), flush=True)
-        os._exit(0)  # without waiting for threads of a peer
-    with around(given):
-        extra = [f"--{n.replace('_', '-')}={getattr(given, n)}" for n in options or ()]
-        extra = [one for one in extra if not one.endswith("=None")]
-        plan = planned(groups, given)
-        results: dict[str, Runs] = {}
-        load = os.getloadavg()[0]
-        failed = False
-        for number in range(given.rounds):
-            turn = number * len(plan) // given.rounds
-            for group, name in plan[turn:] + plan[:turn]:
-                found = in_process(group, name, given, [*launch(given)], extra)
-                print(f"round {number + 1}: {group}, {name}: {found}", file=sys.stderr)
-                failed |= not found and name.startswith("Penstock")
-                if found:
-                    results.setdefault(group, {}).setdefault(name, []).append(found)
-    about = machine(given.folder, load)
-    for group, runs in results.items():
-        print(f"\n{group}, medians of {given.rounds}\n\n{table(runs, base)}")
-    print(f"\n{'; '.join(f'{key} {value}' for key, value in about.items())}")
-    out = given.out or BUILD / f"{Path(sys.argv[0]).stem}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    whole = {"machine": about, "options": vars(given), "results": results}
-    out.write_text(json.dumps(whole, indent=1, default=str))
-    sys.exit(failed)
+    group, _, name = worker.partition("/")
+    found = benchmark.groups[group][name](folder, options)
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(json.dumps(found), flush=True)
+    os._exit(0)  # without waiting for threads of a peer
 
 
-def planned(groups: Groups, given: argparse.Namespace) -> list[tuple[str, str]]:
-    """Groups and names to measure; with `--against` those of Penstock twice."""
-    everything = [(group, name) for group, names in groups.items() for name in names]
-    plan = [p for p in everything if not given.only or any(o in "/".join(p) for o in given.only)]
-    if not plan:
-        sys.exit(f"nothing to measure; there are {', '.join('/'.join(p) for p in everything)}")
-    if given.against:
-        plan += [(group, n + AGAINST) for group, n in plan if n.startswith("Penstock")]
-    return plan
+def problem_of(pids: list[int]) -> str:
+    """Wait until all have ended, one has failed, or the time is over; say what went wrong."""
+    deadline, left = time.monotonic() + LIMIT_S, set(pids)
+    while left and time.monotonic() < deadline:
+        time.sleep(0.02)
+        for pid in tuple(left):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                left.remove(pid)
+                code = os.waitstatus_to_exitcode(status)
+                if code:
+                    return f"killed by signal {-code}" if code < 0 else f"exit status {code}"
+    return f"took longer than {LIMIT_S:.0f} s" if left else ""
 
 
-def in_process(
-    group: str, name: str, given: argparse.Namespace, launch: list[str], extra: list[str]
-) -> dict[str, float]:
-    """Measure once in a process of its own; empty if it failed, which is printed."""
-    given.folder.mkdir(parents=True, exist_ok=True)
-    python, environment = sys.executable, dict(os.environ)
-    if name.endswith(AGAINST):
-        python = given.against
-        environment.pop("PYTHONPATH", None)
-    with tempfile.TemporaryDirectory(prefix="run-", dir=given.folder) as scratch:
-        worker = f"--worker={group}/{name.removesuffix(AGAINST)}"
-        command = [python, *launch, sys.argv[0], worker, f"--folder={scratch}", *extra]
-        settle(0.3)
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    if done.returncode:
-        print(f"FAILED {name}: {done.stderr[-2000:] or done.stdout[-2000:]}", file=sys.stderr)
-        return {}
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
-def table(runs: Runs, base: str) -> str:
-    """Medians in Markdown; times also in times of those of `base`: above 1 is faster than it."""
-    columns = list(dict.fromkeys(c for found in runs.values() for one in found for c in one))
-    middle = {
-        n: {c: statistics.median([one[c] for one in f if c in one] or [math.nan]) for c in columns}
-        for n, f in runs.items()
+def measure(
+    parts: list[Part], folder: Path, *, against: str | None = None, seconds: float = math.inf
+) -> dict[str, Any]:
+    """Measure all parts, in rounds; say when, where, and by which commit.
+
+    Every part gets its first round. Further rounds fit into `seconds`: parts that come first in the
+    list get all of theirs first.
+
+    Raises:
+        SystemExit: The commit changed meanwhile.
+    """
+    commit, began, loads = commit_now(), time.monotonic(), [os.getloadavg()[0]]
+    results: dict[str, Any] = {part.title: {} for part in parts}
+    took_s: dict[str, float] = {}
+
+    def one_round(part: Part, number: int) -> None:
+        left_s = began + seconds - time.monotonic()
+        print(f"-- {part.title}, round {number + 1} ({left_s:.0f} s left)", file=sys.stderr)
+        start = time.monotonic()
+        part.round(number, folder, against, results[part.title])
+        took_s[part.title] = time.monotonic() - start
+        loads.append(os.getloadavg()[0])
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends its processes
+    for part in parts:
+        one_round(part, 0)
+    spare_s = seconds - (time.monotonic() - began)
+    further = []
+    for part in parts:
+        for number in range(1, part.rounds):
+            if took_s[part.title] <= spare_s:
+                spare_s -= took_s[part.title]
+                further.append((number, part))
+    for number, part in sorted(further, key=lambda one: one[0]):
+        if took_s[part.title] <= began + seconds - time.monotonic():
+            one_round(part, number)
+    if commit_now() != commit:
+        raise SystemExit("the commit changed during the run; nothing is kept")
+    return {
+        "about": {
+            "commit": commit,
+            "made": time.strftime("%Y-%m-%d"),
+            "seconds": round(time.monotonic() - began),
+            "load before": round(loads[0], 2),
+            "load during": [round(statistics.median(loads[1:]), 2), round(max(loads[1:]), 2)],
+            **machine(folder),
+        },
+        "parts": {
+            part.title: {"options": part.with_defaults(), "results": results[part.title]}
+            for part in parts
+        },
     }
-    compared = next((n for n in middle if base and n.startswith(base)), None)
-    lines = [f"|  | {' | '.join(columns)} |", "|---" + "|---:" * len(columns) + "|"]
-    for name, values in middle.items():
-        cells = []
-        for column, value in values.items():
-            cell = f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
-            their = middle[compared][column] if compared else 0.0
-            if their and value and column.endswith(", s") and name != compared:
-                cell += f" ({their / value:.2f}x)"
-            cells.append(cell)
-        line = f"| {name} | {' | '.join(cells)} |"
-        lines.append(line.replace("nan (nanx)", "").replace("nan", ""))
+
+
+def failed(measured: dict[str, Any]) -> list[str]:
+    """Names of Penstock that failed."""
+    return [
+        f"{title}, {name}"
+        for title, part in measured["parts"].items()
+        for name, row in part["results"].items()
+        if FAILED in row and name.startswith("Penstock")
+    ]
+
+
+def commit_now() -> str:
+    """The commit of this tree; with "+" if files differ from it."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(
+            ["git", "-C", ROOT, *words], capture_output=True, text=True, check=False
+        ).stdout.strip()
+
+    return git("rev-parse", "HEAD")[:12] + "+" * bool(git("status", "--porcelain", "-uno"))
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(as_json(value))
+
+
+def as_json(value: dict[str, Any]) -> str:
+    """JSON in which a measurement is one line."""
+    lines = json.dumps(value, indent=1, default=str)
+    flat = re.compile(r"\{[^{}\[\]]*\}|\[[^{}\[\]]*\]")
+    return flat.sub(lambda match: re.sub(r"\s*\n\s*", " ", match[0]), lines) + "\n"
+
+
+def short(value: Any) -> Any:
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def rows_of(results: dict[str, Any]) -> dict[str, Any]:
+    """The median of each figure over the rounds, for each name; text where a name failed."""
+    rows: dict[str, Any] = {}
+    for name, row in results.items():
+        keys = dict.fromkeys(key for found in row["rounds"] for key in found)
+        rows[name] = f"failed: {row[FAILED]}" if FAILED in row else {
+            key: statistics.median(found[key] for found in row["rounds"] if key in found)
+            for key in keys
+        }  # fmt: skip
+    return rows
+
+
+def table(rows: dict[str, Any], columns: Sequence[str], base: str = "") -> str:
+    """Markdown. A column is a key; if it ends with "*", cells also have their ratio to `base`."""
+    known = {name: values for name, values in rows.items() if isinstance(values, dict)}
+    theirs = known.get(base, {})
+    compared = [key.rstrip("*") for key in columns if key.endswith("*")]
+    keys = [key.rstrip("*") for key in columns]
+    lines = [f"|  | {' | '.join(key.removesuffix(', s') for key in keys)} |"]
+    lines.append("|---" + "|---:" * len(keys) + "|")
+    for name, values in rows.items():
+        label = f"**{name}**" if name.startswith("Penstock") else name
+        if name in known:
+            cells = [figure(values.get(key), key) for key in keys]
+            for place, key in enumerate(keys):
+                if (
+                    key in compared
+                    and name != base
+                    and min(values.get(key, 0), theirs.get(key, 0)) > 0
+                ):
+                    cells[place] += f" ({times(values[key] / theirs[key])}x)"
+        else:
+            cells = [values.replace("|", "/"), *[""] * (len(keys) - 1)]
+        lines.append(f"| {label} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def machine(folder: Path, load_before: float) -> dict[str, Any]:
-    """Where this ran; a load of about 1 is that of the benchmark itself."""
+def times(ratio: float) -> str:
+    return f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.1f}" if ratio >= 2 else f"{ratio:.2f}"
+
+
+def figure(value: float | None, key: str = "") -> str:
+    """A number as a table shows it."""
+    if value is None:
+        return ""
+    if "MB" in key or abs(value) >= 100:
+        return f"{value:.0f}"
+    if abs(value) >= 1:
+        return f"{value:.2f}"
+    return f"{value:.3f}"
+
+
+def machine(folder: Path) -> dict[str, Any]:
+    """Where this ran."""
     info = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.split(":")[1].strip() for line in info if line.startswith("model n")), "")
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    versions = {}
+    versions = {"python": platform.python_version()}
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
+    folder.mkdir(parents=True, exist_ok=True)
+    words = ["findmnt", "-no", "FSTYPE", "-T", folder]
+    system = subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
     return {
-        "made": time.strftime("%Y-%m-%d"),
-        "cpu": f"{len(os.sched_getaffinity(0))} x {model or platform.machine()}",
+        "cpu": f"{len(os.sched_getaffinity(0))} cores ({model or platform.machine()})",
         "memory": f"{memory / 1e9:.0f} GB",
-        "kernel": platform.release().split("-")[0],
-        "free": f"{shutil.disk_usage(folder).free / 1e9:.0f} GB of {folder}",
-        "load": f"{load_before:.1f} before, {os.getloadavg()[0]:.1f} after",
-        "python": platform.python_version(),
-        **versions,
+        "system": f"Linux {platform.release().split('-')[0]}, {system}",
+        "versions": versions,
     }
 
 
@@ -214,14 +443,12 @@ def settle(pause_s: float = 1.0) -> None:
 
 
 def drop_cache(root: Path) -> None:
-    """Empty the page cache (as root), or at least of the files below `root`."""
+    """Drop the files below a folder from the page cache."""
     os.sync()
-    try:
-        Path("/proc/sys/vm/drop_caches").write_text("3")
-    except OSError:
-        for path in (path for path in root.rglob("*") if path.is_file()):
-            with path.open("rb") as file:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    gone = [drop_file(path) for path in root.rglob("*") if path.is_file()]
+    if not all(gone):
+        with suppress(OSError):
+            Path("/proc/sys/vm/drop_caches").write_text("3")
 
 
 def sync_tree(root: Path) -> None:
@@ -240,8 +467,8 @@ def sync_tree(root: Path) -> None:
 class State:
     """A model and its optimizer, and the same memory as a flat dict of tensors."""
 
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
+    model: Any
+    optimizer: Any
     tensors: dict[str, torch.Tensor]
 
     @property
@@ -251,6 +478,10 @@ class State:
     @property
     def tree(self) -> dict[str, Any]:
         return {"model": self.model, "optimizer": self.optimizer}
+
+    def part(self, prefix: str) -> dict[str, torch.Tensor]:
+        """Tensors whose names begin with a prefix."""
+        return {name: tensor for name, tensor in self.tensors.items() if name.startswith(prefix)}
 
     def wipe(self) -> None:
         """Overwrite every tensor, so that a restore that does nothing is noticed."""
@@ -302,7 +533,7 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
 
 def fill(tensors: dict[str, torch.Tensor], seed: int = 0) -> None:
     """Random values; drawing every one anew would take longer than what is measured."""
-    pool = torch.randn(1 << 24, generator=torch.Generator().manual_seed(seed))
+    pool = torch.randn(1 << 22, generator=torch.Generator().manual_seed(seed))
     start = 0
     for tensor in tensors.values():
         for part in local(tensor).view(-1).split(pool.numel() // 2):
@@ -310,10 +541,18 @@ def fill(tensors: dict[str, torch.Tensor], seed: int = 0) -> None:
             start = (start + part.numel() + 7919) % (pool.numel() // 2)
 
 
-def small_tensors(count: int, elements: int = 1024) -> dict[str, torch.Tensor]:
-    """Tensors of 4 KiB, or of `elements` numbers, each with memory of its own."""
-    torch.manual_seed(0)
-    return {f"{number:06}": torch.randn(elements) for number in range(count)}
+def small_state(count: int, elements: int = 1024) -> State:
+    """Tensors of 4 KiB, or of N numbers, each with its own memory; a third is the model's."""
+    tensors = {
+        f"{'optimizer' if number % 3 else 'model'}/{number:06}": torch.empty(elements)
+        for number in range(count)
+    }
+    fill(tensors)
+    model, optimizer = (
+        {n.partition("/")[2]: t for n, t in tensors.items() if n.startswith(part)}
+        for part in ("model", "optimizer")
+    )
+    return State(model, optimizer, tensors)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from bench import check, run
+from bench import Benchmark, check
 
 from penstock.core.abc import DECLINED, CodecContext
 from penstock.core.plugins.registry import Registry
@@ -219,9 +219,11 @@ GROUPS = {
     "lossy": {name: partial(lossy, *chosen) for name, chosen in LOSSY.items()},
 }
 
+OPTIONS = {
+    "snapshots": (Path("/tmp/snapshots"), "what make_state.py wrote"),
+    "step": (200, "the snapshot to encode"),
+}
+BENCHMARK = Benchmark(__file__, __doc__, GROUPS, OPTIONS)
+
 if __name__ == "__main__":
-    options = {
-        "snapshots": (Path("/tmp/snapshots"), "what make_state.py wrote"),
-        "step": (200, "the snapshot to encode"),
-    }
-    run(__doc__, GROUPS, options)
+    BENCHMARK.run()

@@ -1,20 +1,18 @@
 """Penstock beside torch.save, safetensors, DCP and TorchSnapshot, on one disk in one run.
 
-    python benchmarks/compare.py                        # all; some 20 minutes, 10 GB of disk
-    python benchmarks/compare.py --only blocking --gb 1
-    python benchmarks/compare.py --only blocking/Penstock --against ../before/.venv/bin/python
-    python benchmarks/compare.py --only "loop, codecs"
+    python benchmarks/compare.py --only state/ --gb 1
+    python benchmarks/compare.py --only state/Penstock --against ../before/.venv/bin/python
+    python benchmarks/compare.py --only state/ --small 50000
 
-`blocking`: saves, durable before the clock stops, and restores from an empty page cache into live
-tensors, compared afterwards. `background`: how long saves hold training (`fenced` adds a fence
-right after the call, the worst case of a lazy save). `loop`: what a save costs a training loop.
-`auto`: blocking saves with `codecs = "auto"`, to the disk and behind a limit of 200 MB/s.
+`state`: how long saves hold training, when they are durable, and restores of all and of the model
+from an empty page cache into live tensors, compared afterwards. `limits`: what memory and the disk
+give. `loop`: what a save costs a training loop. `one`: one tensor out of many. `auto`: blocking
+saves with `codecs = "auto"`, to the disk and behind a limit of 200 MB/s.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 import statistics
 import subprocess
 import time
@@ -29,16 +27,17 @@ import torch
 from torch import nn
 
 WARM_UP_GB = 0.02
+MODEL = "model/"
 
 # -- the contenders ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Pending:
-    """A background save in flight."""
+    """A save in flight, or one that has ended."""
 
-    wait: Callable[[], object]
-    done: Callable[[], bool]
+    wait: Callable[[], object] = lambda: None
+    done: Callable[[], bool] = lambda: True
     fence: Callable[[], object] = lambda: None
     held_s: Callable[[], float] = lambda: 0.0
     """How long training was held, in `save` and at fences; 0 where nothing says so."""
@@ -57,29 +56,26 @@ class System(ABC):
         folder.mkdir(parents=True, exist_ok=True)
 
     @abstractmethod
-    def save(self, state):
-        """Save below `folder`; the caller syncs what this leaves unsynced."""
+    def save(self, state, number):
+        """Begin a save, or make one; the caller syncs what this leaves unsynced."""
 
     @abstractmethod
-    def restore(self, state):
-        """Restore into the tensors of `state`, in place."""
-
-    def forget(self, number):
-        """Delete background save `number`."""
-        shutil.rmtree(self.folder / str(number), ignore_errors=True)
+    def restore(self, state, number, part):
+        """Restore tensors whose names begin with `part` in place."""
 
     def close(self):  # noqa: B027 - most keep nothing
         """Release what is kept from save to save."""
 
 
 class TorchSave(System):
-    def save(self, state):
-        torch.save(state.tensors, self.folder / "state.pt")
+    def save(self, state, number):
+        torch.save(state.tensors, self.folder / f"{number}.pt")
+        return Pending()
 
-    def restore(self, state):
+    def restore(self, state, number, part):
         # Faster here than without mmap, which reads into new memory first.
-        loaded = torch.load(self.folder / "state.pt", weights_only=True, mmap=True)
-        for name, tensor in state.tensors.items():
+        loaded = torch.load(self.folder / f"{number}.pt", weights_only=True, mmap=True)
+        for name, tensor in state.part(part).items():
             tensor.copy_(loaded[name])
 
 
@@ -89,49 +85,49 @@ class Safetensors(System):
         self._open = import_module("safetensors").safe_open
         self._save = import_module("safetensors.torch").save_file
 
-    def save(self, state):
-        self._save(state.tensors, self.folder / "state.safetensors")
+    def save(self, state, number):
+        self._save(state.tensors, self.folder / f"{number}.safetensors")
+        return Pending()
 
-    def restore(self, state):
+    def restore(self, state, number, part):
         # Faster here than load_file, and than backend="pread".
-        with self._open(self.folder / "state.safetensors", framework="pt") as stored:
-            for name, tensor in state.tensors.items():
+        with self._open(self.folder / f"{number}.safetensors", framework="pt") as stored:
+            for name, tensor in state.part(part).items():
                 tensor.copy_(stored.get_tensor(name))
 
 
-def dcp_stager():
-    """A stager that is kept, so reuses its memory; all that wants an accelerator is off."""
-    staging = import_module("torch.distributed.checkpoint.staging")
-    off = ("pinned_memory", "shared_memory", "async_staging", "non_blocking_copy")
-    return staging.DefaultStager(staging.StagingOptions(**{f"use_{name}": False for name in off}))
-
-
 class Dcp(System):
-    """One process; it syncs its files itself."""
+    """`dcp.save` with two threads, or `async_save`, also with a stager that reuses its memory."""
 
-    def __init__(self, folder, threads, *, keep_staging=False):
+    def __init__(self, folder, *, background=False, keep_staging=False, threads=2, alone=True):
         super().__init__(folder)
         self._dcp, self._threads = import_module("torch.distributed.checkpoint"), threads
-        self._stager = dcp_stager() if keep_staging else None
+        self._background, self._stager, self._how = background, None, {"no_dist": alone}
+        if not alone:  # its own: its threads would meet collectives of the measure
+            self._how["process_group"] = import_module("torch.distributed").new_group()
+        if keep_staging:  # all that wants an accelerator is off
+            staging = import_module("torch.distributed.checkpoint.staging")
+            off = ("pinned_memory", "shared_memory", "async_staging", "non_blocking_copy")
+            options = staging.StagingOptions(**{f"use_{name}": False for name in off})
+            self._stager = staging.DefaultStager(options)
 
-    def _writer(self, folder):
-        return self._dcp.FileSystemWriter(folder, thread_count=self._threads, sync_files=True)
+    def save(self, state, number):
+        folder = self.folder / str(number)
+        writer = self._dcp.FileSystemWriter(folder, thread_count=self._threads, sync_files=True)
+        how = {"storage_writer": writer, **self._how}
+        if self._background:
+            pending = self._dcp.async_save(state.tensors, async_stager=self._stager, **how)
+            return Pending(pending.result, pending.done)
+        self._dcp.save(state.tensors, **how)
+        return Pending()
 
-    def save(self, state):
-        self._dcp.save(state.tensors, storage_writer=self._writer(self.folder), no_dist=True)
+    def restore(self, state, number, part):
+        reader = self._dcp.FileSystemReader(self.folder / str(number))
+        self._dcp.load(state.part(part), storage_reader=reader, **self._how)
 
-    def restore(self, state):
-        reader = self._dcp.FileSystemReader(self.folder)
-        self._dcp.load(state.tensors, storage_reader=reader, no_dist=True)
-
-    def save_in_background(self, state, number):
-        pending = self._dcp.async_save(
-            state.tensors,
-            storage_writer=self._writer(self.folder / str(number)),
-            async_stager=self._stager,
-            no_dist=True,
-        )
-        return Pending(pending.result, pending.done)
+    def close(self):
+        if self._stager is not None:
+            self._stager.close()
 
 
 class TorchSnapshot(System):
@@ -139,138 +135,102 @@ class TorchSnapshot(System):
         super().__init__(folder)
         self._lib = import_module("torchsnapshot")
 
-    def _app(self, state):
-        return {"state": self._lib.StateDict(**state.tensors)}
-
-    def save(self, state):
-        self._lib.Snapshot.take(str(self.folder), self._app(state))
-
-    def restore(self, state):
-        self._lib.Snapshot(str(self.folder)).restore(self._app(state))
-
-    def save_in_background(self, state, number):
-        pending = self._lib.Snapshot.async_take(str(self.folder / str(number)), self._app(state))
+    def save(self, state, number):
+        app = {"state": self._lib.StateDict(**state.tensors)}
+        pending = self._lib.Snapshot.async_take(str(self.folder / str(number)), app)
         return Pending(pending.wait, pending.done)
+
+    def restore(self, state, number, part):
+        snapshot = self._lib.Snapshot(str(self.folder / str(number)))
+        if not part:
+            snapshot.restore({"state": self._lib.StateDict(**state.tensors)})
+            return
+        for name, tensor in state.part(part).items():
+            path = f"0/state/{name.replace('/', '%2F')}"
+            snapshot.read_object(path, obj_out=tensor)
 
 
 class Penstock(System):
-    """Checksums on; durable and committed when it says so. Opening and closing is timed too."""
+    """Checksums on; durable and committed when it says so."""
 
     durable_by_itself = True
 
-    def __init__(self, folder, backend="", mode="blocking", codecs=()):
+    def __init__(self, folder, mode="blocking"):
         super().__init__(folder)
         self._lib, self._mode = import_module("penstock"), mode
         # A plain path goes through io_uring, or through threads where that is not to be had.
-        self._spec = {"type": backend, "path": str(folder)} if backend else str(folder)
-        self._rules = [{"match": "**", "codecs": codecs}] if codecs else []
-        self._kept = None
+        self._ckpt = self._lib.Checkpointer(str(folder))
 
-    def save(self, state):
-        with self._lib.Checkpointer(self._spec, mode="blocking") as ckpt:
-            ckpt.save(state.tree, step=1).result()
-
-    def restore(self, state):
-        with self._lib.Checkpointer(self._spec) as ckpt:
-            ckpt.restore(state.tree)
-
-    def save_in_background(self, state, number):
-        if self._kept is None:
-            self._kept = self._lib.Checkpointer(self._spec, rules=self._rules)
-        handle = self._kept.save(state.tree, step=number, mode=self._mode)
+    def save(self, state, number):
+        handle = self._ckpt.save(state.tree, step=number, mode=self._mode)
         held_s = lambda: handle.result().seconds["blocked"]  # noqa: E731
-        return Pending(handle.result, handle.done, self._kept.fence, held_s)
+        return Pending(handle.result, handle.done, self._ckpt.fence, held_s)
 
-    def forget(self, number):
-        if number:  # the newest one stays until there is a newer one
-            self._kept.delete(number - 1)
+    def restore(self, state, number, part):
+        self._ckpt.restore(state.tree, number, include=part.rstrip("/") or None)
 
     def close(self):
-        if self._kept is not None:
-            self._kept.close()
+        self._ckpt.close()
 
 
-BLOCKING = {
-    "Penstock": Penstock,
-    "Penstock, threads": partial(Penstock, backend="posix"),
-    "safetensors": Safetensors,
-    **{f"DCP, {n} thread{'s' * (n > 1)}": partial(Dcp, threads=n) for n in (1, 2, 4)},
-    "TorchSnapshot": TorchSnapshot,
-    "torch.save": TorchSave,
-}
 BACKGROUND = {
     "Penstock, lazy": partial(Penstock, mode="lazy"),
     "Penstock, async": partial(Penstock, mode="async"),
-    "DCP async_save": partial(Dcp, threads=2),
-    "DCP async_save, kept stager": partial(Dcp, threads=2, keep_staging=True),
+    "DCP async_save, kept stager": partial(Dcp, background=True, keep_staging=True),
+    "DCP async_save": partial(Dcp, background=True),
     "TorchSnapshot async_take": TorchSnapshot,
 }
-CODECS = {
-    "raw": (),
-    "floatsplit": ["floatsplit"],
-    "delta, floatsplit": ["delta", "floatsplit"],
-    "auto": "auto",
-}
-ENCODED = {
-    f"Penstock, {mode}: {name}": partial(Penstock, mode=mode, codecs=codecs)
-    for mode in ("lazy", "async")
-    for name, codecs in CODECS.items()
+SYSTEMS = {
+    "Penstock, blocking": Penstock,
+    **BACKGROUND,
+    "DCP save": Dcp,
+    "torch.save": TorchSave,
+    "safetensors": Safetensors,
 }
 
 # -- measures ----------------------------------------------------------------------------------
 
 
-def blocking(make, folder, options):
-    """A save until it is durable, and a cold restore."""
-    warm = make(folder / "warm")
+def state(make, folder, options):
+    """Saves in a row, of which the first makes staging memory, and cold restores of the last."""
     small = bench.gpt_state(WARM_UP_GB)
-    warm.save(small)  # imports, thread pools and caches of code are nobody's save
-    warm.restore(small)
-    state = bench.gpt_state(options.gb)
-    expected, contender = bench.digests(state.tensors), make(folder / "data")
-    found = {}
-    bench.settle()
-    with bench.timed(found, "save", "CPU", "MB"):
-        contender.save(state)
-        if not contender.durable_by_itself:
-            bench.sync_tree(folder / "data")
-    state.wipe()
-    bench.settle()
-    bench.drop_cache(folder)
-    with bench.timed(found, "restore", "CPU", "MB"):
-        contender.restore(state)
-    bench.check(bench.digests(state.tensors) == expected, make)
-    rates = {f"{n}, GB/s": state.nbytes / found[f"{n}, s"] / 1e9 for n in ("save", "restore")}
-    return rates | found
-
-
-def background(make, folder, options):
-    """Background saves in a row; the first allocates staging memory."""
-    warm = make(folder / "warm")
-    pending = warm.save_in_background(bench.gpt_state(WARM_UP_GB), 0)
-    pending.fence()
-    pending.wait()
+    warm, _ = saved_by(make, folder / "warm", small, 1)  # imports and thread pools
+    warm.restore(small, 0, "")
     warm.close()
-    state, contender = bench.gpt_state(options.gb), make(folder / "data")
-    rows, memory = [], {}
-    with bench.timed(memory, "all", "MB"):
-        for number in range(4):
-            bench.settle()
-            row = {}
-            with bench.timed(row, "durable"):
-                with bench.timed(row, "fenced"):
-                    with bench.timed(row, "call"):
-                        pending = contender.save_in_background(state, number)
-                    pending.fence()
-                pending.wait()
-                if not contender.durable_by_itself:
-                    bench.sync_tree(contender.folder)
-            contender.forget(number)
-            rows.append(row)
+    whole = bench.small_state(options.small) if options.small else bench.gpt_state(options.gb)
+    expected = bench.digests(whole.tensors)
+    contender, rows = saved_by(make, folder / "data", whole, options.saves)
+    found = {f"first {name}": value for name, value in rows[0].items()}
+    for name in rows[0] if options.saves > 1 else ():
+        found[f"later {name}"] = statistics.median(row[name] for row in rows[1:])
     contender.close()
-    first = {f"first {name}": rows[0][name] for name in ("call, s", "fenced, s")}
-    later = {name: statistics.median(row[name] for row in rows[1:]) for name in rows[0]}
-    return first | later | {"MB": memory["all, MB"]}
+    contender = make(folder / "data")
+    for name, part in (("restore", ""), ("restore of the model", MODEL)):
+        whole.wipe()
+        bench.settle(0.1)
+        bench.drop_cache(folder)
+        with bench.timed(found, name, "CPU", "MB"):
+            contender.restore(whole, options.saves - 1, part)
+        wanted = {n: digest for n, digest in expected.items() if n.startswith(part)}
+        bench.check(bench.digests(whole.part(part)) == wanted, make)
+    return found
+
+
+def saved_by(make, folder, whole, saves):
+    contender, rows = make(folder), []
+    for number in range(saves):
+        bench.settle(0.1)
+        row = {}
+        with bench.timed(row, "durable", "CPU", "MB"):
+            with bench.timed(row, "fenced"):
+                with bench.timed(row, "call"):
+                    pending = contender.save(whole, number)
+                pending.fence()
+            pending.wait()
+            if not contender.durable_by_itself:
+                bench.sync_tree(contender.folder)
+        rows.append(row)
+    return contender, rows
 
 
 def loop(make, folder, options):
@@ -291,14 +251,14 @@ def loop(make, folder, options):
         return time.perf_counter() - began
 
     step()
-    state = bench.State(model, optimizer, bench.tensors_of(model, optimizer))
+    whole = bench.State(model, optimizer, bench.tensors_of(model, optimizer))
     contender = make(folder / "data")
     quiet, calls, fences, busy, windows = [], [], [], [], []
     for number in range(options.windows + 1):
         bench.settle(0.3)
         without = [step() for _ in range(options.steps)]
         began = time.perf_counter()
-        pending = contender.save_in_background(state, number)
+        pending = contender.save(whole, number)
         called_s = time.perf_counter() - began
         steps = []
         for place in range(options.steps):
@@ -312,7 +272,6 @@ def loop(make, folder, options):
         pending.wait()
         if not contender.durable_by_itself:
             bench.sync_tree(contender.folder)
-        contender.forget(number)
         if number:  # the first save allocates staging memory
             quiet += without
             calls.append(called_s)
@@ -320,9 +279,31 @@ def loop(make, folder, options):
             windows.append(whole_s)
     contender.close()
     step_s = statistics.median(quiet)
-    found = {"save(), s": statistics.median(calls), "fence, s": statistics.median(fences)}
+    found = {"call, s": statistics.median(calls), "fence, s": statistics.median(fences)}
     found |= {"step, s": step_s} | ({"step meanwhile, s": statistics.median(busy)} if busy else {})
     return found | {"cost of a save, s": statistics.median(windows) - options.steps * step_s}
+
+
+def one_of_many(folder, options):
+    """A restore of one tensor, a load of it, and a read through `open`."""
+    saved_by(Penstock, folder / "warm", bench.gpt_state(WARM_UP_GB), 1)
+    many = bench.small_state(options.objects, 4)
+    contender, rows = saved_by(Penstock, folder / "run", many, 1)
+    name, tensor = next(iter(many.tensors.items()))
+    found, wanted = {"save, s": rows[0]["durable, s"]}, tensor.tolist()
+    contender.close()
+    with import_module("penstock").Checkpointer(str(folder / "run")) as ckpt:
+        tensor.zero_()
+        bench.drop_cache(folder)
+        with bench.timed(found, "restore"):
+            ckpt.restore(many.tree, include=name)
+        bench.check(tensor.tolist() == wanted, "Penstock")
+        bench.drop_cache(folder)
+        with bench.timed(found, "load"):
+            ckpt.load(include=name)
+        with bench.timed(found, "open, cache warm"):
+            ckpt.open()[name]
+    return found
 
 
 def auto(codecs, slow, folder, options):
@@ -331,60 +312,80 @@ def auto(codecs, slow, folder, options):
     from penstock.core.storage.open import open_backend  # noqa: PLC0415
     from penstock.testing.faults import LatencyBackend  # noqa: PLC0415
 
-    state = bench.gpt_state(options.gb * 12 / 14)
-    half = {name: p.data.bfloat16() for name, p in state.model.named_parameters()}
+    whole = bench.gpt_state(options.gb * 12 / 14)
+    half = {name: p.data.bfloat16() for name, p in whole.model.named_parameters()}
     store = open_backend(folder / "data")
     if slow:
         store = LatencyBackend(store, bytes_per_s=200e6)
     rules = [{"match": "**", "codecs": codecs}]
     took = []
     with penstock.Checkpointer(store, rules=rules, retention={"keep_last": 1}) as ckpt:
-        for number in range(5):
+        for number in range(options.saves + 1):
             bench.settle(0.3)
-            report = ckpt.save({**state.tree, "half": half}, step=number, mode="blocking").result()
+            report = ckpt.save({**whole.tree, "half": half}, step=number, mode="blocking").result()
             took.append(report.seconds["total"])
     ratio = report.bytes_raw / report.bytes_stored
     return {"first, s": took[0], "later, s": statistics.median(took[1:]), "smaller by": ratio}
 
 
-def fio(folder, options):
-    """Raw writes and reads past the page cache."""
-    found = {}
-    for name, flags in (("save", ["--rw=write", "--end_fsync=1"]), ("restore", ["--rw=read"])):
-        bench.settle()
-        bench.drop_cache(folder)
-        command = ["fio", "--output-format=json", "--name=raw", f"--directory={folder}"]
-        command += [f"--size={int(options.gb * 1e9) >> 20}M", "--bs=8M", "--iodepth=16"]
-        command += ["--ioengine=io_uring", "--direct=1", *flags]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
-        moved = job["write" if name == "save" else "read"]
-        found[f"{name}, GB/s"] = moved["io_bytes"] / moved["runtime"] / 1e6
+# -- limits --------------------------------------------------------------------------------------
+
+
+def copy(_, options):
+    """A plain copy in memory, into new memory and into the same again."""
+    tensors, found = bench.gpt_state(options.gb).tensors, {}
+    with bench.timed(found, "first call"):
+        copies = {name: tensor.clone() for name, tensor in tensors.items()}
+    with bench.timed(found, "later call"):
+        for name, tensor in tensors.items():
+            copies[name].copy_(tensor)
     return found
 
 
-GROUPS = {
-    "blocking": {name: partial(blocking, make) for name, make in BLOCKING.items()},
-    "background": {name: partial(background, make) for name, make in BACKGROUND.items()},
-    "loop": {name: partial(loop, make) for name, make in BACKGROUND.items()},
-    "loop, codecs": {name: partial(loop, make) for name, make in ENCODED.items()},
-    **{
-        f"auto, {place}": {
-            f"Penstock: {name}": partial(auto, CODECS[name], place != "disk")
-            for name in ("raw", "floatsplit", "auto")
-        }
-        for place in ("disk", "200 MB per s")
-    },
-}
-if shutil.which("fio"):
-    GROUPS["blocking"]["fio"] = fio
+def fio(folder, options):
+    """Raw writes and reads past the page cache."""
+    found = {}
+    for name, flags in (("durable", ["--rw=write", "--end_fsync=1"]), ("restore", ["--rw=read"])):
+        bench.settle(0.1)
+        bench.drop_cache(folder)
+        command = ["fio", "--output-format=json", "--name=raw", f"--directory={folder}"]
+        command += [f"--size={max(16, int(options.gb * 1e9) >> 20)}M", "--bs=8M", "--iodepth=16"]
+        command += ["--ioengine=libaio", "--direct=1", *flags]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
+        moved = job["write" if name == "durable" else "read"]
+        found[f"{name}, s"] = options.gb * 1e6 * moved["runtime"] / moved["io_bytes"]
+    return found
 
-if __name__ == "__main__":
-    sizes = {
-        "gb": (3.0, "state size in GB (10^9 bytes)"),
-        "windows": (6, "saves in a training loop"),
-        "steps": (8, "steps between them"),
+
+BENCHMARK = bench.Benchmark(
+    __file__,
+    __doc__,
+    {
+        "state": {name: partial(state, make) for name, make in SYSTEMS.items()},
+        "limits": {"plain copy in memory": copy, "fio": fio},
+        "loop": {name: partial(loop, make) for name, make in BACKGROUND.items()},
+        "one": {"Penstock": one_of_many},
+        **{
+            f"auto, {place}": {
+                f"Penstock: {name}": partial(auto, codecs, place != "disk")
+                for name, codecs in (("raw", ()), ("floatsplit", ["floatsplit"]), ("auto", "auto"))
+            }
+            for place in ("disk", "200 MB per s")
+        },
+    },
+    {
+        "gb": (1.0, "state size in GB (10^9 bytes)"),
+        "small": (0, "tensors of 4 KiB instead"),
+        "saves": (2, "of a process; of `auto` after the first"),
+        "objects": (300_000, "tensors of which one is read"),
+        "windows": (3, "saves in a training loop"),
+        "steps": (6, "steps between them"),
         "batch": (16, "rows of a step: how long it takes"),
         "threads": (1, "threads of torch in the loop"),
-    }
-    bench.run(__doc__, GROUPS, sizes, base="Penstock")
+    },
+    base="Penstock",
+)
+
+if __name__ == "__main__":
+    BENCHMARK.run()

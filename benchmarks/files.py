@@ -11,7 +11,7 @@ import subprocess
 from functools import partial
 
 import torch
-from bench import check, digests, drop_cache, fill, run, sync_tree, timed
+from bench import Benchmark, check, digests, drop_cache, fill, sync_tree, timed
 
 import penstock
 
@@ -37,13 +37,16 @@ def there_and_back(to, folder, options):
         penstock.import_checkpoint(out, folder / "new", format=to)
     with penstock.Checkpointer(folder / "new") as ckpt:
         check(digests(ckpt.load()["model"]) == digests(state["model"]), to)
-    for way in ("export", "import"):
-        found[f"{way}, of the speed of the copy"] = found["copy, s"] / found[f"{way}, s"]
     return found
 
 
+FORMATS = ("safetensors", "torch", "dcp")
+BENCHMARK = Benchmark(
+    __file__,
+    __doc__,
+    {"files": {f"Penstock, {to}": partial(there_and_back, to) for to in FORMATS}},
+    {"gb": (1.0, "GB of fp32 to move")},
+)
+
 if __name__ == "__main__":
-    formats = {
-        f"Penstock, {to}": partial(there_and_back, to) for to in ("safetensors", "torch", "dcp")
-    }
-    run(__doc__, {"files": formats}, {"gb": (1.0, "GB of fp32 to move")})
+    BENCHMARK.run()

@@ -16,7 +16,7 @@ import time
 from functools import partial
 
 import torch
-from bench import State, check, run, tensors_of, timed
+from bench import Benchmark, State, check, tensors_of, timed
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
@@ -149,6 +149,8 @@ GROUPS = {
     }
 }
 
+OPTIONS = {"gb": (3.0, "size of the state"), "small": (0, "tensors of 4 KiB instead")}
+BENCHMARK = Benchmark(__file__, __doc__, GROUPS, OPTIONS, base="Penstock, async")
+
 if __name__ == "__main__":
-    sizes = {"gb": (3.0, "size of the state"), "small": (0, "tensors of 4 KiB instead")}
-    run(__doc__, GROUPS, sizes, base="Penstock, async")
+    BENCHMARK.run()

@@ -29,7 +29,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from bench import check, digests, run, timed
+from bench import Benchmark, check, digests, timed
 
 BUCKET = "bench"
 PART = 8 << 20
@@ -212,12 +212,14 @@ GROUPS = {
     }
 }
 
+OPTIONS = {
+    "gb": (1.0, "state in 10^9 bytes"),
+    "latency_ms": (0.0, "before each answer"),
+    "mb_per_s": (0.0, "most that passes each way; 0: no limit"),
+    "parallel": (16, "requests at once"),
+    "url": (None, "the store; started by this program"),
+}
+BENCHMARK = Benchmark(__file__, __doc__, GROUPS, OPTIONS, base="Penstock", around=serving)
+
 if __name__ == "__main__":
-    options = {
-        "gb": (1.0, "state in 10^9 bytes"),
-        "latency_ms": (0.0, "before each answer"),
-        "mb_per_s": (0.0, "most that passes each way; 0: no limit"),
-        "parallel": (16, "requests at once"),
-        "url": (None, "the store; started by this program"),
-    }
-    run(__doc__, GROUPS, options, base="Penstock", around=serving)
+    BENCHMARK.run()

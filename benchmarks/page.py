@@ -1,0 +1,372 @@
+"""The page of benchmarks, made from the JSON of a run: its tables, its charts, and their text.
+
+    python benchmarks/page.py                                # from recorded/run.json
+    python benchmarks/page.py build/a.json build/b.json      # parts of one commit, put together
+
+`page.md` is the page without its figures. Figures of a GPU are of another machine and an earlier
+run, so they are kept as they were, in `recorded/gpu.json`.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+from pathlib import Path
+
+from bench import FAILED, ROOT, as_json, figure, rows_of, table
+
+HERE = Path(__file__).resolve().parent
+RUN, GPU = "benchmarks/recorded/run.json", "benchmarks/recorded/gpu.json"
+PAGE, CHARTS = "docs/benchmarks.md", "docs/assets/benchmarks"
+ASYNC, KEPT = "Penstock, async", "DCP async_save, kept stager"
+COPY, FIO = "plain copy in memory", "fio"
+SIZES = ("state of 0.1 GB", "state of 0.3 GB", "state", "state of 3 GB")
+RANKS = (1, 2, 4, 8)
+
+
+class Run:
+    """What was measured, in one commit."""
+
+    def __init__(self, documents):
+        commits = {one["about"]["commit"] for one in documents}
+        if len(commits) != 1:
+            raise SystemExit(f"measured in different commits: {', '.join(sorted(commits))}")
+        seconds = sum(one["about"]["seconds"] for one in documents)
+        self.about = documents[0]["about"] | {"seconds": seconds}
+        self.parts = {name: part for one in documents for name, part in one["parts"].items()}
+        self.document = {"about": self.about, "parts": self.parts}
+
+    def rows(self, part, *names):
+        """What `table` takes: all names of a part, or some."""
+        rows = rows_of(self.parts[part]["results"])
+        return {name: rows[name] for name in names} if names else rows
+
+    def rounds(self, *parts):
+        """How many rounds the parts have."""
+        rows = [row for part in parts for row in self.parts[part]["results"].values()]
+        counts = sorted({len(row["rounds"]) for row in rows if FAILED not in row})
+        if counts == [1]:
+            return "one round"
+        return f"medians of {' to '.join(str(count) for count in counts)} rounds"
+
+    def option(self, part, key):
+        return self.parts[part]["options"][key]
+
+
+# -- tables --------------------------------------------------------------------------------------
+
+
+def standstill(run):
+    large = f"first call of {run.option('state of 3 GB', 'gb'):g} GB, s"
+    rows, limits = run.rows("state"), run.rows("limits")
+    for name, values in run.rows("state of 3 GB").items():
+        if isinstance(values, dict) and isinstance(rows[name], dict):
+            rows[name][large] = values["first call, s"]
+    if isinstance(limits[FIO], dict):
+        limits[FIO] = {"later durable, s": limits[FIO]["durable, s"]}
+    columns = ("first call, s", "later call, s*", "later fenced, s", "later durable, s*")
+    return table(rows | limits, (*columns, large, "first durable, MB"), ASYNC)
+
+
+def restores(run):
+    columns = ("restore, s*", "restore, CPU s", "restore, MB", "restore of the model, s*")
+    return table(restored_by(run) | run.rows("limits", FIO), columns, "Penstock")
+
+
+def restored_by(run):
+    """One row for each library."""
+    state = run.rows("state")
+    return {
+        "Penstock": state["Penstock, blocking"],
+        "safetensors": state["safetensors"],
+        "torch.load": state["torch.save"],
+        "dcp.load": state["DCP save"],
+        "TorchSnapshot": state["TorchSnapshot async_take"],
+    }
+
+
+def plain(columns, *parts, base="", names=()):
+    """A table of some parts. A part's title may come with an option that its rows then show."""
+
+    def made(run):
+        lines = []
+        for part, shown in parts:
+            told = shown.format(**run.parts[part]["options"])
+            rows = {name + told: values for name, values in run.rows(part, *names).items()}
+            lines += table(rows, columns, base + told).splitlines()[2 if lines else 0 :]
+        return "\n".join(lines)
+
+    return made
+
+
+def about(run):
+    of = run.about
+    commit, changed = of["commit"].rstrip("+"), " with changes" * of["commit"].endswith("+")
+    during = "{} (median) and {} (highest) during it".format(*of["load during"])
+    versions = ", ".join(f"{name} {version}" for name, version in of["versions"].items())
+    lines = [
+        f"- Commit `{commit}`{changed}, {of['made']}, {of['seconds'] / 60:.0f} minutes for all.",
+        f"- {of['cpu']}, {of['memory']} of memory, {of['system']}.",
+        f"- Load: {of['load before']} before the run, {during}.",
+        f"- {versions}.",
+    ]
+    return "\n".join(lines)
+
+
+def trial(run):
+    if not run.about["trial"]:
+        return ""
+    return (
+        '!!! warning "A trial, not a measurement"\n'
+        f"    States have {run.about['scale']:g} of their usual size, and the machine was busy."
+        " They show the form of this page only.\n"
+    )
+
+
+def gpu(recorded):
+    parts = [f"Recorded on {recorded['made']}: {recorded['machine']}."]
+    for one in recorded["tables"]:
+        lines = [
+            f"|  | {' | '.join(one['columns'])} |",
+            "|---" + "|---:" * len(one["columns"]) + "|",
+        ]
+        lines += [f"| {' | '.join(row)} |" for row in one["rows"]]
+        parts += [one["text"], "\n".join(lines)]
+    parts.append("\n".join(f"- {note}" for note in recorded["notes"]))
+    return "\n\n".join(parts)
+
+
+# -- charts --------------------------------------------------------------------------------------
+
+FONT = "DejaVu Sans"  # comes with matplotlib; a browser may have to take another one
+OURS, OURS_LIGHT, PEER, PEER_LIGHT, INK = "#00796b", "#80cbc4", "#546e7a", "#b0bec5", "#263238"
+
+
+def drawing(height, panels=1):
+    """A figure that reads well at the width of a phone; the text stays text."""
+    import matplotlib as mpl  # noqa: PLC0415 - only a page needs it
+
+    mpl.use("svg")
+    mpl.rcParams.update(
+        {
+            "svg.hashsalt": "penstock",
+            "svg.fonttype": "none",
+            "font.family": FONT,
+            "font.size": 9,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "text.color": INK,
+            "axes.edgecolor": "#90a4ae",
+        }
+    )
+    from matplotlib import figure as figures  # noqa: PLC0415
+
+    made = figures.Figure(figsize=(4.2, height), layout="constrained", facecolor="white")
+    return made, made.subplots(panels, squeeze=False)[:, 0]
+
+
+def svg(made):
+    file = io.StringIO()
+    made.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+    text = file.getvalue().replace(f"'{FONT}'", f"'{FONT}', Verdana, sans-serif")
+    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+
+
+def bars(rows, first, second, legend):
+    """Two horizontal bars for each name that has figures, the shortest on top."""
+    known = {n: v for n, v in rows.items() if isinstance(v, dict) and second in v}
+    names = sorted(known, key=lambda name: -known[name][second])
+    made, (axes,) = drawing(0.6 + 0.42 * len(names))
+    longest = max(known[name].get(key, 0) for name in names for key in (first, second))
+    for place, name in enumerate(names):
+        ours = name.startswith("Penstock")
+        pairs = ((first, 0.2, (OURS_LIGHT, PEER_LIGHT)), (second, -0.2, (OURS, PEER)))
+        for key, offset, colors in pairs:
+            value = known[name].get(key)
+            if value is not None:
+                axes.barh(place + offset, value, 0.38, color=colors[not ours])
+                at = max(value, 0) + longest / 80
+                axes.text(at, place + offset, figure(value), va="center", fontsize=8)
+    axes.set_yticks(range(len(names)), [name.replace(", ", ",\n") for name in names])
+    axes.tick_params(length=0, colors=INK)
+    axes.set_xlim(0, longest * 1.18)
+    axes.set_xlabel(f"seconds\n{legend}", color=INK)
+    return svg(made)
+
+
+def lines(panels):
+    """Panels below each other: seconds of Penstock and DCP over what grows."""
+    from matplotlib import ticker  # noqa: PLC0415
+
+    made, all_axes = drawing(1.9 * len(panels), len(panels))
+    for axes, (title, label, xs, series) in zip(all_axes, panels, strict=True):
+        for name, values, color in series:
+            points = [(x, y) for x, y in zip(xs, values, strict=True) if y is not None]
+            axes.plot(*zip(*points, strict=True), marker="o", markersize=4, color=color, label=name)
+        axes.set(xscale="log", yscale="log")
+        axes.set_title(title, loc="left", fontsize=9.5)
+        axes.set_xlabel(label, color=INK)
+        axes.set_ylabel("seconds", color=INK)
+        axes.set_xticks(xs, [f"{x:g}" for x in xs])
+        axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.minorticks_off()
+        axes.grid(color="#eceff1")
+        axes.tick_params(colors=INK)
+    made.legend(*all_axes[0].get_legend_handles_labels(), loc="outside upper left", frameon=False)
+    return svg(made)
+
+
+def growth(run):
+    sizes = [run.option(part, "gb") for part in SIZES]
+    by_size = [run.rows(part, ASYNC, KEPT) for part in SIZES]
+    by_rank = [run.rows(f"ranks, {count}", ASYNC, KEPT) for count in RANKS]
+    names = ((ASYNC, OURS), (KEPT, PEER))
+
+    def series(table_of, key):
+        return [
+            (
+                name,
+                [
+                    rows[name].get(key) if isinstance(rows[name], dict) else None
+                    for rows in table_of
+                ],
+                color,
+            )
+            for name, color in names
+        ]
+
+    return lines(
+        [
+            (
+                "A first save, until durable",
+                "GB of state",
+                sizes,
+                series(by_size, "first durable, s"),
+            ),
+            ("A cold restore", "GB of state", sizes, series(by_size, "restore, s")),
+            (
+                "A later save by ranks, until durable",
+                "ranks",
+                RANKS,
+                series(by_rank, "durable, s"),
+            ),
+        ]
+    )
+
+
+def charts(run):
+    """SVG by file name."""
+    state = run.rows("state") | run.rows("limits", COPY)
+    return {
+        "standstill.svg": bars(
+            state, "first call, s", "later call, s", "light: first save, dark: later ones"
+        ),
+        "restore.svg": bars(
+            restored_by(run),
+            "restore of the model, s",
+            "restore, s",
+            "light: the model alone, dark: all",
+        ),
+        "loop.svg": bars(
+            run.rows("loop"),
+            "call, s",
+            "cost of a save, s",
+            "light: the call, dark: the whole cost",
+        ),
+        "growth.svg": growth(run),
+    }
+
+
+# -- the page ------------------------------------------------------------------------------------
+
+TABLES = {
+    "about": about,
+    "trial": trial,
+    "standstill": standstill,
+    "restores": restores,
+    "loop": plain(
+        ("cost of a save, s*", "call, s", "fence, s", "step, s", "step meanwhile, s"),
+        ("loop", ""),
+        base=ASYNC,
+    ),
+    "size": plain(
+        ("first call, s*", "first durable, s*", "later call, s", "later durable, s", "restore, s*"),
+        *((part, ", {gb:g} GB") for part in SIZES),
+        base=ASYNC,
+        names=(ASYNC, KEPT),
+    ),
+    **{
+        part: plain(
+            ("first call, s", "later call, s*", "later durable, s*", "restore, s*"),
+            (part, ""),
+            base=ASYNC,
+        )
+        for part in ("5,000 tensors", "50,000 tensors")
+    },
+    "one of many": plain(
+        ("save, s", "restore, s", "load, s", "open, cache warm, s"), ("one of many", "")
+    ),
+    "ranks": plain(
+        ("call, s*", "durable, s*", "restore, s*"),
+        *((f"ranks, {count}", ", ranks: {ranks}") for count in RANKS),
+        base=ASYNC,
+    ),
+    **{
+        part: plain(
+            ("save, s", "save, x rate", "restore, s", "restore, x rate", "one, MB sent"), (part, "")
+        )
+        for part in ("s3", "s3, far")
+    },
+    "tiers": plain(("call, s", "committed, s", "durable, s"), ("tiers", "")),
+    "files": plain(("export, s", "copy, s", "import, s"), ("files", "")),
+    "auto": plain(
+        ("first, s", "later, s", "smaller by"),
+        ("auto, disk", ", disk"),
+        ("auto, 200 MB per s", ", 200 MB/s"),
+    ),
+    "frozen": plain(("blocked, s", "stored/raw"), ("frozen", "")),
+    "chain": plain(("restore, s", "MB read", "raw bytes, s"), ("chain", "")),
+}
+
+
+def page(run, recorded):
+    """The page's text. `{{table NAME}}`, `{{rounds PART}}` and `{{PART: OPTION}}` are replaced."""
+
+    def filled(match):
+        kind, _, name = match[1].partition(" ")
+        if kind == "table":
+            return gpu(recorded) if name == "gpu" else TABLES[name](run)
+        if kind == "rounds":
+            return run.rounds(*name.split("; "))
+        part, _, option = match[1].partition(": ")
+        return f"{run.option(part, option):,g}"
+
+    text = (HERE / "page.md").read_text(encoding="utf-8")
+    return re.sub(r"\n{3,}", "\n\n", re.sub(r"\{\{(.+?)\}\}", filled, text))
+
+
+def made(paths):
+    """The files of a page, by their places in the repository, from the JSON of a run."""
+    run = Run([json.loads(Path(path).read_text(encoding="utf-8")) for path in paths])
+    try:
+        text = page(run, json.loads((ROOT / GPU).read_text(encoding="utf-8")))
+        drawn = charts(run)
+    except KeyError as missing:
+        raise SystemExit(f"not measured: {missing}; run all parts") from missing
+    return {RUN: as_json(run.document), PAGE: text} | {f"{CHARTS}/{n}": t for n, t in drawn.items()}
+
+
+def publish(paths, root=ROOT):
+    """Write the page, its charts and its JSON, once all of them are made."""
+    files = {root / name: text for name, text in made(paths).items()}
+    for path, text in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    print("written:", *files, sep="\n  ")
+
+
+if __name__ == "__main__":
+    publish(sys.argv[1:] or [ROOT / RUN])
