@@ -98,7 +98,9 @@ class Staging:
                 default: asks the kernel to.
         """
         self.budget_bytes = max(align_up(budget_bytes, PAGE_BYTES), PAGE_BYTES)
-        self._lock = threading.Lock()  # guards every field but `_waiting`
+        self.was_short = False
+        """Whether training has waited in this save for the store to give memory back."""
+        self._lock = threading.Lock()  # guards every field but `_waiting` and `was_short`
         # Locks that waiting threads want to acquire. `wake` takes no lock: the thread that trains
         # calls it, and a signal handler that saves may interrupt it there.
         self._waiting: deque[threading.Lock] = deque()
@@ -123,6 +125,7 @@ class Staging:
             largest_bytes: The bytes of its largest block, phase included.
             copied_from: The CUDA device whose copies write to the arena, if any do.
         """
+        self.was_short = False
         with self._lock:
             self._hint = total_bytes
             self._copied_from = self._copied_from or copied_from

@@ -1,7 +1,8 @@
 """Captures described state: moves it out of the memory that training is about to change.
 
-A chunk is copied into staging. Or, when staging is too small or the caller waits anyway, it is lent
-*straight*: the writer reads the live tensor, and the chunk counts as captured once it is written.
+A chunk is copied into staging, which is reused as the writer gives it back. Or, when that would
+keep the writer waiting, or the caller waits anyway, the chunk is lent *straight*: the writer reads
+the live tensor, and the chunk counts as captured once it is written.
 The versions of tensors are compared before and after. A deferred tensor is also compared with
 samples of its memory.
 """
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from penstock.core.save.request import SaveTurn
 
 log = logging.getLogger("penstock")
+
+_QUEUED = 4  # chunks of 16 MiB that the writer takes at once
 
 
 class LentChunks:
@@ -328,6 +331,10 @@ class CaptureRun:
         captured.end_hold()
         self._lent.give_back()
 
+    def wake(self) -> None:
+        """Note that the writer has taken captured chunks: more may be lent to it."""
+        self._staging.wake()
+
     def release_unwritten(self) -> None:
         """Release the captured chunks that the writer has not taken and, failed, never will."""
         with suppress(Empty):
@@ -344,13 +351,17 @@ class CaptureRun:
             return
 
         def may_be_lent() -> bool:
-            return lendable and may_lend() and not self._staging.is_being_touched
+            # A lent chunk keeps training until it is written. So it is lent only to a writer that
+            # has nothing else to do until staging is free again.
+            is_needed = self.handed_on.qsize() < _QUEUED and not self._staging.is_being_touched
+            return lendable and may_lend() and is_needed
 
         while (block := self._staging.acquire(chunk.length, chunk.phase)) is None:
             self._raise_if_cancelled()
             # Memory that is being touched is there soon; a store may stand still for minutes.
             if not self._staging.is_being_touched:
                 self._need_writer()
+                self._staging.was_short = self._staging.was_short or may_lend()
             if may_be_lent():
                 if self._lend(index):
                     return

@@ -529,7 +529,9 @@ class Finish:
                 batch.append(handed_on.get(block=False))
         except queue.Empty:
             pass
-        if not batch and self._writer.idle:
+        if batch:
+            self._capture.wake()
+        elif self._writer.idle:
             self._tick()  # the wait is for training, so the store is not stuck
         return batch
 

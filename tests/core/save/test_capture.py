@@ -350,6 +350,37 @@ def test_what_has_no_room_in_staging_is_lent_and_waited_for():
     assert join() is None
 
 
+@pytest.mark.parametrize("when", [NOW, DEFERRED])
+def test_training_waits_only_until_staging_has_room_for_the_rest(when):
+    """What the writer has not given back is not copied to; it has enough to do, so none is lent."""
+    source = Host(20 * CHUNK)
+    run = Run((source, when), staging_bytes=6 * CHUNK)
+    run.capture.fence(0)
+    take = run.capture.take_now if when is NOW else run.capture.take_deferred
+    thread, join = in_background(take)
+    handed_on, left, got = run.capture.handed_on, len(run.plan.chunks), b""
+    while left:
+        while handed_on.qsize() < min(left, 6):
+            assert thread.is_alive()
+        captured = handed_on.get()
+        assert captured.block
+        expected = source.bytes()[len(got) : len(got) + captured.view.nbytes]
+        assert bytes(captured.view) == expected, "its memory was used again before it was written"
+        got += expected
+        left -= 1
+        run.capture.release(captured)
+        if left == 6:
+            assert join() is None
+            source.change()
+            break
+    got += b"".join(bytes(captured.view) for captured in run.captured)
+    assert len(got) == source.nbytes
+    assert 255 not in got
+    assert run.capture.straight_bytes == 0
+    assert run.staging.was_short
+    assert run.staging.allocated_bytes <= 6 * CHUNK
+
+
 def test_nothing_is_lent_while_staging_is_being_touched():
     """A store that stands still would hold training as long, and there will soon be room."""
     may_go_on, both, begun = threading.Event(), threading.Barrier(2), []
