@@ -173,6 +173,8 @@ class Finish:
             blob_prefix=f"data/{self.uid}/blobs/{self._turn.rank:05d}-0",
             release=self._capture.release,
             tick=self._tick,
+            # All at once would take the core from training; one is faster than most stores.
+            hashers=self._workers.count if request.mode == "blocking" else 1,
             share=request.share,
             bases=self._bases,
         )
