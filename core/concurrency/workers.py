@@ -9,6 +9,9 @@ import math
 import os
 import threading
 import time
+from collections import deque
+from concurrent.futures import wait
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -17,7 +20,7 @@ from penstock.core.concurrency.timing import current_timing
 from penstock.core.concurrency.watchdog import spawn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
     from penstock.core.concurrency.timing import Timing
@@ -40,16 +43,43 @@ class Workers:
         self.count = count
         self.timing = timing or current_timing()
         self._pid = os.getpid()
-        self._pool = self._make_pool()
+        self._pool = self._make_pool("work", count)
+        self._helpers = self._make_pool("copy", max(1, count - 1))
 
     def submit(self, task: Callable[[], T]) -> Future[T]:
         """Run `task` in the pool."""
-        if self._pid != os.getpid():  # a forked child has none of the threads
-            self._pid, self._pool = os.getpid(), self._make_pool()
+        self._renew_in_child()
         return self._pool.submit(task)
 
-    def _make_pool(self) -> Pool:
-        return Pool(self.count, "penstock-work", timing=self.timing)
+    def side_by_side(self, tasks: Sequence[Callable[[], T]]) -> list[T | BaseException]:
+        """Run short tasks in this thread and in helpers that run nothing else.
+
+        Returns, when all are over, for each task its result or its error.
+        """
+        outcomes: dict[int, T | BaseException] = {}
+        left = deque(enumerate(tasks))
+
+        def work() -> None:
+            with suppress(IndexError):  # of `popleft`: none is left
+                while True:
+                    number, task = left.popleft()
+                    outcomes[number] = _outcome(task)
+
+        self._renew_in_child()
+        helpers = min(self.count, len(tasks)) - 1
+        futures = [self._helpers.submit(work) for _ in range(helpers)]
+        work()
+        wait(futures)
+        return [outcomes[number] for number in range(len(tasks))]
+
+    def _renew_in_child(self) -> None:
+        if self._pid != os.getpid():  # a forked child has none of the threads
+            self._pid = os.getpid()
+            self._pool = self._make_pool("work", self.count)
+            self._helpers = self._make_pool("copy", max(1, self.count - 1))
+
+    def _make_pool(self, name: str, count: int) -> Pool:
+        return Pool(count, f"penstock-{name}", timing=self.timing)
 
     def spawn(self, name: str, task: Callable[[], object]) -> threading.Thread:
         """Run `task` on a daemonic thread of its own, so that a stuck disk cannot delay an exit."""
@@ -58,6 +88,14 @@ class Workers:
     def close(self) -> None:
         """End the pool after its queued tasks, without waiting for them."""
         self._pool.shutdown(wait=False)
+        self._helpers.shutdown(wait=False)
+
+
+def _outcome(task: Callable[[], T]) -> T | BaseException:
+    try:
+        return task()
+    except BaseException as error:  # noqa: BLE001 - the caller raises it
+        return error
 
 
 class BusyClock:

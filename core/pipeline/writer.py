@@ -279,6 +279,7 @@ class FrameWriter:
         blob_prefix: str,
         release: Callable[[Captured], None],
         tick: Callable[[int], None],
+        hashers: int,
         share: bool = False,
         bases: SaveBases | None = None,
     ) -> None:
@@ -293,6 +294,7 @@ class FrameWriter:
             blob_prefix: Name of both blobs, less their endings.
             release: Called once for every chunk, as soon as its memory is no longer needed.
             tick: Called with the bytes written whenever the store made progress.
+            hashers: How many workers hash the chunks of one batch.
             share: Whether chunks whose bytes are stored already are not stored again.
             bases: What earlier saves have stored of the chunks; None: nothing.
         """
@@ -306,6 +308,7 @@ class FrameWriter:
         self._workers = workers
         self._release = release
         self._tick = tick
+        self._hashers = hashers
         self.blob_names = f"{blob_prefix}.raw", f"{blob_prefix}.enc"
         """The names of both blobs, whether they are begun or not."""
         self._raw: _OpenBlob | None = None
@@ -577,8 +580,8 @@ class FrameWriter:
             self._release(item)
 
     def _shares(self, items: Sequence[T]) -> Iterator[Sequence[T]]:
-        """Yield a share of `items` for each worker."""
-        size = max(1, -(-len(items) // self._workers.count))
+        """Yield a share of `items` for each worker that hashes them."""
+        size = max(1, -(-len(items) // self._hashers))
         for at in range(0, len(items), size):
             yield items[at : at + size]
 

@@ -1,7 +1,8 @@
 """Captures described state: moves it out of the memory that training is about to change.
 
-A chunk is copied into staging. Or, when staging is too small or the caller waits anyway, it is lent
-*straight*: the writer reads the live tensor, and the chunk counts as captured once it is written.
+A chunk is copied into staging, which is reused as the writer gives it back. Or, when that would
+keep the writer waiting, or the caller waits anyway, the chunk is lent *straight*: the writer reads
+the live tensor, and the chunk counts as captured once it is written.
 The versions of tensors are compared before and after. A deferred tensor is also compared with
 samples of its memory.
 """
@@ -21,7 +22,7 @@ from penstock.core.errors import SaveAbortedError
 from penstock.core.foreign import noting_origin
 from penstock.core.pipeline.chunks import Captured
 from penstock.core.plan.save import Capture
-from penstock.core.save.live_memory import copy_chunk, held, shown
+from penstock.core.save.live_memory import copy_chunk, flat_copies, held, shown
 from penstock.core.save.samples import TornCheck
 from penstock.core.tree.paths import show_path
 from penstock.core.types import PAGE_BYTES
@@ -31,12 +32,15 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from penstock.core.abc import PendingCopy
-    from penstock.core.concurrency.timing import Timing
+    from penstock.core.concurrency.workers import Workers
     from penstock.core.pipeline.staging import Block, Staging
     from penstock.core.plan.save import Chunk, SavePlan
     from penstock.core.save.request import SaveTurn
 
 log = logging.getLogger("penstock")
+
+_QUEUED = 4  # chunks of 16 MiB that the writer takes at once
+_SIDE_BY_SIDE = 4  # chunks for each thread, so that the last ones take little of the time
 
 
 class LentChunks:
@@ -158,7 +162,7 @@ class CaptureRun:
         *,
         need_writer: Callable[[], None],
         straight_first: bool,
-        timing: Timing,
+        workers: Workers,
         turn: SaveTurn,
     ) -> None:
         """Prepare to capture.
@@ -168,14 +172,14 @@ class CaptureRun:
             staging: The memory for copies.
             need_writer: Called before each wait that only writing can end.
             straight_first: Whether nothing is copied where memory allows, as the caller waits.
-            timing: How often a thread that waits looks around.
+            workers: The threads that copy while training waits.
             turn: Says what other ranks write, and what may be derived.
         """
         self._chunks = plan.chunks
         self._staging = staging
         self.handed_on: SimpleQueue[Captured] = SimpleQueue()
         self._need_writer = need_writer
-        self._timing = timing
+        self._workers = workers
         self._straight_first = straight_first
         taken = [(i, c) for i, c in enumerate(plan.chunks) if i not in turn.skip]
         self.chunk_count = len(taken)
@@ -185,8 +189,7 @@ class CaptureRun:
         self._torn = TornCheck(plan.chunks, plan.objects, now=self._now, deferred=[*self._later])
         masters = plan.masters if turn.masters is None else turn.masters
         self._derivation = Derivation(masters, self._torn, captures=turn.captures_derived)
-        self.derived = self._derivation.found
-        """The numbers of derived objects, and of those that they are derived from."""
+        self._gathered: list[Captured] = []  # have staging, and are still to be copied
         self._issued: deque[tuple[Captured, list[PendingCopy]]] = deque()
         self._lent = LentChunks()
         self._fenced = False
@@ -198,6 +201,11 @@ class CaptureRun:
         self.straight_bytes = 0
         self.deferred_bytes = plan.bytes_of_chunks(self._later)  # behind the fence
 
+    @property
+    def derived(self) -> Mapping[int, int]:
+        """The numbers of derived objects, and of those that they are derived from."""
+        return self._derivation.found
+
     def take_now(self) -> None:
         """Capture everything that is not deferred; on return that memory may change.
 
@@ -206,7 +214,7 @@ class CaptureRun:
             SaveAbortedError: The save was given up.
         """
         for index in self._now:
-            self._take(index, may_lend=lambda: True)
+            self._take(index, is_awaited=lambda: True)
         self._flush()
         self._wait_lent(None)
         self._torn.check(deferred=False)
@@ -221,8 +229,9 @@ class CaptureRun:
             SaveAbortedError: The save was given up.
         """
         while self._later:
-            self._take(self._later[0], may_lend=lambda: self._fenced)
+            self._take(self._later[0], is_awaited=lambda: self._fenced)
             self._later.popleft()
+        self._copy_gathered()
         self._all_issued.open()
         self._flush()
         self._wait_lent(None)
@@ -301,6 +310,9 @@ class CaptureRun:
 
     def close(self) -> None:
         """Wait for the device copies that a failure left in flight, then release their memory."""
+        for captured in self._gathered:
+            self.release(captured)
+        self._gathered = []
         while self._issued:
             captured, copies = self._issued.popleft()
             try:
@@ -328,46 +340,99 @@ class CaptureRun:
         captured.end_hold()
         self._lent.give_back()
 
+    def wake(self) -> None:
+        """Note that the writer has taken captured chunks: more may be lent to it."""
+        self._staging.wake()
+
     def release_unwritten(self) -> None:
         """Release the captured chunks that the writer has not taken and, failed, never will."""
         with suppress(Empty):
             while True:
                 self.release(self.handed_on.get(block=False))
 
-    def _take(self, index: int, *, may_lend: Callable[[], bool]) -> None:
+    def _take(self, index: int, *, is_awaited: Callable[[], bool]) -> None:
+        """Capture a chunk; `is_awaited` says whether training waits for it."""
         chunk = self._chunks[index]
         if self._derivation.omits(chunk):
+            self._copy_gathered()
             self.handed_on.put(Captured(index, memoryview(b"")))
             return
         lendable = self._lendable(chunk) is not None
         if lendable and self._straight_first and self._lend(index):
             return
+        # All threads copy what training waits for, if it is flat memory.
+        gathers = lendable and is_awaited()
+        if not gathers:
+            self._copy_gathered()
+        block = self._reserve(index, lendable=lendable, is_awaited=is_awaited)
+        if block is None:
+            return
+        captured = Captured(index, block.view, block)
+        if gathers:
+            self._gathered.append(captured)
+            if len(self._gathered) >= _SIDE_BY_SIDE * self._workers.count:
+                self._copy_gathered()
+        else:
+            self._hand_on(captured, self._copy_or_release(index, block))
+
+    def _reserve(
+        self, index: int, *, lendable: bool, is_awaited: Callable[[], bool]
+    ) -> Block | None:
+        """Reserve staging for a chunk; None: the chunk was lent instead."""
+        chunk = self._chunks[index]
 
         def may_be_lent() -> bool:
-            return lendable and may_lend() and not self._staging.is_being_touched
+            # A lent chunk keeps training until it is written. So it is lent only to a writer that
+            # has nothing else to do until staging is free again.
+            is_needed = self.handed_on.qsize() < _QUEUED and not self._staging.is_being_touched
+            return lendable and is_awaited() and is_needed
 
         while (block := self._staging.acquire(chunk.length, chunk.phase)) is None:
             self._raise_if_cancelled()
             # Memory that is being touched is there soon; a store may stand still for minutes.
             if not self._staging.is_being_touched:
                 self._need_writer()
-            if may_be_lent():
-                if self._lend(index):
-                    return
-                lendable = False
+                self._staging.was_short = self._staging.was_short or is_awaited()
             # A thread that waits for staging must hold none of it, or two could wait for each
             # other for ever: finish the copies in flight and hand them on first.
             self._flush()
+            if may_be_lent():
+                if self._lend(index):
+                    return None
+                lendable = False
             self._staging.wait(
-                lambda: bool(self._error) or may_be_lent(), self._timing.staging_poll_s
+                lambda: bool(self._error) or may_be_lent(), self._workers.timing.staging_poll_s
             )
-        captured = Captured(index, block.view, block)
-        copies = self._copy_or_release(index, block)
+        return block
+
+    def _hand_on(self, captured: Captured, copies: list[PendingCopy]) -> None:
+        """Hand a chunk on after those before it, once its `copies` from devices have landed."""
         if copies or self._issued:
             self.has_device_copies = True
             self._issued.append((captured, copies))
         else:
             self.handed_on.put(captured)
+
+    def _copy_gathered(self) -> None:
+        """Copy the gathered chunks side by side, and hand them on."""
+        if not self._gathered:
+            return
+        pairs = [(captured, captured.block) for captured in self._gathered if captured.block]
+        chunks = [self._chunks[captured.index] for captured, _ in pairs]
+        blocks = [block for _, block in pairs]
+
+        def copy(number: int) -> None:
+            moves[number]()
+            self._torn.check_copy(pairs[number][0].index, blocks[number].address)
+
+        with flat_copies(chunks, self._torn.objects, blocks) as moves:
+            tasks = [partial(copy, number) for number in range(len(moves))]
+            for outcome in self._workers.side_by_side(tasks):
+                if isinstance(outcome, BaseException):
+                    raise outcome
+        gathered, self._gathered = self._gathered, []
+        for captured in gathered:
+            self._hand_on(captured, [])
 
     def _copy_or_release(self, index: int, block: Block) -> list[PendingCopy]:
         copies: list[PendingCopy] = []
@@ -434,7 +499,8 @@ class CaptureRun:
             self._issued.append((captured, self._copy_or_release(captured.index, block)))
 
     def _flush(self) -> None:
-        """Wait for device copies in order and hand their chunks on."""
+        """Copy what is gathered, wait for device copies in order, and hand their chunks on."""
+        self._copy_gathered()
         while self._issued:
             captured, copies = self._issued[0]
             for copy in copies:

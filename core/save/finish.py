@@ -173,6 +173,8 @@ class Finish:
             blob_prefix=f"data/{self.uid}/blobs/{self._turn.rank:05d}-0",
             release=self._capture.release,
             tick=self._tick,
+            # All at once would take the core from training; one is faster than most stores.
+            hashers=self._workers.count if request.mode == "blocking" else 1,
             share=request.share,
             bases=self._bases,
         )
@@ -529,7 +531,9 @@ class Finish:
                 batch.append(handed_on.get(block=False))
         except queue.Empty:
             pass
-        if not batch and self._writer.idle:
+        if batch:
+            self._capture.wake()
+        elif self._writer.idle:
             self._tick()  # the wait is for training, so the store is not stuck
         return batch
 

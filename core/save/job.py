@@ -115,7 +115,7 @@ class SaveJob:
             staging,
             need_writer=self.start,
             straight_first=request.mode == "blocking",
-            timing=self._timing,
+            workers=workers,
             turn=turn,
         )
         self._finish = Finish(

@@ -68,6 +68,35 @@ def copy_chunk(
             _copy_pieces(pieces, objects, block, copies)
 
 
+@contextmanager
+def flat_copies(
+    chunks: Sequence[Chunk], objects: Sequence[PlannedObject], blocks: Sequence[Block]
+) -> Iterator[list[Callable[[], object]]]:
+    """Make a call for each chunk that copies it into its block; any thread may make the calls.
+
+    Args:
+        chunks: Chunks of one piece each, of flat memory of the host.
+        objects: The objects of the plan.
+        blocks: The memory for each chunk.
+
+    Raises:
+        TornSnapshotError: The memory of an object was freed.
+    """
+    pieces = [chunk.pieces[0] for chunk in chunks]
+    entries = [objects[piece.item].entry for piece in pieces]
+    for chunk, entry in zip(chunks, entries, strict=True):
+        if chunk.capture is Capture.DEFERRED:
+            entry.source.keep()
+    with held([entry.source for entry in entries]):
+        copies: list[Callable[[], object]] = []
+        for piece, entry, block in zip(pieces, entries, blocks, strict=True):
+            if not entry.source.address:
+                raise torn([entry.path], deferred=True)  # the memory was freed
+            start, length = entry.source.address + piece.start, piece.stop - piece.start
+            copies.append(partial(ctypes.memmove, block.address, start, length))
+        yield copies
+
+
 def _copy_alike(
     pieces: Sequence[Piece], objects: Sequence[PlannedObject], block: Block
 ) -> list[Piece]:

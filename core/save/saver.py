@@ -493,14 +493,15 @@ class Saver(SaveSurroundings):
         """See `SaveSurroundings`."""
         self._committed = report.step
         staging = self.memory.staging
-        is_small = staging is not None and request.staging_bytes > staging.budget_bytes
-        if request.mode != "blocking" and report.straight_bytes and is_small:
-            self._warn_once(
-                "staging is too small for the state: %s of step %d were written straight "
-                "from live tensors while training stood still; raise staging_bytes (said once)",
-                size_text(report.straight_bytes),
-                report.step,
-            )
+        if request.mode != "blocking" and staging is not None and staging.was_short:
+            missing = request.staging_bytes - staging.budget_bytes
+            if missing > 0:  # else only its gaps did not fit
+                self._warn_once(
+                    "staging is too small for the state: in step %d training stood still until the "
+                    "store had taken %s that had no room; raise staging_bytes (said once)",
+                    report.step,
+                    size_text(missing),
+                )
         if self._is_tier_silent():
             # The next save would wait for the clean-up as long as the tier hangs. The first save
             # after the tier is back cleans up.

@@ -363,7 +363,7 @@ class _Capture:
     def nothing(self):
         pass
 
-    check = close = forget = release_unwritten = nothing
+    check = close = forget = release_unwritten = wake = nothing
 
 
 class Job(SaveJob):

@@ -1,10 +1,12 @@
 """How many cores there are for this process."""
 
 import os
+import threading
+from contextlib import closing
 
 import pytest
 
-from penstock.core.concurrency.workers import default_workers, usable_cores
+from penstock.core.concurrency.workers import Workers, default_workers, usable_cores
 
 
 def test_ranks_of_a_machine_share_its_cores(monkeypatch):
@@ -40,3 +42,34 @@ def test_there_is_a_worker_for_each_core_up_to_four(cores, ranks, workers, tmp_p
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     assert default_workers(str(tmp_path)) == workers
+
+
+def test_tasks_run_side_by_side_in_the_calling_thread_too():
+    meet = threading.Barrier(3)
+
+    def task():
+        meet.wait(60)
+        return threading.current_thread()
+
+    with closing(Workers(3)) as workers:
+        threads = workers.side_by_side([task] * 3)
+        assert len(set(threads)) == 3
+        assert threading.current_thread() in threads
+        assert workers.side_by_side([]) == []
+    with closing(Workers(1)) as workers:
+        outcomes = workers.side_by_side([threading.current_thread] * 3)
+        assert outcomes == [threading.current_thread()] * 3
+
+
+def test_tasks_side_by_side_are_all_run_though_some_fail():
+    def fail():
+        raise ZeroDivisionError
+
+    with closing(Workers(2)) as workers:
+        outcomes = workers.side_by_side([fail, lambda: 1, fail, lambda: 2])
+    assert [type(outcome) for outcome in outcomes] == [
+        ZeroDivisionError,
+        int,
+        ZeroDivisionError,
+        int,
+    ]

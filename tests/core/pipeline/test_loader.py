@@ -8,9 +8,9 @@ import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from tests.resident import measured, peak_bytes
 
 from penstock.backends.memory import MemoryBackend, MemoryConfig
 from penstock.codecs.delta import DeltaCodec
@@ -472,20 +472,7 @@ def test_links_that_are_damaged_in_different_tiers_still_make_a_chunk(store, wor
     assert told == [("link-0", "slow"), ("link-2", "slow")]
 
 
-def peak_bytes(call):
-    """How far the resident memory rises while `call` runs."""
-    Path("/proc/self/clear_refs").write_text("5")
-    before = resident("VmRSS")
-    call()
-    return resident("VmHWM") - before
-
-
-def resident(key):
-    (line,) = (one for one in Path("/proc/self/status").read_text().splitlines() if key in one)
-    return int(line.split()[1]) << 10
-
-
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux measures the peak")
+@measured
 def test_a_long_chain_of_large_chunks_takes_the_memory_of_a_few(store, loader):
     length, links = 8 << 20, 40
     job, data = store.chained(length, links)

@@ -11,7 +11,7 @@ import pytest
 from tests.core.planned import planned
 
 from penstock.core.abc import ByteSource, PendingCopy
-from penstock.core.concurrency.timing import Timing
+from penstock.core.concurrency.workers import Workers
 from penstock.core.errors import SaveAbortedError, TornSnapshotError
 from penstock.core.pipeline.staging import Staging
 from penstock.core.plan.save import Capture, plan_save
@@ -21,6 +21,7 @@ from penstock.core.types import PAGE_BYTES
 
 CHUNK = 4 * PAGE_BYTES
 MIB = 1 << 20
+WORKERS = Workers(3)
 NOW, DEFERRED, FROZEN = Capture.NOW, Capture.DEFERRED, Capture.FROZEN
 
 
@@ -148,7 +149,7 @@ class Run:
             self.staging,
             need_writer=self.writer_needed.set,
             straight_first=straight_first,
-            timing=Timing(),
+            workers=WORKERS,
             turn=SaveTurn(),
         )
 
@@ -348,6 +349,37 @@ def test_what_has_no_room_in_staging_is_lent_and_waited_for():
     assert run.contents() == [source.bytes()]
     run.give_back()
     assert join() is None
+
+
+@pytest.mark.parametrize("when", [NOW, DEFERRED])
+def test_training_waits_only_until_staging_has_room_for_the_rest(when):
+    """What the writer has not given back is not copied to; it has enough to do, so none is lent."""
+    source = Host(20 * CHUNK)
+    run = Run((source, when), staging_bytes=6 * CHUNK)
+    run.capture.fence(0)
+    take = run.capture.take_now if when is NOW else run.capture.take_deferred
+    thread, join = in_background(take)
+    handed_on, left, got = run.capture.handed_on, len(run.plan.chunks), b""
+    while left:
+        while handed_on.qsize() < min(left, 6):
+            assert thread.is_alive()
+        captured = handed_on.get()
+        assert captured.block
+        expected = source.bytes()[len(got) : len(got) + captured.view.nbytes]
+        assert bytes(captured.view) == expected, "its memory was used again before it was written"
+        got += expected
+        left -= 1
+        run.capture.release(captured)
+        if left == 6:
+            assert join() is None
+            source.change()
+            break
+    got += b"".join(bytes(captured.view) for captured in run.captured)
+    assert len(got) == source.nbytes
+    assert 255 not in got
+    assert run.capture.straight_bytes == 0
+    assert run.staging.was_short
+    assert run.staging.allocated_bytes <= 6 * CHUNK
 
 
 def test_nothing_is_lent_while_staging_is_being_touched():
@@ -671,6 +703,59 @@ def test_a_source_that_fails_leaves_no_staging_behind(when):
     run.give_back()
     run.capture.close()
     assert run.staging._used == 0
+
+
+class Gone(Host):
+    """Its memory is freed before it is held."""
+
+    __slots__ = ()
+
+    @staticmethod
+    def hold(sources, /):
+        sources[0].address = 0
+        return lambda: None
+
+
+@pytest.mark.parametrize("when", [NOW, DEFERRED])
+def test_freed_memory_that_training_waits_for_leaves_no_staging_behind(when):
+    run = Run((Gone(5 * CHUNK), when))
+    run.capture.fence(0)
+    if when is DEFERRED:
+        run.capture.take_now()
+    with pytest.raises(TornSnapshotError, match="g/0 changed"):
+        run.capture.take_now() if when is NOW else run.capture.take_deferred()
+    run.capture.close()
+    assert run.staging._used == 0
+
+
+class Gated(Host):
+    """Memory whose hold waits."""
+
+    __slots__ = ("may_go_on", "reached")
+
+    @staticmethod
+    def hold(sources, /):
+        sources[0].reached.set()
+        assert sources[0].may_go_on.wait(60)
+        return lambda: None
+
+
+def test_the_fence_waits_for_copies_side_by_side():
+    source = Gated(5 * CHUNK)
+    source.reached, source.may_go_on = threading.Event(), threading.Event()
+    run = Run((source, DEFERRED))
+    run.capture.take_now()
+    assert not run.capture.fence(0)
+    _, join = in_background(run.capture.take_deferred)
+    assert source.reached.wait(60)
+    assert not run.capture.fence(0)
+    source.may_go_on.set()
+    assert run.capture.fence(None)
+    expected = source.bytes()
+    source.change()
+    assert join() is None
+    assert run.contents() == [expected]
+    assert [captured.index for captured in run.captured] == list(range(len(run.plan.chunks)))
 
 
 class Lent(Host):

@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 from tests.integration.support import checkpointer, memory
+from tests.resident import measured, peak_bytes
 from torch import nn
 
 from penstock.core.errors import ConfigError, UnsupportedStateError
@@ -67,3 +68,22 @@ def test_blocking_saves_need_no_memory(state):
             ckpt.prepare(state, mode="fast")
         with pytest.raises(UnsupportedStateError, match="here"):
             ckpt.prepare({"here": object()})
+
+
+@measured
+@pytest.mark.parametrize("mode", ["async", "lazy"])
+def test_state_that_is_larger_than_staging_takes_no_more_memory(tmp_path, state, mode):
+    options = {"staging_bytes": "8 MiB", "chunk_bytes": 1 << 20, "mode": mode}
+    with checkpointer(tmp_path / "warm", **options) as ckpt:
+        ckpt.save(state, 1).result()  # its threads, and imports
+    with checkpointer(tmp_path / "run", **options) as ckpt:
+
+        def save():
+            handle = ckpt.save(state, 1)
+            ckpt.fence()
+            handle.result()
+
+        assert peak_bytes(save) < 12 * MIB
+        assert ckpt._saver.memory.staging.allocated_bytes <= 8 * MIB
+        loaded = ckpt.load(1, include="model/**")["model"]["weight"]
+        assert torch.equal(loaded, state["model"].weight)
