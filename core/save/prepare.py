@@ -252,8 +252,10 @@ def staging_for(
     if budget is None:
         # What earlier saves left mapped may fit badly where tensors have moved within a page. A
         # block too few, and training would wait for the store.
-        spare = 2 * config.chunk_bytes
-        budget = default_budget(need_bytes + spare, local_ranks())
+        budget = need_bytes + 2 * config.chunk_bytes
+        # Less if less is free, which takes half a millisecond to find out.
+        if reusable is None or reusable.budget_bytes < budget:
+            budget = default_budget(budget, local_ranks())
     # With room for one chunk only, copying and writing would take turns.
     budget = max(budget, 2 * config.chunk_bytes)
     staging = reusable or Staging(budget)

@@ -345,7 +345,7 @@ class TensorSource(_TensorMemory, ByteSource):  # type: ignore[override]  # `mem
                 before, layout, is_quantized = told, layout_of(alias), alias.is_quantized
             source = cls.__new__(cls)
             source._set(alias, storage, layout, start, first)  # noqa: SLF001 - of this class
-            if is_quantized or (layout.extent and source._place(start, size) == 0):  # noqa: SLF001
+            if is_quantized or (layout.extent and source._offset + layout.extent > size):  # noqa: SLF001 - as above
                 refused.append(len(found))
             found.append(source)
         return found, refused
@@ -364,15 +364,7 @@ class TensorSource(_TensorMemory, ByteSource):  # type: ignore[override]  # `mem
         return elements.is_rounded(self.tensor, other.tensor)
 
     def locate(self) -> int | None:
-        return self._place(self.storage.data_ptr(), self.storage.nbytes())
-
-    def _place(self, start: int, size: int) -> int | None:
-        """Return what `locate` does, if the storage has `size` bytes from `start` on."""
-        extent = self.layout.extent
-        if not extent:
-            return None
-        # Shrunk memory counts as freed: what lies behind its end is of others.
-        return start + self._offset if start and self._offset + extent <= size else 0
+        return self.locate_each([self])[0]
 
     @classmethod
     def version_each(cls, sources: Sequence[ByteSource], /) -> Sequence[int | None]:
@@ -386,10 +378,16 @@ class TensorSource(_TensorMemory, ByteSource):  # type: ignore[override]  # `mem
         storages = [*map(_storage, sources)]
         starts = map(torch.UntypedStorage.data_ptr, storages)
         sizes = map(torch.UntypedStorage.nbytes, storages)
-        return [
-            source._place(start, size)  # type: ignore[attr-defined]  # noqa: SLF001 - of this class
-            for source, start, size in zip(sources, starts, sizes, strict=True)
-        ]
+        found: list[int | None] = []
+        for source, start, size in zip(sources, starts, sizes, strict=True):
+            assert isinstance(source, TensorSource)
+            extent, offset = source.layout.extent, source._offset  # noqa: SLF001 - of this class
+            if not extent:
+                found.append(None)
+            else:
+                # Shrunk memory counts as freed: what lies behind its end is of others.
+                found.append(start + offset if start and offset + extent <= size else 0)
+        return found
 
     def keep(self) -> None:
         if self.device == "cpu" and self.nbytes and not lacks_memory(self.tensor):
@@ -402,9 +400,9 @@ class TensorSource(_TensorMemory, ByteSource):  # type: ignore[override]  # `mem
         on_host = _on_host(sources)
         release = holds.hold([source.storage for source in on_host])
         try:
-            for source in on_host:
-                if source.address is not None:
-                    source.address = source.locate()
+            flat = [source for source in on_host if source.address is not None]
+            for source, at in zip(flat, TensorSource.locate_each(flat), strict=True):
+                source.address = at
         except BaseException:
             release()
             raise

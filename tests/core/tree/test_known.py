@@ -365,6 +365,31 @@ def test_what_is_known_is_described_as_if_nothing_were(name):
     assert shown(job, Known(known)) == after
 
 
+def test_each_of_many_tensors_is_described_as_it_is_alone():
+    """Neighbors that differ in one way of being laid out, of which most tensors share all."""
+    plain, other = torch.ones(3, 3), torch.ones(3, 3, dtype=torch.complex64)
+    alike = [
+        plain,
+        plain.clone().t(),
+        plain.clone(),
+        torch._neg_view(plain.clone()),
+        plain.clone(),
+        plain.int(),
+        plain.clone(),
+        plain.clone()[:2],
+        other,
+        other.clone().conj(),
+        other.clone(),
+    ]
+
+    def facts(*tensors):
+        job = Job()
+        job.state = {"many": list(tensors)}
+        return [(one[1:9], one[10]._replace(storage=0)) for one in shown(job)[0][1:]]
+
+    assert facts(*alike) == [fact for tensor in alike for fact in facts(tensor)]
+
+
 class OwnClaims(OptimizerProvider):
     """A provider of another's, which claims by memory."""
 
