@@ -8,7 +8,15 @@ this package.
 """
 
 from penstock.core.abc.backend import Backend, BlobWriter, check_blob_name
-from penstock.core.abc.byte_sources import ByteSink, ByteSource, Lines, MemoryKey, PendingCopy
+from penstock.core.abc.byte_sources import (
+    ByteSink,
+    ByteSource,
+    Lines,
+    MemoryKey,
+    PendingCopy,
+    places_of,
+    versions_of,
+)
 from penstock.core.abc.codec import DECLINED, Codec, CodecContext, CodecOutput, Declined
 from penstock.core.abc.delegating import DelegatingBackend, DelegatingWriter
 from penstock.core.abc.job_store import (
@@ -100,9 +108,11 @@ __all__ = [
     "first_whole",
     "misplaced_roots",
     "parse_size",
+    "places_of",
     "ranks_node",
     "ranks_of",
     "read_root",
     "says_its_version",
+    "versions_of",
     "without_credentials",
 ]

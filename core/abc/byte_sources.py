@@ -6,10 +6,11 @@ Tested in `tests/core/save/test_capture.py`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 T = TypeVar("T")
 
@@ -166,6 +167,16 @@ class ByteSource(ABC):
         """Return the first element's address now: 0 once freed or too small, None if fixed."""
         return None
 
+    @classmethod
+    def version_each(cls, sources: Sequence[ByteSource], /) -> Sequence[int | None]:
+        """Return what `version` returns of each of several sources of this class."""
+        return [source.version() for source in sources]
+
+    @classmethod
+    def locate_each(cls, sources: Sequence[ByteSource], /) -> Sequence[int | None]:
+        """Return what `locate` returns of each of several sources of this class."""
+        return [source.locate() for source in sources]
+
     def keep(self) -> None:  # noqa: B027 - most memory is never freed by hand
         """Make an attempt to free the memory from now on raise an error.
 
@@ -191,6 +202,24 @@ class ByteSource(ABC):
 
 def _nothing() -> None:
     """Release nothing: memory that never moves is not held."""
+
+
+def versions_of(sources: Iterable[ByteSource]) -> list[int | None]:
+    """Return what `version` returns of each source."""
+    found: list[int | None] = []
+    for _, run in groupby(sources, type):
+        alike = [*run]
+        found += type(alike[0]).version_each(alike)
+    return found
+
+
+def places_of(sources: Iterable[ByteSource]) -> list[int | None]:
+    """Return what `locate` returns of each source."""
+    found: list[int | None] = []
+    for _, run in groupby(sources, type):
+        alike = [*run]
+        found += type(alike[0]).locate_each(alike)
+    return found
 
 
 class ByteSink(ABC):

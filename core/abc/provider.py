@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from penstock.core.abc.plugin import API_VERSION
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
     from penstock.core.abc.byte_sources import ByteSink, ByteSource, MemoryKey
     from penstock.core.types import Kind, ObjectPath, Region, Replica, Role, TensorSpec
+
+T = TypeVar("T")
 
 
 class StateObject(NamedTuple):  # a frozen dataclass takes three times as long, once for each object
@@ -196,11 +198,14 @@ class DescribeContext(ABC):
         allow_pickle: Whether values may be pickled.
         rank: The number of this rank among those that save together.
         world_size: How many there are.
+        role: The role of all that `describe_all` is asked for, where the caller gives one. An
+            object that has it need not be made again.
     """
 
     allow_pickle: bool
     rank: int = 0
     world_size: int = 1
+    role: Role | None = None
 
     @abstractmethod
     def describe(
@@ -236,6 +241,20 @@ class DescribeContext(ABC):
         The objects there need a `replica`: without one they would count as equal on all ranks.
         """
         del path
+
+    def recall(self, place: Hashable, basis: object, make: Callable[[], T], /) -> T:
+        """Return what `make` returned in the last save if its basis was equal, else call it.
+
+        For paths, nodes and the like, which are the same in each save of a job. Core keeps basis
+        and result until the next save: both are never changed, and hold no state.
+
+        Args:
+            place: Says what is made, and for which part of the tree.
+            basis: All that the result follows from, besides `place`: names, shapes, numbers.
+            make: Makes the result.
+        """
+        del place, basis
+        return make()
 
 
 class PlaceContext(ABC):
@@ -442,6 +461,18 @@ class StateProvider(ABC):
         del value
         return ()
 
+    def claimed_values(self, value: Any, /) -> Sequence[object] | None:
+        """Return the values of the tree whose memory makes up all of `claimed_memory`.
+
+        Core has just described them, so it knows their memory, and takes a fraction of the time.
+
+        Returns:
+            The very objects that `describe` gave to `describe_each`; None: core asks
+            `claimed_memory`, as it does where one of them was not described so.
+        """
+        del value
+        return None
+
     def unsteady_memory(self, value: Any, /) -> Iterable[tuple[str, int]]:
         """Return `(device, storage)` of memory that may change in forward; never deferred."""
         del value
@@ -459,14 +490,21 @@ class StateProvider(ABC):
 
 
 def describes_together(kind: type[StateProvider], /) -> bool:
-    """Return whether providers of this class describe several values faster by `describe_all`.
+    """Return whether providers of this class describe several values faster by `describe_all`."""
+    return _has_faster(kind, "describe_all", than="describe")
 
-    Not where a subclass has overridden `describe` alone: what it does would be left out.
-    """
+
+def claims_by_values(kind: type[StateProvider], /) -> bool:
+    """Return whether providers of this class claim memory faster by `claimed_values`."""
+    return _has_faster(kind, "claimed_values", than="claimed_memory")
+
+
+def _has_faster(kind: type[StateProvider], method: str, *, than: str) -> bool:
+    # Not where a subclass has overridden the slower one alone: what it does would be left out.
     for base in kind.__mro__:
-        if "describe_all" in vars(base):
+        if method in vars(base):
             return base is not StateProvider
-        if "describe" in vars(base):
+        if than in vars(base):
             return False
     return False
 

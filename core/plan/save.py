@@ -8,18 +8,19 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.core.abc.codec import CodecContext
 from penstock.core.errors import ConfigError
 from penstock.core.limits import MAX_CHUNK_BYTES
+from penstock.core.tree.known import Known
 from penstock.core.types import PAGE_BYTES, align_down, align_up
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
-    from penstock.core.abc import StateObject
-    from penstock.core.types import ObjectPath, Region, Role
+    from penstock.core.abc import ByteSource, StateObject
+    from penstock.core.types import ObjectPath, Region, Role, TensorSpec
 
 SLAB_ALIGNMENT = 64
 """Bytes to which the pieces of a slab are aligned; the bytes between them are zero."""
@@ -207,7 +208,7 @@ def plan_save(
     encoded_slab_bytes: int = 1 << 20,
     masters: Mapping[int, Sequence[int]] | None = None,
     even_cuts: bool = False,
-    known: KnownCuts | None = None,
+    known: Known | None = None,
 ) -> SavePlan:
     """Cut objects into chunks and slabs; the same objects and sizes give the same plan.
 
@@ -220,7 +221,7 @@ def plan_save(
         even_cuts: Cut raw objects at the same bytes wherever their memory lies, so that another
             process cuts them into chunks with equal bytes. The frames of an object then have gaps
             between them, of a page each.
-        known: The cuts of the save before, which are taken over if they follow from the same.
+        known: What the last save found out.
 
     Raises:
         ConfigError: `chunk_bytes` is beyond `MAX_CHUNK_BYTES`, or cannot hold one element.
@@ -233,41 +234,15 @@ def plan_save(
     sizes = _CutSizes(
         chunk_bytes, slab_limit_bytes, min(encoded_slab_bytes, chunk_bytes), even_cuts
     )
-    known = known or KnownCuts()
-    cuts = known.newest
-    facts = _facts_of_all(objects, sizes, masters, cuts.facts)
-    basis = (sizes, tuple(masters))
-    if cuts.basis != basis or cuts.facts != facts:
-        nbytes = sum(one.nbytes for one in facts)
-        cuts = known.newest = _Cuts(basis, facts, _chunks(facts, sizes, masters), nbytes)
-    return SavePlan(objects, cuts.chunks, cuts.raw_bytes, masters)
+    facts = _facts(objects, sizes, masters)
 
+    def cut() -> tuple[tuple[Chunk, ...], int]:
+        cuttings = [_CutFacts(*each) for each in facts]
+        return _chunks(cuttings, sizes, masters), sum(one.nbytes for one in cuttings)
 
-class _Cuts(NamedTuple):
-    """The chunks of a plan, and all that they follow from.
-
-    Attributes:
-        basis: What the chunks follow from, besides `facts`. Cuts are made from these alone.
-        facts: What they follow from of each object.
-        chunks: The chunks. They hold no state.
-        raw_bytes: Bytes of all objects.
-    """
-
-    basis: tuple[object, ...] = ()
-    facts: Sequence[_CutFacts] = ()
-    chunks: tuple[Chunk, ...] = ()
-    raw_bytes: int = 0
-
-
-class KnownCuts:
-    """The cuts of the newest plan: read once and replaced at once.
-
-    A signal handler or another thread may plan, too, as `check` does while a save is prepared, and
-    chunks of one plan must never be taken for those of another.
-    """
-
-    def __init__(self) -> None:
-        self.newest = _Cuts()
+    basis = sizes, tuple(masters), facts
+    chunks, raw_bytes = (known or Known()).recall("cuts", basis, cut)
+    return SavePlan(objects, chunks, raw_bytes, masters)
 
 
 class _CutSizes(NamedTuple):
@@ -281,19 +256,17 @@ class _CutFacts(NamedTuple):
     """What the cuts of an object follow from; a cut sees nothing else of it.
 
     Attributes:
+        spec: Dtype and shape.
         nbytes: Bytes of the object.
-        phase: Address modulo 4096 of its first byte where it is cut; 0 where it goes into a slab.
-        in_slab: Whether it goes into a slab.
+        phase: Address modulo 4096 of its first byte; 0 where it surely goes into a slab.
         group: Its top-level key.
         replicas: See `replicas_of`.
     """
 
+    spec: TensorSpec
     nbytes: int
     phase: int
-    in_slab: bool
     group: ObjectPath
-    dtype: str
-    itemsize: int
     role: Role
     chain: int
     may_stay_raw: bool
@@ -302,51 +275,29 @@ class _CutFacts(NamedTuple):
     replicas: object
 
 
-def _facts_of_all(
-    objects: Sequence[PlannedObject],
-    sizes: _CutSizes,
-    alone: Collection[int],
-    before: Sequence[_CutFacts],
-) -> list[_CutFacts]:
-    """Return the facts of each object; those that are as `before` are the same records.
-
-    So thousands of small objects have one record, and are compared by one look at each.
+def _facts(
+    objects: Sequence[PlannedObject], sizes: _CutSizes, alone: Collection[int]
+) -> list[tuple[Any, ...]]:
+    """Return the fields of `_CutFacts` of each object, as tuples: they are made for each save.
 
     Args:
         objects: The objects.
         sizes: The sizes of chunks and slabs.
         alone: Numbers of the objects that go into no slab.
-        before: The facts of the newest plan.
     """
-    found: list[_CutFacts] = []
-    told: tuple[object, ...] = ()
-    known = len(before)
-    for number, (entry, capture, chain, _, may_stay_raw) in enumerate(objects):
-        path, _, spec, _, role, _, source, _, replica = entry
-        last, nbytes, device = told, source.nbytes, source.device
-        told = (spec, nbytes, capture, chain, may_stay_raw, role, device, path[0] if path else ())
-        if (
-            told == last
-            and found[-1].in_slab
-            and replica is None
-            and found[-1].replicas is None
-            and number not in alone
-        ):
-            found.append(found[-1])
-            continue
-        capacity = sizes.encoded_slab if chain else sizes.chunk
-        in_slab = nbytes < sizes.slab_limit and nbytes <= capacity and number not in alone
-        phase = 0
-        if not in_slab:
-            phase = _DEVICE_PHASE if source.address is None else source.address % PAGE_BYTES
-        one = _CutFacts(
-            nbytes, phase, in_slab, path[:1], spec.dtype, spec.itemsize, role, chain,
-            may_stay_raw, capture, device, replicas_of(entry),
-        )  # fmt: skip
-        if number < known and before[number] == one:
-            one = before[number]
-        found.append(one)
-    return found
+    small = 0 if alone else min(sizes.slab_limit - 1, sizes.encoded_slab)
+    return [
+        (
+            spec, source.nbytes, 0 if source.nbytes <= small else _phase(source), path[:1], role,
+            chain, may_stay_raw, capture, source.device, replica and replicas_of(entry),
+        )
+        for entry, capture, chain, _, may_stay_raw in objects
+        for path, _, spec, _, role, _, source, _, replica in [entry]
+    ]  # fmt: skip
+
+
+def _phase(source: ByteSource) -> int:
+    return _DEVICE_PHASE if source.address is None else source.address % PAGE_BYTES
 
 
 def _chunks(
@@ -355,9 +306,12 @@ def _chunks(
     gatherer = _SlabGatherer(sizes)
     drafts: list[Chunk] = []
     for number, one in enumerate(facts):
-        if one.in_slab and one.nbytes:
+        capacity = min(sizes.slab_limit - 1, sizes.encoded_slab if one.chain else sizes.chunk)
+        if not one.nbytes:
+            continue
+        if one.nbytes <= capacity and number not in masters:
             gatherer.take(number, one)
-        elif one.nbytes:
+        else:
             drafts += _cut(number, one, sizes)
     drafts += gatherer.finish()
     drafts.sort(
@@ -423,8 +377,8 @@ def _slab_key(one: _CutFacts) -> _SlabKey:
     # A codec is told the dtype of its elements, so an encoded slab has one dtype only. Elements
     # whose size does not divide the alignment of pieces would not stand at multiples of it.
     dtype, itemsize = "uint8", 1
-    if one.chain and SLAB_ALIGNMENT % one.itemsize == 0:
-        dtype, itemsize = one.dtype, one.itemsize
+    if one.chain and SLAB_ALIGNMENT % one.spec.itemsize == 0:
+        dtype, itemsize = one.spec.dtype, one.spec.itemsize
     return _SlabKey(
         one.group, one.role, one.chain, one.device, one.capture, dtype, itemsize, one.replicas
     )
@@ -469,7 +423,7 @@ class _SlabGatherer:
 
 
 def _cut(number: int, one: _CutFacts, sizes: _CutSizes) -> Iterator[Chunk]:
-    itemsize, chain, phase = one.itemsize, one.chain, one.phase
+    itemsize, chain, phase = one.spec.itemsize, one.chain, one.phase
     chunk_bytes, even = sizes.chunk, sizes.even
     if even and (not chain or one.may_stay_raw) and chunk_bytes > PAGE_BYTES:
         chunk_bytes -= PAGE_BYTES  # with its phase a chunk is still no longer than it may be

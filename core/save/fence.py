@@ -33,14 +33,17 @@ def arm(job: SaveJob, timeout_s: float) -> None:
     _pending[job] = timeout_s
     with _lock:
         if not _installed:
-            from torch.compiler import disable  # noqa: PLC0415 - torch is loaded only to save
+            from torch._compile import (  # noqa: PLC0415 - torch is loaded only to save
+                _disable_dynamo,
+            )
             from torch.optim.optimizer import (  # noqa: PLC0415 - as above
                 register_optimizer_step_pre_hook,
             )
 
-            # torch.compile would trace the hook into the step that it compiles. `disable` imports
-            # dynamo, as the making of any optimizer does.
-            hook: Any = disable(_before_step)  # type: ignore[no-untyped-call]  # torch's types
+            # torch.compile would trace the hook into the step that it compiles. Unlike
+            # `torch.compiler.disable`, which takes seconds, this imports dynamo at the first step
+            # only; the making of the optimizer has done so by then.
+            hook: Any = _disable_dynamo(_before_step)
             register_optimizer_step_pre_hook(hook)
             _installed = True
 

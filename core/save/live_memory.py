@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from penstock.core.abc import ByteSource
+from penstock.core.abc import ByteSource, places_of
 from penstock.core.concurrency.garbage import collections_held
 from penstock.core.concurrency.gather import MOST_WIDTH, gather
 from penstock.core.errors import TornSnapshotError
@@ -131,7 +131,10 @@ def _copy_still(
     block: Block,
 ) -> list[Piece]:
     """Copy objects of one length whose memory does not move, all that have an address."""
-    found = [_address_now(source) for source in sources]
+    pairs = zip([source.address for source in sources], places_of(sources), strict=True)
+    found = [
+        at if described is not None and at is not None else described for described, at in pairs
+    ]
     left: list[Piece] = []
     if None in found:
         left = [piece for piece, at in zip(pieces, found, strict=True) if at is None]
@@ -213,15 +216,6 @@ def while_still(groups: dict[Any, list[ByteSource]], action: Callable[[], T]) ->
 def _may_stay_still(kind: type[ByteSource]) -> bool:
     """Return whether `still` does for a copy, as it does not where only `hold` keeps memory."""
     return kind.hold is ByteSource.hold or kind.still is not ByteSource.still
-
-
-def _address_now(source: ByteSource) -> int | None:
-    """Return where flat bytes begin: 0 where their memory was freed, None for others."""
-    described = source.address
-    if described is None:
-        return None
-    at = source.locate()
-    return described if at is None else at
 
 
 def shown(entry: StateObject) -> str:

@@ -12,7 +12,7 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from penstock.core.abc import StateObject
+from penstock.core.abc import StateObject, versions_of
 from penstock.core.concurrency.workers import local_ranks
 from penstock.core.errors import (
     PenstockError,
@@ -36,16 +36,17 @@ from penstock.core.tree.select import Selection
 from penstock.core.types import PAGE_BYTES, Kind, align_up, show_path
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from penstock.core.abc import ByteSource
     from penstock.core.concurrency.workers import Workers
     from penstock.core.config.model import CheckpointerConfig
-    from penstock.core.plan.save import Chunk, KnownCuts, SavePlan
+    from penstock.core.plan.save import Chunk, SavePlan
     from penstock.core.rounds.round import RankPlace
     from penstock.core.save.pending import Pending
     from penstock.core.save.rules import ChainTable
     from penstock.core.tree.describe import Description
+    from penstock.core.tree.known import Known
     from penstock.core.types import ObjectPath
 
 
@@ -97,7 +98,7 @@ def plan_state(  # noqa: PLR0913 - options, each by name
     share: bool,
     derive: bool,
     place: RankPlace | None = None,
-    known: KnownCuts | None = None,
+    known: Known | None = None,
 ) -> SaveRequest:
     """Plan the save of a described tree.
 
@@ -111,7 +112,7 @@ def plan_state(  # noqa: PLR0913 - options, each by name
         share: Whether chunks that are stored already are not stored again.
         derive: Whether to look for objects that may be derived.
         place: This rank among those that save together; None: this process saves alone.
-        known: The cuts of the save before.
+        known: What the last save found out.
 
     Raises:
         PluginError: A source cannot say its version.
@@ -119,22 +120,27 @@ def plan_state(  # noqa: PLR0913 - options, each by name
     defer = Selection(include=config.defer) if config.defer and mode == "lazy" else None
     entries, exact = without_foreign_rounding(description.entries, table)
 
-    def planned(entry: StateObject) -> PlannedObject:
-        if place is None and entry.replica is not None and not _is_whole(entry):
-            _refuse_piece(entry)
-        capture = Capture.FROZEN if entry.kind is Kind.VALUE else Capture.NOW
-        if mode == "lazy" and capture is Capture.NOW and _may_defer(entry, description, defer):
-            capture = Capture.DEFERRED
-        chain, is_auto = 0, False
-        if table.chooses:
-            # A tensor of no dimensions is a number, such as the count of an optimizer's steps.
-            single = entry.kind is Kind.VALUE or not entry.spec.shape
-            chain = table.number(entry, exact=single or entry.path in exact)
-            is_auto = table.is_auto(chain)
-        return PlannedObject(entry, capture, chain, _version(entry), is_auto)
+    def chain_of(entry: StateObject) -> int:
+        # A tensor of no dimensions is a number, such as the count of an optimizer's steps.
+        single = entry.kind is Kind.VALUE or not entry.spec.shape
+        return table.number(entry, exact=single or entry.path in exact)
 
     described = [entry for entry in entries if type(entry) is StateObject]
-    objects = [planned(entry) for entry in described if entry.same_as is None]
+    owners = [entry for entry in described if entry.same_as is None]
+    for entry in owners if place is None else ():
+        if entry.replica is not None and not _is_whole(entry):
+            _refuse_piece(entry)
+    promised = _promised(owners, defer, description) if defer is not None else frozenset()
+    later = promised | description.deferrable if mode == "lazy" else frozenset()
+    value, frozen, now, deferred = Kind.VALUE, Capture.FROZEN, Capture.NOW, Capture.DEFERRED
+    captures = [
+        frozen if entry.kind is value else deferred if entry.path in later else now
+        for entry in owners
+    ]
+    chains = [chain_of(entry) for entry in owners] if table.chooses else [0] * len(owners)
+    is_auto = [*map(table.is_auto, chains)] if table.chooses else [False] * len(owners)
+    columns = zip(owners, captures, chains, _versions(owners), is_auto, strict=True)
+    objects = [*map(PlannedObject._make, columns)]
     masters: Mapping[int, Sequence[int]] = {}
     if derive:
         own_paths = description.own_paths
@@ -165,12 +171,7 @@ def plan_state(  # noqa: PLR0913 - options, each by name
         objects=len(described),
         staging_bytes=_staging_need(plan, blocking=mode == "blocking"),
         copied_from=min((d for d in devices if d.startswith("cuda")), default=None),
-        promised=defer is not None
-        and any(
-            one.capture is Capture.DEFERRED
-            and one.entry.source.memory not in description.deferrable
-            for one in objects
-        ),
+        promised=bool(promised),
         share=share,
         block_bytes=config.block_bytes or blocks,
         grace_s=config.grace_s,
@@ -251,8 +252,10 @@ def staging_for(
     if budget is None:
         # What earlier saves left mapped may fit badly where tensors have moved within a page. A
         # block too few, and training would wait for the store.
-        spare = 2 * config.chunk_bytes
-        budget = default_budget(need_bytes + spare, local_ranks())
+        budget = need_bytes + 2 * config.chunk_bytes
+        # Less if less is free, which takes half a millisecond to find out.
+        if reusable is None or reusable.budget_bytes < budget:
+            budget = default_budget(budget, local_ranks())
     # With room for one chunk only, copying and writing would take turns.
     budget = max(budget, 2 * config.chunk_bytes)
     staging = reusable or Staging(budget)
@@ -357,6 +360,15 @@ def _refuse_piece(entry: StateObject) -> NoReturn:
     raise UnsupportedStateError(msg)
 
 
+def _versions(objects: Sequence[StateObject]) -> list[int | None]:
+    try:
+        return versions_of([entry.source for entry in objects])
+    except PenstockError:
+        raise
+    except Exception:  # noqa: BLE001 - asked again, one by one, to name its object
+        return [_version(entry) for entry in objects]
+
+
 def _version(entry: StateObject) -> int | None:
     try:
         return entry.source.version()
@@ -367,12 +379,16 @@ def _version(entry: StateObject) -> int | None:
         raise PluginError(msg) from error
 
 
-def _may_defer(entry: StateObject, description: Description, defer: Selection | None) -> bool:
-    """Return whether a lazy save may capture a tensor later."""
-    memory = entry.source.memory
-    if memory is None:
-        return False
-    return memory in description.deferrable or (defer is not None and defer.selects(entry.path))
+def _promised(
+    objects: Iterable[StateObject], defer: Selection, description: Description
+) -> frozenset[ObjectPath]:
+    """Return the paths of the tensors that are deferred only because the user asked for it."""
+    others = [entry for entry in objects if entry.path not in description.deferrable]
+    return frozenset(
+        entry.path
+        for entry in others
+        if entry.source.memory is not None and defer.selects(entry.path)
+    )
 
 
 def _staging_need(plan: SavePlan, *, blocking: bool) -> int:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from penstock.core.abc import places_of, versions_of
 from penstock.core.concurrency.gather import gather
 from penstock.core.ranks.structure import LINE_BYTES, LINES
 from penstock.core.save.live_memory import by_class, torn, while_still
@@ -130,7 +131,8 @@ class MemorySamples:
         return while_still(self._groups, self._read_now)
 
     def _read_now(self) -> list[NDArray[np.void]]:
-        first = [(s.address if (at := s.locate()) is None else at) or 0 for s in self._sources]
+        places = zip(self._sources, places_of(self._sources), strict=True)
+        first = [(source.address if at is None else at) or 0 for source, at in places]
         starts = np.array(first, np.int64)
         return [
             gather(_addresses(starts[lines.piece], lines.offset), lines.width)
@@ -273,11 +275,13 @@ class TornCheck:
         if not objects or (deferred and self.passed):
             return  # the save is over, or the memory may have changed
         changed = set(known)
-        for number in self._deferred if deferred else self._now:
-            for piece in chunks[number].pieces:
-                entry, _, _, version, _ = objects[piece.item]
-                if version is not None and entry.source.version() != version:
-                    changed.add(piece.item)
+        numbers = self._deferred if deferred else self._now
+        items = [piece.item for number in numbers for piece in chunks[number].pieces]
+        versions = versions_of([objects[item].entry.source for item in items])
+        for item, version in zip(items, versions, strict=True):
+            described = objects[item].version
+            if described is not None and version != described:
+                changed.add(item)
         if samples and sampled is not None:
             changed |= sampled.changed()
         # If the fence was passed meanwhile, it compared this memory, which may change since then.

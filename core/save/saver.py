@@ -15,7 +15,7 @@ from penstock.core.catalog.retention import Housekeeper, clean_up_after
 from penstock.core.concurrency.garbage import collections_held
 from penstock.core.concurrency.watchdog import Deadline
 from penstock.core.errors import ConfigError, LostRaceError, StepExistsError
-from penstock.core.plan.save import Capture, KnownCuts
+from penstock.core.plan.save import Capture
 from penstock.core.plan.writers import among
 from penstock.core.ranks.group import cause_of
 from penstock.core.reporting.events import SaveEvent
@@ -32,6 +32,7 @@ from penstock.core.save.prepare import KeptStaging, claim_generation, plan_state
 from penstock.core.save.request import Destination, RankTurn, SaveSurroundings, SaveTurn
 from penstock.core.save.rules import ChainTable
 from penstock.core.tree.describe import describe_tree, warn_of_forms
+from penstock.core.tree.known import Known
 from penstock.core.types import valid_step
 from penstock.core.units import size_text
 
@@ -125,7 +126,7 @@ class Saver(SaveSurroundings):
         self._ranks = ranks
         self._kept = KeptChunks()
         self._table = ChainTable(config, registry)
-        self._cuts = KnownCuts()
+        self._known = Known()  # replaced at once: a signal handler may describe meanwhile
         self._parts = KnownParts()
         self._looked_at: set[ObjectPath] = set()  # what was looked at for state that is left out
         self._warned: set[str] = set()
@@ -398,12 +399,14 @@ class Saver(SaveSurroundings):
         mode: str,
         place: RankPlace | None,
     ) -> SaveRequest:
+        known = Known(self._known)
         description = describe_tree(
             state,
             providers=self._registry.providers,
             allow_pickle=self._config.allow_pickle,
             rank=0 if place is None else place.rank,
             world_size=1 if place is None else place.world_size,
+            known=known,
         )
         if place is not None and place.members:
             members = frozenset(place.members)
@@ -424,8 +427,9 @@ class Saver(SaveSurroundings):
             share=self._config.share,
             derive=self._config.share,
             place=place,
-            known=self._cuts,
+            known=known,
         )
+        self._known = known
         if self._config.rules:
             paths = [e.path for e in description.entries if isinstance(e, StateObject)]
             self._table.warn_of_unused(paths, step)

@@ -10,10 +10,18 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, cast
+from operator import attrgetter, is_
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
-from penstock.core.abc import DescribeContext, Node, StateObject, StateProvider, ranks_node
-from penstock.core.abc.provider import describes_together
+from penstock.core.abc import (
+    DescribeContext,
+    Node,
+    StateObject,
+    StateProvider,
+    places_of,
+    ranks_node,
+)
+from penstock.core.abc.provider import claims_by_values, describes_together
 from penstock.core.errors import (
     PenstockError,
     PluginError,
@@ -40,16 +48,18 @@ from penstock.core.tree.containers import (
     key_types,
     tuple_class,
 )
+from penstock.core.tree.known import Known
 from penstock.core.tree.paths import paths_above, show_path, shown_place
 from penstock.core.types import Kind, Replica, collide
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-    from collections.abc import Set as AbstractSet
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
     from penstock.core.abc import ByteSource, MemoryKey
     from penstock.core.tree.containers import Providers
     from penstock.core.types import ObjectPath, Role
+
+T = TypeVar("T")
 
 # Each storage moves only once, and all storages of one message move within a few attempts.
 _MOST_MOVES = 100
@@ -68,7 +78,7 @@ class Description:
 
     Attributes:
         entries: Objects and nodes, in order; a node comes before the entries below it.
-        deferrable: Memory that only an optimizer's step in this tree changes.
+        deferrable: The paths of the objects that only an optimizer's step in this tree changes.
         providers_used: Name and version of every provider that took part, sorted.
         own_paths: The paths at or below which each rank has objects of its own.
         shared: Index and count of each `PerRank` that has them, by its shown path: ranks that give
@@ -78,7 +88,7 @@ class Description:
     """
 
     entries: tuple[StateObject | Node, ...]
-    deferrable: frozenset[MemoryKey]
+    deferrable: frozenset[ObjectPath]
     providers_used: tuple[tuple[str, int], ...]
     own_paths: tuple[ObjectPath, ...] = ()
     shared: Mapping[str, tuple[int, int]] = field(default_factory=dict)
@@ -93,6 +103,7 @@ def describe_tree(
     allow_pickle: bool,
     rank: int = 0,
     world_size: int = 1,
+    known: Known | None = None,
 ) -> Description:
     """Describe `state` without copying tensors; plain values are frozen to bytes here.
 
@@ -102,6 +113,7 @@ def describe_tree(
         allow_pickle: Whether values may be pickled.
         rank: The number of this rank.
         world_size: How many ranks save together.
+        known: What the last save found out.
 
     Raises:
         UnsupportedStateError: Something in the tree cannot be saved; names its path.
@@ -112,10 +124,10 @@ def describe_tree(
     moved: list[str] = []
     for _ in range(_MOST_MOVES):
         scan = Scan(providers)
-        context = _Describing(scan, providers, allow_pickle=allow_pickle)
+        context = _Describing(scan, providers, known or Known(), allow_pickle=allow_pickle)
         context.rank, context.world_size = rank, world_size
         description = _describe(root, scan, context)
-        moved = [show_path(e.path) for e in description.entries if _has_moved(e)]
+        moved = [show_path(entry.path) for entry in _moved(description.entries)]
         if not moved:
             return description
     msg = (
@@ -126,20 +138,26 @@ def describe_tree(
     raise TornSnapshotError(msg)
 
 
-def _has_moved(entry: StateObject | Node) -> bool:
-    """Return whether the object is no longer where it was described.
+def _moved(entries: Iterable[StateObject | Node]) -> list[StateObject]:
+    """Return the objects that are no longer where they were described.
 
     Freed memory is reused: two tensors that had one address one after the other would be taken for
     one.
     """
-    if isinstance(entry, Node):
-        return False
-    source = entry.source
-    at = source.locate()
-    if at is None:
-        pieces = source.pieces()
-        return len(pieces) > 1 and any(map(_is_elsewhere, pieces))
-    return at != source.address and _is_elsewhere(source)
+    objects = [entry for entry in entries if type(entry) is StateObject]
+    places = places_of([entry.source for entry in objects])
+    return [
+        entry
+        for entry, at in zip(objects, places, strict=True)
+        if (at is None or at != entry.source.address) and _has_moved(entry.source, at)
+    ]
+
+
+def _has_moved(source: ByteSource, at: int | None) -> bool:
+    if at is not None:
+        return _is_elsewhere(source)
+    pieces = source.pieces()
+    return len(pieces) > 1 and any(map(_is_elsewhere, pieces))
 
 
 def _is_elsewhere(source: ByteSource) -> bool:
@@ -150,13 +168,13 @@ def _is_elsewhere(source: ByteSource) -> bool:
 def _describe(root: dict[Any, Any], scan: Scan, context: _Describing) -> Description:
     try:
         scan.is_container(root, ())
-        entries = _checked(context.describe_root(root))
+        entries = _checked(context.describe_root(root), context)
     except RecursionError as error:
         msg = "the state tree is nested too deeply to be saved"
         raise UnsupportedStateError(msg) from error
     used = sorted({(p.name, p.version) for p in context.used})
     own_paths, shared = tuple(context.own_paths), context.shared
-    deferrable = _deferrable(context.seen)
+    deferrable = _deferrable(context, entries)
     return Description(
         entries, deferrable, tuple(used), own_paths, shared, tuple(context.seen), scan
     )
@@ -202,51 +220,68 @@ _DICTS = (dict, OrderedDict, defaultdict)
 
 @dataclass(slots=True)
 class _Named:
-    """A tensor, which is held so that no other object gets its id, and its names and paths."""
+    """The names of one tensor, each by itself and with the tree key in front, and its paths."""
 
-    tensor: object
     bare: list[str] = field(default_factory=list)
     prefixed: list[str] = field(default_factory=list)
     paths: list[ObjectPath] = field(default_factory=list)
 
 
 class NameTable:
-    """The names that the modules of a tree give to tensors."""
+    """The names that the modules of a tree give to tensors.
 
-    def __init__(self, scan: Scan) -> None:
+    Args:
+        scan: Has the objects of the tree.
+        known: What the last save found out.
+    """
+
+    def __init__(self, scan: Scan, known: Known | None = None) -> None:
         self._scan = scan
-        self._names: dict[int, _Named] | None = None
+        self._known = known or Known()
+        self._named: dict[int, tuple[list[str], list[ObjectPath]]] | None = None
+        self._held: list[object] = []  # the tensors, so that no other object gets the id of one
 
     def names(self, tensor: object) -> Sequence[str]:
         """Return the bare names of a tensor, then the same names with the tree key in front."""
-        entry = self._entry(tensor)
-        return [] if entry is None else [*entry.bare, *entry.prefixed]
+        return self._entry(tensor)[0]
 
     def paths(self, tensor: object) -> Sequence[ObjectPath]:
         """Return the paths of a tensor, as its modules are stored."""
-        entry = self._entry(tensor)
-        return [] if entry is None else entry.paths
+        return self._entry(tensor)[1]
 
-    def _entry(self, tensor: object) -> _Named | None:
-        if self._names is None:
-            self._names = {}
+    def _entry(self, tensor: object) -> tuple[list[str], list[ObjectPath]]:
+        if self._named is None:
+            parts = []
             for found in self._scan.found:
-                self._add(found)
-        return self._names.get(id(tensor))
+                with naming(found, "naming its parameters"):
+                    parameters = list(found.provider.parameters(found.value))
+                if parameters:
+                    names, tensors = zip(*parameters, strict=True)
+                    self._held += tensors
+                    parts.append((found.path, names, [*map(id, tensors)]))
+            self._named = self._known.recall("names", parts, lambda: _named(parts))
+        return self._named.get(id(tensor), _NAMELESS)
 
-    def _add(self, found: Found) -> None:
-        assert self._names is not None
-        front = ".".join(found.path)
-        with naming(found, "naming its parameters"):
-            parameters = list(found.provider.parameters(found.value))
-        for name, tensor in parameters:
-            entry = self._names.setdefault(id(tensor), _Named(tensor))
+
+_NAMELESS: tuple[list[str], list[ObjectPath]] = ([], [])
+
+
+def _named(
+    parts: Iterable[tuple[ObjectPath, Sequence[str], Sequence[int]]],
+) -> dict[int, tuple[list[str], list[ObjectPath]]]:
+    """Return the names and the paths of tensors by their ids."""
+    table: dict[int, _Named] = {}
+    for path, names, ids in parts:
+        front = ".".join(path)
+        for name, key in zip(names, ids, strict=True):
+            entry = table.setdefault(key, _Named())
             full = f"{front}.{name}" if name else front
-            entry.paths.append((*found.path, name))
+            entry.paths.append((*path, name))
             if (name or front) not in entry.bare:
                 entry.bare.append(name or front)
             if full not in entry.prefixed and full not in entry.bare:
                 entry.prefixed.append(full)
+    return {key: ([*entry.bare, *entry.prefixed], entry.paths) for key, entry in table.items()}
 
 
 _DESCRIBING = "describing it"
@@ -254,16 +289,22 @@ _LATE = ""  # form of a placeholder node, for a value that is described after al
 
 
 class _Describing(DescribeContext):
-    def __init__(self, scan: Scan, providers: Providers, *, allow_pickle: bool) -> None:
+    def __init__(
+        self, scan: Scan, providers: Providers, known: Known, *, allow_pickle: bool
+    ) -> None:
         self.allow_pickle = allow_pickle
         # The providers that took part, and whether each says more than `describe` does.
         self.used: dict[StateProvider, bool] = {}
         self.seen: list[Found] = []  # the objects of providers that do
         self.own_paths: list[ObjectPath] = []
         self.shared: dict[str, tuple[int, int]] = {}
+        # What was described together: the values, which live on, and the object of each.
+        self._together: list[tuple[Sequence[object], Sequence[StateObject]]] = []
+        self._sources: dict[int, ByteSource] | None = None  # of these, by the ids of the values
         self._natures: dict[type, Literal["error", "keep"] | None] = {}
         self._scan = scan
-        self._names = NameTable(scan)
+        self._known = known
+        self._names = NameTable(scan, known)
         self._late: dict[ObjectPath, object] = {}
         self._forms = CONTAINERS.union(*(p.forms for p in providers.all()))
 
@@ -290,15 +331,18 @@ class _Describing(DescribeContext):
     ) -> Sequence[Sequence[StateObject | Node]]:
         found: list[Sequence[StateObject | Node]] = [()] * len(values)
         alike: dict[type, list[int]] = {}
-        for number, value in enumerate(values):
-            alike.setdefault(type(value), []).append(number)
+        for number, kind in enumerate(map(type, values)):
+            alike.setdefault(kind, []).append(number)
         for kind, numbers in alike.items():
             provider = self._provider_of_all(kind)
             objects = None
             if provider is not None:
                 some = [values[n] for n in numbers], [paths[n] for n in numbers]
+                wanted = {roles[n] for n in numbers}
+                self.role = wanted.pop() if len(wanted) == 1 else None
                 with suppress(PluginError):  # which cannot say where; by itself each does
                     objects = self._all_at_once(provider, *some)[1]
+                self.role = None
             if objects is None:
                 for n in numbers:
                     found[n] = tuple(self.describe(values[n], paths[n], role=roles[n]))
@@ -308,8 +352,20 @@ class _Describing(DescribeContext):
                 found[n] = (entry if role is None else _of_role(entry, role),)
         return found
 
+    def recall(self, place: Hashable, basis: object, make: Callable[[], T], /) -> T:
+        return self._known.recall(place, basis, make)
+
     def parameter_names(self, tensor: object, /) -> Sequence[str]:
         return self._names.names(tensor)
+
+    def sources_of(self, values: Sequence[object]) -> list[ByteSource] | None:
+        """Return the sources of these very objects; None if one was not described together."""
+        if self._sources is None:
+            self._sources = {}
+            for some, objects in self._together:
+                self._sources.update(zip(map(id, some), map(_source, objects), strict=True))
+        found = [*map(self._sources.get, map(id, values))]
+        return None if None in found else cast("list[ByteSource]", found)
 
     def of_this_rank(self, path: ObjectPath, /) -> None:
         if self.world_size > 1:
@@ -401,6 +457,15 @@ class _Describing(DescribeContext):
             entry = found[0]
             if type(entry) is StateObject and entry.path is path and entry.form in self._forms:
                 return found
+        if type(found) is list and set(map(type, found)) <= _ENTRIES:
+            # One look at all of them: a module may have ten thousand tensors.
+            paths, forms = [*map(_path, found)], [*map(_form, found)]
+            nodes = [entry for entry in found if type(entry) is Node]
+            basis = (provider.name, paths, forms, nodes)
+            self.recall(
+                (_DESCRIBING, path), basis, lambda: len([*self._each(provider, found, path)])
+            )
+            return found
         return self._each(provider, found, path)
 
     def _each(
@@ -441,7 +506,8 @@ class _Describing(DescribeContext):
 
     def _dict(self, value: dict[Any, Any], path: ObjectPath) -> tuple[list[Node], list[str]]:
         """Return the node of a dict, if it needs one, and the segments of its keys."""
-        segments = [key_segment(key, path) for key in value]
+        is_named = set(map(type, value)) <= {str}
+        segments = [*value] if is_named else [key_segment(key, path) for key in value]
         if collide(value):
             msg = (
                 f"{show_path(path)} has keys whose hashes collide too often to be built again: use "
@@ -476,12 +542,15 @@ class _Describing(DescribeContext):
         """Return what a provider answers, and the same if it is one object for each value."""
         above, ask = paths[0][:-1], provider.describe_all
         found = asked(provider, above, _DESCRIBING, ask, values, paths, context=self)
-        forms = self._forms
-        if type(found) is not list or len(found) != len(paths):
+        if (
+            type(found) is not list
+            or len(found) != len(paths)
+            or set(map(type, found)) != {StateObject}
+            or not all(map(is_, map(_path, found), paths))
+            or not self._forms.issuperset(map(_form, found))
+        ):
             return found, None
-        for one, path in zip(found, paths, strict=True):
-            if type(one) is not StateObject or one.path is not path or one.form not in forms:
-                return found, None
+        self._together.append((values, found))
         return found, cast("list[StateObject]", found)
 
 
@@ -498,14 +567,15 @@ def _sequence_node(value: Any, path: ObjectPath) -> Node:
     raise UnsupportedStateError(msg)
 
 
+_ENTRIES = frozenset({StateObject, Node})
+_path, _form, _source = map(attrgetter, ("path", "form", "source"))
+
+
 def _of_role(entry: StateObject | Node, role: Role) -> StateObject | Node:
     if isinstance(entry, Node) or entry.role is role:
         return entry
-    # By hand: `_replace` takes twice as long, once for each tensor of an optimizer.
-    return StateObject(
-        entry.path, entry.kind, entry.spec, entry.regions, role, entry.form, entry.source,
-        entry.same_as, entry.replica,
-    )  # fmt: skip
+    # By hand: `_replace` takes four times as long, once for each tensor of an optimizer.
+    return tuple.__new__(StateObject, (*entry[:4], role, *entry[5:]))
 
 
 def _with_owner(
@@ -519,9 +589,17 @@ def _with_owner(
             yield entry
 
 
-def _checked(entries: Sequence[StateObject | Node]) -> tuple[StateObject | Node, ...]:
+def _checked(
+    entries: Sequence[StateObject | Node], context: _Describing
+) -> tuple[StateObject | Node, ...]:
     """Tie objects of equal memory, and refuse two entries at one path."""
     paths = [entry.path for entry in entries]
+    kinds = [*map(type, entries)]
+    context.recall("paths", (paths, kinds), lambda: _check_paths(entries, paths))
+    return tuple(_tied(entries))
+
+
+def _check_paths(entries: Sequence[StateObject | Node], paths: Sequence[ObjectPath]) -> None:
     # Two calls for all of them: there may be a hundred thousand.
     lengths = max(map(len, map("".join, paths)), default=0)
     if max(map(len, paths), default=0) > MAX_SAVED_SEGMENTS or lengths > MAX_PATH_CHARS:
@@ -532,41 +610,35 @@ def _checked(entries: Sequence[StateObject | Node]) -> tuple[StateObject | Node,
         twice = next(path for path, count in Counter(paths).items() if count > 1)
         msg = f"two parts of the state have the path {show_path(twice)}: rename one of them"
         raise UnsupportedStateError(msg)
-    _refuse_below(entries, taken)
-    return tuple(_tied(entries))
+    above = paths_above(taken) & taken
+    for entry in entries if above else ():
+        if entry.path in above and entry.path and isinstance(entry, StateObject):
+            msg = (
+                f"{show_path(entry.path)} is an object, but other parts of the state stand below "
+                "it: rename one of them"
+            )
+            raise UnsupportedStateError(msg)
 
 
-def _tied(entries: Iterable[StateObject | Node]) -> list[StateObject | Node]:
+def _tied(entries: Sequence[StateObject | Node]) -> list[StateObject | Node]:
     """Check the specs of objects, and tie those of equal memory."""
-    owners: dict[tuple[object, ...], ObjectPath] = {}
-    # Nearly all objects are the only ones at their address, and need no key of their memory.
-    first_at: dict[int, StateObject] = {}
-    spec = None
+    objects = [entry for entry in entries if type(entry) is StateObject]
+    # Most tensors share their spec with others, and nearly all are the only ones at their address:
+    # these need no key of their memory.
+    for spec, path in {id(one.spec): (one.spec, one.path) for one in reversed(objects)}.values():
+        check_spec(spec, path)
     tensor = Kind.TENSOR
-    result: list[StateObject | Node] = []
-    for entry in entries:
-        if isinstance(entry, Node):
-            result.append(entry)
-            continue
-        if entry.spec is not spec:  # most tensors share the spec of the one before
-            spec = entry.spec
-            check_spec(spec, entry.path)
-        address = entry.source.address if entry.kind is tensor else None
-        if address:
-            other = first_at.setdefault(address, entry)
-            if other is entry:
-                result.append(entry)
-                continue
-            _owner(other, owners)
-        first = _owner(entry, owners)
-        if first is not entry.path:
-            # By hand, as in `_of_role`.
-            entry = StateObject(  # noqa: PLW2901 - the same, tied
-                entry.path, entry.kind, entry.spec, entry.regions, entry.role, entry.form,
-                entry.source, first, entry.replica,
-            )  # fmt: skip
-        result.append(entry)
-    return result
+    addresses = [one.source.address if one.kind is tensor else None for one in objects]
+    uses = Counter(addresses)
+    uses[None] = uses[0] = 2
+    owners: dict[tuple[object, ...], ObjectPath] = {}
+    tied: dict[int, StateObject] = {}
+    for entry, address in zip(objects, addresses, strict=True):
+        if uses[address] > 1:
+            first = _owner(entry, owners)
+            if first is not entry.path:
+                tied[id(entry)] = entry._replace(same_as=first)
+    return [tied.get(id(entry), entry) for entry in entries] if tied else [*entries]
 
 
 def _owner(entry: StateObject, owners: dict[tuple[object, ...], ObjectPath]) -> ObjectPath:
@@ -582,24 +654,6 @@ def _owner(entry: StateObject, owners: dict[tuple[object, ...], ObjectPath]) -> 
     return owners.setdefault(key, entry.path)
 
 
-def _refuse_below(entries: Sequence[StateObject | Node], taken: AbstractSet[ObjectPath]) -> None:
-    """Refuse entries below an object.
-
-    Raises:
-        UnsupportedStateError: There is one.
-    """
-    above = paths_above(taken) & taken
-    if not above:
-        return
-    for entry in entries:
-        if entry.path in above and entry.path and isinstance(entry, StateObject):
-            msg = (
-                f"{show_path(entry.path)} is an object, but other parts of the state stand below "
-                "it: rename one of them"
-            )
-            raise UnsupportedStateError(msg)
-
-
 def _tells_more(kind: type[StateProvider]) -> bool:
     """Return whether providers of this class say what they claim, or what is left out."""
     return (
@@ -609,15 +663,34 @@ def _tells_more(kind: type[StateProvider]) -> bool:
     )
 
 
-def _deferrable(seen: list[Found]) -> frozenset[MemoryKey]:
+def _deferrable(
+    context: _Describing, entries: Iterable[StateObject | Node]
+) -> frozenset[ObjectPath]:
+    """Return the paths of the tensors whose memory is claimed, and steady."""
     claimed: set[MemoryKey] = set()
-    unsteady: set[tuple[str, int]] = set()
-    for found in seen:
+    sources: list[ByteSource] = []  # claimed as well, without a key
+    for found in context.seen:
         with naming(found, "claiming its memory"):
-            claimed.update(found.provider.claimed_memory(found.value))
-    for found in seen if claimed else ():
+            by_values = claims_by_values(type(found.provider))
+            values = found.provider.claimed_values(found.value) if by_values else None
+            described = None if values is None else context.sources_of(values)
+            if described is None:
+                claimed.update(found.provider.claimed_memory(found.value))
+            else:
+                sources += described
+    unsteady: set[tuple[str, int]] = set()
+    for found in context.seen if claimed or sources else ():
         with naming(found, "naming its unsteady memory"):
             unsteady.update(found.provider.unsteady_memory(found.value))
     if unsteady:
-        claimed = {key for key in claimed if (key.device, key.storage) not in unsteady}
-    return frozenset(claimed)
+        keys = claimed.union(source.memory for source in sources if source.memory is not None)
+        claimed, sources = {key for key in keys if (key.device, key.storage) not in unsteady}, []
+    steady = {id(source) for source in sources if source.nbytes}
+    tensors = [one for one in entries if type(one) is StateObject and one.kind is Kind.TENSOR]
+    others = [one for one in tensors if id(one.source) not in steady]
+    # Another tensor may have the same memory: another name of the tensor, or a view of it.
+    near = {one.source.address for one in others}
+    claimed.update(s.memory for s in sources if s.address in near and s.memory is not None)
+    paths = [one.path for one in tensors if id(one.source) in steady]
+    paths += [one.path for one in others if claimed and one.source.memory in claimed]
+    return frozenset(paths)

@@ -57,23 +57,25 @@ class ModuleProvider(StateProvider):
 
     def describe(
         self, value: torch.nn.Module, path: ObjectPath, /, *, context: DescribeContext
-    ) -> Iterator[StateObject | Node]:
+    ) -> Iterable[StateObject | Node]:
         module = unwrap(value)
         note_fully_shard(module)
         kind = bare_class(module)
-        yield Node(path, "module", {"class": f"{kind.__module__}.{kind.__qualname__}"})
+        node = Node(path, "module", {"class": f"{kind.__module__}.{kind.__qualname__}"})
         if is_flattened(value):
+            found: list[StateObject | Node] = [node]
             for name, item, is_parameter in flat_state(value, path):
                 is_tensor = is_stored_as_tensor(item)
                 role = Role.PARAMETER if is_parameter else Role.BUFFER if is_tensor else None
-                yield from context.describe(item, (*path, name), role=role)
-            return
+                found += context.describe(item, (*path, name), role=role)
+            return found
         refuse_unknown(module.parameters(), path, known=lambda _: False)
-        bare = bare_names(module)
         state = live_state(module)
-        paths = [(*path, bare(shown)) for shown in state]
-        roles = [_role_of(item) for item in state.values()]
-        yield from chain.from_iterable(context.describe_each([*state.values()], paths, roles))
+        names = [*map(bare_names(module), state)]
+        paths = context.recall(("module", path), names, lambda: [(*path, name) for name in names])
+        roles = [*map(_role_of, state.values())]
+        described = context.describe_each([*state.values()], paths, roles)
+        return [node, *chain.from_iterable(described)]
 
     def place(
         self, value: torch.nn.Module, path: ObjectPath, /, *, context: PlaceContext
@@ -125,6 +127,8 @@ class ModuleProvider(StateProvider):
 
 
 def _role_of(item: object) -> Role | None:
+    if type(item) is torch.nn.Parameter:
+        return Role.PARAMETER
     if not isinstance(item, torch.Tensor):
         return None
     return Role.PARAMETER if isinstance(item, torch.nn.Parameter) else Role.BUFFER

@@ -10,6 +10,7 @@ groups of different parameters, and together they describe all of them.
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -51,8 +52,11 @@ if TYPE_CHECKING:
     )
     from penstock.core.types import ObjectPath
     from penstock.providers.optimizer.members import Held, Member
+    from penstock.providers.tensor.flat_ranges import Flat
 
 PRIORITY = 40
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_NUMBERS = frozenset({type(None), bool, int, float, str})
 Maker: TypeAlias = "Callable[[], object]"
 
 
@@ -75,33 +79,33 @@ class OptimizerProvider(StateProvider):
 
     def describe(
         self, value: torch.optim.Optimizer, path: ObjectPath, /, *, context: DescribeContext
-    ) -> Iterator[StateObject | Node]:
+    ) -> Iterable[StateObject | Node]:
         kind = type(value)
         if is_wrapper(kind, OPTIMIZERS):
-            yield from context.describe(wrapped(value, OPTIMIZERS), path)
-            return
+            return context.describe(wrapped(value, OPTIMIZERS), path)
+        recall = partial(context.recall, (FORM, path))
         # First, since modules tell with the names how their parameters are cut.
-        named = members(value.param_groups, context.parameter_names)
+        named = members(value.param_groups, context.parameter_names, recall)
         held = held_of(value, path)
         meta = {
             "class": held.kind,
             "groups": _group_sizes(held, path),
         }
-        yield Node(path, FORM, meta)
         if held.owned is not None:
             context.of_this_rank((*path, "state"))
-        yield from _describe_members(held, named, path, context)
+        found = [Node(path, FORM, meta), *_describe_members(held, named, path, context)]
         for index, group in enumerate(held.groups):
             for key, item in group.items():
                 if key in MEMBERSHIP:  # the nodes of the parameters say it
                     continue
                 here = (*path, "param_groups", str(index), _text(key, path))
-                yield from context.describe(item, here, role=Role.OPTIMIZER)
+                found += context.describe(item, here, role=Role.OPTIMIZER)
         state: dict[Any, Any] = held.local.state  # some optimizers keep state of no parameter in it
         for key, item in state.items():
             if not isinstance(key, torch.Tensor):
                 here = (*path, "shared", _text(key, path))
-                yield from context.describe(item, here, role=Role.OPTIMIZER)
+                found += context.describe(item, here, role=Role.OPTIMIZER)
+        return found
 
     def place(
         self, value: torch.optim.Optimizer, path: ObjectPath, /, *, context: PlaceContext
@@ -136,22 +140,20 @@ class OptimizerProvider(StateProvider):
     def claimed_memory(self, value: torch.optim.Optimizer, /) -> Iterable[MemoryKey]:
         if is_wrapper(type(value), OPTIMIZERS):
             return ()  # the wrapped optimizer was described as well, and claims its own memory
-        state = value.optim.state if is_zero(type(value)) else value.state  # type: ignore[attr-defined]  # ZeRO's
-        claimed: set[MemoryKey] = set()
-        settings: set[MemoryKey] = set()
-        for group in value.param_groups:
-            settings.update(
-                memory_key(t) for k, v in group.items() if k != "params" for t in _tensors(v)
-            )
-            # The step of a captured graph runs without Python, so no hook can fence it: deferred
-            # state would change while it is copied.
-            if group.get("capturable") or group.get("differentiable"):
-                continue
-            parameters = group["params"]
-            claimed.update(_own_memory([p for p in parameters if p.is_leaf]))
-            claimed.update(_own_memory([state.get(p) for p in parameters]))
+        claimed = {memory_key(t, storage) for t, storage in _own_tensors(_tensors(_claimed(value)))}
         # Options that are tensors change outside of the step: a scheduler sets the learning rate.
-        return claimed - settings
+        return claimed.difference(map(memory_key, _settings(value)))
+
+    def claimed_values(self, value: torch.optim.Optimizer, /) -> Sequence[object] | None:
+        if is_wrapper(type(value), OPTIMIZERS):
+            return ()  # as above
+        values = _claimed(value)
+        if _settings(value) or not _PLAIN.issuperset(map(type, values)):
+            return None
+        try:
+            return [tensor for tensor, _ in _own_tensors(values)]
+        except RuntimeError:  # one is sparse, or the like, and has no storage
+            return None
 
     def left_out(self, value: torch.optim.Optimizer, /) -> Iterable[tuple[str, object]]:
         """Return the parameters: their modules store them."""
@@ -162,47 +164,62 @@ class OptimizerProvider(StateProvider):
 
 def _describe_members(
     held: Held, named: Iterable[Member], path: ObjectPath, context: DescribeContext
-) -> Iterator[StateObject | Node]:
-    states: list[tuple[Member, Mapping[str, object]]] = []
+) -> list[StateObject | Node]:
+    owned = [member for member in named if held.owns(member.parameter)]
+    states: list[Mapping[str, object]] = [
+        held.local.state.get(member.parameter, {}) for member in owned
+    ]
     values: list[object] = []
-    paths: list[ObjectPath] = []
     like: list[tuple[Any, Any]] = []
-    for member in named:
+    for member, state in zip(owned, states, strict=True):
         parameter = member.parameter
-        if not held.owns(parameter):
-            continue
-        here = (*path, "state", member.name)
-        state: Any = held.local.state.get(parameter, {})
         if is_sharded(parameter):
             if not member.named:
                 _refuse_others(parameter, path, context)
             like += [(item, parameter) for item in state.values() if is_sharded(item)]
-        states.append((member, state))
-        values += [_piece(item, member) for item in state.values()]
-        paths += [(*here, _text(key, here)) for key in state]
+        flat = member.flat
+        values += state.values() if flat is None else [_piece(t, flat) for t in state.values()]
+    basis = [member.name for member in owned], [*map(tuple, states)]
+    heres, paths = context.recall(("state", path), basis, lambda: _state_paths(path, *basis))
     with cut_like(like):
         described = iter(context.describe_each(values, paths, [Role.OPTIMIZER] * len(values)))
-    for member, state in states:
-        entries = list(chain.from_iterable(islice(described, len(state))))
+    entries: list[list[StateObject | Node]] = []
+    facts: list[tuple[Any, ...]] = []
+    for member, state in zip(owned, states, strict=True):
+        here = [*chain.from_iterable(islice(described, len(state)))]
         if held.owned is not None:
-            entries = [_of_this_rank(entry) for entry in entries]
-        meta: dict[str, Any] = {
-            "shape": member.shape,
-            "group": member.group,
-            "position": member.position,
-            "named": member.named,
-            "objects": sum(isinstance(entry, StateObject) for entry in entries),
-        }
+            here = [_of_this_rank(entry) for entry in here]
         # Such as `step`, which most optimizers keep on the host: a restore before the first step
         # has no live state to take the device from.
-        if member.parameter.device.type != "cpu":
-            meta["host"] = [
-                key
-                for key, item in state.items()
-                if isinstance(item, torch.Tensor) and item.device.type == "cpu"
-            ]
-        yield Node((*path, "state", member.name), PARAMETER_FORM, meta)
-        yield from entries
+        host = None
+        if not member.parameter.is_cpu:
+            host = [k for k, t in state.items() if isinstance(t, torch.Tensor) and t.is_cpu]
+        objects = sum([type(entry) is StateObject for entry in here])
+        facts.append((member.shape, member.group, member.position, member.named, objects, host))
+        entries.append(here)
+    nodes = context.recall(("nodes", path), (heres, facts), lambda: [*map(_node, heres, facts)])
+    found: list[StateObject | Node] = []
+    for node, here in zip(nodes, entries, strict=True):
+        found.append(node)
+        found += here
+    return found
+
+
+def _node(path: ObjectPath, facts: tuple[Any, ...]) -> Node:
+    """Return the node of a parameter; the facts are the values of its `meta`, in order."""
+    meta = dict(zip(("shape", "group", "position", "named", "objects", "host"), facts, strict=True))
+    if meta["host"] is None:  # the parameter is on the host, and so is its state
+        del meta["host"]
+    return Node(path, PARAMETER_FORM, meta)
+
+
+def _state_paths(
+    path: ObjectPath, names: Sequence[str], keys: Sequence[tuple[object, ...]]
+) -> tuple[list[ObjectPath], list[ObjectPath]]:
+    """Return the path of each parameter, and of each object of its state."""
+    heres = [(*path, "state", name) for name in names]
+    pairs = zip(heres, keys, strict=True)
+    return heres, [(*here, _text(key, here)) for here, some in pairs for key in some]
 
 
 def _group_sizes(held: Held, path: ObjectPath) -> list[int]:
@@ -232,14 +249,9 @@ def _refuse_others(parameter: DTensor, path: ObjectPath, context: DescribeContex
         raise UnsupportedStateError(msg)
 
 
-def _piece(item: object, member: Member) -> object:
+def _piece(item: object, flat: Flat) -> object:
     """Return state of a parameter that is cut by flat ranges as a piece of the whole state."""
-    flat = member.flat
-    if (
-        flat is None
-        or not isinstance(item, torch.Tensor)
-        or item.shape != (flat.stop - flat.start,)
-    ):
+    if not isinstance(item, torch.Tensor) or item.shape != (flat.stop - flat.start,):
         return item
     return flat.shard(item)
 
@@ -262,16 +274,37 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [tensor for item in value for tensor in _tensors(item)]
 
 
-def _own_memory(values: Sequence[Any]) -> Iterator[MemoryKey]:
-    """Yield the memory of tensors in `values` that is not shared with other processes.
+def _claimed(value: torch.optim.Optimizer) -> list[object]:
+    """Return what only the step of an optimizer changes: parameters, and tensors of their state."""
+    state: Any = value.optim.state if is_zero(type(value)) else value.state  # type: ignore[attr-defined]  # ZeRO's
+    found: list[object] = []
+    for group in value.param_groups:
+        # The step of a captured graph runs without Python, so no hook can fence it: deferred
+        # state would change while it is copied.
+        if group.get("capturable") or group.get("differentiable"):
+            continue
+        parameters = group["params"]
+        found += [parameter for parameter in parameters if parameter.is_leaf]
+        for items in map(state.get, parameters):
+            found += items.values() if type(items) is dict else [items]
+    return [item for item in found if type(item) not in _NUMBERS]
+
+
+def _settings(value: torch.optim.Optimizer) -> list[torch.Tensor]:
+    options = [v for group in value.param_groups for k, v in group.items() if k not in MEMBERSHIP]
+    return [tensor for option in options for tensor in _tensors(option)]
+
+
+def _own_tensors(tensors: Iterable[Any]) -> Iterator[tuple[torch.Tensor, torch.UntypedStorage]]:
+    """Yield those of the tensors that no other process has, with their storages.
 
     No fence in this process holds back another process's writes.
     """
-    for tensor in _tensors(values):
+    for tensor in tensors:
         storage = tensor.untyped_storage()
         # For memory on a device `is_shared` is always true.
         if not tensor.is_cpu or not storage.is_shared():
-            yield memory_key(tensor, storage)
+            yield tensor, storage
 
 
 def _text(key: object, path: ObjectPath) -> str:

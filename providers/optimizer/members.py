@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -118,7 +118,10 @@ def _with_elements(optimizer: torch.optim.Optimizer) -> frozenset[int] | None:
     return frozenset(id(p) for p, flat in pairs if flat is None or flat.start < flat.stop)
 
 
-@dataclass(frozen=True, slots=True)
+_Names: TypeAlias = "list[tuple[str, bool, tuple[str, ...]]]"
+
+
+@dataclass(slots=True)  # a frozen one takes three times as long, once for each parameter
 class Member:
     """One parameter of an optimizer.
 
@@ -150,25 +153,44 @@ class Member:
 
 
 def members(
-    groups: Sequence[Mapping[str, Any]], names_of: Callable[[object], Sequence[str]]
+    groups: Sequence[Mapping[str, Any]],
+    names_of: Callable[[object], Sequence[str]],
+    recall: Callable[[object, Callable[[], _Names]], _Names] = lambda _, make: make(),
 ) -> list[Member]:
     """Return the parameters of the param groups of an optimizer, in order, each once.
 
     A parameter takes the first of its names that no other parameter of this optimizer has: the
     bare one, or, where two modules clash, the one with the tree key in front.
+
+    Args:
+        groups: The param groups.
+        names_of: Returns the names that modules of the tree give to a tensor.
+        recall: Returns the names that followed from an equal basis in the last save, or makes them.
     """
-    found: list[tuple[torch.Tensor, int, int, tuple[str, ...]]] = []
-    seen: set[int] = set()
+    parameters: dict[int, torch.Tensor] = {}
+    places: list[tuple[int, int, tuple[str, ...]]] = []
     for index, group in enumerate(groups):
         own: Any = group.get("param_names") or ()
         for position, parameter in enumerate(group["params"]):
-            if id(parameter) in seen:
-                continue
-            seen.add(id(parameter))
-            names = [*names_of(parameter), *own[position : position + 1]]
-            found.append((parameter, index, position, tuple(dict.fromkeys(names))))
-    uses = Counter(name for _, _, _, names in found for name in names)
-    return [_member(*each, uses) for each in found]
+            if id(parameter) not in parameters:
+                parameters[id(parameter)] = parameter
+                names = (*names_of(parameter), *own[position : position + 1])
+                places.append((index, position, names))
+    named = recall(places, lambda: _named(places))
+    pairs = zip(parameters.values(), places, named, strict=True)
+    return [Member(each, index, position, *names) for each, (index, position, _), names in pairs]
+
+
+def _named(places: Sequence[tuple[int, int, tuple[str, ...]]]) -> _Names:
+    """Return name, `named` and candidates of each member, from its place and all its names."""
+    candidates = [tuple(dict.fromkeys(names)) for _, _, names in places]
+    uses = Counter(name for names in candidates for name in names)
+    found: _Names = []
+    for (group, position, _), names in zip(places, candidates, strict=True):
+        unique = next((name for name in names if uses[name] == 1), None)
+        name = f"{group}.{position}" if unique is None else unique
+        found.append((name, unique is not None, names))
+    return found
 
 
 def shape_of_state(shapes: Sequence[tuple[int, ...]]) -> list[int] | None:
@@ -182,14 +204,6 @@ def shape_of_state(shapes: Sequence[tuple[int, ...]]) -> list[int] | None:
     except ValueError:
         return None
     return list(shape) if most else None
-
-
-def _member(
-    parameter: torch.Tensor, group: int, position: int, names: tuple[str, ...], uses: Counter[str]
-) -> Member:
-    unique = next((name for name in names if uses[name] == 1), None)
-    name = f"{group}.{position}" if unique is None else unique
-    return Member(parameter, group, position, name, unique is not None, names)
 
 
 class Matcher:

@@ -59,7 +59,7 @@ class _HeldDict(Held):
         self.write()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _DictMember(Member):
     """A parameter of a state dict, which has its shape only as far as its state tells."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from functools import lru_cache
+from itertools import compress
 from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 from weakref import WeakKeyDictionary
 
@@ -50,7 +51,6 @@ from penstock.providers.tensor.sources import (
     device_name,
     dtype_name,
     lacks_memory,
-    layout_of,
     make_sink,
     overlaps_itself,
 )
@@ -62,7 +62,6 @@ if TYPE_CHECKING:
 
     from penstock.core.abc import DescribeContext, PendingCopy, PlaceContext, StoredObject
     from penstock.core.types import ObjectPath
-    from penstock.providers.tensor.sources import TensorLayout
 
 EXACT = 50
 SUBCLASS = 20
@@ -125,34 +124,23 @@ class TensorProvider(StateProvider):
         if kind not in _KNOWN:
             return super().describe_all(values, paths, context=context)
         role = Role.OTHER if kind is torch.Tensor else Role.PARAMETER
-        found: list[StateObject | Node] = []
-        before: tuple[object, ...] = ()
-        layout: TensorLayout | None = None
-        strided, tensor_kind = torch.strided, Kind.TENSOR
-        for value, path in zip(values, paths, strict=True):
-            tensor: torch.Tensor = value  # type: ignore[assignment]  # see `kind`
-            if not tensor.is_cpu or tensor.is_nested or tensor.layout is not strided:
-                found.append(self._plain(tensor, path, role, context))
-                continue
-            told = (
-                tensor.dtype,
-                tensor.shape,
-                tensor.stride(),
-                tensor.is_conj(),
-                tensor.is_neg(),
-            )
-            if told != before:
-                if tensor.is_quantized:
-                    refuse_unsupported(tensor, path)
-                layout, before = layout_of(tensor), told
-            assert layout is not None
-            source = TensorSource(tensor, layout)
-            if source.is_lost():
-                refuse_unsupported(tensor, path)
-            found.append(
-                StateObject(path, tensor_kind, layout.spec, layout.regions, role, "tensor", source)
-            )
-        return found
+        tensors: Sequence[torch.Tensor] = values  # type: ignore[assignment]  # see `kind`
+        on_host = [tensor.is_cpu for tensor in tensors]
+        host = [*compress(zip(tensors, paths, strict=True), on_host)]
+        try:
+            sources, refused = TensorSource.of_host([tensor for tensor, _ in host])
+        except RuntimeError:  # one is nested or sparse, and is named where each is asked for
+            sources, refused, on_host = [], [], [False] * len(tensors)
+        for number in refused:
+            refuse_unsupported(*host[number])
+        objects = _whole_objects(compress(paths, on_host), context.role or role, sources)
+        if len(objects) == len(tensors):
+            return objects
+        ready = iter(objects)
+        return [
+            next(ready) if is_ready else self._plain(tensor, path, role, context)
+            for tensor, path, is_ready in zip(tensors, paths, on_host, strict=True)
+        ]
 
     def place(
         self,
@@ -199,8 +187,7 @@ class TensorProvider(StateProvider):
         source = self._source(tensor, context)
         if source.is_lost():
             refuse_unsupported(tensor, path)
-        layout = source.layout
-        return StateObject(path, Kind.TENSOR, layout.spec, layout.regions, role, "tensor", source)
+        return _whole_objects([path], role, [source])[0]
 
     def _sharded(
         self, tensor: DTensor, path: ObjectPath, role: Role, context: DescribeContext
@@ -266,6 +253,18 @@ class TensorProvider(StateProvider):
             moments[tensor.device] = event
         event.record(torch.cuda.current_stream(tensor.device))
         return CudaSource(tensor, event)
+
+
+def _whole_objects(
+    paths: Iterable[ObjectPath], role: Role, sources: Sequence[TensorSource]
+) -> list[StateObject]:
+    """Return the objects of whole tensors."""
+    kind, form, new = Kind.TENSOR, "tensor", tuple.__new__
+    layouts = [source.layout for source in sources]
+    return [  # by `tuple.__new__`, which takes half as long as the class
+        new(StateObject, (path, kind, layout.spec, layout.regions, role, form, source, None, None))
+        for path, layout, source in zip(paths, layouts, sources, strict=True)
+    ]
 
 
 @lru_cache(maxsize=1024)

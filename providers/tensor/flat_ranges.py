@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -78,6 +79,9 @@ def refuse_unknown(
     Raises:
         UnsupportedStateError: Of one of them it is not known.
     """
+    # Only that package of torch marks parameters, and most processes have not loaded it.
+    if "torch.distributed.fsdp" not in sys.modules:
+        return
     if any(getattr(p, "_fsdp_flattened", False) and not known(p) for p in parameters):
         msg = (
             f"{show_path(path)} has parameters that FSDP1 has flattened, and it is not known which "
@@ -89,6 +93,8 @@ def refuse_unknown(
 
 def flat_of(parameter: torch.Tensor) -> Flat | None:
     """Return which elements a parameter has; None for one that is no such range."""
+    if not _flats.data:
+        return None
     found: Flat | None = _flats.get(parameter)  # type: ignore[no-untyped-call]  # torch has no type
     return found
 

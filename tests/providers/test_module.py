@@ -225,7 +225,9 @@ def test_tensors_written_in_forward_are_never_deferred(save):
     net.append(nn.Linear(2, 2))
     optimizer = torch.optim.SGD(net.parameters())
     stored = save({"m": net, "o": optimizer})
-    deferred = {key.storage for key in stored.description.deferrable}
+    deferrable = stored.description.deferrable
+    entries = [entry for entry in stored.description.entries if entry.path in deferrable]
+    deferred = {entry.source.memory.storage for entry in entries}
     assert net[2].weight.data_ptr() in deferred
     assert net[0].weight.data_ptr() not in deferred
     assert net[1].weight.data_ptr() not in deferred

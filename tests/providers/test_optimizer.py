@@ -557,7 +557,9 @@ def test_state_that_belongs_to_no_parameter_is_kept(save):
 
 
 def storages(stored):
-    return {key.storage for key in stored.description.deferrable}
+    deferrable = stored.description.deferrable
+    entries = [entry for entry in stored.description.entries if entry.path in deferrable]
+    return {entry.source.memory.storage for entry in entries}
 
 
 def test_optimizer_claims_only_its_parameters_and_state(save):

@@ -17,7 +17,8 @@ from penstock.core.format.blocks import (
     merge_spans,
 )
 from penstock.core.limits import MAX_CHUNK_BYTES
-from penstock.core.plan.save import SLAB_ALIGNMENT, Capture, KnownCuts, plan_save
+from penstock.core.plan.save import SLAB_ALIGNMENT, Capture, plan_save
+from penstock.core.tree.known import Known
 from penstock.core.types import PAGE_BYTES, ByteRange, Role
 
 ORDER = [Capture.FROZEN, Capture.NOW, Capture.DEFERRED]
@@ -303,14 +304,15 @@ cuttings = st.fixed_dictionaries(
 def test_cuts_that_are_known_are_those_that_would_be_made(items, first, second):
     """Some objects stay as they were, as between two saves of one job; some are alike."""
     items = [one[:3] for one in items for _ in range(one[3])]
-    known = KnownCuts()
+    known = None
     before = [old for old, _, _ in items]
     after = [new if other else old for old, new, other in items]
     for objects, how in [(before, first), (after, first), (after, second), (before, second)]:
+        known = Known(known)
         plan = plan_save(objects, known=known, **how)
         assert plan.chunks == plan_save(objects, **how).chunks
         assert plan.objects is objects
-        assert plan_save(objects, known=known, **how).chunks is plan.chunks
+        assert plan_save(objects, known=Known(known), **how).chunks is plan.chunks
 
 
 def test_plans_that_come_between_each_other_get_their_own_cuts():
@@ -318,7 +320,7 @@ def test_plans_that_come_between_each_other_get_their_own_cuts():
     one, other = [item(1000), item(8)], [item(5000), item(40), item(8)]
     small, large = (plan_save(objects, chunk_bytes=PAGE_BYTES) for objects in (one, other))
 
-    def interrupted(number, known):
+    def interrupted(number, last):
         """Plan `one`, and `other` before line `number`; return the latter, None: no such line."""
         lines, within = itertools.count(), None
 
@@ -328,13 +330,13 @@ def test_plans_that_come_between_each_other_get_their_own_cuts():
             if frame.f_code is not plan_save.__code__:
                 return None
             if event == "line" and next(lines) == number:
-                within = plan_save(other, chunk_bytes=PAGE_BYTES, known=known)
+                within = plan_save(other, chunk_bytes=PAGE_BYTES, known=Known(last))
             return trace
 
         before = sys.gettrace()
         sys.settrace(trace)
         try:
-            plan = plan_save(one, chunk_bytes=PAGE_BYTES, known=known)
+            plan = plan_save(one, chunk_bytes=PAGE_BYTES, known=Known(last))
         finally:
             sys.settrace(before)
         assert (plan.chunks, plan.raw_bytes) == (small.chunks, small.raw_bytes)
@@ -342,13 +344,13 @@ def test_plans_that_come_between_each_other_get_their_own_cuts():
 
     for earlier in ([], one, other):
         for number in itertools.count():
-            known = KnownCuts()
-            plan_save(earlier, chunk_bytes=PAGE_BYTES, known=known)
-            within = interrupted(number, known)
+            last = Known()
+            plan_save(earlier, chunk_bytes=PAGE_BYTES, known=last)
+            within = interrupted(number, last)
             if within is None:
                 break
             assert (within.chunks, within.raw_bytes) == (large.chunks, large.raw_bytes)
             for objects, plan in ((one, small), (other, large)):
-                found = plan_save(objects, chunk_bytes=PAGE_BYTES, known=known)
+                found = plan_save(objects, chunk_bytes=PAGE_BYTES, known=Known(last))
                 assert found.chunks == plan.chunks
         assert number
