@@ -235,9 +235,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.answer()
 
     def post_bucket(self, body):
-        for key in texts(body, "Key"):
+        keys = texts(body, "Key")
+        for key in keys:
             self.blobs.pop(f"{self.bucket}/{key}", None)
-        self.say("DeleteResult", "")
+        self.say("DeleteResult", "".join(f"<Deleted>{tags(Key=key)}</Deleted>" for key in keys))
 
     def get_bucket(self, _):
         if "uploads" in self.query:
