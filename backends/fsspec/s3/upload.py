@@ -41,9 +41,9 @@ except ImportError:
 # A part with gaps is kept for batches that overtook each other; at most so many are kept.
 _OPEN_PARTS = 3
 _PART_UNIT = 1 << 20
-# A request takes a millisecond of CPU; sixteen such parts are what core has in flight at once.
+# A request takes two milliseconds of CPU; sixteen such parts are what core has in flight at once.
 _MOST_BYTES = 16 << 20
-_PARTS = 64
+_PARTS = 32
 _LENT_BYTES = 1 << 20  # less is copied, which costs less than a call to send it
 
 _ZEROS = memoryview(bytes(1 << 20))
