@@ -39,6 +39,12 @@ ENVIRONMENT = {
     "AWS_EC2_METADATA_DISABLED": "true",
     "AWS_DEFAULT_REGION": "us-east-1",
 }
+# The server keeps the memory that it frees: fresh memory can take longer than the transfer.
+KEEPING = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+}
 # Shares of the whole: an embedding, large and middling matrices, vectors.
 SHARES = [160] + [60] * 6 + [30] * 12 + [8] * 14 + [0.01] * 8
 WARM_GB = 0.2  # touches the memory that clients keep for parts in flight
@@ -50,7 +56,8 @@ def serving(options):
     os.environ.update(ENVIRONMENT)
     command = [sys.executable, str(Path(__file__).with_name("s3_store.py"))]
     command += [f"--latency-ms={options.latency_ms}", f"--mb-per-s={options.mb_per_s}"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    environment = {**os.environ, **KEEPING}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     options.url = f"http://127.0.0.1:{int(process.stdout.readline())}"
     try:
         yield
