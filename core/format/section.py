@@ -73,6 +73,7 @@ _ONE_CHUNK = 3  # frame, offset, length
 _KEYS = ("frames", "types", "objects", "nodes")
 
 _Type: TypeAlias = tuple[Kind, str, int, Role, str]
+_Chunks: TypeAlias = "tuple[Sequence[int], Sequence[int], Sequence[int]]"
 RecordT = TypeVar("RecordT", bound="tuple[Any, ...]")
 
 
@@ -312,9 +313,9 @@ class ObjectColumns:
         shapes = fields.items("shape", count=count)
         rows = fields.items("shards", count=count)
         if len(picked) < count:
-            paths, numbers, ordinals, shapes, rows = (
-                [column[n] for n in picked] for column in (paths, numbers, ordinals, shapes, rows)
-            )
+            paths, shapes = [paths[n] for n in picked], [shapes[n] for n in picked]
+            numbers, ordinals = [numbers[n] for n in picked], [ordinals[n] for n in picked]
+            rows = [rows[n] for n in picked]
             elsewhere = {row: elsewhere[n] for row, n in enumerate(picked) if n in elsewhere}
             errors = {row: errors[n] for row, n in enumerate(picked) if n in errors}
         self.frames = frames
@@ -337,7 +338,7 @@ class ObjectColumns:
         if extents is None or chunks is None:  # the first one that is refused is found below
             extents, chunks, refs = [], ((), (), ()), [None] * len(rows)
         self._extents = extents
-        self._chunks: tuple[Sequence[int], ...] = chunks
+        self._chunks = chunks
         """Frame, offset and length of the objects that are one whole shard in one chunk."""
         self._shards: list[tuple[ShardRecord, ...] | None] = [None] * len(rows)
         """Those of all other objects."""
@@ -394,7 +395,7 @@ class ObjectColumns:
 
     def _only_chunks(
         self, refs: Sequence[list[Any] | None], extents: Sequence[_Extent]
-    ) -> tuple[list[int], list[int], list[int]] | None:
+    ) -> _Chunks | None:
         """Return frames, offsets and lengths of `refs`, which are all there is of their objects.
 
         None: one is refused.
