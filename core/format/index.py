@@ -5,6 +5,8 @@ from __future__ import annotations
 import struct
 import zlib
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -19,7 +21,7 @@ from penstock.core.format.records import (
 )
 from penstock.core.format.strict_json import dump_json, refuse
 from penstock.core.limits import MAX_DIMENSIONS, MAX_INT, MAX_STORED_FRAME_BYTES
-from penstock.core.tree.paths import path_hash
+from penstock.core.tree.paths import path_hashes
 from penstock.core.types import Kind, Region
 
 if TYPE_CHECKING:
@@ -27,7 +29,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from penstock.core.format.records import BorrowedTable, ObjectRecord, Section
+    from penstock.core.format.records import BorrowedTable, ShardRecord
+    from penstock.core.types import ObjectPath, Role, TensorSpec
 
 WHOLE = 0xFF
 """In place of a number of dimensions: the shard is the whole object."""
@@ -151,39 +154,50 @@ class SectionShards:
     traits: Sequence[int] = ()
 
 
-def shards_of(section: Section, *, with_traits: bool) -> SectionShards:
-    """Return the shards of a section, as the table of its part lists them.
+def shards_of(
+    paths: Sequence[ObjectPath],
+    regions: Sequence[Sequence[Region | bool]],
+    traits: Sequence[int] = (),
+) -> SectionShards:
+    """Return the shards of the objects of a section, as the table of its part lists them.
 
     Args:
-        section: The section.
-        with_traits: Sum up what is said of each object as well, as for several ranks.
+        paths: The path of each object.
+        regions: What is stored of it, from `regions_of`.
+        traits: What is said of it, from `traits_of`; empty: not summed up.
     """
-    hashes: list[int] = []
-    regions: list[Region | bool] = []
-    traits: list[int] = []
-    for record in section.objects:
-        hashed, whole = path_hash(record.path), Region.whole(record.spec.shape)
-        stored: list[Region | bool] = [
-            shard.region is whole or shard.region == whole or shard.region
-            for shard in record.shards
-        ] or [False]
-        hashes += [hashed] * len(stored)
-        regions += stored
-        if with_traits:
-            traits += [_traits_of(record)] * len(stored)
-    return SectionShards(hashes, regions, traits)
+    counts = [*map(len, regions)]
+    hashes = map(repeat, path_hashes(paths), counts)
+    return SectionShards(
+        [*chain.from_iterable(hashes)],
+        [*chain.from_iterable(regions)],
+        [*chain.from_iterable(map(repeat, traits, counts))],
+    )
 
 
-def _traits_of(record: ObjectRecord) -> int:
+def regions_of(shards: Iterable[ShardRecord], whole: Region) -> Sequence[Region | bool]:
+    """Return what is stored of an object: a region for each shard, as in `SectionShards`."""
+    regions = (shard.region for shard in shards)
+    return [region is whole or region == whole or region for region in regions] or [False]
+
+
+@lru_cache(maxsize=4096)  # thousands of objects have few types and shapes
+def traits_of(
+    kind: Kind,
+    spec: TensorSpec,
+    role: Role,
+    form: str,
+    origins: tuple[ObjectPath | None, ObjectPath | None],
+) -> int:
     """Return what is said of an object, summed up: equal for parts that say the same.
 
-    The length of a value does not count: ranks compare values whole, and a save whose values are
-    longer than those of the save before has the same table all the same.
+    `origins` are the paths that it is tied to, and derived from. The length of a value does not
+    count: ranks compare values whole, and a save whose values are longer than those of the save
+    before has the same table all the same.
     """
-    spec = record.spec
-    shape = () if record.kind is Kind.VALUE else spec.shape
-    traits = (record.kind, spec.dtype, spec.itemsize, record.role, record.form, shape)
-    return zlib.crc32(dump_json([*traits, record.same_as, record.derived]))
+    shape = () if kind is Kind.VALUE else spec.shape
+    traits = (kind, spec.dtype, spec.itemsize, role, form, shape)
+    return zlib.crc32(dump_json([*traits, *origins]))
 
 
 def shard_table(sections: Iterable[SectionShards]) -> ShardTable:
@@ -524,9 +538,9 @@ def _column(data: bytes, start: int, count: int, dtype: type[T]) -> NDArray[T]:
 
 
 def _columns(regions: Sequence[Region | bool]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    if not any(isinstance(region, Region) for region in regions):  # as of one process
-        kinds = (WHOLE if region else NO_BYTES for region in regions)
-        return np.fromiter(kinds, np.uint8, len(regions)), EMPTY.bounds
+    if set(map(type, regions)) <= {bool}:  # as of one process
+        kinds = np.where(np.array(regions, np.bool_), WHOLE, NO_BYTES)
+        return kinds.astype(np.uint8), EMPTY.bounds
     dims: list[int] = []
     bounds: list[tuple[int, int]] = []
     for region in regions:

@@ -19,7 +19,6 @@ from penstock.core.format.index import (
     load_table,
     load_traits,
     shard_table,
-    shards_of,
 )
 from penstock.core.format.records import (
     FORMAT_VERSION,
@@ -35,7 +34,7 @@ from penstock.core.format.records import (
     is_uid,
     part_name,
 )
-from penstock.core.format.section import read_section
+from penstock.core.format.section import check_section, read_section
 from penstock.core.format.strict_json import (
     Fields,
     check_list,
@@ -124,8 +123,9 @@ def encode_part(  # noqa: PLR0913 - tables of one part, each by name
         frame, info = _squeeze(section.dump(), at)
         info = replace(info, objects=section.objects, nodes=section.nodes, groups=section.groups)
         # Read as a reader would: a section that no reader takes must not be committed.
-        read = decode_section(frame, info, tables)
-        shards.append(shards_of(read, with_traits=world_size > 1))
+        name = _section_name(info, tables)
+        objects, _ = check_section(_unsqueeze(frame, info, name), tables, info, name)
+        shards.append(objects.section_shards(with_traits=world_size > 1))
         infos.append(info)
         frames.append(frame)
         at += len(frame)
@@ -253,8 +253,12 @@ def decode_section(
     Raises:
         FormatError: The section is damaged, or does not fit the head.
     """
-    name = f"{part_name(head.uid, head.rank)}, section at {info.offset}"
+    name = _section_name(info, head)
     return read_section(_unsqueeze(data, info, name), head, info, name, wanted)
+
+
+def _section_name(info: SectionInfo, head: PartHead) -> str:
+    return f"{part_name(head.uid, head.rank)}, section at {info.offset}"
 
 
 def decode_shards(data: bytes, head: PartHead) -> ShardTable:

@@ -10,10 +10,14 @@ from __future__ import annotations
 
 import math
 import struct
+from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+from operator import add, le
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar, cast
 
+from penstock.core.errors import FormatError
 from penstock.core.format.blocks import block_count
+from penstock.core.format.index import regions_of, shards_of, traits_of
 from penstock.core.format.records import (
     ChunkRef,
     Frame,
@@ -44,8 +48,9 @@ from penstock.core.limits import (
 from penstock.core.types import Kind, Region, Role, TensorSpec, WorstErrors
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
+    from penstock.core.format.index import SectionShards
     from penstock.core.format.records import PartHead, SectionInfo
     from penstock.core.tree.select import Selection
     from penstock.core.types import ObjectPath
@@ -68,6 +73,8 @@ _ONE_CHUNK = 3  # frame, offset, length
 _KEYS = ("frames", "types", "objects", "nodes")
 
 _Type: TypeAlias = tuple[Kind, str, int, Role, str]
+_Chunks: TypeAlias = "tuple[Sequence[int], Sequence[int], Sequence[int]]"
+RecordT = TypeVar("RecordT", bound="tuple[Any, ...]")
 
 
 def top_level_keys(
@@ -83,28 +90,41 @@ def read_section(
 ) -> Section:
     """Read and validate the JSON of a section.
 
-    With `wanted`, only these objects get records: making a record takes far longer than looking at
-    a path. Where the section has none of them, frames and nodes may be left out, too.
+    With `wanted`, only these objects are read: that takes longer than looking at a path. Where the
+    section has none of them, frames and nodes may be left out, too.
 
     Raises:
         FormatError: The section is malformed, or does not fit the head.
     """
     if wanted is not None and not info.nodes and not wanted.occurs_in(raw):
         return Section((), ())
+    objects, nodes = check_section(raw, head, info, name, wanted)
+    return Section(objects.frames, objects.records(), nodes)
+
+
+def check_section(
+    raw: bytes, head: PartHead, info: SectionInfo, name: str, wanted: Selection | None = None
+) -> tuple[ObjectColumns, tuple[NodeRecord, ...]]:
+    """Validate the JSON of a section as `read_section` does, without making records of objects.
+
+    Raises:
+        FormatError: The section is malformed, or does not fit the head.
+    """
     fields = Fields(load_json(raw, name), name, _KEYS)
     frames = tuple(_read_frames(fields.value("frames"), head, name))
     types = [_read_type(row, name) for row in fields.items("types")]
     where = f"{name}: objects"
     columns = Fields(fields.value("objects"), where, OBJECT_KEYS, optional=OPTIONAL_OBJECT_KEYS)
     paths = _read_paths(columns.items("path"), name)
-    reader = _ObjectReader(columns, types, frames, head, name)
     picked: Sequence[int] = range(len(paths))
     if wanted is not None:
         picked = [n for n, path in enumerate(paths) if wanted.touches(path)]
-    objects = [reader.read(number, paths[number]) for number in picked]
-    nodes = [_read_node(row, name) for row in fields.items("nodes")]
+    objects = ObjectColumns(
+        columns, paths, picked=picked, types=types, frames=frames, head=head, name=name
+    )
+    nodes = tuple([_read_node(row, name) for row in fields.items("nodes")])
     _check_whole(paths, columns.items("ordinal"), nodes, info, name)
-    return Section(frames, tuple(objects), tuple(nodes))
+    return objects, nodes
 
 
 def _check_whole(
@@ -261,90 +281,154 @@ class _Extent(NamedTuple):
     whole: Region
 
 
-class _ObjectReader:
-    """Makes records of objects out of the columns of a section."""
+class ObjectColumns:
+    """The objects of a section, or those of it that are wanted: checked columns, a row for each.
+
+    Nearly every object is one whole shard in one chunk. All of these are checked together, by a few
+    comparisons of whole columns, and the others one by one. If a comparison fails, every object is
+    checked alone, so that the first one that is refused is named.
+
+    Attributes:
+        frames: The frames of the section.
+    """
 
     def __init__(
         self,
         fields: Fields,
+        paths: Sequence[ObjectPath],
+        *,
+        picked: Sequence[int],
         types: Sequence[_Type],
-        frames: Sequence[Frame],
+        frames: tuple[Frame, ...],
         head: PartHead,
         name: str,
     ) -> None:
-        count = len(fields.items("path"))
-        self._elsewhere = _read_elsewhere(fields, count, name)
-        self._errors = _read_errors(fields, count, self._elsewhere, name)
-        self._numbers = check_ints(
+        count = len(paths)
+        elsewhere = _read_elsewhere(fields, count, name)
+        errors = _read_errors(fields, count, elsewhere, name)
+        numbers = check_ints(
             fields.value("type"), f"{name}: type", count=count, high=len(types) - 1
         )
-        self._ordinals = check_ints(fields.value("ordinal"), f"{name}: ordinal", count=count)
-        self._shapes = fields.items("shape", count=count)
-        self._are_ints = _all_lists_of(self._shapes, int, limit=MAX_DIMENSIONS)
-        self._extents: dict[tuple[int, tuple[int, ...]], _Extent] = {}
-        self._rows = fields.items("shards", count=count)
-        self._types = types
-        self._frames = frames
-        self._head = head
+        ordinals = check_ints(fields.value("ordinal"), f"{name}: ordinal", count=count)
+        shapes = fields.items("shape", count=count)
+        rows = fields.items("shards", count=count)
+        if len(picked) < count:
+            paths, shapes = [paths[n] for n in picked], [shapes[n] for n in picked]
+            numbers, ordinals = [numbers[n] for n in picked], [ordinals[n] for n in picked]
+            rows = [rows[n] for n in picked]
+            elsewhere = {row: elsewhere[n] for row, n in enumerate(picked) if n in elsewhere}
+            errors = {row: errors[n] for row, n in enumerate(picked) if n in errors}
+        self.frames = frames
+        self._paths = paths
+        self._ordinals = ordinals
+        self._types = [types[number] for number in numbers]
+        self._same_as: list[ObjectPath | None] = [None] * len(paths)
+        self._derived = self._same_as.copy()
+        for row, (how, path) in elsewhere.items():
+            (self._derived if how == DERIVED_KEY else self._same_as)[row] = path
+        self._errors = errors
         self._raw_lengths = [frame.raw_length for frame in frames]
+        self._head = head
         self._alone = head.world_size == 1
-        self._name = name
+        refs = [*map(_only_ref, rows)]
+        for row in elsewhere:
+            refs[row] = None
+        extents = _all_extents(numbers, shapes, types, name)
+        chunks = None if extents is None else self._only_chunks(refs, extents)
+        if extents is None or chunks is None:  # the first one that is refused is found below
+            extents, chunks, refs = [], ((), (), ()), [None] * len(rows)
+        self._extents = extents
+        self._chunks = chunks
+        """Frame, offset and length of the objects that are one whole shard in one chunk."""
+        self._shards: list[tuple[ShardRecord, ...] | None] = [None] * len(rows)
+        """Those of all other objects."""
+        for row, ref in enumerate(refs):
+            if ref is None:
+                where = f"{name}, object {picked[row]}"
+                if row == len(extents):
+                    extents.append(_extent(self._types[row], shapes[row], where))
+                self._shards[row] = self._read_shards(row, rows[row], where)
 
-    def read(self, position: int, path: ObjectPath) -> ObjectRecord:
-        """Return the record of the object at one position of the columns."""
-        number, rows, shape = self._numbers[position], self._rows[position], self._shapes[position]
-        kind, _, _, role, form = self._types[number]
-        # Equal lists of plain integers are one shape: `[True]` and `[1.0]` equal `[1]` as well.
-        extent = self._extents.get((number, tuple(shape))) if self._are_ints else None
-        if extent is None:
-            extent = self._extent(number, shape, self._where(position))
-        how, there = self._elsewhere.get(position, (None, None))
-        shards: tuple[ShardRecord, ...] = ()
-        if there is None:
-            shards = self._plain(rows, extent) or self._shards(
-                rows, extent.spec, self._where(position)
-            )
-        elif rows or there == path:
-            refuse(self._where(position), "is tied or derived, but has shards, or is so of itself")
-        same_as, derived = (None, there) if how == DERIVED_KEY else (there, None)
-        return ObjectRecord(
-            self._ordinals[position], path, kind, extent.spec, role, form, self._frames, self._head,
-            shards, same_as, derived, self._errors.get(position),
-        )  # fmt: skip
+    def section_shards(self, *, with_traits: bool) -> SectionShards:
+        """Return the shards of the objects, as the table of the part lists them.
 
-    def _where(self, position: int) -> str:
-        return f"{self._name}, object {position}"
+        Args:
+            with_traits: Sum up what is said of each object as well, as for several ranks.
+        """
+        whole: Sequence[Region | bool] = [True]
+        regions = [
+            whole if shards is None else regions_of(shards, extent.whole)
+            for shards, extent in zip(self._shards, self._extents, strict=True)
+        ]
+        traits: Sequence[int] = ()
+        if with_traits:
+            rows = zip(self._types, self._extents, self._same_as, self._derived, strict=True)
+            traits = [
+                traits_of(kind, extent.spec, role, form, (same_as, derived))
+                for (kind, _, _, role, form), extent, same_as, derived in rows
+            ]
+        return shards_of(self._paths, regions, traits)
 
-    def _extent(self, number: int, shape: Any, where: str) -> _Extent:
-        """Check the dtype and shape of an object; thousands of objects have few of them."""
-        kind, dtype, itemsize, _, _ = self._types[number]
-        if len(check_ints(shape, where)) > MAX_DIMENSIONS or (kind == "value" and len(shape) != 1):
-            refuse(where, f"has {len(shape)} dimensions")
-        spec = TensorSpec(dtype, itemsize, tuple(shape))
-        extent = _Extent(spec, spec.nbytes, Region.whole(spec.shape))
-        if self._are_ints:
-            self._extents[number, spec.shape] = extent
-        return extent
+    def records(self) -> tuple[ObjectRecord, ...]:
+        """Return the records of the objects."""
+        frames, offsets, lengths = self._chunks
+        refs = _made(ChunkRef, zip(frames, offsets, [0] * len(frames), lengths, strict=True))
+        pairs = zip(self._extents, self._shards, strict=True)
+        wholes = [extent.whole for extent, shards in pairs if shards is None]
+        only = zip(_made(ShardRecord, zip(wholes, zip(refs), strict=True)))
+        count = len(self._paths)
+        columns = (
+            self._ordinals,
+            self._paths,
+            [kind for kind, _, _, _, _ in self._types],
+            [extent.spec for extent in self._extents],
+            [role for _, _, _, role, _ in self._types],
+            [form for _, _, _, _, form in self._types],
+            [self.frames] * count,
+            [self._head] * count,
+            [next(only) if shards is None else shards for shards in self._shards],
+            self._same_as,
+            self._derived,
+            [self._errors.get(row) for row in range(count)],
+        )
+        return tuple(_made(ObjectRecord, zip(*columns, strict=True)))
 
-    def _plain(self, rows: Any, extent: _Extent) -> tuple[ShardRecord, ...] | None:
-        """Return the shards if the rows are one whole shard in one chunk, as nearly all are."""
-        try:
-            (((frame, offset, length),),) = rows
-        except (TypeError, ValueError):
+    def _only_chunks(
+        self, refs: Sequence[list[Any] | None], extents: Sequence[_Extent]
+    ) -> _Chunks | None:
+        """Return frames, offsets and lengths of `refs`, which are all there is of their objects.
+
+        None: one is refused.
+        """
+        plain = [ref for ref in refs if ref is not None]
+        numbers = [*chain.from_iterable(plain)]
+        frames, offsets, lengths = numbers[::3], numbers[1::3], numbers[2::3]
+        if not numbers:
+            return frames, offsets, lengths
+        sizes = [e.nbytes for e, ref in zip(extents, refs, strict=True) if ref is not None]
+        raw_lengths = self._raw_lengths
+        if (
+            set(map(type, numbers)) != {int}
+            or min(numbers) < 0
+            or max(frames) >= len(raw_lengths)
+            or min(lengths) < 1
+            or lengths != sizes
+        ):
             return None
-        if not type(frame) is type(offset) is type(length) is int:
-            return None
-        if not 0 <= frame < len(self._raw_lengths) or not length == extent.nbytes > 0:
-            return None
-        if not 0 <= offset <= self._raw_lengths[frame] - length:
-            return None
-        return (ShardRecord(extent.whole, (ChunkRef(frame, offset, 0, length),)),)
+        ends, limits = map(add, offsets, lengths), map(raw_lengths.__getitem__, frames)
+        return (frames, offsets, lengths) if all(map(le, ends, limits)) else None
 
-    def _shards(self, rows: Any, spec: TensorSpec, name: str) -> tuple[ShardRecord, ...]:
-        rows = check_list(rows, name)
+    def _read_shards(self, row: int, rows: Any, where: str) -> tuple[ShardRecord, ...]:
+        same_as, spec = self._same_as[row], self._extents[row].spec
+        there = self._derived[row] if same_as is None else same_as
+        if there is not None:
+            if rows or there == self._paths[row]:
+                refuse(where, "is tied or derived, but has shards, or is so of itself")
+            return ()
+        rows = check_list(rows, where)
         if self._alone and len(rows) != 1:
-            refuse(name, f"has {len(rows)} shards")
-        return tuple([self._shard(row, spec, name) for row in rows])
+            refuse(where, f"has {len(rows)} shards")
+        return tuple([self._shard(one, spec, where) for one in rows])
 
     def _shard(self, row: object, spec: TensorSpec, name: str) -> ShardRecord:
         refs, *bounds = check_list(row, name) or [None]
@@ -380,6 +464,45 @@ class _ObjectReader:
         if any(o + n > m for o, n, m in zip(offsets, sizes, spec.shape, strict=True)):
             refuse(name, "has a shard that reaches beyond it")
         return Region(tuple(offsets), tuple(sizes))
+
+
+def _only_ref(rows: Any) -> list[Any] | None:
+    """Return the list of an object that is one whole shard in one chunk; None for any other."""
+    try:
+        ((ref,),) = rows
+    except (TypeError, ValueError):
+        return None
+    return ref if type(ref) is list and len(ref) == _ONE_CHUNK else None
+
+
+def _all_extents(
+    numbers: Sequence[int], shapes: Sequence[Any], types: Sequence[_Type], name: str
+) -> list[_Extent] | None:
+    """Return what each object is made of; None: one is refused. Thousands have few shapes."""
+    # Equal lists of plain integers are one shape: `[True]` and `[1.0]` equal `[1]` as well.
+    if not _all_lists_of(shapes, int, limit=MAX_DIMENSIONS):
+        return None
+    keys = [*zip(numbers, map(tuple, shapes), strict=True)]
+    try:
+        known = {key: _extent(types[key[0]], [*key[1]], name) for key in set(keys)}
+    except FormatError:
+        return None
+    return [*map(known.__getitem__, keys)]
+
+
+def _extent(kind: _Type, shape: Any, where: str) -> _Extent:
+    """Check the dtype and shape of an object."""
+    if len(check_ints(shape, where)) > MAX_DIMENSIONS or (
+        kind[0] is Kind.VALUE and len(shape) != 1
+    ):
+        refuse(where, f"has {len(shape)} dimensions")
+    spec = TensorSpec(kind[1], kind[2], tuple(shape))
+    return _Extent(spec, spec.nbytes, Region.whole(spec.shape))
+
+
+def _made(kind: type[RecordT], rows: Iterable[tuple[Any, ...]]) -> Iterator[RecordT]:
+    """Make records of a kind of named tuple, which take twice as long by its own `_make`."""
+    return map(partial(tuple.__new__, kind), rows)
 
 
 def _read_elsewhere(columns: Fields, count: int, name: str) -> dict[int, tuple[str, ObjectPath]]:

@@ -26,7 +26,7 @@ from penstock.core.reporting.reports import Cast, Mismatch, RestoreReport
 from penstock.core.restore.fill import BytesSink, fill, read_range, read_stored
 from penstock.core.suggest import listed
 from penstock.core.tree.cast import CastSink
-from penstock.core.tree.paths import show_path
+from penstock.core.tree.paths import show_path, show_paths
 from penstock.core.tree.place import Placing, disagreements, overlapping
 from penstock.core.tree.select import Rename, Selection, nothing_for
 from penstock.core.tree.stored_tree import StoredTree
@@ -314,7 +314,7 @@ def _report(
     now = time.monotonic()
     return RestoreReport(
         step=checkpoint.step,
-        restored=tuple(map(show_path, order)),
+        restored=tuple(show_paths([*order])),
         missing=(),
         unexpected=(),
         values={},

@@ -13,7 +13,14 @@ import numpy as np
 
 from penstock.core.errors import FormatError
 from penstock.core.foreign import memory_permitting
-from penstock.core.format.index import dump_table, encode_index, shard_table, shards_of
+from penstock.core.format.index import (
+    dump_table,
+    encode_index,
+    regions_of,
+    shard_table,
+    shards_of,
+    traits_of,
+)
 from penstock.core.plan.regions import flaw_of_cover
 from penstock.core.restore.contents import (
     DIFFERENT,
@@ -22,6 +29,7 @@ from penstock.core.restore.contents import (
     differ,
 )
 from penstock.core.tree.paths import path_hash, show_path
+from penstock.core.types import Region
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -127,7 +135,18 @@ def _check_shards(manifest: ManifestReader, part: int, tables: Sequence[ShardTab
     if len(tables) <= part or any(place not in manifest.kept for place in places):
         return  # a section or a table could not be read, which is reported already
     several = manifest.record.world_size > 1
-    actual = shard_table(shards_of(manifest.kept[place], with_traits=several) for place in places)
+    actual = shard_table(
+        shards_of(
+            [o.path for o in objects],
+            [regions_of(o.shards, Region.whole(o.spec.shape)) for o in objects],
+            [
+                traits_of(o.kind, o.spec, o.role, o.form, (o.same_as, o.derived))
+                for o in objects
+                if several
+            ],
+        )
+        for objects in (manifest.kept[place].objects for place in places)
+    )
     same_traits = np.array_equal(actual.traits, tables[part].traits)
     if dump_table(actual) != dump_table(tables[part]) or not same_traits:
         name = manifest.parts[part].name

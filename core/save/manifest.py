@@ -441,17 +441,15 @@ def build_sections(
     sections: list[SectionWriter] = []
     section = SectionWriter()
     for ordinal in _storage_order(refs):
-        entry = entries[ordinal]
+        entry, places = entries[ordinal], refs[ordinal]
         path = entry.path
-        listed = path in masters or (path not in elsewhere and share.lists(path))
-        if not refs[ordinal] and not listed:
+        if not places and path not in masters and (path in elsewhere or not share.lists(path)):
             continue
         if isinstance(entry, Node):
             section.add_node(ordinal, entry)
         elif entry.same_as is not None or path in masters:
             section.add_object(ordinal, entry, (), derived=masters.get(path))
         else:
-            places = refs[ordinal]
             shards = _shard_rows(entry, places, spans.get(path), frames, section)
             worst = [*map(_json, astuple(errors[path]))] if path in errors else None
             section.add_object(ordinal, entry, shards, errors=worst)

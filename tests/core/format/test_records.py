@@ -395,6 +395,36 @@ def test_a_lie_is_named():
             check()
 
 
+@pytest.mark.parametrize("position", [0, 3, 8])
+def test_one_lie_among_objects_that_are_checked_together_is_named(position):
+    entries = [manifests.tensor(("m", str(n)), (n // 2 + 1,)) for n in range(9)]
+    made = manifests.Manifest(entries, section_objects=9)
+    info, good = made.head().sections[0], load_json(made.writers[0].dump(), "")
+    ((_, offset, length),) = good["objects"]["shards"][position][0]
+    end, size = good["frames"]["raw_length"][0], position // 2 + 1
+    for ref, shape, complaint in [
+        ([False, offset, length], [size], "integers"),
+        ([0, float(offset), length], [size], "integers"),
+        ([-1, offset, length], [size], "integers"),
+        ([0, -4, length], [size], "integers"),
+        ([1, offset, length], [size], "beyond frame 1"),
+        ([0, end - length + 1, length], [size], "beyond frame 0"),
+        ([0, offset, length - 1], [size], "other than its shape"),
+        ([0, offset, 0], [0], "empty chunk"),
+        ([0, offset, length], [size + 1], "other than its shape"),
+        ([0, offset, length], [float(size)], "integers"),
+        ([0, offset, length], [size] + [1] * 64, "65 dimensions"),
+    ]:
+        body = copy.deepcopy(good)
+        body["objects"]["shards"][position] = [[ref]]
+        body["objects"]["shape"][position] = shape
+        with pytest.raises(FormatError, match=f"object {position}: .*{complaint}"):
+            read_section(dump_json(body), made.head(), info, "x")
+    good["objects"]["same_as"] = [[position, ["m", "x"]]]
+    with pytest.raises(FormatError, match=f"object {position}: .*has shards"):
+        read_section(dump_json(good), made.head(), info, "x")
+
+
 def test_a_lie_about_a_derived_object_is_named():
     for derived, shards, complaint in [
         ([[0, ["model", "x"]]], None, "has shards"),

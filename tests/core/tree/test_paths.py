@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.core.errors import SelectionError
-from penstock.core.tree.paths import parse_path, path_hash, show_path
+from penstock.core.tree.paths import parse_path, path_hash, path_hashes, show_path, show_paths
 
 segments = st.one_of(
     st.sampled_from(["", "a/b", "a%2Fb", "%", "%00", "%25", "..", ".", "\x00", "0", "\ud800", "/"]),
@@ -46,3 +46,9 @@ def test_text_that_is_no_shown_path_is_refused():
 def test_hash_is_that_of_the_shown_utf8_text():
     assert path_hash(("é", "a/b")) == xxhash.xxh3_64_intdigest("é/a%2Fb".encode())
     assert path_hash(("\ud800",)) == xxhash.xxh3_64_intdigest(b"\xed\xa0\x80")
+
+
+@given(st.lists(paths, max_size=4))
+def test_many_paths_at_once_are_shown_and_hashed_as_one_by_one(many):
+    assert show_paths(many) == [*map(show_path, many)]
+    assert path_hashes(many) == [*map(path_hash, many)]
