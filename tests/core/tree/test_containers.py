@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.core.abc import Node
+from penstock.core.abc import Node, StateObject
 from penstock.core.errors import FormatError, PluginError, UnsupportedStateError
 from penstock.core.tree.place import Placing
 from penstock.core.tree.stored_tree import StoredTree
@@ -337,6 +337,10 @@ def meta(value):
     return lambda path, context: iter([Node(path, "twice", value)])
 
 
+class Own(StateObject):
+    """A subclass, which nothing would store."""
+
+
 HOLDS_ITSELF = {}
 HOLDS_ITSELF["again"] = HOLDS_ITSELF
 
@@ -366,6 +370,10 @@ BROKEN_ENTRIES = {
         r"describe yields the StateObject a/b of the form 'x', which no provider",
     ),
     "the only thing is none": (lambda path, context: (path,), "describe yields tuple, no"),
+    "an object of a class of its own": (
+        lambda path, context: [Own(*entry) for entry in context.describe(t(1), path)],
+        "describe yields Own, no StateObject or Node",
+    ),
     "meta with a key of an integer": (meta({1: "x"}), "meta of the Node a/b .*come back equal"),
     "meta with a tuple": (meta({"shape": (1, 2)}), "meta of the Node a/b .*come back equal"),
     "meta with nan": (meta({"loss": float("nan")}), "meta of the Node a/b .*not JSON compliant"),
