@@ -731,7 +731,10 @@ def test_freed_memory_that_training_waits_for_leaves_no_staging_behind(when):
 class Gated(Host):
     """Memory whose hold waits."""
 
-    __slots__ = ("may_go_on", "reached")
+    __slots__ = ("kept", "may_go_on", "reached")
+
+    def keep(self):
+        self.kept = True
 
     @staticmethod
     def hold(sources, /):
@@ -742,7 +745,7 @@ class Gated(Host):
 
 def test_the_fence_waits_for_copies_side_by_side():
     source = Gated(5 * CHUNK)
-    source.reached, source.may_go_on = threading.Event(), threading.Event()
+    source.reached, source.may_go_on, source.kept = threading.Event(), threading.Event(), False
     run = Run((source, DEFERRED))
     run.capture.take_now()
     assert not run.capture.fence(0)
@@ -750,6 +753,7 @@ def test_the_fence_waits_for_copies_side_by_side():
     assert source.reached.wait(60)
     assert not run.capture.fence(0)
     source.may_go_on.set()
+    assert source.kept, "an offloader could free it"
     assert run.capture.fence(None)
     expected = source.bytes()
     source.change()
