@@ -24,7 +24,6 @@ from penstock.core.errors import (
     CheckpointNotFoundError,
     ConfigError,
     PenstockError,
-    PluginError,
     SaverClosedError,
     StorageError,
 )
@@ -108,8 +107,7 @@ class Checkpointer:
         if "torch" in sys.modules:
             # The first save would stall for longer, and a signal handler that saves might interrupt
             # the imports.
-            with contextlib.suppress(PluginError):  # a save says so
-                _ = registry.providers
+            registry.preload()
         count = config.workers or default_workers()
         store = open_backend(config.backend, registry=registry)
         self._config = config

@@ -60,19 +60,24 @@ class Pool:
         """Run `task` on one of the threads.
 
         Raises:
-            RuntimeError: The pool is shut down.
+            RuntimeError: The pool is shut down, or the process can have no more threads.
         """
         future: Future[T] = Future()
         with self._lock:
             if self._closed:
                 msg = f"the threads of {self._name} are shut down"
                 raise RuntimeError(msg)
-            self._queue.put((future, task))
             self._waiting += 1
-            self._grow()
-            if not self._watched and self._waiting > self._free() and self._stuck_s < math.inf:
-                self._watched = True
-                self._start("watch", self._watch)
+            try:
+                self._grow()
+                if not self._watched and self._waiting > self._free() and self._stuck_s < math.inf:
+                    self._start("watch", self._watch)
+                    self._watched = True
+            except BaseException:  # no thread can be started
+                self._waiting -= 1
+                raise
+            # Last: the task of a call that raises must not run later.
+            self._queue.put((future, task))
         return future
 
     def shutdown(self, *, wait: bool) -> None:

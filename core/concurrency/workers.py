@@ -66,17 +66,19 @@ class Workers:
                     outcomes[number] = _outcome(task)
 
         self._renew_in_child()
-        helpers = min(self.count, len(tasks)) - 1
-        futures = [self._helpers.submit(work) for _ in range(helpers)]
+        futures: list[Future[None]] = []
+        with suppress(RuntimeError):  # there are no more threads: this one runs the tasks
+            for _ in range(min(self.count, len(tasks)) - 1):
+                futures.append(self._helpers.submit(work))  # noqa: PERF401 - keeps the first ones
         work()
         wait(futures)
         return [outcomes[number] for number in range(len(tasks))]
 
     def _renew_in_child(self) -> None:
         if self._pid != os.getpid():  # a forked child has none of the threads
-            self._pid = os.getpid()
             self._pool = self._make_pool("work", self.count)
             self._helpers = self._make_pool("copy", max(1, self.count - 1))
+            self._pid = os.getpid()  # last: other threads take the pools as they are from here on
 
     def _make_pool(self, name: str, count: int) -> Pool:
         return Pool(count, f"penstock-{name}", timing=self.timing)

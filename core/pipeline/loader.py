@@ -344,11 +344,16 @@ class _Session:
     def _pieces(self, job: FrameJob[CodecChain]) -> Iterable[ByteRange]:
         """Return the ranges of a frame; if they are copied, in pieces of whole blocks.
 
-        The disk then reads some pieces while others are verified and copied.
+        The disk then reads some pieces while others are verified and copied. A piece may end within
+        an element, which only flat memory takes.
         """
         lent = self._exchange is not None
         if not self._loader.by_copy or lent or job.chain is not None or len(job.uses) != 1:
             return job.ranges
+        sink = job.uses[0].sink
+        with noting_origin(lambda: _whose(job)):
+            if sink is not None and sink.view() is None:
+                return job.ranges
         step = align_up(self._loader.piece_bytes, job.block_bytes)
         phase = job.frame.offset % PAGE_BYTES
         return [

@@ -246,6 +246,21 @@ class Registry:
             return ""
         return "" if is_ours(entry) or entry.dist is None else distribution(entry)
 
+    def preload(self) -> None:
+        """Import all providers. One that fails is tried again when it is needed.
+
+        A package that makes a checkpointer while it is imported may ship a provider, which can be
+        imported only afterwards.
+        """
+        with self._lock:
+            for name in self.names("provider") if self._providers is None else ():
+                with suppress(PluginError):
+                    entry = self._only("provider", name)
+                    try:
+                        self._load("provider", entry)
+                    except PluginError:
+                        del self._loaded[entry]
+
     @property
     def providers(self) -> ProviderSet:
         """Return all providers, one instance each; loads them all.

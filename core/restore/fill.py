@@ -364,7 +364,9 @@ def raise_damaged(
     if missing_blob:
         checkpoint.check_there()
     names = list(dict.fromkeys(name for name, _, _ in damaged))
-    details = "; ".join(f"{name}: {detail}" for name, detail, _ in damaged[:LISTED])
+    details = "; ".join(
+        f"{name}: {detail}" for name, detail, _ in [*dict.fromkeys(damaged)][:LISTED]
+    )
     msg = (
         f"step {checkpoint.step} on {checkpoint.backend.url} is damaged in "
         f"{counted(len(names), 'object')}: {details}. "

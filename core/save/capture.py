@@ -429,7 +429,11 @@ class CaptureRun:
             tasks = [partial(copy, number) for number in range(len(moves))]
             for outcome in self._workers.side_by_side(tasks):
                 if isinstance(outcome, BaseException):
-                    raise outcome
+                    try:
+                        raise outcome
+                    finally:
+                        # Else a cycle of the error, its traceback and this frame keeps tensors.
+                        del outcome
         gathered, self._gathered = self._gathered, []
         for captured in gathered:
             self._hand_on(captured, [])

@@ -387,7 +387,9 @@ def _promised(
     return frozenset(
         entry.path
         for entry in others
-        if entry.source.memory is not None and defer.selects(entry.path)
+        if entry.kind is not Kind.VALUE
+        and entry.source.memory is not None
+        and defer.selects(entry.path)
     )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
@@ -168,7 +167,7 @@ def _is_elsewhere(source: ByteSource) -> bool:
 def _describe(root: dict[Any, Any], scan: Scan, context: _Describing) -> Description:
     try:
         scan.is_container(root, ())
-        entries = _checked(context.describe_root(root), context)
+        entries = _checked(context.describe_root(root), context.known)
     except RecursionError as error:
         msg = "the state tree is nested too deeply to be saved"
         raise UnsupportedStateError(msg) from error
@@ -238,7 +237,7 @@ class NameTable:
     def __init__(self, scan: Scan, known: Known | None = None) -> None:
         self._scan = scan
         self._known = known or Known()
-        self._named: dict[int, tuple[list[str], list[ObjectPath]]] | None = None
+        self._named: dict[int, tuple[tuple[str, ...], tuple[ObjectPath, ...]]] | None = None
         self._held: list[object] = []  # the tensors, so that no other object gets the id of one
 
     def names(self, tensor: object) -> Sequence[str]:
@@ -249,7 +248,7 @@ class NameTable:
         """Return the paths of a tensor, as its modules are stored."""
         return self._entry(tensor)[1]
 
-    def _entry(self, tensor: object) -> tuple[list[str], list[ObjectPath]]:
+    def _entry(self, tensor: object) -> tuple[tuple[str, ...], tuple[ObjectPath, ...]]:
         if self._named is None:
             parts = []
             for found in self._scan.found:
@@ -263,12 +262,12 @@ class NameTable:
         return self._named.get(id(tensor), _NAMELESS)
 
 
-_NAMELESS: tuple[list[str], list[ObjectPath]] = ([], [])
+_NAMELESS: tuple[tuple[str, ...], tuple[ObjectPath, ...]] = ((), ())
 
 
 def _named(
     parts: Iterable[tuple[ObjectPath, Sequence[str], Sequence[int]]],
-) -> dict[int, tuple[list[str], list[ObjectPath]]]:
+) -> dict[int, tuple[tuple[str, ...], tuple[ObjectPath, ...]]]:
     """Return the names and the paths of tensors by their ids."""
     table: dict[int, _Named] = {}
     for path, names, ids in parts:
@@ -281,10 +280,13 @@ def _named(
                 entry.bare.append(name or front)
             if full not in entry.prefixed and full not in entry.bare:
                 entry.prefixed.append(full)
-    return {key: ([*entry.bare, *entry.prefixed], entry.paths) for key, entry in table.items()}
+    return {
+        key: ((*entry.bare, *entry.prefixed), tuple(entry.paths)) for key, entry in table.items()
+    }
 
 
 _DESCRIBING = "describing it"
+_BY_PROVIDERS = "by providers"  # keeps what they recall from what core does
 _LATE = ""  # form of a placeholder node, for a value that is described after all others
 
 
@@ -303,7 +305,7 @@ class _Describing(DescribeContext):
         self._sources: dict[int, ByteSource] | None = None  # of these, by the ids of the values
         self._natures: dict[type, Literal["error", "keep"] | None] = {}
         self._scan = scan
-        self._known = known
+        self.known = known
         self._names = NameTable(scan, known)
         self._late: dict[ObjectPath, object] = {}
         self._forms = CONTAINERS.union(*(p.forms for p in providers.all()))
@@ -340,9 +342,12 @@ class _Describing(DescribeContext):
                 some = [values[n] for n in numbers], [paths[n] for n in numbers]
                 wanted = {roles[n] for n in numbers}
                 self.role = wanted.pop() if len(wanted) == 1 else None
-                with suppress(PluginError):  # which cannot say where; by itself each does
+                try:
                     objects = self._all_at_once(provider, *some)[1]
-                self.role = None
+                except PluginError:  # which cannot say where; by itself each does
+                    objects = None
+                finally:
+                    self.role = None
             if objects is None:
                 for n in numbers:
                     found[n] = tuple(self.describe(values[n], paths[n], role=roles[n]))
@@ -353,7 +358,7 @@ class _Describing(DescribeContext):
         return found
 
     def recall(self, place: Hashable, basis: object, make: Callable[[], T], /) -> T:
-        return self._known.recall(place, basis, make)
+        return self.known.recall((_BY_PROVIDERS, place), basis, make)
 
     def parameter_names(self, tensor: object, /) -> Sequence[str]:
         return self._names.names(tensor)
@@ -457,12 +462,13 @@ class _Describing(DescribeContext):
             entry = found[0]
             if type(entry) is StateObject and entry.path is path and entry.form in self._forms:
                 return found
-        if type(found) is list and set(map(type, found)) <= _ENTRIES:
-            # One look at all of them: a module may have ten thousand tensors.
+        # One look at all of them: a module may have ten thousand tensors. A third party may change
+        # the meta of a node that it keeps.
+        if _is_ours(provider) and type(found) is list and set(map(type, found)) <= _ENTRIES:
             paths, forms = [*map(_path, found)], [*map(_form, found)]
             nodes = [entry for entry in found if type(entry) is Node]
             basis = (provider.name, paths, forms, nodes)
-            self.recall(
+            self.known.recall(
                 (_DESCRIBING, path), basis, lambda: len([*self._each(provider, found, path)])
             )
             return found
@@ -550,7 +556,8 @@ class _Describing(DescribeContext):
             or not self._forms.issuperset(map(_form, found))
         ):
             return found, None
-        self._together.append((values, found))
+        if _is_ours(provider):  # whose sources are the memory of the values
+            self._together.append((values, found))
         return found, cast("list[StateObject]", found)
 
 
@@ -571,6 +578,10 @@ _ENTRIES = frozenset({StateObject, Node})
 _path, _form, _source = map(attrgetter, ("path", "form", "source"))
 
 
+def _is_ours(provider: StateProvider) -> bool:
+    return type(provider).__module__.startswith("penstock.")
+
+
 def _of_role(entry: StateObject | Node, role: Role) -> StateObject | Node:
     if isinstance(entry, Node) or entry.role is role:
         return entry
@@ -589,13 +600,11 @@ def _with_owner(
             yield entry
 
 
-def _checked(
-    entries: Sequence[StateObject | Node], context: _Describing
-) -> tuple[StateObject | Node, ...]:
+def _checked(entries: Sequence[StateObject | Node], known: Known) -> tuple[StateObject | Node, ...]:
     """Tie objects of equal memory, and refuse two entries at one path."""
     paths = [entry.path for entry in entries]
     kinds = [*map(type, entries)]
-    context.recall("paths", (paths, kinds), lambda: _check_paths(entries, paths))
+    known.recall("paths", (paths, kinds), lambda: _check_paths(entries, paths))
     return tuple(_tied(entries))
 
 

@@ -197,9 +197,8 @@ def _describe_members(
         objects = sum([type(entry) is StateObject for entry in here])
         facts.append((member.shape, member.group, member.position, member.named, objects, host))
         entries.append(here)
-    nodes = context.recall(("nodes", path), (heres, facts), lambda: [*map(_node, heres, facts)])
     found: list[StateObject | Node] = []
-    for node, here in zip(nodes, entries, strict=True):
+    for node, here in zip(map(_node, heres, facts), entries, strict=True):
         found.append(node)
         found += here
     return found
@@ -207,7 +206,8 @@ def _describe_members(
 
 def _node(path: ObjectPath, facts: tuple[Any, ...]) -> Node:
     """Return the node of a parameter; the facts are the values of its `meta`, in order."""
-    meta = dict(zip(("shape", "group", "position", "named", "objects", "host"), facts, strict=True))
+    names = ("shape", "group", "position", "named", "objects", "host")
+    meta: dict[str, Any] = dict(zip(names, facts, strict=True))
     if meta["host"] is None:  # the parameter is on the host, and so is its state
         del meta["host"]
     return Node(path, PARAMETER_FORM, meta)

@@ -340,9 +340,11 @@ class TensorSource(_TensorMemory, ByteSource):  # type: ignore[override]  # `mem
         found: list[TensorSource] = []
         refused: list[int] = []
         before: tuple[object, ...] = ()
+        layout, is_quantized = None, False
         for alias, storage, start, size, first, told in columns:
             if told != before:  # most tensors are laid out as the one before
                 before, layout, is_quantized = told, layout_of(alias), alias.is_quantized
+            assert layout is not None
             source = cls.__new__(cls)
             source._set(alias, storage, layout, start, first)  # noqa: SLF001 - of this class
             if is_quantized or (layout.extent and source._offset + layout.extent > size):  # noqa: SLF001 - as above
@@ -364,30 +366,20 @@ class TensorSource(_TensorMemory, ByteSource):  # type: ignore[override]  # `mem
         return elements.is_rounded(self.tensor, other.tensor)
 
     def locate(self) -> int | None:
-        return self.locate_each([self])[0]
+        return _places([self])[0]
 
     @classmethod
     def version_each(cls, sources: Sequence[ByteSource], /) -> Sequence[int | None]:
-        try:
-            return [*map(_version, sources)]
-        except RuntimeError:  # one is of inference mode
+        if cls.version is not TensorSource.version:
             return super().version_each(sources)
+        tensors = map(_tensor, sources)
+        return [None if tensor.is_inference() else tensor._version for tensor in tensors]  # noqa: SLF001 - as above
 
     @classmethod
     def locate_each(cls, sources: Sequence[ByteSource], /) -> Sequence[int | None]:
-        storages = [*map(_storage, sources)]
-        starts = map(torch.UntypedStorage.data_ptr, storages)
-        sizes = map(torch.UntypedStorage.nbytes, storages)
-        found: list[int | None] = []
-        for source, start, size in zip(sources, starts, sizes, strict=True):
-            assert isinstance(source, TensorSource)
-            extent, offset = source.layout.extent, source._offset  # noqa: SLF001 - of this class
-            if not extent:
-                found.append(None)
-            else:
-                # Shrunk memory counts as freed: what lies behind its end is of others.
-                found.append(start + offset if start and offset + extent <= size else 0)
-        return found
+        if cls.locate is not TensorSource.locate:
+            return super().locate_each(sources)
+        return _places(sources)
 
     def keep(self) -> None:
         if self.device == "cpu" and self.nbytes and not lacks_memory(self.tensor):
@@ -414,7 +406,24 @@ class TensorSource(_TensorMemory, ByteSource):  # type: ignore[override]  # `mem
 
 
 _dtype, _shape = attrgetter("dtype"), attrgetter("shape")  # of tensors
-_storage, _version = attrgetter("storage"), attrgetter("tensor._version")  # of sources
+_storage, _tensor = attrgetter("storage"), attrgetter("tensor")  # of sources
+
+
+def _places(sources: Sequence[ByteSource]) -> list[int | None]:
+    """Return the address of each source, 0 where its memory was freed, None where it has none."""
+    storages = [*map(_storage, sources)]
+    starts = map(torch.UntypedStorage.data_ptr, storages)
+    sizes = map(torch.UntypedStorage.nbytes, storages)
+    found: list[int | None] = []
+    for source, start, size in zip(sources, starts, sizes, strict=True):
+        assert isinstance(source, TensorSource)
+        extent, offset = source.layout.extent, source._offset  # noqa: SLF001 - of this module
+        if not extent:
+            found.append(None)
+        else:
+            # Shrunk memory counts as freed: what lies behind its end is of others.
+            found.append(start + offset if start and offset + extent <= size else 0)
+    return found
 
 
 def _on_host(sources: Sequence[ByteSource]) -> list[TensorSource]:

@@ -73,3 +73,21 @@ def test_tasks_side_by_side_are_all_run_though_some_fail():
         ZeroDivisionError,
         int,
     ]
+
+
+def test_tasks_side_by_side_need_no_more_threads(monkeypatch):
+    ran = []
+    started = threading.Thread.start
+
+    def start(thread):
+        if thread.name.startswith("penstock-copy_1"):
+            raise RuntimeError("can't start new thread")
+        started(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with closing(Workers(4)) as workers:
+        for _ in range(2):
+            ran.append(0)
+            tasks = [lambda: ran.append(1)] * 6
+            assert workers.side_by_side(tasks) == [None] * 6
+    assert ran == [0, *[1] * 6] * 2

@@ -22,6 +22,17 @@ def test_an_error_goes_to_who_waits_and_the_thread_goes_on():
     pool.shutdown(wait=True)
 
 
+def test_task_of_a_call_that_failed_never_runs(monkeypatch):
+    pool, ran = Pool(1, "one"), []
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", lambda _: pool.no_such_thing)
+        with pytest.raises(AttributeError):
+            pool.submit(lambda: ran.append("of the failed call"))
+    pool.submit(lambda: ran.append("of the next")).result(60)
+    pool.shutdown(wait=True)
+    assert ran == ["of the next"]
+
+
 @pytest.mark.parametrize("stuck_s", [-1.0, float("inf")], ids=["stuck", "patient"])
 def test_calls_that_hang_do_not_use_up_the_pool_for_ever(stuck_s):
     """Once they count as stuck: here either at once, or never."""

@@ -201,6 +201,15 @@ def test_what_is_copied_is_read_in_pieces_of_whole_blocks(store, workers):
     assert sink.data[bad[1] :] == data[blocks[4].start :]
 
 
+def test_only_flat_memory_gets_pieces(store, workers):
+    job, data = store.raw(20_000)
+    sink = Sink(20_000, direct=False)  # as of a strided tensor, which takes whole elements
+    loader = Loader(store.backend, workers)
+    loader.by_copy, loader.piece_bytes = True, BLOCK
+    assert not loader.run([using(job, ChunkUse(sink, 0, 0, 20_000))]).damaged
+    assert (sink.data, sink.copies) == (data, 1)
+
+
 def test_only_the_ranges_asked_for_are_read_and_placed(store, loader):
     job, data = store.raw(20_000)
     blocks = frame_blocks(64, 20_000, BLOCK)

@@ -473,6 +473,18 @@ def test_threads_get_names_while_a_signal_handler_interrupts_the_loading(plugin_
     assert said == ["p-slow 1.0"]
 
 
+def test_a_provider_that_cannot_be_imported_yet_is_tried_again(plugin_site):
+    source = "    import p_later\n" + _provider("late")
+    _add_provider(plugin_site, "p-late", "late", module="p_late", source=source)
+    registry = _third_party_only()
+    registry.preload()
+    sys.modules["p_later"] = SimpleNamespace()
+    try:
+        assert [one.name for one in registry.providers.all()] == ["late"]
+    finally:
+        del sys.modules["p_later"]
+
+
 def test_a_conflict_of_two_others_says_how_to_settle_it(plugin_site):
     for name in ("first", "second"):
         _add_codec(plugin_site, f"{name}-codecs", "same", module=f"{name}_codec")

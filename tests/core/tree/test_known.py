@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from penstock import Checkpointer
-from penstock.core.abc import Node, StateObject, StateProvider
+from penstock.core.abc import Node, StateObject, StateProvider, places_of, versions_of
 from penstock.core.errors import PluginError, UnsupportedStateError
 from penstock.core.plugins.registry import default_registry
 from penstock.core.tree.describe import describe_tree
 from penstock.core.tree.known import Known
 from penstock.providers.optimizer import OptimizerProvider
-from penstock.providers.tensor.sources import memory_key
+from penstock.providers.tensor.sources import TensorSource, memory_key
 from penstock.testing.stored import StaticProviders
 
 
@@ -462,10 +462,50 @@ def test_third_party_is_asked_each_time_and_checked_each_time():
         described(((), {"more": 1}), (("x",), {}), (("x",), {}))
     with pytest.raises(PluginError, match="cannot be stored as JSON"):
         described(((), {"more": {1}}), (("x",), {}))
+    kept = {"more": [1]}
+    described(((), kept))
+    kept["more"] = (1,)  # in place
+    with pytest.raises(PluginError, match="come back equal"):
+        described(((), kept))
     with pytest.raises(PluginError, match="no tuple of strings"):
         described(((), {"more": 1}), ((3,), {}))
     with pytest.raises(UnsupportedStateError, match="use shorter keys"):
         described(((), {"more": 1}), (("x" * 100_000,), {}))
+
+
+def test_nodes_and_names_that_a_third_party_gets_are_its_own():
+    class Counts(OptimizerProvider):
+        def describe(self, value, path, /, *, context):
+            assert not isinstance(context.parameter_names(torch.ones(1)), list)
+            for entry in super().describe(value, path, context=context):
+                if isinstance(entry, Node) and "objects" in entry.meta:
+                    entry.meta["objects"] += 1
+                yield entry
+
+    others = [one for one in default_registry().providers.all() if one.name != "optimizer"]
+    providers, known, counts = StaticProviders([*others, Counts()]), None, []
+    state = {"optimizer": Job().optimizer}
+    for _ in range(2):
+        known = Known(known)
+        found = describe_tree(state, providers=providers, allow_pickle=False, known=known)
+        counts.append([e.meta.get("objects") for e in found.entries if isinstance(e, Node)])
+    assert counts[0] == counts[1]
+
+
+def test_sources_of_a_class_of_their_own_are_asked_one_by_one():
+    class Own(TensorSource):
+        def version(self):
+            return 42
+
+        def locate(self):
+            return None if super().locate() else 0
+
+    some = [Own(torch.ones(2)), Own(torch.ones(2))]
+    assert versions_of(some) == [42, 42]
+    assert places_of(some) == [None, None]
+    with torch.inference_mode():
+        frozen = torch.ones(2)
+    assert versions_of([TensorSource(frozen)]) == [None]
 
 
 def test_what_is_known_keeps_no_state_alive(tmp_path):
