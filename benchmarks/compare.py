@@ -192,7 +192,7 @@ SYSTEMS = {
 
 
 def state(make, folder, options):
-    """Saves in a row, of which the first makes staging memory, and cold restores of the last."""
+    """Saves in a row, the first of which makes staging memory, and cold restores of the last."""
     small = bench.gpt_state(WARM_UP_GB)
     warm, _ = saved_by(make, folder / "warm", small, 1)  # imports and thread pools
     warm.restore(small, 0, "")
@@ -378,7 +378,7 @@ BENCHMARK = bench.Benchmark(
         "gb": (1.0, "state size in GB (10^9 bytes)"),
         "small": (0, "tensors of 4 KiB instead"),
         "saves": (2, "of a process; of `auto` after the first"),
-        "objects": (300_000, "tensors of which one is read"),
+        "objects": (300_000, "tensors; one is read"),
         "windows": (3, "saves in a training loop"),
         "steps": (6, "steps between them"),
         "batch": (16, "rows of a step: how long it takes"),

@@ -2,7 +2,7 @@
 
     python benchmarks/deltas.py --rounds 5
 
-`frozen` saves a model of which nine tenths stand still. `chain` restores, from a cold cache, a
+`frozen` saves a model that is frozen to nine tenths. `chain` restores, from a cold cache, a
 checkpoint that takes the frames of five others; beside it the time of restoring as many raw bytes.
 """
 
@@ -20,7 +20,7 @@ ELEMENTS = 16 << 20
 
 
 def frozen(share, folder, options):
-    """Save twice a model of which nine tenths stand still."""
+    """Save twice a model that is frozen to nine tenths."""
     model = {f"layer{n}": torch.randn(ELEMENTS // options.shorten) for n in range(10)}
     with penstock.Checkpointer(folder / "frozen", share=share) as ckpt:
         ckpt.save(model, step=0).result()

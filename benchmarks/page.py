@@ -93,9 +93,9 @@ def plain(columns, *parts, base="", names=()):
     def made(run):
         lines = []
         for part, shown in parts:
-            told = shown.format(**run.parts[part]["options"])
-            rows = {name + told: values for name, values in run.rows(part, *names).items()}
-            lines += table(rows, columns, base + told).splitlines()[2 if lines else 0 :]
+            suffix = shown.format(**run.parts[part]["options"])
+            rows = {name + suffix: values for name, values in run.rows(part, *names).items()}
+            lines += table(rows, columns, base + suffix).splitlines()[2 if lines else 0 :]
         return "\n".join(lines)
 
     return made

@@ -2,8 +2,8 @@
 
     python benchmarks/ranks.py --ranks 4
 
-A stack of linear layers is cut by FSDP2, with AdamW state (gloo, CPU): background saves, of which
-the second counts, and a cold restore. A time is that of the slowest rank.
+A stack of linear layers is cut by FSDP2, with AdamW state (gloo, CPU): two background saves (the
+second counts) and a cold restore. A time is that of the slowest rank.
 """
 
 from __future__ import annotations

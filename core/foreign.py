@@ -15,7 +15,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _MARK = "penstock: "
+_OURS = __name__.split(".", maxsplit=1)[0]
 _GROUPS = ("penstock.providers", "penstock.codecs", "penstock.backends")
+
+
+def is_foreign(instance: object) -> bool:
+    """Return whether the class of a plugin is a third party's."""
+    return type(instance).__module__.split(".")[0] != _OURS
 
 
 @contextmanager

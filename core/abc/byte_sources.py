@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from itertools import groupby
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
@@ -206,19 +207,22 @@ def _nothing() -> None:
 
 def versions_of(sources: Iterable[ByteSource]) -> list[int | None]:
     """Return what `version` returns of each source."""
-    found: list[int | None] = []
-    for _, run in groupby(sources, type):
-        alike = [*run]
-        found += type(alike[0]).version_each(alike)
-    return found
+    return _of_each(sources, attrgetter("version_each"))
 
 
 def places_of(sources: Iterable[ByteSource]) -> list[int | None]:
     """Return what `locate` returns of each source."""
+    return _of_each(sources, attrgetter("locate_each"))
+
+
+def _of_each(
+    sources: Iterable[ByteSource],
+    method: Callable[[type[ByteSource]], Callable[[Sequence[ByteSource]], Sequence[int | None]]],
+) -> list[int | None]:
+    """Return what a class method returns of each source; it is asked once for a run of a class."""
     found: list[int | None] = []
-    for _, run in groupby(sources, type):
-        alike = [*run]
-        found += type(alike[0]).locate_each(alike)
+    for kind, alike in groupby(sources, type):
+        found += method(kind)([*alike])
     return found
 
 

@@ -20,6 +20,7 @@ from penstock.core.abc.provider import breach_of_priority
 from penstock.core.config.explain import validated
 from penstock.core.distributions import installed_only
 from penstock.core.errors import ConfigError, PluginError
+from penstock.core.foreign import is_foreign
 from penstock.core.plugins.entry_points import (
     GROUPS,
     PluginKind,
@@ -52,8 +53,6 @@ _CONTRACTS: dict[PluginKind, type] = {
 
 Preferences: TypeAlias = "Mapping[PluginKind, Mapping[str, str]]"
 PluginClass = TypeVar("PluginClass", bound="StateProvider | Codec | Backend")
-
-_OURS = __name__.split(".", maxsplit=1)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -463,10 +462,6 @@ def default_registry() -> Registry:
     return Registry()
 
 
-def _is_ours(provider: StateProvider) -> bool:
-    return type(provider).__module__.split(".")[0] == _OURS
-
-
 class ProviderSet:
     """The providers in use. Thread-safe.
 
@@ -522,7 +517,7 @@ class ProviderSet:
 
         Else any package that is installed could make all checkpoints unreadable.
         """
-        shipped = [name for name in names if _is_ours(self._providers[name][0])]
+        shipped = [name for name in names if not is_foreign(self._providers[name][0])]
         if len(shipped) != 1:
             return names
         others = [name for name in names if name not in shipped]
@@ -554,7 +549,7 @@ class ProviderSet:
         try:
             claim = provider.claims(kind)
         except Exception as error:
-            if _is_ours(provider):
+            if not is_foreign(provider):
                 raise
             if name not in self._warned:  # a third party's defect must not stop a save
                 self._warned.add(name)

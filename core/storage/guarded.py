@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeGuard, TypeVar
 from penstock.core.abc import Backend, BlobWriter, DelegatingBackend, DelegatingWriter, Tier
 from penstock.core.abc.delegating import in_words
 from penstock.core.errors import PenstockError, StorageError
-from penstock.core.foreign import shipped_by
+from penstock.core.foreign import is_foreign, shipped_by
 from penstock.core.types import BlobInfo, Capabilities
 
 if TYPE_CHECKING:
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock")
 
 T = TypeVar("T")
-
-_OURS = __name__.split(".", maxsplit=1)[0]
 
 
 def _is_number(found: object) -> TypeGuard[float]:
@@ -59,7 +57,7 @@ def guarded(backend: Backend) -> Backend:
 
     Ctrl-C and exits, which are no `Exception`, pass unchanged.
     """
-    if type(backend).__module__.split(".")[0] == _OURS:
+    if not is_foreign(backend):
         return backend
     return GuardedBackend(backend)
 

@@ -27,7 +27,7 @@ from penstock.core.errors import (
     TornSnapshotError,
     UnsupportedStateError,
 )
-from penstock.core.foreign import said
+from penstock.core.foreign import is_foreign, said
 from penstock.core.limits import MAX_PATH_CHARS, MAX_SAVED_SEGMENTS
 from penstock.core.markers import Leaves, PerRank
 from penstock.core.tree.checks import (
@@ -464,7 +464,7 @@ class _Describing(DescribeContext):
                 return found
         # One look at all of them: a module may have ten thousand tensors. A third party may change
         # the meta of a node that it keeps.
-        if _is_ours(provider) and type(found) is list and set(map(type, found)) <= _ENTRIES:
+        if not is_foreign(provider) and type(found) is list and set(map(type, found)) <= _ENTRIES:
             paths, forms = [*map(_path, found)], [*map(_form, found)]
             nodes = [entry for entry in found if type(entry) is Node]
             basis = (provider.name, paths, forms, nodes)
@@ -556,7 +556,7 @@ class _Describing(DescribeContext):
             or not self._forms.issuperset(map(_form, found))
         ):
             return found, None
-        if _is_ours(provider):  # whose sources are the memory of the values
+        if not is_foreign(provider):  # whose sources are the memory of the values
             self._together.append((values, found))
         return found, cast("list[StateObject]", found)
 
@@ -576,10 +576,6 @@ def _sequence_node(value: Any, path: ObjectPath) -> Node:
 
 _ENTRIES = frozenset({StateObject, Node})
 _path, _form, _source = map(attrgetter, ("path", "form", "source"))
-
-
-def _is_ours(provider: StateProvider) -> bool:
-    return type(provider).__module__.startswith("penstock.")
 
 
 def _of_role(entry: StateObject | Node, role: Role) -> StateObject | Node:

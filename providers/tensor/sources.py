@@ -341,9 +341,9 @@ class TensorSource(_TensorMemory, ByteSource):  # type: ignore[override]  # `mem
         refused: list[int] = []
         before: tuple[object, ...] = ()
         layout, is_quantized = None, False
-        for alias, storage, start, size, first, told in columns:
-            if told != before:  # most tensors are laid out as the one before
-                before, layout, is_quantized = told, layout_of(alias), alias.is_quantized
+        for alias, storage, start, size, first, facts in columns:
+            if facts != before:  # most tensors are laid out as the one before
+                before, layout, is_quantized = facts, layout_of(alias), alias.is_quantized
             assert layout is not None
             source = cls.__new__(cls)
             source._set(alias, storage, layout, start, first)  # noqa: SLF001 - of this class
@@ -421,7 +421,7 @@ def _places(sources: Sequence[ByteSource]) -> list[int | None]:
         if not extent:
             found.append(None)
         else:
-            # Shrunk memory counts as freed: what lies behind its end is of others.
+            # Shrunk memory counts as freed: what follows its end belongs to others.
             found.append(start + offset if start and offset + extent <= size else 0)
     return found
 

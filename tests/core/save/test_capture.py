@@ -383,7 +383,7 @@ def test_training_waits_only_until_staging_has_room_for_the_rest(when):
 
 
 def test_nothing_is_lent_while_staging_is_being_touched():
-    """A store that stands still would hold training as long, and there will soon be room."""
+    """A store that hangs would hold training as long, and there will soon be room."""
     may_go_on, both, begun = threading.Event(), threading.Barrier(2), []
 
     def populate(address, length):

@@ -366,7 +366,7 @@ def test_what_is_known_is_described_as_if_nothing_were(name):
 
 
 def test_each_of_many_tensors_is_described_as_it_is_alone():
-    """Neighbors that differ in one way of being laid out, of which most tensors share all."""
+    """Neighbors that differ in one way of being laid out; most tensors share all."""
     plain, other = torch.ones(3, 3), torch.ones(3, 3, dtype=torch.complex64)
     alike = [
         plain,
@@ -422,7 +422,7 @@ def test_a_subclass_that_claims_less_is_obeyed():
 
 
 class Box:
-    """A value whose provider answers as it is told."""
+    """A value whose provider answers as a test sets."""
 
 
 def test_third_party_is_asked_each_time_and_checked_each_time():
