@@ -249,6 +249,20 @@ class ByteSink(ABC):
         `start` and the length are multiples of the itemsize.
         """
 
+    @classmethod
+    def copy_in_each(
+        cls, copies: Sequence[tuple[ByteSink, int, int, int]], data: memoryview, /
+    ) -> None:
+        """Do for several sinks of this class what `copy_in` does for one.
+
+        Args:
+            copies: Each says `(sink, start, low, high)`: bytes `[low, high)` of `data` go to the
+                sink, from its byte `start` on.
+            data: Flat bytes, free again on return.
+        """
+        for sink, start, low, high in copies:
+            sink.copy_in(start, data[low:high])
+
     def opened(self) -> None:  # noqa: B027 - most sinks have nothing to do
         """Called once, before the first byte changes: bump versions, so that a capture sees it."""
 

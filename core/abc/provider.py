@@ -419,6 +419,22 @@ class StateProvider(ABC):
     def place(self, value: Any, path: ObjectPath, /, *, context: PlaceContext) -> Placement:
         """Plan the in-place restore of `value` from the stored objects at and below `path`."""
 
+    def place_all(
+        self, values: Sequence[Any], paths: Sequence[ObjectPath], /, *, context: PlaceContext
+    ) -> list[Target] | None:
+        """Plan the restore of values of one type, each at its path, as `place` of each does.
+
+        Only of values that are memory to be filled, and stay where they are: the answer is the
+        targets of those that are selected, in order. Core calls it for the children of a container,
+        which may be fifty thousand, where the class that has `place` or a subclass of it overrides
+        this, and not where values differ between ranks by nature.
+
+        Returns:
+            The targets; None: core calls `place` for each value.
+        """
+        del values, paths, context
+        return None
+
     def place_dict(
         self, value: dict[Any, Any], node: Node, /, *, context: PlaceContext
     ) -> Placement | None:
@@ -492,6 +508,11 @@ class StateProvider(ABC):
 def describes_together(kind: type[StateProvider], /) -> bool:
     """Return whether providers of this class describe several values faster by `describe_all`."""
     return _has_faster(kind, "describe_all", than="describe")
+
+
+def places_together(kind: type[StateProvider], /) -> bool:
+    """Return whether providers of this class place several values faster by `place_all`."""
+    return _has_faster(kind, "place_all", than="place")
 
 
 def claims_by_values(kind: type[StateProvider], /) -> bool:

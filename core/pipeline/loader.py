@@ -16,6 +16,7 @@ from concurrent.futures import FIRST_COMPLETED, wait
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
     from concurrent.futures import Future
 
-    from penstock.core.abc import Backend, Tier
+    from penstock.core.abc import Backend, ByteSink, Tier
     from penstock.core.concurrency.workers import Workers
     from penstock.core.pipeline.codec_chain import CodecChain
     from penstock.core.pipeline.exchange import Exchange
@@ -815,7 +816,11 @@ def _verify_blocks(job: FrameJob[CodecChain], span: ByteRange, data: memoryview)
 
 def place(uses: Sequence[ChunkUse], data: memoryview, *, base: int) -> None:
     """Copy what `data`, the bytes of the chunk from `base` on, has of the uses to their sinks."""
-    for use in uses:
-        low, high = max(use.at, base), min(use.at + use.length, base + data.nbytes)
-        if use.sink is not None and low < high:
-            use.sink.copy_in(use.start + low - use.at, data[low - base : high - base])
+    stop = base + data.nbytes
+    copies: list[tuple[ByteSink, int, int, int]] = []
+    for sink, at, start, length in uses:
+        low, high = max(at, base), min(at + length, stop)
+        if sink is not None and low < high:
+            copies.append((sink, start + low - at, low - base, high - base))
+    for kind, alike in groupby(copies, lambda one: type(one[0])):
+        kind.copy_in_each([*alike], data)

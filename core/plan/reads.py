@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from penstock.core.abc.byte_sources import ByteSink
@@ -119,19 +120,14 @@ def plan_reads(
             hold each element of the region once.
     """
     jobs: dict[tuple[int, int, int], FrameJob[ChainT]] = {}
+    frames: Sequence[Frame] | None = None
+    number = -1
     for request, parts in requests:
         for record, shard, ref, use in chunk_uses(request, parts):
-            head, frame = record.head, record.frames[ref.frame]
-            key = head.rank, frame.blob, frame.offset
-            job = jobs.get(key)
-            if job is None:
-                job, *bases = (_frame_job(link, head, chain_of) for link in frame.links())
-                job.bases = tuple(bases)
-                jobs[key] = job
-            elif job.frame is not frame and job.frame != frame:
-                where = f"frame at {frame.offset} of blob {frame.blob}, part {head.rank}"
-                msg = f"{where}: two sections describe it differently"
-                raise FormatError(msg, [where])
+            if ref.frame != number or record.frames is not frames:  # nearly all follow one another
+                number, frames = ref.frame, record.frames
+                frame = frames[number]
+                job = _job_of(frame, record.head, jobs, chain_of)
             job.uses.append(use)
             job.paths.append(request.path or record.path)
             # A frame of one chunk: codecs get the dtype and shape that they got when it was
@@ -141,6 +137,26 @@ def plan_reads(
     # In order of offsets, so that neighbouring frames are read in one batch.
     ordered = tuple(jobs[key] for key in sorted(jobs))
     return ordered, sum(map(_complete, ordered))
+
+
+def _job_of(
+    frame: Frame,
+    head: PartHead,
+    jobs: dict[tuple[int, int, int], FrameJob[ChainT]],
+    chain_of: Callable[[PartHead, int], ChainT],
+) -> FrameJob[ChainT]:
+    """Return the job of a frame; adds it to `jobs` where it is not among them."""
+    key = head.rank, frame.blob, frame.offset
+    job = jobs.get(key)
+    if job is None:
+        job, *bases = (_frame_job(link, head, chain_of) for link in frame.links())
+        job.bases = tuple(bases)
+        jobs[key] = job
+    elif job.frame is not frame and job.frame != frame:
+        where = f"frame at {frame.offset} of blob {frame.blob}, part {head.rank}"
+        msg = f"{where}: two sections describe it differently"
+        raise FormatError(msg, [where])
+    return job
 
 
 def _frame_job(
@@ -172,8 +188,8 @@ def _context(record: ObjectRecord, shard: ShardRecord, ref: ChunkRef, frame: Fra
     return CodecContext(spec.dtype, spec.itemsize, shard.region.sizes, ref.start, frame.raw_length)
 
 
-def chunk_uses(request: ObjectRequest, parts: Sequence[ObjectRecord]) -> Iterator[_UseOfShard]:
-    """Yield the uses of the chunks that hold the region of a request, each with where it is.
+def chunk_uses(request: ObjectRequest, parts: Sequence[ObjectRecord]) -> Iterable[_UseOfShard]:
+    """Return the uses of the chunks that hold the region of a request, each with where it is.
 
     A shard that several ranks have stored is read once.
 
@@ -187,14 +203,11 @@ def chunk_uses(request: ObjectRequest, parts: Sequence[ObjectRecord]) -> Iterato
     record, sink = request.record, request.sink
     stored = [(one, shard) for one in parts for shard in one.shards]
     if sink is None:
-        for one, shard in stored:
-            yield from _uses_of(one, shard, None, 0)
-        return
+        return chain.from_iterable(_uses_of(one, shard, None, 0) for one, shard in stored)
     region = Region.whole(record.spec.shape) if request.region is None else request.region
     held = stored[0][1].region if len(stored) == 1 else None
     if held is region or held == region:  # as of nearly all, and mostly the very same
-        yield from _uses_of(*stored[0], sink, request.at)
-        return
+        return _uses_of(*stored[0], sink, request.at)
     distinct = {shard.region: (one, shard) for one, shard in stored}.values()
     meeting = [
         (one, shard, common)
@@ -207,13 +220,13 @@ def chunk_uses(request: ObjectRequest, parts: Sequence[ObjectRecord]) -> Iterato
         shown = show_path(record.path)
         msg = f"{shown} from {region.offsets} on: {flaw_of_cover(region.sizes, inside)}"
         raise FormatError(msg, [shown])
-    for number in chosen:
-        yield from _uses_in(request._replace(region=region), *meeting[number])
+    request = request._replace(region=region)
+    return chain.from_iterable(_uses_in(request, *meeting[number]) for number in chosen)
 
 
 def _uses_in(
     request: ObjectRequest, record: ObjectRecord, shard: ShardRecord, common: Region
-) -> Iterator[_UseOfShard]:
+) -> Iterable[_UseOfShard]:
     """Return the uses of the elements `common` of a shard."""
     _, sink, region, at, _ = request
     assert sink is not None
@@ -237,15 +250,26 @@ def _uses_of(
     sink: ByteSink | None,
     base: int,
     wanted: Sequence[ByteRange] | None = None,
-) -> Iterator[_UseOfShard]:
-    """Yield the uses of a shard, or of the ascending `wanted` bytes of it.
+) -> Iterable[_UseOfShard]:
+    """Return the uses of a shard, or of the ascending `wanted` bytes of it.
 
     The shard's first byte goes to `base` of the sink, or would; that may be negative.
     """
-    if wanted is None:
-        for ref in shard.chunks:
-            yield record, shard, ref, ChunkUse(sink, ref.at, base + ref.start, ref.stop - ref.start)
-        return
+    if wanted is not None:
+        return _uses_of_ranges(record, shard, sink, base, wanted)
+    return [
+        (record, shard, ref, ChunkUse(sink, ref.at, base + ref.start, ref.stop - ref.start))
+        for ref in shard.chunks
+    ]
+
+
+def _uses_of_ranges(
+    record: ObjectRecord,
+    shard: ShardRecord,
+    sink: ByteSink | None,
+    base: int,
+    wanted: Sequence[ByteRange],
+) -> Iterator[_UseOfShard]:
     first = 0  # chunks and ranges both ascend, so ranges before this one are done with
     for ref in shard.chunks:
         while first < len(wanted) and wanted[first].stop <= ref.start:

@@ -4,7 +4,7 @@ Two views of one tensor, such as `w` and `w[5]`, were stored as two objects. If 
 straight into place, the later one would silently win, or intact bytes would look damaged. So such
 targets are filled only if the stored bytes agree about the memory that they share.
 
-Tested in `tests/core/tree/test_containers.py`.
+Tested in `tests/core/tree/test_place.py`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from penstock.core.abc import Placement, StateObject, ranks_of
+from penstock.core.abc.provider import places_together
 from penstock.core.errors import PluginError, RestoreError, UnsupportedStateError
 from penstock.core.markers import PerRank
-from penstock.core.tree.checks import asked, checked_placement
+from penstock.core.tree.checks import asked, broken_contract, checked_placement
 from penstock.core.tree.containers import CONTAINERS, Scan, is_nothing, key_segment
 from penstock.core.tree.describe import NameTable, check_root, describe_tree
-from penstock.core.tree.rebuild import Rebuilding, settled
+from penstock.core.tree.rebuild import Rebuilding, are_apart, settled
 from penstock.core.types import show_path, with_article
 
 if TYPE_CHECKING:
@@ -202,15 +203,16 @@ class Placing(Rebuilding):
     ) -> Placement:
         """Plan the restore into a dict, list or tuple; `fixed` says why it takes no new values."""
         result = Placement()
-        owner: Any = value
-        fixed = _TUPLE if isinstance(value, tuple) else fixed
         if self._is_other_kind(value, path, result):
             return result
+        children = self._children_of(value, path)
+        targets = self._targets_of_all(children)
+        if targets is not None:
+            return Placement(targets, finish=lambda: value)
+        owner: Any = value
+        fixed = _TUPLE if isinstance(value, tuple) else fixed
         finishes: list[tuple[Any, object, Callable[[], object]]] = []
-        for key, segment, child in self._children_of(value, path):
-            here = (*path, segment)
-            if self.of_ranks and is_nothing(child) and self._is_above(here):
-                continue  # other ranks have what is stored below
+        for key, here, child in children:
             placed = self.place(child, here)
             result.absorb(placed)
             if placed.finish is None:
@@ -234,14 +236,38 @@ class Placing(Rebuilding):
         result.finish = finish
         return result
 
+    def _targets_of_all(
+        self, children: Sequence[tuple[Any, ObjectPath, Any]]
+    ) -> list[Target] | None:
+        """Return the targets of children of one type, if its provider plans them all at once."""
+        kinds = {type(child) for *_, child in children}
+        if len(kinds) != 1 or PerRank in kinds:
+            return None
+        (kind,) = kinds
+        provider = self.scan.provider_for(kind)
+        if (
+            provider is None
+            or not places_together(type(provider))
+            or provider.on_other_ranks(kind) is not None
+        ):
+            return None
+        values, paths = [child for *_, child in children], [path for _, path, _ in children]
+        self._check_version(provider, paths[0])
+        above = paths[0][:-1]
+        found = asked(provider, above, _PLANNING, provider.place_all, values, paths, context=self)
+        if found is not None and type(found) is not list:
+            msg = f"place_all returned {type(found).__name__}, not a list"
+            raise broken_contract(provider, above, msg)
+        return found
+
     def _is_above(self, path: ObjectPath) -> bool:
         """Return whether objects are stored below a path at which there is none."""
         if path in self._all:
             return False
         return path in self._children or self.node(path) is not None
 
-    def _children_of(self, value: Any, path: ObjectPath) -> list[tuple[Any, str, Any]]:
-        """Return keys, segments and values of a container's items that may be selected."""
+    def _children_of(self, value: Any, path: ObjectPath) -> list[tuple[Any, ObjectPath, Any]]:
+        """Return keys, paths and values of a container's items that may be selected."""
         pairs: Iterable[tuple[Any, Any]]
         pairs = value.items() if isinstance(value, dict) else enumerate(value)
         test = self._below(path)
@@ -250,8 +276,13 @@ class Placing(Rebuilding):
         if test is not True:
             # Filtered first: a container may have a million items, of which one is selected.
             pairs = [(k, child) for k, child in pairs if type(k) is not str or test(k)]
-        children = [(key, key_segment(key, path), child) for key, child in pairs]
-        return children if test is True else [one for one in children if test(one[1])]
+        children = [(key, (*path, key_segment(key, path)), child) for key, child in pairs]
+        if test is not True:
+            children = [one for one in children if test(one[1][-1])]
+        if not self.of_ranks:
+            return children
+        # Where this rank has nothing, other ranks have what is stored below.
+        return [one for one in children if not (is_nothing(one[2]) and self._is_above(one[1]))]
 
     def _fixed(self, child: object, path: ObjectPath, placed: Placement, fixed: str) -> list[str]:
         """Check a value in a tuple, which cannot be replaced: it may be equal to the stored one."""
@@ -380,8 +411,10 @@ def overlapping(targets: Iterable[Target]) -> list[list[Target]]:
 
     Compares only first and last addresses, so the columns of one matrix are a group, too.
     """
-    spans: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
     targets = list(targets)
+    if are_apart(targets):
+        return []
+    spans: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
     for number, target in enumerate(targets):
         memory = target.sink.memory
         if memory is not None:

@@ -11,6 +11,8 @@ from collections import defaultdict
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from penstock.core.abc import (
     Difference,
     Node,
@@ -26,7 +28,7 @@ from penstock.core.errors import (
     RestoreError,
     SelectionError,
 )
-from penstock.core.foreign import shipped_by
+from penstock.core.foreign import is_foreign, shipped_by
 from penstock.core.tree.cast import may_cast
 from penstock.core.tree.checks import broken_contract, checked_placement
 from penstock.core.tree.containers import CONTAINERS, assemble
@@ -318,6 +320,9 @@ class Rebuilding(PlaceContext):
             path = target.path
             stored = self._chosen.get(path)
             if stored is not None:
+                if stored.spec == target.spec and stored.kind is Kind.TENSOR:
+                    fitting.append(target)
+                    continue
                 difference = _difference(target, stored, self.takes)
                 if difference is None:
                     fitting.append(target)
@@ -360,8 +365,7 @@ def _tied(targets: list[Target], aliases: Mapping[ObjectPath, ObjectPath]) -> li
 
     Other targets of the same memory keep their sinks: `place.disagreements` compares their bytes.
     """
-    memories = [target.sink.memory for target in targets if target.sink.memory is not None]
-    if len(set(memories)) == len(memories):  # as in nearly every state
+    if are_apart(targets):
         return targets
     result: list[Target] = []
     sinks: dict[tuple[MemoryKey, tuple[Region, ...], ObjectPath], ByteSink] = {}
@@ -375,6 +379,28 @@ def _tied(targets: list[Target], aliases: Mapping[ObjectPath, ObjectPath]) -> li
         else:
             result.append(Target(target.path, target.spec, target.regions, sink))
     return result
+
+
+def are_apart(targets: Sequence[Target]) -> bool:
+    """Return whether no two targets share memory, as in nearly every state; False: some may.
+
+    By addresses alone, if all are in host memory: a `MemoryKey` of each would take longer. A third
+    party's sink may have its bytes elsewhere than in the memory that it names.
+    """
+    if any(map(is_foreign, {type(target.sink): target.sink for target in targets}.values())):
+        return False
+    starts, sizes = [], []
+    for target in targets:
+        sink = target.sink
+        if sink.address is not None:
+            starts.append(sink.address)
+            sizes.append(sink.nbytes)
+        elif sink.memory is not None:
+            return False
+    first, size = np.array(starts, np.uint64), np.array(sizes, np.uint64)
+    order = np.argsort(first)
+    first, size = first[order], size[order]
+    return bool(np.all(first[:-1] + size[:-1] <= first[1:]))
 
 
 def _difference(

@@ -166,6 +166,33 @@ class TensorProvider(StateProvider):
             return Placement(finish=lambda: value)
         return Placement([_checked_target(value, path)], finish=lambda: value)
 
+    def place_all(
+        self,
+        values: Sequence[torch.Tensor | Shard | Shards | Streamed],
+        paths: Sequence[ObjectPath],
+        /,
+        *,
+        context: PlaceContext,
+    ) -> list[Target] | None:
+        if type(values[0]) not in _KNOWN:
+            return None
+        tensors: Sequence[torch.Tensor] = values  # type: ignore[assignment]  # all are of one type
+        chosen = [one for one in zip(tensors, paths, strict=True) if context.selected(one[1])]
+        if not all([tensor.is_cpu for tensor, _ in chosen]):  # noqa: C419 - as a list it is faster
+            return None
+        try:
+            sinks, refused = TensorSink.of_host([tensor for tensor, _ in chosen])
+        except RuntimeError:  # one is nested or sparse, and is named where each is asked for
+            return None
+        if refused:
+            return None
+        return [
+            Target(path, sink.layout.spec, sink.layout.regions, sink)
+            if sink.layout.is_flat
+            else _checked_target(tensor, path)
+            for (tensor, path), sink in zip(chosen, sinks, strict=True)
+        ]
+
     def rebuild(
         self, stored: StoredObject | Node, /, *, device: str | None, context: PlaceContext
     ) -> Placement:

@@ -7,7 +7,7 @@ import threading
 from functools import lru_cache
 from itertools import repeat
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
@@ -222,6 +222,52 @@ class _TensorMemory:
         self._key: MemoryKey | None = None
         self.address: int | None = start + offset if layout.extent and layout.is_flat else None
 
+    @classmethod
+    def of_host(cls, tensors: Sequence[torch.Tensor]) -> tuple[list[Self], list[int]]:
+        """Return the memory of host tensors, and the numbers of those that cannot be stored.
+
+        One getter after the other for all tensors takes half as long as all getters for each.
+
+        Raises:
+            RuntimeError: torch refuses to say where one begins, or how it is laid out: it is
+                nested, sparse, or the like.
+        """
+        aliases = [*map(torch.Tensor.detach, tensors)]
+        storages = [*map(torch.Tensor.untyped_storage, aliases)]
+        dtypes = [*map(_dtype, aliases)]
+        is_complex = any(dtype.is_complex for dtype in set(dtypes))
+        layouts = zip(
+            dtypes,
+            map(_shape, aliases),
+            map(torch.Tensor.stride, aliases),
+            map(torch.Tensor.is_conj, aliases) if is_complex else repeat(None),
+            map(torch.Tensor.is_neg, aliases),
+            strict=False,  # one repeats for ever
+        )
+        columns = zip(
+            aliases,
+            storages,
+            map(torch.UntypedStorage.data_ptr, storages),
+            map(torch.UntypedStorage.nbytes, storages),
+            map(torch.Tensor.storage_offset, aliases),
+            layouts,
+            strict=True,
+        )
+        found: list[Self] = []
+        refused: list[int] = []
+        before: tuple[object, ...] = ()
+        layout, is_quantized = None, False
+        for alias, storage, start, size, first, facts in columns:
+            if facts != before:  # most tensors are laid out as the one before
+                before, layout, is_quantized = facts, layout_of(alias), alias.is_quantized
+            assert layout is not None
+            memory = cls.__new__(cls)
+            memory._set(alias, storage, layout, start, first)  # noqa: SLF001 - of this class
+            if is_quantized or (layout.extent and memory._offset + layout.extent > size):  # noqa: SLF001 - as above
+                refused.append(len(found))
+            found.append(memory)
+        return found, refused
+
     @property
     def memory(self) -> MemoryKey | None:
         """Where the memory was when this was made."""
@@ -305,52 +351,6 @@ class TensorSource(_TensorMemory, ByteSource):  # type: ignore[override]  # `mem
                 "capture: call fence() before you do that, or save with mode='async'"
             )
             raise TornSnapshotError(msg)
-
-    @classmethod
-    def of_host(cls, tensors: Sequence[torch.Tensor]) -> tuple[list[TensorSource], list[int]]:
-        """Return the sources of host tensors, and the numbers of those that cannot be stored.
-
-        One getter after the other for all tensors takes half as long as all getters for each.
-
-        Raises:
-            RuntimeError: torch refuses to say where one begins, or how it is laid out: it is
-                nested, sparse, or the like.
-        """
-        aliases = [*map(torch.Tensor.detach, tensors)]
-        storages = [*map(torch.Tensor.untyped_storage, aliases)]
-        dtypes = [*map(_dtype, aliases)]
-        is_complex = any(dtype.is_complex for dtype in set(dtypes))
-        layouts = zip(
-            dtypes,
-            map(_shape, aliases),
-            map(torch.Tensor.stride, aliases),
-            map(torch.Tensor.is_conj, aliases) if is_complex else repeat(None),
-            map(torch.Tensor.is_neg, aliases),
-            strict=False,  # one repeats for ever
-        )
-        columns = zip(
-            aliases,
-            storages,
-            map(torch.UntypedStorage.data_ptr, storages),
-            map(torch.UntypedStorage.nbytes, storages),
-            map(torch.Tensor.storage_offset, aliases),
-            layouts,
-            strict=True,
-        )
-        found: list[TensorSource] = []
-        refused: list[int] = []
-        before: tuple[object, ...] = ()
-        layout, is_quantized = None, False
-        for alias, storage, start, size, first, facts in columns:
-            if facts != before:  # most tensors are laid out as the one before
-                before, layout, is_quantized = facts, layout_of(alias), alias.is_quantized
-            assert layout is not None
-            source = cls.__new__(cls)
-            source._set(alias, storage, layout, start, first)  # noqa: SLF001 - of this class
-            if is_quantized or (layout.extent and source._offset + layout.extent > size):  # noqa: SLF001 - as above
-                refused.append(len(found))
-            found.append(source)
-        return found, refused
 
     def steady(self) -> bool:
         return self.version() is not None and not self.storage.is_shared()
@@ -461,7 +461,7 @@ class TensorSink(_TensorMemory, ByteSink):  # type: ignore[override]  # as `Tens
             return
         if self.address is not None:
             if data.nbytes <= _FEW_BYTES and not data.readonly:
-                self._copy_few(start, data)
+                self._copy_few(start, _address_of(data), data.nbytes)
             else:
                 copy_bytes(flat_memory(self.tensor, self.nbytes)[start : start + data.nbytes], data)
             return
@@ -472,16 +472,30 @@ class TensorSink(_TensorMemory, ByteSink):  # type: ignore[override]  # as `Tens
             block = target[index]
             block.copy_(source[position : position + block.numel()].view(block.shape))
 
-    def _copy_few(self, start: int, data: memoryview) -> None:
+    @classmethod
+    def copy_in_each(
+        cls, copies: Sequence[tuple[ByteSink, int, int, int]], data: memoryview, /
+    ) -> None:
+        if cls.copy_in is not TensorSink.copy_in or data.readonly:
+            super().copy_in_each(copies, data)
+            return
+        source = _address_of(data)
+        for sink, start, low, high in copies:
+            assert isinstance(sink, TensorSink)
+            if sink.address is None or high - low > _FEW_BYTES:
+                sink.copy_in(start, data[low:high])
+            else:
+                sink._copy_few(start, source + low, high - low)  # noqa: SLF001 - of this class
+
+    def _copy_few(self, start: int, source: int, nbytes: int) -> None:
         """Copy by address, in a quarter of the time: a slab has thousands of small tensors."""
-        if self.is_lost() or not 0 <= start <= self.nbytes - data.nbytes:
+        if self.is_lost() or not 0 <= start <= self.nbytes - nbytes:
             msg = (
-                f"{data.nbytes} bytes from {start} on do not fit into the {self.nbytes} bytes of a "
+                f"{nbytes} bytes from {start} on do not fit into the {self.nbytes} bytes of a "
                 "tensor, or its storage was freed or shrunk while it was restored"
             )
             raise RuntimeError(msg)
-        source = ctypes.addressof(ctypes.c_char.from_buffer(data))
-        _move(self.tensor.data_ptr() + start, source, data.nbytes)
+        _move(self.tensor.data_ptr() + start, source, nbytes)
 
     def opened(self) -> None:
         if not self.tensor.is_inference():
@@ -493,6 +507,10 @@ class TensorSink(_TensorMemory, ByteSink):  # type: ignore[override]  # as `Tens
             torch.cuda.synchronize(self.tensor.device)
         if not self.tensor.is_inference():
             torch.autograd.graph.increment_version(self.tensor)
+
+
+def _address_of(data: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(data))
 
 
 class ShardSink(TensorSink):
@@ -531,6 +549,7 @@ class OverlapSink(TensorSink):
         self._live = tensor.detach()
         self._path = path
         self._key = memory_key(tensor)
+        self.address = None  # the scratch memory is not that which others may share
 
     def opened(self) -> None:
         if not self._live.is_inference():

@@ -24,6 +24,7 @@ from penstock.testing.providers.promises import (
     dtypes_that_numpy_lacks_come_back,
     each_object_is_restored_alone,
     each_object_that_is_not_there_is_missing,
+    targets_together_are_as_each,
     values_together_are_as_each,
 )
 from penstock.testing.stored import PIECE_BYTES, Stored, read_source, store
@@ -86,6 +87,7 @@ def check_provider(
     with _checking("a restore into a fresh value"):
         fresh = {"part": make()}
         stored.restore(fresh)
+        targets_together_are_as_each(make, providers)
         assert values.equal(fresh["part"], value), "restored into a fresh target, but not equal"
     with _checking("a load without a template"):
         _loads(stored, value, loaded, loads)

@@ -9,7 +9,7 @@ from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.abc import Lines, MemoryKey, Node, StateObject, StateProvider
-from penstock.core.abc.provider import describes_together
+from penstock.core.abc.provider import describes_together, places_together
 from penstock.core.errors import UnsupportedStateError
 from penstock.core.tree.describe import describe_tree
 from penstock.core.tree.place import Placing
@@ -20,7 +20,7 @@ from penstock.testing.stored import PIECE_BYTES, read_piece, read_source, store
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from penstock.core.abc import ByteSource
+    from penstock.core.abc import ByteSource, Placement
     from penstock.core.tree.containers import Providers
     from penstock.core.tree.select import Selection
     from penstock.core.types import ObjectPath
@@ -127,6 +127,24 @@ def values_together_are_as_each(make: Callable[[], object], providers: Providers
     assert {path: each.data.get(path) for path in together.data} == together.data, (
         "describe_all gives other bytes"
     )
+
+
+def targets_together_are_as_each(make: Callable[[], object], providers: Providers) -> None:
+    """Check that `place_all` of several values plans what `place` of each plans."""
+    provider = providers.for_type(type(make()))
+    if provider is None or not places_together(type(provider)):
+        return
+    values = {"0": make(), "1": make(), "2": make()}
+    stored = store({"part": values}, providers=providers)
+    for include in (None, "part/1"):
+        # A list that holds an object is of another type, so each child is planned by itself.
+        each = stored.plan({"part": {**values, "other": [make()]}}, include)
+        together = stored.plan({"part": values}, include)
+        assert _facts(together) == _facts(each), "place_all plans other targets"
+
+
+def _facts(placement: Placement) -> list[object]:
+    return [(t.path, t.spec, t.regions, t.sink.nbytes, t.sink.memory) for t in placement.targets]
 
 
 def check_source(source: ByteSource, itemsize: int) -> None:

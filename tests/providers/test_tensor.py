@@ -194,6 +194,32 @@ def test_tensors_that_are_described_together_are_stored_as_each_by_itself(save, 
         assert data == bits(named[path[1]])
 
 
+@given(
+    picks=st.lists(st.tuples(st.sampled_from(sorted(LAYOUTS)), st.integers(0, 3)), min_size=1),
+    left_out=st.sets(st.integers(0, 5)),
+)
+def test_tensors_that_are_placed_together_are_restored_as_each_by_itself(save, picks, left_out):
+    def tensors(seed):
+        turning = raw(3, 4, 5, dtype=torch.complex64, seed=seed)
+        short = raw(3, 4, 5, dtype=torch.int16, seed=seed)
+        bases = [raw(3, 4, 5, seed=seed), short, turning, turning.conj()]
+        # Each has memory of its own: several views of one would have to agree.
+        made = [LAYOUTS[layout](bases[number].clone()) for layout, number in picks]
+        return {str(number): tensor for number, tensor in enumerate(made)}
+
+    values = tensors(1)
+    stored = save({"t": values})
+    together, each = {"t": tensors(2)}, {"t": {**tensors(2), "of another type": [1]}}
+    exclude = [f"t/{number}" for number in left_out]
+    plan = stored.restore(together, exclude=exclude)
+    stored.complete(stored.plan(each, exclude=exclude))
+    assert [t.path[1] for t in plan.targets] == [n for n in values if int(n) not in left_out]
+    for name, tensor in together["t"].items():
+        kept = int(name) in left_out
+        assert bits(tensor) == bits((tensors(2) if kept else values)[name])
+        assert bits(tensor) == bits(each["t"][name])
+
+
 REFUSED = {
     "meta": (lambda: torch.empty(3, device="meta"), "meta device"),
     "sparse": (lambda: torch.eye(3).to_sparse(), "sparse"),
@@ -240,6 +266,8 @@ def test_what_is_no_plain_memory_is_refused_with_its_path(save):
             save({"a": {"list": [torch.ones(3), torch.ones(3), make(), torch.ones(3)]}})
         with pytest.raises(UnsupportedStateError, match=r"^a/list/0 "):
             stored.plan({"a": {"list": [make()]}})
+        with pytest.raises(UnsupportedStateError, match=rf"^a/list/2 .*{reason}"):
+            stored.plan({"a": {"list": [torch.ones(3), torch.ones(3), make(), torch.ones(3)]}})
 
 
 def test_dtensor_of_one_rank_is_stored_as_a_tensor(save, tmp_path):
