@@ -17,7 +17,7 @@ from penstock.backends.local.kernel import direct_alignment, fallocate, memory_f
 from penstock.backends.local.namespace import TEMPORARY
 from penstock.backends.local.transfer import OpenBlob, TransferBatch, cut_writes, settle
 from penstock.core.abc import BlobWriter
-from penstock.core.errors import CapabilityError, StorageError
+from penstock.core.errors import CapabilityError, StorageError, StorageFullError
 from penstock.core.types import PAGE_BYTES, align_up, flat_view
 
 if TYPE_CHECKING:
@@ -55,10 +55,11 @@ class FileWriter(BlobWriter):
         self._pid = os.getpid()
         self._open = True
         self._state = _State.OPEN
+        self._cause: BaseException | None = None  # why it is dead
         self._in_flight = 0
         self._edges: set[int] = set()
-        # Guards `_open`, `_state`, `_in_flight`, `_edges`; notified when a batch has landed and
-        # when a seal is over.
+        # Guards the fields above from `_open` on; notified when a batch has landed and when a seal is
+        # over.
         self._changed = threading.Condition()
 
     def submit(self, requests: Sequence[WriteRequest]) -> Future[None]:
@@ -107,6 +108,9 @@ class FileWriter(BlobWriter):
                 os.fsync(self._blob.fd)
                 self._folders.sync()
             outcome = _State.SEALED
+        except BaseException as error:
+            self._cause = self._cause or error
+            raise
         finally:
             if ours:
                 with self._changed:
@@ -145,14 +149,16 @@ class FileWriter(BlobWriter):
     def _check_open(self, what: str) -> None:
         if self._state is not _State.OPEN:
             msg = f"cannot {what} {self._blob.name} under {self._root}: it is {self._describe()}"
-            raise StorageError(msg)
+            # Of several writes at once, the caller may see the error of a later one first.
+            is_full = isinstance(self._cause, StorageFullError)
+            raise StorageFullError(msg) if is_full else StorageError(msg)
         if os.getpid() != self._pid:
             msg = f"cannot {what} {self._blob.name}: it was begun in another process (fork)"
             raise StorageError(msg)
 
     def _describe(self) -> str:
         if self._state is _State.DEAD:
-            return "dead since an earlier failure; abort it and write another blob"
+            return f"dead since an earlier failure ({self._cause}); abort it and write another blob"
         return self._state.name.lower() + " already"
 
     def _claim_edges(self, requests: list[tuple[int, tuple[memoryview, ...]]]) -> None:
@@ -176,8 +182,9 @@ class FileWriter(BlobWriter):
     def _landed(self, future: Future[None]) -> None:
         with self._changed:
             self._in_flight -= 1
-            if future.exception() is not None and self._state is _State.OPEN:
-                self._state = _State.DEAD
+            error = future.exception()
+            if error is not None and self._state is _State.OPEN:
+                self._state, self._cause = _State.DEAD, error
             self._changed.notify_all()
 
     def _wait_idle(self) -> None:

@@ -32,7 +32,7 @@ T = TypeVar("T")
 ROOT_NAME = "tier/root.json"
 """Name of the record, in each root of a run in tiers."""
 
-_VERSION = 0
+_VERSION = 1
 _LIMIT_BYTES = 1 << 16
 _MAX_OPENED = (1 << 62) - 1
 _ID = re.compile(r"[0-9a-f]{32}")

@@ -8,7 +8,6 @@ record also lists the blobs that are durable: after a crash a blob that exists m
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import secrets
@@ -24,8 +23,9 @@ from penstock.core.errors import (
     FormatError,
     StorageError,
 )
+from penstock.core.format.commit_record import seal, unseal
 from penstock.core.format.records import lease_name
-from penstock.core.format.strict_json import Fields, check_texts, load_json
+from penstock.core.format.strict_json import Fields, check_texts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -209,7 +209,7 @@ class Lease:
         body = {key: getattr(record, key) for key in _KEYS}
         # Read before the call: other processes count from when the record lands, which is later.
         began_s = self._timing.clock.boot_s()
-        self._backend.publish(self._name, json.dumps(body).encode(), exclusive=exclusive)
+        self._backend.publish(self._name, seal(body), exclusive=exclusive)
         self._refreshed_s = began_s
 
     def _read(self) -> _Record | None:
@@ -218,7 +218,7 @@ class Lease:
         except BlobNotFoundError:
             return None
         try:
-            fields = Fields(load_json(data, self._name), self._name, _KEYS)
+            fields = Fields(unseal(data, self._name), self._name, _KEYS)
             return _Record(
                 fields.text("token"),
                 fields.text("host"),

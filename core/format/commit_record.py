@@ -9,8 +9,8 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.core.format.compressed import check_digest, compress, decompress, digest
+from penstock.core.format.features import FORMAT_VERSION, without_features
 from penstock.core.format.records import (
-    FORMAT_VERSION,
     BaseEntry,
     BlobRecord,
     BorrowedTable,
@@ -60,8 +60,9 @@ _COMMIT_KEYS = (
     "engine", "plugins",
 )  # fmt: skip
 _OPTIONAL_KEYS = ("plugins", "base", "compacts")  # left out where there is none
-_INTENT_KEYS = ("uid", "step", "references", "host", "pid", "started", "refreshed")
-_SAVER_KEYS = ("process", "place")  # intents of the first releases lack them
+_INTENT_KEYS = (
+    "uid", "step", "references", "host", "pid", "started", "refreshed", "process", "place",
+)  # fmt: skip
 _NOTE_KEYS = ("uid", "number", "id", "metadata", "tags")
 _BLOB_KEYS = ("name", "length")
 _TAG = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -110,8 +111,6 @@ def decode_commit(data: bytes, name: str) -> CommitRecord:
         body.setdefault("plugins", {})
         body.setdefault("base", None)
         body.setdefault("compacts", "")
-        if body.get("references") == [] and "borrowed" not in body:
-            body["borrowed"] = body.pop("references")  # a record of the first releases
     fields = Fields(body, name, _COMMIT_KEYS)
     uid = fields.hexadecimal("uid", 32)
     step = fields.integer("step")
@@ -193,8 +192,7 @@ def decode_intent(data: bytes, name: str) -> IntentRecord:
         FormatError: The record is damaged, of an unknown version, or has another name.
     """
     body = unseal(data, name)
-    older = type(body) is dict and body.keys().isdisjoint(_SAVER_KEYS)
-    fields = Fields(body, name, _INTENT_KEYS if older else (*_INTENT_KEYS, *_SAVER_KEYS))
+    fields = Fields(body, name, _INTENT_KEYS)
     uid = fields.hexadecimal("uid", 32)
     if intent_name(uid) != name:
         refuse(name, f"is the intent of {uid}")
@@ -206,8 +204,8 @@ def decode_intent(data: bytes, name: str) -> IntentRecord:
         pid=fields.integer("pid"),
         started=_time(fields, "started", name),
         refreshed=_time(fields, "refreshed", name),
-        process="" if older else fields.text("process"),
-        place="" if older else fields.text("place"),
+        process=fields.text("process"),
+        place=fields.text("place"),
     )
 
 
@@ -266,7 +264,8 @@ def unseal(data: bytes, name: str) -> Any:
     """Return the body of a record of that name.
 
     Raises:
-        FormatError: The record is damaged, or of an unknown version.
+        FormatError: The record is damaged, of an unknown version, or requires a feature that
+            this release does not know.
     """
     end = data.find(b"\n", 0, _HEADER_LIMIT_BYTES)
     if end < 0:
@@ -288,7 +287,7 @@ def unseal(data: bytes, name: str) -> Any:
         refuse(name, f"has {len(content)} bytes behind its first line instead of {length}")
     if digest(content) != fields.hexadecimal("sha256", 64):
         refuse(name, "its sha256 is not the one in its first line: it is damaged")
-    return load_json(content, name)
+    return without_features(load_json(content, name), name)
 
 
 def _index_entry(value: object, uid: str, name: str) -> IndexEntry:

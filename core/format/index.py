@@ -12,13 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from penstock.core.format.compressed import check_digest, compress, decompress, digest
-from penstock.core.format.records import (
-    FORMAT_VERSION,
-    IndexEntry,
-    PartEntry,
-    index_name,
-    part_name,
-)
+from penstock.core.format.features import FORMAT_VERSION
+from penstock.core.format.records import IndexEntry, PartEntry, index_name, part_name
 from penstock.core.format.strict_json import dump_json, refuse
 from penstock.core.limits import MAX_DIMENSIONS, MAX_INT, MAX_STORED_FRAME_BYTES
 from penstock.core.tree.paths import path_hashes

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.core.format.commit_record import read_blobs
 from penstock.core.format.compressed import check_digest, compress, decompress, digest
+from penstock.core.format.features import FORMAT_VERSION, without_features
 from penstock.core.format.index import (
     ShardTable,
     dump_table,
@@ -21,7 +22,6 @@ from penstock.core.format.index import (
     shard_table,
 )
 from penstock.core.format.records import (
-    FORMAT_VERSION,
     BlobRecord,
     Chain,
     ChoiceRecord,
@@ -212,7 +212,7 @@ def read_head(
     body = load_json(decompress(data, name), name)
     if type(body) is not dict or body.get("penstock") != FORMAT_VERSION:
         refuse(name, f"is not a part of format version {FORMAT_VERSION}")
-    fields = Fields(body, name, _HEAD_KEYS, optional=(_CHOICES_KEY,))
+    fields = Fields(without_features(body, name), name, _HEAD_KEYS, optional=(_CHOICES_KEY,))
     if fields.value("uid") != uid or not is_uid(uid):
         refuse(name, f"is of save {fields.value('uid')!r} instead of {uid}")
     if (fields.integer("rank"), fields.integer("world_size")) != (rank, world_size):

@@ -18,9 +18,6 @@ if TYPE_CHECKING:
 
     from penstock.core.types import Kind, ObjectPath, Region, Role, TensorSpec, WorstErrors
 
-FORMAT_VERSION = 0
-"""Version of every record's bytes."""
-
 COMMIT_PREFIX = "commits/"
 DATA_PREFIX = "data/"
 NOTES_PREFIX = "notes/"

@@ -20,6 +20,7 @@ from penstock.core.ranks.structure import classes_of, pack_numbers, unpack_numbe
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from penstock.core.ranks.group import RankGroup
     from penstock.core.ranks.session import RankSession
     from penstock.core.rounds.round import RestoreRound
 
@@ -42,6 +43,18 @@ class Census:
         self._timing = self._group.timing
         self._deadline = Deadline(self._group.timeout_s, self._timing.clock)
         self._next_look = Deadline(0.0, self._timing.clock)
+
+    @staticmethod
+    def announce(group: RankGroup) -> None:
+        """Post where this rank is, so that rank 0 need not wait for it once all have planned.
+
+        Raises:
+            CoordinationError: The store of the job cannot be reached.
+        """
+        place = group.place
+        if group.by_host is None and place.rank:
+            name = _host_name(place.host, place.rank).encode()
+            group.coordination.post(_key(place.rank), name)
 
     @property
     def is_late(self) -> bool:
@@ -126,9 +139,8 @@ class Census:
 
     def _asked(self) -> tuple[tuple[int, ...], ...] | None:
         place, board = self._group.place, self._group.coordination
-        name = _host_name(place.host, place.rank).encode()
         if place.rank:
-            board.post(_key(place.rank), name)
+            self.announce(self._group)
             look_s = self._timing.hosts_look_s
             while not board.wait(_HOSTS_KEY, min(look_s, self._deadline.left_s())):
                 if self.gives_up():
@@ -138,6 +150,7 @@ class Census:
             names = self.read_all({rank: _key(rank) for rank in range(1, place.world_size)})
             if names is None:
                 return None
+            name = _host_name(place.host, place.rank).encode()
             numbers = classes_of([name, *(names[rank] for rank in range(1, place.world_size))])
             board.post(_HOSTS_KEY, _packed(numbers))
         if len(numbers) != place.world_size:

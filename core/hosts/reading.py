@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.core.concurrency.watchdog import Watchdog
@@ -97,6 +97,12 @@ class JobReading:
         self._group = session.group
         self._sharing = sharing
         self._network = network
+
+    def announce(self) -> None:
+        """Tell rank 0 where this rank is, before it plans; if that fails, `share` tells it."""
+        if self._sharing.per_host:
+            with suppress(CoordinationError):
+                Census.announce(self._group)
 
     def share(self, jobs: Sequence[FrameJob[CodecChain]]) -> SharedReading | None:
         """Agree with the other ranks on who reads what.

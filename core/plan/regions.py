@@ -15,7 +15,7 @@ import numpy as np
 from penstock.core.types import ByteRange, Region
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -34,14 +34,18 @@ _UNSIGNED = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 
 def common_region(one: Region, other: Region) -> Region | None:
     """Return the elements that two regions of a tensor have in common; None if there are none."""
-    starts = tuple(map(max, one.offsets, other.offsets))
-    stops = map(min, _stops(one), _stops(other))
-    sizes = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
-    return Region(starts, sizes) if all(size > 0 for size in sizes) else None
-
-
-def _stops(region: Region) -> Iterator[int]:
-    return (o + n for o, n in zip(region.offsets, region.sizes, strict=True))
+    starts, sizes = [], []
+    # Dimension by dimension: most pairs of shards have nothing in common in the first one.
+    for start, size, other_start, other_size in zip(
+        one.offsets, one.sizes, other.offsets, other.sizes, strict=True
+    ):
+        first = max(start, other_start)
+        count = min(start + size, other_start + other_size) - first
+        if count <= 0:
+            return None
+        starts.append(first)
+        sizes.append(count)
+    return Region(tuple(starts), tuple(sizes))
 
 
 def is_partition(shape: Sequence[int], regions: Sequence[Region]) -> bool:

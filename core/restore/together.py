@@ -237,6 +237,7 @@ class RestoreTogether(Generic[T]):
             sharing = Sharing(*round_.terms["sharing"])
             if sharing.per_host or sharing.per_job:
                 others = JobReading(session, sharing, network=self.network)
+                others.announce()
                 chosen = replace(chosen, others=others)
             found.append(self.attempt(chosen))
             part = self.tell(found[0])

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock")
 
 _QUEUED = 4  # chunks of 16 MiB that the writer takes at once
-_SIDE_BY_SIDE = 4  # chunks for each thread, so that the last ones take little of the time
+_SIDE_BY_SIDE = 8  # chunks for each thread, so that the last ones take little of the time
 
 
 class LentChunks:
@@ -420,20 +420,15 @@ class CaptureRun:
         pairs = [(captured, captured.block) for captured in self._gathered if captured.block]
         chunks = [self._chunks[captured.index] for captured, _ in pairs]
         blocks = [block for _, block in pairs]
-
-        def copy(number: int) -> None:
-            moves[number]()
-            self._torn.check_copy(pairs[number][0].index, blocks[number].address)
-
         with flat_copies(chunks, self._torn.objects, blocks) as moves:
-            tasks = [partial(copy, number) for number in range(len(moves))]
-            for outcome in self._workers.side_by_side(tasks):
+            for outcome in self._workers.side_by_side(moves):
                 if isinstance(outcome, BaseException):
                     try:
                         raise outcome
                     finally:
                         # Else a cycle of the error, its traceback and this frame keeps tensors.
                         del outcome
+            self._torn.check_copies({captured.index: b.address for captured, b in pairs})
         gathered, self._gathered = self._gathered, []
         for captured in gathered:
             self._hand_on(captured, [])
@@ -443,7 +438,7 @@ class CaptureRun:
         try:
             copy_chunk(self._chunks[index], self._torn.objects, block, copies)
             if not copies:
-                self._torn.check_copy(index, block.address)
+                self._torn.check_copies({index: block.address})
         except BaseException:
             for copy in copies:
                 copy.wait()

@@ -24,7 +24,7 @@ from penstock.core.ranks.structure import LINE_BYTES, LINES
 from penstock.core.save.live_memory import by_class, torn, while_still
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -93,15 +93,20 @@ class MemorySamples:
             for item in self._differing(lines, slice(None), values)
         }
 
-    def changed_in(self, chunk: int, address: int) -> set[int]:
-        """Return the items whose bytes in the captured `chunk`, at `address`, differ."""
+    def changed_in(self, copies: Mapping[int, int]) -> set[int]:
+        """Return the items whose captured bytes differ; `copies` maps chunks to addresses."""
         found: set[int] = set()
+        numbers = np.array(sorted(copies), np.int64)
+        addresses = np.array([copies[number] for number in numbers.tolist()], np.int64)
         for lines in self._lines:
-            first, last = np.searchsorted(lines.chunk, [chunk, chunk + 1])
-            part = slice(int(first), int(last))
+            firsts, lasts = np.searchsorted(lines.chunk, [numbers, numbers + 1])
+            counts = lasts - firsts
+            # All lines of these chunks: their places count on within a chunk, and jump between two.
+            jumps = np.repeat(firsts - (np.cumsum(counts) - counts), counts)
+            part = np.arange(len(jumps)) + jumps
             at = lines.at[part]
             if len(at):
-                values = gather(np.where(at < 0, 0, at) + address, lines.width)
+                values = gather(np.where(at < 0, 0, at) + np.repeat(addresses, counts), lines.width)
                 values = np.where(at < 0, lines.values[part], values)
                 found.update(self._differing(lines, part, values))
         return found
@@ -140,7 +145,7 @@ class MemorySamples:
         ]
 
     def _differing(
-        self, lines: _SampleLines, part: slice, values: NDArray[np.void]
+        self, lines: _SampleLines, part: slice | NDArray[np.int64], values: NDArray[np.void]
     ) -> Iterable[int]:
         word = f"u{min(lines.width, 8)}"
         before, after = lines.values[part].view(word), values.view(word)
@@ -288,8 +293,8 @@ class TornCheck:
         if changed and not (deferred and self.passed):
             raise torn([objects[item].entry.path for item in sorted(changed)], deferred=deferred)
 
-    def check_copy(self, chunk: int, address: int) -> None:
-        """Compare the captured bytes of a chunk with the samples.
+    def check_copies(self, copies: Mapping[int, int]) -> None:
+        """Compare captured bytes with the samples; `copies` maps chunks to the addresses of theirs.
 
         A tensor that was changed before its copy may be restored by the time of the fence, as
         averaged weights are: only the copy shows it.
@@ -298,7 +303,7 @@ class TornCheck:
             TornSnapshotError: They differ.
         """
         if self._samples is not None:
-            changed = self._samples.changed_in(chunk, address)
+            changed = self._samples.changed_in(copies)
             if changed:
                 self.check(deferred=True, samples=True, known=changed)
 

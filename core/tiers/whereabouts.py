@@ -8,13 +8,13 @@ until the next tier has the checkpoint.
 
 from __future__ import annotations
 
-import json
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.core.catalog.survey import is_listed, read_commit, survey_records
 from penstock.core.errors import BlobNotFoundError, FormatError
+from penstock.core.format.commit_record import seal, unseal
 from penstock.core.format.records import (
     DATA_PREFIX,
     commit_name,
@@ -22,7 +22,7 @@ from penstock.core.format.records import (
     mark_name,
     staying_name,
 )
-from penstock.core.format.strict_json import check_texts, load_json
+from penstock.core.format.strict_json import check_texts
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -61,7 +61,7 @@ def note_staying(
         behind: The slower roots from which this was concluded: the note does not count for another
             root. None if the saver wants it so, to whichever root it would be copied.
     """
-    _publish_note(backend, staying_name(uid), uid, step, behind=behind)
+    _publish_note(backend, staying_name(uid), uid, step, roots=behind)
 
 
 def _publish_note(
@@ -69,7 +69,7 @@ def _publish_note(
 ) -> None:
     body: dict[str, object] = {"uid": uid, "step": step}
     body |= {key: sorted(some) for key, some in ids.items() if some is not None}
-    backend.publish(name, json.dumps(body).encode())
+    backend.publish(name, seal(body))
 
 
 def _read_note(backend: Backend, name: str, key: str) -> frozenset[str] | None:
@@ -80,7 +80,7 @@ def _read_note(backend: Backend, name: str, key: str) -> frozenset[str] | None:
         FormatError: The note cannot be read.
         StorageError: The tier does not answer.
     """
-    found = load_json(backend.read_record(name, limit_bytes=_NOTE_LIMIT_BYTES), name)
+    found = unseal(backend.read_record(name, limit_bytes=_NOTE_LIMIT_BYTES), name)
     if type(found) is not dict or key not in found:
         return None
     return frozenset(check_texts(found[key], name))
@@ -89,7 +89,7 @@ def _read_note(backend: Backend, name: str, key: str) -> frozenset[str] | None:
 def stays(backend: Backend, uid: str, behind: Collection[str]) -> bool:
     """Return whether a note says that a save is not to be copied to the roots behind it now."""
     try:
-        noted = _read_note(backend, staying_name(uid), "behind")
+        noted = _read_note(backend, staying_name(uid), "roots")
     except BlobNotFoundError:
         return False
     except FormatError:

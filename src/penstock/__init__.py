@@ -56,7 +56,7 @@ if TYPE_CHECKING:  # type checkers take `as X` and `*` for exports
     from penstock.integrations.files.importer import import_checkpoint as import_checkpoint
     from penstock.integrations.files.options import ExportReport as ExportReport
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 _HOME = {
     name: home

@@ -229,6 +229,9 @@ def test_a_full_disk_says_how_much_is_free(files, monkeypatch, tmp_path):
             StorageFullError, match=r"a\.raw under .*ENOSPC.*MiB are free; make room"
         ):
             writer.seal(1)
+    # Writes that were under way meanwhile say so, too: the caller may see theirs first.
+    with pytest.raises(StorageFullError, match=r"dead since an earlier failure .*make room"):
+        writer.write([WriteRequest(9 << 20, (memoryview(b"x"),))])
     writer.abort()
 
 

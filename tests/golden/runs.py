@@ -103,6 +103,32 @@ def mixed(step: int) -> dict[str, Any]:
     return {"model": {n: m.bfloat16() for n, m in masters.items()}, "master": masters}
 
 
+def each_codec(step: int) -> dict[str, Any]:
+    """For each codec large and small tensors, of elements of every width."""
+    dtypes = ("int8", "bfloat16", "float32", "float64", "complex64")
+    large = {d: numbers(70, 90, dtype=getattr(torch, d), step=step) for d in dtypes}
+    small = {f"s{n}": numbers(3, 5, step=n) for n in range(4)}
+    tensors = large | small | {"zeros": torch.zeros(5000), "rows": outer(60, 80)}
+    tensors["noise"] = noise(70, 90)
+    return {codec: {n: t.clone() for n, t in tensors.items()} for codec in CODECS}
+
+
+def outer(rows: int, columns: int) -> torch.Tensor:
+    """Numbers whose sizes go with row and column, as moments of an optimizer do."""
+    scale = torch.ldexp(torch.ones(rows), torch.arange(rows) % 11)
+    return numbers(rows, columns).abs().add(1) * scale[:, None]
+
+
+def noise(*shape: int) -> torch.Tensor:
+    """Numbers from 1 to 2 whose mantissas no codec makes smaller."""
+    state = np.arange(int(np.prod(shape)), dtype=np.uint64)
+    for _ in range(4):
+        state = state * np.uint64(6364136223846793005) + np.uint64(1442695040888963407)
+        state ^= state >> np.uint64(29)
+    bits = (state >> np.uint64(41)).astype(np.uint32) | np.uint32(127 << 23)
+    return torch.from_numpy(bits.view(np.float32)).reshape(shape)
+
+
 def positive(step: int) -> dict[str, Any]:
     """Moments, which `log8` takes."""
     return {"m": numbers(64, 64, step=step), "v": numbers(64, 64, step=step).square()}
@@ -155,6 +181,20 @@ def of_all(step: int) -> dict[str, Any]:
     }
 
 
+MANY = 66  # ranks, so that more parts and borrowed blobs are there than a commit record lists
+
+
+def of_one_of_many(rank: int) -> dict[str, Any]:
+    """What one of many ranks holds; it stays as it is."""
+    return {"own": PerRank(numbers(5, 40 + rank))}
+
+
+def of_many(step: int) -> dict[str, Any]:
+    """What one process loads of it."""
+    del step
+    return {"own": {str(rank): numbers(5, 40 + rank) for rank in range(MANY)}}
+
+
 # -- the runs --------------------------------------------------------------------------------------
 
 
@@ -168,7 +208,8 @@ class Run:
         left: The steps that are there at the end.
         options: Those of the checkpointer that saves, and of one that continues.
         lossy: Whether what is loaded differs from what was saved; then digests are stored beside.
-        ranks: Whether four ranks save it.
+        ranks: How many ranks save it; 0: one process without ranks.
+        then: Called after the saves, with the checkpointer.
         tiers: Whether it has a fast tier, which keeps one checkpoint, and a durable one.
     """
 
@@ -177,8 +218,9 @@ class Run:
     left: tuple[int, ...] = (1,)
     options: dict[str, Any] = field(default_factory=dict)
     lossy: bool = False
-    ranks: bool = False
+    ranks: int = 0
     tiers: bool = False
+    then: Callable[[Checkpointer], object] = lambda _: None
 
     def opened(self, root: Path) -> Checkpointer:
         """Open it, to continue."""
@@ -192,28 +234,53 @@ class Run:
         """Store it."""
         if self.ranks:
             store = open_backend(f"file://{root}")
-            for result in Job(4, store, writer_bytes=1).save(of_rank):
-                assert not isinstance(result, Exception), result
+            of_one = of_rank if self.ranks == 4 else of_one_of_many
+            for step in self.steps:
+                job = Job(self.ranks, store, writer_bytes=1, **self.options)
+                for result in job.save(of_one, step):
+                    assert not isinstance(result, Exception), result
             store.close()
             return
         with self.opened(root) as ckpt:
             for step in self.steps:
                 ckpt.save(self.state(step), step, mode="blocking")
-                if step == 3 and "retention" in self.options:
+                if step == 3 and self.state is moving:
                     ckpt.pin(3, "kept")
                     ckpt.annotate(3, {"loss": 0.5})
+            self.then(ckpt)
 
 
+CODECS = {
+    "lz4": ["lz4"],
+    "zstd": ["zstd"],
+    "floatsplit": ["floatsplit"],
+    "alone": [{"type": "floatsplit", "predict": False}],
+    "two": ["floatsplit", "zstd"],
+    "raw": [],
+}
 DELTA = [{"match": "model/**", "codecs": ["delta", "floatsplit"]}]
 ZSTD = [{"match": "**", "codecs": ["zstd"]}]
+EACH = [{"match": f"{name}/**", "codecs": chain} for name, chain in CODECS.items()]
 LOSSY = [
     {"match": "m", "codecs": [{"type": "cast", "to": "bfloat16"}]},
     {"match": "v", "codecs": ["log8", "zstd"]},
 ]
 RUNS = {
     "one": Run(one, options={"rules": [{"match": "large", "codecs": ["zstd"]}]}),
-    "ranks": Run(of_all, ranks=True),
+    "ranks": Run(of_all, ranks=4),
+    "many_ranks": Run(of_many, (1, 2), (1, 2), {"share": True}, ranks=MANY),
     "chain": Run(moving, (1, 2, 3, 4), (1, 2, 3, 4), {"rules": DELTA}),
+    "codecs": Run(each_codec, options={"rules": EACH}),
+    "compacted": Run(
+        still,
+        (1, 2, 3),
+        (1, 2, 3),
+        {"share": True},
+        then=lambda ckpt: (
+            ckpt.compact([2]),
+            ckpt.save(still(3), 3, overwrite=True, mode="blocking"),
+        ),
+    ),
     "share": Run(still, (1, 2, 3), (1, 2, 3), {"share": True}),
     "derived": Run(mixed, (1, 2), (1, 2), {"share": True, "rules": ZSTD}),
     "lossy": Run(positive, options={"rules": LOSSY}, lossy=True),

@@ -18,7 +18,7 @@ from tests.core.cli.command import caller
 
 import penstock
 from penstock.core.cli.app import app, load_command
-from penstock.core.format.records import FORMAT_VERSION
+from penstock.core.format.features import FORMAT_VERSION
 from penstock.testing.golden import check_golden
 
 HERE = Path(__file__).parent
@@ -83,7 +83,7 @@ def damage(run):
 @pytest.fixture
 def places(tmp_path):
     """The paths and URLs of the words in capitals."""
-    stored = HERE / f"format-{FORMAT_VERSION}"
+    stored = HERE / f"format-{FORMAT_VERSION}" / "0.1.0"
     for name, run in [("CHAIN", "chain"), ("DAMAGED", "chain"), ("LOSSY", "lossy")]:
         shutil.copytree(stored / run, tmp_path / name)
     shutil.copytree(stored / "tiers", tmp_path / "tiers")

@@ -1,7 +1,8 @@
 """Runs that were once stored are read for ever, and go on.
 
-With PENSTOCK_REWRITE_GOLDEN=1 runs that are missing are written. Those that are there stay as they
-are, since users have such runs; a change of the format takes a new folder.
+Each lies in the folder of the release that wrote it. With PENSTOCK_REWRITE_GOLDEN=1 runs that are
+missing are written. Those that are there stay as they are, since users have such runs; a change of
+the format takes a new folder.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from tests.golden.runs import RUNS, blank_of_rank, of_rank
 from tests.integration.ranks.saving import Job
 from tests.integration.support import bits, leaves, same
 
-from penstock.core.format.records import FORMAT_VERSION
+import penstock
+from penstock.core.format.commit_record import unseal
+from penstock.core.format.features import FORMAT_VERSION
 from penstock.core.storage.open import open_backend
 from penstock.testing.golden import rewriting
 
@@ -31,16 +34,22 @@ def digests(tree):
     return {path: hashlib.sha256(bits(leaf)).hexdigest() for path, leaf in leaves(tree)}
 
 
+def stored(name):
+    """Where a run lies, or is to be written."""
+    return next(GOLDEN.glob(f"*/{name}"), GOLDEN / penstock.__version__ / name)
+
+
 def copied(name, tmp_path):
     """A copy of a run, which may be written to."""
-    run, root = RUNS[name], GOLDEN / name
+    run, root = RUNS[name], stored(name)
     if rewriting() and not root.exists():
         new = tmp_path / "new" / name
         run.write(new)
         if run.lossy:
             with run.opened(new) as ckpt:
                 found = {step: digests(ckpt.load(step)) for step in run.left}
-            (GOLDEN / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
+            root.parent.mkdir(parents=True, exist_ok=True)
+            root.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
         shutil.copytree(new, root)
     assert root.is_dir(), f"{root} is missing: write it with PENSTOCK_REWRITE_GOLDEN=1"
     return Path(shutil.copytree(root, tmp_path / name))
@@ -67,8 +76,8 @@ def test_every_step_is_what_was_saved(name, tmp_path):
         for step in run.left:
             assert ckpt.verify(step).ok
             if run.lossy:
-                stored = json.loads((GOLDEN / f"{name}.json").read_text())
-                assert digests(ckpt.load(step)) == stored[str(step)]
+                wanted = json.loads(stored(name).with_suffix(".json").read_text())
+                assert digests(ckpt.load(step)) == wanted[str(step)]
             elif run.ranks:
                 assert same(ckpt.load(step), run.state(step))
             else:
@@ -77,21 +86,29 @@ def test_every_step_is_what_was_saved(name, tmp_path):
                 assert same(plain(target), plain(run.state(step)))
 
 
+@pytest.mark.parametrize("name", RUNS)
+def test_the_release_that_wrote_a_run_is_the_one_of_its_folder(name):
+    records = list(stored(name).rglob("commits/*.json"))
+    assert {unseal(path.read_bytes(), path.name)["penstock"] for path in records} == {
+        stored(name).parent.name
+    }
+
+
 @pytest.mark.parametrize("name", ALONE)
 def test_a_run_continues(name, tmp_path):
     run, root = RUNS[name], copied(name, tmp_path)
     step = run.left[-1] + 1
     with run.opened(root) as ckpt:
         report = ckpt.save(run.state(step), step, mode="blocking").result()
-        steps = ckpt.steps()
-        kept = ckpt.info(steps[0])
     if name in {"chain", "share", "derived"}:
         assert report.bytes_stored < 0.7 * report.bytes_raw
-    if name == "retention":
-        assert steps == [3, 4, 8, 9, 10]
-        assert (kept.metadata, tuple(kept.tags)) == ({"loss": 0.5}, ("kept",))
     with run.opened(root) as ckpt:
+        steps = ckpt.steps()
         assert all(ckpt.verify(n).ok for n in steps)
+        if name == "retention":
+            kept = ckpt.info(steps[0])
+            assert steps == [3, 4, 8, 9, 10]
+            assert (kept.metadata, tuple(kept.tags)) == ({"loss": 0.5}, ("kept",))
         if not run.lossy:
             target = run.state(99)
             ckpt.restore(target, step)
@@ -126,6 +143,16 @@ def test_each_way_of_storing_is_there(tmp_path):
         ]
     with RUNS["share"].opened(copied("share", tmp_path)) as ckpt:
         assert ckpt._catalog.record(3).references
+    with RUNS["many_ranks"].opened(copied("many_ranks", tmp_path)) as ckpt:
+        assert ckpt._catalog.record(2).many_parts
+        assert ckpt._catalog.record(2).many_borrowed
+    with RUNS["compacted"].opened(copied("compacted", tmp_path)) as ckpt:
+        records = [ckpt._catalog.record(step) for step in (1, 2, 3)]
+        assert [(r.generation, bool(r.compacts)) for r in records] == [
+            (0, False),
+            (1, True),
+            (2, False),
+        ]
     with RUNS["derived"].opened(copied("derived", tmp_path)) as ckpt:
         found = [o.path for o in ckpt.open(2).contents.objects() if o.derived]
         assert found == [("model", "a.weight"), ("model", "b.weight")]

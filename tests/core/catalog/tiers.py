@@ -32,7 +32,7 @@ from penstock.core.errors import (
     CheckpointNotFoundError,
     PenstockError,
 )
-from penstock.core.format.commit_record import decode_commit
+from penstock.core.format.commit_record import decode_commit, seal
 from penstock.core.format.records import (
     BlobRecord,
     borrowed_from,
@@ -283,7 +283,7 @@ def stored_in_tiers(both, waiting):
         for prefix in (FAST, DURABLE) if checkpoint in both else (FAST,):
             store |= {prefix + name: found for name, found in files.items()}
     for step, _, uid, *_ in waiting:
-        store[FAST + mark_name(uid)] = (b'{"uid": "%s", "step": %d}' % (uid.encode(), step), 0.0)
+        store[FAST + mark_name(uid)] = (seal({"uid": uid, "step": step}), 0.0)
     return store
 
 

@@ -1,6 +1,5 @@
 """`penstock copy`: which steps, how, and what it says."""
 
-import json
 import shutil
 from contextlib import closing
 
@@ -12,6 +11,7 @@ from tests.core.stored_ranks import store_ranks
 
 import penstock
 from penstock.backends.posix import PosixBackend, PosixConfig
+from penstock.core.format.commit_record import seal
 from penstock.core.types import Region
 
 STATE = {
@@ -105,7 +105,7 @@ def test_interrupted_copy_is_looked_at_again_unless_it_is_trusted(call, run, tar
         uid = ckpt.info().uid
     blobs = [f"data/{uid}/blobs/{path.name}" for path in target.rglob("*.raw")]
     lease = {"token": "", "host": "", "pid": 0, "process": "", "sealed": blobs}
-    (target / "data" / uid / "copy.json").write_text(json.dumps(lease))
+    (target / "data" / uid / "copy.json").write_bytes(seal(lease))
     data = bytearray((target / blobs[0]).read_bytes())
     data[len(data) // 2] ^= 1
     (target / blobs[0]).write_bytes(data)

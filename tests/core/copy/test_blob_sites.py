@@ -1,6 +1,5 @@
 """Copies of checkpoints that borrow blobs: each blob comes once, and nothing else's is touched."""
 
-import json
 import threading
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -18,7 +17,7 @@ from penstock.core.copy.blob_sites import in_flight
 from penstock.core.copy.checkpoint_copy import CheckpointCopy
 from penstock.core.copy.confirmation import confirmed
 from penstock.core.errors import BusyError, DamagedError, SaveAbortedError
-from penstock.core.format.commit_record import decode_intent, encode_intent
+from penstock.core.format.commit_record import decode_intent, encode_intent, seal, unseal
 from penstock.core.format.records import (
     IntentRecord,
     commit_name,
@@ -84,9 +83,9 @@ def bury(target):
     """Make all copies that hold leases there look killed."""
     for info in target.list("data/"):
         if info.name.endswith("copy.json"):
-            lease = json.loads(target.read_record(info.name, limit_bytes=1 << 20))
+            lease = unseal(target.read_record(info.name, limit_bytes=1 << 20), info.name)
             lease["process"] = lease["process"].rpartition("-")[0] + "-0"
-            target.publish(info.name, json.dumps(lease).encode())
+            target.publish(info.name, seal(lease))
 
 
 def written(faulty):
@@ -480,7 +479,7 @@ def test_a_lease_over_data_of_others_lists_it_as_durable_from_the_first(chain, w
     target.delete([raw])  # lost: the copy of step 3 has to bring it
     noting = Noting(target)
     copy_of(chain, noting, workers, 3).run()
-    sealed = [json.loads(d)["sealed"] for n, d in noting.versions if n == lease_name(base)]
+    sealed = [unseal(d, n)["sealed"] for n, d in noting.versions if n == lease_name(base)]
     assert sealed == [[enc], [enc, raw]]
     whole_at(target, 1, 2, 3)
 

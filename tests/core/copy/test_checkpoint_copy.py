@@ -1,6 +1,5 @@
 """A copied checkpoint is the same byte for byte, or it is not there; and what was copied stays."""
 
-import json
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -37,7 +36,7 @@ from penstock.core.errors import (
     StorageError,
     UnsyncedError,
 )
-from penstock.core.format.commit_record import encode_commit
+from penstock.core.format.commit_record import encode_commit, seal, unseal
 from penstock.core.format.records import (
     commit_name,
     data_prefix,
@@ -115,7 +114,7 @@ def rewrite(backend, name, data):
 def release_lease(backend, uid):
     """What a copy leaves that failed before anything was sealed."""
     lease = {"token": "", "host": "node7", "pid": 1, "process": "", "sealed": []}
-    backend.publish(lease_name(uid), json.dumps(lease).encode())
+    backend.publish(lease_name(uid), seal(lease))
 
 
 def bury(backend, uid):
@@ -123,9 +122,9 @@ def bury(backend, uid):
     name = lease_name(uid)
     if name not in {info.name for info in backend.list(name)}:
         return
-    lease = json.loads(backend.read_record(name, limit_bytes=1 << 20))
+    lease = unseal(backend.read_record(name, limit_bytes=1 << 20), name)
     lease["process"] = lease["process"].rpartition("-")[0] + "-0"
-    backend.publish(name, json.dumps(lease).encode())
+    backend.publish(name, seal(lease))
 
 
 @contextmanager
@@ -465,7 +464,7 @@ def lease_of_another_machine(uid):
         "process": "boot/space/1-1",
         "sealed": [],
     }
-    return lease_name(uid), json.dumps(lease).encode()
+    return lease_name(uid), seal(lease)
 
 
 @pytest.mark.parametrize("age_s", [SILENT_S + 60, -SILENT_S - 60], ids=["old", "of the future"])

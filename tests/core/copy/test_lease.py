@@ -1,6 +1,5 @@
 """The lease of a copy: one holder at a time, and a list of the blobs that are durable."""
 
-import json
 import os
 
 import pytest
@@ -10,6 +9,7 @@ from penstock.backends.posix import PosixBackend, PosixConfig
 from penstock.core.concurrency.timing import Timing
 from penstock.core.copy.lease import SILENT_S, Lease
 from penstock.core.errors import BusyError
+from penstock.core.format.commit_record import unseal
 from penstock.core.format.records import lease_name
 from penstock.testing.hasty import ShiftedClock
 
@@ -78,7 +78,8 @@ def test_the_lease_of_a_process_that_nobody_has_waited_for_yet_does_not_hold(tmp
         os._exit(0)
     try:
         os.waitid(os.P_PID, copier, os.WEXITED | os.WNOWAIT)  # it stays a zombie
-        assert json.loads(target.read_record(lease_name(UID), limit_bytes=1 << 20))["pid"] == copier
+        found = target.read_record(lease_name(UID), limit_bytes=1 << 20)
+        assert unseal(found, lease_name(UID))["pid"] == copier
         Lease(target, UID, Timing()).take()
     finally:
         os.waitpid(copier, 0)

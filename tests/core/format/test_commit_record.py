@@ -18,6 +18,7 @@ from penstock.core.format.commit_record import (
     encode_intent,
 )
 from penstock.core.format.compressed import digest
+from penstock.core.format.features import FORMAT_VERSION
 from penstock.core.format.records import (
     BlobRecord,
     IndexEntry,
@@ -59,7 +60,7 @@ def resigned(data, change):
     body = json.loads(content)
     change(body)
     content = json.dumps(body).encode()
-    header = {"penstock": 0, "length": len(content), "sha256": digest(content)}
+    header = {"penstock": FORMAT_VERSION, "length": len(content), "sha256": digest(content)}
     return json.dumps(header).encode() + b"\n" + content
 
 
@@ -94,9 +95,21 @@ def test_cut_off_or_prolonged_it_is_refused(data):
 
 def test_an_unknown_version_is_refused_before_anything_else_is_looked_at():
     good = encode_commit(record())
-    newer = good.replace(b'"penstock": 0', b'"penstock": 7, "new": 1', 1)[:-20]
+    newer = good.replace(b'"penstock": 1', b'"penstock": 7, "new": 1', 1)[:-20]
     with pytest.raises(FormatError, match="version 7"):
         decode_commit(newer, NAME)
+
+
+def test_a_feature_that_is_unknown_and_required_is_named_and_an_optional_one_is_ignored():
+    good = encode_commit(record())
+    newer = resigned(good, lambda body: body.update(requires=["logs", "tape"]))
+    with pytest.raises(FormatError, match=r"requires 'logs', 'tape'.* use a newer one"):
+        decode_commit(newer, NAME)
+    newer = resigned(good, lambda body: body.update(requires=[], optional={"hints": {"a": [1]}}))
+    assert decode_commit(newer, NAME) == record()
+    for odd in ({"requires": "logs"}, {"requires": [1]}, {"optional": []}):
+        with pytest.raises(FormatError, match=NAME):
+            decode_commit(resigned(good, lambda body, odd=odd: body.update(odd)), NAME)
 
 
 @pytest.mark.parametrize("name", [commit_name(100, 1), commit_name(10, 0), "commits/x.json"])

@@ -73,4 +73,4 @@ def test_the_bytes_of_a_note_stay_the_same():
     note = replace(NOTE, metadata={"loss": 2.5}, tags={"best": True})
     header, _, rest = encode_note(note).partition(b"\n")
     assert rest == body
-    assert json.loads(header)["penstock"] == 0
+    assert json.loads(header)["penstock"] == 1

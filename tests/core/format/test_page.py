@@ -14,9 +14,10 @@ import penstock
 from penstock.backends.memory import MemoryBackend, MemoryConfig
 from penstock.core.format.commit_record import decode_commit, decode_note, encode_note
 from penstock.core.format.compressed import decompress
+from penstock.core.format.features import FORMAT_VERSION
 from penstock.core.format.index import IndexReader
 from penstock.core.format.part import decode_head, decode_section, decode_shards
-from penstock.core.format.records import FORMAT_VERSION, NoteRecord, commit_name
+from penstock.core.format.records import NoteRecord, commit_name
 from penstock.core.tree.paths import path_hash
 
 BLOCK = re.compile(r'^```\w+ title="(\w+)"\n(.*?)^```$', re.DOTALL | re.MULTILINE)
@@ -65,7 +66,7 @@ def test_the_records_of_the_example_are_what_the_page_shows(example, record):
         data = example["part"][info.offset : info.offset + info.length]
         assert decompress(data, name) == example[name]
         json.loads(example[name])
-    decode_shards(data=example["part"][323 : 323 + 67], head=head)
+    decode_shards(data=example["part"][325 : 325 + 67], head=head)
     section = decode_section(data, head.sections[0], head)
     for n, frame in enumerate(section.frames):
         blob = example["enc" if frame.chain else "raw"]

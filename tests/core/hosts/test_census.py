@@ -80,6 +80,13 @@ def test_hosts_that_cannot_be_read_are_refused(post):
         census_of(1, 2, board).sets()
 
 
+def test_rank_0_waits_for_no_rank_that_has_said_before_where_it_is():
+    board = MemoryBoard()
+    for rank in (1, 2):
+        Census.announce(census_of(rank, 3, board)._group)
+    assert census_of(0, 3, board, failed=True).sets() == ((0, 1, 2),)
+
+
 def test_it_is_asked_once():
     census = census_of(0, 2, MemoryBoard(), failed=True)
     census._group.by_host = ((0, 1),)

@@ -363,6 +363,29 @@ def test_rank_that_cannot_learn_the_decision_says_so(runs):
     assert "it is not known whether all ranks have it" in text
 
 
+class Noting(MemoryCoordination):
+    """Notes the keys that a rank posts."""
+
+    def __init__(self, board):
+        super().__init__(board)
+        self.keys = []
+
+    def post(self, key, value):
+        self.keys.append(key)
+        super().post(key, value)
+
+
+def test_a_rank_says_where_it_is_before_it_plans(runs):
+    noting = Noting(board := MemoryBoard())
+
+    def one(rank):
+        group = RankGroup(rank, 2, noting if rank else MemoryCoordination(board))
+        reader_of(runs[rank], group).restore(blank())
+
+    on_ranks(one, range(2))
+    assert noting.keys.index("host/00001") < noting.keys.index("rounds/0/templates/00001-0")
+
+
 class Server(MemoryCoordination):
     """The store of the job lives in the process of rank 0: notes what others had told by then."""
 

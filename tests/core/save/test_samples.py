@@ -64,10 +64,27 @@ def test_samples_find_a_change_that_no_version_counts():
 def test_copy_is_compared_with_the_samples_though_the_memory_is_as_it_was():
     watched = Watched()
     copy = watched.sources[1].array.copy()
-    watched.check.check_copy(1, copy.ctypes.data)
+    watched.check.check_copies({1: copy.ctypes.data})
     copy[-1] += 1
     with pytest.raises(TornSnapshotError, match="g/later"):
-        watched.check.check_copy(1, copy.ctypes.data)
+        watched.check.check_copies({1: copy.ctypes.data})
+
+
+@pytest.mark.parametrize("bad", [2, 3, 5])
+def test_each_of_several_copies_is_compared(bad):
+    sources = [Counted(20_000) for _ in range(6)]
+    objects = [
+        planned(s, path=("g", str(n)), capture=Capture.DEFERRED) for n, s in enumerate(sources)
+    ]
+    plan = plan_save(objects, chunk_bytes=1 << 20, slab_limit_bytes=1000)
+    check = TornCheck(plan.chunks, plan.objects, now=[], deferred=range(6))
+    check.sample()
+    copies = {number: sources[number].array.copy() for number in (5, 2, 3)}
+    places = {number: copy.ctypes.data for number, copy in copies.items()}
+    check.check_copies(places)
+    copies[bad][0] += 1
+    with pytest.raises(TornSnapshotError, match=f"g/{bad} changed"):
+        check.check_copies(places)
 
 
 def test_deferred_memory_may_change_once_the_fence_was_passed():

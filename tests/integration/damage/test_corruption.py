@@ -194,7 +194,7 @@ def missing_part(run, checkpoint):
 
 def unknown_version(run, checkpoint):
     name = run.commit(checkpoint.step)
-    run.write(name, run.read(name).replace(b'{"penstock": 0', b'{"penstock": 7', 1))
+    run.write(name, run.read(name).replace(b'{"penstock": 1', b'{"penstock": 7', 1))
 
 
 @pytest.mark.parametrize(
