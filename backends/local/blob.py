@@ -58,8 +58,7 @@ class FileWriter(BlobWriter):
         self._cause: BaseException | None = None  # why it is dead
         self._in_flight = 0
         self._edges: set[int] = set()
-        # Guards the fields above from `_open` on; notified when a batch has landed and when a seal is
-        # over.
+        # Guards the fields above, `_open` and below; notified after each batch and each seal.
         self._changed = threading.Condition()
 
     def submit(self, requests: Sequence[WriteRequest]) -> Future[None]:
