@@ -120,14 +120,14 @@ def plan_reads(
             hold each element of the region once.
     """
     jobs: dict[tuple[int, int, int], FrameJob[ChainT]] = {}
-    frames: Sequence[Frame] | None = None
-    number = -1
+    job: FrameJob[ChainT] | None = None
+    head: PartHead | None = None
     for request, parts in requests:
         for record, shard, ref, use in chunk_uses(request, parts):
-            if ref.frame != number or record.frames is not frames:  # nearly all follow one another
-                number, frames = ref.frame, record.frames
-                frame = frames[number]
-                job = _job_of(frame, record.head, jobs, chain_of)
+            frame = record.frames[ref.frame]
+            if job is None or job.frame is not frame or head is not record.head:
+                head = record.head  # nearly all uses are of the frame before
+                job = _job_of(frame, head, jobs, chain_of)
             job.uses.append(use)
             job.paths.append(request.path or record.path)
             # A frame of one chunk: codecs get the dtype and shape that they got when it was
