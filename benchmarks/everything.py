@@ -52,6 +52,7 @@ def parts_of(scale: float) -> list[Part]:
         part("state", of, "state", 3, gb=1.0),
         part("limits", of, "limits", 3, gb=1.0),
         part("state of 3 GB", of, "state", 2, FIRST, gb=3.0, saves=1),
+        part("staging", of, "staging", 2, gb=1.0),
         part("loop", of, "loop", 2, gb=0.5),
         part("state of 0.1 GB", of, "state", 3, (PENSTOCK, KEPT), gb=0.1),
         part("state of 0.3 GB", of, "state", 3, (PENSTOCK, KEPT), gb=0.3),

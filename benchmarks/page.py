@@ -3,8 +3,9 @@
     python benchmarks/page.py                                # from recorded/run.json
     python benchmarks/page.py build/a.json build/b.json      # parts of one commit, put together
 
-`page.md` is the page without its figures. Figures of a GPU are of another machine and an earlier
-run, so they are kept as they were, in `recorded/gpu.json`.
+`page.md` is the page without its figures. The README and the home page get three of them. Figures
+of a GPU are of another machine and an earlier run, so they are kept as they were, in
+`recorded/gpu.json`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from bench import FAILED, ROOT, as_json, figure, rows_of, table
 HERE = Path(__file__).resolve().parent
 RUN, GPU = "benchmarks/recorded/run.json", "benchmarks/recorded/gpu.json"
 PAGE, CHARTS = "docs/benchmarks.md", "docs/assets/benchmarks"
+QUOTING = ("README.md", "docs/index.md")  # have `numbers` between two comments
+NUMBERS = re.compile(r"(<!-- numbers -->\n).*?(<!-- /numbers -->)", re.DOTALL)
 ASYNC, KEPT = "Penstock, async", "DCP async_save, kept stager"
 COPY, FIO = "plain copy in memory", "fio"
 SIZES = ("state of 0.1 GB", "state of 0.3 GB", "state", "state of 3 GB")
@@ -136,6 +139,30 @@ def gpu(recorded):
         parts += [one["text"], "\n".join(lines)]
     parts.append("\n".join(f"- {note}" for note in recorded["notes"]))
     return "\n\n".join(parts)
+
+
+def numbers(run):
+    """Three figures beside DCP's, as a user meets them."""
+    state, many = run.rows("state"), run.rows("5,000 tensors")
+    gb, tensors = run.option("state", "gb"), run.option("5,000 tensors", "small")
+    pairs = {
+        f"the call to save {gb:g} GB in the background takes": (
+            state["Penstock, lazy"]["later call, s"],
+            state[KEPT]["later call, s"],
+        ),
+        f"a restore of {gb:g} GB from a cold disk takes": (
+            state["Penstock, blocking"]["restore, s"],
+            state["DCP save"]["restore, s"],
+        ),
+        f"a save of {tensors:,} small tensors, until durable, takes": (
+            many[ASYNC]["later durable, s"],
+            many[KEPT]["later durable, s"],
+        ),
+    }
+    lines = ["|  | Penstock | DCP |", "|---|---:|---:|"]
+    for name, (ours, theirs) in pairs.items():
+        lines.append(f"| {name} | **{figure(ours)} s** | {figure(theirs)} s |")
+    return "\n".join(lines)
 
 
 # -- charts --------------------------------------------------------------------------------------
@@ -287,6 +314,11 @@ TABLES = {
     "trial": trial,
     "standstill": standstill,
     "restores": restores,
+    "staging": plain(
+        ("first call, s", "later call, s*", "later durable, s*", "first durable, MB"),
+        ("staging", ""),
+        base=ASYNC,
+    ),
     "loop": plain(
         ("cost of a save, s*", "call, s", "fence, s", "step, s", "step meanwhile, s"),
         ("loop", ""),
@@ -356,7 +388,11 @@ def made(paths):
         drawn = charts(run)
     except KeyError as missing:
         raise SystemExit(f"not measured: {missing}; run all parts") from missing
-    return {RUN: as_json(run.document), PAGE: text} | {f"{CHARTS}/{n}": t for n, t in drawn.items()}
+    pages = {RUN: as_json(run.document), PAGE: text}
+    for name in QUOTING:
+        before = (ROOT / name).read_text(encoding="utf-8")
+        pages[name] = NUMBERS.sub(rf"\g<1>{numbers(run)}\n\g<2>", before)
+    return pages | {f"{CHARTS}/{n}": t for n, t in drawn.items()}
 
 
 def publish(paths, root=ROOT):
