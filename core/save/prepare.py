@@ -281,7 +281,8 @@ class KeptStaging:
         self._config = config
         self._workers = workers
         self._pending = pending
-        self._lock = threading.Lock()  # guards `staging` and `_closed`
+        self._lock = threading.Lock()  # guards `staging`, `_saves` and `_closed`
+        self._saves = 0  # that have got memory
         self._closed = False
 
     def get(self, request: SaveRequest, *, skip: Collection[int]) -> Staging:
@@ -292,6 +293,7 @@ class KeptStaging:
             skip: The chunks that are not captured, since other ranks write them.
         """
         with self._lock:
+            self._saves += 1
             staging = self._get(request.staging_bytes, request.copied_from)
         if request.mode != "blocking":
             chunks = request.plan.chunks
@@ -305,10 +307,14 @@ class KeptStaging:
             need_bytes: The bytes of all blocks that the save reserves.
             copied_from: The CUDA device whose copies write to it, if any do.
         """
+        saves = self._saves
 
         def touch() -> None:
             with self._lock:
-                if self._pending.released and not self._closed:
+                # The memory of a save that has begun meanwhile is its own: it is not pending yet
+                # while it prepares.
+                is_free = self._pending.released and self._saves == saves
+                if is_free and not self._closed:
                     self._get(need_bytes, copied_from).touch()
 
         # Not in this thread: a signal handler that interrupts it may save, and would wait for the
