@@ -2,10 +2,10 @@
 
     python examples/read_a_checkpoint.py RUN_FOLDER [--step N] [--only PREFIX] [--out FILE.npz]
 
-Verifies what the commit record binds, and prints the path, type and shape of each object, or writes
-it to a .npz: bfloat16 and float8 as uint16 and uint8, since numpy has neither, values as the bytes
-of their JSON or pickle. Of a run in tiers, each root is a run folder. Without xxhash, checksums of
-frames go unverified. Refuses `log8` and codecs that it does not know.
+Verifies commit record, index, heads of parts, sections and frames, not the table of borrowed blobs.
+Prints path, type and shape of each object, or writes a .npz: bfloat16 and float8 as uint16 and
+uint8, since numpy has neither, values as the bytes of their JSON or pickle. Of a run in tiers, each
+root is a run folder. Without xxhash, frames go unverified. Refuses `log8` and unknown codecs.
 """
 # ruff: noqa: ANN001, ANN201, B905, PLR0917 - The page has the types, and says what is equally long.
 
