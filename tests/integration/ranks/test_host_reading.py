@@ -288,8 +288,9 @@ def test_what_one_rank_finds_damaged_the_others_look_at_themselves():
     store, bad, values = memory(), memory(), tensors()
     saved(store, values)
     for name, blob in store._store.blobs.items():
-        bad._store.blobs[name] = replace(blob, data=bytearray(blob.data))
-    damage(bad)
+        data = bad._store.blobs[name] = replace(blob, data=bytearray(blob.data))
+        if name.endswith(".raw"):  # all of it: which frames rank 0 reads for all is not fixed
+            data.data[::64] = bytes(byte ^ 1 for byte in data.data[::64])
     states = {rank: whole(rank, 3) for rank in range(3)}
     job = Job(3, lambda rank: bad if rank == 0 else store, host=SAME)
     restored = lambda: [equals(states[rank], values) for rank in (1, 2)]  # noqa: E731

@@ -1,6 +1,5 @@
 """Copies from tier to tier by a process of their own: what ends it, and what it cannot do."""
 
-import json
 import logging
 import os
 import signal
@@ -23,6 +22,7 @@ from penstock import (
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.concurrency.timing import CountedClock
 from penstock.core.concurrency.workers import Workers
+from penstock.core.format.commit_record import unseal
 from penstock.core.storage.open import open_backend
 from penstock.core.tiers import process as copy_process
 from penstock.core.tiers.link import WORTH_BYTES
@@ -231,7 +231,7 @@ def test_a_copy_is_cancelled_and_releases_its_lease_though_the_trainer_blocks_si
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     (lease,) = (tmp_path / "durable").glob("data/*/copy.json")
-    assert json.loads(lease.read_text())["token"] == ""
+    assert unseal(lease.read_bytes(), lease.name)["token"] == ""
 
 
 def is_running(pid):

@@ -337,7 +337,7 @@ def test_a_record_that_is_none_is_refused():
     record = RootRecord("0" * 32, "1" * 32, 2, (("1" * 32, 2),))
     assert decode_root(encode_root(record)) == record
     for change in (
-        {"penstock": 1},
+        {"penstock": 2},
         {"run": "x" * 32},
         {"root": None},
         {"opened": -1},
