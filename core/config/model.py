@@ -315,10 +315,10 @@ class CheckpointerConfig(_Model):
             match none stay raw.
         retention: Which checkpoints to keep. By default all stay.
         deltas: How far checkpoints depend on earlier ones, where a rule names the codec `delta`.
-        staging_bytes: Memory of this rank for captured state (at least two chunks), which no save
-            exceeds; a larger state goes through it as through a ring. By default the state's size
-            and two chunks, at most half of the available memory divided among the ranks of the
-            machine.
+        staging_bytes: Memory of this rank for captured state (two chunks if that is more), which no
+            save exceeds; a larger state goes through it as through a ring. By default the state's
+            size and two chunks, at most half of the available memory divided among the ranks of
+            the machine.
         mode: The mode of saves that name none: `"blocking"`, `"async"` or `"lazy"`.
         on_busy: What a save does while another is under way: `"wait"` (counted as blocked),
             `"skip"` itself, or `"raise"`.

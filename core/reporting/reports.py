@@ -151,7 +151,8 @@ class CheckReport(HtmlTable):
         objects: The number of objects, tied ones included.
         bytes_raw: The bytes of the state, tied tensors once.
         deferred_bytes: The bytes that a lazy save would capture behind the fence.
-        staging_bytes: The most memory that capturing the whole state takes.
+        staging_bytes: The most memory that capturing the state takes, within the option
+            `staging_bytes`.
     """
 
     objects: int

@@ -233,6 +233,13 @@ def state_left_out(description: Description, known: Collection[ObjectPath]) -> I
             )
 
 
+def most_staging(need_bytes: int, config: CheckpointerConfig) -> int:
+    """Return the memory that a save takes which would reserve `need_bytes` if it could."""
+    if config.staging_bytes is None:
+        return need_bytes
+    return min(need_bytes, max(config.staging_bytes, 2 * config.chunk_bytes))
+
+
 def staging_for(
     need_bytes: int,
     reusable: Staging | None,

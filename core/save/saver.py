@@ -28,7 +28,13 @@ from penstock.core.save.manifest import ManifestWriter
 from penstock.core.save.merge import KnownParts
 from penstock.core.save.metadata import check_metadata
 from penstock.core.save.pending import Pending
-from penstock.core.save.prepare import KeptStaging, claim_generation, plan_state, state_left_out
+from penstock.core.save.prepare import (
+    KeptStaging,
+    claim_generation,
+    most_staging,
+    plan_state,
+    state_left_out,
+)
 from penstock.core.save.request import Destination, RankTurn, SaveSurroundings, SaveTurn
 from penstock.core.save.rules import ChainTable
 from penstock.core.tree.describe import describe_tree, warn_of_forms
@@ -206,7 +212,7 @@ class Saver(SaveSurroundings):
             objects=request.objects,
             bytes_raw=request.plan.raw_bytes,
             deferred_bytes=request.plan.bytes_of(Capture.DEFERRED),
-            staging_bytes=request.staging_bytes,
+            staging_bytes=most_staging(request.staging_bytes, self._config),
         )
 
     def prepare(self, state: Mapping[str, Any], *, mode: str | None, step: int = 0) -> SaveRequest:

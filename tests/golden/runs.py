@@ -129,6 +129,14 @@ def noise(*shape: int) -> torch.Tensor:
     return torch.from_numpy(bits.view(np.float32)).reshape(shape)
 
 
+def predictable(step: int) -> dict[str, Any]:
+    """Moments whose sizes go with row and column: `floatsplit` predicts their exponents."""
+    del step
+    rows, columns = torch.arange(120) * 5 % 23, torch.arange(160) * 7 % 19
+    found = torch.ldexp(noise(120, 160), rows[:, None] - columns)
+    return {"m": found, "v": found.square(), "half": found.bfloat16(), "double": found.double()}
+
+
 def positive(step: int) -> dict[str, Any]:
     """Moments, which `log8` takes."""
     return {"m": numbers(64, 64, step=step), "v": numbers(64, 64, step=step).square()}
@@ -271,6 +279,7 @@ RUNS = {
     "many_ranks": Run(of_many, (1, 2), (1, 2), {"share": True}, ranks=MANY),
     "chain": Run(moving, (1, 2, 3, 4), (1, 2, 3, 4), {"rules": DELTA}),
     "codecs": Run(each_codec, options={"rules": EACH}),
+    "predicted": Run(predictable, options={"rules": [{"match": "**", "codecs": ["floatsplit"]}]}),
     "compacted": Run(
         still,
         (1, 2, 3),

@@ -46,7 +46,7 @@ _Size = Annotated[
     typer.Option(
         metavar="SIZE",
         parser=size_of,
-        help="The bytes of the state that is saved, at least 1MiB.",
+        help="The bytes of the state that is saved; less than 1MiB counts as 1MiB.",
         show_default="what fits into store, memory and time, at most 1GiB",
     ),
 ]
@@ -176,6 +176,8 @@ def _print(report: Report) -> None:
     counts = sorted({len(row.rounds) for row in report.rows})
     rounds = counted(counts[-1], "round") + (f", of some {counts[0]}" if counts[1:] else "")
     print_line(f"medians of {rounds}; PARTIAL: reading 1 MiB; CORES: busy in a save / a restore")
+    if not report.rows[1:]:
+        print_line("there was no time to measure other options: raise --seconds")
     if not report.cold:
         print_line("restores may read from a cache, which could not be dropped")
     print_line("")
@@ -209,8 +211,13 @@ def _read(path: Path, url: str) -> Report:
     """
     try:
         report = TypeAdapter(Report).validate_json(path.read_bytes())
-    except (OSError, ValidationError) as error:
-        msg = f"{path} does not hold what `penstock bench --json` prints: {error}"
+    except OSError as error:
+        msg = f"{path} cannot be read: {error}"
+        raise ConfigError(msg) from error
+    except ValidationError as error:
+        odd = sorted({str(one["loc"][0]) for one in error.errors() if one["loc"]})
+        why = f"missing or wrong are {', '.join(odd)}" if odd else "it is not JSON"
+        msg = f"{path} does not hold what `penstock bench --json` prints: {why}"
         raise ConfigError(msg) from error
     with closing(open_backend(backend_of(url))) as backend:
         if backend.url != report.url:
@@ -229,8 +236,12 @@ def _configuration(url: str, report: Report, found: Sequence[Choice]) -> str:
             f"and restores {size_text(default.restore_bytes_per_s)}/s."
         ),
     ]
-    if not found:
-        lines.append(f"# No option was better by more than {NOISE:.0%} and the noise.")
+    twice = [label_of(r.option, r.value) for r in report.rows[1:] if len(r.rounds) > 1]
+    if not twice:
+        lines.append("# No option was measured twice, so none is set: raise --seconds.")
+    elif not found:
+        shown = ", ".join(twice)
+        lines.append(f"# None of these was better by more than {NOISE:.0%} and the noise: {shown}.")
     for choice in found:
         row, gains = choice.row, choice.gains
         times = ", ".join(f"{work} {gain:.2f}" for work, gain in gains.items())

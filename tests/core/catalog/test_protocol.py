@@ -346,6 +346,7 @@ def table():
     lines += [
         f"| {state} | {event} | {following} | {action} |"
         for (state, event), (following, action) in TABLE.items()
+        if action is not Action.NONE
     ]
     return "\n".join(lines)
 

@@ -1,6 +1,7 @@
 """`penstock bench` and `penstock tune`: the figures, the choice, and that nothing stays behind."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -245,19 +246,25 @@ def test_tune_sets_what_was_better_and_says_why(call, measured, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "rows",
+    ("rows", "why"),
     [
-        [],
-        [row("engine", "workers", 1, *[figures(104)] * 3)],
-        [row("engine", "workers", 1, figures(500))],  # one round says nothing of the noise
+        ([], "No option was measured twice, so none is set: raise --seconds."),
+        (
+            [row("engine", "workers", 1, *[figures(104)] * 3)],
+            "None of these was better by more than 5% and the noise: workers = 1.",
+        ),
+        (  # one round says nothing of the noise
+            [row("engine", "workers", 1, figures(500))],
+            "No option was measured twice, so none is set: raise --seconds.",
+        ),
     ],
 )
-def test_tune_sets_nothing_where_nothing_is_better(call, measured, rows):
+def test_tune_sets_nothing_where_nothing_is_better(call, measured, rows, why):
     file, url = measured(*rows)
     done = call("tune", url, "--from", file)
     assert done.code == 0
     assert done.out.splitlines()[-2:] == [
-        "# No option was better by more than 5% and the noise.",
+        f"# {why}",
         f'backend = "{url}"',
     ]
 
@@ -288,8 +295,10 @@ def test_tune_refuses_what_bench_did_not_print(call, measured, tmp_path):
     other = call("tune", f"posix://{tmp_path}/other", "--from", file)
     assert (other.code, other.out) == (1, "")
     assert f"measurements of file://{tmp_path}/run, not of" in other.err
-    file.write_text("[]")
-    assert "bench --json" in call("tune", f"posix://{tmp_path}/run", "--from", file).err
+    for text, why in [("{}", "missing or wrong are .*url"), ("x", "it is not JSON")]:
+        file.write_text(text)
+        said = call("tune", f"posix://{tmp_path}/run", "--from", file).err
+        assert re.search(rf"`penstock bench --json` prints: {why}", said)
 
 
 def test_tune_measures_by_itself(call, tmp_path):

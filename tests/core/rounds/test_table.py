@@ -159,10 +159,27 @@ def test_the_page_shows_the_tables_as_they_are(name):
     assert shown(TABLES[name]) in page.read_text()
 
 
+@pytest.mark.parametrize("name", TABLES)
+def test_the_page_says_what_a_rank_does_in_each_phase(name):
+    page = (Path(__file__).parents[3] / "docs/design/ranks.md").read_text()
+    for following, step in TABLES[name].values():
+        (row,) = [
+            row for row in page.splitlines() if row.startswith(f"| {cell(following, step)} | ")
+        ]
+        assert step in row
+
+
+def cell(following, step):
+    return f"{following}, kept" if step is Step.KEEP else following
+
+
 def shown(table):
-    lines = ["| phase | happening | next phase | what the rank does |", "|---|---|---|---|"]
-    lines += [
-        f"| {phase} | {happening} | {following} | {step} |"
-        for (phase, happening), (following, step) in table.items()
-    ]
+    """One row for each happening, one column for each phase, and in the cells the next phase."""
+    phases = dict.fromkeys(phase for phase, _ in table)
+    lines = ["|  | " + " | ".join(phases) + " |", "|---" * (len(phases) + 1) + "|"]
+    for happening in Happening:
+        found = [table.get((phase, happening)) for phase in phases]
+        if any(found):
+            cells = [cell(*pair) if pair else "" for pair in found]
+            lines.append(f"| {happening} | " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -139,6 +139,8 @@ def test_check_tells_what_a_save_would_be_and_writes_nothing():
     assert found.bytes_raw == report.bytes_raw
     assert found.deferred_bytes == report.deferred_bytes > 0
     assert found.staging_bytes > 0
+    with checkpointer(memory(), staging_bytes=0, chunk_bytes=4096) as ckpt:
+        assert ckpt.check(state, mode="async").staging_bytes == 2 * 4096
 
 
 def test_check_raises_what_a_save_would_raise():
