@@ -193,7 +193,7 @@ SYSTEMS = {
 
 
 def state(make, folder, options):
-    """Saves in a row, the first of which makes staging memory, and cold restores of the last."""
+    """Saves in a row (the first one makes staging memory), and cold restores of the last."""
     small = bench.gpt_state(WARM_UP_GB)
     warm, _ = saved_by(make, folder / "warm", small, 1)  # imports and thread pools
     warm.restore(small, 0, "")

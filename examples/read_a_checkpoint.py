@@ -95,7 +95,7 @@ def decode_floatsplit(data, length):
         if width > 1:
             low, high = planes[-2:]
             top = low & 0x7F | high << 7 | (low & 0x80 if kind == 0 else 0) << 8
-            if kind > 1:  # kind 3 has 14 bits, the first of which is the sign
+            if kind > 1:  # kind 3 has 14 bits, the first is the sign
                 top = low | high << 8 if kind == 2 else ((low & 0x3F | high << 6) ^ 0x2000) - 0x2000
             if predicted and kind != 2:
                 place = np.arange(first + start, first + end)

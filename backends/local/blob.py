@@ -97,6 +97,7 @@ class FileWriter(BlobWriter):
         write, and a second fsync would succeed without them.
         """
         ours, outcome = False, _State.DEAD
+        cause: BaseException | None = None
         try:
             with self._changed:
                 self._wait_idle()
@@ -108,12 +109,12 @@ class FileWriter(BlobWriter):
                 self._folders.sync()
             outcome = _State.SEALED
         except BaseException as error:
-            self._cause = self._cause or error
+            cause = error
             raise
         finally:
             if ours:
                 with self._changed:
-                    self._state = outcome
+                    self._state, self._cause = outcome, cause
                     if outcome is _State.SEALED:
                         self._release()
                     self._changed.notify_all()

@@ -237,7 +237,12 @@ def most_staging(need_bytes: int, config: CheckpointerConfig) -> int:
     """Return the memory that a save takes which would reserve `need_bytes` if it could."""
     if config.staging_bytes is None:
         return need_bytes
-    return min(need_bytes, max(config.staging_bytes, 2 * config.chunk_bytes))
+    return min(need_bytes, _for_two_chunks(config.staging_bytes, config))
+
+
+def _for_two_chunks(budget: int, config: CheckpointerConfig) -> int:
+    """Return a budget with room for two chunks: with one, copying and writing would take turns."""
+    return max(budget, 2 * config.chunk_bytes)
 
 
 def staging_for(
@@ -263,8 +268,7 @@ def staging_for(
         # Less if less is free, which takes half a millisecond to find out.
         if reusable is None or reusable.budget_bytes < budget:
             budget = default_budget(budget, local_ranks())
-    # With room for one chunk only, copying and writing would take turns.
-    budget = max(budget, 2 * config.chunk_bytes)
+    budget = _for_two_chunks(budget, config)
     staging = reusable or Staging(budget)
     staging.budget_bytes = max(staging.budget_bytes, budget)
     largest = min(need_bytes, config.chunk_bytes)

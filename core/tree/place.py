@@ -26,7 +26,7 @@ from penstock.core.markers import PerRank
 from penstock.core.tree.checks import asked, broken_contract, checked_placement
 from penstock.core.tree.containers import CONTAINERS, Scan, is_nothing, key_segment
 from penstock.core.tree.describe import NameTable, check_root, describe_tree
-from penstock.core.tree.rebuild import Rebuilding, are_apart, settled
+from penstock.core.tree.rebuild import Rebuilding, are_disjoint, settled
 from penstock.core.types import show_path, with_article
 
 if TYPE_CHECKING:
@@ -412,7 +412,7 @@ def overlapping(targets: Iterable[Target]) -> list[list[Target]]:
     Compares only first and last addresses, so the columns of one matrix are a group, too.
     """
     targets = list(targets)
-    if are_apart(targets):
+    if are_disjoint(targets):
         return []
     spans: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
     for number, target in enumerate(targets):

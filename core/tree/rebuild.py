@@ -320,9 +320,6 @@ class Rebuilding(PlaceContext):
             path = target.path
             stored = self._chosen.get(path)
             if stored is not None:
-                if stored.spec == target.spec and stored.kind is Kind.TENSOR:
-                    fitting.append(target)
-                    continue
                 difference = _difference(target, stored, self.takes)
                 if difference is None:
                     fitting.append(target)
@@ -365,7 +362,7 @@ def _tied(targets: list[Target], aliases: Mapping[ObjectPath, ObjectPath]) -> li
 
     Other targets of the same memory keep their sinks: `place.disagreements` compares their bytes.
     """
-    if are_apart(targets):
+    if are_disjoint(targets):
         return targets
     result: list[Target] = []
     sinks: dict[tuple[MemoryKey, tuple[Region, ...], ObjectPath], ByteSink] = {}
@@ -381,7 +378,7 @@ def _tied(targets: list[Target], aliases: Mapping[ObjectPath, ObjectPath]) -> li
     return result
 
 
-def are_apart(targets: Sequence[Target]) -> bool:
+def are_disjoint(targets: Sequence[Target]) -> bool:
     """Return whether no two targets share memory, as in nearly every state; False: some may.
 
     By addresses alone, if all are in host memory: a `MemoryKey` of each would take longer. A third
@@ -409,7 +406,7 @@ def _difference(
     if stored.kind is not Kind.TENSOR:
         return _other_kind(target.path, "a value")
     here, there = target.spec, stored.spec
-    if takes(here, there):
+    if here == there or takes(here, there):  # mostly equal, and that is quicker to find out
         return None
     unequal: list[tuple[str, object, object]] = []
     if there.shape != here.shape:

@@ -108,15 +108,8 @@ def each_codec(step: int) -> dict[str, Any]:
     dtypes = ("int8", "bfloat16", "float32", "float64", "complex64")
     large = {d: numbers(70, 90, dtype=getattr(torch, d), step=step) for d in dtypes}
     small = {f"s{n}": numbers(3, 5, step=n) for n in range(4)}
-    tensors = large | small | {"zeros": torch.zeros(5000), "rows": outer(60, 80)}
-    tensors["noise"] = noise(70, 90)
+    tensors = large | small | {"zeros": torch.zeros(5000), "noise": noise(70, 90)}
     return {codec: {n: t.clone() for n, t in tensors.items()} for codec in CODECS}
-
-
-def outer(rows: int, columns: int) -> torch.Tensor:
-    """Numbers whose sizes go with row and column, as moments of an optimizer do."""
-    scale = torch.ldexp(torch.ones(rows), torch.arange(rows) % 11)
-    return numbers(rows, columns).abs().add(1) * scale[:, None]
 
 
 def noise(*shape: int) -> torch.Tensor:
@@ -252,7 +245,7 @@ class Run:
         with self.opened(root) as ckpt:
             for step in self.steps:
                 ckpt.save(self.state(step), step, mode="blocking")
-                if step == 3 and self.state is moving:
+                if step == 3 and "retention" in self.options:
                     ckpt.pin(3, "kept")
                     ckpt.annotate(3, {"loss": 0.5})
             self.then(ckpt)

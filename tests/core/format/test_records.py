@@ -473,15 +473,25 @@ def test_a_lie_about_choices_is_named():
         ([["other uint8", None, None]], "why is not a string"),
         ([["other uint8", None, "raw"], ["other uint8", "zstd", "zstd"]], "a class twice"),
     ]:
-        made = manifests.example()
-        head = load_json(decompress(made.part.data[: made.part.entry.head_length], ""), "")
-        raw = compress(dump_json(head | {"choices": choices}))
-        length = made.part.entry.length - made.part.entry.head_length + len(raw)
-        entry = replace(
-            made.part.entry, length=length, head_length=len(raw), head_sha256=digest(raw)
-        )
         with pytest.raises(FormatError, match=complaint):
-            read_head(raw, entry, uid=manifests.UID, rank=0, world_size=1)
+            head_with(choices=choices)
+
+
+def head_with(**changes):
+    """Read the head of a part with other fields, signed again."""
+    made = manifests.example().part
+    head = load_json(decompress(made.data[: made.entry.head_length], ""), "")
+    raw = compress(dump_json(head | changes))
+    length = made.entry.length - made.entry.head_length + len(raw)
+    entry = replace(made.entry, length=length, head_length=len(raw), head_sha256=digest(raw))
+    return read_head(raw, entry, uid=manifests.UID, rank=0, world_size=1)
+
+
+def test_a_feature_that_a_part_requires_is_named_and_an_optional_one_is_ignored():
+    with pytest.raises(FormatError, match=r"parts/00000.* requires 'tape'.* use a newer one"):
+        head_with(requires=["tape"])
+    plain, hinted = head_with(), head_with(requires=[], optional={"hints": 1})
+    assert (hinted.blobs, hinted.chains) == (plain.blobs, plain.chains)
 
 
 def test_unknown_fields_are_refused():

@@ -110,7 +110,7 @@ def test_memory_that_targets_share_is_found_whatever_their_layout():
     assert groups(base[:4], base[4:], torch.zeros(3), torch.empty(0)) == []
     assert groups(base, torch.zeros(3), base[5:6]) == [[0, 2]]
     assert groups(base[:5], torch.zeros(3), base[4:]) == [[0, 2]]
-    # The sink of an expanded tensor has scratch memory, and names the memory that it stands for.
+    # The sink of an expanded tensor has scratch memory, and names the memory that it expands.
     assert groups(base[:1].expand(5), torch.zeros(3), base) == [[0, 2]]
 
 
