@@ -44,6 +44,14 @@ _SCHEDULED = {
 }  # fmt: skip
 
 
+# State that a step of torch's own optimizers takes for granted when an option is set.
+_NEEDED = (
+    ((torch.optim.Adam, torch.optim.AdamW), "amsgrad", "max_exp_avg_sq"),
+    ((torch.optim.RMSprop,), "centered", "grad_avg"),
+    ((torch.optim.RMSprop,), "momentum", "momentum_buffer"),
+)
+
+
 class Placer:
     """Plans the restore of one optimizer."""
 
@@ -235,7 +243,9 @@ class Placer:
     def _place_state(self, member: Member, node: Node) -> None:
         live: dict[Any, Any] = self._optimizer.state.get(member.parameter, {})
         makers: dict[str, Callable[[], object]] = {}
-        for key in self._context.children(node.path):
+        keys = self._context.children(node.path)
+        self._check_needed(member, node, keys)
+        for key in keys:
             device = self._device(member, node, key, live.get(key))
             placed = self._place_item(live.get(key), (*node.path, key), device, member.parameter)
             self._result.absorb(placed)
@@ -253,6 +263,21 @@ class Placer:
             state.update(new)
 
         self._finishes.append(assign)
+
+    def _check_needed(self, member: Member, node: Node, keys: Sequence[str]) -> None:
+        """Report state that the next step would miss, because of an option that stays as it is."""
+        restored = self._context.children((*self._groups, str(member.group)))
+        options = self._held.groups[member.group]
+        for classes, option, key in _NEEDED:
+            if not isinstance(self._optimizer, classes) or not keys or key in keys:
+                continue
+            if options.get(option) and option not in restored:
+                self._problem(
+                    node.path,
+                    f"has no {key!r}, which the template needs with {option}={options[option]}; "
+                    f"restore {show_path(self._groups)!r} too, or make the template without "
+                    f"{option!r}",
+                )
 
     def _place_item(
         self,

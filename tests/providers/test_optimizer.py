@@ -222,6 +222,33 @@ def test_groups_in_another_order_are_a_problem_and_not_mixed_up(save):
     assert problem == "optimizer/param_groups has 2 groups in the checkpoint, 1 in the template"
 
 
+@pytest.mark.parametrize(
+    ("kind", "option", "key"),
+    [
+        (torch.optim.Adam, {"amsgrad": True}, "max_exp_avg_sq"),
+        (torch.optim.AdamW, {"amsgrad": True}, "max_exp_avg_sq"),
+        (torch.optim.RMSprop, {"centered": True}, "grad_avg"),
+        (torch.optim.RMSprop, {"momentum": 0.5}, "momentum_buffer"),
+    ],
+)
+def test_state_that_the_next_step_would_miss_is_a_problem(save, kind, option, key):
+    model = nn.Linear(3, 3)
+    optimizer = kind(model.parameters())
+    step(model, optimizer)
+    stored = save({"model": model, "optimizer": optimizer})
+    target = nn.Linear(3, 3)
+    state = {"model": target, "optimizer": kind(target.parameters(), **option)}
+    problems = stored.plan(state, exclude="optimizer/param_groups/**").problems
+    assert len(problems) == 2
+    assert f"optimizer/state/weight has no {key!r}, which the template needs" in problems[0]
+
+    stored.restore(state)  # takes the options of the checkpoint, which fit its state
+    step(**state)
+    stored = save(state)
+    stored.restore({"model": model, "optimizer": optimizer}, exclude="optimizer/param_groups/**")
+    step(model, optimizer)
+
+
 def two_modules(seed=0):
     torch.manual_seed(seed)
     one, two = nn.Linear(2, 2), nn.Linear(2, 2)
