@@ -16,7 +16,7 @@ from penstock.core.abc import (
     Target,
     copy_bytes,
 )
-from penstock.core.errors import FormatError, RestoreMismatchError, UnsupportedStateError
+from penstock.core.errors import FormatError, RestoreError, UnsupportedStateError
 from penstock.core.types import Kind, Region, Role, TensorSpec, show_path
 from penstock.providers.tensor.elements import blocks, may_overlap
 
@@ -88,6 +88,8 @@ class ArraySink(_ArrayMemory, ByteSink):
         overlaps = not flat and may_overlap(array.shape, array.strides, array.itemsize)
         super().__init__(np.empty(array.shape, array.dtype) if overlaps else array)
         self.memory = array_key(array)
+        if overlaps:
+            self.address = None  # that of scratch memory would hide which memory is shared
 
     def copy_in(self, start: int, data: memoryview, /) -> None:
         if not data.nbytes:
@@ -107,7 +109,7 @@ class ArraySink(_ArrayMemory, ByteSink):
                 f"{show_path(self._path)} is a broadcast or overlapping array, and what is stored "
                 "has different values for one place of its memory: restore into a contiguous array"
             )
-            raise RestoreMismatchError(msg, [msg])
+            raise RestoreError(msg)
 
 
 class NdarrayProvider(StateProvider):

@@ -38,6 +38,7 @@ from penstock.core.format.blocks import frame_blocks
 from penstock.core.pipeline.codec_chain import checksum, mismatches
 from penstock.core.pipeline.staging import Staging, ThreadMemory, has_small_pages, map_memory
 from penstock.core.pipeline.writer import BATCH_BYTES
+from penstock.core.suggest import listed
 from penstock.core.types import PAGE_BYTES, ByteRange, ReadRequest, align_down, align_up
 
 if TYPE_CHECKING:
@@ -667,7 +668,7 @@ def _is_damaged(read: _Read) -> bool:
 def _whose(job: FrameJob[CodecChain]) -> str:
     kinds = {type(u.sink) for u in job.uses if u.sink is not None}
     sinks = "".join(f", for {k.__module__}.{k.__qualname__}" for k in kinds)
-    return f"with {' '.join(job.label)} from {job.blob}{sinks}"
+    return f"with {listed(job.label)} from {job.blob}{sinks}"
 
 
 def _direct_target(job: FrameJob[CodecChain], span: ByteRange) -> memoryview | None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from penstock.core.abc import Placement, StateObject, ranks_of
+from penstock.core.abc import Placement, StateObject, Target, ranks_of
 from penstock.core.abc.provider import places_together
 from penstock.core.errors import PluginError, RestoreError, UnsupportedStateError
 from penstock.core.markers import PerRank
@@ -32,7 +32,7 @@ from penstock.core.types import show_path, with_article
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from penstock.core.abc import MemoryKey, Node, StateProvider, Target
+    from penstock.core.abc import MemoryKey, Node, StateProvider
     from penstock.core.tree.containers import Providers
     from penstock.core.tree.patterns import SegmentTest
     from penstock.core.tree.stored_tree import StoredTree
@@ -255,8 +255,14 @@ class Placing(Rebuilding):
         self._check_version(provider, paths[0])
         above = paths[0][:-1]
         found = asked(provider, above, _PLANNING, provider.place_all, values, paths, context=self)
-        if found is not None and type(found) is not list:
-            msg = f"place_all returned {type(found).__name__}, not a list"
+        if found is None:
+            return None
+        if type(found) is not list or {*map(type, found)} - {Target}:
+            msg = f"place_all returned {type(found).__name__}, not a list of Targets"
+            raise broken_contract(provider, above, msg)
+        chosen = list(filter(self.selected, paths))
+        if [target.path for target in found] != chosen:
+            msg = f"place_all returned {len(found)} targets for {len(chosen)} selected paths"
             raise broken_contract(provider, above, msg)
         return found
 

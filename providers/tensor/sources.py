@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from penstock.core.abc import ByteSink, ByteSource, MemoryKey, PendingCopy, copy_bytes
-from penstock.core.errors import RestoreMismatchError, TornSnapshotError
+from penstock.core.errors import RestoreError, TornSnapshotError
 from penstock.core.types import Region, TensorSpec, show_path
 from penstock.providers.tensor import elements, holds
 from penstock.providers.tensor.elements import blocks, gather_lines, may_overlap
@@ -539,7 +539,7 @@ class ShardSink(TensorSink):
 class OverlapSink(TensorSink):
     """The sink of a tensor whose elements share memory (`expand`): filled by way of scratch.
 
-    `written` raises RestoreMismatchError where the stored values disagree about one place.
+    `written` raises RestoreError where the stored values disagree about one place.
     """
 
     __slots__ = ("_live", "_path")
@@ -565,7 +565,7 @@ class OverlapSink(TensorSink):
                 "stored has different values for one place of its memory: restore into a "
                 "contiguous tensor"
             )
-            raise RestoreMismatchError(msg, [msg])
+            raise RestoreError(msg)
         self.tensor = self._live  # frees the scratch memory
 
 

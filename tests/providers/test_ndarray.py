@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from penstock.core.errors import RestoreMismatchError, UnsupportedStateError
+from penstock.core.errors import RestoreError, UnsupportedStateError
 from penstock.providers.ndarray import ArraySource
 from penstock.testing.providers import check_provider, check_source
 
@@ -73,7 +73,7 @@ def test_broadcast_arrays_are_restored_where_the_values_agree(save):
     target = np.lib.stride_tricks.as_strided(memory, (3, 4), (0, 8))
     stored.restore({"a": target}, include="a")
     assert memory.tolist() == row.tolist()
-    with pytest.raises(RestoreMismatchError, match="b is a broadcast or overlapping array"):
+    with pytest.raises(RestoreError, match="b is a broadcast or overlapping array"):
         stored.restore({"b": target}, include="b")
 
 

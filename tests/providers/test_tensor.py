@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.core.abc import StateObject
-from penstock.core.errors import RestoreMismatchError, TornSnapshotError, UnsupportedStateError
+from penstock.core.errors import RestoreError, TornSnapshotError, UnsupportedStateError
 from penstock.core.ranks.structure import TakenLines, lines_within
 from penstock.providers.tensor.sources import TensorSource, make_sink
 from penstock.testing.providers import check_provider
@@ -152,7 +152,7 @@ def test_expanded_tensor_is_stored_as_it_looks_and_restored_where_values_agree(s
 )
 def test_values_that_disagree_about_one_place_are_an_error_with_the_path(save, target):
     stored = save({"x": {"t": raw(3, 4)}})
-    with pytest.raises(RestoreMismatchError, match="x/t"):
+    with pytest.raises(RestoreError, match="x/t"):
         stored.restore({"x": {"t": target()}})
 
 

@@ -40,8 +40,15 @@ def test_answer_that_is_no_list_is_an_error_that_names_the_provider():
         stored.plan({"t": named()})
 
 
-def test_targets_that_the_answer_leaves_out_are_not_restored_and_none_asks_for_each():
-    assert not saved({"t": named()}, Answers([])).plan({"t": named()}).targets
+def test_answer_with_other_targets_than_one_for_each_path_is_an_error():
+    first, second, _ = saved({"t": named()}).plan({"t": named()}).targets
+    for answer in ([], [first, second], [first, first, second], [None], ["x", "y", "z"]):
+        stored = saved({"t": named()}, Answers(answer))
+        with pytest.raises(PluginError, match=r"t: provider 'tensor'.*place_all returned"):
+            stored.plan({"t": named()})
+
+
+def test_answer_none_asks_for_each():
     assert len(saved({"t": named()}, Answers(None)).plan({"t": named()}).targets) == 3
 
 

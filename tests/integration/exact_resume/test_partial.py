@@ -10,7 +10,7 @@ import torch
 from tests.integration.support import checkpointer, memory, same
 from torch import nn
 
-from penstock import Grads, Region, RestoreMismatchError, SelectionError
+from penstock import Grads, Region, RestoreError, RestoreMismatchError, SelectionError
 from penstock.testing.faults import WrapperBackend
 
 DEFAULTS = {"chunk_bytes": 16 << 20, "block_bytes": 4 << 20}
@@ -715,5 +715,15 @@ def test_an_array_that_overlaps_itself_is_refused_if_what_is_stored_disagrees():
     window = np.lib.stride_tricks.as_strided(base, (5, 2), (8, 8))
     with checkpointer(memory()) as ckpt:
         ckpt.save({"a": np.arange(10.0).reshape(5, 2)}, 1, mode="blocking")
-        with pytest.raises(RestoreMismatchError, match="overlapping"):
+        with pytest.raises(RestoreError, match="overlapping"):
             ckpt.restore({"a": window})
+
+
+def test_memory_that_an_overlapping_array_shares_with_another_target_is_never_filled_twice():
+    for shared in (np.zeros(4), torch.zeros(4, dtype=torch.float64)):
+        rows = np.lib.stride_tricks.as_strided(np.asarray(shared), (2, 4), (0, 8))
+        with checkpointer(memory()) as ckpt:
+            ckpt.save({"a": np.full((2, 4), 1.0), "b": shared + 2}, 1, mode="blocking")
+            with pytest.raises(RestoreMismatchError, match="share memory"):
+                ckpt.restore({"a": rows, "b": shared})
+        assert not shared.any()
