@@ -9,6 +9,9 @@ import threading
 _MANY = 50_000
 """Objects of a hold from which on they are old at once: the collector would visit each 3 times."""
 
+_STARTUP = 1_000
+"""At most as many objects are frozen when Python 3.12 starts; a user freezes far more of them."""
+
 
 class _CollectionHold:
     """A context in which no collection starts; several threads may enter it, and nest it.
@@ -35,7 +38,7 @@ class _CollectionHold:
                 return  # this process was forked inside the block, and `leave_in_child` left it
             self._holders -= 1
             if not self._holders and self._enabled:
-                if gc.get_count()[0] > _MANY and not gc.get_freeze_count():
+                if gc.get_count()[0] > _MANY and gc.get_freeze_count() < _STARTUP:
                     # Both only join lists: what is young is of the oldest generation now.
                     gc.freeze()
                     gc.unfreeze()

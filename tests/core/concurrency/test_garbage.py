@@ -35,7 +35,7 @@ def test_many_objects_of_a_hold_are_not_visited_behind_it(visited):
         cycle = weakref.ref(Node())
     assert gc.isenabled()
     assert visited() < len(made) / 2
-    assert not gc.get_freeze_count()
+    assert gc.get_freeze_count() < 1000  # of Python itself, in 3.12
     assert cycle() is not None
     gc.collect()
     assert cycle() is None

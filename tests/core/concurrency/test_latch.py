@@ -47,6 +47,7 @@ def interrupted_at(number, wait, then):
         return trace
 
     def run():
+        sys._getframe().f_trace_opcodes = True  # 3.12 traces them only if set before `settrace`
         sys.settrace(trace)
         try:
             wait()
