@@ -94,21 +94,20 @@ _HOME = {
 }
 """The module of each public name."""
 
-if not TYPE_CHECKING:
+if not TYPE_CHECKING:  # type checkers know the names above, and report others
     __all__ = list(_HOME)
 
-
-def __getattr__(name: str) -> object:
-    if name == "dcp":  # not in `_HOME`: `import *` would import torch
-        return importlib.import_module("penstock.dcp")
-    if name not in _HOME:
-        msg = f"module {__name__!r} has no attribute {name!r}"
-        raise AttributeError(msg)
-    with installed_only():
-        home = importlib.import_module(_HOME[name])
-    value: object = getattr(home, name)
-    globals()[name] = value
-    return value
+    def __getattr__(name: str) -> object:
+        if name == "dcp":  # not in `_HOME`: `import *` would import torch
+            return importlib.import_module("penstock.dcp")
+        if name not in _HOME:
+            msg = f"module {__name__!r} has no attribute {name!r}"
+            raise AttributeError(msg)
+        with installed_only():
+            home = importlib.import_module(_HOME[name])
+        value: object = getattr(home, name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:
