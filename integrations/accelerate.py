@@ -10,12 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from accelerate import PartialState
-from accelerate.data_loader import DataLoaderDispatcher
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 import penstock
+from penstock.integrations import missing_extra
 from penstock.integrations.states import named, of_rank_0
+
+try:
+    from accelerate import PartialState
+    from accelerate.data_loader import DataLoaderDispatcher
+except ModuleNotFoundError as error:
+    raise missing_extra(error, "accelerate") from None
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -21,13 +21,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from deepspeed import comm as dist
-from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
-from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-from deepspeed.runtime.zero.config import ZeroStageEnum
-from deepspeed.utils import zero_to_fp32
-from deepspeed.utils.tensor_fragment import fragment_address
 
 from penstock import (
     Checkpointer,
@@ -37,7 +30,19 @@ from penstock import (
     FormatError,
     PenstockError,
 )
+from penstock.integrations import missing_extra
 from penstock.integrations.files.torch_import import STUB
+
+try:
+    from deepspeed import comm as dist
+    from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+    from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils import zero_to_fp32
+    from deepspeed.utils.tensor_fragment import fragment_address
+except ModuleNotFoundError as error:
+    raise missing_extra(error, "deepspeed") from None
 
 if TYPE_CHECKING:
     from collections.abc import Callable

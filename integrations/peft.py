@@ -6,9 +6,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from peft import PeftModel, get_peft_model_state_dict
-
 from penstock import UnsupportedStateError
+from penstock.integrations import missing_extra
+
+try:
+    from peft import PeftModel, get_peft_model_state_dict
+except ModuleNotFoundError as error:
+    raise missing_extra(error, "peft") from None
 
 
 def state_of(model: Any, adapter: str | None = None) -> dict[str, Any]:

@@ -14,20 +14,25 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
-from torchtitan.components.checkpointer.base import (
-    DATALOADER,
-    LR_SCHEDULER,
-    MODEL,
-    OPTIMIZER,
-    BaseCheckpointManager,
-    ModelWrapper,
-)
-from torchtitan.components.checkpointer.utils import canonical_fqn
-from torchtitan.config import TORCH_DTYPE_MAP
-from torchtitan.tools import filesystem
 
 from penstock import Checkpointer, PerRank, Rng
+from penstock.integrations import missing_extra
 from penstock.integrations.dcp import run_and_step
+
+try:
+    from torchtitan.components.checkpointer.base import (
+        DATALOADER,
+        LR_SCHEDULER,
+        MODEL,
+        OPTIMIZER,
+        BaseCheckpointManager,
+        ModelWrapper,
+    )
+    from torchtitan.components.checkpointer.utils import canonical_fqn
+    from torchtitan.config import TORCH_DTYPE_MAP
+    from torchtitan.tools import filesystem
+except ModuleNotFoundError as error:
+    raise missing_extra(error, "torchtitan") from None
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -19,9 +19,6 @@ from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from transformers import Trainer
-from transformers.trainer_utils import get_last_checkpoint
-
 from penstock import (
     Checkpointer,
     CheckpointNotFoundError,
@@ -30,6 +27,13 @@ from penstock import (
     Rng,
     StepExistsError,
 )
+from penstock.integrations import missing_extra
+
+try:
+    from transformers import Trainer
+    from transformers.trainer_utils import get_last_checkpoint
+except ModuleNotFoundError as error:
+    raise missing_extra(error, "transformers") from None
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

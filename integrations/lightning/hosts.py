@@ -6,6 +6,8 @@ import sys
 from importlib import import_module
 from typing import Any
 
+from penstock.integrations import missing_extra
+
 _HOSTS = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
 _loaded = [name for name in _HOSTS if name in sys.modules] or ["lightning.pytorch"]
 
@@ -15,7 +17,10 @@ def _base(modules: list[str], name: str) -> Any:
     return type(name, tuple(getattr(import_module(module), name) for module in modules), {})
 
 
-Checkpoint: Any = _base([f"{name}.callbacks" for name in _loaded], "Checkpoint")
+try:
+    Checkpoint: Any = _base([f"{name}.callbacks" for name in _loaded], "Checkpoint")
+except ModuleNotFoundError as error:
+    raise missing_extra(error, "lightning") from None
 TorchCheckpointIO: Any = _base([f"{_HOSTS[name]}.plugins" for name in _loaded], "TorchCheckpointIO")
 WRAPPERS = tuple(import_module(f"{name}.plugins.io").AsyncCheckpointIO for name in _loaded)
 
