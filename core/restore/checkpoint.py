@@ -403,7 +403,7 @@ class Checkpoint:
             for some, decode in ((whole, True), (stored, False)):
                 stats = self.opened.loader.run(some, decode=decode, progress=meter.advance)
                 frames, bytes_read = frames + stats.frames, bytes_read + stats.bytes_read
-                damaged += [Damage(*found) for found in stats.damaged]
+                damaged += [Damage(*fields) for fields in stats.damaged]
                 missing_blob |= stats.missing_blob
         if missing_blob:
             self.opened.check_there()

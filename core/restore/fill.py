@@ -134,7 +134,7 @@ def room(nbytes: int) -> bytearray:
     try:
         return bytearray(nbytes)
     except (MemoryError, OverflowError) as error:
-        msg = f"the checkpoint asks for {nbytes} bytes at once, which this process cannot get"
+        msg = f"the checkpoint needs {nbytes} bytes at once, which this process cannot get"
         raise RestoreError(msg) from error
 
 

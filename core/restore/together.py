@@ -279,8 +279,8 @@ class RestoreTogether(Generic[T]):
         number = round_.terms.get("step", self._refused)
         if step is Step.REPORT_UNKNOWN:
             msg = (
-                f"step {number} is restored on this rank, but the store of the job cannot be "
-                "reached, so it is not known whether all ranks have it: restart the job"
+                f"this rank has step {number}, but the store of the job cannot be reached, so it "
+                "is not known whether all ranks have it: restart the job"
             )
             return CoordinationError(msg)
         past = _PAST.get(verb, verb)

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock")
 
-_MEMORY_SHARE = 4  # a state above a quarter of the memory is not kept unless the user says so
+_MEMORY_SHARE = 4  # by default, a state above a quarter of the memory is not kept
 
 
 class KeptChunks:

@@ -103,7 +103,7 @@ class SaveJob:
         # end `begin_capture` right after the start of a thread, and the next call starts another.
         self._may_run, self._may_watch = threading.Lock(), threading.Lock()
         self._started = False
-        self._has_error = False  # whether the save thread has one, which it reports best
+        self._has_error = False  # whether the save thread failed; it reports its own error
         # Acquired once: by the capture thread when it starts, or by `interrupt` before that.
         self._may_capture = threading.Lock()
         self._capture_over = Latch()  # opens when no thread captures for this save

@@ -102,8 +102,8 @@ def _copy_alike(
 ) -> list[Piece]:
     """Copy small objects of equal lengths together; return the pieces that are left.
 
-    Holding each object would take longer than copying it. Deferred copies still need holds: the
-    training thread has the GIL then, and memory must not move while this thread waits for it.
+    Holding each object would take longer than copying it. Deferred copies still use holds: training
+    has the GIL then, and all moves would be blocked for as long as this thread waits for it.
     """
     by_length: dict[int, list[Piece]] = {}
     for piece in pieces:

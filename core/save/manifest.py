@@ -343,10 +343,10 @@ def stored_chains(
     known: dict[tuple[int, tuple[int, ...]], int] = {}
     numbers: dict[int, int] = {}
     for number, result in results.items():
-        given = given_chain(plan.chunks[number], result)
-        key = (given, result.declined)
+        chain = given_chain(plan.chunks[number], result)
+        key = (chain, result.declined)
         if key not in known:
-            links = enumerate(chains[given])
+            links = enumerate(chains[chain])
             used = tuple(link for n, link in links if n not in result.declined)
             if used not in table:
                 table.append(used)

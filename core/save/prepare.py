@@ -231,7 +231,7 @@ def state_left_out(description: Description, known: Collection[ObjectPath]) -> I
         if others:
             yield (
                 f"{shown} is stored without {', '.join(others)}: put what a resume needs into the "
-                "state under a key of its own"
+                "state under its own key"
             )
 
 

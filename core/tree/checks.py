@@ -76,14 +76,14 @@ def broken_contract(provider: StateProvider, path: ObjectPath, what: str) -> Plu
 
 
 @contextmanager
-def naming(found: Found, what: str) -> Iterator[None]:
+def naming(item: Found, what: str) -> Iterator[None]:
     """Turn an error of a third party's provider into a PluginError that names it."""
     try:
         yield
     except PenstockError:
         raise
     except Exception as error:
-        raise plugin_error(found.provider, found.path, what, error) from error
+        raise plugin_error(item.provider, item.path, what, error) from error
 
 
 def checked_entries(

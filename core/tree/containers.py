@@ -366,11 +366,11 @@ def make_tuple(items: list[Any], name: object, path: ObjectPath) -> tuple[Any, .
         )
         raise UnsupportedStateError(msg)
     try:
-        made: tuple[Any, ...] = make(items)
+        result: tuple[Any, ...] = make(items)
     except TypeError as error:
         msg = f"{show_path(path)} does not fit the named tuple {name}: {error}"
         raise FormatError(msg, [show_path(path)]) from error
-    return made
+    return result
 
 
 def assemble(node: Node, items: dict[str, Any]) -> object:

@@ -250,13 +250,13 @@ class NameTable:
     def _entry(self, tensor: object) -> tuple[tuple[str, ...], tuple[ObjectPath, ...]]:
         if self._named is None:
             parts = []
-            for found in self._scan.found:
-                with naming(found, "naming its parameters"):
-                    parameters = list(found.provider.parameters(found.value))
+            for item in self._scan.found:
+                with naming(item, "naming its parameters"):
+                    parameters = list(item.provider.parameters(item.value))
                 if parameters:
                     names, tensors = zip(*parameters, strict=True)
                     self._held += tensors
-                    parts.append((found.path, names, [*map(id, tensors)]))
+                    parts.append((item.path, names, [*map(id, tensors)]))
             self._named = self._known.recall("names", parts, lambda: _named(parts))
         return self._named.get(id(tensor), _NAMELESS)
 
@@ -677,19 +677,19 @@ def _deferrable(
     """Return the paths of the tensors whose memory is claimed and steady."""
     claimed: set[MemoryKey] = set()
     sources: list[ByteSource] = []  # also claimed, without a key
-    for found in context.seen:
-        with naming(found, "claiming its memory"):
-            by_values = claims_by_values(type(found.provider))
-            values = found.provider.claimed_values(found.value) if by_values else None
+    for item in context.seen:
+        with naming(item, "claiming its memory"):
+            by_values = claims_by_values(type(item.provider))
+            values = item.provider.claimed_values(item.value) if by_values else None
             described = None if values is None else context.sources_of(values)
             if described is None:
-                claimed.update(found.provider.claimed_memory(found.value))
+                claimed.update(item.provider.claimed_memory(item.value))
             else:
                 sources += described
     unsteady: set[tuple[str, int]] = set()
-    for found in context.seen if claimed or sources else ():
-        with naming(found, "naming its unsteady memory"):
-            unsteady.update(found.provider.unsteady_memory(found.value))
+    for item in context.seen if claimed or sources else ():
+        with naming(item, "naming its unsteady memory"):
+            unsteady.update(item.provider.unsteady_memory(item.value))
     if unsteady:
         keys = claimed.union(source.memory for source in sources if source.memory is not None)
         claimed, sources = {key for key in keys if (key.device, key.storage) not in unsteady}, []

@@ -177,11 +177,11 @@ class Rename:
             return path
         shown = show_path(path)
         if self._function is not None:
-            made: object = self._function(shown)
-            if not isinstance(made, str):
-                msg = f"rename returned {made!r} for {shown!r}: it must return a string"
+            renamed: object = self._function(shown)
+            if not isinstance(renamed, str):
+                msg = f"rename returned {renamed!r} for {shown!r}: it must return a string"
                 raise SelectionError(msg)
-            new = made
+            new = renamed
         else:
             new = self._replace(shown)
         return path if new == shown else parse_path(new)
