@@ -1,8 +1,8 @@
-"""Chooses codecs for classes of objects, where a rule says `codecs = "auto"`.
+"""Chooses codecs for classes of objects under a rule with `codecs = "auto"`.
 
 A class is a role and a dtype: `optimizer float32`. The first save to a store writes raw until the
-store's rate is known. Then one sample of each class is encoded with every candidate, and the choice
-is kept until the class, its ratio or the rate changes by a factor of two.
+store's rate is known. Then every candidate encodes one sample of each class, and the choice stays
+until the class, its ratio or the rate changes by a factor of two.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ CANDIDATES: tuple[tuple[str, dict[str, int]], ...] = (
     ("lz4", {}),
     ("zstd", {"level": 1}),
 )
-"""The codecs to choose from, with their options: lossless ones that keep up with a store. Those
-that are not installed are left out."""
+"""The codecs to choose from, with their options: lossless ones that keep up with a store. Codecs
+that are not installed are skipped."""
 
 _LEAST_GAIN = 1.05  # readers have to decode, and figures are not exact
 _LEAST_CORES = 0.25  # even a busy machine gives a background thread its turn
-_LEAST_BYTES = 1 << 20  # of a class; encoding fewer gains nothing that counts
+_LEAST_BYTES = 1 << 20  # of a class; encoding fewer gains too little
 _PROBE_BYTES = 4 << 20
-_PROBE_S = 0.1  # the first writes also create a file and allocate space: shorter is too short
+_PROBE_S = 0.1  # not shorter: the first writes also create a file and allocate space
 _SAMPLE_BYTES = 2 << 20  # long enough that the fixed time of a call is a small part
-_RUNS = 3  # the first one loads the codec: the fastest counts
+_RUNS = 3  # the first run loads the codec; the fastest counts
 _CHANGED = 2.0
 
 
 class Sample(NamedTuple):
-    """What a codec made of a sample.
+    """The result of encoding a sample with a codec.
 
     Attributes:
         ratio: Raw bytes for each stored byte.
-        bytes_per_s: Raw bytes per second of the processor's time: other load must not decide.
+        bytes_per_s: Raw bytes per second of CPU time, so that other load does not decide.
     """
 
     ratio: float
@@ -64,22 +64,22 @@ class Sample(NamedTuple):
 
 @dataclass(slots=True)
 class StoreChoices:
-    """What earlier saves have learned of one store, and chosen for it.
+    """What earlier saves have measured for one store, and chosen for it.
 
     Attributes:
-        bytes_per_s: The rate that choices are made by; None: it is not measured yet.
-        by_class: The choices; `bytes_raw` of one is the size that its class had then, or 0: the
-            next save samples it again.
+        bytes_per_s: The rate that choices depend on; None: it is not measured yet.
+        by_class: The choices; `bytes_raw` is the size of the class at that time, or 0: the next
+            save samples it again.
     """
 
     bytes_per_s: float | None = None
     by_class: dict[str, CodecChoice] = field(default_factory=dict)
 
     def note_save(self, size_bytes: int, seconds: float) -> None:
-        """Have all choices made again if the rate of a save is another one than theirs.
+        """Make the next save repeat all choices if the rate of a save differs from theirs.
 
         Args:
-            size_bytes: The bytes that the store took.
+            size_bytes: The bytes that the store accepted.
             seconds: The time in which writes were in flight.
         """
         if seconds < _PROBE_S:
@@ -95,9 +95,9 @@ class AutoChains:
     """The objects of all saves whose chains are chosen while a save runs.
 
     Attributes:
-        classes: The class of objects by the number of the chain that the plan says for them.
+        classes: The class of objects by the number of their chain in the plan.
         candidates: The number of the chain by the name of its codec.
-        stores: What is known of each store, by its URL.
+        stores: The measurements and choices for each store, by its URL.
     """
 
     classes: Mapping[int, str]
@@ -106,7 +106,7 @@ class AutoChains:
 
 
 def class_of(role: Role, dtype: str) -> str:
-    """Return the class of an object, as codecs are chosen for it."""
+    """Return the class of an object, for which codecs are chosen."""
     return f"{role.value} {dtype}"
 
 
@@ -117,10 +117,10 @@ def choose(
 
     Args:
         name: The class.
-        samples: What each codec made of a sample.
+        samples: The result of each codec on a sample.
         store_bytes_per_s: The rate of the store.
         cores: The cores that encode.
-        spare: Whether others are left for writing. Without them encoding and writing take turns.
+        spare: Whether other cores are free to write. If not, encoding and writing take turns.
     """
 
     def seconds(sample: Sample) -> float:  # for each raw byte
@@ -149,9 +149,9 @@ def choose(
 class ChainChoices:
     """Chooses the chains of one save. One thread calls all methods but `number` and `chain`.
 
-    Until the store's rate is known chunks are written raw, in rounds: a round that was over too
-    soon is followed by one of twice the size. So a fast store gets all of a small save raw, and a
-    slow one a small part.
+    Until the store's rate is known, chunks are written raw, in rounds: if a round ends too soon,
+    the next one has twice the size. So a fast store gets all of a small save raw, and a slow store
+    a small part.
     """
 
     def __init__(
@@ -164,12 +164,12 @@ class ChainChoices:
         workers: Workers,
         blocking: bool,
     ) -> None:
-        """Take over the choices of earlier saves whose classes have about the size of then.
+        """Reuse the choices of earlier saves for classes that have kept about their size.
 
         Args:
             plan: The plan of the save.
             chains: Chains by number.
-            auto: The objects to choose for, and the choices; None: the plan says all chains.
+            auto: The objects to choose for, and the choices; None: the plan has all chains.
             store: The URL of the store.
             workers: The threads that encode.
             blocking: Whether the caller waits for the save, so that nothing trains meanwhile.
@@ -198,26 +198,26 @@ class ChainChoices:
         self._numbers: dict[int, int] = {}
 
     def number(self, index: int) -> int:
-        """Return the number of the chain of the chunk `index`; 0 while none is chosen."""
+        """Return the number of the chain of chunk `index`; 0 while none is chosen."""
         return self._numbers.get(index, 0) if self._is_open(index) else self._planned(index)
 
     def chain(self, index: int) -> CodecChain | None:
-        """Return the chain of the chunk `index`; None is raw."""
+        """Return the chain of chunk `index`; None is raw."""
         return self._chains[self.number(index)]
 
     def take(self, captured: list[Captured]) -> tuple[list[Captured], list[Captured]]:
-        """Return the chunks to write now, and the rest, for which `measure` is to be called."""
+        """Return the chunks to write now, and the rest, which needs a call of `measure` first."""
         for at, item in enumerate(captured):
-            if self._is_open(item.index) and not self._is_taken(item):
+            if self._is_open(item.index) and not self._chooses(item):
                 return captured[:at], captured[at:]
         return captured, []
 
     def measure(self, raw_written: Callable[[], tuple[int, float]]) -> None:
-        """Learn the store's rate, or that as much again is to be written raw.
+        """Measure the store's rate, or decide to write as many bytes raw again.
 
         Args:
-            raw_written: Waits until no raw bytes are in flight; returns how many of this save were
-                written, and the seconds in which they were in flight.
+            raw_written: Waits until no raw bytes are in flight; returns the raw bytes that this
+                save has written, and the seconds in which they were in flight.
         """
         size_bytes, seconds = raw_written()
         if seconds >= _PROBE_S:
@@ -225,11 +225,11 @@ class ChainChoices:
         self._probe_bytes = max(size_bytes, _PROBE_BYTES)
 
     def finish(self, results: Mapping[int, ChunkResult], size_bytes: int, seconds: float) -> None:
-        """Keep what this save has chosen for the next ones.
+        """Keep the choices of this save for the next ones.
 
         Args:
             results: How chunks are stored, by number.
-            size_bytes: The bytes that the store took.
+            size_bytes: The bytes that the store accepted.
             seconds: The time in which writes were in flight.
         """
         raw: dict[str, int] = defaultdict(int)
@@ -244,7 +244,7 @@ class ChainChoices:
             if name not in before or before[name].codec != choice.codec:
                 log.info("codecs of %s from now on: %s", name, choice.why)
         for name, size in raw.items():
-            # The state is no longer what was sampled, such as the zeros an optimizer begins with.
+            # The state no longer resembles the sample (an optimizer begins with zeros, say).
             ratio = kept[name].ratio if name in kept else None
             if ratio is not None and _has_changed(size / max(stored[name], 1), ratio):
                 kept[name] = replace(kept[name], bytes_raw=0)
@@ -252,7 +252,7 @@ class ChainChoices:
         self._kept.note_save(size_bytes, seconds)
 
     def report(self, results: Mapping[int, ChunkResult]) -> tuple[CodecChoice, ...]:
-        """Return what was chosen, by class; `results` are those of chunks, by number."""
+        """Return the choices by class; `results` has those of chunks, by number."""
         stored: dict[str, int] = defaultdict(int)
         for index, result in results.items():
             if self._is_open(index):
@@ -272,13 +272,13 @@ class ChainChoices:
         return self._plan.chunks[index].chain
 
     def _is_open(self, index: int) -> bool:
-        """Whether the chain of the chunk `index` is chosen while the save runs."""
+        """Return whether the chain of chunk `index` is chosen while the save runs."""
         return self._planned(index) in self._auto.classes
 
     def _class(self, index: int) -> str:
         return self._auto.classes[self._planned(index)]
 
-    def _is_taken(self, item: Captured) -> bool:
+    def _chooses(self, item: Captured) -> bool:
         """Choose the chain of a chunk; return whether the chunk can be written now."""
         name = self._class(item.index)
         choice = self._choices.get(name)
@@ -286,7 +286,7 @@ class ChainChoices:
             if self._sizes[name] < _LEAST_BYTES:
                 choice = self._choices[name] = self._choice_for_few()
             elif 2 * item.view.nbytes < min(self._longest[name], _SAMPLE_BYTES):
-                choice = self._choice_for_few()  # too short to say anything of longer chunks
+                choice = self._choice_for_few()  # too short to represent longer chunks
             elif self._kept.bytes_per_s is not None:
                 choice = self._choices[name] = self._choose(name, item, self._kept.bytes_per_s)
             elif self._probe_bytes <= 0:
@@ -298,7 +298,7 @@ class ChainChoices:
         return True
 
     def _choice_for_few(self) -> CodecChoice:
-        """Choose for few bytes: one more blob costs more time than they do."""
+        """Choose for few bytes: another blob takes more time than the bytes."""
         codecs = {c.codec for n, c in self._choices.items() if self._sizes[n] >= _LEAST_BYTES}
         codec = codecs.pop() if len(codecs) == 1 else None
         if codec is None:
@@ -306,7 +306,7 @@ class ChainChoices:
         return CodecChoice("", codec, f"{codec}: too few bytes for a blob of their own", 0, 0)
 
     def _choose(self, name: str, item: Captured, store_bytes_per_s: float) -> CodecChoice:
-        """Have the workers encode the middle of a chunk with each codec, and choose."""
+        """Make the workers encode the middle of a chunk with each codec, then choose."""
         chunk = self._plan.chunks[item.index]
         context = context_of(self._plan, chunk)
         size = min(_SAMPLE_BYTES, chunk.length) // context.itemsize * context.itemsize
@@ -321,7 +321,7 @@ class ChainChoices:
             chain = self._chains[number]
             assert chain is not None
             futures[codec] = self._workers.submit(partial(_sampled, chain, data, context))
-        wait(futures.values())  # the chunk is not given back while a worker reads it
+        wait(futures.values())  # the chunk must not be given back while a worker reads it
         choice = choose(
             name,
             {codec: future.result() for codec, future in futures.items()},

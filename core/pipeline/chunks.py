@@ -1,4 +1,4 @@
-"""A chunk on its way: captured, then stored.
+"""The records of a chunk in flight: captured, then stored.
 
 Tested in `tests/core/save/test_capture.py`.
 """
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class Captured:
-    """A chunk's bytes, ready for encoding and writing; none of a chunk of a derived object.
+    """A chunk's bytes, ready for encoding and writing; empty for a derived object.
 
     Attributes:
         index: Number of the chunk in the plan.
         view: Its raw bytes.
         block: The staging memory that holds them, to give back.
-        end_hold: Ends the hold on the live memory that the bytes are lent from, if they are.
+        end_hold: Ends the hold on the live memory that lends the bytes, if any does.
     """
 
     index: int
@@ -38,11 +38,10 @@ class ChunkResult:
     """The stored frame of one chunk: fields as in `Frame`, and the codecs that declined it.
 
     Its base is a frame of an earlier checkpoint. `chain` is the number of the chain that was chosen
-    while the save ran; None: the plan's. `content` is the hash of the chunk's bytes, where it was
-    taken. A chunk that is not stored, as an earlier checkpoint has it, has that frame in `shared`,
-    and nothing else; so has one that equals another of this save, by its number in `same_as`.
-    `errors` are those of each piece of the chunk; empty unless a lossy codec
-    took part.
+    while the save ran; None: the plan's. `content` is the hash of the chunk's bytes, if computed. A
+    chunk that an earlier checkpoint has is not stored again: it has only that frame, in `shared`. A
+    chunk that equals another one of this save has only that chunk's number, in `same_as`. `errors`
+    has those of each piece of the chunk; empty unless a lossy codec was used.
     """
 
     offset: int

@@ -1,6 +1,6 @@
 """Encodes and decodes a chunk by a chain of codecs, and computes checksums of blocks and frames.
 
-A frame that does not get smaller is stored encoded all the same, unless a codec declines it.
+A frame that does not get smaller is still stored encoded, unless a codec declines it.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ if TYPE_CHECKING:
 
     from penstock.core.abc import Codec, CodecContext
 
-_COMPARED = 64 << 10  # elements that are compared at once, so that they stay in the cache
+_COMPARED = 64 << 10  # elements compared at once, so that they stay in the cache
 
 
 def checksum(view: Buffer) -> int:
-    """xxh3-64 of `view`, without copying and without the GIL."""
+    """Return xxh3-64 of `view`, without copying and without the GIL."""
     return xxhash.xxh3_64_intdigest(view)
 
 
 def content_hash(view: Buffer) -> int:
-    """xxh3-128 of `view`, without copying and without the GIL: equal ones have equal bytes."""
+    """Return xxh3-128 of `view`, without copying or the GIL: equal hashes mean equal bytes."""
     return xxhash.xxh3_128_intdigest(view)
 
 
 def checksum_blocks(view: memoryview, ranges: Iterable[ByteRange]) -> list[int]:
-    """xxh3-64 of each of `ranges` of the flat `view`."""
+    """Return xxh3-64 of each of `ranges` of the flat `view`."""
     digest = xxhash.xxh3_64_intdigest
     return [digest(view[block.start : block.stop]) for block in ranges]
 
@@ -54,10 +54,10 @@ def mismatches(
     view: memoryview, ranges: Sequence[ByteRange], sums: Sequence[int], *, offset: int = 0
 ) -> list[ByteRange]:
     """Return the ranges of the flat `view` that do not match `sums`, each shifted by `offset`."""
-    found = zip(ranges, checksum_blocks(view, ranges), sums, strict=True)
+    blocks = zip(ranges, checksum_blocks(view, ranges), sums, strict=True)
     return [
         ByteRange(block.start + offset, block.stop + offset)
-        for block, actual, expected in found
+        for block, actual, expected in blocks
         if actual != expected
     ]
 
@@ -70,13 +70,13 @@ class EncodedFrame:
         length: Stored bytes.
         checksum: xxh3-64 of the stored bytes.
         raw_checksum: xxh3-64 of the decoded bytes: the chunk, or lossy codecs' version of it.
-        lengths: Lengths between the codecs that took part, in encoding order (one fewer than
-            there are of those).
-        declined: Numbers of the codecs of the chain that declined the chunk, ascending. The frame
-            is decoded by the chain of the others. If all declined, nothing was written, and the
-            chunk itself is to be stored.
-        errors: The worst errors of each range that `encode` was given; empty unless a lossy codec
-            took part. None for elements that are no floats.
+        lengths: Lengths between the codecs that encoded the chunk, in order (one fewer than these
+            codecs).
+        declined: Numbers of the codecs of the chain that declined the chunk, ascending. The chain
+            of the others decodes the frame. If all declined, nothing was written, and the chunk
+            itself must be stored.
+        errors: The worst errors of each range passed to `encode`; empty unless a lossy codec
+            encoded the chunk. None for elements that are not floats.
     """
 
     length: int
@@ -90,8 +90,8 @@ class EncodedFrame:
 class CodecChain:
     """Codecs in the order of encoding. Thread-safe.
 
-    The first codec that takes a chunk sees it as it is. A later one sees what the codec before it
-    put out, as elements of the dtype that this codec says.
+    The first codec that accepts a chunk gets the chunk itself. A later codec gets the output of the
+    codec before it, as elements of the dtype that this codec declares.
     """
 
     def __init__(self, codecs: Sequence[Codec], *, versions: Sequence[int] | None = None) -> None:
@@ -102,9 +102,9 @@ class CodecChain:
             versions: For each codec the version that wrote the frames to decode; default: its own.
 
         Raises:
-            CodecError: There is no codec: raw chunks need no chain. Or a lossy codec stands behind
-                a lossless one, whose frames it would destroy. Or a codec that needs a base does
-                not stand first.
+            CodecError: There is no codec: raw chunks need no chain. Or a lossy codec comes after a
+                lossless one, whose frames it would destroy. Or a codec that needs a base is not
+                first.
         """
         if not codecs:
             msg = "a codec chain needs at least one codec"
@@ -113,15 +113,15 @@ class CodecChain:
         for before, codec in pairwise(codecs):
             if before.lossless and not codec.lossless:
                 msg = (
-                    f"codec {codec.name} is lossy and stands behind {before.name}, whose frames "
-                    f"could not be decoded any more: put {codec.name} first"
+                    f"codec {codec.name} is lossy and comes after {before.name}, whose frames "
+                    f"would no longer decode: put {codec.name} first"
                 )
                 raise CodecError(msg)
             if codec.needs_base:
-                # The base is a chunk as it was saved; behind another codec come other bytes.
+                # The base is a chunk as it was saved, not the output of another codec.
                 msg = (
                     f"codec {codec.name} compares with the same chunk of an earlier checkpoint, so "
-                    f"it cannot stand behind {before.name}: put {codec.name} first"
+                    f"it cannot come after {before.name}: put {codec.name} first"
                 )
                 raise CodecError(msg)
         self.codecs = tuple(codecs)
@@ -132,7 +132,7 @@ class CodecChain:
 
     @property
     def lossless(self) -> bool:
-        """Whether `decode` gives back exactly what was encoded."""
+        """Whether `decode` returns exactly the encoded bytes."""
         return all(codec.lossless for codec in self.codecs)
 
     @property
@@ -143,12 +143,12 @@ class CodecChain:
     def max_encoded_size(self, raw_length: int, /) -> int:
         """Return the most bytes that `encode` needs for any chunk of `raw_length` bytes.
 
-        Any of the codecs may decline: a codec that declines hands the chunk on as large as it was.
+        Any codec may decline, and then passes the chunk on at its old size.
         """
-        taken = 0  # the bound if at least one codec took the chunk so far
+        bound = 0  # if at least one codec has encoded the chunk so far
         for codec in self.codecs:
-            taken = max(taken, output_bound(codec, max(taken, raw_length)))
-        return taken
+            bound = max(bound, output_bound(codec, max(bound, raw_length)))
+        return bound
 
     def encode(
         self,
@@ -159,36 +159,36 @@ class CodecChain:
         context: CodecContext,
         ranges: Sequence[ByteRange] = (),
     ) -> EncodedFrame:
-        """Encode `chunk` into the beginning of `out`, which has `max_encoded_size` bytes or more.
+        """Encode `chunk` into the beginning of `out`, which has at least `max_encoded_size` bytes.
 
-        A codec that declines the chunk is left out, and the next one gets the same input. So is a
-        lossy codec behind another that took the chunk.
+        A codec that declines the chunk is skipped, and the next one gets the same input. A lossy
+        codec is also skipped if an earlier codec has encoded the chunk.
 
         Args:
             chunk: The raw bytes.
             out: The memory for the frame.
             context: The facts about the chunk.
-            ranges: Where the objects stand in the chunk whose errors are wanted.
+            ranges: The places in the chunk of the objects whose errors are needed.
 
         Raises:
             CodecError: A codec refused the chunk or broke its contract; `out` is undefined.
         """
         raw = source = flat_view(chunk).toreadonly()
         target = flat_view(out)
-        taken: list[Codec] = []
+        used: list[Codec] = []
         declined: list[int] = []
         lengths: list[int] = []
         seen = context
         for number, codec in enumerate(self.codecs):
-            if taken and not codec.lossless:
-                # It would round the frame of the codec before it, which could not be decoded then.
+            if used and not codec.lossless:
+                # It would round the frame of the codec before it, which would not decode then.
                 declined.append(number)
                 continue
             bound = output_bound(codec, source.nbytes)
             last = number == len(self.codecs) - 1
-            # Links that take the chunk alternate between two buffers. A link that declines uses up
+            # Links that encode the chunk alternate between two buffers. A link that declines uses
             # none, so its output buffer never holds the input of the next link.
-            into = target if last else _scratch.take(bound, len(taken) % 2)
+            into = target if last else _scratch.take(bound, len(used) % 2)
             if into.nbytes < bound:
                 msg = f"codec {codec.name} may need {bound} bytes of output, has {into.nbytes}"
                 raise CodecError(msg)
@@ -198,22 +198,22 @@ class CodecChain:
                 declined.append(number)
                 continue
             seen = context_behind(codec, seen, length)
-            taken.append(codec)
+            used.append(codec)
             lengths.append(length)
             source = into[:length].toreadonly()
-        if not taken:
+        if not used:
             plain = checksum(raw)
             return EncodedFrame(raw.nbytes, plain, plain, (), tuple(declined))
         if declined and declined[-1] == len(self.codecs) - 1:
             source = _moved(source, target)
         stored = lengths.pop()
         errors: tuple[WorstErrors | None, ...] = ()
-        if all(codec.lossless for codec in taken):
+        if all(codec.lossless for codec in used):
             raw_checksum = checksum(raw)
         else:
             # Readers compare with the decoded bytes, which a lossy codec has changed.
             decoded = _scratch.take(raw.nbytes, 2)
-            links = [(codec, codec.version) for codec in taken]
+            links = [(codec, codec.version) for codec in used]
             _decode_links(links, source, decoded, context, lengths)
             raw_checksum = checksum(decoded)
             errors = tuple(
@@ -237,8 +237,8 @@ class CodecChain:
     ) -> None:
         """Fill `out` (exactly `context.raw_length` bytes) from `frame`.
 
-        The caller compares the stored checksum first (`checksum(frame)`), so that codecs see
-        damaged frames only when the checksum collides.
+        The caller compares the stored checksum first (`checksum(frame)`), so codecs get damaged
+        frames only if the checksum collides.
 
         Args:
             frame: All stored bytes of the frame.
@@ -270,9 +270,9 @@ class CodecChain:
         self, lengths: Sequence[int], raw_length: int, context: CodecContext
     ) -> None:
         if raw_length != context.raw_length:
-            msg = f"{self!r} is to decode {context.raw_length} bytes into {raw_length}"
+            msg = f"{self!r} cannot decode {context.raw_length} bytes into {raw_length}"
             raise CodecError(msg)
-        # Lengths come from the manifest, which may be forged: check them before taking memory.
+        # Lengths come from the manifest, which may be forged: check them before allocating memory.
         bounds = self._bounds(raw_length)[:-1]
         if len(lengths) != len(bounds) or any(
             not 0 <= length <= bound for length, bound in zip(lengths, bounds, strict=True)
@@ -281,7 +281,7 @@ class CodecChain:
             raise CodecError(msg)
 
 
-# Two pieces between which the links alternate, and one for decoded bytes.
+# Two pieces that the links alternate between, and one for decoded bytes.
 _scratch = ThreadMemory(3)
 
 
@@ -312,30 +312,30 @@ def _decode_links(
 
 
 def _check_base_is_exact(codecs: Sequence[Codec]) -> None:
-    """Refuse a lossy codec beside one that needs a base: either order is wrong.
+    """Refuse a lossy codec together with one that needs a base: either order is wrong.
 
     Raises:
-        CodecError: Says so, where the checks of the order would say to put either one first.
+        CodecError: The chain has both. The checks of order would advise to put either one first.
     """
     based = next((codec.name for codec in codecs if codec.needs_base), None)
     lossy = next((codec.name for codec in codecs if not codec.lossless), None)
     if based is not None and lossy is not None and based != lossy:
         msg = (
-            f"codec {lossy} is lossy, and codec {based} compares with the very bytes of an earlier "
+            f"codec {lossy} is lossy, but codec {based} needs the exact bytes of an earlier "
             f"checkpoint, so no rule can have both: leave out {lossy} or {based}"
         )
         raise CodecError(msg)
 
 
 def worst_errors(saved: memoryview, given: memoryview, dtype: str) -> WorstErrors | None:
-    """Compare two arrays of floats of one dtype; None for what `convert_floats` does not know.
+    """Compare two arrays of floats of one dtype; None for dtypes unknown to `convert_floats`.
 
-    An equal number has no error, and NaN in the place of NaN has none. NaN or an infinity in the
-    place of anything else has infinite ones, and so has anything else in their place. Any number in
-    the place of zero has an infinite relative error. Errors are computed in float32, those of
-    float64 in float64.
+    Equal numbers have no error, nor has NaN in place of NaN. NaN or an infinity in place of
+    anything else has infinite errors, and so has anything else in their place. Any number in place
+    of zero has an infinite relative error. Errors are computed in float32, those of float64 in
+    float64.
     """
-    import numpy as np  # noqa: PLC0415 - `penstock verify` does without it
+    import numpy as np  # noqa: PLC0415 - `penstock verify` works without it
 
     size = FLOAT_DTYPES.get(dtype)
     if size is None:
@@ -347,28 +347,28 @@ def worst_errors(saved: memoryview, given: memoryview, dtype: str) -> WorstError
     for start in range(0, count, _COMPARED):
         number = min(_COMPARED, count - start)
         here = slice(start * size, (start + number) * size)
-        one, two = blocks[0, :number], blocks[1, :number]
-        convert_floats(saved[here], dtype, one.view(np.uint8).data, wide)
-        convert_floats(given[here], dtype, two.view(np.uint8).data, wide)
+        exact, error = blocks[0, :number], blocks[1, :number]
+        convert_floats(saved[here], dtype, exact.view(np.uint8).data, wide)
+        convert_floats(given[here], dtype, error.view(np.uint8).data, wide)
         with np.errstate(all="ignore"):
-            np.subtract(two, one, out=two)
-            np.abs(two, out=two)
-            if np.isnan(np.maximum.reduce(two)):  # by NaN, or by two equal infinities
+            np.subtract(error, exact, out=error)
+            np.abs(error, out=error)
+            if np.isnan(np.maximum.reduce(error)):  # from NaN, or from two equal infinities
                 if _nan_moved(saved[here], given[here], dtype):
                     return WorstErrors(math.inf, math.inf)
-                two[np.isnan(two)] = 0
-            absolute = max(absolute, float(np.maximum.reduce(two)))
+                error[np.isnan(error)] = 0
+            absolute = max(absolute, float(np.maximum.reduce(error)))
             if math.isinf(absolute):
                 return WorstErrors(math.inf, math.inf)
-            np.abs(one, out=one)
-            np.divide(two, one, out=two)
-            ratio = float(np.fmax.reduce(two))  # which passes over 0 / 0
+            np.abs(exact, out=exact)
+            np.divide(error, exact, out=error)
+            ratio = float(np.fmax.reduce(error))  # which ignores 0 / 0
             relative = max(relative, 0.0 if math.isnan(ratio) else ratio)
     return WorstErrors(absolute, relative)
 
 
 def _nan_moved(saved: memoryview, given: memoryview, dtype: str) -> bool:
-    """Return whether NaN stands in one of two arrays where it does not in the other."""
+    """Return whether one of two arrays has NaN at a place where the other has none."""
     import numpy as np  # noqa: PLC0415 - as above
 
     masks: list[np.ndarray[tuple[int], np.dtype[np.bool_]]] = []

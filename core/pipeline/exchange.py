@@ -1,12 +1,12 @@
 """Lends verified bytes to other processes of the host through shared memory, and takes theirs.
 
-Each process reads into a window, memory of its own that the others map read-only. Messages go over
-sockets, which order them behind the bytes, and end when a process dies. What makes it safe:
+Each process reads into a window, its own memory that the others map read-only. Messages go over
+sockets, which order them after the bytes and end when a process dies. What makes it safe:
 
-* bytes are announced when they are verified, and not before;
-* a taker answers when it has copied them, and a window is written anew only where all have;
-* a process that does not answer is not waited for: the window is then given up as a whole, so that
-  one that was stopped, and goes on hours later, still finds there what was announced to it.
+* bytes are announced only once they are verified;
+* a taker answers when it has copied them, and a place is reused only once all takers have answered;
+* no process waits for one that does not answer: the whole window is given up then, so that a
+  stopped process that continues hours later still finds the bytes announced to it.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock")
 
-# The messages that a taker has not answered. With them, and as many answers, a socket's buffer is
-# not full, so that no two processes wait for each other with an answer that has no room.
+# The most messages without an answer. They, and as many answers, fit into a socket's buffer, so
+# that no two processes wait for each other because an answer has no room.
 _MOST_UNANSWERED = 16
 _MOST_RECORDS = 256
-_HEADER = struct.Struct("<BI")  # what it is, and its number
-_RECORD = struct.Struct("<qq")  # the piece, and where it is in the window; -1: read it yourself
+_HEADER = struct.Struct("<BI")  # the kind of the message, and its number
+_RECORD = struct.Struct("<qq")  # the piece, and its place in the window; -1: read it yourself
 _LOAN, _ANSWER = 1, 2
 _MESSAGE_BYTES = _HEADER.size + _MOST_RECORDS * _RECORD.size
 _REFUSED = -1
@@ -52,19 +52,19 @@ _NO_ANSWER = (1 << 32) - 1  # the number of a message that needs none
 
 
 class TakersStuckError(RestoreError):
-    """Another process of the host does not take what it asked for. The caller reads on alone."""
+    """Another process of the host does not take its bytes. The caller continues alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A piece of a frame that this process takes part in.
+    """A piece of a frame that this process reads or takes.
 
     Attributes:
-        number: The same in all processes.
+        number: Its number, the same in all processes.
         job: The frame, and where its bytes go here.
         span: The bytes, of the chunk.
-        reader: Who reads them.
-        takers: To whom the reader lends them.
+        reader: The process that reads them.
+        takers: The processes that the reader lends them to.
     """
 
     number: int
@@ -76,13 +76,13 @@ class Share:
 
 @dataclass(eq=False, slots=True)
 class _Loan:
-    """Bytes in the window, and how many still take them."""
+    """Bytes in the window, and the number of processes that still take them."""
 
     block: Block
     takers: int
 
 
-_Told: TypeAlias = "tuple[int, int, _Loan | None]"  # the piece, where it is, and its loan
+_Entry: TypeAlias = "tuple[int, int, _Loan | None]"  # the piece, its place, and its loan
 
 
 @dataclass(eq=False, slots=True)
@@ -93,10 +93,10 @@ class Peer:
         number: Its place among them.
         socket: Keeps the bounds of messages (`SOCK_SEQPACKET`).
         window: Its memory, read-only.
-        quiet: Passes when it has said nothing for too long.
-        awaited: The pieces that it is to read, by number.
-        unanswered: What was lent to it, by the number of the message.
-        sent: The messages so far.
+        quiet: Ends when it has sent nothing for too long.
+        awaited: The pieces that it must read, by number.
+        unanswered: The loans to it, by the number of the message.
+        sent: The number of messages so far.
         gone: Whether it takes and lends no more.
     """
 
@@ -113,9 +113,9 @@ class Peer:
 class Exchange:
     """What one process lends to the others of its host, and takes from them, in one restore.
 
-    `acquire`, `lend` and `refuse` are for the thread that reads; a thread of its own takes
-    and places what others lend. Where it fails, `acquire` and `check` say so: there is no point in
-    reading the rest.
+    `acquire`, `lend` and `refuse` are for the reading thread; the exchange's own thread takes and
+    places what others lend. If that thread fails, `acquire` and `check` raise its error, since
+    reading the rest is pointless.
     """
 
     def __init__(
@@ -131,18 +131,18 @@ class Exchange:
         """Prepare; `start` begins.
 
         Args:
-            window: Allocates the memory that the others see: of one arena.
-            peers: The other processes; the caller closes their sockets behind `close`.
-            own: What this process reads.
-            taken: What others read.
-            place: Puts the bytes of a piece where they belong here.
-            timing: Says how often the thread looks around (`poll_s`).
+            window: Allocates the memory that the others see, from one arena.
+            peers: The other processes; the caller closes their sockets after `close`.
+            own: The pieces that this process reads.
+            taken: The pieces that others read.
+            place: Puts the bytes of a piece into their place here.
+            timing: Has the interval at which the thread polls (`poll_s`).
         """
         self.window = window
         self.bytes_taken = 0
         self._own = {id(share.job): share for share in own}
-        # Of what is no longer in `_own`: the taker that has not heard of it, and the piece.
-        self._untold: list[tuple[int, int]] = []
+        # For pieces no longer in `_own`: a taker that got no message about one, and the piece.
+        self._unsent: list[tuple[int, int]] = []
         self._peers = {peer.number: peer for peer in peers}
         for share in taken:
             self._peers[share.reader].awaited[share.number] = share
@@ -153,8 +153,8 @@ class Exchange:
         self._limit_s = min((peer.quiet.limit_s for peer in peers), default=0.0)
         self._changed = threading.Condition()  # guards `unanswered`, `gone` and `_left`
         self._left: list[Share] = []
-        # To be dropped by the thread that takes. A process that is dropped writes its window anew:
-        # that thread must not be copying from it.
+        # The taking thread drops these. A dropped process overwrites its window, so that thread
+        # must not be copying from it.
         self._deaf: list[Peer] = []
         self._lends = bool(own)
         self._given_up = False
@@ -163,16 +163,16 @@ class Exchange:
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def start(self) -> None:
-        """Start the thread that takes."""
+        """Start the taking thread."""
         spawn("exchange", self._run)
 
-    # -- the thread that reads -------------------------------------------------------------------
+    # -- the reading thread ----------------------------------------------------------------------
 
     def acquire(self, length: int, phase: int) -> Block:
-        """Return a block of the window, as `Staging.acquire`, once the takers of others have them.
+        """Return a block of the window, as `Staging.acquire`; wait until takers free one.
 
         Raises:
-            TakersStuckError: They do not take them: the window is given up.
+            TakersStuckError: The takers free none: the window is given up.
             PenstockError: As `check`.
         """
         with self._changed:
@@ -183,50 +183,50 @@ class Exchange:
             return block
 
     def lend(self, lent: Sequence[tuple[FrameJob[CodecChain], Block]]) -> None:
-        """Lend verified pieces, each in a block of the window, which is released once all have it.
+        """Lend verified pieces, each in a block of the window, released once all have taken it.
 
         Raises:
-            TakersStuckError: A process does not take what it asked for.
+            TakersStuckError: A process does not take its pieces.
         """
-        messages: dict[int, list[_Told]] = defaultdict(list)
+        messages: dict[int, list[_Entry]] = defaultdict(list)
         for job, block in lent:
             share = self._own.pop(id(job))
             loan = _Loan(block, len(share.takers))
             at = block.address - block.arena.address
             for taker in share.takers:
                 messages[taker].append((share.number, at, loan))
-        self._tell(messages)
+        self._send_all(messages)
 
     def refuse(self, job: FrameJob[CodecChain]) -> None:
-        """Tell the takers of a piece to read it themselves: it is damaged as this process sees it.
+        """Make the takers of a piece read it themselves: it is damaged as this process sees it.
 
         Raises:
             TakersStuckError: As `lend`.
         """
         share = self._own.pop(id(job))
-        self._tell({taker: [(share.number, _REFUSED, None)] for taker in share.takers})
+        self._send_all({taker: [(share.number, _REFUSED, None)] for taker in share.takers})
 
     def lend_no_more(self) -> list[FrameJob[CodecChain]]:
-        """Tell the takers to read the rest themselves; return what is left for this process."""
-        left = [*self._own.values()]
-        refused = [(taker, share.number) for share in left for taker in share.takers]
-        for taker, number in (*self._untold, *refused):
+        """Make the takers read the rest themselves; return the jobs left for this process."""
+        rest = [*self._own.values()]
+        refused = [(taker, share.number) for share in rest for taker in share.takers]
+        for taker, number in (*self._unsent, *refused):
             peer = self._peers[taker]
             try:
                 record = _RECORD.pack(number, _REFUSED)
                 peer.socket.send(_HEADER.pack(_LOAN, _NO_ANSWER) + record, socket.MSG_DONTWAIT)
-            except OSError:  # its buffer is full, since it stands still, or it is gone
+            except OSError:  # its buffer is full because it hangs, or it is gone
                 if peer not in self._deaf:
                     self._deaf.append(peer)
         self._wake()
-        return [share.job for share in left]
+        return [share.job for share in rest]
 
     def lent_all(self) -> None:
         """Note that nothing more will be lent."""
         self._lends = False
         self._wake()
 
-    # -- the thread that waits for the end -------------------------------------------------------
+    # -- the waiting thread ----------------------------------------------------------------------
 
     def wait(self, ended: Callable[[], bool]) -> list[FrameJob[CodecChain]]:
         """Wait until nothing more comes.
@@ -235,7 +235,7 @@ class Exchange:
             ended: Returns whether the ranks have given up this restore.
 
         Returns:
-            The pieces that others have not read: they died, stood still, or refused.
+            The pieces that others have not read: they died, hung, or refused.
 
         Raises:
             PenstockError: A piece could not be placed.
@@ -248,7 +248,7 @@ class Exchange:
         return [share.job for share in self._left]
 
     def check(self) -> None:
-        """Raise the error of the thread that takes, if it has failed; from any thread.
+        """Raise the error of the taking thread, if it has failed; from any thread.
 
         Raises:
             PenstockError: A piece could not be placed.
@@ -260,9 +260,9 @@ class Exchange:
             raise RestoreError(msg) from self._error
 
     def close(self) -> None:
-        """Take and lend nothing more; returns when no target is written to any longer.
+        """Take and lend nothing more; return when nothing writes to targets any longer.
 
-        Only a target that hangs while it is written to is left behind, after `Timing.interrupt_s`.
+        Abandons only a target that hangs during a write, after `Timing.interrupt_s`.
         """
         if self._wake_fd < 0:
             return
@@ -275,18 +275,18 @@ class Exchange:
 
     # -- within ----------------------------------------------------------------------------------
 
-    def _tell(self, messages: Mapping[int, list[_Told]]) -> None:
-        """Send to each taker what is for it; what one that is stuck keeps unsent is noted."""
+    def _send_all(self, messages: Mapping[int, list[_Entry]]) -> None:
+        """Send each taker its entries; note those that a stuck taker leaves unsent."""
         try:
             for taker, records in messages.items():
                 while records:
                     self._send(self._peers[taker], records[:_MOST_RECORDS])
                     del records[:_MOST_RECORDS]
         except TakersStuckError:
-            self._untold += [(taker, told[0]) for taker in messages for told in messages[taker]]
+            self._unsent += [(taker, entry[0]) for taker in messages for entry in messages[taker]]
             raise
 
-    def _send(self, peer: Peer, records: Sequence[_Told]) -> None:
+    def _send(self, peer: Peer, records: Sequence[_Entry]) -> None:
         loans = [loan for _, _, loan in records if loan is not None]
         with self._changed:
             quiet = Watchdog(self._limit_s, self._clock)
@@ -303,7 +303,7 @@ class Exchange:
             peer.socket.send(_HEADER.pack(_LOAN, number) + packed)
         except TimeoutError as error:
             raise self._stuck() from error
-        except OSError:  # it is gone: the other thread finds that out, too, and frees its loans
+        except OSError:  # it is gone: the taking thread notices that, too, and frees its loans
             self._wake()
 
     def _check_answers(self, quiet: Watchdog) -> None:
@@ -315,7 +315,7 @@ class Exchange:
         return TakersStuckError(f"a rank of this host took nothing for {self._limit_s:g} s")
 
     def _release(self, loans: Sequence[_Loan]) -> None:
-        """Note that one taker needs these no longer; the caller holds `_changed`."""
+        """Note that one taker no longer needs these loans; the caller holds `_changed`."""
         for loan in loans:
             loan.takers -= 1
             if not loan.takers:
@@ -353,19 +353,19 @@ class Exchange:
             still = [peer for peer in waits if peer.awaited and peer.quiet.is_over()]
             for peer in (*still, *self._deaf):
                 if not peer.gone:
-                    log.warning("a rank of this host stands still: this one reads its share, too")
+                    log.warning("a rank of this host hangs: this rank reads its share, too")
                     poller.unregister(peer.socket.fileno())
                     self._drop(peer, ended=False)
 
     def _hear(self, peer: Peer) -> bool:
-        """Take all that has come from another process; return whether more may come."""
+        """Handle all messages from another process; return whether more may come."""
         while not self._given_up:
             try:
                 data = peer.socket.recv(_MESSAGE_BYTES, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return True
             except ConnectionResetError:
-                continue  # it has closed with answers unread; what it had sent before comes first
+                continue  # it closed with answers unread; its earlier messages come first
             if not data:
                 self._drop(peer, ended=True)
                 return False
@@ -378,14 +378,14 @@ class Exchange:
                 if not self._take(peer, piece, at):
                     self._drop(peer, ended=False)
                     return False
-            with suppress(OSError):  # one that has closed needs no answer
+            with suppress(OSError):  # a closed process needs no answer
                 if number != _NO_ANSWER:
                     peer.socket.send(_HEADER.pack(_ANSWER, number))
             peer.quiet.moved()
         return True
 
     def _take(self, peer: Peer, piece: int, at: int) -> bool:
-        """Place one piece; return whether the other process keeps to what was agreed."""
+        """Place one piece; return whether the other process keeps the protocol."""
         share = peer.awaited.pop(piece, None)
         if share is None or at + share.span.length > len(peer.window):
             if share is not None:
@@ -400,10 +400,10 @@ class Exchange:
         return True
 
     def _drop(self, peer: Peer, *, ended: bool) -> None:
-        """Stop dealing with another process; only the thread that takes does so.
+        """Stop dealing with another process; only the taking thread does so.
 
-        What was lent to it is free again only if it has `ended`, or is done. One that stands still
-        may go on later, and look into the window.
+        Loans to it are free again only if it has `ended` or is done. A hanging process may continue
+        later and read the window.
         """
         with self._changed:
             if peer.gone:
@@ -415,7 +415,7 @@ class Exchange:
             for loans in unanswered.values() if ended else ():
                 self._release(loans)
             self._changed.notify_all()
-        with suppress(OSError):  # not closed: the thread that reads may be sending
+        with suppress(OSError):  # not closed: the reading thread may be sending
             peer.socket.shutdown(socket.SHUT_RDWR)
 
     def _wake(self) -> None:

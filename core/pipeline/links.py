@@ -1,4 +1,4 @@
-"""Calls one codec of a chain, and checks each answer of the codec against its contract.
+"""Calls one codec of a chain, and checks its results against the contract.
 
 Tested in `tests/core/pipeline/test_codec_chain.py`.
 """
@@ -20,27 +20,27 @@ if TYPE_CHECKING:
 
 
 def context_for(codec: Codec, context: CodecContext, version: int) -> CodecContext:
-    """Return `context` as `codec` gets it: with the version of its frame, a base if it needs one.
+    """Return `context` for `codec`: with the version of its frame, and a base if it needs one.
 
-    The codec that asked for the base may have declined; otherwise the next one would get the base
-    then, and no reader knows that it needs one.
+    Other codecs get no base. If the codec that needs it declines, the next one must not get it: no
+    reader would know that the frame needs a base.
     """
     base = context.base if codec.needs_base else None
     return replace(context, version=version, base=base)
 
 
 def context_behind(codec: Codec, context: CodecContext, length: int) -> CodecContext:
-    """Return the facts about the output of `codec`, for the codec behind it.
+    """Return the facts about the output of `codec`, for the codec after it.
 
-    Writers and readers come to the same facts: they depend on options and lengths alone.
+    Writers and readers get the same facts, since they depend on options and lengths alone.
 
     Args:
-        codec: The codec, which takes the chunk.
-        context: The facts about the chunk that it takes, from `context_for`.
+        codec: The codec, which encodes the chunk.
+        context: The facts about its chunk, from `context_for`.
         length: Bytes of its output.
 
     Raises:
-        CodecError: The codec says of its output what cannot be, or does not fit `length`.
+        CodecError: The codec describes its output wrongly, or the output does not fit `length`.
     """
     output = _output(codec, replace(context, base=None))
     if output.elementwise:
@@ -52,9 +52,9 @@ def context_behind(codec: Codec, context: CodecContext, length: int) -> CodecCon
     if rest or count * output.itemsize != length:
         whole = f"{count} elements" if output.elementwise else "whole elements"
         msg = (
-            f"codec {codec.name} says that it makes {whole} of {output.dtype} "
-            f"({output.itemsize} bytes each) of {context.raw_length} bytes of {context.dtype}; "
-            f"{length} bytes are none"
+            f"codec {codec.name} claims to make {whole} of {output.dtype} "
+            f"({output.itemsize} bytes each) from {context.raw_length} bytes of {context.dtype}, "
+            f"but wrote {length} bytes"
         )
         raise CodecError(msg)
     return replace(
@@ -72,7 +72,7 @@ def context_behind(codec: Codec, context: CodecContext, length: int) -> CodecCon
 def _calling(
     codec: Codec, failure: Callable[[], str], *, passing: type[Exception] = PenstockError
 ) -> Iterator[None]:
-    """Turn what a call of `codec` raises into a CodecError, unless it is ours or of `passing`."""
+    """Turn an error of `codec` into a CodecError, unless it is ours or of `passing`."""
     try:
         with noting_origin(lambda: f"in codec {codec.name}"):
             yield
@@ -84,7 +84,7 @@ def _calling(
 
 
 def _output(codec: Codec, context: CodecContext) -> CodecOutput:
-    with _calling(codec, lambda: f"cannot say what it makes of {context.dtype}"):
+    with _calling(codec, lambda: f"failed to describe its output for {context.dtype}"):
         output: object = codec.output(context)
     if not isinstance(output, CodecOutput) or not _is_valid(output):
         msg = f"codec {codec.name} broke its contract: output is {output!r}, no valid CodecOutput"
@@ -93,7 +93,7 @@ def _output(codec: Codec, context: CodecContext) -> CodecOutput:
 
 
 def _is_valid(output: CodecOutput) -> bool:
-    dtype: object = output.dtype  # whatever a third party's codec has put there
+    dtype: object = output.dtype  # a third party's codec may set anything
     return (
         isinstance(dtype, str)
         and dtype != ""
@@ -104,17 +104,17 @@ def _is_valid(output: CodecOutput) -> bool:
 
 
 def output_bound(codec: Codec, raw_length: int) -> int:
-    """Return `Codec.max_encoded_size`; raises CodecError if that is no size."""
-    with _calling(codec, lambda: f"cannot say how large {raw_length} bytes may get"):
+    """Return `Codec.max_encoded_size`; raise CodecError if it is not a size."""
+    with _calling(codec, lambda: f"failed to bound the encoded size of {raw_length} bytes"):
         bound = codec.max_encoded_size(raw_length)
     if type(bound) is not int or bound < 0:
-        msg = f"codec {codec.name} broke its contract: max_encoded_size is {bound!r}, no size"
+        msg = f"codec {codec.name} broke its contract: max_encoded_size is {bound!r}, not a size"
         raise CodecError(msg)
     return bound
 
 
 def load_link(codec: Codec) -> None:
-    """Call `Codec.load`; raises CodecError if it fails."""
+    """Call `Codec.load`; raise CodecError if it fails."""
     with _calling(codec, lambda: "failed to load"):
         codec.load()
 
@@ -122,15 +122,15 @@ def load_link(codec: Codec) -> None:
 def encode_link(
     codec: Codec, source: memoryview, target: memoryview, context: CodecContext
 ) -> int | Declined:
-    """Call `Codec.encode`; raises CodecError if it fails, or returns no length within `target`."""
+    """Call `Codec.encode`; raise CodecError if it fails, or returns no length within `target`."""
     with _calling(codec, lambda: f"failed on {source.nbytes} bytes of {context.dtype}"):
         length = codec.encode(source, target, context=context)
     if isinstance(length, Declined):
         return length
     if type(length) is not int or not 0 <= length <= target.nbytes:
         msg = (
-            f"codec {codec.name} broke its contract: wrote {length!r} bytes into {target.nbytes}, "
-            "as encode says"
+            f"codec {codec.name} broke its contract: encode reports {length!r} bytes written into "
+            f"{target.nbytes}"
         )
         raise CodecError(msg)
     return length
@@ -139,8 +139,8 @@ def encode_link(
 def decode_link(
     codec: Codec, source: memoryview, target: memoryview, context: CodecContext
 ) -> None:
-    """Call `Codec.decode`; raises CodecError if it fails, MemoryError if memory is short."""
-    # Too little memory says nothing about the frame.
+    """Call `Codec.decode`; raise CodecError if it fails, MemoryError if memory is short."""
+    # Too little memory is no flaw of the frame.
     with _calling(
         codec, lambda: f"failed on a frame of {source.nbytes} bytes", passing=MemoryError
     ):

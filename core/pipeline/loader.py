@@ -1,9 +1,9 @@
 """Reads batches of frames from a backend, verifies and decodes them, and places their bytes.
 
-A whole raw frame is read into the target's own memory, unless the store likes huge pages so much
-better that a copy pays. All other bytes pass through a small staging area. Every byte is verified
-before a restore reports success: blocks of raw frames, the stored and the decoded bytes of encoded
-ones.
+A whole raw frame is read into the target's own memory, unless the store is so much faster with huge
+pages that a copy pays. All other bytes pass through a small staging area. Every byte is verified
+before a restore reports success: the blocks of raw frames, and the stored and decoded bytes of
+encoded ones.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock")
 
 _SCRATCH_BATCHES = 4  # some are read while others are decoded
-_PHASE_BYTES = 2 * PAGE_BYTES  # what a chunk takes beyond its length, so that its address fits
+_PHASE_BYTES = 2 * PAGE_BYTES  # extra bytes of a chunk, so that its address has the right phase
 _BATCHES_IN_FLIGHT = 3
 _BATCH_FRAMES = 256
 
@@ -66,10 +66,10 @@ class LoadStats:
 
     Attributes:
         bytes_read: Bytes read from blobs.
-        frames: Number of frames that were read.
+        frames: Number of frames read.
         damaged: `(object, detail, blob)` of each damage; the blob may be that of a base.
-        missing_blob: Whether a blob was not there.
-        rescued: `(blob, tier)` of each damage for which the copy in another tier was read.
+        missing_blob: Whether a blob was missing.
+        rescued: `(blob, tier)` of each damage for which another tier's copy was read.
     """
 
     bytes_read: int = 0
@@ -89,15 +89,15 @@ class LoadStats:
 
 @dataclass(eq=False, slots=True)
 class _Read:
-    """One range that is read.
+    """The read of one range.
 
     Attributes:
         job: The frame.
-        request: What is read, into which memory.
+        request: The bytes to read, and the memory for them.
         span: The range, of the stored frame.
-        block: The scratch memory that it is read into, if it is.
-        direct: Whether it is read into its target itself.
-        lent: The block of the window that gets the bytes of the chunk, where others get them, too.
+        block: The scratch memory that gets the bytes, if any.
+        direct: Whether the target itself gets the bytes.
+        lent: The block of the window that gets the chunk's bytes, if others get them, too.
         error: Why it could not be read.
         bases: The reads of the bases that the frame decodes with.
     """
@@ -113,7 +113,7 @@ class _Read:
 
     @property
     def links(self) -> tuple[_Read, ...]:
-        """The read itself, and those of the bases that its frame decodes with."""
+        """The read itself, and the reads of its bases."""
         return (self, *self.bases)
 
 
@@ -122,10 +122,10 @@ class _Flight:
     """A batch under way: its memory is in use until the future and all checks are done.
 
     Attributes:
-        number: How many batches were submitted before.
-        reads: What it reads.
+        number: The number of batches submitted before.
+        reads: Its reads.
         future: Ends with the reading; None: it has ended, and checks have begun.
-        checks: They verify, decode and place what was read.
+        checks: The tasks that verify, decode and place the bytes.
     """
 
     number: int
@@ -134,11 +134,11 @@ class _Flight:
     checks: list[Future[list[tuple[_Read, str, str]]]] = field(default_factory=list)
 
     def is_over(self) -> bool:
-        """Return whether all was read and checked."""
+        """Return whether everything is read and checked."""
         return self.future is None and all(check.done() for check in self.checks)
 
     def outlast(self) -> None:
-        """Wait until nothing uses the memory."""
+        """Wait until nothing uses its memory."""
         futures: list[Future[Any]] = [*self.checks]
         if self.future is not None:
             futures.append(self.future)
@@ -152,13 +152,13 @@ class Loader:
         backend: The store of the blobs.
         workers: The threads that verify and place.
         io_timeout_s: How long a `run` may go without progress; None: for ever.
-        together_bytes: A frame that takes more with its bases is read link by link, and alone.
-        scratch_bytes: Memory for frames that are decoded, and for parts of raw ones. Chunks with
-            long chains may take as much again for each worker.
-        piece_bytes: Raw frames that are copied are read in such pieces, in whole blocks.
-        by_copy: Whether whole raw frames are read into scratch memory and copied, too; None: if the
+        together_bytes: A frame that is larger with its bases is read alone, link by link.
+        scratch_bytes: Memory for frames to decode, and for parts of raw ones. Chunks with long
+            chains may take as much again for each worker.
+        piece_bytes: The size of the pieces, of whole blocks, in which copied raw frames are read.
+        by_copy: Whether whole raw frames are also read into scratch memory and copied; None: if the
             store prefers huge pages, which only scratch memory has.
-        reader: Verifies, decodes and places what was read.
+        reader: Verifies, decodes and places the bytes.
     """
 
     together_bytes = 256 << 20
@@ -180,7 +180,7 @@ class Loader:
             backend: The store of the blobs.
             workers: The threads that verify and place.
             io_timeout_s: How long a `run` may go without progress; None: for ever.
-            on_failover: Called with a blob that is damaged, and the tier whose copy was read.
+            on_failover: Called with a damaged blob, and the tier whose copy was read.
         """
         self.backend = backend
         self.workers = workers
@@ -191,13 +191,13 @@ class Loader:
         self._idle: deque[Staging] = deque(maxlen=1)  # one is kept for the next run
 
     def over(self, backend: Backend) -> Loader:
-        """Return a loader that does all the same with `backend`, a wrapper of its own."""
+        """Return the same loader for `backend`, a wrapper around its own."""
         loader = copy(self)
         loader.backend = backend
         return loader
 
     def of(self, backend: Backend) -> Loader:
-        """Return a loader of another place, with the same threads and the same time limit."""
+        """Return a loader for another place, with the same threads and time limit."""
         return Loader(backend, self.workers, io_timeout_s=self.io_timeout_s)
 
     def run(
@@ -211,20 +211,20 @@ class Loader:
         """Read, verify and place all of `jobs`; damage is collected, not raised.
 
         Args:
-            jobs: Frames in the order in which they shall be read.
-            decode: Whether encoded frames are decoded (verification may do without).
-            progress: Called with bytes read, on a thread of the loader's own.
-            exchange: Lends all that is read to other processes of this host: each job has one range
+            jobs: Frames in the order of reading.
+            decode: Whether to decode encoded frames (verification may skip it).
+            progress: Called with bytes read, on the loader's own thread.
+            exchange: Lends all bytes read to other processes of this host: each job has one range
                 (and fits into the window). None: nothing is lent.
 
         Raises:
-            TakersStuckError: Another process does not take what was lent; some of `jobs` are read.
-            StorageError: The store failed in another way than by missing or short blobs.
-            StorageTimeoutError: The store made no progress for `io_timeout_s`. The memory that
-                was to be filled may still change when the store answers.
+            TakersStuckError: Another process does not take lent bytes; some of `jobs` are read.
+            StorageError: The store failed, other than by missing or short blobs.
+            StorageTimeoutError: The store made no progress for `io_timeout_s`. The memory to fill
+                may still change when the store answers.
         """
         if self.by_copy is None:
-            # `direct_io` first: to find out the rest some stores write.
+            # `direct_io` first: some stores have to write to find out the rest.
             direct = has_small_pages() and self.backend.direct_io
             self.by_copy = direct and self.backend.capabilities.prefers_huge_pages
         scratch = self._borrow(self._needed_bytes(jobs))
@@ -233,8 +233,8 @@ class Loader:
         session = _Session(
             self, scratch, watchdog, decode=decode, progress=progress, exchange=exchange
         )
-        # Runs on a thread of its own: Ctrl-C, which only the main thread gets, must not come
-        # between handing memory to the store and taking note of it.
+        # Runs on its own thread: Ctrl-C, which only the main thread gets, must not come between
+        # handing memory to the store and noting that.
         stats = call_with_deadline(
             "load",
             lambda: session.run(jobs),
@@ -244,14 +244,14 @@ class Loader:
             cancel=session.cancel,
         )
         for blob, tier in dict(stats.rescued).items():
-            log.warning("%s is damaged; the copy in tier %s is good, and was read", blob, tier)
+            log.warning("%s is damaged; read the good copy in tier %s instead", blob, tier)
         for blob, tier in dict.fromkeys(stats.rescued):
             self._on_failover(blob, tier)
         self._idle.append(scratch)  # not after an error, when a stuck store may still fill it
         return stats
 
     def _borrow(self, size_bytes: int) -> Staging:
-        """Return scratch memory for one run; two runs that share it could wait for each other."""
+        """Return scratch memory for one run; two runs sharing it could wait for each other."""
         if self._pid != os.getpid():  # a forked child would write into the parent's shared mapping
             self._pid, self._idle = os.getpid(), deque(maxlen=1)
             self.reader = FrameReader()
@@ -264,9 +264,9 @@ class Loader:
         return scratch
 
     def _needed_bytes(self, jobs: Sequence[FrameJob[CodecChain]]) -> int:
-        """Return the scratch memory that keeps all workers busy.
+        """Return the size of scratch memory that keeps all workers busy.
 
-        Each decodes a chunk from all frames of its chain, while those of two more are read.
+        Each worker decodes a chunk from all frames of its chain, while two more are read.
         """
         chains = (job for job in jobs if job.chain is not None)
         largest = max((sum(link.frame.length for link in job.links) for job in chains), default=0)
@@ -326,8 +326,8 @@ class _Session:
         finally:
             for flight in self._flights:
                 flight.outlast()
-        for _, found in sorted(self._damaged, key=itemgetter(0)):  # in the order of jobs
-            self._stats.damaged += found
+        for _, damage in sorted(self._damaged, key=itemgetter(0)):  # in the order of jobs
+            self._stats.damaged += damage
         return self._stats
 
     def cancel(self) -> None:
@@ -346,8 +346,8 @@ class _Session:
     def _pieces(self, job: FrameJob[CodecChain]) -> Iterable[ByteRange]:
         """Return the ranges of a frame; if they are copied, in pieces of whole blocks.
 
-        The disk then reads some pieces while others are verified and copied. A piece may end within
-        an element, which only flat memory takes.
+        The disk then reads some pieces while others are verified and copied. A piece may end inside
+        an element, which only flat memory accepts.
         """
         lent = self._exchange is not None
         if not self._loader.by_copy or lent or job.chain is not None or len(job.uses) != 1:
@@ -371,7 +371,7 @@ class _Session:
             self._load_by_links(job)
             return
         read = self._placed(job, span) if self._exchange is None else self._lendable(job, span)
-        for base in job.bases:  # of an encoded frame alone, which is one range
+        for base in job.bases:  # only encoded frames have bases, and are one range
             read.bases += [self._placed(base, whole) for whole in base.ranges]
         self._batch.append(read)
         size = sum(link.span.length for link in read.links)
@@ -387,7 +387,7 @@ class _Session:
             self._submit()
 
     def _fills_window(self, read: _Read) -> bool:
-        """Count the window's memory of a read; return whether the batch has its share of it."""
+        """Count the window memory of a read; return whether the batch has used its share."""
         if self._exchange is None or read.lent is None:
             return False
         self._window_bytes += read.lent.reserved
@@ -395,13 +395,13 @@ class _Session:
 
     def _placed(self, job: FrameJob[CodecChain], span: ByteRange) -> _Read:
         while (read := self._prepare(job, span)) is None:
-            # Scratch is full, and this thread alone frees it, when a batch is over.
+            # Scratch is full, and only this thread frees it, when a batch is over.
             self._submit()
             self._advance()
         return read
 
     def _lendable(self, job: FrameJob[CodecChain], span: ByteRange) -> _Read:
-        """Choose memory of the window for the chunk's bytes: read into it, or decoded into it."""
+        """Choose window memory to read or decode the chunk's bytes into."""
         offset = job.frame.offset + span.start
         if job.chain is None:
             block = self._window_block(span.length, offset % PAGE_BYTES)
@@ -419,13 +419,13 @@ class _Session:
             if self._flights:
                 self._advance()
                 continue
-            block = self._exchange.acquire(length, phase)  # once others have taken what they asked
-            self._watchdog.moved()  # the store was not asked for anything meanwhile
+            block = self._exchange.acquire(length, phase)  # once takers have freed it
+            self._watchdog.moved()  # the store had nothing to do meanwhile
             return block
         return block
 
     def _prepare(self, job: FrameJob[CodecChain], span: ByteRange) -> _Read | None:
-        """Choose the memory that `span` is read into; None: scratch is full for now."""
+        """Choose the memory to read `span` into; None: scratch is full for now."""
         offset = job.frame.offset + span.start
         with noting_origin(lambda: _whose(job)):
             target = _direct_target(job, span)
@@ -440,14 +440,14 @@ class _Session:
         return _Read(job, ReadRequest(job.blob, offset, view), span, None, direct=False)
 
     def _goes_by_copy(self, span: ByteRange) -> bool:
-        """Return whether a whole raw frame is read into scratch memory, and copied.
+        """Return whether to read a whole raw frame into scratch memory and copy it.
 
-        Only as long as several such frames have room there, so that one is read during the copy.
+        Only if several such frames have room there, so that one is read while another is copied.
         """
         return bool(self._loader.by_copy) and span.length <= self._share_bytes
 
     def _load_by_links(self, job: FrameJob[CodecChain]) -> None:
-        """Read, verify and place a frame whose bases take too much memory to be read together."""
+        """Read, verify and place a frame whose bases take too much memory to read together."""
         self._submit()
         while self._flights:
             self._advance()
@@ -456,9 +456,11 @@ class _Session:
                 stored = map(self._stored, reversed(job.links))
                 self._loader.reader.finish(job, stored, decode=self._decode)
         except DamagedError as error:
-            found = [(name, str(error), error.damaged[0]) for name in job.label]
-            self._damaged.append((self._submitted, found))
-        if self._exchange is not None:  # who reads so much for one chunk has no room to lend it
+            damage = [(name, str(error), error.damaged[0]) for name in job.label]
+            self._damaged.append((self._submitted, damage))
+        if (
+            self._exchange is not None
+        ):  # a chunk that needs so much memory leaves no room to lend it
             self._exchange.refuse(job)
 
     def _stored(self, link: FrameJob[CodecChain]) -> memoryview:
@@ -503,7 +505,7 @@ class _Session:
             self._advance()
 
     def _advance(self) -> None:
-        """Wait until some batch is read or checked, and take each of those one step further."""
+        """Wait until a batch is read or checked, and move each such batch one step on."""
         self._await_change()
         for flight in list(self._flights):
             if flight.future is not None and flight.future.done():
@@ -523,7 +525,7 @@ class _Session:
             wait(futures, None, FIRST_COMPLETED)
 
     def _check_batch(self, flight: _Flight) -> None:
-        """Let the workers verify and place a batch that was read."""
+        """Make the workers verify and place a batch that was read."""
         assert flight.future is not None
         error = flight.future.exception()
         flight.future = None
@@ -534,7 +536,7 @@ class _Session:
             try:
                 raise error
             finally:
-                # Else a cycle of the error, its traceback and this frame keeps targets alive.
+                # Else a cycle (error, traceback, this frame) would keep targets alive.
                 del error
         share = -(-len(flight.reads) // self._loader.workers.count)
         for at in range(0, len(flight.reads), share):
@@ -542,14 +544,14 @@ class _Session:
             flight.checks.append(self._loader.workers.submit(check))
 
     def _retire(self, flight: _Flight) -> None:
-        """Take note of what the checks of a batch found, and free or lend its memory."""
+        """Note the damage that the checks of a batch found, and free or lend its memory."""
         damaged: set[_Read] = set()
         while flight.checks:
             for read, detail, blob in flight.checks.pop(0).result():
                 if not self._rescue(read, self._check):
                     damaged.add(read)
-                    found = [(name, detail, blob) for name in read.job.label]
-                    self._damaged.append((flight.number, found))
+                    damage = [(name, detail, blob) for name in read.job.label]
+                    self._damaged.append((flight.number, damage))
         links = [link for read in flight.reads for link in read.links]
         if any(isinstance(link.error, BlobNotFoundError) for link in links):
             self._stats.missing_blob = True
@@ -564,7 +566,7 @@ class _Session:
 
     @staticmethod
     def _hand_on(exchange: Exchange, reads: Sequence[_Read], damaged: Collection[_Read]) -> None:
-        """Lend what is whole; the takers of what is damaged look for themselves."""
+        """Lend whole reads; the takers of damaged ones read for themselves."""
         lent = []
         for read in reads:
             assert read.lent is not None
@@ -576,7 +578,7 @@ class _Session:
         exchange.lend(lent)
 
     def _read_singly(self, reads: list[_Read]) -> None:
-        """Read each frame of a failed batch alone, to find those that are missing or cut off."""
+        """Read each frame of a failed batch alone, to find missing or truncated ones."""
         for link in (link for read in reads for link in read.links):
             try:
                 self._loader.backend.read([link.request])
@@ -586,17 +588,17 @@ class _Session:
     def _rescue(self, read: _Read, check: Callable[[_Read], None]) -> bool:
         """Read the damaged ranges of a frame and its bases from other tiers, if any has them.
 
-        `check` raises DamagedError if what was read then is damaged.
+        `check` raises DamagedError if these bytes are damaged, too.
         """
         rescued: dict[int, tuple[str, str]] = {}  # the last tier that each link was read from
 
         def reread(tier: Tier) -> bool:
-            # All, where none is damaged as it is stored: then one of them does not decode.
+            # All links if no stored bytes are damaged: then one of them does not decode.
             for link in [link for link in read.links if _is_damaged(link)] or read.links:
                 with contextlib.suppress(StorageError):
                     tier.backend.read([link.request])
                     link.error = None
-                    if tier.name:  # else the store itself was read, which needs no repair
+                    if tier.name:  # without one it is the store itself, which needs no repair
                         rescued[id(link)] = link.job.blob, tier.name
             check(read)
             return True
@@ -607,20 +609,20 @@ class _Session:
         return True
 
     def _check_all(self, reads: list[_Read]) -> list[tuple[_Read, str, str]]:
-        """Check reads; return those that are damaged, the damage in words, and the blob."""
+        """Check reads; return the damaged ones, each with the damage as text, and the blob."""
         damaged = []
         for read in reads:
             try:
                 self._check(read)
-            except DamagedError as error:  # is not kept: its traceback would keep targets alive
+            except DamagedError as error:  # not kept: its traceback would keep targets alive
                 damaged.append((read, str(error), error.damaged[0]))
         return damaged
 
     def _check(self, read: _Read) -> None:
-        """Verify, decode and place what was read.
+        """Verify, decode and place the bytes of a read.
 
         Raises:
-            DamagedError: The frame or a base of it is missing or damaged; names the blob.
+            DamagedError: The frame or one of its bases is missing or damaged; names the blob.
         """
         job = read.job
         for link in read.links:
@@ -640,17 +642,17 @@ def _own_memory(job: FrameJob[CodecChain], span: ByteRange) -> memoryview:
         return memoryview(map_memory(span.length))
     except (OSError, OverflowError, ValueError) as error:
         msg = (
-            f"{span.length} bytes of {job.blob} are recorded as one piece, and this process "
-            f"cannot get so much memory at once: {error}"
+            f"{span.length} bytes of {job.blob} are recorded as one piece, but this process "
+            f"cannot get that much memory at once: {error}"
         )
         raise RestoreError(msg) from error
 
 
 def _verify(read: _Read) -> None:
-    """Compare what was read with its checksums.
+    """Compare the bytes of a read with their checksums.
 
     Raises:
-        DamagedError: It is missing or damaged; names the blob.
+        DamagedError: They are missing or damaged; names the blob.
     """
     if read.error is not None:
         raise DamagedError(str(read.error), [read.job.blob])
@@ -672,7 +674,7 @@ def _whose(job: FrameJob[CodecChain]) -> str:
 
 
 def _direct_target(job: FrameJob[CodecChain], span: ByteRange) -> memoryview | None:
-    """Return the memory of the one sink that takes the whole raw frame as it is, or None."""
+    """Return the memory of the one sink that takes the whole raw frame unchanged, or None."""
     if job.chain is not None or len(job.uses) != 1 or span.length != job.frame.length:
         return None
     use = job.uses[0]
@@ -683,10 +685,10 @@ def _direct_target(job: FrameJob[CodecChain], span: ByteRange) -> memoryview | N
 
 
 class FrameReader:
-    """Verifies, decodes and places the bytes read of frames. Thread-safe."""
+    """Verifies, decodes and places the stored bytes of frames. Thread-safe."""
 
     def __init__(self) -> None:
-        self._memory = ThreadMemory(3)  # for a decoded chunk, and two bases that it decodes with
+        self._memory = ThreadMemory(3)  # for a decoded chunk, and two of its bases
 
     def finish(
         self,
@@ -701,8 +703,8 @@ class FrameReader:
         Args:
             job: The frame, and its sinks.
             stored: As for `decode_chunk`.
-            decode: Off, the stored bytes are compared with their checksums only.
-            out: Gets the chunk, besides the sinks; None: they alone.
+            decode: Whether to decode; if not, only checksums of the stored bytes are compared.
+            out: Gets the chunk, besides the sinks; None: only the sinks get it.
 
         Raises:
             DamagedError: A link is damaged or does not decode; names its blob.
@@ -723,8 +725,8 @@ class FrameReader:
 
         Args:
             job: The frame, with contexts.
-            stored: All stored bytes of each of `job.links`, the lowest first. Those of two links
-                are held at once.
+            stored: All stored bytes of each of `job.links`, lowest first. Holds those of two links
+                at once.
             out: Memory of the chunk's length; undefined after an error.
 
         Raises:
@@ -746,7 +748,7 @@ class FrameReader:
             chunk = target.toreadonly()
 
     def _out(self, job: FrameJob[CodecChain]) -> tuple[memoryview, bool]:
-        """Return memory for the chunk, and whether it is that of the only sink."""
+        """Return memory for the chunk, and whether it belongs to the only sink."""
         use = job.uses[0]
         whole = len(job.uses) == 1 and use.at == 0 and use.length == job.frame.raw_length
         target = use.sink.view() if whole and use.sink is not None else None
@@ -776,10 +778,10 @@ def _verify_whole(job: FrameJob[CodecChain], data: memoryview) -> None:
 def _decode_frame(
     job: FrameJob[CodecChain], data: memoryview, out: memoryview, base: memoryview | None
 ) -> None:
-    """Decode a frame into `out`, and compare the result.
+    """Decode a frame into `out`, and compare the result with its checksum.
 
     Raises:
-        DamagedError: The frame does not decode to what was encoded; names the blob.
+        DamagedError: The frame does not decode to the encoded bytes; names the blob.
     """
     frame, chain = job.frame, job.chain
     assert chain is not None
@@ -793,8 +795,8 @@ def _decode_frame(
     if frame.raw_checksum is not None and checksum(out) != frame.raw_checksum:
         codecs = " and ".join(codec.name for codec in chain.codecs)
         msg = (
-            f"decoded bytes of the frame at {job.blob}:{frame.offset} do not match, though its "
-            f"stored bytes do: not the store is at fault, but {codecs} or this machine's memory"
+            f"decoded bytes of the frame at {job.blob}:{frame.offset} do not match, but its "
+            f"stored bytes do: the fault is in {codecs} or this machine's memory, not in the store"
         )
         raise DamagedError(msg, [job.blob])
 
@@ -816,12 +818,12 @@ def _verify_blocks(job: FrameJob[CodecChain], span: ByteRange, data: memoryview)
 
 
 def place(uses: Sequence[ChunkUse], data: memoryview, *, base: int) -> None:
-    """Copy what `data`, the bytes of the chunk from `base` on, has of the uses to their sinks."""
+    """Copy the parts of `uses` in `data`, the chunk's bytes from `base` on, to their sinks."""
     stop = base + data.nbytes
     copies: list[tuple[ByteSink, int, int, int]] = []
     for sink, at, start, length in uses:
         low, high = max(at, base), min(at + length, stop)
         if sink is not None and low < high:
             copies.append((sink, start + low - at, low - base, high - base))
-    for kind, alike in groupby(copies, lambda one: type(one[0])):
+    for kind, alike in groupby(copies, lambda item: type(item[0])):
         kind.copy_in_each([*alike], data)

@@ -1,15 +1,15 @@
 """Allocates staging memory: arenas that are mapped once and reused, under a byte budget.
 
-An arena that is expected is touched in the background: memory that nobody has written to yet copies
-at a tenth of its speed, since the kernel, and under it a hypervisor, has to find it first.
+An expected arena is touched in the background: untouched memory copies at a tenth of the speed,
+since the kernel, and a hypervisor below it, has to find it first.
 
-Arenas are of huge pages where the system has them: a disk that gets its data in pieces of 4 KiB
-moves half as much (0.8 to 1.3 GB/s instead of 1.8 to 2.2). A forked child has zeros in their place,
-so a fork costs no copy-on-write faults, after which memory copies at a tenth of its speed.
+Arenas use huge pages if the system has them: a disk that gets its data in pieces of 4 KiB moves
+half as much (0.8 to 1.3 GB/s instead of 1.8 to 2.2). A forked child has zeros in their place, so a
+fork causes no copy-on-write faults, after which memory copies at a tenth of the speed.
 
-Virtual machines that give free memory back to their host get small pages faster (2 to 3 GB/s), but
-arenas are not of small pages there: each later save would take longer, and no sample at the head of
-an arena shows it. The first 150 to 700 MB of huge pages still have memory (3 to 6 GB/s, then 0.7).
+Virtual machines that return free memory to their host get small pages faster (2 to 3 GB/s), but
+arenas use no small pages there: each later save would take longer, and no sample at the head of an
+arena shows it. The first 150 to 700 MB of huge pages still have memory (3 to 6 GB/s, then 0.7).
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from penstock.core.types import PAGE_BYTES, align_up
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# Of Linux; the module `mmap` has no names for them.
+# Linux constants that the module `mmap` lacks.
 _MADV_WIPEONFORK = 18
 _MADV_POPULATE_WRITE = 23
 _KEPT_BYTES = 64 << 20  # of each piece of a thread's memory
 _TOUCH_THREADS = 2  # twice as fast as one on two cores
 _TOUCH_BYTES = 4 << 20  # by one call: no thread of the process can map memory meanwhile
 
-_libc = ctypes.CDLL(None)  # its `madvise` lets other threads run, unlike that of the module `mmap`
+_libc = ctypes.CDLL(None)  # its `madvise` releases the GIL, unlike that of the module `mmap`
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
@@ -52,10 +52,10 @@ class Arena:
     Attributes:
         memory: The mapping.
         view: A view of all of it.
-        address: Where it begins.
+        address: Its first address.
         size: Its bytes.
         free: Disjoint `(offset, length)` extents in whole pages, ascending.
-        touching: Touches the arena; None: nobody does, and all of it is free to use.
+        touching: Touches the arena; None: nothing does, and all of it is free to use.
         unpin: Ends the registration with CUDA; None: the arena is not registered.
     """
 
@@ -70,7 +70,7 @@ class Arena:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Block:
-    """A reserved piece of an arena. `view` has the wanted length, its address the wanted phase."""
+    """A reserved piece of an arena. `view` has the requested length and phase of its address."""
 
     arena: Arena
     offset: int
@@ -97,15 +97,15 @@ class Staging:
 
         Args:
             budget_bytes: The most bytes of all arenas.
-            memory: The only arena, of whole pages; None: arenas are mapped when they are needed.
+            memory: The only arena, of whole pages; None: arenas are mapped on demand.
             populate: Touches a number of bytes from an address on, and returns whether it could;
-                default: asks the kernel to.
+                default: the kernel does it.
         """
         self.budget_bytes = max(align_up(budget_bytes, PAGE_BYTES), PAGE_BYTES)
         self.was_short = False
-        """Whether training has waited in this save for the store to give memory back."""
-        self._lock = threading.Lock()  # guards every field but `_waiting` and `was_short`
-        # Locks that waiting threads want to acquire. `wake` takes no lock: the thread that trains
+        """Whether training has waited in this save for the store to free memory."""
+        self._lock = threading.Lock()  # guards every field except `_waiting` and `was_short`
+        # Locks that waiting threads want to acquire. `wake` takes no lock: the training thread
         # calls it, and a signal handler that saves may interrupt it there.
         self._waiting: deque[threading.Lock] = deque()
         self._arenas = [] if memory is None else [_arena_of(memory)]
@@ -134,7 +134,7 @@ class Staging:
             self._hint = total_bytes
             self._copied_from = self._copied_from or copied_from
             if not self._used and all(a.size < largest_bytes for a in self._arenas):
-                # Arenas of earlier, smaller states would use the budget up, and no block of this
+                # Arenas of earlier, smaller states would exhaust the budget, and no block of this
                 # save would ever fit.
                 for arena in self._arenas:
                     _give_up(arena)
@@ -144,7 +144,7 @@ class Staging:
                     _pin(arena, self._copied_from)
 
     def close(self) -> None:
-        """Give all memory back to the system, unless some is reserved; idempotent."""
+        """Return all memory to the system, unless some is reserved; idempotent."""
         with self._lock:
             if self._used:
                 return
@@ -152,14 +152,14 @@ class Staging:
         for arena in arenas:
             _give_up(arena)
             arena.view.release()
-            with contextlib.suppress(BufferError):  # a view is in use: the mapping goes with it
+            with contextlib.suppress(BufferError):  # a view is in use: the mapping ends with it
                 arena.memory.close()
 
     def touch(self, nbytes: int | None = None) -> None:
-        """Map what `expect` has announced, and get it ready in the background.
+        """Map the memory that `expect` has announced, and touch it in the background.
 
         Args:
-            nbytes: Touch no more than this; None: all of it.
+            nbytes: Touch at most this much; None: all of it.
         """
         with self._lock:
             size = min(self._hint, self.budget_bytes) - self.allocated_bytes
@@ -168,7 +168,7 @@ class Staging:
             try:
                 arena = self._map(size)
             except (OSError, OverflowError, ValueError):
-                return  # `acquire` will say so, to a caller who needs it
+                return  # `acquire` raises it, to a caller that needs the memory
             if self._copied_from:
                 return  # CUDA has touched what it registered
             nbytes = arena.size if nbytes is None else min(nbytes, arena.size)
@@ -183,8 +183,8 @@ class Staging:
     def acquire(self, length: int, phase: int) -> Block | None:
         """Reserve `length` bytes whose address is congruent to `phase` modulo 4096.
 
-        Returns None when there is no room now, or will never be. While memory is being touched,
-        only what is touched counts as room.
+        Returns None if there is no room now, or never will be. While memory is being touched, only
+        touched memory counts as room.
         """
         need = align_up(phase + length, PAGE_BYTES)
         with self._lock:
@@ -226,7 +226,7 @@ class Staging:
 
     def wake(self) -> None:
         """Let waiting threads check their conditions again."""
-        with contextlib.suppress(IndexError):  # no thread waits any more
+        with contextlib.suppress(IndexError):  # no thread is waiting
             while True:
                 self._waiting.popleft().release()
 
@@ -279,17 +279,17 @@ class _Touching:
         self._wake = wake
         self._lock = threading.Lock()  # guards `end`, `_next`, `_open` and `_running`
         self._next = 0
-        self._open: list[int] = []  # where the pieces begin that are being touched
+        self._open: list[int] = []  # offsets of the pieces being touched
         self._running = _TOUCH_THREADS
         self._threads = [spawn(f"touch-{n}", self._run) for n in range(_TOUCH_THREADS)]
 
     @property
-    def goes_on(self) -> bool:
-        """Whether there will be more; a forked child has no thread that could."""
+    def is_active(self) -> bool:
+        """Whether more memory will be touched; a forked child has no thread that could."""
         return self.end < self._size and any(thread.is_alive() for thread in self._threads)
 
     def give_up(self) -> None:
-        """Let the threads end after the pieces that they have begun."""
+        """Let the threads end after their current pieces."""
         with self._lock:
             self._next = self._size
 
@@ -323,20 +323,20 @@ def _populate(address: int, length: int) -> bool:
 
 
 def map_memory(size: int) -> mmap.mmap:
-    """Map memory of zeros, of huge pages where the system has them; a forked child has zeros there.
+    """Map zeroed memory, in huge pages if the system has them; a forked child has zeros there.
 
     Raises:
-        OSError, OverflowError, ValueError: The process cannot get so much memory.
+        OSError, OverflowError, ValueError: The process cannot get that much memory.
     """
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in (mmap.MADV_HUGEPAGE, _MADV_WIPEONFORK):
-        with contextlib.suppress(OSError):  # a kernel without it: slower, and no less right
+        with contextlib.suppress(OSError):  # a kernel without it: slower, but still correct
             memory.madvise(advice)
     return memory
 
 
 class ThreadMemory(threading.local):
-    """Memory of each thread, for the work on one chunk. It grows as needed, and is reused."""
+    """Memory of each thread for work on one chunk. It grows as needed, and is reused."""
 
     def __init__(self, count: int = 1) -> None:
         """Prepare `count` pieces of memory in each thread."""
@@ -346,7 +346,7 @@ class ThreadMemory(threading.local):
         """Return `length` bytes, which are this thread's until it takes the same piece again.
 
         Raises:
-            MemoryError: The process cannot get so much memory.
+            MemoryError: The process cannot get that much memory.
         """
         if self._views[which].nbytes < length:
             try:
@@ -356,9 +356,9 @@ class ThreadMemory(threading.local):
         return self._views[which][:length]
 
     def shrink(self) -> None:
-        """Free what is larger than usual chunks need; none of it may be in use.
+        """Free pieces larger than usual chunks need; none may be in use.
 
-        A few odd frames would otherwise hold gigabytes for as long as the thread lives.
+        Otherwise a few odd frames would hold gigabytes for the life of the thread.
         """
         for which, view in enumerate(self._views):
             if view.nbytes > _KEPT_BYTES:
@@ -366,7 +366,7 @@ class ThreadMemory(threading.local):
 
 
 def has_small_pages(setting: str = "/sys/kernel/mm/transparent_hugepage/enabled") -> bool:
-    """Return whether memory is of small pages, but for what asks for huge ones as arenas do."""
+    """Return whether memory has small pages, unless it requests huge ones as arenas do."""
     try:
         return "[madvise]" in Path(setting).read_text(encoding="ascii")
     except OSError:
@@ -382,8 +382,8 @@ def _arena_of(memory: mmap.mmap) -> Arena:
 def _pin(arena: Arena, device: str) -> None:
     """Register the arena with CUDA, so that copies from `device` run asynchronously.
 
-    The registration ends with the arena, even if no staging is closed: CUDA would still write to
-    the old pages once other memory is mapped at the same address.
+    The registration ends with the arena, even if no staging is closed: otherwise CUDA would still
+    write to the old pages after other memory is mapped at the same address.
     """
     if arena.unpin is not None:
         return
@@ -399,14 +399,14 @@ def _pin(arena: Arena, device: str) -> None:
             arena.unpin.atexit = False
             return
         # CUDA keeps the error of the refused call, and the next kernel of this thread raises it:
-        # here, not in training.
+        # let that happen here, not in training.
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device=device)
 
 
 def _touching(arena: Arena) -> _Touching | None:
     touching = arena.touching
-    return touching if touching is not None and touching.goes_on else None
+    return touching if touching is not None and touching.is_active else None
 
 
 def _give_up(arena: Arena) -> None:
@@ -441,7 +441,7 @@ def available_memory() -> int:
 
 
 def machine_memory() -> int:
-    """Return the bytes that the kernel says can be used without swapping."""
+    """Return the bytes that can be used without swapping, as the kernel reports."""
     with open("/proc/meminfo", encoding="ascii") as lines:  # noqa: PTH123 - a hot one-liner
         return next(int(li.split()[1]) << 10 for li in lines if li.startswith("MemAvail"))
 
@@ -449,7 +449,7 @@ def machine_memory() -> int:
 def container_memory(root: str = "/sys/fs/cgroup") -> int | None:
     """Return the bytes free in the container (cgroup v2, else v1); None: it has no limit.
 
-    File cache that was not touched lately counts as free, as it does in `MemAvailable`.
+    File cache that was not used lately counts as free, as in `MemAvailable`.
     """
     for folder, limit, usage, cache in (
         (root, "memory.max", "memory.current", "inactive_file"),

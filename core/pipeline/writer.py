@@ -1,6 +1,6 @@
 """Writes captured chunks as frames into the blobs of a save.
 
-Batches move, not frames: under a busy training loop every return to Python waits for the GIL.
+Moves batches, not frames: under a busy training loop every return to Python waits for the GIL.
 
 Tested in `tests/integration/sharing/test_sharing.py`.
 """
@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 BATCH_BYTES = 64 << 20
 _BATCHES_IN_FLIGHT = 3
-_GROUP_BYTES = 8 << 20  # encoded frames go out in writes of half of this at least
+_GROUP_BYTES = 8 << 20  # writes of encoded frames have at least half of this
 _GROUPS = 3
 
 
@@ -58,7 +58,7 @@ class _Batch:
 
 
 class _OpenBlob:
-    """A blob that is being written."""
+    """A blob being written."""
 
     def __init__(
         self,
@@ -74,9 +74,9 @@ class _OpenBlob:
         Args:
             backend: The store.
             name: The name of the blob.
-            size_hint: About how long it gets.
+            size_hint: Its approximate length.
             clock: Counts the time in which writes are in flight.
-            tick: Called with the bytes that a write adds to the progress of the save.
+            tick: Called with the bytes that a write adds to the save's progress.
         """
         self._backend = backend
         self._name = name
@@ -88,7 +88,7 @@ class _OpenBlob:
         """The time in which writes of this blob are in flight."""
 
     def submit(self, requests: Sequence[WriteRequest], progress_bytes: int = 0) -> Future[None]:
-        """Begin to write; count `progress_bytes` once it is written."""
+        """Begin to write; count `progress_bytes` once written."""
 
         def done(future: Future[None]) -> None:
             self.busy.stop()
@@ -117,7 +117,7 @@ class _OpenBlob:
 
 
 class _EncodedBlob:
-    """The blob of encoded frames: appended when ready, written in groups cut at page boundaries.
+    """The blob of encoded frames: appends ready frames, writes groups cut at page boundaries.
 
     Any worker may append.
     """
@@ -138,7 +138,7 @@ class _EncodedBlob:
             return self._base + self._filled == 0
 
     def append(self, frame: memoryview) -> int:
-        """Copy `frame` behind the frames before it and return its offset."""
+        """Copy `frame` to the end of the blob and return its offset."""
         with self._lock:
             offset = self._base + self._filled
             at = 0
@@ -171,9 +171,9 @@ class _EncodedBlob:
         self._blob.abort()
 
     def _rotate(self) -> None:
-        """Submit whole pages; the rest of the last page opens the next group.
+        """Submit whole pages; the rest of the last page begins the next group.
 
-        No two writes touch one page, as direct I/O needs.
+        No two writes touch one page, which direct I/O requires.
         """
         whole = align_down(self._filled, PAGE_BYTES)
         full, rest = self._current, self._filled - whole
@@ -195,8 +195,8 @@ class _EncodedBlob:
 class ChunkSharing:
     """Looks up the chunks of one save by their content. Thread-safe.
 
-    A chunk is found in an earlier checkpoint, or, if it has none of its kind, in this save: the
-    first of equal chunks is stored, and the others refer to its frame.
+    Looks in an earlier checkpoint and, if it has no such chunk, in this save: the first of equal
+    chunks is stored, and the others refer to its frame.
     """
 
     def __init__(self, plan: SavePlan, choices: ChainChoices, bases: SaveBases | None) -> None:
@@ -215,7 +215,7 @@ class ChunkSharing:
         self._first: dict[tuple[int, ContentKey], int] = {}
 
     def content(self, index: int) -> int | None:
-        """Return the hash of a chunk, if `find` has taken it."""
+        """Return the hash of a chunk, if `find` has computed it."""
         return self._contents.get(index)
 
     def find(self, captured: Captured) -> ChunkResult | None:
@@ -224,7 +224,7 @@ class ChunkSharing:
         chain = self._choices.chain(index)
         content = self._contents[index] = content_hash(captured.view)
         if chain is not None and not chain.lossless:
-            return None  # see `find_encoded`: its errors arise when the chunk is encoded
+            return None  # see `find_encoded`: only encoding shows its errors
         stored = self._earlier(index, content)
         same_as = None if stored is not None else self._earlier_in_save(index, content)
         if stored is None and same_as is None:
@@ -239,7 +239,7 @@ class ChunkSharing:
         return self._bases.shared(index, content, self._choices.number(index))
 
     def _earlier_in_save(self, index: int, content: int) -> int | None:
-        """Return the number of the chunk of this save whose frame is decoded to this one, too."""
+        """Return the number of an equal chunk of this save, whose frame serves this chunk, too."""
         chunk, number = self._plan.chunks[index], self._choices.number(index)
         context, elements = context_of(self._plan, chunk), elements_of(self._plan, chunk)
         is_raw = self._choices.chain(index) is None
@@ -249,12 +249,12 @@ class ChunkSharing:
         return None if first == index else first
 
     def find_encoded(self, index: int, frame: EncodedFrame) -> ChunkResult | None:
-        """Return the result of a chunk if what a lossy chain made of it is stored already."""
+        """Return the result of a chunk if an equal frame of a lossy chain is stored already."""
         chain, content = self._choices.chain(index), self._contents.get(index)
         if chain is None or chain.lossless or content is None:
             return None
         stored = self._earlier(index, content)
-        # Equal chunks: but a frame by other codecs gives back other values.
+        # The chunks are equal, but a frame by other codecs decodes to other values.
         if stored is None or len(stored.chain) != len(chain.codecs) - len(frame.declined):
             return None
         if stored.chain and stored.frame.raw_checksum != frame.raw_checksum:
@@ -263,9 +263,9 @@ class ChunkSharing:
 
 
 class FrameWriter:
-    """Writes the chunks of one save into its `.raw` and `.enc` blob.
+    """Writes the chunks of one save into its `.raw` and `.enc` blobs.
 
-    One thread calls all methods. `release` and `tick` are called from any thread.
+    One thread calls all methods. Any thread may call `release` and `tick`.
     """
 
     def __init__(  # noqa: PLR0913 - options, each by name
@@ -288,15 +288,15 @@ class FrameWriter:
         Args:
             backend: The store of the blobs.
             plan: Chunks and objects of the save.
-            choices: The codec chain of each chunk, which may be chosen while they are written.
-            block_bytes: Distance of the checksums in raw frames.
+            choices: The codec chain of each chunk, which may be chosen during the save.
+            block_bytes: The bytes per checksum in raw frames.
             workers: The threads that hash and encode.
-            blob_prefix: Name of both blobs, less their endings.
+            blob_prefix: Name of both blobs without their endings.
             release: Called once for every chunk, as soon as its memory is no longer needed.
             tick: Called with the bytes written whenever the store made progress.
-            hashers: How many workers hash the chunks of one batch.
-            share: Whether chunks whose bytes are stored already are not stored again.
-            bases: What earlier saves have stored of the chunks; None: nothing.
+            hashers: The number of workers that hash the chunks of one batch.
+            share: Whether to reuse chunks whose bytes are stored already.
+            bases: The frames of earlier saves for the chunks; None: there are none.
         """
         self._backend = backend
         self._plan = plan
@@ -310,7 +310,7 @@ class FrameWriter:
         self._tick = tick
         self._hashers = hashers
         self.blob_names = f"{blob_prefix}.raw", f"{blob_prefix}.enc"
-        """The names of both blobs, whether they are begun or not."""
+        """The names of both blobs, begun or not."""
         self._raw: _OpenBlob | None = None
         self._layout = RawLayout()
         self._enc: _EncodedBlob | None = None
@@ -326,7 +326,7 @@ class FrameWriter:
         return not self._batches
 
     def put(self, captured: list[Captured]) -> None:
-        """Take chunks over, in plan order; return while they are in flight.
+        """Accept chunks, in plan order; return while they are in flight.
 
         Raises:
             PenstockError: An earlier chunk failed.
@@ -361,7 +361,7 @@ class FrameWriter:
             seals.append(self._workers.submit(partial(self._raw.seal, self._layout.end)))
         encoded = []
         try:
-            if self._enc is not None and self._enc.is_empty:  # all that was encoded is shared
+            if self._enc is not None and self._enc.is_empty:  # all encoded chunks are shared
                 self._enc.abort()
             elif self._enc is not None:
                 encoded.append(self._enc.seal())
@@ -374,7 +374,7 @@ class FrameWriter:
         return blobs
 
     def abort(self) -> None:
-        """Give both blobs up; on return the store uses no memory of the save any more."""
+        """Give both blobs up; on return the store uses no memory of the save."""
         for batch in self._batches:
             for future in batch.futures:
                 future.exception()
@@ -387,8 +387,8 @@ class FrameWriter:
             self._enc.abort()
 
     def _start(self, captured: list[Captured]) -> None:
-        """Put chunks whose chains are known in flight."""
-        # Before a chunk gets its place in a blob: one that is stored already gets none.
+        """Put chunks with known chains in flight."""
+        # First: a chunk that is stored already gets no place in a blob.
         captured = self._unshared(captured)
         raw = [c for c in captured if self.choices.chain(c.index) is None]
         encoded = deque(c for c in captured if self.choices.chain(c.index))
@@ -404,7 +404,7 @@ class FrameWriter:
             self.settle_oldest()
 
     def _unshared(self, captured: list[Captured]) -> list[Captured]:
-        """Return the chunks that are not stored yet, and release the others; after an error all."""
+        """Return the chunks not stored yet, and release the others; after an error all."""
         if self._sharing is None:
             return captured
         futures: list[Future[None]] = []
@@ -423,7 +423,7 @@ class FrameWriter:
 
     def _start_raw(self, captured: list[Captured]) -> None:
         batch = _Batch(captured, [])
-        # Before anything is submitted, so that `abort` waits for all that is in flight.
+        # Append first, so that `abort` waits for everything in flight.
         self._batches.append(batch)
         if self._raw is None:
             self._raw = self._blob(self.blob_names[0], self._raw_bytes())
@@ -434,11 +434,11 @@ class FrameWriter:
             batch.futures.append(self._workers.submit(partial(self._hash, some)))
 
     def _start_encoded(self, captured: deque[Captured]) -> None:
-        """Hand each chunk to a worker, which releases it, and take it out of `captured`."""
+        """Hand each chunk to a worker, which releases it, and remove it from `captured`."""
         if self._enc is None:
-            # By this thread: a store that hangs in it would keep a worker from all later saves.
+            # On this thread: a store that hangs here would block a worker for all later saves.
             raw_bytes = sum(k.length for k in self._plan.chunks if k.chain)
-            # The blob gets no larger than this unless codecs make chunks larger.
+            # The blob gets no larger than this unless codecs enlarge chunks.
             self._enc = _EncodedBlob(self._blob(self.blob_names[1], raw_bytes))
         batch = _Batch([], [])
         self._batches.append(batch)
@@ -484,7 +484,7 @@ class FrameWriter:
                 self.results[item.index] = self._raw_result(item, offset)
 
     def _encode(self, captured: Captured, blob: _EncodedBlob) -> None:
-        """Encode and append one chunk, and release it as soon as its memory is not needed."""
+        """Encode and append one chunk; release it as soon as its memory is not needed."""
         index = captured.index
         result: ChunkResult | None = None
         with self.encode_clock:
@@ -521,8 +521,8 @@ class FrameWriter:
         """Encode a chunk that has a chain.
 
         Returns:
-            The frame; its bytes, until this thread encodes the next chunk; and the frame against
-            which it was encoded. No bytes if all codecs declined the chunk, whose own bytes are to
+            The frame; its bytes, valid until this thread encodes the next chunk; and the frame that
+            it was encoded against. No bytes if all codecs declined the chunk, whose own bytes must
             be stored.
 
         Raises:
@@ -533,9 +533,9 @@ class FrameWriter:
         assert chain is not None
         bases = self._bases if chain.needs_base else None
         context = context_of(self._plan, chunk)
-        found = None if bases is None else bases.base_of(index)
-        if found is not None:
-            context = replace(context, base=found[1].toreadonly())
+        base_chunk = None if bases is None else bases.base_of(index)
+        if base_chunk is not None:
+            context = replace(context, base=base_chunk[1].toreadonly())
         try:
             slot = self._memory.take(chain.max_encoded_size(chunk.length))
             frame = chain.encode(captured.view, slot, context=context, ranges=_ranges(chain, chunk))
@@ -548,7 +548,7 @@ class FrameWriter:
             bases.keep(index, captured.view)
         if len(frame.declined) == len(chain.codecs):
             return frame, None, None
-        base = None if found is None or 0 in frame.declined else found[0]
+        base = None if base_chunk is None or 0 in frame.declined else base_chunk[0]
         return frame, slot[: frame.length], base
 
     def _raw_result(
@@ -568,7 +568,7 @@ class FrameWriter:
     # --------------------------------------------------------------------------------------------
 
     def _set_result(self, index: int, result: ChunkResult) -> None:
-        """Note how a chunk is stored, once nothing is left to do for it."""
+        """Note how a chunk is stored, once it is finished."""
         self.results[index] = result
         self._tick(self._plan.chunks[index].length)
 
@@ -580,7 +580,7 @@ class FrameWriter:
             self._release(item)
 
     def _shares(self, items: Sequence[T]) -> Iterator[Sequence[T]]:
-        """Yield a share of `items` for each worker that hashes them."""
+        """Yield a share of `items` for each hashing worker."""
         size = max(1, -(-len(items) // self._hashers))
         for at in range(0, len(items), size):
             yield items[at : at + size]
@@ -595,7 +595,7 @@ class FrameWriter:
 
 
 def _ranges(chain: CodecChain, chunk: Chunk) -> list[ByteRange]:
-    """Return where the pieces of a chunk stand that a lossy chain is to be judged by."""
+    """Return the places of a chunk's pieces whose errors a lossy chain must report."""
     if chain.lossless:
         return []
     return [ByteRange(p.at, p.at + p.stop - p.start) for p in chunk.pieces]

@@ -1,5 +1,5 @@
 """Pure arithmetic: where bytes go in a save, and where they come from in a restore.
 
-Here: chunks, slabs, regions, the order of reads. Not here: I/O, threads, torch. `save`, `restore`
-and `pipeline` import it.
+Plans chunks, slabs, regions and the order of reads, without I/O, threads or torch. `save`,
+`restore` and `pipeline` import it.
 """

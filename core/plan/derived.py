@@ -1,7 +1,7 @@
 """Finds the objects that may be rounded copies of others, by their names and shapes. Sans-IO.
 
 A job in mixed precision has each weight twice: in bfloat16 or float16 for the model, and in float32
-for the optimizer. Whether the one really is the other, rounded, shows at capture.
+for the optimizer. The capture checks whether the first really is the second, rounded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROUNDED_DTYPES = frozenset({"bfloat16", "float16"})
 MASTER_DTYPE = "float32"
 
 DERIVED_BYTES = 64 << 10
-"""Smaller objects are stored: a frame of their own would take more than they do in a slab."""
+"""Smaller objects are stored: a separate frame would take more than their place in a slab."""
 
 _MOST_CANDIDATES = 8
 
@@ -35,34 +35,34 @@ def find_masters(
     is_exact: Callable[[int], bool],
     counts: Callable[[StateObject], bool] = lambda _: True,
 ) -> dict[int, tuple[int, ...]]:
-    """Return the numbers of objects that may be derived, and of those that each may come from.
+    """Return the numbers of objects that may be derived, and of the possible masters of each.
 
     A master has the shape and region of the object, and the same path below the top-level key
     (`model/wte.weight`, `master/wte.weight`), or the object's last segment somewhere in its path
-    (`optimizer/state/wte.weight/master_param`). The time grows with the number of objects: a name
-    that more than a few masters share leads to none of them.
+    (`optimizer/state/wte.weight/master_param`). The time is linear in the number of objects: a name
+    that more than a few masters share finds none of them.
 
     Args:
         objects: The objects of a save.
-        is_exact: Returns whether the chain with a number is lossless: what a lossy codec makes of a
-            master is not what the object was rounded from.
-        counts: Returns whether an object is looked at. Ranks have to find the same, so that one of
-            them decides: an object that not all of them hold alike must not count.
+        is_exact: Returns whether the chain with a number is lossless: a master that a lossy codec
+            has changed is not what the object was rounded from.
+        counts: Returns whether to consider an object. Ranks must find the same objects, so that one
+            of them decides: an object that differs between ranks must not count.
     """
-    rounded = [n for n, one in enumerate(objects) if _may_be_derived(one) and counts(one.entry)]
+    rounded = [n for n, o in enumerate(objects) if _may_be_derived(o) and counts(o.entry)]
     names = {objects[number].entry.path[-1] for number in rounded}
     below: dict[tuple[ObjectPath, Regions], list[int]] = {}
     named: dict[tuple[str, Regions], list[int]] = {}
-    for number, one in enumerate(objects if rounded else ()):
-        entry = one.entry
+    for number, planned in enumerate(objects if rounded else ()):
+        entry = planned.entry
         if entry.kind is not Kind.TENSOR or entry.spec.dtype != MASTER_DTYPE:
             continue
-        if not (is_exact(one.chain) and counts(entry)):
+        if not (is_exact(planned.chain) and counts(entry)):
             continue
         below.setdefault((entry.path[1:], entry.regions), []).append(number)
         for name in names.intersection(entry.path):
             named.setdefault((name, entry.regions), []).append(number)
-    found = {}
+    masters_of = {}
     for number in rounded:
         entry = objects[number].entry
         candidates = [
@@ -71,12 +71,12 @@ def find_masters(
         ]
         masters = tuple(m for m in dict.fromkeys(candidates) if _fits(objects[number], objects[m]))
         if masters:
-            found[number] = masters
-    return found
+            masters_of[number] = masters
+    return masters_of
 
 
-def _may_be_derived(one: PlannedObject) -> bool:
-    entry = one.entry
+def _may_be_derived(planned: PlannedObject) -> bool:
+    entry = planned.entry
     return (
         entry.spec.dtype in ROUNDED_DTYPES
         and entry.kind is Kind.TENSOR
@@ -88,14 +88,14 @@ def _few(numbers: Sequence[int]) -> Sequence[int]:
     return numbers if len(numbers) <= _MOST_CANDIDATES else ()
 
 
-def _fits(one: PlannedObject, master: PlannedObject) -> bool:
+def _fits(planned: PlannedObject, master: PlannedObject) -> bool:
     """Return whether the two can be compared while neither may change.
 
-    Both are compared when the object is captured. A master that may change before that would be
-    stored with other values than those that were compared.
+    They are compared when the object is captured. If the master could change between that and its
+    own capture, other values than those compared would be stored.
     """
     return (
-        master.entry.spec.shape == one.entry.spec.shape
-        and master.entry.source.device == one.entry.source.device
-        and (one.capture is Capture.NOW or one.capture is master.capture)
+        master.entry.spec.shape == planned.entry.spec.shape
+        and master.entry.source.device == planned.entry.source.device
+        and (planned.capture is Capture.NOW or planned.capture is master.capture)
     )

@@ -1,8 +1,8 @@
 """Finds frames of an earlier checkpoint that a save refers to. Sans-IO.
 
-A frame can be the base of a delta only where the earlier checkpoint cut the same bytes of the same
-objects into one chunk. The key of a chunk says so: equal keys, equal place of every byte. A frame
-takes the place of a chunk wherever it holds the same bytes, and codecs see these in the same way.
+A frame can be the base of a delta only if the earlier checkpoint cut the same bytes of the same
+objects into one chunk. Chunk keys show that: equal keys mean equal places of every byte. A frame
+can replace a chunk if it holds the same bytes, and codecs get the same context for them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class PieceKey(NamedTuple):
-    """One piece of a chunk: bytes `[start, stop)` of a region of an object stand at `at`."""
+    """One piece of a chunk: bytes `[start, stop)` of a region of an object are at `at`."""
 
     path: ObjectPath
     dtype: str
@@ -37,19 +37,19 @@ class PieceKey(NamedTuple):
 
 
 ChunkKey: TypeAlias = tuple[PieceKey, ...]
-"""The pieces of a chunk, in the order in which they stand in it."""
+"""The pieces of a chunk, in their order in the chunk."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFrame:
-    """A frame with what its part says of it, so that the part of another save can list it.
+    """A frame with the facts in its part, so that the part of another save can list it.
 
     Attributes:
-        frame: The frame; its numbers of blob and chain count in its own part.
+        frame: The frame; its numbers of blob and chain index the tables of its own part.
         blob: The blob that holds it.
         chain: The codecs that encoded it.
-        block_bytes: Distance of checksum cuts in a raw frame.
-        base: The frame below it in its chain, if it has one.
+        block_bytes: The bytes per checksum in a raw frame.
+        base: The frame below it in its chain, if any.
     """
 
     frame: Frame
@@ -59,7 +59,7 @@ class StoredFrame:
     base: StoredFrame | None = None
 
     def links(self) -> Iterator[StoredFrame]:
-        """Yield the frame, then its bases, the nearest first."""
+        """Yield the frame, then its bases, nearest first."""
         link: StoredFrame | None = self
         while link is not None:
             yield link
@@ -74,8 +74,8 @@ class StoredFrame:
 def planned_keys(plan: SavePlan, numbers: Iterable[int]) -> dict[int, ChunkKey]:
     """Return the keys of chunks of a plan, by number.
 
-    With several ranks these are chunks that this rank writes, once `SavePlan.spans` says of which
-    rectangles of each object they are.
+    With several ranks these are chunks that this rank writes, once `SavePlan.spans` has their
+    rectangles of each object.
     """
     return {
         number: tuple(key for piece in plan.chunks[number].pieces for key in _keys(plan, piece))
@@ -108,8 +108,8 @@ def _keys(plan: SavePlan, piece: Piece) -> Iterator[PieceKey]:
 def stored_frames(objects: Iterable[ObjectRecord]) -> dict[ChunkKey, StoredFrame]:
     """Return all frames of a checkpoint by the keys of their chunks.
 
-    Equal chunks may share a frame, which then has the key of each of them; of slabs, which the
-    manifest does not tell apart, it has none.
+    Equal chunks may share a frame, which then has the key of each. Slabs that share a frame have no
+    key, since the manifest does not distinguish them.
 
     Args:
         objects: All objects of the checkpoint; tied ones have no frames.
@@ -156,7 +156,7 @@ def _keys_of(pieces: Iterable[PieceKey], length: int) -> Iterator[ChunkKey]:
 def resolved(
     frame: Frame, blobs: Sequence[BlobRecord], chains: Sequence[Chain], block_bytes: int
 ) -> StoredFrame:
-    """Return a frame with what the tables of its part say of it and of its bases."""
+    """Return a frame and its bases with the facts from the tables of its part."""
     base = None if frame.base is None else resolved(frame.base, blobs, chains, block_bytes)
     return StoredFrame(frame, blobs[frame.blob], chains[frame.chain], block_bytes, base)
 
@@ -165,9 +165,9 @@ _RAW, _DECLINED = ("raw",), ("declined",)
 
 
 class ContentKey(NamedTuple):
-    """Content and length of a chunk, and what a reader tells the codecs of its frame.
+    """Content and length of a chunk, and the context that a reader passes to its codecs.
 
-    Where these are equal, one frame is decoded to both chunks, if it has the codecs of both.
+    If the keys of two chunks are equal, one frame with the codecs of both decodes to both.
     """
 
     content: int
@@ -179,13 +179,13 @@ class ContentKey(NamedTuple):
 def content_key(
     content: int, context: CodecContext, elements: tuple[str, int] | None, *, is_raw: bool
 ) -> ContentKey:
-    """Return the key of a chunk that is to be stored raw, or goes to codecs.
+    """Return the key of a chunk, which is stored raw or goes to codecs.
 
     Args:
         content: The hash of the bytes of the chunk.
         context: The context of the codecs for the chunk.
         elements: The elements of the chunk as its frame would record them.
-        is_raw: Whether it goes to no codec, so that nothing but its bytes counts.
+        is_raw: Whether it goes to no codec, so that only its bytes count.
     """
     if is_raw:
         return ContentKey(content, context.raw_length, _RAW, None)
@@ -195,8 +195,8 @@ def content_key(
 class EarlierFrames:
     """The frames of a checkpoint that a later save may refer to.
 
-    A chunk is encoded against the frame that has the same key. A chunk that equals one of the
-    checkpoint is not stored: the save refers to that frame instead, which is found by content.
+    A chunk is encoded against the frame with the same key. A chunk that equals one of the
+    checkpoint is not stored: the save refers to its frame, found by content.
 
     Attributes:
         by_key: The frames by the keys of their chunks.
@@ -207,13 +207,13 @@ class EarlierFrames:
         by_key: Mapping[ChunkKey, StoredFrame] | None = None,
         shared: Iterable[tuple[CodecContext, StoredFrame]] = (),
     ) -> None:
-        """Take the frames.
+        """Collect the frames.
 
         Args:
             by_key: The frames by the keys of their chunks.
             shared: The frames to find by content, each with the context that codecs get for its
-                chunk. Frames of a save of whose blobs the checkpoint uses less than half are left
-                out: a chunk or two would keep all data of that save alive.
+                chunk. Frames of a save are left out if the checkpoint uses less than half of that
+                save's blobs: a chunk or two would keep all its data alive.
         """
         self.by_key = by_key or {}
         known = list(shared)
@@ -235,7 +235,7 @@ class EarlierFrames:
             content: The hash of the bytes of the chunk.
             context: The context of the codecs for the chunk.
             elements: The elements of the chunk as its frame would record them.
-            chain: The codecs that would encode the chunk. Those of the frame are the same, but for
+            chain: The codecs that would encode the chunk. Those of the frame are the same, except
                 codecs that declined.
         """
         stored = self._by_content.get(content_key(content, context, elements, is_raw=not chain))
@@ -251,7 +251,7 @@ class EarlierFrames:
 def with_contexts(
     frames: Mapping[ChunkKey, StoredFrame],
 ) -> Iterator[tuple[CodecContext, StoredFrame]]:
-    """Yield frames of a checkpoint with the contexts in which a reader decodes them."""
+    """Yield frames of a checkpoint with the contexts for decoding them."""
     for key, stored in frames.items():
         length = stored.frame.raw_length
         for piece in key:
@@ -267,7 +267,7 @@ def with_contexts(
 def _where(context: CodecContext, stored: StoredFrame) -> tuple[object, ...]:
     if stored.frame.chain:
         return _described(context)
-    # Among encoded frames a raw one is of a chunk that every codec has declined.
+    # A raw frame among encoded ones holds a chunk that every codec declined.
     return _DECLINED if stored.blob.name.endswith(".enc") else _RAW
 
 
@@ -292,7 +292,7 @@ def _uids(stored: StoredFrame) -> set[str | None]:
 
 
 class PartTables:
-    """The tables of blobs and chains of a part that is being written; frames get numbers there."""
+    """The tables of blobs and chains of a part being written, which number frames' entries."""
 
     def __init__(self, blobs: Sequence[BlobRecord], chains: Sequence[Chain]) -> None:
         """Begin with the save's own blobs and chains."""
@@ -302,7 +302,7 @@ class PartTables:
         self._placed: dict[tuple[str, int], Frame] = {}
 
     def place(self, stored: StoredFrame) -> Frame:
-        """Return the frame of another save, and its bases, with their numbers in these tables."""
+        """Return the frame of another save, and its bases, with numbers in these tables."""
         key = stored.blob.name, stored.frame.offset
         if key not in self._placed:
             self._placed[key] = replace(

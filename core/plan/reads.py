@@ -35,11 +35,11 @@ class ObjectRequest(NamedTuple):  # a frozen dataclass takes three times as long
     """A request to read an object into `sink`: all of it, or a region.
 
     Attributes:
-        record: The object, as one part describes it.
+        record: The object's record in one part.
         sink: Takes the bytes of the region, row-major; None: they are only verified.
         region: The region; None: the whole object.
-        at: Where the region's first byte goes in the sink.
-        path: How messages name the object; None: by the path of the one that is read.
+        at: The place of the region's first byte in the sink.
+        path: The object's path in messages; None: the path of `record`.
     """
 
     record: ObjectRecord
@@ -63,20 +63,20 @@ _UseOfShard: TypeAlias = "tuple[ObjectRecord, ShardRecord, ChunkRef, ChunkUse]"
 
 @dataclass(eq=False, slots=True)
 class FrameJob(Generic[ChainT]):
-    """One frame that has to be read. `plan_restore` fills it; nothing changes it afterwards.
+    """One frame to read. `plan_reads` fills it; nothing changes it afterwards.
 
     Attributes:
         frame: The frame.
         blob: Name of the blob that holds it.
-        block_bytes: Distance of checksum cuts in raw frames of its part.
+        block_bytes: The bytes per checksum in raw frames of its part.
         chain: Decodes the frame; None for a raw frame.
         context: The context for the codecs; None for a raw frame.
         ranges: The ranges to fetch, relative to the frame's first byte: whole blocks of a raw
             frame, all of an encoded one. Ascending, not touching.
         uses: Where the chunk's bytes go.
         paths: The paths of the objects in the frame, one for each use.
-        bases: The frames below it in its chain, the nearest first; each decodes with the next one
-            as its base.
+        bases: The frames below it in its chain, nearest first; each decodes with the next one as
+            its base.
     """
 
     frame: Frame
@@ -91,7 +91,7 @@ class FrameJob(Generic[ChainT]):
 
     @property
     def links(self) -> tuple[FrameJob[ChainT], ...]:
-        """All frames that are read for the chunk: its own, then its bases."""
+        """All frames to read for the chunk: its own, then its bases."""
         return (self, *self.bases)
 
     @property
@@ -104,16 +104,16 @@ def plan_reads(
     requests: Iterable[tuple[ObjectRequest, Sequence[ObjectRecord]]],
     chain_of: Callable[[PartHead, int], ChainT],
 ) -> tuple[tuple[FrameJob[ChainT], ...], int]:
-    """Find the fewest whole blocks and frames that hold everything that is requested.
+    """Find the fewest whole blocks and frames that hold everything requested.
 
     Args:
-        requests: Requests, each with the object as every part describes it that has shards which
-            meet the region. One object may be requested several times, its frames are read once.
+        requests: Requests, each with the object's record in every part whose shards overlap the
+            region. One object may be requested several times; its frames are read once.
         chain_of: Returns the decoder of a part's chain by its number; not called for raw frames.
 
     Returns:
-        The frames to read, by part, blob and offset, each once; and the selected bytes of raw
-        frames and of whole encoded ones as stored.
+        The frames to read, by part, blob and offset, each once; and the number of selected bytes
+        of raw frames plus stored bytes of encoded ones.
 
     Raises:
         FormatError: Two sections describe one frame differently, or the shards of an object do not
@@ -126,12 +126,12 @@ def plan_reads(
         for record, shard, ref, use in chunk_uses(request, parts):
             frame = record.frames[ref.frame]
             if job is None or job.frame is not frame or head is not record.head:
-                head = record.head  # nearly all uses are of the frame before
+                head = record.head  # nearly all uses are of the previous frame
                 job = _job_of(frame, head, jobs, chain_of)
             job.uses.append(use)
             job.paths.append(request.path or record.path)
-            # A frame of one chunk: codecs get the dtype and shape that they got when it was
-            # encoded. Frames of slabs get the context of a slab.
+            # For a frame of one chunk, codecs get the dtype and shape that encoding had. Frames of
+            # slabs get the context of a slab.
             if frame.chain and ref.at == 0 and ref.stop - ref.start == frame.raw_length:
                 job.context = _context(record, shard, ref, frame)
     # In order of offsets, so that neighbouring frames are read in one batch.
@@ -145,7 +145,7 @@ def _job_of(
     jobs: dict[tuple[int, int, int], FrameJob[ChainT]],
     chain_of: Callable[[PartHead, int], ChainT],
 ) -> FrameJob[ChainT]:
-    """Return the job of a frame; adds it to `jobs` where it is not among them."""
+    """Return the job of a frame, adding it to `jobs` if it is new."""
     key = head.rank, frame.blob, frame.offset
     job = jobs.get(key)
     if job is None:
@@ -167,7 +167,7 @@ def _frame_job(
 
 
 def _complete(job: FrameJob[Any]) -> int:
-    """Set the ranges that hold all uses of a frame; return how many of their bytes are needed."""
+    """Set the ranges that hold all uses of a frame; return the number of needed bytes."""
     frame = job.frame
     if frame.chain:  # an encoded frame decodes only as a whole
         context = job.context or slab_context(frame.raw_length, frame.elements)
@@ -189,33 +189,33 @@ def _context(record: ObjectRecord, shard: ShardRecord, ref: ChunkRef, frame: Fra
 
 
 def chunk_uses(request: ObjectRequest, parts: Sequence[ObjectRecord]) -> Iterable[_UseOfShard]:
-    """Return the uses of the chunks that hold the region of a request, each with where it is.
+    """Return the uses of the chunks that hold the region of a request, each with its place.
 
     A shard that several ranks have stored is read once.
 
     Args:
         request: The request, for an object that is neither tied nor derived.
-        parts: The object as each part describes it, at least those whose shards meet the region.
+        parts: The object's records in all parts, at least those whose shards overlap the region.
 
     Raises:
         FormatError: The shards do not hold each element of the region once.
     """
     record, sink = request.record, request.sink
-    stored = [(one, shard) for one in parts for shard in one.shards]
+    stored = [(part, shard) for part in parts for shard in part.shards]
     if sink is None:
-        return chain.from_iterable(_uses_of(one, shard, None, 0) for one, shard in stored)
+        return chain.from_iterable(_uses_of(part, shard, None, 0) for part, shard in stored)
     region = Region.whole(record.spec.shape) if request.region is None else request.region
     held = stored[0][1].region if len(stored) == 1 else None
-    if held is region or held == region:  # as of nearly all, and mostly the very same
+    if held is region or held == region:  # nearly always, and mostly the same object
         return _uses_of(*stored[0], sink, request.at)
-    distinct = {shard.region: (one, shard) for one, shard in stored}.values()
+    distinct = {shard.region: (part, shard) for part, shard in stored}.values()
     meeting = [
-        (one, shard, common)
-        for one, shard in distinct
+        (part, shard, common)
+        for part, shard in distinct
         if (common := common_region(shard.region, region)) is not None
     ]
     inside = [relative(common, region) for *_, common in meeting]
-    chosen = one_copy(region.sizes, inside)  # there may be copies that are not cut alike
+    chosen = one_copy(region.sizes, inside)  # there may be copies with different cuts
     if chosen is None:
         shown = show_path(record.path)
         msg = f"{shown} from {region.offsets} on: {flaw_of_cover(region.sizes, inside)}"
@@ -238,7 +238,7 @@ def _uses_in(
     if run is not None and place is not None:
         ranges = None if common == shard.region else [run]
         return _uses_of(record, shard, sink, at + place.start - run.start, ranges)
-    gap = record.head.block_bytes - 1  # a gap below that has no block to itself
+    gap = record.head.block_bytes - 1  # a smaller gap has no whole block
     runs = region_runs(shard.region.sizes, inside, itemsize, merge_gap_bytes=gap)
     scattered = RegionSink(sink, at, region, shard.region, itemsize)
     return _uses_of(record, shard, scattered, 0, runs)
@@ -251,9 +251,9 @@ def _uses_of(
     base: int,
     wanted: Sequence[ByteRange] | None = None,
 ) -> Iterable[_UseOfShard]:
-    """Return the uses of a shard, or of the ascending `wanted` bytes of it.
+    """Return the uses of a shard, or of its ascending `wanted` bytes.
 
-    The shard's first byte goes to `base` of the sink, or would; that may be negative.
+    The shard's first byte would go to `base` of the sink, which may be negative.
     """
     if wanted is not None:
         return _uses_of_ranges(record, shard, sink, base, wanted)
@@ -270,7 +270,7 @@ def _uses_of_ranges(
     base: int,
     wanted: Sequence[ByteRange],
 ) -> Iterator[_UseOfShard]:
-    first = 0  # chunks and ranges both ascend, so ranges before this one are done with
+    first = 0  # chunks and ranges both ascend, so earlier ranges are finished
     for ref in shard.chunks:
         while first < len(wanted) and wanted[first].stop <= ref.start:
             first += 1
@@ -284,7 +284,7 @@ def _uses_of_ranges(
 
 
 class RegionSink(ByteSink):
-    """Takes the bytes of a shard, and hands those on that lie in a region of the same tensor."""
+    """Takes the bytes of a shard, and passes on those in a region of the same tensor."""
 
     __slots__ = (
         "_at",
@@ -313,11 +313,11 @@ class RegionSink(ByteSink):
         self.memory = inner.memory
 
     def view(self) -> memoryview | None:
-        """Return None: no memory holds the shard's bytes as they come."""
+        """Return None: no memory holds all bytes of the shard."""
         return None
 
     def copy_in(self, start: int, data: memoryview, /) -> None:
-        """Copy the elements that lie in the region, without those that are cut off."""
+        """Copy the elements in the region, except incomplete ones."""
         size = self._itemsize
         first, stop = start // size, (start + data.nbytes) // size
         view = self._inner.view()
@@ -332,7 +332,7 @@ class RegionSink(ByteSink):
                 self._hand_on(data, span, common)
 
     def _hand_on(self, data: memoryview, span: ByteRange, common: Region) -> None:
-        """Give `common` to a sink without memory in sight, as few runs of its bytes."""
+        """Pass `common` to a sink without a view of its memory, in few runs of bytes."""
         piece = memoryview(bytearray(common.numel * self._itemsize))
         self._copy(data, span, common, piece, common)
         done = 0

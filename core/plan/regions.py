@@ -22,22 +22,22 @@ if TYPE_CHECKING:
 _PRIME = 2**61 - 1
 _random = Random()  # noqa: S311 - not the global one: its state is part of what users save
 
-# The most regions that a search for copies looks at: it ends after a second or two. The bound is
-# lower for few regions and dimensions, as a manifest may list many tensors of a few each. A step
-# takes as long as a look at 1,024 regions, however few it looks at.
-_MAX_LOOKS = 1 << 27
-_LOOKS_FOR_EACH = 1 << 15
-_LOOKS_PER_STEP = 1 << 10
+# The most regions that a search for copies checks: it ends after a second or two. The bound is
+# lower for few regions and dimensions, since a manifest may list many tensors with a few each. A
+# step takes at least as long as checking 1,024 regions.
+_MAX_CHECKS = 1 << 27
+_CHECKS_FOR_EACH = 1 << 15
+_CHECKS_PER_STEP = 1 << 10
 
 _UNSIGNED = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 
 
-def common_region(one: Region, other: Region) -> Region | None:
+def common_region(region: Region, other: Region) -> Region | None:
     """Return the elements that two regions of a tensor have in common; None if there are none."""
     starts, sizes = [], []
-    # Dimension by dimension: most pairs of shards have nothing in common in the first one.
+    # Dimension by dimension: most pairs of shards do not overlap in the first one.
     for start, size, other_start, other_size in zip(
-        one.offsets, one.sizes, other.offsets, other.sizes, strict=True
+        region.offsets, region.sizes, other.offsets, other.sizes, strict=True
     ):
         first = max(start, other_start)
         count = min(start + size, other_start + other_size) - first
@@ -53,14 +53,14 @@ def is_partition(shape: Sequence[int], regions: Sequence[Region]) -> bool:
 
     Compares the sum of the weights of the elements in all regions with that of the whole tensor.
     The weight of an element is the product of one random number per coordinate, modulo a prime, so
-    the sum over a region is a product of one difference per dimension. A comparison of each pair of
-    regions takes the square of the time, and a map of the elements has no bound in memory.
+    the sum over a region is a product of one difference per dimension. Comparing each pair of
+    regions takes quadratic time, and a map of the elements takes unbounded memory.
 
     A partition always passes. Other regions pass with a probability below `len(shape) / 2**60`
-    (lemma of Schwartz and Zippel); that of a wrong chunk with the right checksum is `1 / 2**64`.
+    (Schwartz-Zippel lemma); that of a wrong chunk with the right checksum is `1 / 2**64`.
     """
     whole = Region.whole(tuple(shape))
-    if len(regions) == 1 and regions[0] == whole:  # nearly all that is read
+    if len(regions) == 1 and regions[0] == whole:  # nearly every read
         return True
     # By dimension: the sum of the random numbers of all coordinates below an edge.
     sums = [defaultdict[int, int](lambda: _random.getrandbits(61)) for _ in shape]
@@ -75,16 +75,16 @@ def is_partition(shape: Sequence[int], regions: Sequence[Region]) -> bool:
 
 
 def relative(region: Region, origin: Region) -> Region:
-    """Return `region` with offsets that count from those of `origin`."""
+    """Return `region` with offsets relative to those of `origin`."""
     offsets = tuple(o - p for o, p in zip(region.offsets, origin.offsets, strict=True))
     return Region(offsets, region.sizes)
 
 
 def flaw_of_cover(shape: Sequence[int], regions: Iterable[Region]) -> str | None:
-    """Return how `regions` fail to hold a tensor of `shape`, as a clause; None if they do not.
+    """Return how `regions` fail to hold a tensor of `shape`, as a clause; None if they hold it.
 
-    They may hold copies of it, which need not be cut alike: each region has to be of a copy that
-    holds each element once.
+    They may hold copies with different cuts: each region must belong to a copy that holds each
+    element once.
     """
     distinct = list(dict.fromkeys(region for region in regions if region.numel))
     if is_partition(shape, distinct):
@@ -96,7 +96,7 @@ def flaw_of_cover(shape: Sequence[int], regions: Iterable[Region]) -> str | None
 
 
 def one_copy(shape: Sequence[int], regions: Sequence[Region]) -> list[int] | None:
-    """Return which of `regions` hold each element of a tensor of `shape` once; None: none do."""
+    """Return the numbers of regions that hold each element of a tensor once; None: none do."""
     if is_partition(shape, regions):
         return list(range(len(regions)))
     try:
@@ -106,14 +106,14 @@ def one_copy(shape: Sequence[int], regions: Sequence[Region]) -> list[int] | Non
 
 
 class _TooLongError(Exception):
-    """A search has looked at as many regions as it may."""
+    """A search has checked as many regions as it may."""
 
 
 class _Search:
-    """A search for copies among regions that overlap, bounded in time and memory.
+    """A search for copies among overlapping regions, bounded in time and memory.
 
-    No known algorithm takes less than exponential time in the worst case, be it to find a copy or
-    an element that no region has, and a forged manifest can list any regions.
+    All known algorithms to find a copy, or an element that no region has, take exponential time in
+    the worst case, and a forged manifest can list any regions.
     """
 
     def __init__(self, shape: Sequence[int], regions: Sequence[Region]) -> None:
@@ -123,10 +123,10 @@ class _Search:
         self._starts = np.array([r.offsets for r in regions], np.int64).reshape(size)
         sizes = np.array([r.sizes for r in regions], np.int64).reshape(size)
         self._stops = self._starts + sizes
-        self._looks_left = min(_MAX_LOOKS, _LOOKS_FOR_EACH * (sum(size) + 1))
+        self._checks_left = min(_MAX_CHECKS, _CHECKS_FOR_EACH * (sum(size) + 1))
 
     def flaw(self) -> str | None:
-        """Return how the regions, none of them empty, are not all of some copy, as a clause."""
+        """Return, as a clause, how the non-empty regions do not all belong to copies."""
         copied = set(self.copy_with(None, ()) or ())
         if not copied:
             hole = self._free(np.arange(len(self._regions)), (0,) * len(self._shape))
@@ -135,21 +135,21 @@ class _Search:
         for number, region in enumerate(self._regions):
             if number in copied:
                 continue
-            found = self.copy_with(number, copied)
-            if found is None:
+            copy = self.copy_with(number, copied)
+            if copy is None:
                 common = (common_region(region, r) for r in self._regions if r is not region)
-                twice = min((one.offsets for one in common if one is not None), default=None)
+                twice = min((c.offsets for c in common if c is not None), default=None)
                 if twice is None:
                     return f"no whole copy has elements {self._shown(region.offsets)}"
                 return f"several shards have elements {self._shown(twice)}"
-            copied |= set(found)
+            copied |= set(copy)
         return None
 
     def copy_with(self, first: int | None, known: Collection[int]) -> list[int] | None:
         """Return regions that have each element once, `first` among them; None if there are none.
 
-        Whatever has the first element that is still free begins there, so few regions come into
-        question, those that are not `known` first, and the largest.
+        The region with the first free element begins there, so there are few candidates. Tries
+        those not in `known` first, and the largest.
 
         Raises:
             _TooLongError: All searches together take too long.
@@ -159,27 +159,27 @@ class _Search:
         for number in sorted(every, key=lambda n: (n not in known, self._regions[n].numel)):
             if self._regions[number].numel:
                 starts.setdefault(self._regions[number].offsets, []).append(number)
-        taken = np.zeros(len(self._regions), np.bool_)
+        is_used = np.zeros(len(self._regions), np.bool_)
         if first is not None:
-            taken[first] = True
-        free = self._free(np.flatnonzero(taken), (0,) * len(self._shape))
+            is_used[first] = True
+        free = self._free(np.flatnonzero(is_used), (0,) * len(self._shape))
         chosen: list[int] = []
         trials = [list(starts.get(free, ()))]
         while trials:
             if free is None:
-                return [int(number) for number in np.flatnonzero(taken)]
+                return [int(number) for number in np.flatnonzero(is_used)]
             if not trials[-1]:  # a dead end
                 trials.pop()
                 if chosen:
-                    taken[chosen.pop()] = False
+                    is_used[chosen.pop()] = False
                 continue
             number = trials[-1].pop()
-            self._look(len(taken) // 16)  # one pass over booleans
+            self._count(len(is_used) // 16)  # one pass over booleans
             start, stop = self._starts[number], self._stops[number]
-            # All elements before this region are taken, so the others cannot meet what is free.
-            near = np.flatnonzero(taken & (self._stops[:, :1] > start[:1]).all(axis=1))
+            # All elements before this region are used, so regions that end before it do not matter.
+            near = np.flatnonzero(is_used & (self._stops[:, :1] > start[:1]).all(axis=1))
             if not ((self._starts[near] < stop) & (self._stops[near] > start)).all(axis=1).any():
-                taken[number] = True
+                is_used[number] = True
                 chosen.append(number)
                 free = self._free(np.append(near, number), self._regions[number].offsets)
                 trials.append(list(starts.get(free, ())))
@@ -189,7 +189,7 @@ class _Search:
         """Return the first element, from `start` on, that none of some regions has.
 
         Args:
-            numbers: The regions. They have in common all dimensions but the last `len(start)`.
+            numbers: The regions, which overlap in all dimensions except the last `len(start)`.
             start: Where to begin along these dimensions.
         """
         if not start:
@@ -198,17 +198,17 @@ class _Search:
         starts, stops = self._starts[numbers, dimension], self._stops[numbers, dimension]
         place, rest = start[0], start[1:]
         while place < self._shape[dimension]:
-            self._look(len(numbers))
+            self._count(len(numbers))
             here = (starts <= place) & (stops > place)
-            found = self._free(numbers[here], rest)
-            if found is not None:
-                return place, *found
+            inner = self._free(numbers[here], rest)
+            if inner is not None:
+                return place, *inner
             place = int(stops[here].min() if rest else stops[here].max())
             rest = (0,) * len(rest)
         return None
 
     def _shown(self, start: tuple[int, ...]) -> str:
-        """Return the elements from `start` to the next edges of regions in words: "[0:2, 4:8]"."""
+        """Return the elements from `start` to the next edges of regions as text: "[0:2, 4:8]"."""
         edges = np.concatenate((self._starts, self._stops)).T
         spans = (
             f"{at}:{row[row > at].min(initial=size)}"
@@ -216,9 +216,9 @@ class _Search:
         )
         return f"[{', '.join(spans)}]"
 
-    def _look(self, count: int) -> None:
-        self._looks_left -= _LOOKS_PER_STEP + count
-        if self._looks_left < 0:
+    def _count(self, checks: int) -> None:
+        self._checks_left -= _CHECKS_PER_STEP + checks
+        if self._checks_left < 0:
             raise _TooLongError
 
 
@@ -228,16 +228,16 @@ def region_runs(
     """Return the contiguous runs of bytes that hold `region` of a tensor of `shape`, ascending.
 
     Args:
-        shape: Shape of the tensor; `region` lies within it.
-        region: The region that is wanted.
+        shape: Shape of the tensor, which contains `region`.
+        region: The region.
         itemsize: Bytes per element.
-        merge_gap_bytes: Runs are joined across gaps of at most so many bytes. A gap below the block
-            size never makes a reader fetch one more block.
+        merge_gap_bytes: The largest gap across which runs are joined. A gap below the block size
+            never makes a reader fetch another block.
     """
     if not region.numel:
         return []
     strides = _strides(shape, itemsize)
-    inner = len(shape)  # dimensions from here on are whole, so they are one run
+    inner = len(shape)  # later dimensions are whole, so they are one run
     while inner and region.sizes[inner - 1] == shape[inner - 1]:
         inner -= 1
     outer = max(inner - 1, 0)
@@ -275,10 +275,10 @@ def copy_region(
     shape: Sequence[int],
     itemsize: int,
 ) -> None:
-    """Copy a piece of a region out of the tensor's bytes into the region's own bytes.
+    """Copy a piece of a region from the tensor's bytes into the region's own bytes.
 
     Args:
-        source: Bytes `cover` of the tensor; those outside of `batch` may be anything.
+        source: Bytes `cover` of the tensor; those outside `batch` may be anything.
         cover: The range of the tensor's bytes that `source` holds.
         batch: The piece to copy, within `region`.
         out: All bytes of `region`, row-major; only those of `batch` are written.

@@ -29,30 +29,30 @@ LARGEST_BLOCK_BYTES = 4 << 20
 _SMALLEST_BLOCK_BYTES = 256 << 10
 _BLOCKS_OF_A_PIECE = 6  # 48 bytes of checksums; a shard has 80 bytes of manifest at most
 
-_DEVICE_PHASE = 64  # where torch puts large CPU tensors, so that a restore meets the same phase
+_DEVICE_PHASE = 64  # that of torch's large CPU tensors, so that a restore meets the same phase
 
 
 class Capture(StrEnum):
     """When the bytes of an object are captured."""
 
-    FROZEN = "frozen"  # a value: bytes already
+    FROZEN = "frozen"  # a value, which is bytes already
     NOW = "now"  # before `save` returns
-    DEFERRED = "deferred"  # behind the fence
+    DEFERRED = "deferred"  # later, before the fence passes
 
 
 _CAPTURE_ORDER = {Capture.FROZEN: 0, Capture.NOW: 1, Capture.DEFERRED: 2}
 
 
 class PlannedObject(NamedTuple):
-    """One object whose bytes are saved, and how. A tied object has no bytes of its own.
+    """One object whose bytes are saved, and how. Tied objects, without own bytes, are left out.
 
     Attributes:
-        entry: The object as it was described.
+        entry: The object's description.
         capture: When its bytes are captured.
         chain: Number of its codec chain; 0 is raw.
-        version: The version of its memory when it was described; None where none is counted.
+        version: The version of its memory at its description; None if versions are not counted.
         may_stay_raw: Whether the codecs are chosen while it is written, so that its chunks are cut
-            as raw ones are.
+            like raw ones.
     """
 
     entry: StateObject
@@ -63,14 +63,14 @@ class PlannedObject(NamedTuple):
 
 
 class ShardSpan(NamedTuple):
-    """A rectangle that is stored of an object: its bytes begin at byte `start` of the source."""
+    """A stored rectangle of an object, whose bytes begin at byte `start` of the source."""
 
     start: int
     region: Region
 
 
 class Piece(NamedTuple):  # a frozen dataclass takes twice as long, once for each object
-    """Bytes `[start, stop)` of the object with the number `item` stand at `at` in the chunk."""
+    """Bytes `[start, stop)` of the object with the number `item` are at `at` in the chunk."""
 
     item: int
     start: int
@@ -83,13 +83,13 @@ class Chunk:
     """The unit of capture and encoding.
 
     Attributes:
-        pieces: One piece; of a slab several.
-        length: Raw bytes, padding between pieces included.
+        pieces: One piece; several in a slab.
+        length: Raw bytes, including padding between pieces.
         phase: Address modulo 4096 of the first byte in memory, and of a raw chunk in its blob.
         chain: Number of the codec chain; 0 is raw.
         capture: When the chunk is captured; all objects of a slab agree.
         slab: Whether the chunk is gathered from several small objects.
-        dtype: The dtype of all elements, where an encoded slab has only one.
+        dtype: The dtype of all elements, if an encoded slab has only one.
         itemsize: Bytes of one such element.
     """
 
@@ -108,12 +108,12 @@ class SavePlan:
     """The chunks of a save.
 
     Attributes:
-        objects: All objects whose bytes are saved, in the order in which they were described.
+        objects: All objects whose bytes are saved, in the order of their description.
         chunks: In order of capture (frozen and now, then deferred), which is the order of raw
             frames in their blob.
         raw_bytes: Bytes of all objects, without padding.
-        masters: Of objects that may be derived, the objects that each may be derived from. Their
-            chunks come last among those that are captured together, and none is a slab.
+        masters: The possible masters of each object that may be derived. The chunks of these
+            objects come last among those captured together, and none is a slab.
     """
 
     objects: Sequence[PlannedObject]
@@ -121,9 +121,9 @@ class SavePlan:
     raw_bytes: int
     masters: Mapping[int, Sequence[int]] = field(default_factory=dict)
     spans: dict[int, tuple[ShardSpan, ...]] = field(default_factory=dict)
-    """Of objects that this rank does not store as one whole: what it stores of each.
+    """The rectangles that this rank stores of objects that it does not store whole.
 
-    Filled when it is known which chunks this rank writes (`plan.ranks`).
+    Filled once it is known which chunks this rank writes (`plan.writers`).
     """
 
     def bytes_of_chunks(self, numbers: Collection[int] | None) -> int:
@@ -133,10 +133,10 @@ class SavePlan:
         return sum(p.stop - p.start for n in numbers for p in self.chunks[n].pieces)
 
     def fitting_block_bytes(self) -> int:
-        """Return a distance of checksums that fits the pieces: 256 KiB to 4 MiB, a power of two.
+        """Return the bytes per checksum that fit the pieces: 256 KiB to 4 MiB, a power of two.
 
-        A reader of a part of a piece reads up to a block too much at each end. A piece of average
-        size has three to six blocks, so that this is little of it, and so is the manifest.
+        A reader of part of a piece reads up to a block too much at each end. An average piece has
+        three to six blocks, so that this excess, and the manifest, stay small.
         """
         pieces = sum(len(chunk.pieces) for chunk in self.chunks)
         smallest = self.raw_bytes // (_BLOCKS_OF_A_PIECE * max(1, pieces))
@@ -144,17 +144,17 @@ class SavePlan:
         return min(max(fitting, _SMALLEST_BLOCK_BYTES), LARGEST_BLOCK_BYTES)
 
     def bytes_of(self, capture: Capture) -> int:
-        """Return the bytes of all objects that are captured then, without padding."""
+        """Return the bytes of all objects with this capture, without padding."""
         pieces = (p for chunk in self.chunks if chunk.capture is capture for p in chunk.pieces)
         return sum(piece.stop - piece.start for piece in pieces)
 
 
 def context_of(plan: SavePlan, chunk: Chunk) -> CodecContext:
-    """Return what codecs are told of a chunk; a reader of the manifest finds the same."""
+    """Return the context of a chunk for codecs; a reader of the manifest gets the same."""
     piece, *others = chunk.pieces
     if others:
         return slab_context(chunk.length, (chunk.dtype, chunk.itemsize))
-    # One piece is all of the chunk, and a reader finds its shape in the object's record.
+    # One piece is the whole chunk, and a reader finds its shape in the object's record.
     spec = plan.objects[piece.item].entry.spec
     dtype, itemsize = spec.dtype, spec.itemsize
     spans = plan.spans.get(piece.item)
@@ -168,13 +168,13 @@ def context_of(plan: SavePlan, chunk: Chunk) -> CodecContext:
 
 
 def _span_of(piece: Piece, spans: Sequence[ShardSpan], itemsize: int) -> ShardSpan | None:
-    """Return the rectangle that all bytes of a piece are in; None if they are in several."""
-    span = spans[bisect_right(spans, piece.start, key=lambda one: one.start) - 1]
+    """Return the rectangle that holds all bytes of a piece; None if they are in several."""
+    span = spans[bisect_right(spans, piece.start, key=lambda span: span.start) - 1]
     return span if piece.stop <= span.start + span.region.numel * itemsize else None
 
 
 def slab_context(length: int, elements: tuple[str, int] | None) -> CodecContext:
-    """Return what codecs are told of a slab of several objects: it is one row of elements.
+    """Return the context for codecs of a slab of several objects: one row of elements.
 
     Args:
         length: Raw bytes of the slab.
@@ -185,9 +185,9 @@ def slab_context(length: int, elements: tuple[str, int] | None) -> CodecContext:
 
 
 def elements_of(plan: SavePlan, chunk: Chunk) -> tuple[str, int] | None:
-    """Return dtype and item size of an encoded slab, which its objects do not tell a reader.
+    """Return dtype and item size of an encoded slab, which a reader cannot get from its objects.
 
-    A chunk whose bytes are in several rectangles of an object is told as a slab.
+    A chunk with bytes in several rectangles of an object counts as a slab.
     """
     dtype, itemsize = chunk.dtype, chunk.itemsize
     if len(chunk.pieces) == 1:
@@ -213,15 +213,15 @@ def plan_save(
     """Cut objects into chunks and slabs; the same objects and sizes give the same plan.
 
     Args:
-        objects: The objects of this rank, in the order in which they were described.
+        objects: The objects of this rank, in the order of their description.
         chunk_bytes: Most raw bytes of a chunk; rounded down to pages, at least one page.
         slab_limit_bytes: Smaller objects are gathered into slabs.
         encoded_slab_bytes: Most raw bytes of a slab that goes through a codec chain.
         masters: See `SavePlan.masters`.
-        even_cuts: Cut raw objects at the same bytes wherever their memory lies, so that another
+        even_cuts: Cut raw objects at the same bytes wherever their memory is, so that another
             process cuts them into chunks with equal bytes. The frames of an object then have gaps
-            between them, of a page each.
-        known: What the last save found out.
+            of a page each between them.
+        known: Results of the last save.
 
     Raises:
         ConfigError: `chunk_bytes` is beyond `MAX_CHUNK_BYTES`, or cannot hold one element.
@@ -238,7 +238,7 @@ def plan_save(
 
     def cut() -> tuple[tuple[Chunk, ...], int]:
         cuttings = [_CutFacts(*each) for each in facts]
-        return _chunks(cuttings, sizes, masters), sum(one.nbytes for one in cuttings)
+        return _chunks(cuttings, sizes, masters), sum(each.nbytes for each in cuttings)
 
     basis = sizes, tuple(masters), facts
     chunks, raw_bytes = (known or Known()).recall("cuts", basis, cut)
@@ -253,12 +253,12 @@ class _CutSizes(NamedTuple):
 
 
 class _CutFacts(NamedTuple):
-    """What the cuts of an object follow from; a cut sees nothing else of it.
+    """All facts about an object that its cuts depend on.
 
     Attributes:
         spec: Dtype and shape.
         nbytes: Bytes of the object.
-        phase: Address modulo 4096 of its first byte; 0 where it surely goes into a slab.
+        phase: Address modulo 4096 of its first byte; 0 if it surely goes into a slab.
         group: Its top-level key.
         replicas: See `replicas_of`.
     """
@@ -278,7 +278,7 @@ class _CutFacts(NamedTuple):
 def _facts(
     objects: Sequence[PlannedObject], sizes: _CutSizes, alone: Collection[int]
 ) -> list[tuple[Any, ...]]:
-    """Return the fields of `_CutFacts` of each object, as tuples: they are made for each save.
+    """Return the fields of `_CutFacts` of each object, as tuples, since each save makes them.
 
     Args:
         objects: The objects.
@@ -305,14 +305,14 @@ def _chunks(
 ) -> tuple[Chunk, ...]:
     gatherer = _SlabGatherer(sizes)
     drafts: list[Chunk] = []
-    for number, one in enumerate(facts):
-        capacity = min(sizes.slab_limit - 1, sizes.encoded_slab if one.chain else sizes.chunk)
-        if not one.nbytes:
+    for number, item in enumerate(facts):
+        capacity = min(sizes.slab_limit - 1, sizes.encoded_slab if item.chain else sizes.chunk)
+        if not item.nbytes:
             continue
-        if one.nbytes <= capacity and number not in masters:
-            gatherer.take(number, one)
+        if item.nbytes <= capacity and number not in masters:
+            gatherer.take(number, item)
         else:
-            drafts += _cut(number, one, sizes)
+            drafts += _cut(number, item, sizes)
     drafts += gatherer.finish()
     drafts.sort(
         key=lambda c: (_CAPTURE_ORDER[c.capture], c.pieces[0].item in masters, c.pieces[0].item)
@@ -321,14 +321,13 @@ def _chunks(
 
 
 class RawLayout:
-    """Gives raw chunks their places in the `.raw` blob, in the order in which they are written.
+    """Gives raw chunks their places in the `.raw` blob, in the order of writing.
 
-    Every frame has whole pages of the blob to itself, so no two writes ever touch one alignment
-    unit. Places are not part of the plan: which chunks are written is known only when their bytes
-    are.
+    Every frame has whole pages of the blob to itself, so no two writes touch one alignment unit.
+    Places are not part of the plan: the bytes of chunks decide which chunks are written.
 
     Attributes:
-        end: End of the last frame, gaps included: the length of the blob.
+        end: End of the last frame, including gaps: the length of the blob.
     """
 
     def __init__(self) -> None:
@@ -336,7 +335,7 @@ class RawLayout:
 
     def place(self, chunk: Chunk) -> int:
         """Return the offset of the next chunk."""
-        # A chunk that continues its object at a page boundary lands right behind the one before.
+        # A chunk that continues its object at a page boundary goes right after the previous one.
         offset = align_up(self.end, PAGE_BYTES) + chunk.phase
         self.end = offset + chunk.length
         return offset
@@ -356,10 +355,10 @@ class _SlabKey(NamedTuple):
 
 
 def replicas_of(entry: StateObject) -> object:
-    """Return a key that is equal for the objects which the same ranks hold alike.
+    """Return a key that is equal for objects with equal copies on the same ranks.
 
-    None: all ranks that have the object. Ranks that agree on the key have the same objects of it,
-    in one order, so each of them knows which chunks the others write.
+    None: all ranks that have the object. Ranks with one key have the same objects for it, in the
+    same order, so each rank knows which chunks the others write.
     """
     replica = entry.replica
     if replica is None:
@@ -368,19 +367,19 @@ def replicas_of(entry: StateObject) -> object:
         return replica.place
     if replica.count == 1:
         return 1
-    # Who shards by hand does not say which ranks these are: another object of so many replicas may
-    # be on other ranks.
+    # Sharding by hand does not name these ranks: another object with as many replicas may be on
+    # other ranks.
     return replica.ranks or (replica, entry.path)
 
 
-def _slab_key(one: _CutFacts) -> _SlabKey:
-    # A codec is told the dtype of its elements, so an encoded slab has one dtype only. Elements
-    # whose size does not divide the alignment of pieces would not stand at multiples of it.
+def _slab_key(item: _CutFacts) -> _SlabKey:
+    # A codec gets the dtype of its elements, so an encoded slab has only one dtype. Elements whose
+    # size does not divide the alignment of pieces would not be at multiples of their size.
     dtype, itemsize = "uint8", 1
-    if one.chain and SLAB_ALIGNMENT % one.spec.itemsize == 0:
-        dtype, itemsize = one.spec.dtype, one.spec.itemsize
+    if item.chain and SLAB_ALIGNMENT % item.spec.itemsize == 0:
+        dtype, itemsize = item.spec.dtype, item.spec.itemsize
     return _SlabKey(
-        one.group, one.role, one.chain, one.device, one.capture, dtype, itemsize, one.replicas
+        item.group, item.role, item.chain, item.device, item.capture, dtype, itemsize, item.replicas
     )
 
 
@@ -390,17 +389,17 @@ class _SlabGatherer:
         self._open: dict[_SlabKey, tuple[list[Piece], int]] = {}
         self._done: list[Chunk] = []
 
-    def take(self, number: int, one: _CutFacts) -> None:
+    def take(self, number: int, item: _CutFacts) -> None:
         """Put the object into a slab."""
-        capacity = self._sizes.encoded_slab if one.chain else self._sizes.chunk
-        key = _slab_key(one)
+        capacity = self._sizes.encoded_slab if item.chain else self._sizes.chunk
+        key = _slab_key(item)
         pieces, end = self._open.get(key, ([], 0))
         at = align_up(end, SLAB_ALIGNMENT)
-        if pieces and at + one.nbytes > capacity:
+        if pieces and at + item.nbytes > capacity:
             self._close(key, pieces, end)
             pieces, at = [], 0
-        pieces.append(Piece(number, 0, one.nbytes, at))
-        self._open[key] = (pieces, at + one.nbytes)
+        pieces.append(Piece(number, 0, item.nbytes, at))
+        self._open[key] = (pieces, at + item.nbytes)
 
     def finish(self) -> list[Chunk]:
         for key, (pieces, end) in self._open.items():
@@ -422,27 +421,27 @@ class _SlabGatherer:
         )
 
 
-def _cut(number: int, one: _CutFacts, sizes: _CutSizes) -> Iterator[Chunk]:
-    itemsize, chain, phase = one.spec.itemsize, one.chain, one.phase
+def _cut(number: int, item: _CutFacts, sizes: _CutSizes) -> Iterator[Chunk]:
+    itemsize, chain, phase = item.spec.itemsize, item.chain, item.phase
     chunk_bytes, even = sizes.chunk, sizes.even
-    if even and (not chain or one.may_stay_raw) and chunk_bytes > PAGE_BYTES:
-        chunk_bytes -= PAGE_BYTES  # with its phase a chunk is still no longer than it may be
+    if even and (not chain or item.may_stay_raw) and chunk_bytes > PAGE_BYTES:
+        chunk_bytes -= PAGE_BYTES  # so that a chunk with its phase stays within the limit
     else:
         even = False
     step = chunk_bytes - chunk_bytes % itemsize
     if not step:
         msg = f"chunk_bytes is {chunk_bytes}, less than one element of {itemsize} bytes"
         raise ConfigError(msg)
-    # No page ends between two elements of an odd size, so such chunks are copied to pages of
-    # their own.
-    encoded = chain and not one.may_stay_raw
+    # No page ends between two elements of an odd size, so such chunks are copied to their own
+    # pages.
+    encoded = chain and not item.may_stay_raw
     if PAGE_BYTES % itemsize or encoded or phase % itemsize:
         phase = 0
     start = 0
-    while start < one.nbytes:
-        stop = min(one.nbytes, start + step - (0 if even else phase))
+    while start < item.nbytes:
+        stop = min(item.nbytes, start + step - (0 if even else phase))
         piece = Piece(number, start, stop, 0)
-        yield Chunk((piece,), stop - start, phase, chain, one.capture, slab=False)
-        # The phase of the next chunk: its memory begins where that of this one ends.
+        yield Chunk((piece,), stop - start, phase, chain, item.capture, slab=False)
+        # The phase of the next chunk, whose memory begins where this chunk's ends.
         phase = (phase + stop - start) % PAGE_BYTES if even and phase else 0
         start = stop

@@ -1,7 +1,7 @@
-"""Says which chunks of a save one of several ranks writes. Sans-IO.
+"""Chooses the chunks of a save that one of several ranks writes. Sans-IO.
 
 Ranks that hold the same bytes share them: each writes one run of their chunks. Every rank decides
-alone, and all come to the same result, since their plans cut the same bytes into the same chunks.
+alone, and all get the same result, since their plans cut the same bytes into the same chunks.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
     from penstock.core.types import ObjectPath
 
 WRITER_BYTES = 64 << 20
-"""The least bytes that one of several replicas writes: fewer would make many small blobs."""
+"""The fewest bytes that one of several replicas writes: fewer would make many small blobs."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankPlaces:
-    """The places of one rank among others that cannot be known before all have met.
+    """The places of one rank among others, which it learns only when all have met.
 
     Attributes:
-        plain: Its place among those with the same structure, which hold all plain tensors alike.
-        shared: Its place among those that give the same index, of each `PerRank` with an index, by
-            its shown path; one that is not here is stored by each rank.
+        plain: Its place among ranks with the same structure, which hold equal plain tensors.
+        shared: Its place among ranks with the same index, for each `PerRank` with an index, by its
+            shown path; each rank stores a `PerRank` that is not here.
     """
 
     plain: Replica = field(default_factory=Replica)
     shared: Mapping[str, Replica] = field(default_factory=dict)
 
     def of(self, entry: StateObject) -> Replica:
-        """Return the place of this rank among those that hold the same of an object."""
+        """Return the place of this rank among those with the same data of an object."""
         if entry.replica is None:
             return self.plain
         return self.shared.get(entry.replica.place, entry.replica)
@@ -46,11 +46,11 @@ class RankPlaces:
 def among(replica: Replica, members: Collection[int]) -> Replica:
     """Return the place of a rank among those of `members` that hold the same.
 
-    Objects may be on a wider mesh than the ranks that save together: whoever is left out of these
-    holds the same, and writes nothing.
+    Objects may be on a wider mesh than the ranks that save together: the other ranks hold the same,
+    and write nothing.
 
     Args:
-        replica: The place of one of the members among all that hold the same.
+        replica: The place of a member among all ranks that hold the same.
         members: The numbers in the job of the ranks that save together.
     """
     ranks = tuple(rank for rank in replica.ranks if rank in members)
@@ -66,16 +66,15 @@ def chunks_of_rank(
     """Return the numbers of the chunks that this rank writes.
 
     Args:
-        plan: The plan of all that this rank holds, with even cuts.
-        places: The places of this rank among others. Plain values are written by the first of those
-            with the same structure. Buffers, sharded or not, are written by the first of those
-            that hold the same: each rank may have computed them from its own data, so that they
-            belong together. What ranks share of a `PerRank` is written by the
-            first of them.
-        writer_bytes: The least bytes that one of several writers gets.
+        plan: The plan of everything that this rank holds, with even cuts.
+        places: The places of this rank among others. The first rank with the same structure writes
+            plain values. The first rank that holds the same writes buffers, sharded or not: each
+            rank may have computed them from its own data, so that they belong together. The first
+            rank that shares a `PerRank` writes it.
+        writer_bytes: The fewest bytes that one of several writers gets.
 
-    Objects that may be derived are written by the rank that writes the first chunk of a master, so
-    that one rank has both. They are no part of the division: most of them take no bytes.
+    The rank that writes the first chunk of a master also writes the objects that may be derived
+    from it, so that one rank has both. They do not count in the division: most take no bytes.
     """
     groups: dict[object, list[int]] = {}
     held: dict[object, tuple[Replica, bool]] = {}  # and whether one rank writes all of it
@@ -88,7 +87,7 @@ def chunks_of_rank(
         one_writes = key[1]
         groups.setdefault(key, []).append(number)
         held.setdefault(key, (places.of(entry), one_writes))
-    found: set[int] = set()
+    mine: set[int] = set()
     for group, numbers in groups.items():
         place, one_writes = held[group]
         total = sum(plan.chunks[number].length for number in numbers)
@@ -97,22 +96,22 @@ def chunks_of_rank(
         for number in numbers:
             length = plan.chunks[number].length
             if (2 * done + length) * writers // (2 * total) == place.index:
-                found.add(number)
+                mine.add(number)
             done += length
     if leaders:
-        found.update(
+        mine.update(
             number
             for number, chunk in enumerate(plan.chunks)
-            if leaders.get(chunk.pieces[0].item) in found
+            if leaders.get(chunk.pieces[0].item) in mine
         )
-    return frozenset(found)
+    return frozenset(mine)
 
 
 def bytes_of_rank(plan: SavePlan) -> tuple[int, int]:
-    """Return the raw bytes of what ranks of equal structure hold alike, and this rank's others.
+    """Return the raw bytes that ranks of equal structure hold alike, and this rank's other bytes.
 
-    Of what it shares with the ranks of a mesh it has its part, so the others of all ranks together
-    are the bytes that are stored of these.
+    Data shared with the ranks of a mesh counts in part, so the other bytes of all ranks add up to
+    the bytes stored.
     """
     alike = others = 0
     for number, chunk in enumerate(plan.chunks):
@@ -130,8 +129,8 @@ def derivable(
 ) -> dict[int, tuple[int, ...]]:
     """Return the objects that this rank may store as derived, in the form of `SavePlan.masters`.
 
-    It writes all of the object, and all of each master, so that it has compared what is stored. If
-    the ranks differ in structure there are none: several would decide about one object.
+    This rank writes all of the object and of each master, so that it has compared the stored bytes.
+    If the ranks differ in structure there are none: several would decide about one object.
 
     Args:
         plan: As for `chunks_of_rank`.
@@ -147,20 +146,18 @@ def derivable(
         if number not in mine
         for piece in chunk.pieces
     }
-    found = {
+    own = {
         item: tuple(master for master in masters if master not in others)
         for item, masters in plan.masters.items()
         if item not in others
     }
-    return {item: masters for item, masters in found.items() if masters}
+    return {item: masters for item, masters in own.items() if masters}
 
 
 def masters_of(plan: SavePlan) -> list[tuple[ObjectPath, list[ObjectPath]]]:
-    """Return the paths of objects that may be derived, each with those of its masters."""
+    """Return the paths of objects that may be derived, each with the paths of its masters."""
     paths = [planned.entry.path for planned in plan.objects] if plan.masters else []
-    return [
-        (paths[item], [paths[one] for one in masters]) for item, masters in plan.masters.items()
-    ]
+    return [(paths[item], [paths[m] for m in masters]) for item, masters in plan.masters.items()]
 
 
 def _leaders(plan: SavePlan) -> dict[int, int]:
@@ -171,43 +168,42 @@ def _leaders(plan: SavePlan) -> dict[int, int]:
     for number, chunk in enumerate(plan.chunks):
         for piece in chunk.pieces:
             firsts.setdefault(piece.item, number)
-    found: dict[int, int] = {}
+    leaders: dict[int, int] = {}
     for item, masters in plan.masters.items():
         group = _group_of(plan.objects[item].entry)
         for master in masters:
             number = firsts[master]
-            # Of a slab its first object says to which group it belongs.
+            # The first object of a slab decides its group.
             if _group_of(_entry_of(plan, number)) == group and master not in plan.masters:
-                found[item] = number
+                leaders[item] = number
                 break
-    return found
+    return leaders
 
 
 def _group_of(entry: StateObject) -> tuple[object, bool]:
-    """Return a key of the objects that are divided together, and whether one rank writes them."""
+    """Return a key of the objects divided together, and whether one rank writes them."""
     of_one = entry.kind is Kind.VALUE or entry.role is Role.BUFFER
     return replicas_of(entry), of_one or (entry.replica is not None and bool(entry.replica.place))
 
 
 def spans_of_rank(plan: SavePlan, mine: frozenset[int]) -> dict[int, tuple[ShardSpan, ...]]:
-    """Return what a rank that writes the chunks `mine` stores of each object, by its number.
+    """Return the rectangles of each object, by its number, that a writer of chunks `mine` stores.
 
-    An object that it stores as one whole has no entry; one that it stores nothing of has an empty
-    one.
+    An object that it stores whole has no entry; an object that it does not store has an empty one.
     """
     ranges: dict[int, tuple[int, int]] = {}
     for number in sorted(mine):
         for piece in plan.chunks[number].pieces:
             first, _ = ranges.get(piece.item, (piece.start, 0))
             ranges[piece.item] = first, piece.stop
-    found: dict[int, tuple[ShardSpan, ...]] = {}
+    spans: dict[int, tuple[ShardSpan, ...]] = {}
     for item, planned in enumerate(plan.objects):
         entry = planned.entry
         start, stop = ranges.get(item, (0, 0))
         if start == 0 and stop == entry.spec.nbytes and _is_whole(entry):
             continue
-        found[item] = tuple(_spans(entry.regions, entry.spec.itemsize, start, stop))
-    return found
+        spans[item] = tuple(_spans(entry.regions, entry.spec.itemsize, start, stop))
+    return spans
 
 
 def _entry_of(plan: SavePlan, number: int) -> StateObject:
@@ -219,7 +215,7 @@ def _is_whole(entry: StateObject) -> bool:
 
 
 def _spans(regions: Sequence[Region], itemsize: int, start: int, stop: int) -> Iterator[ShardSpan]:
-    """Yield the rectangles that bytes `[start, stop)` of some regions, one by one, make up."""
+    """Yield the rectangles that make up bytes `[start, stop)` of some regions in sequence."""
     at = 0
     for region in regions:
         end = at + region.numel * itemsize

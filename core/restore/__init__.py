@@ -1,5 +1,5 @@
-"""The restore: frames into live objects, or into new ones, whole or in part.
+"""The restore: frames into live or new objects, whole or in part.
 
-Here: reading, verifying and placing one checkpoint, and falling back to an older one. Not here:
-which checkpoints exist (`catalog`). `copy`, `diff`, `reader` and the commands import it.
+Reads, verifies and places one checkpoint, and falls back to an older one. `catalog` knows which
+checkpoints exist. `copy`, `diff`, `reader` and the commands import this package.
 """

@@ -56,11 +56,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock")
 
 _FEW = 1000
-_LOOKS = 3  # at a copy that changes while it is verified
+_ATTEMPTS = 3  # to verify a copy that changes meanwhile
 
 
 class Checkpoint:
-    """One committed checkpoint; reads only what is asked for, and verifies it.
+    """One committed checkpoint; reads only what is requested, and verifies it.
 
     `keys()` are shown paths, `specs()` has shapes and dtypes; `ckpt["model/wte.weight"]` reads one
     object, `ckpt["model"]` a subtree, `read(path, region)` a part of a tensor.
@@ -83,7 +83,7 @@ class Checkpoint:
         """Open the checkpoint of `step`; reads its commit record only.
 
         Raises:
-            CheckpointNotFoundError: There is no such step; the message lists those there are.
+            CheckpointNotFoundError: There is no such step; the message lists the steps.
             DamagedError: Its commit record cannot be read.
         """
         record = Catalog(backend).record(step)
@@ -108,7 +108,7 @@ class Checkpoint:
 
     @property
     def info(self) -> CheckpointInfo:
-        """The facts that the commit record holds, and the notes that were added since."""
+        """The facts in the commit record, and the notes added since."""
         record = self._record
         notes = NotesOfRun.of(self.backend, record).read(record)
         return CheckpointInfo(
@@ -137,10 +137,10 @@ class Checkpoint:
         return self.contents.objects()
 
     def specs(self) -> Mapping[str, ObjectSpec]:
-        """Return what is known of each object without reading data, by shown path, in tree order.
+        """Return the spec of each object by shown path, in tree order, without reading data.
 
-        No tensor is built, and torch is not needed. Looking one path up reads no more of the
-        manifest than it takes to find it; iterating reads all of the manifest.
+        Builds no tensor and needs no torch. Looking one path up reads only the part of the manifest
+        that finds it; iterating reads the whole manifest.
         """
         return Specs(self.contents)
 
@@ -153,8 +153,8 @@ class Checkpoint:
     def __getitem__(self, path: str) -> Any:
         """Read one object, or the subtree below a container.
 
-        Nothing above `path` is built. So a piece of an object that its provider builds whole, such
-        as an optimizer, comes back as a dict.
+        Builds nothing above `path`. So a piece of an object that its provider builds whole, such as
+        an optimizer, is returned as a dict.
 
         Raises:
             KeyError: The checkpoint has nothing at `path`.
@@ -170,7 +170,7 @@ class Checkpoint:
         return build_new(self.opened, selection=selection, device=None, at=parts)[0]
 
     def read(self, path: str, region: Region | slice | tuple[slice, ...] | None = None) -> Any:
-        """Read a tensor, or a region of it; only the blocks that hold the region are read.
+        """Read a tensor, or a region of it; reads only the blocks that hold the region.
 
         Args:
             path: Shown path of a tensor.
@@ -181,16 +181,16 @@ class Checkpoint:
 
         Raises:
             KeyError: No object at `path`.
-            SelectionError: `path` is not a string, `region` is neither a region nor slices or does
-                not lie within the tensor, or a plain value stands at `path`.
-            DamagedError: Stored bytes are not those that were written.
+            SelectionError: `path` is not a string, `region` is neither a region nor slices or is
+                not within the tensor, or `path` is a plain value.
+            DamagedError: Stored bytes differ from those written.
         """
         record = self._record_at(path)
         spec = record.spec
         if region is None:
             return build_leaf(self.opened, record, spec, None)
         if record.kind is Kind.VALUE:
-            msg = f"{path} is a plain value, which has no regions: read it without one"
+            msg = f"{path} is a plain value, which has no regions: read it without a region"
             raise SelectionError(msg)
         region = _as_region(region, spec.shape, path)
         data = read_region(self.opened, record, region)
@@ -213,15 +213,15 @@ class Checkpoint:
             include: As for `Checkpointer.load`.
             exclude: As for `Checkpointer.load`.
             device: As for `Checkpointer.load`.
-            streamed: Whether each plain tensor comes as a `Streamed`, which reads and verifies its
-                bytes from this checkpoint when they are asked for. A tree larger than memory can
-                then be saved elsewhere, or written to files. Tied tensors are one `Streamed`. Needs
+            streamed: Whether to return each plain tensor as a `Streamed`, which reads and verifies
+                its bytes from this checkpoint on request. A tree larger than memory can then be
+                saved elsewhere, or written to files. Tied tensors are one `Streamed`. Needs
                 `device=None`.
             on_progress: As for `Checkpointer.load`.
 
         Raises:
             ConfigError: `streamed` has a device.
-            DamagedError: Stored bytes are not those that were written; names the paths.
+            DamagedError: Stored bytes differ from those written; names the paths.
             SelectionError: A pattern matches nothing.
         """
         if streamed and device is not None:
@@ -235,8 +235,8 @@ class Checkpoint:
     def read_into(self, path: str, out: Buffer, *, start: int = 0) -> None:
         """Read the bytes of a tensor from byte `start` on, and fill `out` with them.
 
-        Needs no torch, and no memory beside `out` for what is stored without a codec. The bytes are
-        those of the elements, row by row.
+        Needs no torch, and no memory besides `out` for objects stored without a codec. The bytes
+        are the elements, row by row.
 
         Args:
             path: Shown path of a tensor.
@@ -247,7 +247,7 @@ class Checkpoint:
             KeyError: No object at `path`.
             SelectionError: A plain value is at `path`, or the bytes are not whole elements of the
                 tensor.
-            DamagedError: Stored bytes are not those that were written; `out` is undefined.
+            DamagedError: Stored bytes differ from those written; `out` is undefined.
         """
         record = self._record_at(path)
         view, spec = flat_view(out), record.spec
@@ -269,16 +269,16 @@ class Checkpoint:
     ) -> VerifyReport:
         """Compare every checksum; reports all damage, not only the first.
 
-        With tiers, the copy in each of them.
+        With tiers, verifies the copy in each tier.
 
         Args:
-            deep: Read and decode every frame; else only the manifest and the blobs' sizes.
+            deep: Read and decode every frame; if not, only the manifest and the blobs' sizes.
             on_progress: Called with a `Progress` some ten times per second, never twice at once:
-                by the caller's thread when a phase begins, by one of the engine's while bytes are
-                read. Reading waits for it. What it raises is logged and goes no further.
+                by the caller's thread when a phase begins, by an engine thread while bytes are
+                read. Reading waits for it. Its exceptions are logged and dropped.
 
         Raises:
-            CheckpointGoneError: It was deleted meanwhile.
+            CheckpointGoneError: The checkpoint was deleted meanwhile.
         """
         began = time.monotonic()
         with metered(on_progress, "the verification") as meter:
@@ -293,36 +293,36 @@ class Checkpoint:
         """Verify the copy in each tier, as `verify` does; None: that tier has none.
 
         Raises:
-            CheckpointGoneError: None has one any more.
+            CheckpointGoneError: No tier has a copy any longer.
         """
-        found = [self.verify_copy(tier, meter, deep=deep) for tier in self.backend.tiers]
-        if not any(found):
+        copies = [self.verify_copy(tier, meter, deep=deep) for tier in self.backend.tiers]
+        if not any(copies):
             self.opened.check_there()
-        return found
+        return copies
 
     def verify_copy(self, tier: Tier, meter: Meter, *, deep: bool) -> CopyFound | None:
-        """Verify the copy in one tier; None: it has none.
+        """Verify the copy in one tier; None: the tier has none.
 
-        A copy may be evicted meanwhile, or brought anew: then what was read of it says nothing.
+        The copy may be evicted or copied again meanwhile, which makes the result meaningless.
         """
-        found: CopyFound | None = None
-        for _ in range(_LOOKS):
+        copy: CopyFound | None = None
+        for _ in range(_ATTEMPTS):
             before = _records_at(tier.backend, self.step)
-            found = self._look_at_copy(tier, meter, deep=deep)
-            is_bad = found is None or bool(found.damaged)
+            copy = self._verify_in(tier, meter, deep=deep)
+            is_bad = copy is None or bool(copy.damaged)
             if not is_bad or _records_at(tier.backend, self.step) == before:
                 break
-        return found
+        return copy
 
-    def _look_at_copy(self, tier: Tier, meter: Meter, *, deep: bool) -> CopyFound | None:
+    def _verify_in(self, tier: Tier, meter: Meter, *, deep: bool) -> CopyFound | None:
         try:
-            one = Checkpoint.open(
+            checkpoint = Checkpoint.open(
                 tier.backend,
                 self.step,
                 registry=self.opened.registry,
                 loader=self.opened.loader.of(tier.backend),
             )
-            copy = one._verify(meter, deep=deep)  # noqa: SLF001 - one of its own
+            copy = checkpoint._verify(meter, deep=deep)  # noqa: SLF001 - its own class
         except (CheckpointNotFoundError, CheckpointGoneError):
             return None
         except DamagedError as error:
@@ -333,10 +333,10 @@ class Checkpoint:
         self, copies: Sequence[CopyFound | None], *, deep: bool, began: float
     ) -> VerifyReport:
         """Return the report on copies; `began` is when their verification began (monotonic)."""
-        there = [copy for copy in copies if copy is not None]
+        present = [copy for copy in copies if copy is not None]
         damaged = [
             replace(damage, detail=f"in tier {copy.tier}: {damage.detail}") if copy.tier else damage
-            for copy in there
+            for copy in present
             for damage in copy.damaged
         ]
         return VerifyReport(
@@ -344,28 +344,28 @@ class Checkpoint:
             ok=not damaged,
             damaged=tuple(damaged),
             objects=self._record.objects,
-            frames=sum(copy.frames for copy in there),
-            bytes_read=sum(copy.bytes_read for copy in there),
+            frames=sum(copy.frames for copy in present),
+            bytes_read=sum(copy.bytes_read for copy in present),
             deep=deep,
             seconds=time.monotonic() - began,
-            tiers=tuple(copy.tier for copy in there if copy.tier),
-            not_decoded=tuple(sorted({why for copy in there for why in copy.not_decoded})),
-            lossy=tuple(sorted({name for copy in there for name in copy.lossy})),
-            links=tuple(dict.fromkeys(link for copy in there for link in copy.links)),
+            tiers=tuple(copy.tier for copy in present if copy.tier),
+            not_decoded=tuple(sorted({why for copy in present for why in copy.not_decoded})),
+            lossy=tuple(sorted({name for copy in present for name in copy.lossy})),
+            links=tuple(dict.fromkeys(link for copy in present for link in copy.links)),
         )
 
     def rounding(self, objects: Iterable[ObjectRecord]) -> Rounding:
         """Return which codecs of `objects` round; reads no data.
 
-        A tied object is rounded if the object that it is tied to is, as is a derived one.
+        A tied object is rounded if its owner is, and a derived object if its master is.
         """
         names: set[str] = set()
         for record in objects:
             stored = self.contents.master(self.contents.owner(record))
-            for one in self.contents.descriptions(stored):
-                chunks = (chunk for shard in one.shards for chunk in shard.chunks)
-                for number in {one.frames[chunk.frame].chain for chunk in chunks}:
-                    names.update(link.name for link in one.head.chains[number])
+            for part in self.contents.descriptions(stored):
+                chunks = (chunk for shard in part.shards for chunk in shard.chunks)
+                for number in {part.frames[chunk.frame].chain for chunk in chunks}:
+                    names.update(link.name for link in part.head.chains[number])
         is_lossless = {name: self.opened.registry.is_lossless(name) for name in sorted(names)}
         return Rounding(
             tuple(name for name, lossless in is_lossless.items() if lossless is False),
@@ -373,7 +373,7 @@ class Checkpoint:
         )
 
     def still_there(self) -> bool:
-        """Return whether the commit record still names this very checkpoint."""
+        """Return whether the commit record still names this checkpoint."""
         try:
             self.opened.check_there()
         except CheckpointGoneError:
@@ -403,7 +403,7 @@ class Checkpoint:
             for some, decode in ((whole, True), (stored, False)):
                 stats = self.opened.loader.run(some, decode=decode, progress=meter.advance)
                 frames, bytes_read = frames + stats.frames, bytes_read + stats.bytes_read
-                damaged += [Damage(*found) for found in stats.damaged]
+                damaged += [Damage(*fields) for fields in stats.damaged]
                 missing_blob |= stats.missing_blob
         if missing_blob:
             self.opened.check_there()
@@ -419,7 +419,7 @@ class Checkpoint:
         )
 
     def _damaged_links(self, damaged: Sequence[Damage]) -> Collection[LendingSave]:
-        """Return the other saves in whose blobs there is damage; else reads no commit records."""
+        """Return the other saves with damaged blobs; reads commit records only if needed."""
         named = {blob_uid(damage.blob) for damage in damaged}
         uids = [uid for uid in self._record.references if uid in named]
         records = records_newest_first(Catalog(self.backend), self.step) if uids else ()
@@ -435,7 +435,7 @@ class Checkpoint:
                 missing = True
                 continue
             if size != blob.length:
-                detail = f"has {size} bytes, {blob.length} were written"
+                detail = f"has {size} bytes, but {blob.length} were written"
                 damaged.append(Damage(blob.name, detail, blob.name))
         return missing
 
@@ -445,10 +445,10 @@ class Checkpoint:
             if self.contents.find(parts[:depth]) is not None:
                 whole = show_path(parts[:depth])
                 return KeyError(
-                    f"step {self.step} has no {path!r}: {whole} is stored as one whole; read "
+                    f"step {self.step} has no {path!r}: {whole} is stored as one object; read "
                     f"{whole!r}"
                 )
-        few = len(self) <= _FEW  # comparing with all of a million names takes too long
+        few = len(self) <= _FEW  # comparing with a million names takes too long
         return KeyError(
             f"step {self.step} has no {path!r}{nearest(path, self.keys() if few else ())}"
         )
@@ -469,7 +469,7 @@ def _lacks_codecs(job: FrameJob[CodecChain]) -> bool:
 
 
 def _records_at(backend: Backend, step: int) -> list[BlobInfo]:
-    """Return the commit records of one step; a record that was replaced has another time."""
+    """Return the commit records of one step; a replaced record has another time."""
     prefix = commit_name(step, 0).rpartition("-")[0] + "-"
     return sorted(backend.list(prefix), key=lambda info: info.name)
 
@@ -486,14 +486,14 @@ def _as_region(region: object, shape: tuple[int, ...], path: str) -> Region:
     """Return `region`, which may be slices, as offsets and sizes within `shape`.
 
     Raises:
-        SelectionError: It is neither a region nor slices, or does not lie within `shape`.
+        SelectionError: It is neither a region nor slices, or is not within `shape`.
     """
     if not isinstance(region, Region):
-        given = list(region) if isinstance(region, list | tuple) else [region]
-        slices = [one for one in given if isinstance(one, slice)]
-        if len(slices) < len(given):
+        items = list(region) if isinstance(region, list | tuple) else [region]
+        slices = [item for item in items if isinstance(item, slice)]
+        if len(slices) < len(items):
             msg = (
-                f"{region!r} is no region of {path}: give slices of the leading dimensions, such "
+                f"{region!r} is no region of {path}: pass slices of the leading dimensions, such "
                 "as (slice(0, 1),) for the first row, or a penstock.Region"
             )
             raise SelectionError(msg)
@@ -511,6 +511,6 @@ def _as_region(region: object, shape: tuple[int, ...], path: str) -> Region:
         for o, s, n in zip(region.offsets, region.sizes, shape, strict=True)
     )
     if not inside:
-        msg = f"{path} has shape {list(shape)}; the region {region} does not lie within it"
+        msg = f"{path} has shape {list(shape)}; the region {region} is not within it"
         raise SelectionError(msg)
     return region

@@ -48,7 +48,7 @@ DIFFERENT = "the ranks that saved it describe it differently"
 
 
 class AbsentChain(CodecChain):
-    """A chain whose codecs are not installed; `why` says which. It decodes nothing."""
+    """A chain whose codecs are not installed; `why` names them. It decodes nothing."""
 
     def __init__(self, why: str) -> None:
         self.codecs = ()
@@ -70,7 +70,7 @@ class Contents:
         self._known: dict[ObjectPath, ObjectRecord] = {}
 
     def objects(self) -> list[ObjectRecord]:
-        """Return every object, in the order in which the tree was described."""
+        """Return every object, in the order of the tree's description."""
         return self._all()[0]
 
     def nodes(self) -> list[NodeRecord]:
@@ -80,9 +80,9 @@ class Contents:
     def touched(self, selection: Selection) -> tuple[list[ObjectRecord], list[NodeRecord]]:
         """Return the objects and nodes that `selection` touches, in the same order.
 
-        No records are made of other objects: among a million, that takes most of the time. The
-        objects that touched ones are tied to are returned as well, and at least all nodes that
-        have a top-level key in common with a touched object.
+        Makes no records of other objects, which would take most of the time for a million objects.
+        Also returns the owners of tied objects, and at least all nodes that share a top-level key
+        with a touched object.
         """
         if self._everything is not None:
             objects, nodes = self._everything
@@ -93,7 +93,7 @@ class Contents:
         return self._touched[1]
 
     def find(self, path: ObjectPath) -> ObjectRecord | None:
-        """Return the object at `path`, found by the index, so that other sections are not read."""
+        """Return the object at `path`; uses the index, so that other sections are not read."""
         if self._everything is not None:
             if not self._known:
                 self._known = {record.path: record for record in self._everything[0]}
@@ -103,7 +103,7 @@ class Contents:
         return next(self._described(path, places), None)
 
     def _described(self, path: ObjectPath, places: Iterable[Place]) -> Iterator[ObjectRecord]:
-        """Yield the records of an object in those sections that have one."""
+        """Yield the records of an object in the sections that have one."""
         for place in places:
             record = self._in_section(place).get(path)
             if record is not None:
@@ -113,7 +113,7 @@ class Contents:
         """Return the object whose bytes a tied object shares; an untied object itself.
 
         Raises:
-            FormatError: The owner is not there, is tied itself, or is of another kind.
+            FormatError: The owner is missing, is tied itself, or is of another kind.
         """
         tied = record.same_as
         if tied is None:
@@ -124,7 +124,7 @@ class Contents:
         """Return the object that a derived object is derived from; any other object itself.
 
         Raises:
-            FormatError: The master is not there, or is no object to derive from.
+            FormatError: The master is missing, or is no object to derive from.
         """
         path = record.derived
         if path is None:
@@ -132,10 +132,10 @@ class Contents:
         return self._origin(record, path)
 
     def _origin(self, record: ObjectRecord, path: ObjectPath) -> ObjectRecord:
-        found = self.find(path)
-        if found is None or not _is_origin(found, record):
-            raise _astray([show_path(record.path)])
-        return found
+        origin = self.find(path)
+        if origin is None or not _is_origin(origin, record):
+            raise _bad_origins([show_path(record.path)])
+        return origin
 
     def _in_section(self, place: Place) -> dict[ObjectPath, ObjectRecord]:
         if place not in self._by_path:
@@ -148,13 +148,13 @@ class Contents:
     def jobs(
         self, requests: Sequence[ObjectRequest], *, absent: set[str] | None = None
     ) -> tuple[Sequence[FrameJob[CodecChain]], int]:
-        """Return the frames to read for `requests`, and the bytes that are needed of them.
+        """Return the frames to read for `requests`, and the bytes needed from them.
 
         A derived object is read from its master, and rounded on its way into the sink.
 
         Args:
-            requests: The objects to read. Without a sink, of an object that several ranks hold, the
-                shards of the part that it was found in.
+            requests: The objects to read. For an object of several ranks, a request without a sink
+                reads only the shards in its record's part.
             absent: Collects the reasons why codecs are missing. Frames of these codecs then have an
                 `AbsentChain`: their stored bytes can be verified, but not decoded.
 
@@ -174,7 +174,7 @@ class Contents:
             jobs, needed = plan_reads(wanted, partial(self._chain, absent=absent))
         for job in jobs:
             for link in job.links:
-                # Of a codec that is absent nothing gives a bound but the blob's size.
+                # For an absent codec, only the blob's size is a bound.
                 if link.chain is not None and not isinstance(link.chain, AbsentChain):
                     check_length(link.frame, link.chain, link.blob)
         return jobs, needed
@@ -182,11 +182,11 @@ class Contents:
     def descriptions(
         self, record: ObjectRecord, within: Region | None = None
     ) -> Sequence[ObjectRecord]:
-        """Return an object as each part describes it that has shards of it.
+        """Return the record of an object in each part that has shards of it.
 
         Args:
-            record: The object, as any part describes it.
-            within: Leave out parts whose shards have nothing in common with this region.
+            record: The object's record in any part.
+            within: Leave out parts whose shards do not overlap this region.
 
         Raises:
             FormatError: An index row points to a section that does not exist.
@@ -196,7 +196,7 @@ class Contents:
         return [*self._described(record.path, self._places_of(record.path, within))]
 
     def _places_of(self, path: ObjectPath, within: Region | None) -> Iterable[Place]:
-        """Return each section once that has shards of an object with elements of a region."""
+        """Return each section, once, with shards of an object that overlap a region."""
         rows = self.manifest.rows(path_hash(path))
         return dict.fromkeys(
             place
@@ -205,18 +205,18 @@ class Contents:
         )
 
     def _places(self, requests: Sequence[ObjectRequest]) -> set[Place]:
-        """Return the sections that `requests` need of objects whose rows were looked up."""
-        wanted = (one for one in requests if one.sink is not None)
-        return {place for one in wanted for place in self._places_of(one.record.path, one.region)}
+        """Return the sections that `requests` need, for objects whose rows were looked up."""
+        wanted = (r for r in requests if r.sink is not None)
+        return {place for r in wanted for place in self._places_of(r.record.path, r.region)}
 
     def everywhere(
         self, within: Mapping[ObjectPath, Collection[Region]] | None = None
     ) -> list[ObjectRecord]:
-        """Return objects as each part describes them that has shards of them.
+        """Return the records of objects in each part that has shards of them.
 
         Args:
-            within: The paths of the objects, each with regions: parts without shards that have
-                anything in common with one of these are not read. None: all objects, of all parts.
+            within: The paths of the objects, each with regions: parts without shards that overlap
+                one of these are not read. None: all objects, of all parts.
 
         Raises:
             FormatError: An index row points to a section that does not exist, or a part is damaged.
@@ -226,45 +226,45 @@ class Contents:
         wanted = {o.path: () for o in self.objects()} if within is None else within
         paths = {path_hash(path): path for path in wanted}
         table = self.manifest.find_all(paths)
-        table = table.take(np.flatnonzero(table.dims != NO_BYTES))  # of parts with bytes of them
-        found: dict[tuple[ObjectPath, tuple[int, int]], ObjectRecord] = {}
+        table = table.take(np.flatnonzero(table.dims != NO_BYTES))  # parts that have their bytes
+        records: dict[tuple[ObjectPath, tuple[int, int]], ObjectRecord] = {}
         for number, place, region in zip(
             table.hashes.tolist(), table.places(), table.regions(), strict=True
         ):
             path = paths[number]
             regions = wanted[path]
-            if (path, place) in found or not (region is None or _meets(region, regions)):
+            if (path, place) in records or not (region is None or _meets(region, regions)):
                 continue
             record = self._in_section(place).get(path)
             if record is not None:
-                found[path, place] = record
-        return list(found.values())
+                records[path, place] = record
+        return list(records.values())
 
     def _parts_of(self, request: ObjectRequest) -> Sequence[ObjectRecord]:
         record = request.record
         if request.sink is None:
             return (record,)
         parts = self.descriptions(record, request.region)
-        if any(one is not record and differ(one, record) for one in parts):
+        if any(part is not record and differ(part, record) for part in parts):
             path = show_path(record.path)
             msg = f"{path}: {DIFFERENT}"
             raise FormatError(msg, [path])
         return parts
 
     def _of_stored(self, request: ObjectRequest) -> ObjectRequest:
-        """Return the request for stored bytes that fills the sink of a request for any object."""
+        """Return the request for stored bytes that fills the sink of a request."""
         record, sink = request.record, request.sink
         if record.derived is None:
             return request
         master = self.master(record)
-        one, other = record.spec, master.spec
+        spec, stored = record.spec, master.spec
         if sink is not None:
-            sink = CastSink(sink, other, one)
-        at = request.at // one.itemsize * other.itemsize
+            sink = CastSink(sink, stored, spec)
+        at = request.at // spec.itemsize * stored.itemsize
         return ObjectRequest(master, sink, request.region, at, record.path)
 
     def check_codecs(self, head: PartHead) -> None:
-        """Check that every codec of a part is installed, and takes the stored options.
+        """Check that every codec of a part is installed, and accepts the stored options.
 
         Raises:
             PluginError: A codec is missing, or refuses its options.
@@ -273,7 +273,7 @@ class Contents:
             self._chain(head, number)
 
     def unlisted(self, objects: Sequence[ObjectRecord]) -> set[ObjectPath]:
-        """Return the values among objects of several parts that are not in the index."""
+        """Return the values among `objects` that are not in the index of several parts."""
         values = {path_hash(o.path): o.path for o in objects if o.kind is Kind.VALUE}
         if len(self.manifest.parts) == 1 or not values:
             return set()
@@ -281,12 +281,12 @@ class Contents:
         return {values[hashed] for hashed in values.keys() - set(table.hashes.tolist())}
 
     def _nodes_at(self, paths: Collection[ObjectPath]) -> list[NodeRecord]:
-        """Return the nodes at paths, of any part: nothing is below them, so no object led there."""
-        found: dict[ObjectPath, NodeRecord] = {}
+        """Return the nodes at paths, of any part. Nothing is below, so no object led there."""
+        nodes: dict[ObjectPath, NodeRecord] = {}
         for part in range(len(self.manifest.parts)) if paths else ():
             for section in self.manifest.sections(part):
-                found |= {n.path: n for n in section.nodes if n.path in paths}
-        return [*found.values()]
+                nodes |= {n.path: n for n in section.nodes if n.path in paths}
+        return [*nodes.values()]
 
     def _all(self) -> tuple[list[ObjectRecord], list[NodeRecord]]:
         if self._everything is None:
@@ -297,8 +297,8 @@ class Contents:
     def _read(self, selection: Selection | None) -> tuple[list[ObjectRecord], list[NodeRecord]]:
         """Read the objects and nodes of all sections, or of those that may hold selected ones.
 
-        Of what several parts describe, the first one counts, and no other is read. A value that the
-        index leaves out says that a rank had nothing there, where others had a container.
+        If several parts describe an object, only the first is read. A value that the index leaves
+        out means that a rank had nothing there, where others had a container.
         """
         objects: list[ObjectRecord] = []
         nodes: list[NodeRecord] = []
@@ -309,7 +309,7 @@ class Contents:
                 here += section.objects
                 above += section.nodes
             if objects or nodes:
-                here, above = _behind(objects, nodes, here, above)
+                here, above = _new_in(objects, nodes, here, above)
             objects += sorted(here, key=lambda record: record.ordinal)
             nodes += sorted(above, key=lambda node: node.ordinal)
         absent = self.unlisted(objects)
@@ -323,26 +323,26 @@ class Contents:
         """Return the sections, by part, that describe every object at least once; None: all."""
         if len(self.manifest.parts) == 1:
             return {0: None}
-        found: dict[int, set[int] | None] = {}
+        by_part: dict[int, set[int] | None] = {}
         for place in self.manifest.from_index(IndexReader.first_places):
             part, number = self.manifest.checked_place(place)
-            wanted = found.setdefault(part, set())
+            wanted = by_part.setdefault(part, set())
             assert wanted is not None
             wanted.add(number)
-        return dict(sorted(found.items()))
+        return dict(sorted(by_part.items()))
 
     def _with_owners(self, objects: list[ObjectRecord]) -> Sequence[ObjectRecord]:
-        """Return the objects, followed by those that some of them get their bytes from."""
+        """Return the objects, followed by the owners and masters that have their bytes."""
         if all(o.same_as is None and o.derived is None for o in objects):
             return objects
-        found, known = list(objects), {o.path for o in objects}
+        every, known = list(objects), {o.path for o in objects}
         for _ in range(2):  # the owner of a tied object may be derived itself
             origins = {path for o in objects for path in (o.same_as, o.derived)}
             needed = {path for path in origins - known if path is not None}
             objects = [*filter(None, map(self.find, sorted(needed)))]
-            found += objects
+            every += objects
             known |= needed
-        return found
+        return every
 
     def _chain(self, head: PartHead, number: int, absent: set[str] | None = None) -> CodecChain:
         key = (head.rank, number)
@@ -366,7 +366,7 @@ class Contents:
 
 
 def decoding_chain(records: Sequence[CodecRecord], registry: Registry) -> CodecChain:
-    """Return the codecs of a stored chain; each learns the version that wrote the frames.
+    """Return the codecs of a stored chain, each for the version that wrote the frames.
 
     Raises:
         PluginError: A codec is missing, or refuses its options or that version.
@@ -380,8 +380,7 @@ def decoding_chain(records: Sequence[CodecRecord], registry: Registry) -> CodecC
 def check_length(frame: Frame, chain: CodecChain, blob: str) -> None:
     """Check that an encoded frame is no longer than its codecs can make it.
 
-    Memory is allocated for a frame before it is read, so a damaged length must not ask for more
-    than that.
+    Memory is allocated for a frame before it is read, so a damaged length must not request more.
 
     Raises:
         FormatError: The frame is longer.
@@ -396,18 +395,18 @@ def check_length(frame: Frame, chain: CodecChain, blob: str) -> None:
 
 
 def containers(objects: Sequence[ObjectRecord], nodes: Sequence[NodeRecord]) -> set[ObjectPath]:
-    """Return the paths of nodes, and those that have objects or nodes below them."""
+    """Return the paths of nodes, and the paths with objects or nodes below them."""
     of_nodes = {node.path for node in nodes}
     return paths_above({o.path for o in objects} | of_nodes) | of_nodes
 
 
-def _behind(
+def _new_in(
     objects: Sequence[ObjectRecord],
     nodes: Sequence[NodeRecord],
     more: Sequence[ObjectRecord],
     above: Sequence[NodeRecord],
 ) -> tuple[list[ObjectRecord], list[NodeRecord]]:
-    """Return what a further part describes and no earlier one, with ordinals behind theirs."""
+    """Return what only a further part describes, with ordinals after those of earlier parts."""
     first = 1 + max([o.ordinal for o in objects] + [n.ordinal for n in nodes])
     known = {o.path for o in objects}
     known_nodes = {n.path for n in nodes}
@@ -417,10 +416,10 @@ def _behind(
     )
 
 
-def differ(one: ObjectRecord, other: ObjectRecord) -> bool:
+def differ(first: ObjectRecord, second: ObjectRecord) -> bool:
     """Return whether two parts describe one object differently."""
 
-    def told(record: ObjectRecord) -> tuple[object, ...]:
+    def traits(record: ObjectRecord) -> tuple[object, ...]:
         return (
             record.kind,
             record.spec,
@@ -430,14 +429,14 @@ def differ(one: ObjectRecord, other: ObjectRecord) -> bool:
             record.derived,
         )
 
-    return told(one) != told(other)
+    return traits(first) != traits(second)
 
 
 def check_ties(records: Sequence[ObjectRecord]) -> None:
     """Check that every tied object leads to an untied one, and every derived one to its master.
 
-    A master has bytes of its own, the float dtype that derived objects are rounded from, and the
-    same shape.
+    A master has its own bytes, the float dtype that derived objects are rounded from, and the same
+    shape.
 
     Raises:
         FormatError: Names the objects that do not.
@@ -448,15 +447,15 @@ def check_ties(records: Sequence[ObjectRecord]) -> None:
         path = record.derived if record.same_as is None else record.same_as
         if path is None:
             continue
-        by_path = by_path or {one.path: one for one in records}  # few checkpoints need it
+        by_path = by_path or {r.path: r for r in records}  # few checkpoints need it
         target = by_path.get(path)
         if target is None or not _is_origin(target, record):
             loose.append(show_path(record.path))
     if loose:
-        raise _astray(loose)
+        raise _bad_origins(loose)
 
 
-def _astray(loose: Sequence[str]) -> FormatError:
+def _bad_origins(loose: Sequence[str]) -> FormatError:
     msg = (
         f"{counted(len(loose), 'object')} tied to or derived from an object that is missing, is "
         f"tied or derived itself or is of another kind: {', '.join(loose[:8])}"
@@ -465,7 +464,7 @@ def _astray(loose: Sequence[str]) -> FormatError:
 
 
 def _is_origin(target: ObjectRecord, record: ObjectRecord) -> bool:
-    """Return whether a tied or derived object may have the bytes of `target`."""
+    """Return whether a tied or derived object may use the bytes of `target`."""
     return _is_master(target, record) if record.same_as is None else _is_owner(target, record)
 
 
@@ -475,9 +474,9 @@ def _is_owner(target: ObjectRecord, record: ObjectRecord) -> bool:
 
 
 def _is_master(target: ObjectRecord, record: ObjectRecord) -> bool:
-    def is_plain(one: ObjectRecord) -> bool:
-        spec = one.spec
-        return one.kind is Kind.TENSOR and FLOAT_DTYPES.get(spec.dtype) == spec.itemsize
+    def is_plain(candidate: ObjectRecord) -> bool:
+        spec = candidate.spec
+        return candidate.kind is Kind.TENSOR and FLOAT_DTYPES.get(spec.dtype) == spec.itemsize
 
     return (
         is_plain(target)
@@ -491,8 +490,8 @@ def _is_master(target: ObjectRecord, record: ObjectRecord) -> bool:
 
 
 def _meets(region: Region, others: Collection[Region]) -> bool:
-    """Return whether a region has elements of any of the others; if there are none, it does."""
-    dims = len(region.sizes)  # the object had others when it was saved
+    """Return whether a region overlaps any of the others; True if there are no others."""
+    dims = len(region.sizes)  # the saved object may have had other dimensions
     return not others or any(
         len(other.sizes) == dims and common_region(region, other) for other in others
     )

@@ -1,4 +1,4 @@
-"""Reads an earlier checkpoint for a save that refers to it: its frames, and single chunks.
+"""Reads frames and single chunks of an earlier checkpoint for a save that refers to it.
 
 Tested in `tests/core/save/test_bases.py`.
 """
@@ -29,7 +29,7 @@ _TOGETHER_BYTES = 64 << 20  # of a chain; each worker reads one
 
 
 class EarlierReader:
-    """Reads committed checkpoints, as far as a save refers to them. Thread-safe."""
+    """Reads what a save refers to in committed checkpoints. Thread-safe."""
 
     def __init__(self, registry: Registry) -> None:
         """Create a reader that finds codecs in `registry`."""
@@ -44,7 +44,7 @@ class EarlierReader:
         record: CommitRecord,
         within: Mapping[ObjectPath, Collection[Region]] | None = None,
     ) -> dict[ChunkKey, StoredFrame]:
-        """Return the frames of a checkpoint by the keys of their chunks: all, or those `within`.
+        """Return the frames of a checkpoint by their chunks' keys: all, or those `within`.
 
         Raises:
             DamagedError: The manifest is damaged.
@@ -59,7 +59,7 @@ class EarlierReader:
         """Read, verify and decode one chunk into `out`, which has its length.
 
         Raises:
-            DamagedError: The chunk, or a base of it, is not what was written.
+            DamagedError: The chunk, or one of its bases, differs from what was written.
             PluginError: A codec is missing.
             StorageError: The store failed.
         """
@@ -84,17 +84,17 @@ class EarlierReader:
 
 
 def _stored_bytes(backend: Backend, links: Sequence[FrameJob[CodecChain]]) -> Iterator[memoryview]:
-    """Yield the stored bytes of frames, the last first; reads as many together as may be."""
-    left = list(links)
-    while left:
-        batch = [left.pop()]
-        while left and sum(one.frame.length for one in (*batch, left[-1])) <= _TOGETHER_BYTES:
-            batch.append(left.pop())
-        memory = [memoryview(bytearray(one.frame.length)) for one in batch]
+    """Yield the stored bytes of frames, last first; reads in batches of at most 64 MiB."""
+    unread = list(links)
+    while unread:
+        batch = [unread.pop()]
+        while unread and sum(j.frame.length for j in (*batch, unread[-1])) <= _TOGETHER_BYTES:
+            batch.append(unread.pop())
+        memory = [memoryview(bytearray(job.frame.length)) for job in batch]
         backend.read(
             [
-                ReadRequest(one.blob, one.frame.offset, view)
-                for one, view in zip(batch, memory, strict=True)
+                ReadRequest(job.blob, job.frame.offset, view)
+                for job, view in zip(batch, memory, strict=True)
             ]
         )
         while memory:

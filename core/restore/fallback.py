@@ -1,7 +1,7 @@
 """Falls back to an older checkpoint when one is damaged.
 
 An attempt that meets damage may have overwritten some live objects already. The older checkpoint
-has to overwrite them all, else `restore` would report success and leave half of a newer state.
+must overwrite them all, or `restore` would report success and leave half of a newer state.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ T = TypeVar("T")
 
 
 class Candidates:
-    """The checkpoints that may be read, the newest first: each is tried until one is whole."""
+    """The checkpoints to try, newest first, until one is whole."""
 
     def __init__(self, steps: Mapping[int, Callable[[], Opened]]) -> None:
-        """Offer `steps` in their order; each comes with the function that opens it."""
-        self._left = deque(steps.items())
+        """Offer `steps` in order, each with the function that opens it."""
+        self._remaining = deque(steps.items())
         self._damage: DamagedError | None = None
         self.skipped: list[int] = []
         """The steps that were found damaged, here or by another rank."""
 
     @property
     def first(self) -> int | None:
-        """The step that is tried next; None: none is left."""
-        return self._left[0][0] if self._left else None
+        """The step to try next; None: none is left."""
+        return self._remaining[0][0] if self._remaining else None
 
     def use(self, attempt: Callable[[int, Callable[[], Opened]], T]) -> T:
         """Return the result of `attempt` for the next step that is whole.
@@ -56,16 +56,16 @@ class Candidates:
             attempt: Gets a step, and the function that opens it.
 
         Raises:
-            DamagedError: None is left; this is what the last one had.
-            CheckpointNotFoundError: There was none; or as `attempt`.
+            DamagedError: No step is left; this is the error of the last step.
+            CheckpointNotFoundError: There was no step; or as `attempt`.
         """
-        while self._left:
-            step, open_step = self._left.popleft()
+        while self._remaining:
+            step, open_step = self._remaining.popleft()
             try:
                 return attempt(step, open_step)
             except DamagedError as error:
                 self.skip(step, error)
-                if not self._left:
+                if not self._remaining:
                     raise
         if self._damage is not None:
             raise self._damage
@@ -74,8 +74,8 @@ class Candidates:
 
     def skip(self, step: int, error: DamagedError) -> None:
         """Note that a step is damaged."""
-        if self._left:
-            log.warning("step %d is damaged, taking an older one: %s", step, str(error))
+        if self._remaining:
+            log.warning("step %d is damaged, trying an older one: %s", step, str(error))
         self.skipped.append(step)
         self._damage = error
 
@@ -83,8 +83,8 @@ class Candidates:
 class Overwritten:
     """Remembers the targets in live objects that attempts at damaged checkpoints began to fill.
 
-    Targets are compared by the identity of their memory. They are held here, so that no other
-    memory gets the same identity in the meantime.
+    Compares targets by the identity of their memory. Holds them, so that no other memory gets the
+    same identity meanwhile.
     """
 
     def __init__(
@@ -105,12 +105,12 @@ class Overwritten:
         """Replace the error of an older checkpoint that does not fit, if objects are half-written.
 
         Raises:
-            RestoreError: Names them; `error` itself says that nothing was changed.
+            RestoreError: Names them; the text of `error` claims that nothing was changed.
         """
         names = self._live(self._targets)
         if names:
-            told = str(error).replace("; nothing was changed", "")
-            msg = f"{told}\nA damaged checkpoint was tried before; undefined now: {listed(names)}"
+            text = str(error).replace("; nothing was changed", "")
+            msg = f"{text}\nA damaged checkpoint was tried before; undefined now: {listed(names)}"
             raise RestoreError(msg) from error
 
     def check_left(self, earlier: Iterable[Target], filled: Iterable[Target], step: int) -> None:
@@ -122,7 +122,7 @@ class Overwritten:
         earlier = [*earlier]
         if not earlier:
             return
-        # Each attempt makes targets of its own, so they are compared by their memory.
+        # Each attempt makes its own targets, so they are compared by their memory.
         whole = {target.sink.memory for target in filled}
         names = self._live([t for t in earlier if t.sink.memory not in whole])
         if names:
@@ -133,7 +133,7 @@ class Overwritten:
             raise RestoreError(msg)
 
     def _live(self, targets: Iterable[Target]) -> list[str]:
-        """Return the shown paths of targets in live objects, not in new ones that were dropped."""
+        """Return the shown paths of targets in live objects, not in dropped new ones."""
         suspects = {t.sink.memory: t.path for t in targets if t.sink.memory is not None}
         if not suspects:
             return []
@@ -145,5 +145,5 @@ class Overwritten:
             return [*dict.fromkeys(map(show_path, suspects.values()))]
         objects = (entry for entry in tree.entries if isinstance(entry, StateObject))
         live = {piece.memory for entry in objects for piece in entry.source.pieces()}
-        left = [show_path(path) for memory, path in suspects.items() if memory in live]
-        return [*dict.fromkeys(left)]
+        shown = [show_path(path) for memory, path in suspects.items() if memory in live]
+        return [*dict.fromkeys(shown)]

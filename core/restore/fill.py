@@ -61,7 +61,7 @@ class Opened:
         allow_pickle: Whether stored pickles may be loaded.
         meter: Counts the bytes that are read.
         rank: The number of this rank among those that restore together.
-        world_size: How many there are.
+        world_size: The number of these ranks.
         others: Reads the targets together with other ranks; None: alone.
         ended: Returns whether the ranks have given up this restore: reading then ends at once.
     """
@@ -106,9 +106,10 @@ class Opened:
         return self.contents.record.step
 
     def check_there(self) -> None:
-        """Check that the commit record still names this very checkpoint.
+        """Check that the commit record still names this checkpoint.
 
-        A reader that misses a blob calls this, to tell a deleted checkpoint from a damaged one.
+        A reader that misses a blob calls this to distinguish a deleted checkpoint from a damaged
+        one.
 
         Raises:
             CheckpointGoneError: The checkpoint was deleted while it was read.
@@ -116,7 +117,7 @@ class Opened:
         try:
             if Catalog(self.backend).record(self.step).uid == self.contents.record.uid:
                 return
-        except DamagedError:  # a record that cannot be read is there: the checkpoint is damaged
+        except DamagedError:  # the record exists but cannot be read: the checkpoint is damaged
             return
         except CheckpointNotFoundError:
             pass
@@ -128,22 +129,22 @@ def room(nbytes: int) -> bytearray:
     """Allocate the memory that a checkpoint declares for an object.
 
     Raises:
-        RestoreError: The process cannot get so much memory; the declared size may be damage.
+        RestoreError: The process cannot get that much memory; the declared size may be damaged.
     """
     try:
         return bytearray(nbytes)
     except (MemoryError, OverflowError) as error:
-        msg = f"the checkpoint asks for {nbytes} bytes at once, which this process cannot get"
+        msg = f"the checkpoint needs {nbytes} bytes at once, which this process cannot get"
         raise RestoreError(msg) from error
 
 
 class BytesSink(ByteSink):
-    """A sink that collects an object's bytes in memory of its own, or in given memory."""
+    """A sink that collects an object's bytes in its own memory, or in given memory."""
 
     __slots__ = ("address", "data", "device", "memory", "nbytes")
 
     def __init__(self, memory: int | memoryview) -> None:
-        """Make a sink for so many bytes, or for `memory`, which is flat and writable."""
+        """Make a sink: `memory` is a number of bytes, or flat, writable memory."""
         self.data = memory if isinstance(memory, memoryview) else memoryview(room(memory))
         self.nbytes = self.data.nbytes
         self.device = "cpu"
@@ -161,13 +162,13 @@ class BytesSink(ByteSink):
 
 @dataclass(slots=True)
 class Tally:
-    """Counts the bytes of blobs that a restore needed, that it read, and that others have read.
+    """Counts the blob bytes that a restore needed, read, and got from other ranks.
 
     Attributes:
         needed: The bytes that it needed.
         read: The bytes that it read.
-        shared: The bytes that other ranks of this host have read, and lent.
-        received: The bytes that ranks of other hosts have read, and handed on.
+        shared: The bytes that other ranks of this host read and lent.
+        received: The bytes that ranks of other hosts read and sent.
     """
 
     needed: int = 0
@@ -176,7 +177,7 @@ class Tally:
     received: int = 0
 
     def add(self, needed: int, read: int, shared: SharedReading | None) -> None:
-        """Count another load, and what others have read for this rank; None: nothing."""
+        """Count another load, and the bytes that others read for this rank; None: none."""
         self.needed += needed
         self.read += read
         if shared is not None:
@@ -191,8 +192,8 @@ class StoredSelection:
     Attributes:
         tree: The objects, nodes and values.
         records: The stored object of each selected path, ties resolved.
-        every_path: The template's path of each object that was looked at, selected or not.
-        tally: Counts the bytes that reading the objects takes.
+        every_path: The template's path of each examined object, selected or not.
+        tally: Counts the bytes read for the objects.
     """
 
     tree: StoredTree
@@ -214,24 +215,26 @@ def read_stored(
         checkpoint: The checkpoint.
         selection: Selects objects by the template's names.
         rename: Maps stored names to the template's.
-        narrow: Leave out of the result all that the selection does not touch: the time then grows
+        narrow: Whether to omit everything that the selection does not touch: the time then grows
             with the selected objects, not with all. Stored names must be the template's.
     """
     contents = checkpoint.contents
-    found, nodes = contents.touched(selection) if narrow else (contents.objects(), contents.nodes())
-    by_path = {o.path: o for o in found}
+    objects, nodes = (
+        contents.touched(selection) if narrow else (contents.objects(), contents.nodes())
+    )
+    by_path = {o.path: o for o in objects}
     moved = rename.apply(by_path)
     records: dict[ObjectPath, ObjectRecord] = {}
     aliases: dict[ObjectPath, ObjectPath] = {}
     everything = selection.everything
-    for item in found:
+    for item in objects:
         path, tied = moved[item.path], item.same_as
         if not (everything or selection.selects(path)):
             continue
         if tied is None:
             records[path] = item
         else:
-            # The owner may lie outside of the selection, and then was not read with it.
+            # The owner may be outside the selection, and then was not read with it.
             records[path] = by_path.get(tied) or contents.owner(item)
             aliases[path] = moved.get(tied, tied)
     tally = Tally()
@@ -247,7 +250,7 @@ def read_stored(
         return read_stored(checkpoint, subtree, rename, narrow=rename.identity).tree
 
     tree = StoredTree(
-        objects=[StoredObject(moved[r.path], r.kind, r.spec, r.role, r.form) for r in found],
+        objects=[StoredObject(moved[r.path], r.kind, r.spec, r.role, r.form) for r in objects],
         nodes=[Node(rename(n.path), n.form, n.meta) for n in nodes],
         values={path: bytes(sink.data) for path, sink in sinks.items()},
         aliases=aliases,
@@ -270,7 +273,7 @@ def fill(
         checkpoint: The checkpoint.
         requests: The objects, with sinks.
         tally: Counts the bytes.
-        others: Reads together with other ranks, each of which does so once.
+        others: Reads together with other ranks; each rank does so once.
 
     Raises:
         DamagedError: Names every damaged object.
@@ -287,7 +290,7 @@ def fill(
     meter.expect(bytes_of(jobs) if shared is None else shared.bytes_expected)
 
     def advance(size_bytes: int) -> None:
-        # The others wait for this rank: to begin with an older checkpoint, or to raise with them.
+        # The others wait for this rank, to begin with an older checkpoint or to raise together.
         if checkpoint.ended():
             msg = "another rank has failed"
             raise RoundOverError(msg)
@@ -306,7 +309,7 @@ def fill(
         raise RestoreError(msg) from error
     if tally is not None:
         tally.add(needed, stats.bytes_read, shared)
-    if log.isEnabledFor(logging.DEBUG):  # counting takes a moment where there are many
+    if log.isEnabledFor(logging.DEBUG):  # counting many jobs takes a moment
         log.debug(
             "step %d: %d frames, %d encoded, in %d ranges; %d bytes needed, %d read in %.3f s",
             checkpoint.step,
@@ -325,7 +328,7 @@ def read_region(checkpoint: Opened, record: ObjectRecord, region: Region) -> mem
     """Read the bytes of `region` of a tensor, row-major; fetches only the blocks that hold them.
 
     Raises:
-        DamagedError: Stored bytes are not those that were written.
+        DamagedError: Stored bytes differ from those written.
     """
     sink = BytesSink(region.numel * record.spec.itemsize)
     fill(checkpoint, [ObjectRequest(record, sink, region)])
@@ -333,10 +336,10 @@ def read_region(checkpoint: Opened, record: ObjectRecord, region: Region) -> mem
 
 
 def read_range(checkpoint: Opened, record: ObjectRecord, start: int, out: memoryview) -> None:
-    """Read the bytes of a tensor from `start` on into `out`; both are of whole elements.
+    """Read the bytes of a tensor from `start` on into `out`; both are whole elements.
 
     Raises:
-        DamagedError: Stored bytes are not those that were written.
+        DamagedError: Stored bytes differ from those written.
     """
     spec, sink, at = record.spec, BytesSink(out), 0
     requests = []
@@ -355,7 +358,7 @@ def bytes_of(jobs: Sequence[FrameJob[CodecChain]]) -> int:
 def raise_damaged(
     checkpoint: Opened, damaged: Sequence[tuple[str, str, str]], *, missing_blob: bool
 ) -> None:
-    """Raise the error for damage that was found, `(object, detail, blob)` each.
+    """Raise the error for damage, a list of `(object, detail, blob)`.
 
     Raises:
         CheckpointGoneError: A blob is missing because the checkpoint was deleted meanwhile.
@@ -384,7 +387,7 @@ def _way_out(checkpoint: Opened, blobs: Collection[str]) -> str:
         if uids:
             return broken_chain(Catalog(checkpoint.backend), record, uids)
     except StorageError as error:
-        log.warning("the chain of step %d cannot be looked at: %s", record.step, str(error))
+        log.warning("the chain of step %d cannot be read: %s", record.step, str(error))
     return (
         "Restore an older step: `penstock verify --all` says which are whole, and "
         "`restore(on_damage='fallback')` takes the newest."

@@ -1,4 +1,4 @@
-"""Tells whether a checkpoint is complete and readable, without reading its data.
+"""Checks that a checkpoint is complete and readable, without reading its data.
 
 Tested in `tests/integration/lifecycle/test_lifecycle.py`.
 """
@@ -26,25 +26,25 @@ log = logging.getLogger("penstock")
 class Inspector:
     """Checks a newer checkpoint before older ones are deleted because of it.
 
-    A manifest is decoded once, as a reader would decode it, since its digests bind it. The lengths
-    of its files are checked by a listing each time: files may have been deleted since. Checksums of
-    the data are not compared; `verify` does that.
+    Decodes a manifest once, as a reader would, since its digests bind it. Checks the lengths of its
+    files against a listing each time, since files may have been deleted. Does not compare checksums
+    of the data; `verify` does that.
     """
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        # No lock: the save thread and the caller's thread may both use these, but by single
-        # operations, which are atomic. A manifest may be decoded by both.
+        # No lock: the save thread and the caller's thread may both use these, but only in single,
+        # atomic operations. Both may decode the same manifest.
         self._lengths: dict[tuple[str, str], Mapping[str, int]] = {}
         self._own: set[str] = set()
-        self._told: set[tuple[str, str]] = set()
+        self._warned: set[tuple[str, str]] = set()
 
     def note_own(self, uid: str) -> None:
-        """Trust the manifest of this attempt without decoding it: this process has written it."""
+        """Trust the manifest of this attempt without decoding it: this process wrote it."""
         self._own.add(uid)
 
     def is_whole(self, backend: Backend, record: CommitRecord) -> bool:
-        """Return whether one place, without tiers, has all files of this checkpoint.
+        """Return whether one place, without its tiers, has all files of this checkpoint.
 
         Raises:
             StorageError: The place does not answer.
@@ -60,11 +60,11 @@ class Inspector:
         lost = [name for name, length in lengths.items() if sizes.get(name) != length]
         if lost:
             more = f" and {len(lost) - 1} more" if lost[1:] else ""
-            self._tell(backend, record, f"missing or cut off: {lost[0]}{more}")
+            self._warn(backend, record, f"missing or cut off: {lost[0]}{more}")
         return not lost
 
     def _read(self, backend: Backend, record: CommitRecord) -> Mapping[str, int] | None:
-        """Decode the manifest; return the lengths of all files, or None if a reader would fail."""
+        """Decode the manifest; return the lengths of all files, or None if readers would fail."""
         contents = Contents(backend, record, self._registry)
         problems: list[str] = []
         try:
@@ -77,13 +77,13 @@ class Inspector:
             problems.append(str(error))
         if not problems:
             return contents.manifest.lengths()
-        self._tell(backend, record, problems[0])
+        self._warn(backend, record, problems[0])
         return None
 
-    def _tell(self, backend: Backend, record: CommitRecord, problem: str) -> None:
+    def _warn(self, backend: Backend, record: CommitRecord, problem: str) -> None:
         key = backend.url, record.uid
-        if key not in self._told:
-            self._told.add(key)
+        if key not in self._warned:
+            self._warned.add(key)
             log.warning(
                 "step %d on %s is not whole, so no older one is deleted because of it: %s. "
                 "`penstock verify` lists all damage.",

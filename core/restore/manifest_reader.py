@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Place = tuple[int, int]
-"""A section: the number of its part, and its number there."""
+"""A section: the number of its part, and its number in the part."""
 
-# Up to this length a read does not ask for the size first, which takes a store as long as the read.
-_UNASKED_BYTES = 1 << 20
+# Reads up to this length do not check the size first, which takes a store as long as the read.
+_UNCHECKED_BYTES = 1 << 20
 
-_AHEAD_BYTES = 16 << 20  # of the records in one batch
+_AHEAD_BYTES = 16 << 20  # of records in one batch
 
 
 class ManifestReader:
@@ -55,9 +55,9 @@ class ManifestReader:
     Attributes:
         record: The commit record.
         backend: The store of the checkpoint.
-        bytes_read: The bytes of records that were read.
-        heads: The heads that were read so far, by part.
-        kept: The whole sections that were read so far.
+        bytes_read: The bytes of records read so far.
+        heads: The heads read so far, by part.
+        kept: The whole sections read so far.
     """
 
     def __init__(self, backend: Backend, record: CommitRecord) -> None:
@@ -121,15 +121,15 @@ class ManifestReader:
     ) -> Iterator[Section]:
         """Yield sections of a part.
 
-        Adjacent sections are read at once. A million objects are in 500 sections, and one read for
+        Reads adjacent sections at once. A million objects are in 500 sections, and one read for
         each would be a round trip for each.
 
         Args:
             part: The number of the part.
-            selection: Leave out objects that it does not touch, and sections that have none of the
-                others, but for the first.
+            selection: Leave out objects that it does not touch, and sections without touched
+                objects, except the first.
             wanted: The numbers of the sections; default: all.
-            keep: Whether to keep sections that are whole. Not for a caller that needs each once.
+            keep: Whether to keep whole sections. Not for a caller that needs each section once.
         """
         head, name = self.head(part), self.parts[part].name
         numbers = [
@@ -140,7 +140,7 @@ class ManifestReader:
         for run in _runs(head.sections, numbers):
             start = head.sections[run[0]].offset
             data: bytes | None = None
-            # After damage each section is read again alone, from any tier that has it whole.
+            # After damage, each section is read again alone, from any tier that has it whole.
             with suppress(DamagedError):
                 last = head.sections[run[-1]]
                 data = self._fetch(name, start, last.offset + last.length - start, self.backend)
@@ -168,7 +168,7 @@ class ManifestReader:
             return decode_shards(self._fetch(name, info.offset, info.length, self.backend), head)
 
     def choices(self) -> tuple[ChoiceRecord, ...]:
-        """Return how codecs were chosen, once for each class of objects: as the first rank did."""
+        """Return how the first rank chose codecs, once for each class of objects."""
         choices: dict[str, ChoiceRecord] = {}
         for part in range(len(self.parts)):
             for choice in self.head(part).choices:
@@ -189,7 +189,7 @@ class ManifestReader:
         return self._indexes[id(backend)]
 
     def from_index(self, read: Callable[[IndexReader], T]) -> T:
-        """Return what `read` returns of the index, on any tier on which it is whole."""
+        """Return what `read` returns for the index, on any tier where the index is whole."""
         name = self.record.index.name
         return from_any_tier(self.backend, name, lambda backend: read(self.index(backend)))
 
@@ -203,7 +203,7 @@ class ManifestReader:
         return self._rows[hashed]
 
     def look_up(self, hashes: Collection[int]) -> None:
-        """Find the rows of objects at once: one by one takes ten times as long."""
+        """Find the rows of objects together: one by one takes ten times as long."""
         unknown = np.array([*set(hashes) - self._rows.keys()], np.uint64)
 
         def read(index: IndexReader) -> None:
@@ -217,7 +217,7 @@ class ManifestReader:
             self.from_index(read)
 
     def checked_place(self, place: Place) -> Place:
-        """Return the place of a section that is there.
+        """Return the place of a section that exists.
 
         Raises:
             FormatError: An index row points to a section that does not exist.
@@ -225,7 +225,7 @@ class ManifestReader:
         part, number = place
         if part >= len(self.parts) or number >= len(self.head(part).sections):
             name = self.record.index.name
-            msg = f"{name}: a shard is in section {number} of part {part}, which is not there"
+            msg = f"{name}: a shard is in section {number} of part {part}, which does not exist"
             raise FormatError(msg, [name])
         return place
 
@@ -267,14 +267,14 @@ class ManifestReader:
                 pass  # each is verified as it is read
 
     def check_borrowed(self) -> None:
-        """Compare what the heads read so far name of other saves with what the record borrows.
+        """Compare the borrowed blobs that the heads read so far name with the record's.
 
         Raises:
             FormatError: The table of borrowed blobs is damaged, or lacks one of them.
         """
         index, table = self.record.index, self.record.many_borrowed
         if table is None:
-            return  # compared as each head was read
+            return  # compared when each head was read
         start = index.length - table.length
         data = self._fetch(index.name, start, table.length, self.backend)
         with memory_permitting(index.name):
@@ -295,7 +295,7 @@ class ManifestReader:
         """
         size = self._size(name, self.backend)
         if size != length:
-            msg = f"{name} on {self.backend.url} has {size} bytes, {length} were written"
+            msg = f"{name} on {self.backend.url} has {size} bytes, but {length} were written"
             raise FormatError(msg, [name])
 
     def lengths(self) -> dict[str, int]:
@@ -317,14 +317,14 @@ class ManifestReader:
     def _fetched(
         self, wanted: Iterable[tuple[T, tuple[str, int, int]]]
     ) -> Iterator[tuple[T, bytes]]:
-        """Yield the bytes at each `(name, offset, length)`, but for those that `read_ahead` skips.
+        """Yield the bytes at each `(name, offset, length)`, except those that `read_ahead` skips.
 
-        Nothing of a batch with a missing or truncated blob is yielded.
+        Yields nothing from a batch with a missing or truncated blob.
         """
         batch: list[tuple[T, ReadRequest]] = []
         size = 0
         for key, (name, offset, length) in wanted:
-            if length > _UNASKED_BYTES:
+            if length > _UNCHECKED_BYTES:
                 continue
             if size + length > _AHEAD_BYTES:
                 yield from self._fetched_batch(batch)
@@ -345,9 +345,9 @@ class ManifestReader:
             yield key, bytes(request.target)
 
     def _fetch(self, name: str, offset: int, length: int, backend: Backend) -> bytes:
-        # A damaged record may declare any length, so a large one is compared with the size before
-        # memory is allocated. A small read that is too long fails by itself.
-        if length > _UNASKED_BYTES and offset + length > (size := self._size(name, backend)):
+        # A damaged record may declare any length, so a large length is compared with the size
+        # before memory is allocated. A small read that is too long simply fails.
+        if length > _UNCHECKED_BYTES and offset + length > (size := self._size(name, backend)):
             msg = (
                 f"{name} on {backend.url} has {size} bytes, but {offset + length} are "
                 "recorded: it was cut off"
@@ -379,17 +379,17 @@ class ManifestReader:
 def _may_hold(info: SectionInfo, number: int, selection: Selection | None) -> bool:
     """Return whether a section may hold touched objects, or the node of the root."""
     if selection is None or info.groups is None or not number:
-        return True  # the root is described first, so its node is in the first section
+        return True  # the root comes first, so its node is in the first section
     test = selection.below(())
     return test if isinstance(test, bool) else any(map(test, info.groups))
 
 
 def _runs(infos: Sequence[SectionInfo], numbers: Sequence[int]) -> Iterator[Sequence[int]]:
-    """Yield runs of adjacent sections, each short enough for one read of unasked size."""
+    """Yield runs of adjacent sections, each short enough for one read of unchecked size."""
     run: list[int] = []
     for number in numbers:
         total = infos[number].offset + infos[number].length - infos[run[0]].offset if run else 0
-        if run and (number != run[-1] + 1 or total > _UNASKED_BYTES):
+        if run and (number != run[-1] + 1 or total > _UNCHECKED_BYTES):
             yield run
             run = []
         run.append(number)

@@ -63,7 +63,7 @@ def restore_into(
 ) -> RestoreReport:
     """Restore `checkpoint` into the live objects of `state`.
 
-    Until `_fill_targets` nothing of the caller's changes: all differences are found before.
+    Nothing of the caller's changes before `_fill_targets`: all differences are found earlier.
 
     Args:
         checkpoint: The checkpoint.
@@ -71,15 +71,15 @@ def restore_into(
         selection: Selects objects of the template.
         rename: Maps stored names to the template's.
         strict: Whether missing and differing objects are errors.
-        cast: Whether stored floats may be converted into those of the template.
+        cast: Whether stored floats may be converted to the template's dtypes.
         overwritten: The targets that earlier attempts at damaged checkpoints began to fill.
-        templates: The templates of the ranks that restore together: what fits one of them fits.
+        templates: The templates of the ranks that restore together; an object need fit only one.
             None: no other rank restores with this one.
 
     Raises:
         SelectionError: A pattern matches nothing; nothing was changed.
         RestoreMismatchError: Template and checkpoint differ; nothing was changed.
-        DamagedError: Stored bytes are not those that were written.
+        DamagedError: Stored bytes differ from those written.
         RestoreError: The store failed, or an object could not be filled or assigned.
     """
     began = time.monotonic()
@@ -87,7 +87,7 @@ def restore_into(
     with collections_held:
         plan = _plan(checkpoint, state, selection, rename, cast=cast)
     stored, placement = plan.stored, plan.placement
-    # A pattern may name objects that only the template has, such as a new head to leave alone.
+    # A pattern may name objects that only the template has, such as a new head to skip.
     known = [*stored.every_path, *placement.missing, *plan.left_out]
     if templates is None:
         selection.check_used(known)
@@ -115,12 +115,12 @@ def restore_into(
     read = time.monotonic()
     meter.enter("place")
     # First: `check_left` may describe the state, and so draw random numbers. After random state is
-    # set, that would make training go on differently.
+    # set, that would change how training continues.
     check_left = partial(overwritten.check_left, earlier, placement.targets, checkpoint.step)
     placement.settle.insert(0, check_left)
     _finish(placement, checkpoint.step)
     used = {t.path for t in placement.targets} | set(placement.values)
-    # Reported in stored order, not in the order of the template.
+    # The report is in stored order, not in the order of the template.
     order = [path for path in stored.records if path in used]
     values = {show_path(p): plan.placing.restored_value(p) for p in stored.tree.values if p in used}
     return replace(
@@ -139,10 +139,10 @@ class _Plan:
     """A planned restore.
 
     Attributes:
-        stored: The stored objects that are to be read.
+        stored: The stored objects to read.
         placing: Decodes values, for the report.
         placement: The targets and the differences.
-        left_out: The paths of the template that are not selected.
+        left_out: The template's paths that are not selected.
     """
 
     stored: StoredSelection
@@ -193,7 +193,7 @@ def _narrow_first(
 ) -> _Plan:
     """Plan with the objects that the selection touches; if the plan has a flaw, with all objects.
 
-    The messages about the flaw name the nearest paths, which may not be selected.
+    Messages about the flaw name the nearest paths, which may not be selected.
     """
     if selection.narrows and rename.identity:
         stored = read_stored(checkpoint, selection, rename, narrow=True)
@@ -240,8 +240,8 @@ def build_new(
         checkpoint: The checkpoint.
         selection: Selects stored objects.
         device: The device of the tensors; None is the CPU.
-        named_optimizers: Whether state of optimizers is built by names instead of numbers.
-        streamed: Whether plain tensors are built as `Streamed`, whose bytes are not read yet.
+        named_optimizers: Whether optimizer state is built by names instead of numbers.
+        streamed: Whether plain tensors are built as `Streamed`, whose bytes are read later.
         at: The path to build and return, instead of the whole tree.
 
     Returns:
@@ -249,7 +249,7 @@ def build_new(
 
     Raises:
         RestoreMismatchError: The checkpoint lacks something that the selection needs.
-        DamagedError: Stored bytes are not those that were written.
+        DamagedError: Stored bytes differ from those written.
     """
     began = time.monotonic()
     with collections_held:
@@ -292,10 +292,10 @@ def _plan_new(
         placing = _placing(checkpoint, stored.tree, selection.selects)
         placing.named_optimizers = named_optimizers
         if streamed:
-            placing.streamed = lambda one: Streamed(
-                one.spec.dtype,
-                one.spec.shape,
-                partial(read_range, checkpoint, stored.records[one.path]),
+            placing.streamed = lambda tensor: Streamed(
+                tensor.spec.dtype,
+                tensor.spec.shape,
+                partial(read_range, checkpoint, stored.records[tensor.path]),
             )
         return _Plan(stored, placing, placing.rebuild_tree(device=device, at=at))
 
@@ -309,7 +309,7 @@ def _report(
     *,
     times: tuple[float, float, float],
 ) -> RestoreReport:
-    """Return the report on objects that were built; one on a template adds what that differs in."""
+    """Return the report on built objects; a restore into a template adds the differences."""
     began, planned, read = times
     now = time.monotonic()
     return RestoreReport(
@@ -341,7 +341,7 @@ def build_leaf(
     spec: TensorSpec,
     data: memoryview | None,
 ) -> Any:
-    """Build one object from `data`, its bytes; None reads them."""
+    """Build one object from its bytes in `data`; None: read them."""
     path = record.path[-1:]
     values = {}
     if record.kind is Kind.VALUE:
@@ -370,7 +370,7 @@ def _read_overlapping(
 ) -> dict[int, memoryview]:
     """Read the bytes of targets that share memory; return them by the identity of their sinks.
 
-    They are read into other memory, and compared there before anything is changed.
+    Reads them into other memory, and compares them there before anything is changed.
 
     Raises:
         RestoreMismatchError: The stored bytes disagree about the shared memory.
@@ -397,17 +397,17 @@ def _read_overlapping(
 def _requests(stored: StoredSelection, target: Target, sink: ByteSink) -> Sequence[ObjectRequest]:
     """Return the requests that fill `sink`, whose elements have the dtype of `target`.
 
-    They are for the whole object, or for the rectangles of it that this rank holds.
+    They read the whole object, or the rectangles that this rank holds.
     """
     record, regions = stored.records[target.path], target.regions
     spec, into = record.spec, sink
-    if spec.dtype != target.spec.dtype:  # only with `cast`: else it would be a difference
+    if spec.dtype != target.spec.dtype:  # only with `cast`: otherwise it is a difference
         into = CastSink(sink, spec, target.spec)
     if regions == (Region.whole(spec.shape),):
         return [ObjectRequest(record, into)]
-    found, at = [], 0
+    requests, at = [], 0
     for region in regions:
-        found.append(ObjectRequest(record, into, region, at))
+        requests.append(ObjectRequest(record, into, region, at))
         at += region.numel * spec.itemsize
     if at != into.nbytes:
         msg = (
@@ -415,11 +415,11 @@ def _requests(stored: StoredSelection, target: Target, sink: ByteSink) -> Sequen
             f"{into.nbytes}; the provider of this template broke its contract"
         )
         raise PluginError(msg)
-    return found
+    return requests
 
 
 def _cast(targets: Iterable[Target], stored: StoredSelection) -> tuple[Cast, ...]:
-    """Return the targets that another dtype is converted into."""
+    """Return the targets that are filled from another dtype."""
     specs = {target.path: target.spec for target in targets}
     return tuple(
         Cast(show_path(path), there, spec.dtype)
@@ -434,7 +434,7 @@ def _fill_targets(
     stored: StoredSelection,
     aside: Mapping[int, memoryview],
 ) -> None:
-    """Fill every target; tied ones share a sink, so their bytes are read once."""
+    """Fill every target; tied targets share a sink, so their bytes are read once."""
     unique = {id(t.sink): t for t in placement.targets}
     with collections_held:
         _each(unique.values(), lambda target: target.sink.opened())
@@ -456,7 +456,7 @@ def _fill_targets(
 
 
 def _each(targets: Iterable[Target], act: Callable[[Target], None]) -> None:
-    """Call `act` with each target; an error of its sink is raised as ours and names both."""
+    """Call `act` with each target; raise an error of its sink as ours, naming both."""
     target: Target | None = None
     try:
         for target in targets:
@@ -475,7 +475,7 @@ def _each(targets: Iterable[Target], act: Callable[[Target], None]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Unequal:
-    """The objects that the restore leaves alone, of the template and of the checkpoint."""
+    """The objects of the template and of the checkpoint that the restore leaves alone."""
 
     missing: Sequence[ObjectPath]
     unexpected: Sequence[ObjectPath]
@@ -487,17 +487,17 @@ class _Unequal:
 def _compare(placement: Placement, stored: StoredSelection, *, strict: bool, step: int) -> _Unequal:
     missing, problems = placement.missing, placement.problems
     used = {t.path for t in placement.targets} | set(placement.values)
-    told = {difference.path for difference in placement.differences} | {*placement.passed_over}
+    reported = {d.path for d in placement.differences} | {*placement.passed_over}
     rest = [path for path in stored.records if path not in used]
-    # A difference is reported once, so its paths are not listed as unexpected as well.
-    unexpected = [path for path in rest if not told or not _is_below(path, told)]
+    # A difference is reported once, so its paths are not also listed as unexpected.
+    unexpected = [path for path in rest if not reported or not _is_below(path, reported)]
     skipped = [] if strict else [d for d in placement.differences if d.skippable]
     forgiven = {sentence for difference in skipped for sentence in difference.sentences}
     advised = _advised(placement.differences)
     problems = [advised.get(text, text) for text in problems if text not in forgiven]
     if skipped:
         # A state by number has an entry for each parameter in order, so a skipped parameter cannot
-        # be taken out of it: another one would get the moments of the wrong shape.
+        # be removed: another parameter would get moments of the wrong shape.
         problems += [
             f"{show_path(path)} loads the state of all parameters by their numbers, so it cannot "
             f"be restored while {show_path(skipped[0].path)} is left out: exclude it"
@@ -508,7 +508,7 @@ def _compare(placement: Placement, stored: StoredSelection, *, strict: bool, ste
         raise _mismatch(problems, lacking, step, unexpected=unexpected)
     if skipped:
         log.warning(
-            "step %d differs from the template in %s, left as it is here: %s",
+            "step %d differs from the template in %s, left unchanged: %s",
             step,
             counted(len(skipped), "place"),
             listed([f"{show_path(d.path)} ({d.stored} stored, {d.here} here)" for d in skipped]),
@@ -522,7 +522,7 @@ def _check_common(unequal: _Unequal, step: int) -> None:
     if unequal.idle:
         msg = (
             f"nothing to restore from step {step}: template and checkpoint have nothing in common "
-            "within the selection. Look at include, exclude and rename, and at the keys of the "
+            "within the selection. Check include, exclude and rename, and the keys of the "
             "template."
         )
         raise RestoreMismatchError(msg, [msg])
@@ -537,7 +537,7 @@ def _judge(
     *,
     step: int,
 ) -> None:
-    """Check that what does not fit this template fits that of another rank.
+    """Check that parts that do not fit this template fit another rank's.
 
     Raises:
         SelectionError: A pattern matches nothing on any rank.
@@ -555,14 +555,14 @@ def _judge(
     )
     judged = templates.judge(fit)
     if judged.unused:
-        wrong = [patterns[number] for number in judged.unused]
-        raise SelectionError("; ".join(nothing_for(pattern, known) for pattern in wrong))
+        unmatched = [patterns[number] for number in judged.unused]
+        raise SelectionError("; ".join(nothing_for(pattern, known) for pattern in unmatched))
     if judged.idle:
         _check_common(unequal, step)
 
 
 def warn_of_unexpected(step: int, shown: Sequence[str]) -> None:
-    """Warn of the objects of a checkpoint that the template lacks, by their shown paths."""
+    """Warn about the objects of a checkpoint that the template lacks, by their shown paths."""
     if shown:
         log.warning(
             "step %d has %s that the template lacks, not restored: %s",
@@ -578,16 +578,16 @@ def _is_below(path: ObjectPath, roots: Collection[ObjectPath]) -> bool:
 
 def _advised(differences: Iterable[Difference]) -> dict[str, str]:
     """Return the sentences about differences that have advice, with the advice added."""
-    found = {}
+    advised = {}
     for each in differences:
         leave = "strict=False leaves it alone" if each.skippable else ""
         advice = "; ".join(filter(None, [each.advice, leave]))
         if advice:
-            found[each.sentences[-1]] = f"{each.sentences[-1]} ({advice})"
-    return found
+            advised[each.sentences[-1]] = f"{each.sentences[-1]} ({advice})"
+    return advised
 
 
-def _way(tied: ObjectPath | None) -> str:
+def _remedy(tied: ObjectPath | None) -> str:
     if tied is None:
         return "strict=False leaves it alone"
     return f"with strict=False it is restored as {show_path(tied)}, the same tensor here"
@@ -603,7 +603,10 @@ def _mismatch(
 ) -> RestoreMismatchError:
     every = [
         *problems,
-        *(f"{show_path(p)}: not in the checkpoint ({_way(tied)})" for p, tied in missing.items()),
+        *(
+            f"{show_path(p)}: not in the checkpoint ({_remedy(tied)})"
+            for p, tied in missing.items()
+        ),
     ]
     more = f"\n  ... and {len(every) - _SHOWN} more" if len(every) > _SHOWN else ""
     msg = (

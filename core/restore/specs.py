@@ -1,4 +1,4 @@
-"""The specs of the objects of a checkpoint, from its manifest alone: shapes, dtypes, storage."""
+"""The specs of a checkpoint's objects, from its manifest alone: shapes, dtypes, storage."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Storage(NamedTuple):
     Attributes:
         shards: The rectangles in which it is stored, each once.
         codecs: The codecs of its frames, in the order of encoding.
-        bytes_stored: Its bytes in the blobs of the checkpoint itself. Of a slab, which holds
-            several objects, it has its share.
-        bytes_borrowed: The same of blobs of other saves: frames that it shares, and those that its
-            own frames are encoded against.
+        bytes_stored: Its bytes in the blobs of the checkpoint itself. A slab's bytes are divided
+            among its objects.
+        bytes_borrowed: The same in blobs of other saves: shared frames, and frames that its own
+            frames are encoded against.
     """
 
     shards: tuple[Region, ...]
@@ -38,16 +38,16 @@ class Storage(NamedTuple):
 
 
 def storage_of(record: ObjectRecord, contents: Contents) -> Storage:
-    """Return how an object is stored, as the manifest says."""
+    """Return how an object is stored, from the manifest."""
     shards: dict[Region, None] = {}
     codecs: dict[str, None] = {}
     stored = borrowed = 0
-    for one in contents.descriptions(record):
-        head, frames = one.head, one.frames
-        shards |= dict.fromkeys(shard.region for shard in one.shards)
-        # Bytes of the object in each frame: a slab's stored bytes are shared out among its objects.
+    for part in contents.descriptions(record):
+        head, frames = part.head, part.frames
+        shards |= dict.fromkeys(shard.region for shard in part.shards)
+        # Bytes of the object in each frame: a slab's stored bytes are divided among its objects.
         used: dict[int, int] = defaultdict(int)
-        for chunk in (chunk for shard in one.shards for chunk in shard.chunks):
+        for chunk in (chunk for shard in part.shards for chunk in shard.chunks):
             used[chunk.frame] += chunk.stop - chunk.start
             codecs |= dict.fromkeys(link.name for link in head.chains[frames[chunk.frame].chain])
         for number, size in used.items():
@@ -65,9 +65,9 @@ class Rounding:
     """The codecs of some objects that may have changed their values.
 
     Attributes:
-        lossy: Names of the lossy codecs, sorted: values are as these have rounded them.
-        unknown: Names of the codecs that are not installed, or cannot be loaded, sorted: whether
-            they round is not known.
+        lossy: Names of the lossy codecs, which have rounded values; sorted.
+        unknown: Names of the codecs that are not installed or cannot be loaded, so that nobody
+            knows whether they round; sorted.
     """
 
     lossy: tuple[str, ...] = ()
@@ -75,7 +75,7 @@ class Rounding:
 
     @property
     def lossless(self) -> bool | None:
-        """Whether the values are exactly those that were saved; None: that is not known."""
+        """Whether the values are exactly those that were saved; None: unknown."""
         if self.lossy:
             return False
         return None if self.unknown else True
@@ -85,17 +85,17 @@ class Rounding:
 class ObjectSpec:
     """One object of a checkpoint: what it is, and how it is stored. Reads no data.
 
-    `shards`, `codecs`, `bytes_stored` and `bytes_borrowed` are looked up in the manifest each time
-    that they are asked for. Of a tied or derived object, which has no bytes, they are empty or 0.
+    `shards`, `codecs`, `bytes_stored` and `bytes_borrowed` are read from the manifest on each
+    access. For a tied or derived object, which has no bytes, they are empty or 0.
 
     Attributes:
         path: The path, as a tuple.
         kind: `"tensor"` or `"value"`.
         form: What it is built as: `"tensor"`, `"ndarray"`, `"json"`, or a form of a plugin.
         role: `"parameter"`, `"buffer"`, `"optimizer"` or `"other"`.
-        dtype: The name of the dtype, such as `"bfloat16"`; of a value `"uint8"`.
-        shape: The shape of the whole tensor; of a value the number of its bytes.
-        bytes_raw: The bytes of its elements; 0 if it is tied, since those count at the other path.
+        dtype: The name of the dtype, such as `"bfloat16"`; for a value `"uint8"`.
+        shape: The shape of the whole tensor; for a value its number of bytes.
+        bytes_raw: The bytes of its elements; 0 if it is tied, since they count at the other path.
         same_as: The shown path of the object that it is tied to; None if it is not tied.
         derived: The shown path of the master that it is rounded from; None if it is not derived.
     """
@@ -124,17 +124,17 @@ class ObjectSpec:
 
     @property
     def bytes_stored(self) -> int:
-        """Its bytes in the blobs of this checkpoint; of a blob's shared frames, its share."""
+        """Its bytes in the blobs of this checkpoint; of a slab's bytes, its share."""
         return storage_of(self._record, self._contents).bytes_stored
 
     @property
     def bytes_borrowed(self) -> int:
-        """Its bytes in the blobs of other saves, which the checkpoint needs as well."""
+        """Its bytes in the blobs of other saves, which the checkpoint also needs."""
         return storage_of(self._record, self._contents).bytes_borrowed
 
 
 class Specs(Mapping[str, ObjectSpec]):
-    """The specs of all objects by shown path, in tree order; each is made when it is asked for.
+    """The specs of all objects by shown path, in tree order; each is made on access.
 
     Looking one path up reads the index and one section. Iterating reads the whole manifest.
     """
@@ -147,11 +147,11 @@ class Specs(Mapping[str, ObjectSpec]):
         """Return the spec of the object at `path`.
 
         Raises:
-            KeyError: No object is there. A container, which holds objects, is none.
+            KeyError: No object is there. A container is not an object.
         """
         try:
             record = self._contents.find(parse_path(path)) if isinstance(path, str) else None
-        except SelectionError:  # the text is the shown form of no path
+        except SelectionError:  # the text is not a shown path
             record = None
         if record is None:
             raise KeyError(path)

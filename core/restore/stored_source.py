@@ -1,4 +1,4 @@
-"""Sources whose bytes are stored objects, read a chunk at a time while they are captured.
+"""Sources whose bytes are stored objects, read chunk by chunk during the capture.
 
 Tested in `tests/integration/lifecycle/test_copy.py`.
 """
@@ -39,7 +39,7 @@ class StoredSource(ByteSource):
         return None
 
     def is_rounded(self, other: ByteSource, /) -> bool:
-        """Return whether the stored object is derived from that other one."""
+        """Return whether the stored object is derived from the other."""
         return isinstance(other, StoredSource) and other.record.path == (self.record.derived)
 
     def copy_out(self, start: int, out: memoryview, /) -> PendingCopy | None:
@@ -58,7 +58,7 @@ class StoredReader:
         self._held: dict[ObjectPath, BytesSink] = {}
 
     def read_together(self, plan: SavePlan) -> None:
-        """Note the objects that share a slab: one request to the store for each takes too long."""
+        """Note the objects that share a slab: a request to the store for each takes too long."""
         for chunk in plan.chunks:
             if chunk.slab:
                 sources = (plan.objects[piece.item].entry.source for piece in chunk.pieces)
@@ -69,7 +69,7 @@ class StoredReader:
         """Fill `out` with the object's bytes from `start` on.
 
         Raises:
-            DamagedError: The stored bytes are not those that were written.
+            DamagedError: The stored bytes differ from those written.
         """
         path = record.path
         slab = self._slabs.get(path)

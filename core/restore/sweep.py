@@ -44,14 +44,14 @@ _SHOWN_FLAWS = 4
 
 
 def check_cover(manifest: ManifestReader) -> None:
-    """Check that the parts describe each object alike, and have each of its elements.
+    """Check that the parts agree about each object, and have all of its elements.
 
     Raises:
         FormatError: They do not, or a part is damaged; names the first objects.
     """
     step = manifest.record.step
     if manifest.record.world_size == 1:
-        return  # a section with an object that is not one whole shard cannot be read
+        return  # reading a section fails unless each of its objects is one whole shard
     with memory_permitting(f"step {step}"):
         parts = range(len(manifest.parts))
         sections = (section for part in parts for section in manifest.sections(part))
@@ -65,14 +65,14 @@ def check_cover(manifest: ManifestReader) -> None:
 def sweep(
     contents: Contents, damage: Callable[[str, str], None]
 ) -> tuple[list[PartHead], list[ObjectRecord]]:
-    """Read every record of the manifest; report the damage of each instead of stopping.
+    """Read every record of the manifest; report each damage instead of stopping.
 
     Args:
         contents: The checkpoint.
-        damage: Called with the record's name and a sentence on the damage.
+        damage: Called with the record's name and a sentence about the damage.
 
     Returns:
-        The heads and the untied objects that can be read.
+        The readable heads and untied objects.
     """
     manifest, index = contents.manifest, contents.record.index
     heads: list[PartHead] = []
@@ -102,8 +102,8 @@ def sweep(
     absent: set[ObjectPath] = set()
     with _reported(index.name, damage):
         absent = _check_paths(contents, objects, damage)
-    # A lookup of one path relies on the index, a full read on the sections: an index that lacks a
-    # path would hide the object from some readers only.
+    # A lookup of one path relies on the index, a full read on the sections: a path missing from
+    # the index would hide the object from some readers only.
     if parts and len(tables) == len(parts):
         with _reported(index.name, damage):
             tables = [table.without(map(path_hash, absent)) for table in tables]
@@ -159,7 +159,7 @@ def _check_paths(
 ) -> set[ObjectPath]:
     """Report objects that have others below them; return the values that count as absent.
 
-    These are not in the index, and no reader sees them.
+    Absent values are not in the index, and no reader sees them.
     """
     nodes = [node for section in contents.manifest.kept.values() for node in section.nodes]
     both = containers(objects, nodes) & {o.path for o in objects}
@@ -177,7 +177,7 @@ def _index_over(manifest: ManifestReader, tables: Sequence[ShardTable]) -> Index
 
 
 def _flaws(described: Iterable[ObjectRecord]) -> Iterator[tuple[str, str]]:
-    """Yield objects that the parts describe differently, or do not hold as a whole."""
+    """Yield objects that the parts describe differently or do not hold whole."""
     by_path: dict[ObjectPath, list[ObjectRecord]] = {}
     for record in described:
         by_path.setdefault(record.path, []).append(record)

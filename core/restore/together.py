@@ -1,4 +1,4 @@
-"""Restores one checkpoint on all ranks of a job: all of them return, or all of them raise."""
+"""Restores one checkpoint on all ranks of a job: either all ranks return, or all raise."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ log = logging.getLogger("penstock")
 
 T = TypeVar("T")
 
-# A rank that finds damage begins its cause with this: the others then know that the next older
-# checkpoint may be tried.
+# A rank that finds damage begins its cause with this, so that the others know that they may try
+# the next older checkpoint.
 _DAMAGED = "found damage: "
 
-_MOST_SKIPPED = 64  # steps that rank 0 tells of; the word of rank 0 has a limit
+_MOST_SKIPPED = 64  # steps that rank 0 posts; the post of rank 0 has a limit
 
-# Errors of rank 0 that all ranks raise as they are: a job that starts from scratch where there is
-# no checkpoint has to do so on every rank.
+# Errors of rank 0 that all ranks raise unchanged: a job that starts from scratch when there is no
+# checkpoint must do so on every rank.
 _ALIKE: tuple[type[PenstockError], ...] = (
     CheckpointGoneError,
     CheckpointNotFoundError,
@@ -66,29 +66,29 @@ _PAST = {"restore": "restored", "load": "loaded"}
 _LAST = frozenset(
     {Step.DONE, Step.CLEAN_UP, Step.KEEP, Step.REPORT_STOPPED, Step.REPORT_UNKNOWN, None}
 )
-"""The steps behind which a round has no further ones; None: it has ended without any."""
+"""The steps that end a round; None: it ended without any."""
 
 
 @dataclass(slots=True)
 class RestoreTogether(Generic[T]):
-    """The part of one rank in a restore, or a load, of all ranks.
+    """One rank's side of a restore, or a load, by all ranks.
 
-    Rank 0 chooses the checkpoint, and each rank plans and reads by itself. Where damage may be
-    answered with an older checkpoint, all ranks continue with that one together.
+    Rank 0 chooses the checkpoint, and each rank plans and reads separately. If damage may lead to
+    an older checkpoint, all ranks continue with that one together.
 
     Attributes:
         group: The ranks.
         verb: `restore` or `load`.
-        step: What this rank was called for: all ranks have to be called for the same.
-        fallback: Whether damage leads to the next older checkpoint; the same on all ranks, too.
+        step: The step that this rank was called for; must be equal on all ranks.
+        fallback: Whether damage leads to the next older checkpoint; must be equal, too.
         candidates: Returns the checkpoints to try; called on rank 0.
-        follow: Opens what rank 0 has chosen, by step and uid; called on the others.
+        follow: Opens the checkpoint that rank 0 chose, by step and uid; called on the others.
         attempt: Restores an open checkpoint on this rank.
-        templates: The templates of all ranks, which `attempt` asks; None: there are none.
-        tell: Returns what rank 0 learns of the result of `attempt`, in at most some KiB.
-        sharing: What the ranks read once and hand on; that of rank 0 counts.
+        templates: The templates of all ranks, for `attempt`; None: there are none.
+        tell: Returns what rank 0 learns about the result of `attempt`, at most some KiB.
+        sharing: What the ranks read once and share; rank 0's counts.
         network: The network between hosts, as in `JobReading`.
-        told: On rank 0, after `run`: what the others have posted, by rank.
+        told: On rank 0, after `run`: the posts of the others, by rank.
     """
 
     group: RankGroup
@@ -105,12 +105,12 @@ class RestoreTogether(Generic[T]):
     network: str | None
     told: Mapping[int, Mapping[str, Any]] = field(default_factory=dict, init=False)
     _asked: Mapping[str, Any] = field(init=False)
-    _found: Candidates | None = field(default=None, init=False)
+    _tried: Candidates | None = field(default=None, init=False)
     _chosen: Opened | None = field(default=None, init=False)
     _session: RankSession[RestoreRound] | None = field(default=None, init=False)
     _error: BaseException | None = field(default=None, init=False)
-    _refused: int | None = field(default=None, init=False)  # rank 0's step, where calls differ
-    # On what is undefined where the others have failed.
+    _refused: int | None = field(default=None, init=False)  # rank 0's step, if calls differ
+    # About objects that are undefined because another rank failed.
     _notes: Sequence[str] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
@@ -125,16 +125,16 @@ class RestoreTogether(Generic[T]):
         """Restore on this rank, and wait until all have restored the same checkpoint.
 
         Args:
-            number: The number of the first round; further ones are taken where it needs them.
+            number: The number of the first round; further rounds get new numbers.
             called_s: When this rank was called to restore, on the monotonic clock; None: now.
 
         Returns:
-            What `attempt` has returned, and the damaged steps that were skipped.
+            The result of `attempt`, and the damaged steps that were skipped.
 
         Raises:
-            RankError: Another rank failed, died or stood still; names it, its host and the cause.
+            RankError: Another rank failed, died or hung; names it, its host and the cause.
             CoordinationError: This rank has restored, but cannot learn whether all have.
-            PenstockError: This rank failed, or there is nothing that rank 0 could restore.
+            PenstockError: This rank failed, or rank 0 has nothing to restore.
         """
         while True:
             round_ = RestoreRound(
@@ -151,73 +151,73 @@ class RestoreTogether(Generic[T]):
                 self.templates.begin(session)
             session.start()
             try:
-                found = self._go_through(session)
+                result = self._run_round(session)
             except BaseException as error:
                 self._fail(session, error)
                 raise
             finally:
                 session.finish()  # after its last post: the process may end when this returns
                 self._session = None
-            if found is not None:
-                return found
+            if result is not None:
+                return result
             number = self.group.next_number()
 
     def listen(self, on_progress: Callable[[Progress], None] | None) -> Callable[[Progress], None]:
         """Return a callback that reports progress to the others, then calls the user's."""
         user = Listener(on_progress, f"the {self.verb}")
 
-        def told(progress: Progress) -> None:
+        def report(progress: Progress) -> None:
             if (session := self._session) is not None:
                 done, total = progress.bytes_done, progress.bytes_total
                 session.tell(lambda round_: round_.moved(done, total))
             user(progress)
 
-        return told
+        return report
 
-    def _go_through(self, session: RankSession[RestoreRound]) -> tuple[T, tuple[int, ...]] | None:
+    def _run_round(self, session: RankSession[RestoreRound]) -> tuple[T, tuple[int, ...]] | None:
         """Take the steps of one round; return None if all continue with an older checkpoint."""
         round_ = session.round
-        found: list[T] = []
-        if self._error is not None:  # of the round before, which ended by damage elsewhere
+        results: list[T] = []
+        if self._error is not None:  # from the last round, which ended by damage elsewhere
             self._fail(session, self._error)
         elif self.group.place.rank == 0:
             self._lead(session)
         while (step := session.next_step()) not in _LAST:
             if step is Step.WORK:
-                self._work(session, found)
+                self._work(session, results)
         if step is Step.DONE:
             self.told = round_.others.parts
             if self.templates is not None:
                 self.templates.end()
-            return found[0], tuple(round_.terms["skipped"])
-        if step in {Step.CLEAN_UP, Step.KEEP} and self._may_go_on(round_):
+            return results[0], tuple(round_.terms["skipped"])
+        if step in {Step.CLEAN_UP, Step.KEEP} and self._falls_back(round_):
             return None
-        error = self._error or self._failure(step, session, restored=bool(found))
+        error = self._error or self._failure(step, session, restored=bool(results))
         for note in self._notes:
             error.add_note(note)
         raise error
 
     def _lead(self, session: RankSession[RestoreRound]) -> None:
         try:
-            if self._found is None:
-                self._found = self.candidates()
-            self._chosen = self._found.use(lambda _, open_step: open_step())
+            if self._tried is None:
+                self._tried = self.candidates()
+            self._chosen = self._tried.use(lambda _, open_step: open_step())
             record = self._chosen.contents.record
             terms = {
                 **self._asked,
                 "sharing": self.sharing,
                 "step": record.step,
                 "uid": record.uid,
-                "skipped": self._found.skipped[-_MOST_SKIPPED:],
+                "skipped": self._tried.skipped[-_MOST_SKIPPED:],
             }
             session.tell(lambda round_: round_.go(terms))
-        except Exception as error:  # noqa: BLE001 - raised when all others know of it
+        except Exception as error:  # noqa: BLE001 - raised when all others know
             self._error = error
             reason = f"{type(error).__name__}: {error}"
             session.tell(lambda round_: round_.refuse(reason))
 
     def _disagreement(self, terms: Mapping[str, Any]) -> str:
-        """Return how the call of this rank differs from that of rank 0; empty if it does not."""
+        """Return how this rank's call differs from rank 0's; empty if it does not."""
         for key, what in _TO_BE_EQUAL.items():
             here, there = self._asked[key], terms.get(key)
             if here != there:
@@ -225,7 +225,7 @@ class RestoreTogether(Generic[T]):
                 return f"was called for {what}{here}, but rank 0 for {what}{there}"
         return ""
 
-    def _work(self, session: RankSession[RestoreRound], found: list[T]) -> None:
+    def _work(self, session: RankSession[RestoreRound], results: list[T]) -> None:
         round_ = session.round
         self._notes = ()
         try:
@@ -233,16 +233,16 @@ class RestoreTogether(Generic[T]):
             if chosen is None:
                 chosen = self.follow(round_.terms["step"], round_.terms["uid"])
             chosen = replace(chosen, ended=lambda: session.has_news)
-            # As rank 0 says it: ranks that do not agree would wait for each other in vain.
+            # Rank 0's value: ranks that disagree would wait for each other in vain.
             sharing = Sharing(*round_.terms["sharing"])
             if sharing.per_host or sharing.per_job:
                 others = JobReading(session, sharing, network=self.network)
                 others.announce()
                 chosen = replace(chosen, others=others)
-            found.append(self.attempt(chosen))
-            part = self.tell(found[0])
+            results.append(self.attempt(chosen))
+            part = self.tell(results[0])
             session.tell(lambda r: r.seal(part))
-        except RoundOverError as error:  # the next step says who has failed
+        except RoundOverError as error:  # the next step names the failed rank
             self._notes = getattr(error, "__notes__", [])
         except BaseException as error:  # noqa: BLE001 - Ctrl-C, too: raised when all others know
             self._fail(session, error)
@@ -251,16 +251,16 @@ class RestoreTogether(Generic[T]):
         self._error = error
         session.tell(lambda round_: round_.fail(_cause(error)))
 
-    def _may_go_on(self, round_: RestoreRound) -> bool:
-        """Return whether all ranks go on to an older checkpoint, since one has found damage."""
+    def _falls_back(self, round_: RestoreRound) -> bool:
+        """Return whether all ranks try an older checkpoint because one found damage."""
         verdict = round_.verdict
         if not self.fallback or verdict is None or not verdict.cause.startswith(_DAMAGED):
             return False
         if isinstance(self._error, DamagedError):
             self._error = None
-        if self._found is not None:
+        if self._tried is not None:
             damage = DamagedError(f"rank {verdict.rank} on {verdict.host} {verdict.cause}")
-            self._found.skip(round_.terms["step"], damage)
+            self._tried.skip(round_.terms["step"], damage)
             self._chosen = None
         return True
 
@@ -271,7 +271,7 @@ class RestoreTogether(Generic[T]):
         *,
         restored: bool,
     ) -> PenstockError:
-        """Return the error of a rank that is not the cause of it."""
+        """Return the error of a rank that is not its cause."""
         round_ = session.round
         verb = self.verb
         if step is Step.REPORT_STOPPED:
@@ -279,14 +279,14 @@ class RestoreTogether(Generic[T]):
         number = round_.terms.get("step", self._refused)
         if step is Step.REPORT_UNKNOWN:
             msg = (
-                f"step {number} is here on this rank, but the place where the ranks agree cannot "
-                "be reached, so it is not known whether all ranks have it: restart the job"
+                f"this rank has step {number}, but the store of the job cannot be reached, so it "
+                "is not known whether all ranks have it: restart the job"
             )
             return CoordinationError(msg)
         past = _PAST.get(verb, verb)
         what = f"no checkpoint was {past}" if number is None else f"step {number} was not {past}"
         error = session.abort_error(what, own=True)
-        if error is None:  # no verdict: the place where the ranks agree could not be reached
+        if error is None:  # no verdict: the store of the job could not be reached
             msg = f"the ranks could not agree on a checkpoint to {verb}: is rank 0 alive?"
             return CoordinationError(msg)
         if restored and verb == "restore":
@@ -295,7 +295,7 @@ class RestoreTogether(Generic[T]):
 
 
 def _cause(error: BaseException) -> str:
-    """Return what the other ranks are told of an error, in one line."""
+    """Return the cause to post to the other ranks, in one line."""
     if isinstance(error, DamagedError):
         return _DAMAGED + " ".join(str(error).split())
     return cause_of(error)

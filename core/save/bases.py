@@ -1,10 +1,9 @@
 """The base of a save: the earlier checkpoint against which codecs encode its chunks.
 
-Here a chain of deltas ends that is as long as `max_chain` lets it be.
+A chain of deltas ends once it is `max_chain` long.
 
-The base is the newest checkpoint, up to the step of the save, of the place that it writes to. Its
-chunks come from host memory if this process has just saved it and could keep them, else from the
-store.
+The base is the newest checkpoint in the place of the save whose step is not later than the save's.
+Its chunks come from host memory if this process has just saved and kept them, else from the store.
 """
 
 from __future__ import annotations
@@ -43,15 +42,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock")
 
-_MEMORY_SHARE = 4  # a state above a quarter of the memory is not kept unless the user says so
+_MEMORY_SHARE = 4  # by default, a state above a quarter of the memory is not kept
 
 
 class KeptChunks:
-    """The newest checkpoint of this process: its frames, and chunks; for one save at a time.
+    """The frames and chunks of this process's newest checkpoint; for one save at a time.
 
-    While a save runs, its chunks replace those of the checkpoint before, one by one, so that there
-    is memory for one state. A save that fails leaves a mixture, so a chunk serves as a base only if
-    its frame has the same checksum.
+    While a save runs, its chunks replace those of the previous checkpoint one by one, so that the
+    memory of one state is enough. A failed save leaves a mixture, so a chunk serves as a base only
+    if its frame has the same checksum.
     """
 
     def __init__(self) -> None:
@@ -62,12 +61,12 @@ class KeptChunks:
 
     @property
     def size_bytes(self) -> int:
-        """The bytes of memory that are held."""
+        """The bytes of memory held."""
         with self._lock:
             return sum(view.nbytes for view in self._views.values())
 
     def frames_of(self, uid: str) -> EarlierFrames | None:
-        """Return the frames of a checkpoint; None if it is not the one that is known."""
+        """Return the frames of a checkpoint; None if another one is kept."""
         return self._frames if uid and uid == self._uid else None
 
     def view(self, key: ChunkKey) -> memoryview | None:
@@ -85,7 +84,7 @@ class KeptChunks:
         copy_bytes(view, data)
 
     def committed(self, uid: str, frames: EarlierFrames) -> None:
-        """Note that the kept chunks are those of the checkpoint `uid`, whose frames are given."""
+        """Note that the kept chunks belong to the checkpoint `uid`, which has these frames."""
         with self._lock:
             self._views = {key: view for key, view in self._views.items() if key in frames.by_key}
         self._uid, self._frames = uid, frames
@@ -97,13 +96,13 @@ class KeptChunks:
 
 
 class ChosenBase(NamedTuple):
-    """The base of a save, as one rank chooses it for all.
+    """The base of a save, which one rank chooses for all.
 
     Attributes:
         uid: The uid of the checkpoint.
         step: Its step.
         generation: Its generation.
-        encodes: Whether chunks are encoded against it; else they only share its frames.
+        encodes: Whether chunks are encoded against it; if not, they only share its frames.
     """
 
     uid: str
@@ -115,9 +114,9 @@ class ChosenBase(NamedTuple):
 class SaveBases:
     """The bases of one save. The save thread chooses; the workers ask for single chunks.
 
-    Whatever goes wrong with the base is logged, and chunks are stored whole: a damaged earlier
-    checkpoint never fails a save. Of several ranks rank 0 chooses, and its intent protects the
-    base; each rank finds the frames of its own chunks, wherever ranks have stored them.
+    If anything goes wrong with the base, it is logged and chunks are stored whole: a damaged
+    earlier checkpoint never fails a save. With several ranks, rank 0 chooses, and its intent
+    protects the base; each rank finds the frames of its own chunks, whichever rank stored them.
     """
 
     def __init__(
@@ -137,12 +136,12 @@ class SaveBases:
         Args:
             plan: The chunks of the save.
             chains: Codec chains by number; None is raw.
-            step: The step of the save; later ones are no base for it.
+            step: The step of the save; a later one cannot be its base.
             kept: The chunks in memory.
             earlier: Reads earlier checkpoints.
             deltas: How long chains get, and how much memory the base may take.
-            share: Whether chunks that the base has are not stored again.
-            block_bytes: Distance of the checksums in raw frames of the save.
+            share: Whether to reuse chunks of the base instead of storing them again.
+            block_bytes: The bytes per checksum in raw frames of the save.
         """
         self._plan = plan
         self._step = step
@@ -161,8 +160,8 @@ class SaveBases:
         self._keeps = False
         self._backend: Backend | None = None
         self._record: CommitRecord | None = None
-        self._own = EarlierFrames()  # of the base, that this process has stored itself
-        self._found = EarlierFrames()  # of the base, that it has read in the manifest
+        self._own = EarlierFrames()  # the base's frames that this process stored itself
+        self._listed = EarlierFrames()  # those that it read in the base's manifest
         self._sizes: Mapping[str, int] | None = None
         self._encodes = False
         self._memory = ThreadMemory()
@@ -178,8 +177,8 @@ class SaveBases:
         if not self._shares and not any(self._needs_base):
             return ()
         try:
-            # After a return to an older step, a later one is of a course of training that was
-            # given up, maybe since it is damaged.
+            # After a return to an older step, later ones belong to an abandoned course of
+            # training, which may be damaged.
             record = Catalog(backend).newest(up_to=self._step)
         except PenstockError as error:
             log.warning("this save refers to no earlier checkpoint: %s", str(error))
@@ -192,10 +191,10 @@ class SaveBases:
         return self.references
 
     def confirm(self) -> None:
-        """Give the base up if its record is gone. To be called once the intent is published.
+        """Give the base up if its record is gone. Call this once the intent is published.
 
-        A deletion that begins later finds the intent, and leaves the data of the base alone. What
-        the base has lost by other means is referred to by no later save: it could not be read.
+        A deletion that begins later finds the intent and leaves the base's data alone. A save
+        never refers to files that the base has lost otherwise: nobody could read them.
         """
         record, backend = self._record, self._backend
         if record is None or backend is None:
@@ -206,23 +205,23 @@ class SaveBases:
                 if not has_files(backend, record, self._sizes):
                     self._warn_of_lost_files(record)
                 return
-            log.info("step %d was deleted meanwhile: this save refers to none", record.step)
+            log.info("step %d was just deleted: this save has no base", record.step)
         except PenstockError as error:
             log.warning("this save refers to no earlier checkpoint: %s", str(error))
         self._record = None
 
     @property
     def chosen(self) -> ChosenBase | None:
-        """The base, for the other ranks; None: there is none."""
+        """The base, for the other ranks; None if there is none."""
         record = self._record
         if record is None:
             return None
         return ChosenBase(record.uid, record.step, record.generation, self._encodes)
 
     def adopt(self, backend: Backend, chosen: ChosenBase) -> None:
-        """Take the base that rank 0 has chosen and confirmed.
+        """Use the base that rank 0 has chosen and confirmed.
 
-        A rank that does not find it there stores its chunks whole.
+        A rank that does not find the base stores its chunks whole.
         """
         try:
             record = read_commit(backend, commit_name(chosen.step, chosen.generation))
@@ -233,14 +232,14 @@ class SaveBases:
             self._encodes = chosen.encodes
             self._backend, self._record = backend, record
         else:
-            log.info("step %d was saved anew meanwhile: this rank refers to none", record.step)
+            log.info("step %d was just overwritten: this rank has no base", record.step)
 
     def find(self, chunks: Collection[int] | None = None) -> None:
         """Find the frames that chunks of the save may refer to.
 
         Args:
-            chunks: The numbers of the chunks that this rank writes, once the plan says of which
-                rectangles they are; None: this process saves alone.
+            chunks: The numbers of the chunks that this rank writes, once the plan has their
+                rectangles; None: this process saves alone.
         """
         mine = range(len(self._plan.chunks)) if chunks is None else sorted(chunks)
         needing = [n for n in mine if self._needs_base[self._plan.chunks[n].chain]]
@@ -248,8 +247,8 @@ class SaveBases:
         self._keeps = bool(needing) and need_bytes <= self._memory_limit
         if not self._keeps:
             self._kept.drop()
-        # A process that saves alone looks for shared chunks in all of the base. Many ranks that
-        # each read all parts would read the manifest a thousand times.
+        # A process that saves alone searches the whole base for shared chunks. If many ranks each
+        # read all parts, the manifest would be read a thousand times.
         by_key = mine if self._shares and chunks is not None else needing
         self._keys = planned_keys(self._plan, by_key)
         record, backend = self._record, self._backend
@@ -269,7 +268,7 @@ class SaveBases:
         if everywhere and own is None:
             frames = self._earlier.frames(backend, record)
         elif not everywhere:
-            # What this rank did not write the last time, another one may have.
+            # Another rank may have written chunks that this rank did not write last time.
             chunks, masters = self._plan.chunks, self._plan.masters
             missing = [
                 key
@@ -279,15 +278,15 @@ class SaveBases:
             ]
             if missing:
                 frames = self._earlier.frames(backend, record, _regions_of(missing))
-        self._found = EarlierFrames(frames, with_contexts(frames) if self._shares else ())
+        self._listed = EarlierFrames(frames, with_contexts(frames) if self._shares else ())
         if self._sizes is None:
             every = [*frames.values(), *self._own.by_key.values()]
             self._sizes = self._sizes_of_blobs(backend, every)
 
     def _sizes_of_blobs(self, backend: Backend, frames: Iterable[StoredFrame]) -> dict[str, int]:
-        """Return the sizes of the blobs of frames: few, so they are not listed with all others."""
+        """Return the sizes of the frames' blobs: they are few, so each gets its own `stat`."""
         sizes: dict[str, int] = {}
-        names = {link.blob.name: link.blob.length for one in frames for link in one.links()}
+        names = {link.blob.name: link.blob.length for stored in frames for link in stored.links()}
         for name in names:
             with suppress(BlobNotFoundError):
                 sizes[name] = backend.stat(name).size_bytes
@@ -304,14 +303,14 @@ class SaveBases:
         )
 
     def entry(self) -> BaseEntry | None:
-        """Return what the commit record says of the base if chunks are encoded against it."""
+        """Return the base's entry in the commit record, for chunks encoded against the base."""
         record = self._record
         if record is None:
             return None
         return BaseEntry(record.uid, record.step, self._age_above(record))
 
     def shared(self, index: int, content: int, chain: int) -> StoredFrame | None:
-        """Return a stored frame with the content of a chunk, if there is one. Thread-safe.
+        """Return a stored frame with a chunk's content, if there is one. Thread-safe.
 
         Args:
             index: The number of the chunk.
@@ -322,50 +321,50 @@ class SaveBases:
         context, elements = context_of(self._plan, chunk), elements_of(self._plan, chunk)
         wanted = content, context, elements, self._chains[chain]
         own = self._own.equal(*wanted)
-        stored = own or self._found.equal(*wanted)
+        stored = own or self._listed.equal(*wanted)
         if stored is None or not self._may_list(stored):
             return None
-        # A checkpoint that is to be whole refers to whole frames only.
+        # A checkpoint without a base refers to whole frames only.
         if stored.base is not None and not self._encodes:
             return None
         if stored.depth > self._deltas.max_chain:
             return None
-        # Damage of a frame that one process after the other refers to would be in all checkpoints
-        # for ever, though each has the bytes to write it anew.
+        # Read the frame before referring to it. Otherwise one damaged frame would spread to every
+        # later checkpoint, although each save has the bytes to write it again.
         return stored if own is not None or self._read(stored, context) is not None else None
 
     def base_of(self, index: int) -> tuple[StoredFrame, memoryview] | None:
-        """Return the frame and the bytes of the base of a chunk; None: encode it whole.
+        """Return the frame and the bytes of a chunk's base; None: encode the chunk whole.
 
-        Thread-safe. The bytes stay as they are until this thread calls `keep` for the chunk, or
+        Thread-safe. The bytes stay unchanged until this thread calls `keep` for the chunk, or
         `base_of` for another one.
         """
         key = self._keys[index]
         if not self._encodes:
             return None
         own = self._own.by_key.get(key)
-        newest = stored = own or self._found.by_key.get(key)
+        newest = stored = own or self._listed.by_key.get(key)
         chunk = self._plan.chunks[index]
         while stored is not None and stored.depth >= self._deltas.max_chain:
             stored = stored.base
         if stored is None or stored.frame.raw_length != chunk.length or not self._may_list(stored):
             return None
         view = self._kept.view(key) if own is not None and stored is newest else None
-        # Against a base that is not what the store has, a chunk would be encoded that never
-        # decodes. The memory may be of a save that failed later, a lossy codec may have stored
-        # something else, and faulty memory changes by itself.
+        # A chunk encoded against bytes that the store does not have would never decode. The memory
+        # may belong to a save that failed later, a lossy codec may have stored other bytes, and
+        # faulty memory may flip bits.
         if view is not None and _is_chunk_of(stored, view):
             return stored, view
         out = self._read(stored, context_of(self._plan, chunk))
         return None if out is None else (stored, out)
 
     def keep(self, index: int, view: memoryview) -> None:
-        """Keep the bytes of a chunk that was encoded: the base for the next save. Thread-safe."""
+        """Keep the bytes of an encoded chunk as the base for the next save. Thread-safe."""
         if self._keeps:
             self._kept.keep(self._keys[index], view)
 
     def committed(self, uid: str, frames: Mapping[int, StoredFrame]) -> None:
-        """Note that the save has committed; `frames` are those of its chunks, by number."""
+        """Note that the save has committed; `frames` has its chunks' frames by number."""
         if not self._keys and not self._shares:
             return
         known = {key: frames[n] for n, key in self._keys.items() if n in frames}
@@ -376,7 +375,7 @@ class SaveBases:
     # ------------------------------------------------------------------------------------------
 
     def _read(self, stored: StoredFrame, context: CodecContext) -> memoryview | None:
-        """Return the chunk of a frame from the store; None, and give the base up, if it fails."""
+        """Return a frame's chunk from the store; on failure give the base up, return None."""
         backend = self._backend
         assert backend is not None
         out = self._memory.take(context.raw_length)
@@ -392,7 +391,7 @@ class SaveBases:
         return 1 + (record.base.age if record.base is not None else 0)
 
     def _may_list(self, stored: StoredFrame) -> bool:
-        """Return whether the part can list a frame: raw ones are cut as it says, none is lost."""
+        """Return whether the part can list a frame: no blob is lost, and raw blocks are equal."""
         sizes = self._sizes or {}
         return all(
             (link.chain or link.block_bytes == self._block_bytes)
@@ -403,11 +402,11 @@ class SaveBases:
     def _warn(self, error: PenstockError) -> None:
         record = self._record
         if record is not None:
-            told = "is damaged" if isinstance(error, DamagedError) else "cannot be read"
+            problem = "is damaged" if isinstance(error, DamagedError) else "cannot be read"
             log.warning(
-                "step %d %s, so this save refers to it no further: %s",
+                "step %d %s, so this save stops referring to it: %s",
                 record.step,
-                told,
+                problem,
                 str(error),
             )
         self._give_up()
@@ -415,22 +414,22 @@ class SaveBases:
     @staticmethod
     def _warn_of_lost_files(record: CommitRecord) -> None:
         log.warning(
-            "step %d has lost some of its files, or they have other lengths: this save does not "
+            "step %d has lost some of its files, or their lengths are wrong: this save does not "
             "refer to them, and `penstock verify` names them",
             record.step,
         )
 
     def _give_up(self) -> None:
-        self._own = self._found = EarlierFrames()
+        self._own = self._listed = EarlierFrames()
 
 
 def _regions_of(keys: Iterable[ChunkKey]) -> dict[ObjectPath, set[Region]]:
-    """Return the regions that the pieces of chunks are of, by the paths of their objects."""
-    found: dict[ObjectPath, set[Region]] = {}
+    """Return the regions of the pieces of chunks, by the paths of their objects."""
+    regions: dict[ObjectPath, set[Region]] = {}
     for key in keys:
         for piece in key:
-            found.setdefault(piece.path, set()).add(piece.region)
-    return found
+            regions.setdefault(piece.path, set()).add(piece.region)
+    return regions
 
 
 def _is_chunk_of(stored: StoredFrame, view: memoryview) -> bool:

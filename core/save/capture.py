@@ -1,8 +1,8 @@
-"""Captures described state: moves it out of the memory that training is about to change.
+"""Captures described state: copies it out of the memory that training is about to change.
 
-A chunk is copied into staging, which is reused as the writer gives it back. Or, when that would
-keep the writer waiting, or the caller waits anyway, the chunk is lent *straight*: the writer reads
-the live tensor, and the chunk counts as captured once it is written.
+A chunk is copied into staging, which is reused once the writer gives it back. If the copy would
+keep the writer waiting, or the caller waits anyway, the chunk is lent *straight* instead: the
+writer reads the live tensor, and the chunk counts as captured once it is written.
 The versions of tensors are compared before and after. A deferred tensor is also compared with
 samples of its memory.
 """
@@ -40,19 +40,19 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock")
 
 _QUEUED = 4  # chunks of 16 MiB that the writer takes at once
-_SIDE_BY_SIDE = 8  # chunks for each thread, so that the last ones take little of the time
+_SIDE_BY_SIDE = 8  # chunks for each thread, so that the last ones take little time
 
 
 class LentChunks:
-    """Counts the chunks that the writer reads from live memory; threads wait until it has them.
+    """Counts the chunks that the writer still reads from live memory; threads wait for zero.
 
-    A thread that waits takes no lock, since it may be the one that trains.
+    A waiting thread takes no lock, since it may be the training thread.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards all fields
         self._open = 0
-        self._waiting: list[Latch] = []  # opened when no chunk is lent any more
+        self._waiting: list[Latch] = []  # opened when no chunk is lent
         self._cancelled = False
 
     def lend(self) -> None:
@@ -61,14 +61,14 @@ class LentChunks:
             self._open += 1
 
     def give_back(self) -> None:
-        """Count a chunk that is written, or never will be."""
+        """Count a chunk that is written or given up."""
         with self._lock:
             self._open -= 1
             if not self._open:
                 self._let_pass()
 
     def cancel(self) -> None:
-        """Let all waiting threads pass, and later ones."""
+        """Let all waiting and later threads pass."""
         with self._lock:
             self._cancelled = True
             self._let_pass()
@@ -76,8 +76,8 @@ class LentChunks:
     def wait(self, timeout_s: float | None) -> bool:
         """Wait until no chunk is lent, None for ever; return whether that is so, or cancelled."""
         over = Latch()
-        # Before the count is read: `give_back` may count the last chunk in between, and opens only
-        # the latches that are in the list by then.
+        # Append before reading the count: `give_back` may count the last chunk in between, and it
+        # opens only the latches in the list.
         self._waiting.append(over)
         if not self._open or self._cancelled:
             over.open()
@@ -89,11 +89,11 @@ class LentChunks:
 
 
 class Derivation:
-    """Finds which objects equal a master, rounded; each is compared when its first chunk is due.
+    """Finds which objects equal a rounded master; compares each when its first chunk is due.
 
     Attributes:
-        masters: The objects that may be derived, each with those that it may be derived from.
-        found: The numbers of derived objects, and of those that they are derived from.
+        masters: The objects that may be derived, each with its possible masters.
+        derived: The numbers of derived objects, and of their masters.
     """
 
     def __init__(
@@ -102,18 +102,18 @@ class Derivation:
         """Prepare to compare.
 
         Args:
-            masters: As the attribute.
+            masters: The attribute.
             torn: Has the objects of the plan.
-            captures: Whether derived objects are captured all the same. With several ranks it may
-                be known only later which of them stores an object as derived.
+            captures: Whether derived objects are captured anyway. With several ranks it may be
+                known only later which rank stores an object as derived.
         """
         self.masters = masters
-        self.found: dict[int, int] = {}
+        self.derived: dict[int, int] = {}
         self._torn = torn
         self._captures = captures
 
     def omits(self, chunk: Chunk) -> bool:
-        """Return whether a chunk need not be captured, since it is of a derived object.
+        """Return whether a chunk need not be captured because its object is derived.
 
         Raises:
             TornSnapshotError: The object or its master changed before they were compared.
@@ -123,7 +123,7 @@ class Derivation:
             return False
         if not piece.start:
             self._compare(piece.item, deferred=chunk.capture is Capture.DEFERRED)
-        return piece.item in self.found and not self._captures
+        return piece.item in self.derived and not self._captures
 
     def _compare(self, item: int, *, deferred: bool) -> None:
         objects = self._torn.objects
@@ -137,11 +137,11 @@ class Derivation:
             with held(sources), noting_origin(partial(shown, entry)):
                 if not entry.source.is_rounded(master.source):
                     continue
-                # A change before the comparison may be undone by the time of the fence, as when
+                # A change before the comparison may be undone before the fence, for example when
                 # averaged weights are swapped in, and no copy of the object shows it.
                 if deferred:
                     self._torn.check_items((item, number))
-            self.found[item] = number
+            self.derived[item] = number
             log.debug("%s is derived from %s", show_path(entry.path), show_path(master.path))
             return
         log.debug("%s is stored: it equals none of its masters", show_path(entry.path))
@@ -171,9 +171,9 @@ class CaptureRun:
             plan: The chunks and objects of the save.
             staging: The memory for copies.
             need_writer: Called before each wait that only writing can end.
-            straight_first: Whether nothing is copied where memory allows, as the caller waits.
+            straight_first: Whether chunks are lent where memory allows, since the caller waits.
             workers: The threads that copy while training waits.
-            turn: Says what other ranks write, and what may be derived.
+            turn: Has what other ranks write, and what may be derived.
         """
         self._chunks = plan.chunks
         self._staging = staging
@@ -181,15 +181,15 @@ class CaptureRun:
         self._need_writer = need_writer
         self._workers = workers
         self._straight_first = straight_first
-        taken = [(i, c) for i, c in enumerate(plan.chunks) if i not in turn.skip]
-        self.chunk_count = len(taken)
+        own = [(i, c) for i, c in enumerate(plan.chunks) if i not in turn.skip]
+        self.chunk_count = len(own)
         """How many chunks are handed on."""
-        self._now = [i for i, c in taken if c.capture is not Capture.DEFERRED]
-        self._later = deque(i for i, c in taken if c.capture is Capture.DEFERRED)
+        self._now = [i for i, c in own if c.capture is not Capture.DEFERRED]
+        self._later = deque(i for i, c in own if c.capture is Capture.DEFERRED)
         self._torn = TornCheck(plan.chunks, plan.objects, now=self._now, deferred=[*self._later])
         masters = plan.masters if turn.masters is None else turn.masters
         self._derivation = Derivation(masters, self._torn, captures=turn.captures_derived)
-        self._gathered: list[Captured] = []  # have staging, and are still to be copied
+        self._gathered: list[Captured] = []  # have staging, but are not copied yet
         self._issued: deque[tuple[Captured, list[PendingCopy]]] = deque()
         self._lent = LentChunks()
         self._fenced = False
@@ -199,18 +199,18 @@ class CaptureRun:
         self._error: BaseException | None = None
         self.has_device_copies = False
         self.straight_bytes = 0
-        self.deferred_bytes = plan.bytes_of_chunks(self._later)  # behind the fence
+        self.deferred_bytes = plan.bytes_of_chunks(self._later)  # the fence protects these
 
     @property
     def derived(self) -> Mapping[int, int]:
-        """The numbers of derived objects, and of those that they are derived from."""
-        return self._derivation.found
+        """The numbers of derived objects, and of their masters."""
+        return self._derivation.derived
 
     def take_now(self) -> None:
         """Capture everything that is not deferred; on return that memory may change.
 
         Raises:
-            TornSnapshotError: A tensor changed meanwhile.
+            TornSnapshotError: A tensor changed during the capture.
             SaveAbortedError: The save was given up.
         """
         for index in self._now:
@@ -222,7 +222,7 @@ class CaptureRun:
         self._issue_device_copies()
 
     def take_deferred(self) -> None:
-        """Capture the deferred chunks; on return, which may need the fence, all are captured.
+        """Capture the deferred chunks, which may need the fence; on return all are captured.
 
         Raises:
             TornSnapshotError: A tensor changed before its capture was complete.
@@ -246,8 +246,8 @@ class CaptureRun:
     ) -> bool:
         """Wait until deferred memory may change; False: the capture was not complete in time.
 
-        Device copies in flight are not waited for: later work of this thread is ordered behind
-        them. The calling thread trains, so it takes no lock here: a signal handler that saves may
+        Does not wait for device copies in flight: later work of this thread runs after them. The
+        caller is the training thread, so it takes no lock here: a signal handler that saves may
         interrupt it anywhere, and would wait for threads that wait for the lock.
 
         Args:
@@ -257,7 +257,7 @@ class CaptureRun:
             while_comparing: A context to enter while memory and versions are compared.
 
         Raises:
-            TornSnapshotError: A deferred tensor changed before.
+            TornSnapshotError: A deferred tensor changed too early.
         """
         self._fenced = True
         self._staging.wake()
@@ -277,11 +277,11 @@ class CaptureRun:
         return True
 
     def check(self) -> None:
-        """Compare deferred memory, unless the fence was passed: behind it the memory may differ.
+        """Compare deferred memory, unless the fence was passed: after it the memory may differ.
 
         torch counts an in-place change when it is *over*, so a check in the middle of one misses
-        it. So the capture checks at its end, the fence checks on the thread that trains (which is
-        in no operation then), and the save checks once more before it commits.
+        it. So the capture checks at its end, the fence checks on the training thread (which runs
+        no operation then), and the save checks once more before it commits.
 
         Raises:
             TornSnapshotError: A deferred tensor changed.
@@ -289,7 +289,7 @@ class CaptureRun:
         self._torn.check(deferred=True, samples=True)
 
     def owns(self, storages: Callable[[], Iterable[int]]) -> bool:
-        """Whether deferred memory lies in one of `storages`, which yields their addresses."""
+        """Return whether deferred memory is in one of `storages`, which yields addresses."""
         deferred = self._torn.deferred_sources()
         described = {s.memory.storage for s in deferred if s.memory is not None}
         if any(address in described for address in storages()):
@@ -302,7 +302,7 @@ class CaptureRun:
         return not described >= moved and any(address in moved for address in storages())
 
     def cancel(self, error: BaseException) -> None:
-        """Make every method that waits raise or return soon."""
+        """Make every waiting method raise or return soon."""
         self._error = self._error or error
         self._lent.cancel()
         self._all_issued.open()
@@ -321,7 +321,7 @@ class CaptureRun:
             except Exception as error:  # noqa: BLE001 - the save failed already, and must end
                 # CUDA refuses to wait while a graph is being captured. The copy may be in flight,
                 # so its memory stays reserved.
-                log.warning("a device copy of a failed save cannot be waited for: %r", error)
+                log.warning("cannot wait for a device copy of a failed save: %r", error)
                 continue
             if captured.block is not None:
                 self._staging.release(captured.block)
@@ -341,17 +341,17 @@ class CaptureRun:
         self._lent.give_back()
 
     def wake(self) -> None:
-        """Note that the writer has taken captured chunks: more may be lent to it."""
+        """Note that the writer has accepted captured chunks: it may be lent more."""
         self._staging.wake()
 
     def release_unwritten(self) -> None:
-        """Release the captured chunks that the writer has not taken and, failed, never will."""
+        """Release the captured chunks that a failed writer will never accept."""
         with suppress(Empty):
             while True:
                 self.release(self.handed_on.get(block=False))
 
     def _take(self, index: int, *, is_awaited: Callable[[], bool]) -> None:
-        """Capture a chunk; `is_awaited` says whether training waits for it."""
+        """Capture a chunk; `is_awaited` returns whether training waits for it."""
         chunk = self._chunks[index]
         if self._derivation.omits(chunk):
             self._copy_gathered()
@@ -360,7 +360,7 @@ class CaptureRun:
         lendable = self._lendable(chunk) is not None
         if lendable and self._straight_first and self._lend(index):
             return
-        # All threads copy what training waits for, if it is flat memory.
+        # All threads copy flat memory that training waits for.
         gathers = lendable and is_awaited()
         if not gathers:
             self._copy_gathered()
@@ -382,18 +382,18 @@ class CaptureRun:
         chunk = self._chunks[index]
 
         def may_be_lent() -> bool:
-            # A lent chunk keeps training until it is written. So it is lent only to a writer that
+            # A lent chunk blocks training until it is written. So it is lent only to a writer that
             # has nothing else to do until staging is free again.
             is_needed = self.handed_on.qsize() < _QUEUED and not self._staging.is_being_touched
             return lendable and is_awaited() and is_needed
 
         while (block := self._staging.acquire(chunk.length, chunk.phase)) is None:
             self._raise_if_cancelled()
-            # Memory that is being touched is there soon; a store may stand still for minutes.
+            # Memory that is being touched is ready soon; a store may stall for minutes.
             if not self._staging.is_being_touched:
                 self._need_writer()
                 self._staging.was_short = self._staging.was_short or is_awaited()
-            # A thread that waits for staging must hold none of it, or two could wait for each
+            # A thread that waits for staging must hold none, or two threads could wait for each
             # other for ever: finish the copies in flight and hand them on first.
             self._flush()
             if may_be_lent():
@@ -406,7 +406,7 @@ class CaptureRun:
         return block
 
     def _hand_on(self, captured: Captured, copies: list[PendingCopy]) -> None:
-        """Hand a chunk on after those before it, once its `copies` from devices have landed."""
+        """Hand a chunk on in order, once its `copies` from devices have landed."""
         if copies or self._issued:
             self.has_device_copies = True
             self._issued.append((captured, copies))
@@ -414,7 +414,7 @@ class CaptureRun:
             self.handed_on.put(captured)
 
     def _copy_gathered(self) -> None:
-        """Copy the gathered chunks side by side, and hand them on."""
+        """Copy the gathered chunks in parallel, and hand them on."""
         if not self._gathered:
             return
         pairs = [(captured, captured.block) for captured in self._gathered if captured.block]
@@ -426,7 +426,7 @@ class CaptureRun:
                     try:
                         raise outcome
                     finally:
-                        # Else a cycle of the error, its traceback and this frame keeps tensors.
+                        # Else a cycle (error, traceback, this frame) would keep tensors alive.
                         del outcome
             self._torn.check_copies({captured.index: b.address for captured, b in pairs})
         gathered, self._gathered = self._gathered, []
@@ -471,18 +471,18 @@ class CaptureRun:
         with ExitStack() as unless_lent:
             end_hold = type(source).hold([source])
             unless_lent.callback(end_hold)
-            # The tensor may have moved before the hold, to memory that another process writes.
+            # Before the hold, the tensor may have moved to memory that another process writes.
             view = self._lendable(chunk)
             if view is None:
                 return False
-            unless_lent.pop_all()  # from here on `release` ends the hold
+            unless_lent.pop_all()  # `release` ends the hold from here
         self._lent.lend()
         self.straight_bytes += view.nbytes
         self.handed_on.put(Captured(index, view, end_hold=end_hold))
         return True
 
     def _issue_device_copies(self) -> None:
-        """Start copies of deferred device tensors as far as staging goes, without waiting."""
+        """Start copies of deferred device tensors, without waiting, while staging is free."""
         objects = self._torn.objects
         while self._later:
             chunk = self._chunks[self._later[0]]
@@ -498,7 +498,7 @@ class CaptureRun:
             self._issued.append((captured, self._copy_or_release(captured.index, block)))
 
     def _flush(self) -> None:
-        """Copy what is gathered, wait for device copies in order, and hand their chunks on."""
+        """Copy the gathered chunks, wait for device copies in order, and hand their chunks on."""
         self._copy_gathered()
         while self._issued:
             captured, copies = self._issued[0]

@@ -1,6 +1,6 @@
 """Publishes the manifest of a save whose blobs are sealed: part, index, commit record.
 
-The save thread runs it. What comes before, and how a save ends, is in `finish`.
+The save thread runs it. `finish` has the steps before it, and the end of a save.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ log = logging.getLogger("penstock")
 class Committer:
     """Publishes the manifest of one save whose blobs are sealed; the commit record comes last.
 
-    Of several ranks each publishes its part, and rank 0 the index and the record of all of them.
+    Each rank publishes its part, and rank 0 the index and the commit record of all.
 
     Attributes:
         request: The plan and the options of the save.
@@ -51,12 +51,12 @@ class Committer:
         publisher: Publishes the commit record.
         agreement: This rank's side of the save.
         state: The state of the commit.
-        bases: What the save may refer to; None: it refers to nothing.
+        bases: What the save may refer to; None: nothing.
         known: On rank 0 the index of the newest save.
         onward: The way to slower tiers, if there are any.
-        clock: Tells the time of the commit.
+        clock: Gives the time of the commit.
         check: Raises if the save was given up, or another rank has failed.
-        begin: Begins the commit, which cannot be given up from then on; raises if it must not.
+        begin: Begins the commit, which cannot be given up afterwards; raises if it must not begin.
         tick: Called whenever the store made progress.
     """
 
@@ -86,7 +86,7 @@ class Committer:
         """Encode the part of this rank; see `ManifestWriter.encode_part`.
 
         Raises:
-            SaveError: No reader would take the part.
+            SaveError: No reader would accept the part.
         """
         with self._refusing_manifest(), collections_held:
             return self.manifest.encode_part(
@@ -110,7 +110,7 @@ class Committer:
         agreement = self.agreement
         encoded = None
         totals: tuple[int, ...] = ()
-        if agreement.alone:  # before the seal: data of a manifest that is refused may go
+        if agreement.alone:  # before the seal: if the manifest is refused, its data may be deleted
             blocks = encode_blocks(merged([part.shards]))
             encoded = self._encoded([part.summary], blocks, refers=refers)
         posts = self._seal(part, lists=bool(share.own_paths), refers=refers)
@@ -139,7 +139,7 @@ class Committer:
     def _seal(
         self, part: RankManifest, *, lists: bool, refers: bool
     ) -> dict[int, Mapping[str, Any]]:
-        """Publish the part of this rank, and wait for the others; return what they have posted."""
+        """Publish the part of this rank, and wait for the others; return their posts."""
         agreement, summary = self.agreement, part.summary
         entry = summary.entry
         post: dict[str, Any] = {"raw": summary.bytes_raw, "part": None}
@@ -178,7 +178,7 @@ class Committer:
         for post in posts.values():
             providers |= post.get("providers", {})
             refers = refers or bool(post.get("refers"))
-        found = reader.merge(
+        merged_parts = reader.merge(
             part.shards,
             self.request.entries,
             derived=[self.request.plan.objects[n].entry.path for n in derived],
@@ -186,13 +186,13 @@ class Committer:
             nothing=nothing,
         )
         totals = (
-            sum(one.bytes_raw for one in parts),
-            sum(one.bytes_stored for one in parts),
-            sum(one.blobs for one in parts),
-            found.bytes_twice,
+            sum(summary.bytes_raw for summary in parts),
+            sum(summary.bytes_stored for summary in parts),
+            sum(summary.blobs for summary in parts),
+            merged_parts.bytes_twice,
         )
         self.tick()
-        return self._encoded(parts, found.blocks, providers, refers=refers), totals
+        return self._encoded(parts, merged_parts.blocks, providers, refers=refers), totals
 
     def _encoded(
         self,
@@ -221,7 +221,7 @@ class Committer:
             yield
         except FormatError as error:  # a limit of readers; nothing stored is damaged
             msg = (
-                f"step {self.request.step}: no reader would take its manifest, so nothing was "
+                f"step {self.request.step}: no reader would accept its manifest, so nothing was "
                 f"committed: {error}. Split the state into fewer or smaller parts"
             )
             raise SaveError(msg) from error

@@ -1,8 +1,8 @@
 """Holds back every optimizer step while a capture is pending.
 
-A process has one global pre-step hook of torch: it fires through wrappers, for optimizers outside
-the tree, and for those that step inside backward. The hook is installed once and stays: removing it
-from another thread would change the dict that torch iterates over.
+torch has one global pre-step hook per process: it fires through wrappers, for optimizers outside
+the tree, and for those that step inside backward. It is installed once and stays: removing it from
+another thread would change the dict that torch iterates over.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from penstock.core.save.job import SaveJob
 
-# Guards `_installed`. It is reentrant, and `_pending` needs none (its calls are atomic): a signal
-# handler that saves may interrupt the thread that trains in any of these functions.
+# Guards `_installed`. The lock is reentrant, since a signal handler that saves may interrupt the
+# training thread in any of these functions. `_pending` needs no lock: its calls are atomic.
 _lock = threading.RLock()
 _pending: dict[SaveJob, float] = {}
 _installed = False
@@ -41,15 +41,15 @@ def arm(job: SaveJob, timeout_s: float) -> None:
             )
 
             # torch.compile would trace the hook into the step that it compiles. Unlike
-            # `torch.compiler.disable`, which takes seconds, this imports dynamo at the first step
-            # only; the making of the optimizer has done so by then.
+            # `torch.compiler.disable`, which takes seconds, this imports dynamo only at the first
+            # step; creating the optimizer has imported it by then.
             hook: Any = _disable_dynamo(_before_step)
             register_optimizer_step_pre_hook(hook)
             _installed = True
 
 
 def disarm(job: SaveJob) -> None:
-    """Let optimizers no longer wait for `job`."""
+    """Stop making optimizers wait for `job`."""
     _pending.pop(job, None)
 
 
@@ -63,18 +63,18 @@ def _before_step(optimizer: Optimizer, *_: object) -> None:
     if not _pending:
         return
     for job, timeout_s in list(_pending.items()):
-        # The step of another trainer is no fence for the tensors of this job: an operation on
-        # them may be running, and only the check before the commit would see it.
+        # The step of another trainer is no fence for this job's tensors: an operation on them may
+        # be running, and only the check before the commit would see it.
         passes = job.is_changed_by(partial(_storages, optimizer))
         if job.fence(timeout_s, passes=passes) and passes:
             disarm(job)
 
 
 def _storages(optimizer: Optimizer) -> Iterator[int]:
-    """Yield the storage addresses of what a step changes: of parameters, then of their state.
+    """Yield the storage addresses that a step changes: of parameters, then of their state.
 
-    Yields 0 for a parameter without memory of its own. The state may be deferred although no
-    parameter is: parameters in shared memory never are, nor those that a forward pass changes.
+    Yields 0 for a parameter without its own memory. The state may be deferred although no
+    parameter is: parameters in shared memory, or changed by a forward pass, never are.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -1,7 +1,7 @@
-"""Takes a save from its intent to its end, one step after the other.
+"""Takes a save from its intent to its end, step by step.
 
-The save thread runs it. `job` has the threads and ends a save; here an error is caught only where
-it is resolved.
+The save thread runs it. `job` has the threads and ends a save; this module catches an error only
+where it resolves it.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class SaveClock:
     Attributes:
         called: When `save` was called.
         started: When the save was planned.
-        blocked: Seconds in which the caller could not go on.
+        blocked: Seconds for which the caller was blocked.
         captured: When everything was captured.
         commit_began: When all blobs were durable, and only the records were missing.
     """
@@ -83,7 +83,7 @@ class SaveClock:
 
 
 class Finish:
-    """Writes the captured chunks, seals the blobs, and has the manifest published or cleans up.
+    """Writes the captured chunks, seals the blobs, and commits the manifest or cleans up.
 
     One thread calls `run` and `clean_up`; any thread may call the other methods.
     """
@@ -108,7 +108,7 @@ class Finish:
             manifest: Encodes the manifest of the save.
             destination: The backend, and the slower tiers that make the checkpoint durable.
             capture: Hands captured chunks on.
-            ending: Says whether the save was given up.
+            ending: Has the error if the save was given up.
             clock: Gets the time at which the commit begins.
             workers: The threads that hash and encode.
             bases: What the save may refer to; None: every chunk is stored whole.
@@ -120,7 +120,7 @@ class Finish:
         self.bytes_done = 0
         self.commit = Commit()
         self.may_write = Latch()
-        """Opens when the capture no longer wants the memory bandwidth for itself."""
+        """Opens when the capture no longer needs all of the memory bandwidth."""
         self._agreement = turn.agreement(
             self.commit,
             step=request.step,
@@ -144,7 +144,7 @@ class Finish:
         self._write_to(destination.backend)
 
     def _write_to(self, backend: Backend) -> None:
-        """Take `backend` as the place of this save, which has written nothing yet."""
+        """Make `backend` the place of this save, which has written nothing yet."""
         request = self.request
         self._backend = backend
         self._publisher = Publisher(
@@ -173,7 +173,7 @@ class Finish:
             blob_prefix=f"data/{self.uid}/blobs/{self._turn.rank:05d}-0",
             release=self._capture.release,
             tick=self._tick,
-            # All at once would take the core from training; one is faster than most stores.
+            # More hashers would take cores from training; one is faster than most stores.
             hashers=self._workers.count if request.mode == "blocking" else 1,
             share=request.share,
             bases=self._bases,
@@ -191,7 +191,7 @@ class Finish:
             before_commit: Called right before the commit; raises if the save must not commit.
 
         Raises:
-            SaveAbortedError: The save was given up meanwhile; call `clean_up`.
+            SaveAbortedError: The save was given up; call `clean_up`.
             PenstockError: A step failed; call `clean_up`.
         """
         self._raise_if_failed()
@@ -231,7 +231,7 @@ class Finish:
 
     def _committer(self, before_commit: Callable[[SaveRequest, str], None]) -> Committer:
         def begin() -> None:
-            """Begin the commit, unless the save was given up; it cannot be given up later."""
+            """Begin the commit, unless the save was given up, which is impossible later."""
             self._capture.check()
             before_commit(self.request, self.uid)
             with self._ending.lock:
@@ -266,7 +266,7 @@ class Finish:
         On return nothing is in flight. The data stays if the commit record may exist.
 
         Args:
-            capture_over: Opens when no thread captures for this save any more.
+            capture_over: Opens when no thread captures for this save.
         """
         try:
             self._writer.abort()
@@ -286,9 +286,9 @@ class Finish:
             log.debug("step %d: cleaned up, data/%s is gone", self.request.step, self.uid)
 
     def arrive(self) -> None:
-        """Report to the other ranks that this one takes part.
+        """Report to the other ranks that this rank takes part.
 
-        Waits for what the state's devices are doing, since they have lines that ranks compare.
+        Waits until the state's devices are idle, since they have lines that ranks compare.
 
         Raises:
             SaveAbortedError: The save was given up; nothing is reported.
@@ -298,7 +298,7 @@ class Finish:
         self._agreement.arrive(self._turn.brought, more)
 
     def give_up(self, error: BaseException) -> BaseException:
-        """Report to the other ranks that this one has failed; return the error.
+        """Report to the other ranks that this rank has failed; return the error.
 
         On return it is known what may be deleted. The error names the rank that is the cause.
         """
@@ -307,11 +307,11 @@ class Finish:
         if self._destination.choice is not None:
             self._destination.choice.failed(error)
         cause = self._ending.error if isinstance(error, SaveAbortedError) else None
-        found = self._agreement.give_up(cause or error)
-        return error if found is cause else found
+        verdict = self._agreement.give_up(cause or error)
+        return error if verdict is cause else verdict
 
     def leave(self) -> None:
-        """Wait until the other ranks can learn how the save has ended."""
+        """Wait until the other ranks can learn how the save ended."""
         self._agreement.finish()
 
     def moved(self) -> None:
@@ -319,7 +319,7 @@ class Finish:
         self._agreement.moved(self.bytes_done, self.request.plan.raw_bytes)
 
     def check_ranks(self) -> None:
-        """Raise if another rank has failed; for a thread that finds the save thread waiting.
+        """Raise if another rank has failed; for threads other than the save thread, too.
 
         Raises:
             PenstockError: The save is given up.
@@ -327,7 +327,7 @@ class Finish:
         self._agreement.check()
 
     def _own_names(self) -> list[str]:
-        """Return the names of all that this process has stored for the save."""
+        """Return the names of everything that this process has stored for the save."""
         blobs = self._writer.blob_names
         if self._agreement.alone:
             names = [b.name for b in self._backend.list(f"data/{self.uid}/")]
@@ -337,7 +337,7 @@ class Finish:
         names = [part_name(self.uid, self._agreement.rank), *blobs]
         if self._agreement.leads:
             names += [index_name(self.uid), intent_name(self.uid)]
-            if self._destination.onward is not None:  # it has marked what was to be copied
+            if self._destination.onward is not None:  # it has marked what to copy
                 names += [mark_name(self.uid), staying_name(self.uid)]
         return names
 
@@ -353,29 +353,29 @@ class Finish:
     def stuck_error(self, stuck_s: float) -> BaseException:
         """Return the error for a store that made no progress for `stuck_s` seconds.
 
-        Called under the lock of `ending`, so that no publish can begin between the look at the
-        state of the commit and the failure of the save.
+        Called under the lock of `ending`, so that no publish can begin between this check of the
+        commit's state and the failure of the save.
         """
-        tried = self.commit.state in {State.PUBLISHING, State.UNKNOWN}
+        may_exist = self.commit.state in {State.PUBLISHING, State.UNKNOWN}
         outcome = (
             "the commit record was being published, so the checkpoint may or may not exist"
-            if tried
+            if may_exist
             else "nothing was committed"
         )
         msg = (
             f"step {self.request.step}: {self._backend.url} made no progress for {stuck_s:.0f} s "
             f"(io_timeout_s={self.request.io_timeout_s:g}); {outcome}"
         )
-        return CommitUnknownError(msg) if tried else StorageTimeoutError(msg)
+        return CommitUnknownError(msg) if may_exist else StorageTimeoutError(msg)
 
     def _tick(self, size_bytes: int = 0) -> None:
-        """Note that the store made progress, or that nothing is asked of it."""
+        """Note that the store made progress, or has nothing to do."""
         self.bytes_done += size_bytes
         self.watchdog.moved()
         self.moved()
 
     def _stay(self) -> None:
-        """Go on waiting for other ranks, which is no fault of the store; raise if given up."""
+        """Keep waiting for other ranks, which is not the store's fault; raise if given up."""
         self.watchdog.moved()
         self._raise_if_given_up()
         if self._has_intent:
@@ -394,7 +394,7 @@ class Finish:
         self.check_ranks()
 
     def _begin(self) -> None:
-        """Begin to write, once rank 0 says so."""
+        """Begin to write, once rank 0 allows it."""
         agreement = self._agreement
         if agreement.leads:
             arrivals = agreement.gather()
@@ -421,13 +421,13 @@ class Finish:
                 self._bases.adopt(self._backend, ChosenBase(*base))
             self._bases.find(self._share.chunks)
             self._tick()
-        # Before that, writing would take memory bandwidth from the copies that training waits for.
+        # Writing earlier would take memory bandwidth from the copies that training waits for.
         while not self.may_write.wait(self._workers.timing.capture_poll_s):
             self._tick()
             self._raise_if_failed()
 
     def _divide(self, places: RankPlaces) -> None:
-        """Take this rank's share of what several ranks hold alike."""
+        """Choose this rank's share of the chunks that several ranks hold alike."""
         agreement, plan = self._agreement, self.request.plan
         chunks = chunks_of_rank(plan, places, writer_bytes=agreement.writer_bytes)
         plan.spans.update(spans_of_rank(plan, chunks))
@@ -449,12 +449,12 @@ class Finish:
 
         def wait() -> None:
             self._stay()
-            self._tick()  # to wait for room is all that there is to do
+            self._tick()  # the save only waits for room
             self.check_ranks()
 
         chosen = choice.choose(arrivals, wait)
         if chosen is None:
-            reason = "no tier has room for it, as the log of rank 0 says"
+            reason = "no tier has room for it; see the log of rank 0"
             self._agreement.skip(reason)
             msg = f"step {self.request.step} was skipped: {reason}"
             raise SaveSkippedError(msg)
@@ -463,7 +463,7 @@ class Finish:
         return name
 
     def _follow(self) -> None:
-        """Write to the place that rank 0 has chosen, if that is the same place here.
+        """Write to the place that rank 0 has chosen, if it is the same place here.
 
         Raises:
             ConfigError: The backends of the ranks differ.
@@ -473,7 +473,7 @@ class Finish:
         if (name is None) is not (choice is None):
             here, there = ("one place", "tiers") if choice is None else ("tiers", "one place")
             msg = (
-                f"step {self.request.step}: the backend of this rank is {here}, that of rank 0 "
+                f"step {self.request.step}: the backend of this rank is {here}, but rank 0's is "
                 f"{there}: give all ranks the same configuration"
             )
             raise ConfigError(msg)
@@ -488,24 +488,24 @@ class Finish:
         references = self._bases.choose(self._backend)
         self._tick()
         self._publisher.publish_intent(references=references)
-        # Only now: a deletion that looked at the intents before has deleted the record by now.
+        # Only now: a deletion that read the intents earlier has deleted the record by now.
         self._bases.confirm()
 
     def _write_chunks(self) -> None:
-        left = self._capture.chunk_count
-        while left:
+        chunks_left = self._capture.chunk_count
+        while chunks_left:
             self._raise_if_failed()
             if self._agreement.leads:
                 self._publisher.refresh_intent()
             batch = self._next_batch()
             if batch:
-                left -= len(batch)
+                chunks_left -= len(batch)
                 self._writer.put(self._stored_here(batch))
             else:
                 self._writer.settle_oldest()
 
     def _stored_here(self, batch: list[Captured]) -> list[Captured]:
-        """Return the chunks to write, and release those of other ranks and of derived objects."""
+        """Return the chunks to write; release those of other ranks and of derived objects."""
         if self._share.chunks is None and not self._capture.derived:
             return batch
         stored, derived = [], self._share.derived(self._capture.derived)
@@ -538,7 +538,7 @@ class Finish:
         return batch
 
     def _wait_captured(self) -> None:
-        """Wait for the end of the capture, which may still find that a tensor has changed."""
+        """Wait for the end of the capture, which may still find a changed tensor."""
         while not self._writer.idle:
             self._writer.settle_oldest()
         while not self._ending.handle.captured.done():
@@ -555,7 +555,7 @@ class Finish:
             sum(length for _, length in blobs),
             len(blobs),
         )
-        told = self._agreement.totals
+        totals = self._agreement.totals
         return SaveReport(
             step=request.step,
             uid=self.uid,
@@ -579,6 +579,6 @@ class Finish:
                 "total": now - clock.called,
             },
             ranks=request.world_size,
-            total=SaveTotals(*told) if told else written,
+            total=SaveTotals(*totals) if totals else written,
             codecs=self._writer.choices.report(self._writer.results),
         )

@@ -1,4 +1,4 @@
-"""The life of one save: its threads, its handle, and its end. `finish` has the steps."""
+"""Runs one save: its threads, its handle, and its end. `finish` has the steps."""
 
 from __future__ import annotations
 
@@ -74,11 +74,11 @@ class SaveJob:
             destination: The backend, and the slower tiers that make the checkpoint durable.
             staging: The memory for captured chunks.
             workers: The threads.
-            surroundings: Makes room before the save and cleans up behind it.
+            surroundings: Makes room before the save and cleans up after it.
             called: When `save` was called, on the monotonic clock; default: now.
             bases: What the save may refer to; None: every chunk is stored whole.
-            log_failure: Whether to log why the save failed. Not if the caller waits for the save
-                and raises its error: who reports the error would then print it twice.
+            log_failure: Whether to log why the save failed. Off if the caller waits for the save
+                and raises its error, which would then be printed twice.
             turn: The ranks that save together; None: this process saves alone.
 
         Raises:
@@ -99,16 +99,15 @@ class SaveJob:
         self._timing = workers.timing
         turn = turn or SaveTurn()
         self._rank_turn = turn
-        # Acquired once, by the first thread of its kind: an error out of a signal handler may end
-        # `begin_capture` right behind the start of a thread, and what is begun again starts one
-        # more.
+        # Acquired once, by the first thread of each kind: an error raised by a signal handler may
+        # end `begin_capture` right after the start of a thread, and the next call starts another.
         self._may_run, self._may_watch = threading.Lock(), threading.Lock()
         self._started = False
-        self._has_error = False  # the save thread has, and knows best what it is
+        self._has_error = False  # whether the save thread failed; it reports its own error
         # Acquired once: by the capture thread when it starts, or by `interrupt` before that.
         self._may_capture = threading.Lock()
-        self._capture_over = Latch()  # opens when no thread captures for this save any more
-        self._taken = Latch()  # opens when memory that is not deferred may change
+        self._capture_over = Latch()  # opens when no thread captures for this save
+        self._may_return = Latch()  # opens when memory that is not deferred may change
         self._clock = SaveClock(time.monotonic() if called is None else called)
         self._capture = CaptureRun(
             request.plan,
@@ -132,7 +131,7 @@ class SaveJob:
 
     @property
     def request(self) -> SaveRequest:
-        """The request of the save; once the save is over, without the state."""
+        """The request of the save; after the save, without the state."""
         return self._finish.request
 
     @property
@@ -143,8 +142,8 @@ class SaveJob:
     def start(self) -> None:
         """Begin to write in the background, unless that has begun.
 
-        A save that blocks only for its capture starts when the capture is complete, or needs room:
-        writing at the same time takes memory bandwidth from the copies that training waits for.
+        A save that blocks only for its capture writes once the capture is complete or needs room:
+        writing earlier takes memory bandwidth from the copies that training waits for.
         """
         self._finish.may_write.open()
         self._start_threads()
@@ -157,17 +156,17 @@ class SaveJob:
             self._started = True
 
     def begin_capture(self) -> None:
-        """Start to capture; failures go to the handle. Called again, it goes on where it was left.
+        """Start to capture; failures go to the handle. A second call continues the first.
 
-        The capture has a thread of its own even when the caller waits for it: Ctrl-C, which only
-        the main thread gets, cannot come between taking one of the engine's locks and releasing it.
+        The capture has its own thread even when the caller waits for it: Ctrl-C, which only the
+        main thread gets, cannot come between taking one of the engine's locks and releasing it.
 
         Raises:
             KeyboardInterrupt: Call `interrupt` then.
         """
         self._rank_turn.begun = True
         if self._rank_turn.place is not None:
-            # The other ranks learn at once that this one is here, and this one what rank 0 says.
+            # The other ranks learn at once that this rank is here, and it learns rank 0's verdict.
             self._start_threads()
         if self.request.mode == "blocking":
             self.start()
@@ -179,12 +178,12 @@ class SaveJob:
         Raises:
             KeyboardInterrupt: Call `interrupt` then.
         """
-        self._taken.wait()
+        self._may_return.wait()
 
     def interrupt(self, error: BaseException) -> None:
-        """Give the save up since `error` came while the caller of `save` waited or prepared."""
+        """Give the save up because `error` hit the caller of `save` as it waited or prepared."""
         if self._may_capture.acquire(blocking=False):
-            self._capture_over.open()  # the capture has not begun, and cannot begin any more
+            self._capture_over.open()  # the capture has not begun, and now cannot
         interrupted = SaveAbortedError(f"step {self.request.step}: interrupted")
         interrupted.__cause__ = error
         self.handle.error_seen = True
@@ -193,11 +192,11 @@ class SaveJob:
 
     @property
     def deferred_bytes(self) -> int:
-        """Raw bytes behind the fence."""
+        """Raw bytes that the fence protects."""
         return self._capture.deferred_bytes
 
     def wait_durable(self) -> None:
-        """Wait until the save ended, well or badly.
+        """Wait until the save has ended or failed.
 
         Raises:
             NotDrainedError: The save is committed, but copying it to a durable tier keeps failing.
@@ -208,10 +207,10 @@ class SaveJob:
                 self._onward.check()
 
     def finished(self, timeout_s: float | None) -> bool:
-        """Wait until the save ended, well or badly, and its memory is free again.
+        """Wait until the save has ended or failed, and its memory is free again.
 
-        The wait for the memory has a limit, since a stuck store may keep it for ever. In a callback
-        of the save there is none: the memory is freed only after the callback returns.
+        The wait for the memory has a limit, since a stuck store may keep it for ever. A callback
+        of the save does not wait for it: the memory is freed only after the callback returns.
         """
         if not self._over.wait(timeout_s):
             return False
@@ -220,10 +219,10 @@ class SaveJob:
         return True
 
     def is_changed_by(self, storages: Callable[[], Iterable[int]]) -> bool:
-        """Whether a step on parameters in `storages` (their addresses) may change deferred memory.
+        """Return whether a step on parameters at `storages` may change deferred memory.
 
         A user who passed `defer` has promised that any step on the thread that saved is the fence.
-        The address 0 belongs to a parameter without memory of its own, which may be any.
+        The address 0 means a parameter without its own memory, which may be any.
         """
         if self.request.promised and threading.get_ident() == self._caller:
             return True
@@ -236,11 +235,11 @@ class SaveJob:
 
         Args:
             timeout_s: How long to wait for the capture.
-            give_up: Whether a save whose capture takes too long is aborted.
-            passes: Whether the memory is about to change; if not, it stays under comparison.
+            give_up: Whether to abort a save whose capture takes too long.
+            passes: Whether the memory is about to change; if not, later checks still compare it.
 
         Raises:
-            BusyError: A signal handler that interrupted this was refused; the save goes on.
+            BusyError: A signal handler that interrupted this was refused; the save continues.
         """
         if self._over.done():
             return True
@@ -262,14 +261,14 @@ class SaveJob:
         except Exception as error:  # noqa: BLE001 - recorded in the handle
             self.fail(error)
         if complete and not self._capture.has_device_copies:
-            # All is captured, and the capture thread is about to resolve the future. A caller that
-            # looks at `captured` right after its fence finds it resolved.
+            # Everything is captured, and the capture thread is about to resolve the future. A
+            # caller that looks at `captured` right after its fence finds it resolved.
             self.handle.captured.wait(timeout_s)
         self._clock.blocked += time.monotonic() - began
         return complete
 
     def _captured_was_awaited(self) -> None:
-        """Make a wait for `captured` by the thread that called `save` count as a fence."""
+        """Count a wait for `captured` by the thread that called `save` as a fence."""
         if threading.get_ident() == self._caller:
             self.fence(None)
             if self.ending.error is not None:
@@ -286,21 +285,21 @@ class SaveJob:
             if self._surroundings is not None:
                 self._surroundings.when_failed(error)
             self._capture.cancel(error)
-            # Text: a kept log record would keep the error, its frames, and all that they hold.
+            # Log text: a kept log record would keep the error, its frames, and all they hold.
             loud = self._log_failure and not isinstance(error, SaveSkippedError)
             level = logging.ERROR if loud else logging.DEBUG
-            log.log(level, "save of step %d failed: %s", self.request.step, self._told(error))
+            log.log(level, "save of step %d failed: %s", self.request.step, self._log_text(error))
 
         self.ending.fail(why, first=first)
 
-    def _told(self, error: BaseException) -> str:
-        """Return what is logged of an error: of another rank's, only where no other log has it."""
+    def _log_text(self, error: BaseException) -> str:
+        """Return the text to log for an error: short for another rank's that is logged there."""
         if isinstance(error, RankError) and self.request.rank and is_logged(error):
-            return f"rank {error.rank} is the cause, as the log of rank 0 says"
+            return f"rank {error.rank} is the cause; see the log of rank 0"
         return str(error)
 
     def progress(self) -> Progress:
-        """Return the phase of the save, and the bytes written by now."""
+        """Return the phase of the save, and the bytes written so far."""
         total, phase = self.request.plan.raw_bytes, self._phase()
         # The count of the last batch may arrive after the commit.
         done = total if phase in {"drain", "durable"} else self._finish.bytes_done
@@ -325,7 +324,7 @@ class SaveJob:
             self._capture.take_now()
             if self.deferred_bytes:
                 self._count_blocked()
-                self._taken.open()  # `save` returns; the rest is captured while training goes on
+                self._may_return.open()  # `save` returns; the rest is captured during training
                 self._capture.take_deferred()
             with self.ending.lock:
                 if self.ending.error is None:
@@ -335,10 +334,10 @@ class SaveJob:
             self.fail(_of_our_tree(error, self.request.step))
         finally:
             self._capture_over.open()
-            if not self._taken.is_open:
+            if not self._may_return.is_open:
                 self._count_blocked()  # before the save thread can report it
             self.start()  # also after a failure: the save thread cleans up
-            self._taken.open()
+            self._may_return.open()
 
     def _count_blocked(self) -> None:
         self._clock.blocked += time.monotonic() - self._clock.called
@@ -351,13 +350,13 @@ class SaveJob:
         assert surroundings is not None
         try:
             self._finish.arrive()
-            # Each call in it has a time limit of its own, and many calls may take long together.
+            # Each call inside has its own time limit, and many calls together may take long.
             with watchdog.paused(), self.ending.calling_back():
                 surroundings.before_write(self.request, self._finish.url)
             report = self._finish.run(surroundings.before_commit)
         except BaseException as error:  # noqa: BLE001 - the handle must end after any error
             self._has_error = True
-            with watchdog.paused():  # for the word of other ranks
+            with watchdog.paused():  # while it waits for other ranks
                 error = self._finish.give_up(error)
             if isinstance(error, StorageFullError):  # the others know by now
                 with watchdog.paused(), self.ending.calling_back():
@@ -383,10 +382,10 @@ class SaveJob:
                 self._finish.forget()  # the user may keep the handle, and the handle keeps this
                 self.released.open()
                 if self._onward is None or self.handle.durable.done():
-                    self._surroundings = None  # they hold the checkpointer, which holds this
+                    self._surroundings = None  # it holds the checkpointer, which holds this job
 
     def _skip(self, error: SaveSkippedError) -> None:
-        """Make this a save that rank 0 has skipped, which is no failure that a user has to see."""
+        """Mark the save as skipped by rank 0, which is no failure that a user has to see."""
         self.handle.skipped = True
         self.handle.error_seen = True
         log.debug("%s", str(error))
@@ -403,26 +402,26 @@ class SaveJob:
             self.ending.succeed(report)
             return
 
-        def told(error: BaseException | None) -> None:
+        def when_drained(error: BaseException | None) -> None:
             if error is not None:
                 self.ending.leave(error)
                 return
             try:
                 tiers = onward.tiers()
             except BaseException as raised:
-                self.ending.leave(raised)  # or whoever waits for the save would wait for ever
+                self.ending.leave(raised)  # or a waiter for the save would wait for ever
                 raise
             self.ending.succeed(replace(report, tiers=tiers))
-            if gone_on:
+            if has_started:
                 # Retention keeps older checkpoints until a durable tier has this one.
                 self._after_commit(report)
                 self._surroundings = None
 
-        gone_on = False
+        has_started = False
         onward.begin()
         self.ending.commit(report)
-        onward.go(told)
-        gone_on = True
+        onward.go(when_drained)
+        has_started = True
 
     def _watch(self) -> None:
         """Give the save up when the store makes no progress for `io_timeout_s`."""
@@ -432,14 +431,14 @@ class SaveJob:
         poll_s = min(self._timing.poll_s, watchdog.limit_s / 4)
         while not self.released.wait(poll_s):
             if self.ending.error is not None:
-                # The save thread may hang in the store for ever, and other threads may wait until
-                # this memory is no longer held.
+                # The save thread may hang in the store for ever, and other threads may wait for
+                # this memory.
                 self._capture.release_unwritten()
             if watchdog.is_paused:
-                # Calls with limits of their own, as where room is made: the others wait for them.
+                # These calls have their own limits (making room, say), and the other ranks wait.
                 self._finish.moved()
             if self.ending.error is None and not self._has_error:
-                try:  # the save thread may hang in the store, and learns nothing there
+                try:  # the save thread may hang in the store, where it cannot check
                     self._finish.check_ranks()
                 except PenstockError as error:
                     if isinstance(error, SaveSkippedError):

@@ -1,4 +1,4 @@
-"""Copies the memory of live objects, which nothing moves or frees meanwhile.
+"""Copies the memory of live objects, and keeps it from being moved or freed meanwhile.
 
 Tested in `tests/core/save/test_capture.py`.
 """
@@ -36,8 +36,8 @@ T = TypeVar("T")
 
 _LISTED = 8
 
-_TOGETHER = 2048  # objects that are kept still together, and copied, which takes some 2 ms
-_FEW = 4  # objects of one length, which one by one are copied as fast
+_TOGETHER = 2048  # objects that are kept still and copied together, which takes some 2 ms
+_FEW = 4  # fewer objects of one length are copied as fast one by one
 _GATHERED_BYTES = 1 << 21  # copied twice, the second time from the cache
 
 
@@ -102,8 +102,8 @@ def _copy_alike(
 ) -> list[Piece]:
     """Copy small objects of equal lengths together; return the pieces that are left.
 
-    A hold of each object would take longer than its copy. A copy behind the fence needs the
-    holds: training has the GIL then, and nothing would move for as long as this thread waits.
+    Holding each object would take longer than copying it. Deferred copies still use holds: training
+    has the GIL then, and all moves would be blocked for as long as this thread waits for it.
     """
     by_length: dict[int, list[Piece]] = {}
     for piece in pieces:
@@ -130,22 +130,22 @@ def _copy_still(
     sources: Sequence[ByteSource],
     block: Block,
 ) -> list[Piece]:
-    """Copy objects of one length whose memory does not move, all that have an address."""
+    """Copy objects of one length whose memory does not move, if they have an address."""
     pairs = zip([source.address for source in sources], places_of(sources), strict=True)
-    found = [
+    starts = [
         at if described is not None and at is not None else described for described, at in pairs
     ]
     left: list[Piece] = []
-    if None in found:
-        left = [piece for piece, at in zip(pieces, found, strict=True) if at is None]
-        pieces = [piece for piece, at in zip(pieces, found, strict=True) if at is not None]
-        found = [at for at in found if at is not None]
-    if 0 in found:
-        freed = objects[pieces[found.index(0)].item].entry
+    if None in starts:
+        left = [piece for piece, at in zip(pieces, starts, strict=True) if at is None]
+        pieces = [piece for piece, at in zip(pieces, starts, strict=True) if at is not None]
+        starts = [at for at in starts if at is not None]
+    if 0 in starts:
+        freed = objects[pieces[starts.index(0)].item].entry
         raise torn([freed.path], deferred=True)
     if not pieces:
         return left
-    addresses, length = np.array(found, np.int64), pieces[0].stop
+    addresses, length = np.array(starts, np.int64), pieces[0].stop
     slots = np.array([piece.at for piece in pieces]) // SLAB_ALIGNMENT
     count = (block.view.nbytes - length) // SLAB_ALIGNMENT + 1
     out: NDArray[np.void] = np.ndarray(count, f"V{length}", block.view, strides=(SLAB_ALIGNMENT,))
@@ -185,8 +185,8 @@ def held(sources: Sequence[ByteSource]) -> Iterator[None]:
     for source in sources:
         by_hold.setdefault(type(source).hold, []).append(source)
     with ExitStack() as holds:
-        # A slab takes thousands of holds, enough to start garbage collections that look at
-        # all objects of the plan; these took ten times as long as the holds.
+        # A slab takes thousands of holds, enough to start garbage collections that scan all
+        # objects of the plan; these took ten times as long as the holds.
         with collections_held:
             for hold, together in by_hold.items():
                 holds.callback(hold(together))
@@ -195,14 +195,14 @@ def held(sources: Sequence[ByteSource]) -> Iterator[None]:
 
 def by_class(sources: Iterable[ByteSource]) -> dict[Any, list[ByteSource]]:
     """Return sources by the function of their class that keeps their memory still."""
-    found: dict[Any, list[ByteSource]] = {}
+    groups: dict[Any, list[ByteSource]] = {}
     for source in sources:
-        found.setdefault(type(source).still, []).append(source)
-    return found
+        groups.setdefault(type(source).still, []).append(source)
+    return groups
 
 
 def while_still(groups: dict[Any, list[ByteSource]], action: Callable[[], T]) -> T:
-    """Run `action`, which takes milliseconds, while no memory of sources in `groups` moves.
+    """Run `action`, which takes milliseconds, while the memory of all sources stays still.
 
     Args:
         groups: The sources, as `by_class` returns them.
@@ -214,7 +214,7 @@ def while_still(groups: dict[Any, list[ByteSource]], action: Callable[[], T]) ->
 
 
 def _may_stay_still(kind: type[ByteSource]) -> bool:
-    """Return whether `still` does for a copy, as it does not where only `hold` keeps memory."""
+    """Return whether `still` is enough for a copy; it is not where only `hold` keeps memory."""
     return kind.hold is ByteSource.hold or kind.still is not ByteSource.still
 
 
@@ -225,7 +225,7 @@ def shown(entry: StateObject) -> str:
 
 
 def torn(paths: Sequence[ObjectPath], *, deferred: bool) -> TornSnapshotError:
-    """Return the error of a save whose objects at `paths` changed too early."""
+    """Return the error for objects at `paths` that changed too early."""
     more = len(paths) - _LISTED
     names = ", ".join(map(show_path, paths[:_LISTED])) + (f" and {more} more" if more > 0 else "")
     when = (

@@ -46,25 +46,25 @@ if TYPE_CHECKING:
     from penstock.core.types import ObjectPath
 
 SECTION_OBJECTS = 2048
-"""Most objects and nodes of a section: all that a reader parses and checks to open one object."""
+"""Most objects and nodes of a section, which a reader parses and checks to open one object."""
 
 SECTION_WEIGHT = 4 << 20
-"""Rough bytes of JSON after which a section ends, as long paths or many checksums make it."""
+"""Rough bytes of JSON after which a section ends, for long paths or many checksums."""
 
 _ONE_REF = 3
 
 
 @dataclass(frozen=True, slots=True)
 class PartSummary:
-    """What the commit record and the index tell of a part.
+    """What the commit record and the index record about a part.
 
     Attributes:
         entry: The part.
         codecs: Codecs used, name to version.
         borrowed: The blobs of other saves that it refers to, ascending by name.
-        bytes_raw: Bytes of what it stores of objects.
+        bytes_raw: Raw bytes of objects that it stores.
         bytes_stored: Bytes of the blobs that its rank wrote.
-        blobs: How many these are.
+        blobs: Number of these blobs.
     """
 
     entry: PartEntry
@@ -79,8 +79,8 @@ class PartSummary:
 class RankManifest:
     """The part of one rank, and what it lists.
 
-    Its first `listing_bytes` bytes say which shards it has. The frames are those of chunks of the
-    plan, by number; their own numbers count in `tables`.
+    Its first `listing_bytes` bytes list its shards. `frames` has the frame of each chunk of the
+    plan by number; numbers inside a frame index `tables`.
     """
 
     data: bytes
@@ -104,9 +104,9 @@ class RankShare:
         rank: The number of this rank.
         world_size: Number of ranks.
         chunks: The chunks of the plan that it writes; None: all.
-        lists_all: Whether it lists all that it describes. Else only what it stores bytes of: the
-            first of the ranks with its structure lists the rest.
-        own_paths: Paths below which each rank has objects of its own, and lists all of them.
+        lists_all: Whether it lists all that it describes. If not, it lists what it stores bytes
+            of; the first rank with the same structure lists the rest.
+        own_paths: Paths below which each rank has its own objects, and lists all of them.
         masters: The objects of the plan that it may store as derived, as in `SavePlan.masters`.
     """
 
@@ -118,7 +118,7 @@ class RankShare:
     masters: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
     def derived(self, equal: Mapping[int, int]) -> dict[int, int]:
-        """Return those that it stores as derived of objects that equal a master, rounded."""
+        """Return the objects that it stores as derived, among those equal to a rounded master."""
         return {n: m for n, m in equal.items() if m in self.masters.get(n, ())}
 
     def writes(self, chunk: int) -> bool:
@@ -126,7 +126,7 @@ class RankShare:
         return self.chunks is None or chunk in self.chunks
 
     def lists(self, path: ObjectPath) -> bool:
-        """Return whether this rank lists what stands at `path` though it stores no bytes of it."""
+        """Return whether this rank lists the entry at `path` though it stores no bytes of it."""
         return self.lists_all or any(path[: len(own)] == own for own in self.own_paths)
 
 
@@ -134,7 +134,7 @@ ALONE = RankShare()
 
 
 class ManifestWriter:
-    """Encodes the manifest of one save whose blobs are all written."""
+    """Encodes the manifest of one save after all its blobs are written."""
 
     def __init__(
         self,
@@ -152,9 +152,9 @@ class ManifestWriter:
             request: The entries and the plan of the save.
             metadata: The user's metadata, for the commit record.
             shipper: Names the distribution of a plugin, as `Registry.shipper` does.
-            earlier_errors: How far the bytes of the objects are from what was once saved, where
-                they come from another checkpoint that lossy codecs wrote.
-            earlier_choices: How the codecs that the save takes over were chosen.
+            earlier_errors: The errors that objects already have because lossy codecs wrote the
+                checkpoint that they come from.
+            earlier_choices: How the codecs of reused frames were chosen.
             compacts: As in `CommitRecord`.
         """
         self._request = request
@@ -181,12 +181,12 @@ class ManifestWriter:
             uid: The uid of the save.
             results: The stored frames of the chunks of the plan that this rank writes, by number.
             blobs: Name and length of each blob, as sealed; those of other saves are borrowed.
-            derived: Numbers of derived objects of the plan, and of those they are derived from.
+            derived: Numbers of derived objects of the plan, and of their masters.
             choices: How codecs were chosen while the save ran, by class of objects.
             share: What this rank writes and lists.
 
         Raises:
-            FormatError: No reader would take the part.
+            FormatError: No reader would accept the part.
         """
         request = self._request
         stored, numbers = stored_chains(request.plan, results, self._chains)
@@ -217,7 +217,7 @@ class ManifestWriter:
             chains=tables.chains,
             choices=[
                 *self._earlier_choices,
-                *(ChoiceRecord(one.objects, one.codec, one.why) for one in choices),
+                *(ChoiceRecord(choice.objects, choice.codec, choice.why) for choice in choices),
             ],
         )
         summary = PartSummary(
@@ -242,20 +242,20 @@ class ManifestWriter:
         world_size: int = 1,
         providers: Mapping[str, int] | None = None,
     ) -> tuple[bytes, CommitRecord]:
-        """Encode index and commit record.
+        """Encode the index and the commit record.
 
         Args:
             uid: The uid of the save.
-            parts: The parts of all ranks that stored anything, in order of ranks.
+            parts: The parts of all ranks that stored anything, in rank order.
             blocks: The index over their shards.
             engine: Name of the backend that wrote the blobs.
-            created: The time of the commit, in the form of records.
+            created: The time of the commit, as records write it.
             base: The earlier checkpoint that frames are encoded against.
             world_size: Number of ranks.
-            providers: Name and version of the providers that took part in other ranks.
+            providers: Name and version of each provider used by other ranks.
 
         Raises:
-            FormatError: No reader would take the manifest.
+            FormatError: No reader would accept the manifest.
         """
         request = self._request
         entries = tuple(part.entry for part in parts)
@@ -294,20 +294,20 @@ class ManifestWriter:
         return index.data, record
 
     def _errors(self, results: Mapping[int, ChunkResult]) -> dict[ObjectPath, WorstErrors]:
-        """Return the errors of each object: its own, added to those that its bytes had before."""
-        found: dict[int, list[WorstErrors | None]] = {}
+        """Return the errors of each object: new ones added to those that its bytes had before."""
+        by_item: dict[int, list[WorstErrors | None]] = {}
         for number, result in results.items():
             chunk = self._request.plan.chunks[number]
             for piece, errors in zip(chunk.pieces, result.errors, strict=False):
-                found.setdefault(piece.item, []).append(errors)
+                by_item.setdefault(piece.item, []).append(errors)
         objects = self._request.plan.objects
-        now = {objects[item].entry.path: _worst_of(errors) for item, errors in found.items()}
+        now = {objects[item].entry.path: _worst_of(errors) for item, errors in by_item.items()}
         paths = {o.entry.path for o in objects} if self._earlier else now
         every = {path: _both(self._earlier.get(path), now.get(path)) for path in paths}
         return {path: errors for path, errors in every.items() if errors is not None}
 
     def _plugins(self, codecs: Mapping[str, int], engine: str) -> dict[str, str]:
-        """Return the plugins of third parties that took part, each with its distribution."""
+        """Return the third-party plugins that the save used, each with its distribution."""
         plugins = [f"codec {name}" for name in codecs]
         plugins += [f"provider {name}" for name, _ in self._request.providers]
         shippers = {plugin: self._shipper(plugin) for plugin in (*plugins, f"backend {engine}")}
@@ -320,7 +320,7 @@ def codecs_of(chains: Iterable[Chain]) -> dict[str, int]:
 
 
 def chain_record(chain: CodecChain | None) -> Chain:
-    """Return the codecs of a chain as records; None, and the empty chain, stand for raw."""
+    """Return the codecs of a chain as records; None and the empty chain mean raw."""
     codecs = () if chain is None else chain.codecs
     return tuple(CodecRecord(c.name, c.version, c.config.model_dump(mode="json")) for c in codecs)
 
@@ -328,7 +328,7 @@ def chain_record(chain: CodecChain | None) -> Chain:
 def stored_chains(
     plan: SavePlan, results: Mapping[int, ChunkResult], chains: Sequence[Chain]
 ) -> tuple[list[Chain], dict[int, int]]:
-    """Return the chains that encoded the frames, which lack the codecs that declined a chunk.
+    """Return the chains that encoded the frames, without the codecs that declined a chunk.
 
     Args:
         plan: The plan of the save.
@@ -336,27 +336,27 @@ def stored_chains(
         chains: Chains by the numbers of the plan and the results.
 
     Returns:
-        The empty chain, which stands for raw, and those that some frame needs; and for each chunk
-        the number of its chain among these.
+        The empty chain, which means raw, and the chains that frames need; and each chunk's number
+        in this list.
     """
     table: list[Chain] = [()]
     known: dict[tuple[int, tuple[int, ...]], int] = {}
     numbers: dict[int, int] = {}
     for number, result in results.items():
-        given = given_chain(plan.chunks[number], result)
-        key = (given, result.declined)
+        chain = given_chain(plan.chunks[number], result)
+        key = (chain, result.declined)
         if key not in known:
-            links = enumerate(chains[given])
-            left = tuple(link for n, link in links if n not in result.declined)
-            if left not in table:
-                table.append(left)
-            known[key] = table.index(left)
+            links = enumerate(chains[chain])
+            used = tuple(link for n, link in links if n not in result.declined)
+            if used not in table:
+                table.append(used)
+            known[key] = table.index(used)
         numbers[number] = known[key]
     return table, numbers
 
 
 def given_chain(chunk: Chunk, result: ChunkResult) -> int:
-    """Return the number of the chain that a chunk was given to, which may have declined it."""
+    """Return the number of the chain that got a chunk, though its codecs may have declined it."""
     return chunk.chain if result.chain is None else result.chain
 
 
@@ -376,7 +376,7 @@ def frames_of(
         blobs: Number in the part's table of the blob that holds raw (`"raw"`) and encoded
             (`"enc"`) frames.
         chains: For each chunk the number of its chain, from `stored_chains`.
-        place: Returns a frame of another save with the numbers that it has in the part's tables.
+        place: Returns a frame of another save with its numbers in the part's tables.
     """
     frames = {
         number: Frame(
@@ -417,11 +417,11 @@ def build_sections(
     A slab whose objects fall into two sections is listed as a frame in both.
 
     Args:
-        entries: Objects and nodes in the order in which they were described; the plan has those
-            objects that are not tied, in the same order.
+        entries: Objects and nodes in the order of their description; the plan has those objects
+            that are not tied, in the same order.
         plan: The plan of the save.
         frames: The frame of each chunk of the plan, from `frames_of`.
-        derived: Numbers of derived objects of the plan, and of those they are derived from.
+        derived: Numbers of derived objects of the plan, and of their masters.
         errors: The errors that lossy codecs caused, by the path of the object.
         section_objects: Most objects and nodes of a section.
         share: What this rank writes and lists.
@@ -480,7 +480,7 @@ def _shard_rows(
     if stored != (spec.nbytes if spans is None else _bytes_of(spans, spec.itemsize)):
         msg = f"the plan holds {stored} bytes of {entry.path}"
         raise SaveError(msg)
-    if len(refs) == _ONE_REF:  # as of nearly all objects
+    if len(refs) == _ONE_REF:  # nearly all objects
         number, at, length = refs
         refs = section.frame_number(frames[number]), at, length
     else:
@@ -492,15 +492,15 @@ def _shard_rows(
 def _decided_elsewhere(
     plan: SavePlan, by_item: Sequence[Sequence[int]], share: RankShare
 ) -> set[ObjectPath]:
-    """Return the objects of which another rank says whether they are derived or stored."""
+    """Return the objects for which another rank records whether they are derived or stored."""
     if share.chunks is None:
         return set()
     return {plan.objects[item].entry.path for item in plan.masters if not by_item[item]}
 
 
 def _refs_by_item(plan: SavePlan, share: RankShare) -> list[Sequence[int]]:
-    # Flat runs of (chunk, at, length). An object in one chunk gets a tuple: the garbage collector
-    # stops tracking tuples of integers, so a million objects take half the time.
+    # Flat runs of (chunk, at, length). An object in one chunk gets a tuple, since the garbage
+    # collector does not track tuples of integers: a million objects take half the time.
     refs: list[Sequence[int]] = [()] * len(plan.objects)
     longer: dict[int, list[int]] = {}
     ends: dict[int, int] = {}
@@ -517,7 +517,7 @@ def _refs_by_item(plan: SavePlan, share: RankShare) -> list[Sequence[int]]:
                 refs[item] = longer[item] = list(refs[item])
                 ends[item] = first.get(item, 0) + sum(longer[item][2:])
             if not refs[item] or piece.start != ends[item]:
-                msg = f"the plan does not go on at byte {piece.start} of item {item}"
+                msg = f"the plan does not continue at byte {piece.start} of item {item}"
                 raise SaveError(msg)
             longer[item] += (number, piece.at, length)
             ends[item] = piece.stop
@@ -527,7 +527,7 @@ def _refs_by_item(plan: SavePlan, share: RankShare) -> list[Sequence[int]]:
 def _refs_by_entry(
     entries: Sequence[StateObject | Node], by_item: Sequence[Sequence[int]]
 ) -> list[Sequence[int]]:
-    """Return the places of each entry; a node, and a tied or derived object, have none."""
+    """Return the places of each entry; nodes and tied or derived objects have none."""
     items = iter(by_item)
     return [
         () if isinstance(entry, Node) or entry.same_as is not None else next(items)
@@ -547,18 +547,18 @@ def _cut_refs(
     frame = at = left = 0
     for span in spans:
         need = span.region.numel * itemsize
-        found: list[int] = []
+        cut: list[int] = []
         while need:
             if not left:
                 frame, at, left = next(pieces)
-            taken = min(left, need)
-            found += (frame, at, taken)
-            at, left, need = at + taken, left - taken, need - taken
-        yield tuple(found), span.region.offsets, span.region.sizes
+            length = min(left, need)
+            cut += (frame, at, length)
+            at, left, need = at + length, left - length, need - length
+        yield tuple(cut), span.region.offsets, span.region.sizes
 
 
 def _storage_order(refs: Sequence[Sequence[int]]) -> list[int]:
-    # An entry without bytes goes with the entry that was described before it.
+    # An entry without bytes follows the entry described before it.
     keys: list[int] = []
     chunk = 0
     for places in refs:
@@ -568,21 +568,21 @@ def _storage_order(refs: Sequence[Sequence[int]]) -> list[int]:
     return sorted(range(len(keys)), key=keys.__getitem__)
 
 
-def _worst_of(found: Iterable[WorstErrors | None]) -> WorstErrors | None:
+def _worst_of(errors: Iterable[WorstErrors | None]) -> WorstErrors | None:
     """Return the worst absolute and the worst relative error of all; None if there are none."""
-    there = [errors for errors in found if errors is not None]
-    if not there:
+    known = [worst for worst in errors if worst is not None]
+    if not known:
         return None
-    return WorstErrors(max(e.absolute for e in there), max(e.relative for e in there))
+    return WorstErrors(max(e.absolute for e in known), max(e.relative for e in known))
 
 
 def _both(before: WorstErrors | None, now: WorstErrors | None) -> WorstErrors | None:
     """Return the worst errors of elements that were changed twice."""
     if before is None or now is None:
         return before or now
-    if not now.absolute:  # as of elements that were rounded before; infinity times zero is NaN
+    if not now.absolute:  # elements rounded earlier, say; infinity times zero would be NaN
         return before
-    # The second error is in proportion to what the first one left.
+    # The second relative error applies to the value after the first error.
     relative = before.relative + now.relative * (1 + before.relative)
     return WorstErrors(before.absolute + now.absolute, relative)
 

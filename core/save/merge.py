@@ -1,7 +1,7 @@
 """Reads the parts of all ranks back from the root, and checks that they hold everything once.
 
-Rank 0 does so before it asks for the commit. What it cannot read, nobody could: so a root that the
-hosts do not share is found here, and so are bytes that no rank has stored.
+Rank 0 does so before it asks for the commit. This finds a root that the hosts do not share, and
+bytes that no rank has stored.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ _BATCH = 64  # parts that are read at once
 
 @dataclass(frozen=True, slots=True)
 class MergedParts:
-    """What came of the parts of one save.
+    """The merged parts of one save.
 
     Attributes:
         basis: The digests of the tables of all parts, and how much rank 0 describes.
         blocks: The index over these shards.
         bytes_twice: Bytes of tensors beyond one copy of each.
         judged: The hashes of the objects whose shards were compared with their shape.
-        shapes: What rank 0 said of these; see `_shapes_of`.
+        shapes: Rank 0's description of these objects; see `_shapes_of`.
     """
 
     basis: tuple[object, ...]
@@ -75,7 +75,7 @@ class MergedParts:
 
 
 class KnownParts:
-    """The index of the newest save that was merged, for one whose ranks store the same shards."""
+    """The index of the newest merged save, for a save whose ranks store the same shards."""
 
     def __init__(self) -> None:
         self.newest: MergedParts | None = None
@@ -103,8 +103,8 @@ class PartsOfRanks:
             step: The step.
             world_size: Number of ranks.
             references: The uids of the other saves whose data the intent protects.
-            tick: Called whenever something was read.
-            known: What was merged before; gets what is merged now.
+            tick: Called after each read.
+            known: The parts merged before; gets those merged now.
         """
         self._known = known or KnownParts()
         self._backend = backend
@@ -119,14 +119,14 @@ class PartsOfRanks:
         self._records: dict[tuple[int, int], dict[int, ObjectRecord]] = {}  # of sections, by hash
 
     def read(self, own: PartSummary, posts: Mapping[int, Mapping[str, Any]]) -> list[PartSummary]:
-        """Read what the parts list back from the root, and return all parts, in order of ranks.
+        """Read the listings of the parts back from the root; return all parts, in rank order.
 
         Args:
             own: The part of rank 0.
-            posts: What the other ranks have told of theirs, by rank.
+            posts: The posts of the other ranks about their parts, by rank.
 
         Raises:
-            SaveError: A part, or a blob of it, is not there as rank 0 sees the root.
+            SaveError: A part, or one of its blobs, is not in the root as rank 0 sees it.
             FormatError: A part is damaged.
         """
         entries = self._entries = {
@@ -134,7 +134,7 @@ class PartsOfRanks:
             for rank, post in sorted(posts.items())
             if post.get("part")
         }
-        # Each file is opened once: a thousand of them take longer than all that is done with them.
+        # Each file is opened once: opening a thousand takes longer than everything else here.
         listings = self._ranges({rank: (0, posts[rank]["listing"]) for rank in entries}, entries)
         for rank, data in listings.items():
             head_length = entries[rank].head_length
@@ -176,27 +176,27 @@ class PartsOfRanks:
     ) -> MergedParts:
         """Return the index over all parts, whose shards hold every byte and do not overlap.
 
-        The index leaves out values which say that a rank has nothing where others have a container.
+        The index omits values that mean that a rank has nothing where others have a container.
 
         Args:
-            own: The shards in the part of rank 0; those of the others were `read`.
-            entries: What rank 0 describes. Of other objects the shape is read from the parts.
-            derived: The objects that rank 0 stores as derived. Of others it is read from the parts.
-            structures: Digests of the structures of all ranks, in order. Ranks of equal ones
+            own: The shards in the part of rank 0; `read` has those of the others.
+            entries: What rank 0 describes. The shapes of other objects are read from the parts.
+            derived: The objects that rank 0 stores as derived. Other ranks' are read from parts.
+            structures: Digests of the structures of all ranks, in order. Ranks with equal digests
                 describe the same, and the first of them lists all of it.
-            nothing: The shown paths of values that say that a rank has nothing there.
+            nothing: The shown paths of values that mean that a rank has nothing there.
 
         Raises:
-            SaveError: Bytes of an object are missing, or shards overlap, or ranks have things at
-                one path that do not go together; names the object.
+            SaveError: Bytes of an object are missing, or shards overlap, or what ranks have at one
+                path does not fit together; names the object.
         """
         known = self._known.newest
         heads = sorted(self._heads.items())
-        # The place of the table in its part is no matter.
-        told = [(r, replace(h.shards, offset=0), len(h.sections)) for r, h in heads]
+        # The offset of the table in its part does not matter.
+        parts = [(r, replace(h.shards, offset=0), len(h.sections)) for r, h in heads]
         tables = digest(dump_table(own) + dump_traits(own))
-        basis = (tables, told, len(entries), tuple(structures), nothing)
-        # The tables tell of shapes, too, in 32 bits each.
+        basis = (tables, parts, len(entries), tuple(structures), nothing)
+        # The tables have only 32 bits of each shape.
         if (
             known is not None
             and known.basis == basis
@@ -211,9 +211,9 @@ class PartsOfRanks:
         absent = self._absent(structures, entries, nothing)
         table = table.without(map(path_hash, absent))
         shapes = _shapes_of(judged, entries)
-        found = MergedParts(basis, encode_blocks(table), twice, judged, shapes)
-        self._known.newest = found
-        return found
+        newest = MergedParts(basis, encode_blocks(table), twice, judged, shapes)
+        self._known.newest = newest
+        return newest
 
     def check_cover(
         self,
@@ -222,17 +222,17 @@ class PartsOfRanks:
         entries: Sequence[StateObject | Node],
         derived: Collection[ObjectPath] = (),
     ) -> tuple[list[int], int]:
-        """Check that shards hold every byte of every object, and none twice.
+        """Check that shards hold every byte of every object, and do not overlap.
 
         Args:
             table: The shards of all parts.
             ranks: The rank of each part.
-            entries: What rank 0 describes. Of other objects the shape is read from the parts.
-            derived: The objects that rank 0 stores as derived. Of others it is read from the parts.
+            entries: What rank 0 describes. The shapes of other objects are read from the parts.
+            derived: The objects that rank 0 stores as derived. Other ranks' are read from parts.
 
         Returns:
             The hashes of the objects whose shape mattered; and the bytes of tensors that are stored
-            beyond one copy of each, since equal regions may stand in several parts.
+            beyond one copy of each, since several parts may have equal regions.
 
         Raises:
             SaveError: Bytes of an object are missing, or shards overlap, or ranks describe it
@@ -258,8 +258,8 @@ class PartsOfRanks:
                 described = self._record(rank, section, int(chosen.hashes[first]))
             shape, needs = _shape_of(described)
             if needs and entry is not None and (chosen.dims[rows] == NO_BYTES).all():
-                taken = chosen.take(np.arange(first, stop))
-                needs = entry.path not in derived and not self._is_derived(ranks, taken)
+                shards = chosen.take(np.arange(first, stop))
+                needs = entry.path not in derived and not self._is_derived(ranks, shards)
             if not needs:
                 continue
             own = chosen.bounds[bounds[first - 1] if first else 0 : bounds[stop - 1]]
@@ -268,14 +268,14 @@ class PartsOfRanks:
                 twice += (elements - math.prod(shape)) * described.spec.itemsize
             if flaw is not None:
                 msg = (
-                    f"step {self._step}: of {show_path(described.path)}, of shape {list(shape)}, "
-                    f"{flaw}: do all ranks put the same state into save(), and is every rank in it?"
+                    f"step {self._step}: {show_path(described.path)}, of shape {list(shape)}: "
+                    f"{flaw}; do all ranks put the same state into save(), and is every rank in it?"
                 )
                 raise SaveError(msg)
         return [int(hashed) for hashed in chosen.hashes[firsts]], twice
 
     def _check_listed(self, table: ShardTable, known: Mapping[int, StateObject]) -> None:
-        """Check that some part lists each object that rank 0 describes."""
+        """Check that each object that rank 0 describes is in some part."""
         wanted = np.fromiter(known, np.uint64, len(known))
         first = np.searchsorted(table.hashes, wanted, "left")
         unlisted = np.flatnonzero(first == np.searchsorted(table.hashes, wanted, "right"))
@@ -294,40 +294,40 @@ class PartsOfRanks:
         entries: Sequence[StateObject | Node],
         derived: Collection[ObjectPath],
     ) -> None:
-        """Check that ranks which list one object say the same of it, as every reader does."""
+        """Check that ranks that list one object agree about it, as every reader does."""
         unlike = table.traits[1:] != table.traits[:-1]
         unlike &= table.hashes[1:] == table.hashes[:-1]
         if not unlike.any():
             return
         first = int(np.flatnonzero(unlike)[0])
-        told: list[tuple[int, StateObject | ObjectRecord, str]] = []
+        listings: list[tuple[int, StateObject | ObjectRecord, str]] = []
         for row in (first, first + 1):
-            one = table.take(np.array([row]))
-            (part, section), hashed = one.places()[0], int(one.hashes[0])
+            shard = table.take(np.array([row]))
+            (part, section), hashed = shard.places()[0], int(shard.hashes[0])
             rank = ranks[part]
             own = [e for e in entries if path_hash(e.path) == hashed]
-            found = next((e for e in own if isinstance(e, StateObject)), None)
-            if rank or found is None:
+            entry = next((e for e in own if isinstance(e, StateObject)), None)
+            if rank or entry is None:
                 record = self._record(rank, section, hashed)
                 master = record.derived
                 source = "" if master is None else f" that is rounded from {show_path(master)}"
-                told.append((rank, record, source))
+                listings.append((rank, record, source))
             else:
-                source = " that is rounded from another" if found.path in derived else ""
-                told.append((rank, found, source))
-        (rank, one_says, source), (other, other_says, other_source) = told
-        here, there = _in_words(one_says) + source, _in_words(other_says) + other_source
+                source = " that is rounded from another" if entry.path in derived else ""
+                listings.append((rank, entry, source))
+        (rank, listed, source), (rank_2, listed_2, source_2) = listings
+        here, there = _in_words(listed) + source, _in_words(listed_2) + source_2
         if here == there:
-            here, there = f"{here} ({one_says.form})", f"{there} ({other_says.form})"
+            here, there = f"{here} ({listed.form})", f"{there} ({listed_2.form})"
         remedy = (
             "give all ranks the same configuration, and the same tensors to round from"
-            if source != other_source
-            else "one path has to be one object on all ranks that have it; give what differs keys "
-            "of its own"
+            if source != source_2
+            else "one path has to be one object on all ranks that have it; use separate keys for "
+            "objects that differ"
         )
         msg = (
-            f"step {self._step}: {show_path(one_says.path)} is {here} on rank {rank}, and {there} "
-            f"on rank {other}: {remedy}"
+            f"step {self._step}: {show_path(listed.path)} is {here} on rank {rank}, and {there} "
+            f"on rank {rank_2}: {remedy}"
         )
         raise SaveError(msg)
 
@@ -337,34 +337,34 @@ class PartsOfRanks:
         entries: Sequence[StateObject | Node],
         nothing: frozenset[str],
     ) -> set[ObjectPath]:
-        """Check that what ranks have at each path goes together; return what counts as absent."""
+        """Check that the ranks' entries at each path fit together; return those to omit."""
         alike: dict[str, list[int]] = {}
         for rank, structure in enumerate(structures):
             alike.setdefault(structure, []).append(rank)
         if len(alike) < 2:  # noqa: PLR2004 - ranks of one structure cannot contradict each other
             return set()
         objects = {e.path: e.kind for e in entries if isinstance(e, StateObject)}
-        found = Contradictions(nothing)
-        found.add(alike.pop(structures[0]), objects, [e for e in entries if isinstance(e, Node)])
+        outlines = Contradictions(nothing)
+        outlines.add(alike.pop(structures[0]), objects, [e for e in entries if isinstance(e, Node)])
         listing = {rank for rank, head in self._heads.items() if head.sections}
         firsts = {ranks[0]: ranks for ranks in alike.values() if ranks[0] in listing}
         try:
             for at in range(0, len(firsts), _BATCH):
                 places = self._sections_of([*firsts][at : at + _BATCH])
                 for rank, data in self._ranges(places, self._entries).items():
-                    found.add(firsts[rank], *_outline(self._heads[rank], data))
+                    outlines.add(firsts[rank], *_outline(self._heads[rank], data))
         except SaveError as error:
             msg = f"step {self._step}: {error}"
             raise SaveError(msg) from None
-        return found.absent
+        return outlines.absent
 
     def _sections_of(self, ranks: Sequence[int]) -> dict[int, tuple[int, int]]:
-        """Return where the sections of the parts of other ranks are: offset and length."""
+        """Return offset and length of the sections in the parts of other ranks."""
         starts = {rank: self._heads[rank].sections[0].offset for rank in ranks}
         return {rank: (at, self._entries[rank].length - at) for rank, at in starts.items()}
 
     def _is_derived(self, ranks: Sequence[int], rows: ShardTable) -> bool:
-        """Return whether the part of another rank says that an object is derived."""
+        """Return whether another rank's part lists an object as derived."""
         return any(
             self._record(ranks[part], number, int(rows.hashes[0])).derived is not None
             for part, number in rows.places()
@@ -372,7 +372,7 @@ class PartsOfRanks:
         )
 
     def _record(self, rank: int, section: int, hashed: int) -> ObjectRecord:
-        """Return the record of an object in a section of the part of another rank."""
+        """Return the record of an object in a section of another rank's part."""
         records = self._records.get((rank, section))
         if records is None:
             info = self._heads[rank].sections[section]
@@ -411,8 +411,8 @@ class PartsOfRanks:
         """Check that the store lists the blobs of the save, and those that it borrows.
 
         Raises:
-            SaveError: A blob is not there, or is of a save that the intent does not protect: a
-                deletion may take it at any moment.
+            SaveError: A blob is missing, or belongs to a save that the intent does not protect: it
+                may be deleted at any moment.
         """
         sizes = sizes_below(self._backend, (self._uid, *sorted(self._references)))
         self._tick()
@@ -421,21 +421,21 @@ class PartsOfRanks:
             for blob in part.borrowed:
                 if blob_uid(blob.name) not in self._references:
                     msg = (
-                        f"step {self._step}: rank {rank} refers to {blob.name}, of a save that the "
-                        "intent of this one does not protect; this is a bug"
+                        f"step {self._step}: rank {rank} refers to {blob.name}, of a save that "
+                        "this save's intent does not protect; this is a bug"
                     )
                     raise SaveError(msg)
             blobs = self._heads[rank].blobs if rank in self._heads else part.borrowed
             named: list[BlobRecord | PartEntry] = [*blobs]
             if rank in self._heads:
                 named.append(part.entry)
-            if any(sizes.get(one.name) != one.length for one in named):
+            if any(sizes.get(file.name) != file.length for file in named):
                 raise self._lost(rank, None)
 
     def _lost(self, rank: int, error: Exception | None) -> SaveError:
         detail = "" if error is None else f" ({error})"
         return SaveError(
-            f"step {self._step}: what rank {rank} has stored is not on {self._backend.url} as rank "
+            f"step {self._step}: the data of rank {rank} is not on {self._backend.url} as rank "
             f"0 sees it: is the folder shared by all hosts?{detail}"
         )
 
@@ -460,23 +460,23 @@ def _outline(head: PartHead, data: bytes) -> tuple[dict[ObjectPath, Kind], list[
 def _shapes_of(
     hashes: Sequence[int], entries: Sequence[StateObject | Node]
 ) -> list[tuple[tuple[int, ...], bool] | None]:
-    """Return what rank 0 says of objects: shape, and whether bytes are stored; None: nothing."""
+    """Return the shapes that rank 0 describes, and whether bytes are stored; None: unknown."""
     if not hashes:
         return []
     known = {path_hash(e.path): _shape_of(e) for e in entries if isinstance(e, StateObject)}
     return [known.get(hashed) for hashed in hashes]
 
 
-def _shape_of(one: StateObject | ObjectRecord) -> tuple[tuple[int, ...], bool]:
+def _shape_of(entry: StateObject | ObjectRecord) -> tuple[tuple[int, ...], bool]:
     """Return the shape of an object, and whether bytes of it are stored."""
-    # A value is stored as one whole, however long it is at this step.
-    shape = () if one.kind is Kind.VALUE else one.spec.shape
-    is_derived = not isinstance(one, StateObject) and one.derived is not None
-    return shape, one.same_as is None and not is_derived and one.spec.nbytes > 0
+    # A value is stored whole, whatever its length at this step.
+    shape = () if entry.kind is Kind.VALUE else entry.spec.shape
+    is_derived = not isinstance(entry, StateObject) and entry.derived is not None
+    return shape, entry.same_as is None and not is_derived and entry.spec.nbytes > 0
 
 
 def _doubtful(table: ShardTable) -> NDArray[np.intp]:
-    """Return the rows of objects that are not plainly stored as one whole by one rank."""
+    """Return the rows of objects that are not simply stored whole by one rank."""
     hashes = table.hashes
     first = np.ones(len(table), bool)
     first[1:] = hashes[1:] != hashes[:-1]
@@ -493,8 +493,8 @@ def _cover(
 
     Args:
         shape: Shape of the tensor.
-        dims: Dimensions of the region of each shard, or what stands in their place.
-        bounds: Offset and size in each dimension of each region, one behind the other.
+        dims: Dimensions of the region of each shard, or a marker in their place.
+        bounds: Offset and size in each dimension of each region, in sequence.
     """
     held = dims[dims != NO_BYTES]
     if ((held != WHOLE) & (held != len(shape))).any():
@@ -512,7 +512,7 @@ def _cover(
 def _are_rows(shape: tuple[int, ...], bounds: NDArray[np.int64]) -> bool:
     """Return whether regions are runs of whole rows that follow each other, first to last.
 
-    So most tensors are cut. Looking at the regions one by one takes seconds for each million.
+    Most tensors are cut this way. Checking regions one by one takes seconds for each million.
     """
     if not shape:
         return False
@@ -526,10 +526,10 @@ def _are_rows(shape: tuple[int, ...], bounds: NDArray[np.int64]) -> bool:
     return bool(follows and (rows[:, 1] > 0).all())
 
 
-def _in_words(one: StateObject | ObjectRecord) -> str:
+def _in_words(entry: StateObject | ObjectRecord) -> str:
     """Return what an object is: "a float32 tensor of shape [4, 3]"."""
-    if one.kind is Kind.VALUE:
+    if entry.kind is Kind.VALUE:
         return "a value"
-    tied = "" if one.same_as is None else f" tied to {show_path(one.same_as)}"
-    role = "" if one.role is Role.OTHER else f" {one.role.value}"
-    return f"a {one.spec.dtype}{role} tensor of shape {list(one.spec.shape)}{tied}"
+    tied = "" if entry.same_as is None else f" tied to {show_path(entry.same_as)}"
+    role = "" if entry.role is Role.OTHER else f" {entry.role.value}"
+    return f"a {entry.spec.dtype}{role} tensor of shape {list(entry.spec.shape)}{tied}"

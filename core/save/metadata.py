@@ -1,4 +1,4 @@
-"""Checks the metadata of users: what of it a commit record can hold."""
+"""Checks that a commit record can hold the user's metadata."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from penstock.core.types import show_value
 
 
 def check_metadata(metadata: object) -> dict[str, Any]:
-    """Return a user's metadata as it will be read back: tuples as lists, scalars as plain numbers.
+    """Return the metadata as it will be read back: tuples as lists, scalars as plain numbers.
 
     Raises:
-        ConfigError: The metadata is not JSON, has a key that is no text, is larger than 16 MiB, or
-            is nested too deeply.
+        ConfigError: The metadata is not JSON, has a key that is not text, is larger than 16 MiB,
+            or is nested too deeply.
     """
     if not isinstance(metadata, Mapping):
         msg = f"metadata is a {type(metadata).__name__}: pass a dict"
@@ -25,19 +25,19 @@ def check_metadata(metadata: object) -> dict[str, Any]:
     if depth_of(dict(metadata)) > MAX_METADATA_DEPTH:
         msg = (
             f"metadata is nested more than {MAX_METADATA_DEPTH} levels deep, or holds itself: pass "
-            "flat dicts, and store what is deeper in the state"
+            "flat dicts, and store deeper ones in the state"
         )
         raise ConfigError(msg)
     try:
         text = json.dumps(dict(metadata), ensure_ascii=False, default=_plain_scalar)
         result = json.loads(text)
-        # `json` turns other keys into text, and would silently lose one of `{1: "a", "1": "b"}`.
+        # `json` turns other keys into text; it would silently lose one of `{1: "a", "1": "b"}`.
         if not _all_keys_are_text(dict(metadata)):
             raise TypeError  # noqa: TRY301 - the handler below finds the key for its message
     except (TypeError, ValueError, RecursionError) as error:
-        found = _foreign(dict(metadata), "metadata") if isinstance(error, TypeError) else None
-        if found is not None:
-            raise ConfigError(found) from error
+        flaw = _foreign(dict(metadata), "metadata") if isinstance(error, TypeError) else None
+        if flaw is not None:
+            raise ConfigError(flaw) from error
         msg = f"metadata cannot be stored as JSON: {error}; pass plain dicts, lists, text, numbers"
         raise ConfigError(msg) from error
     size = len(text.encode("utf-8", "surrogatepass"))
@@ -54,11 +54,11 @@ def _plain_scalar(value: object) -> object:
     if not callable(item) or getattr(value, "ndim", None) != 0:
         raise TypeError(type(value).__name__)
     try:
-        found: object = item()
+        plain: object = item()
     except Exception as error:  # a tensor on meta has no value
         raise TypeError(str(error)) from error
     # `item` of a numpy.longdouble returns another numpy.longdouble.
-    return float(found) if type(found) is type(value) else found  # type: ignore[arg-type]
+    return float(plain) if type(plain) is type(value) else plain  # type: ignore[arg-type]
 
 
 def _all_keys_are_text(value: object) -> bool:
@@ -82,8 +82,8 @@ def _foreign(value: object, place: str) -> str | None:
         for key in value:
             if not isinstance(key, str):
                 return (
-                    f"{place} has the key {show_value(key)}: keys of metadata are text, so pass "
-                    "str() of it"
+                    f"{place} has the key {show_value(key)}: keys of metadata are text; pass "
+                    "str(key)"
                 )
         items = [(f"{place}[{show_value(key)}]", child) for key, child in value.items()]
     elif isinstance(value, list | tuple):

@@ -33,15 +33,15 @@ class Pending:
         self._unseen: SaveHandle | None = None
         self._earlier: BaseException | None = None  # unseen error of a save before the newest
         self._preparing: int | None = None  # the thread that prepares a save
-        # The first was raised in a signal handler that interrupted that thread; the second left a
-        # handler, and with it the call that the handler interrupted.
+        # `_refused` was raised in a signal handler that interrupted that thread; `_broke_off` left
+        # the handler and ended the call that the handler had interrupted.
         self._refused: BusyError | None = None
         self._broke_off: BusyError | None = None
         self._pid = os.getpid()
         _every.add(self)
 
     def may_prepare(self, on_busy: str) -> bool:
-        """Whether a save can be prepared here; False when it is to be skipped.
+        """Return whether a save can be prepared here; False: skip it.
 
         Raises:
             BusyError: The caller is a signal handler that interrupted a save, and `on_busy` is not
@@ -54,7 +54,7 @@ class Pending:
         return True
 
     def take_turn(self, on_busy: str) -> bool:
-        """Wait for the save under way; False when the next save is to be skipped.
+        """Wait for the save under way; False: skip the next save.
 
         Raises:
             BusyError: A save is under way, and `on_busy` is `raise`.
@@ -75,17 +75,17 @@ class Pending:
         return True
 
     def rest(self, timeout_s: float) -> None:
-        """Wait for the save under way, at most for `timeout_s` seconds."""
+        """Wait at most `timeout_s` seconds for the save under way."""
         if self.job is not None:
             self.job.finished(timeout_s)
 
     def prepare(self, action: Callable[[], T]) -> T:
         """Run `action`, which prepares a save and calls `prepared` when the save has begun.
 
-        Until then a signal handler that interrupts `action` can neither save nor wait: the
-        handler's save would be newer than the one being prepared, which would be refused then. If
-        the BusyError of that refusal leaves the handler, it breaks off `action`, which therefore
-        runs again: the save is not lost.
+        Until then a signal handler that interrupts `action` can neither save nor wait: its save
+        would be newer than the one being prepared, which would then be refused. If the BusyError
+        of that refusal leaves the handler, it ends `action`, which therefore runs again: the save
+        is not lost.
         """
         before = self.job
         try:
@@ -107,7 +107,7 @@ class Pending:
         self._preparing = self._refused = None  # the error would keep its frames' objects alive
 
     def outlast(self, wait: Callable[[], None]) -> None:
-        """Run `wait` to its end, though a refused signal handler may raise its BusyError in it."""
+        """Run `wait` to its end, even if a refused signal handler raises its BusyError in it."""
         while True:
             try:
                 return wait()
@@ -123,7 +123,7 @@ class Pending:
         """Wait until deferred memory may change.
 
         Raises:
-            FenceTimeoutError: It may not after `timeout` seconds; the save goes on.
+            FenceTimeoutError: It may not after `timeout` seconds; the save continues.
             SaveError: The caller is a callback that the save waits for.
         """
         self.check_may_wait()
@@ -136,13 +136,13 @@ class Pending:
         """Wait until no save is under way.
 
         Raises:
-            TimeoutError: A save still is, after `timeout` seconds.
+            TimeoutError: A save is still under way after `timeout` seconds.
             SaveError: The caller is a callback that the save waits for.
         """
         self.check_may_wait()
         job = self.job
         if job is not None:
-            # The caller blocks here, so it cannot modify the state: an unfinished capture goes on.
+            # The caller blocks here and cannot change the state: an unfinished capture continues.
             job.fence(timeout, give_up=False)
             if not job.finished(timeout):
                 msg = f"the save of step {job.request.step} is still under way"
@@ -152,8 +152,8 @@ class Pending:
         """Refuse to wait where the wait would never end.
 
         Raises:
-            BusyError: The caller is a signal handler that interrupted a save, which cannot go on
-                before the handler returns.
+            BusyError: The caller is a signal handler that interrupted a save, which cannot
+                continue before the handler returns.
             SaveError: The caller is a callback that the save itself waits for.
         """
         if self.job is not None:
@@ -161,14 +161,14 @@ class Pending:
         if self._preparing == threading.get_ident():
             msg = (
                 "called in a signal handler that interrupted save() of this checkpointer, which "
-                "can neither end nor be waited for before the handler returns. Set a flag in the "
-                "handler, and save when the training loop sees it; the interrupted save goes on"
+                "cannot continue before the handler returns. Set a flag in the handler, and save "
+                "when the training loop sees it; the interrupted save continues afterwards"
             )
             self._refused = BusyError(msg)
             raise self._refused
 
     def end(self) -> None:
-        """Wait for the save until it ended.
+        """Wait until the save has ended.
 
         Raises:
             SaveError: The caller is a callback that the save waits for.
@@ -184,9 +184,9 @@ class Pending:
         return self.job is None or self.job.released.is_open
 
     def unseen_error(self) -> BaseException | None:
-        """Return the error of a background save that ended, once, if the user has not seen it."""
+        """Return, once, the error of an ended background save if the user has not seen it."""
         handle, self._unseen = self._unseen, None
-        # A copy to a slower tier that fails behind the commit is no failure of the save: the log,
+        # A copy to a slower tier that fails after the commit is no failure of the save: the log,
         # the future `durable` and `penstock ls` report it.
         if handle is None or handle.error_seen or not handle.committed.done():
             waits = handle is not None and not handle.committed.done()

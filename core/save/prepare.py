@@ -2,8 +2,8 @@
 
 It also finds state that belongs to objects of the tree, but that nothing in the tree holds.
 
-All of it happens before the save has threads, and stores nothing. Only memory may be touched in the
-background.
+All this happens before the save has threads, and stores nothing. Only touching memory may happen
+in the background.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ def claim_generation(
 
     Args:
         step: The step to save.
-        entries: The names of commit records by step, ascending. An overwrite needs all of them: it
-            would publish a generation below one that is missing here, and count as the older one.
+        entries: The names of commit records by step, ascending. An overwrite needs all of them: if
+            one is missing, the new generation may be lower and count as the older one.
         url: The name of the run in messages.
         overwrite: Whether the save may replace a committed step.
         may_be_deleted: Returns whether a deletion that timed out may still delete the record of
-            this name; its generation is skipped, or that deletion would take the new record.
+            this name; its generation is skipped, or the deletion would hit the new record.
 
     Raises:
         StepExistsError: This step or a later one is committed, and `overwrite` is off.
@@ -82,7 +82,7 @@ def claim_generation(
     while may_be_deleted(commit_name(step, generation)):
         generation += 2  # the odd ones are those of compactions
     if generation > MAX_INT:
-        msg = f"step {step} has a generation that none can follow: delete the step, and save again"
+        msg = f"step {step} has the highest generation possible: delete the step, and save again"
         raise StepExistsError(msg)
     return generation
 
@@ -109,13 +109,13 @@ def plan_state(  # noqa: PLR0913 - options, each by name
         step: The step.
         generation: The generation.
         mode: The mode.
-        share: Whether chunks that are stored already are not stored again.
+        share: Whether to reuse chunks that are stored already.
         derive: Whether to look for objects that may be derived.
         place: This rank among those that save together; None: this process saves alone.
-        known: What the last save found out.
+        known: Results of the last save.
 
     Raises:
-        PluginError: A source cannot say its version.
+        PluginError: A source cannot return its version.
     """
     defer = Selection(include=config.defer) if config.defer and mode == "lazy" else None
     entries, exact = without_foreign_rounding(description.entries, table)
@@ -154,11 +154,11 @@ def plan_state(  # noqa: PLR0913 - options, each by name
     plan = plan_save(
         objects, chunk_bytes=config.chunk_bytes, masters=masters, even_cuts=even, known=known
     )
-    # A part lists raw frames of another save, as shared ones or as bases, only with equal blocks,
-    # and what fits the pieces changes when the first step of an optimizer makes its state.
+    # A part lists raw frames of another save, shared or as bases, only if their blocks are equal,
+    # and fitting blocks change when an optimizer's first step creates its state.
     refers = share or any(chain is not None and chain.needs_base for chain in table.chains)
     blocks = LARGEST_BLOCK_BYTES if refers else plan.fitting_block_bytes()
-    devices = {one.entry.source.device for one in objects}
+    devices = {planned.entry.source.device for planned in objects}
     return SaveRequest(
         step=step,
         generation=generation,
@@ -184,7 +184,7 @@ def plan_state(  # noqa: PLR0913 - options, each by name
 
 
 def _is_alike(entry: StateObject, own_paths: Sequence[ObjectPath]) -> bool:
-    """Return whether all ranks of one structure hold an object whole, and alike."""
+    """Return whether all ranks of one structure hold equal, whole copies of an object."""
     return entry.replica is None and not is_below(entry.path, own_paths)
 
 
@@ -193,27 +193,29 @@ def state_left_out(description: Description, known: Collection[ObjectPath]) -> I
 
     Args:
         description: The tree.
-        known: The paths of objects that are not looked at.
+        known: The paths of objects to ignore.
     """
-    found = [one for one in description.seen if one.path not in known]
-    if not found or description.scan is None:
+    unchecked = [seen for seen in description.seen if seen.path not in known]
+    if not unchecked or description.scan is None:
         return
     objects = (entry for entry in description.entries if type(entry) is StateObject)
     memories = [piece.memory for entry in objects for piece in entry.source.pieces()]
-    # The address 0 is that of freed memory, as of a module that is offloaded.
+    # The address 0 means freed memory, for example of an offloaded module.
     stored = {0, *(memory.storage for memory in memories if memory is not None)}
-    in_tree = {id(one.value) for one in description.seen}
-    for one in description.scan.found:
-        in_tree.add(id(one.value))
-        # FSDP1 stores its parameters from where it keeps them, which may be other memory.
-        with naming(one, "naming its parameters"):
-            stored.update(_storage(tensor) or 0 for _, tensor in one.provider.parameters(one.value))
-    for one in found:
-        with naming(one, "naming what is not stored with it"):
-            items = list(one.provider.left_out(one.value))
+    in_tree = {id(seen.value) for seen in description.seen}
+    for child in description.scan.found:
+        in_tree.add(id(child.value))
+        # FSDP1 stores its parameters from its own copies, which may be other memory.
+        with naming(child, "naming its parameters"):
+            stored.update(
+                _storage(tensor) or 0 for _, tensor in child.provider.parameters(child.value)
+            )
+    for seen in unchecked:
+        with naming(seen, "naming what is not stored with it"):
+            items = list(seen.provider.left_out(seen.value))
         tensors = [storage for _, item in items if (storage := _storage(item)) is not None]
         count = sum(storage not in stored for storage in tensors)
-        shown = show_path(one.path)
+        shown = show_path(seen.path)
         if count:
             yield (
                 f"{shown}: {count} of the tensors that it changes are not stored, since nothing in "
@@ -229,19 +231,19 @@ def state_left_out(description: Description, known: Collection[ObjectPath]) -> I
         if others:
             yield (
                 f"{shown} is stored without {', '.join(others)}: put what a resume needs into the "
-                "state under a key of its own"
+                "state under its own key"
             )
 
 
 def most_staging(need_bytes: int, config: CheckpointerConfig) -> int:
-    """Return the memory that a save takes which would reserve `need_bytes` if it could."""
+    """Return the memory that a save takes if it needs `need_bytes`, within the budget."""
     if config.staging_bytes is None:
         return need_bytes
     return min(need_bytes, _for_two_chunks(config.staging_bytes, config))
 
 
 def _for_two_chunks(budget: int, config: CheckpointerConfig) -> int:
-    """Return a budget with room for two chunks: with one, copying and writing would take turns."""
+    """Return a budget for at least two chunks: with one, copying and writing would take turns."""
     return max(budget, 2 * config.chunk_bytes)
 
 
@@ -262,10 +264,10 @@ def staging_for(
     """
     budget = config.staging_bytes
     if budget is None:
-        # What earlier saves left mapped may fit badly where tensors have moved within a page. A
-        # block too few, and training would wait for the store.
+        # Blocks that earlier saves left mapped may not fit if tensors have moved within a page.
+        # With one block too few, training would wait for the store.
         budget = need_bytes + 2 * config.chunk_bytes
-        # Less if less is free, which takes half a millisecond to find out.
+        # Less if less is free; finding out takes half a millisecond.
         if reusable is None or reusable.budget_bytes < budget:
             budget = default_budget(budget, local_ranks())
     budget = _for_two_chunks(budget, config)
@@ -281,23 +283,23 @@ class KeptStaging:
 
     Args:
         config: Has its budget.
-        workers: For a thread of its own.
-        pending: Says whether the newest save is through with it. A stuck disk may still read the
+        workers: Starts its thread.
+        pending: Knows whether the newest save has released it. A stuck disk may still read the
             memory, or write to it.
     """
 
     def __init__(self, config: CheckpointerConfig, workers: Workers, pending: Pending) -> None:
         self.staging: Staging | None = None
-        """That of the newest save, or of the next."""
+        """The memory of the newest save, or of the next."""
         self._config = config
         self._workers = workers
         self._pending = pending
         self._lock = threading.Lock()  # guards `staging`, `_saves` and `_closed`
-        self._saves = 0  # that have got memory
+        self._saves = 0  # saves that have got memory
         self._closed = False
 
     def get(self, request: SaveRequest, *, skip: Collection[int]) -> Staging:
-        """Return the memory for a save; what it will copy to is touched from here on.
+        """Return the memory for a save, and begin to touch what the save will copy to.
 
         Args:
             request: The save.
@@ -322,14 +324,14 @@ class KeptStaging:
 
         def touch() -> None:
             with self._lock:
-                # The memory of a save that has begun meanwhile is its own: it is not pending yet
+                # A save that has begun meanwhile owns its memory, though it is not pending yet
                 # while it prepares.
                 is_free = self._pending.released and self._saves == saves
                 if is_free and not self._closed:
                     self._get(need_bytes, copied_from).touch()
 
-        # Not in this thread: a signal handler that interrupts it may save, and would wait for the
-        # lock for ever.
+        # Not in this thread: a signal handler that interrupts it and saves would wait for the lock
+        # for ever.
         self._workers.spawn("prepare", touch)
 
     def close(self) -> None:
@@ -344,7 +346,7 @@ class KeptStaging:
         staging = staging_for(need_bytes, reusable, self._config, copied_from=copied_from)
         if staging is not self.staging:
             self.staging = staging
-            # Without `close`, the memory is freed with the checkpointer, though the user may keep
+            # Without `close`, the memory is freed with the checkpointer, even if the user keeps
             # the handle of its last save, which keeps the staging object.
             weakref.finalize(self, staging.close).atexit = False
         return staging
@@ -353,15 +355,15 @@ class KeptStaging:
 def _step_exists(step: int, steps: Sequence[int], url: str) -> StepExistsError:
     problem = "exists" if step in steps else f"is before the latest step {steps[-1]}"
     older = [s for s in steps if s < step]
-    way = (
+    remedy = (
         f"call rewind({older[-1]}), which forgets all later steps,"
         if older
         else f"delete step {steps[0]} and all later ones (no earlier step to rewind to)"
     )
     return StepExistsError(
         f"step {step} on {url} {problem}. Call resume(state) to continue. Pass overwrite=True "
-        f"(--overwrite) to save it anyway, or first {way} to continue from there. If another "
-        "training saves here, give each its own root."
+        f"(--overwrite) to save it anyway, or first {remedy} to continue from there. If another "
+        "job saves here, give each its own root."
     )
 
 
@@ -372,7 +374,7 @@ def _is_whole(entry: StateObject) -> bool:
 def _refuse_piece(entry: StateObject) -> NoReturn:
     msg = (
         f"{show_path(entry.path)} is a piece of a tensor of shape {list(entry.spec.shape)}, and "
-        "this process saves alone: save with all ranks that hold the others, or the whole tensor"
+        "this process saves alone: save with all ranks that hold pieces, or save the whole tensor"
     )
     raise UnsupportedStateError(msg)
 
@@ -382,7 +384,7 @@ def _versions(objects: Sequence[StateObject]) -> list[int | None]:
         return versions_of([entry.source for entry in objects])
     except PenstockError:
         raise
-    except Exception:  # noqa: BLE001 - asked again, one by one, to name its object
+    except Exception:  # noqa: BLE001 - tried again one by one, to name the object
         return [_version(entry) for entry in objects]
 
 
@@ -392,18 +394,18 @@ def _version(entry: StateObject) -> int | None:
     except PenstockError:
         raise
     except Exception as error:
-        msg = f"{show_path(entry.path)}: its source cannot say its version: {said(error)}"
+        msg = f"{show_path(entry.path)}: its source cannot return its version: {said(error)}"
         raise PluginError(msg) from error
 
 
 def _promised(
     objects: Iterable[StateObject], defer: Selection, description: Description
 ) -> frozenset[ObjectPath]:
-    """Return the paths of the tensors that are deferred only because the user asked for it."""
-    others = [entry for entry in objects if entry.path not in description.deferrable]
+    """Return the paths of tensors that are deferred only at the user's request."""
+    unclaimed = [entry for entry in objects if entry.path not in description.deferrable]
     return frozenset(
         entry.path
-        for entry in others
+        for entry in unclaimed
         if entry.kind is not Kind.VALUE
         and entry.source.memory is not None
         and defer.selects(entry.path)
@@ -432,7 +434,7 @@ def _steady(source: ByteSource) -> bool:
 
 
 def _storage(item: Any) -> int | None:
-    """Return the address of a tensor's memory, 0 for one that wraps others; None: no tensor."""
+    """Return the address of a tensor's memory, 0 if it wraps others; None: not a tensor."""
     try:
         return int(item.untyped_storage().data_ptr())
     except AttributeError:

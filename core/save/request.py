@@ -38,22 +38,22 @@ class SaveRequest:
         step: The step of the checkpoint.
         generation: The generation of the checkpoint.
         mode: `"blocking"`, `"async"` or `"lazy"`.
-        entries: The state tree as it was described. They hold the state.
+        entries: The description of the state tree; the entries hold the state.
         plan: The chunks, and their places in blobs.
         chains: Codec chains by number; None is raw, or is chosen while the save runs.
         auto: The objects whose chains are chosen while the save runs; None: there are none.
-        providers: Name and version of every provider that took part.
+        providers: Name and version of every provider used.
         objects: Number of objects, tied ones included.
-        staging_bytes: The most memory that capturing all of it takes.
+        staging_bytes: The most memory that the capture takes.
         copied_from: A CUDA device that something is copied from, if there is one.
         promised: Whether something is deferred only because the user asked for it.
-        share: Whether chunks whose bytes are stored already are not stored again.
-        block_bytes: Distance of the checksums in raw frames.
+        share: Whether to reuse chunks whose bytes are stored already.
+        block_bytes: The bytes per checksum in raw frames.
         grace_s: The grace time of the intent, in seconds.
-        io_timeout_s: The save is given up when the store makes no progress for so many seconds.
+        io_timeout_s: The seconds without progress of the store after which the save is given up.
         rank: The number of this rank.
         world_size: Number of ranks.
-        own_paths: Paths below which each rank has objects of its own.
+        own_paths: Paths below which each rank has its own objects.
         shared: Index and count of each `PerRank` that has them, by its shown path.
     """
 
@@ -84,13 +84,13 @@ class SaveTurn:
     """One save of a process that saves alone, which is a group of one rank.
 
     Attributes:
-        brought: What the others need to know of the state here.
-        skip: The chunks that other ranks write, as far as that is known before the capture.
+        brought: What the other ranks need to know about the state here.
+        skip: The chunks that other ranks write, as far as known before the capture.
         masters: The objects that this rank may store as derived, as in `SavePlan.masters`; None:
-            that is not known before the capture.
+            not known before the capture.
         latest: On rank 0 the latest step when the save was called; None: there was none.
         known: On rank 0 the index of the newest save.
-        begun: Whether a job continues it, and reports to the others how it ends.
+        begun: Whether a job continues the save, and reports its end to the other ranks.
     """
 
     brought: Brought = field(default_factory=Brought)
@@ -121,10 +121,10 @@ class SaveTurn:
         return AgreementOfOne(commit)
 
     def bring(self, request: SaveRequest) -> None:
-        """Note what the other ranks need to know of the planned save."""
+        """Note what the other ranks need to know about the planned save."""
 
     def give_up(self, cause: str) -> None:
-        """Report that this rank cannot take part, since something failed before it began."""
+        """Report that this rank cannot take part: something failed before the save began."""
 
     def skip_save(self, reason: str) -> None:
         """Report that this save is skipped."""
@@ -166,7 +166,7 @@ class RankTurn(SaveTurn):
         return SaveAgreement(self.group, self.number, commit=commit, **options)
 
     def bring(self, request: SaveRequest) -> None:
-        """Note it, and what this rank writes where its places among the others are known."""
+        """See `SaveTurn`; also note what this rank writes if its places are known."""
         plan, group = request.plan, self.group
         self.brought = Brought.of(
             request.entries, request.own_paths, request.shared, masters_of(plan)
@@ -182,7 +182,7 @@ class RankTurn(SaveTurn):
         self.group.give_up(self.number, cause)
 
     def skip_save(self, reason: str) -> None:
-        """See `SaveTurn`; only rank 0 decides it for all."""
+        """See `SaveTurn`; only rank 0 decides for all."""
         if self.rank:
             self.group.ended(self.number)
         else:
@@ -190,10 +190,10 @@ class RankTurn(SaveTurn):
 
 
 class SaveSurroundings:
-    """The run around a save, as far as the save thread calls it: here one that stays as it is.
+    """The parts of the run that the save thread calls; these methods change nothing.
 
-    The methods may call the user's `on_event`, so the save marks its thread as one that runs
-    callbacks meanwhile.
+    The methods may call the user's `on_event`, so the save marks its thread as running callbacks
+    meanwhile.
     """
 
     def before_write(self, request: SaveRequest, url: str) -> None:
@@ -207,31 +207,31 @@ class SaveSurroundings:
         return error
 
     def when_failed(self, error: BaseException) -> None:
-        """Add to the error of a save, before anybody sees it, what the user should know."""
+        """Add notes for the user to the error of a save, before anyone sees it."""
 
     def before_commit(self, request: SaveRequest, uid: str) -> None:
-        """Raise if the save must not commit any more; called right before its commit record."""
+        """Raise if the save must not commit; called right before its commit record."""
 
     def after_commit(self, request: SaveRequest, report: SaveReport) -> None:
-        """Clean up behind a committed save; called again once it is durable in slower tiers."""
+        """Clean up after a committed save; called again once it is durable in slower tiers."""
 
 
 class Onward(Protocol):
     """The way of a checkpoint from its commit until it is durable, through slower tiers."""
 
     def prepare(self, record: CommitRecord) -> None:
-        """Store that the checkpoint shall be copied on; called before the commit, by rank 0."""
+        """Store that the checkpoint must be copied on; called before the commit, by rank 0."""
         ...
 
     def begin(self) -> None:
-        """Note that the checkpoint is committed; `go` follows behind the callbacks of the user."""
+        """Note that the checkpoint is committed; `go` follows after the user's callbacks."""
         ...
 
     def go(self, told: Callable[[BaseException | None], None]) -> None:
         """Start to copy the committed checkpoint on.
 
-        `told` is called once: with None when the checkpoint is durable, or with the reason why it
-        will not be.
+        `told` is called once: with None when the checkpoint is durable, or with the error that
+        prevents it.
         """
         ...
 
@@ -251,7 +251,7 @@ class Destination:
     Attributes:
         backend: The backend.
         onward: The way to slower tiers.
-        choice: With several ranks: takes the place of `backend` before anything is written.
+        choice: With several ranks, chooses the tier that replaces `backend` before any write.
     """
 
     backend: Backend

@@ -28,14 +28,14 @@ log = logging.getLogger("penstock")
 class ChainTable:
     """The codec chains of a configuration, by the first rule that matches; number 0 is raw.
 
-    Where the rule says `auto`, each class of objects has a number of its own, without a chain: the
-    chain is chosen while the save runs.
+    Under an `auto` rule each class of objects has its own number, without a chain: the chain is
+    chosen while the save runs.
     """
 
     def __init__(self, config: CheckpointerConfig, registry: Registry) -> None:
         self._rules = [(Selection(include=rule.match), rule) for rule in config.rules]
         self.chooses = bool(self._rules)
-        """Whether an object may have a chain: most states have none, and many objects."""
+        """Whether any object may have a chain; most states have none, but many objects."""
         self._numbers: dict[int, int] = {}
         self.chains: list[CodecChain | None] = [None]
         self.auto: AutoChains | None = None
@@ -73,19 +73,19 @@ class ChainTable:
         return 0
 
     def is_exact(self, number: int) -> bool:
-        """Return whether the chain of this number gives back the very bytes that it encoded."""
+        """Return whether the chain with this number decodes to exactly the bytes it encoded."""
         chain = self.chains[number]
         return chain is None or chain.lossless
 
     def is_auto(self, number: int) -> bool:
-        """Whether the chain with this number is chosen while the save runs."""
+        """Return whether the chain with this number is chosen while the save runs."""
         return number in self._classes
 
     def warn_of_unused(self, paths: Sequence[ObjectPath], step: int) -> None:
-        """Warn of the rules that match nothing of the first save that holds anything.
+        """Warn about rules that match nothing in the first save that holds anything.
 
-        A misspelt pattern matches nothing of a later save either. A rule for objects that join the
-        state later is warned of as well, but once, and no later save pays for the comparison.
+        A misspelled pattern matches nothing in later saves either. A rule for objects that join
+        the state later also causes a warning, but only once, and later saves skip the comparison.
         """
         if not paths:
             return
@@ -120,7 +120,7 @@ class ChainTable:
             if name not in installed:
                 continue
             chain = CodecChain([registry.codec(name, options)])
-            # A third party's codec of that name may be another one.
+            # A third party may have another codec with that name.
             if chain.lossless and not chain.needs_base:
                 candidates[name] = len(self.chains)
                 self.chains.append(chain)
@@ -138,11 +138,11 @@ class ChainTable:
 
 
 def codec_chain(rule: Rule, registry: Registry) -> CodecChain | None:
-    """Return the codecs of `rule`, ready for use; None stands for raw.
+    """Return the codecs of `rule`, ready for use; None means raw.
 
     Raises:
-        PluginError: A codec is not installed or broken.
-        ConfigError: Its options do not fit, or codecs do not go together in this order.
+        PluginError: A codec is broken or not installed.
+        ConfigError: Its options are wrong, or codecs do not fit together in this order.
     """
     codecs = []
     assert rule.codecs != AUTO
@@ -168,10 +168,10 @@ def without_foreign_rounding(
     """Keep a lossy rule for one name of a tied object from rounding it under its other names.
 
     Returns:
-        The entries, where an object whose owner has a lossy chain, and another name has none, is
-        owned by that name; and the owners that have to go without their lossy codecs, since other
-        names have other ones. Ranks that tie the same memory otherwise contradict the new owner,
-        and the save fails: they would have rounded their part of it.
+        The entries, where a name without a lossy chain owns the object in place of an owner with
+        one; and the owners that must not use their lossy codecs, since other names have different
+        ones. Ranks that tie the same memory differently contradict the new owner, and the save
+        fails: they would have rounded their part of the object.
     """
     tied: dict[ObjectPath, list[StateObject]] = {}
     for entry in entries if table.chooses else ():
@@ -204,10 +204,10 @@ def without_foreign_rounding(
 
 
 def _check_lossy(rule: Rule, chain: CodecChain | None) -> None:
-    """Refuse a lossy codec for objects that the rule does not name: it would round whatever comes.
+    """Refuse a lossy codec in a rule that names no objects: it would round everything.
 
     Raises:
-        ConfigError: A pattern takes everything that stands at some depth.
+        ConfigError: A pattern matches everything at some depth.
     """
     if chain is None or chain.lossless:
         return
@@ -224,35 +224,35 @@ def _check_lossy(rule: Rule, chain: CodecChain | None) -> None:
 def _warn_of_useless_deltas(
     config: CheckpointerConfig, chains: Sequence[CodecChain | None]
 ) -> None:
-    """Warn of options for chains of deltas that no rule makes.
+    """Warn about options for chains of deltas that no rule makes.
 
-    No error: a file may be shared by jobs, or its rules be off for a while, and a run that is only
-    read needs neither.
+    This is no error: jobs may share a file, its rules may be off for a while, and reading a run
+    needs neither.
     """
     if "deltas" in config.model_fields_set and not any(c and c.needs_base for c in chains):
         log.warning(
             "the option deltas has no effect: no rule has the codec delta, so every checkpoint is "
             'stored without a base. Begin the codecs of a rule with it, as in ["delta", '
-            '"floatsplit"], or leave deltas out'
+            '"floatsplit"], or remove deltas'
         )
 
 
 def _warn_of_bare_deltas(rule: Rule, chain: CodecChain) -> None:
-    """Warn of a chain of `delta` alone, which couples checkpoints and makes none of them smaller.
+    """Warn about a chain of `delta` alone, which couples checkpoints but makes none smaller.
 
-    Only of ours: another codec that needs a base may compress what it makes.
+    Only for our codec: another codec that needs a base may compress its own output.
     """
     if [codec.name for codec in chain.codecs] == ["delta"]:
         log.warning(
             "%s: no codec follows delta, and differences take as much room as the data "
-            "itself: put a codec behind it that makes them smaller, as in "
+            "itself: add a codec after it that makes them smaller, as in "
             '["delta", "floatsplit"]',
             rule.shown,
         )
 
 
 def _check_codecs(chain: CodecChain) -> None:
-    """Refuse a codec whose name or version a reader would refuse in the manifest."""
+    """Refuse a codec whose name or version readers would refuse in the manifest."""
     for codec in chain.codecs:
         if len(codec.name) > MAX_CODEC_NAME_CHARS or not 0 <= codec.version <= MAX_INT:
             msg = (

@@ -1,12 +1,12 @@
-"""Finds objects that change before they are captured: by their versions, and by samples.
+"""Finds objects that change before they are captured, by their versions and by samples.
 
-A write through `tensor.data` or `tensor.numpy()` leaves the version of a tensor as it is. A few
-cache lines of each object are kept as they were when `save` returned, and compared with what was
-captured and with the memory at the fence. The first and the last line of each object, and of each
-16 MiB of a large one, are among them. A change of fewer elements may lie between the lines.
+A write through `tensor.data` or `tensor.numpy()` does not change the version of a tensor. So a few
+cache lines of each object are copied when `save` returns, and compared with the captured bytes and
+with the memory at the fence. They include the first and the last line of each object, and of each
+16 MiB of a large one. A change of few elements may lie between the lines.
 
-Lines are gathered by one call of numpy for all objects: 8 lines of each of 3,000 tensors take
-2 ms, and one call of `ctypes.string_at` per line would take 11.
+One call of numpy gathers the lines of all objects: 8 lines of each of 3,000 tensors take 2 ms, and
+one call of `ctypes.string_at` per line would take 11.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _SampleLines:
         width: Bytes of each line: 64, or less where an object is smaller.
         piece: Number of the piece that a line belongs to.
         offset: Bytes from the start of the object to the start of the line.
-        at: Bytes from the start of the chunk; negative: the line is not at one place of the chunk.
+        at: Bytes from the start of the chunk; negative: the chunk does not hold the line as such.
         chunk: Number of the chunk; ascending.
         values: The bytes of the line when `save` returned.
     """
@@ -57,18 +57,18 @@ class _SampleLines:
 
 
 class MemorySamples:
-    """Cache lines of every sampled object in host memory, kept as they are when this is made."""
+    """Cache lines of every sampled object in host memory, copied when this is created."""
 
     def __init__(
         self, chunks: Sequence[Chunk], numbers: Sequence[int], objects: Sequence[PlannedObject]
     ) -> None:
         """Sample the objects that the chunks with these numbers capture, in their order."""
-        taken = [chunks[number] for number in numbers]
-        pieces = [piece for chunk in taken for piece in chunk.pieces]
-        sizes = [len(chunk.pieces) for chunk in taken]
-        wanted = [LINES if chunk.slab else _LINES_OF_CHUNK for chunk in taken]
+        sampled = [chunks[number] for number in numbers]
+        pieces = [piece for chunk in sampled for piece in chunk.pieces]
+        sizes = [len(chunk.pieces) for chunk in sampled]
+        wanted = [LINES if chunk.slab else _LINES_OF_CHUNK for chunk in sampled]
         self._items = [piece.item for piece in pieces]
-        self._runs: dict[int, tuple[int, int]] = {}  # first and last piece of items, when asked for
+        self._runs: dict[int, tuple[int, int]] = {}  # first and last piece of each item; made late
         self._sources = [objects[item].entry.source for item in self._items]
         table = _Pieces(
             np.repeat(np.array(numbers, np.int64), sizes),
@@ -95,24 +95,24 @@ class MemorySamples:
 
     def changed_in(self, copies: Mapping[int, int]) -> set[int]:
         """Return the items whose captured bytes differ; `copies` maps chunks to addresses."""
-        found: set[int] = set()
+        changed: set[int] = set()
         numbers = np.array(sorted(copies), np.int64)
         addresses = np.array([copies[number] for number in numbers.tolist()], np.int64)
         for lines in self._lines:
             firsts, lasts = np.searchsorted(lines.chunk, [numbers, numbers + 1])
             counts = lasts - firsts
-            # All lines of these chunks: their places count on within a chunk, and jump between two.
+            # All lines of these chunks: places are consecutive within a chunk, and jump between.
             jumps = np.repeat(firsts - (np.cumsum(counts) - counts), counts)
             part = np.arange(len(jumps)) + jumps
             at = lines.at[part]
             if len(at):
                 values = gather(np.where(at < 0, 0, at) + np.repeat(addresses, counts), lines.width)
                 values = np.where(at < 0, lines.values[part], values)
-                found.update(self._differing(lines, part, values))
-        return found
+                changed.update(self._differing(lines, part, values))
+        return changed
 
     def is_changed(self, item: int) -> bool:
-        """Return whether the memory of an item differs from the samples; the caller holds it."""
+        """Return whether an item's memory differs from the samples; the caller holds it."""
         first, last = self._pieces_of(item)
         source = self._sources[first]
         at = source.locate()
@@ -170,20 +170,20 @@ def _place_lines(table: _Pieces) -> list[_SampleLines]:
     """Spread the lines of each piece evenly over it."""
     chunk, start, at, count = table.chunk, table.start, table.at, table.count
     length = np.maximum(table.stop - start, 1)
-    # Two lines of half its size or more cover an object that is smaller than a line.
+    # Two lines of at least half its size cover an object that is smaller than a line.
     exponents = np.frexp(np.minimum(length, LINE_BYTES).astype(np.float64))[1] - 1
     width = np.left_shift(1, exponents.astype(np.int64))
     count = np.where(width < LINE_BYTES, np.minimum(count, 2), count)
     piece = np.repeat(np.arange(len(count)), count)
     number = np.arange(len(piece)) - np.repeat(np.cumsum(count) - count, count)
     offset = (length[piece] - width[piece]) * number // (count[piece] - 1)
-    found = []
-    # Not `np.unique`, whose first call imports masked arrays, which takes 20 ms.
+    by_width = []
+    # Not `np.unique`: its first call imports masked arrays, which takes 20 ms.
     for each in np.flatnonzero(np.bincount(width)).tolist():
         these = np.flatnonzero(width[piece] == each)
         these = these[np.argsort(chunk[piece[these]], kind="stable")]
         owner = piece[these]
-        found.append(
+        by_width.append(
             _SampleLines(
                 width=each,
                 piece=owner,
@@ -193,16 +193,16 @@ def _place_lines(table: _Pieces) -> list[_SampleLines]:
                 values=np.empty(0, f"V{each}"),
             )
         )
-    return found
+    return by_width
 
 
 def _addresses(start: NDArray[np.int64] | np.int64, offset: NDArray[np.int64]) -> NDArray[np.int64]:
-    # Freed memory counts as changed: read random bytes instead, which no sample equals.
+    # Freed memory counts as changed: read random bytes there, which equal no sample.
     return np.where(start == 0, _NOISE.ctypes.data, start + offset)
 
 
 def _is_dense(source: ByteSource) -> bool:
-    """Whether the source's memory has no gaps, though it is not row-major (channels last)."""
+    """Return whether memory that is not row-major (channels last) has no gaps."""
     memory = source.memory
     if memory is None or source.device != "cpu" or source.locate() is None:
         return False
@@ -216,9 +216,9 @@ def _is_dense(source: ByteSource) -> bool:
 
 
 def _sample_scattered(table: _Pieces, number: int, source: ByteSource) -> None:
-    """Sample an object whose bytes do not lie row-major by its memory, if that has no gaps.
+    """Sample the memory of an object that is not row-major, if the memory has no gaps.
 
-    Its lines are compared with its memory only: a chunk holds its elements in another order.
+    Its lines are compared with the memory only: a chunk has its elements in another order.
     """
     if table.start[number] or not _is_dense(source):
         table.count[number] = 0
@@ -228,9 +228,9 @@ def _sample_scattered(table: _Pieces, number: int, source: ByteSource) -> None:
 
 
 class TornCheck:
-    """Finds the objects of a save that change between its call and their capture, or the fence.
+    """Finds objects that change between the call of `save` and their capture, or the fence.
 
-    Versions are compared, and of deferred objects samples of their memory as well.
+    Compares versions and, for deferred objects, also samples of their memory.
 
     Attributes:
         passed: Whether the fence was passed: after it deferred memory may change.
@@ -250,7 +250,7 @@ class TornCheck:
             chunks: The chunks of the plan.
             objects: The objects of the plan.
             now: The numbers of the chunks that are captured while `save` waits.
-            deferred: The numbers of those that are captured later.
+            deferred: The numbers of the chunks captured later.
         """
         self.passed = False
         self.objects = objects
@@ -260,22 +260,22 @@ class TornCheck:
         self._samples: MemorySamples | None = None
 
     def sample(self) -> None:
-        """Sample the deferred memory as it is now, when `save` is about to return."""
+        """Sample the deferred memory now, when `save` is about to return."""
         if self._deferred:
             self._samples = MemorySamples(self._chunks, self._deferred, self.objects)
 
     def check(self, *, deferred: bool, samples: bool = False, known: Collection[int] = ()) -> None:
-        """Compare versions with those at the time of `save`, and samples if asked to.
+        """Compare versions with those at the time of `save` and, if requested, samples.
 
         Args:
-            deferred: Whether deferred objects are compared; else all others.
-            samples: Whether the memory is compared with its samples, too.
+            deferred: Whether to compare the deferred objects; if not, all others.
+            samples: Whether to compare the memory with its samples, too.
             known: Objects that are known to differ.
 
         Raises:
             TornSnapshotError: Some objects differ.
         """
-        # All before the first look: `forget` may be called meanwhile, and drops the objects first.
+        # Read these first, `objects` last: `forget` may run meanwhile, and drops objects first.
         sampled, chunks, objects = self._samples, self._chunks, self.objects
         if not objects or (deferred and self.passed):
             return  # the save is over, or the memory may have changed
@@ -289,15 +289,15 @@ class TornCheck:
                 changed.add(item)
         if samples and sampled is not None:
             changed |= sampled.changed()
-        # If the fence was passed meanwhile, it compared this memory, which may change since then.
+        # If the fence was passed meanwhile, it compared this memory, which may change afterwards.
         if changed and not (deferred and self.passed):
             raise torn([objects[item].entry.path for item in sorted(changed)], deferred=deferred)
 
     def check_copies(self, copies: Mapping[int, int]) -> None:
-        """Compare captured bytes with the samples; `copies` maps chunks to the addresses of theirs.
+        """Compare captured bytes with the samples; `copies` maps chunks to their addresses.
 
-        A tensor that was changed before its copy may be restored by the time of the fence, as
-        averaged weights are: only the copy shows it.
+        A tensor that changed before its copy may be restored before the fence, as averaged weights
+        are: only the copy shows the change.
 
         Raises:
             TornSnapshotError: They differ.

@@ -105,14 +105,14 @@ class Saver(SaveSurroundings):
         """Make the saver of a run.
 
         Args:
-            backend: The backend of the run. Saves write to the backend inside, since `SaveJob`
-                watches their progress; its other calls have a time limit each.
+            backend: The backend of the run. Saves write to its inner backend, since `SaveJob`
+                watches their progress; all other calls have a time limit each.
             catalog: The catalog of the run.
             config: Rules, budgets, retention and times.
             registry: Finds providers and codecs.
             workers: The threads.
             events: Receives the saves, and the deletions by retention.
-            tiers: The tiers of the backend, if it has any.
+            tiers: The tiers of the backend, if any.
             earlier: Reads the checkpoints that saves refer to.
             ranks: Finds the ranks that save together.
         """
@@ -120,7 +120,7 @@ class Saver(SaveSurroundings):
         self.memory = KeptStaging(config, workers, self.pending)
         """The staging memory."""
         self.restored_from: int | None = None
-        """The step that was restored last; retention keeps it."""
+        """The step restored last; retention keeps it."""
         self._backend = backend
         self._catalog = catalog
         self._config = config
@@ -132,9 +132,9 @@ class Saver(SaveSurroundings):
         self._ranks = ranks
         self._kept = KeptChunks()
         self._table = ChainTable(config, registry)
-        self._known = Known()  # replaced at once: a signal handler may describe meanwhile
+        self._known = Known()  # replaced whole: a signal handler may describe meanwhile
         self._parts = KnownParts()
-        self._looked_at: set[ObjectPath] = set()  # what was looked at for state that is left out
+        self._scanned: set[ObjectPath] = set()  # objects already checked for state left out
         self._warned: set[str] = set()
         self._committed: int | None = None
         self._housekeeper = Housekeeper(
@@ -229,7 +229,7 @@ class Saver(SaveSurroundings):
             self.memory.touch(nbytes)
 
     def distrust(self) -> None:
-        """Make the next save read all that it refers to, and store anew what is damaged."""
+        """Make the next save read all that it refers to, and store damaged chunks again."""
         self._kept = KeptChunks()
 
     def close(self) -> None:
@@ -239,7 +239,7 @@ class Saver(SaveSurroundings):
     def _valid_mode(self, mode: str | None) -> str:
         mode = mode or self._config.mode
         if mode not in _MODES:
-            msg = f"mode={mode!r} is none of {', '.join(_MODES)}"
+            msg = f"mode={mode!r} is not one of {', '.join(_MODES)}"
             raise ConfigError(msg)
         return mode
 
@@ -250,7 +250,7 @@ class Saver(SaveSurroundings):
             StepExistsError: This step or a later one is committed, and `overwrite` is off.
             StorageError: A tier does not answer, and `overwrite` is on.
         """
-        # A tier that is away may have a higher generation, and the overwrite would count as older.
+        # A missing tier may have a higher generation, and the overwrite would count as older.
         entries = (
             self._catalog.entries()
             if self._tiers is None
@@ -273,7 +273,7 @@ class Saver(SaveSurroundings):
             job = self._prepared(call)
             if job is None:
                 self.pending.prepared()
-                reason = "no tier has room for it, as the log says"
+                reason = "no tier has room for it; see the log"
                 return self._skipped(call.step, on_progress, reason, call.turn)
             watching = self._begin(job, on_progress)
             if call.mode != "blocking":
@@ -289,21 +289,21 @@ class Saver(SaveSurroundings):
         return job.handle
 
     def _take_turn(self, turn: SaveTurn) -> bool:
-        """Wait for the save under way; False when this one is to be skipped.
+        """Wait for the save under way; False: skip this save.
 
-        With several ranks rank 0 alone decides that.
+        With several ranks, rank 0 alone decides.
         """
         on_busy = self._config.on_busy
         if not (isinstance(turn, RankTurn) and turn.rank):
             return self.pending.take_turn(on_busy)
         if on_busy == "skip":
-            # Rank 0 may be busy no more: then it says nothing before this rank is there.
+            # If rank 0 is no longer busy, it posts no verdict before this rank arrives.
             timing = self._workers.timing
             deadline, pause_s = Deadline(turn.group.timeout_s), timing.busy_poll_first_s
             while not (self.pending.take_turn("skip") or deadline.is_over()):
-                word = turn.group.word(turn.number)
-                if word is not None:
-                    if word.stop:
+                verdict = turn.group.word(turn.number)
+                if verdict is not None:
+                    if verdict.stop:
                         return False
                     break
                 self.pending.rest(pause_s)
@@ -314,7 +314,7 @@ class Saver(SaveSurroundings):
         """Return the planned save; None: no tier has room for it."""
         turn = call.turn
         generation = 0
-        if not turn.rank:  # rank 0 tells the others
+        if not turn.rank:  # rank 0 sends them to the others
             generation, turn.latest = self._claim_generation(call.step, overwrite=call.overwrite)
         request = self._planned(call.state, call.step, generation, mode=call.mode, place=turn.place)
         turn.bring(request)
@@ -349,7 +349,7 @@ class Saver(SaveSurroundings):
         if not encodes and not self._config.share:
             return None
         if not self.pending.released:
-            self._kept = KeptChunks()  # a thread of the save before may still write into the old
+            self._kept = KeptChunks()  # a thread of the last save may still write to the old one
         return SaveBases(
             request.plan,
             request.chains,
@@ -378,8 +378,8 @@ class Saver(SaveSurroundings):
                 job.begin_capture()
                 self.pending.prepared()
 
-            # The other ranks hear of the save now: prepared anew, it would be one that they have
-            # given up.
+            # The other ranks learn of the save now. If it were prepared again, they would already
+            # have given it up.
             self.pending.outlast(begin)
         except BaseException as error:
             job.interrupt(error)
@@ -420,9 +420,9 @@ class Saver(SaveSurroundings):
             description = replace(description, entries=entries)
         warn_of_forms(description, self._registry.providers)
         level = logging.INFO if place is not None and place.rank else logging.WARNING
-        for sentence in state_left_out(description, self._looked_at):
+        for sentence in state_left_out(description, self._scanned):
             log.log(level, "%s (said once)", sentence)
-        self._looked_at.update(found.path for found in description.seen)
+        self._scanned.update(seen.path for seen in description.seen)
         request = plan_state(
             description,
             config=self._config,
@@ -466,15 +466,15 @@ class Saver(SaveSurroundings):
 
     def _warn_if_not_lazy(self, request: SaveRequest) -> None:
         captures = {chunk.capture for chunk in request.plan.chunks}
-        # Of several ranks one may write nothing of what an optimizer claims.
+        # With several ranks, one rank may write nothing that an optimizer claims.
         tensors = Capture.NOW in captures and Capture.DEFERRED not in captures
         if request.mode == "lazy" and tensors:
             self._warn_once(
                 "step %d: the lazy save defers nothing, so it blocks as long as an async one: no "
-                "optimizer of the state claims tensors. Put the torch.optim.Optimizer itself into "
-                "the state (the one inside, if yours is a wrapper that Penstock does not know); "
-                "what is capturable or in shared memory is not claimed. Tensors that change only "
-                'behind the fence can be named: defer="ema/**" (said once)',
+                "optimizer in the state claims tensors. Put the torch.optim.Optimizer itself into "
+                "the state (the inner one, if yours is a wrapper that Penstock does not know); "
+                "capturable optimizers and shared memory are not claimed. You can name tensors "
+                'that change only after the fence: defer="ema/**" (said once)',
                 request.step,
             )
 
@@ -507,15 +507,15 @@ class Saver(SaveSurroundings):
             missing = request.staging_bytes - staging.budget_bytes
             if missing > 0:  # else only its gaps did not fit
                 self._warn_once(
-                    "staging is too small for the state: in step %d training stood still until the "
-                    "store had taken %s that had no room; raise staging_bytes (said once)",
+                    "staging is too small for the state: in step %d training was blocked until the "
+                    "store had written %s that did not fit; raise staging_bytes (said once)",
                     report.step,
                     size_text(missing),
                 )
         if self._is_tier_silent():
             # The next save would wait for the clean-up as long as the tier hangs. The first save
             # after the tier is back cleans up.
-            log.debug("step %d: nothing is cleaned up while a tier is away", report.step)
+            log.debug("step %d: no clean-up while a tier is away", report.step)
             return
         self._catalog.note_own(report.uid)
         if request.rank:
@@ -538,15 +538,15 @@ class Saver(SaveSurroundings):
             log.warning(message, *values)
 
     def _protected(self) -> set[int]:
-        """Return the steps that retention keeps: the one restored from, and the last committed."""
+        """Return the steps that retention keeps: the step restored last, and committed last."""
         return {s for s in (self.restored_from, self._committed) if s is not None}
 
     def _protected_from(self, step: int) -> set[int]:
-        """Return the steps that retention keeps even where a save of `step` has no room left.
+        """Return the steps that retention keeps even if a save of `step` has no room left.
 
-        An overwritten step stays until the save has replaced it. A process that went on from a
-        checkpoint no longer needs it once it has committed one of its own: a disk with room for few
-        checkpoints would otherwise never take one more.
+        An overwritten step stays until the save has replaced it. A process that resumed from a
+        checkpoint no longer needs it after its first own commit: otherwise a disk with room for
+        few checkpoints would never have room for another one.
         """
         needed = self._protected() if self._committed is None else {self._committed}
         return {step, *needed}

@@ -1,6 +1,6 @@
-"""The casts of a restore with `cast=`: which there are, and the sink that does them.
+"""The casts of a restore with `cast=`: which ones exist, and the sink that does them.
 
-The elements of one float dtype go into a sink that takes another.
+Elements of one float dtype go into a sink for another.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from penstock.core.abc import FLOAT_DTYPES, ByteSink, convert_floats
 if TYPE_CHECKING:
     from penstock.core.types import TensorSpec
 
-_PIECE_BYTES = 1 << 20  # of what is handed on to a sink that has no memory in sight
+_PIECE_BYTES = 1 << 20  # of a piece for a sink without a view of its memory
 
 
 def may_cast(spec: TensorSpec, stored: TensorSpec) -> bool:
-    """Return whether `cast=` converts: the two differ in the format of floats alone."""
-    known = all(FLOAT_DTYPES.get(one.dtype) == one.itemsize for one in (spec, stored))
+    """Return whether `cast=` converts: the specs differ only in the format of floats."""
+    known = all(FLOAT_DTYPES.get(each.dtype) == each.itemsize for each in (spec, stored))
     return known and spec.dtype != stored.dtype and spec.shape == stored.shape
 
 
 class CastSink(ByteSink):
     """Converts each element on its way into `inner`, rounded to nearest even.
 
-    Each piece is converted on the thread that brings it, into the memory of `inner` where that is
-    flat, else by way of 1 MiB of scratch. Pieces come in any order, from several threads, and may
-    split an element: its bytes are kept until all are there.
+    Converts each piece on the thread that delivers it, into the memory of `inner` if that is flat,
+    else through 1 MiB of scratch. Pieces come in any order, from several threads, and may split an
+    element, whose bytes are kept until all have arrived.
     """
 
     __slots__ = (
@@ -55,15 +55,15 @@ class CastSink(ByteSink):
         self._split: dict[int, tuple[bytearray, bytearray]] = {}
 
     def view(self) -> memoryview | None:
-        """Return None: no memory holds the elements as they come."""
+        """Return None: no memory holds the unconverted elements."""
         return None
 
     def copy_in(self, start: int, data: memoryview, /) -> None:
-        """Convert elements into the inner sink; the first and the last may be cut off."""
+        """Convert elements into the inner sink; the first and the last may be incomplete."""
         size = self._dtype.itemsize
         stop = start + data.nbytes
         first, last = -(-start // size), stop // size
-        if first > last:  # it begins and ends inside of one element
+        if first > last:  # the data begins and ends inside one element
             self._collect(start, data)
             return
         if start < first * size:
@@ -82,30 +82,30 @@ class CastSink(ByteSink):
         self._inner.written()
 
     def _place(self, first: int, data: memoryview) -> None:
-        """Convert whole elements, of which the first has the number `first`."""
-        one, other = self._dtype.itemsize, self._into.itemsize
-        at, length = first * other, data.nbytes // one * other
+        """Convert whole elements, the first of which has the number `first`."""
+        size, into = self._dtype.itemsize, self._into.itemsize
+        at, length = first * into, data.nbytes // size * into
         target = self._inner.view()
         if target is not None:
             self._convert(data, target[at : at + length])
             return
-        step = _PIECE_BYTES // other
-        scratch = memoryview(bytearray(min(length, step * other)))
-        for start in range(0, length // other, step):
-            count = min(step, length // other - start)
-            piece = scratch[: count * other]
-            self._convert(data[start * one : (start + count) * one], piece)
-            self._inner.copy_in(at + start * other, piece)
+        step = _PIECE_BYTES // into
+        scratch = memoryview(bytearray(min(length, step * into)))
+        for start in range(0, length // into, step):
+            count = min(step, length // into - start)
+            piece = scratch[: count * into]
+            self._convert(data[start * size : (start + count) * size], piece)
+            self._inner.copy_in(at + start * into, piece)
 
     def _collect(self, start: int, part: memoryview) -> None:
-        """Keep some bytes of one element; convert the element when all of them are there."""
+        """Keep some bytes of one element; convert the element once it is complete."""
         size = self._dtype.itemsize
         number, at = divmod(start, size)
         with self._lock:
-            element, there = self._split.setdefault(number, (bytearray(size), bytearray(size)))
+            element, filled = self._split.setdefault(number, (bytearray(size), bytearray(size)))
             element[at : at + part.nbytes] = part
-            there[at : at + part.nbytes] = b"\1" * part.nbytes
-            whole = all(there)
+            filled[at : at + part.nbytes] = b"\1" * part.nbytes
+            whole = all(filled)
             if whole:
                 del self._split[number]
         if whole:

@@ -1,4 +1,4 @@
-"""Checks what providers return, and names them in errors; refuses what no checkpoint could hold.
+"""Checks what providers return, and names them in errors; refuses what no checkpoint can hold.
 
 Tested in `tests/integration/faults/test_broken_contracts.py`.
 """
@@ -76,14 +76,14 @@ def broken_contract(provider: StateProvider, path: ObjectPath, what: str) -> Plu
 
 
 @contextmanager
-def naming(found: Found, what: str) -> Iterator[None]:
+def naming(item: Found, what: str) -> Iterator[None]:
     """Turn an error of a third party's provider into a PluginError that names it."""
     try:
         yield
     except PenstockError:
         raise
     except Exception as error:
-        raise plugin_error(found.provider, found.path, what, error) from error
+        raise plugin_error(item.provider, item.path, what, error) from error
 
 
 def checked_entries(
@@ -92,20 +92,20 @@ def checked_entries(
     """Pass on the entries that one call of `describe` yields, if core can store them.
 
     Args:
-        provider: Whose entries they are.
-        entries: The entries of a value at `path`, those of its children included.
-        path: Where the value stands.
+        provider: The provider that yields them.
+        entries: The entries of a value at `path`, including those of its children.
+        path: The path of the value.
         forms: All forms that a provider can build again.
 
     Raises:
         PluginError: An entry is of a wrong type, cannot be stored or built again, or has a
-            path that was yielded before. Only the provider's author can mend that.
+            path that was yielded before. Only the provider's author can fix that.
     """
     seen: set[ObjectPath] = set()
     for entry in entries:
-        # Not of a subclass either: what makes saves fast looks for these very classes.
+        # No subclasses: the fast paths of saves compare with exactly these classes.
         if type(entry) is not StateObject and type(entry) is not Node:
-            msg = f"describe yields {type(entry).__name__}, no StateObject or Node"
+            msg = f"describe yields {type(entry).__name__}, not a StateObject or Node"
             raise broken_contract(provider, path, msg)
         here = entry.path
         if here is not path:  # most leaves are at the path itself
@@ -118,7 +118,7 @@ def checked_entries(
             what = "Node" if isinstance(entry, Node) else "StateObject"
             msg = (
                 f"describe yields the {what} {show_path(entry.path)} of the form {entry.form!r}, "
-                "which no provider could build again: take one of the provider's own `forms`"
+                "which no provider could build again: use one of the provider's own `forms`"
                 f"{nearest(str(entry.form), forms)}"
             )
             raise broken_contract(provider, path, msg)
@@ -140,22 +140,24 @@ def check_path(path: ObjectPath) -> None:
 
 
 def check_spec(spec: TensorSpec, path: ObjectPath) -> None:
-    """Check what the object at `path` is against the limits of the format.
+    """Check the spec of the object at `path` against the limits of the format.
 
     Raises:
         UnsupportedStateError: It is beyond a limit; names the path and a remedy.
     """
     if len(spec.shape) > MAX_DIMENSIONS:
         many = len(spec.shape)
-        _refuse(path, f"has {many} dimensions, of {MAX_DIMENSIONS} that can be stored: reshape it")
+        _refuse(
+            path, f"has {many} dimensions, but at most {MAX_DIMENSIONS} can be stored: reshape it"
+        )
     if not 1 <= spec.itemsize <= MAX_ITEMSIZE:
         _refuse(
             path,
-            f"has elements of {spec.itemsize} bytes ({show_text(spec.dtype)}), and those of 1 to "
+            f"has elements of {spec.itemsize} bytes ({show_text(spec.dtype)}), but only 1 to "
             f"{MAX_ITEMSIZE} can be stored: save it as bytes, a string, or a list of them",
         )
     if spec.shape and max(spec.shape) > MAX_INT:
-        _refuse(path, f"has a dimension of {max(spec.shape)}, of 2^62 - 1 that can be stored")
+        _refuse(path, f"has a dimension of {max(spec.shape)}, but at most 2^62 - 1 can be stored")
 
 
 def _refuse(path: ObjectPath, what: str) -> NoReturn:
@@ -168,19 +170,19 @@ def _check_place(provider: StateProvider, here: object, path: ObjectPath) -> Non
     depth = len(path)
     # A generator expression would be slower, and this runs for each of a million objects.
     if type(here) is not tuple or not all([isinstance(part, str) for part in here[depth:]]):  # noqa: C419
-        msg = f"describe yields the path {here!r}, which is no tuple of strings"
+        msg = f"describe yields the path {here!r}, which is not a tuple of strings"
         raise broken_contract(provider, path, msg)
     if here[:depth] != path:
         msg = (
-            f"describe yields {show_path(here) or 'the root'}, which is outside of its part of "
-            "the tree: it describes the entries at and below the path that it was given"
+            f"describe yields {show_path(here) or 'the root'}, which is outside its part of "
+            "the tree: it must describe only entries at and below the given path"
         )
         raise broken_contract(provider, path, msg)
 
 
 def _check_meta(provider: StateProvider, node: Node, path: ObjectPath) -> None:
-    """Check that `meta` comes back from JSON as it was put in."""
-    why = "it is no dict"
+    """Check that `meta` survives JSON unchanged."""
+    why = "it is not a dict"
     if type(node.meta) is dict:
         if _is_plain(node.meta):
             return
@@ -195,13 +197,13 @@ def _check_meta(provider: StateProvider, node: Node, path: ObjectPath) -> None:
             why = str(error)
     msg = (
         f"the meta of the Node {show_path(node.path) or 'at the root'} cannot be stored as JSON: "
-        f"{why}; take dicts with string keys, lists, strings, finite numbers, booleans and None"
+        f"{why}; use dicts with string keys, lists, strings, finite numbers, booleans and None"
     )
     raise broken_contract(provider, path, msg)
 
 
 def _is_plain(meta: dict[Any, Any]) -> bool:
-    """Return whether a dict plainly survives JSON, as that of each parameter of an optimizer."""
+    """Return whether a dict clearly survives JSON, as for each parameter of an optimizer."""
     for key, value in meta.items():
         if type(key) is not str:
             return False
@@ -217,7 +219,7 @@ def _is_plain(meta: dict[Any, Any]) -> bool:
 def checked_placement(
     placement: object, provider: StateProvider, path: ObjectPath, what: str
 ) -> Placement:
-    """Return a provider's placement; errors of its `finish` then name the provider and the path.
+    """Return a provider's placement; errors of its `finish` will name the provider and the path.
 
     Raises:
         PluginError: The call that `what` names returned something else.
@@ -230,12 +232,12 @@ def checked_placement(
         return placement
 
     def finish() -> object:
-        # Not `with noting_origin(...)`: it would take longer than all else done for a tensor.
+        # Not `with noting_origin(...)`: it would take longer than everything else for a tensor.
         try:
             return call()
         except BaseException as error:
-            whence = f"by `finish` of provider {provider.name!r} ({shipped_by(type(provider))})"
-            note_origin(error, f"{whence} at {show_path(path) or 'the root'}")
+            origin = f"by `finish` of provider {provider.name!r} ({shipped_by(type(provider))})"
+            note_origin(error, f"{origin} at {show_path(path) or 'the root'}")
             raise
 
     placement.finish = finish

@@ -1,7 +1,7 @@
 """Containers of a state tree: finds them, turns them into nodes, and builds them again.
 
-A dict, list or tuple that holds a tensor or another provider's object anywhere below is a
-container; one that holds none is one value, which is stored and replaced whole.
+A dict, list or tuple with a tensor or another provider's object anywhere below it is a container;
+otherwise it is one value, which is stored and replaced whole.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from penstock.core.types import ObjectPath
 
 VALUE_FORM = "json"
-"""Form of the provider that takes every value which no other provider claims."""
+"""Form of the provider for all values that no other provider claims."""
 
 CONTAINERS = frozenset({"dict", "list", "tuple"})
 """Forms of nodes that core builds itself; all other nodes belong to providers."""
 
 NOTHING = frozenset({b"null", b"{}", b"[]", b'{"$":"tuple","v":[]}'})
-"""The bytes, in `VALUE_FORM`, of what `is_nothing`."""
+"""The bytes, in `VALUE_FORM`, of the values that `is_nothing` accepts."""
 
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes, complex})
 _FIRST_LONG_KEY = 10**MAX_KEY_DIGITS
@@ -64,7 +64,7 @@ class Providers(Protocol):
         """Return the provider that rebuilds `form`.
 
         Raises:
-            PluginError: There is none, or there are several.
+            PluginError: There is none, or more than one.
         """
         ...
 
@@ -82,7 +82,7 @@ class Found(NamedTuple):
 
 
 class _Alike(NamedTuple):
-    """The children of a container that are of one type, which a provider claims."""
+    """The children of a container that all have one type, which a provider claims."""
 
     path: ObjectPath
     provider: StateProvider
@@ -91,12 +91,12 @@ class _Alike(NamedTuple):
 
 
 class Scan:
-    """Walks a tree once: finds providers' objects, and tells containers from values.
+    """Walks a tree once: finds providers' objects, and distinguishes containers from values.
 
     Args:
         providers: The providers; a value that one of them claims is an object.
-        thorough: Whether to find all objects. Else a container is looked at only until one object
-            in it is found.
+        thorough: Whether to find all objects; if not, the search in a container stops at its first
+            object.
 
     Raises:
         UnsupportedStateError: A container holds itself.
@@ -115,15 +115,15 @@ class Scan:
     @property
     def found(self) -> Iterator[Found]:
         """The providers' objects in the tree, in order."""
-        for one in self._found:
-            if isinstance(one, Found):
-                yield one
+        for entry in self._found:
+            if isinstance(entry, Found):
+                yield entry
                 continue
-            for name, child in zip(one.names, one.children, strict=True):
-                yield Found((*one.path, _segment(name)), one.provider, child)
+            for name, child in zip(entry.names, entry.children, strict=True):
+                yield Found((*entry.path, _segment(name)), entry.provider, child)
 
     def provider_for(self, kind: type) -> StateProvider | None:
-        """Return the provider of `kind`; None where only the value provider is left."""
+        """Return the provider of `kind`; None if only the value provider is left."""
         if kind in self._by_type:
             return self._by_type[kind]
         provider = self._providers.for_type(kind)
@@ -133,7 +133,7 @@ class Scan:
         return provider
 
     def is_container(self, value: object, path: ObjectPath) -> bool:
-        """Return whether `value` is a dict, list or tuple that holds a provider's object below."""
+        """Return whether `value` is a dict, list or tuple with a provider's object below it."""
         kind = type(value)
         if kind in _PLAIN or not isinstance(value, dict | list | tuple):
             return False
@@ -166,7 +166,7 @@ class Scan:
         return holds
 
     def _find(self, value: Any, path: ObjectPath) -> bool | None:
-        """Return whether `value` is an object; None: a container, which may hold some."""
+        """Return whether `value` is an object; None: it is a container, which may hold some."""
         kind = type(value)
         if kind in _PLAIN:
             return False
@@ -186,9 +186,9 @@ class Scan:
     def _are_found(
         self, path: ObjectPath, names: Sequence[object], children: Sequence[object]
     ) -> bool:
-        """Note children that are of one type which a provider claims; False: they are not.
+        """Note children that all have one type that a provider claims; False: they do not.
 
-        A look at each of fifty thousand tensors would take a while.
+        Visiting each of fifty thousand tensors would take a while.
         """
         kinds = set(map(type, children))
         if len(kinds) != 1 or kinds <= _PLAIN:
@@ -296,13 +296,13 @@ def dict_meta(value: dict[Any, Any], path: ObjectPath) -> dict[str, Any]:
         if FACTORIES.get(name) is factory:
             return {"class": "defaultdict", "factory": name}
         msg = (
-            f"{show_path(path)} is a defaultdict of {factory!r}: only of "
-            f"{', '.join(FACTORIES)} can one be stored"
+            f"{show_path(path)} is a defaultdict of {factory!r}: only those of "
+            f"{', '.join(FACTORIES)} can be stored"
         )
         raise UnsupportedStateError(msg)
     msg = (
         f"{show_path(path)} is a {kind.__module__}.{kind.__qualname__} that holds tensors or "
-        "other objects: pass a plain dict of it"
+        "other objects: pass a plain dict"
     )
     raise UnsupportedStateError(msg)
 
@@ -332,7 +332,7 @@ def tuple_class(value: tuple[Any, ...], path: ObjectPath) -> str | None:
     """Return the stored name of a named tuple's class, `module:qualified.name`; None for a tuple.
 
     Raises:
-        UnsupportedStateError: The class is another subclass, or cannot be imported by that name.
+        UnsupportedStateError: It is no named tuple, or cannot be imported by that name.
     """
     kind = type(value)
     if kind is tuple:
@@ -352,7 +352,7 @@ def make_tuple(items: list[Any], name: object, path: ObjectPath) -> tuple[Any, .
 
     Raises:
         UnsupportedStateError: The class is not loaded, or is no named tuple.
-        FormatError: The class has other fields than were stored.
+        FormatError: The fields of the class differ from the stored ones.
     """
     if name is None:
         return tuple(items)
@@ -366,11 +366,11 @@ def make_tuple(items: list[Any], name: object, path: ObjectPath) -> tuple[Any, .
         )
         raise UnsupportedStateError(msg)
     try:
-        made: tuple[Any, ...] = make(items)
+        result: tuple[Any, ...] = make(items)
     except TypeError as error:
         msg = f"{show_path(path)} does not fit the named tuple {name}: {error}"
         raise FormatError(msg, [show_path(path)]) from error
-    return made
+    return result
 
 
 def assemble(node: Node, items: dict[str, Any]) -> object:
@@ -392,10 +392,10 @@ def assemble(node: Node, items: dict[str, Any]) -> object:
         for key, value in by_key:
             result[key] = value
         return result
-    # Sorted: ranks that have some of the items each may have stored them in any order.
+    # Sorted: ranks that each have some of the items may have stored them in any order.
     by_index: dict[Any, Any] = dict(sorted(by_key, key=itemgetter(0)))
     length = node.meta.get("length")
     if list(by_index) != list(range(len(by_index))) or len(by_index) != length:
-        return by_index  # only some items are selected
+        return by_index  # some items are not selected
     values = list(by_index.values())
     return values if node.form == "list" else make_tuple(values, node.meta.get("class"), path)

@@ -63,7 +63,7 @@ T = TypeVar("T")
 # Each storage moves only once, and all storages of one message move within a few attempts.
 _MOST_MOVES = 100
 
-# All ranks tell each other of each, in a post that has a limit.
+# All ranks post each of these, and a post has a limit.
 _MOST_SHARED = 64
 
 log = logging.getLogger("penstock")
@@ -77,13 +77,13 @@ class Description:
 
     Attributes:
         entries: Objects and nodes, in order; a node comes before the entries below it.
-        deferrable: The paths of the objects that only an optimizer's step in this tree changes.
-        providers_used: Name and version of every provider that took part, sorted.
-        own_paths: The paths at or below which each rank has objects of its own.
+        deferrable: The paths of the objects that only steps of optimizers in this tree change.
+        providers_used: Name and version of every provider used, sorted.
+        own_paths: The paths at or below which each rank has its own objects.
         shared: Index and count of each `PerRank` that has them, by its shown path: ranks that give
             one index store the same.
-        seen: The objects of providers that claim memory, or say what is left out.
-        scan: The objects of providers in the tree.
+        seen: The objects of providers that claim memory, or name what is left out.
+        scan: The providers' objects in the tree.
     """
 
     entries: tuple[StateObject | Node, ...]
@@ -111,8 +111,8 @@ def describe_tree(
         providers: The providers.
         allow_pickle: Whether values may be pickled.
         rank: The number of this rank.
-        world_size: How many ranks save together.
-        known: What the last save found out.
+        world_size: Number of ranks that save together.
+        known: Results of the last save.
 
     Raises:
         UnsupportedStateError: Something in the tree cannot be saved; names its path.
@@ -132,16 +132,15 @@ def describe_tree(
     msg = (
         f"{moved[0]} moved to other memory (as torch.multiprocessing moves tensors that it sends) "
         f"each of the {_MOST_MOVES} times that save() described the state: save when no other "
-        "thread sends tensors of it"
+        "thread sends its tensors"
     )
     raise TornSnapshotError(msg)
 
 
 def _moved(entries: Iterable[StateObject | Node]) -> list[StateObject]:
-    """Return the objects that are no longer where they were described.
+    """Return the objects that have moved since they were described.
 
-    Freed memory is reused: two tensors that had one address one after the other would be taken for
-    one.
+    Freed memory is reused: two tensors that had one address in turn would look like one tensor.
     """
     objects = [entry for entry in entries if type(entry) is StateObject]
     places = places_of([entry.source for entry in objects])
@@ -180,7 +179,7 @@ def _describe(root: dict[Any, Any], scan: Scan, context: _Describing) -> Descrip
 
 
 def warn_of_forms(description: Description, providers: Providers) -> None:
-    """Warn once of each form that `load` could not build again.
+    """Warn once about each form that `load` could not build again.
 
     A restore into a template needs no form, so the save is not refused.
     """
@@ -190,14 +189,14 @@ def warn_of_forms(description: Description, providers: Providers) -> None:
         except PluginError as error:
             if str(error) not in _warned:
                 _warned.add(str(error))
-                log.warning("what is saved here can be restored, but load() would fail: %s", error)
+                log.warning("this save can be restored, but load() would fail: %s", error)
 
 
 def check_root(state: object) -> dict[Any, Any]:
     """Return the root of a state tree as a dict; the root itself if `load` can build its class.
 
     Raises:
-        UnsupportedStateError: The root is no mapping.
+        UnsupportedStateError: The root is not a mapping.
     """
     if type(state) in _DICTS:
         return cast("dict[Any, Any]", state)
@@ -219,7 +218,7 @@ _DICTS = (dict, OrderedDict, defaultdict)
 
 @dataclass(slots=True)
 class _Named:
-    """The names of one tensor, each by itself and with the tree key in front, and its paths."""
+    """The names of one tensor, without and with the tree key in front, and its paths."""
 
     bare: list[str] = field(default_factory=list)
     prefixed: list[str] = field(default_factory=list)
@@ -231,33 +230,33 @@ class NameTable:
 
     Args:
         scan: Has the objects of the tree.
-        known: What the last save found out.
+        known: Results of the last save.
     """
 
     def __init__(self, scan: Scan, known: Known | None = None) -> None:
         self._scan = scan
         self._known = known or Known()
         self._named: dict[int, tuple[tuple[str, ...], tuple[ObjectPath, ...]]] | None = None
-        self._held: list[object] = []  # the tensors, so that no other object gets the id of one
+        self._held: list[object] = []  # the tensors, so that no other object gets their ids
 
     def names(self, tensor: object) -> Sequence[str]:
-        """Return the bare names of a tensor, then the same names with the tree key in front."""
+        """Return the bare names of a tensor, then its names with the tree key in front."""
         return self._entry(tensor)[0]
 
     def paths(self, tensor: object) -> Sequence[ObjectPath]:
-        """Return the paths of a tensor, as its modules are stored."""
+        """Return the paths of a tensor in the tree, below those of its modules."""
         return self._entry(tensor)[1]
 
     def _entry(self, tensor: object) -> tuple[tuple[str, ...], tuple[ObjectPath, ...]]:
         if self._named is None:
             parts = []
-            for found in self._scan.found:
-                with naming(found, "naming its parameters"):
-                    parameters = list(found.provider.parameters(found.value))
+            for item in self._scan.found:
+                with naming(item, "naming its parameters"):
+                    parameters = list(item.provider.parameters(item.value))
                 if parameters:
                     names, tensors = zip(*parameters, strict=True)
                     self._held += tensors
-                    parts.append((found.path, names, [*map(id, tensors)]))
+                    parts.append((item.path, names, [*map(id, tensors)]))
             self._named = self._known.recall("names", parts, lambda: _named(parts))
         return self._named.get(id(tensor), _NAMELESS)
 
@@ -286,8 +285,8 @@ def _named(
 
 
 _DESCRIBING = "describing it"
-_BY_PROVIDERS = "by providers"  # keeps what they recall from what core does
-_LATE = ""  # form of a placeholder node, for a value that is described after all others
+_BY_PROVIDERS = "by providers"  # separates the places of providers from those of core
+_LATE = ""  # form of a placeholder node for a value that is described last
 
 
 class _Describing(DescribeContext):
@@ -295,12 +294,12 @@ class _Describing(DescribeContext):
         self, scan: Scan, providers: Providers, known: Known, *, allow_pickle: bool
     ) -> None:
         self.allow_pickle = allow_pickle
-        # The providers that took part, and whether each says more than `describe` does.
+        # The providers used, and whether each implements more than `describe`.
         self.used: dict[StateProvider, bool] = {}
         self.seen: list[Found] = []  # the objects of providers that do
         self.own_paths: list[ObjectPath] = []
         self.shared: dict[str, tuple[int, int]] = {}
-        # What was described together: the values, which live on, and the object of each.
+        # The values described together, which stay alive, and the object of each.
         self._together: list[tuple[Sequence[object], Sequence[StateObject]]] = []
         self._sources: dict[int, ByteSource] | None = None  # of these, by the ids of the values
         self._natures: dict[type, Literal["error", "keep"] | None] = {}
@@ -314,13 +313,13 @@ class _Describing(DescribeContext):
         entries = list(self._container(root, (), late=True))
         if not self._late:
             return entries
-        found: list[StateObject | Node] = []
+        every: list[StateObject | Node] = []
         for entry in entries:
             if entry.form == _LATE:
-                found += self._entries(self._late[entry.path], entry.path)
+                every += self._entries(self._late[entry.path], entry.path)
             else:
-                found.append(entry)
-        return found
+                every.append(entry)
+        return every
 
     def describe(
         self, value: object, path: ObjectPath, /, *, role: Role | None = None
@@ -331,7 +330,7 @@ class _Describing(DescribeContext):
     def describe_each(
         self, values: Sequence[object], paths: Sequence[ObjectPath], roles: Sequence[Role | None], /
     ) -> Sequence[Sequence[StateObject | Node]]:
-        found: list[Sequence[StateObject | Node]] = [()] * len(values)
+        described: list[Sequence[StateObject | Node]] = [()] * len(values)
         alike: dict[type, list[int]] = {}
         for number, kind in enumerate(map(type, values)):
             alike.setdefault(kind, []).append(number)
@@ -344,18 +343,18 @@ class _Describing(DescribeContext):
                 self.role = wanted.pop() if len(wanted) == 1 else None
                 try:
                     objects = self._all_at_once(provider, *some)[1]
-                except PluginError:  # which cannot say where; by itself each does
+                except PluginError:  # it cannot name the path; single calls can
                     objects = None
                 finally:
                     self.role = None
             if objects is None:
                 for n in numbers:
-                    found[n] = tuple(self.describe(values[n], paths[n], role=roles[n]))
+                    described[n] = tuple(self.describe(values[n], paths[n], role=roles[n]))
                 continue
             for n, entry in zip(numbers, objects, strict=True):
                 role = roles[n]
-                found[n] = (entry if role is None else _of_role(entry, role),)
-        return found
+                described[n] = (entry if role is None else _of_role(entry, role),)
+        return described
 
     def recall(self, place: Hashable, basis: object, make: Callable[[], T], /) -> T:
         return self.known.recall((_BY_PROVIDERS, place), basis, make)
@@ -364,13 +363,13 @@ class _Describing(DescribeContext):
         return self._names.names(tensor)
 
     def sources_of(self, values: Sequence[object]) -> list[ByteSource] | None:
-        """Return the sources of these very objects; None if one was not described together."""
+        """Return the sources of exactly these objects; None if one was not described together."""
         if self._sources is None:
             self._sources = {}
             for some, objects in self._together:
                 self._sources.update(zip(map(id, some), map(_source, objects), strict=True))
-        found = [*map(self._sources.get, map(id, values))]
-        return None if None in found else cast("list[ByteSource]", found)
+        sources = [*map(self._sources.get, map(id, values))]
+        return None if None in sources else cast("list[ByteSource]", sources)
 
     def of_this_rank(self, path: ObjectPath, /) -> None:
         if self.world_size > 1:
@@ -380,7 +379,7 @@ class _Describing(DescribeContext):
         return any(path[: len(own)] == own for own in self.own_paths)
 
     def _child(self, value: Any, path: ObjectPath, *, late: bool) -> Iterable[StateObject | Node]:
-        """Describe a child of a container; `late` if the container is the tree's, no provider's."""
+        """Describe a child of a container; `late`: the container belongs to no provider."""
         provider = self._scan.provider_for(type(value))
         if late and provider is None and self._scan.is_container(value, path):
             return self._container(value, path, late=True)
@@ -403,24 +402,24 @@ class _Describing(DescribeContext):
             on_change = self._nature(provider, type(value))
             if on_change is not None and not self._is_own(path):
                 return self._per_rank(PerRank(value, on_change=on_change), path)
-        if self._tells(provider):
+        if self._implements_more(provider):
             self.seen.append(Found(path, provider, value))
         return self._described(provider, value, path)
 
     def _nature(self, provider: StateProvider, kind: type) -> Literal["error", "keep"] | None:
-        """Return what `on_other_ranks` says, if there are others; kept for each type."""
+        """Return `on_other_ranks` of the provider, if there are others; kept for each type."""
         if self.world_size == 1:
             return None
         if kind not in self._natures:
             self._natures[kind] = provider.on_other_ranks(kind)
         return self._natures[kind]
 
-    def _tells(self, provider: StateProvider) -> bool:
-        """Return whether a provider, which takes part from now on, says more than `describe`."""
-        tells = self.used.get(provider)
-        if tells is None:
-            tells = self.used[provider] = _tells_more(type(provider))
-        return tells
+    def _implements_more(self, provider: StateProvider) -> bool:
+        """Note that a provider is used; return whether it implements more than `describe`."""
+        more = self.used.get(provider)
+        if more is None:
+            more = self.used[provider] = _implements_more(type(provider))
+        return more
 
     def _per_rank(self, value: PerRank, path: ObjectPath) -> Iterator[StateObject | Node]:
         index, count = value.place(self.rank, self.world_size)
@@ -444,7 +443,7 @@ class _Describing(DescribeContext):
     def _leaves(self, value: Leaves, path: ObjectPath) -> Iterator[StateObject | Node]:
         lists: set[tuple[str | int, ...]] = set()
         for keys, leaf in value.items.items():
-            # Beside a leaf of this rank, so that whoever reads the leaf reads the node as well.
+            # Next to a leaf of this rank, so that a reader of the leaf reads the node, too.
             for depth, key in enumerate(keys):
                 above = keys[:depth]
                 if type(key) is int and above not in lists:
@@ -456,29 +455,33 @@ class _Describing(DescribeContext):
     def _described(
         self, provider: StateProvider, value: Any, path: ObjectPath
     ) -> Iterable[StateObject | Node]:
-        found = asked(provider, path, _DESCRIBING, provider.describe, value, path, context=self)
-        # Nearly every value is one object, and generators would take longer than its provider.
-        if type(found) is tuple and len(found) == 1:
-            entry = found[0]
+        entries = asked(provider, path, _DESCRIBING, provider.describe, value, path, context=self)
+        # Nearly every value is one object, and a generator would take longer than its provider.
+        if type(entries) is tuple and len(entries) == 1:
+            entry = entries[0]
             if type(entry) is StateObject and entry.path is path and entry.form in self._forms:
-                return found
-        # One look at all of them: a module may have ten thousand tensors. A third party may change
-        # the meta of a node that it keeps.
-        if not is_foreign(provider) and type(found) is list and set(map(type, found)) <= _ENTRIES:
-            paths, forms = [*map(_path, found)], [*map(_form, found)]
-            nodes = [entry for entry in found if type(entry) is Node]
+                return entries
+        # One check for all: a module may have ten thousand tensors. Not for third parties, which
+        # may change the meta of a node that they keep.
+        if (
+            not is_foreign(provider)
+            and type(entries) is list
+            and set(map(type, entries)) <= _ENTRIES
+        ):
+            paths, forms = [*map(_path, entries)], [*map(_form, entries)]
+            nodes = [entry for entry in entries if type(entry) is Node]
             basis = (provider.name, paths, forms, nodes)
             self.known.recall(
-                (_DESCRIBING, path), basis, lambda: len([*self._each(provider, found, path)])
+                (_DESCRIBING, path), basis, lambda: len([*self._each(provider, entries, path)])
             )
-            return found
-        return self._each(provider, found, path)
+            return entries
+        return self._each(provider, entries, path)
 
     def _each(
-        self, provider: StateProvider, found: Iterable[StateObject | Node], path: ObjectPath
+        self, provider: StateProvider, entries: Iterable[StateObject | Node], path: ObjectPath
     ) -> Iterator[StateObject | Node]:
         try:
-            yield from checked_entries(provider, found, path, self._forms)
+            yield from checked_entries(provider, entries, path, self._forms)
         except (PenstockError, RecursionError):
             raise
         except Exception as error:
@@ -499,13 +502,13 @@ class _Describing(DescribeContext):
         provider = self._provider_of_all(*kinds) if len(kinds) == 1 else None
         if provider is None:
             return self._children(nodes, values, paths, late=late)
-        found, objects = self._all_at_once(provider, values, paths)
-        return [*nodes, *(objects or self._each(provider, found, path))]
+        entries, objects = self._all_at_once(provider, values, paths)
+        return [*nodes, *(objects or self._each(provider, entries, path))]
 
     def _children(
         self, nodes: list[Node], values: list[Any], paths: list[ObjectPath], *, late: bool
     ) -> Iterator[StateObject | Node]:
-        # A generator: calls that wait for each other would be too many where lists are nested.
+        # A generator: nested lists would nest too many calls.
         yield from nodes
         for child, path in zip(values, paths, strict=True):
             yield from self._child(child, path, late=late)
@@ -528,37 +531,37 @@ class _Describing(DescribeContext):
             twice = next(s for s in segments if segments.count(s) > 1)
             msg = (
                 f"{show_path(path) or 'the state'} has two keys that are both written {twice!r}: "
-                "give one of them another name"
+                "rename one of them"
             )
             raise UnsupportedStateError(msg)
         return [Node(path, "dict", meta)] if meta or not value else [], segments
 
     def _provider_of_all(self, kind: type) -> StateProvider | None:
-        """Return the provider that describes all values of a type at once; None: each by itself."""
+        """Return the provider that describes all values of a type at once; None: one by one."""
         provider = self._scan.provider_for(kind)
         if provider is None or provider.describes_last:
             return None
-        if not describes_together(type(provider)) or self._tells(provider):
+        if not describes_together(type(provider)) or self._implements_more(provider):
             return None
         return None if self._nature(provider, kind) is not None else provider
 
     def _all_at_once(
         self, provider: StateProvider, values: Sequence[Any], paths: Sequence[ObjectPath]
     ) -> tuple[Iterable[StateObject | Node], Sequence[StateObject] | None]:
-        """Return what a provider answers, and the same if it is one object for each value."""
+        """Return a provider's entries, twice if they are one object for each value, else None."""
         above, ask = paths[0][:-1], provider.describe_all
-        found = asked(provider, above, _DESCRIBING, ask, values, paths, context=self)
+        entries = asked(provider, above, _DESCRIBING, ask, values, paths, context=self)
         if (
-            type(found) is not list
-            or len(found) != len(paths)
-            or set(map(type, found)) != {StateObject}
-            or not all(map(is_, map(_path, found), paths))
-            or not self._forms.issuperset(map(_form, found))
+            type(entries) is not list
+            or len(entries) != len(paths)
+            or set(map(type, entries)) != {StateObject}
+            or not all(map(is_, map(_path, entries), paths))
+            or not self._forms.issuperset(map(_form, entries))
         ):
-            return found, None
-        if not is_foreign(provider):  # whose sources are the memory of the values
-            self._together.append((values, found))
-        return found, cast("list[StateObject]", found)
+            return entries, None
+        if not is_foreign(provider):  # the sources of ours are the memory of the values
+            self._together.append((values, entries))
+        return entries, cast("list[StateObject]", entries)
 
 
 def _sequence_node(value: Any, path: ObjectPath) -> Node:
@@ -569,7 +572,7 @@ def _sequence_node(value: Any, path: ObjectPath) -> Node:
         return Node(path, "list", {"length": len(value)})
     msg = (
         f"{show_path(path)} is a {type(value).__module__}.{type(value).__qualname__} "
-        "that holds tensors or other objects: pass a plain list of it"
+        "that holds tensors or other objects: pass a plain list"
     )
     raise UnsupportedStateError(msg)
 
@@ -581,14 +584,14 @@ _path, _form, _source = map(attrgetter, ("path", "form", "source"))
 def _of_role(entry: StateObject | Node, role: Role) -> StateObject | Node:
     if isinstance(entry, Node) or entry.role is role:
         return entry
-    # By hand: `_replace` takes four times as long, once for each tensor of an optimizer.
+    # Not `_replace`, which takes four times as long, for each tensor of an optimizer.
     return tuple.__new__(StateObject, (*entry[:4], role, *entry[5:]))
 
 
 def _with_owner(
     entries: Iterable[StateObject | Node], replica: Replica
 ) -> Iterator[StateObject | Node]:
-    """Yield entries as those of objects that this rank has, or that it shares as `replica` says."""
+    """Yield entries with `replica` set on the objects that have none."""
     for entry in entries:
         if isinstance(entry, StateObject) and entry.replica is None:
             yield entry._replace(replica=replica)
@@ -605,21 +608,21 @@ def _checked(entries: Sequence[StateObject | Node], known: Known) -> tuple[State
 
 
 def _check_paths(entries: Sequence[StateObject | Node], paths: Sequence[ObjectPath]) -> None:
-    # Two calls for all of them: there may be a hundred thousand.
+    # Two calls for all paths: there may be a hundred thousand.
     lengths = max(map(len, map("".join, paths)), default=0)
     if max(map(len, paths), default=0) > MAX_SAVED_SEGMENTS or lengths > MAX_PATH_CHARS:
         for path in paths:
             check_path(path)
-    taken = set(paths)
-    if len(taken) < len(paths):
+    unique = set(paths)
+    if len(unique) < len(paths):
         twice = next(path for path, count in Counter(paths).items() if count > 1)
         msg = f"two parts of the state have the path {show_path(twice)}: rename one of them"
         raise UnsupportedStateError(msg)
-    above = paths_above(taken) & taken
+    above = paths_above(unique) & unique
     for entry in entries if above else ():
         if entry.path in above and entry.path and isinstance(entry, StateObject):
             msg = (
-                f"{show_path(entry.path)} is an object, but other parts of the state stand below "
+                f"{show_path(entry.path)} is an object, but other parts of the state are below "
                 "it: rename one of them"
             )
             raise UnsupportedStateError(msg)
@@ -628,12 +631,12 @@ def _check_paths(entries: Sequence[StateObject | Node], paths: Sequence[ObjectPa
 def _tied(entries: Sequence[StateObject | Node]) -> list[StateObject | Node]:
     """Check the specs of objects, and tie those of equal memory."""
     objects = [entry for entry in entries if type(entry) is StateObject]
-    # Most tensors share their spec with others, and nearly all are the only ones at their address:
-    # these need no key of their memory.
-    for spec, path in {id(one.spec): (one.spec, one.path) for one in reversed(objects)}.values():
+    # Most tensors share their spec with others, and nearly all are alone at their address: these
+    # need no key of their memory.
+    for spec, path in {id(o.spec): (o.spec, o.path) for o in reversed(objects)}.values():
         check_spec(spec, path)
     tensor = Kind.TENSOR
-    addresses = [one.source.address if one.kind is tensor else None for one in objects]
+    addresses = [o.source.address if o.kind is tensor else None for o in objects]
     uses = Counter(addresses)
     uses[None] = uses[0] = 2
     owners: dict[tuple[object, ...], ObjectPath] = {}
@@ -654,13 +657,13 @@ def _owner(entry: StateObject, owners: dict[tuple[object, ...], ObjectPath]) -> 
         if None in memory:
             return entry.path
     key: tuple[object, ...] = (memory, entry.form)
-    if entry.replica is not None:  # equal memory may be two places of two tensors
+    if entry.replica is not None:  # equal memory may be regions of two tensors
         key = (*key, entry.spec.shape, entry.regions)
     return owners.setdefault(key, entry.path)
 
 
-def _tells_more(kind: type[StateProvider]) -> bool:
-    """Return whether providers of this class say what they claim, or what is left out."""
+def _implements_more(kind: type[StateProvider]) -> bool:
+    """Return whether providers of this class name claimed memory, or what is left out."""
     return (
         kind.claimed_memory is not StateProvider.claimed_memory
         or kind.unsteady_memory is not StateProvider.unsteady_memory
@@ -671,31 +674,31 @@ def _tells_more(kind: type[StateProvider]) -> bool:
 def _deferrable(
     context: _Describing, entries: Iterable[StateObject | Node]
 ) -> frozenset[ObjectPath]:
-    """Return the paths of the tensors whose memory is claimed, and steady."""
+    """Return the paths of the tensors whose memory is claimed and steady."""
     claimed: set[MemoryKey] = set()
-    sources: list[ByteSource] = []  # claimed as well, without a key
-    for found in context.seen:
-        with naming(found, "claiming its memory"):
-            by_values = claims_by_values(type(found.provider))
-            values = found.provider.claimed_values(found.value) if by_values else None
+    sources: list[ByteSource] = []  # also claimed, without a key
+    for item in context.seen:
+        with naming(item, "claiming its memory"):
+            by_values = claims_by_values(type(item.provider))
+            values = item.provider.claimed_values(item.value) if by_values else None
             described = None if values is None else context.sources_of(values)
             if described is None:
-                claimed.update(found.provider.claimed_memory(found.value))
+                claimed.update(item.provider.claimed_memory(item.value))
             else:
                 sources += described
     unsteady: set[tuple[str, int]] = set()
-    for found in context.seen if claimed or sources else ():
-        with naming(found, "naming its unsteady memory"):
-            unsteady.update(found.provider.unsteady_memory(found.value))
+    for item in context.seen if claimed or sources else ():
+        with naming(item, "naming its unsteady memory"):
+            unsteady.update(item.provider.unsteady_memory(item.value))
     if unsteady:
         keys = claimed.union(source.memory for source in sources if source.memory is not None)
         claimed, sources = {key for key in keys if (key.device, key.storage) not in unsteady}, []
     steady = {id(source) for source in sources if source.nbytes}
-    tensors = [one for one in entries if type(one) is StateObject and one.kind is Kind.TENSOR]
-    others = [one for one in tensors if id(one.source) not in steady]
+    tensors = [e for e in entries if type(e) is StateObject and e.kind is Kind.TENSOR]
+    others = [e for e in tensors if id(e.source) not in steady]
     # Another tensor may have the same memory: another name of the tensor, or a view of it.
-    near = {one.source.address for one in others}
+    near = {e.source.address for e in others}
     claimed.update(s.memory for s in sources if s.address in near and s.memory is not None)
-    paths = [one.path for one in tensors if id(one.source) in steady]
-    paths += [one.path for one in others if claimed and one.source.memory in claimed]
+    paths = [e.path for e in tensors if id(e.source) in steady]
+    paths += [e.path for e in others if claimed and e.source.memory in claimed]
     return frozenset(paths)

@@ -1,4 +1,4 @@
-"""What the last save found out, kept for the next one, which most often finds the same."""
+"""Results of the last save, kept for the next one, which usually gets the same."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ T = TypeVar("T")
 
 
 class Known:
-    """Results of the last save, each with all that it follows from.
+    """Results of the last save, each with its basis: everything that it depends on.
 
     A save whose state has the names and shapes of the last one need not make its paths, nodes and
-    cuts again. A basis has names, shapes and numbers, never tensors or other state: what is kept
-    here must not keep the user's memory. Nothing changes a basis or a result once it is here.
+    cuts again. A basis has names, shapes and numbers, never tensors or other state, which would
+    keep the user's memory alive. Nothing changes a basis or a result once it is here.
 
-    Each save has a `Known` of its own: another thread, or a signal handler, may describe meanwhile,
-    and sees either all results of the last save or all of the one before it.
+    Each save has its own `Known`: another thread, or a signal handler, may describe meanwhile, and
+    sees either all results of the last save or all of the previous one.
 
     Args:
-        last: What the last save knew; None: nothing is known.
+        last: The `Known` of the last save; None: nothing is known.
     """
 
     def __init__(self, last: Known | None = None) -> None:
@@ -29,11 +29,11 @@ class Known:
         self._now: dict[Hashable, tuple[object, object]] = {}
 
     def recall(self, place: Hashable, basis: object, make: Callable[[], T]) -> T:
-        """Return what `make` returned at this place if its basis was equal, else call it.
+        """Return the last result of `make` at this place if its basis was equal, else call it.
 
         Args:
-            place: Says what is made, and for which part of the tree.
-            basis: All that the result follows from, besides `place`.
+            place: Names the result, and its part of the tree.
+            basis: All that the result depends on, besides `place`.
             make: Makes the result.
         """
         known = self._before.get(place)

@@ -1,7 +1,7 @@
 """Parses the shown form of object paths, and hashes paths.
 
 The shown form joins the segments by `/`, with `%` as `%25`, `/` as `%2F` and an empty segment as
-`%00`. Showing and parsing are inverse to each other; code compares tuples, never the shown text.
+`%00`. Parsing inverts showing; code compares tuples, never the shown text.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _ESCAPE = re.compile("%(25|2F)?")
 
 
 def parse_segment(text: str) -> str:
-    """Return the segment of a shown one: the inverse of `show_segment`.
+    """Return the segment for its shown form: the inverse of `show_segment`.
 
     Raises:
         SelectionError: `text` is not the shown form of any segment.
@@ -55,7 +55,7 @@ def parse_segment(text: str) -> str:
 
 
 def parse_path(text: str) -> ObjectPath:
-    """Return the path of a shown one: the inverse of `show_path`.
+    """Return the path for its shown form: the inverse of `show_path`.
 
     Raises:
         SelectionError: `text` is not the shown form of any path.
@@ -70,7 +70,7 @@ def parse_path(text: str) -> ObjectPath:
 
 
 def show_paths(paths: Sequence[ObjectPath]) -> list[str]:
-    """Return the shown form of each path; thousands take a third of the time of one by one."""
+    """Return the shown form of each path; thousands take a third of the time of single calls."""
     text = "".join(chain.from_iterable(paths))
     if "%" in text or "/" in text or not all(chain.from_iterable(paths)):
         return [*map(show_path, paths)]
@@ -86,7 +86,7 @@ def path_hash(path: ObjectPath) -> int:
 
 
 def path_hashes(paths: Sequence[ObjectPath]) -> list[int]:
-    """Return the `path_hash` of each path; thousands take a third of the time of one by one."""
+    """Return the `path_hash` of each path; thousands take a third of the time of single calls."""
     encoded = map(methodcaller("encode", "utf-8", "surrogatepass"), show_paths(paths))
     return [*map(xxhash.xxh3_64_intdigest, encoded)]
 
@@ -111,9 +111,9 @@ def _unescape(match: re.Match[str]) -> str:
 
 
 def shown_place(path: ObjectPath) -> str:
-    """Return the shown path of a `PerRank` as ranks tell each other of it.
+    """Return the shown path of a `PerRank` as ranks post it.
 
-    As JSON it takes at most so many bytes that a post has room for all of them.
+    Its JSON is short enough that a post has room for all of them.
     """
     shown = show_path(path)
     if _json_bytes(shown) <= _PLACE_BYTES:

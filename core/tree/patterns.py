@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 _WILDCARDS = frozenset("*?[")
 
 SegmentTest: TypeAlias = "Callable[[str], bool]"
-"""Returns whether a segment leads on to a path that the pattern takes."""
+"""Returns whether a segment leads to a path that the pattern matches."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """A pattern without wildcards: takes a path, and all that continues it after a `/` or `.`."""
+    """A pattern without wildcards: matches a path, and its continuations after a `/` or `.`."""
 
     text: str
     path: ObjectPath
 
     def matches(self, path: ObjectPath) -> bool:
-        """Return whether the pattern takes the object at `path`."""
+        """Return whether the pattern matches the object at `path`."""
         depth = len(self.path) - 1
         if len(path) <= depth or path[:depth] != self.path[:depth]:
             return False
@@ -39,11 +39,11 @@ class Prefix:
         return last == mine or (bool(mine) and last.startswith(mine + "."))
 
     def is_within(self, path: ObjectPath) -> bool:
-        """Return whether the pattern takes a path that lies below `path`."""
+        """Return whether the pattern matches a path below `path`."""
         return len(path) < len(self.path) and self.path[: len(path)] == path
 
     def touches(self, path: ObjectPath) -> bool:
-        """Return whether the pattern takes `path`, or a path above it."""
+        """Return whether the pattern matches `path`, or a path above it."""
         return self.matches(path)
 
     def below(self, path: ObjectPath) -> SegmentTest | bool:
@@ -60,13 +60,13 @@ class Prefix:
         return lambda segment: segment == mine or segment.startswith(more)
 
     def words(self) -> Sequence[str]:
-        """Return the words with which segments of each path that the pattern takes begin."""
+        """Return words that begin segments of each path that the pattern matches."""
         return self.path
 
 
 @dataclass(frozen=True, slots=True)
 class Subtree(Prefix):
-    """A prefix that ends at a `/` only: takes one path and all that stands below it."""
+    """A prefix that ends at a `/` only: matches one path and everything below it."""
 
     def matches(self, path: ObjectPath) -> bool:
         """Return whether `path` is the root of the subtree, or below the root."""
@@ -89,7 +89,7 @@ class Glob:
     literals: tuple[str, ...] = ()
 
     def matches(self, path: ObjectPath) -> bool:
-        """Return whether the pattern takes the object at `path`."""
+        """Return whether the pattern matches the object at `path`."""
         reached: set[int] = set()
         for reached in self._steps(path):
             if not reached:
@@ -97,7 +97,7 @@ class Glob:
         return len(self.segments) in reached
 
     def is_within(self, path: ObjectPath) -> bool:
-        """Return whether `path` matches without wildcards, and the pattern goes on below it."""
+        """Return whether `path` matches without wildcards, and the pattern continues below it."""
         above = self.segments[: len(path)]
         return len(path) < len(self.segments) and all(
             segment is not None and segment.pattern == re.escape(part)
@@ -105,7 +105,7 @@ class Glob:
         )
 
     def touches(self, path: ObjectPath) -> bool:
-        """Return whether the pattern takes `path`, or a path above it."""
+        """Return whether the pattern matches `path`, or a path above it."""
         return any(len(self.segments) in reached for reached in self._steps(path))
 
     def below(self, path: ObjectPath) -> SegmentTest | bool:
@@ -120,7 +120,7 @@ class Glob:
         return lambda segment: any(t is not None and t.fullmatch(segment) for t in tests)
 
     def words(self) -> Sequence[str]:
-        """Return the words with which segments of each path that the pattern takes begin."""
+        """Return words that begin segments of each path that the pattern matches."""
         return self.literals
 
     def _steps(self, path: ObjectPath) -> Iterator[set[int]]:
@@ -141,7 +141,7 @@ class Glob:
             yield reached
 
     def _through_stars(self, reached: set[int]) -> set[int]:
-        # `**` also stands for no segment at all, so the position behind it is reached as well.
+        # `**` also matches no segment at all, so the position after it is reached, too.
         for at in sorted(reached):
             here = at
             while here < len(self.segments) and self.segments[here] is None:
@@ -151,14 +151,14 @@ class Glob:
 
 
 _PATTERN_PIECE = re.compile(r"\\.|\[!?.[^\]]*\]|.", re.DOTALL)
-_SAYS_NOTHING = frozenset("*?/._-")
+_NAMES_NOTHING = frozenset("*?/._-")
 
 
 def is_catch_all(text: str) -> bool:
-    """Return whether a pattern names nothing: wildcards, sets and separators, and no word."""
-    # A set names nothing either: `[a-z]*` takes nearly every path, and so does `*.*` in a module.
+    """Return whether a pattern has only wildcards, sets and separators, and no word."""
+    # A set is no name: `[a-z]*` matches nearly every path, and so does `*.*` in a module.
     pieces = _PATTERN_PIECE.findall(text)
-    return all(piece in _SAYS_NOTHING or piece[0] == "[" for piece in pieces)
+    return all(piece in _NAMES_NOTHING or piece[0] == "[" for piece in pieces)
 
 
 def compile_all(option: str, patterns: str | Iterable[str]) -> tuple[Prefix | Glob, ...]:
@@ -192,7 +192,7 @@ def _compile(option: str, text: str) -> Prefix | Glob:
 
 
 def _split(text: str) -> list[str]:
-    """Cut the text at every `/` that no backslash escapes; ignores a `/` at the very end."""
+    """Cut the text at every `/` without a backslash before it; ignore a `/` at the end."""
     segments = [""]
     for piece in re.findall(r"\\.|[^\\]|\\$", text, re.DOTALL):
         if piece == "/":
@@ -235,7 +235,7 @@ def _compile_segment(part: str) -> str | re.Pattern[str] | None:
             char = parse_segment(part[at - 1 : at + 2])
             at += 2
             if not char:
-                msg = "%00 stands for an empty segment, and only alone"
+                msg = "%00 means an empty segment, and must be alone"
                 raise SelectionError(msg)
         literal.append(char)
         pattern.append(re.escape(char))

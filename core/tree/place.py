@@ -1,8 +1,8 @@
 """Plans the restore of a stored tree into a template, and finds targets that share memory.
 
-Two views of one tensor, such as `w` and `w[5]`, were stored as two objects. If both were read
+Two views of one tensor, such as `w` and `w[5]`, are stored as two objects. If both were read
 straight into place, the later one would silently win, or intact bytes would look damaged. So such
-targets are filled only if the stored bytes agree about the memory that they share.
+targets are filled only if the stored bytes agree about the shared memory.
 
 Tested in `tests/core/tree/test_place.py`.
 """
@@ -44,7 +44,7 @@ _PLANNING = "planning its restore"
 _TUPLE = "a tuple"
 _READ_ONLY = "a read-only mapping"
 _ADVICE = {_TUPLE: "make it a list", _READ_ONLY: "pass a dict"}
-"""Advice for containers that take no new values."""
+"""Advice for containers that accept no new values."""
 
 _Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -52,8 +52,8 @@ _NAMED = 50
 
 
 _REMEDY = (
-    "put it into penstock.PerRank(..., on_change=), with 'keep' for what is live or a function of "
-    "all stored ones; or leave it out by exclude="
+    "put it into penstock.PerRank(..., on_change=), with 'keep' for the live value or a function "
+    "of all stored ones; or leave it out by exclude="
 )
 
 
@@ -69,9 +69,9 @@ class Placing(Rebuilding):
         stored: The stored tree.
         selected: Whether the object at a path of the template is selected.
         allow_pickle: Whether stored pickles may be loaded.
-        cast: Whether stored floats may be converted into those of the template.
+        cast: Whether stored floats may be converted to the template's dtypes.
         below: Which segments right below a path of the template lead to something selected, as
-            `Selection.below`. The rest of the template is not looked at.
+            `Selection.below`. The rest of the template is not visited.
     """
 
     def __init__(
@@ -90,18 +90,17 @@ class Placing(Rebuilding):
         self._names: NameTable | None = None
         self._below = cache(below)
         self.of_ranks = False
-        """Whether several ranks restore here, or have saved: what this one lacks others may have.
-        """
-        self._own: list[ObjectPath] = []  # the paths below which each rank has its own
+        """Whether several ranks restore or saved: others may have what this rank lacks."""
+        self._own: list[ObjectPath] = []  # paths below which each rank has its own objects
         self._root: dict[Any, Any] = {}
 
     def place_tree(self, state: object) -> Placement:
         """Plan the restore of the selected objects into the template `state`.
 
-        The result is already compared: `targets` fit the stored objects, `missing` has what only
+        The result is already compared: `targets` fit the stored objects, `missing` lists what only
         the template has, and `problems` every other difference. Targets of tied objects share one
         sink. `finish()` assigns the values, sets random state last, and returns `state`; before
-        that nothing changes but the memory of targets.
+        that only the memory of targets changes.
 
         Raises:
             UnsupportedStateError: The template, or a stored value, cannot be handled.
@@ -140,16 +139,16 @@ class Placing(Rebuilding):
         return self._name_table().names(tensor)
 
     def tied_names(self, tensor: object, /) -> Sequence[str]:
-        """Return the names of what the checkpoint has tied to `tensor`."""
+        """Return the names of the objects that the checkpoint ties to `tensor`."""
         paths = self._name_table().paths(tensor) if self._aliases else ()
-        found: dict[str, None] = {}
+        names: dict[str, None] = {}
         for path in paths:
             first = self._aliases.get(path, path)
-            alike = [first, *(one for one, owner in self._aliases.items() if owner == first)]
-            others = [one for one in alike if one != path] if len(alike) > 1 else []
-            found |= dict.fromkeys(one[-1] for one in others)
-            found |= dict.fromkeys(".".join(one) for one in others)
-        return [*found]
+            alike = [first, *(tied for tied, owner in self._aliases.items() if owner == first)]
+            others = [tied for tied in alike if tied != path] if len(alike) > 1 else []
+            names |= dict.fromkeys(tied[-1] for tied in others)
+            names |= dict.fromkeys(".".join(tied) for tied in others)
+        return [*names]
 
     def _name_table(self) -> NameTable:
         if self._names is None:
@@ -167,7 +166,7 @@ class Placing(Rebuilding):
         return test if isinstance(test, bool) else test(path[-1])
 
     def _place_root(self, state: object, root: dict[Any, Any]) -> Placement:
-        """Plan the restore into the root; values go into a mapping that is no dict, too."""
+        """Plan the restore into the root; also assign values to a mapping that is not a dict."""
         if root is state:
             return self._place_container(root, ())
         if not isinstance(state, MutableMapping):
@@ -188,7 +187,7 @@ class Placing(Rebuilding):
         return placement
 
     def _place_plain(self, value: object, path: ObjectPath) -> Placement:
-        """Plan the restore into a container or a value, which no provider claims as an object."""
+        """Plan the restore into a container or value that no provider claims as an object."""
         node = self.node(path)
         if isinstance(value, dict) and node is not None and node.form not in CONTAINERS:
             placed = self._place_dict(value, node)
@@ -201,7 +200,7 @@ class Placing(Rebuilding):
     def _place_container(
         self, value: Any, path: ObjectPath, *, fixed: str | None = None
     ) -> Placement:
-        """Plan the restore into a dict, list or tuple; `fixed` says why it takes no new values."""
+        """Plan the restore into a dict, list or tuple; `fixed` is why it accepts no new values."""
         result = Placement()
         if self._is_other_kind(value, path, result):
             return result
@@ -228,7 +227,7 @@ class Placing(Rebuilding):
                 if new is child:
                     continue
                 if fixed:
-                    msg = f"{show_path((*path, str(key)))} stands in {fixed} and cannot be replaced"
+                    msg = f"{show_path((*path, str(key)))} is in {fixed} and cannot be replaced"
                     raise RestoreError(msg)
                 owner[key] = new
             return owner
@@ -239,7 +238,7 @@ class Placing(Rebuilding):
     def _targets_of_all(
         self, children: Sequence[tuple[Any, ObjectPath, Any]]
     ) -> list[Target] | None:
-        """Return the targets of children of one type, if its provider plans them all at once."""
+        """Return the targets of children of one type if its provider plans them all at once."""
         kinds = {type(child) for *_, child in children}
         if len(kinds) != 1 or PerRank in kinds:
             return None
@@ -254,20 +253,20 @@ class Placing(Rebuilding):
         values, paths = [child for *_, child in children], [path for _, path, _ in children]
         self._check_version(provider, paths[0])
         above = paths[0][:-1]
-        found = asked(provider, above, _PLANNING, provider.place_all, values, paths, context=self)
-        if found is None:
+        targets = asked(provider, above, _PLANNING, provider.place_all, values, paths, context=self)
+        if targets is None:
             return None
-        if type(found) is not list or {*map(type, found)} - {Target}:
-            msg = f"place_all returned {type(found).__name__}, not a list of Targets"
+        if type(targets) is not list or {*map(type, targets)} - {Target}:
+            msg = f"place_all returned {type(targets).__name__}, not a list of Targets"
             raise broken_contract(provider, above, msg)
         chosen = list(filter(self.selected, paths))
-        if [target.path for target in found] != chosen:
-            msg = f"place_all returned {len(found)} targets for {len(chosen)} selected paths"
+        if [target.path for target in targets] != chosen:
+            msg = f"place_all returned {len(targets)} targets for {len(chosen)} selected paths"
             raise broken_contract(provider, above, msg)
-        return found
+        return targets
 
     def _is_above(self, path: ObjectPath) -> bool:
-        """Return whether objects are stored below a path at which there is none."""
+        """Return whether objects are stored below a path that has none itself."""
         if path in self._all:
             return False
         return path in self._children or self.node(path) is not None
@@ -280,28 +279,28 @@ class Placing(Rebuilding):
         if test is False:
             return []
         if test is not True:
-            # Filtered first: a container may have a million items, of which one is selected.
+            # Filtered first: a container may have a million items and only one selected.
             pairs = [(k, child) for k, child in pairs if type(k) is not str or test(k)]
         children = [(key, (*path, key_segment(key, path)), child) for key, child in pairs]
         if test is not True:
-            children = [one for one in children if test(one[1][-1])]
+            children = [item for item in children if test(item[1][-1])]
         if not self.of_ranks:
             return children
-        # Where this rank has nothing, other ranks have what is stored below.
-        return [one for one in children if not (is_nothing(one[2]) and self._is_above(one[1]))]
+        # If this rank has nothing at a path, the objects stored below belong to other ranks.
+        return [item for item in children if not (is_nothing(item[2]) and self._is_above(item[1]))]
 
     def _fixed(self, child: object, path: ObjectPath, placed: Placement, fixed: str) -> list[str]:
-        """Check a value in a tuple, which cannot be replaced: it may be equal to the stored one."""
+        """Check a value that cannot be replaced, as in a tuple: it may equal the stored one."""
         shown = show_path(path)
         if placed.replaces:
             problem = (
-                f"{shown} is a {type(child).__name__} that cannot be written in place, and stands "
-                f"in {fixed}, where it cannot be replaced: make it writable, or exclude it"
+                f"{shown} is a {type(child).__name__} that cannot be written in place, and is in "
+                f"{fixed}, where it cannot be replaced: make it writable, or exclude it"
             )
             return [problem]
         if self._is_stored(child, path):
             return []
-        return [f"{shown} stands in {fixed} and differs from the stored value: {_ADVICE[fixed]}"]
+        return [f"{shown} is in {fixed} and differs from the stored value: {_ADVICE[fixed]}"]
 
     def _is_stored(self, value: object, path: ObjectPath) -> bool:
         """Return whether `value` has the bytes of the stored one (`nan == nan`, `1 != True`)."""
@@ -322,7 +321,7 @@ class Placing(Rebuilding):
         return any(path[: len(own)] == own for own in self._own)
 
     def _place_by_nature(self, value: PerRank, path: ObjectPath) -> Placement:
-        """Plan the restore of a value that differs between ranks by nature, without its marker."""
+        """Plan the restore of a value that differs between ranks by nature, without a marker."""
         result = self._place_per_rank(value, path)
         finish: Any = result.finish
         if finish is not None:
@@ -330,7 +329,7 @@ class Placing(Rebuilding):
         return result
 
     def _place_per_rank(self, value: PerRank, path: ObjectPath) -> Placement:
-        """Plan the restore of what each rank has stored for itself."""
+        """Plan the restore of a value that each rank stored separately."""
         index, count = value.place(self.rank, self.world_size)
         stored = ranks_of(self.node(path))
         if stored == count or (stored is None and count == 1):
@@ -345,33 +344,33 @@ class Placing(Rebuilding):
             return result
         if not self.children(path) and self.stored(path) is None:
             return Placement(missing=[path] if self.selected(path) else [])
-        made = [path] if stored is None else [(*path, str(one)) for one in range(stored)]
-        return self._place_of_other_ranks(value, path, made, count)
+        paths = [path] if stored is None else [(*path, str(number)) for number in range(stored)]
+        return self._place_of_other_ranks(value, path, paths, count)
 
     def _place_of_other_ranks(
         self, value: PerRank, path: ObjectPath, stored: Sequence[ObjectPath], count: int
     ) -> Placement:
-        """Plan what `on_change` says, since another number of ranks has stored theirs."""
-        one, many = ("rank", "ranks") if value.index is None else ("index", "indices")
-        number = f"{len(stored)} {many if len(stored) > 1 else one}"
-        shown = f"{show_path(path)} is stored for {number}, and here are {count}"
+        """Plan the `on_change` of a value that another number of ranks stored."""
+        singular, plural = ("rank", "ranks") if value.index is None else ("index", "indices")
+        number = f"{len(stored)} {plural if len(stored) > 1 else singular}"
+        shown = f"{show_path(path)} is stored for {number}, but this job has {count}"
         if value.on_change == "keep":
-            level = logging.INFO if self.rank else logging.WARNING  # all ranks would say the same
-            log.log(level, "%s: it stays as it is", shown)
+            level = logging.INFO if self.rank else logging.WARNING  # all ranks would log the same
+            log.log(level, "%s: it is left unchanged", shown)
             return Placement(finish=lambda: value, passed_over=[path])
         if not callable(value.on_change):
             return Placement(problems=[f"{shown}: {_REMEDY}"])
         result, choose = Placement(), value.on_change
-        made = [self.rebuild(at) for at in stored]
-        for each in made:
+        built = [self.rebuild(at) for at in stored]
+        for each in built:
             result.absorb(each)
         result.finish = lambda: replace(
-            value, value=choose([None if each.finish is None else each.finish() for each in made])
+            value, value=choose([None if each.finish is None else each.finish() for each in built])
         )
         return result
 
     def _is_other_kind(self, value: object, path: ObjectPath, result: Placement) -> bool:
-        """Note a problem where the checkpoint has something else than such a container."""
+        """Note a problem if the checkpoint has something other than such a container."""
         shown = show_path(path)
         here = type(value).__name__
         node = self._nodes.get(path)
@@ -395,10 +394,10 @@ class Placing(Rebuilding):
         return False
 
     def _place_dict(self, value: dict[Any, Any], node: Node) -> Placement | None:
-        """Plan the restore into a dict of what was stored as an object, if its provider can."""
+        """Plan the restore of a stored object into a dict, if its provider can."""
         try:
             provider = self._provider_for_form(node)
-        except PluginError:  # the items of the dict need no provider of it
+        except PluginError:  # the items of the dict need none
             return None
         path = node.path
         placed = asked(provider, path, _PLANNING, provider.place_dict, value, node, context=self)
@@ -413,9 +412,9 @@ class Placing(Rebuilding):
 
 
 def overlapping(targets: Iterable[Target]) -> list[list[Target]]:
-    """Group the targets whose memory may overlap; a target that overlaps none is in no group.
+    """Group the targets whose memory may overlap; other targets are in no group.
 
-    Compares only first and last addresses, so the columns of one matrix are a group, too.
+    Compares only first and last addresses, so the columns of one matrix are also a group.
     """
     targets = list(targets)
     if are_disjoint(targets):
@@ -426,13 +425,13 @@ def overlapping(targets: Iterable[Target]) -> list[list[Target]]:
         if memory is not None:
             spans[memory.device].append((*_span(memory, target.spec.itemsize), number))
     groups: list[list[Target]] = []
-    for found in spans.values():
-        found.sort()
-        if all(stop <= start for (_, stop, _), (start, _, _) in pairwise(found)):
+    for sorted_spans in spans.values():
+        sorted_spans.sort()
+        if all(stop <= start for (_, stop, _), (start, _, _) in pairwise(sorted_spans)):
             continue  # as in nearly every state
         group: list[Target] = []
         reach = -1
-        for start, stop, number in found:
+        for start, stop, number in sorted_spans:
             if start >= reach:
                 groups.append(group)
                 group = []
@@ -447,24 +446,26 @@ def disagreements(group: Sequence[Target], stored: Mapping[int, memoryview]) -> 
 
     `stored` has the bytes of each target by the identity of its sink.
 
-    Writes all of them into a scratch copy of the memory that they span: a target that does not find
-    its bytes there afterwards was overwritten by another. Takes time and memory linear in the
-    group.
+    Writes all of them into a scratch copy of the memory that they span: a target whose bytes are
+    not there afterwards was overwritten by another. Takes time and memory linear in the group.
     """
     contents = {id(t.sink): _as_memory(t, stored[id(t.sink)]) for t in group}
     losers = _overwritten(group, contents)
     problems = []
-    for one in losers:
-        other = next((t for t in group if t is not one and _overwritten([one, t], contents)), None)
-        if other is None or other.path == one.path:
+    for loser in losers:
+        other = next(
+            (t for t in group if t is not loser and _overwritten([loser, t], contents)), None
+        )
+        if other is None or other.path == loser.path:
             problems.append(
-                f"{show_path(one.path)} overlaps itself in the template, but different values are "
-                "stored for one place of its memory: restore into a contiguous one"
+                f"{show_path(loser.path)} overlaps itself in the template, but different values "
+                "are stored for one place in its memory: restore into a contiguous tensor"
             )
         else:
             problems.append(
-                f"{show_path(one.path)} and {show_path(other.path)} share memory in the template, "
-                "but different values are stored for it: select one of them, or separate them"
+                f"{show_path(loser.path)} and {show_path(other.path)} share memory in the "
+                "template, but different values are stored for it: select one of them, or separate "
+                "them"
             )
         if len(problems) == _NAMED:  # finding each pair takes a pass over the group
             break
@@ -493,7 +494,7 @@ def _view(scratch: _Bytes, target: Target, low: int) -> _Bytes:
 
 
 def _as_memory(target: Target, data: memoryview) -> _Bytes:
-    """Return the bytes as they lie in memory: some views of torch flip signs on the way."""
+    """Return the bytes as they are in memory: some views of torch flip signs."""
     memory, size = target.sink.memory, target.spec.itemsize
     assert memory is not None
     parts = 2 if memory.dtype.startswith("complex") else 1
@@ -513,7 +514,7 @@ def _start(memory: MemoryKey) -> int:
 
 
 def _span(memory: MemoryKey, itemsize: int) -> tuple[int, int]:
-    """Return the first address of the memory, and the address behind its last byte."""
+    """Return the first address of the memory, and the address after its last byte."""
     first, last = _reach(memory.shape, memory.strides)
     start = _start(memory)
     return start + first, start + last + itemsize
@@ -521,6 +522,6 @@ def _span(memory: MemoryKey, itemsize: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=4096)  # thousands of tensors have few layouts
 def _reach(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int]:
-    """Return the lowest and the highest address of an element, counted from the first one."""
+    """Return the lowest and the highest address of an element, relative to the first."""
     steps = [stride * (size - 1) for size, stride in zip(shape, strides, strict=True)]
     return sum(step for step in steps if step < 0), sum(step for step in steps if step > 0)

@@ -1,6 +1,6 @@
-"""Builds a stored tree anew: plans it by the providers of the stored forms.
+"""Builds new objects from a stored tree, planned by the providers of the stored forms.
 
-`place` plans the restore into a template, and builds missing objects by this module.
+`place` plans the restore into a template, and builds missing objects with this module.
 
 Tested in `tests/core/tree/test_containers.py`.
 """
@@ -53,7 +53,7 @@ class Rebuilding(PlaceContext):
         stored: The stored tree.
         selected: Whether the object at a path is selected.
         allow_pickle: Whether stored pickles may be loaded.
-        cast: Whether stored floats may be converted into those of the template.
+        cast: Whether stored floats may be converted to the template's dtypes.
     """
 
     def __init__(
@@ -80,24 +80,24 @@ class Rebuilding(PlaceContext):
         self._chosen = {p: o for p, o in self._all.items() if selected(p)}
         self._children = PathTree([*self._chosen, *self._empty_nodes()])
         self._built: dict[tuple[ObjectPath, str | None], Placement] = {}
-        self._assigned: dict[ObjectPath, object] = {}  # constants that some `finish` has returned
+        self._assigned: dict[ObjectPath, object] = {}  # constants that some `finish` returned
         self.streamed: Callable[[StoredObject], object] | None = None
-        """Returns what to build for a plain tensor instead of one in memory; None: a tensor."""
+        """Returns the object to build in place of a plain tensor; None: build the tensor."""
 
     def takes(self, spec: TensorSpec, stored: TensorSpec, /) -> bool:
-        """Return whether the two are equal, or differ in floats that a restore may convert."""
+        """Return whether the specs are equal, or differ in floats that a restore may convert."""
         return spec == stored or (self._cast and may_cast(spec, stored))
 
     def rebuild_tree(self, *, device: str | None, at: ObjectPath = ()) -> Placement:
-        """Plan building the selected objects anew; `finish()` returns the dict.
+        """Plan building the selected objects; `finish()` returns the dict.
 
-        With `at`, only the object or container at that path is built and returned. Modules come
-        back as the dicts that their `load_state_dict` takes, lists of which only some items are
-        selected as dicts by index. Tied tensors are one tensor again.
+        With `at`, builds and returns only the object or container at that path. Modules are
+        returned as dicts for their `load_state_dict`, lists with only some items selected as dicts
+        by index. Tied tensors are one tensor again.
 
         Raises:
             ConfigError: There is no such device.
-            SelectionError: Something of which a part is selected can only be built as a whole.
+            SelectionError: Only part of something is selected that can only be built whole.
             UnsupportedStateError: A stored value cannot be handled.
             FormatError: Something stored cannot be decoded.
         """
@@ -112,8 +112,8 @@ class Rebuilding(PlaceContext):
     def restored_value(self, path: ObjectPath) -> object:
         """Return a selected value for the report.
 
-        A constant is the object that was decoded for the state. Any other value is decoded once
-        more: else the value in the report would change with the state when training goes on.
+        A constant is the object that was decoded for the state. Any other value is decoded again:
+        otherwise the value in the report would change with the state as training continues.
 
         Raises:
             KeyError: There is no selected value object at `path`.
@@ -135,11 +135,11 @@ class Rebuilding(PlaceContext):
         return self._rebuild_container(node or Node(path, "dict"), device)
 
     def stored(self, path: ObjectPath, /) -> StoredObject | None:
-        """Return the selected stored object at `path`; None without one."""
+        """Return the selected stored object at `path`; None if there is none."""
         return self._chosen.get(path)
 
     def node(self, path: ObjectPath, /) -> Node | None:
-        """Return the stored container or composite at `path`; None without one."""
+        """Return the stored container or composite at `path`; None if there is none."""
         return self._nodes.get(path)
 
     def nodes(self, path: ObjectPath, /) -> Sequence[Node]:
@@ -151,7 +151,7 @@ class Rebuilding(PlaceContext):
         return self._nodes_below.get(path, [])
 
     def children(self, path: ObjectPath, /) -> Sequence[str]:
-        """Return the next segments of all that is selected below `path`, in stored order."""
+        """Return the next segments of everything selected below `path`, in stored order."""
         return self._children.children(path)
 
     def value(self, path: ObjectPath, /) -> object:
@@ -171,11 +171,11 @@ class Rebuilding(PlaceContext):
         return self._selected(path)
 
     def provider_version(self, name: str, /) -> int | None:
-        """Return the version of provider `name` that took part in the save; None if none did."""
+        """Return the version of provider `name` that the save used; None: it was not used."""
         return self._versions.get(name)
 
     def whole(self, path: ObjectPath, /) -> PlaceContext:
-        """Return a context in which all that is stored at and below `path` is selected."""
+        """Return a context that selects everything stored at and below `path`."""
         if self._read_whole is None:
             return self
         tree, allow_pickle = self._read_whole(path), self.allow_pickle
@@ -232,7 +232,7 @@ class Rebuilding(PlaceContext):
             why = show_text(f"{type(error).__name__}: {error}")
             msg = (
                 f"{show_path(stored.path) or 'the root'} is stored in the form "
-                f"{show_text(repr(stored.form))}, and cannot be built from that: {why}"
+                f"{show_text(repr(stored.form))}, but cannot be built from it: {why}"
             )
             raise RestoreError(msg) from error
         checked_placement(built, provider, stored.path, "building it")
@@ -261,41 +261,42 @@ class Rebuilding(PlaceContext):
         built.finish = finish
 
     def _only_whole(self, stored: StoredObject | Node) -> str:
-        """Return the error for something that may fail since only a part of it is selected."""
+        """Return the error for a node that may fail because only part of it is selected."""
         depth, shown = len(stored.path), show_path(stored.path)
-        left = [p for p in self._all if p[:depth] == stored.path and p not in self._chosen]
-        if not isinstance(stored, Node) or not left:
+        unselected = [p for p in self._all if p[:depth] == stored.path and p not in self._chosen]
+        if not isinstance(stored, Node) or not unselected:
             return ""
-        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        more = f" and {len(unselected) - 1} more" if len(unselected) > 1 else ""
         return (
-            f"{shown} can only be built as a whole, and {show_path(left[0])}{more} of it is "
-            f"not selected: take {shown!r} whole, or read single objects of open()"
+            f"{shown} can only be built as a whole, but the selection lacks "
+            f"{show_path(unselected[0])}{more}: select all of {shown!r}, or read single objects "
+            "with open()"
         )
 
     def _provider_for_form(self, stored: StoredObject | Node) -> StateProvider:
         """Return the provider that builds the node or object.
 
         Raises:
-            PluginError: There is none; names the missing plugins, and a way without them.
+            PluginError: There is none; names the missing plugins and how to load without them.
         """
         try:
             provider = self._providers.for_form(stored.form)
         except PluginError as error:
             shown = show_path(stored.path) or "the root"
             known = {provider.name for provider in self._providers.all()}
-            gone = [
+            missing = [
                 f"{plugin} ({by})"
                 for plugin, by in self._shippers.items()
                 if plugin.startswith("provider ") and plugin.partition(" ")[2] not in known
             ]
-            install = f"; not installed here: {', '.join(gone)}" if gone else ""
+            install = f"; not installed here: {', '.join(missing)}" if missing else ""
             msg = f"{shown}: {error}{install}; to do without, exclude={shown!r}"
             raise PluginError(msg) from error
         self._check_version(provider, stored.path)
         return provider
 
     def _check_version(self, provider: StateProvider, path: ObjectPath) -> None:
-        """Check that no later version of the provider stored this: the meaning may have changed.
+        """Check that no later version of the provider stored this: its meaning may have changed.
 
         Raises:
             PluginError: The checkpoint has a later version; names both, and the upgrade.
@@ -339,7 +340,7 @@ class Rebuilding(PlaceContext):
             for target in lacking
             if target.sink.memory is not None and _place_of(target) in filled
         }
-        for target in lacking:  # every piece of an object has to be filled from elsewhere
+        for target in lacking:  # every piece of an object must be filled from elsewhere
             if _place_of(target) not in filled:
                 placement.tied.pop(target.path, None)
         placement.targets = _tied(fitting, self._aliases)
@@ -381,8 +382,8 @@ def _tied(targets: list[Target], aliases: Mapping[ObjectPath, ObjectPath]) -> li
 def are_disjoint(targets: Sequence[Target]) -> bool:
     """Return whether no two targets share memory, as in nearly every state; False: some may.
 
-    By addresses alone, if all are in host memory: a `MemoryKey` of each would take longer. A third
-    party's sink may have its bytes elsewhere than in the memory that it names.
+    Uses addresses alone if all are in host memory: a `MemoryKey` of each would take longer. A third
+    party's sink may keep its bytes outside the memory that it names.
     """
     if any(map(is_foreign, {type(target.sink): target.sink for target in targets}.values())):
         return False
@@ -406,7 +407,7 @@ def _difference(
     if stored.kind is not Kind.TENSOR:
         return _other_kind(target.path, "a value")
     here, there = target.spec, stored.spec
-    if here == there or takes(here, there):  # mostly equal, and that is quicker to find out
+    if here == there or takes(here, there):  # mostly equal, which is quicker to check
         return None
     unequal: list[tuple[str, object, object]] = []
     if there.shape != here.shape:
@@ -415,12 +416,12 @@ def _difference(
         unequal.append(("dtype", there.dtype, here.dtype))
     if not unequal:
         return None
-    told = "; ".join(f"{what} {a} is stored, the template has {b}" for what, a, b in unequal)
+    text = "; ".join(f"{what} {a} is stored, the template has {b}" for what, a, b in unequal)
     return Difference(
         target.path,
         stored=", ".join(f"{what} {a}" for what, a, _ in unequal),
         here=", ".join(f"{what} {b}" for what, _, b in unequal),
-        sentences=(f"{show_path(target.path)}: {told}",),
+        sentences=(f"{show_path(target.path)}: {text}",),
         skippable=there.dtype == here.dtype,
         advice="cast=True converts it" if may_cast(here, there) else "",
     )
@@ -433,7 +434,7 @@ def _other_kind(path: ObjectPath, stored: str) -> Difference:
 
 def settled(placement: Placement) -> Placement:
     """Have the root's `finish` also run the calls that must come last."""
-    # Does not refer to the placement: a cycle would keep targets' memory in use after the restore.
+    # Must not refer to the placement: a cycle would keep targets' memory alive after the restore.
     finish, settle = placement.finish, placement.settle
 
     def finish_all() -> object:
@@ -453,12 +454,12 @@ def _is_constant(value: object) -> bool:
 
 
 def _once(call: Callable[[], object]) -> Callable[[], object]:
-    made: list[object] = []
+    results: list[object] = []
 
     def finish() -> object:
-        if not made:
-            made.append(call())
-        return made[0]
+        if not results:
+            results.append(call())
+        return results[0]
 
     return finish
 
@@ -470,10 +471,10 @@ def _check_device(device: object) -> None:
 
     try:
         torch.empty(0, device=device)  # type: ignore[call-overload] # unchecked so far
-    except (AssertionError, RuntimeError, TypeError) as error:  # torch's ways of saying no
+    except (AssertionError, RuntimeError, TypeError) as error:  # torch's ways to refuse
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         msg = (
-            f"device={device!r} cannot be used here: give 'cpu', 'cuda' or 'cuda:0'; torch finds "
+            f"device={device!r} cannot be used here: pass 'cpu', 'cuda' or 'cuda:0'; torch finds "
             f"{count or 'no'} CUDA device{'s' if count > 1 else ''}"
         )
         raise ConfigError(msg) from error

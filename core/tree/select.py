@@ -3,10 +3,10 @@
 Patterns are written over shown paths (see `paths`) and compared segment by segment:
 
 * `*` any characters within a segment, `?` one, `[ab]` `[a-z]` one of a set, `[!..]` one not in it;
-* `**` as a whole segment: any number of segments, zero included;
-* a backslash takes the next character as it is; `%25`, `%2F` and `%00` as in shown paths;
-* without wildcards the pattern is a *prefix*: it takes the object of that path, everything below
-  it, and every path that goes on after a `.` (`model/encoder` takes `model/encoder.0.weight`);
+* `**` as a whole segment: any number of segments, including zero;
+* a backslash makes the next character literal; `%25`, `%2F` and `%00` as in shown paths;
+* without wildcards the pattern is a *prefix*: it matches the object at that path, everything below
+  it, and every path that continues after a `.` (`model/encoder` matches `model/encoder.0.weight`);
 * with wildcards it must match the whole path of an object (end it with `/**` for a subtree).
 """
 
@@ -35,8 +35,8 @@ class Selection:
     """`include` and `exclude`, compiled once.
 
     Args:
-        include: A pattern or several; None takes everything.
-        exclude: A pattern or several; objects that they match are left out.
+        include: A pattern or several; None selects everything.
+        exclude: A pattern or several; matched objects are left out.
 
     Raises:
         SelectionError: A pattern is malformed.
@@ -51,7 +51,7 @@ class Selection:
 
     @classmethod
     def subtree(cls, path: ObjectPath) -> Selection:
-        """Return a selection of exactly `path` and all below it (a pattern also ends at a dot)."""
+        """Return a selection of `path` and all below it only (a pattern also ends at a dot)."""
         selection = cls()
         selection._include = (Subtree(show_path(path), path),)
         selection._needles = [[_json_of(word) for word in path]]
@@ -65,8 +65,10 @@ class Selection:
     @property
     def shown(self) -> str:
         """The patterns in words: "include=['model'], exclude=['**/bias']"."""
-        given = (("include", self._include), ("exclude", self._exclude or None))
-        patterns = [f"{name}={[p.text for p in some]}" for name, some in given if some is not None]
+        options = (("include", self._include), ("exclude", self._exclude or None))
+        patterns = [
+            f"{name}={[p.text for p in some]}" for name, some in options if some is not None
+        ]
         return ", ".join(patterns) or "of everything"
 
     def selects(self, path: ObjectPath) -> bool:
@@ -77,12 +79,12 @@ class Selection:
             return False
         return not any(p.matches(path) for p in self._exclude)
 
-    # Paths outside of all patterns need not be looked at. The patterns of `exclude` count as well,
-    # since each of them has to match something.
+    # Paths that no pattern touches need no visit. The patterns of `exclude` count, too, since each
+    # has to match something.
 
     @property
     def narrows(self) -> bool:
-        """Whether some paths lie outside of all patterns."""
+        """Whether some paths are outside all patterns."""
         return self._include is not None and self.below(()) is not True
 
     def touches(self, path: ObjectPath) -> bool:
@@ -105,7 +107,7 @@ class Selection:
         return tests[0] if tests else False
 
     def occurs_in(self, text: bytes) -> bool:
-        """Return whether the JSON may hold a touched path; True if a quick look cannot tell."""
+        """Return whether the JSON may hold a touched path; True if a quick check is not enough."""
         if b"\\" in text:  # the same string can be escaped in many ways
             return True
         return any(all(needle in text for needle in needles) for needles in self._needles)
@@ -135,16 +137,15 @@ class Selection:
 
 
 class Rename:
-    """Maps stored paths to paths of the template, for keys that were renamed.
+    """Maps stored paths to paths of the template, for renamed keys.
 
     A mapping goes from prefix to prefix of the shown path. A prefix ends where a segment ends or
-    at a `.` (`{"model/enc": "model/encoder"}` moves `model/enc.0.weight` too); one that is
-    written with a `/` or `.` at its end is replaced as it stands, so
-    `{"model/module.": "model/"}` strips a wrapper's name. The longest prefix wins. A callable
-    gets each shown path and returns the new one.
+    at a `.` (`{"model/enc": "model/encoder"}` moves `model/enc.0.weight` too); a prefix with a `/`
+    or `.` at its end is replaced literally, so `{"model/module.": "model/"}` strips a wrapper's
+    name. The longest prefix wins. A callable gets each shown path and returns the new one.
 
     Raises:
-        SelectionError: The mapping holds something other than strings.
+        SelectionError: The mapping does not map strings to strings.
     """
 
     def __init__(self, spec: RenameSpec = None) -> None:
@@ -176,11 +177,11 @@ class Rename:
             return path
         shown = show_path(path)
         if self._function is not None:
-            made: object = self._function(shown)
-            if not isinstance(made, str):
-                msg = f"rename returned {made!r} for {shown!r}: it must return a string"
+            renamed: object = self._function(shown)
+            if not isinstance(renamed, str):
+                msg = f"rename returned {renamed!r} for {shown!r}: it must return a string"
                 raise SelectionError(msg)
-            new = made
+            new = renamed
         else:
             new = self._replace(shown)
         return path if new == shown else parse_path(new)
@@ -196,12 +197,12 @@ class Rename:
         if self.identity:
             return {path: path for path in known}
         moved = {path: self(path) for path in known}
-        taken: dict[ObjectPath, ObjectPath] = {}
+        sources: dict[ObjectPath, ObjectPath] = {}
         for old, new in moved.items():
-            other = taken.setdefault(new, old)
-            if other != old:
+            first = sources.setdefault(new, old)
+            if first != old:
                 msg = (
-                    f"rename maps both {show_path(other)!r} and {show_path(old)!r} "
+                    f"rename maps both {show_path(first)!r} and {show_path(old)!r} "
                     f"to {show_path(new)!r}"
                 )
                 raise SelectionError(msg)
@@ -237,15 +238,15 @@ def nothing_for(pattern: Prefix | Glob, known: Sequence[ObjectPath]) -> str:
     whole = next((path for path in known if pattern.is_within(path)), None)
     if whole is not None:
         return (
-            f"pattern {pattern.text!r} matches nothing: {show_path(whole)} is stored as one whole, "
-            f"so take {show_path(whole)!r}"
+            f"pattern {pattern.text!r} matches nothing: {show_path(whole)} is stored as one "
+            f"object, so use {show_path(whole)!r}"
         )
     shown = [show_path(path) for path in known]
     return f"pattern {pattern.text!r} matches nothing{_hint(pattern.text, shown)}"
 
 
 def _hint(text: str, shown: list[str]) -> str:
-    """Return the nearest paths, or prefixes of paths, since people mistype either."""
+    """Return the nearest paths, or prefixes of paths, since users mistype both."""
     text = text.removesuffix("/**").removesuffix("/*") or text
     depth = text.count("/") + 1
     names: dict[str, None] = {}

@@ -20,10 +20,10 @@ class StoredTree:
         objects: All objects, tied ones included, in stored order.
         nodes: All nodes.
         values: Bytes of the selected value objects.
-        aliases: Path of a tied object -> path of the one whose bytes it shares.
-        providers: Providers that took part in the save, with their versions.
-        plugins: Third parties' among them (`"provider acme"`), with their distributions.
-        whole: Returns everything at and below a path, selected or not; None if all of it is here.
+        aliases: Path of a tied object -> path of its owner, whose bytes it shares.
+        providers: Providers that the save used, with their versions.
+        plugins: Third-party ones among them (`"provider acme"`), with their distributions.
+        whole: Returns everything at and below a path, selected or not; None if the tree has it all.
     """
 
     objects: Sequence[StoredObject]
@@ -36,18 +36,18 @@ class StoredTree:
 
 
 class PathTree:
-    """Finds the children of each path, in the order in which the paths came.
+    """Finds the children of each path, in the order of the paths.
 
-    Takes memory in proportion to the text of the paths. A set of all their prefixes would grow by
-    the square of their depth: 10 KB of stored paths took 1.3 GB.
+    Takes memory in proportion to the text of the paths. A set of all their prefixes would grow
+    with the square of their depth: 10 KB of stored paths took 1.3 GB.
 
     Args:
         paths: Any number of paths.
     """
 
     def __init__(self, paths: Iterable[ObjectPath]) -> None:
-        # Maps a segment to what is below it: None for nothing, the rest of the path where only one
-        # path goes on, else a dict of the same kind.
+        # Maps a segment to what is below it: None for nothing, the whole path if only one path
+        # continues, else a dict of the same kind.
         self._root: dict[str, _Below] = {}
         for path in paths:
             self._add(path)
@@ -61,7 +61,7 @@ class PathTree:
         return self._find(path) is not None
 
     def __contains__(self, path: object) -> bool:
-        """Return whether something stands below `path`."""
+        """Return whether something is below `path`."""
         return isinstance(path, tuple) and bool(self._find(path))
 
     def _add(self, path: ObjectPath) -> None:
@@ -71,7 +71,7 @@ class PathTree:
             below = here.setdefault(segment, alone)
             if below is alone or alone is None:
                 return
-            if isinstance(below, tuple):  # two paths go on from here
+            if isinstance(below, tuple):  # two paths continue from here
                 fork: dict[str, _Below] = {}
                 fork[below[depth]] = below if depth + 1 < len(below) else None
                 here[segment] = below = fork

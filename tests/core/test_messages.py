@@ -71,11 +71,11 @@ def test_a_region_that_is_none_is_answered_with_the_right_form(ckpt, region):
 def test_a_part_of_a_value_is_answered_with_the_whole(ckpt):
     for include in ("options/lr", "options/*"):
         text = message(SelectionError, lambda: ckpt.load(include=include))  # noqa: B023
-        assert text.endswith("options is stored as one whole, so take 'options'")
-    with pytest.raises(KeyError, match="options is stored as one whole; read 'options'"):
+        assert text.endswith("options is stored as one object, so use 'options'")
+    with pytest.raises(KeyError, match="options is stored as one object; read 'options'"):
         ckpt.open()["options/lr"]
     text = message(SelectionError, lambda: ckpt.load(include="*/lr"))
-    assert "one whole" not in text  # it may mean anything
+    assert "one object" not in text  # it may mean anything
 
 
 # -- after close ---------------------------------------------------------------------------------

@@ -477,7 +477,7 @@ def test_a_value_in_a_tuple_can_stay_but_not_change(save):
     assert state["pair"][0].all()
     placement = stored.plan({"pair": (torch.zeros(2), 4)})
     assert placement.problems == [
-        "pair/1 stands in a tuple and differs from the stored value: make it a list"
+        "pair/1 is in a tuple and differs from the stored value: make it a list"
     ]
     assert not stored.plan({"pair": (torch.zeros(2), 4)}, include="pair/0").problems
 

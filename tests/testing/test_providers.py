@@ -456,7 +456,7 @@ broken("good-mean", "FormIsNotDeclared", forms=("good-ring",))
 
 broken("nothing is described", "DescribesNothing", mean=lambda *_: iter(()))
 broken("comes after what is below it", "NodeComesLast", mean=node_last)
-broken("outside of its part", "LeavesItsPart", mean=outside)
+broken("outside its part", "LeavesItsPart", mean=outside)
 broken("'part', 'count'", "ForgetsAChild", mean=without_count)
 broken("describing changes the state", "CountsDescriptions",
        mean=before(lambda value: with_count(value, value.count + 1)))

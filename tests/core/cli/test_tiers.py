@@ -141,7 +141,7 @@ def test_damage_is_grouped_by_the_blob_of_a_tier():
     blob, other = (f"data/{32 * digit}/blobs/00000-0.raw" for digit in "ab")
     groups = grouped(
         [
-            Damage(blob, "has 5 bytes, 9 were written"),
+            Damage(blob, "has 5 bytes, but 9 were written"),
             Damage("model/a", f"checksum of 4 bytes at {blob}:0 does not match"),
             Damage("model/b", f"checksum of 4 bytes at {blob}:8 does not match"),
             Damage("model/b", f"in tier fast: cannot read {blob}: it does not exist"),
@@ -155,7 +155,7 @@ def test_damage_is_grouped_by_the_blob_of_a_tier():
         ["model/c"],
         ["commits/1-0.json"],
     ]
-    assert next(iter(groups[0].causes)) == f"{blob}: has 5 bytes, 9 were written"
+    assert next(iter(groups[0].causes)) == f"{blob}: has 5 bytes, but 9 were written"
     assert len(groups[0].causes) == 3
 
 

@@ -69,7 +69,7 @@ def test_reading_ahead_skips_a_part_that_is_missing_and_its_reader_names_it(stor
 @pytest.mark.parametrize("place", [(RANKS, 0), (0, 3)])
 def test_a_section_that_is_not_there_is_damage_of_the_index(manifest, place):
     assert manifest.checked_place((0, 2)) == (0, 2)
-    with pytest.raises(FormatError, match="which is not there") as error:
+    with pytest.raises(FormatError, match="which does not exist") as error:
         manifest.checked_place(place)
     assert error.value.damaged == (manifest.record.index.name,)
 

@@ -129,6 +129,6 @@ def test_manifest_that_no_reader_takes_is_refused_before_the_seal(monkeypatch):
 
     save = Sealed("committer-large")
     monkeypatch.setattr(save.committer.manifest, "encode", refused)
-    with pytest.raises(SaveError, match="no reader would take its manifest"):
+    with pytest.raises(SaveError, match="no reader would accept its manifest"):
         save.commit()
     assert save.state.state is State.WRITING

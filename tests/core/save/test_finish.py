@@ -42,7 +42,7 @@ def test_manifest_that_no_reader_would_take_leaves_nothing(monkeypatch):
     monkeypatch.setattr(ManifestWriter, "encode", refused)
     backend = memory("finish-large")
     job = job_of(backend)
-    assert "no reader would take its manifest" in str(run(job))
+    assert "no reader would accept its manifest" in str(run(job))
     assert stored(backend) == []
 
 

@@ -97,7 +97,7 @@ def test_what_is_missing_or_stored_twice_is_named():
             continue
         with pytest.raises(SaveError) as info:
             check([ENTRY], held)
-        assert f"step 7: of model/w, of shape [9, 5], {flaw}" in str(info.value)
+        assert f"step 7: model/w, of shape [9, 5]: {flaw}" in str(info.value)
 
 
 def test_an_object_without_bytes_of_its_own_needs_none():
@@ -108,7 +108,7 @@ def test_an_object_without_bytes_of_its_own_needs_none():
 def test_a_value_is_stored_whole_however_long_it_is():
     entries = [value(("v",), 3)]
     check(entries, [{("v",): [True]}, {("v",): [True]}])
-    with pytest.raises(SaveError, match=r"of v, of shape .*another number of dimensions"):
+    with pytest.raises(SaveError, match=r"v, of shape .*another number of dimensions"):
         check(entries, [{("v",): [Region((0,), (2,))]}, {("v",): [Region((2,), (1,))]}])
 
 
@@ -195,7 +195,7 @@ def test_what_a_rank_borrows_is_there_and_protected():
     _, part = read([blob], lent=[blob], references={OTHER})
     assert (part.borrowed, part.bytes_stored) == ((blob,), 0)
     for lent in [[], [BlobRecord(blob.name, 8)]]:
-        with pytest.raises(SaveError, match="what rank 1 has stored is not on memory"):
+        with pytest.raises(SaveError, match="the data of rank 1 is not on memory"):
             read([blob], lent=lent, references={OTHER})
     with pytest.raises(SaveError, match=r"rank 1 refers to .* does not protect"):
         read([blob], lent=[blob], references={"ab" * 16})

@@ -38,7 +38,7 @@ def test_scalars_of_numpy_and_torch_become_plain_ones():
 
 @pytest.mark.parametrize("bad", [{1: "a", "1": "b"}, {"a": [{"b": {None: 1}}]}, {"a": {1.5: 2}}])
 def test_keys_of_metadata_are_text(bad):
-    with pytest.raises(ConfigError, match=r"has the key .* keys of metadata are text, so pass str"):
+    with pytest.raises(ConfigError, match=r"has the key .* keys of metadata are text; pass str"):
         check_metadata(bad)
 
 

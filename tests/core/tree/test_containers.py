@@ -167,7 +167,7 @@ def test_values_right_in_a_root_that_takes_none_are_found_before_anything_is_wri
         assert target["epoch"] == 7
         return
     assert stored.plan(target).problems == [
-        "epoch stands in a read-only mapping and differs from the stored value: pass a dict"
+        "epoch is in a read-only mapping and differs from the stored value: pass a dict"
     ]
 
 
@@ -351,11 +351,11 @@ BROKEN_ENTRIES = {
     ),
     "path of a number": (
         lambda path, context: context.describe(t(1), (*path, 0)),
-        r"describe yields the path \('a', 'b', 0\), which is no tuple of strings",
+        r"describe yields the path \('a', 'b', 0\), which is not a tuple of strings",
     ),
     "path elsewhere": (
         lambda path, context: context.describe(t(1), ("x",)),
-        "describe yields x, which is outside of its part",
+        "describe yields x, which is outside its part",
     ),
     "form of nobody": (
         lambda path, context: iter([Node(path, "twise")]),
@@ -363,7 +363,7 @@ BROKEN_ENTRIES = {
     ),
     "the only object elsewhere": (
         lambda path, context: tuple(context.describe(t(1), ("x",))),
-        "describe yields x, which is outside of its part",
+        "describe yields x, which is outside its part",
     ),
     "the only object of a form of nobody": (
         lambda path, context: tuple(e._replace(form="x") for e in context.describe(t(1), path)),
@@ -372,14 +372,14 @@ BROKEN_ENTRIES = {
     "the only thing is none": (lambda path, context: (path,), "describe yields tuple, no"),
     "an object of a class of its own": (
         lambda path, context: [Own(*entry) for entry in context.describe(t(1), path)],
-        "describe yields Own, no StateObject or Node",
+        "describe yields Own, not a StateObject or Node",
     ),
     "meta with a key of an integer": (meta({1: "x"}), "meta of the Node a/b .*come back equal"),
     "meta with a tuple": (meta({"shape": (1, 2)}), "meta of the Node a/b .*come back equal"),
     "meta with nan": (meta({"loss": float("nan")}), "meta of the Node a/b .*not JSON compliant"),
     "meta with a class": (meta({"class": Twice}), "meta of the Node a/b .*type is not JSON"),
     "meta that holds itself": (meta(HOLDS_ITSELF), "meta of the Node a/b .*Circular"),
-    "meta that is a list": (meta([]), "meta of the Node a/b .*it is no dict"),
+    "meta that is a list": (meta([]), "meta of the Node a/b .*it is not a dict"),
 }
 
 

@@ -467,7 +467,7 @@ def test_third_party_is_asked_each_time_and_checked_each_time():
     kept["more"] = (1,)  # in place
     with pytest.raises(PluginError, match="come back equal"):
         described(((), kept))
-    with pytest.raises(PluginError, match="no tuple of strings"):
+    with pytest.raises(PluginError, match="not a tuple of strings"):
         described(((), {"more": 1}), ((3,), {}))
     with pytest.raises(UnsupportedStateError, match="use shorter keys"):
         described(((), {"more": 1}), (("x" * 100_000,), {}))

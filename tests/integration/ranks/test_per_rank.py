@@ -79,12 +79,12 @@ def test_on_another_number_of_ranks_on_change_decides(store, count, caplog):
 
     for error in restore():
         assert isinstance(error, (RestoreMismatchError, RankError))
-        assert f"loader is stored for 3 ranks, and here are {count}" in str(error)
+        assert f"loader is stored for 3 ranks, but this job has {count}" in str(error)
     caplog.clear()
     for state in restore(on_change="keep"):
         assert (state["epoch"], state["loader"].value["position"]) == (3, 0)
         assert torch.equal(state["random"].get_state(), generator(77).get_state())
-    told = f"random is stored for 3 ranks, and here are {count}: it stays as it is"
+    told = f"random is stored for 3 ranks, but this job has {count}: it is left unchanged"
     assert [r.levelname for r in caplog.records if told in r.getMessage()].count("WARNING") == 1
     for state in restore(on_change=lambda stored: max(one["position"] for one in stored)):
         assert (state["epoch"], state["loader"].value) == (3, 102)
@@ -262,7 +262,7 @@ def test_loaders_of_another_number_of_ranks_are_an_error_that_says_what_to_do(co
     else:
         errors = restored(store, count, lambda _: {"data": Reading(), "epoch": 0})
     for error in errors:
-        assert f"data is stored for 3 ranks, and here are {count}: put it into" in str(error)
+        assert f"data is stored for 3 ranks, but this job has {count}: put it into" in str(error)
 
 
 @pytest.mark.parametrize(

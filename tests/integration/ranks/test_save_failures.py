@@ -163,7 +163,7 @@ def test_a_rank_that_cannot_write_ends_the_save_on_all_at_once(job, caplog):
     assert "rank 2 on node2" in str(errors[0])
     assert "No space left" in str(errors[0])
     logged = [r.getMessage().partition("failed: ")[2] for r in caplog.records]
-    short = "rank 2 is the cause, as the log of rank 0 says"
+    short = "rank 2 is the cause; see the log of rank 0"
     assert sorted(logged) == sorted([str(errors[0]), short, str(errors[2])])
     assert_unchanged(store, before)
 
@@ -173,9 +173,9 @@ def test_what_no_rank_holds_fails_the_save_by_name(job, caplog):
     caplog.clear()
     errors = job.save(lambda rank: {"w": Shard(torch.ones(4, 3), (12, 3), (4 * (rank % 2), 0))}, 2)
     assert told(errors) == [(SaveError, None), (RankError, 0), (RankError, 0)]
-    assert "of w, of shape [12, 3], no shard has elements [8:12, 0:3]" in str(errors[0])
+    assert "w, of shape [12, 3]: no shard has elements [8:12, 0:3]" in str(errors[0])
     logged = [r.getMessage().partition("failed: ")[2] for r in caplog.records]
-    short = "rank 0 is the cause, as the log of rank 0 says"
+    short = "rank 0 is the cause; see the log of rank 0"
     assert sorted(logged) == sorted([str(errors[0]), short, short])
     assert_unchanged(store, before)
 
