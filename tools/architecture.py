@@ -149,11 +149,10 @@ def box(name: str, room: Room, left: float, top: float) -> list[str]:
 
 
 def table(rooms: dict[str, Room]) -> str:
-    """Return the rooms, from the top down, with their docstrings."""
+    """Return the rooms, from the top down, with the summaries of their docstrings."""
     lines = ["| room | what lives there | imports |", "|---|---|---|"]
     for _, room in (one for row in rows_of(rooms) for one in row):
-        text = " ".join(room.doc.split()) if room.folder.endswith("/") else room.summary
-        lines.append(f"| `{room.folder}` | {text} | {', '.join(room.shown)} |")
+        lines.append(f"| `{room.folder}` | {room.summary} | {', '.join(room.shown)} |")
     return "\n".join(lines)
 
 
