@@ -1,4 +1,4 @@
-"""The worked example of docs/format.md is a checkpoint: it is read, and it reads as it says."""
+"""The worked examples of docs/format.md are checkpoints: they are read, and hold what it says."""
 
 import base64
 import json
@@ -37,10 +37,15 @@ def undump(text):
 
 
 @pytest.fixture(scope="module")
-def example():
+def found():
     blocks = BLOCK.findall(PAGE.read_text())
     found = dict(blocks)
-    assert len(found) == len(blocks) == 9
+    assert len(found) == len(blocks) == 21
+    return found
+
+
+@pytest.fixture(scope="module")
+def example(found):
     return {
         "commit": found["commit"].encode(),
         "part": base64.b64decode(found["part"]),
@@ -105,3 +110,38 @@ def test_the_example_loads(example, record):
     assert tree["epoch"] == 7
     assert torch.equal(tree["model"]["w"], torch.arange(6, dtype=torch.float32).reshape(2, 3))
     assert torch.equal(tree["history"], torch.zeros(64))
+
+
+@pytest.fixture(scope="module")
+def of_two_ranks(found):
+    """Returns a store with the checkpoint that two ranks saved as a delta, and its record."""
+    record = decode_commit(found["commit_101"].encode(), commit_name(101, 0))
+    backend = MemoryBackend(MemoryConfig())
+    backend.publish(commit_name(101, 0), found["commit_101"].encode())
+    backend.publish(record.index.name, undump(found["index_101"]))
+    for rank, entry in enumerate(record.parts):
+        backend.publish(entry.name, base64.b64decode(found[f"part_{rank}"]))
+        base = record.borrowed[rank].name
+        backend.publish(base, undump(found[f"base_{rank}"]))
+        delta = f"data/{record.uid}/blobs/0000{rank}-0.enc"
+        backend.publish(delta, undump(found[f"delta_{rank}"]))
+    backend.publish(f"data/{record.uid}/blobs/00000-0.raw", undump(found["raw_101"]))
+    return backend, record
+
+
+def test_the_records_of_two_ranks_are_what_the_page_shows(found, of_two_ranks):
+    record = of_two_ranks[1]
+    entry, data = record.parts[1], base64.b64decode(found["part_1"])
+    head = decode_head(data[: entry.head_length], entry, record)
+    assert decompress(data[: entry.head_length], "head") == found["head_1"].encode()
+    for info, name in ((head.shards, "shards_1"), (head.sections[0], "section_1")):
+        stored = data[info.offset : info.offset + info.length]
+        assert decompress(stored, name) == found[name].encode()
+
+
+def test_the_checkpoint_of_two_ranks_loads(of_two_ranks):
+    with penstock.Checkpointer(of_two_ranks[0]) as checkpointer:
+        assert checkpointer.verify().ok
+        tree = checkpointer.load()
+    assert tree["epoch"] == 101
+    assert torch.equal(tree["w"], 2 * torch.arange(1.0, 65.0).sqrt().reshape(8, 8))
