@@ -12,7 +12,7 @@ WORKERS := -n 4 --dist worksteal
 PYTEST_ARGS ?= $(WORKERS) -m "not slow"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo imports test test-fast test-all test-gpu test-hosts check bench bench-codecs docs clean format lint types layers picture wheel
+.PHONY: help demo imports test test-fast test-all test-pythons test-gpu test-hosts check bench bench-codecs docs clean format lint types layers picture wheel
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,6 +47,9 @@ SEED ?= $(shell date +%Y%j)
 test-all: $(READY) ## run all tests, and some mutants of what decides which data is kept
 	@$(BIN)/python -m pytest $(WORKERS)
 	@$(BIN)/python tools/mutate.py --seconds 120 --seed $(SEED)
+
+test-pythons: $(READY) ## test wheel and sdist on Python 3.12 and 3.13, where they are installed
+	@$(BIN)/python tools/other_pythons.py
 
 test-gpu: $(READY) ## run the tests that need a CUDA device, which the others hide
 	@$(BIN)/python -m pytest -n 4 -m gpu

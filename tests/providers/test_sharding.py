@@ -11,10 +11,18 @@ import pytest
 import torch
 from tests.providers.threads_as_ranks import run_ranks
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import DataParallelMeshDims, fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    _dtensor_spec,
+    distribute_tensor,
+)
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -251,6 +259,10 @@ def test_fully_shard_cuts_after_two_dimensions_of_other_parallelism(mesh, rows):
         check_ranks(shape, [known for known, _ in ranks])
 
 
+@pytest.mark.skipif(
+    not hasattr(fsdp, "DataParallelMeshDims"),
+    reason="needs torch.distributed.fsdp.DataParallelMeshDims",
+)
 @pytest.mark.parametrize(
     "rows", [[7], pytest.param([1, 5, 7, 11, 12], marks=pytest.mark.slow)], ids=str
 )
@@ -268,7 +280,7 @@ def test_fully_shard_on_a_mesh_of_all_dimensions_wherever_its_own_stand(rows):
         found = []
         for shape, one in itertools.product(shapes, placements):
             module = Weight(shape, devices, one)
-            fully_shard(module, mesh=devices, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+            fully_shard(module, mesh=devices, dp_mesh_dims=fsdp.DataParallelMeshDims(shard="dp"))
             found.append(held_by_modules(module))
         return found
 
@@ -336,8 +348,11 @@ def test_order_of_cuts_that_is_not_certain_is_refused():
     assert "multiple of 6 (3 x 2)" in message
 
 
+@pytest.mark.skipif(
+    not hasattr(_dtensor_spec, "ShardOrderEntry"), reason="needs a torch whose DTensor has an order"
+)
 def test_dimensions_cut_in_an_order_of_their_own_are_refused():
-    order = (ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0)),)
+    order = (_dtensor_spec.ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0)),)
     message = refusal([Shard(0), Shard(0)], mesh=(2, 2), local=(1, 2), order=order)
     assert "in an order of its own" in message
 

@@ -56,6 +56,7 @@ class Run:
 
 
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.*")
+@pytest.mark.filterwarnings("ignore:The epoch parameter in")  # SequentialLR of torch 2.8 passes it
 @pytest.mark.filterwarnings("ignore:.*by order.*")
 def test_learning_rates_go_on_as_if_never_stopped(save):
     for name in SCHEDULERS:

@@ -1,0 +1,92 @@
+"""Test the source distribution on other Pythons, each in an environment with a wheel built from it.
+
+    .venv/bin/python tools/other_pythons.py          # all of them
+    .venv/bin/python tools/other_pythons.py 3.13     # one of them
+
+The environments have Penstock's own dependencies and those of the extra `test`. The quick tests run
+where the source distribution is unpacked, and mypy checks a user's program against what is
+installed. A Python that is not on this machine is left out, with a message.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build" / "pythons"
+# The oldest Python has the pinned torch in `make test`. `None`: the pinned one.
+TORCH = {"3.12": "2.12.0", "3.13": None}  # 2.12.0 is the oldest that is supported
+
+
+def interpreter(version: str) -> str | None:
+    """Return the path of a working Python of `version`, from the PATH or from pyenv."""
+    installed = Path.home().glob(f".pyenv/versions/{version}.*/bin/python")
+    for python in (shutil.which(f"python{version}"), *sorted(installed)):
+        # A shim of pyenv is on the PATH for a Python that is not selected.
+        if (
+            python
+            and subprocess.run([python, "-c", ""], check=False, capture_output=True).returncode == 0
+        ):
+            return python
+    return None
+
+
+def run(*command: str | Path, cwd: Path = ROOT) -> None:
+    """Run `command`; stop if it fails."""
+    done = subprocess.run(command, cwd=cwd, check=False)
+    if done.returncode != 0:
+        sys.exit(f"other_pythons: failed: {' '.join(map(str, command))}")
+
+
+def build() -> tuple[Path, Path]:
+    """Return a new wheel and the unpacked source distribution that it was built from."""
+    shutil.rmtree(BUILD / "dist", ignore_errors=True)
+    run(sys.executable, "-m", "build", "--outdir", BUILD / "dist", ROOT)
+    (sdist,) = (BUILD / "dist").glob("*.tar.gz")
+    (wheel,) = (BUILD / "dist").glob("*.whl")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(BUILD / "dist", filter="data")
+    return wheel, sdist.with_suffix("").with_suffix("")
+
+
+def environment(version: str, python: str, wheel: Path) -> Path:
+    """Return the interpreter of an environment with `wheel`; updates an existing one."""
+    folder = BUILD / version
+    mine = folder / "bin" / "python"
+    if not mine.exists():
+        run(python, "-m", "venv", folder)
+    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    if TORCH[version]:
+        pins = "".join(
+            f"torch=={TORCH[version]}\n" if line.startswith("torch==") else line
+            for line in pins.splitlines(keepends=True)
+        )
+    constraints = folder / "constraints.txt"
+    constraints.write_text(pins, encoding="utf-8")
+    pip = (mine, "-m", "pip", "--disable-pip-version-check", "install", "--quiet")
+    run(*pip, "--constraint", constraints, f"{wheel}[test]")
+    run(*pip, "--no-deps", "--force-reinstall", wheel)
+    return mine
+
+
+def main() -> None:
+    """Build once, then test on each Python."""
+    wheel, sources = build()
+    for version in sys.argv[1:] or TORCH:
+        python = interpreter(version)
+        if python is None:
+            print(f"Python {version} is not installed: left out")
+            continue
+        mine = environment(version, python, wheel)
+        print(f"Python {version}, torch {TORCH[version] or 'as pinned'}:", flush=True)
+        mypy = (sys.executable, "-m", "mypy", "--strict", "--python-executable", mine)
+        run(*mypy, "tests/typed_program.py", cwd=sources)
+        run("make", "test-fast", f"BIN={mine.parent}", "READY=", cwd=sources)
+
+
+if __name__ == "__main__":
+    main()
