@@ -91,7 +91,6 @@ layers: $(READY)
 
 picture: $(READY)
 	$(BIN)/python tools/architecture.py --check
-	$(BIN)/python tools/options.py --check
 
 wheel: $(READY)
 	$(BIN)/python tools/check_wheel.py

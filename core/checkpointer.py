@@ -88,7 +88,7 @@ class Checkpointer:
                 `Registry.register` adds other classes to a registry.
             on_event: Called with every `SaveEvent`, `RestoreEvent`, `VerifyEvent`, `DeleteEvent`
                 and `PruneEvent`, those of saves mostly on background threads. An exception of it is
-                logged and goes no further.
+                logged, and not raised.
             group: The process group of torch.distributed whose ranks save together, or a list of
                 their numbers in the job; default: the default group, if it is initialised.
             name: Where the ranks of the job meet, the same on all of them. Without a name the n-th
@@ -225,7 +225,7 @@ class Checkpointer:
             overwrite: Replace the checkpoint of this step by a next generation.
             on_progress: Called with a `Progress` about ten times per second until the save has
                 ended, on a thread of its own, which the save does not wait for. An exception of it
-                is logged and goes no further.
+                is logged, and not raised.
 
         Returns:
             The handle of the save; with `on_busy="skip"` the save may be `skipped`.
@@ -354,11 +354,12 @@ class Checkpointer:
             cast: Whether stored floats are converted where the template has a tensor of another
                 float dtype, each rounded to nearest even. The report lists them (`cast`). Without
                 it they are an error; an optimizer's state then takes the stored dtype.
-            rename: Stored prefix -> template prefix, or a function of shown paths.
+            rename: A mapping of stored prefixes to prefixes of the template, or a function of shown
+                paths; see `Rename`.
             on_damage: `"raise"`, or `"fallback"`: take the newest whole checkpoint instead.
             on_progress: Called with a `Progress` about ten times per second, never twice at once:
                 on the caller's thread when a phase begins, on a thread of the engine while bytes
-                are read. Reading waits for it. An exception of it is logged and goes no further.
+                are read. Reading waits for it. An exception of it is logged, and not raised.
 
         Raises:
             CheckpointNotFoundError: There is no such step.
@@ -569,7 +570,7 @@ class Checkpointer:
         self._events.emit(DeleteEvent("deleted", (number,), "delete"))
 
     def rewind(self, step: int) -> list[int]:
-        """Delete every step after `step`, so that training can go on from there.
+        """Delete every step after `step`, so that training can continue from there.
 
         Returns:
             The deleted steps, ascending.

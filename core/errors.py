@@ -54,7 +54,7 @@ class SaveError(PenstockError):
 class StepExistsError(SaveError):
     """The step, or a later one, is committed already.
 
-    Pass `overwrite=True`, or `rewind` first to go on from an older step.
+    Pass `overwrite=True`, or call `rewind` first to continue from an older step.
     """
 
 
@@ -140,7 +140,7 @@ class CheckpointGoneError(CheckpointNotFoundError):
 
 
 class DamagedError(PenstockError):
-    """Stored bytes are not what was written. Never wrong values.
+    """Stored bytes are not what was written; no wrong values are returned.
 
     Attributes:
         damaged: Shown paths (`model/wte.weight`) or record names that are damaged.
@@ -177,14 +177,14 @@ class RestoreError(PenstockError):
 
 
 class RankError(SaveError, RestoreError):
-    """A rank failed, died or stood still, so no rank has saved, or restored, this checkpoint.
+    """A rank failed, died or made no progress, so no rank has saved, or restored, this checkpoint.
 
     Raised on every rank that did not fail itself.
 
     Attributes:
         rank: The number of the rank that is the cause.
-        host: The name of its host; empty if it has never said so.
-        cause: Its own words, or how it was found to stand still.
+        host: The name of its host; empty if it is not known.
+        cause: The error of that rank, or how it was found to make no progress.
     """
 
     def __init__(self, message: str, rank: int = -1, host: str = "", cause: str = "") -> None:
@@ -198,7 +198,7 @@ class RankError(SaveError, RestoreError):
 
 
 class CoordinationError(SaveError, RestoreError):
-    """The place by which the ranks agree cannot be reached; whatever was asked may have happened.
+    """The store by which the ranks agree cannot be reached; the requested call may have happened.
 
     Without torchrun the store of a job lives in the process of rank 0, and ends with it.
     """

@@ -34,7 +34,7 @@ class PerRank:
     On restore each rank gets its own back if there are as many ranks as at the save.
 
     Attributes:
-        value: Whatever may stand in a state tree.
+        value: Anything that may be in a state tree.
         index: Which of the values this is; default: the number of the rank. Ranks that give the
             same number store the same, such as those that read the same data.
         count: How many values there are; default: the number of ranks.
@@ -103,7 +103,7 @@ class Shard:
         offsets: Where the rectangle starts, in each dimension, in elements.
         replica: `(i, n)`: this rank is the `i`-th, from 0, of `n` ranks that hold this piece.
         flat_range: `(start, stop)`, in place of `offsets`: the piece is elements `[start, stop)` of
-            the whole tensor, counted row by row, as they stand in a flat buffer.
+            the whole tensor, counted row by row, as in a flat buffer.
 
     Raises:
         UnsupportedStateError: The piece does not lie within the whole tensor, the tensor has

@@ -27,14 +27,14 @@ Buffer: TypeAlias = "bytes | bytearray | memoryview"
 """What crosses a contract: anything flat and contiguous; cast once with `flat_view`."""
 
 ObjectPath: TypeAlias = tuple[str, ...]
-"""Where an object stands in the state tree; `core.paths` shows and parses it."""
+"""The place of an object in the state tree, one string for each level."""
 
 PAGE_BYTES = 4096
 """Alignment of raw frames in a blob, and the modulus of their phase."""
 
 
 class Role(StrEnum):
-    """What an object is for; decides slabs and lets users select by purpose."""
+    """The purpose of an object: `parameter`, `buffer`, `optimizer` or `other`."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -43,7 +43,7 @@ class Role(StrEnum):
 
 
 class Kind(StrEnum):
-    """The two kinds of object (design, words: object)."""
+    """The kind of an object: `tensor` or `value`."""
 
     TENSOR = "tensor"
     VALUE = "value"
@@ -169,7 +169,7 @@ class WorstErrors:
 
 @dataclass(frozen=True, slots=True)
 class BlobInfo:
-    """What a store says of one blob or record; `modified_s` is the *store's* clock (Unix time)."""
+    """Name, size and time of a blob or record; `modified_s` is by the store's clock (Unix time)."""
 
     name: str
     size_bytes: int
@@ -178,7 +178,7 @@ class BlobInfo:
 
 @dataclass(frozen=True, slots=True)
 class WriteRequest:
-    """`buffers`, one behind the other, go to `offset` of the blob."""
+    """Write `buffers`, one after the other, from byte `offset` of the blob on."""
 
     offset: int
     buffers: tuple[memoryview, ...]
@@ -210,7 +210,7 @@ class Capabilities:
         preferred_parallel: Requests in flight that the store likes best.
         exclusive_publish: `publish(exclusive=True)` is decided atomically by the store.
         ordered: The store can only append: the writes of one blob come one at a time, each
-            begins where the one before ended or behind it, and the backend fills gaps with zeros.
+            begins at or after the end of the one before, and the backend fills gaps with zeros.
         local: Blobs live in memory or files of this machine.
         outlives_process: What is stored is there for other processes too, and after this one has
             ended, however it ends. False for what lives in memory of this process.

@@ -1,5 +1,6 @@
 """The Python blocks of the documentation are complete, and work in the order of the page."""
 
+import inspect
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import pytest
 from tests import interpreters
 
 import penstock
+from penstock.core import abc
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 TORCHRUN = re.compile(
@@ -40,13 +42,25 @@ def test_the_pages_that_must_run_are_found():
     }
 
 
+DIRECTIVE = re.compile(r"^::: (penstock[\w.]*)$", re.MULTILINE)
+
+
 def test_the_reference_has_every_public_name():
     text = (DOCS / "reference.md").read_text(encoding="utf-8")
-    configuration = {"BackendConfig", "CheckpointerConfig"}  # their fields are on a page of theirs
-    absent = [
-        n for n in penstock.__all__ if n not in configuration and not re.search(rf"\b{n}\b", text)
-    ]
-    assert absent == []
+    shown = [path.removeprefix("penstock.") for path in DIRECTIVE.findall(text)]
+    assert [name for name in penstock.__all__ if name not in shown] == []
+
+
+def test_the_reference_for_plugins_has_every_contract_and_suite():
+    text = (DOCS / "reference-plugins.md").read_text(encoding="utf-8")
+    shown = set(DIRECTIVE.findall(text))
+    contracts = [name for name in abc.__all__ if inspect.isabstract(getattr(abc, name))]
+    assert {"Backend", "Codec", "StateProvider"} <= set(contracts)
+    assert {f"penstock.core.abc.{name}" for name in contracts} - shown == set()
+    members = set(re.findall(r"\bcheck_\w+", text))
+    for suite in ("backends", "codecs", "coordination", "providers"):
+        assert f"penstock.testing.{suite}" in shown
+        assert f"check_{suite.removesuffix('s')}" in members
 
 
 # The page of `test_the_quickstart_runs_again_...` runs there.

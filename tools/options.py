@@ -1,50 +1,69 @@
-"""Write the table of options in `docs/configuration.md` from `CheckpointerConfig`.
+"""Put the tables of options into the documentation, from the models: mkdocs calls this.
 
-python tools/options.py            # writes the table
-python tools/options.py --check    # fails where it is not up to date
+A page has a comment in the place of a table. It names the models, each with a label or without:
+
+    <!-- options: penstock.core.config.model.Retention -->
+    <!-- options: zstd=penstock.codecs.zstd.ZstdConfig lz4=penstock.codecs.lz4.Lz4Config -->
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 import re
-import sys
-from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from pydantic_core import PydanticUndefined
 
-from penstock.core.config.model import CheckpointerConfig
 from penstock.core.units import size_text
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
-BEGIN, END = "<!-- options: written by tools/options.py -->", "<!-- end of options -->"
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+PLACE = re.compile(r"^<!-- options: (.*) -->$", re.MULTILINE)
 
 
-def shown(default: object) -> str:
-    """Return a default as text."""
+def default_text(name: str, default: object) -> str:
+    """Return the default of an option as text; empty if there is none."""
     if default is PydanticUndefined or default is None or default == ():
         return ""
-    if type(default) is int:
-        return size_text(default).replace(".0 ", " ")
+    if name.endswith("_bytes") and type(default) is int:
+        return size_text(default).replace(".0 ", " ") if default else "0"
     return f"{default:g}" if isinstance(default, float) else f"`{json.dumps(default)}`"
 
 
-def main() -> None:
-    """Write the table, or compare it with the one that is there."""
-    attributes = (inspect.getdoc(CheckpointerConfig) or "").partition("Attributes:\n")[2]
-    texts = dict(re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", attributes, re.MULTILINE))
-    table = "| key | default | |\n|---|---|---|\n"
-    for name, field in CheckpointerConfig.model_fields.items():
-        table += f"| `{name}` | {shown(field.default)} | {' '.join(texts[name].split())} |\n"
-    page = PAGE.read_text()
-    before, _, rest = page.partition(BEGIN)
-    wanted = f"{before}{BEGIN}\n{table}{END}{rest.partition(END)[2]}"
-    if "--check" not in sys.argv:
-        PAGE.write_text(wanted)
-    elif wanted != page:
-        sys.exit(f"{PAGE} is not up to date. Run: python tools/options.py")
+def descriptions(model: type[BaseModel]) -> dict[str, str]:
+    """Return the description of each option, from the docstrings of the model and its bases."""
+    found: dict[str, str] = {}
+    for base in reversed(model.__mro__):
+        attributes = inspect.cleandoc(base.__doc__ or "").partition("Attributes:\n")[2]
+        for name, text in re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", attributes, re.MULTILINE):
+            found[name] = " ".join(text.split())
+    return found
 
 
-if __name__ == "__main__":
-    main()
+def table(models: str) -> str:
+    """Return the table for the models that a comment names.
+
+    An option that two of the models inherit has one row.
+
+    Raises:
+        KeyError: A docstring does not describe an option.
+    """
+    rows: dict[tuple[str, str], str] = {}
+    for named in models.split():
+        label, _, path = named.rpartition("=")
+        module, _, name = path.rpartition(".")
+        model: type[BaseModel] = getattr(importlib.import_module(module), name)
+        texts = descriptions(model)
+        for key, field in model.model_fields.items():
+            shown = f"`{label}`: `{key}`" if label else f"`{key}`"
+            row = f"| {shown} | {default_text(key, field.default)} | {texts[key]} |"
+            rows.setdefault((key, texts[key]), row)
+    return "\n".join(["| key | default | |", "|---|---|---|", *rows.values()])
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Replace the comments of a page by tables: mkdocs calls this."""
+    return PLACE.sub(lambda place: table(place[1]), markdown)

@@ -24,11 +24,11 @@ class StateObject(NamedTuple):  # a frozen dataclass takes three times as long, 
     """One object as a provider describes it.
 
     Attributes:
-        path: Where the object stands in the tree.
+        path: The place of the object in the tree.
         kind: Tensor, or a value frozen to bytes (then `spec` is `uint8` of its length).
         spec: Dtype and global shape.
         regions: The rectangles of the object that this rank holds: the source has the bytes of
-            each, row-major, one rectangle behind the other. All of it is one rectangle; empty where
+            each, row-major, one rectangle after the other. All of it is one rectangle; empty where
             this rank holds nothing.
         role: Purpose of the object in training.
         form: Name of a leaf form that a provider can rebuild (`"tensor"`, `"ndarray"`, `"json"`).
@@ -55,7 +55,7 @@ class Node:
     """A container or composite in the tree, with all that `load` needs to build it again.
 
     Attributes:
-        path: Where it stands; the root has `()`.
+        path: Its place in the tree; the root has `()`.
         form: `"dict"`, `"list"`, `"tuple"`, or a form that a provider declared.
         meta: JSON-able details (key types, class names).
     """
@@ -93,7 +93,7 @@ class Target(NamedTuple):  # as `StateObject`
         path: The object's path in the template.
         spec: Dtype and global shape.
         regions: The rectangles of the whole tensor that the memory holds: the sink takes the bytes
-            of each, row-major, one rectangle behind the other. Empty where this rank holds none.
+            of each, row-major, one rectangle after the other. Empty where this rank holds none.
         sink: The memory.
     """
 
@@ -287,7 +287,7 @@ class PlaceContext(ABC):
 
     @abstractmethod
     def rebuild(self, path: ObjectPath, /, *, device: str | None = None) -> Placement:
-        """Plan building what the checkpoint holds at `path` anew; `finish()` returns it.
+        """Plan building a new object from what is stored at `path`; `finish()` returns it.
 
         Tensors go to `device`; None means the CPU.
         """

@@ -187,7 +187,12 @@ class CodecConfig(PluginChoice):
 class Rule(_Model, Placed):
     """Objects that match any of the patterns go through these codecs; without codecs, stay raw.
 
-    With `codecs = "auto"` saves choose the codecs by what they measure.
+    Attributes:
+        match: A pattern of paths or several, as for `include` of a restore. One that matches
+            nothing in the first save is logged once as a warning, with the nearest paths.
+        codecs: A list, encoded in this order and decoded in the other; each is a name, or a table
+            with `type` and options. One name needs no list. An empty list keeps objects raw that a
+            later rule matches. `"auto"`, without a list, lets saves choose by what they measure.
     """
 
     match: Patterns
@@ -231,10 +236,15 @@ class Retention(_Model):
     Attributes:
         keep_last: Keep the N newest.
         keep_every: Keep the steps that are multiples of N.
-        keep_best: Keep the N best by `best_metric`; of equal ones the newer.
-        best_metric: The key of the metadata with the number to compare.
-        best_mode: Whether the lowest or the highest number is the best.
-        keep_within: Keep those that are not older than the newest by more than this time.
+        keep_best: Keep the N best by `best_metric`; of equal ones the newer. Needs `best_metric`
+            and `best_mode`.
+        best_metric: The key of the metadata with the number to compare, such as `"val_loss"`; it
+            may be added after the save. Without it, or with no finite number, a checkpoint is never
+            among the best.
+        best_mode: `"min"` if the lowest number is the best, `"max"` if the highest is.
+        keep_within: Keep those that are not older than the newest by more than this time, by the
+            store's clock: `"90s"`, `"30min"`, `"24h"`, `"7d"`, or seconds. A run that paused for a
+            month loses nothing when it continues.
     """
 
     keep_last: int | None = Field(default=None, ge=1)
@@ -267,12 +277,13 @@ class Deltas(_Model):
     """How far checkpoints that the codec `delta` encodes depend on earlier ones.
 
     Attributes:
-        every: Every N-th save has no base; the saves in between have an earlier one as base.
+        every: Every N-th save has no base; the saves in between have an earlier one as base. With 1
+            none has.
         max_chain: Most earlier frames that decoding one takes. Below `every - 1`, later checkpoints
             refer to an older base.
-        memory_bytes: Host memory for the newest state, which the next one is compared with; None
-            takes the size of the state if that is at most a quarter of the memory. Else the base is
-            read from the store during the save.
+        memory_bytes: Host memory for the newest state, which the next one is compared with. By
+            default the size of the state if that is at most a quarter of the memory. A state that
+            does not fit is not kept: each save then reads the base from the store. 0: never kept.
     """
 
     every: int = Field(default=6, ge=1)
@@ -314,15 +325,17 @@ class CheckpointerConfig(_Model):
         rules: Which codecs objects go through, by their paths. The first match wins; objects that
             match none stay raw.
         retention: Which checkpoints to keep. By default all stay.
-        deltas: How far checkpoints depend on earlier ones, where a rule names the codec `delta`.
+        deltas: How far checkpoints depend on earlier ones. Without a rule whose codecs begin with
+            `delta` it has no effect, and a warning says so.
         staging_bytes: Memory of this rank for captured state (two chunks if that is more), which no
-            save exceeds; a larger state goes through it as through a ring. By default the state's
-            size and two chunks, at most half of the available memory divided among the ranks of
-            the machine.
+            save exceeds; a larger state passes through it in parts, and blocks longer. By default
+            the state's size and two chunks, at most half of the available memory divided among the
+            ranks of the machine.
         mode: The mode of saves that name none: `"blocking"`, `"async"` or `"lazy"`.
         on_busy: What a save does while another is under way: `"wait"` (counted as blocked),
             `"skip"` itself, or `"raise"`.
-        allow_pickle: Whether values that no provider can store are pickled, and unpickled.
+        allow_pickle: Whether values that no provider can store are pickled, and unpickled. Loading
+            a pickle runs its code: set it only for checkpoints that you trust.
         defer: Patterns of further tensors that change only after the fence: your promise, for lazy
             saves.
         fence_timeout_s: Seconds that training waits for a pending capture before that save is
@@ -337,10 +350,10 @@ class CheckpointerConfig(_Model):
             restore, and hands it to the others through shared memory.
         read_once_per_job: Whether one rank of the job reads what ranks of several hosts need in a
             restore, and sends it to the others over the network. The option of rank 0 counts.
-        rank_network: The network between hosts for that, such as `"10.1.0.0/16"` or `"fd00::/64"`.
-            By default the one by which this machine reaches the store of the job.
+        rank_network: The network between hosts for `read_once_per_job`, such as `"10.1.0.0/16"` or
+            `"fd00::/64"`. By default the one by which this machine reaches the store of the job.
         share: Whether a save refers to bytes that are stored already, instead of storing them
-            again.
+            again. Damage of one object is then damage of all that share its bytes.
         chunk_bytes: Most raw bytes in one frame; a multiple of 4096, at most 1 GiB.
         block_bytes: Raw bytes under one checksum; a multiple of 4096, at most 1 GiB. With smaller
             blocks less is read for a region of a tensor, and the manifest grows. By default about

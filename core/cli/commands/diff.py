@@ -73,7 +73,8 @@ def diff(
 
     Objects that only one of them has; kinds, dtypes and shapes; bytes, by their stored checksums
     where these tell, else by reading both; values, kinds of containers, metadata. Exits with 0
-    if nothing differs, 1 if something does, 2 if it went wrong.
+    if nothing differs, 1 if something does, 2 after an error. It does not look for damage:
+    `penstock verify` does.
 
     Examples:
       penstock diff runs/gpt              the two newest

@@ -120,7 +120,8 @@ def doctor(
 ) -> bool:
     """Look at what this machine and this store can do for a run, and say what to change.
 
-    The run need not exist yet, and nothing stays behind. Exits with 1 if a save would fail.
+    The run need not exist yet, and nothing is left behind. A check is `ok`, `info` (a fact),
+    `warn` (works, but could be better) or `fail` (a save would fail: the exit code is 1).
 
     Examples:
       penstock doctor runs/gpt

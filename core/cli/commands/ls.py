@@ -110,8 +110,8 @@ def ls(
 ) -> None:
     """List the checkpoints of a run: step, generation, age, sizes, ratio, state, metrics.
 
-    The state is `ok`, or `damaged` where the commit record cannot be read; what a checkpoint
-    holds is looked at by `penstock verify`. Reads one small record for each checkpoint.
+    The state is `ok`, or `damaged` where the commit record cannot be read; `penstock verify`
+    checks the data. Reads one small record for each checkpoint.
 
     STORED is the size of the blobs, including the gaps that direct I/O needs; RATIO is RAW over
     STORED; `penstock show` counts what the objects themselves take.

@@ -65,7 +65,7 @@ def verify(
     """Compare every checksum of a checkpoint; exits with 1 if anything is damaged.
 
     All damage is listed, not only the first, by the path of the object or the name of the record.
-    With --repair, 1 means that something still is.
+    With tiers, the copy in each is verified. With --repair, 1 means that damage is left.
 
     Examples:
       penstock verify runs/gpt
