@@ -12,6 +12,7 @@ from penstock import export_checkpoint, import_checkpoint
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.cli.app import Exclude, Include, Json, Step, Url, command, root, size_of
 from penstock.core.cli.output.render import print_json, print_line
+from penstock.core.errors import StepExistsError
 from penstock.core.reporting.progress import ProgressBar
 from penstock.core.restore.checkpoint import Checkpoint
 from penstock.core.storage.open import open_backend
@@ -167,19 +168,26 @@ def import_(  # noqa: PLR0913 - its options
       penstock import old.pt runs/gpt --rename sd=model
       penstock import dcp/step-900 runs/gpt --step 900
     """
-    with closing(ProgressBar("import", every_s=None, transient=True)) as bar:
-        report = import_checkpoint(
-            source,
-            run,
-            step=step,
-            format=format,
-            include=include or None,
-            exclude=exclude or None,
-            rename=_pairs(rename),
-            names_from=names_from,
-            overwrite=overwrite,
-            on_progress=bar,
+    try:
+        with closing(ProgressBar("import", every_s=None, transient=True)) as bar:
+            report = import_checkpoint(
+                source,
+                run,
+                step=step,
+                format=format,
+                include=include or None,
+                exclude=exclude or None,
+                rename=_pairs(rename),
+                names_from=names_from,
+                overwrite=overwrite,
+                on_progress=bar,
+            )
+    except StepExistsError as error:  # its advice is for callers in Python
+        msg = (
+            f"{run} has step {step} or a later one: choose a later --step, or save this one "
+            "with --overwrite"
         )
+        raise StepExistsError(msg) from error
     if as_json:
         print_json({"source": source, **asdict(report)})
         return
