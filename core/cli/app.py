@@ -18,6 +18,7 @@ import typer
 from typer.core import TyperGroup
 
 from penstock.core.cli.output.render import visible, visible_lines
+from penstock.core.cli.output.runs_on_disk import OPENING
 from penstock.core.units import seconds_of
 
 F = TypeVar("F", bound=Callable[..., object])
@@ -314,6 +315,7 @@ def _set_debug(wanted: bool) -> None:
     errors.debug = wanted
     if wanted:
         log_visibly(level=logging.DEBUG, form=logging.BASIC_FORMAT)
+        logging.getLogger(OPENING).setLevel(logging.NOTSET)
         for name in _TALKATIVE:
             logging.getLogger(name).setLevel(logging.INFO)
 

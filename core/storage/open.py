@@ -280,6 +280,6 @@ def _refuse_odd_scheme(url: str) -> None:
 
 
 def _warn_once(message: str) -> None:
-    if message not in _warned:
+    if message not in _warned and logger.isEnabledFor(logging.WARNING):
         _warned.add(message)
         logger.warning("%s", message)

@@ -220,7 +220,7 @@ def test_a_run_that_is_copied_data_first_loses_nothing_to_prune(call, run, tmp_p
     assert sorted(call("ls", target, "--json").json["unrecorded"].values()) == [1, 2, 3]
     doctor = call("doctor", target, "--no-probe").out
     assert "3 saves that lack a commit record, as all do" in doctor
-    assert "bring the files of its folder `commits`" in doctor
+    assert "copy the files of its folder `commits`" in doctor
     assert "penstock prune" not in said + doctor
     # The first record is there, the others are on their way.
     shutil.copytree(run / "commits", target / "commits", ignore=lambda *_: ["00000003-0.json"])
