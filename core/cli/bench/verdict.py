@@ -1,4 +1,4 @@
-"""The conclusions from a sweep: what limits, and which options are better than the default.
+"""The conclusions from a sweep: the limit, and the options that are better than the default.
 
 Tested in `tests/core/cli/test_bench.py`.
 """
@@ -31,7 +31,7 @@ class Choice:
 
     Attributes:
         row: The option with its value.
-        gains: How many times as fast each work is, by the medians.
+        gains: How many times faster each kind of work is, by the medians.
     """
 
     row: Row
@@ -80,9 +80,9 @@ def _reason(report: Report, work: Work, share: float, cores: float) -> str:
 def choices(report: Report) -> list[Choice]:
     """Return the best value of each option that has a better one than the default.
 
-    It is better if the median of some work is faster by more than the noise, and by more than the
-    rounds of either case differ, and no work is slower by more than the noise. Rounds that merely
-    do not overlap are common among dozens of comparisons.
+    A value is better if the median of some kind of work is faster by more than the noise and by
+    more than the rounds of either case differ, and no work is slower by more than the noise.
+    Rounds that merely do not overlap are common among dozens of comparisons.
     """
     default, *others = report.rows
     best: dict[str, Choice] = {}
