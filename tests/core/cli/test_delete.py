@@ -213,7 +213,7 @@ def test_a_run_that_is_copied_data_first_loses_nothing_to_prune(call, run, tmp_p
     before = tree_of(target)
     done = call("prune", target, "--yes")
     assert (done.code, tree_of(target)) == (1, before)
-    assert "data of 3 attempts to save, and not one commit record" in done.out
+    assert "data of 3 attempts to save, but no commit record" in done.out
     assert "--all" in done.out
     said = call("ls", target).out
     assert "3 attempts to save (step 1, 2, 3) lack only the commit record" in said

@@ -121,7 +121,7 @@ def test_who_is_overtaken_keeps_his_earlier_steps_and_his_data(store):
         backend.overtake = lambda: save_step_two_to(store)
         handle = ckpt.save(make(10), 2)
         for _ in range(2):
-            with pytest.raises(LostRaceError, match="published by another saver first"):
+            with pytest.raises(LostRaceError, match="another saver published step"):
                 handle.result(300)
         ckpt.wait()
         assert same(ckpt.load(1), make(1))
