@@ -189,7 +189,7 @@ def test_a_wrong_option_is_shown_with_the_forms_that_are_right(penstock, run_fol
         (("delete", "1.5"), "Invalid value for 'STEP': "),
         (
             ("copy", "to", "--step", "x"),
-            "'x' is not a step: give a whole number of at least 0, or `latest`",
+            "'x' is not a step: give a whole number of at least 0, `latest` or `all`",
         ),
         (
             ("copy", "to", "--rate", "fast"),

@@ -134,7 +134,7 @@ def test_another_checkpoint_in_the_way_is_said_with_what_to_do(call, run):
     done = call("drain", run.url)
     assert done.code == 1
     said = " ".join(done.out.split())
-    assert "step 1 is another checkpoint in tier durable: `penstock delete URL 1` with" in said
+    assert "step 1 is another checkpoint in tier durable: `penstock delete URL 1 --tier" in said
     assert "still to be copied: steps 1, once the cause is removed" in said
     assert "the same command continues" not in said
 
