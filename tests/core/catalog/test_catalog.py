@@ -435,7 +435,7 @@ def test_no_data_is_deleted_while_something_cannot_be_read(store, catalog, victi
     assert report.uids == ()
     assert any(name in reason for reason in report.refused)
     if victim == "stray":
-        assert "no name of a commit record" in report.refused[0]
+        assert "not a commit record's name" in report.refused[0]
     assert data_names(uid) <= store.names()
 
 

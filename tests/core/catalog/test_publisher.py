@@ -186,7 +186,7 @@ def test_a_commit_whose_borrowed_blobs_are_gone_is_taken_back(store, there):
         publisher.publish_commit(record, begin=lambda: commit.feed(Event.PUBLISH_STARTED))
         assert Catalog(store).steps() == [100]
         return
-    with pytest.raises(CommitUnknownError, match=r"borrows of other saves \(data/b+/blobs/"):
+    with pytest.raises(CommitUnknownError, match=r"borrowed from other saves \(data/b+/blobs/"):
         publisher.publish_commit(record, begin=lambda: commit.feed(Event.PUBLISH_STARTED))
     assert Catalog(store).steps() == []
     assert intent_name(uid) in {info.name for info in store.list("data/")}

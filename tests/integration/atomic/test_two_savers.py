@@ -274,7 +274,7 @@ def test_an_overwrite_that_lands_after_its_data_was_pruned_leaves_the_older_gene
         else:
             Catalog(store).delete_older_generations(1)
         looking.until.set()
-        with pytest.raises(CommitUnknownError, match="its data is not on"):
+        with pytest.raises(CommitUnknownError, match="its data is no longer on"):
             handle.result(300)
         assert other.steps() == [1]
         assert same(other.load(1), make(1))
