@@ -172,7 +172,7 @@ def test_a_shipped_name_that_another_claims_is_an_error_that_keeps_ours_by_one_l
     registry = Registry(_shipped_codec_and(plugin_site, "acme-codecs"))
     with pytest.raises(PluginError, match=r"zstd.*acme-codecs 1\.0 \(acme_codecs:Good\)") as caught:
         registry.codec_class("zstd")
-    assert str(caught.value).endswith('as prefer={"codec": {"zstd": "penstock"}}')
+    assert str(caught.value).endswith('as in prefer={"codec": {"zstd": "penstock"}}')
     assert "acme_codecs" not in sys.modules
     states = {i.distribution: i.state for i in registry.listing() if i.name == "zstd"}
     assert states == {"penstock": "conflict", "acme-codecs": "conflict"}
