@@ -54,7 +54,7 @@ class SaveError(PenstockError):
 class StepExistsError(SaveError):
     """The step, or a later one, is committed already.
 
-    Pass `overwrite=True`, or call `rewind` first to continue from an older step.
+    Pass `overwrite=True`, or first `rewind` to continue from an older step.
     """
 
 

@@ -185,7 +185,7 @@ def test_plugins_for_another_contract_break_nothing_but_what_asks_for_them(envir
     saved = environment.code(SAVE)
     for name in foreign:
         assert saved.stderr.count(f"provider '{name}' of {name}-plugin 0.1") == 1
-    assert saved.stderr.count("going on without it") == 2
+    assert saved.stderr.count("continuing without it") == 2
     environment.code(RESTORE)
     said = iter(environment.code(REFUSED, *foreign).stdout.splitlines())
     for name, version in foreign.items():

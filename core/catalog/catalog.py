@@ -1,8 +1,8 @@
-"""The catalog of a run: which steps exist, which is the latest, and the deletion of checkpoints.
+"""The catalog of a run: its steps, the latest one, and the deletion of checkpoints.
 
 A checkpoint exists if and only if its commit record's name does. Commit records are deleted before
-data, the lowest generation of a step first: a crash in between leaves data that no record names,
-for `prune`; never a record without data, nor an overwritten generation that comes back.
+data, the lowest generation of a step first. So a crash in between leaves data that no record names,
+for `prune`, but never a record without data, and no overwritten generation comes back.
 """
 
 from __future__ import annotations
@@ -53,14 +53,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock")
 
 _SHOWN_STEPS = 20
-_TRIES = 5  # a step that is overwritten again and again may change behind each listing
+_TRIES = 5  # a step that is overwritten repeatedly may change after each listing
 
 
 class Catalog:
     """All checkpoints under one root.
 
-    Caches nothing, so that every answer is the store's: another process may save, delete or prune
-    at any time.
+    Caches nothing, because another process may save, delete or prune at any time.
     """
 
     def __init__(
@@ -77,18 +76,18 @@ class Catalog:
         Args:
             backend: The backend of the run.
             before_delete: Called with the uids of checkpoints that are about to be deleted.
-            delete_failed: Called with these uids if the deletion fails, when some may stay.
-            look: Returns whether a place has all data of a checkpoint. Called for a checkpoint
-                that is kept, before others are deleted for its sake.
-            note_own: Called with the uid of a checkpoint that this process has made, whose manifest
-                `look` then need not read.
+            delete_failed: Called with these uids if the deletion fails; some may remain.
+            look: Returns whether a place has all data of a checkpoint. Called for a kept
+                checkpoint before others are deleted because of it.
+            note_own: Called with the uid of a checkpoint that this process has made; `look` need
+                not read its manifest.
         """
         self._backend = backend
         self._before = before_delete
         self._failed = delete_failed
         self._look = look
         self.note_own = note_own
-        self._doomed: set[int] = set()  # steps that retention looks at for the last time
+        self._doomed: set[int] = set()  # steps that retention is about to delete
 
     # -- looking --------------------------------------------------------------------------------
 
@@ -99,8 +98,8 @@ class Catalog:
         """
         found: dict[int, list[tuple[int, str]]] = defaultdict(list)
         for info in self._backend.list(COMMIT_PREFIX):
-            # Cut to the record's name: where a folder stands in its place only the files inside are
-            # listed, and the step is damaged, not missing.
+            # Cut to the record's name: if it is a folder, only the files inside are listed, and the
+            # step is damaged, not missing.
             name = "/".join(info.name.split("/", 2)[:2])
             parsed = parse_commit_name(name)
             if parsed is not None:
@@ -108,7 +107,7 @@ class Catalog:
         return {step: [name for _, name in sorted(set(found[step]))] for step in sorted(found)}
 
     def steps(self) -> list[int]:
-        """Return the committed steps, ascending; those with a damaged record included."""
+        """Return the committed steps, ascending, including those with a damaged record."""
         return list(self.entries())
 
     def latest(self) -> int | None:
@@ -169,7 +168,7 @@ class Catalog:
             entries: A result of `entries()` from just before, which saves one listing.
 
         Raises:
-            CheckpointNotFoundError: The step does not exist; the message lists those that do.
+            CheckpointNotFoundError: The step does not exist; the message lists existing steps.
             FormatError: The record is unreadable, or of an unknown version.
         """
         try:
@@ -186,7 +185,7 @@ class Catalog:
             steps: The steps, in the order in which to read them; by default all, ascending.
 
         Yields:
-            A step with its commit record, or with the error that tells why that is unreadable.
+            A step with its commit record, or with the error that made it unreadable.
         """
         entries = self.entries()
         for step in entries if steps is None else steps:
@@ -200,7 +199,7 @@ class Catalog:
             yield step, found
 
     def has_whole(self, steps: Iterable[int]) -> bool:
-        """Return whether one of these steps can be read, as far as `look` tells."""
+        """Return whether one of these steps can be read, according to `look`."""
         newest_first = self.records(sorted(steps, reverse=True))
         return any(
             not isinstance(found, DamagedError) and self._is_whole(found)
@@ -220,7 +219,7 @@ class Catalog:
             error: The reader's error.
 
         Returns:
-            A `CheckpointGoneError` if the record is gone or names another uid now. Else `error`
+            A `CheckpointGoneError` if the record is gone or now names another uid; else `error`
             itself if it is a `DamagedError`, or a `DamagedError` with its message.
         """
         try:
@@ -232,7 +231,7 @@ class Catalog:
         if gone:
             msg = (
                 f"the checkpoint of step {step} on {self._backend.url} was deleted or overwritten"
-                " while it was read; read again, or read another step"
+                " while it was being read; read it again, or another step"
             )
             return CheckpointGoneError(msg)
         if isinstance(error, DamagedError):
@@ -244,7 +243,7 @@ class Catalog:
     def annotate(self, step: int, metadata: Mapping[str, Any], tags: Mapping[str, bool]) -> None:
         """Add a note to a committed checkpoint; on return it is durable wherever the checkpoint is.
 
-        A crash at any moment leaves the note or none.
+        A crash at any moment leaves the whole note or none.
 
         Args:
             step: The step.
@@ -252,7 +251,7 @@ class Catalog:
             tags: Whether the checkpoint has each of these tags from now on.
 
         Raises:
-            CheckpointNotFoundError: The step does not exist; the message lists those that do.
+            CheckpointNotFoundError: The step does not exist; the message lists existing steps.
             CheckpointGoneError: It was deleted or overwritten meanwhile; nothing was added.
             ConfigError: The note would be too long, or there are too many.
             DamagedError: The commit record of the step is unreadable.
@@ -261,7 +260,8 @@ class Catalog:
         record = self.record(step)
         name = write_note(self._backend, record, metadata, tags)
         with suppress(CheckpointNotFoundError):
-            # A deletion deletes the record first: either it sees the note, or this look sees that.
+            # A deletion deletes the record first: either it sees the note, or this read sees that
+            # the record is gone.
             if step not in self._doomed and self.record(step).origin == record.origin:
                 return
         self._backend.delete([name])
@@ -272,8 +272,8 @@ class Catalog:
     def delete(self, step: int, named: Mapping[str, str | None] | None = None) -> None:
         """Delete a checkpoint with all generations: records durably first, then data.
 
-        Data that another checkpoint or a save in flight uses stays, as does all data while any
-        record of the run is unreadable; `prune` takes it later.
+        Data that another checkpoint or a save in flight uses stays, and so does all data while any
+        record of the run is unreadable; `prune` deletes it later.
 
         Args:
             step: The step.
@@ -281,7 +281,7 @@ class Catalog:
                 a record that names another uid now is not deleted. None deletes all records.
 
         Raises:
-            CheckpointNotFoundError: The step does not exist; the message lists those that do.
+            CheckpointNotFoundError: The step does not exist; the message lists existing steps.
             ConfigError: Without `named`, two tiers have different checkpoints at this step; nothing
                 was deleted.
         """
@@ -296,7 +296,7 @@ class Catalog:
         """Delete the generations that an overwrite of `step` replaced.
 
         All stay while the newest generation lacks its data, for instance because its saver was
-        held up, was pruned, and published late: the older generation is then the only whole one.
+        held up, was pruned, and published late: then only the older generation is whole.
 
         Raises:
             FormatError: The newest generation is unreadable; nothing was deleted.
@@ -306,7 +306,7 @@ class Catalog:
         places = places_of(self._backend)
         having = [is_whole(one, keep) and self._look(one, keep) for one in places]
         for number, one in enumerate(places):
-            # A slower tier keeps its older generation until it has the newer one, too: the faster
+            # A slower tier keeps its older generation until it has the newer one too: the faster
             # tier may be lost with its machine.
             if any(having[number:]):
                 other = Catalog(one, before_delete=self._before, delete_failed=self._failed)
@@ -318,7 +318,7 @@ class Catalog:
         self._delete(below)
 
     def rewind(self, step: int) -> list[int]:
-        """Delete every step after `step`, newest first, to go on from there.
+        """Delete every step after `step`, newest first, to continue from `step`.
 
         Returns:
             The deleted steps, ascending.
@@ -337,11 +337,11 @@ class Catalog:
     def apply_retention(self, rules: Retention, *, protect: Collection[int] = ()) -> list[int]:
         """Delete the checkpoints that no rule of retention keeps.
 
-        A checkpoint with a readable record counts only if it is whole as far as `look` tells: the
-        newest ones are checked until enough are found, and older ones are deleted unchecked; so
-        are the best ones. Checkpoints with an unreadable record are neither counted nor deleted.
-        A checkpoint with a tag is not deleted, nor one with an unreadable note: it may have a tag,
-        or be the best.
+        A checkpoint with a readable record counts only if it is whole according to `look`. The
+        newest and the best ones are checked until enough are whole; the others are deleted
+        unchecked. Checkpoints with an unreadable record are neither counted nor deleted. A
+        checkpoint with a tag is not deleted, nor one with an unreadable note, which may be a tag or
+        make it the best.
 
         Args:
             rules: The rules.
@@ -349,7 +349,7 @@ class Catalog:
 
         Returns:
             The deleted steps, ascending. The newest whole step is never among them. Blobs that a
-            kept checkpoint borrows of a deleted one stay.
+            kept checkpoint borrows from a deleted one stay.
         """
         survey = survey_records(self._backend)
         named = {step: names[-1] for step, names in self.entries().items()}
@@ -366,7 +366,7 @@ class Catalog:
         kept |= self._newest(readable, steps, count, self._is_whole)
         kept |= self._kept_for_tiers(readable, count)
         listed = NotesOfRun(places_of(self._backend))
-        # The best may be any of them. Else the notes on steps that stay are not read at each save.
+        # Any step may be the best. Otherwise each save skips the notes on steps that stay.
         in_doubt = readable.keys() if rules.keep_best is not None else readable.keys() - kept
         notes = {step: listed.read(readable[step]) for step in sorted(in_doubt)}
         kept |= {step for step, found in notes.items() if found.tags or found.damaged}
@@ -375,7 +375,7 @@ class Catalog:
             ranked = worst_first(metadata, rules.best_metric, rules.best_mode)
             kept |= self._newest(readable, ranked, rules.keep_best, self._is_whole)
         doomed = [step for step in steps if step not in kept]
-        log.debug("retention: of %d readable checkpoints %d go", len(steps), len(doomed))
+        log.debug("retention: deletes %d of %d readable checkpoints", len(doomed), len(steps))
         gone = []
         for step in doomed:
             names = self.entries().get(step, [])
@@ -383,7 +383,7 @@ class Catalog:
             seen = {name: survey.records[name].uid for name in names if name in survey.records}
             doomed_names = [name for name in names if name in seen]
             with self._deciding(step):
-                # Whatever was added since may speak for it: the next retention looks at that.
+                # A note that was added since may protect it: the next retention decides.
                 now = NotesOfRun.of(self._backend, readable[step]).names(readable[step])
                 added = now.keys() - listed.names(readable[step]).keys()
                 if not added and self._delete(doomed_names, seen):
@@ -392,10 +392,10 @@ class Catalog:
 
     @contextmanager
     def _deciding(self, step: int) -> Iterator[None]:
-        """Refuse notes on a step meanwhile.
+        """Refuse new notes on a step within the block.
 
-        Retention looks at the notes after this began, `annotate` looks for this after it has
-        published: so no note is added with success, and then deleted unseen.
+        Retention reads the notes within the block, and `annotate` checks for the block after it has
+        published. So no note is added with success and then deleted unseen.
         """
         self._doomed.add(step)
         try:
@@ -410,7 +410,7 @@ class Catalog:
         count: int,
         is_whole: Callable[[CommitRecord], bool],
     ) -> set[int]:
-        """Return the last of `steps`, from the one that completes `count` whole ones.
+        """Return the last of `steps` that include `count` whole ones.
 
         Returns all steps if fewer are whole: then a damaged checkpoint may be the best there is.
         """
@@ -429,9 +429,9 @@ class Catalog:
         return any(is_whole(one, record) and self._look(one, record) for one in places)
 
     def _kept_for_tiers(self, whole: Mapping[int, CommitRecord], keep_last: int) -> set[int]:
-        """Return the steps to keep because a slower tier has nothing newer yet.
+        """Return the steps to keep because a slower tier has no newer checkpoint yet.
 
-        These are the newest of each tier, and the oldest that is still to be copied. Without them
+        These are the newest of each tier, and the oldest that has yet to be copied. Otherwise
         retention would delete the only durable checkpoint, and each new one before it was durable.
         """
         kept: set[int] = set()

@@ -1,13 +1,13 @@
 """The states of a save as one table, sans-IO.
 
-The engine feeds events and carries out the actions that come back. The table keeps three promises:
-nothing of a uid is deleted by its saver once it has sealed, unless it has lost for good or the
-ranks have decided to abort; nothing is published after the intent was found gone or could not be
-refreshed for half the grace time; COMMITTED is reached only by the store's own "yes", the word of
-the rank that got it, or by reading a record that is ours.
+The engine feeds events and executes the returned actions. The table keeps three promises. A saver
+that has sealed deletes no data of its uid, unless it has lost for good or the ranks have decided to
+abort. Nothing is published after the intent was found gone or could not be refreshed for half the
+grace time. COMMITTED is reached only by the store's own "yes", by the report of the rank that got
+it, or by reading a record that is ours.
 
-Where many ranks save together, each has such a table of its own, and its round
-(`core/rounds/round.py`) feeds it. The last four events are for that alone.
+If many ranks save together, each has its own table, and its round (`core/rounds/round.py`) feeds
+it. Only rounds feed the last four events.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class State(StrEnum):
     WRITING = "writing"
     SEALED = "sealed"
     PUBLISHING = "publishing"
-    AWAITING = "awaiting"  # the same, on the ranks that do not publish
+    AWAITING = "awaiting"  # the same, on ranks that do not publish
     COMMITTED = "committed"
     UNKNOWN = "unknown"
     ABORTED = "aborted"
@@ -33,30 +33,28 @@ class Event(StrEnum):
     """The events that the engine feeds."""
 
     SEALED = "sealed"  # every blob of this rank is durable; about to be reported
-    FAILED = "failed"  # something other than the publish of the commit record went wrong
+    FAILED = "failed"  # an error of anything except the publish of the commit record
     ABORT = "abort"  # the user, a timeout or `close` gave up
     INTENT_GONE = "intent gone"
     GRACE_HALF_PASSED = "half the grace time passed without a refresh of the intent"
     PUBLISH_STARTED = "publish started"  # parts and index are durable, the intent was there
     PUBLISH_OK = "publish ok"
-    PUBLISH_LOST = (
-        "publish lost"  # the name is taken; by an earlier try of our own, if the store errs
-    )
-    PUBLISH_ANSWER_LOST = "publish answer lost"  # any error: it may or may not have happened
+    PUBLISH_LOST = "publish lost"  # the name is taken; if the store errs, by our own earlier try
+    PUBLISH_ANSWER_LOST = "publish answer lost"  # any error: the record may or may not exist
     RECORD_IS_OURS = "record is ours"
     RECORD_IS_OTHER = "record is another's"
     RECORD_IS_OTHER_FOR_GOOD = (
         "the name was refused as taken, and the record is another's: ours cannot land any more"
     )
     RECORD_ABSENT = "record absent"  # or unreadable: proves nothing
-    COMMIT_DECIDED = "the ranks decided to commit"  # fed on all ranks but the one that publishes
+    COMMIT_DECIDED = "the ranks decided to commit"  # fed on ranks that do not publish
     ABORT_DECIDED = "the ranks decided to abort"
     DECISION_UNKNOWN = "what the ranks decided cannot be learned"
     NEVER_PUBLISHED = "the rank that publishes has not, and never will"
 
 
 class Action(StrEnum):
-    """The actions that the engine carries out."""
+    """The actions that the engine executes."""
 
     PREPARE = "publish part and index, look at the intent, then feed PUBLISH_STARTED"
     PUBLISH = "publish the commit record, once"
@@ -88,8 +86,8 @@ TABLE: dict[tuple[State, Event], tuple[State, Action]] = {
     (_S.SEALED, _E.ABORT): (_S.ABORTED, _A.FAIL_KEEP),
     (_S.SEALED, _E.INTENT_GONE): (_S.ABORTED, _A.FAIL_KEEP),
     (_S.SEALED, _E.GRACE_HALF_PASSED): (_S.ABORTED, _A.FAIL_KEEP),
-    # An abort that has won the register can never be followed by a publish, which needs the
-    # register to say commit. So each rank may delete its data at once, though it has sealed.
+    # After an abort has won the register no rank publishes, which needs "commit" in the register.
+    # So each rank may delete its data at once, though it has sealed.
     (_S.WRITING, _E.ABORT_DECIDED): (_S.ABORTED, _A.FAIL_MAY_DELETE),
     (_S.SEALED, _E.ABORT_DECIDED): (_S.ABORTED, _A.FAIL_MAY_DELETE),
     (_S.SEALED, _E.COMMIT_DECIDED): (_S.AWAITING, _A.AWAIT),
@@ -105,8 +103,8 @@ TABLE: dict[tuple[State, Event], tuple[State, Action]] = {
     (_S.PUBLISHING, _E.PUBLISH_LOST): (_S.UNKNOWN, _A.RESOLVE),
     (_S.PUBLISHING, _E.PUBLISH_ANSWER_LOST): (_S.UNKNOWN, _A.RESOLVE),
     (_S.PUBLISHING, _E.FAILED): (_S.UNKNOWN, _A.RESOLVE),
-    # The record may be on its way to the store, and store calls cannot be cancelled: an abort here
-    # could report failure of a checkpoint that exists a moment later.
+    # The record may be in flight, and store calls cannot be cancelled: an abort here could report
+    # failure of a checkpoint that exists a moment later.
     (_S.PUBLISHING, _E.ABORT): (_S.PUBLISHING, _A.NONE),
     (_S.PUBLISHING, _E.INTENT_GONE): (_S.PUBLISHING, _A.NONE),
     (_S.PUBLISHING, _E.GRACE_HALF_PASSED): (_S.PUBLISHING, _A.NONE),
@@ -128,7 +126,7 @@ TABLE: dict[tuple[State, Event], tuple[State, Action]] = {
     (_S.ABORTED, _E.INTENT_GONE): (_S.ABORTED, _A.NONE),
     (_S.ABORTED, _E.GRACE_HALF_PASSED): (_S.ABORTED, _A.NONE),
 }
-"""(state, event) -> (next state, action); a pair that is not here cannot happen."""
+"""(state, event) -> (next state, action); other pairs cannot happen."""
 
 
 class Commit:
@@ -150,22 +148,22 @@ class Commit:
     def may_delete_own_data(self) -> bool:
         """Whether the saver may delete what it wrote.
 
-        Only if it failed before it had sealed, another saver has won for good, or the ranks have
-        decided that nobody publishes.
+        Only if it failed before it sealed, another saver has won for good, or the ranks have
+        decided that no rank publishes.
         """
         return self._may_delete
 
     @property
     def never_published(self) -> bool:
-        """Whether no commit record of this save is there, or can come, unless one is begun now.
+        """Whether no commit record of this save exists or can still arrive.
 
-        A record that was tried may still land where another saver's was deleted: of a lost answer
-        only the store's own "taken" is definite. Until then other ranks keep their data, too.
+        A record that was tried may still land after another saver's was deleted: after a lost
+        answer only the store's own "taken" is definite. Until then other ranks keep their data too.
         """
         return self._may_delete or not self._tried
 
     def feed(self, event: Event) -> Action:
-        """Go to the next state for `event`, and return the action to carry out.
+        """Go to the next state for `event`, and return the action to execute.
 
         Raises:
             IllegalEventError: The event cannot happen in this state; nothing changed.

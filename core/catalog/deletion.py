@@ -1,13 +1,13 @@
-"""Deletes checkpoints: their commit records first and durably, then the data that nothing needs.
+"""Deletes checkpoints: their commit records first and durably, then data that is not needed.
 
 A checkpoint whose blobs another one borrows loses its record, intent, index and parts, and keeps
-its blobs. Its intent has to go: the intent is what a copy of that checkpoint in flight looks for
-before it commits, and an intent that stayed would keep whatever the deleted checkpoint itself had
-borrowed. Savers in flight need the blobs alone. The blobs go with the last checkpoint that borrows
+its blobs. Its intent must go: a copy of that checkpoint in flight checks for the intent before it
+commits, and a remaining intent would keep the blobs that the deleted checkpoint had borrowed.
+Savers in flight need only the blobs. The blobs are deleted with the last checkpoint that borrows
 them.
 
-No store deletes on a condition. So each step looks once more at what it is about to delete, and
-the order of the steps leaves nothing worse behind, wherever it ends, than data for `prune`.
+No store has conditional deletes. So each step checks again what it is about to delete, and the
+order of the steps leaves at worst data for `prune`, wherever it ends.
 
 Tested in `tests/core/catalog/test_catalog.py`.
 """
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from penstock.core.format.records import CommitRecord
     from penstock.core.types import BlobInfo
 
-_LANDINGS = 3  # how often a deletion looks again for copies in flight that landed behind it
+_LANDINGS = 3  # how often a deletion checks again for copies in flight that landed after it
 
 
 def check_same(tiers: Sequence[Tier], steps: Iterable[int]) -> None:
@@ -57,7 +57,7 @@ def check_same(tiers: Sequence[Tier], steps: Iterable[int]) -> None:
             if len(one) > 1:
                 msg = (
                     f"step {step} is not the same checkpoint in tiers {' and '.join(one.values())};"
-                    " nothing was deleted. Say in which of them to delete it: `penstock delete URL "
+                    " nothing was deleted. Choose the tier to delete it from: `penstock delete URL "
                     f"{step} --tier NAME`"
                 )
                 raise ConfigError(msg)
@@ -66,7 +66,7 @@ def check_same(tiers: Sequence[Tier], steps: Iterable[int]) -> None:
 def delete_data(backend: Backend, uid: str, blobs: Iterable[BlobInfo]) -> None:
     """Delete the data of a save: its intent first, so that a slow saver sees it must not commit.
 
-    Likewise the lease, for a copy in flight that brings what another checkpoint borrows.
+    Also deletes the lease first, for a copy in flight that writes blobs that another one borrows.
     """
     names = [blob.name for blob in blobs]
     first = [intent_name(uid), *({lease_name(uid)} & set(names))]
@@ -75,9 +75,9 @@ def delete_data(backend: Backend, uid: str, blobs: Iterable[BlobInfo]) -> None:
 
 
 def delete_manifest(backend: Backend, uid: str, blobs: Iterable[BlobInfo]) -> None:
-    """Delete what a save has beside its blobs, which others need: its intent first.
+    """Delete the files of a save except its blobs, which others need: its intent first.
 
-    A lease stays, since it tells which of the blobs are durable.
+    A lease stays, since it lists which of the blobs are durable.
     """
     first = intent_name(uid)
     backend.delete([first])
@@ -85,7 +85,7 @@ def delete_manifest(backend: Backend, uid: str, blobs: Iterable[BlobInfo]) -> No
 
 
 def manifest_of(uid: str, blobs: Iterable[BlobInfo]) -> list[BlobInfo]:
-    """Return what of a save's files is neither blob nor lease."""
+    """Return a save's files that are neither blob nor lease."""
     lease = lease_name(uid)
     return [blob for blob in blobs if blob_uid(blob.name) is None and blob.name != lease]
 
@@ -93,15 +93,15 @@ def manifest_of(uid: str, blobs: Iterable[BlobInfo]) -> list[BlobInfo]:
 def delete_lent(
     backend: Backend, surveys: Sequence[Survey], lent: Collection[str], *, gone: Collection[str]
 ) -> None:
-    """Delete the data of saves without a record from which nothing borrows any more.
+    """Delete the data of saves without a record if nothing borrows from them any more.
 
     Data with an intent stays, for `prune`: a save or a copy of that uid may be in flight, or may
     have ended without a record.
 
     Args:
         backend: The run, with all its tiers.
-        surveys: Surveys of all places, from after the records of what had borrowed were gone.
-        lent: The uids to look at.
+        surveys: Surveys of all places, made after the borrowers' records were deleted.
+        lent: The candidate uids.
         gone: The uids whose intents were deleted since.
     """
     stays = {uid for survey in surveys for uid in survey.needed_without(gone)}
@@ -119,12 +119,12 @@ def delete_records(
 ) -> list[str]:
     """Delete commit records durably, in the given order, then the data that only they needed.
 
-    That may be data of checkpoints that were deleted earlier, from which the deleted ones borrowed.
+    That may include data of earlier deleted checkpoints, from which the deleted ones borrowed.
 
-    Skips a record that was replaced since it was chosen (its uid differs): a step that was deleted
-    can be saved again under the same name, and each tier may have another. No store deletes on a
-    condition, so a moment is left between reading the uid and the deletion. While any other record
-    of the run is unreadable all data stays, for `prune`.
+    Skips a record that was replaced since it was chosen (its uid differs): a deleted step can be
+    saved again under the same name, and each tier may have another save there. No store has
+    conditional deletes, so a moment remains between reading the uid and the deletion. While any
+    other record of the run is unreadable all data stays, for `prune`.
 
     Args:
         backend: The run, with all its tiers.
@@ -133,7 +133,7 @@ def delete_records(
             that they name in any tier now.
         before: Called with these uids before anything is deleted, so that other work of this
             process on them can stop.
-        failed: Called with these uids after an error, when some may stay and that work may go on.
+        failed: Called with these uids after an error: some may remain, and that work may continue.
 
     Returns:
         The names of the records that were deleted.
@@ -169,14 +169,14 @@ def _delete_chosen(
     chosen: Mapping[str, frozenset[str | None]],
     doomed: set[str],
 ) -> list[str]:
-    # Durably one by one: of several deletions in flight a power cut may undo any, and an
+    # Durably one by one: a power cut may undo any of several deletions in flight, and an
     # overwritten generation would come back.
     gone: list[CommitRecord] = []
     deleted = [name for name in names if _delete_if(backend, name, chosen[name], gone)]
     _delete_unneeded(backend, doomed, gone)
     for _ in range(_LANDINGS if backend.tiers else 0):
-        # A copy to another tier may have been in flight, and have published behind the deletion.
-        # Intent and data are gone now, so that no further copy can begin to publish.
+        # A copy to another tier may have been in flight, and have published after the deletion.
+        # Intent and data are gone now, so no further copy can begin to publish.
         landed = [_delete_if(backend, name, chosen[name] - {None}, gone) for name in deleted]
         if not any(landed):
             break
@@ -189,8 +189,8 @@ def _delete_if(
 ) -> bool:
     """Delete a record in every tier where it names one of `uids`; return whether any tier had it.
 
-    Unreadable copies in other tiers are deleted, too: the step would stay listed there. Adds the
-    deleted records to `gone`.
+    Deletes unreadable copies in other tiers too: the step would stay listed there. Adds the deleted
+    records to `gone`.
     """
     found = [(place, records_named(place, [name])) for place in _places(backend)]
     listed = [there[name] for _, there in found if name in there]
@@ -217,18 +217,18 @@ def _delete_unneeded(backend: Backend, doomed: set[str], deleted: Sequence[Commi
     Args:
         backend: The run, with all its tiers.
         doomed: The uids of the deleted checkpoints.
-        deleted: Their records, whose notes and whose borrowed blobs may go as well.
+        deleted: Their records, whose notes and borrowed blobs may be deleted too.
     """
     if not doomed:
         return
-    # Each tier by itself: under one name two of them may have two checkpoints.
+    # Each tier separately: two tiers may have different checkpoints under one name.
     surveys = [survey_run(place) for place in _places(backend)]
     readable = {name for survey in surveys for name in survey.records}
     if not {name for survey in surveys for name in survey.unreadable} - readable:
         gone = doomed.difference(*(survey.named for survey in surveys))
         kept = {record.origin for survey in surveys for record in survey.records.values()}
         delete_notes(backend, {record.origin for record in deleted} - kept)
-        # Their intents go as well: what they reference is not needed for that.
+        # Their intents are deleted too, so the blobs that these reference are not needed for them.
         needed = {uid for survey in surveys for uid in survey.needed_without(gone)}
         for uid in sorted(gone):
             delete = delete_manifest if uid in needed else delete_data

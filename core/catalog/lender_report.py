@@ -1,7 +1,7 @@
 """The saves from which checkpoints borrow blobs (chains of deltas), for messages and `penstock ls`.
 
-What is not deleted because others borrow it: `Survey.needed_without`. The step of a save whose
-checkpoint was deleted is known only from a checkpoint whose base it was.
+`Survey.needed_without` keeps borrowed data from deletion. The step of a save whose checkpoint was
+deleted is known only from a checkpoint that has it as base.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def records_newest_first(catalog: Catalog, step: int) -> Iterator[CommitRecord]:
 
 
 def find_lenders(records: Iterable[CommitRecord], uids: Collection[str]) -> dict[str, LendingSave]:
-    """Return what `records` tell of the saves `uids`; reads no further once all are found."""
+    """Return what `records` contain on the saves `uids`; stop reading once all are found."""
     found: dict[str, LendingSave] = {}
     steps: dict[str, int] = {}
     seen: set[int] = set()
@@ -55,7 +55,7 @@ def broken_chain(catalog: Catalog, record: CommitRecord, damaged: Collection[str
     """Describe a chain with damaged links, and name the newest older step that needs none of them.
 
     Args:
-        catalog: The catalog of the run; records are read until all is known.
+        catalog: The catalog of the run; reads records until everything is known.
         record: The checkpoint that borrows from the damaged saves.
         damaged: The uids of these saves.
     """
@@ -80,7 +80,7 @@ def broken_chain(catalog: Catalog, record: CommitRecord, damaged: Collection[str
         else f"Restore step {sound}, the newest older one that does not need {them}, as "
         "`restore(on_damage='fallback')` does."
     )
-    # Without a base the others only have chunks that are equal: see `share`.
+    # Without a base, the checkpoint only shares equal chunks: see `share`.
     tie = (
         "shares chunks with: it needs"
         if record.base is None
@@ -106,10 +106,10 @@ def borrowers_of_deleted_saves(records: Collection[CommitRecord]) -> dict[str, l
 def borrowed_bytes(
     backend: Backend, records: Iterable[CommitRecord], uids: Container[str]
 ) -> dict[str, int]:
-    """Return the bytes of all blobs that `records` borrow of the saves `uids`, by uid.
+    """Return the bytes of all blobs that `records` borrow from the saves `uids`, by uid.
 
-    Reads the tables of borrowed blobs of the checkpoints that borrow of these saves. Of one whose
-    table cannot be read it counts what the commit record says, as if nobody else borrowed that.
+    Reads the tables of borrowed blobs of the checkpoints that borrow from these saves. If a table
+    cannot be read, counts the sizes in the commit record, as if no other checkpoint borrowed them.
     """
     sizes: dict[str, int] = defaultdict(int)
     blobs: set[BlobRecord] = set()

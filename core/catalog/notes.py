@@ -1,8 +1,8 @@
 """Notes: metadata and tags that are added to a checkpoint after its commit.
 
-Notes are never changed, and have names of their own, so writers and copies need not agree: the
-notes on a checkpoint are all that any of its places has. They are no part of a checkpoint: without
-its commit record they mean nothing, and a damaged note damages nothing else.
+Notes never change, and each has its own name, so writers and copies need not agree: a checkpoint
+has the notes of all its places together. They are not part of a checkpoint: without its commit
+record they mean nothing, and a damaged note damages nothing else.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ log = logging.getLogger("penstock")
 
 @dataclass(frozen=True, slots=True)
 class Notes:
-    """What the commit record of a checkpoint and all readable notes on it say together.
+    """The merged content of a checkpoint's commit record and its readable notes.
 
     Attributes:
-        metadata: The user's metadata: of a key the latest value.
+        metadata: The user's metadata, with the latest value of each key.
         tags: The tags, ascending.
-        damaged: The reason, by name, why a note is unreadable.
+        damaged: By name, the reason why a note is unreadable.
     """
 
     metadata: dict[str, Any]
@@ -58,10 +58,10 @@ class Notes:
 
 
 class NotesOfRun:
-    """The notes in some places, as one listing of each place shows them."""
+    """The notes in some places, from one listing of each place."""
 
     def __init__(self, places: Iterable[Backend], prefix: str = NOTES_PREFIX) -> None:
-        """List all notes, or those whose names begin with `prefix`; reads none.
+        """List all notes, or those whose names begin with `prefix`; read none.
 
         Raises:
             StorageError: A place does not answer.
@@ -80,7 +80,7 @@ class NotesOfRun:
     def names(self, record: CommitRecord) -> dict[str, list[Backend]]:
         """Return the names of the notes on a checkpoint, in order, with the places that list them.
 
-        Names that no note has are among them.
+        They may include names of files that are not notes.
         """
         return dict(sorted(self._found.get(record.origin, {}).items()))
 
@@ -89,7 +89,7 @@ class NotesOfRun:
 
         Args:
             record: The commit record of the checkpoint.
-            warn: Whether to log what is unreadable.
+            warn: Whether to log unreadable notes.
 
         Raises:
             StorageError: A place does not answer.
@@ -101,7 +101,7 @@ class NotesOfRun:
             except DamagedError as error:
                 damaged[name] = error
                 if warn:
-                    log.warning("step %d goes on without a note: %s", record.step, str(error))
+                    log.warning("step %d: a note is ignored: %s", record.step, str(error))
                 continue
             if note is not None:
                 metadata |= note.metadata
@@ -110,13 +110,13 @@ class NotesOfRun:
 
 
 def check_tag(tag: object) -> str:
-    """Return a tag as it is stored.
+    """Return a tag in its stored form.
 
     Raises:
-        ConfigError: It is no tag.
+        ConfigError: It is not a tag.
     """
     if not is_tag(tag):
-        msg = f"{show_value(tag)} is no tag: use 1 to 64 of A-Z a-z 0-9 . _ -"
+        msg = f"{show_value(tag)} is not a tag: use 1 to 64 of A-Z a-z 0-9 . _ -"
         raise ConfigError(msg)
     return str(tag)
 
@@ -142,7 +142,7 @@ def write_note(
     """
     names = NotesOfRun.of(backend, record).names(record)
     if len(names) >= MAX_NOTES:
-        msg = f"step {record.step} has {len(names)} notes already: no more are added"
+        msg = f"step {record.step} already has {len(names)} notes: no more can be added"
         raise ConfigError(msg)
     number = min(max(map(note_number, names), default=0) + 1, MAX_NOTE_NUMBER)
     note = NoteRecord(record.origin, number, secrets.token_hex(8), dict(metadata), dict(tags))
@@ -162,8 +162,8 @@ def write_note(
 def gone(record: CommitRecord, backend: Backend) -> CheckpointGoneError:
     """Return the error for a checkpoint that is deleted while a note is added to it."""
     msg = (
-        f"the checkpoint of step {record.step} on {backend.url} was, or is being, deleted or "
-        "overwritten while a note was added to it: nothing was added"
+        f"the checkpoint of step {record.step} on {backend.url} was deleted or overwritten while a "
+        "note was added to it, or is about to be: nothing was added"
     )
     return CheckpointGoneError(msg)
 
@@ -171,9 +171,9 @@ def gone(record: CommitRecord, backend: Backend) -> CheckpointGoneError:
 def carry_notes(
     source: Backend, target: Backend, record: CommitRecord, *, origin: str | None = None
 ) -> None:
-    """Publish the notes on a checkpoint at another place, as far as it lacks them.
+    """Publish the notes on a checkpoint that another place lacks.
 
-    Carries damaged notes as they are, so that readers there know as well that something is missing.
+    Copies damaged notes unchanged, so that readers there know too that something is missing.
 
     Args:
         source: The place, or the run, that has the notes.
@@ -195,14 +195,14 @@ def carry_notes(
             if note is not None:
                 target.publish(copied, encode_note(replace(note, uid=origin or record.origin)))
         except DamagedError as error:
-            log.warning("a damaged note is carried to %s: %s", target.url, str(error))
-            with suppress(DamagedError, BlobNotFoundError):  # too long, or no file
+            log.warning("a damaged note is copied to %s: %s", target.url, str(error))
+            with suppress(DamagedError, BlobNotFoundError):  # too long, or not a file
                 data = places[0].read_record(name, limit_bytes=NOTE_LIMIT_BYTES)
                 target.publish(copied, data)
 
 
 def delete_notes(backend: Backend, origins: Iterable[str]) -> None:
-    """Delete all notes on checkpoints of these origins, durably."""
+    """Delete all notes on checkpoints with these origins, durably."""
     for origin in origins:
         if names := [info.name for info in backend.list(notes_prefix(origin))]:
             backend.delete(names)
@@ -218,10 +218,10 @@ def notes_by_origin(backend: Backend) -> dict[str, list[BlobInfo]]:
 
 
 def _read(name: str, places: Sequence[Backend]) -> NoteRecord | None:
-    """Read a note from the first place that has it whole; None: it was deleted meanwhile.
+    """Read a note from the first place that has it whole; None if it was deleted meanwhile.
 
     Raises:
-        DamagedError: It is damaged wherever it is.
+        DamagedError: It is damaged in every place that has it.
     """
     damage: DamagedError | None = None
     for place in places:

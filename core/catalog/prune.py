@@ -44,7 +44,7 @@ log = logging.getLogger("penstock")
 
 CLOCK_PREFIX = "clock/"
 GRACE_S = 24 * 3600.0
-"""The seconds for which data that no record names is left alone, by the store's clock."""
+"""Data without a record is kept for this many seconds, by the store's clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +52,17 @@ class PruneReport:
     """The result of a prune, or of its dry run.
 
     Attributes:
-        uids: The uids whose data or notes were (or would be) deleted, ascending; of data that a
-            checkpoint borrows all but the blobs.
-        names: The number of the blobs and records that were (or would be) deleted.
+        uids: The uids whose data or notes were (or would be) deleted, ascending; borrowed blobs
+            stay.
+        names: The number of blobs and records that were (or would be) deleted.
         size_bytes: The bytes of these blobs and records.
-        superseded: The commit records that a later overwrite of their step replaced, but that a
-            crash had kept from being deleted. Their data is not in the figures above.
+        superseded: Commit records that a later overwrite of their step replaced, but that were not
+            deleted because of a crash. Their data is not in the figures above.
         refused: The reasons why nothing was deleted: the error of each unreadable record, or that
             the run has no record at all.
-        unrecorded: The uids that were left alone since their commit records may be still to come,
-            for instance of a run that is being copied data first.
-        dry_run: Whether nothing was really deleted.
+        unrecorded: The uids that were kept since their commit records may still come, for instance
+            in a run that is being copied data first.
+        dry_run: Whether nothing was deleted.
     """
 
     uids: tuple[str, ...] = ()
@@ -85,24 +85,24 @@ def prune(
 ) -> PruneReport:
     """Delete the data of saves that no checkpoint and no save in flight can need.
 
-    A uid is deleted only if no record names it or borrows its blobs, no intent references it but of
-    uids that are deleted as well, it is not one of `own_uids`, and all its data is older than
-    `grace_s` by the store's clock. A saver that
-    could not refresh its intent for half that time never publishes, so no uid that is deleted here
-    can be committed later. The intent is deleted first; data that a crash leaves behind is as old
-    as before, and is deleted by the next prune.
+    A uid is deleted only if no record names it or borrows its blobs, only intents of deleted uids
+    reference it, it is not one of `own_uids`, and all its data is older than `grace_s` by the
+    store's clock. A saver that could not refresh its intent for half that time never publishes, so
+    no deleted uid can be committed later. The intent is deleted first. Data that a crash leaves
+    behind is as old as before, and the next prune deletes it.
 
-    Of a uid that no record names, but whose blobs are borrowed, all but the blobs goes: a deletion
-    left it that was killed behind the record, and its intent keeps what it had borrowed itself.
+    If no record names a uid, but its blobs are borrowed, everything except the blobs is deleted: it
+    was left by a deletion that was killed after the record, and its intent keeps the blobs that it
+    had borrowed itself.
 
     Nothing is deleted while any record of the run is unreadable, since that record may need any
-    data. Nothing is deleted of a run without a single record, nor a save that lacks only its record
-    while no later checkpoint exists, since the run may be being copied data first; `everything`
-    deletes both.
+    data. A run without any record is kept, and so is a save that lacks only its record while no
+    later checkpoint exists, since the run may be being copied data first; `everything` deletes
+    both.
 
-    Older generations of a step are deleted at once, as the saver that published the newest one was
-    going to do; but not if the newest generation lacks its data: its saver may have been held up
-    for so long that it was pruned, and will delete its own record.
+    Older generations of a step are deleted at once, as the saver of the newest one was going to do;
+    but not if the newest generation lacks its data: its saver may have been held up for so long
+    that it was pruned, and will delete its own record.
     """
     how = _How(
         grace_s=grace_s,
@@ -117,12 +117,11 @@ def prune(
 def take_dead(backend: Backend, *, own_uids: Collection[str] = ()) -> list[str]:
     """Delete unfinished saves, of any age, whose processes on this machine have ended.
 
-    Only those whose intent proves it: the process that wrote the intent is over, and it saved to
-    this place. Only those without an index: after the index a record that the dead process has
-    sent may still arrive. And only in a run with a readable commit record: a run without one may be
-    being copied.
+    The intent must prove it: the process that wrote it is over, and saved to this place. The save
+    must have no index: after the index a record that the dead process sent may still arrive. The
+    run must have a readable commit record: a run without one may be being copied.
 
-    What only such a save was going to borrow, of checkpoints that were deleted meanwhile, goes too.
+    Blobs of deleted checkpoints that only such a save was going to borrow are deleted too.
 
     Returns:
         The uids of these saves.
@@ -139,7 +138,7 @@ def take_dead(backend: Backend, *, own_uids: Collection[str] = ()) -> list[str]:
     taken = []
     for place, uid in dead:
         if uid not in needed:
-            log.info("data/%s goes: its saver was killed before it had committed", uid)
+            log.info("deleting data/%s: its saver was killed before it committed", uid)
             delete_data(place, uid, place.list(data_prefix(uid)))
             taken.append(uid)
     lent = {
@@ -168,10 +167,10 @@ class _How:
 
     Attributes:
         grace_s: The age in seconds below which data stays.
-        keep: The uids that stay in any case.
-        lent: The uids whose blobs stay for the sake of other tiers.
+        keep: The uids that always stay.
+        lent: The uids whose blobs stay because of other tiers.
         dry_run: Whether to change nothing.
-        everything: Whether to delete also saves that may lack only their commit record.
+        everything: Whether to delete saves that may lack only their commit record too.
         look: Returns whether a place has all data of a checkpoint.
         latest: The highest step in any tier; None if no tier has a checkpoint.
     """
@@ -208,7 +207,7 @@ def _prune_tiers(backend: Backend, how: _How) -> PruneReport:
             for place, lent in zip(places, _lent_to_others(places, surveys, how), strict=True)
         ]
         reports += found
-        # What an attempt or a generation referenced that is gone now may go from all tiers as well.
+        # Blobs that only deleted attempts and generations referenced may now go from all tiers.
         new = {
             (i, gone, report.names)
             for i, report in enumerate(found)
@@ -231,10 +230,10 @@ def _prune_tiers(backend: Backend, how: _How) -> PruneReport:
 def _lent_to_others(
     places: Sequence[Backend], surveys: Sequence[Survey], how: _How
 ) -> list[set[str]]:
-    """Return the uids whose blobs stay in each tier for the sake of what other tiers have.
+    """Return the uids whose blobs stay in each tier because of records in other tiers.
 
-    A record keeps data in its own tier alone, as for an eviction; but if that tier has lost some of
-    its checkpoint, then in all tiers.
+    A record keeps data only in its own tier, as for an eviction; but in all tiers if its own tier
+    has lost part of the checkpoint.
     """
     of_intents = {u for s in surveys for intent in s.intents.values() for u in intent.references}
     kept = []
@@ -253,15 +252,15 @@ def _lent_to_others(
 
 def _refused(unreadable: Mapping[str, DamagedError], *, dry_run: bool) -> PruneReport:
     refused = tuple(str(error) for error in unreadable.values())
-    log.debug("prune: all stays, since %d record(s) cannot be read", len(refused))
+    log.debug("prune: keeps all data, since %d record(s) cannot be read", len(refused))
     return PruneReport(refused=refused, dry_run=dry_run)
 
 
 def _prune_one(backend: Backend, how: _How) -> PruneReport:
     # The clock is read before the records are listed: data that was old *then* cannot have been
-    # committed since. Read afterwards, by a pruner that was held up in between, the clock makes
-    # data look old that was committed meanwhile. A dry run writes nothing, not even the record by
-    # which some stores tell their time.
+    # committed since. If a pruner were held up in between and read the clock afterwards, data
+    # committed meanwhile would look old. A dry run writes nothing, not even the record by which
+    # some stores measure their time.
     limit_s = (time.time() if how.dry_run else backend.store_time_s()) - how.grace_s
     survey = survey_run(backend)
     if survey.unreadable:
@@ -280,14 +279,14 @@ def _prune_one(backend: Backend, how: _How) -> PruneReport:
     elif superseded:
         seen = {name: survey.records[name].uid for name in superseded}
         delete_records(backend, superseded, uids=seen)
-        # Looked at anew: what only these borrowed may be kept by nothing but a dead attempt.
+        # Surveyed again: now only a dead attempt may keep the blobs that these borrowed.
         survey = survey_run(backend)
         if survey.unreadable:
             return replace(_refused(survey.unreadable, dry_run=False), superseded=superseded)
     stays = how.keep.union(waiting)
     log.debug(
-        "prune: of %d attempts %d stay, being named or referenced by a record, our own, another "
-        "tier's, or complete but for their record",
+        "prune: of %d attempts %d stay: named or referenced by a record, our own, another tier's, "
+        "or lacking only their record",
         len(survey.data),
         len(survey.data.keys() & survey.needed.union(stays)),
     )
@@ -311,12 +310,12 @@ def _prune_one(backend: Backend, how: _How) -> PruneReport:
 def _take_all(
     backend: Backend, survey: Survey, stays: AbstractSet[str], limit_s: float, how: _How
 ) -> dict[str, dict[str, int]]:
-    """Delete what is old and needed by nothing; return its sizes in bytes, by uid and name."""
+    """Delete old data that nothing needs; return its sizes in bytes, by uid and name."""
     gone: defaultdict[str, dict[str, int]] = defaultdict(dict)
     taken: set[str] = set()
     idle = survey.data.keys() - survey.named - stays
     while True:
-        # What was taken before has lost its intent, and needs what it references no more.
+        # Attempts deleted so far have lost their intents, and need their references no more.
         lent = survey.needed_without(gone) | how.lent
         found = _take(backend, idle - lent - taken, limit_s, how)
         taken |= found.keys()
@@ -328,7 +327,7 @@ def _take_all(
             gone[uid].update((blob.name, blob.size_bytes) for blob in blobs)
 
 
-def _take_notes(  # noqa: PLR0917 - as `_take_all`, and what that has taken
+def _take_notes(  # noqa: PLR0917 - the parameters of `_take_all`, and its result
     backend: Backend,
     survey: Survey,
     stays: AbstractSet[str],
@@ -336,9 +335,9 @@ def _take_notes(  # noqa: PLR0917 - as `_take_all`, and what that has taken
     how: _How,
     gone: dict[str, dict[str, int]],
 ) -> None:
-    """Delete old notes on checkpoints that are not there, and that no copy brings; add to `gone`.
+    """Delete old notes without a checkpoint or a copy in flight; add them to `gone`.
 
-    A deletion was killed, or a note or a copy came just after it.
+    Such notes remain if a deletion was killed, or if a note or a copy came just after it.
     """
     copied = survey.intents.keys() - gone.keys()
     kept = {record.origin for record in survey.records.values()}.union(copied, stays)
@@ -351,7 +350,7 @@ def _take_notes(  # noqa: PLR0917 - as `_take_all`, and what that has taken
 
 
 def _survey_without(survey: Survey, superseded: Collection[str]) -> Survey:
-    """Return a survey as it is once `delete_records` has deleted some records and their data."""
+    """Return a survey as it will be after `delete_records` has deleted these records and data."""
     records = {name: record for name, record in survey.records.items() if name not in superseded}
     gone = [survey.records[name] for name in superseded]
     lent = {uid for record in gone for uid in record.references} - survey.intents.keys()
@@ -369,13 +368,13 @@ def _take(
     *,
     blobs_stay: bool = False,
 ) -> dict[str, list[BlobInfo]]:
-    """Delete the data of the candidates that are old; return what was deleted, by uid."""
+    """Delete the data of the old candidates; return the deleted files, by uid."""
     taken: dict[str, list[BlobInfo]] = {}
     for uid in sorted(candidates):
         # Listed again: since the survey its saver may have woken up and refreshed the intent.
         blobs = backend.list(data_prefix(uid))
         if not _is_old(blobs, limit_s):
-            log.debug("prune: data/%s stays: it is gone, or younger than %g s", uid, how.grace_s)
+            log.debug("prune: data/%s stays: already gone, or younger than %g s", uid, how.grace_s)
             continue
         if not (going := manifest_of(uid, blobs) if blobs_stay else blobs):
             continue
@@ -395,11 +394,11 @@ def _refused_without_records(
 ) -> PruneReport:
     number = "an attempt" if len(uids) == 1 else f"{len(uids)} attempts"
     why = (
-        f"{backend.url} has data of {number} to save, and not one commit record: was it copied "
-        "without the folder `commits`, or is that still to come? If it never had a checkpoint, "
-        "`penstock prune --all`, or `prune(everything=True)`, deletes the data"
+        f"{backend.url} has data of {number} to save, but no commit record: was it copied without "
+        "the folder `commits`, or before it? If it never had a checkpoint, `penstock prune --all`, "
+        "or `prune(everything=True)`, deletes the data"
     )
-    log.debug("prune: all stays, since there is no commit record")
+    log.debug("prune: keeps all data, since there is no commit record")
     return PruneReport(refused=(why,), unrecorded=tuple(sorted(uids)), dry_run=dry_run)
 
 

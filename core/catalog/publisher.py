@@ -1,4 +1,4 @@
-"""Publishes a save's intent and commit record, and stops a save that lost its right to commit."""
+"""Publishes a save's intent and commit record; stops a save that lost its right to commit."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock")
 
-# An eighth, so that several tries fit into the half after which the save has to be given up.
+# An eighth, so that several tries fit into half the grace time, after which the save is given up.
 _REFRESHES_PER_GRACE = 8
 
 
 class Publisher:
-    """Publishes the intent and the commit record of one save. Used by one thread at a time."""
+    """Publishes the intent and the commit record of one save. For one thread at a time."""
 
     def __init__(
         self,
@@ -58,13 +58,13 @@ class Publisher:
 
         Args:
             backend: The backend that the records are published to.
-            commit: The state of the save, which decides what may still be done.
+            commit: The state of the save, which decides what is still allowed.
             uid: The uid of the save.
             step: The step of the commit record.
             grace_s: The seconds for which an intent that is not refreshed protects its data.
-            process: As in `IntentRecord`. Empty for a copy: another process may continue with the
-                data of a copy that died, so it must not be deleted for its dead process.
-            clock: Tells the age of the intent.
+            process: As in `IntentRecord`. Empty for a copy: another process may continue a dead
+                copy, so its data must not be deleted because its process is dead.
+            clock: Measures the age of the intent.
         """
         self._backend = backend
         self._commit = commit
@@ -83,10 +83,10 @@ class Publisher:
         """Publish the intent, which protects the data of this save, and what it borrows.
 
         The data of `references` is safe from deletions only if a commit record that names or
-        borrows from them is still there *afterwards*: look at it before the first byte is written.
+        borrows from them is still there *afterwards*: check it before writing the first byte.
 
         Args:
-            references: The other uids whose blobs the save will use; None keeps those of before.
+            references: The other uids whose blobs the save will use; None keeps the previous ones.
             exclusive: Whether to fail if the uid has an intent.
 
         Raises:
@@ -108,7 +108,7 @@ class Publisher:
         began_s = self._clock.boot_s()
         data = encode_intent(record)
         self._backend.publish(intent_name(self._uid), data, exclusive=exclusive)
-        # From before the call: the store may have stamped the record at any moment within it.
+        # Read before the call: the store may have stamped the record at any moment within it.
         self._refreshed_s = began_s
         log.debug("step %d: published %s", self._step, intent_name(self._uid))
 
@@ -119,7 +119,7 @@ class Publisher:
             SaveAbortedError: The intent is gone, or is older than half the grace time.
         """
         if self._clock.boot_s() - self._refreshed_s > self._grace_s / _REFRESHES_PER_GRACE:
-            # A pruned intent must not come back: the data that it protected is gone as well.
+            # A pruned intent must not come back: the data that it protected is gone too.
             self._check_intent()
             self.publish_intent()
 
@@ -134,7 +134,7 @@ class Publisher:
 
         Raises:
             LostRaceError: Another saver owns this step and generation.
-            CommitUnknownError: The checkpoint may or may not exist, or its data, or a blob that it
+            CommitUnknownError: The checkpoint may or may not exist; or its data, or a blob that it
                 borrows, has vanished.
             SaveAbortedError: The intent was not refreshed for too long, or is gone.
             SaveError: No reader would accept the record; nothing was published.
@@ -154,7 +154,7 @@ class Publisher:
             msg = f"step {record.step} is published, but perhaps not durably: {error}"
             raise CommitUnknownError(msg) from error
         except BaseException as error:  # noqa: BLE001 - resolved below: after any error the record may exist
-            log.warning("publishing %s: %s; looking whether it is there", name, repr(error))
+            log.warning("publishing %s: %s; checking whether it exists", name, repr(error))
             lost = error
             action = self._commit.feed(Event.PUBLISH_ANSWER_LOST)
         if action is Action.RESOLVE:
@@ -168,30 +168,30 @@ class Publisher:
         if action is Action.DONE:
             log.debug("step %d: published %s", record.step, name)
             self._check_data(name, record)
-            return  # the intent stays with the data: prune may be reading both at this moment
+            return  # the intent stays with the data: prune may be reading both right now
         if action in {Action.FAIL_LOST_RACE, Action.FAIL_LOST_MAY_DELETE}:
             msg = (
-                f"step {record.step} (generation {record.generation}) on {self._backend.url} was "
-                "published by another saver first; its checkpoint stands unless it was deleted "
-                "since, this one is given up. Save at another step, or with overwrite=True; "
-                "`penstock copy` has --overwrite."
+                f"another saver published step {record.step} (generation {record.generation}) on "
+                f"{self._backend.url} first. Its checkpoint exists unless it was deleted since; "
+                "this one is given up. Save at another step, or with overwrite=True "
+                "(`penstock copy`: --overwrite)."
             )
             raise LostRaceError(msg)
         msg = (
-            f"step {record.step}: whether {name} was published on {self._backend.url} is unknown. "
-            "Look at `penstock ls` or steps() when the store answers again; nothing of it is "
-            "deleted."
+            f"step {record.step}: it is unknown whether {name} was published on "
+            f"{self._backend.url}. Check `penstock ls` or steps() when the store answers again; "
+            "its data is kept."
         )
         if lost is not None:
             msg += f" The store answered: {lost}"
         raise CommitUnknownError(msg) from lost
 
     def look(self, generation: int) -> Event:
-        """Return what the commit record of the step with this generation is, as an event."""
+        """Return the event for the commit record of the step with this generation."""
         return self._read_back(commit_name(self._step, generation))
 
     def _encoded(self, record: CommitRecord) -> bytes:
-        # Before `begin`: behind it every failure counts as a record that may exist (UNKNOWN).
+        # Before `begin`: after it every failure counts as a record that may exist (UNKNOWN).
         try:
             return encode_commit(record)
         except (FormatError, RecursionError) as error:
@@ -209,7 +209,7 @@ class Publisher:
                 return Event.PUBLISH_LOST
             return Event.PUBLISH_OK
         # A store without conditional put: check, put, and compare the uid that is read back. Two
-        # savers may both pass the check, so even a put that succeeded counts as a lost answer.
+        # savers may both pass the check, so even a successful put counts as a lost answer.
         if not self._exists(name):
             self._backend.publish(name, data)
         return Event.PUBLISH_ANSWER_LOST
@@ -225,7 +225,7 @@ class Publisher:
 
     def _check_intent(self) -> None:
         """Refuse to publish after a long sleep or a prune: the data may be gone already."""
-        # By a clock that counts while the machine sleeps: the store's clock goes on as well.
+        # Uses a clock that counts while the machine sleeps, as the store's clock does.
         slept_s = self._clock.boot_s() - self._refreshed_s
         if slept_s > self._grace_s / 2:
             self._commit.feed(Event.GRACE_HALF_PASSED)
@@ -239,10 +239,10 @@ class Publisher:
         raise SaveAbortedError(msg)
 
     def _check_data(self, name: str, record: CommitRecord) -> None:
-        """Check that the data is still beside the commit record that was just published.
+        """Check that the data of the commit record just published is still there.
 
-        If the root was removed during the save, the publish created its folder again, with the
-        record alone: a checkpoint without data would be reported as durable. Borrowed blobs are of
+        If the root was removed during the save, the publish created its folder again with only the
+        record: a checkpoint without data would be reported as durable. Borrowed blobs belong to
         another save: a user may have removed them by hand, or with an older release that did not
         know that they are needed.
 
@@ -255,16 +255,16 @@ class Publisher:
             missing = missing_borrowed(self._backend, record)
             if missing and not lost:
                 names = [blob.name for blob in missing]
-                lost = f"what it borrows of other saves ({listed(names)})"
+                lost = f"data borrowed from other saves ({listed(names)})"
             if not lost:
                 return
-        except BaseException as error:  # noqa: BLE001 - committed: a look that fails undoes nothing
-            log.warning("%s is published; whether its data is there: %s", name, said(error))
+        except BaseException as error:  # noqa: BLE001 - committed: a failed check undoes nothing
+            log.warning("%s is published; checking its data failed: %s", name, said(error))
             return
         msg = (
-            f"step {self._step}: {name} was published, but {lost} is not on {self._backend.url} "
-            "any more. Was the folder removed or replaced, or the step deleted, while it was "
-            "saved? Look at `penstock ls` or steps(), and save again."
+            f"step {self._step}: {name} was published, but {lost} is no longer on "
+            f"{self._backend.url}. Was the folder removed or replaced, or the step deleted, during "
+            "the save? Check `penstock ls` or steps(), and save again."
         )
         try:
             if self._read_back(name) is Event.RECORD_IS_OURS:

@@ -28,14 +28,14 @@ _MARGIN_BYTES = 4 << 20  # for part, index, records, and the gaps between frames
 
 
 def worst_first(metadata: Mapping[int, Mapping[str, Any]], metric: str, mode: str) -> list[int]:
-    """Return the steps that have a metric, the best last, of equal ones the newest.
+    """Return the steps that have a metric, the best last; of equal steps the newest last.
 
-    Leaves out steps whose metric is missing, no number, infinite or NaN.
+    Leaves out steps whose metric is missing, not a number, infinite or NaN.
 
     Args:
         metadata: The metadata of each step.
         metric: The key of the metric.
-        mode: `min` or `max`, whichever is the best.
+        mode: `min` or `max`, whichever is best.
     """
     sign = {"min": -1, "max": 1}[mode]
     values = {step: found.get(metric) for step, found in metadata.items()}
@@ -49,10 +49,10 @@ def worst_first(metadata: Mapping[int, Mapping[str, Any]], metric: str, mode: st
 
 
 def younger_than(age_s: float, times: Mapping[int, float]) -> set[int]:
-    """Return the steps that are not older than the newest by more than `age_s` seconds.
+    """Return the steps that are at most `age_s` seconds older than the newest.
 
-    Counts back from the newest checkpoint, not from now: after a pause of a week nothing is gone. A
-    time in the future, by a clock that was wrong, makes no checkpoint older.
+    Counts back from the newest checkpoint, not from now, so that a pause of a week deletes nothing.
+    A time in the future, from a wrong clock, makes no checkpoint older.
 
     Args:
         age_s: The age in seconds.
@@ -73,7 +73,7 @@ def clean_up_after(
 ) -> None:
     """Delete the generations that a commit has replaced, and the steps that retention drops.
 
-    Runs on rank 0 after the save is durable: a failure is logged, and never fails the save.
+    Runs on rank 0 after the save is durable. Logs a failure; it never fails the save.
     """
     try:
         if overwrite:
@@ -89,10 +89,10 @@ def clean_up_after(
 class Housekeeper:
     """Makes room for a save: applies overdue retention, and deletes the data of dead savers.
 
-    Retention runs after a commit, so a process that is killed again and again right after its
-    commits fills the disk, and then no save gets as far as to delete anything. Runs before a save
-    and never when a run is opened: the user may have opened it to restore any of its checkpoints.
-    Used by the save thread alone.
+    Retention runs after a commit. So a process that is repeatedly killed right after its commits
+    fills the disk, and then no save gets far enough to delete anything. Runs before a save, never
+    when a run is opened: the user may want to restore any of its checkpoints. For the save thread
+    only.
     """
 
     def __init__(
@@ -119,14 +119,14 @@ class Housekeeper:
         self._grace_s = grace_s
         self._events = events
         self._began = False
-        # `protect` is passed with each call. A callback would refer back to the checkpointer, which
-        # then kept its staging memory until the next garbage collection.
+        # `protect` is passed with each call: a callback would refer to the checkpointer, which
+        # would then keep its staging memory until the next garbage collection.
 
     def before_save(self, url: str, need_bytes: int, *, protect: Collection[int]) -> None:
         """Make room for a save at the place with this URL; all steps in `protect` stay.
 
-        Does so for the first save in any case, for later ones if too little room is free. A
-        failure is logged, and never fails the save.
+        Always does so for the first save; for later ones, if too little room is free. Logs a
+        failure; it never fails the save.
         """
         try:
             if self._began and not self._is_short(url, need_bytes):
@@ -139,18 +139,18 @@ class Housekeeper:
     def when_full(
         self, error: StorageFullError, uid: str, *, protect: Collection[int]
     ) -> StorageFullError:
-        """Make room after a save met a full store; return the error to raise, with advice.
+        """Make room after a save found the store full; return the error to raise, with advice.
 
-        The save fails all the same: its blob is dead after a failed write.
+        The save still fails: its blob is dead after a failed write.
         """
         try:
-            said = self._what_was_freed(uid, protect) + self._what_prune_would_free(uid)
+            advice = self._what_was_freed(uid, protect) + self._what_prune_would_free(uid)
         except Exception as other:  # noqa: BLE001 - a task's boundary: recorded in the log
             log.warning("making room on a full store failed: %s", str(other))
             return error
-        if not said:
+        if not advice:
             return error
-        explained = StorageFullError(f"{error}. {'. '.join(said)}")
+        explained = StorageFullError(f"{error}. {'. '.join(advice)}")
         explained.__cause__ = error
         return explained
 
@@ -173,7 +173,7 @@ class Housekeeper:
     def _what_was_freed(self, uid: str, protect: Collection[int]) -> list[str]:
         if not self._make_room(protect, [uid]):
             return []
-        return ["Data of old checkpoints or dead savers was deleted now: save again"]
+        return ["Data of old checkpoints or dead savers has been deleted: save again"]
 
     def _what_prune_would_free(self, uid: str) -> list[str]:
         command = "penstock prune"
@@ -185,12 +185,12 @@ class Housekeeper:
         if every.refused and every.unrecorded:  # no save of this run has ever committed
             every = self._catalog.prune(grace_s=0.0, own_uids=[uid], dry_run=True, everything=True)
             more, way = every.size_bytes, f"{command} --all --grace 0s"
-        said = []
+        advice = []
         if old.size_bytes:
-            said.append(f"{size_text(old.size_bytes)} could be freed by `{command}`")
+            advice.append(f"{size_text(old.size_bytes)} could be freed by `{command}`")
         if more:
-            said.append(
+            advice.append(
                 f"{size_text(more)} could be freed by `{way}`, if no other process saves or copies "
                 "there"
             )
-        return said
+        return advice

@@ -1,11 +1,11 @@
 """A survey of a run's records at one moment, and of the data that they need.
 
-Whether data is still needed is decided *after* the record that named it is gone, and from the
-records first and the intents second. A saver that borrows blobs publishes its intent first, with
-the uids of its base and of all that the base borrows from, and then checks that the record of the
-base is still there; so either this survey sees its intent, or the saver sees that the record is
-gone. An intent stays until the record of its own uid is deleted, so no saver is missed because it
-committed between the two listings.
+A deletion decides whether data is still needed *after* the record that named it is gone. It reads
+the records first and the intents second. A saver that borrows blobs publishes its intent first,
+with the uids of its base and of all that the base borrows from, and then checks that the record of
+the base is still there. So either this survey sees its intent, or the saver sees that the record
+is gone. An intent stays until the record of its own uid is deleted, so no saver is missed because
+it committed between the two listings.
 
 Tested in `tests/core/catalog/test_catalog.py`.
 """
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from penstock.core.types import BlobInfo
 
 _LOOKS = 5
-"""How often a record is read that is listed, and not found."""
+"""How often to read a record that is listed but not found."""
 
 Look: TypeAlias = "Callable[[Backend, CommitRecord], bool]"
 """A function that returns whether one place has all data of a checkpoint; see `has_data`."""
@@ -68,8 +68,8 @@ class Survey:
         records: The commit records by name.
         data: The blobs and records by uid, as listed before the intents were read.
         intents: The intents, by uid, of saves that no commit record names.
-        unreadable: The reason, by name, why a record is unreadable; it may need any data.
-        times: When each commit record was published, by name, by the store's clock.
+        unreadable: By name, the reason why a record is unreadable; it may need any data.
+        times: By name, when each commit record was published, by the store's clock.
     """
 
     records: dict[str, CommitRecord] = field(default_factory=dict)
@@ -94,7 +94,7 @@ class Survey:
         return self.needed_without(())
 
     def needed_without(self, gone: Collection[str]) -> set[str]:
-        """Return `needed`, as it is once the intents of the uids `gone` are deleted."""
+        """Return `needed` as it will be after the intents of the uids `gone` are deleted."""
         left = [intent for uid, intent in self.intents.items() if uid not in gone]
         return self.used.union(*(intent.references for intent in left))
 
@@ -104,12 +104,12 @@ class Survey:
 
     @property
     def latest(self) -> int | None:
-        """The highest step of a record that can be read; None if there is none."""
+        """The highest step of a readable record; None if there is none."""
         return max((record.step for record in self.records.values()), default=None)
 
 
 def places_of(backend: Backend) -> list[Backend]:
-    """Return the tiers of a backend, the fastest first; or the backend, if it is one place."""
+    """Return the tiers of a backend, the fastest first; the backend itself if it has none."""
     return [tier.backend for tier in backend.tiers] or [backend]
 
 
@@ -120,7 +120,7 @@ def last_place(backend: Backend) -> Backend:
 
 
 def read_commit(backend: Backend, name: str) -> CommitRecord:
-    """Read one commit record, from whichever tier has it whole.
+    """Read one commit record, from a tier that has it whole.
 
     Raises:
         BlobNotFoundError: The record does not exist.
@@ -146,10 +146,11 @@ def is_whole(backend: Backend, record: CommitRecord) -> bool:
 
 
 def has_data(backend: Backend, record: CommitRecord) -> bool:
-    """Return whether one place lists all files of a checkpoint, as far as its record tells.
+    """Return whether one place lists all files of a checkpoint, according to its record.
 
-    Compares the lengths of index, parts and borrowed blobs, and the sum of the own blobs. Returns
-    False also where a foreign file lies beside the blobs, or the table of borrowed ones is damaged.
+    Compares the lengths of index, parts and borrowed blobs, and the sum of the own blobs. Also
+    returns False if there is a foreign file among the blobs, or the table of borrowed blobs is
+    damaged.
 
     Raises:
         StorageError: The place does not answer.
@@ -168,7 +169,7 @@ def sizes_below(backend: Backend, uids: Iterable[str]) -> dict[str, int]:
 
 
 def has_files(backend: Backend, record: CommitRecord, sizes: Mapping[str, int]) -> bool:
-    """Return the same as `has_data` for a caller that has the `sizes_of` the files already."""
+    """Return the same as `has_data`, from the `sizes_of` the files."""
     named: list[IndexEntry | PartEntry | BlobRecord] = [record.index, *record.parts]
     blobs = f"{data_prefix(record.uid)}blobs/"
     stored = sum(size for name, size in sizes.items() if name.startswith(blobs))
@@ -187,17 +188,17 @@ def has_files(backend: Backend, record: CommitRecord, sizes: Mapping[str, int]) 
 
 
 def borrowed_blobs(backend: Backend, record: CommitRecord) -> tuple[BlobRecord, ...]:
-    """Return the blobs that a checkpoint borrows, ascending by name, from whichever tier tells.
+    """Return the blobs that a checkpoint borrows, ascending by name, from a tier that lists them.
 
     Raises:
-        DamagedError: The table that lists them is damaged or missing; names it.
+        DamagedError: The table of these blobs is damaged or missing; names it.
         StorageError: The store does not answer.
     """
     return from_any_tier(backend, record.index.name, lambda tier: read_borrowed(tier, record))
 
 
 def read_borrowed(backend: Backend, record: CommitRecord) -> tuple[BlobRecord, ...]:
-    """Return the same as `borrowed_blobs`, as one place tells; of an index reads nothing else."""
+    """Return the same as `borrowed_blobs`, from one place; reads nothing else of the index."""
     table, index = record.many_borrowed, record.index
     if table is None:
         return record.borrowed
@@ -215,7 +216,7 @@ def read_borrowed(backend: Backend, record: CommitRecord) -> tuple[BlobRecord, .
 def missing_borrowed(
     backend: Backend, record: CommitRecord, *, listed_by: Backend | None = None
 ) -> list[BlobRecord]:
-    """Return the borrowed blobs that one place lacks, or has with another length.
+    """Return the borrowed blobs that are missing in one place, or have another length there.
 
     Args:
         backend: The place.
@@ -223,7 +224,7 @@ def missing_borrowed(
         listed_by: The place that has the checkpoint whole; None: this one.
 
     Raises:
-        DamagedError: What lists them there is damaged or missing.
+        DamagedError: Their table in that place is damaged or missing.
         StorageError: The place does not answer.
     """
     blobs = borrowed_blobs(listed_by or backend, record)
@@ -232,7 +233,7 @@ def missing_borrowed(
 
 
 def has(backend: Backend, record: CommitRecord) -> bool:
-    """Return the same as `is_whole`, but raise where the record exists and is unreadable.
+    """Return the same as `is_whole`, but raise if the record exists and is unreadable.
 
     Raises:
         DamagedError: The commit record exists, and is unreadable.
@@ -245,7 +246,7 @@ def has(backend: Backend, record: CommitRecord) -> bool:
 def read_listed(backend: Backend, name: str) -> CommitRecord | None:
     """Read a commit record; None if it does not exist.
 
-    Read again while it is listed and not found: in between a step may have been deleted, and saved
+    Reads again while it is listed but not found: meanwhile a step may have been deleted, and saved
     again under the same name.
 
     Raises:
@@ -267,7 +268,7 @@ def records_named(backend: Backend, names: Iterable[str]) -> dict[str, CommitRec
         try:
             record = read_listed(backend, name)
         except DamagedError:
-            records[name] = None  # its data is left to `prune`, which finds that no record names it
+            records[name] = None  # its data is left to `prune`, because no record names it
         else:
             if record is not None:
                 records[name] = record
@@ -281,7 +282,7 @@ def uids_named(backend: Backend, names: Iterable[str]) -> dict[str, str | None]:
 
 
 def is_listed(backend: Backend, name: str) -> bool:
-    """Return whether the store lists `name`, or a name inside it, though reading it failed.
+    """Return whether the store lists `name`, or a name inside it, after reading it failed.
 
     A record that was replaced by a link, a pipe or a folder is damage, not a missing checkpoint.
     """
@@ -290,18 +291,18 @@ def is_listed(backend: Backend, name: str) -> bool:
 
 
 def unreadable(backend: Backend, name: str) -> FormatError:
-    """Return the error for a record that the store lists, and then fails to find."""
-    msg = f"{name} on {backend.url} is listed, but is no file that can be read: a link?"
+    """Return the error for a record that the store lists but does not find."""
+    msg = f"{name} on {backend.url} is listed, but is not a readable file: a link?"
     return FormatError(msg, [name])
 
 
 def survey_records(backend: Backend) -> Survey:
-    """Read all commit records, unreadable ones included, and collect what they need."""
+    """Read all commit records, including unreadable ones, and collect what they need."""
     survey = Survey()
     for info in backend.list(COMMIT_PREFIX):
         try:
             if parse_commit_name(info.name) is None:
-                msg = f"{info.name} on {backend.url} is no name of a commit record; move it away"
+                msg = f"{info.name} on {backend.url} is not a commit record's name; move it away"
                 raise FormatError(msg, [info.name])
             record = read_listed(backend, info.name)
         except DamagedError as error:
@@ -344,7 +345,7 @@ def data_by_uid(backend: Backend) -> dict[str, list[BlobInfo]]:
 
 
 def is_complete(uid: str, blobs: Iterable[BlobInfo]) -> bool:
-    """Return whether a save lacks nothing but its commit record: its index is published last."""
+    """Return whether a save lacks at most its commit record: its index is published last."""
     names = {blob.name for blob in blobs}
     return {index_name(uid), part_name(uid, 0), intent_name(uid)} <= names
 
@@ -352,10 +353,10 @@ def is_complete(uid: str, blobs: Iterable[BlobInfo]) -> bool:
 def unrecorded(
     data: Mapping[str, Iterable[BlobInfo]], intents: Mapping[str, IntentRecord], latest: int | None
 ) -> dict[str, int]:
-    """Return the steps, by uid, of saves that lack nothing but their commit record.
+    """Return the steps, by uid, of saves that lack only their commit record.
 
     Either the saver died right before its commit, or the run is being copied data first and its
-    records are still to come. Only a checkpoint at that step or a later one rules out the second.
+    records are yet to come. Only a checkpoint at that step or a later one rules out the latter.
 
     Args:
         data: The blobs and records by uid.
@@ -372,14 +373,14 @@ def unrecorded(
 def find_unrecorded(
     backend: Backend, records: Iterable[CommitRecord], steps: Iterable[int]
 ) -> dict[str, int]:
-    """Return the same as `unrecorded` for a caller that has read the records already.
+    """Return the same as `unrecorded` for a caller that has already read the records.
 
-    Reads only the intents of complete saves, so few if any.
+    Reads only the intents of complete saves, which are few.
 
     Args:
-        backend: The place to look at.
+        backend: The place to check.
         records: All readable commit records.
-        steps: All listed steps, those of damaged records included.
+        steps: All listed steps, including those of damaged records.
     """
     data = data_by_uid(backend)
     for record in records:

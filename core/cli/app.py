@@ -1,4 +1,4 @@
-"""The typer application: the commands, the options and arguments that they share, the question.
+"""The typer application: the commands, their shared options and arguments, and the question.
 
 Tested in `tests/core/cli/test_cli.py`.
 """
@@ -18,12 +18,13 @@ import typer
 from typer.core import TyperGroup
 
 from penstock.core.cli.output.render import visible, visible_lines
+from penstock.core.cli.output.runs_on_disk import OPENING
 from penstock.core.units import seconds_of
 
 F = TypeVar("F", bound=Callable[..., object])
 
-# `\b` keeps typer from wrapping the examples, so each line must fit the narrowest terminal by
-# itself: 60 cells with the indentation of two.
+# `\b` keeps typer from wrapping the examples, so each line must fit the narrowest terminal:
+# 60 cells with the indentation of two.
 EXAMPLES = """\b
 Examples:
   penstock ls runs/gpt                    what is there
@@ -37,32 +38,32 @@ Examples:
 URL is the root of a run: a path, a URL such as posix:///data/run, or the
 configuration file of the run.
 
-Every command takes --json. Exit codes: 0 all is well, 1 something failed or
-is damaged, 2 the command was called wrongly.
+Every command takes --json. Exit codes: 0 success, 1 something failed or is
+damaged, 2 wrong usage.
 """
 
 TASKS = {
     "Look": {
         "ls": ("commands.ls", "List the checkpoints of a run."),
         "show": ("commands.show", "Show the objects of one checkpoint."),
-        "diff": ("commands.diff", "Say what differs between two checkpoints."),
-        "report": ("commands.report", "Write a page with charts on a run."),
+        "diff": ("commands.diff", "Show what differs between two checkpoints."),
+        "report": ("commands.report", "Write a page with charts of a run."),
     },
     "Move": {
         "copy": ("commands.copy", "Copy checkpoints to another place."),
         "export": ("commands.files", "Write a checkpoint as files of another tool."),
         "import": ("commands.files", "Save files of another tool as a checkpoint."),
-        "drain": ("commands.drain", "Copy to slower tiers what was left to be copied."),
+        "drain": ("commands.drain", "Copy to slower tiers what is still to be copied."),
     },
     "Keep": {
         "annotate": ("commands.annotate", "Add metadata to a checkpoint."),
-        "pin": ("commands.annotate", "Give a checkpoint a tag; retention spares it."),
-        "unpin": ("commands.annotate", "Take a tag from a checkpoint."),
+        "pin": ("commands.annotate", "Tag a checkpoint, so that retention keeps it."),
+        "unpin": ("commands.annotate", "Remove a tag from a checkpoint."),
     },
     "Check and repair": {
         "verify": ("commands.verify", "Compare every checksum."),
-        "doctor": ("commands.doctor", "Say what this machine and store can do."),
-        "bench": ("commands.bench", "Measure a store, and say what limits."),
+        "doctor": ("commands.doctor", "Check what this machine and store can do."),
+        "bench": ("commands.bench", "Measure a store, and find its limit."),
     },
     "Set up": {
         "plugins": ("commands.plugins", "List providers, codecs and backends."),
@@ -75,12 +76,12 @@ TASKS = {
         "compact": ("commands.compact", "Make checkpoints of a chain stand alone."),
     },
 }
-"""Each command's module and its line in `--help`, in the order of a user's tasks: what deletes or
-rewrites comes last."""
+"""Each command's module and its line in `--help`, in the order of a user's tasks: commands that
+delete or rewrite come last."""
 
 
 class _Commands(TyperGroup):
-    """Lists commands by task, from `TASKS` alone; imports only the module of the one that runs."""
+    """Lists commands by task, from `TASKS` alone; imports only the running command's module."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         del ctx
@@ -89,8 +90,8 @@ class _Commands(TyperGroup):
             with formatter.section(task):
                 formatter.write_dl(
                     [
-                        (f"{one.name:{width}}", one.get_short_help_str(formatter.width - width - 6))
-                        for one in map(self.commands.__getitem__, names)
+                        (f"{cmd.name:{width}}", cmd.get_short_help_str(formatter.width - width - 6))
+                        for cmd in map(self.commands.__getitem__, names)
                     ]
                 )
 
@@ -116,7 +117,7 @@ app = typer.Typer(
 
 
 def _listed() -> None:
-    """Take the place of a command whose module is not imported."""
+    """Stand in for a command whose module is not imported."""
 
 
 for _commands in TASKS.values():
@@ -159,7 +160,7 @@ def is_configuration(url: str) -> bool:
 
 
 def backend_of(url: str) -> str:
-    """Return the backend that `url` names: of a configuration file, the backend it describes.
+    """Return the backend that `url` names; for a configuration file, its backend.
 
     Raises:
         ConfigError: The configuration file cannot be read, or is wrong.
@@ -172,7 +173,7 @@ def backend_of(url: str) -> str:
     config = load_config(url)
     # Changing the registry of the whole process is safe here: a command handles one configuration.
     default_registry().prefer(config.prefer.choices)
-    # typer declares the argument as a string, but `open_backend` takes a table as well.
+    # typer declares the argument as a string, but `open_backend` takes a table too.
     return cast("str", config.backend)
 
 
@@ -184,7 +185,7 @@ def root(metavar: str, of: str, **more: Any) -> Any:
 
 Url = Annotated[str, root("URL", "the run", callback=backend_of)]
 AsGiven = Annotated[str, root("URL", "the run")]
-"""As `Url`, for a command that needs the configuration file itself: it calls `backend_of`."""
+"""As `Url`, for a command that needs the configuration file itself, and calls `backend_of`."""
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
@@ -192,7 +193,7 @@ def size_of(text: str) -> int:
     """Parse a size such as `200MiB`, and return its bytes.
 
     Raises:
-        typer.BadParameter: `text` is no size above zero.
+        typer.BadParameter: `text` is not a size above zero.
     """
     from penstock.core.config.model import parse_size  # noqa: PLC0415
 
@@ -202,7 +203,7 @@ def size_of(text: str) -> int:
         msg = f"{text!r} is {error}"
         raise typer.BadParameter(msg) from None
     if not isinstance(size, int) or size <= 0:
-        msg = f"{text!r} is no size above zero"
+        msg = f"{text!r} is not a size above zero"
         raise typer.BadParameter(msg)
     return size
 
@@ -211,10 +212,10 @@ def time_of(text: str) -> float:
     """Parse a time such as `90`, `90s` or `24h`, and return its seconds.
 
     Raises:
-        typer.BadParameter: `text` is no such time.
+        typer.BadParameter: `text` is not a time.
     """
     try:
-        return seconds_of(str(text))  # typer parses a default, too, which is a number
+        return seconds_of(str(text))  # typer also parses a default, which is a number
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
 
@@ -230,7 +231,7 @@ def step_or_latest(text: str) -> int | None:
     # `int` alone would take `1_000`, ` 7 ` and digits of other scripts.
     if text.isascii() and text.isdecimal():
         return int(text)
-    msg = f"{text!r} is no step: give a whole number of at least 0, or `latest`"
+    msg = f"{text!r} is not a step: give a whole number of at least 0, or `latest`"
     raise typer.BadParameter(msg)
 
 
@@ -250,16 +251,16 @@ Include = Annotated[
 Exclude = Annotated[
     list[str] | None,
     typer.Option(
-        "--exclude", metavar="PATTERN", help="No objects that match this pattern; repeatable."
+        "--exclude", metavar="PATTERN", help="Skip objects that match this pattern; repeatable."
     ),
 ]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would happen; change nothing.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would happen; change nothing.")]
 
 
 @dataclass(slots=True)
 class ErrorHandling:
-    """How `main` handles errors, which it does after typer has dropped its context.
+    """How `main` handles errors, after typer has dropped its context.
 
     Attributes:
         debug: Whether errors are shown with tracebacks (`--debug`).
@@ -273,16 +274,16 @@ class ErrorHandling:
 errors = ErrorHandling()
 
 _TALKATIVE = ("botocore", "urllib3", "s3transfer", "aiobotocore", "fsspec", "aiohttp", "s3fs")
-"""Libraries whose DEBUG logs hold session tokens and URLs with passwords: kept at INFO."""
+"""Libraries kept at INFO: their DEBUG logs hold session tokens and URLs with passwords."""
 
 
 class _VisibleFormatter(logging.Formatter):
-    """Escapes what could control a terminal: messages quote names that another user stored."""
+    """Escapes control characters: messages quote names that another user stored."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
-        # The lines of a traceback are its own, so each is kept; a message keeps only those that
-        # go on indented (see `visible_lines`), since a stored name may hold a line break.
+        # Keeps each line of a traceback. A message keeps only line breaks before an indented line
+        # (see `visible_lines`), since a stored name may hold a line break.
         lines = text.split("\n") if record.exc_info else None
         return "\n".join(visible_lines(text) if lines is None else map(visible, lines))
 
@@ -290,7 +291,7 @@ class _VisibleFormatter(logging.Formatter):
 def log_visibly(level: int = logging.WARNING, form: str = "%(message)s") -> None:
     """Send logs to standard error, as Python does by default, with control characters escaped.
 
-    Changes nothing where a program that calls the command has set up handlers of its own.
+    Changes nothing if a program that calls the command has set up its own handlers.
     """
     ours = [h for h in logging.root.handlers if isinstance(h.formatter, _VisibleFormatter)]
     if logging.root.handlers and not ours:
@@ -314,6 +315,7 @@ def _set_debug(wanted: bool) -> None:
     errors.debug = wanted
     if wanted:
         log_visibly(level=logging.DEBUG, form=logging.BASIC_FORMAT)
+        logging.getLogger(OPENING).setLevel(logging.NOTSET)
         for name in _TALKATIVE:
             logging.getLogger(name).setLevel(logging.INFO)
 
@@ -329,10 +331,10 @@ def penstock(
     ] = False,
     debug: Annotated[
         bool,
-        typer.Option("--debug", callback=_set_debug, help="Show tracebacks of errors, and logs."),
+        typer.Option("--debug", callback=_set_debug, help="Show logs, and tracebacks of errors."),
     ] = False,
 ) -> None:
-    """Look at the checkpoints of a run, check them, and clean up."""
+    """Inspect the checkpoints of a run, check them, and clean up."""
 
 
 def ask(question: str, *, yes: bool) -> None:
@@ -343,14 +345,14 @@ def ask(question: str, *, yes: bool) -> None:
         yes: Whether `--yes` has answered it.
 
     Raises:
-        typer.BadParameter: Standard input is no terminal, so no user can answer.
+        typer.BadParameter: Standard input is not a terminal, so no user can answer.
         typer.Abort: The answer is no.
     """
     if yes:
         return
     question = visible(question)
-    # Input from a pipe is no answer: a user decides what is deleted, or `--yes` does.
+    # Input from a pipe does not count: a user, or `--yes`, decides what is deleted.
     if sys.stdin is None or not sys.stdin.isatty():
-        msg = f"no user can be asked here, so pass --yes, or look with --dry-run: {question}?"
+        msg = f"there is no terminal to ask, so pass --yes, or try --dry-run: {question}?"
         raise typer.BadParameter(msg)
     typer.confirm(question + "?", abort=True, err=True)

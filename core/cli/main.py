@@ -6,6 +6,7 @@ Tested in `tests/core/cli/test_cli.py`.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import shutil
 import sys
@@ -13,6 +14,7 @@ from typing import NoReturn
 
 from penstock.core.cli.app import app, errors, log_visibly
 from penstock.core.cli.output.render import visible, visible_lines, wrapped
+from penstock.core.cli.output.runs_on_disk import OPENING, quiet
 from penstock.core.errors import PenstockError
 
 
@@ -25,7 +27,9 @@ def main() -> None:
     log_visibly()
     try:
         try:
-            app(_in_order(sys.argv[1:]), prog_name="penstock")
+            # Which engine moves the bytes changes no output: `doctor` checks it, `bench` names it.
+            with quiet(OPENING, logging.ERROR):
+                app(_in_order(sys.argv[1:]), prog_name="penstock")
         finally:
             # Here, not when Python exits: it would print "Exception ignored" and exit with 120.
             sys.stdout.flush()
@@ -44,10 +48,10 @@ def main() -> None:
 
 
 def _in_order(arguments: list[str]) -> list[str]:
-    """Move `--debug` before the command and `--json` behind it, where typer expects them.
+    """Move `--debug` before the command and `--json` after it, where typer expects them.
 
-    `--debug` is an option of the whole application, which users append to the command that
-    failed; `--json` is one of each command, which they write before it.
+    Users append `--debug`, an option of the application, to the command that failed, and write
+    `--json`, an option of each command, before the command.
     """
     end = arguments.index("--") if "--" in arguments else len(arguments)
     options, rest = arguments[:end], arguments[end:]
@@ -78,9 +82,9 @@ def _show_traceback() -> None:
 
 
 def _end_output(error: OSError) -> NoReturn:
-    # Python flushes standard output once more when it exits, and would print a traceback.
+    # Python flushes standard output again when it exits, and would print a traceback.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    if error.errno != errno.EPIPE:  # `penstock ls | head` closes the pipe early: no error
+    if error.errno != errno.EPIPE:  # `penstock ls | head` closes the pipe early, no error
         what = error.filename or "standard output"
         sys.stderr.write(f"penstock: {what}: {error.strerror or error}\n")
     sys.exit(errors.exit_code)

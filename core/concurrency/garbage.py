@@ -1,4 +1,4 @@
-"""A hold on Python's garbage collector, while many objects are made that all stay alive."""
+"""A hold on Python's garbage collector, while many long-lived objects are made."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import threading
 
 _MANY = 50_000
-"""Objects of a hold from which on they are old at once: the collector would visit each 3 times."""
+"""If a hold makes more objects, they become old at once: the collector would visit each 3 times."""
 
 _STARTUP = 1_000
 """At most as many objects are frozen when Python 3.12 starts; a user freezes far more of them."""
@@ -55,12 +55,11 @@ class _CollectionHold:
 collections_held = _CollectionHold()
 """The hold of this process: no collection starts until the last thread has left it.
 
-Describing and planning 3,000 tensors makes so many objects that the collector ran some 60 times,
-and sometimes visited every object of the process, for up to 0.7 s. None of them are garbage. Nor
-are they visited behind the hold, where they are many: they count as old, and wait for the next
-collection of all. A collector that the user has disabled stays disabled, and what the user has
-frozen stays frozen.
+Describing and planning 3,000 tensors made so many objects that the collector ran some 60 times,
+and sometimes visited every object of the process, for up to 0.7 s. None of them were garbage. After
+the hold, many objects count as old, and wait for the next full collection. A collector that the
+user has disabled stays disabled, and objects that the user has frozen stay frozen.
 """
 
-# A data loader may fork its workers when it is asked for its state, which is inside the block.
+# A data loader may fork its workers when it is asked for its state, inside the block.
 os.register_at_fork(after_in_child=collections_held.leave_in_child)

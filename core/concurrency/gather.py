@@ -1,4 +1,4 @@
-"""The memory of this process, read at many addresses by one call of numpy.
+"""Reads the memory of this process at many addresses by one call of numpy.
 
 Tested in `tests/core/save/test_capture.py`.
 """
@@ -23,7 +23,7 @@ def gather(addresses: NDArray[np.int64], width: int) -> NDArray[np.void]:
     """Return a copy of the `width` bytes at each address.
 
     Args:
-        addresses: The addresses, of readable memory: nothing is checked.
+        addresses: Addresses of readable memory, which is not checked.
         width: Bytes at each address, at most `MOST_WIDTH`.
     """
     memory: NDArray[np.void] = np.asarray(_Memory(width))

@@ -1,4 +1,4 @@
-"""Latches: waits in the training thread, where Ctrl-C may come at any moment."""
+"""Latches, for waits in the training thread, where Ctrl-C may come at any moment."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import math
 import threading
 import time
 
-_POLL_S = 0.2  # a wait that missed its wake-up, through Ctrl-C, ends at most this late
+_POLL_S = 0.2  # a wait that missed its wake-up because of Ctrl-C ends at most this late
 
 
 class Latch:
-    """Lets threads wait until it is opened; it stays open.
+    """Makes threads wait until it is opened; stays open.
 
     Made of a bare lock: Ctrl-C at the wrong moment leaves a `threading.Condition` (and so an
     `Event` or a `Future`) locked for ever, and the thread that would notify it hangs.
@@ -44,6 +44,6 @@ class Latch:
         return True
 
     def _wake_one(self) -> None:
-        # Each woken thread wakes the next one; the loser of a race finds the lock released already.
+        # Each woken thread wakes the next; the loser of a race finds the lock released already.
         with contextlib.suppress(RuntimeError):
             self._lock.release()

@@ -25,7 +25,7 @@ _Queue: TypeAlias = "SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]"
 
 
 class Pool:
-    """Runs tasks on at most `count` threads, which are started when there is work for them.
+    """Runs tasks on at most `count` threads, each started when there is work for it.
 
     The threads are daemonic, unlike those of `concurrent.futures`: its hook at the exit of the
     interpreter would wait for ever for a store call that hangs.
@@ -35,8 +35,8 @@ class Pool:
         name: The beginning of the threads' names.
         stuck_s: A thread whose task takes longer counts as stuck, and another may take its place:
             calls that never return must not use up the pool.
-        timing: The clock, and how often stuck threads are looked for (`poll_s`); None takes the
-            timing in force.
+        timing: The clock, and how often the pool looks for stuck threads (`poll_s`); None uses
+            the timing in force.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Pool:
             except BaseException:  # no thread can be started
                 self._waiting -= 1
                 raise
-            # Last: the task of a call that raises must not run later.
+            # Last: if this call raises, its task must not run later.
             self._queue.put((future, task))
         return future
 
@@ -95,7 +95,7 @@ class Pool:
                     thread.join(self._timing.poll_s)
 
     def join(self, timeout_s: float) -> None:
-        """Wait at most `timeout_s` for the end of all threads, behind `shutdown`."""
+        """Wait at most `timeout_s` for the end of all threads, after `shutdown`."""
         deadline = Deadline(timeout_s, self._timing.clock)
         for thread in self._threads:
             thread.join(deadline.left_s())
@@ -108,7 +108,7 @@ class Pool:
         if self._waiting > self._free() and len(self._threads) < self._count + stuck:
             work = partial(_work, self._queue, weakref.ref(self))
             self._threads.append(self._start(str(len(self._threads)), work))
-            if self._closed:  # `shutdown` has queued no end for this thread, which is newer
+            if self._closed:  # `shutdown` queued no end for this newer thread
                 self._queue.put(None)
 
     def _start(self, what: str, target: Callable[[], None]) -> threading.Thread:
@@ -117,8 +117,8 @@ class Pool:
         return thread
 
     def _watch(self) -> None:
-        # `submit` alone would start the replacement of a stuck thread: tasks queued before the
-        # thread counted as stuck would wait until another task is submitted.
+        # If only `submit` replaced stuck threads, tasks queued before a thread counts as stuck
+        # would wait until another task is submitted.
         while True:
             time.sleep(self._timing.poll_s)
             with self._lock:
@@ -137,14 +137,14 @@ class Pool:
             self._waiting -= 1
             self._busy[me] = Deadline(self._stuck_s, self._timing.clock)
         fulfil(future, task)
-        # The traceback of an error leads to this frame: it would hold the future, and so the error.
+        # An error's traceback refers to this frame, which would hold the future, and so the error.
         del future, task
         with self._lock:
             del self._busy[me]
 
 
 def _work(queue: _Queue, pool: weakref.ref[Pool]) -> None:
-    """Run tasks until the end is queued; a thread that waits for one does not hold the pool."""
+    """Run tasks until the end is queued; a waiting thread holds no reference to the pool."""
     while (work := queue.get()) is not None:
         owner = pool()
         if owner is None:
@@ -155,7 +155,7 @@ def _work(queue: _Queue, pool: weakref.ref[Pool]) -> None:
 
 
 def _end(queue: _Queue, threads: list[threading.Thread]) -> None:
-    """End the threads behind the tasks that are queued."""
+    """End the threads after the queued tasks."""
     for _ in threads:
         queue.put(None)
 
@@ -170,7 +170,7 @@ class Lane:
         self._lock = threading.Lock()  # guards `_tasks` and `_running`
 
     def submit(self, task: Callable[[], None]) -> None:
-        """Run `task`, which must not raise, when all tasks before it have ended."""
+        """Run `task`, which must not raise, after all tasks before it."""
         with self._lock:
             self._tasks.append(task)
             if self._running:
@@ -196,6 +196,6 @@ def fulfil(future: Future[T], task: Callable[[], T]) -> None:
         result = task()
     except BaseException as error:  # noqa: BLE001 - raised by the waiting thread
         future.set_exception(error)
-        del future  # the traceback of an error holds this frame: it would be a cycle
+        del future  # the error's traceback refers to this frame: it would be a cycle
     else:
         future.set_result(result)

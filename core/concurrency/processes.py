@@ -1,4 +1,4 @@
-"""The identities of processes, which tell them apart even after they have ended."""
+"""The identities of processes, unique even after they have ended."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 
 def identity_of(pid: int) -> str:
-    """Return boot, PID namespace, number and start time of a process, which are unique together.
+    """Return boot, PID namespace, PID and start time of a process, which are unique together.
 
     The start time is empty if there is no such process. The whole identity is empty if `/proc`
-    cannot be read, or belongs to another PID namespace: its numbers mean other processes.
+    cannot be read, or belongs to another PID namespace, whose PIDs mean other processes.
     """
     try:
         if os.readlink("/proc/self") != str(os.getpid()):  # noqa: PTH115 - not a path
@@ -55,8 +55,8 @@ def _is_free(pid: int) -> bool:
 def _start_of(pid: int) -> str | None:
     """Return the start of a process in ticks since boot; empty if it ended, None if unknown."""
     try:
-        # The name in parentheses may hold spaces and parentheses, so fields are counted behind it:
-        # the 20th is the start time.
+        # The name in parentheses may hold spaces and parentheses, so fields are counted after it.
+        # The 20th is the start time.
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         fields = text.rpartition(")")[2].split()
         # A zombie has ended, though its parent has not waited for it yet.

@@ -1,6 +1,6 @@
-"""The clocks, and the lengths of all waits that are no options of the user.
+"""The clocks, and the lengths of all waits that users cannot configure.
 
-A `Timing` is handed down: the code that opens a run, or runs a command, takes the timing in force,
+A `Timing` is passed down: the code that opens a run, or runs a command, takes the timing in force,
 and everything below gets it as an argument. A test puts its own timing in force
 (`timing_in_force`) instead of patching constants.
 """
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 class Clock:
-    """Reads the clocks of this machine; a test hands in a subclass that tells another time."""
+    """Reads the clocks of this machine; a test passes a subclass with another time."""
 
     def monotonic_s(self) -> float:
-        """Return seconds since some moment; stops while the machine sleeps, and is never set."""
+        """Return seconds since some moment; stops while the machine sleeps; cannot be set."""
         return time.monotonic()
 
     def boot_s(self) -> float:
-        """Return seconds since some moment; counts while the machine sleeps, and is never set."""
+        """Return seconds since some moment; counts while the machine sleeps; cannot be set."""
         return time.clock_gettime(time.CLOCK_BOOTTIME)
 
     def wall_s(self) -> float:
@@ -33,16 +33,15 @@ class Clock:
         return time.time()
 
     def now_iso(self) -> str:
-        """Return the wall clock's time in the form that records have."""
+        """Return the wall clock's time in the form used in records."""
         return datetime.fromtimestamp(self.wall_s(), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 class CountedClock(Clock):
     """A monotonic clock that advances only by the seconds that its owner counts.
 
-    Used to wait for another process. A debugger or `SIGSTOP` that stops this process as a rule
-    stops the other one as well, so the time in which this one stood still is no silence of the
-    other.
+    Used to wait for another process. A debugger or `SIGSTOP` usually stops both processes, so the
+    time in which this process was stopped does not count as silence of the other.
     """
 
     def __init__(self) -> None:
@@ -62,17 +61,17 @@ SYSTEM_CLOCK = Clock()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Holds the lengths of all waits, in seconds, but for those that users configure."""
+    """Holds the lengths, in seconds, of all waits that users cannot configure."""
 
     clock: Clock = SYSTEM_CLOCK
     """The clock of deadlines, watchdogs, leases and intents."""
 
     poll_s: float = 1.0
     """A thread that waits for a store checks this often whether the store is stuck, or the wait
-    has ended for another reason; so a stuck store is noticed at most this late."""
+    has ended for another reason. So a stuck store is noticed at most this late."""
 
     capture_poll_s: float = 0.2
-    """The save thread, while it waits for captured chunks, checks this often whether the save was
+    """While the save thread waits for captured chunks, it checks this often whether the save was
     given up."""
 
     staging_poll_s: float = 0.05
@@ -80,78 +79,78 @@ class Timing:
     training waits at the fence."""
 
     stuck_s: float = 600.0
-    """A store that makes no progress for this long counts as stuck, in commands: these have no
-    `io_timeout_s`."""
+    """In commands, which have no `io_timeout_s`, a store that makes no progress for this long
+    counts as stuck."""
 
     batch_stuck_s: float = 60.0
-    """A thread of a backend whose batch takes longer is not counted any more, and another thread
-    takes its place. A store that answers needs far less for any batch."""
+    """A backend thread whose batch takes longer no longer counts, and another thread takes its
+    place. A store that answers needs far less for any batch."""
 
     transfer_stuck_s: float = 600.0
     """The same as `batch_stuck_s` for fsspec, where some file systems never end a call."""
 
     interrupt_s: float = 5.0
-    """After Ctrl-C, or a timeout, the caller waits this long for the call in flight to end; then
+    """After Ctrl-C or a timeout, the caller waits this long for the call in flight to end; then
     it leaves the call's thread behind."""
 
     release_s: float = 5.0
-    """A save waits this long for the staging memory of the save before it, which has ended; then
-    it continues without. Only a stuck store keeps that memory for longer."""
+    """A save waits this long for the staging memory of the previous save, which has ended; then
+    it continues without it. Only a stuck store keeps that memory for longer."""
 
     opening_s: float = 5.0
-    """Opening a run waits this long for the store to say whether it can be written; then the run
+    """Opening a run waits this long for the check whether the store can be written; then the run
     opens without a warning."""
 
     preemption_poll_s: float = 1.0
     """A rank asks the store of the job this often whether another rank was asked to leave."""
 
     preemption_share_s: float = 1 / 5_000
-    """N ranks ask that at most every N times this: the store of the job has one thread."""
+    """N ranks ask at most every N times this: the store of the job has one thread."""
 
     preemption_s: float = 60.0
     """The ranks have this long to agree on the step after which they leave, if the user gives no
     deadline."""
 
     rank_poll_s: float = 0.05
-    """A thread that waits for other ranks checks this often whether it is to continue without."""
+    """A thread that waits for other ranks checks this often whether to continue without them."""
 
     rank_look_first_s: float = 0.02
-    """The first pause between two looks at what another rank has posted, and the shortest of a rank
-    that has nothing to do but to look."""
+    """The first pause between two looks at another rank's posts, and the shortest of an idle
+    rank."""
 
     rank_look_s: float = 0.25
-    """A rank that writes looks this often at what the others have posted; less often where there
-    are many. Always below 1 s, the time in which an error is reported to all."""
+    """A rank that writes looks this often at the other ranks' posts; less often with many ranks.
+    Always below 1 s, the time in which an error is reported to all."""
 
     rank_look_most_s: float = 0.8
     """The longest pause between two such looks, however many ranks there are."""
 
     rank_share_s: float = 1 / 20_000
-    """The store of the job has one thread: N ranks that look at once pause for N times this."""
+    """N ranks that look at once pause for N times this: the store of the job has one thread."""
 
     rank_left_poll_s: float = 0.01
-    """Rank 0 checks this often, when it closes, whether the others need its store no longer."""
+    """When rank 0 closes, it checks this often whether the others still need its store."""
 
     store_poll_first_s: float = 0.002
-    """The first pause between two looks for one key of the store of the job."""
+    """The first pause between two looks for a key in the store of the job."""
 
     busy_poll_first_s: float = 0.005
-    """The first pause between two looks whether rank 0 skips the save for which this rank is
-    still busy; doubled with each further look."""
+    """The first pause between two checks whether rank 0 skips the save for which this rank is
+    still busy; doubled with each further check."""
 
     busy_poll_most_s: float = 0.1
     """The longest of these pauses."""
 
     hosts_poll_first_s: float = 0.005
-    """Ranks that read together wait for each other's posts, and for a place to connect to, with
+    """Ranks that read together wait for each other's posts, and for an address to connect to, with
     pauses of this length; for posts it is doubled with each further pause."""
 
     hosts_poll_most_s: float = 0.05
     """The longest of these pauses."""
 
     hosts_look_s: float = 0.25
-    """A rank that waits for ranks of its host checks this often whether one of them cannot read
-    together with others, or another rank has failed."""
+    """A rank that waits for ranks of its host checks this often whether one of them cannot join
+    the reading, or another rank has failed."""
 
     last_progress_s: float = 5.0
     """A blocking save waits this long for its last `on_progress` call; then it returns."""
@@ -163,15 +162,15 @@ class Timing:
     """A warning about the same trouble is logged again after this long."""
 
     command_end_s: float = 2.0
-    """After the time of `--timeout`, a command may take this much more to end its calls in flight
+    """After `--timeout` has passed, a command may take this much more to end its calls in flight
     and to list the rest."""
 
     probe_s: float = 4.0
     """`penstock doctor` and `bench` write a raw blob for this long, and then read for as long."""
 
     request_retry_first_s: float = 0.2
-    """The first backoff after a transient error of an object store: the request is retried after
-    a random part of it; doubled with each further error."""
+    """The first backoff after a transient error of an object store; doubled with each further
+    error. The request is retried after a random part of it."""
 
     request_retry_most_s: float = 10.0
     """The longest backoff between two attempts of a request."""
@@ -181,48 +180,48 @@ class Timing:
     the save, or the opening of the run, continues without it."""
 
     tier_quick_error_s: float = 0.5
-    """An error of a tier that comes sooner costs a save nothing, so the next save tries the tier
-    again. After a slower error the tier is left alone for `tier_rest_first_s`."""
+    """A tier's error that comes sooner costs a save nothing, so the next save tries the tier
+    again. After a slower error saves skip the tier for `tier_rest_first_s`."""
 
     tier_rest_first_s: float = 60.0
-    """A tier that did not answer is left alone for this long; doubled with each further time."""
+    """A tier that did not answer is skipped for this long; doubled with each further time."""
 
     tier_rest_most_s: float = 600.0
-    """The longest time for which a tier is left alone."""
+    """The longest time for which a tier is skipped."""
 
     tier_full_poll_s: float = 0.5
     """A save that waits because all tiers are full checks this often whether one has room."""
 
     tier_reopen_s: float = 1.0
-    """A tier that could not be opened is retried after this long at the earliest, or after as long
-    as the last attempt took, if that is longer."""
+    """A tier that could not be opened is retried after this long, or after the duration of the
+    last attempt if that is longer."""
 
     drain_retry_first_s: float = 1.0
-    """The first backoff after an error of a drain: the copy of the checkpoint to the next tier is
-    retried after this long at most; doubled with each further error."""
+    """The first backoff after an error of a drain; doubled with each further error. The copy of
+    the checkpoint to the next tier is retried after this long at most."""
 
     drain_retry_most_s: float = 60.0
     """The longest backoff between two attempts of a drain."""
 
     drain_failing_s: float = 30.0
-    """Nothing waits for a tier that has failed for longer: a blocking save raises
-    `NotDrainedError`, and `close` leaves the rest to the next process."""
+    """If a tier has failed for longer, a blocking save raises `NotDrainedError` instead of waiting
+    for it, and `close` leaves the rest to the next process."""
 
     lease_refresh_s: float = 60.0
     """A copy renews its lease this often. Far below the time after which other machines take a
-    silent copy for dead (`SILENT_S`), which all machines have to agree on."""
+    silent copy for dead (`SILENT_S`), which must be the same on all machines."""
 
     copy_alive_s: float = 5.0
-    """While a store is slow with one piece, a copy reports this often that it is alive, so that it
-    keeps its lease."""
+    """While a store is slow with one piece, a copy reports this often that it is alive, to keep its
+    lease."""
 
     deletion_s: float = 60.0
-    """A copy that finds data without a record waits this long for the end of a deletion that may be
-    under way. Names that are deleted together take far less."""
+    """A copy that finds data without a record waits this long, in case a deletion is under way.
+    Deleting names together takes far less."""
 
     process_start_s: float = 120.0
     """The copy process has this long for its imports, on a slow shared file system; then threads
-    of the training process copy."""
+    of the training process copy instead."""
 
     process_end_s: float = 10.0
     """The copy process has this long to end, or to give up a copy; then it is killed, and the next

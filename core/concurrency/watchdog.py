@@ -2,8 +2,8 @@
 
 Store calls cannot be cancelled: the kernel, or a library, holds the thread. So code that must not
 hang with a store makes the call on a daemonic thread of its own, and waits for it until a deadline.
-Then it leaves the thread behind, with all that the call uses. A daemonic thread does not keep the
-interpreter from exiting.
+Then it leaves the thread behind, with everything that the call uses. A daemonic thread does not
+keep the interpreter from exiting.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ T = TypeVar("T")
 
 
 class Deadline:
-    """Limits a length of time, counted from its construction.
+    """Passes `limit_s` after its construction.
 
     Args:
-        limit_s: The length; None or infinity sets no limit.
-        clock: The clock that is read.
+        limit_s: The time limit; None or infinity sets none.
+        clock: The clock to read.
     """
 
     def __init__(self, limit_s: float | None, clock: Clock = SYSTEM_CLOCK) -> None:
@@ -56,23 +56,23 @@ NEVER = Deadline(None)
 
 
 class Watchdog(Deadline):
-    """Passes when a task is stuck: the task calls `moved` at each progress, which starts it anew.
+    """Passes when a task is stuck: each progress of the task restarts it by `moved`.
 
-    Any thread may ask it.
+    Any thread may read it.
     """
 
     def moved(self) -> None:
-        """Count from now on."""
+        """Count from now."""
         self._began_s = self._clock.monotonic_s()
 
     @property
     def is_paused(self) -> bool:
-        """Whether nothing is counted now."""
+        """Whether no time is counted now."""
         return self._began_s == math.inf
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not count within the block, whose calls have limits of their own."""
+        """Count no time within the block, whose calls have their own limits."""
         self._began_s = math.inf
         try:
             yield
@@ -81,15 +81,15 @@ class Watchdog(Deadline):
 
 
 class BackgroundCall(Generic[T]):
-    """Makes one call on a thread of its own, which is left behind if the call does not return."""
+    """Makes one call on its own thread, which is left behind if the call does not return."""
 
     def __init__(self, name: str, call: Callable[[], T]) -> None:
         self._name = name
-        # Acquired once: by the call when it begins, or by the waiter that gives up before that.
+        # Acquired once: by the call when it begins, or by a waiter that gives up before that.
         self._claim = threading.Lock()
         self._over = Latch()
-        # The waiter does not touch this before the call is over: Ctrl-C could interrupt it while it
-        # holds the lock of the future, and the call's thread would wait for that lock for ever.
+        # The waiter does not touch this before the call is over: Ctrl-C could interrupt the waiter
+        # while it holds the future's lock, and the call's thread would wait for it for ever.
         self._outcome: Future[T] | None = Future()
         self._work = partial(_run, call, self._claim, self._outcome, self._over)
 
@@ -102,17 +102,17 @@ class BackgroundCall(Generic[T]):
         return self._over.wait(timeout_s)
 
     def result(self) -> T:
-        """Return the result of the call, or raise its error; only once, and when it is over."""
+        """Return the call's result, or raise its error; call only once, after the call is over."""
         outcome, self._outcome = self._outcome, None
         assert outcome is not None
         del self._work
         try:
             return outcome.result()
         finally:
-            del outcome  # the traceback of an error holds this frame: it would be a cycle
+            del outcome  # the error's traceback refers to this frame: it would be a cycle
 
     def outcome(self) -> T | BaseException:
-        """Return the result or the error of the call; only once, and when it is over."""
+        """Return the call's result or its error; call only once, after the call is over."""
         future, self._outcome = self._outcome, None
         assert future is not None
         error = future.exception()
@@ -122,12 +122,12 @@ class BackgroundCall(Generic[T]):
         """Keep the call from beginning, or `cancel` it and wait at most `patience_s` for its end.
 
         Returns:
-            Whether the call is over; else it is still in flight.
+            True if the call is over, False if it is still in flight.
         """
         until_s = math.inf
         while True:
-            # All in one `try`: a second Ctrl-C anywhere in it would else raise from here while the
-            # call uses memory that the caller frees. So it begins again.
+            # One `try` around everything: otherwise a second Ctrl-C would raise from here while
+            # the call still uses memory that the caller frees. So the loop begins again.
             try:
                 until_s = min(until_s, SYSTEM_CLOCK.monotonic_s() + patience_s)
                 if self._claim.acquire(blocking=False):
@@ -142,7 +142,7 @@ class BackgroundCall(Generic[T]):
 
 
 def spawn(name: str, task: Callable[[], object]) -> threading.Thread:
-    """Run `task` on a daemonic thread of its own, `penstock-NAME`."""
+    """Run `task` on its own daemonic thread, `penstock-NAME`."""
     thread = threading.Thread(target=task, name=f"penstock-{name}", daemon=True)
     thread.start()
     return thread
@@ -158,21 +158,21 @@ def call_with_deadline(
     cancel: Callable[[], None] = lambda: None,
     patience_s: float | None = None,
 ) -> T:
-    """Make `call` on a thread of its own, and return its result.
+    """Make `call` on its own thread, and return its result.
 
     If Ctrl-C or the deadline ends the wait early, this calls `cancel`, and raises once the call is
-    over or `patience_s` have passed. In the latter case a note of the error says that the thread
+    over or `patience_s` have passed. If they have passed, a note on the error says that the thread
     was left behind.
 
     Args:
         name: The name of the thread, in logs and notes.
         call: The call that may hang.
         deadline: Ends the wait; a `Watchdog` if `call` reports progress. With the default only
-            Ctrl-C ends it.
-        late: Returns the error that is raised at the deadline.
-        timing: Says how often the deadline is checked (`poll_s`).
+            Ctrl-C ends the wait.
+        late: Returns the error to raise at the deadline.
+        timing: How often to check the deadline (`poll_s`).
         cancel: Asks `call` to end soon; called in the waiting thread.
-        patience_s: The most seconds to wait for a call that was given up; None takes
+        patience_s: The most seconds to wait for a call that was given up; None means
             `Timing.interrupt_s`.
 
     Raises:
@@ -197,20 +197,20 @@ def call_all_with_deadline(
     deadline: Deadline,
     late: Callable[[], BaseException],
 ) -> list[T | BaseException]:
-    """Make all of `calls` at once, each on a thread of its own.
+    """Make all of `calls` at once, each on its own thread.
 
     Returns:
-        For each call its result or its error, or the error that `late` returns if the call is not
-        over at the deadline; then its thread is left behind.
+        For each call its result or its error. If the call is not over at the deadline, its thread
+        is left behind, and the error is the one that `late` returns.
     """
     begun = [BackgroundCall(name, call) for call in calls]
     for background in begun:
         background.start()
-    found: list[T | BaseException] = []
+    outcomes: list[T | BaseException] = []
     for background in begun:
         over = background.wait(deadline.left_s())
-        found.append(background.outcome() if over else late())
-    return found
+        outcomes.append(background.outcome() if over else late())
+    return outcomes
 
 
 def _run(call: Callable[[], T], claim: threading.Lock, outcome: Future[T], over: Latch) -> None:
@@ -219,5 +219,5 @@ def _run(call: Callable[[], T], claim: threading.Lock, outcome: Future[T], over:
             outcome.set_result(call())
         except BaseException as error:  # noqa: BLE001 - the waiter raises it
             outcome.set_exception(error)
-        del outcome  # the traceback of an error holds this frame: it would be a cycle
+        del outcome  # the error's traceback refers to this frame: it would be a cycle
         over.open()

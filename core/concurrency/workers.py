@@ -1,4 +1,4 @@
-"""The threads of one checkpointer, how long they are busy, and the cores that they may use.
+"""The threads of one checkpointer, their busy time, and the cores that they may use.
 
 Tested in `tests/core/concurrency/test_cores.py`.
 """
@@ -36,7 +36,7 @@ class Workers:
 
     Args:
         count: The threads of the pool.
-        timing: The waits of the code that uses these threads; None takes the timing in force.
+        timing: The waits of the code that uses these threads; None uses the timing in force.
     """
 
     def __init__(self, count: int, timing: Timing | None = None) -> None:
@@ -54,20 +54,20 @@ class Workers:
     def side_by_side(self, tasks: Sequence[Callable[[], T]]) -> list[T | BaseException]:
         """Run short tasks in this thread and in helpers that run nothing else.
 
-        Returns, when all are over, for each task its result or its error.
+        Returns, after all tasks, each task's result or error.
         """
         outcomes: dict[int, T | BaseException] = {}
         left = deque(enumerate(tasks))
 
         def work() -> None:
-            with suppress(IndexError):  # of `popleft`: none is left
+            with suppress(IndexError):  # from `popleft`: no task is left
                 while True:
                     number, task = left.popleft()
                     outcomes[number] = _outcome(task)
 
         self._renew_in_child()
         futures: list[Future[None]] = []
-        with suppress(RuntimeError):  # there are no more threads: this one runs the tasks
+        with suppress(RuntimeError):  # no thread can be started: this one runs the tasks
             for _ in range(min(self.count, len(tasks)) - 1):
                 futures.append(self._helpers.submit(work))  # noqa: PERF401 - keeps the first ones
         work()
@@ -78,13 +78,13 @@ class Workers:
         if self._pid != os.getpid():  # a forked child has none of the threads
             self._pool = self._make_pool("work", self.count)
             self._helpers = self._make_pool("copy", max(1, self.count - 1))
-            self._pid = os.getpid()  # last: other threads take the pools as they are from here on
+            self._pid = os.getpid()  # last: from here on other threads use the new pools
 
     def _make_pool(self, name: str, count: int) -> Pool:
         return Pool(count, f"penstock-{name}", timing=self.timing)
 
     def spawn(self, name: str, task: Callable[[], object]) -> threading.Thread:
-        """Run `task` on a daemonic thread of its own, so that a stuck disk cannot delay an exit."""
+        """Run `task` on its own daemonic thread, so that a stuck disk cannot delay an exit."""
         return spawn(name, task)
 
     def close(self) -> None:
@@ -131,32 +131,32 @@ class BusyClock:
 
 
 def default_workers(cgroup: str = _CGROUP) -> int:
-    """Return the number of threads that encode and hash, unless the user sets it."""
+    """Return the default number of threads that encode and hash."""
     return max(1, min(_MOST_WORKERS, int(usable_cores(cgroup))))
 
 
 def usable_cores(cgroup: str = _CGROUP) -> float:
-    """Return the cores that this process may use: its share where several ranks run here."""
+    """Return the cores that this process may use; with several ranks here, its share."""
     try:
         count = len(os.sched_getaffinity(0))
-    except (AttributeError, OSError):  # no Linux
+    except (AttributeError, OSError):  # not Linux
         count = os.cpu_count() or 1
     return min(count, _quota(cgroup)) / local_ranks()
 
 
 def _quota(cgroup: str) -> float:
-    """Return the cores whose time a container may use (cgroup v2, else v1); inf without a limit."""
+    """Return the cores that a container may use (cgroup v2, else v1); inf without a limit."""
     for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
         try:
             texts = [Path(cgroup, name).read_text(encoding="ascii") for name in names]
         except OSError:
             continue
         quota, period = " ".join(texts).split()
-        if quota.isdigit():  # without a limit `max`, in v1 -1
+        if quota.isdigit():  # no limit is `max`, in v1 -1
             return int(quota) / int(period)
     return math.inf
 
 
 def local_ranks() -> int:
-    """Return the number of ranks on this machine, as their launcher says; 1 without one."""
+    """Return the number of ranks on this machine according to their launcher; 1 without one."""
     return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

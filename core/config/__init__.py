@@ -1,5 +1,5 @@
 """Configuration: its model, its files, and the explanation of errors in it.
 
-Here: pydantic models, TOML and YAML files, environment variables. Not here: the objects that are
-made from a configuration. The facade and the command line import it.
+Here: pydantic models, TOML and YAML files, environment variables. Not here: the objects that a
+configuration creates. The facade and the command line import this package.
 """

@@ -1,4 +1,4 @@
-"""Explains in readable lines why a mapping does not fit a pydantic model. Never shows values.
+"""Explains in readable lines why a mapping does not fit a pydantic model; never shows values.
 
 Tested in `tests/core/config/test_model.py`.
 """
@@ -29,10 +29,10 @@ def validated(
         model: A pydantic model.
         values: The fields by name.
         what: Name of the whole in messages (`"the options of codec zstd"`).
-        place: Where the whole stands in a configuration (`"backend"`).
+        place: The place of the whole in a configuration (`"backend"`).
 
     Raises:
-        ConfigError: Some keys are wrong; lists each, with the nearest valid name of an unknown one.
+        ConfigError: Some keys are wrong; lists each, with the nearest valid name of an unknown key.
     """
     try:
         return model.model_validate(values)
@@ -62,7 +62,7 @@ def explain(error: ValidationError, model: type[BaseModel], above: str = "") -> 
             text = f"unknown key{_meant(model, place, holders)}"
         elif problem["type"] == "tuple_type":  # ours are lists in every file, and may be in Python
             text = "Input should be a list"
-        elif problem["type"] in {"model_type", "dict_type"}:  # classes are nothing to a file
+        elif problem["type"] in {"model_type", "dict_type"}:  # a file has no classes
             text = "Input should be a table"
         where = ".".join(filter(None, [above, _shown(place)]))
         found.setdefault(where, []).append(text)
@@ -84,10 +84,10 @@ def _any_of(texts: Sequence[str]) -> str:
 def _located(
     model: type[BaseModel], loc: Sequence[int | str]
 ) -> tuple[list[int | str], list[object]]:
-    """Return the place that pydantic names, and the annotations of what holds its last part.
+    """Return the place that pydantic names, and the annotations of the holder of its last part.
 
-    Leaves out the parts that name a member of a union. These are names of types, and tags, which we
-    write `<like this>`; users know neither.
+    Leaves out parts that name a member of a union, which users do not know: names of types, and
+    tags, which we write `<like this>`.
     """
     place: list[int | str] = []
     holders: list[object] = []
@@ -125,13 +125,13 @@ def _members(annotation: object) -> Sequence[object]:
 
 
 def _meant(model: type[BaseModel], place: Sequence[int | str], holders: Sequence[object]) -> str:
-    """Return a hint for an unknown key: the table that it belongs in, or the nearest names."""
+    """Return a hint for an unknown key: the table that it belongs to, or the nearest names."""
     name = str(place[-1])
     if len(place) == 1:
         for field, info in model.model_fields.items():
             if any(name in inner.model_fields for inner in _models_in(info.annotation)):
                 table = f"[[{field}]]" if _is_list(info.annotation) else f"[{field}]"
-                return f"; it stands in {table}"
+                return f"; it belongs in {table}"
     return nearest(name, [n for one in holders for m in _models_in(one) for n in m.model_fields])
 
 

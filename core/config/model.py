@@ -72,7 +72,7 @@ __all__ = [
 
 Mode: TypeAlias = Literal["blocking", "async", "lazy"]
 AUTO: Final = "auto"
-"""The value of `Rule.codecs` that lets saves choose."""
+"""The value of `Rule.codecs` that lets saves choose the codecs."""
 
 OnBusy: TypeAlias = Literal["wait", "skip", "raise"]
 
@@ -132,7 +132,7 @@ def _network(value: str) -> str:
     try:
         return str(ipaddress.ip_network(value, strict=False))
     except ValueError as error:
-        msg = f"{value!r} is no network: write it as 10.1.0.0/16 or fd00::/64"
+        msg = f"{value!r} is not a network: write it as 10.1.0.0/16 or fd00::/64"
         raise ValueError(msg) from error
 
 
@@ -140,8 +140,8 @@ def _grace(value: float) -> float:
     if value > 0:
         return value
     msg = (
-        "has to be above 0: a save whose intent is older than half of it is not committed, so none "
-        "would be. To prune at once: penstock prune URL --grace 0s"
+        "has to be above 0: a save whose intent is older than half of it is never committed. To "
+        "prune at once: penstock prune URL --grace 0s"
     )
     raise ValueError(msg)
 
@@ -169,7 +169,7 @@ class _Model(BaseModel):
 
 
 class CodecConfig(PluginChoice):
-    """A codec by entry-point name, and its options; the bare name is short for no options."""
+    """A codec by entry-point name, and its options; the name alone means no options."""
 
     @model_validator(mode="before")
     @classmethod
@@ -185,7 +185,7 @@ class CodecConfig(PluginChoice):
 
 
 class Rule(_Model, Placed):
-    """Objects that match any of the patterns go through these codecs; without codecs, stay raw.
+    """Encodes objects that match any of the patterns with these codecs; without codecs, not at all.
 
     Attributes:
         match: A pattern of paths or several, as for `include` of a restore. One that matches
@@ -292,7 +292,7 @@ class Deltas(_Model):
 
 
 class Prefer(_Model):
-    """The distribution to take for a name that several claim, by kind of plugin."""
+    """The distribution to use for a name that several claim, by kind of plugin."""
 
     provider: dict[str, str] = Field(default_factory=dict)
     codec: dict[str, str] = Field(default_factory=dict)
@@ -401,7 +401,7 @@ class CheckpointerConfig(_Model):
     prefer: Prefer = Field(default_factory=Prefer)
 
     def __repr_args__(self) -> Iterator[tuple[str | None, object]]:
-        """Yield all options that were given; a URL without its credentials."""
+        """Yield all given options; a URL without its credentials."""
         for name, value in super().__repr_args__():
             yield name, shown_url(value) if name == "backend" and type(value) is str else value
 
@@ -437,11 +437,11 @@ def load_config(
     *,
     what: str = "configuration",
 ) -> CheckpointerConfig:
-    """Return the configuration that `source` holds.
+    """Return the configuration in `source`.
 
     Args:
         source: Path of a `.toml`, `.yaml`, `.yml` or `.json` file, a mapping, or a
-            configuration, which is returned as it is.
+            configuration, which is returned as is.
         what: Name of a mapping in error messages.
 
     Raises:
@@ -482,7 +482,7 @@ def read_file(path: Path) -> Mapping[str, Any]:
     """Return the content of a `.toml`, `.yaml`, `.yml` or `.json` file.
 
     Raises:
-        ConfigError: The file cannot be read, or is no such file.
+        ConfigError: The file cannot be read, or is not such a file.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -491,7 +491,7 @@ def read_file(path: Path) -> Mapping[str, Any]:
         msg = f"configuration {path} cannot be read: {error.strerror}"
         raise ConfigError(msg) from error
     except ValueError as error:
-        # tomllib, json and UTF-8 errors say where and what, and are ValueErrors
+        # tomllib, json and UTF-8 errors are ValueErrors, and name the place and the problem.
         msg = f"configuration {path} is not valid: {error}"
         raise ConfigError(msg) from error
     if not isinstance(values, Mapping):
@@ -533,8 +533,8 @@ def _parse_yaml(text: str) -> object:
 def filled(value: Any, environment: Mapping[str, str], *, what: str) -> Any:
     """Return `value` with each `${NAME}` in its texts replaced.
 
-    `${NAME:-text}` has a default; `$$` stands for `$`. A text that looks like a variable written in
-    another way is refused: else it would become the name of a folder.
+    `${NAME:-text}` has a default; `$$` means `$`. Refuses text that looks like a variable written
+    in another way: it would become the name of a folder.
 
     Args:
         value: The content of a configuration file.
@@ -542,7 +542,7 @@ def filled(value: Any, environment: Mapping[str, str], *, what: str) -> Any:
         what: Name of the file, for error messages.
 
     Raises:
-        ConfigError: Variables are not set, or not written `${NAME}`; lists every problem.
+        ConfigError: Variables are not set, or not written as `${NAME}`; lists every problem.
     """
     problems: list[str] = []
     result = _filled(value, environment, "", problems)
@@ -586,14 +586,14 @@ def _looked_up(match: re.Match[str], environment: Mapping[str, str]) -> str:
     if written == "$$":
         return "$"
     if written == "${":
-        problem = "${ has no } of its own; write ${NAME}, or $${ for the text itself"
+        problem = "${ has no closing }; write ${NAME}, or $${ for the text itself"
     elif inner is None:
         problem = (
             f"{written} is not filled in; write ${{{written[1:]}}} for the variable, or ${written} "
             "for the text itself"
         )
     elif named is None:
-        problem = f"{written} is no variable; write ${{NAME}} or ${{NAME:-text}}"
+        problem = f"{written} is not a variable; write ${{NAME}} or ${{NAME:-text}}"
     elif named[1] in environment:
         return environment[named[1]]
     elif named[2] is not None:

@@ -1,4 +1,4 @@
-"""The choice of one plugin in a configuration: its name, its options, where it was written.
+"""The choice of one plugin in a configuration: its name, its options, and its place in the file.
 
 Tested in `tests/core/config/test_model.py`.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Origin:
     """Where a part of a configuration was written: the file, and the place in it.
 
-    Two origins are always equal, so that two choices that differ in nothing else are.
+    All origins are equal, so that choices that differ only in their origin are equal.
     """
 
     what: str = field(default="", compare=False)
@@ -40,17 +40,17 @@ class Placed(BaseModel):
 
     @property
     def origin(self) -> Origin:
-        """Where the part was written; empty, unless in a file."""
+        """Where the part was written; empty if not in a file."""
         return self._origin
 
     def came_from(self, origin: Origin) -> None:
-        """Note where the part was written, unless that is known."""
+        """Record where the part was written, unless it is known already."""
         if not self._origin.what:
             self._origin = origin
 
 
 class PluginChoice(Placed):
-    """A plugin by entry-point name, and its options beside it."""
+    """A plugin by entry-point name, and its options."""
 
     model_config = ConfigDict(extra="allow", frozen=True, hide_input_in_errors=True)
 
@@ -58,7 +58,7 @@ class PluginChoice(Placed):
 
     @property
     def options(self) -> dict[str, Any]:
-        """All keys but `type`; the plugin's own `Config` checks them when it is opened."""
+        """All keys except `type`; the plugin's own `Config` checks them when it is opened."""
         return dict(self.model_extra or {})
 
 
@@ -66,7 +66,7 @@ class BackendConfig(PluginChoice):
     """A backend by entry-point name, and its options: `{type = "posix", path = "runs/gpt"}`."""
 
     def __repr_args__(self) -> Iterator[tuple[str, object]]:
-        """Yield the names of the options only: values may be credentials, which logs would keep."""
+        """Yield only the names of the options: values may be credentials, which logs would keep."""
         yield "type", self.type
         yield "options", sorted(self.options)
 
@@ -83,6 +83,6 @@ def shown_url(url: str) -> str:
 
 
 def scheme_of(url: str) -> str:
-    """Return the scheme of a URL in small letters; empty for a path."""
+    """Return the scheme of a URL in lowercase; empty for a path."""
     match = _SCHEME.match(url)
     return match[1].lower() if match else ""

@@ -1,8 +1,8 @@
 """Copies one committed checkpoint from one store to another, byte for byte.
 
 The copy writes in the order of a save: the intent, the blobs, part and index, and last the commit
-record. So half of a checkpoint is never listed, read or pruned at the target, wherever the copy
-ends; and the blobs that it had sealed need not be copied again.
+record. So wherever the copy ends, half a checkpoint is never listed, read or pruned at the target,
+and sealed blobs need not be copied again.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class CopyReport:
         generation: The generation at the target.
         seconds: The duration of the copy.
         bytes_copied: The bytes of the blobs that were copied.
-        bytes_kept: The bytes of the blobs that an earlier copy had brought there.
+        bytes_kept: The bytes of the blobs that were there before.
         blobs: The number of blobs.
         already_there: Whether the checkpoint was committed there before; then only the sizes of
             its files were compared.
@@ -120,15 +120,15 @@ class CheckpointCopy:
             replace: Whether to replace another checkpoint of a lower generation at that step; or
                 the uids of the checkpoints to replace.
             repair: Whether the target's copy is known to be damaged, and its record was deleted for
-                this copy: then the rest of its data is replaced although there is no lease.
+                this copy: then the rest of its data is replaced even without a lease.
             check_cover: Whether to refuse a checkpoint whose parts lack elements of an object. That
-                takes the memory of all its records. A drain copies it all the same: what it has
-                is better in two places than in one.
+                takes the memory of all its records. A drain does not refuse it: an incomplete
+                checkpoint is better in two places than in one.
         """
         self._source = source
         self._run_target = target
-        # Asked for once: a backend may wrap its tiers again at each call, and `TargetFiles`
-        # compares them.
+        # Called once: a backend may wrap its tiers again at each call, and `TargetFiles` compares
+        # them.
         places = places_of(target)
         self._target = target = places[-1]
         self._record = record
@@ -182,18 +182,17 @@ class CheckpointCopy:
         """Copy the checkpoint; on return it is committed and durable at the target.
 
         Args:
-            on_progress: Called with the bytes of blobs that were copied, or were kept and verified,
-                on a thread of the copy's own; `record.bytes_needed` in all. An error that it
-                raises ends the copy.
+            on_progress: Called with the bytes of blobs that were copied, or kept and verified, on
+                the copy's own thread; `record.bytes_needed` in total. An error that it raises ends
+                the copy.
 
         Raises:
             DamagedError: The source is not what was written; names the objects.
             CheckpointGoneError: The checkpoint was deleted at the source meanwhile.
             StepExistsError: The target has another checkpoint at that step, or uses the uid of
                 this one for another.
-            BusyError: Another process copies the same checkpoint there, or one that needs the same
-                blobs, or has taken over; or the target has data of these uids that no copy has
-                brought.
+            BusyError: Another process copies this checkpoint there, or one that needs the same
+                blobs, or has taken over; or the target has data of these uids that no copy wrote.
             SaveAbortedError: The copy was cancelled, or slept so long that its data may be pruned.
             LostRaceError: Another saver published that step first.
             CommitUnknownError: The checkpoint may or may not exist at the target.
@@ -234,7 +233,7 @@ class CheckpointCopy:
             if self._files.wrote:
                 self._sites.release()
             else:
-                self._sites.own.remove()  # else the data beside it would count as a copy's
+                self._sites.own.remove()  # else the data beside it would count as a copy's data
             raise
         self._sites.remove()
         self._remove_replaced()
@@ -275,7 +274,7 @@ class CheckpointCopy:
                 if blob.name not in kept
             )
         except BlobExistsError:
-            self._sites.check()  # most likely another copy has taken over: then a BusyError
+            self._sites.check()  # raises BusyError if another copy has taken over
             raise
         self._mover.check()
         self._commit.feed(Event.SEALED)
@@ -293,10 +292,10 @@ class CheckpointCopy:
         return kept
 
     def _at_target(self) -> int | None:
-        """Return the generation under which the target has the checkpoint; None if it has not.
+        """Return the generation of the checkpoint at the target; None if it is not there.
 
         Raises:
-            StepExistsError: Another checkpoint is at that step, and is not to be replaced.
+            StepExistsError: Another checkpoint is at that step, and must not be replaced.
         """
         record, url = self._record, self._run_target.url
         try:
@@ -311,21 +310,22 @@ class CheckpointCopy:
             return None  # its generation is lower, so this checkpoint has replaced it
         msg = (
             f"{url} has another checkpoint at step {record.step} ({newest.uid}, generation "
-            f"{newest.generation}). Delete it there, or copy with --overwrite to replace it."
+            f"{newest.generation}). Delete it there, or replace it with `penstock copy "
+            "--overwrite`."
         )
         raise StepExistsError(msg)
 
     def _makes_way(self, there: CommitRecord) -> bool:
         if isinstance(self._replace, bool):
             return self._replace
-        # A compaction has the objects of the checkpoint that it was made from, so it goes with it.
+        # A compaction has the objects of its original checkpoint, so it is replaced with it.
         return there.uid in self._replace or there.compacts in self._replace
 
     def _check_source(self, *, on_look: Callable[[], None] = lambda: None) -> None:
         verify_blobs(self._source, self._record, workers=self._workers, on_look=on_look)
 
     def _await_deletions(self) -> None:
-        """Wait, once, until deletions are over that may not have seen the intent of this copy."""
+        """Wait, once, for deletions that may not have seen the intent of this copy."""
         if self._waited:
             return
         try:
@@ -345,7 +345,7 @@ class CheckpointCopy:
         return self._spoiled & {blob.name for blob in blobs}
 
     def _unread_bytes(self, blobs: Sequence[CheckedBlob], kept: Collection[str]) -> int:
-        """Return the bytes of blobs that are kept unread because a checkpoint there needs them."""
+        """Return the bytes of blobs kept unread because a checkpoint there needs them."""
         lent = [blob for blob in blobs if blob.name in kept and blob.name not in self._read]
         return sum(blob.length for blob in lent if blob_uid(blob.name) != self._record.uid)
 
@@ -369,14 +369,14 @@ class CheckpointCopy:
         except BusyError:
             return False
         except StorageError:
-            pass  # a store that does not answer will not carry out an abort either
+            pass  # a store that does not answer will not execute an abort either
         return True
 
     def _damaged(self, transfer: BlobTransfer, ranges: list[ByteRange]) -> None:
         name = transfer.blob.name
         if transfer.target is None:  # a blob of an earlier copy
             if name not in self._spoiled:
-                log.warning("%s on %s is damaged: copied once more", name, transfer.source.url)
+                log.warning("%s on %s is damaged: copied again", name, transfer.source.url)
             self._spoiled.add(name)
             return
         raise self._contents.damage(name, ranges)
@@ -390,7 +390,7 @@ class CheckpointCopy:
     # -- publishing -------------------------------------------------------------------------------
 
     def _check_whole(self, blobs: Sequence[CheckedBlob]) -> None:
-        """List the target's files once more: a file may have been deleted during the copy.
+        """List the target's files again: a file may have been deleted during the copy.
 
         Raises:
             SaveAbortedError: A file is missing.
@@ -408,7 +408,7 @@ class CheckpointCopy:
             raise SaveAbortedError(msg)
 
     def _begin_to_publish(self) -> None:
-        """Give `cancel` its last chance: from here on the record may exist."""
+        """Check for `cancel` a last time: from here on the record may exist."""
         self._mover.check()
         self._sites.check_age()
         self._commit.feed(Event.PUBLISH_STARTED)

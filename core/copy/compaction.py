@@ -1,14 +1,14 @@
-"""Compacts checkpoints: rewrites those of a chain so that they stand alone: they borrow nothing.
+"""Compacts checkpoints: rewrites those of a chain so that they borrow nothing.
 
-A compaction is a save whose memory is the checkpoint itself, as the next generation of its step.
+A compaction is a save that reads its state from the checkpoint, as the next generation of its step.
 So a crash at any moment leaves the older generation or both, and a reader takes the newest. Blobs
-that others borrow of the older generation stay until nothing borrows them any more.
+of the older generation stay while others borrow them.
 
-A checkpoint that is deleted or saved again during its compaction must not come back. So its record
-is looked at right before the commit, and the step once more right after it: a step that was deleted
-and saved again in between has a record that was not there before, and then the compacted
-generation goes. An overwrite has a higher generation (see `generation_above`), so it wins whenever
-it commits, and in whichever tier.
+A checkpoint that is deleted or saved again during its compaction must not come back. So the
+compaction reads its record right before the commit, and the step's records again right after it. A
+step that was deleted and saved again has a new record; then the compacted generation is deleted. An
+overwrite has a higher generation (see `generation_above`), so it wins whenever it commits, in any
+tier.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ class CompactedStep:
 
     Attributes:
         step: The step.
-        uid: The uid of the new generation; of a dry run, of the checkpoint as it is.
+        uid: The uid of the new generation; in a dry run, of the checkpoint as it is.
         generation: Its generation.
-        bytes_before: The size of the blobs that the checkpoint had of its own.
-        bytes_after: The size of its blobs now; of a dry run, about what it would be.
+        bytes_before: The size of the checkpoint's own blobs before.
+        bytes_after: The size of its blobs now; in a dry run, an estimate.
         seconds: The duration; 0 for a dry run.
     """
 
@@ -74,8 +74,8 @@ class CompactReport:
     Attributes:
         steps: The checkpoints that were (or would be) compacted, ascending.
         bytes_before: The size of all blobs that checkpoints of the run needed before.
-        bytes_after: Their size now; of a dry run, about what it would be.
-        dry_run: Whether nothing was really changed.
+        bytes_after: Their size now; in a dry run, an estimate.
+        dry_run: Whether nothing was changed.
     """
 
     steps: tuple[CompactedStep, ...]
@@ -127,9 +127,9 @@ class Compactor:
         """Return the checkpoints to compact, ascending; never one that borrows nothing.
 
         Args:
-            steps: The steps; None chooses those because of which blobs of deleted checkpoints are
-                kept. Compacting them frees these blobs. Then those that borrow from the chosen ones
-                are chosen as well, whose older generations would be kept for them otherwise.
+            steps: The steps; None chooses those that keep blobs of deleted checkpoints alive.
+                Compacting them frees these blobs. Checkpoints that borrow from the chosen ones are
+                chosen too, or they would keep the older generations alive.
             everything: Choose all checkpoints that borrow, if no steps are given.
 
         Raises:
@@ -179,13 +179,13 @@ class Compactor:
     def compact(
         self, record: CommitRecord, on_progress: Callable[[Progress], None] | None = None
     ) -> CompactedStep:
-        """Replace a checkpoint by one that stands alone: same objects, metadata and codecs.
+        """Replace a checkpoint by one that borrows nothing: same objects, metadata and codecs.
 
         Raises:
-            CheckpointGoneError: It was deleted or saved anew meanwhile; it is as it was then.
+            CheckpointGoneError: It was deleted or saved again meanwhile, and stays so.
             DamagedError: Stored bytes are not what was written; nothing was changed.
             LostRaceError: Another process has compacted the step; nothing was changed.
-            PenstockError: As for `Checkpointer.save`; the checkpoint is as it was, or compacted.
+            PenstockError: As for `Checkpointer.save`; the checkpoint is unchanged, or compacted.
         """
         opened = Opened.open(
             self._backend, record, self._loader, self._registry, allow_pickle=False
@@ -200,7 +200,7 @@ class Compactor:
                 keep_codecs=True,
                 compacts=True,
             ),
-            # Never a higher one: it would hide an overwrite that came meanwhile.
+            # Never a higher generation: it would hide an overwrite that came meanwhile.
             generation=compacted_generation(record.generation),
             surroundings=_Compaction(self._catalog, record, self._housekeeper),
             registry=self._registry,
@@ -220,7 +220,7 @@ class Compactor:
     # ------------------------------------------------------------------------------------------
 
     def _settle(self, record: CommitRecord, report: SaveReport, before: Collection[str]) -> None:
-        """Delete the older generations; or the new one, if it hides a step that was saved again."""
+        """Delete the older generations, or the new one if it hides a step that was saved again."""
         self._catalog.note_own(report.uid)
         name = commit_name(record.step, report.generation)
         names = self._catalog.entries().get(record.step, [])
@@ -243,12 +243,12 @@ class Compactor:
     def _needed_bytes(
         self, records: Collection[CommitRecord], own: dict[str, int] | None = None
     ) -> int:
-        """Return the size of the blobs of `records`, and of those that they borrow of other saves.
+        """Return the size of the blobs of `records` and of those that they borrow.
 
         Args:
             records: The commit records.
-            own: The bytes of all blobs of saves, by uid, that no record names, as far as known:
-                they stay whole if any is borrowed.
+            own: By uid, the known bytes of all blobs of saves that no record names: all of them
+                stay if any is borrowed.
         """
         named = {record.uid: record.bytes_stored for record in records}
         uids = {uid for record in records for uid in record.references} - named.keys()
@@ -256,7 +256,7 @@ class Compactor:
         return sum(named.values()) + sum((own or {}).get(uid, size) for uid, size in lent.items())
 
     def _size_alone(self, record: CommitRecord) -> int:
-        """Return what the checkpoint takes if each chunk is as long as the lowest of its chain."""
+        """Return the checkpoint's size if each chunk is as long as the lowest of its chain."""
         contents = Contents(self._backend, record, self._registry)
         lengths: dict[tuple[int, int, int], int] = {}
         described = (one for o in contents.objects() for one in contents.descriptions(o))
@@ -269,7 +269,7 @@ class Compactor:
 
 
 class _Compaction(SaveSurroundings):
-    """Takes what killed compactions have left; commits only in place of what was compacted."""
+    """Deletes leftovers of killed compactions; commits only if the step has not changed."""
 
     def __init__(self, catalog: Catalog, record: CommitRecord, housekeeper: Housekeeper) -> None:
         self._catalog = catalog
@@ -277,18 +277,18 @@ class _Compaction(SaveSurroundings):
         self._housekeeper = housekeeper
 
     def before_write(self, request: SaveRequest, url: str) -> None:
-        """Delete what killed savers and compactions of this machine have left; no checkpoint."""
+        """Delete leftovers of this machine's killed saves and compactions, but no checkpoint."""
         self._housekeeper.before_save(url, request.plan.raw_bytes, protect=())
 
     def when_full(
         self, request: SaveRequest, uid: str, error: StorageFullError
     ) -> StorageFullError:
-        """Delete the same, and return the error with what else would make room."""
+        """Delete the same, and return the error with advice on how to make room."""
         del request
         return self._housekeeper.when_full(error, uid, protect=())
 
     def before_commit(self, request: SaveRequest, uid: str) -> None:
-        """Check that the newest generation of the step is the one that is being compacted."""
+        """Check that the newest generation of the step is the one being compacted."""
         del request, uid
         record = self._record
         try:
@@ -300,8 +300,5 @@ class _Compaction(SaveSurroundings):
 
 
 def _gone(record: CommitRecord) -> CheckpointGoneError:
-    msg = (
-        f"step {record.step} was deleted or saved anew while it was compacted, so its compaction "
-        "was given up"
-    )
+    msg = f"step {record.step} was deleted or saved again during its compaction, which was given up"
     return CheckpointGoneError(msg)

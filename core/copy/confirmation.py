@@ -1,4 +1,4 @@
-"""Verifies a checkpoint at one place: its records, its data, and whether both are durable."""
+"""Verifies a checkpoint at one place: its records, its data, and their durability."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ def confirmed(
 ) -> bool:
     """Return whether a checkpoint is whole and durable at the target; make its record durable.
 
-    A record whose publish had no answer may be torn away by a power cut: its folder may not have
-    been synced, or its data may have been in a root that was replaced. So it is published once
-    more if a lease is left beside its data, and only then: a late request to publish a record
-    could otherwise replace what was saved at that step since. A record without its data is deleted.
+    A power cut may remove a record whose publish had no answer: its folder may not have been
+    synced, or its data may have been in a root that was replaced. So it is published again, but
+    only if a lease is left beside its data: otherwise a late request to publish a record could
+    replace a later save of that step. A record without its data is deleted.
 
     Args:
         target: The place to look at.
         record: The commit record of the checkpoint.
         first: Called before a record without data is deleted; raises to keep the record, as the
-            rest of its data may be all that exists.
+            rest of its data may be the only copy.
 
     Raises:
         StepExistsError: The target's record has the uid of `record`, but names other data.
@@ -69,21 +69,21 @@ def confirmed(
     if _has_all_data(target, record, sizes):
         if lease_name(record.uid) in sizes:
             target.publish(name, encode_commit(record))
-            target.delete([lease_name(record.uid)])  # the record is known to be durable now
+            target.delete([lease_name(record.uid)])  # the record is durable now
         retract(target, record)  # if it was deleted at this moment
         return is_whole(target, record)
     first()
     if not is_whole(target, record):
-        return False  # its data was not lost: a deletion, which had begun, was taking it
+        return False  # its data was not lost: a deletion under way took it
     log.warning("%s on %s has lost its data, and is deleted there", name, target.url)
     delete_records(target, [name], uids={name: record.uid})
     return False
 
 
 def has_all_data(target: Backend, record: CommitRecord) -> bool:
-    """Return whether the target has the intent and all files of a checkpoint, whole in length.
+    """Return whether the target has the intent and all files of a checkpoint, in full length.
 
-    Reads the manifest where the listing alone does not tell, unlike `survey.has_data`.
+    Reads the manifest if the listing does not suffice, unlike `survey.has_data`.
 
     Raises:
         StorageError: The target does not answer.
@@ -120,9 +120,9 @@ def check_same_manifest(target: Backend, there: CommitRecord, record: CommitReco
     ):
         return
     msg = (
-        f"{target.url} has another checkpoint at step {record.step}, with the uid of the one to be "
-        f"copied ({record.uid}): no two saves have one, so one of the two was tampered with. "
-        "Nothing was changed. Look at both with `penstock verify`, and delete the wrong one."
+        f"{target.url} has another checkpoint at step {record.step} with the uid of the one to be "
+        f"copied ({record.uid}). No two saves share a uid, so one of the two was tampered with. "
+        "Nothing was changed. Check both with `penstock verify`, and delete the wrong one."
     )
     raise StepExistsError(msg)
 
@@ -139,10 +139,10 @@ def check_uid_is_free(place: Backend, record: CommitRecord) -> None:
     if not named:
         return
     msg = (
-        f"{place.url} has data of uid {record.uid} already, and {named[0]} uses it: a copy of step "
-        f"{record.step} would replace that. Nothing was changed. No two saves have one uid: were "
+        f"{place.url} already has data of uid {record.uid}, and {named[0]} uses it: a copy of step "
+        f"{record.step} would replace it. Nothing was changed. No two saves share a uid: were "
         "records of the source changed by hand? `penstock copy` with --codec, --rules or --raw "
-        "stores a step under a new one."
+        "stores a step under a new uid."
     )
     raise StepExistsError(msg)
 
@@ -150,8 +150,8 @@ def check_uid_is_free(place: Backend, record: CommitRecord) -> None:
 def retract(target: Backend, record: CommitRecord) -> None:
     """Delete the target's record of a checkpoint that was deleted while it was copied.
 
-    A deletion deletes the intent before the data, and looks for late copies for a while only. So
-    a record without an intent was published behind a deletion.
+    A deletion deletes the intent before the data, and looks for late copies only for a while. So a
+    record without an intent was published after a deletion.
 
     Raises:
         StorageError: The target does not answer.
@@ -163,13 +163,13 @@ def retract(target: Backend, record: CommitRecord) -> None:
         delete_records(target, [name], uids={name: record.uid})
 
 
-# `Checkpoint.verify` is a second verifier, and stays one; both compare checksums by `mismatches`.
+# `Checkpoint.verify` stays a second verifier; both compare checksums by `mismatches`.
 # `Checkpoint.verify` decodes frames and reports the damage of every object, so it reads frame by
 # frame with a `Loader`. This function is a copy without a target: it shares the `BlobMover`, which
-# has to verify bytes as they pass in any case, and whose pieces cut through frames, so that no
-# frame could be decoded from them. Verifying with a `Loader` instead takes the records of all
-# objects (twice the time and eight times the memory with 100,000 small objects, beside training),
-# and a `Loader` neither keeps to a rate nor calls `on_look` while the store hangs.
+# verifies bytes as they pass anyway, and whose pieces cut through frames, so that no frame could be
+# decoded from them. A `Loader` would need the records of all objects (twice the time and eight
+# times the memory with 100,000 small objects, beside training). It also has no rate limit, and does
+# not call `on_look` while the store hangs.
 def verify_blobs(
     source: Backend,
     record: CommitRecord,
@@ -185,8 +185,8 @@ def verify_blobs(
         source: The place of the checkpoint.
         record: Its commit record.
         workers: The threads that compare checksums.
-        on_progress: Called with the number of bytes that were read; may raise to end the read.
-        on_look: Called every few seconds at least, also while the store hangs; likewise.
+        on_progress: Called with the number of bytes read; may raise to end the read.
+        on_look: Called at least every few seconds, even while the store hangs; may raise too.
         bytes_per_s: The most bytes to read per second; None sets no limit.
 
     Raises:

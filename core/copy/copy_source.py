@@ -1,8 +1,8 @@
 """The source of a copy: the records of a checkpoint, and the checksums of its blobs.
 
-Keeps the checksums alone, 24 bytes for each block: drains run beside training, and the records of
-a million objects take a gigabyte. Where a blob is damaged its objects are read once more, to name
-them.
+Keeps only the checksums, 24 bytes for each block: drains run beside training, and the records of
+a million objects take a gigabyte. If a blob is damaged, the records of its objects are read again,
+to name them.
 
 Tested in `tests/core/copy/test_checkpoint_copy.py`.
 """
@@ -90,7 +90,7 @@ class CopySource:
         check_cover(self._manifest)
 
     def records(self) -> Iterator[tuple[str, bytes]]:
-        """Yield name and bytes of each part, then of the index; holds one of them at a time.
+        """Yield name and bytes of each part, then of the index; hold one at a time.
 
         Raises:
             DamagedError: A record differs from the one that `read` verified.
@@ -138,12 +138,12 @@ class CopySource:
     # ------------------------------------------------------------------------------------------
 
     def _lender(self, blob: str) -> str:
-        """Return the words that name the save a borrowed blob belongs to; empty for an own one."""
+        """Return text that names the save of a borrowed blob; empty for an own blob."""
         uid = blob_uid(blob)
         if uid is None or uid == self.record.uid:
             return ""
         older = records_newest_first(Catalog(self._backend), self.record.step)
-        return f" (which it borrows of {find_lenders(older, {uid})[uid]})"
+        return f" (borrowed from {find_lenders(older, {uid})[uid]})"
 
     def _objects_in(self, blob: str, ranges: Sequence[ByteRange]) -> list[str]:
         found: dict[str, None] = {}
@@ -189,7 +189,7 @@ class _BlobRanges:
         )
         starts, lengths, sums = starts[fresh], lengths[fresh], sums[fresh]
         if (starts[1:] < starts[:-1] + lengths[:-1]).any():
-            msg = f"{self.blob.name}: two frames are recorded at one place"
+            msg = f"{self.blob.name}: two recorded frames overlap"
             raise FormatError(msg, [self.blob.name])
         return CheckedBlob(self.blob.name, self.blob.length, starts, lengths, sums)
 

@@ -1,9 +1,9 @@
 """The lease of a copy: the right to write the data of one uid at one place.
 
-Each save has a uid of its own, so no two saves write under one name. Two copies of one checkpoint
-do, and would delete each other's unfinished blobs. So a copy holds a lease, a record beside the
-data, and loses the lease only when its process is over or has not refreshed it for long. The
-record also lists the blobs that are durable: after a crash a blob that exists may still be torn.
+Each save has its own uid, so no two saves write under one name. Two copies of one checkpoint do,
+and would delete each other's unfinished blobs. So a copy holds a lease, a record beside the data,
+and loses the lease only if its process has ended or has not refreshed it for long. The record also
+lists the durable blobs: after a crash an existing blob may still be torn.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock")
 
 SILENT_S = 15 * 60.0
-"""The seconds after which a lease that another machine's process does not refresh has ended."""
+"""The seconds after which another machine's lease ends if it is not refreshed."""
 
 _LIMIT_BYTES = 64 << 20
 _held: set[str] = set()  # the tokens of this process's copies in flight
@@ -51,7 +51,7 @@ class _Record:
         token: The token of the copy that holds the lease; empty if it is free.
         host: The host of that copy, for messages.
         pid: The process of that copy, for messages.
-        process: Tells that process from all others of its machine, later ones with its pid too.
+        process: The identity of that process, unique even among later processes with its pid.
         sealed: The names of the blobs that are whole and durable.
     """
 
@@ -63,7 +63,7 @@ class _Record:
 
 
 class Lease:
-    """The right to write the data of one uid at one place. Used by one thread."""
+    """The right to write the data of one uid at one place. For one thread."""
 
     def __init__(self, backend: Backend, uid: str, timing: Timing) -> None:
         self._timing = timing
@@ -86,15 +86,15 @@ class Lease:
         return frozenset(self._record.sealed)
 
     def is_abandoned(self) -> bool:
-        """Return whether a copy has left a lease of this uid that no copy in flight holds."""
+        """Return whether there is a lease of this uid that no copy in flight holds."""
         found = self._read()
         return found is not None and not self._is_living(found)
 
     def take(self, *, durable: Iterable[str] = ()) -> None:
-        """Acquire the lease, and read which blobs an earlier copy has sealed.
+        """Acquire the lease, and read which blobs an earlier copy sealed.
 
         Args:
-            durable: Blobs that are known to be durable, to be listed beside these.
+            durable: More blobs to list as durable.
 
         Raises:
             BusyError: Another copy is in flight.
@@ -114,30 +114,30 @@ class Lease:
                 raise self._busy(found)
             durable = {*durable, *found.sealed}
         self._record = replace(self._record, sealed=tuple(sorted(durable)))
-        # A record that exists is replaced, not deleted and created again: a crash between the two
-        # would leave data that no lease marks as a copy's, and that no later copy may touch. Of two
-        # copies that replace the record the last one holds the lease; the other one's `check` fails
-        # before it deletes anything.
+        # Replaces an existing record instead of deleting and creating it: a crash in between would
+        # leave data that no lease marks as a copy's, and that no later copy may touch. If two
+        # copies replace the record, the last one holds the lease, and the `check` of the other one
+        # fails before it deletes anything.
         first = found is None and self._backend.capabilities.exclusive_publish
         try:
             self._publish(exclusive=first)
         except BlobExistsError as error:
             raise self._busy(self._read()) from error
-        self.check()  # a store without exclusive publish did not decide between two copies
+        self.check()  # a store without exclusive publish does not decide between two copies
 
     def seal(self, name: str) -> None:
         """Record that this blob is durable."""
         self._note({*self._record.sealed, name})
 
     def keep(self, names: Iterable[str]) -> None:
-        """Record that only these blobs are durable, before the others are deleted."""
+        """Record that only these blobs are durable; call before deleting the others."""
         self._note(set(names))
 
     def refresh(self) -> None:
         """Publish the lease again once `lease_refresh_s` have passed.
 
         Raises:
-            BusyError: Another copy has taken the lease over.
+            BusyError: Another copy has taken over the lease.
         """
         if self._timing.clock.boot_s() - self._refreshed_s > self._timing.lease_refresh_s:
             self.check()
@@ -153,17 +153,17 @@ class Lease:
         found = self._read()
         if found is None or found.token != self._record.token:
             msg = (
-                f"{self._name} on {self._backend.url} is another copy's by now, or gone, so this "
-                "copy was given up. Look at `penstock ls` there, and copy again if the step is "
+                f"{self._name} on {self._backend.url} belongs to another copy now, or is gone, so "
+                "this copy was given up. Check `penstock ls` there, and copy again if the step is "
                 "missing."
             )
             raise BusyError(msg)
 
     def check_age(self) -> None:
-        """Raise if another copy may have taken the lease over, without asking the store.
+        """Raise if another copy may have taken over the lease; do no I/O.
 
         The store may show this copy's record although the lease is lost: a late request to publish
-        that record can land on top of the record of the copy that took over.
+        it can overwrite the record of the copy that took over.
 
         Raises:
             BusyError: The lease was not refreshed for too long.
@@ -187,10 +187,10 @@ class Lease:
             log.warning("%s is not released: %s", self._name, str(error))
 
     def remove(self) -> None:
-        """Delete the lease: no later copy needs it. A failure is logged: the lease ends anyway."""
+        """Delete the lease: no later copy needs it. Log a failure: the lease ends anyway."""
         _held.discard(self._record.token)
         try:
-            self.check()  # else the record may be the lease of another copy
+            self.check()  # the record may be another copy's lease
             self._backend.delete([self._name])
         except (StorageError, BusyError) as error:
             log.warning("%s stays: %s", self._name, str(error))
@@ -207,7 +207,7 @@ class Lease:
     def _publish(self, *, exclusive: bool = False) -> None:
         record = self._record
         body = {key: getattr(record, key) for key in _KEYS}
-        # Read before the call: other processes count from when the record lands, which is later.
+        # Read before the call: other processes count from the record's arrival, which is later.
         began_s = self._timing.clock.boot_s()
         self._backend.publish(self._name, seal(body), exclusive=exclusive)
         self._refreshed_s = began_s
@@ -227,7 +227,7 @@ class Lease:
                 tuple(check_texts(fields.value("sealed"), self._name)),
             )
         except FormatError:
-            return _Record()  # a lease that no copy can hold, and that proves no blob durable
+            return _Record()  # a lease that no copy holds, and that proves no blob durable
 
     def _is_living(self, found: _Record) -> bool:
         if not found.token or _is_dead(found):
@@ -236,7 +236,7 @@ class Lease:
             changed_s = self._backend.stat(self._name).modified_s
         except BlobNotFoundError:
             return False
-        # `abs`: a time in the future, from a clock that was set back, must not hold for ever.
+        # `abs`: if a clock was set back, a time in the future must not hold for ever.
         return abs(self._backend.store_time_s() - changed_s) < SILENT_S
 
     def _busy(self, found: _Record | None) -> BusyError:
@@ -244,16 +244,16 @@ class Lease:
         if found and found.token:
             holder = f"process {found.pid} on {found.host}"
         msg = (
-            f"{holder} copies this checkpoint to {self._backend.url} already: wait for its end. If "
+            f"{holder} already copies this checkpoint to {self._backend.url}: wait for its end. If "
             f"that process was killed, its lease ({self._name}) ends {SILENT_S / 60:.0f} minutes "
-            "after it was last refreshed."
+            "after its last refresh."
         )
         return BusyError(msg)
 
 
 def _is_dead(record: _Record) -> bool:
-    """Return whether the copy is known to be over; only its own machine can know that."""
-    # A failed copy of this process could not release its lease if the store did not answer then.
+    """Return whether the copy is known to have ended; only its own machine can know that."""
+    # A failed copy of this process could not release its lease if the store did not answer.
     if record.process and record.process == identity_of(os.getpid()):
         return record.token not in _held
     return is_over(record.process)

@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 _PIECES = 8  # buffers: some are read into while others are written from
 _MAX_PIECE_BYTES = 16 << 20
 _SEALING = 4  # blobs at once: each takes a thread and an open file
-_PIECES_PER_S = 8  # where a rate is given
+_PIECES_PER_S = 8  # if a rate is set
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedBlob:
-    """A blob with the checksums of ranges that ascend and do not overlap; the rest is padding.
+    """A blob with checksums of ascending, disjoint ranges; the rest is padding.
 
     Attributes:
         name: The name of the blob.
@@ -62,7 +62,7 @@ class CheckedBlob:
 
 @dataclass(frozen=True, slots=True)
 class BlobTransfer:
-    """One blob to move; without a target it is only verified."""
+    """One blob to move; without a target, only to verify."""
 
     blob: CheckedBlob
     source: Backend
@@ -83,8 +83,8 @@ class Cursor:
         """Continue with `data`, the bytes from `offset` on.
 
         Returns:
-            The ranges of `data` that lie in it whole, for `mismatches`; their checksums; and the
-            ranges of the blob that began in earlier data, end in this, and do not match.
+            The ranges that are entirely within `data`, for `mismatches`; their checksums; and the
+            ranges of the blob that began in earlier data, end in `data`, and do not match.
         """
         stop = offset + data.nbytes
         whole: list[ByteRange] = []
@@ -112,7 +112,7 @@ class Cursor:
 
 
 class Throttle:
-    """Spreads bytes evenly over time; time in which nothing was moved earns no burst."""
+    """Spreads bytes evenly over time; idle time earns no burst."""
 
     def __init__(self, bytes_per_s: float | None, clock: Clock) -> None:
         self._bytes_per_s = bytes_per_s
@@ -120,7 +120,7 @@ class Throttle:
         self._due_s = clock.monotonic_s()
 
     def take(self, size_bytes: int) -> float:
-        """Return the seconds to wait before these bytes are moved, and count them as moved."""
+        """Return the seconds to wait before moving these bytes, and count them as moved."""
         if self._bytes_per_s is None:
             return 0.0
         now_s = self._clock.monotonic_s()
@@ -162,15 +162,15 @@ class Callbacks:
     """The callbacks of a `BlobMover`, called on the thread that moves the blobs.
 
     Attributes:
-        moved: Called with the number of further bytes that were verified and written.
+        moved: Called with the number of additional bytes that were verified and written.
         sealed: Called with the name of a blob that is durable.
         damaged: Called with the ranges of a blob that do not match. If it raises, the move ends;
-            else the move goes on.
-        missing: Called with the error for a blob that is missing or cut off; likewise.
-        alive: Called every few seconds at least, also while a store hangs; may raise to end the
+            otherwise the move continues.
+        missing: Called with the error for a missing or truncated blob. If it raises, the move ends.
+        alive: Called at least every few seconds, even while a store hangs; may raise to end the
             move.
-        owned: Called after a failure; returns whether the names at the target are still this
-            copy's.
+        owned: Called after a failure; returns whether the names at the target still belong to this
+            copy.
     """
 
     moved: Callable[[int], None]
@@ -182,7 +182,7 @@ class Callbacks:
 
 
 class BlobMover:
-    """Moves blobs through buffers of a fixed size. `run` may be called again after it returned."""
+    """Moves blobs through buffers of a fixed size. `run` may be called again after it returns."""
 
     def __init__(
         self,
@@ -198,7 +198,7 @@ class BlobMover:
         Args:
             workers: The threads that compare checksums, and seal.
             buffer_bytes: The bytes of all buffers.
-            unit_bytes: Buffers and cuts are multiples of it, so that they suit both stores.
+            unit_bytes: Buffers and cuts are multiples of this, as both stores require.
             bytes_per_s: The most bytes to move per second; None sets no limit.
             calls: The callbacks.
         """
@@ -228,11 +228,11 @@ class BlobMover:
             SaveAbortedError: The move was cancelled.
         """
         if self._cancelled.is_open:
-            msg = "the copy was given up; copy again to continue from where it ended"
+            msg = "the copy was given up; copy again to continue it"
             raise SaveAbortedError(msg)
 
     def pause(self, seconds: float) -> None:
-        """Let time pass between two calls of `run`.
+        """Wait between two calls of `run`.
 
         Raises:
             SaveAbortedError: The move was cancelled.
@@ -240,7 +240,7 @@ class BlobMover:
         deadline = Deadline(seconds)
         self.check()
         while not deadline.is_over():
-            self._calls.moved(0)  # no progress, but no stuck store either
+            self._calls.moved(0)  # no progress, but the store is not stuck
             self._cancelled.wait(min(deadline.left_s(), self._timing.copy_alive_s))
             self._check_alive()
 
@@ -292,7 +292,7 @@ class BlobMover:
             self._seal(state)
 
     def _wait(self, seconds: float) -> None:
-        """Let time pass; pieces in flight are still handled."""
+        """Wait, and handle pieces in flight meanwhile."""
         deadline = Deadline(seconds)
         while not deadline.is_over():
             if self._reading or self._moving:
@@ -332,8 +332,8 @@ class BlobMover:
         )
 
     def _verify_and_write(self) -> None:
-        """Hand the oldest piece, which was read, to the workers and to the target."""
-        # In order: a range that began in the piece before is hashed to its end here.
+        """Pass the oldest piece, whose read is done, to the workers and to the target."""
+        # In order: a range that began in the previous piece is hashed to its end here.
         piece = self._reading.popleft()
         self._moving.append(piece)  # first, so that an error below cannot free its buffer
         state = piece.state
@@ -366,12 +366,12 @@ class BlobMover:
             self._seal(piece.state)
 
     def _seal(self, state: _BlobState) -> None:
-        """Make a blob durable, all of which was written."""
+        """Make a completely written blob durable."""
         writer = state.writer
         if writer is None:
             self._states.remove(state)
         else:
-            # On a thread of its own: in the pool an fsync of seconds would hold up hashing.
+            # On its own thread: in the pool an fsync of seconds would hold up hashing.
             state.sealing = Future()
             seal = partial(writer.seal, state.transfer.blob.length)
             self._workers.spawn("seal", partial(fulfil, state.sealing, seal))
@@ -386,7 +386,7 @@ class BlobMover:
             self._staging.release(piece.block)
         self._reading.clear()
         self._moving.clear()
-        self._staging = Staging(0)  # a mover that is kept keeps no memory
+        self._staging = Staging(0)  # a mover that is kept holds no memory
         states, self._states = self._states, []
         for state in states:
             if state.writer is not None:

@@ -1,8 +1,8 @@
-"""Copies the objects of a checkpoint into a new checkpoint: encoded anew, or only some of them.
+"""Copies objects of a checkpoint into a new checkpoint: encoded again, or only some of them.
 
-Such a copy is a save whose memory is another checkpoint: objects, nodes, ties and roles are
-described as they are stored, and their bytes are read when the save captures them, a chunk at a
-time. So a copy takes the staging budget, not memory for the whole state, and never imports torch.
+Such a copy is a save that reads its state from another checkpoint. It describes objects, nodes,
+ties and roles as stored, and reads their bytes when the save captures them, a chunk at a time. So
+a copy takes the staging budget, not memory for the whole state, and never imports torch.
 
 Tested in `tests/integration/lifecycle/test_copy.py`.
 """
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from penstock.core.types import ObjectPath, WorstErrors
 
 STAGING_BYTES = 256 << 20
-"""The memory for chunks in flight if the configuration does not name any."""
+"""The memory for chunks in flight if the configuration does not set any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +60,11 @@ class Reencoding:
     Attributes:
         config: Rules, sizes of chunks and blocks, staging budget and grace time of the target.
         selection: The objects to copy.
-        keep_codecs: Whether to encode every object with the codecs that it has, instead of by the
-            rules.
+        keep_codecs: Whether to encode every object with its own codecs instead of by the rules.
         overwrite: Whether to replace the target's checkpoint at that step.
-        alone: Whether the copy borrows nothing, though codecs of the rules need a base. With
-            `keep_codecs` it never does.
-        compacts: Whether the copy is a compaction, which takes the place of the checkpoint.
+        alone: Whether the copy borrows nothing, even if codecs of the rules need a base. With
+            `keep_codecs` it never borrows.
+        compacts: Whether the copy is a compaction, which replaces the checkpoint.
     """
 
     config: CheckpointerConfig
@@ -87,10 +86,10 @@ def copy_objects(
 ) -> SaveReport:
     """Save the selected objects of `checkpoint` at `target`, under the same step.
 
-    Metadata, roles, kinds of containers and ties stay; an object that is tied to one that is not
-    selected is stored itself. Restoring the copy gives the same as restoring the original with that
-    selection. Where the rules have a codec that needs a base, the base is the target's newest
-    checkpoint of a step before, as `deltas` of the configuration says; it is read from the target.
+    Metadata, roles, kinds of containers and ties stay; an object that is tied to one outside the
+    selection is stored itself. A restore of the copy gives the same values as a restore of the
+    original with that selection. If a codec of the rules needs a base, the base is the target's
+    newest checkpoint of an earlier step, as configured by `deltas`; it is read from the target.
 
     Args:
         checkpoint: The checkpoint to copy; its loader reads it.
@@ -101,7 +100,7 @@ def copy_objects(
         on_progress: As for `Checkpointer.save`.
 
     Raises:
-        StepExistsError: The target has a checkpoint at that step, and is not to be overwritten.
+        StepExistsError: The target has a checkpoint at that step, and must not be overwritten.
         SelectionError: A pattern matches nothing, or nothing is selected.
         DamagedError: Stored bytes are not what was written; nothing was committed.
         PenstockError: As for `Checkpointer.save`.
@@ -131,13 +130,13 @@ def save_stored(
 ) -> SaveReport:
     """Save the selected objects of `checkpoint` as that generation of its step; see `copy_objects`.
 
-    Nothing is borrowed, whatever the checkpoint borrows, unless `how` has rules with a codec that
-    needs a base. Of equal chunks the first is stored, if the checkpoint was saved with `share`.
+    The copy borrows nothing unless `how` has rules with a codec that needs a base. Of equal chunks
+    only the first is stored, if the checkpoint was saved with `share`.
 
     Args:
         checkpoint: The checkpoint to read.
         place: The place to save to.
-        how: The options; `overwrite` is not looked at.
+        how: The options; `overwrite` is ignored.
         generation: The generation of the new checkpoint.
         surroundings: The run around the save.
         registry: Finds the codecs.
@@ -163,7 +162,7 @@ def save_stored(
         generation=generation,
         mode="blocking",
         share=_is_shared(contents),
-        derive=True,  # what is derived stays so, if its master is copied as well, and losslessly
+        derive=True,  # derived objects stay derived if their master is copied too, losslessly
     )
     reader.read_together(request.plan)
     budget = how.config.staging_bytes
@@ -195,7 +194,7 @@ def _bases(request: SaveRequest, config: CheckpointerConfig, registry: Registry)
     return SaveBases(
         request.plan,
         request.chains,
-        # Never an older generation of the same step: it goes once it is replaced.
+        # Never an older generation of the same step: it is deleted once it is replaced.
         step=request.step - 1,
         kept=KeptChunks(),
         earlier=EarlierReader(registry),
@@ -207,7 +206,7 @@ def _bases(request: SaveRequest, config: CheckpointerConfig, registry: Registry)
 
 
 class _CopyTarget(SaveSurroundings):
-    """Carries notes to a copy, and deletes nothing but the generations that it replaces."""
+    """Carries notes to a copy, and deletes only the generations that it replaces."""
 
     def __init__(self, checkpoint: Checkpoint, target: Backend) -> None:
         self._checkpoint = checkpoint
@@ -238,8 +237,8 @@ def _generation(target: Backend, step: int, *, overwrite: bool) -> int:
         return 0  # a copy may land before later steps: no training continues from it
     if not overwrite:
         msg = (
-            f"{target.url} has a checkpoint at step {step} already. Delete it there, or copy with "
-            "--overwrite to replace it."
+            f"{target.url} already has a checkpoint at step {step}. Delete it there, or replace it "
+            "with `penstock copy --overwrite`."
         )
         raise StepExistsError(msg)
     return catalog.next_generation(step)
@@ -283,18 +282,18 @@ def _needed(
     selection: Selection,
 ) -> Sequence[NodeRecord]:
     """Return the nodes above the chosen objects, and selected nodes that were empty when saved."""
-    taken, known = PathTree(chosen), PathTree(stored)
+    selected, known = PathTree(chosen), PathTree(stored)
     return [
         node
         for node in nodes
-        if taken.has(node.path)
+        if selected.has(node.path)
         or not node.path
         or (not known.has(node.path) and selection.selects(node.path))
     ]
 
 
 def _errors(contents: Contents) -> dict[ObjectPath, WorstErrors]:
-    """Return the errors of all objects that have any, under each of their paths."""
+    """Return the errors of all rounded objects, under each of their paths."""
     records = {record.path: record for record in contents.objects()}
     found = {}
     for path, record in records.items():
@@ -305,19 +304,19 @@ def _errors(contents: Contents) -> dict[ObjectPath, WorstErrors]:
 
 
 def _is_shared(contents: Contents) -> bool:
-    """Return whether the save of a checkpoint looked for chunks that were stored already."""
+    """Return whether a checkpoint was saved with `share`."""
     sections = {id(record.frames): record.frames for record in contents.objects()}
     return any(f.content is not None for frames in sections.values() for f in frames)
 
 
 class _KeptCodecs(ChainTable):
-    """Chooses for every object the codecs with which it is stored, not those of the rules.
+    """Chooses for every object its stored codecs, not those of the rules.
 
-    Lossy codecs are left out: what they have made of a tensor would not survive a second time.
+    Leaves out lossy codecs: encoding a tensor with them a second time would change it again.
     """
 
     def __init__(self, contents: Contents, registry: Registry) -> None:
-        # `ChainTable.__init__` is not called: it reads rules, and here are none.
+        # `ChainTable.__init__` is not called: it reads rules, and there are none here.
         self._numbers_by_path: dict[ObjectPath, int] = {}
         self.auto = None
         self.chooses = True
@@ -351,7 +350,7 @@ def _chain_of(contents: Contents, record: ObjectRecord) -> Chain:
     record = contents.master(record)
     head, frames = record.head, record.frames
     chunks = [chunk for shard in record.shards for chunk in shard.chunks]
-    # Codecs may have declined some of the chunks: the longest chain is the one of the rule.
+    # Codecs may have declined some chunks: the longest chain is the rule's.
     return max((head.chains[frames[chunk.frame].chain] for chunk in chunks), key=len, default=())
 
 

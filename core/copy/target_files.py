@@ -1,7 +1,7 @@
-"""The files of a copy at its target: which of them may be there already, and how they come there.
+"""The files of a copy at its target: which may exist already, and how they are published.
 
-A uid is no secret: a user who can write the source could give a checkpoint the uid of another one
-of the target, or of a save in flight there, and have a copy destroy that data.
+A uid is no secret: a user who can write the source could give a checkpoint the uid of another
+checkpoint of the target, or of a save in flight there, and make a copy destroy that data.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class TargetFiles:
         timing: Timing,
         repair: bool,
     ) -> None:
-        """Prepare; no place is asked yet.
+        """Prepare; do no I/O yet.
 
         Args:
             places: The places of the run to copy to; the last one is the target.
@@ -61,7 +61,7 @@ class TargetFiles:
             publisher: Publishes the intent.
             timing: As for `Lease`.
             repair: Whether the target's copy is known to be damaged, so that data is replaced
-                although there is no lease.
+                even without a lease.
         """
         self._places = places
         self._target = places[-1]
@@ -70,26 +70,26 @@ class TargetFiles:
         self._publisher = publisher
         self._timing = timing
         self._repair = repair
-        self._left: set[str] = set()  # what a deletion of this checkpoint has left at the target
+        self._left: set[str] = set()  # names that a deletion of this checkpoint left at the target
         self.wrote = False
         """Whether the target may have data of this copy or an earlier one."""
 
     def check(self) -> None:
-        """Raise unless the copy may begin: all data of its uid is an earlier copy's, or is left.
+        """Raise unless all data of the uid was left by an earlier copy or a deletion.
 
         Raises:
             StepExistsError: Another checkpoint uses the data of this uid.
-            BusyError: The target has data of this uid that no copy has brought.
+            BusyError: The target has data of this uid that no copy wrote.
         """
         name = lease_name(self._record.uid)
         has_lease = any(info.name == name for info in self._target.list(name))
         self._check(has_lease=self._repair or has_lease)
 
     def begin(self) -> bool:
-        """Check once more, under the lease, and publish the intent.
+        """Check again, under the lease, and publish the intent.
 
         Returns:
-            Whether a deletion has left data, or is about to take it.
+            Whether a deletion has left data, or may be deleting it.
 
         Raises:
             StepExistsError: As for `check`.
@@ -101,7 +101,7 @@ class TargetFiles:
         return bool(self._left)
 
     def publish(self, name: str, data: bytes) -> None:
-        """Publish a part or the index; replace that of an earlier copy, or deletion, only."""
+        """Publish a part or the index; replace only one left by an earlier copy or a deletion."""
         try:
             self._target.publish(name, data, exclusive=self._is_new(name))
         except BlobExistsError as error:
@@ -111,7 +111,7 @@ class TargetFiles:
         """Delete the intent, before anything else was written, unless an earlier copy left data."""
         if self._builds_on:
             return
-        # Else the next copy would take for an earlier copy's what is there.
+        # Else the next copy would attribute the data there to an earlier copy.
         with suppress(StorageError, BusyError):
             self._lease.check()
             self._target.delete([intent_name(self._record.uid)])
@@ -130,18 +130,18 @@ class TargetFiles:
     def _check(self, *, has_lease: bool) -> set[str]:
         """Raise unless all data of this uid at the target was left by an earlier copy.
 
-        What a deletion of this checkpoint has left is replaced, but for blobs that others borrow:
-        `BlobSites`.
+        Data left by a deletion of this checkpoint is replaced, except blobs that others borrow (see
+        `BlobSites`).
 
         Args:
             has_lease: Whether an earlier copy left a lease.
 
         Returns:
-            The names that a deletion has left; none if there is a lease.
+            The names that a deletion left; none if there is a lease.
 
         Raises:
             StepExistsError: Another checkpoint uses the data of this uid.
-            BusyError: The target has data of this uid that no copy has brought.
+            BusyError: The target has data of this uid that no copy wrote.
         """
         uid = self._record.uid
         own = {lease_name(uid), mark_name(uid), staying_name(uid)}
@@ -155,10 +155,10 @@ class TargetFiles:
         return left
 
     def _left_of(self, names: set[str]) -> set[str]:
-        """Return what a deletion has left, or is about to take, of data at the target.
+        """Return the names that a deletion has left, or may be deleting, at the target.
 
-        A save under way has an intent, and no index before its last moment. A deletion deletes the
-        intent first; if it was killed before, there is the very manifest that is to be copied.
+        A save under way has an intent, and no index until its end. A deletion deletes the intent
+        first; if it was killed before that, the manifest there is the one to be copied.
 
         Raises:
             BusyError: The data may be that of a save under way, or be needed by one.
@@ -178,10 +178,10 @@ class TargetFiles:
 
     def _not_of_a_copy(self, name: str) -> BusyError:
         msg = (
-            f"step {self._record.step} is not copied to {self._target.url}, which has {name} "
-            "already, and no copy has brought it: it may belong to a save or a deletion that is "
-            "under way, or be an orphan of one. Nothing was changed. Copy again later; `penstock "
-            "prune` there deletes orphans."
+            f"step {self._record.step} is not copied to {self._target.url}, which already has "
+            f"{name}, and no copy wrote it: it may belong to a save or a deletion under way, or be "
+            "an orphan of one. Nothing was changed. Copy again later; `penstock prune` there "
+            "deletes orphans."
         )
         return BusyError(msg)
 
@@ -201,7 +201,7 @@ class TargetFiles:
 
 
 def _has_manifest(place: Backend, record: CommitRecord) -> bool:
-    """Return whether a place has part and index of a checkpoint, as its record names them."""
+    """Return whether a place has parts and index of a checkpoint, as its record lists them."""
     try:
         for _ in CopySource(place, record).records():
             pass

@@ -1,4 +1,4 @@
-"""The comparison of two checkpoints: by checksums where these decide, else by reading.
+"""The comparison of two checkpoints, by checksums if these decide, else by reading.
 
 Tested in `tests/core/diff/test_diff.py`.
 """
@@ -40,7 +40,7 @@ _SHOWN_CHARACTERS = 60
 _BEFORE = 12  # characters of a long value that are shown before the first different one
 
 PIECE_BYTES = 16 << 20
-"""The bytes that are read at once of each side."""
+"""The bytes of each side to read at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +48,12 @@ class Change:
     """One difference.
 
     Attributes:
-        path: The shown path of the object or container; of metadata the key.
-        what: `only_a`, `only_b`; `type` (kind, dtype, shape or form), `tie` (whether, or with what,
-            it is tied), `bytes` (of a tensor), `value`; `container`; `metadata`.
+        path: The shown path of the object or container; for metadata, the key.
+        what: `only_a`, `only_b`; `type` (kind, dtype, shape or form), `tie` (tied or not, or to
+            another object), `bytes` (of a tensor), `value`; `container`; `metadata`.
         a: A short description of it in the first checkpoint; None if it is not there.
         b: The same in the second checkpoint.
-        norms: The norms of the difference of two tensors, where they were asked for.
+        norms: The norms of the difference of two tensors, if requested.
     """
 
     path: str
@@ -70,7 +70,7 @@ class CheckpointDiff:
     Attributes:
         changes: The differences of objects in tree order, then of containers, then of metadata.
         compared: The number of selected objects that both checkpoints have.
-        bytes_read: The bytes of objects that were read, of both sides, as checksums did not decide.
+        bytes_read: The bytes of objects read on both sides because checksums did not decide.
     """
 
     changes: tuple[Change, ...]
@@ -79,7 +79,7 @@ class CheckpointDiff:
 
     @property
     def same(self) -> bool:
-        """Whether nothing differs."""
+        """Whether the checkpoints do not differ."""
         return not self.changes
 
 
@@ -91,7 +91,7 @@ def diff_checkpoints(
     norms: bool = False,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> CheckpointDiff:
-    """Compare two checkpoints: bytes by their checksums where these decide, else by reading both.
+    """Compare two checkpoints: bytes by their checksums if these decide, else by reading both.
 
     Args:
         a: The first checkpoint.
@@ -102,7 +102,7 @@ def diff_checkpoints(
 
     Raises:
         SelectionError: A pattern matches nothing in either checkpoint.
-        DamagedError: Bytes that had to be read are not those that were written.
+        DamagedError: Bytes that had to be read are not the bytes that were written.
     """
     selection = selection or Selection()
     with metered(on_progress, "the comparison") as meter:
@@ -153,11 +153,11 @@ class _Diff:
             self._note(path, "tie", one, other)
             return False
         if one.same_as is not None and self._selection.selects(one.same_as):
-            return False  # the object that both are tied to is compared by itself
+            return False  # the object that both are tied to is compared separately
         if p.kind is Kind.VALUE and p.spec != q.spec:
-            return True  # of another length, so different; read for the text that is shown
+            return True  # another length, so different; read for the shown text
         same = same_by_checksums(self._a.contents, self._b.contents, pair)
-        # A tensor known to differ is read only for its norms, a value always for its text.
+        # A tensor known to differ is read only for its norms; a value always, for its text.
         if same is False and p.kind is Kind.TENSOR and not self._norms:
             self._note(path, "bytes", one, other)
             return False
@@ -213,7 +213,7 @@ def _by_path(contents: Contents) -> dict[ObjectPath, ObjectRecord]:
 
 
 def _owner(record: ObjectRecord, by_path: Mapping[ObjectPath, ObjectRecord]) -> ObjectRecord:
-    """Return the object whose bytes are stored: for a tied object the one that it is tied to."""
+    """Return the object whose bytes are stored; for a tied object, the one that it is tied to."""
     tied = record.same_as
     return record if tied is None else by_path[tied]
 
@@ -257,7 +257,7 @@ def _around(text: str, other: str) -> str:
 def _nodes(a: Contents, b: Contents, selection: Selection) -> Iterator[Change]:
     """Yield containers of another kind, and empty containers that only one checkpoint has.
 
-    A container with objects in it needs no line of its own: its objects are listed.
+    Skips a container with objects that only one checkpoint has: its objects are listed.
     """
     ones, others = ({node.path: node for node in c.nodes()} for c in (a, b))
     filled = PathTree(o.path for contents in (a, b) for o in contents.objects())
@@ -319,16 +319,16 @@ class Pair:
 
 
 def same_by_checksums(a: Contents, b: Contents, pair: Pair) -> bool | None:
-    """Compare the bytes of a pair by stored checksums; return None where these do not decide."""
+    """Compare the bytes of a pair by stored checksums; return None if these do not decide."""
     if not pair.nbytes:
         return True
     if pair.a.derived is not None or pair.b.derived is not None:
         masters = Pair(a.master(pair.a), b.master(pair.b))
-        # Equal masters round to equal elements. Of others nothing follows, and an object that is
-        # its own master here has bytes of another length.
+        # Equal masters round to equal elements; different masters decide nothing. An object that is
+        # its own master has bytes of another length.
         same_kind = masters.a.spec == masters.b.spec
         return (same_kind and same_by_checksums(a, b, masters)) or None
-    # Chunks of other bounds have checksums over other bytes, which cannot be compared.
+    # Chunks with other bounds have checksums over other bytes, which cannot be compared.
     ones, others = _stored(a, pair.a), _stored(b, pair.b)
     if [one.place for one in ones] != [other.place for other in others]:
         return None
@@ -341,12 +341,12 @@ def same_by_checksums(a: Contents, b: Contents, pair: Pair) -> bool | None:
 def read_pairs(
     a: Side, b: Side, pairs: Sequence[Pair]
 ) -> Iterator[tuple[Pair, int, memoryview, memoryview]]:
-    """Read both sides piece by piece, in whole elements; small objects are read many at once.
+    """Read both sides piece by piece, in whole elements; read many small objects at once.
 
     Yields:
         The pair, the offset of the piece, and its bytes of either side, valid until the next piece.
     """
-    # One read for each small object would be a request to the store for each.
+    # Reading small objects one by one would send one request to the store for each.
     batch: list[Pair] = []
     size = 0
     for pair in pairs:
@@ -377,7 +377,7 @@ class _Stored:
 
     @property
     def place(self) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
-        """Where the chunk stands in the object."""
+        """The position of the chunk in the object."""
         return self.region.offsets, self.region.sizes, self.ref.start, self.ref.stop
 
     @property
@@ -387,7 +387,7 @@ class _Stored:
 
 
 def _stored(contents: Contents, record: ObjectRecord) -> list[_Stored]:
-    """Return the chunks of an object, in an order that does not depend on who saved it."""
+    """Return the chunks of an object, in an order that does not depend on the saving ranks."""
     found = (
         _Stored(shard.region, ref, one.frames[ref.frame], one.head.block_bytes)
         for one in contents.descriptions(record)
@@ -408,7 +408,7 @@ def _same_chunk(one: _Stored, other: _Stored) -> bool | None:
             return True
         # In a shared frame (a slab) the difference may be another object's.
         return False if one.alone and other.alone else None
-    # Blocks are cut at offsets in the file: frames of another phase have other blocks.
+    # Blocks are cut at offsets in the file: frames with another phase have other blocks.
     if one.block_bytes != other.block_bytes or f.offset % PAGE_BYTES != g.offset % PAGE_BYTES:
         return None
     return _same_blocks(one, other)
@@ -417,8 +417,8 @@ def _same_chunk(one: _Stored, other: _Stored) -> bool | None:
 def _same_blocks(one: _Stored, other: _Stored) -> bool | None:
     """Compare the blocks of raw frames that hold the chunk.
 
-    Blocks that differ decide only where they hold bytes of this object alone: in a shared block
-    the difference may be another object's.
+    Differing blocks decide only if they hold bytes of this object alone: in a shared block the
+    difference may be another object's.
     """
     inside = ByteRange(one.ref.at, one.ref.at + one.ref.stop - one.ref.start)
     answer: bool | None = True
@@ -468,10 +468,10 @@ class Norms:
     Attributes:
         elements: The number of elements.
         differing: The number of elements that differ in value: NaN and a number differ, but two
-            NaN, or -0 and 0, do not. None where the elements are no numbers.
+            NaN, or -0 and 0, do not. None if the elements are not numbers.
         max_abs: The greatest difference; None if no difference is finite.
         l2: The root of the sum of squared differences.
-        relative_l2: `l2` over the same root of the finite values of `a`; None where that is 0.
+        relative_l2: `l2` over the same root of the finite values of `a`; None if that is 0.
         nan: The number of elements that are NaN in either.
         inf: The number of elements that differ by infinity.
     """
@@ -502,7 +502,7 @@ class NormSum:
         self._opaque = False
 
     def add(self, a: memoryview, b: memoryview) -> None:
-        """Take the same range of both tensors, in whole elements."""
+        """Add the same range of both tensors, in whole elements."""
         self._elements += a.nbytes // self._itemsize
         x, y = _numbers(a, self._dtype), _numbers(b, self._dtype)
         if x is None or y is None:
@@ -566,8 +566,8 @@ class NormSum:
 
 
 def _numbers(data: memoryview, dtype: str) -> Numbers | None:
-    """Return the elements as a numpy array; None if they are no numbers (dates, text)."""
-    if dtype == "bfloat16":  # numpy has none, but its bits are the upper half of a float32
+    """Return the elements as a numpy array; None if they are not numbers (dates, text)."""
+    if dtype == "bfloat16":  # numpy lacks it, but its bits are the upper half of a float32
         return (np.frombuffer(data, np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
     try:
         kind = np.dtype(dtype)

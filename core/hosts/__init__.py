@@ -1,7 +1,7 @@
-"""Ranks that read a checkpoint together: what several need is read by one of them.
+"""Lets ranks read a checkpoint together: one rank reads bytes that several ranks need.
 
-Here: which ranks are on which host, who of them reads which bytes, the shared memory through which
-they hand them on within a host, and the HTTP by which they do between hosts. Not here: how bytes
-are read and verified, which `pipeline` has, nor what a rank needs, which `restore` plans. `restore`
+Here: which ranks are on which host, which rank reads which bytes, the shared memory that passes
+them on within a host, and the HTTP that passes them on between hosts. Not here: how bytes are read
+and verified (`pipeline`), nor the plan of what a rank needs (`restore`). `restore`
 imports it.
 """

@@ -1,8 +1,8 @@
 """Serves ranges of blobs to other processes over HTTP, and reads them there.
 
-A request is `GET /BLOB` with one `Range`; `GET /` only proves both ends to each other: each knows a
-secret, and neither sends it. The bytes are neither encrypted nor signed, so the reader compares
-them with the checksums of the checkpoint.
+A request is `GET /BLOB` with one `Range`; `GET /` only lets both ends prove to each other that they
+know a secret, without sending it. The bytes are neither encrypted nor signed, so the reader
+compares them with the checksums of the checkpoint.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ log = logging.getLogger("penstock")
 _PROOF = "Penstock-Proof"
 _TOKEN = re.compile(r"Bearer (\d{1,9})\.(.*)", re.ASCII)
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})", re.ASCII)
-_MOST_SILENT = 64  # connections that have not proved yet whose they are
-_UNDISTURBED = 1 / 16  # of the patience: how long none of them is closed for a newer one
-# A port of a datagram socket that is never sent to: the kernel then says by which address it would.
+_MOST_SILENT = 64  # connections that have not proved their identity yet
+_UNDISTURBED = 1 / 16  # of the patience: for so long none of them is closed for a newer one
+# A datagram port that nothing is sent to: connecting shows the local address the kernel would use.
 _ANY_PORT = 9
-# Of no machine (RFC 5737): the way there is the default route.
+# Not a real machine (RFC 5737): the route to it is the default route.
 _ELSEWHERE = "192.0.2.1"
 
 
@@ -56,11 +56,11 @@ class BlobRange(NamedTuple):
 
 
 class Credentials(NamedTuple):
-    """Prove one client and one server to each other, and nobody else.
+    """Identify one client and one server to each other.
 
     Attributes:
-        token: What the client sends.
-        proof: What the server answers.
+        token: Sent by the client.
+        proof: Sent back by the server.
     """
 
     token: str
@@ -68,7 +68,7 @@ class Credentials(NamedTuple):
 
     @classmethod
     def of(cls, secret: bytes, server: int, client: int) -> Credentials:
-        """Derive the credentials of a pair from what only the ranks of the job know."""
+        """Derive the credentials of a pair from the secret of the job's ranks."""
         roles = (f"{role}/{server}/{client}".encode() for role in ("client", "server"))
         return cls(*(hmac.digest(secret, role, "sha256").hex() for role in roles))
 
@@ -76,7 +76,7 @@ class Credentials(NamedTuple):
 class BlobServer(ThreadingTCPServer):
     """Lends ranges of blobs to clients that know their token, each over one connection.
 
-    A client never gets in by a second connection, so an overheard token opens none.
+    Refuses a second connection of a client, so an overheard token is of no use.
     """
 
     request_queue_size = 256  # all ranks of a job connect at once
@@ -94,11 +94,11 @@ class BlobServer(ThreadingTCPServer):
 
         Args:
             address: An address of this machine.
-            credentials: Returns the credentials of a client, None where it is none.
-            lend: Waits for the bytes that a client asks for, and lends them until they are sent;
-                None where the client has to get them elsewhere.
-            left: Called when a client has gone.
-            timing: Says how often late connections are looked for (`poll_s`).
+            credentials: Returns the credentials of a client; None for a stranger.
+            lend: Waits for the requested bytes, and lends them until they are sent; None if the
+                client must get them elsewhere.
+            left: Called when a client has disconnected.
+            timing: Sets how often to look for late connections (`poll_s`).
 
         Raises:
             OSError: There is no such address here, or no socket.
@@ -118,7 +118,7 @@ class BlobServer(ThreadingTCPServer):
         super().__init__((address, 0), _Handler)
 
     def start(self, patience_s: float) -> None:
-        """Serve on threads; a new connection has `patience_s` to prove whose it is."""
+        """Serve on threads; a new connection has `patience_s` to prove its identity."""
         self._patience_s = patience_s
         self._serving.append(spawn("relay", self._serve))
 
@@ -142,7 +142,7 @@ class BlobServer(ThreadingTCPServer):
             thread.join(deadline.left_s())
 
     def admit(self, authorization: str, connection: socket.socket) -> tuple[int, str] | None:
-        """Return the client that speaks, and the proof for it; None for a stranger."""
+        """Return the client of a request, and the proof for it; None for a stranger."""
         token = _TOKEN.fullmatch(authorization)
         client = -1 if token is None else int(token[1])
         known = self.credentials(client)
@@ -165,10 +165,10 @@ class BlobServer(ThreadingTCPServer):
                     time.sleep(self._poll_s)
 
     def _has_room(self) -> bool:
-        """Close connections that are late; return whether one more may connect.
+        """Close late connections; return whether one more may connect.
 
-        Many strangers at once must not drive out a rank that gets no processor, so even where there
-        are too many, each has a while.
+        Many strangers at once must not drive out a rank that gets no CPU time, so each connection
+        has some time even if there are too many.
         """
         with self._lock:
             for connection, deadline in [*self._silent.items()]:
@@ -191,7 +191,7 @@ class BlobServer(ThreadingTCPServer):
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve one connection on a thread of its own."""
+        """Serve one connection on its own thread."""
         with self._lock:
             self._silent[request] = Deadline(None, self._clock)
             if self._closed:
@@ -209,7 +209,7 @@ class BlobServer(ThreadingTCPServer):
             self._left(client)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log what has ended a connection."""
+        """Log the end of a connection."""
         del request
         log.debug("the connection from %s is closed", client_address)
 
@@ -253,13 +253,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.connection.sendall(data)
 
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - as http.server calls it
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - http.server's name
         """Log at the level DEBUG, not to stderr."""
         log.debug(format, *args)
 
 
 class BlobClient:
-    """Reads ranges that a `BlobServer` lends, over one connection; for one thread at a time."""
+    """Reads ranges from a `BlobServer` over one connection. For one thread at a time."""
 
     def __init__(
         self, address: tuple[str, int], client: int, credentials: Credentials, *, connect_s: float
@@ -269,8 +269,8 @@ class BlobClient:
         Args:
             address: An IP address, and a port.
             client: The number of this client.
-            credentials: Those of this pair.
-            connect_s: The most seconds that connecting may take.
+            credentials: The credentials of this pair.
+            connect_s: The most seconds to spend on connecting.
 
         Raises:
             OSError: There is no socket.
@@ -287,7 +287,7 @@ class BlobClient:
         self._socket.settimeout(connect_s)
 
     def connect(self) -> None:
-        """Connect, and let both ends prove who they are.
+        """Connect; both ends prove their identity.
 
         Raises:
             StorageError: As `read`.
@@ -302,7 +302,7 @@ class BlobClient:
         """Fill every target completely, as `Backend.read`.
 
         Raises:
-            BlobNotFoundError: A range is not lent to this client, who may go on to ask for others.
+            BlobNotFoundError: A range is not lent to this client, which may still ask for others.
             StorageError: The connection is lost, and nothing more can be read.
         """
         for request in requests:
@@ -313,20 +313,20 @@ class BlobClient:
                     msg = f"{request.name}:{request.offset} is not lent by {self._address}"
                     raise BlobNotFoundError(msg)
                 if response.status != HTTPStatus.PARTIAL_CONTENT or response.length != size:
-                    msg = f"its answer is {response.status} {response.reason}"
+                    msg = f"it answered {response.status} {response.reason}"
                     raise HTTPException(msg)
                 if response.readinto(request.target) != size:
                     msg = "it has closed its connection"
                     raise ConnectionResetError(msg)
 
     def close(self, why: str) -> None:
-        """Close the connection, from any thread: a call under way fails with `why`, at once."""
+        """Close the connection, from any thread; a call under way fails with `why` at once."""
         with self._lock:
             self._failure = self._failure or why
             _shut(self._socket)
 
     def dispose(self) -> None:
-        """Free the socket; on the thread that reads."""
+        """Free the socket; call it on the reading thread."""
         with self._lock:
             self._connection.close()
 
@@ -337,13 +337,13 @@ class BlobClient:
         proof = response.headers.get(_PROOF, "")
         if not hmac.compare_digest(proof.encode(), self._credentials.proof.encode()):
             response.close()
-            msg = f"it does not prove that it is of this job: {response.status} {response.reason}"
+            msg = f"it does not prove that it is in this job: {response.status} {response.reason}"
             raise HTTPException(msg)
         return response
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """Close the connection at the first error of it."""
+        """Close the connection at its first error."""
         try:
             if self._failure:
                 raise ConnectionAbortedError(self._failure)
@@ -362,20 +362,20 @@ def _shut(connection: socket.socket | None) -> None:
 def own_address(host: str | None, network: str | None) -> str:
     """Return the address of this machine by which ranks on other machines reach it.
 
-    Host names of clusters often stand for another network, or for this machine alone, so none is
-    looked up: the kernel says which address it takes on the way there.
+    Host names of clusters often mean another network, or only this machine, so none is looked up:
+    the kernel picks the address for the route.
 
     Args:
-        host: The machine of the job's store, which all ranks reach; None: there is none.
-        network: The network to take, `10.1.0.0/16`; None: the one that leads to `host`.
+        host: The machine of the job's store, which all ranks reach; None if there is none.
+        network: The network to use, `10.1.0.0/16`; None: the one that leads to `host`.
 
     Raises:
         OSError: This machine has no address in `network`.
-        ValueError: `network` is no network.
+        ValueError: `network` is not a network.
     """
     if network is not None:
         wanted = ipaddress.ip_network(network, strict=False)
-        with suppress(OSError):  # no way there
+        with suppress(OSError):  # no route
             found = _address_towards(str(wanted.network_address + 1))
             if ipaddress.ip_address(found) in wanted:
                 return found
@@ -385,7 +385,7 @@ def own_address(host: str | None, network: str | None) -> str:
         found = _address_towards(host)
         if not ipaddress.ip_address(found).is_loopback or _is_loopback(host):
             return found
-    try:  # the name of this machine stands for its loopback address here
+    try:  # here the name of this machine means its loopback address
         return _address_towards(_ELSEWHERE)
     except OSError:  # no network at all
         return "127.0.0.1"

@@ -1,4 +1,4 @@
-"""Finds out which ranks are on which host, and whether those of a host can read together."""
+"""Finds out which ranks are on which host, and whether a host's ranks can read together."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock")
 
 _HOSTS_KEY = "hosts"
-_POLL_SHARE = 4  # rank 0 pauses so many times as long as it takes to look at all: the store is slow
+_POLL_SHARE = 4  # rank 0 pauses this many times as long as one look took: the store is slow
 
 
 class Census:
-    """What the ranks of a job report of their hosts through its store, as one restore needs it.
+    """The hosts of a job's ranks, as they report them through its store, for one restore.
 
-    A wait for others ends with the restore, and after the time in which a rank may stand still.
+    A wait for other ranks ends with the restore, and when the limit for a stuck rank has passed.
     """
 
     def __init__(self, session: RankSession[RestoreRound]) -> None:
-        """Prepare; nothing is sent, and the time in which others may come begins."""
+        """Prepare, and start the time limit for other ranks; send nothing."""
         self._session = session
         self._group = session.group
         self._timing = self._group.timing
@@ -46,7 +46,7 @@ class Census:
 
     @staticmethod
     def announce(group: RankGroup) -> None:
-        """Post where this rank is, so that rank 0 need not wait for it once all have planned.
+        """Post this rank's host early, so that rank 0 need not wait for it later.
 
         Raises:
             CoordinationError: The store of the job cannot be reached.
@@ -58,13 +58,13 @@ class Census:
 
     @property
     def is_late(self) -> bool:
-        """Whether the time in which others may come is over."""
+        """Whether the time limit for other ranks has passed."""
         return self._deadline.is_over()
 
     def gives_up(self) -> bool:
-        """Return whether this rank waits for others no longer: they are late, or one has failed.
+        """Return whether this rank stops waiting for others: they are late, or one has failed.
 
-        Reports progress, too: the others watch this rank, and it waits no longer than they do.
+        Also reports progress: the others watch this rank, and it waits no longer than they do.
         """
         self._session.moved(0, 0)
         return self.is_late or self._session.has_news
@@ -72,8 +72,8 @@ class Census:
     def sets(self) -> tuple[tuple[int, ...], ...]:
         """Return the ranks of the job in sets that read together, the same on every rank.
 
-        Asks once for each job: each rank posts where it is, and rank 0 posts where all are. The
-        ranks of a host are one set, or several, each of at most `MOST_RANKS`.
+        Runs once per job: each rank posts its host, and rank 0 posts all hosts. The ranks of a host
+        form one or more sets of at most `MOST_RANKS`.
 
         Returns:
             The sets, in the order of their first ranks, each ascending; empty if they are not known
@@ -81,14 +81,14 @@ class Census:
 
         Raises:
             CoordinationError: The store of the job cannot be reached.
-            FormatError: What rank 0 has posted cannot be read.
+            FormatError: Rank 0's post cannot be read.
         """
         if self._group.by_host is None:
             self._group.by_host = self._asked()
         return self._group.by_host or ()
 
     def read_all(self, keys: Mapping[int, str]) -> dict[int, bytes] | None:
-        """Return the value of each key, once all are posted; None if some are not in time.
+        """Return the value of each key after all are posted; None if some are not in time.
 
         Raises:
             CoordinationError: The store of the job cannot be reached.
@@ -96,9 +96,9 @@ class Census:
         found: dict[int, bytes] = {}
         pause_s = self._timing.hosts_poll_first_s
         while missing := [number for number in keys if number not in found]:
-            taken = Deadline(None, self._timing.clock)
+            timer = Deadline(None, self._timing.clock)
             values = self._group.coordination.read([keys[number] for number in missing])
-            took_s = taken.taken_s()
+            took_s = timer.taken_s()
             known = {n: v for n, v in zip(missing, values, strict=True) if v is not None}
             if not known:
                 if self.gives_up():
@@ -109,14 +109,14 @@ class Census:
         return found
 
     def part(self, ranks: Sequence[int], reason: str) -> None:
-        """Report to the ranks of one set that all read for themselves, now and later in this job.
+        """Report to the ranks of one set that each reads alone, now and later in this job.
 
-        Else they would wait for this rank as long as a rank may stand still, in each restore.
+        Otherwise each restore would wait for this rank until it counts as stuck.
         """
         place = self._group.place
         log.warning(
-            "rank %d cannot read together with the other ranks of %s, so each of them reads for "
-            "itself: %s",
+            "rank %d cannot read together with the other ranks of %s, so each of them reads "
+            "alone: %s",
             place.rank,
             place.host,
             reason,
@@ -128,7 +128,7 @@ class Census:
     def are_apart(self, ranks: Sequence[int]) -> bool:
         """Return whether a rank of a set has reported that they cannot read together.
 
-        Looks now and then, since those who meet need no store.
+        Checks rarely, since ranks that meet need no store.
         """
         if not self._group.reads_apart and self._next_look.is_over():
             self._next_look = Deadline(self._timing.hosts_look_s, self._timing.clock)
@@ -167,10 +167,10 @@ class Census:
 
 
 def _host_name(host: str, rank: int) -> str:
-    """Return a word for where this process can meet others; one of its own if nowhere.
+    """Return an identifier of where this process can meet others; a unique one if nowhere.
 
-    Sockets are found by name within one network namespace, so containers with networks of their own
-    are hosts of their own, whatever they are called. Other users' processes are not met.
+    Socket names are visible within one network namespace, so containers with their own networks
+    count as hosts, whatever their names. Processes of other users do not meet.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -182,7 +182,7 @@ def _host_name(host: str, rank: int) -> str:
 
 
 def _packed(numbers: list[int]) -> bytes:
-    """Return the hosts of all ranks for a post; nothing, if they are too many for one."""
+    """Return the hosts of all ranks for a post; an empty list if they do not fit into one."""
     data = pack_numbers(numbers).encode()
     return data if len(data) <= COORDINATION_VALUE_BYTES else pack_numbers([]).encode()
 

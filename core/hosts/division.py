@@ -1,10 +1,9 @@
-"""Divides what ranks read: who reads the bytes that several of a host, or several hosts, need.
+"""Divides the reads: which rank reads bytes that several ranks or several hosts need.
 
-Sans-IO. The ranks of a host know each other's plans. The hosts do not send each other theirs, which
-may have a million rows: each tells digests of what it needs. What is equal on several hosts, down
-to the members that need it, has equal digests, and of that each host knows all the rows itself.
-Digests that are equal by chance cost time and nothing else: a rank that is asked for what it does
-not read says so.
+Sans-IO. The ranks of a host know each other's plans. Hosts do not exchange plans, which may have a
+million rows, but digests of their needs. Needs that are equal on several hosts, down to the members
+that need the bytes, have equal digests, and each of these hosts knows all their rows. Digests that
+are equal by chance only cost time: a rank refuses a request for bytes that it does not read.
 """
 
 from __future__ import annotations
@@ -30,28 +29,28 @@ if TYPE_CHECKING:
     from penstock.core.plan.reads import FrameJob
 
 MOST_RANKS = 16
-"""The most ranks that read together. Each has a socket to each other one: 240 file descriptors pass
-through one process, of the 1,024 that it usually may have open."""
+"""The most ranks that read together. Each has a socket to each other rank: 240 file descriptors
+pass through one process, which may usually have 1,024 open."""
 
-# Neighbours that one rank reads, where frames are smaller; of a small state each has 16 such runs.
+# One rank reads neighboring small frames up to this size; of a small state each reads 16 such runs.
 _RUN_BYTES = 16 << 20
 _RUNS = 16
-_ENCODED = 0  # in the place of the distance of checksum cuts, which encoded frames do not have
+_ENCODED = 0  # instead of the distance of checksum cuts, which encoded frames do not have
 _COLUMNS = 5
 
 MOST_HOSTS = 64
-"""The most hosts that read together: a rank has two connections to one of each other one."""
+"""The most hosts that read together: a rank has two connections to a rank of each other host."""
 
 # Each component falls into one of these by its own digest, and a bucket in which hosts differ is
-# not shared. So what each rank has for itself, its random state say, costs as many buckets at most,
-# wherever it is stored; with digests of neighbours it would cost whole blobs.
+# not shared. So components of one rank only, such as its random state, cost at most one bucket
+# each, wherever they are stored. Digests of neighbors would cost whole blobs.
 _BUCKETS = 8192
 _BUCKET_SHIFT = np.uint64(64 - 13)
 _HALF = np.uint64(32)
 
 
 class PlannedRange(NamedTuple):
-    """One range that a rank needs: what is equal in the rows of two ranks names the same bytes.
+    """One range that a rank needs; equal rows of two ranks name the same bytes.
 
     Attributes:
         blob: Number of the blob's name, in the plan.
@@ -70,7 +69,7 @@ class PlannedRange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """What one rank needs: the names of the blobs, and rows of `PlannedRange`, int64."""
+    """The needs of one rank: the names of the blobs, and rows of `PlannedRange`, int64."""
 
     blobs: tuple[str, ...]
     rows: npt.NDArray[np.int64]
@@ -82,10 +81,10 @@ class ReadPlan:
 
     @classmethod
     def decode(cls, data: bytes | memoryview) -> ReadPlan:
-        """Return the plan that `encode` made bytes of.
+        """Return the plan from the bytes of `encode`.
 
         Raises:
-            ValueError: The bytes are no plan.
+            ValueError: The bytes are not a plan.
         """
         at = 8 + int.from_bytes(data[:8], "little")
         names = json.loads(bytes(data[8:at]))
@@ -97,13 +96,13 @@ class ReadPlan:
 
 
 class Relayed(NamedTuple):
-    """How bytes that several hosts need get to this one, or from this one to the others.
+    """How bytes that several hosts need get to this host, or from this host to the others.
 
     Attributes:
-        member: The member that deals with them, the same on each of these hosts.
-        source: The rank of another host that reads them, and hands them on to `member`; None:
+        member: The member that handles them, the same on each of these hosts.
+        source: The rank of another host that reads them, and passes them on to `member`; None:
             `member` reads them.
-        recipients: The ranks of other hosts to which `member` then hands them on.
+        recipients: The ranks of other hosts to which `member` then passes them on.
     """
 
     member: int
@@ -113,13 +112,13 @@ class Relayed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """What one member does.
+    """The work of one member.
 
     Attributes:
         alone: Jobs whose bytes no other rank needs, in their order.
-        pieces: What this member shares with others, in the order in which all go through it. Those
-            with takers come first, then by blob and place: ranks of several hosts that hand bytes
-            on to each other take them in one order, so that no two wait for each other.
+        pieces: What this member shares with others, in the common order. Pieces with takers come
+            first, then by blob and place: ranks of several hosts that pass bytes on to each other
+            use one order, so that no two wait for each other.
     """
 
     alone: tuple[FrameJob[CodecChain], ...]
@@ -127,10 +126,10 @@ class Division:
 
 
 class OwnPlan:
-    """The plan of this rank, with the jobs that its rows stand for."""
+    """The plan of this rank, with the job of each row."""
 
     def __init__(self, jobs: Sequence[FrameJob[CodecChain]], *, most_bytes: int) -> None:
-        """Make the plan of `jobs`; chunks above `most_bytes` are read by each rank alone."""
+        """Make the plan of `jobs`; each rank reads chunks above `most_bytes` alone."""
         names: dict[str, int] = {}
         rows: list[PlannedRange] = []
         self._jobs: list[tuple[FrameJob[CodecChain], ByteRange]] = []
@@ -141,7 +140,7 @@ class OwnPlan:
                 continue
             blob = names.setdefault(job.blob, len(names))
             spans, block_bytes = job.ranges, job.block_bytes
-            if job.chain is not None:  # what others take of it is decoded
+            if job.chain is not None:  # others take its decoded bytes
                 spans, block_bytes = (ByteRange(0, job.frame.raw_length),), _ENCODED
             for span in spans:
                 self._jobs.append((job, span))
@@ -150,19 +149,18 @@ class OwnPlan:
                 )
         table = np.array(rows, np.int64).reshape(-1, _COLUMNS)
         self.plan = ReadPlan(tuple(names), table)
-        """What the others get to know."""
+        """The plan for the others."""
 
     def divide(self, needs: HostNeeds, me: int, relayed: Mapping[int, Relayed]) -> Division:
-        """Return what member `me` does, given what all members need.
+        """Return the work of member `me`, given the needs of all members.
 
-        All members come to the same result, without further words. Ranges of one frame that
-        overlap are read as one; the member with the fewest bytes so far reads it, unless `relayed`
-        names another.
+        All members compute the same result without communication. Overlapping ranges of one frame
+        are read as one, by the member with the fewest bytes so far unless `relayed` names another.
 
         Args:
-            needs: The needs of all members, this one included.
+            needs: The needs of all members, including this one.
             me: The number of this member.
-            relayed: What other hosts need as well, by component, which is the number of a piece.
+            relayed: What other hosts need too, by component, which is the number of a piece.
         """
         own = needs.component_of(me)
         alone: dict[int, tuple[FrameJob[CodecChain], list[ByteRange]]] = {}
@@ -185,7 +183,7 @@ class OwnPlan:
 
 
 class HostNeeds:
-    """What the members of a host need, as components: ranges of one frame that overlap, joined."""
+    """The needs of a host's members as components: joined overlapping ranges of one frame."""
 
     def __init__(self, plans: Sequence[ReadPlan]) -> None:
         """Join the plans of all members, in their order."""
@@ -209,7 +207,7 @@ class HostNeeds:
         frame = np.zeros(len(rows), np.int64)
         if len(rows):
             frame[1:] = np.cumsum((rows[1:, :3] != rows[:-1, :3]).any(axis=1))
-        # A range is a further component if it begins where all before it in its frame have ended.
+        # A range starts a new component if all ranges before it in its frame end before it.
         far = int(rows[:, 4].max(initial=0)) + 1
         reach = np.maximum.accumulate(rows[:, 4] + frame * far)
         begins = np.ones(len(rows), bool)
@@ -226,7 +224,7 @@ class HostNeeds:
             self.components[:, 4] = np.maximum.reduceat(rows[:, 4], firsts)
             self.masks = np.bitwise_or.reduceat(np.left_shift(1, member), firsts)
         self.reader = self._readers()
-        """The member that reads each component; -1 where one alone needs it."""
+        """The member that reads each component; -1 if only one needs it."""
 
     def component_of(self, member: int) -> npt.NDArray[np.int64]:
         """Return the component of each row of a member."""
@@ -242,12 +240,12 @@ class HostNeeds:
         return ByteRange(*map(int, self.components[component, 3:]))
 
     def evenly(self, components: Sequence[int], load: npt.NDArray[np.int64]) -> list[int]:
-        """Return who reads each component: neighbours are read by one, and all read evenly.
+        """Return the reader of each component; one member reads neighbors, and all read evenly.
 
         Args:
-            components: The components, in the order in which they are stored.
-            load: The bytes that each member of each host reads besides. All of these hosts need
-                the components; their members are counted on from host to host.
+            components: The components, in stored order.
+            load: The other bytes that each member of each host reads. All of these hosts need the
+                components; their members are numbered across hosts.
         """
         length = (self.components[:, 4] - self.components[:, 3])[components]
         run_bytes = min(_RUN_BYTES, int(length.sum()) // (_RUNS * load.size))
@@ -283,7 +281,7 @@ def _part(job: FrameJob[CodecChain], spans: Sequence[ByteRange]) -> FrameJob[Cod
 
 
 def _joined(jobs: Sequence[FrameJob[CodecChain]], span: ByteRange) -> FrameJob[CodecChain]:
-    """Return one job for what `jobs`, of the same frame, do with the bytes of `span`."""
+    """Return one job that does the work of `jobs`, of the same frame, on the bytes of `span`."""
     first = jobs[0]
     return replace(
         first,
@@ -294,7 +292,7 @@ def _joined(jobs: Sequence[FrameJob[CodecChain]], span: ByteRange) -> FrameJob[C
 
 
 def component_numbers(needs: HostNeeds) -> npt.NDArray[np.uint64]:
-    """Return 64 bits for each component: of its bytes, of who needs it, and of how many could."""
+    """Return a 64-bit digest of each component's bytes, its members, and the member count."""
     digests = (blake2b(name.encode(), digest_size=8).digest() for name in needs.blobs)
     names = np.array([int.from_bytes(digest, "little") for digest in digests], np.uint64)
     columns = needs.components.astype(np.uint64)
@@ -313,15 +311,15 @@ def bucket_digests(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint32]:
 
 
 def encode_digests(digests: npt.NDArray[np.uint32]) -> bytes:
-    """Return the digests for a post, in at most some 32 KiB."""
+    """Return the digests for a post, at most about 32 KiB."""
     return compress(digests.astype("<u4").tobytes())
 
 
 def decode_digests(data: bytes) -> npt.NDArray[np.uint32]:
-    """Return the digests that `encode_digests` made bytes of.
+    """Return the digests from the bytes of `encode_digests`.
 
     Raises:
-        FormatError: The bytes are no digests.
+        FormatError: The bytes are not digests.
     """
     name = "the needs of a host"
     content = decompress(data, name, raw_length=4 * _BUCKETS)
@@ -331,7 +329,7 @@ def decode_digests(data: bytes) -> npt.NDArray[np.uint32]:
 def hosts_together(
     sets: Sequence[tuple[int, ...]], rank: int
 ) -> tuple[Sequence[tuple[int, ...]], int]:
-    """Return the hosts that share with that of `rank`, at most `MOST_HOSTS`, and its place there.
+    """Return the at most `MOST_HOSTS` hosts that share with that of `rank`, and its place there.
 
     Args:
         sets: The ranks of each host, the same on every rank.
@@ -348,20 +346,20 @@ def relayed(
     hosts: Sequence[tuple[int, ...]],
     here: int,
 ) -> dict[int, Relayed]:
-    """Return how what other hosts need as well gets from one of them to the others.
+    """Return how components that several hosts need get from one of them to the others.
 
-    All hosts that need it come to the same result, without further words: one reads it, the one
-    with the fewest bytes so far, by one of the members that need it; the same member of each other
+    All hosts that need a component compute the same result without communication. The host with the
+    fewest bytes so far reads it, by one of the members that need it; the same member of each other
     host gets it.
 
     Args:
         needs: The needs of this host.
-        digests: The digests of all hosts that take part, by place in `hosts`.
+        digests: The digests of all participating hosts, by place in `hosts`.
         hosts: The ranks of each host.
-        here: The place of this one.
+        here: The place of this host.
 
     Returns:
-        For each component that other hosts need, too, its way.
+        The transfer of each component that other hosts need too.
     """
     numbers = component_numbers(needs)
     found: dict[int, Relayed] = {}
@@ -388,9 +386,9 @@ def _sets(
     hosts: Sequence[tuple[int, ...]],
     here: int,
 ) -> dict[tuple[int, ...], list[int]]:
-    """Return the components of this host by the hosts that need them alike, in one order."""
+    """Return the components of this host by the hosts that need them too, in one order."""
     own = bucket_digests(numbers)
-    # Of other hosts the digests cannot be equal but by chance.
+    # With another member count, digests are equal only by chance.
     alike = [h for h in sorted(digests) if len(hosts[h]) == needs.member_count and h != here]
     equal = {host: digests[host] == own for host in alike}
     found: dict[tuple[int, ...], list[int]] = defaultdict(list)
@@ -411,7 +409,7 @@ def _buckets(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
 
 
 def _mixed(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return other numbers whose bits all depend on all bits: the finaliser of splitmix64."""
+    """Return mixed numbers, each bit depending on all bits: the finalizer of splitmix64."""
     found = numbers + np.uint64(0x9E3779B97F4A7C15)
     found = (found ^ (found >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     found = (found ^ (found >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,8 +1,8 @@
-"""Where the ranks of a host meet: they exchange plans, windows and sockets.
+"""The meeting of a host's ranks, which exchange plans, windows and sockets.
 
-The first of them listens on a socket of the abstract namespace, which leaves nothing behind, and
-hands to each the plans and windows of all, and a socket to each other one. All get the same, or
-nothing: so all come to the same division of what is to be read.
+The first rank listens on a socket of the abstract namespace, which leaves nothing behind. It sends
+each rank the plans and windows of all, and a socket to each other rank. All get the same or
+nothing, so all divide the reads the same way.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _CLOSED_ON_EXEC = socket.MSG_CMSG_CLOEXEC
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """What a rank has got of the others.
+    """What a rank receives from the others.
 
     Attributes:
-        plans: What each needs, this one included, in the order of ranks.
-        window: The memory of this rank that the others see, nothing of it allocated.
+        plans: The plans of all ranks, including this one, in the order of ranks.
+        window: The memory of this rank that the others see, not allocated yet.
         window_fd: The file of that memory.
-        others: For each other one its place in that order, a socket to it, and its window.
+        others: For each other rank its place in that order, a socket to it, and its window.
     """
 
     plans: tuple[ReadPlan, ...]
@@ -51,17 +51,17 @@ class Met:
     others: tuple[tuple[int, socket.socket, mmap.mmap], ...]
 
     def allocate(self, size_bytes: int) -> None:
-        """Get the memory of the first bytes of the window.
+        """Allocate the first bytes of the window.
 
-        Before they are touched: where memory is missing then, the process is killed.
+        Call it before touching them: if memory is short then, the kernel kills the process.
 
         Raises:
-            OSError: There is not so much memory.
+            OSError: There is not enough memory.
         """
         os.posix_fallocate(self.window_fd, 0, min(size_bytes, len(self.window)))
 
     def part(self) -> None:
-        """Leave the others; what they have mapped stays with them. Idempotent."""
+        """Leave the others; they keep their mappings. Idempotent."""
         for _, line, window in self.others:
             line.close()
             _unmap(window)
@@ -78,11 +78,11 @@ class Meeting:
         """Prepare.
 
         Args:
-            secret: What only the ranks of this job know, another one for each meeting.
+            secret: Known only to the ranks of this job; a new one for each meeting.
             ranks: The ranks that meet, at least two.
-            rank: This one.
+            rank: This rank.
             window_bytes: Size of each window, in whole pages.
-            timing: Says how often a rank looks for the others.
+            timing: Sets how often a rank looks for the others.
         """
         seed = f"{secret}/{ranks[0]}".encode()
         self._token = hashlib.blake2b(seed, digest_size=_TOKEN_BYTES, person=b"token").digest()
@@ -98,14 +98,14 @@ class Meeting:
 
         Args:
             plan: What this rank needs.
-            gives_up: Returns whether this rank waits for them no longer; asked again and again.
+            gives_up: Returns whether this rank stops waiting for them; called repeatedly.
 
         Returns:
-            What the others need, and the ways to them; None if they did not come.
+            The plans of the others, and the connections to them; None if they did not come.
 
         Raises:
             OSError: This process cannot get a socket or shared memory.
-            ValueError: What another rank has sent cannot be read.
+            ValueError: Data from another rank cannot be read.
         """
         with ExitStack() as fds:
             mine = [_memory(plan.encode(), fds), _room(self._window_bytes, fds)]
@@ -126,7 +126,7 @@ class Meeting:
         listener = fds.enter_context(_new_socket())
         listener.bind(self._address)
         listener.listen(len(self._ranks))
-        silent: list[socket.socket] = []  # connected, and has not said who it is
+        silent: list[socket.socket] = []  # connected, but not identified yet
         while len(held) < len(self._ranks):
             for line in self._ready([listener, *silent]):
                 if line is listener:
@@ -142,7 +142,7 @@ class Meeting:
                     line.close()
                 else:
                     lines[member] = line
-            # Whoever connects: a stranger who does so all the time must not hold this rank up.
+            # Checked after each connection: a stranger who keeps connecting must not block us.
             if len(held) < len(self._ranks) and gives_up():
                 return None
         ends = self._socket_pairs(fds)
@@ -162,7 +162,7 @@ class Meeting:
     def _welcome(
         self, line: socket.socket, held: dict[int, list[int]], fds: ExitStack
     ) -> int | None:
-        """Take what a rank has brought; None for a stranger."""
+        """Receive plan and window of a rank, and return its place; None for a stranger."""
         with suppress(OSError):
             data, got, _, _ = socket.recv_fds(line, _HELLO.size, 2, _CLOSED_ON_EXEC)
             for fd in got:
@@ -234,7 +234,7 @@ class Meeting:
         return Met(read, own, window_fd, tuple(ways))
 
     def _ready(self, lines: Sequence[socket.socket]) -> list[socket.socket]:
-        """Wait a moment for something to read; return which of `lines` have something."""
+        """Wait a moment for data; return those of `lines` that have some."""
         poller = select.poll()
         by_fd = {line.fileno(): line for line in lines}
         for fd in by_fd:
@@ -243,7 +243,7 @@ class Meeting:
 
 
 def _new_socket() -> socket.socket:
-    """Return a socket none of whose calls waits: the other end may be stopped, or a stranger."""
+    """Return a non-blocking socket: the other end may be stopped, or a stranger."""
     line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     line.settimeout(0)
     return line
@@ -262,9 +262,9 @@ def _user_of(line: socket.socket) -> int:
 
 
 def _room(size: int, fds: ExitStack) -> int:
-    """Return memory of a fixed size that other processes can map; nothing is allocated yet.
+    """Return memory of a fixed size that other processes can map, not allocated yet.
 
-    Of a fixed size, since an access beyond the end of a file kills the process.
+    The size is fixed because an access beyond the end of a file kills the process.
     """
     fd = os.memfd_create("penstock-window", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     fds.callback(_close, fd)
@@ -296,7 +296,7 @@ def _plan_in(fd: int) -> ReadPlan:
 
 
 def _unmap(memory: mmap.mmap) -> None:
-    with suppress(BufferError):  # a view of it is held somewhere: the mapping goes with that
+    with suppress(BufferError):  # a view exists somewhere: the mapping is freed with it
         memory.close()
 
 

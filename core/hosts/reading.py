@@ -1,4 +1,4 @@
-"""Reads for one rank what it needs of a checkpoint, together with the other ranks of the job.
+"""Reads what one rank needs of a checkpoint, together with the other ranks of the job.
 
 Tested in `tests/integration/ranks/test_host_reading.py` and `test_job_reading.py`.
 """
@@ -49,25 +49,25 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock")
 
-# The windows of a host, together; each has room for two chunks of 16 MiB, and a page for each.
+# All windows of a host together; each has room for two chunks of 16 MiB, and a page for each.
 _WINDOWS_BYTES = 128 << 20
 _LEAST_WINDOW_BYTES = 32 << 20
 _PHASES_BYTES = 16 * PAGE_BYTES
 _PIECES_PER_WINDOW = 2
-# Of the time after which a rank counts as standing still: one that waits for another in vain, and
+# A share of the time after which a rank counts as stuck: a rank that waits for another in vain, and
 # then reads alone, must not be taken for dead itself.
 _PATIENCE = 1 / 2
-# With a rank of another host less: those of this host wait meanwhile for what it was to hand on.
+# Less between hosts: the ranks of this host meanwhile wait for the bytes to be passed on.
 _PATIENCE_BETWEEN_HOSTS = 1 / 4
-_NOT_HERE = b"-"  # in the place of an address, or of digests: this rank takes no part
+_NOT_HERE = b"-"  # instead of an address or digests: this rank takes no part
 
 
 class Sharing(NamedTuple):
-    """What ranks read once, and hand on; alike on all ranks of a restore.
+    """What ranks read once and pass on; the same on all ranks of a restore.
 
     Attributes:
-        per_host: Whether what several ranks of a host need is read by one of them.
-        per_job: Whether what several hosts need is read by one of them.
+        per_host: Whether one rank reads what several ranks of a host need.
+        per_job: Whether one host reads what several hosts need.
     """
 
     per_host: bool = True
@@ -75,21 +75,21 @@ class Sharing(NamedTuple):
 
 
 class JobReading:
-    """One restore of the ranks of a job, as this rank takes part in it.
+    """This rank's part in one restore of the ranks of a job.
 
-    Each rank calls `share` once. A rank of which the others hear nothing reads alone, and they
-    without it: what one of them does never depends on another that fails.
+    Each rank calls `share` once. A rank that the others do not hear from reads alone, and so do
+    they: no rank ever depends on one that fails.
     """
 
     def __init__(
         self, session: RankSession[RestoreRound], sharing: Sharing, *, network: str | None
     ) -> None:
-        """Prepare; nothing is sent.
+        """Prepare; send nothing.
 
         Args:
-            session: The round of the restore. Where it has news for this rank before that has
-                restored, another one has failed.
-            sharing: What is read once.
+            session: The round of the restore. If it has news before this rank has restored, another
+                rank has failed.
+            sharing: What to read once.
             network: The network between hosts, `10.1.0.0/16`; None: the one that leads to the
                 store of the job.
         """
@@ -99,7 +99,7 @@ class JobReading:
         self._network = network
 
     def announce(self) -> None:
-        """Tell rank 0 where this rank is, before it plans; if that fails, `share` tells it."""
+        """Report this rank's host to rank 0, before it plans; if that fails, `share` reports it."""
         if self._sharing.per_host:
             with suppress(CoordinationError):
                 Census.announce(self._group)
@@ -108,10 +108,10 @@ class JobReading:
         """Agree with the other ranks on who reads what.
 
         Args:
-            jobs: What this rank needs, maybe nothing.
+            jobs: What this rank needs, possibly nothing.
 
         Returns:
-            The reading of what is needed here; None if this rank reads alone.
+            The shared reading; None if this rank reads alone.
 
         Raises:
             RoundOverError: Another rank has failed.
@@ -142,14 +142,14 @@ class JobReading:
             division = own.divide(needs, me, {} if ways is None else ways.relayed)
             try:
                 found = SharedReading(self._session, division, met, ways, me)
-            except OSError as error:  # out of descriptors; the others find its sockets closed
+            except OSError as error:  # out of descriptors; the others see its sockets closed
                 census.part(here, said(error))
                 return None
             opened.pop_all()
         return found
 
     def _sets(self, census: Census) -> Sequence[tuple[int, ...]]:
-        """Return the ranks in sets that read through shared memory; none if they are not known."""
+        """Return the sets of ranks that read through shared memory; empty if unknown."""
         if not self._sharing.per_host:
             return [(rank,) for rank in range(self._group.place.world_size)]
         try:
@@ -186,7 +186,7 @@ class JobReading:
         sets: Sequence[tuple[int, ...]],
         opened: ExitStack,
     ) -> Ways | None:
-        """Agree with other hosts on who reads what; None if this host goes on without them."""
+        """Agree with other hosts on who reads what; None if this host continues without them."""
         hosts, place_here = hosts_together(sets, self._group.place.rank)
         if len(hosts) == 1:
             return None
@@ -196,7 +196,7 @@ class JobReading:
         try:
             ways = self._agree(census, needs, relay, hosts, place_here)
         except (CoordinationError, FormatError, OSError, ValueError) as error:
-            log.warning("read_once_per_job: each host reads for itself: %s", said(error))
+            log.warning("read_once_per_job: each host reads alone: %s", said(error))
             ways = None
         if ways is None and relay is not None:
             relay.close()
@@ -212,7 +212,7 @@ class JobReading:
     ) -> Ways | None:
         rank, post = self._group.place.rank, self._group.coordination.post
         me = hosts[here].index(rank)
-        # Others wait for this word, be it what it may.
+        # Others wait for this post, whatever it contains.
         post(self._line_key(rank), _NOT_HERE if relay is None else json.dumps(relay.at).encode())
         if not me:
             digests = None if needs is None else bucket_digests(component_numbers(needs))
@@ -224,18 +224,18 @@ class JobReading:
         lines = found and census.read_all(peers)
         if found is None or lines is None:
             if not self._session.has_news:
-                log.warning("read_once_per_job: not all hosts have come, so each reads for itself")
+                log.warning("read_once_per_job: not all hosts have come, so each reads alone")
             return None
-        told = {h: decode_digests(data) for h, data in found.items() if data != _NOT_HERE}
+        digests_of = {h: decode_digests(data) for h, data in found.items() if data != _NOT_HERE}
         addresses = {r: _address_in(data) for r, data in lines.items() if data != _NOT_HERE}
-        if relay is None:  # but it divides as the others of this host do, who count on that
+        if relay is None:  # but it divides like the other ranks of this host, which rely on that
             addresses = {}
-        return Ways(relayed(needs, told, hosts, here), addresses, relay)
+        return Ways(relayed(needs, digests_of, hosts, here), addresses, relay)
 
     def _listen(self) -> Relay | None:
         """Listen for other hosts; None if this rank cannot.
 
-        It says so then: it takes nothing from other hosts, and hands nothing on.
+        Then it logs a warning, takes nothing from other hosts, and passes nothing on.
         """
         group = self._group
         try:
@@ -245,7 +245,7 @@ class JobReading:
             return Relay(secret, group.place.rank, address, group.timing)
         except (CoordinationError, OSError, ValueError) as error:
             rank = group.place.rank
-            log.warning("read_once_per_job: rank %d reads for itself: %s", rank, said(error))
+            log.warning("read_once_per_job: rank %d reads alone: %s", rank, said(error))
             return None
 
     def _line_key(self, rank: int) -> str:
@@ -256,12 +256,12 @@ class JobReading:
 
 
 class Ways(NamedTuple):
-    """The ways between this host and others.
+    """The connections between this host and others.
 
     Attributes:
-        relayed: How what they need, too, gets there, by component.
-        addresses: Where the ranks listen that this one deals with.
-        relay: Carries it; None: this rank cannot listen, and takes no part.
+        relayed: By component, how bytes that other hosts need too get there.
+        addresses: The addresses of the ranks that this rank exchanges bytes with.
+        relay: Transfers the bytes; None: this rank cannot listen, and takes no part.
     """
 
     relayed: Mapping[int, Relayed]
@@ -270,7 +270,7 @@ class Ways(NamedTuple):
 
 
 class SharedReading:
-    """What one rank reads for itself and for others, and takes from others."""
+    """The bytes that one rank reads for itself and for others, and takes from others."""
 
     def __init__(
         self,
@@ -285,7 +285,7 @@ class SharedReading:
         Raises:
             OSError: This process is out of descriptors.
         """
-        # Not a method: the relay would hold this object, and the window would last as long as that.
+        # Not a method: the relay would hold this object, and so keep the window alive.
         self._ended: Callable[[], bool] = lambda: session.has_news
         self._limit_s = limit_s = session.group.timeout_s
         self._progress: Callable[[int], None] | None = None
@@ -293,7 +293,7 @@ class SharedReading:
         taken = [piece for piece in division.pieces if piece.reader != me]
         self._read = [piece for piece in division.pieces if piece.reader == me]
         self._own = own = [piece for piece in self._read if piece.takers]
-        # The others wait for what only their hosts need besides this one: so it comes first.
+        # First, because other hosts wait for these pieces.
         self._alone = [*(piece.job for piece in self._read if not piece.takers), *division.alone]
         self._met = met
         self._ways = ways
@@ -316,7 +316,7 @@ class SharedReading:
         self.bytes_taken = 0
         """The bytes that other ranks of this host have read for this rank."""
         self.bytes_received = 0
-        """The stored bytes that ranks of other hosts have read for this one."""
+        """The stored bytes that ranks of other hosts have read for this rank."""
 
     def run(self, loader: Loader, progress: Callable[[int], None] | None = None) -> LoadStats:
         """Read everything; as `Loader.run`.
@@ -344,10 +344,10 @@ class SharedReading:
         return stats
 
     def _relayed(self, ways: Ways, together_bytes: int) -> Iterator[RelayedBytes]:
-        """Yield the stored bytes that this rank takes from other hosts, or hands on to them.
+        """Yield the stored bytes that this rank takes from other hosts, or passes on to them.
 
-        Ranks without an address take no part: what they were to read is read here. Chains of more
-        than `together_bytes` are read by each host.
+        Ranks without an address take no part: this rank reads their share. Each host reads chains
+        of more than `together_bytes` itself.
         """
         for piece in self._read:
             way, links = ways.relayed.get(piece.number), piece.job.links
@@ -369,8 +369,8 @@ class SharedReading:
     def _begins(
         self, relay: Relay, relayed_bytes: Sequence[RelayedBytes], ways: Ways, loader: Loader
     ) -> bool:
-        """Start the relay; return whether this process can."""
-        # Less than the store has, too: a rank that waits for another does not hang itself.
+        """Start the relay; return whether that worked."""
+        # Below the store's limit too: a rank that waits for another does not hang itself.
         limit_s = min(self._limit_s, loader.io_timeout_s or self._limit_s)
         try:
             relay.start(
@@ -386,7 +386,7 @@ class SharedReading:
 
     def _run(self, loader: Loader, alone: Loader, relay: Relay | None = None) -> LoadStats:
         """Read everything by `loader`, and by `alone` what others did not lend."""
-        # Not kept here: it holds this object, too, and the window would last as long as the cycle.
+        # Not kept: the exchange refers to this object, and a cycle would keep the window alive.
         stats, exchange, self._exchange = LoadStats(), self._exchange, None
         if exchange is None or self._met is None:
             if self._met is not None:
@@ -396,7 +396,7 @@ class SharedReading:
         exchange.start()
 
         def count(size_bytes: int) -> None:
-            exchange.check()  # where a target has failed, the rest need not be read
+            exchange.check()  # if a target has failed, the rest need not be read
             self._count(size_bytes)
 
         try:
@@ -425,7 +425,7 @@ class SharedReading:
         relay: Relay | None,
         progress: Callable[[int], None],
     ) -> Sequence[FrameJob[CodecChain]]:
-        """Read what others need, too; return what could not be lent, which is still to be read."""
+        """Read what others need too; return what could not be lent, which has yet to be read."""
         if not self._own:
             return ()
         assert self._met is not None
@@ -436,7 +436,7 @@ class SharedReading:
             stats.add(loader.run(jobs, progress=progress, exchange=exchange))
         except (OSError, TakersStuckError) as error:
             log.warning("this rank reads alone: %s", said(error))
-            if relay is not None:  # what is left is read in another order than other hosts read it
+            if relay is not None:  # the rest is read in another order than on other hosts
                 relay.give_up()
             return exchange.lend_no_more()
         return ()
@@ -453,10 +453,10 @@ class SharedReading:
 
 
 def _address_in(data: bytes) -> tuple[str, int]:
-    """Return the address that another rank has told.
+    """Return the address that another rank has posted.
 
     Raises:
-        ValueError: It is none.
+        ValueError: It is not an address.
     """
     try:
         address, port = json.loads(data)

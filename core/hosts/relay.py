@@ -1,13 +1,13 @@
-"""Hands stored bytes on to ranks of other hosts, and takes theirs, in one restore.
+"""Passes stored bytes on to ranks of other hosts, and takes theirs, in one restore.
 
-Each rank serves what it reads for others (`blob_http`), for as long as the batch that has read it
-is under way, which ends once all have taken it. So no memory is needed beside that of the batches.
-What makes it safe:
+Each rank serves the bytes that it reads for others (`blob_http`) while the batch that read them is
+under way. The batch ends after all have taken them, so no memory is needed besides the batches.
+Two rules make it safe:
 
-* nothing that comes from another rank is trusted: the rank that takes it compares it with the
+* bytes from another rank are not trusted: the rank that takes them compares them with the
   checksums of the checkpoint;
-* a rank that dies closes its connections, and one that is silent for too long is given up: its
-  connection is closed, so that nothing can come later, and who waits for it reads for itself.
+* a rank that dies closes its connections, and a rank that is silent for too long is given up: its
+  connection is closed, so that nothing can come later, and the ranks that wait for it read alone.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock")
 
-_MOST_ASLEEP = 1 / 4  # of the patience: how long this process may stand still between two looks
+_MOST_ASLEEP = 1 / 4  # of the patience: how long this process may stop between two checks
 
 
 class RelayedBytes(NamedTuple):
@@ -45,8 +45,8 @@ class RelayedBytes(NamedTuple):
 
     Attributes:
         place: Where they are stored.
-        source: The rank that hands them on to this one; None: this one reads them.
-        recipients: The ranks to which this one then hands them on.
+        source: The rank that passes them on to this rank; None: this rank reads them.
+        recipients: The ranks to which this rank then passes them on.
     """
 
     place: BlobRange
@@ -56,7 +56,7 @@ class RelayedBytes(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _Source:
-    """A rank that reads for this one; the pool has one thread, so requests keep their order."""
+    """A rank that reads for this rank; the pool has one thread, so requests keep their order."""
 
     client: BlobClient
     quiet: Watchdog
@@ -67,7 +67,7 @@ class _Source:
 
 @dataclass(eq=False, slots=True)
 class _Recipient:
-    """A rank that this one reads for, and how many offers wait for it."""
+    """A rank that this rank reads for, and how many offers wait for it."""
 
     quiet: Watchdog
     waited: int = 0
@@ -81,7 +81,7 @@ class Offer:
         place: Where they are stored.
         data: The bytes.
         left: The ranks that have not taken them.
-        sending: Those of them to which they are being sent.
+        sending: The ranks in `left` to which they are being sent.
     """
 
     place: BlobRange
@@ -91,19 +91,19 @@ class Offer:
 
 
 class Relay:
-    """The part of one rank. Thread-safe.
+    """One rank's part in the relay. Thread-safe.
 
-    The rank listens from the start; what it offers and takes is said to `start`.
+    The rank listens from the start; `start` receives what it offers and takes.
     """
 
     def __init__(self, secret: bytes, rank: int, address: str, timing: Timing) -> None:
         """Listen.
 
         Args:
-            secret: What only the ranks of this job know, another one for each restore.
+            secret: Known only to the ranks of this job; a new one for each restore.
             rank: This rank.
             address: Where to listen.
-            timing: Says how often a thread that waits looks around (`poll_s`).
+            timing: Sets how often a waiting thread checks (`poll_s`).
 
         Raises:
             OSError: There is no such address here, or no socket.
@@ -122,7 +122,7 @@ class Relay:
         self.failure: BaseException | None = None
         """Why this rank has given up, if it failed."""
         self.is_over = False
-        """Whether this rank has given up, or the ranks have: what does not come is not needed."""
+        """Whether this rank or all ranks have given up: missing bytes are not needed."""
         self._server = BlobServer(
             address, credentials=self._credentials, lend=self._lend, left=self._drop, timing=timing
         )
@@ -141,15 +141,15 @@ class Relay:
         patience_s: float,
         ended: Callable[[], bool],
     ) -> None:
-        """Connect to all that read for this rank, and serve what it will offer.
+        """Connect to all ranks that read for this rank, and serve what it will offer.
 
-        To all at once: those that cannot be reached cost one wait, not one after another.
+        Connects to all at once: unreachable ranks cost one wait together.
 
         Args:
-            relayed: What this rank takes, and all that it is going to offer, or refuse.
+            relayed: What this rank takes, and all that it is going to offer or refuse.
             addresses: Where other ranks listen.
-            patience_s: For how long a rank is waited for that does nothing.
-            ended: Returns whether the ranks have given up what they do: nobody waits then.
+            patience_s: How long to wait for a rank that does nothing.
+            ended: Returns whether the ranks have given up the restore: no rank waits then.
 
         Raises:
             OSError: This process cannot get a socket.
@@ -170,10 +170,11 @@ class Relay:
         self._server.start(patience_s)
 
     def fetch(self, rank: int, request: ReadRequest) -> Future[None]:
-        """Read what another rank offers; in the order of the calls, for each rank.
+        """Read what another rank offers, in the order of the calls for each rank.
 
         Returns:
-            Fails with `BlobNotFoundError` if that rank refuses, with a StorageError if it is lost.
+            A future that fails with `BlobNotFoundError` if that rank refuses, and with a
+            StorageError if it is lost.
         """
         source = self._sources[rank]
         if self.is_over:
@@ -189,7 +190,7 @@ class Relay:
         return future
 
     def offer(self, place: BlobRange, recipients: Iterable[int], data: memoryview) -> Offer:
-        """Hand bytes on; they must not change before nothing of the offer is `left`."""
+        """Pass bytes on; they must not change until the offer's `left` is empty."""
         with self._changed:
             self._to_come[place] -= 1
             offer = Offer(place, data, {rank for rank in recipients if rank in self._recipients})
@@ -202,13 +203,13 @@ class Relay:
         return offer
 
     def refuse(self, place: BlobRange) -> None:
-        """Let the recipients of bytes read them themselves."""
+        """Make the recipients of bytes read them themselves."""
         with self._changed:
             self._to_come[place] -= 1
             self._changed.notify_all()
 
     def wait(self, is_done: Callable[[], bool]) -> None:
-        """Wait for other ranks, and give up those that do nothing for too long."""
+        """Wait for other ranks, and give up ranks that do nothing for too long."""
         pause_s = min(self._timing.poll_s, self._patience_s * _MOST_ASLEEP)
         clock = self._timing.clock
         while True:
@@ -220,16 +221,16 @@ class Relay:
             self._look(clock.monotonic_s() - began_s)
 
     def warn(self, message: str) -> None:
-        """Warn once, since what comes of one cause may come many times."""
+        """Warn once, since one cause may have many effects."""
         level = logging.DEBUG if self._warned or self.is_over else logging.WARNING
         log.log(level, "read_once_per_job: %s", message)
         self._warned = True
 
     def give_up(self, failure: BaseException | None = None) -> None:
-        """Let those that wait for this rank go on alone; returns at once.
+        """Make the ranks that wait for this rank continue alone; returns at once.
 
         Args:
-            failure: Why; None: this rank goes on without the relay.
+            failure: The reason; None: this rank continues without the relay.
         """
         self.failure = self.failure or failure
         self.is_over = True
@@ -240,9 +241,9 @@ class Relay:
             self._drop(rank)
 
     def close(self) -> None:
-        """Take and hand on nothing more; returns when no target is written to any longer.
+        """Stop taking and passing on bytes; returns when no target is written to any longer.
 
-        Only a thread that hangs is left behind, after `Timing.interrupt_s`.
+        Leaves only hanging threads behind, after `Timing.interrupt_s`.
         """
         self.give_up()
         if self._closed:
@@ -285,7 +286,7 @@ class Relay:
         return next((o for o in known if rank in o.left and rank not in o.sending), None)
 
     def _take(self, rank: int, offer: Offer) -> None:
-        """Note that a rank needs an offer no longer."""
+        """Note that a rank no longer needs an offer."""
         offer.left.discard(rank)
         if rank in self._recipients:
             self._recipients[rank].waited -= 1
@@ -298,7 +299,7 @@ class Relay:
             self._recipients[rank].quiet.moved()
 
     def _drop(self, rank: int, why: str = "it has closed its connection") -> None:
-        """Offer nothing more to a rank; what is being sent to it is free once that has failed."""
+        """Offer nothing more to a rank; bytes being sent to it are free once sending has failed."""
         with self._changed:
             recipient = self._recipients.pop(rank, None)
             for offer in [offer for offers in self._offers.values() for offer in offers]:
@@ -307,7 +308,7 @@ class Relay:
             self._changed.notify_all()
         self._server.disconnect(rank)
         if recipient is not None and recipient.waited:
-            self.warn(f"rank {rank} reads for itself what this one was to hand on: {why}")
+            self.warn(f"rank {rank} reads alone what this rank was to pass on: {why}")
 
     # -- both --------------------------------------------------------------------------------------
 
@@ -318,13 +319,13 @@ class Relay:
             self._changed.notify_all()
 
     def _look(self, taken_s: float) -> None:
-        """Give up who has been silent for too long, `taken_s` after the last look."""
+        """Give up ranks that were silent for too long, `taken_s` after the last check."""
         if self._ended():
             self.give_up()
         late = f"it did nothing for {self._patience_s:g} s: does a firewall stop it?"
         with self._changed:
             if taken_s > self._timing.poll_s + self._patience_s * _MOST_ASLEEP:
-                # This process stood still, and has not heard the others: it accuses nobody.
+                # This process was stopped, and has not heard the others: it gives up no rank.
                 quiets = [source.quiet for source in self._sources.values()]
                 quiets += [recipient.quiet for recipient in self._recipients.values()]
                 for quiet in quiets:
@@ -341,11 +342,11 @@ class Relay:
 
 
 class RelayedStore(DelegatingBackend):
-    """Reads as `inner`, but takes from other ranks what they read, and hands on what it reads.
+    """Reads as `inner`, but takes from other ranks what they read, and passes on what it reads.
 
-    Only `submit_read` does so. `read` reads from the store: it is called where something is wrong
-    with what came. What another rank does not hand on is read from the store, too. What it hands on
-    is there a second time, as the first of `tiers`: a reader that finds it damaged looks there.
+    Only `submit_read` does so. `read` reads from the store: it is called if received bytes are
+    wrong. Bytes that another rank does not pass on are read from the store too. The first of
+    `tiers` is the store again, for a reader that finds received bytes damaged.
     """
 
     name: ClassVar[str] = "relayed"
@@ -355,9 +356,9 @@ class RelayedStore(DelegatingBackend):
 
         Args:
             inner: The store.
-            relay: The way to the other ranks.
-            relayed: What crosses the network, in the order in which it will be read. Bytes that
-                several frames are decoded with are listed several times.
+            relay: Connects to the other ranks.
+            relayed: What crosses the network, in reading order. Bytes that several frames are
+                decoded with are listed several times.
         """
         super().__init__(inner)
         self._relay = relay
@@ -365,13 +366,13 @@ class RelayedStore(DelegatingBackend):
         for one in relayed:
             self._relayed[one.place].append(one)
         self._lock = threading.Lock()  # guards `_received` and `bytes_received`
-        # Once for each time: several chunks may be decoded with the same bytes.
+        # One entry for each read: several chunks may be decoded with the same bytes.
         self._received: dict[BlobRange, list[int]] = defaultdict(list)
         self.bytes_received = 0
-        """The bytes that came from other ranks, and not from the store."""
+        """The bytes that came from other ranks, not from the store."""
 
     def submit_read(self, requests: Sequence[ReadRequest], /) -> Future[None]:
-        """Read as the contract says; done when those that need them have the bytes, too."""
+        """Read as the contract says; done when the ranks that need the bytes have them too."""
         fetched: list[tuple[ReadRequest, int, Future[None]]] = []
         stored: list[ReadRequest] = []
         offered: list[tuple[ReadRequest, RelayedBytes]] = []
@@ -393,11 +394,11 @@ class RelayedStore(DelegatingBackend):
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
-        """The store again, for what came from other ranks; then the places that it consists of."""
+        """The store again, for bytes from other ranks; then the store's own tiers."""
         return Tier("", _StoreAgain(self)), *super().tiers
 
     def forget(self, request: ReadRequest) -> int | None:
-        """Note that bytes are read from the store; return the rank that they had come from."""
+        """Note that bytes are read from the store; return the rank that they came from."""
         with self._lock:
             ranks = self._received.get(_place(request))
             if not ranks:
@@ -411,11 +412,11 @@ class RelayedStore(DelegatingBackend):
         fetched: Sequence[tuple[ReadRequest, int, Future[None]]],
         offered: Sequence[tuple[ReadRequest, RelayedBytes]],
     ) -> None:
-        """Read one batch, and return when all is here, and handed on."""
+        """Read one batch, and return when everything is here and passed on."""
         error = self._read_stored(stored)
         offers = []
         for request, one in offered:
-            # Not verified before: the recipients do that, whatever was found here.
+            # Not verified first: the recipients verify in any case.
             if error is None:
                 offers.append(self._relay.offer(one.place, one.recipients, request.target))
             else:
@@ -425,7 +426,7 @@ class RelayedStore(DelegatingBackend):
             request for request, rank, future in fetched if not self._came(request, rank, future)
         ]
         if missing and self._relay.is_over:
-            # The caller may have left already: no target is to be written to any more.
+            # The caller may have left already, so no target may be written to any more.
             over = RoundOverError("the ranks have given up this restore")
             error = error or self._relay.failure or over
         elif missing:
@@ -435,7 +436,7 @@ class RelayedStore(DelegatingBackend):
             if error is not None:
                 raise error
         finally:
-            del error  # else a cycle of the error, its traceback and this frame keeps targets alive
+            del error  # a cycle of error, traceback and this frame would keep targets alive
 
     def _read_stored(self, requests: Sequence[ReadRequest]) -> BaseException | None:
         if not requests:
@@ -445,7 +446,7 @@ class RelayedStore(DelegatingBackend):
         except (BlobNotFoundError, BlobTruncatedError) as error:
             return error
         except BaseException as error:  # noqa: BLE001 - the future raises it
-            self._relay.give_up(error)  # nobody is to wait for this rank, nor it for others
+            self._relay.give_up(error)  # no rank must wait for this one, nor it for others
             return error
         return None
 
@@ -453,7 +454,7 @@ class RelayedStore(DelegatingBackend):
         error = future.exception()
         if error is not None:
             if not isinstance(error, BlobNotFoundError):
-                self._relay.warn(f"what rank {rank} was to hand on is read here: {error}")
+                self._relay.warn(f"what rank {rank} was to pass on is read here: {error}")
             return False
         with self._lock:
             self._received[_place(request)].append(rank)
@@ -462,7 +463,7 @@ class RelayedStore(DelegatingBackend):
 
 
 class _StoreAgain(DelegatingBackend):
-    """The store itself, for bytes that another rank has handed on, and that are damaged."""
+    """The store itself, for damaged bytes from another rank."""
 
     name: ClassVar[str] = "relayed"
 
@@ -471,10 +472,10 @@ class _StoreAgain(DelegatingBackend):
         self._relayed = relayed
 
     def read(self, requests: Sequence[ReadRequest], /) -> None:
-        """Read what another rank has handed on.
+        """Read bytes that another rank has passed on.
 
         Raises:
-            StorageError: It came from the store before.
+            StorageError: They came from the store before.
         """
         for request in requests:
             rank = self._relayed.forget(request)
@@ -482,8 +483,8 @@ class _StoreAgain(DelegatingBackend):
                 msg = f"{request.name} was read from the store itself"
                 raise StorageError(msg)
             log.warning(
-                "%d bytes at %s:%d are damaged as rank %d handed them on: they are read from the "
-                "store. Its memory, its network or the store may be at fault",
+                "%d bytes at %s:%d from rank %d are damaged, and are read from the store. That "
+                "rank's memory or network, or the store, may be at fault",
                 request.target.nbytes,
                 request.name,
                 request.offset,

@@ -1,5 +1,5 @@
-"""How providers, codecs and backends are found, checked and chosen.
+"""Finds, checks and chooses providers, codecs and backends.
 
-Here: entry points, the registry, and the choice of a provider. Not here: contracts (`abc`), and
-the plugins themselves, which core never imports. `save`, `restore` and everything above import it.
+Here: entry points, the registry, and the choice of a provider. Not here: contracts (`abc`), and the
+plugins themselves, which core never imports. `save`, `restore` and higher packages import this one.
 """

@@ -1,4 +1,4 @@
-"""Finds the entry points of a kind, names them in messages, and checks the classes behind them.
+"""Finds the entry points of a kind, names them in messages, and checks their classes.
 
 Tested in `tests/core/plugins/test_registry.py`.
 """
@@ -56,7 +56,7 @@ def by_name(given: Iterable[EntryPoint] | None, kind: PluginKind) -> dict[str, l
     for entry in given:
         if entry.group == group:
             same = found.setdefault(entry.name, [])
-            # One distribution may be found twice, as installed and as built in place.
+            # One distribution may be found twice: installed, and built in place.
             if not any(e.value == entry.value and shipper_of(e) == shipper_of(entry) for e in same):
                 same.append(entry)
     return found
@@ -64,7 +64,7 @@ def by_name(given: Iterable[EntryPoint] | None, kind: PluginKind) -> dict[str, l
 
 @installed_only()
 def module_exists(entry: EntryPoint) -> bool:
-    """Return whether the module of `entry` can be found; imports only the packages above it."""
+    """Return whether the module of `entry` can be found; imports only its parent packages."""
     try:
         return importlib.util.find_spec(entry.module) is not None
     except (ImportError, ValueError):
@@ -72,17 +72,17 @@ def module_exists(entry: EntryPoint) -> bool:
 
 
 def is_ours(entry: EntryPoint) -> bool:
-    """Return whether the entry point leads into Penstock itself."""
+    """Return whether the entry point is part of Penstock itself."""
     return entry.module.split(".")[0] == __name__.split(".")[0]
 
 
 def shipper_of(entry: EntryPoint) -> tuple[str, str]:
     """Return name and version of the distribution that ships the entry point."""
-    # Entry points made by hand have no distribution.
+    # Manually made entry points have no distribution.
     return _name_and_version(entry.dist) if entry.dist else ("(no distribution)", "")
 
 
-@functools.lru_cache(maxsize=256)  # each look at either reads and parses its metadata: 2 ms
+@functools.lru_cache(maxsize=256)  # each access reads and parses the metadata: 2 ms
 def _name_and_version(distribution: Distribution) -> tuple[str, str]:
     return distribution.name, distribution.version
 
@@ -99,14 +99,14 @@ def label(kind: PluginKind, entry: EntryPoint) -> str:
 
 def conflict(kind: PluginKind, name: str, entries: Sequence[EntryPoint]) -> str:
     """Return the message for several entry points of one name."""
-    # Found in the order of folders, which is none. First that of Penstock, so that whoever copies
-    # the hint goes on reading what was stored by it.
+    # The order of folders is arbitrary. Penstock's own comes first, so that a user who copies the
+    # hint can still read what it stored.
     entries = sorted(entries, key=lambda entry: (not is_ours(entry), shipper_of(entry)))
     claims = " and ".join(f"{distribution(e)} ({e.value})" for e in entries)
     chosen = json.dumps({kind: {name: shipper_of(entries[0])[0]}})
     return (
-        f"{kind} {name!r} is claimed by {claims}: uninstall all but one, or say which by the "
-        f"option prefer, as prefer={chosen}"
+        f"{kind} {name!r} is claimed by {claims}: uninstall all but one, or choose one by the "
+        f"option prefer, as in prefer={chosen}"
     )
 
 
@@ -114,7 +114,7 @@ def breach_of_class(cls: Any, contract: Any, /, *, name: str, distribution: str)
     """Return how `cls` breaks `contract`, as a clause that follows its name; None if it does not.
 
     Args:
-        cls: The object that an entry point has loaded.
+        cls: The object loaded from an entry point.
         contract: `StateProvider`, `Codec` or `Backend`.
         name: Name of the entry point.
         distribution: The distribution to upgrade if the plugin is for an older contract.
@@ -135,8 +135,8 @@ def _breach_of_declarations(cls: Any, name: str) -> str | None:
         return f"calls itself {getattr(cls, 'name', None)!r}, not {name!r}"
     if issubclass(cls, Backend) and not _SCHEME.fullmatch(name):
         return (
-            f"is called {name!r}, which no URL can begin with: name it with a-z, 0-9, +, . and - "
-            "only, beginning with a letter"
+            f"is called {name!r}, which no URL can begin with: use only a-z, 0-9, +, . and -, and "
+            "begin with a letter"
         )
     options = getattr(cls, "Config", PluginConfig)  # providers have none
     if not (isinstance(options, type) and issubclass(options, PluginConfig)):
@@ -150,7 +150,7 @@ def _breach_of_declarations(cls: Any, name: str) -> str | None:
 
 
 def _breach_of_facts(cls: Any) -> str | None:
-    """Return what is wrong with the facts that core reads before it calls any method."""
+    """Return the problem with the facts that core reads before it calls any method."""
     if issubclass(cls, Codec):
         oldest: object = cls.oldest_readable
         if type(oldest) is not int or not 1 <= oldest <= cls.version:
@@ -165,14 +165,14 @@ def _breach_of_facts(cls: Any) -> str | None:
                 return f"{said} {fact}: write `{fact} = True` or `{fact} = False` into the class"
     if issubclass(cls, StateProvider) and not _declares(cls, "forms"):
         return (
-            "does not declare its forms: list in `forms` what its `rebuild` takes, or write "
-            "`forms = ()` if all that it describes is of other providers' forms"
+            "does not declare its forms: list in `forms` what its `rebuild` accepts, or write "
+            "`forms = ()` if it describes only forms of other providers"
         )
     return None
 
 
 def _declares(cls: type, name: str) -> bool:
-    """Return whether the class, or one between it and the contract, sets the attribute itself."""
+    """Return whether the class, or a class between it and the contract, sets the attribute."""
     return any(name in vars(base) for base in cls.__mro__ if base is not StateProvider)
 
 
@@ -180,7 +180,7 @@ def _breach_of_versions(cls: Any, contract: Any, distribution: str) -> str | Non
     if type(cls.api_version) is not int:
         return f"has the api_version {cls.api_version!r}: it must be the integer {API_VERSION}"
     if contract is not Backend and (type(cls.version) is not int or cls.version < 1):
-        return f"has the version {cls.version!r}: it must be an integer, from 1 on"
+        return f"has the version {cls.version!r}: it must be an integer, at least 1"
     if cls.api_version != API_VERSION:
         older = "penstock" if cls.api_version > API_VERSION else distribution
         return (
@@ -223,7 +223,7 @@ def breach_of_instance(plugin: object, /) -> str | None:
 
 
 def _breach_of_codec(codec: Codec) -> str | None:
-    """Encode one small chunk, decode it, and return what is wrong with the result."""
+    """Encode one small chunk, decode it, and return the problem with the result."""
     chunk = bytes(range(250)) * 4
     size: object = codec.max_encoded_size(len(chunk))
     if type(size) is not int or size < 0:
@@ -238,7 +238,7 @@ def _breach_of_codec(codec: Codec) -> str | None:
     try:
         return _breach_of_frames(codec, chunk, memoryview(bytearray(size)), context)
     except CodecError as error:
-        return f"refuses {len(chunk)} plain bytes: {error}; return DECLINED for what does not suit"
+        return f"refuses {len(chunk)} plain bytes: {error}; return DECLINED for unsuitable data"
 
 
 def _breach_of_frames(

@@ -1,6 +1,6 @@
-"""Makes plugins from entry points on their first use, and chooses the provider of a type or form.
+"""Creates plugins from entry points at first use, and chooses the provider of a type or form.
 
-Every error names the distribution; one plugin's failure never affects another.
+Every error names the distribution; a plugin's failure never affects other plugins.
 """
 
 from __future__ import annotations
@@ -57,16 +57,17 @@ PluginClass = TypeVar("PluginClass", bound="StateProvider | Codec | Backend")
 
 @dataclass(frozen=True, slots=True)
 class PluginInfo:
-    """One installed plugin, for people.
+    """One installed plugin, for users.
 
     Attributes:
-        kind: Which contract it claims to fulfil.
+        kind: Which contract it claims to fulfill.
         name: Entry-point name.
         distribution: The distribution that ships it.
         version: Version of the distribution.
         state: `found`: not loaded yet; `ok`: loaded and valid; `failed`: cannot be loaded or
-            created, or breaks the contract; `conflict`: another one claims the same name or form.
-        error: The reason of `failed` or `conflict`.
+            created, or breaks the contract; `conflict`: another plugin claims the same name or
+            form.
+        error: The reason for `failed` or `conflict`.
         target: `module:Class`.
     """
 
@@ -82,8 +83,8 @@ class PluginInfo:
 class Registry:
     """Plugins by kind and name. Thread-safe.
 
-    A name that several distributions claim is an error that names all of them, until `prefer` says
-    which one to take.
+    A name that several distributions claim is an error that lists all of them, until `prefer`
+    chooses one.
 
     Args:
         entry_points: The entry points to choose from; default: everything installed, looked up on
@@ -92,7 +93,7 @@ class Registry:
 
     def __init__(self, entry_points: Iterable[EntryPoint] | None = None) -> None:
         self._given = None if entry_points is None else tuple(entry_points)
-        self._lock = threading.RLock()  # guards all below; nothing is loaded or created twice
+        self._lock = threading.RLock()  # guards all below, so that nothing is loaded twice
         self._preferred: dict[tuple[PluginKind, str], str] = {}
         self._registered: dict[tuple[PluginKind, str], EntryPoint] = {}
         self._by_kind: dict[PluginKind, dict[str, list[EntryPoint]]] = {}
@@ -103,18 +104,18 @@ class Registry:
 
     @property
     def has_own(self) -> bool:
-        """Return whether classes were registered here, which no other process finds."""
+        """Return whether classes were registered here, invisible to other processes."""
         return bool(self._registered)
 
     def register(self, cls: type[PluginClass], /, *, replace: bool = False) -> type[PluginClass]:
         """Add a provider, codec or backend that is not installed; may be used as a decorator.
 
-        Only this registry knows the class: a process that reads what was written with it has to
+        Only this registry knows the class: a process that reads data written with it has to
         register it, or have it installed, under the same name.
 
         Args:
             cls: A class under one of the three contracts, registered under its `name`.
-            replace: Whether the class replaces another one that has the name already.
+            replace: Whether the class replaces another class of that name.
 
         Raises:
             PluginError: The class breaks its contract, or the name is taken.
@@ -123,7 +124,7 @@ class Registry:
         kinds: list[PluginKind] = [kind for kind, base in _CONTRACTS.items() if base in bases]
         if not kinds:
             names = ", ".join(contract.__name__ for contract in _CONTRACTS.values())
-            msg = f"{cls!r} cannot be registered: it is a subclass of none of {names}"
+            msg = f"{cls!r} cannot be registered: it is not a subclass of any of {names}"
             raise PluginError(msg)
         kind, name = kinds[0], str(getattr(cls, "name", ""))
         # A class in a function (`f.<locals>.C`) has a name that no entry point could have.
@@ -132,9 +133,9 @@ class Registry:
         _checked(kind, entry, cls)
         with self._lock:
             if name in self._entries(kind) and not replace:
-                taken = " and ".join(distribution(e) for e in self._entries(kind)[name])
+                owners = " and ".join(distribution(e) for e in self._entries(kind)[name])
                 msg = (
-                    f"{kind} {name!r} cannot be registered: {taken} has it; take another name, or "
+                    f"{kind} {name!r} cannot be registered: {owners} has it; use another name, or "
                     "pass replace=True"
                 )
                 raise PluginError(msg)
@@ -154,7 +155,7 @@ class Registry:
             self._providers = None
 
     def preferring(self, choices: Preferences, /) -> Registry:
-        """Return a registry with these choices: this one if there is nothing to choose."""
+        """Return a registry with these choices; this registry if there are none."""
         if not any(choices.values()):
             return self
         with self._lock:
@@ -246,9 +247,9 @@ class Registry:
         return "" if is_ours(entry) or entry.dist is None else distribution(entry)
 
     def preload(self) -> None:
-        """Import all providers. One that fails is tried again when it is needed.
+        """Import all providers; a failed import is retried when the provider is needed.
 
-        A package that makes a checkpointer while it is imported may ship a provider, which can be
+        A package that creates a checkpointer while it is imported may ship a provider, which can be
         imported only afterwards.
         """
         with self._lock:
@@ -264,10 +265,10 @@ class Registry:
     def providers(self) -> ProviderSet:
         """Return all providers, one instance each; loads them all.
 
-        A third party's broken provider is left out with one warning; one of ours is an error.
+        Leaves out a third party's broken provider with one warning; our own is an error.
 
         Raises:
-            PluginError: Two claim one name, or one of ours is broken.
+            PluginError: Two claim one name, or one of our own is broken.
         """
         with self._lock:
             if self._providers is None:
@@ -283,7 +284,7 @@ class Registry:
 
         Args:
             load: Whether to import and validate each plugin (which may import torch), and to make
-                an instance of each that needs no options. Else only its module is looked for.
+                an instance of each that needs no options. Otherwise only looks for its module.
         """
         with self._lock:
             shared = self._shared_forms() if load else {}
@@ -297,8 +298,8 @@ class Registry:
     # -- inside ---------------------------------------------------------------------------------
 
     def _entries(self, kind: PluginKind) -> dict[str, list[EntryPoint]]:
-        # The lock is for the first time only: a signal handler that interrupts the loading of
-        # plugins may save, and waits for a thread that asks for their names.
+        # Locked only the first time: a signal handler that interrupts the loading of plugins may
+        # save, and waits for a thread that needs their names.
         known = self._by_kind.get(kind)
         if known is None:
             with self._lock:
@@ -315,7 +316,7 @@ class Registry:
             except PluginError as error:
                 if is_ours(entry):
                     raise
-                logger.warning("%s; going on without it", error)
+                logger.warning("%s; continuing without it", error)
             else:
                 found[name] = (provider, distribution(entry))
         return found
@@ -358,7 +359,7 @@ class Registry:
                 self._loaded[entry] = failure
         loaded = self._loaded[entry]
         if isinstance(loaded, PluginError):
-            # A new error at each call, so that tracebacks do not pile up on a shared object.
+            # A new error at each call, so that tracebacks do not accumulate on a shared object.
             raise PluginError(*loaded.args) from loaded.__cause__
         return loaded
 
@@ -399,12 +400,12 @@ class Registry:
         return PluginInfo(kind, name, shipper, version, state, error, entry.value)
 
     def _clash(self, kind: PluginKind, name: str, entry: EntryPoint) -> str | None:
-        """Return why another entry point of that name is taken, or none; None if this one is."""
+        """Return why this entry point is not used for its name; None if it is used."""
         try:
-            taken = self._only(kind, name)
+            chosen = self._only(kind, name)
         except PluginError as error:
             return str(error)
-        return None if taken is entry else f"`prefer` takes {label(kind, taken)}"
+        return None if chosen is entry else f"`prefer` chooses {label(kind, chosen)}"
 
     def _try(self, kind: PluginKind, entry: EntryPoint, cls: type) -> None:
         """Make an instance without configuration, and call its cheap methods."""
@@ -419,30 +420,30 @@ class Registry:
             raise PluginError(msg)
 
     def _shared_forms(self) -> dict[EntryPoint, str]:
-        """Return a message for each provider that declares a form which another declares too."""
+        """Return a message for each provider that declares a form that another declares too."""
         by_form: dict[str, list[EntryPoint]] = {}
         for entries in self._entries("provider").values():
             for entry in entries:
                 with suppress(PluginError):  # it is listed as failed
                     for form in dict.fromkeys(self._load("provider", entry).forms):  # type: ignore[attr-defined] # the class was checked
                         by_form.setdefault(form, []).append(entry)
-        said: dict[EntryPoint, str] = {}
+        messages: dict[EntryPoint, str] = {}
         for form, entries in by_form.items():
             shipped = [entry for entry in entries if is_ours(entry)]
-            if len(entries) < 2:  # noqa: PLR2004 - one alone is no conflict
+            if len(entries) < 2:  # noqa: PLR2004 - one alone is not a conflict
                 continue
             claims = " and ".join(label("provider", entry) for entry in entries)
             end = f"{label('provider', shipped[0])} is used" if len(shipped) == 1 else ""
             for entry in entries:
                 if [entry] != shipped:
-                    said[entry] = (
+                    messages[entry] = (
                         f"form {form!r} is declared by {claims}: {end or 'uninstall all but one'}"
                     )
-        return said
+        return messages
 
 
 def _canonical(name: str) -> str:
-    """Return a distribution's name in the form in which package indexes compare names."""
+    """Return a distribution's name in the normalized form of package indexes."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
@@ -502,7 +503,7 @@ class ProviderSet:
             known = {f for p in self.all() for f in p.forms}
             msg = (
                 f"no installed provider rebuilds {show_text(repr(form))}{nearest(form, known)}: "
-                f"the checkpoint was written with a plugin that is not here"
+                f"the checkpoint was written with a plugin that is not installed"
             )
             raise PluginError(msg)
         if len(names) > 1:
@@ -515,16 +516,16 @@ class ProviderSet:
     def _shipped(self, names: list[str], what: str) -> list[str]:
         """Keep the provider that ships with Penstock, with one warning; all if none of them does.
 
-        Else any package that is installed could make all checkpoints unreadable.
+        Otherwise any installed package could make all checkpoints unreadable.
         """
         shipped = [name for name in names if not is_foreign(self._providers[name][0])]
         if len(shipped) != 1:
             return names
         others = [name for name in names if name not in shipped]
-        said = f"{what} {self._named(others)} as well: {self._named(shipped)} is used"
-        if said not in self._warned:
-            self._warned.add(said)
-            logger.warning("%s", said)
+        message = f"{what} {self._named(others)} too: {self._named(shipped)} is used"
+        if message not in self._warned:
+            self._warned.add(message)
+            logger.warning("%s", message)
         return shipped
 
     def _choose(self, kind: type) -> StateProvider | None:
@@ -554,7 +555,7 @@ class ProviderSet:
             if name not in self._warned:  # a third party's defect must not stop a save
                 self._warned.add(name)
                 logger.warning(
-                    "%s failed on %s; going on without it: %s: %s",
+                    "%s failed on %s; continuing without it: %s: %s",
                     self._named([name]),
                     kind.__qualname__,
                     type(error).__name__,
@@ -563,7 +564,7 @@ class ProviderSet:
             return None
         problem = breach_of_priority(claim, kind)
         if problem is not None:
-            msg = f"{self._named([name])} {problem}; mend it, or uninstall it"
+            msg = f"{self._named([name])} {problem}; fix it, or uninstall it"
             raise PluginError(msg)
         return claim
 

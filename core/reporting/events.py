@@ -1,7 +1,7 @@
 """Events of a run's checkpoints, for `on_event` and for the log.
 
-An event carries the same report that the call returns, and the log's lines are made from it, so
-that the three cannot disagree.
+An event carries the report that the call returns, and the log lines are made from it, so that the
+three cannot disagree.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ class _EventBase:
     def as_dict(self) -> dict[str, Any]:
         """Return the event as JSON-ready data, without a live object.
 
-        Fields of the report stand beside those of the event. A tuple in a report is given by its
-        length, an error by its type and text; a restore's paths and values are left out.
+        Fields of the report are merged into those of the event. A tuple in a report becomes its
+        length, an error its type and text; a restore's paths and values are left out.
         """
-        found: dict[str, Any] = {}
+        data: dict[str, Any] = {}
         for field in fields(self):  # type: ignore[arg-type] # each event is a dataclass
             value = getattr(self, field.name)
             if isinstance(value, BaseException):
                 value = f"{type(value).__name__}: {value}"
             if field.name == "report":
-                found |= {} if value is None else _figures(value)
+                data |= {} if value is None else _figures(value)
             else:
-                found[field.name] = list(value) if isinstance(value, tuple) else value
-        return found
+                data[field.name] = list(value) if isinstance(value, tuple) else value
+        return data
 
 
 def _figures(report: Any) -> dict[str, Any]:
@@ -92,8 +92,8 @@ class RestoreEvent(_EventBase):
 
     Attributes:
         kind: `restore_started`, `restore_done`, `restore_failed`, or the same with `load`.
-        step: The step of the checkpoint. With `on_damage="fallback"` each checkpoint that is tried
-            has its own `restore_started`.
+        step: The step of the checkpoint. With `on_damage="fallback"` each attempted checkpoint has
+            its own `restore_started`.
         report: The report, with `restore_done` and `load_done`; the latter without `values`.
         error: The error, with `restore_failed` and `load_failed`.
     """
@@ -106,7 +106,7 @@ class RestoreEvent(_EventBase):
 
 @dataclass(frozen=True, slots=True)
 class VerifyEvent(_EventBase):
-    """The end of a verification. `kind` is `verified`, with damage as without."""
+    """The end of a verification. `kind` is `verified`, with or without damage."""
 
     kind: str
     step: int
@@ -142,9 +142,8 @@ Event = SaveEvent | RestoreEvent | VerifyEvent | DeleteEvent | PruneEvent
 class EventStream:
     """Passes the events of a run to the log, then to `on_event`.
 
-    `on_event` is called on the thread where the event happens. An exception of it is logged as
-    text: a handler that keeps log records would otherwise keep the exception, its frames, and the
-    tensors in them.
+    Calls `on_event` on the thread where the event happens. Logs its exceptions as text: a handler
+    that keeps log records would otherwise keep the exception, its frames, and the tensors in them.
     """
 
     def __init__(self, on_event: Callable[[Event], None] | None) -> None:
@@ -163,35 +162,35 @@ class EventStream:
             log.error("on_event raised at %s%s:\n%s", event.kind, steps, trace)  # noqa: TRY400
 
     def announce(self, handle: SaveHandle) -> None:
-        """Pass on every event of a save, from its start on."""
-        # Without a listener no callbacks are added to the futures of a save.
+        """Pass on every event of a save, from its start."""
+        # Without a listener, add no callbacks to the futures of a save.
         if self._on_event is None and not log.isEnabledFor(logging.DEBUG):
             return
         step = handle.step
-        told = _InOrder(self.emit)
+        stream = _InOrder(self.emit)
         captured = SaveEvent("captured", step)
 
         def ended(kind: str, future: Outcome[Any]) -> None:
             error = future.peek_error()
             if error is None:
-                # With `captured` in front: on another thread its callback may come second.
-                told.tell(captured, SaveEvent(kind, step, report=Future.result(future, 0)))
+                # After `captured`, whose callback on another thread may run later.
+                stream.add(captured, SaveEvent(kind, step, report=Future.result(future, 0)))
             elif kind == "durable":  # the same error is in all three futures: one event
-                told.tell(SaveEvent("failed", step, error=error))
+                stream.add(SaveEvent("failed", step, error=error))
 
         self.emit(SaveEvent("started", step))
         handle.captured.add_done_callback(
-            lambda _: told.tell(captured) if handle.captured.peek_error() is None else None
+            lambda _: stream.add(captured) if handle.captured.peek_error() is None else None
         )
         handle.committed.add_done_callback(lambda _: ended("committed", handle.committed))
         handle.durable.add_done_callback(lambda _: ended("durable", handle.durable))
 
 
 class _InOrder:
-    """Passes on each event of a save once, and one after the other.
+    """Passes on each event of a save once, one after the other.
 
-    The capture and the commit end on different threads. The thread that comes first passes on the
-    events of both, so that neither waits for a callback that runs on the other.
+    The capture and the commit end on different threads. The first thread passes on the events of
+    both, so that neither waits for a callback that runs on the other.
     """
 
     def __init__(self, emit: Callable[[Event], None]) -> None:
@@ -199,27 +198,27 @@ class _InOrder:
         self._lock = threading.Lock()  # guards the fields below; not held during callbacks
         self._seen: set[str] = set()
         self._waiting: deque[SaveEvent] = deque()
-        self._telling = False
+        self._emitting = False
 
-    def tell(self, *events: SaveEvent) -> None:
-        """Pass on those of `events` that are new, and those that other threads add meanwhile."""
+    def add(self, *events: SaveEvent) -> None:
+        """Pass on the new ones of `events`, and those that other threads add meanwhile."""
         with self._lock:
             self._waiting += [event for event in events if event.kind not in self._seen]
             self._seen.update(event.kind for event in events)
-            if self._telling:
+            if self._emitting:
                 return
-            self._telling = True
+            self._emitting = True
         try:
             while (event := self._next()) is not None:
                 self._emit(event)
         except BaseException:
-            self._telling = False
+            self._emitting = False
             raise
 
     def _next(self) -> SaveEvent | None:
         with self._lock:
             if not self._waiting:
-                self._telling = False
+                self._emitting = False
                 return None
             return self._waiting.popleft()
 

@@ -1,4 +1,4 @@
-"""The end of a save: its futures are resolved once each, in order, and outside of any lock.
+"""The end of a save: resolves each of its futures once, in order, and without holding a lock.
 
 Tested in `tests/core/reporting/test_events.py`.
 """
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class Ending:
     """Resolves the futures of one handle. Thread-safe.
 
-    A future runs the caller's callbacks where it is resolved, and these may do anything. So no lock
-    is held then, and a callback that would wait for its own save gets an error instead.
+    Resolving a future runs the caller's callbacks, which may do anything. So no lock is held then,
+    and a callback that would wait for its own save gets an error instead.
     """
 
     def __init__(self, handle: SaveHandle) -> None:
@@ -38,24 +38,25 @@ class Ending:
         return threading.get_ident() in self._calling
 
     def check_may_wait(self) -> None:
-        """Refuse to wait for the save where the wait would never end.
+        """Refuse a wait for the save that would never end.
 
         Raises:
             SaveError: The caller is in a callback that the save itself waits for.
         """
         if self.in_callback and not self.handle.durable.done():
             msg = (
-                f"called in a callback of the save of step {self.handle.step}, which cannot go on "
-                "before the callback returns: do this at 'durable' or 'failed'. (A signal handler "
-                "that interrupted its fence: set a flag, and do this in the training loop.)"
+                f"called in a callback of the save of step {self.handle.step}, which cannot "
+                "continue until the callback returns: do this at 'durable' or 'failed'. (In a "
+                "signal handler that interrupted its fence: set a flag, and do this in the "
+                "training loop.)"
             )
             raise SaveError(msg)
 
     @contextmanager
     def calling_back(self) -> Iterator[None]:
-        """Mark this thread as one that runs callbacks of the save."""
+        """Mark this thread as running callbacks of the save."""
         me = threading.get_ident()
-        if me in self._calling:  # a callback resolved the next future: the outer one unmarks
+        if me in self._calling:  # a callback resolved the next future: the outer call unmarks
             yield
             return
         self._calling.add(me)
@@ -97,9 +98,9 @@ class Ending:
             todo = self._claim([handle.captured, handle.committed, handle.durable])
         if handle.captured not in todo:
             # Another thread has claimed `captured` and is resolving it. The order of the futures is
-            # a promise, so the failure of the later ones waits for it.
+            # a promise, so the later ones fail after it.
             handle.captured.wait()
-        self._tell(todo, lambda future: future.set_exception(error))
+        self._finish(todo, lambda future: future.set_exception(error))
         return True
 
     def _resolve(
@@ -107,14 +108,14 @@ class Ending:
     ) -> None:
         with self.lock:
             todo = [] if self.error is not None else self._claim(futures)
-        self._tell(todo, resolve)
+        self._finish(todo, resolve)
 
     def _claim(self, futures: list[Outcome[Any]]) -> list[Outcome[Any]]:
         free = [future for future in futures if future not in self._claimed]
         self._claimed.update(free)
         return free
 
-    def _tell(self, futures: list[Outcome[Any]], resolve: Callable[[Outcome[Any]], None]) -> None:
+    def _finish(self, futures: list[Outcome[Any]], resolve: Callable[[Outcome[Any]], None]) -> None:
         with self.calling_back():
             for future in futures:
                 resolve(future)

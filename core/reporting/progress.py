@@ -1,4 +1,4 @@
-"""Progress of an operation: passed to the caller's callback, or shown on standard error."""
+"""Progress of an operation, passed to the caller's callback or shown on standard error."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ENDS = {"done", "durable", "failed", "skipped"}
 class Listener:
     """Calls a caller's `on_progress` so that it cannot break the operation.
 
-    After its first exception, which is logged as text, the callback is not called any more.
+    Logs the callback's first exception as text, and then no longer calls it.
     """
 
     def __init__(self, on_progress: Callable[[Progress], None] | None, what: str) -> None:
@@ -46,7 +46,7 @@ class Listener:
         except Exception:  # noqa: BLE001 - the caller's code: recorded in the log
             self._on_progress = None
             log.error(  # noqa: TRY400 - a record with the exception would hold its frames
-                "on_progress of %s raised, and is not called any more:\n%s",
+                "on_progress of %s raised, and is no longer called:\n%s",
                 self._what,
                 traceback.format_exc(),
             )
@@ -55,8 +55,8 @@ class Listener:
 class Meter:
     """Counts the bytes of one operation, and reports them about ten times per second.
 
-    The beginning of a phase is always reported. No lock is needed, since calls never overlap: the
-    thread that opens a phase waits while another one counts the phase's bytes.
+    Always reports the beginning of a phase. Needs no lock, since calls never overlap: the thread
+    that opens a phase waits while another thread counts the phase's bytes.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Meter:
         self._phase = ""
         self._done = 0
         self._total = 0
-        self._quiet = Deadline(0.0)  # over when bytes are told again
+        self._quiet = Deadline(0.0)  # over when bytes may be reported again
         self._over = False
 
     def begin(self, phase: str) -> None:
@@ -81,33 +81,33 @@ class Meter:
     def enter(self, phase: str) -> None:
         """Begin the next phase, and report it."""
         self._phase = phase
-        self._tell()
+        self._report()
 
     def will_enter(self, phase: str) -> None:
         """Begin the next phase without a report: the next `expect` reports both together."""
         self._phase = phase
 
     def expect(self, size_bytes: int) -> None:
-        """Add to the bytes that are to be read, and report the new total."""
+        """Add to the bytes to read, and report the new total."""
         self._total += size_bytes
-        self._tell()
+        self._report()
 
     def advance(self, size_bytes: int) -> None:
         """Add to the bytes that were read and verified; report them every tenth of a second."""
         self._done += size_bytes
         if self._quiet.is_over():
-            self._tell()
+            self._report()
 
     def end(self, phase: str) -> None:
         """Report the last phase, and nothing after it.
 
-        A read that a stuck store answers late may still count bytes: the caller would see progress
-        of an operation that has ended.
+        A stuck store may answer a read late and count more bytes: the caller would see progress of
+        an operation that has ended.
         """
         self.enter(phase)
         self._over = True
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         if not self._over:
             self._quiet = Deadline(self._timing.progress_interval_s, self._timing.clock)
             self._listener(Progress(self._done, self._total, self._phase))
@@ -117,7 +117,7 @@ class Meter:
 def metered(
     on_progress: Callable[[Progress], None] | None, what: str, timing: Timing | None = None
 ) -> Iterator[Meter]:
-    """Yield the meter of one operation; the end of the block is reported as `done` or `failed`."""
+    """Yield the meter of one operation; report the end of the block as `done` or `failed`."""
     meter = Meter(on_progress, what, timing)
     try:
         yield meter
@@ -134,27 +134,27 @@ def follow(
 ) -> None:
     """Report the progress of a save until it ends; does not count as seeing its error.
 
-    Polls instead of being called: the threads of a save have no time for callbacks, and would call
-    while they hold locks.
+    Polls, because the threads of a save have no time for callbacks, and would call them while
+    holding locks.
     """
     listener = Listener(on_progress, f"the save of step {handle.step}")
     interval_s = (timing or current_timing()).progress_interval_s
-    told = None
+    reported = None
     while not handle.durable.done():
         now = handle.progress()
-        if now != told:
+        if now != reported:
             listener(now)
-        told = now
+        reported = now
         handle.durable.wait(interval_s)
     listener(handle.progress())
 
 
 class ProgressBar:
-    """Shows the progress of one operation at a time; an instance is passed as `on_progress`.
+    """Shows the progress of one operation at a time; pass an instance as `on_progress`.
 
-    In a terminal and in a notebook it shows a bar on standard error. In a pipe it writes a line of
-    text to standard error every `every_s` seconds, and none for an operation that ends sooner. It
-    can be used again when an operation has ended.
+    Shows a bar on standard error in a terminal or a notebook. In a pipe it writes a line of text to
+    standard error every `every_s` seconds, and none for an operation that ends sooner. It can be
+    used again after an operation has ended.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class ProgressBar:
         file: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create a bar that shows nothing before its first call.
+        """Create a bar, which shows nothing until its first call.
 
         Args:
             label: The name of the operation, such as `"restore"`.
@@ -218,8 +218,8 @@ class ProgressBar:
             return
         now_s = self._clock()
         since_s = self._began_s if self._line_s is None else self._line_s
-        # The end gets a line only if there was one before it: a log that shows an operation under
-        # way must show its end, and short operations leave no line at all.
+        # The end gets a line only after an earlier line: a log that shows an operation under way
+        # must show its end, and short operations leave no line at all.
         over = progress.phase in _ENDS and self._line_s is not None
         if over or now_s - since_s >= self._every_s:
             self._line_s = now_s
@@ -252,7 +252,7 @@ def _open_bar(label: str, stream: TextIO, *, transient: bool) -> Bars | None:
     from rich.text import Text  # noqa: PLC0415
 
     class Amount(ProgressColumn):
-        """Sizes and speed in the units of our other output: rich's own columns count in kB."""
+        """Sizes and speed in the units of our other output; rich's own columns count in kB."""
 
         def render(self, task: Any) -> Text:
             done, total, speed = task.completed, task.total, task.finished_speed or task.speed

@@ -25,9 +25,9 @@ T = TypeVar("T")
 
 
 class HtmlTable:
-    """Makes a dataclass of figures a table in a notebook: a row for each field that says something.
+    """Shows a dataclass as a table in a notebook: a row for each field that has a value.
 
-    Names and texts may be those that another user has stored, so all of them are escaped.
+    Escapes all names and texts, since another user may have stored them.
     """
 
     __slots__ = ()
@@ -50,11 +50,11 @@ class CodecChoice:
         bytes_raw: The bytes of the class.
         bytes_stored: The bytes of its frames. While the store is measured, a part of a class may
             be stored raw before a codec is chosen.
-        ratio: Raw bytes for each stored byte, as measured by the time of the choice: of the codec,
-            or, where the class is raw, of the best one for it. None if none was measured.
+        ratio: Raw bytes per stored byte when the choice was made: of the codec, or, if the class is
+            raw, of the best codec for it. None if none was measured.
         encode_bytes_per_s: The raw bytes per second that the cores encode with that codec.
         cores: The cores that encoding may use.
-        store_bytes_per_s: The bandwidth of the store; None if it was not known.
+        store_bytes_per_s: The bandwidth of the store; None if unknown.
     """
 
     objects: str
@@ -70,15 +70,15 @@ class CodecChoice:
 
 @dataclass(frozen=True, slots=True)
 class SaveTotals:
-    """What all ranks of a save have written together.
+    """The sum of what all ranks of a save wrote.
 
     Attributes:
-        bytes_raw: The bytes of the state as they are stored, without codecs.
+        bytes_raw: The bytes of the stored state before encoding.
         bytes_stored: The bytes of the blobs.
         blobs: The number of blobs.
-        bytes_twice: The part of `bytes_raw` beyond one copy of each tensor: ranks whose states have
-            different structures (stages of a pipeline) store what they have in common (a tied
-            embedding) once for each structure.
+        bytes_twice: The part of `bytes_raw` beyond one copy of each tensor: if the states of ranks
+            have different structures (stages of a pipeline), common objects (a tied embedding) are
+            stored once for each structure.
     """
 
     bytes_raw: int
@@ -98,22 +98,23 @@ class SaveReport(HtmlTable):
         bytes_raw: The bytes of the state, tied tensors once.
         bytes_stored: The bytes of the blobs.
         blobs: The number of blobs.
-        objects: The number of objects, tied ones included.
+        objects: The number of objects, including tied ones.
         engine: The backend that wrote the blobs.
         direct_io: Whether the page cache was bypassed.
         exclusive: Whether the store itself decided which saver owns the step.
-        deferred_bytes: The bytes captured behind the fence.
+        deferred_bytes: The bytes captured after `save` returned, before the fence let training
+            pass.
         straight_bytes: The bytes written straight from live tensors because staging was too small.
         seconds: `blocked`, `plan`, `capture`, `encode`, `write`, `commit`, `total`. `total` is from
-            the call of `save` until the checkpoint is durable. `blocked` is the part in which the
-            caller could not go on: with `blocking` all of it, else until `save` returned, and at
-            the fence. `plan` is waiting for an earlier save, describing and planning. `encode` and
+            the call of `save` until the checkpoint is durable. `blocked` is the time in which the
+            caller was blocked: with `blocking` all of it, else until `save` returned, and at the
+            fence. `plan` is waiting for an earlier save, describing and planning. `encode` and
             `write` are the time in which any such work was in flight.
         tiers: The tiers that have the whole checkpoint when the report is made, the fastest first;
-            empty if the backend is one place.
+            empty without tiers.
         codecs: What rules with `codecs = "auto"` chose, by class of objects.
-        ranks: How many ranks saved it together. What is counted here is what this one has written.
-        total: What all of them have written; of one process the same.
+        ranks: How many ranks saved it together. The figures above count only this rank's work.
+        total: The sum over all ranks.
     """
 
     step: int
@@ -148,11 +149,11 @@ class CheckReport(HtmlTable):
     """The report of `check`, which plans a save and writes nothing.
 
     Attributes:
-        objects: The number of objects, tied ones included.
+        objects: The number of objects, including tied ones.
         bytes_raw: The bytes of the state, tied tensors once.
-        deferred_bytes: The bytes that a lazy save would capture behind the fence.
-        staging_bytes: The most memory that capturing the state takes, within the option
-            `staging_bytes`.
+        deferred_bytes: The bytes that a lazy save would capture after it returns, before the fence
+            lets training pass.
+        staging_bytes: The most memory that the capture takes, within the option `staging_bytes`.
     """
 
     objects: int
@@ -166,13 +167,12 @@ class Progress:
     """The progress of a save, a restore, a load or a verification.
 
     Attributes:
-        bytes_done: The bytes that are written, or read and verified, by now.
-        bytes_total: The bytes to write or read, as far as that is known; the number may grow while
-            `phase` is `plan` or `read`.
+        bytes_done: The bytes written, or read and verified, so far.
+        bytes_total: The known bytes to write or read; may grow while `phase` is `plan` or `read`.
         phase: For a save `capture`, `write`, `commit`, with tiers `drain`; then `durable`, `failed`
             or `skipped`. For a restore or load `plan`, `read`, `place`; for a verification
-            `manifest`, `read`, with `repair` also `repair`; for an export `write`, after those of a
-            load if it takes a whole tree; then `done` or `failed`.
+            `manifest`, `read`, with `repair` also `repair`; for an export `write`, after the phases
+            of a load if it exports a whole tree; then `done` or `failed`.
     """
 
     bytes_done: int
@@ -182,10 +182,10 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """An object that `restore(strict=False)` left alone, since the checkpoint's does not fit it.
+    """An object that `restore(strict=False)` skipped, since the checkpoint's does not fit it.
 
     Attributes:
-        path: The shown path; everything below it was left alone, too.
+        path: The shown path; everything below it was skipped too.
         stored: A description of the checkpoint's object.
         here: A description of the template's object.
     """
@@ -201,7 +201,7 @@ class Cast:
 
     Attributes:
         path: The shown path.
-        stored: The dtype that is stored.
+        stored: The stored dtype.
         here: The dtype of the template.
     """
 
@@ -222,24 +222,24 @@ class RestoreReport(HtmlTable):
         unexpected: The selected objects of the checkpoint that the template lacks. With several
             ranks, on rank 0: those that the templates of all ranks lack; empty on the others.
         cast: The objects whose floats were converted into another dtype.
-        mismatched: The objects that were left alone with `strict=False`: of another shape in the
-            checkpoint, the optimizer state of such parameters, and options of optimizer groups
-            that differ.
+        mismatched: The objects skipped with `strict=False`: those with another shape in the
+            checkpoint, the optimizer state of such parameters, and differing options of optimizer
+            groups.
         values: The restored values by path.
-        matched_by: How optimizer state found its parameters: `"name"`, or `"order"` if any
+        matched_by: How optimizer state was matched to its parameters: `"name"`, or `"order"` if any
             optimizer's state had no names. None if there was no optimizer state, or the optimizer
-            loaded it whole by itself.
-        bytes_needed: The selected bytes of raw frames plus whole stored frames of encoded ones.
+            loaded it whole itself.
+        bytes_needed: The selected bytes of raw frames plus the whole stored encoded frames.
         bytes_read: The bytes read from blobs.
-        bytes_shared: The bytes that other ranks of this host have read, and this one has copied.
-        bytes_received: The bytes of blobs that ranks of other hosts have read, and sent here.
-        bytes_metadata: The bytes read of the manifest.
+        bytes_shared: The bytes that other ranks of this host read, and this rank copied.
+        bytes_received: The bytes of blobs that ranks of other hosts read and sent here.
+        bytes_metadata: The bytes read from the manifest.
         engine: The backend that read the blobs.
         direct_io: Whether the page cache was bypassed.
         fell_back_from: The steps that `on_damage="fallback"` skipped, newest first.
         rescued: Blobs, records and sections of records that were damaged or missing in one tier,
-            each with the tier whose copy was read instead. The bad copy is replaced from there in
-            the background.
+            each with the tier whose copy was read instead. The bad copy is replaced in the
+            background.
         seconds: `plan`, `read`, `place`, `total`.
     """
 
@@ -263,7 +263,7 @@ class RestoreReport(HtmlTable):
     bytes_received: int = 0
 
     def __repr__(self) -> str:
-        """Return the figures alone: paths and values may be thousands."""
+        """Return only figures: there may be thousands of paths and values."""
         return (
             f"<RestoreReport step={self.step}: {counted(len(self.restored), 'object')}, "
             f"{size_text(self.bytes_read)} read of {size_text(self.bytes_needed)} needed in "
@@ -275,12 +275,12 @@ class RestoreReport(HtmlTable):
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """One part of a checkpoint that is not as it was written.
+    """One damaged part of a checkpoint.
 
     Attributes:
         what: The path of the object, or the name of the blob or record.
         detail: A sentence that describes the damage.
-        blob: The blob that is damaged; empty for a record.
+        blob: The damaged blob; empty for a record.
     """
 
     what: str
@@ -294,9 +294,9 @@ class LendingSave:
 
     Attributes:
         uid: The uid of the save.
-        step: The step of the save; None if no checkpoint knows it any more.
-        state: `ok`; or `deleted` or `replaced` (by an overwrite) where no commit record names the
-            save any more, and only its blobs are there still.
+        step: The step of the save; None if no checkpoint records it any more.
+        state: `ok`; or `deleted` or `replaced` (by an overwrite) if no commit record names the save
+            any more, and only its blobs remain.
     """
 
     uid: str
@@ -317,7 +317,7 @@ class Repair:
     Attributes:
         tier: The tier of the damaged copy.
         source: The tier that the copy was replaced from; None if it was not replaced.
-        error: Why the copy was not replaced, or is damaged all the same; None if it is whole now.
+        error: Why the copy was not replaced, or is still damaged; None if it is whole now.
     """
 
     tier: str
@@ -331,20 +331,20 @@ class VerifyReport(HtmlTable):
 
     Attributes:
         step: The step of the checkpoint.
-        ok: Whether the checkpoint is whole: in every tier, and after repairs with `repair`.
-        damaged: All damage that was found, that which was repaired included.
-        objects: The number of objects, tied ones included.
-        frames: The number of frames that were read.
-        bytes_read: The bytes read of manifest and blobs.
+        ok: Whether the checkpoint is whole in every tier; with `repair`, after repairs.
+        damaged: All damage, including repaired damage.
+        objects: The number of objects, including tied ones.
+        frames: The number of frames read.
+        bytes_read: The bytes read from manifest and blobs.
         deep: Whether every frame was read, or only the manifest and the sizes of the blobs.
         seconds: The duration of the verification.
         repairs: With `repair`, the repair of each damaged copy.
-        tiers: The tiers that have the checkpoint, of a run in tiers.
-        not_decoded: Why frames were not decoded, where their codec is not installed. The stored
-            bytes were compared all the same, and are whole unless `damaged` says otherwise.
-        lossy: The lossy codecs of the objects. Values that went through these are as they were
-            rounded by the save; whole means that they still decode to the same.
-        links: The other saves in whose blobs there is damage: links of the checkpoint's chain.
+        tiers: For a run in tiers, the tiers that have the checkpoint.
+        not_decoded: Why frames were not decoded: their codec is not installed. The stored bytes
+            were still compared, and are whole unless `damaged` lists them.
+        lossy: The lossy codecs of the objects. The save rounded values with these; whole means that
+            they still decode to the rounded values.
+        links: The other saves with damaged blobs: links of the checkpoint's chain.
     """
 
     step: int
@@ -375,11 +375,11 @@ class CopyFound:
     """The verification of one copy of a checkpoint.
 
     Attributes:
-        tier: The name of the tier that has it; empty in a run of one place.
+        tier: The name of the tier that has it; empty without tiers.
         uid: The uid that the copy's commit record names; None if the record is unreadable.
         damaged: All damage of the copy.
-        frames: The number of frames that were read.
-        bytes_read: The bytes read of manifest and blobs.
+        frames: The number of frames read.
+        bytes_read: The bytes read from manifest and blobs.
         not_decoded: As in `VerifyReport`.
         lossy: As in `VerifyReport`.
         links: As in `VerifyReport`.
@@ -397,9 +397,9 @@ class CopyFound:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo(HtmlTable):
-    """The facts on a checkpoint that its commit record holds, and the notes that were added.
+    """The facts on a checkpoint from its commit record and its notes.
 
-    `metadata` is that of the save, and that of later annotations; `tags` are those that it has now.
+    `metadata` includes later annotations; `tags` are the current tags.
     """
 
     step: int
@@ -427,18 +427,18 @@ class Outcome(Future[T]):
     def __init__(self, on_error_seen: Callable[[], None]) -> None:
         super().__init__()
         self._on_error_seen = on_error_seen
-        # A latch of our own: `Future` waits in a Condition, and Ctrl-C there can leave the
-        # condition's lock taken for ever.
+        # Our own latch: `Future` waits in a Condition, and Ctrl-C there can leave the condition's
+        # lock acquired for ever.
         self._over = Latch()
         self.add_done_callback(lambda _: self._over.open())  # before all other callbacks
         self.on_result: Callable[[], None] | None = None
         """Called when a caller has waited for a good result, before the result is returned."""
 
     def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
-        """Call `fn` with this future at its end; what `fn` raises goes to the log.
+        """Call `fn` with this future at its end; log what `fn` raises.
 
-        `Future` contains an `Exception` only. `sys.exit()` in a callback would end the thread of
-        the save before it has resolved the later futures, and waits for these would never end.
+        `Future` catches only `Exception`. `sys.exit()` in a callback would end the thread of the
+        save before it resolves the later futures, and waits for these would never end.
         """
         super().add_done_callback(partial(_contained, fn))
 
@@ -447,7 +447,7 @@ class Outcome(Future[T]):
         return self._over.is_open
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the end without seeing the error; return False after `timeout` seconds."""
+        """Wait for the end; the error does not count as seen. Return False on a timeout."""
         return self._over.wait(timeout)
 
     def result(self, timeout: float | None = None) -> T:
@@ -463,7 +463,7 @@ class Outcome(Future[T]):
         return False
 
     def peek_error(self) -> BaseException | None:
-        """Return the error of a future that is done; does not count as seeing it."""
+        """Return the error of a done future; the error does not count as seen."""
         return super().exception(0)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
@@ -474,7 +474,7 @@ class Outcome(Future[T]):
         elif self.on_result is not None:
             try:
                 self.on_result()
-            except Exception as late:  # noqa: BLE001 - handed to the caller
+            except Exception as late:  # noqa: BLE001 - returned to the caller
                 self._on_error_seen()
                 return late
         return error
@@ -489,10 +489,10 @@ def _contained(fn: Callable[[Future[T]], object], future: Future[T]) -> None:
     try:
         fn(future)
     except Exception:
-        raise  # `Future` logs it
+        raise  # `Future` logs the error
     except BaseException as error:
         if threading.current_thread() is threading.main_thread():
-            raise  # Ctrl-C comes there
+            raise  # Ctrl-C arrives in the main thread
         log.error("a callback of a save raised %s", repr(error))  # noqa: TRY400 - its frames live on
 
 
@@ -532,7 +532,7 @@ class SaveHandle:
 
     @property
     def failed(self) -> bool:
-        """Whether the save has failed; asking does not count as seeing the error."""
+        """Whether the save has failed; reading this does not count as seeing the error."""
         return self.durable.done() and self.durable.peek_error() is not None
 
     def _see(self) -> None:
@@ -574,7 +574,7 @@ def _text(name: str, value: Any) -> str:
         case float() if name == "seconds":
             text = f"{value:.3g} s"
         case tuple():
-            # Of thousands of paths the first ones show whether these are the expected ones.
+            # Of thousands of paths, the first ones show whether they are as expected.
             text = f"{len(value)}: {listed([_entry(name, one) for one in value])}"
         case Mapping() if name == "values" and value:  # they may be of any size
             text = counted(len(value), "value")

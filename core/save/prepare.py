@@ -355,15 +355,16 @@ class KeptStaging:
 def _step_exists(step: int, steps: Sequence[int], url: str) -> StepExistsError:
     problem = "exists" if step in steps else f"is before the latest step {steps[-1]}"
     older = [s for s in steps if s < step]
-    remedy = (
-        f"call rewind({older[-1]}), which forgets all later steps,"
+    way = (
+        f"to continue from an earlier step, first call rewind({older[-1]}), which forgets all "
+        "later steps"
         if older
-        else f"delete step {steps[0]} and all later ones (no earlier step to rewind to)"
+        else f"to start again, first delete step {steps[0]} and all later ones"
     )
     return StepExistsError(
-        f"step {step} on {url} {problem}. Call resume(state) to continue. Pass overwrite=True "
-        f"(--overwrite) to save it anyway, or first {remedy} to continue from there. If another "
-        "job saves here, give each its own root."
+        f"step {step} on {url} {problem}. To continue from the latest step, call resume(state); "
+        f"to save this step anyway, pass overwrite=True; {way}. If another training saves here, "
+        "give each its own root."
     )
 
 

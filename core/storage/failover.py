@@ -1,4 +1,4 @@
-"""Failover: reads a record that is damaged in one tier from another, and tells an observer."""
+"""Failover: reads a record that is damaged in one tier from another, and informs an observer."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ T = TypeVar("T")
 
 
 class ObservedBackend(DelegatingBackend):
-    """Delegates everything, and holds the observer that `from_any_tier` tells of a failover.
+    """Delegates everything, and holds the observer that `from_any_tier` calls at a failover.
 
-    No call of the backend shows damage, which checksums find after it returned.
+    No backend call can report damage: checksums detect it after the call has returned.
     """
 
     def __init__(self, inner: Backend, on_failover: Callable[[str, str], None], /) -> None:
@@ -47,7 +47,7 @@ def from_any_tier(backend: Backend, name: str, read: Callable[[Backend], T]) -> 
         read: Reads the record from a store, and verifies it.
 
     Raises:
-        DamagedError: Each tier is damaged too, or fails; the error is the one of `backend`.
+        DamagedError: Each tier is damaged too, or fails; the error is the one from `backend`.
         RestoreError: There was too little memory.
     """
     with memory_permitting(name):

@@ -1,4 +1,4 @@
-"""Guards third parties' backends: every foreign exception becomes a StorageError.
+"""Guards third-party backends: every foreign exception becomes a StorageError.
 
 Tested in `tests/integration/faults/test_foreign_errors.py`.
 """
@@ -53,9 +53,9 @@ _PROPERTIES: frozenset[Operation] = frozenset(["url", "capabilities", "direct_io
 
 
 def guarded(backend: Backend) -> Backend:
-    """Return a backend that raises errors of our tree only; a backend of ours is returned as it is.
+    """Return a backend that raises only errors of our tree; our own backends are returned as is.
 
-    Ctrl-C and exits, which are no `Exception`, pass unchanged.
+    Ctrl-C and exits, which are not `Exception`s, pass unchanged.
     """
     if not is_foreign(backend):
         return backend
@@ -73,7 +73,8 @@ class _GuardedWriter(DelegatingWriter):
 class GuardedBackend(DelegatingBackend):
     """Delegates everything, maps foreign errors, and refuses answers of wrong types.
 
-    The errors name the wrapped backend and its distribution, so that its bug is not taken for ours.
+    The errors name the wrapped backend and its distribution, so that its bugs are not reported to
+    us.
     """
 
     writer_class = _GuardedWriter
@@ -118,7 +119,7 @@ class GuardedBackend(DelegatingBackend):
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
-        """The tiers of the wrapped backend, each guarded as well."""
+        """The tiers of the wrapped backend, each guarded too."""
         found: tuple[object, ...] = super().tiers
         for tier in found:
             if not isinstance(tier, Tier):
@@ -140,7 +141,7 @@ class GuardedBackend(DelegatingBackend):
     def _place(self) -> str:
         try:
             found: object = self.inner.url
-        except Exception:  # noqa: BLE001 - a broken `url` must not hide the error that is being reported
+        except Exception:  # noqa: BLE001 - a broken `url` must not hide the error being reported
             return ""
         return f" on {found}" if isinstance(found, str) and found else ""
 
@@ -165,7 +166,7 @@ class GuardedBackend(DelegatingBackend):
     def _mapped_later(
         self, operation: Operation, names: tuple[str, ...], future: Future[None]
     ) -> Future[None]:
-        """Return a future that ends with `future`, and fails with errors of our tree only."""
+        """Return a future that ends with `future`, and fails only with errors of our tree."""
         outer: Future[None] = Future()
         outer.set_running_or_notify_cancel()  # never cancelled: the store may still use buffers
 
@@ -185,7 +186,7 @@ class GuardedBackend(DelegatingBackend):
 
 
 def _shown(operation: Operation, names: tuple[str, ...]) -> str:
-    """Return the call in the form of source code: `url`, `submit_read()`, `stat('index')`."""
+    """Return the call as source code: `url`, `submit_read()`, `stat('index')`."""
     if operation in _PROPERTIES:
         return operation
     asked = operation in {"create", "read_record", "list", "stat"}

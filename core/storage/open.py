@@ -40,18 +40,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-# The backends for a plain path or file://; the first that works on this machine is taken.
+# The backends for a plain path or file://; the first that works on this machine is used.
 _LOCAL = ("uring", "posix")
 _LIGHT_LOCAL = ("posix",)
 
 # The backend for schemes that no backend is named after.
 _ANY_URL = "fsspec"
-_WITHOUT_FSSPEC = {"s3", "s3a"}  # the `fsspec` backend reaches these by botocore alone
+_WITHOUT_FSSPEC = {"s3", "s3a"}  # the `fsspec` backend needs only botocore for these
 
 _OPTION = re.compile(r"[A-Za-z0-9_.-]+")
 _ONE_SLASH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(?!/)")
 
-# Any text before ://, also one that is no valid scheme. No real path begins like this.
+# Any text before ://, even if it is not a valid scheme. No real path begins like this.
 _ODD_SCHEME = re.compile(r"([^/]+)://")
 
 _CONFIGURATION = re.compile(r"\.(toml|ya?ml|json)$", re.IGNORECASE)
@@ -66,18 +66,18 @@ def open_backend(
     must_exist: bool = False,
     light: bool = False,
 ) -> Backend:
-    """Open the backend that `spec` names; a `Backend` is returned as it is.
+    """Open the backend that `spec` names; return a `Backend` as is.
 
-    A plain path or `file://` takes `uring` when its probe passes, else `posix`, with one warning
-    per reason and process. A scheme that no backend is named after is opened by `fsspec`, if fsspec
-    knows it. The options of a URL are in its query.
+    A plain path or `file://` uses `uring` if its probe passes, else `posix`, with one warning per
+    reason and process. `fsspec` opens a scheme that it knows if no backend has that name. The
+    options of a URL are in its query.
 
     Args:
         spec: Path, URL, table with `type`, `BackendConfig`, or an open backend.
         registry: Finds backends; default: everything installed.
         must_exist: Whether to refuse a local folder that does not exist; otherwise the first write
             creates it.
-        light: Whether only small records will be read: a plain path takes `posix` straight away.
+        light: Whether only small records will be read: a plain path then uses `posix` at once.
 
     Raises:
         ConfigError: The URL or its options are wrong, or no backend serves its scheme.
@@ -108,7 +108,7 @@ def open_backend(
     if scheme not in names:
         schemes = _fsspec_schemes() if _ANY_URL in names else set()
         hint = nearest(scheme, {*names, *schemes})
-        if not hint.endswith("?"):  # the 60 schemes of fsspec would hide the usual ones
+        if not hint.endswith("?"):  # fsspec's 60 schemes would hide the usual ones
             hint = nearest(scheme, {*names, "file", *_WITHOUT_FSSPEC})
             hint += ", and those of fsspec, such as gs and az" if schemes else ""
         msg = (
@@ -180,7 +180,7 @@ def _from_url(cls: type[Backend], url: str) -> PluginConfig:
     for key, value in parse_qsl(query, keep_blank_values=True):
         if not _OPTION.fullmatch(key):  # may be a piece of a password, so the message hides it
             msg = (
-                f"{shown_url(url)}: the text behind the ? is no list of options; in a user or "
+                f"{shown_url(url)}: the text after the ? is not a list of options; in a user or "
                 "password write %3F for a ?"
             )
             raise ConfigError(msg)
@@ -223,7 +223,7 @@ def _opened(
 
 
 def _placed(spec: BackendSpec, config: PluginConfig, origin: Origin | None) -> BackendSpec:
-    """Return the spec of a backend in the options of another, with its place in the file."""
+    """Return a backend spec found in another backend's options, with its place in the file."""
     if origin is None or not origin.what or not isinstance(spec, Mapping):
         return spec
     chosen = validated(BackendConfig, spec, what=f"{origin.what}: backend in {origin.place}")
@@ -247,7 +247,7 @@ def _fsspec_schemes() -> set[str]:
 
 
 def _refuse_lost_slash(url: str, names: Collection[str]) -> None:
-    """Refuse `s3:/bucket/run`, which pathlib makes of `s3://bucket/run`: it would be a folder.
+    """Refuse `s3:/bucket/run`, pathlib's form of `s3://bucket/run`: it would be a local folder.
 
     Raises:
         ConfigError: The path begins with the scheme of a known backend and one slash.
@@ -258,28 +258,28 @@ def _refuse_lost_slash(url: str, names: Collection[str]) -> None:
     scheme = match[1].lower()
     if scheme in names or scheme == "file" or _is_known_to_fsspec(scheme):
         msg = (
-            f"{match[1]}:/ has one slash, as pathlib writes a URL, and would be a folder of this "
-            f"machine: pass the URL as text, {match[1]}://..., or ./{match[1]}:/... for a folder"
+            f"{match[1]}:/ has one slash, as pathlib writes a URL, and would be a local folder: "
+            f"pass the URL as text, {match[1]}://..., or ./{match[1]}:/... for a folder"
         )
         raise ConfigError(msg)
 
 
 def _refuse_odd_scheme(url: str) -> None:
-    """Refuse `my_store://host/run`, which would be a folder `my_store:` of this machine.
+    """Refuse `my_store://host/run`, which would be a local folder `my_store:`.
 
     Raises:
-        ConfigError: The text before `://` is no scheme.
+        ConfigError: The text before `://` is not a scheme.
     """
     match = _ODD_SCHEME.match(url)
     if match is not None:
         msg = (
-            f"{match[1]}:// begins no URL: a scheme is of letters, digits, +, . and -, and begins "
-            f"with a letter; write ./{match[1]}:/... for a folder"
+            f"{match[1]}:// does not begin a URL: a scheme has letters, digits, +, . and -, and "
+            f"begins with a letter; write ./{match[1]}:/... for a folder"
         )
         raise ConfigError(msg)
 
 
 def _warn_once(message: str) -> None:
-    if message not in _warned:
+    if message not in _warned and logger.isEnabledFor(logging.WARNING):
         _warned.add(message)
         logger.warning("%s", message)

@@ -1,4 +1,4 @@
-"""Limits the time of calls in the foreground to a store that may hang.
+"""Limits the time of foreground calls to a store that may hang.
 
 Tested in `tests/integration/faults/test_hanging_store.py`.
 """
@@ -28,19 +28,19 @@ T = TypeVar("T")
 
 _DELETED_AT_ONCE = 1000  # names per call, so that only one request has to fit into the limit
 _SHOWN_NAMES = 3
-# Of these, `url` and `tiers` do no I/O; saves and restores watch the progress of the others.
+# `url` and `tiers` do no I/O; saves and restores watch the progress of the others.
 _UNLIMITED: frozenset[Operation] = frozenset(
     ["url", "tiers", "write", "seal", "abort", "submit_write", "submit_read"]
 )
 
 
 class TimeLimitedBackend(DelegatingBackend):
-    """Delegates everything; a call that blocks its caller is given up after `limit_s`.
+    """Delegates everything; gives up a call that blocks its caller after `limit_s`.
 
-    Such a call runs on a thread of its own, which is left behind with all that it uses if the store
-    never answers. Writes of blobs and reads in the background have no limit here: saves and
-    restores watch their progress themselves. `sweep` may walk a whole store, and has no limit
-    either, but Ctrl-C ends the wait.
+    Such a call runs on its own thread, which is left behind with everything that it uses if the
+    store never answers. Blob writes and background reads have no limit here: saves and restores
+    watch their progress themselves. `sweep` may walk a whole store, and has no limit either, but
+    Ctrl-C ends the wait.
     """
 
     def __init__(
@@ -60,15 +60,15 @@ class TimeLimitedBackend(DelegatingBackend):
         self._unanswered: dict[object, Sequence[str]] = {} if unanswered is None else unanswered
 
     def may_be_deleted(self, name: str) -> bool:
-        """Return whether a deletion in flight, or one that was given up, may delete this name."""
+        """Return whether a deletion in flight, or a given-up one, may delete this name."""
         return any(name in names for names in list(self._unanswered.values()))
 
     def around(self, operation: Operation, names: tuple[str, ...], call: Callable[[], T], /) -> T:
         """Return the result of `call`.
 
         Raises:
-            StorageTimeoutError: The store did not answer for `limit_s`. It may still carry the call
-                out; the buffers of a `read` still belong to it.
+            StorageTimeoutError: The store did not answer for `limit_s`. It may still execute the
+                call; the buffers of a `read` still belong to it.
         """
         if operation in _UNLIMITED:
             return call()
@@ -79,9 +79,9 @@ class TimeLimitedBackend(DelegatingBackend):
             if len(names) > _SHOWN_NAMES:
                 shown += f" and {len(names) - _SHOWN_NAMES} more"
             return StorageTimeoutError(
-                f"{self.url} did not answer for {self._limit_s:g} s (io_timeout_s) when it was "
-                f"to {what}{shown and ' '}{shown}, which may still happen; is the store stuck, or "
-                "the network away?"
+                f"{self.url} did not answer for {self._limit_s:g} s (io_timeout_s) when asked to "
+                f"{what}{shown and ' '}{shown}, which may still happen; is the store stuck, or "
+                "the network down?"
             )
 
         timing = self._workers.timing
@@ -101,7 +101,7 @@ class TimeLimitedBackend(DelegatingBackend):
         try:
             self.inner.delete(names)
         finally:
-            del self._unanswered[key]  # here, so that a late answer ends the uncertainty as well
+            del self._unanswered[key]  # here, so that a late answer ends the uncertainty too
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
@@ -118,7 +118,7 @@ class TimeLimitedBackend(DelegatingBackend):
         """Do nothing: the caller closes the wrapped backend, by `close_inner`."""
 
     def close_inner(self) -> None:
-        """Close the wrapped backend; leave it open if a call that was given up hangs in it."""
+        """Close the wrapped backend; leave it open if a given-up call hangs in it."""
         try:
             super().close()
         except StorageTimeoutError as error:

@@ -157,13 +157,14 @@ def test_a_wrong_option_is_named_with_its_file_and_its_place(tmp_path, text, kin
 
 def test_a_step_that_exists_is_answered_with_overwrite_and_rewind(ckpt):
     first = message(StepExistsError, lambda: ckpt.save(state(), step=1))
-    assert "Pass overwrite=True" in first
-    assert "first delete step 1 and all later ones (no earlier step to rewind to)" in first
+    assert "to save this step anyway, pass overwrite=True;" in first
+    assert "to start again, first delete step 1 and all later ones." in first
+    assert "--overwrite" not in first  # a user of Python has no such option
     ckpt.save(state(), step=5, mode="blocking")
     found = message(StepExistsError, lambda: ckpt.save(state(), step=3))
-    assert "Pass overwrite=True" in found
-    assert "is before the latest step 5. Call resume(state) to continue." in found
-    assert "first call rewind(1), which forgets all later steps, to continue" in found
+    assert "to save this step anyway, pass overwrite=True;" in found
+    assert "is before the latest step 5. To continue from the latest step, call resume" in found
+    assert "first call rewind(1), which forgets all later steps." in found
 
 
 class Pair:

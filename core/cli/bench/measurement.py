@@ -74,8 +74,8 @@ _BACKEND: Mapping[str, tuple[int | str, ...]] = {
     "parallel": (4, 16, 64),
     "part_bytes": (8 << 20, 32 << 20),
 }
-"""The values to try of the options that shipped backends have; others have options by these names,
-or none."""
+"""The values to try for options of shipped backends; other backends may have options with these
+names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +85,10 @@ class Figures:
     Attributes:
         save_bytes_per_s: Until the save is durable.
         restore_bytes_per_s: From a cold cache, if `Report.cold`.
-        partial_s: Seconds of reading 1 MiB of a tensor, one of 16 reads that open the checkpoint
+        partial_s: Seconds to read 1 MiB of a tensor, one of 16 reads that open the checkpoint
             once.
-        save_cores: CPU seconds in a second of saving.
-        restore_cores: CPU seconds in a second of restoring.
+        save_cores: CPU seconds per second of saving.
+        restore_cores: CPU seconds per second of restoring.
     """
 
     save_bytes_per_s: float
@@ -100,12 +100,12 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one configuration reached: the default, with one thing changed.
+    """What one configuration reached: the default, with one change.
 
     Attributes:
-        kind: What is changed: an option of the engine, of the backend, the state, or the number of
-            processes; `default`: nothing.
-        option: Its name; for `state` it is `tensor_bytes`, for `processes` `processes`.
+        kind: What is changed: an option of the engine or of the backend, the state, or the number
+            of processes; `default`: nothing.
+        option: Its name; `tensor_bytes` for `state`, `processes` for `processes`.
         value: Its value.
         median: The medians.
         rounds: All rounds.
@@ -125,7 +125,7 @@ class Raw:
     Attributes:
         blobs: How many blobs were written and read at once.
         write_bytes_per_s: Until the bytes are durable.
-        read_bytes_per_s: Of reading them back.
+        read_bytes_per_s: Reading them back.
     """
 
     blobs: int
@@ -141,9 +141,9 @@ class Report:
         url: The store.
         engine: The backend.
         direct_io: Whether the page cache is bypassed.
-        local: Whether the store is a folder of this machine, which plain calls of the kernel
-            measured as well.
-        cold: Whether no read of the default came from the page cache.
+        local: Whether the store is a folder of this machine, so that plain system calls measured
+            its raw limit.
+        cold: Whether no read of the default case came from the page cache.
         cores: The cores that this process may use.
         bytes: The size of the state.
         raw: The raw limit.
@@ -171,7 +171,7 @@ class Case:
 
     @property
     def label(self) -> str:
-        """The case in words of one line."""
+        """The case as one line of text."""
         return label_of(self.option, self.value)
 
     @property
@@ -181,7 +181,7 @@ class Case:
 
 
 def cases_of(spec: str | BackendConfig, options: Mapping[str, Any], backend: Backend) -> list[Case]:
-    """Return the default, then each other value of each option that the user has left open."""
+    """Return the default, then each other value of each option that the user has not set."""
     fields = default_registry().backend_class(backend.name).Config.model_fields
     if isinstance(spec, BackendConfig):
         fixed = {*options, *spec.options}
@@ -231,9 +231,9 @@ def run_sweep(
         spec: A path, a URL or a table.
         options: Options of the engine that all cases share; they are not swept.
         size: The bytes of the state; None: what fits into the store, the memory and the time.
-        rounds: How often each case is measured, in turn with the others.
-        seconds: After these, no further case begins; the default case is measured all the same.
-        on_progress: Called before each case; `bytes_total` is of all rounds.
+        rounds: How often to measure each case, in turn with the others.
+        seconds: No further case begins after this time, but the default is always measured.
+        on_progress: Called before each case; `bytes_total` covers all rounds.
 
     Raises:
         ConfigError: The run is in tiers.
@@ -263,7 +263,7 @@ class _Sweep:
         found: dict[Case, list[Figures]] = {case: [] for case in cases}
         steps: list[int | Case] = [*raw, *cases]
         for number in range(1, rounds):
-            # In another order: each case finds the caches of the store as another one left them.
+            # In another order: each case then finds the store's caches as another case left them.
             steps += random.Random(number).sample([*raw, *cases], len(raw) + len(cases))  # noqa: S311
         for done, step in enumerate(steps):
             if self.deadline.is_over() and done > len(raw):  # the default is measured in any case
@@ -337,7 +337,7 @@ class _Spans:
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """One save, restore and partial read, by a process of its own checkpointer."""
+    """One save, restore and partial read, with its own checkpointer."""
 
     spec: str | dict[str, Any]
     prefix: str
@@ -352,7 +352,7 @@ class _Task:
             with Checkpointer(
                 place, ranks="alone", io_timeout_s=STUCK_S, **self.options
             ) as checkpointer:
-                # What only a first save does, such as imports, is not measured.
+                # The work of a first save alone, such as imports, is not measured.
                 checkpointer.save({"warm": state["tensors"]["0"]}, 1, mode="blocking")
                 return self._measured(checkpointer, backend, state, barrier)
 
@@ -373,7 +373,7 @@ class _Task:
 
 
 def _state(size: int, tensor_bytes: int) -> dict[str, dict[str, np.ndarray]]:
-    """Return arrays of random bytes: a file system may compress, and zeros would be shared."""
+    """Return arrays of random bytes: a file system may compress, and share zeros."""
     import numpy as np  # noqa: PLC0415 - takes a tenth of a second
 
     count = size // tensor_bytes
@@ -402,11 +402,11 @@ def _timed(
 
 
 def _dropped(backend: Backend, root: Path | None, prefix: str) -> bool:
-    """Drop all below the prefix from the page cache; return whether no blob is read from there."""
+    """Drop all below the prefix from the page cache; return whether no blob is read from it."""
     if root is None:
         return False
     gone = {info.name: drop_cache(root / info.name) for info in backend.list(prefix)}
-    # Now and then the kernel keeps a page of a small record, whose read takes no time anyway.
+    # The kernel sometimes keeps a page of a small record, whose read takes no time anyway.
     return backend.direct_io or all(done for name, done in gone.items() if "/blobs/" in name)
 
 
@@ -414,7 +414,7 @@ _barrier: threading.Barrier | None = None
 
 
 def _begin_process(barrier: threading.Barrier) -> None:
-    global _barrier  # noqa: PLW0603 - an initializer has no other way to hand something on
+    global _barrier  # noqa: PLW0603 - an initializer has no other way to pass something on
     _barrier = barrier
     logging.disable(logging.WARNING)  # the command has printed the same
 
@@ -429,19 +429,19 @@ def _run_in_process(task: _Task) -> _Spans:
 
 
 def _in_processes(task: _Task, count: int) -> list[_Spans]:
-    """Run the task in several processes at once, each with a root of its own."""
+    """Run the task in several processes at once, each with its own root."""
     context = get_context("spawn")
     barrier = context.Barrier(count)
     with ProcessPoolExecutor(count, context, _begin_process, (barrier,)) as pool:
-        # Ctrl-C reaches the whole group: the processes inherit that it is blocked, and the command
-        # waits for them, then removes all.
+        # Ctrl-C reaches the whole group. The processes inherit the blocked signal; the command
+        # waits for them, then removes everything.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             futures = [pool.submit(_run_in_process, task) for _ in range(count)]
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         errors = [error for future in futures if (error := future.exception()) is not None]
-    # A process that only waited for a failed one knows no reason.
+    # A process that only waited for a failed process does not know the reason.
     errors.sort(key=lambda error: not isinstance(error, PenstockError))
     if errors and not isinstance(errors[0], PenstockError):
         msg = f"one of {count} processes of the measurement failed: {errors[0]!r}"
@@ -472,7 +472,7 @@ def _medians(rounds: Sequence[Figures]) -> Figures:
 
 
 def _size_that_fits(backend: Backend, wanted: int | None) -> int:
-    """Return the size to use: what the user wants, or the most that takes little of what is free.
+    """Return the size to use: the user's, or one that takes little of the free space and memory.
 
     Raises:
         StorageFullError: It does not fit.
@@ -486,12 +486,12 @@ def _size_that_fits(backend: Backend, wanted: int | None) -> int:
         least = 10 * _LEAST_BYTES
     else:
         wanted = max(wanted, 1 << 20)
-        # The state and a copy are in memory at once; the store takes a little more than the state.
+        # The state and a copy are in memory at once; the store needs a little more than the state.
         least = wanted + wanted // 8
         if 2 * wanted > memory:
             msg = f"{size_text(wanted)} and a copy do not fit into {size_text(memory)} of memory"
             raise ConfigError(msg)
         if free is None or least <= free:
             return wanted
-    msg = f"{backend.url} has {size_text(free or 0)} free, and this takes {size_text(least)}"
+    msg = f"{backend.url} has {size_text(free or 0)} free, but this needs {size_text(least)}"
     raise StorageFullError(msg)

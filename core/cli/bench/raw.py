@@ -42,8 +42,8 @@ class Speed:
     Attributes:
         bytes: The bytes that were written and read.
         write_s: The seconds until the bytes were durable.
-        read_s: The seconds of reading, past the page cache where the store allows that.
-        same: Whether the bytes read are the bytes written; True where they were not compared.
+        read_s: The seconds of reading, past the page cache if the store allows that.
+        same: Whether the bytes read are the bytes written; True if they were not compared.
     """
 
     bytes: int
@@ -67,13 +67,13 @@ def measure(
 ) -> Speed:
     """Write and read up to `limit_bytes`, or as much as the store does in a few seconds.
 
-    The size follows from the speed of a small first blob. The bytes that are read are compared. If
-    this process is killed the blobs remain, under names where `prune` finds them.
+    The size depends on the speed of a small first blob. The bytes read are compared. If this
+    process is killed, the blobs remain, under names where `prune` finds them.
 
     Args:
         backend: The store.
         limit_bytes: The most bytes to write.
-        root: The folder of a store on this machine, to drop the blob from the page cache.
+        root: The folder of a local store, to drop the blob from the page cache.
         stuck_s: The seconds after which the store counts as stuck; None waits for ever.
 
     Raises:
@@ -95,7 +95,7 @@ def measure_limit(
 ) -> Speed:
     """Write and read `size` bytes, cut into `blobs` blobs that are moved at once.
 
-    A folder of this machine is used by plain calls of the kernel, any other store by its backend.
+    Uses plain system calls for a folder of this machine, and the backend for any other store.
 
     Raises:
         StorageError: The store failed; nothing remains in it.
@@ -118,7 +118,7 @@ def _watched(
 
 
 def _run(loops: Sequence[_Loop], size: int) -> Speed:
-    """Let each loop write, then read, a new blob of `size` bytes, all of them at once."""
+    """Let all loops at once write, then read, a new blob of `size` bytes each."""
     try:
         began = time.monotonic()
         sizes = _at_once([partial(loop.write, size) for loop in loops])
@@ -131,7 +131,7 @@ def _run(loops: Sequence[_Loop], size: int) -> Speed:
 
 
 def _at_once(calls: Sequence[Callable[[], T]]) -> list[T]:
-    # Daemonic threads: those of an executor would keep a process from ending that a store hangs.
+    # Daemonic threads: an executor's would keep the process from ending if the store hangs.
     found = call_all_with_deadline("probe", calls, NEVER, TimeoutError)
     for error in found:
         if isinstance(error, BaseException):
@@ -162,14 +162,14 @@ class _Loop(ABC):
         """Fill the parts, each from its place in the blob."""
 
     def write(self, size: int) -> int:
-        """Write a new blob of up to `size` bytes, and return how many are durable."""
+        """Write a new blob of up to `size` bytes, and return the durable bytes."""
         self._name = blob_name(secrets.token_hex(16), 0, 0, "raw")
         return self._write(size)
 
     def read(self, size: int) -> tuple[float, bool]:
         """Read the blob back; return the seconds of reading alone, and whether all is as written.
 
-        The memory is then as before, if all is.
+        If all is as written, the memory is unchanged.
         """
         if self._root is not None:
             drop_cache(self._root / self._name)
@@ -177,7 +177,7 @@ class _Loop(ABC):
         for start in range(0, size, self._memory.nbytes):
             parts = self._parts(start, size)
             if self._check:
-                for _, part in parts:  # it holds what was written: a read that does nothing passes
+                for _, part in parts:  # else a read that does nothing would pass
                     part[:] = bytes(part.nbytes)
             began = time.monotonic()
             self._read(parts)
@@ -192,7 +192,7 @@ class _Loop(ABC):
             self._backend.delete([self._name])
 
     def _parts(self, start: int, size: int) -> list[tuple[int, memoryview]]:
-        """Return the pieces of memory for the bytes from `start` on, with their places in the blob.
+        """Return the pieces of memory for the bytes from `start` on, with their blob offsets.
 
         Raises:
             StorageError: The loop was stopped.
@@ -206,7 +206,7 @@ class _Loop(ABC):
 
 
 class _BlobLoop(_Loop):
-    """Through the backend, several pieces in a batch."""
+    """Uses the backend, several pieces in a batch."""
 
     def _write(self, size: int) -> int:
         deadline = Deadline(current_timing().probe_s)
@@ -228,7 +228,7 @@ class _BlobLoop(_Loop):
 
 
 class _FileLoop(_Loop):
-    """By calls of the kernel, one piece after the other; O_DIRECT if the backend uses it."""
+    """Uses system calls, one piece after the other; O_DIRECT if the backend uses it."""
 
     def __init__(self, backend: Backend, root: Path) -> None:
         super().__init__(backend, root)
@@ -259,7 +259,7 @@ class _FileLoop(_Loop):
 
     @contextmanager
     def _open(self, flags: int) -> Iterator[int]:
-        """Open the file; errors of the kernel become a StorageError."""
+        """Open the file; map OSErrors to StorageError."""
         path = self._folder / self._name
         try:
             if flags & os.O_CREAT:

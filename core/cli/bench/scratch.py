@@ -1,4 +1,4 @@
-"""The place of a measurement: a run of its own under one prefix of a store, which is removed.
+"""The place of a measurement: a run under a prefix of the store, removed at the end.
 
 Tested in `tests/core/cli/test_bench.py`.
 """
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 STUCK_S = 60.0
-"""A request that takes longer counts as stuck: a measurement should end soon, unlike a save."""
+"""A request that takes longer counts as stuck: unlike a save, a measurement should end soon."""
 
 
 class Below(DelegatingBackend):
@@ -81,7 +81,7 @@ class Below(DelegatingBackend):
         super().delete([self._prefix + name for name in names])
 
     def sweep(self, before_s: float, /) -> None:
-        """Remove nothing: what else the store holds is not of this run."""
+        """Remove nothing: the rest of the store does not belong to this run."""
 
     def _renamed(self, requests: Sequence[ReadRequest]) -> Sequence[ReadRequest]:
         return [replace(request, name=self._prefix + request.name) for request in requests]
@@ -90,12 +90,12 @@ class Below(DelegatingBackend):
 def spec_with(
     spec: str | BackendConfig, backend: Backend, changes: Mapping[str, Any]
 ) -> str | dict[str, Any]:
-    """Return the spec with further options, which it does not have yet.
+    """Return the spec with additional options, which it does not have yet.
 
     Args:
         spec: A path, a URL or a table.
         backend: The backend that `spec` opens.
-        changes: The options; none keeps a path as it is.
+        changes: The options; an empty mapping keeps a path unchanged.
     """
     if isinstance(spec, BackendConfig):
         return {"type": spec.type, **spec.options, **changes}
@@ -108,9 +108,9 @@ def spec_with(
 
 @contextmanager
 def scratch_place(spec: str | BackendConfig) -> Iterator[tuple[Backend, str]]:
-    """Open a store, and choose a prefix for a measurement; all below it is removed at the end.
+    """Open a store, choose a prefix for a measurement, and remove all below it at the end.
 
-    If this process is killed, `prune` of the store finds what remains, as it finds broken saves.
+    If this process is killed, `prune` finds the remains, as it finds broken saves.
 
     Raises:
         ConfigError: The run is in tiers.
@@ -148,10 +148,10 @@ def in_time(
     stuck_s: float | None = STUCK_S,
     cancel: Callable[[], None] = lambda: None,
 ) -> T:
-    """Make a call of a store on a thread of its own, and return its result.
+    """Make a store call on its own thread, and return its result.
 
-    A signal's exception is raised in the main thread: between acquiring one of the store's locks
-    and releasing it, it would leave that lock taken.
+    A signal raises its exception in the main thread, where it could leave a lock of the store
+    acquired for ever.
 
     Args:
         backend: The store.
@@ -173,7 +173,7 @@ def in_time(
 def _check_usable(backend: Backend) -> None:
     if backend.tiers:
         names = ", ".join(f"{tier.name} ({tier.backend.url})" for tier in backend.tiers)
-        msg = f"the run is in tiers, which are measured one by one, each by its URL: {names}"
+        msg = f"the run is in tiers: measure them one by one, each by its URL: {names}"
         raise ConfigError(msg)
     backend.check_writable()
 
@@ -187,7 +187,7 @@ def remove(backend: Backend, prefix: str) -> None:
 def without_traces(root: Path | None) -> Iterator[None]:
     """Remove the folders that are created in the block, also after SIGTERM or SIGHUP.
 
-    Python ends at these signals without running `finally`, so both raise SystemExit meanwhile.
+    These signals end Python without running `finally`, so both raise SystemExit in the block.
     """
     missing = []
     if root is not None:
@@ -208,7 +208,7 @@ def _end(number: int, _: FrameType | None) -> None:
 
 
 def drop_cache(path: Path) -> bool:
-    """Drop a file from the page cache; return whether it is gone from there, as far as known."""
+    """Drop a file from the page cache; return whether it is known to be gone from it."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -218,7 +218,7 @@ def drop_cache(path: Path) -> bool:
         os.preadv(fd, [bytearray(1)], 0, os.RWF_NOWAIT)  # succeeds from the cache only
     except BlockingIOError:
         return True
-    except OSError:  # the file system cannot tell
+    except OSError:  # the file system does not support this
         return False
     else:
         return os.fstat(fd).st_size == 0

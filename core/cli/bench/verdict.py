@@ -1,4 +1,4 @@
-"""The conclusions from a sweep: what limits, and which options are better than the default.
+"""The conclusions from a sweep: the limit, and the options that are better than the default.
 
 Tested in `tests/core/cli/test_bench.py`.
 """
@@ -20,7 +20,8 @@ Work: TypeAlias = Literal["save", "restore", "partial"]
 NOISE = 0.05
 """A difference of medians up to this share counts as noise."""
 _NEAR = 0.9  # of the raw limit, or of all cores
-_LEAST_ROUNDS = 2  # one round alone says nothing of the noise
+_LEAST_ROUNDS = 2  # one round does not show the noise
+_WAITING = "waiting between requests"
 _WORK: tuple[Work, ...] = ("save", "restore", "partial")
 
 
@@ -30,7 +31,7 @@ class Choice:
 
     Attributes:
         row: The option with its value.
-        gains: How many times as fast each work is, by the medians.
+        gains: How many times faster each kind of work is, by the medians.
     """
 
     row: Row
@@ -46,12 +47,17 @@ def raw_limits(report: Report) -> tuple[float, float]:
 
 
 def limit_of(report: Report) -> str:
-    """Say in one sentence what limits saves and restores, as far as it was measured."""
+    """Return what limits saves and restores, as measured, with advice where they only wait."""
     write, read = raw_limits(report)
     default = report.rows[0].median
     save = _reason(report, "save", default.save_bytes_per_s / write, default.save_cores)
     restore = _reason(report, "restore", default.restore_bytes_per_s / read, default.restore_cores)
-    return f"{save[0].upper()}{save[1:]}, and {restore}."
+    verdict = f"{save[0].upper()}{save[1:]}, and {restore}."
+    if _WAITING not in verdict.lower():
+        return verdict
+    compared = any(len(row.rounds) >= _LEAST_ROUNDS for row in report.rows[1:])
+    advice = "No option that was tried helps: try a larger state (--size)"
+    return f"{verdict} {advice if compared else 'Try other options: raise --seconds'}."
 
 
 def _reason(report: Report, work: Work, share: float, cores: float) -> str:
@@ -68,15 +74,15 @@ def _reason(report: Report, work: Work, share: float, cores: float) -> str:
         gain = f"{_gain(best, default, work):.2f} times as fast with"
         label = label_of(best.option, best.value)
         return f"the configuration limits {work}s ({gain} {label}, {reached})"
-    return f"waiting between requests limits {work}s ({busy}, {reached})"
+    return f"{_WAITING} limits {work}s ({busy}, {reached})"
 
 
 def choices(report: Report) -> list[Choice]:
     """Return the best value of each option that has a better one than the default.
 
-    It is better if the median of some work is faster by more than the noise, and by more than the
-    rounds of either case differ, and no work is slower by more than the noise. Rounds that merely
-    do not overlap are common among dozens of comparisons.
+    A value is better if the median of some kind of work is faster by more than the noise and by
+    more than the rounds of either case differ, and no work is slower by more than the noise.
+    Rounds that merely do not overlap are common among dozens of comparisons.
     """
     default, *others = report.rows
     best: dict[str, Choice] = {}

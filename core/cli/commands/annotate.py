@@ -30,14 +30,14 @@ def annotate(
     url: Url,
     step: _Step,
     pairs: Annotated[
-        list[str], typer.Argument(metavar="KEY=VALUE", help="JSON; what is no JSON is text.")
+        list[str], typer.Argument(metavar="KEY=VALUE", help="JSON; anything else is text.")
     ],
     *,
     as_json: Json = False,
 ) -> None:
     """Add metadata to a checkpoint, such as a metric that is known only later.
 
-    A key that the checkpoint has already gets the new value. Prints all metadata it has then.
+    An existing key gets the new value. Prints all resulting metadata.
 
     Examples:
       penstock annotate runs/gpt 100 val_loss=2.31
@@ -48,9 +48,9 @@ def annotate(
 
 @command("pin")
 def pin(url: Url, step: _Step, tag: _Tag, *, as_json: Json = False) -> None:
-    """Give a checkpoint a tag: retention deletes no checkpoint that has one.
+    """Tag a checkpoint: retention deletes no tagged checkpoint.
 
-    `penstock delete` does so with --force alone. `penstock ls` shows the tags.
+    `penstock delete` deletes it only with --force. `penstock ls` shows the tags.
 
     Examples:
       penstock pin runs/gpt 100 best
@@ -61,7 +61,7 @@ def pin(url: Url, step: _Step, tag: _Tag, *, as_json: Json = False) -> None:
 
 @command("unpin")
 def unpin(url: Url, step: _Step, tag: _Tag, *, as_json: Json = False) -> None:
-    """Take a tag from a checkpoint, whether or not it has it.
+    """Remove a tag from a checkpoint, whether or not it has the tag.
 
     Examples:
       penstock unpin runs/gpt 100 best
@@ -70,28 +70,28 @@ def unpin(url: Url, step: _Step, tag: _Tag, *, as_json: Json = False) -> None:
 
 
 def _parsed(pairs: Iterable[str]) -> dict[str, Any]:
-    """Parse `KEY=VALUE` pairs; a value that is no JSON is text.
+    """Parse `KEY=VALUE` pairs; a value that is not JSON is text.
 
     Raises:
-        typer.BadParameter: A pair has no `=`, or nothing in front of it.
+        typer.BadParameter: A pair has no `=`, or no key.
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for pair in pairs:
         key, equals, text = pair.partition("=")
         if not key or not equals:
             msg = f"{pair!r} is not KEY=VALUE"
             raise typer.BadParameter(msg)
         try:
-            found[key] = json.loads(text)
+            values[key] = json.loads(text)
         except (ValueError, RecursionError):
-            found[key] = text
-    return found
+            values[key] = text
+    return values
 
 
 def _add(
     url: str, step: int, metadata: Mapping[str, Any], tags: Mapping[str, bool], *, as_json: bool
 ) -> None:
-    """Add metadata and tags to a checkpoint, and print what it has then.
+    """Add metadata and tags to a checkpoint, and print the result.
 
     Raises:
         PenstockError: As for `Catalog.annotate`.

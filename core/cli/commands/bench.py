@@ -1,4 +1,4 @@
-"""The `penstock bench` and `penstock tune` commands: the speed of a store, and what is best."""
+"""The `penstock bench` and `penstock tune` commands: a store's speed, and the best options."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _Size = Annotated[
     typer.Option(
         metavar="SIZE",
         parser=size_of,
-        help="The bytes of the state that is saved; less than 1MiB counts as 1MiB.",
+        help="The bytes of the state to save; less than 1MiB counts as 1MiB.",
         show_default="what fits into store, memory and time, at most 1GiB",
     ),
 ]
@@ -54,7 +54,7 @@ _Rounds = Annotated[int, typer.Option(metavar="N", min=1, help="How often to mea
 _Seconds = Annotated[
     float,
     typer.Option(
-        "--seconds", metavar="TIME", parser=time_of, help="After this no further case begins."
+        "--seconds", metavar="TIME", parser=time_of, help="Begin no further case after this."
     ),
 ]
 
@@ -68,11 +68,11 @@ def bench(
     seconds: _Seconds = 90.0,
     as_json: Json = False,
 ) -> None:
-    """Measure how fast runs are saved to URL and restored, and say what limits that.
+    """Measure how fast runs are saved to URL and restored, and find the limit.
 
-    Saves, restores and reads random tensors by the engine itself, with one option changed at a
-    time, beside a plain loop of large writes and reads. All of it is written under a name of its
-    own in the store, and removed at the end.
+    The engine itself saves, restores and reads random tensors, with one option changed at a time,
+    for comparison with a plain loop of large writes and reads. Everything is written under a
+    separate name in the store, and removed at the end.
 
     Examples:
       penstock bench /nvme/new-run
@@ -95,16 +95,16 @@ def tune(
     seconds: _Seconds = 90.0,
     source: Annotated[
         Path | None,
-        typer.Option("--from", metavar="FILE", help="Take what `bench --json` printed."),
+        typer.Option("--from", metavar="FILE", help="Read the output of `bench --json`."),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write the configuration there, not to the output."),
+        typer.Option(metavar="FILE", help="Write the configuration to this file."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file of --out.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Write the configuration that is best for runs at URL, with the reasons.
+    """Write the best configuration for runs at URL, with the reasons.
 
     Measures as `penstock bench`, and sets the options with which saves, restores or partial reads
     were faster by more than 5 % and by more than the rounds differ, and none was slower by 5 %.
@@ -207,7 +207,7 @@ def _read(path: Path, url: str) -> Report:
     """Read what `bench --json` printed.
 
     Raises:
-        ConfigError: The file is none, or measured another store than `url`.
+        ConfigError: The file is not such output, or is of another store than `url`.
     """
     try:
         report = TypeAdapter(Report).validate_json(path.read_bytes())
@@ -227,7 +227,7 @@ def _read(path: Path, url: str) -> Report:
 
 
 def _configuration(url: str, report: Report, found: Sequence[Choice]) -> str:
-    """Return the TOML, each option after a comment with the reason."""
+    """Return the TOML, with the reason in a comment before each option."""
     default = report.rows[0].median
     lines = [
         f"# Measured with {size_text(report.bytes)} by `penstock bench`, each option alone.",
@@ -253,8 +253,8 @@ def _configuration(url: str, report: Report, found: Sequence[Choice]) -> str:
 
 
 def _backend(url: str, changes: dict[str, Any]) -> object:
-    """Return the backend of the configuration: as the user wrote it, with further options."""
-    if is_configuration(url):  # as it is in the file, where `${NAME}` may stand for a secret
+    """Return the backend of the configuration: as the user wrote it, with additional options."""
+    if is_configuration(url):  # unchanged from the file: `${NAME}` may hold a secret
         raw = read_file(Path(url))["backend"]
         if not isinstance(raw, str):
             return {**raw, **changes}
@@ -272,5 +272,5 @@ def _toml(value: object) -> str:
         return "{" + ", ".join(f"{_toml(key)} = {_toml(v)}" for key, v in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(_toml, value)) + "]"
-    # JSON's strings, numbers and booleans are those of TOML, but for escaped pairs of surrogates.
+    # JSON's strings, numbers and booleans are valid TOML, except escaped pairs of surrogates.
     return json.dumps(value, ensure_ascii=False)

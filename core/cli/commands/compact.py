@@ -38,7 +38,7 @@ def compact(
             metavar="STEP",
             min=0,
             help="Which checkpoints.",
-            show_default="those because of which data of deleted ones is kept",
+            show_default="those that keep data of deleted checkpoints alive",
         ),
     ] = None,
     *,
@@ -48,11 +48,11 @@ def compact(
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> bool:
-    """Rewrite checkpoints that need data of others so that they stand alone, under the same step.
+    """Rewrite checkpoints that need data of others so that they need none, under the same step.
 
-    They restore to the same as before; data that nothing needs any more is freed. The run may take
-    more room afterwards: --dry-run says about how much. Exits with 1 if a checkpoint could not be
-    compacted; it is then as it was.
+    They restore to the same values as before, and data that is no longer needed is freed. The run
+    may take more room afterwards: --dry-run shows about how much. Exits with 1 if a checkpoint
+    could not be compacted; that checkpoint is unchanged.
 
     Examples:
       penstock compact runs/gpt --dry-run
@@ -115,9 +115,9 @@ def _compact(
             with closing(ProgressBar(f"step {record.step}", every_s=None, transient=True)) as bar:
                 one = compactor.compact(record, bar)
         except CheckpointGoneError:
-            continue  # nothing is left to compact, so nothing failed
+            continue  # already deleted, so not a failure
         except KeyboardInterrupt:
-            warn(f"interrupted; step {record.step} is as it was, or compacted")
+            warn(f"interrupted; step {record.step} is unchanged, or compacted")
             raise
         except PenstockError as error:
             failed[record.step] = str(error)

@@ -55,13 +55,13 @@ class Copied:
         generation: The generation at the target.
         objects: The number of objects in the copy.
         bytes_stored: The bytes of the copy's own blobs.
-        bytes_copied: The bytes of blobs that were written, those that it borrows included.
-        bytes_kept: The bytes of blobs that the target had already: an interrupted copy brought
-            them, or another checkpoint there needs them as well.
+        bytes_copied: The bytes of blobs that were written, including borrowed ones.
+        bytes_kept: The bytes of blobs that the target already had: an interrupted copy wrote
+            them, or another checkpoint there needs them too.
         seconds: The duration of the copy.
-        error: The reason of a failure.
-        rounded_by: Of a copy that was encoded anew, the lossy codecs of what was copied: the copy
-            has the values that these had rounded.
+        error: The reason for a failure.
+        rounded_by: For a re-encoded copy, the lossy codecs of the copied objects: the copy has the
+            values that these codecs rounded.
     """
 
     step: int
@@ -81,13 +81,11 @@ class Copied:
 def wanted_rules(
     codecs: Sequence[str] | None, file: str | None, *, raw: bool
 ) -> dict[str, Any] | None:
-    """Return the options of a configuration that these options ask for: `rules`, maybe `deltas`.
-
-    None if no option asks to encode.
+    """Return the configuration for these options: `rules`, maybe `deltas`; None for no encoding.
 
     Raises:
         ConfigError: The file cannot be read, or has no rules; or a codec needs options, or
-            another codec behind it.
+            another codec after it.
         PluginError: A codec is not installed.
     """
     if raw:
@@ -97,8 +95,8 @@ def wanted_rules(
             _check_codec(name)
         if list(codecs) == ["delta"]:
             msg = (
-                "--codec delta alone makes no copy smaller: add a codec that makes differences "
-                "smaller, --codec delta --codec floatsplit"
+                "--codec delta alone makes no copy smaller: add a codec that compresses the "
+                "differences, --codec delta --codec floatsplit"
             )
             raise ConfigError(msg)
         return {"rules": [{"match": "**", "codecs": list(codecs)}]}
@@ -119,14 +117,16 @@ def _check_codec(name: str) -> None:
         msg = f"--codec {name}: {error}"
         raise PluginError(msg) from error
     except ConfigError as error:
-        msg = f"--codec {name}: {error}\nThey can be given in a file: --rules FILE."
+        msg = f"--codec {name}: {error}\nGive options in a file: --rules FILE."
         raise ConfigError(msg) from error
 
 
 @command("copy")
 def copy(  # noqa: PLR0913 - its options
     from_url: Annotated[str, root("FROM", "the run to copy from", callback=backend_of)],
-    to_url: Annotated[str, root("TO", "the run to copy to, made if needed", callback=backend_of)],
+    to_url: Annotated[
+        str, root("TO", "the run to copy to, created if needed", callback=backend_of)
+    ],
     *,
     step: Annotated[
         str, typer.Option(metavar="STEP", help="A step, `latest`, or `all`.")
@@ -137,8 +137,8 @@ def copy(  # noqa: PLR0913 - its options
         list[str] | None,
         typer.Option(
             metavar="CODEC",
-            help="Encode again with this codec; repeatable, in the order of encoding. With delta a "
-            "copy is encoded against the newest earlier step that TO has.",
+            help="Encode again with this codec; repeatable, in the order of encoding. With delta, "
+            "encode against the newest earlier step that TO has.",
         ),
     ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Store again without any codec.")] = False,
@@ -151,7 +151,7 @@ def copy(  # noqa: PLR0913 - its options
     flatten: Annotated[
         bool,
         typer.Option(
-            "--flatten", help="Make the copy stand alone, without data of other checkpoints."
+            "--flatten", help="Make the copy independent of the data of other checkpoints."
         ),
     ] = False,
     overwrite: Annotated[
@@ -159,21 +159,21 @@ def copy(  # noqa: PLR0913 - its options
     ] = False,
     rate: Annotated[
         int | None,
-        typer.Option(metavar="SIZE", parser=size_of, help="The most to copy per second: 200MiB."),
+        typer.Option(metavar="SIZE", parser=size_of, help="Copy at most this per second: 200MiB."),
     ] = None,
     trust: Annotated[
         bool,
         typer.Option(
-            "--trust", help="Do not read again what an interrupted copy has brought there."
+            "--trust", help="Do not read again the blobs that an interrupted copy wrote there."
         ),
     ] = False,
     as_json: Json = False,
 ) -> bool:
     r"""Copy checkpoints to another run, by default the latest one.
 
-    Without options that select or encode, the copy is the same byte for byte. Every checksum is
-    compared on the way, and the checkpoint appears at the target when it is whole and durable
-    there, not before. When a copy was interrupted the same command goes on.
+    Without options that select or encode, the copy is identical, byte for byte. Every checksum is
+    compared on the way, and the checkpoint appears at the target only when it is whole and durable
+    there. The same command continues an interrupted copy.
 
     Examples:
       penstock copy runs/gpt s3://bucket/gpt
@@ -183,7 +183,7 @@ def copy(  # noqa: PLR0913 - its options
     """
     if step not in {"latest", "all"} and not (step.isascii() and step.isdecimal()):
         msg = (
-            f"--step: {step!r} is no step: give a whole number of at least 0, or `latest`, or `all`"
+            f"--step: {step!r} is not a step: give a whole number of at least 0, `latest` or `all`"
         )
         raise typer.BadParameter(msg)
     if sum((codec is not None, raw, rules is not None)) > 1:
@@ -193,7 +193,7 @@ def copy(  # noqa: PLR0913 - its options
     encodes = bool(include or exclude or flatten) or wanted is not None
     if encodes and (trust or rate is not None):
         option = "--trust" if trust else "--rate"
-        msg = f"{option} is for copies byte for byte; leave out what selects or encodes"
+        msg = f"{option} is for byte-for-byte copies; leave out options that select or encode"
         raise typer.BadParameter(msg)
     with (
         closing(open_backend(from_url, must_exist=True)) as source,
@@ -241,7 +241,7 @@ def _copied(copier: _Copier, step: str, *, quiet: bool) -> list[Copied]:
         except CheckpointNotFoundError:
             if step != "all":
                 raise
-            continue  # deleted after the listing, as by retention: nothing to copy, no failure
+            continue  # deleted after the listing, for example by retention: not a failure
         except PenstockError as error:
             if step != "all":
                 raise
@@ -253,12 +253,12 @@ def _copied(copier: _Copier, step: str, *, quiet: bool) -> list[Copied]:
 
 
 def _check_two_runs(source: Backend, target: Backend, *, anew: bool) -> None:
-    # Copying a run onto itself byte for byte does nothing: only encoding it anew is a use.
+    # Copying a run onto itself byte for byte does nothing; encoding it again does.
     if same_place(source, target) and not anew:
         both = "" if source.url == target.url else f" and {target.url}"
         msg = (
             f"FROM and TO are the same run, {source.url}{both}: give another place to copy to, or "
-            "say how to encode its checkpoints anew, with --overwrite"
+            "options to encode its checkpoints again, with --overwrite"
         )
         raise ConfigError(msg)
 
@@ -276,7 +276,7 @@ class _Copier:
     source: Backend
     target: Backend
     workers: Workers
-    how: Reencoding | None  # of a copy that is a new save, not the same bytes
+    how: Reencoding | None  # for a copy that is a new save, not the same bytes
     overwrite: bool
     bytes_per_s: float | None
     trust_sealed: bool  # skip reading again the blobs that an interrupted copy has sealed
@@ -289,12 +289,12 @@ class _Copier:
             return self._encode(step, self.how, bar)
 
     def interrupted(self, step: int) -> str:
-        """Return the sentence that says what an interrupted copy has left, and how to go on."""
+        """Return a message on the state after an interrupted copy, and how to continue."""
         if self.how is not None:
             return f"step {step} is not at {self.target.url}: copy it again"
         return (
             f"step {step} is at {self.target.url} whole or not at all; "
-            "the same command goes on from what was copied"
+            "the same command continues the copy"
         )
 
     def _copy(self, record: CommitRecord, bar: ProgressBar) -> Copied:
@@ -360,7 +360,7 @@ class _Copier:
         raise error
 
     def _above(self, record: CommitRecord) -> CommitRecord:
-        """Return the record with a generation above all that the target has of its step."""
+        """Return the record with a generation above all of its step at the target."""
         generation = Catalog(self.target).next_generation(record.step)
         return replace(record, generation=max(record.generation, generation))
 
@@ -375,12 +375,12 @@ class _Copier:
             on_progress=bar,
         )
         everything = checkpoint.contents.objects()
-        taken = (one for one in everything if how.selection.selects(one.path))
+        selected = (one for one in everything if how.selection.selects(one.path))
         return Copied(
             step=report.step,
             state="copied",
             verbatim=False,
-            rounded_by=checkpoint.rounding(taken).lossy,
+            rounded_by=checkpoint.rounding(selected).lossy,
             uid=report.uid,
             generation=report.generation,
             objects=report.objects,
@@ -399,10 +399,10 @@ def _print(copied: Copied, *, latest: bool) -> None:
     if copied.state == "there":
         print_line(f"{name} is there already", style="green")
         return
-    # Of all blobs that it needs: those that it borrows are brought as well, or are there already.
+    # All blobs that it needs: borrowed ones are copied too, or are there already.
     needed = copied.bytes_copied + copied.bytes_kept
-    kept = f", of which {size_text(copied.bytes_kept)} were there" if copied.bytes_kept else ""
-    what = "copied" if copied.verbatim else "encoded anew"
+    kept = f" ({size_text(copied.bytes_kept)} were there)" if copied.bytes_kept else ""
+    what = "copied" if copied.verbatim else "encoded again"
     print_line(
         f"{name} is {what}: {copied.objects} objects, {size_text(needed)}{kept} "
         f"in {copied.seconds:.1f} s",
@@ -410,8 +410,7 @@ def _print(copied: Copied, *, latest: bool) -> None:
     )
     if copied.rounded_by:
         print_line(
-            f"values that went through {', '.join(copied.rounded_by)} (lossy) were copied "
-            "as they are after rounding"
+            f"values that {', '.join(copied.rounded_by)} (lossy) had rounded were copied as rounded"
         )
 
 

@@ -39,7 +39,7 @@ class DeletedStep:
         step: The step.
         generations: The number of generations, each with a commit record.
         uids: The uids that these records name.
-        size_bytes: The bytes that are stored for these uids.
+        size_bytes: The stored bytes of these uids.
     """
 
     step: int
@@ -57,21 +57,19 @@ def delete(
     yes: Yes = False,
     force: Annotated[
         bool,
-        typer.Option(
-            "--force", help="Also pinned checkpoints, and even if no whole one would be left."
-        ),
+        typer.Option("--force", help="Delete pinned checkpoints too, and even the last whole one."),
     ] = False,
     tier: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="From this tier alone: fast, durable.", show_default="all"
+            metavar="NAME", help="Only from this tier: fast, durable.", show_default="all"
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Delete checkpoints for good, and say how much was freed. Asks first.
+    """Delete checkpoints for good, and show how much was freed. Asks first.
 
-    Either all of the steps are there, or none is deleted. Data that another checkpoint uses stays.
+    If one of the steps is missing, none is deleted. Data that another checkpoint uses stays.
 
     Examples:
       penstock delete runs/gpt 100 200
@@ -94,11 +92,11 @@ def delete(
         if tier is None:
             check_same(whole.tiers, chosen)
         others_have = (_has_whole(other, look) for other in elsewhere)
-        # Whole, not just listed: with the data of the others lost, this may be the last good step.
+        # Whole, not just listed: if the others have lost data, this may be the last good step.
         if not (force or catalog.has_whole(left) or any(others_have)):
             msg = (
                 f"no whole checkpoint would be left under {backend.url} without "
-                f"{_named(chosen)}; pass --force to delete all the same"
+                f"{_named(chosen)}; pass --force to delete anyway"
             )
             raise ConfigError(msg)
         uids = [uid for one in doomed for uid in one.uids]
@@ -113,7 +111,7 @@ def delete(
             uids += _lent(backend, chosen)
             before = data_bytes(backend, uids)
             for step in chosen:
-                # With the uids that the user was asked about: a save may have replaced one since.
+                # With the uids that the user confirmed: a save may have replaced one since.
                 catalog.delete(step, named[step])
             freed = before - data_bytes(backend, uids)
         borrowers = _borrowers(backend, {u for one in doomed for u in one.uids}, chosen)
@@ -146,7 +144,7 @@ def _check_pins(backend: Backend, catalog: Catalog, chosen: Collection[int]) -> 
         if notes.tags or notes.damaged:
             why = f"is pinned ({' '.join(notes.tags)})" if notes.tags else "may be pinned"
             damage = "".join(f": {error}" for error in notes.damaged.values())
-            msg = f"step {step} {why}{damage}; pass --force to delete it all the same"
+            msg = f"step {step} {why}{damage}; pass --force to delete it anyway"
             raise ConfigError(msg)
 
 
@@ -155,7 +153,7 @@ def _tier(backend: Backend, name: str) -> Backend:
         if tier.name == name:
             return tier.backend
     names = ", ".join(tier.name for tier in backend.tiers)
-    there = f"it has {names}" if names else "it is one place"
+    there = f"it has {names}" if names else "it has no tiers"
     msg = f"--tier: {backend.url} has no tier {name!r}; {there}"
     raise ConfigError(msg)
 
@@ -166,7 +164,7 @@ def _has_whole(backend: Backend, look: Look) -> bool:
 
 
 def data_bytes(backend: Backend, uids: Iterable[str]) -> int:
-    """Return the bytes that are stored for these uids."""
+    """Return the stored bytes of these uids."""
     return sum(blob.size_bytes for uid in set(uids) for blob in backend.list(data_prefix(uid)))
 
 
@@ -185,9 +183,9 @@ def _deleted_step(backend: Backend, step: int, named: Mapping[str, str | None]) 
 
 
 def _unneeded(backend: Backend, chosen: Collection[int]) -> set[str]:
-    """Return the uids whose data would go with the chosen steps.
+    """Return the uids whose data would be deleted with the chosen steps.
 
-    None while another commit record is unreadable: that record may need any of them.
+    Empty while another commit record is unreadable: that record may need any of them.
     """
     survey = survey_run(backend)
     if any((parse_commit_name(name) or (-1,))[0] not in chosen for name in survey.unreadable):
@@ -228,7 +226,7 @@ def _print(
 def _print_kept(
     doomed: Sequence[DeletedStep], freed: int, borrowers: Sequence[int], url: str
 ) -> None:
-    """Say why less was freed than the deleted steps had, and what frees the rest."""
+    """Print why less was freed than the deleted steps had, and how to free the rest."""
     if borrowers:
         need = "needs" if len(borrowers) == 1 else "need"
         print_line(
@@ -238,9 +236,7 @@ def _print_kept(
     elif sum(one.size_bytes for one in doomed) > freed or any(
         len(one.uids) < one.generations for one in doomed
     ):
-        print_line(
-            "data that something else may need stays; `penstock prune` takes what is left over"
-        )
+        print_line("data that something else may need stays; `penstock prune` deletes leftovers")
 
 
 def _left(steps: Sequence[int]) -> str:
@@ -260,7 +256,7 @@ def prune(
             "--grace",
             metavar="TIME",
             parser=time_of,
-            help="Leave alone what is younger: 90s, 30min, 24h, 2d. Less than 24h asks first.",
+            help="Keep younger data: 90s, 30min, 24h, 2d. Less than 24h asks first.",
             show_default="24h",
         ),
     ] = GRACE_S,
@@ -268,18 +264,18 @@ def prune(
         bool,
         typer.Option(
             "--all",
-            help="Also what may lack only its commit record: data of a run without any, and of "
-            "saves that broke off right before theirs.",
+            help="Also delete data that may lack only its commit record: of a run without any, and "
+            "of saves that broke off right before their commit.",
         ),
     ] = False,
     yes: Yes = False,
     as_json: Json = False,
 ) -> bool:
-    """Delete the data that crashed saves left behind, and say how much was freed.
+    """Delete the data that crashed saves left behind, and show how much was freed.
 
-    Checkpoints are never touched. While any commit record is unreadable nothing is deleted, since
-    that checkpoint may need anything, nor where there is none at all, since the run may have been
-    copied data first: then the exit code is 1.
+    Checkpoints are never touched. Deletes nothing, and exits with 1, if a commit record is
+    unreadable, since that checkpoint may need any data, or if there is no commit record, since the
+    run may have been copied data first.
 
     Examples:
       penstock prune runs/gpt --dry-run
@@ -289,8 +285,8 @@ def prune(
     with closing(open_backend(url, must_exist=True, light=True)) as backend:
         catalog = Catalog(backend, look=Inspector(default_registry()).is_whole)
         report = catalog.prune(grace_s=grace_s, dry_run=True, everything=everything)
-        # The report counts no bytes of overwritten generations, whose records go as well: they are
-        # measured here, before and after.
+        # The report does not count the bytes of overwritten generations, whose records are deleted
+        # too: they are measured here, before and after.
         replaced = {uid for uid in uids_named(backend, report.superseded).values() if uid}
         before = data_bytes(backend, replaced)
         superseded_bytes = before
@@ -299,8 +295,8 @@ def prune(
             report = catalog.prune(grace_s=grace_s, everything=everything)
             superseded_bytes = before - data_bytes(backend, replaced)
         survey = survey_run(backend)
-        told = {*report.uids, *report.unrecorded}
-        young = sorted(survey.data.keys() - survey.needed - told)
+        reported = {*report.uids, *report.unrecorded}
+        young = sorted(survey.data.keys() - survey.needed - reported)
         found = {
             "url": backend.url,
             "grace_s": grace_s,
@@ -316,7 +312,7 @@ def prune(
     if young and not report.refused:
         size = size_text(found["younger_bytes"])
         print_line(
-            f"left alone, since a save may be under way: {counted(len(young), 'attempt')} younger "
+            f"kept, since a save may be under way: {counted(len(young), 'attempt')} younger "
             f"than {_time_text(grace_s)} ({size})"
         )
     return not report.refused
@@ -330,8 +326,8 @@ def _ask_to_prune(
     if everything:
         attempts = counted(len(report.uids), "attempt")
         question = (
-            f"The data of {attempts} goes, although commit records may be still to come if the run "
-            f"was copied. Prune {backend.url}"
+            f"The data of {attempts} will be deleted, although its commit records may still come "
+            f"if the run was copied. Prune {backend.url}"
         )
         ask(question, yes=yes)
     elif grace_s < GRACE_S:
@@ -350,12 +346,13 @@ def _print_pruned(report: PruneReport, superseded_bytes: int, grace_s: float) ->
         for problem in report.refused:
             print_line(f"  {problem}")
         if not no_record:
-            print_line("delete that checkpoint, or bring its record back, and prune again")
+            print_line("delete that checkpoint, or bring back its record, and prune again")
         return
     if report.unrecorded:
         print_line(
-            f"left alone, since only the commit record is missing, which may be still to come: "
-            f"{counted(len(report.unrecorded), 'attempt')}; a later checkpoint, or --all, ends that"
+            f"kept, since only the commit record is missing, which may still come: "
+            f"{counted(len(report.unrecorded), 'attempt')}; prunable after a later checkpoint, or "
+            "with --all"
         )
     if not report.uids and not report.superseded:
         print_line(f"nothing to prune: no leftovers older than {_time_text(grace_s)}")
@@ -376,7 +373,7 @@ def _print_pruned(report: PruneReport, superseded_bytes: int, grace_s: float) ->
 
 def _time_text(seconds: float) -> str:
     for unit in ("d", "h", "min"):
-        # One day stays `24 h`, as the option and its documentation write the default.
+        # One day stays `24 h`, as in the option's default and its documentation.
         if seconds >= SECONDS[unit] * (2 if unit == "d" else 1) and not seconds % SECONDS[unit]:
             return f"{seconds / SECONDS[unit]:g} {unit}"
     return f"{seconds:g} s"

@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     from penstock.core.abc import Backend
     from penstock.core.diff.checkpoints import Change, CheckpointDiff
 
-# With norms, which need the width, dtype and shape give way, so that paths stay long enough to be
-# unique.
+# With norms, which need the width, dtype and shape are dropped first, so that paths stay unique.
 _NORMS = {
     "max_abs": ("MAX", 9),
     "l2": ("L2", 7),
@@ -65,11 +64,11 @@ def diff(
     exclude: Exclude = None,
     norms: Annotated[
         bool,
-        typer.Option("--norms", help="Read tensors that differ, and say how far they are apart."),
+        typer.Option("--norms", help="Read tensors that differ, and measure how far."),
     ] = False,
     as_json: Json = False,
 ) -> bool:
-    """Say what differs between two checkpoints, of one run or of two.
+    """Show what differs between two checkpoints, of one run or of two.
 
     Objects that only one of them has; kinds, dtypes and shapes; bytes, by their stored checksums
     where these tell, else by reading both; values, kinds of containers, metadata. Exits with 0
@@ -83,7 +82,7 @@ def diff(
       penstock diff runs/gpt --norms --json |
         jq '.changes[] | select(.norms)'
     """
-    errors.exit_code = 2  # as diff(1): 1 says that they differ
+    errors.exit_code = 2  # like diff(1): 1 means that they differ
     with ExitStack() as stack:
         a = stack.enter_context(closing(open_backend(backend_of(url_a), must_exist=True)))
         b = a
@@ -138,7 +137,7 @@ def _before(backend: Backend, step: int) -> int:
 
 
 def _lossy(side: Checkpoint, selection: Selection) -> tuple[str, ...]:
-    """Return the lossy codecs of the objects that are compared."""
+    """Return the lossy codecs of the compared objects."""
     chosen = (one for one in side.contents.objects() if selection.selects(one.path))
     return side.rounding(chosen).lossy
 
@@ -154,8 +153,7 @@ def _print(
         print_line(f"{name}: step {side.step} of {side.backend.url}")
         if codecs:
             print_line(
-                f"   values that went through {', '.join(codecs)} (lossy) are compared as "
-                "they are after rounding"
+                f"   values that {', '.join(codecs)} (lossy) rounded are compared as rounded"
             )
     read = f", {size_text(found.bytes_read)} read"
     if found.same:

@@ -23,7 +23,13 @@ from penstock.core.cli.app import Json, Url, command, size_of
 from penstock.core.cli.bench.raw import measure
 from penstock.core.cli.bench.scratch import without_traces
 from penstock.core.cli.output.render import age_text, print_json, print_line
-from penstock.core.cli.output.runs_on_disk import local_root, named_root, quiet, tiers_quiet
+from penstock.core.cli.output.runs_on_disk import (
+    OPENING,
+    local_root,
+    named_root,
+    quiet,
+    tiers_quiet,
+)
 from penstock.core.config.plugin_choice import shown_url
 from penstock.core.errors import (
     ConfigError,
@@ -47,20 +53,21 @@ if TYPE_CHECKING:
 _STYLES = {"ok": "green", "info": "", "warn": "yellow", "fail": "bold red"}
 _INDENT = 6
 _OCTAL = re.compile(r"\\([0-7]{3})")
+_NO_FOLDER = " is not a folder"
 
 _FILES_WANTED = 4096
-_BLOB_BYTES = 1 << 40  # a blob may come near this: a lower limit of file sizes is worth a warning
+_BLOB_BYTES = 1 << 40  # blobs may come near this: warn of a lower limit of file sizes
 _LITTLE_SPACE = 0.05
 _FEW_INODES = 10_000
 _SKEW_S = 30.0
-_PROBE_SHARE = 10  # the probe takes at most a tenth of the free space: others use the disk, too
-_IN_MEMORY = "checkpoints there are gone after a reboot, and take memory: use a disk"
-_ON_NETWORK = "a network file system: mount it `hard`; a local disk takes saves faster"
+_PROBE_SHARE = 10  # the probe takes at most a tenth of the free space: others use the disk too
+_IN_MEMORY = "checkpoints there are lost at a reboot, and take memory: use a disk"
+_ON_NETWORK = "a network file system: mount it `hard`; a local disk saves faster"
 _NOT_A_DISK = {
     "tmpfs": _IN_MEMORY,
     "ramfs": _IN_MEMORY,
-    "overlay": "a layer of a container, slow and gone with it: mount a volume for checkpoints",
-    "9p": "a folder shared with a virtual machine, slow and weak in fsync: use a disk of its own",
+    "overlay": "a container layer, slow and deleted with it: mount a volume for checkpoints",
+    "9p": "a folder shared with a virtual machine, slow, with a weak fsync: use a disk of its own",
     "nfs": _ON_NETWORK,
     "nfs4": _ON_NETWORK,
     "cifs": "a network file system without POSIX links: exclusive publishing may not work",
@@ -70,13 +77,13 @@ _URING = {
     "PENSTOCK_DISABLE_URING": "unset PENSTOCK_DISABLE_URING",
     "liburing cannot be imported": "pip install liburing",
     "another CPU": "run on a CPU with AVX-512, which liburing is compiled for",
-    "ENOSYS": "use Linux 5.6 or later, and a container that lets it through",
-    "ENOMEM": "raise RLIMIT_MEMLOCK (ulimit -l), which rings count against before Linux 5.12",
+    "ENOSYS": "use Linux 5.6 or later, and a container that allows io_uring",
+    "ENOMEM": "raise RLIMIT_MEMLOCK (ulimit -l), which limits rings before Linux 5.12",
 }
-"""The advice, by a part of the reason why io_uring does not work."""
+"""The advice, by part of the reason why io_uring does not work."""
 _UNRECORDED = (
-    "if the run was copied, bring the files of its folder `commits`, too; if saves broke off right "
-    "before their commit, what is left of them is known to be garbage after the next checkpoint"
+    "if the run was copied, copy the files of its folder `commits` too; if saves broke off right "
+    "before their commit, the next checkpoint proves their data to be garbage"
 )
 
 Status = Literal["ok", "info", "warn", "fail"]
@@ -88,11 +95,11 @@ class Check:
 
     Attributes:
         name: The subject of the check.
-        status: `ok`; `info`, a fact; `warn`, it works but not as well as it could; `fail`, a save
+        status: `ok`; `info`, a fact; `warn`, works, but not as well as it could; `fail`, a save
             would fail.
-        found: The finding, as a sentence for users.
+        found: The finding, for users.
         advice: The change that would help, if any.
-        values: The finding for programs, with keys that depend on `name`.
+        values: The finding for programs; the keys depend on `name`.
     """
 
     name: str
@@ -113,12 +120,12 @@ def doctor(
     probe_size: Annotated[
         int,
         typer.Option(
-            metavar="SIZE", parser=size_of, help="The most to write for it.", show_default="256MiB"
+            metavar="SIZE", parser=size_of, help="Write at most this.", show_default="256MiB"
         ),
     ] = 256 << 20,
     as_json: Json = False,
 ) -> bool:
-    """Look at what this machine and this store can do for a run, and say what to change.
+    """Check what this machine and this store can do for a run, and advise what to change.
 
     The run need not exist yet, and nothing is left behind. A check is `ok`, `info` (a fact),
     `warn` (works, but could be better) or `fail` (a save would fail: the exit code is 1).
@@ -131,13 +138,16 @@ def doctor(
     """
     probe_bytes = probe_size if probe else 0
     checks = [_uring()]
-    given: object = url  # the backend of a configuration is none
+    given: object = url  # of a configuration, a table
     shown = shown_url(given) if isinstance(given, str) else "the backend of the configuration"
     # A check reports, with advice, that io_uring is not used.
-    no_warning = quiet("penstock.core.storage.open", logging.ERROR)
+    no_warning = quiet(OPENING, logging.ERROR)
     try:
         with no_warning, tiers_quiet(), closing(open_backend(url)) as backend:
             shown = backend.url
+            if not _may_use_uring(given, backend):
+                why = f"not used for {backend.name}: {checks[0].found}"
+                checks = [replace(checks[0], status="info", found=why, advice=None)]
             checks += _check_backend(backend, probe_bytes)
     except ConfigError:
         raise
@@ -145,9 +155,9 @@ def doctor(
         found = str(error) if isinstance(error, PenstockError) else said(error)
         if len(checks) == 1:
             checks += _check_process()
-            checks.append(Check("open", "fail", found, "it cannot be used: mend this first"))
+            checks.append(Check("open", "fail", found, "it cannot be used: fix this first"))
         else:
-            checks.append(Check("close", "fail", found, "mend the backend"))
+            checks.append(Check("close", "fail", found, "fix the backend"))
     ok = all(check.status != "fail" for check in checks)
     if as_json:
         print_json({"url": shown, "ok": ok, "checks": [asdict(check) for check in checks]})
@@ -164,20 +174,20 @@ def _check_backend(backend: Backend, probe_bytes: int) -> list[Check]:
     for number, tier in enumerate(backend.tiers):
         why = silent[tier.name]
         found = _check_place(tier.backend, probe_bytes) if why is None else [why]
-        # A failed check of one tier is a warning where saves go on without that tier: any tier that
-        # does not answer is passed over while another one answers; a tier that answers but fails
-        # is not, unless it is a slower one.
+        # A failed check of one tier is a warning if saves continue without that tier. Saves skip a
+        # tier that does not answer while another tier answers. They skip a tier that answers but
+        # fails only if it is not the fastest.
         others = number > 0 if why is None else not all(silent.values())
         checks += [_as_of_tier(tier.name, check, number, others=others) for check in found]
     return [*checks, *_check_process()]
 
 
 def _check_answer(backend: Backend) -> Check | None:
-    """Return the finding that a tier does not answer; None if it does, or if it is a folder.
+    """Return a finding if a tier does not answer; None if it does, or if it is a folder.
 
     The checks of folders find a better reason.
     """
-    advice = "see that it can be reached"
+    advice = "check that it can be reached"
     try:
         backend.list(CLOCK_PREFIX)
     except WrongPlaceError as error:
@@ -197,21 +207,30 @@ def _as_of_tier(name: str, check: Check, number: int, *, others: bool) -> Check:
     status, advice = check.status, check.advice
     if others and status == "fail":
         meanwhile = "stay in faster tiers" if number else "go to the next tier"
-        status, advice = "warn", f"{advice or 'mend it'}; until then saves {meanwhile}"
+        status, advice = "warn", f"{advice or 'fix it'}; until then saves {meanwhile}"
     return replace(check, name=f"{name}: {check.name}", status=status, advice=advice)
 
 
 def _check_place(backend: Backend, probe_bytes: int) -> list[Check]:
-    checks: list[Check] = []
+    checks = _lifetime(backend)
     try:
         root = local_root(backend)
-    except PenstockError:  # `_check_store` meets the same error, and reports it
+    except PenstockError:  # `_check_store` gets the same error, and reports it
         root = None
     if root is not None:
         checks += _check_folder(root, backend)
+        if any(check.found.endswith(_NO_FOLDER) for check in checks):
+            return checks  # each further check would fail for this reason
     with without_traces(root):
         checks += _check_store(backend, root, probe_bytes)
     return checks
+
+
+def _may_use_uring(given: object, backend: Backend) -> bool:
+    """Return whether io_uring could serve a place of the run: a folder, not opened as posix://."""
+    places = [tier.backend for tier in backend.tiers] or [backend]
+    threads = isinstance(given, str) and given.startswith("posix://")
+    return not threads and any(named_root(place) is not None for place in places)
 
 
 def _uring() -> Check:
@@ -235,7 +254,7 @@ def _uring_advice(why: str) -> str:
                 "allow io_uring_setup, io_uring_enter and io_uring_register in the seccomp profile "
                 "of the container"
             )
-    return "; ".join([*advice, "until then threads take its place, which cost more CPU"])
+    return "; ".join([*advice, "until then threads are used, which cost more CPU"])
 
 
 def _content(file: str) -> str:
@@ -249,7 +268,7 @@ def _content(file: str) -> str:
 def _check_folder(root: Path, backend: Backend) -> list[Check]:
     """Check the folder, its file system, its space and its inodes.
 
-    The root may also be one file, if the backend takes that.
+    The root may also be one file, if the backend accepts that.
     """
     try:
         folder = next(f for f in (root, *root.parents) if f.exists()).resolve()
@@ -261,8 +280,10 @@ def _check_folder(root: Path, backend: Backend) -> list[Check]:
         try:
             backend.check_writable()
         except PenstockError:
-            return [Check("folder", "fail", f"{folder} is not a folder", "choose another path")]
-        checks = []  # whether a file can be written is for `write a record` to find out
+            found = f"{folder}{_NO_FOLDER}"
+            advice = "choose another path; `penstock import` reads files of other tools"
+            return [Check("folder", "fail", found, advice)]
+        checks = []  # `write a record` finds out whether a file can be written
     checks.append(_file_system(folder))
     try:
         return [*checks, _space(folder), _inodes(folder)]
@@ -275,7 +296,7 @@ def _folder(folder: Path, *, exists: bool) -> Check:
     if not os.access(folder, os.W_OK | os.X_OK):
         advice = "change its owner or its permissions"
         return Check("folder", "fail", f"{folder} cannot be written", advice, values)
-    found = "exists" if exists else f"does not exist yet; would be made in {folder}"
+    found = "exists" if exists else f"does not exist yet; would be created in {folder}"
     return Check("folder", "ok" if exists else "info", found, values=values)
 
 
@@ -295,7 +316,7 @@ def _file_system(folder: Path) -> Check:
 def _mount_of(folder: Path) -> tuple[str, str, str, bool] | None:
     """Return type, source and folder of the mount that holds `folder`, and whether it is read-only.
 
-    None where /proc does not tell.
+    None if /proc does not show it.
     """
     mount, longest = None, 0
     for line in _content("/proc/self/mountinfo").splitlines():
@@ -317,7 +338,7 @@ def _space(folder: Path) -> Check:
     if not disk.free:
         return Check("space", "fail", found, "make room, or raise the quota", values)
     if disk.free < _LITTLE_SPACE * disk.total:
-        advice = "make room: nearly full file systems are slow, too"
+        advice = "make room: nearly full file systems are also slow"
         return Check("space", "warn", found, advice, values)
     return Check("space", "ok", found, values=values)
 
@@ -325,8 +346,8 @@ def _space(folder: Path) -> Check:
 def _inodes(folder: Path) -> Check:
     disk = os.statvfs(folder)
     values = {"free": disk.f_favail if disk.f_files else None, "total": disk.f_files or None}
-    if not disk.f_files:  # btrfs, for instance, creates inodes as they are needed
-        return Check("inodes", "ok", "as many as there is space", values=values)
+    if not disk.f_files:  # btrfs, for instance, creates inodes as needed
+        return Check("inodes", "ok", "limited only by space", values=values)
     found = f"{disk.f_favail:,} of {disk.f_files:,} are free"
     if disk.f_favail < _FEW_INODES:
         status: Status = "warn" if disk.f_favail else "fail"
@@ -335,7 +356,7 @@ def _inodes(folder: Path) -> Check:
 
 
 def _check_process() -> list[Check]:
-    """Check the resource limits that a training process started here would have, and memory."""
+    """Check memory, and the resource limits of a training process started here."""
     return [_open_files(), _file_size(), _memory()]
 
 
@@ -347,7 +368,7 @@ def _open_files() -> Check:
     if soft is not None and soft < _FILES_WANTED:
         room = hard is None or hard >= _FILES_WANTED
         where = "ulimit -n" if room else "ulimit -n, as root or in limits.conf"
-        advice = f"raise it to {_FILES_WANTED} or more ({where}): data loaders take many, too"
+        advice = f"raise it to {_FILES_WANTED} or more ({where}): data loaders open many too"
         return Check("open files", "warn", found, advice, values)
     return Check("open files", "ok", found, values=values)
 
@@ -382,8 +403,8 @@ def _memory() -> Check:
     found += f", of which this container may still use {size_text(limit)}"
     if limit < available // 2:
         advice = (
-            "set staging_bytes to at most half of what the container may use: by default it is "
-            "up to half of what the machine has available"
+            "set staging_bytes to at most half of what the container may use: the default is up to "
+            "half of what the machine has available"
         )
         return Check("memory", "warn", found, advice, values)
     return Check("memory", "ok", found, values=values)
@@ -393,9 +414,9 @@ def _check_store(backend: Backend, root: Path | None, probe_bytes: int) -> list[
     """Check what the store can do and what it holds.
 
     Writes a small record, and up to `probe_bytes` in blobs, and deletes them again. An error of
-    the backend is a finding of its check; the other checks run all the same.
+    the backend is a finding of its check; the other checks still run.
     """
-    # First, although listed third: where no record can be written, no speed is measured.
+    # First, although listed later: if no record can be written, no speed is measured.
     clock = _attempted("write a record", lambda: _clock(backend))
     checks = [
         _attempted("direct I/O", lambda: _direct(backend, root)),
@@ -408,14 +429,26 @@ def _check_store(backend: Backend, root: Path | None, probe_bytes: int) -> list[
     return checks
 
 
+def _lifetime(backend: Backend) -> list[Check]:
+    """Return a warning if checkpoints end with the process that saves them."""
+    try:
+        if backend.capabilities.outlives_process:
+            return []
+    except PenstockError:  # `_direct` reports it
+        return []
+    advice = "use a path, or a URL such as s3://bucket/run, for checkpoints that must outlive it"
+    found = "checkpoints live in the memory of the process that saves them, and end with it"
+    return [Check("lifetime", "warn", found, advice)]
+
+
 def _attempted(name: str, look: Callable[[], Check]) -> Check:
     """Return the check that `look` makes; an exception becomes a failed check."""
     try:
         return look()
     except Exception as error:  # noqa: BLE001 - a backend may fail in any way: recorded
-        # Messages of our errors stand alone; those of foreign ones (`KeyError: 'x'`) need the type.
+        # Messages of our errors are complete; foreign ones (`KeyError: 'x'`) need the type.
         found = str(error) if isinstance(error, PenstockError) else said(error)
-        return Check(name, "fail", found, "a save would fail in the same way: mend this first")
+        return Check(name, "fail", found, "a save would fail in the same way: fix this first")
 
 
 def _direct(backend: Backend, root: Path | None) -> Check:
@@ -433,11 +466,11 @@ def _direct(backend: Backend, root: Path | None) -> Check:
     if root is None:
         return Check("direct I/O", "info", f"does not apply to {backend.name}", values=values)
     why = "; ".join(capabilities.notes)
-    if not why or "direct_io is off" in why:  # no fault: the backend has none, or the user said so
+    if not why or "direct_io is off" in why:  # no fault: the backend has none, or the user's choice
         return Check("direct I/O", "info", why or f"{backend.name} does not use it", values=values)
     advice = (
         "saves go through the page cache, which costs memory and a copy: use a folder on a disk "
-        "whose file system takes O_DIRECT (ext4, xfs, btrfs without compression)"
+        "whose file system supports O_DIRECT (ext4, xfs, btrfs without compression)"
     )
     return Check("direct I/O", "warn", why, advice, values)
 
@@ -447,11 +480,11 @@ def _clock(backend: Backend) -> Check:
     try:
         store_s = backend.store_time_s()
     except StorageError as error:
-        advice = "a save cannot write there: mend this first"
+        advice = "a save cannot write there: fix this first"
         return Check("write a record", "fail", str(error), advice, {"skew_s": None})
     after_s = time.time()
     # The store read its clock between both times, so an offset between these bounds is no skew.
-    # A few milliseconds mean nothing either: kernels round the times of files down.
+    # Neither are a few milliseconds: kernels round file times down.
     early, late = store_s - after_s, store_s - before_s
     skew_s = 0.0 if early <= 0 <= late else min(early, late, key=abs)
     took = f"{(after_s - before_s) * 1000:.0f} ms"
@@ -461,7 +494,7 @@ def _clock(backend: Backend) -> Check:
         return Check("write a record", "ok", found, values=values)
     which = "ahead of" if skew_s > 0 else "behind"
     found = f"durable in {took}; the store's clock is {abs(skew_s):.0f} s {which} this machine's"
-    advice = "set both clocks by NTP: ages that `penstock ls` shows are off by as much"
+    advice = "set both clocks by NTP: the ages in `penstock ls` are off by as much"
     return Check("write a record", "warn", found, advice, values)
 
 
@@ -474,14 +507,14 @@ def _checkpoints(backend: Backend, root: Path | None) -> Check:
     if damaged:
         listed = ", ".join(map(str, damaged))
         advice = "bring their commit records back, or `penstock delete` them: until then `prune`"
-        found = f"{len(records)}, of which the records of {listed} cannot be read"
-        return Check("checkpoints", "warn", found, f"{advice} takes nothing", values)
+        found = f"{len(records)}; the records of {listed} cannot be read"
+        return Check("checkpoints", "warn", found, f"{advice} deletes nothing", values)
     if size is None:
         return Check("checkpoints", "info", "none yet", values=values)
     found = f"{len(records)}, the newest of {size_text(size)}"
     free_bytes = size if root is None else shutil.disk_usage(root).free
     if free_bytes < size:
-        advice = "make room, or keep fewer checkpoints (`retention`): another one does not fit"
+        advice = "make room, or keep fewer checkpoints (`retention`): another does not fit"
         found += f"; only {size_text(free_bytes)} are free"
         return Check("checkpoints", "warn", found, advice, values)
     return Check("checkpoints", "ok", found, values=values)
@@ -510,12 +543,12 @@ def _leftovers(backend: Backend, root: Path | None) -> Check:
     if report.uids:
         parts.append(f"{len(report.uids)} broken saves ({size_text(report.size_bytes)})")
     if young:
-        parts.append(f"{young} saves not committed, under way or broken less than a day ago")
+        parts.append(f"{young} uncommitted saves, under way or broken less than a day ago")
     if files:
         oldest = age_text(time.time() - min(status.st_mtime for status in files))
-        parts.append(f"{len(files)} temporary files, the oldest of {oldest} ago")
+        parts.append(f"{len(files)} temporary files, the oldest from {oldest} ago")
     found = "; ".join(parts) or "none"
-    if waiting:  # they may be checkpoints whose records are still to be copied: advise no deletion
+    if waiting:  # may be checkpoints whose records are yet to be copied: advise no deletion
         return Check("leftovers", "warn", found, _UNRECORDED, values)
     if report.uids:
         return Check("leftovers", "warn", found, "free it: penstock prune", values)
@@ -523,7 +556,7 @@ def _leftovers(backend: Backend, root: Path | None) -> Check:
 
 
 def _temporary_files(root: Path) -> list[os.stat_result]:
-    """Return the files below `root` that interrupted publishes left: names that begin with `~`."""
+    """Return the files below `root` left by interrupted publishes: names that begin with `~`."""
     found = []
     for folder, _, names in os.walk(root):
         for name in names:
@@ -547,7 +580,7 @@ def _speed(backend: Backend, root: Path | None, limit_bytes: int) -> Check:
         return Check("speed", "fail", str(error), "a save would fail in the same way")
     if not speed.same:
         advice = "do not use this store: look at the kernel log, and test the device"
-        return Check("speed", "fail", "what was read is not what was written", advice)
+        return Check("speed", "fail", "the bytes read are not the bytes written", advice)
     write, read = round(speed.write_bytes_per_s), round(speed.read_bytes_per_s)
     values = {"bytes": speed.bytes, "write_bytes_per_s": write, "read_bytes_per_s": read}
     cached = "" if backend.capabilities.direct_io else " (perhaps from memory)"

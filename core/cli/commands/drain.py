@@ -49,8 +49,8 @@ class DrainOutcome:
         before: The checkpoints that waited to be copied at the beginning.
         left: The checkpoints that still wait, as far as is known.
         states: The state of each link between two tiers.
-        in_the_way: The two tiers, by step, where the next tier has another save of that step.
-        silent: The reason, by tier, why a tier does not answer; its content is not known.
+        in_the_way: By step, the two tiers if the next one has another save of that step.
+        silent: By tier, the reason why it does not answer; its content is unknown.
         stuck: Whether a copy was still in flight when the command gave up.
         seconds: The duration of the command.
     """
@@ -67,10 +67,10 @@ class DrainOutcome:
 
 
 class CommandDeadline(Deadline):
-    """Limits the time of the command (`--timeout`), which holds also where a store hangs."""
+    """Limits the time of the command (`--timeout`), even if a store hangs."""
 
     def __init__(self, timing: Timing, timeout_s: float | None) -> None:
-        """Begin to count `timeout_s` seconds; None sets no limit."""
+        """Start a limit of `timeout_s` seconds; None sets no limit."""
         super().__init__(timeout_s, timing.clock)
         self._timing = timing
 
@@ -78,8 +78,8 @@ class CommandDeadline(Deadline):
         """Return what `call` returns, if it returns before the deadline.
 
         Args:
-            what: Names the call in the message of an error.
-            call: The call, made in a thread of its own where there is a limit.
+            what: Names the call in error messages.
+            call: The call, made in its own thread if there is a limit.
             ending: Allow `Timing.command_end_s` more: cleaning up begins when the time is over.
 
         Raises:
@@ -108,10 +108,10 @@ def drain(
     ] = None,
     as_json: Json = False,
 ) -> bool:
-    r"""Copy what saves have left in the fast tier of a run and what has yet to go to the next one.
+    r"""Copy the checkpoints in a run's faster tiers that the next tier still lacks.
 
-    A process that saves there does the same in the background; this is for when none will. While
-    one does, what it is just copying is left to it. Exits with 1 if something is still left.
+    A process that saves there does the same in the background; use this if none will. It leaves
+    out what such a process is just copying. Exits with 1 if something is still left.
 
     Examples:
       penstock drain penstock.toml
@@ -124,7 +124,7 @@ def drain(
         try:  # not `closing`: a tier that hangs would hang the command in its `close`
             if not backend.tiers:
                 msg = (
-                    f"{backend.url} is one place; `drain` copies from tier to tier: give it "
+                    f"{backend.url} has no tiers to copy between: give `drain` "
                     "tiered://?fast=...&durable=..., or the configuration file of the run"
                 )
                 raise ConfigError(msg)
@@ -146,8 +146,8 @@ def drain(
         )
     else:
         _print(outcome)
-    # A tier that does not answer, or an empty folder in its place, has no marks: "nothing is left"
-    # is true only if every tier was read.
+    # A tier that does not answer, or an empty folder in its place, has no marks: only if every tier
+    # was read is nothing left.
     return not (outcome.left or outcome.silent or outcome.stuck)
 
 
@@ -156,16 +156,16 @@ def _drain(backend: Backend, workers: Workers, deadline: CommandDeadline) -> Dra
     before = _waiting(backend, deadline, silent)
     drains = Drains(backend.tiers, workers=workers, grace_s=GRACE_S)
     found, stuck = 0, False
-    away = {backend.tiers[-1].name: "there was no time to compare it with the others"}
+    away = {backend.tiers[-1].name: "there was no time to compare it with the other tiers"}
     with _quiet_copies():
         try:
             with suppress(StorageTimeoutError):
-                found = deadline.ask("looking what is left", drains.resume)
-                # Finds checkpoints that are marked as copied but that the next tier has lost. After
-                # the first copies are queued, since it reads every tier and may take long.
+                found = deadline.ask("looking for what is left", drains.resume)
+                # Finds checkpoints that are marked as copied but that the next tier has lost. Runs
+                # after the first copies are queued, since reading every tier may take long.
                 marked, away = deadline.ask("comparing the tiers", drains.reconcile)
                 before += marked
-                found += deadline.ask("looking what is left", drains.resume)
+                found += deadline.ask("looking for what is left", drains.resume)
             _watch(drains, sum(record.bytes_needed for record in before), deadline)
         finally:
             states = drains.states()
@@ -179,7 +179,7 @@ def _drain(backend: Backend, workers: Workers, deadline: CommandDeadline) -> Dra
     if not stuck:
         known = silent.copy()
         looked = _waiting(backend, deadline, known, ending=True)
-        # A tier that fell silent meanwhile lists nothing, which is not "nothing is left".
+        # A tier that fell silent meanwhile lists nothing, which does not mean that nothing is left.
         left = looked if known == silent else left
         silent = known | away
         with suppress(StorageError):
@@ -201,12 +201,12 @@ def _drain(backend: Backend, workers: Workers, deadline: CommandDeadline) -> Dra
 
 @contextmanager
 def _quiet_copies() -> Iterator[None]:
-    """Silence the log of copies: the command prints the same at its end."""
+    """Silence the log of copies: the command prints the same at the end."""
     logger = logging.getLogger("penstock")
     levels = {logger: logger.level, left_log: left_log.level}
     if not errors.debug:
         logger.setLevel(logging.CRITICAL)
-        left_log.setLevel(logging.WARNING)  # names what is never copied: not printed at the end
+        left_log.setLevel(logging.WARNING)  # names checkpoints that are never copied
     try:
         yield
     finally:
@@ -217,7 +217,7 @@ def _quiet_copies() -> Iterator[None]:
 def _waiting(
     backend: Backend, deadline: CommandDeadline, silent: dict[str, str], *, ending: bool = False
 ) -> list[CommitRecord]:
-    """Return the checkpoints that wait in tiers that answer; the others go to `silent`."""
+    """Return the checkpoints that wait in answering tiers; add the other tiers to `silent`."""
     found: list[CommitRecord] = []
     for tier in backend.tiers[:-1]:
         if tier.name in silent:
@@ -232,7 +232,7 @@ def _waiting(
 
 
 def _in_the_way(tiers: Sequence[Tier]) -> dict[int, tuple[str, str]]:
-    """Return both tiers of each waiting step of which the next tier has another save."""
+    """Return, for each waiting step, both tiers if the next one has another save of it."""
     found = {}
     for tier, following in pairwise(tiers):
         for record in pending(tier.backend):
@@ -263,14 +263,14 @@ def _print(outcome: DrainOutcome) -> None:
         print_line(f"copied {counted(len(done), 'checkpoint')}, {size_text(sum(done.values()))}")
     for step, (here, there) in outcome.in_the_way.items():
         print_line(
-            f"step {step} is another checkpoint in tier {there}: `penstock delete URL {step}` with "
-            f"`--tier {here}` gives up the one that waits, with `--tier {there}` the other one, "
-            "and `penstock drain` then copies this one",
+            f"step {step} is another checkpoint in tier {there}: `penstock delete URL {step} "
+            f"--tier {here}` deletes the waiting one; `--tier {there}` deletes the other one, "
+            "and `penstock drain` then copies the waiting one",
             style="yellow",
         )
     lost = {step for state in states for step in state.lost}
     for steps, what in (
-        (sorted({r.step for r in left if r.step not in lost}), "; the same command goes on"),
+        (sorted({r.step for r in left if r.step not in lost}), "; the same command continues"),
         (sorted({r.step for r in left if r.step in lost}), ", once the cause is removed"),
     ):
         if steps:
@@ -291,6 +291,6 @@ def _print_failures(outcome: DrainOutcome) -> None:
             print_line(f"step {state.step} was on its way to tier {state.target}: {done}{hangs}")
     for name, why in outcome.silent.items():
         print_line(
-            f"tier {name} does not answer, so what is left there is not known: {why}",
+            f"tier {name} does not answer, so it may hold more to copy: {why}",
             style="red",
         )

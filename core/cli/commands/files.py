@@ -12,6 +12,7 @@ from penstock import export_checkpoint, import_checkpoint
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.cli.app import Exclude, Include, Json, Step, Url, command, root, size_of
 from penstock.core.cli.output.render import print_json, print_line
+from penstock.core.errors import StepExistsError
 from penstock.core.reporting.progress import ProgressBar
 from penstock.core.restore.checkpoint import Checkpoint
 from penstock.core.storage.open import open_backend
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 _Rename = Annotated[
     list[str] | None,
     typer.Option(
-        "--rename", metavar="OLD=NEW", help="Put NEW for OLD where a path begins; repeatable."
+        "--rename", metavar="OLD=NEW", help="Replace OLD by NEW at the start of paths; repeatable."
     ),
 ]
 
@@ -32,7 +33,7 @@ def _pairs(texts: Sequence[str] | None) -> dict[str, str] | None:
     """Parse `OLD=NEW` texts.
 
     Raises:
-        typer.BadParameter: One has no `=`, or two have the same OLD.
+        typer.BadParameter: A text has no `=`, or two have the same OLD.
     """
     found: dict[str, str] = {}
     for text in texts or ():
@@ -64,7 +65,7 @@ def export(  # noqa: PLR0913 - its options
         typer.Option(
             metavar="SIZE",
             parser=size_of,
-            help="The most bytes in one file of safetensors.",
+            help="The most bytes in one safetensors file.",
             show_default="5GB",
         ),
     ] = 5 * 10**9,
@@ -73,7 +74,7 @@ def export(  # noqa: PLR0913 - its options
     ] = False,
     config_from: Annotated[
         str | None,
-        typer.Option(metavar="DIR", help="Copy config.json and tokenizer files from there."),
+        typer.Option(metavar="DIR", help="Copy config.json and tokenizer files from this folder."),
     ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace an earlier export at OUT.")
@@ -82,9 +83,9 @@ def export(  # noqa: PLR0913 - its options
 ) -> None:
     r"""Write a checkpoint, by default the latest one, as files of another tool.
 
-    With `--to safetensors` it is a folder as Hugging Face has it, or one file if OUT ends in
-    .safetensors, of what is below `model` unless --include names something else. Every checksum is
-    compared on the way, and OUT appears when it is whole and durable, not before.
+    With `--to safetensors`, OUT is a folder in Hugging Face's layout, or one file if OUT ends in
+    .safetensors, with the objects below `model` unless --include selects others. Every checksum is
+    compared on the way, and OUT appears only when it is whole and durable.
 
     Examples:
       penstock export runs/gpt gpt-hf --to safetensors \
@@ -128,7 +129,7 @@ def export(  # noqa: PLR0913 - its options
 @command("import")
 def import_(  # noqa: PLR0913 - its options
     source: Annotated[
-        str, typer.Argument(metavar="FROM", help="The file or folder to import; is not changed.")
+        str, typer.Argument(metavar="FROM", help="The file or folder to import; not changed.")
     ],
     run: Annotated[str, root("RUN", "the run to save to")],
     *,
@@ -155,31 +156,37 @@ def import_(  # noqa: PLR0913 - its options
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Save what is in files of another tool as a checkpoint of a run.
+    """Save the contents of files of another tool as a checkpoint of a run.
 
-    Takes safetensors and old .bin files as Hugging Face has them, adapters of PEFT, files of
-    torch.save, and folders of torch.distributed.checkpoint and of DeepSpeed with ZeRO. No code that
-    is in a file runs: what cannot be read without that is refused by name. An import that fails
-    leaves the run as it was.
+    Reads safetensors and old .bin files in Hugging Face's layout, PEFT adapters, files of
+    torch.save, and folders of torch.distributed.checkpoint and of DeepSpeed with ZeRO. No code in a
+    file runs: objects that need it are refused by name. A failed import leaves the run unchanged.
 
     Examples:
       penstock import gpt2/ runs/gpt
       penstock import old.pt runs/gpt --rename sd=model
       penstock import dcp/step-900 runs/gpt --step 900
     """
-    with closing(ProgressBar("import", every_s=None, transient=True)) as bar:
-        report = import_checkpoint(
-            source,
-            run,
-            step=step,
-            format=format,
-            include=include or None,
-            exclude=exclude or None,
-            rename=_pairs(rename),
-            names_from=names_from,
-            overwrite=overwrite,
-            on_progress=bar,
+    try:
+        with closing(ProgressBar("import", every_s=None, transient=True)) as bar:
+            report = import_checkpoint(
+                source,
+                run,
+                step=step,
+                format=format,
+                include=include or None,
+                exclude=exclude or None,
+                rename=_pairs(rename),
+                names_from=names_from,
+                overwrite=overwrite,
+                on_progress=bar,
+            )
+    except StepExistsError as error:  # its advice is for callers in Python
+        msg = (
+            f"{run} has step {step} or a later one: choose a later --step, or save this one "
+            "with --overwrite"
         )
+        raise StepExistsError(msg) from error
     if as_json:
         print_json({"source": source, **asdict(report)})
         return

@@ -61,10 +61,10 @@ if TYPE_CHECKING:
     Metadata = Mapping[str, Any]
 
 _RUNS_SHOWN = 20
-_KEEP_USUAL, _KEEP_WANTED = 6, 9  # of columns of metrics; those that the user names stay longest
+_KEEP_USUAL, _KEEP_WANTED = 6, 9  # of metric columns; those that the user names stay longest
 
-_SHOWN = 3  # the columns that fit a terminal of 80 cells beside step, age, sizes and state
-_LONGEST = 14  # cells of a title; a longer key stays in the text of all metadata
+_SHOWN = 3  # the metric columns that fit 80 cells with step, age, sizes and state
+_LONGEST = 14  # cells of a title; a longer key stays in the METADATA column
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +75,9 @@ class Listed:
         step: The step.
         record: The commit record; None if it is unreadable.
         error: The reason why the record is unreadable.
-        tiers: The names of the tiers that have the record, of a run in tiers.
+        tiers: For a run in tiers, the names of the tiers that have the record.
         waiting: Whether the checkpoint has yet to be copied from a tier to the next one.
-        notes: What the commit record and the notes on the checkpoint say; None as `record`.
+        notes: The data of the commit record and of the checkpoint's notes; None if `record` is.
     """
 
     step: int
@@ -99,7 +99,7 @@ def ls(
         str,
         typer.Option(
             metavar="KEY,...",
-            help="Columns for these keys of metadata, `a.b` for one inside another.",
+            help="Columns for these keys of metadata; `a.b` for a nested key.",
             show_default="up to three that most checkpoints have",
         ),
     ] = "",
@@ -114,7 +114,7 @@ def ls(
     checks the data. Reads one small record for each checkpoint.
 
     STORED is the size of the blobs, including the gaps that direct I/O needs; RATIO is RAW over
-    STORED; `penstock show` counts what the objects themselves take.
+    STORED. `penstock show` counts the objects without gaps.
 
     Examples:
       penstock ls runs/gpt
@@ -183,7 +183,7 @@ class Kept:
 
 
 def kept_for_borrowers(backend: Backend, records: Sequence[CommitRecord]) -> list[Kept]:
-    """Return what is kept of deleted checkpoints, those of known steps first."""
+    """Return the kept blobs of deleted checkpoints, those of known steps first."""
     lent = borrowers_of_deleted_saves(records)
     lenders = find_lenders(records, lent)
     sizes = borrowed_bytes(backend, records, lent)
@@ -208,12 +208,10 @@ def _print_kept(kept: Sequence[Kept], url: str) -> None:
 
 
 def free_by_compacting(url: str) -> str:
-    """Return the words that say how to free what is kept; `url` is as the user gave it."""
-    # Not "frees that": checkpoints that stand alone may take more than what is kept for them,
-    # most of all where `share` has stored something once for many steps.
-    return (
-        f"`penstock compact {shlex.quote(url)} --dry-run` says what the run would take without that"
-    )
+    """Return advice on how to free kept data; `url` is as the user gave it."""
+    # Not "frees that": independent checkpoints may take more than the data kept for them, most of
+    # all if `share` has stored something once for many steps.
+    return f"`penstock compact {shlex.quote(url)} --dry-run` shows the run's size without that"
 
 
 def _columns(
@@ -223,7 +221,7 @@ def _columns(
     *,
     tiered: bool,
 ) -> Iterator[Column[Listed]]:
-    """Yield the columns for these checkpoints, with those of chains and tiers only where needed."""
+    """Yield the columns for these checkpoints; those of chains and tiers only if needed."""
     now_s = time.time()
     noted = [one.notes for one in listed if one.notes]
     metrics = wanted or usual_metrics([notes.metadata for notes in noted])
@@ -235,7 +233,7 @@ def _columns(
     yield _of_record("OBJECTS", 4, lambda record: str(record.objects))
     yield _of_record("RAW", 5, lambda record: size_text(record.bytes_raw))
     yield _of_record("STORED", 6, lambda record: size_text(record.bytes_stored))
-    if lenders:  # all blobs that a checkpoint needs, its own and borrowed ones
+    if lenders:  # the size of all blobs that a checkpoint needs, own and borrowed
         yield _of_record("NEEDS", 3, lambda record: size_text(record.bytes_needed))
     yield _of_record("RATIO", 2, lambda record: ratio_text(record.bytes_raw, record.bytes_stored))
     yield Column("STATE", lambda one: state_cell("damaged" if one.record is None else "ok"))
@@ -246,18 +244,18 @@ def _columns(
     for name in metrics:
         keep = _KEEP_WANTED if wanted else _KEEP_USUAL
         yield Column(name, partial(_metric_text, name), right=True, keep=keep)
-    # Beside metrics that the user has named, the rest of the metadata was not asked for.
+    # A user who names metrics did not ask for the rest of the metadata.
     if not wanted and (not metrics or any(notes.metadata.keys() - metrics for notes in noted)):
         yield Column("METADATA", partial(_rest_text, metrics), keep=3, flexible=True)
 
 
 def _of_record(title: str, keep: int, text: Callable[[CommitRecord], str | Cell]) -> Column[Listed]:
-    """Return a column on commit records; its cell is `-` where the record is unreadable."""
+    """Return a column on commit records; its cell is `-` if the record is unreadable."""
     return Column(title, lambda one: text(one.record) if one.record else "-", right=True, keep=keep)
 
 
 def _unrecorded(backends: Sequence[Backend], listed: Sequence[Listed]) -> dict[str, int]:
-    """Return the steps, by uid, of saves that lack nothing but their commit record."""
+    """Return the steps, by uid, of saves that lack only their commit record."""
     records = [one.record for one in listed if one.record is not None]
     steps = [one.step for one in listed]
     found: dict[str, int] = {}
@@ -273,9 +271,9 @@ def _print_unrecorded(waiting: dict[str, int]) -> None:
     shown = ", ".join(map(str, steps[:_RUNS_SHOWN])) + (", ..." if steps[_RUNS_SHOWN:] else "")
     print_line(
         f"{len(waiting)} attempt{'' if len(waiting) == 1 else 's'} to save (step {shown}) lack"
-        f"{'s' if len(waiting) == 1 else ''} nothing but the commit record: a save under way, one "
-        "that broke off in its last moment, or a run that was copied without its folder "
-        "`commits`: then bring the files in that, too",
+        f"{'s' if len(waiting) == 1 else ''} only the commit record: a save under way, one that "
+        "broke off at its end, or a run that was copied without its folder `commits`: then copy "
+        "its files too",
         style="yellow",
     )
 
@@ -283,7 +281,7 @@ def _print_unrecorded(waiting: dict[str, int]) -> None:
 def _print_runs_near(folder: Path | None) -> None:
     around = None if folder is None else run_around(folder)
     if around is not None:
-        print_line(f"this is a folder inside the run {around}: list that")
+        print_line(f"this is a folder inside the run {around}: list that run")
         return
     found = [] if folder is None else runs_below(folder)
     if found:
@@ -319,7 +317,7 @@ def list_tiers(tiers: Sequence[Tier], silent: dict[str, str]) -> list[Listed]:
 
     Args:
         tiers: The tiers, fastest first.
-        silent: Receives the reason, by name, why a tier does not answer.
+        silent: Receives, by name, the reason why a tier does not answer.
 
     Raises:
         StorageError: No tier answers.
@@ -360,7 +358,7 @@ def _as_json(one: Listed, *, tiered: bool) -> dict[str, Any]:
 
 
 def record_json(record: CommitRecord, notes: Notes) -> dict[str, Any]:
-    """Return the fields of a commit record, and of the notes, that commands print as JSON."""
+    """Return the JSON fields of a commit record and of its notes."""
     return {
         "generation": record.generation,
         "uid": record.uid,
@@ -387,7 +385,7 @@ def _tiers_text(one: Listed) -> str:
 
 
 def _base_cell(lenders: Mapping[str, LendingSave], record: CommitRecord) -> str | Cell:
-    """Return the step that a checkpoint is encoded against, and what has become of it."""
+    """Return the step that a checkpoint is encoded against, and its state unless it is `ok`."""
     base = record.base
     if base is None:
         return "none"
@@ -413,16 +411,16 @@ def _rest_text(metrics: Sequence[str], one: Listed) -> str:
 def usual_metrics(metadata: Sequence[Metadata]) -> list[str]:
     """Return the few keys that are worth a column: numbers that most of the checkpoints have.
 
-    A number that never changes, such as a seed, is worth none.
+    A number that never changes, such as a seed, gets no column.
     """
-    found: dict[str, list[float]] = defaultdict(list)
-    for one in metadata:
-        for key, value in one.items():
+    numbers: dict[str, list[float]] = defaultdict(list)
+    for table in metadata:
+        for key, value in table.items():
             if isinstance(value, int | float) and not isinstance(value, bool):
-                found[key].append(value)
+                numbers[key].append(value)
     usual = [
         key
-        for key, values in found.items()
+        for key, values in numbers.items()
         if 2 * len(values) > len(metadata) and len(visible(key)) <= _LONGEST
         if len(values) == 1 or len(set(values)) > 1
     ]
@@ -430,10 +428,10 @@ def usual_metrics(metadata: Sequence[Metadata]) -> list[str]:
 
 
 def check_metrics(wanted: Sequence[str], metadata: Sequence[Metadata]) -> None:
-    """Refuse a metric that none of the checkpoints has; a run without checkpoints has no metrics.
+    """Refuse a metric that none of the checkpoints has, unless there are no checkpoints.
 
     Raises:
-        ConfigError: One is in no metadata.
+        ConfigError: A metric is in no metadata.
     """
     for name in wanted:
         if metadata and all(metric_of(one, name) is None for one in metadata):

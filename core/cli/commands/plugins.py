@@ -45,7 +45,7 @@ def plugins(
     ] = False,
     as_json: Json = False,
 ) -> bool:
-    """List the installed providers, codecs and backends, and why one cannot be used."""
+    """List the installed providers, codecs and backends, and why any cannot be used."""
     found = default_registry().listing(load=check)
     if as_json:
         print_json({"plugins": [asdict(info) for info in found]})
@@ -63,12 +63,12 @@ def plugins(
 def schema(
     *,
     as_json: Annotated[
-        bool, typer.Option("--json", help="What is printed is JSON in any case.")
+        bool, typer.Option("--json", help="No effect: the output is always JSON.")
     ] = False,
 ) -> None:
     """Print the JSON Schema of configuration files, for editors and other tools.
 
-    It holds the options of every backend and codec that is installed here.
+    Includes the options of every installed backend and codec.
 
     Examples:
       penstock schema > penstock.schema.json
@@ -80,14 +80,14 @@ def schema(
 def full_schema(registry: Registry) -> dict[str, Any]:
     """Return the configuration's schema, with a table for each installed backend and codec.
 
-    A broken plugin is left out, and a line on standard error names it.
+    Leaves out broken plugins, and names each on standard error.
     """
     schema = json_schema()
     definitions: dict[str, Any] = schema["$defs"]
     backends = _tables("backend", registry, definitions)
     codecs = _tables("codec", registry, definitions)
     definitions["BackendConfig"] = {"anyOf": backends}
-    # A codec without options may be given by its bare name.
+    # A codec without options may be given by name alone.
     bare = {"type": "string", "enum": [table["$ref"].rpartition(".")[2] for table in codecs]}
     definitions["CodecConfig"] = {"anyOf": [bare, *codecs]}
     return schema

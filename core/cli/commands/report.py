@@ -1,6 +1,6 @@
 """The `penstock report` command: one HTML file with charts, which needs no network.
 
-Stored texts may hold markup, and plotly shows some HTML in the texts of a chart: all are escaped.
+Escapes all stored texts: they may hold markup, and plotly shows some HTML in the texts of a chart.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Chart = dict[str, Any]
 _GREY, _BLUE, _OCHRE, _RED = "#9aa5b1", "#1f6f8b", "#d19a3c", "#b5412f"
 _SIZES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _TICKS = 8
-_LEAST_PART = 1 / 1000  # of the whole: smaller boxes are no more than a line, and may be millions
+_LEAST_PART = 1 / 1000  # of the whole: smaller boxes are just a line, and may be millions
 _ROWS = 500  # of the table of checkpoints; the newest ones
 _TITLES = (
     "step",
@@ -67,7 +67,7 @@ _TITLES = (
     "metadata",
 )
 
-# The policy keeps the page from loading anything, should some text become markup after all.
+# The policy keeps the page from loading anything, in case some text becomes markup.
 _PAGE = """<!doctype html>
 <html lang="en">
 <head>
@@ -106,13 +106,13 @@ def report(
         list[str] | None,
         typer.Option(
             metavar="FILE",
-            help="Events of saves, from a JsonLinesSink: times, blocked ones too; repeatable.",
+            help="Save events from a JsonLinesSink: times, including blocked time; repeatable.",
         ),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.")] = False,
     as_json: Json = False,
 ) -> None:
-    r"""Write one page with charts on a run: sizes by path and by step, times, gaps, chains, tiers.
+    r"""Write one page with charts of a run: sizes by path and by step, times, gaps, chains, tiers.
 
     The page needs no network and no server. Reads the records of the run, and the manifest of one
     checkpoint. Needs plotly: pip install 'penstock[report]'.
@@ -126,7 +126,7 @@ def report(
     if place.exists() and not overwrite:
         msg = f"{out} is there already; --overwrite replaces it"
         raise ConfigError(msg)
-    plotly_html()  # it is missing more often than anything else, and reading a run takes time
+    plotly_html()  # fail early: plotly is often missing, and reading a run takes time
     facts = gather(url, step, events or [])
     _replace(place, page_of(facts))
     if as_json:
@@ -191,7 +191,7 @@ def _summary(facts: RunFacts) -> Iterator[str]:
     stored = size_text(sum(record.bytes_stored for record in records))
     yield f"{counted(len(facts.listed), 'checkpoint')}, {stored} stored. Made on {now}."
     for name, why in facts.silent.items():
-        yield f"Tier {name} does not answer, so what it alone has is not shown: {why}"
+        yield f"Tier {name} does not answer, so checkpoints only there are not shown: {why}"
     for one in facts.listed:
         if one.error:
             yield f"Step {one.step} is damaged: {one.error}"
@@ -199,41 +199,41 @@ def _summary(facts: RunFacts) -> Iterator[str]:
 
 def _sections(facts: RunFacts) -> Iterator[tuple[str, str, Chart]]:
     text = (
-        "Areas are bytes in memory, colors how many times smaller they are stored. Click on a box "
-        "to go into it."
+        "Areas are bytes in memory; colors show how many times smaller they are stored. Click a "
+        "box to zoom in."
     )
     boxes = boxes_of(facts.objects, f"step {facts.step}")
     yield f"Sizes by path, step {facts.step}", text, size_map(boxes)
     text = (
-        "Stored is what the checkpoint's own blobs take, alignment gaps included; borrowed is what "
-        "it needs from blobs of other checkpoints."
+        "Stored is the size of the checkpoint's own blobs, including alignment gaps; borrowed is "
+        "what it needs from blobs of other checkpoints."
     )
     yield "Sizes over steps", text, sizes(facts)
     yield "Times of saves", _about_times(facts), save_times(facts)
     if gaps_of(facts):
         yield "Gaps", _about_gaps(facts), gaps(facts)
     if any(record.base is not None for record in facts.records):
-        text = "How many saves each checkpoint is away from one that stands alone."
+        text = "How many saves each checkpoint is away from one without a base."
         yield "Chains of deltas", text, chains(facts)
     if facts.tiers:
-        yield "Tiers", "Which tier has which checkpoint whole.", tiers(facts)
+        yield "Tiers", "Which tier has a whole copy of which checkpoint.", tiers(facts)
 
 
 def _about_times(facts: RunFacts) -> str:
     records = facts.records
     reported = sum(record.uid in facts.times for record in records)
     text = (
-        f"How long training was blocked, and the save went on in the background, is known from "
-        f"events for {reported} of {counted(len(records), 'checkpoint')}. "
+        f"Events give the blocked time and the background time for {reported} of "
+        f"{counted(len(records), 'checkpoint')}. "
         if reported
-        else "How long saves blocked training is not stored with a checkpoint: give a file of "
-        "events (JsonLinesSink) by --events to see it. "
+        else "Checkpoints do not store how long saves blocked training: give a file of events "
+        "(JsonLinesSink) by --events to see it. "
     )
     if reported < len(records):
         text += (
-            "Gray bars show what the run itself has: the time from the record with which a save "
-            "begins to write to its commit, in whole seconds, without blocked time before and "
-            "copies to slower tiers after. Copied checkpoints have none. "
+            "Gray bars show what the run itself has: the time from the start of writing to the "
+            "commit, in whole seconds, without earlier blocked time and later copies to slower "
+            "tiers. Copied checkpoints have none. "
         )
     if facts.unread:
         text += f"{counted(facts.unread, 'line')} of the files of events could not be read."
@@ -244,9 +244,8 @@ def _about_gaps(facts: RunFacts) -> str:
     step, longest = max(gaps_of(facts), key=lambda gap: gap[1])
     unit, length = unit_of(longest)
     return (
-        "The time from commit to commit of the checkpoints that are there; deleted ones between "
-        f"two of them make it longer. The longest is {longest / length:.3g} {unit}, before step "
-        f"{step}."
+        "The time from commit to commit of the existing checkpoints; deleted ones between them "
+        f"make it longer. The longest is {longest / length:.3g} {unit}, before step {step}."
     )
 
 
@@ -285,7 +284,7 @@ class SaveTimes:
     """How long a save took, from its event.
 
     Attributes:
-        blocked_s: How long training stood still.
+        blocked_s: How long training was blocked.
         total_s: From the call until the checkpoint was durable.
     """
 
@@ -300,14 +299,14 @@ class RunFacts:
     Attributes:
         url: The URL of the run.
         listed: Every step, ascending.
-        tiers: The names of the tiers, the fastest first; empty for a run in one place.
-        silent: The reason, by name, why a tier does not answer.
+        tiers: The names of the tiers, the fastest first; empty for a run without tiers.
+        silent: By name, the reason why a tier does not answer.
         step: The step of the checkpoint whose objects are shown.
         objects: Its objects, in tree order.
-        commit_s: By uid, of saves without an event, the time from the record with which a save
-            begins to write to its commit.
+        commit_s: By uid, for saves without an event, the time from the start of writing to the
+            commit.
         times: By uid, the times in events.
-        unread: How many lines of the files of events are no events.
+        unread: How many lines of the event files are not events.
     """
 
     url: str
@@ -332,7 +331,7 @@ def gather(url: str, step: int | None, events: Sequence[str]) -> RunFacts:
     Args:
         url: The URL of the run.
         step: The step of the checkpoint whose objects are shown; None: the latest.
-        events: Files of events, a line of JSON for each, as `JsonLinesSink` writes them.
+        events: Files of events, one line of JSON each, as written by `JsonLinesSink`.
 
     Raises:
         PenstockError: The run cannot be read, or has no checkpoint; or there is no such file.
@@ -359,9 +358,9 @@ def gather(url: str, step: int | None, events: Sequence[str]) -> RunFacts:
 
 
 def read_events(files: Sequence[str]) -> tuple[dict[str, SaveTimes], int]:
-    """Read the times of durable saves by uid; return as well how many lines are no events.
+    """Return the times of durable saves by uid, and the number of lines that are not events.
 
-    A process that was killed leaves half a line.
+    A killed process leaves half a line.
 
     Raises:
         ConfigError: A file cannot be read.
@@ -402,12 +401,12 @@ def _commit_seconds(places: Sequence[Backend], listed: Sequence[Listed]) -> dict
 
 
 def shown(text: str) -> str:
-    """Return a stored text for HTML: control characters visible, and nothing of it is markup."""
+    """Return a stored text for HTML: control characters visible, markup escaped."""
     return escape(visible(text))
 
 
 def size_map(boxes: Sequence[Box]) -> Chart:
-    """Return the treemap of objects: areas are raw bytes, colours ratios."""
+    """Return the treemap of objects: areas are raw bytes, colors are ratios."""
     ratios = [one.bytes_raw / one.bytes_stored if one.bytes_stored else None for one in boxes]
     about = [_about(one) for one in boxes]
     trace = {
@@ -463,7 +462,7 @@ def sizes(facts: RunFacts) -> Chart:
 
 
 def save_times(facts: RunFacts) -> Chart:
-    """Return the seconds of each save: from events, or, without any, what the records show."""
+    """Return the seconds of each save: from events, else from the records."""
     records = facts.records
     reported = [record for record in records if record.uid in facts.times]
     unreported = [r for r in records if r.uid not in facts.times and r.uid in facts.commit_s]
@@ -486,7 +485,7 @@ def save_times(facts: RunFacts) -> Chart:
 
 
 def gaps_of(facts: RunFacts) -> list[tuple[int, float]]:
-    """Return, for each step but the first, the seconds from the commit before to its own."""
+    """Return, for each step except the first, the seconds since the previous commit."""
     pairs = pairwise(facts.records)
     return [(late.step, created_s(late) - created_s(early)) for early, late in pairs]
 
@@ -511,7 +510,7 @@ def chains(facts: RunFacts) -> Chart:
     trace["mode"] = "lines+markers"
     trace["line"]["shape"] = "hv"
     trace["customdata"] = [
-        "stands alone" if record.base is None else f"encoded against step {record.base.step}"
+        "no base" if record.base is None else f"encoded against step {record.base.step}"
         for record in records
     ]
     trace["hovertemplate"] = "step %{x}: %{customdata}<extra></extra>"
@@ -566,7 +565,7 @@ def _chart(traces: list[Chart], **layout: Any) -> Chart:
     margin = {"l": 56, "r": 8, "t": 8, "b": 48}
     legend = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0}
     plain: Chart = {"template": "plotly_white", "height": 300, "margin": margin, "legend": legend}
-    plain["dragmode"] = False  # a finger that scrolls the page would zoom instead
+    plain["dragmode"] = False  # else scrolling the page with a finger would zoom
     return {"data": traces, "layout": {**plain, "xaxis": steps, **layout}}
 
 
@@ -584,7 +583,7 @@ class Box(Sum):
 
 
 def boxes_of(objects: Sequence[Shown], name: str) -> list[Box]:
-    """Return the boxes, the outermost one, called `name`, first; small ones are put together."""
+    """Return the boxes, the outermost one, called `name`, first; merge small ones."""
     numbers = map(str, count())
     outer = _box(next(numbers), "", name, objects)
     tree = grown((one.record.path, one) for one in objects)

@@ -68,8 +68,8 @@ if TYPE_CHECKING:
 GROUPINGS = ("codec", "rule", "role", "dtype")
 """The values of `--by`."""
 
-_CODECS_OF_A_CONTAINER = 2  # the most that a container names; more would fill the table
-# What stays longest in a narrow terminal has the highest numbers.
+_CODECS_OF_A_CONTAINER = 2  # the most codecs shown for a container
+# In a narrow terminal, columns with the highest numbers stay longest.
 _STATS = {"min": 13, "max": 12, "mean": 14, "std": 11, "nan": 16, "inf": 15}
 _ERRORS = {"absolute": ("ABS ERROR", 6), "relative": ("REL ERROR", 7)}
 
@@ -81,13 +81,13 @@ class Shown:
     Attributes:
         record: The object's record in the manifest.
         codecs: The codecs of its frames, in the order of encoding.
-        bytes_stored: Its bytes in the blobs of the checkpoint itself; of a slab, which holds
-            several objects, its share.
-        bytes_borrowed: Likewise its bytes in the blobs of other saves: frames that it shares, and
-            those that its own ones are encoded against.
-        links: How many frames of other chunks its deepest frame needs, one below the other.
-        stats: Statistics of its values, if they were asked for and can be computed.
-        rounding: Its codecs that are lossy, and those of which that is unknown.
+        bytes_stored: Its bytes in the checkpoint's own blobs; of a slab, which holds several
+            objects, its share.
+        bytes_borrowed: Its bytes in the blobs of other saves: shared frames, and frames that its
+            own are encoded against.
+        links: How many frames of other chunks its deepest frame needs, one after the other.
+        stats: Statistics of its values, if requested and computable.
+        rounding: Its lossy codecs, and those that may be lossy.
     """
 
     record: ObjectRecord
@@ -137,7 +137,7 @@ def show(  # noqa: PLR0913 - its options
         bool | None,
         typer.Option(
             "--tree/--flat",
-            help="Indented, with sums; or one line with the whole path for each object.",
+            help="Print an indented tree with sums, or one line with the whole path per object.",
             show_default="a tree in a terminal, flat in a pipe",
         ),
     ] = None,
@@ -146,19 +146,17 @@ def show(  # noqa: PLR0913 - its options
     ] = None,
     by: Annotated[
         str | None,
-        typer.Option(
-            metavar="WHAT", help="Sums instead of objects: by `codec`, `rule`, `role` or `dtype`."
-        ),
+        typer.Option(metavar="WHAT", help="Sum objects by `codec`, `rule`, `role` or `dtype`."),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Show the objects of one checkpoint: type, shape, bytes, ratio, codecs, role.
 
-    Reads the manifest only, unless --stats is given. A pattern is a path with `*` (within one
-    segment), `**` (any number), `?`, `[..]`; a bare prefix takes all that is below it.
+    Reads only the manifest, unless --stats is given. A pattern is a path with `*` (within one
+    segment), `**` (any number), `?`, `[..]`; a bare prefix selects everything below it.
 
-    STORED is what an object takes without the gaps between objects, RATIO is BYTES over STORED;
-    `penstock ls` counts the gaps, too. BORROWED is what it needs of the blobs of other checkpoints.
+    STORED is an object's size without the gaps between objects; `penstock ls` includes the gaps.
+    RATIO is BYTES over STORED. BORROWED is what it needs from blobs of other checkpoints.
 
     Examples:
       penstock show runs/gpt --depth 1
@@ -181,7 +179,7 @@ def show(  # noqa: PLR0913 - its options
         checkpoint = Checkpoint.open(backend, step)
         contents = checkpoint.contents
         objects = contents.objects()
-        # Before anything is printed: a misspelt pattern would look like an empty checkpoint.
+        # Before printing: a misspelled pattern would look like an empty checkpoint.
         selection.check_used(one.path for one in objects)
         chosen = [one for one in objects if selection.selects(one.path)]
         shown = [describe(one, contents, checkpoint.rounding([one])) for one in chosen]
@@ -220,10 +218,10 @@ def show(  # noqa: PLR0913 - its options
 
 
 def _check_grouping(url: str, by: str, *, objects: bool) -> None:
-    """Refuse groups that do not exist, and groups beside options of objects."""
+    """Refuse unknown groupings, and groupings combined with options for objects."""
     msg = ""
     if by not in GROUPINGS:
-        msg = f"--by: {by!r} is none of {', '.join(GROUPINGS)}"
+        msg = f"--by: {by!r} is not one of {', '.join(GROUPINGS)}"
     elif objects:
         msg = "--by prints no objects; leave out --tree, --flat, --depth and --stats"
     elif by == "rule" and not is_configuration(url):
@@ -251,7 +249,7 @@ def _grouping(by: str, rules: str) -> Callable[[Shown], str]:
 
 
 def describe(record: ObjectRecord, contents: Contents, rounding: Rounding = Rounding()) -> Shown:
-    """Return how an object is stored, as the manifest says."""
+    """Return how an object is stored, according to the manifest."""
     found = storage_of(record, contents)
     return Shown(
         record,
@@ -280,7 +278,7 @@ def _print_head(record: CommitRecord, notes: Notes, chain: Sequence[Link]) -> No
 
 @dataclass(frozen=True, slots=True)
 class _TableLine:
-    """A line of the table: an object, or with `leaf` None a container of several."""
+    """A line of the table: an object, or, with `leaf` None, a container of objects."""
 
     name: str
     objects: Sequence[Shown]
@@ -304,7 +302,7 @@ def _lines(root: Branch[Shown], level: int, depth: int | None) -> Iterator[_Tabl
     """Yield the lines below a branch from the top down; branches at `depth` are folded."""
     for branch in root.below.values():
         name = "  " * level + show_segment(branch.segment)
-        # Both: one path may hold an object and be the beginning of longer paths.
+        # Both: one path may hold an object and be a prefix of longer paths.
         if branch.item is not None:
             yield _TableLine(_name(branch.item, name), [branch.item], branch.item)
         if branch.below:
@@ -374,7 +372,7 @@ def _shape_text(line: _TableLine) -> str:
 
 
 def _codecs_of(line: _TableLine) -> str:
-    """Return the codecs of an object, or of a container's objects, those of most bytes first."""
+    """Return the codecs of an object, or of a container's objects, by bytes, largest first."""
     if line.leaf is not None:
         return _codecs_text(line.leaf)
     sums = totals(one.as_sum(_codecs_text(one)) for one in line.objects if not one.elsewhere)
@@ -384,7 +382,7 @@ def _codecs_of(line: _TableLine) -> str:
 
 
 def _figure_text(name: str, line: _TableLine) -> str:
-    """Return a figure of the statistics, or of the errors of rounding, of an object."""
+    """Return a figure of an object's statistics or rounding errors."""
     figures = () if line.leaf is None else (line.leaf.stats, line.leaf.record.errors)
     found = (getattr(figure, name) for figure in figures if hasattr(figure, name))
     return next(map(number_text, found), "")
@@ -398,33 +396,33 @@ def _print_sum(record: CommitRecord, shown: list[Shown]) -> None:
     if whole.bytes_borrowed:
         text += f", {size_text(whole.bytes_borrowed)} borrowed"
     blobs = size_text(record.bytes_stored)
-    # `ls` prints the figures of the blobs, so another ratio.
+    # `ls` prints the size of the blobs, and so another ratio.
     if len(shown) == record.objects and blobs != stored:
         ratio = ratio_text(record.bytes_raw, record.bytes_stored)
-        text += f"; its blobs take {blobs} ({ratio}), alignment gaps included"
+        text += f"; its blobs take {blobs} ({ratio}), including alignment gaps"
     print_line("")
     print_line(text)
 
 
 def _print_rounding(shown: list[Shown]) -> None:
-    """Print which of the objects are not stored with the values that were saved."""
+    """Print which of the objects are not stored with their saved values."""
     rounded = [one for one in shown if one.rounding.lossy]
     if rounded:
         codecs = sorted({name for one in rounded for name in one.rounding.lossy})
         print_line(
-            f"{len(rounded)} of these are rounded: codecs marked lossy "
+            f"{len(rounded)} of these are rounded: lossy codecs "
             f"({', '.join(codecs)}) have changed their values"
         )
     unknown = sorted({name for one in shown for name in one.rounding.unknown})
     if unknown:
         print_line(
-            f"whether {', '.join(unknown)} is lossy is not known: it is not installed",
+            f"{', '.join(unknown)} may be lossy: not installed, so not known",
             style="yellow",
         )
 
 
 def _print_choices(choices: Sequence[ChoiceRecord]) -> None:
-    """Print why the objects have the codecs that were chosen for them by measurement."""
+    """Print the reasons for codecs that were chosen by measurement."""
     for choice in choices:
         print_line(f"chosen for {choice.objects}: {choice.why}")
 
@@ -467,7 +465,7 @@ def _as_json(one: Shown, *, stats: bool) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What restoring some objects reads of the blobs of one save.
+    """What a restore of some objects reads from the blobs of one save.
 
     Attributes:
         lender: The save; the first link of a chain is the checkpoint itself.
@@ -481,14 +479,14 @@ class Link:
 
 
 def depth_of(record: ObjectRecord) -> int:
-    """Return how many frames lie below the deepest frame of an object."""
+    """Return how many other frames the deepest frame of an object needs."""
     return max((len(list(frame.links())) - 1 for frame in _frames(record)), default=0)
 
 
 def chain_of(backend: Backend, contents: Contents, chosen: Iterable[ObjectRecord]) -> list[Link]:
-    """Return the links that restoring `chosen` reads: the checkpoint's own, then the nearest ones.
+    """Return the links that a restore of `chosen` reads: the checkpoint's own, then the nearest.
 
-    Reads commit records until all saves are found; none for a checkpoint that borrows nothing.
+    Reads commit records until it finds all saves; none for a checkpoint that borrows nothing.
     """
     record = contents.record
     frames: dict[str, dict[tuple[str, int], int]] = defaultdict(dict)
@@ -520,8 +518,8 @@ def print_chain(links: Sequence[Link], age: int | None) -> None:
 
     Args:
         links: The links.
-        age: How many saves ago the newest checkpoint without a base was made; None: it has none
-            itself.
+        age: How many saves ago the newest checkpoint without a base was made; None if this
+            checkpoint has no base.
     """
     total = size_text(sum(link.bytes_read for link in links))
     kind = "it borrows blobs" if age is None else f"{counted(age, 'save')} after one without a base"

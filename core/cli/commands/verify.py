@@ -1,4 +1,4 @@
-"""The `penstock verify` command; exits with 1 where it returns False (`cli/app`).
+"""The `penstock verify` command; exits with 1 if it returns False (`cli/app`).
 
 Tested in `tests/core/cli/test_cli.py`.
 """
@@ -51,13 +51,13 @@ def verify(
         bool,
         typer.Option(
             "--deep/--quick",
-            help="Read and decode every frame, or check only the manifest's digests and the sizes.",
+            help="Read and decode every frame, or check only the manifest's digests and sizes.",
         ),
     ] = True,
     repair: Annotated[
         bool,
         typer.Option(
-            "--repair", help="With tiers: bring damaged copies anew from a good one, read first."
+            "--repair", help="With tiers: replace damaged copies from a verified good one."
         ),
     ] = False,
     as_json: Json = False,
@@ -95,7 +95,7 @@ def verify(
                         raise
                     continue  # deleted after the listing
                 if not as_json:
-                    _print(report, backend.url, told=_damaged_uids(reports))
+                    _print(report, backend.url, listed_uids=_damaged_uids(reports))
                 reports.append(report)
         ok = all(report.ok and not report.not_decoded for report in reports)
         if as_json:
@@ -137,7 +137,7 @@ def _verified(
     try:
         checkpoint = Checkpoint.open(backend, step, loader=loader)
     except DamagedError as error:
-        # A manifest that cannot be read is a finding, not an error: `--all` goes on to the next.
+        # An unreadable manifest is a finding, not an error: `--all` continues with the next step.
         damaged = tuple(Damage(name, str(error)) for name in error.damaged or (f"step {step}",))
         return VerifyReport(step, False, damaged, 0, 0, 0, deep, 0.0)
     if repairs is None:
@@ -160,21 +160,20 @@ def _damaged_uids(reports: Sequence[VerifyReport]) -> set[str]:
     return {uid for damage in damaged if (uid := blob_uid(damage.blob)) is not None}
 
 
-def _print(report: VerifyReport, url: str, told: Collection[str]) -> None:
-    _print_verdict(report, url, told)
+def _print(report: VerifyReport, url: str, listed_uids: Collection[str]) -> None:
+    _print_verdict(report, url, listed_uids)
     if report.lossy:
         print_line(
-            f"lossy codecs in step {report.step}: {', '.join(report.lossy)}; values that "
-            "went through these are as they were rounded by the save, and whole means that they "
-            "still decode to the same"
+            f"lossy codecs in step {report.step}: {', '.join(report.lossy)}; the save rounded "
+            "values with these, and whole means that they still decode to the rounded values"
         )
 
 
-def _print_verdict(report: VerifyReport, url: str, told: Collection[str]) -> None:
+def _print_verdict(report: VerifyReport, url: str, listed_uids: Collection[str]) -> None:
     looked = f"{report.objects} objects, {size_text(report.bytes_read)} read"
     if report.deep:
         looked = f"{report.frames} frames of {looked}"
-    if report.not_decoded:  # no damage, but not all was checked: the command exits with 1
+    if report.not_decoded:  # no damage, but not everything was checked: the command exits with 1
         whole = "stored bytes are whole; " if report.ok else ""
         print_line(
             f"step {report.step} of {url}: {whole}decoding not checked: "
@@ -184,14 +183,14 @@ def _print_verdict(report: VerifyReport, url: str, told: Collection[str]) -> Non
         if report.ok:
             return
     if report.ok and not report.damaged:
-        how = "whole" if report.deep else "whole as far as its manifest and sizes say"
+        how = "whole" if report.deep else "whole according to its manifest and sizes"
         where = f" in {' and '.join(report.tiers)}" if report.tiers else ""
         print_line(
             f"step {report.step} is {how}{where}: {looked} in {report.seconds:.1f} s", style="green"
         )
         return
     # The damage in one save is listed once, with the first step that needs it.
-    print_damage([damage for damage in report.damaged if blob_uid(damage.blob) not in told])
+    print_damage([damage for damage in report.damaged if blob_uid(damage.blob) not in listed_uids])
     for repair in report.repairs:
         _print_repair(repair)
     if report.ok:
@@ -205,31 +204,31 @@ def _print_verdict(report: VerifyReport, url: str, told: Collection[str]) -> Non
     )
     if report.links:
         links = listed([*map(str, report.links)])
-        where = "; it is listed above" if all(link.uid in told for link in report.links) else ""
-        print_line(f"the damage lies in its chain, in the blobs of {links}{where}")
+        above = all(link.uid in listed_uids for link in report.links)
+        where = "; it is listed above" if above else ""
+        print_line(f"the damage is in its chain, in the blobs of {links}{where}")
     if len(report.tiers) > 1 and not report.repairs:
-        print_line("--repair brings bad copies anew from a good one")
+        print_line("--repair replaces bad copies from a good one")
 
 
 def _print_repair(repair: Repair) -> None:
     if repair.source is None:
         print_line(f"not repaired in tier {repair.tier}: {repair.error or ''}")
     elif repair.error is None:
-        print_line(f"brought anew in tier {repair.tier}, from {repair.source}")
+        print_line(f"replaced in tier {repair.tier}, from {repair.source}")
     else:
         print_line(
-            f"brought anew in tier {repair.tier}, from {repair.source}, and not whole: "
-            f"{repair.error}"
+            f"replaced in tier {repair.tier}, from {repair.source}, but not whole: {repair.error}"
         )
 
 
 @dataclass(slots=True)
 class Group:
-    """The damage in one blob: dicts with keys only, since a dict keeps its order.
+    """The damage in one blob, as dicts with keys only, since a dict keeps its order.
 
     Attributes:
-        causes: The details that were found there, each once.
-        hit: The objects and records that lie there, each once.
+        causes: The details of the damage, each once.
+        hit: The damaged objects and records, each once.
     """
 
     causes: dict[str, None] = field(default_factory=dict)
@@ -237,12 +236,12 @@ class Group:
 
 
 def grouped(damaged: Iterable[Damage]) -> list[Group]:
-    """Group damage by the blob of one tier; damage that names no blob, by its detail."""
+    """Group damage by blob and tier, or by its detail if it names no blob."""
     groups: dict[tuple[str, str], Group] = {}
     for one in damaged:
         tier = _TIER.match(one.detail)
-        # Damage names an object and, in the detail, the blob; only damage of a whole blob names it
-        # as the subject.
+        # Damage names an object and, in the detail, the blob; only damage of a whole blob names the
+        # blob as the subject.
         blob = _BLOB.fullmatch(one.what) or _BLOB.search(one.detail)
         where = (tier[0] if tier else "", blob[0]) if blob else ("", one.detail)
         group = groups.setdefault(where, Group())
@@ -256,7 +255,7 @@ def grouped(damaged: Iterable[Damage]) -> list[Group]:
 
 
 def print_damage(damaged: Iterable[Damage]) -> None:
-    """Print the causes in each blob, then the objects hit: the first few of each, and a count."""
+    """Print each blob's causes, then its damaged objects: the first few of each, and a count."""
     for group in grouped(damaged):
         for cause in list(group.causes)[:_SHOWN]:
             print_line(cause)

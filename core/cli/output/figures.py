@@ -1,4 +1,4 @@
-"""Figures of objects: sums over groups of them, a tree of them, statistics of their values.
+"""Figures of objects: sums over groups, a tree by path, statistics of values.
 
 Tested in `tests/core/cli/test_show.py`.
 """
@@ -28,9 +28,9 @@ class Sum:
 
     Attributes:
         group: The name of the group.
-        objects: The number of objects, tied ones included.
+        objects: The number of objects, including tied ones.
         bytes_raw: Their bytes; tied tensors count once.
-        bytes_stored: Their bytes in the blobs of the checkpoint itself.
+        bytes_stored: Their bytes in the checkpoint's own blobs.
         bytes_borrowed: The bytes that they need from blobs of other saves.
     """
 
@@ -42,7 +42,7 @@ class Sum:
 
 
 def total(group: str, parts: Sequence[Sum]) -> Sum:
-    """Add up sums, for a group of all of them."""
+    """Return the total of `parts` as a group."""
     return Sum(
         group,
         sum(one.objects for one in parts),
@@ -53,7 +53,7 @@ def total(group: str, parts: Sequence[Sum]) -> Sum:
 
 
 def totals(sums: Iterable[Sum]) -> list[Sum]:
-    """Add up the sums of each group; return one for each, the group of most bytes first."""
+    """Return the total of each group, the largest group first."""
     groups: dict[str, list[Sum]] = {}
     for one in sums:
         groups.setdefault(one.group, []).append(one)
@@ -94,7 +94,7 @@ class Branch(Generic[T]):
 
 
 def grown(items: Iterable[tuple[tuple[str, ...], T]]) -> Branch[T]:
-    """Build the tree of items by path; a branch stands where its first item stood."""
+    """Build the tree of items by path; a branch is placed where its first item was."""
     root: Branch[T] = Branch("")
     for path, item in items:
         branch = root
@@ -114,8 +114,8 @@ class Stats:
         min: The least finite value.
         max: The greatest finite value.
         mean: The mean of the finite values, in double precision.
-        std: The standard deviation of the finite values as a population, not as a sample.
-        nan: The number of values that are not a number.
+        std: The population standard deviation of the finite values.
+        nan: The number of NaN values.
         inf: The number of infinite values, of either sign.
     """
 
@@ -135,7 +135,7 @@ def tensor_stats(
     Args:
         checkpoint: The checkpoint that holds the tensor.
         record: The tensor's record.
-        piece_bytes: How much of the tensor is in memory at a time.
+        piece_bytes: How much of the tensor to hold in memory at a time.
 
     Returns:
         None for values without an order (complex, dates, bytes), and for tied objects.
@@ -175,7 +175,7 @@ def pieces(shape: tuple[int, ...], limit: int) -> Iterator[Region]:
 class _Running:
     """Running mean and sum of squared deviations, merged by piece (Chan, Golub, LeVeque 1979).
 
-    Sums of squares alone would cancel where the mean is large against the deviation.
+    Sums of squares alone would cancel if the mean is large compared to the deviation.
     """
 
     def __init__(self) -> None:
@@ -228,7 +228,7 @@ class _Running:
 
 
 def _real(value: Any, dtype: str) -> Any:
-    """Return a tensor or array as an array of ordered numbers; None if it has none."""
+    """Return a tensor or array as an array of ordered numbers; None if it has no order."""
     import numpy as np  # noqa: PLC0415 - only where values are read
 
     if isinstance(value, np.ndarray):

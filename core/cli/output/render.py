@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 _FLEXIBLE_MIN_WIDTH = 12
 _GAP = "  "  # between columns
-_LINES = re.compile(r"\n(?=  )")  # a line break with an indented line behind it
+_LINES = re.compile(r"\n(?=  )")  # a line break before an indented line
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +34,12 @@ class Column(Generic[T]):
 
     Attributes:
         title: The head of the column.
-        cell: Returns the cell of an item, which is one line of the table.
+        cell: Returns the cell of an item; each item is a line of the table.
         right: Whether its cells are aligned right.
-        keep: On a narrow terminal columns with the lowest `keep` go first; 0 stays always.
+        keep: A narrow terminal drops columns with the lowest `keep` first; 0 always stays.
         flexible: Whether its cells may be cut (with an ellipsis) to fit.
-        spare: Whether it goes before a flexible column is cut.
-        middle: Whether cells are cut in the middle, since the end of a path tells most.
+        spare: Whether the column is dropped before a flexible column is cut.
+        middle: Whether cells are cut in the middle; the end of a path matters most.
     """
 
     title: str
@@ -53,7 +53,7 @@ class Column(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A cell with a colour of its own."""
+    """A cell with its own color."""
 
     text: str
     style: str
@@ -62,19 +62,19 @@ class Cell:
 def print_json(value: Any) -> None:
     """Print one JSON document on standard output.
 
-    ASCII only: then no terminal or pipe with another encoding fails, and nothing stored in a name
-    can control a terminal.
+    ASCII only, so that no encoding of a terminal or pipe fails, and no stored name can control a
+    terminal.
     """
     sys.stdout.write(json.dumps(value, indent=2) + "\n")
 
 
 def print_line(text: str, *, hanging: int = 2, style: str = "") -> None:
-    """Print one line, escaped as by `visible`; in a terminal wrapped between words.
+    """Print one line, escaped as by `visible`; wrap it between words in a terminal.
 
     Args:
-        text: The line. A line break in it is escaped, too, since it is part of a stored name.
-        hanging: The number of further spaces before the lines that a terminal wraps.
-        style: The colour, used in a terminal only.
+        text: The line. A line break in it is escaped too, since it is part of a stored name.
+        hanging: The additional indentation of wrapped lines in a terminal.
+        style: The color, used only in a terminal.
     """
     text = visible(text)
     if not sys.stdout.isatty():
@@ -92,9 +92,9 @@ def warn(text: str) -> None:
 
 
 def wrapped(line: str, width: int, hanging: int = 2) -> str:
-    """Wrap a line between words; the other lines are indented by `hanging` more than the first.
+    """Wrap a line between words; indent further lines by `hanging` more than the first.
 
-    A word is never cut: the terminal wraps a long path, which can then still be copied.
+    Never cuts a word: the terminal wraps a long path, which the user can then still copy.
     """
     import textwrap  # noqa: PLC0415
 
@@ -109,9 +109,9 @@ def wrapped(line: str, width: int, hanging: int = 2) -> str:
 
 
 def print_table(columns: Sequence[Column[T]], items: Iterable[T]) -> None:
-    """Print a table that fits the terminal: leaves columns out, then cuts flexible ones.
+    """Print a table that fits the terminal: leaves out columns, then cuts flexible ones.
 
-    In a pipe nothing is left out, cut or coloured. Cells are printed with escapes, as by `visible`.
+    In a pipe nothing is left out, cut or colored. Cells are escaped as by `visible`.
     """
     head = [_cell(Cell(column.title, "bold")) for column in columns]
     rows = [head, *([_cell(column.cell(item)) for column in columns] for item in items)]
@@ -153,7 +153,7 @@ def fitting(
         if not droppable:
             break
         del shown[min(droppable, key=lambda n: (columns[n].keep, -n))]
-    for n, least in list(shown.items()):  # the width that is left goes to flexible columns in order
+    for n, least in list(shown.items()):  # flexible columns get the remaining width, in order
         shown[n] = least + max(0, min(wanted[n] - least, width - _total(shown)))
     return shown
 
@@ -161,7 +161,7 @@ def fitting(
 def shortened(text: str, width: int, *, middle: bool = False) -> str:
     """Cut the end of `text`, so that it takes `width` cells.
 
-    With `middle` its middle is cut: two thirds of the rest are its end.
+    With `middle`, cut its middle instead: two thirds of the result are its end.
     """
     kept, cut = width, text
     while kept and _cells(cut) > width:
@@ -172,7 +172,7 @@ def shortened(text: str, width: int, *, middle: bool = False) -> str:
 
 
 def visible(text: str) -> str:
-    """Return `text` with everything that could control or deceive a terminal as an escape."""
+    """Return `text` with escapes for characters that could control or deceive a terminal."""
     if text.isprintable():  # False also for format characters that reverse the direction of text
         return text
     return "".join(c if c.isprintable() else _escape(c) for c in text)
@@ -181,8 +181,8 @@ def visible(text: str) -> str:
 def visible_lines(message: str) -> list[str]:
     """Split a message before its indented lines, and return each line escaped.
 
-    Messages quote names that another user stored. A line break in such a name is escaped, since
-    the text behind it would look like a message of the command itself.
+    Messages quote names that another user stored. A line break in such a name is escaped: the text
+    after it would look like a message of the command itself.
     """
     return [visible(line) for line in _LINES.split(message)]
 
@@ -195,7 +195,7 @@ def number_text(value: float | None) -> str:
 
 
 def ratio_text(raw: int, stored: int) -> str:
-    """Format how many times smaller the stored bytes are; `-` where either is zero."""
+    """Format how many times smaller the stored bytes are; `-` if either is zero."""
     return f"{raw / stored:.2f}x" if raw and stored else "-"
 
 
@@ -209,7 +209,7 @@ def bar_text(share: float, width: int) -> str:
 
 
 def age_text(seconds: float) -> str:
-    """Format `3700` as `1 h`; a negative age, by clocks that differ, as `now`."""
+    """Format `3700` as `1 h`; a negative age (clocks differ) as `now`."""
     for unit in ("d", "h", "min", "s"):
         if seconds >= SECONDS[unit]:
             return f"{int(seconds // SECONDS[unit])} {unit}"
@@ -235,14 +235,14 @@ def steps_text(steps: Sequence[int]) -> str:
 
 
 def state_cell(state: str) -> Cell:
-    """Return a cell for a state: `ok` green, `found` without colour, all others red."""
+    """Return a cell for a state: `ok` green, `found` without color, all others red."""
     return Cell(state, {"ok": "green", "found": ""}.get(state, "bold red"))
 
 
 def _console() -> Console:
     from rich.console import Console  # noqa: PLC0415 - a tenth of the time that `ls` takes
 
-    # rich honours NO_COLOR by itself, but leaves bold and dim, which are escapes as well.
+    # rich honors NO_COLOR, but keeps bold and dim, which are escapes too.
     return Console(color_system=None if os.environ.get("NO_COLOR") else "auto")
 
 

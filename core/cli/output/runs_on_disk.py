@@ -1,4 +1,4 @@
-"""The folders of runs on this machine, and the quiet opening of tiers."""
+"""The folders of runs on this machine, and silenced loggers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ if TYPE_CHECKING:
 
 _DEPTH = 3
 _PARTS = {COMMIT_PREFIX.rstrip("/"), DATA_PREFIX.rstrip("/")}
-_FOLDERS = 2000  # the search is for a hint in a message, and must not take long
+_FOLDERS = 2000  # the search serves a hint in a message, and must not take long
+
+OPENING = "penstock.core.storage.open"
+"""The logger that warns when a plain path is opened without io_uring."""
 
 
 @contextmanager
 def quiet(name: str, level: int) -> Iterator[None]:
-    """Silence a logger below `level`, where the command prints the same itself."""
+    """Silence a logger below `level`, where its warnings are of no use to the command."""
     logger = logging.getLogger(name)
     before = logger.level
     logger.setLevel(level)
@@ -36,7 +39,7 @@ def quiet(name: str, level: int) -> Iterator[None]:
 
 
 def tiers_quiet() -> AbstractContextManager[None]:
-    """Silence the opening of tiers, for commands that print which tiers are away, and why."""
+    """Silence the opening of tiers, for commands that print which tiers are away and why."""
     return quiet("penstock.backends.tiered.backend", logging.CRITICAL)
 
 
@@ -54,7 +57,7 @@ def named_root(backend: Backend) -> Path | None:
 
 
 def same_place(one: Backend, other: Backend) -> bool:
-    """Return whether both are the same run, as far as their URLs tell."""
+    """Return whether both are the same run, judged by their URLs."""
     if one.url == other.url:
         return True
     roots = [named_root(backend) for backend in (one, other)]
@@ -67,7 +70,7 @@ def same_place(one: Backend, other: Backend) -> bool:
 def runs_below(folder: Path) -> list[Path]:
     """Return the roots of runs at most three levels below `folder`, sorted.
 
-    Runs inside of a run are not searched, and `folder` itself is not a run.
+    Does not search inside a run; `folder` itself is not a run.
     """
     found: list[Path] = []
     for parent, names, _ in islice(os.walk(folder), _FOLDERS):
@@ -81,7 +84,7 @@ def runs_below(folder: Path) -> list[Path]:
 
 
 def run_around(folder: Path) -> Path | None:
-    """Return the root of the run that `folder` is a part of, such as its `commits`, or None."""
+    """Return the root of the run that contains `folder`, such as its `commits`, or None."""
     return next(
         (
             parent

@@ -435,7 +435,7 @@ def test_no_data_is_deleted_while_something_cannot_be_read(store, catalog, victi
     assert report.uids == ()
     assert any(name in reason for reason in report.refused)
     if victim == "stray":
-        assert "no name of a commit record" in report.refused[0]
+        assert "not a commit record's name" in report.refused[0]
     assert data_names(uid) <= store.names()
 
 
@@ -741,7 +741,7 @@ def test_prune_takes_nothing_of_a_run_without_a_record_unless_told_to(store, cat
     for dry_run in (True, False):
         report = catalog.prune(dry_run=dry_run)
         assert (report.uids, report.unrecorded) == ((), (uid_of(1), uid_of(2)))
-        assert "data of 2 attempts to save, and not one commit record" in report.refused[0]
+        assert "data of 2 attempts to save, but no commit record" in report.refused[0]
     assert store.names() == before
     assert catalog.prune(everything=True).uids == (uid_of(1), uid_of(2))
     assert store.names() == set()
@@ -1017,7 +1017,7 @@ def test_a_checkpoint_takes_only_so_many_notes(store, catalog):
     uid = commit(store, 10)
     for number in range(MAX_NOTES):
         store.publish(f"{notes_prefix(uid)}{number}", b"")
-    with pytest.raises(ConfigError, match="1000 notes already"):
+    with pytest.raises(ConfigError, match="already has 1000 notes"):
         catalog.annotate(10, {"n": 1}, {})
 
 
@@ -1026,7 +1026,7 @@ def test_what_is_no_tag_is_refused(tag):
     with checkpointer(memory()) as ckpt:
         ckpt.save(make_state(1), 1).result()
         for call in (ckpt.pin, ckpt.unpin):
-            with pytest.raises(ConfigError, match="is no tag"):
+            with pytest.raises(ConfigError, match="is not a tag"):
                 call(1, tag)
         assert ckpt.info(1).tags == ()
 

@@ -216,7 +216,15 @@ def test_bench_that_is_told_to_end_leaves_nothing_behind(tmp_path, number):
 )
 def test_limit_is_named(measured, default, rows, what, why):
     report = _read(*measured(*rows, default=[default] * 2))
-    assert limit_of(report).lower() == f"{what} saves {why}, and {what} restores {why}.".lower()
+    text = limit_of(report).lower()
+    assert text.startswith(f"{what} saves {why}, and {what} restores {why}.".lower())
+    assert ("raise --seconds" in text) == (what.startswith("waiting"))
+
+
+def test_waiting_comes_with_advice_that_fits_what_was_tried(measured):
+    tried = row("engine", "chunk_bytes", 4 << 20, *[figures()] * 2)
+    text = limit_of(_read(*measured(tried, default=[figures()] * 2)))
+    assert text.endswith("No option that was tried helps: try a larger state (--size).")
 
 
 # -- tune -----------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ def test_ls_shows_the_base_of_each_checkpoint_and_what_it_needs(call, chained):
     assert columns(rows[0])[6] == columns(rows[0])[7]
     assert re.fullmatch(
         r"[\d.]+ KiB of 1 deleted or replaced checkpoint is kept, since step 3 needs it; "
-        rf"`penstock compact {chained} --dry-run` says what the run would take without that",
+        rf"`penstock compact {chained} --dry-run` shows the run's size without that",
         kept,
     )
 
@@ -79,13 +79,13 @@ def test_verify_lists_a_damaged_link_once_and_who_needs_it(call, tmp_path):
     assert done.code == 1
     assert done.out.count(f"cannot read data/{uid}/blobs/{blob.name}") == 1
     lines = done.out.splitlines()
-    above = "the damage lies in its chain, in the blobs of step 1; it is listed above"
+    above = "the damage is in its chain, in the blobs of step 1; it is listed above"
     assert lines.count(above) == 2
     assert lines[-2] == "step 1 is damaged: steps 2, 3 need it"
     assert lines[-1] == "4 checkpoints verified, 3 damaged"
     reports = call("verify", root, "--all", "--json").json["reports"]
     one = call("verify", root, "--step", 3).out.splitlines()
-    assert one[-1] == "the damage lies in its chain, in the blobs of step 1"
+    assert one[-1] == "the damage is in its chain, in the blobs of step 1"
     link = {"uid": uid, "step": 1, "state": "ok"}
     assert [report["links"] for report in reports] == [[], [], [link], [link]]
 

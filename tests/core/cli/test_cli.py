@@ -182,14 +182,14 @@ def test_a_wrong_option_is_shown_with_the_forms_that_are_right(penstock, run_fol
     for arguments, words in [
         (
             ("show", "--step", "abc"),
-            "'abc' is no step: give a whole number of at least 0, or `latest`",
+            "'abc' is not a step: give a whole number of at least 0, or `latest`",
         ),
-        (("verify", "--step", "-3"), "'-3' is no step: give a whole number of at least 0"),
-        (("diff", "--step-a", "new"), "'new' is no step: give a whole number of at least 0"),
+        (("verify", "--step", "-3"), "'-3' is not a step: give a whole number of at least 0"),
+        (("diff", "--step-a", "new"), "'new' is not a step: give a whole number of at least 0"),
         (("delete", "1.5"), "Invalid value for 'STEP': "),
         (
             ("copy", "to", "--step", "x"),
-            "'x' is no step: give a whole number of at least 0, or `latest`",
+            "'x' is not a step: give a whole number of at least 0, `latest` or `all`",
         ),
         (
             ("copy", "to", "--rate", "fast"),
@@ -219,7 +219,7 @@ def test_a_run_is_not_copied_onto_itself(penstock, tmp_path):
         assert "FROM and TO are the same run, " in done.stderr
         assert ": give another place to copy to" in done.stderr
     anew = penstock("copy", root, root, "--codec", "zstd", "--overwrite")
-    assert "step 1, the latest, is encoded anew" in anew.stdout
+    assert "step 1, the latest, is encoded again" in anew.stdout
     assert "1 objects" in anew.stdout
     assert penstock("copy", root, tmp_path / "run2").returncode == 0
 
@@ -528,7 +528,7 @@ def test_ls_of_a_folder_inside_a_run_names_the_run(penstock, run_folder, inside)
     assert done.returncode == 0
     assert done.stdout.splitlines() == [
         f"no checkpoints under file://{folder}",
-        f"this is a folder inside the run {run_folder}: list that",
+        f"this is a folder inside the run {run_folder}: list that run",
     ]
 
 
@@ -563,7 +563,7 @@ def test_ratios_of_ls_and_show_are_told_apart(penstock, tmp_path):
     whole = penstock("show", tmp_path / "run").stdout.splitlines()[-1]
     part = penstock("show", tmp_path / "run", "--include", "part7").stdout.splitlines()[-1]
     assert whole.endswith(
-        f"stored (1.00x); its blobs take {stored} ({ratio}), alignment gaps included"
+        f"stored (1.00x); its blobs take {stored} ({ratio}), including alignment gaps"
     )
     assert "gaps" not in part
 

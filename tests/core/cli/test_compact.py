@@ -63,7 +63,7 @@ def test_a_step_that_cannot_be_compacted_is_told_and_the_others_are_compacted(ca
 def test_a_flat_copy_stands_alone(call, chained, tmp_path):
     done = call("copy", chained, tmp_path / "flat", "--flatten")
     assert done.code == 0
-    assert "step 3, the latest, is encoded anew" in done.out
+    assert "step 3, the latest, is encoded again" in done.out
     assert borrowing(call, tmp_path / "flat") == []
     assert call("diff", chained, tmp_path / "flat").code == 0
     assert call("verify", tmp_path / "flat").code == 0
@@ -149,12 +149,12 @@ def test_a_copy_of_a_chain_says_what_it_brought_with_borrowed_blobs(call, chaine
     done = call("copy", chained, alone, "--step", 3)
     kept = third["bytes_borrowed"]
     needed = size_text(third["bytes_stored"] + kept)
-    assert f"objects, {needed}, of which {size_text(kept)} were there" in done.out
+    assert f"objects, {needed} ({size_text(kept)} were there)" in done.out
 
 
 def test_a_copy_names_the_objects_and_the_link_of_a_damaged_chain(call, chained, tmp_path):
     damage(chained, 1)
     done = call("copy", chained, tmp_path / "copy", "--step", 3)
     assert done.code == 1
-    assert "(which it borrows of step 1) do not match their checksum" in done.err
+    assert "(borrowed from step 1) do not match their checksum" in done.err
     assert "; they belong to model/" in done.err

@@ -89,7 +89,7 @@ def test_copy_is_encoded_as_it_was_asked_for(call, run, tmp_path, options, used)
     call("copy", run, tmp_path / "encoded", "--codec", "zstd")
     done = call("copy", tmp_path / "encoded", target, *options)
     assert done.code == 0
-    assert "is encoded anew: 4 objects" in done.out
+    assert "is encoded again: 4 objects" in done.out
     assert codecs(target) == used
     with open_run(target) as ckpt, open_run(run) as original:
         assert torch.equal(ckpt.load()["model"]["w"], STATE["model"]["w"])

@@ -140,7 +140,7 @@ def test_damaged_checkpoint_does_not_count_as_one_that_is_left(call, run):
     assert steps(run) == [1, 2, 3]
     done = call("delete", run, 3, "--yes")
     assert done.code == 0
-    assert "`penstock prune` takes what is left over" in done.out
+    assert "`penstock prune` deletes leftovers" in done.out
     assert steps(run) == [1, 2]
 
 
@@ -213,20 +213,20 @@ def test_a_run_that_is_copied_data_first_loses_nothing_to_prune(call, run, tmp_p
     before = tree_of(target)
     done = call("prune", target, "--yes")
     assert (done.code, tree_of(target)) == (1, before)
-    assert "data of 3 attempts to save, and not one commit record" in done.out
+    assert "data of 3 attempts to save, but no commit record" in done.out
     assert "--all" in done.out
     said = call("ls", target).out
-    assert "3 attempts to save (step 1, 2, 3) lack nothing but the commit record" in said
+    assert "3 attempts to save (step 1, 2, 3) lack only the commit record" in said
     assert sorted(call("ls", target, "--json").json["unrecorded"].values()) == [1, 2, 3]
     doctor = call("doctor", target, "--no-probe").out
     assert "3 saves that lack a commit record, as all do" in doctor
-    assert "bring the files of its folder `commits`" in doctor
+    assert "copy the files of its folder `commits`" in doctor
     assert "penstock prune" not in said + doctor
     # The first record is there, the others are on their way.
     shutil.copytree(run / "commits", target / "commits", ignore=lambda *_: ["00000003-0.json"])
     said = call("prune", target, "--yes")
     assert said.code == 0
-    assert "may be still to come: 1 attempt; a later checkpoint, or --all, ends that" in said.out
+    assert "may still come: 1 attempt; prunable after a later checkpoint, or with --all" in said.out
     shutil.copytree(run / "commits", target / "commits", dirs_exist_ok=True)
     assert call("verify", target, "--all").code == 0
     assert call("ls", target, "--json").json["unrecorded"] == {}

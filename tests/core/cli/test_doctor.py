@@ -130,6 +130,47 @@ def test_doctor_that_cannot_write_the_probe_fails_and_leaves_nothing_behind(call
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("url", ["memory://", "posix://{}/run"])
+def test_doctor_gives_no_advice_on_io_uring_for_a_store_that_never_uses_it(
+    call, tmp_path, monkeypatch, url
+):
+    monkeypatch.setenv("PENSTOCK_DISABLE_URING", "EXFULL")
+    found = checks_of(call("doctor", url.format(tmp_path), "--no-probe", "--json"))["io_uring"]
+    assert (found["status"], found["advice"]) == ("info", None)
+    assert found["found"].startswith("not used for ")
+    found = checks_of(call("doctor", f"file://{tmp_path}/run", "--no-probe", "--json"))
+    assert "PENSTOCK_DISABLE_URING" in found["io_uring"]["advice"]
+
+
+@pytest.mark.parametrize("command", ["verify", "copy", "compact"])
+def test_other_commands_show_only_with_debug_that_io_uring_is_not_used(
+    call, tmp_path, monkeypatch, caplog, command
+):
+    with penstock.Checkpointer(f"posix://{tmp_path}/run") as ckpt:
+        ckpt.save({"number": 1}, step=1, mode="blocking")
+    monkeypatch.setenv("PENSTOCK_DISABLE_URING", f"for {command}")  # a reason is logged once
+    words = [command, tmp_path / "run", *([tmp_path / "to"] if command == "copy" else [])]
+    assert call(*words).code == 0
+    assert "uring is not used" not in caplog.text
+    assert call("--debug", *words).code == 0
+    assert "uring is not used, posix takes its place" in caplog.text
+
+
+def test_doctor_warns_that_memory_ends_with_the_process(call):
+    done = call("doctor", "memory://", "--no-probe")
+    assert done.code == 0
+    assert "\nwarn  lifetime " in done.out
+    assert "- lifetime: use a path, or a URL" in done.out
+
+
+def test_doctor_names_a_file_in_the_way_once_and_what_to_do(call, tmp_path):
+    (tmp_path / "model.safetensors").write_text("mine")
+    done = call("doctor", f"file://{tmp_path}/model.safetensors", "--json")
+    failed = {name: c for name, c in checks_of(done).items() if c["status"] == "fail"}
+    assert failed.keys() == {"folder"}
+    assert "`penstock import`" in failed["folder"]["advice"]
+
+
 def test_doctor_does_not_advise_to_install_what_is_installed(call, tmp_path, monkeypatch):
     pytest.importorskip("liburing")
     monkeypatch.setattr("penstock.backends.uring.ring.flags_lacked", lambda _cpuinfo: {"avx512f"})
@@ -178,9 +219,9 @@ class _WrongClock(MemoryBackend):
 @pytest.mark.parametrize(
     ("store", "name", "status", "words"),
     [
-        (_Idle, "speed", "fail", "not what was written"),
+        (_Idle, "speed", "fail", "not the bytes written"),
         (_WrongClock, "write a record", "warn", "7200 s behind"),
-        (_Forgetful, "speed", "fail", "not what was written"),
+        (_Forgetful, "speed", "fail", "not the bytes written"),
         (MemoryBackend, "speed", "ok", "writes"),
     ],
 )

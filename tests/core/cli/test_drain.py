@@ -134,9 +134,9 @@ def test_another_checkpoint_in_the_way_is_said_with_what_to_do(call, run):
     done = call("drain", run.url)
     assert done.code == 1
     said = " ".join(done.out.split())
-    assert "step 1 is another checkpoint in tier durable: `penstock delete URL 1` with" in said
+    assert "step 1 is another checkpoint in tier durable: `penstock delete URL 1 --tier" in said
     assert "still to be copied: steps 1, once the cause is removed" in said
-    assert "the same command goes on" not in said
+    assert "the same command continues" not in said
 
 
 def test_deleting_in_one_tier_spares_the_others(call, run):
@@ -151,7 +151,7 @@ def test_deleting_in_one_tier_spares_the_others(call, run):
     assert done.code == 1
     assert "has no tier 'slow'; it has fast, durable" in done.err
     done = call("delete", f"posix://{run.durable}", "1", "--yes", "--tier", "fast")
-    assert "has no tier 'fast'; it is one place" in done.err
+    assert "has no tier 'fast'; it has no tiers" in done.err
 
 
 def test_one_place_has_nothing_to_drain(call, run):

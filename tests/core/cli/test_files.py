@@ -76,6 +76,7 @@ def test_errors_say_what_to_do(call, run, tmp_path):
     assert done.code == 1
     assert "step 9" in done.err
     assert "--overwrite" in done.err
+    assert "overwrite=True" not in done.err
 
 
 def test_export_takes_the_latest_step_and_refuses_an_out_that_exists(call, run, tmp_path):

@@ -158,7 +158,7 @@ def test_copies_have_the_annotations(call, run, tmp_path, how):
 def test_what_is_no_tag_is_an_error(call, run):
     done = call("pin", run, 1, "a b")
     assert done.code == 1
-    assert "is no tag" in done.err
+    assert "is not a tag" in done.err
     assert not (run / "notes").exists()
 
 

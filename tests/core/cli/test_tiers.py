@@ -112,7 +112,7 @@ def test_drain_says_which_tier_it_cannot_ask(call, run, state_of_shelf):
     done = call("drain", run("fast"))
     assert (done.code, done.err) == (1, "")
     assert done.out == (
-        "tier fast does not answer, so what is left there is not known: nobody opens the shelf\n"
+        "tier fast does not answer, so it may hold more to copy: nobody opens the shelf\n"
     )
     found = call("drain", run("fast"), "--json")
     assert (found.code, found.json["left"]) == (1, [])

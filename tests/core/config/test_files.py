@@ -41,7 +41,7 @@ def test_every_variable_that_is_missing_is_named_with_its_place():
     assert "configuration run.toml" in text
     assert "backend.url: the environment variable A is not set" in text
     assert "rules[0].match: the environment variable B is not set" in text
-    assert "rules[1]: ${not a name} is no variable" in text
+    assert "rules[1]: ${not a name} is not a variable" in text
 
 
 @pytest.mark.parametrize("text", ["$BUCKET", "s3://$BUCKET/gpt", "$NOWHERE", "a$_b"])

@@ -310,7 +310,7 @@ def test_wrong_spec_is_refused(opened):
         ("s3://bucket/run?secret=word", ConfigError, "s3://bucket/run: secret: credentials"),
         ("nope://b/run", ConfigError, "install the package that provides it; known are "),
         ("posx:///a", ConfigError, "did you mean posix?"),
-        ("my_store://h/run", ConfigError, "my_store:// begins no URL: a scheme is of letters"),
+        ("my_store://h/run", ConfigError, "my_store:// does not begin a URL: a scheme has letters"),
         ("7z:///a", ConfigError, "write ./7z:/... for a folder"),
         ("posix:///a?dirct_io=on", ConfigError, "dirct_io: unknown key; did you mean direct_io?"),
         ("posix:///a?direct_io=on&direct_io=off", ConfigError, "'direct_io' is given twice"),

@@ -376,7 +376,7 @@ def test_no_lease_is_taken_beside_the_intent_of_a_save_that_has_no_blob_yet(chai
     target, base, other = memory(), base_of(chain), "a" * 32
     intent = IntentRecord(base, 9, (other,), "host", 1, TIME, TIME)
     target.publish(intent_name(base), encode_intent(intent))
-    with pytest.raises(BusyError, match="a save that is under way may need") as caught:
+    with pytest.raises(BusyError, match="a save under way may need") as caught:
         copy_of(chain, target, workers, 2).run()
     assert intent_name(base) in str(caught.value)
     assert files_of(target, base) == {"intent.json"}

@@ -489,7 +489,7 @@ def test_copy_that_lost_its_lease_commits_nothing_and_removes_nothing(saved, wor
             while [what for what, _ in target.calls].count("seal") < 2:
                 assert not running.done()
             target.inner.publish(name, lease)
-        with pytest.raises(BusyError, match="another copy's"):
+        with pytest.raises(BusyError, match="belongs to another copy"):
             running.result(30)
     assert Catalog(target).steps() == []
     assert target.read_record(name, limit_bytes=1000) == lease
@@ -505,7 +505,7 @@ def test_copy_that_lost_its_lease_after_its_last_blob_is_not_committed(saved, wo
         "publish",
         match="/index",
         error=BusyError,
-        text="another copy's",
+        text="belongs to another copy",
     ):
         target.inner.publish(name, lease)
 
@@ -600,9 +600,7 @@ def test_a_uid_of_which_the_target_has_data_that_no_copy_brought_is_refused(own,
     """It may be that of a save that is under way there."""
     evil = forged(own)
     own.delete([commit_name(STEP, 0)])
-    refused_without_a_trace(
-        evil, own, workers, BusyError, step=STEP, match="no copy has brought it"
-    )
+    refused_without_a_trace(evil, own, workers, BusyError, step=STEP, match="no copy wrote it")
 
 
 def test_another_checkpoint_with_the_uid_of_the_targets_is_refused(own, workers):
@@ -630,7 +628,7 @@ def test_what_comes_while_a_copy_takes_its_lease_is_not_replaced(saved, workers,
             super().publish(published, data, exclusive=exclusive)
 
     target = Meanwhile(memory())
-    with pytest.raises(BusyError, match="no copy has brought it"):
+    with pytest.raises(BusyError, match="no copy wrote it"):
         copy_of(saved, target, workers).run()
     assert target.read_record(name, limit_bytes=100) == b"of a save"
     left = {info.name for info in target.list("")} - {name}

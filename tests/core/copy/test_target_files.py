@@ -67,10 +67,10 @@ def test_data_of_a_save_in_flight_is_left_alone(target, record):
     name = intent_name(record.uid)
     target.publish(name, b"of a save")
     files, lease = files_of(target, record)
-    with pytest.raises(BusyError, match="no copy has brought it"):
+    with pytest.raises(BusyError, match="no copy wrote it"):
         files.check()
     lease.take()
-    with pytest.raises(BusyError, match="no copy has brought it"):
+    with pytest.raises(BusyError, match="no copy wrote it"):
         files.begin()
     assert not files.wrote
     assert target.read_record(name, limit_bytes=100) == b"of a save"
@@ -99,7 +99,7 @@ def test_what_a_deletion_has_left_is_replaced_and_nothing_that_came_since(target
     assert files.begin() is True
     files.publish(record.index.name, b"replaced")
     target.publish(part, b"of another save")
-    with pytest.raises(BusyError, match="no copy has brought it"):
+    with pytest.raises(BusyError, match="no copy wrote it"):
         files.publish(part, b"of the copy")
     assert target.read_record(part, limit_bytes=100) == b"of another save"
 

@@ -121,7 +121,7 @@ BROKEN = {
         _codec("bad").replace("lossless = True", "lossless = 'yes'"),
         "says 'yes' for lossless",
     ),
-    "version_zero": (_codec("bad", 0), "has the version 0: it must be an integer, from 1 on"),
+    "version_zero": (_codec("bad", 0), "has the version 0: it must be an integer, at least 1"),
     "other_config": (_codec("bad") + "    Good.Config = dict", "not a subclass of PluginConfig"),
 }
 
@@ -172,7 +172,7 @@ def test_a_shipped_name_that_another_claims_is_an_error_that_keeps_ours_by_one_l
     registry = Registry(_shipped_codec_and(plugin_site, "acme-codecs"))
     with pytest.raises(PluginError, match=r"zstd.*acme-codecs 1\.0 \(acme_codecs:Good\)") as caught:
         registry.codec_class("zstd")
-    assert str(caught.value).endswith('as prefer={"codec": {"zstd": "penstock"}}')
+    assert str(caught.value).endswith('as in prefer={"codec": {"zstd": "penstock"}}')
     assert "acme_codecs" not in sys.modules
     states = {i.distribution: i.state for i in registry.listing() if i.name == "zstd"}
     assert states == {"penstock": "conflict", "acme-codecs": "conflict"}
@@ -213,8 +213,11 @@ def test_a_class_is_registered_at_run_time(plugin_site):
 @pytest.mark.parametrize(
     ("made", "complaint"),
     [
-        (lambda names: names["Good"](None), "is a subclass of none of StateProvider, Codec, Back"),
-        (lambda names: dict, "is a subclass of none of"),
+        (
+            lambda names: names["Good"](None),
+            "is not a subclass of any of StateProvider, Codec, Back",
+        ),
+        (lambda names: dict, "is not a subclass of any of"),
         (lambda names: type("Own", (names["Good"],), {"version": "1"}), "has the version '1'"),
     ],
 )
@@ -258,7 +261,7 @@ NOT_USABLE = {
     "claims_fail": (_provider("bad", claims="1 // 0"), "ZeroDivisionError"),
     "no_forms": (
         _provider("bad").replace("forms = ()", "kinds = ()"),
-        "does not declare its forms: list in `forms` what its `rebuild` takes",
+        "does not declare its forms: list in `forms` what its `rebuild` accepts",
     ),
     "form_is_a_word": (
         _provider("bad").replace("forms = ()", "forms = 'bad'"),
@@ -371,7 +374,7 @@ def test_of_a_tie_with_a_shipped_provider_that_one_is_taken(plugin_site, caplog)
     assert ndarray.load()().claims(np.ndarray) == 50
     for _ in range(2):
         assert providers.for_type(np.ndarray).name == "ndarray"
-    assert "provider 'greedy' of p-greedy 1.0 as well: provider 'ndarray' of pen" in caplog.text
+    assert "provider 'greedy' of p-greedy 1.0 too: provider 'ndarray' of pen" in caplog.text
     assert len(caplog.records) == 1
 
 
@@ -488,7 +491,9 @@ def test_a_provider_that_cannot_be_imported_yet_is_tried_again(plugin_site):
 def test_a_conflict_of_two_others_says_how_to_settle_it(plugin_site):
     for name in ("first", "second"):
         _add_codec(plugin_site, f"{name}-codecs", "same", module=f"{name}_codec")
-    hint = r'or say which by the option prefer, as prefer=\{"codec": \{"same": "first-codecs"\}\}'
+    hint = (
+        r'or choose one by the option prefer, as in prefer=\{"codec": \{"same": "first-codecs"\}\}'
+    )
     with pytest.raises(PluginError, match=hint):
         Registry().codec_class("same")
 

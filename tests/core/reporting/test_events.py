@@ -196,7 +196,7 @@ def test_a_callback_that_the_save_waits_for_may_not_wait_for_the_save(
     assert ckpt.steps() == [4, 5]
     ckpt.close()
     (record,) = [r for r in caplog.records if "on_event raised" in r.getMessage()]
-    assert "before the callback returns" in record.getMessage()
+    assert "until the callback returns" in record.getMessage()
 
 
 @pytest.mark.parametrize("action", ["close", "wait", "save", "fence"])

@@ -121,7 +121,7 @@ def test_who_is_overtaken_keeps_his_earlier_steps_and_his_data(store):
         backend.overtake = lambda: save_step_two_to(store)
         handle = ckpt.save(make(10), 2)
         for _ in range(2):
-            with pytest.raises(LostRaceError, match="published by another saver first"):
+            with pytest.raises(LostRaceError, match="another saver published step"):
                 handle.result(300)
         ckpt.wait()
         assert same(ckpt.load(1), make(1))
@@ -274,7 +274,7 @@ def test_an_overwrite_that_lands_after_its_data_was_pruned_leaves_the_older_gene
         else:
             Catalog(store).delete_older_generations(1)
         looking.until.set()
-        with pytest.raises(CommitUnknownError, match="its data is not on"):
+        with pytest.raises(CommitUnknownError, match="its data is no longer on"):
             handle.result(300)
         assert other.steps() == [1]
         assert same(other.load(1), make(1))

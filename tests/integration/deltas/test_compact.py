@@ -280,7 +280,7 @@ def compaction(root, step, operation, match, meanwhile, *, store=None):
 
 def test_a_step_that_is_deleted_meanwhile_does_not_come_back(tmp_path):
     save(tmp_path, range(4))
-    with pytest.raises(CheckpointGoneError, match="step 3 was deleted or saved anew"):
+    with pytest.raises(CheckpointGoneError, match="step 3 was deleted or saved again"):
         compaction(tmp_path, 3, "publish", "parts/", lambda other: other.delete(3))
     check(tmp_path, range(3))
     with penstock.Checkpointer(tmp_path) as ckpt:

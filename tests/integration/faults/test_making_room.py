@@ -265,7 +265,7 @@ def test_a_full_store_is_cleaned_up_before_a_save_is_given_up(store, dead):
         ckpt.wait()
         leftover(store, dead)
         faulty.fail("write", StorageFullError("No space left on device (ENOSPC)"))
-        with pytest.raises(StorageFullError, match=r"ENOSPC.*was deleted now: save again"):
+        with pytest.raises(StorageFullError, match=r"ENOSPC.*has been deleted: save again"):
             ckpt.save(make_state(5), 5, mode="blocking")
         assert not is_left(store)
         ckpt.save(make_state(5), 5, mode="blocking")

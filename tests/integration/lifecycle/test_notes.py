@@ -266,7 +266,7 @@ def test_damaged_note_is_reported_and_hides_nothing_else(run, annotated, damage,
     damage(run, annotated)
     with run.open() as ckpt:
         assert ckpt.info(2).metadata == {"seed": 7, "loss": 3.0, "by": "ada"}
-        assert "goes on without a note" in caplog.text
+        assert "a note is ignored" in caplog.text
         assert annotated in caplog.text
         report = ckpt.verify(2)
         assert [found.what.startswith(annotated) for found in report.damaged] == [True]

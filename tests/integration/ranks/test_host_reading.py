@@ -363,7 +363,9 @@ def test_a_rank_that_cannot_share_memory_keeps_nobody_waiting_now_or_later(
     reports = Job(3, store, host=SAME).run(work, timeout_s=LONG_S)
     assert read([pair[1] for pair in reports]) == 3 * NEEDED
     assert tried == [call]
-    told = [r.getMessage() for r in caplog.records if "reads for itself" in r.getMessage()]
+    told = [
+        r.getMessage() for r in caplog.records if "so each of them reads alone" in r.getMessage()
+    ]
     assert f"rank {short} cannot read together" in told[0]
     assert "Too many open files" in told[0]
 

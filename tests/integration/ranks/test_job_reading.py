@@ -261,7 +261,7 @@ def test_a_byte_that_flips_on_the_wire_is_found_and_read_from_the_store(host, ca
     assert flipped
     assert NEEDED < read(reports) <= NEEDED + TINY["chunk_bytes"]
     (found,) = [record.getMessage() for record in caplog.records]
-    assert f"damaged as rank {flipped[0]} handed them on" in found
+    assert f"from rank {flipped[0]} are damaged" in found
     assert [report.rescued for report in reports] == [()] * 4
 
 

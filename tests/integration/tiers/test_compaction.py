@@ -89,7 +89,7 @@ def test_a_compaction_gives_way_to_an_overwrite_that_waits_to_be_copied(places):
                 assert held.reached.wait(60)
                 overwrite = ckpt.save(state(42), 2, overwrite=True)
                 overwrite.committed.result(60)
-            with pytest.raises(CheckpointGoneError, match="saved anew while it was compacted"):
+            with pytest.raises(CheckpointGoneError, match="saved again during its compaction"):
                 compacted.result(60)
             # The tier still has a checkpoint of the step, until the overwrite is there as well.
             assert Catalog(places.durable).steps() == [1, 2]

@@ -184,7 +184,7 @@ def test_the_command_repairs_says_what_it_did_and_exits_with_zero(call, folders)
     assert call("verify", url_of(folders)).code == 1
     done = call("verify", url_of(folders), "--repair")
     assert done.code == 0
-    assert "brought anew in tier fast, from durable" in done.out
+    assert "replaced in tier fast, from durable" in done.out
     assert "step 1 is whole now" in done.out
     assert whole(folders.fast)
     assert call("verify", url_of(folders), "--repair", "--all", "--quick").code == 0
