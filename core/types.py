@@ -387,11 +387,12 @@ def show_key(key: object) -> str:
 
 
 def show_value(value: object) -> str:
-    """The `repr` of a value in a message; what has none is shown by its type."""
+    """Return the `repr` of a value for a message, or its type if the `repr` fails or is long."""
     try:
-        return repr(value)
+        text = repr(value)
     except Exception:  # noqa: BLE001 - code of the value's class; long integers have none either
         return f"<{type(value).__name__}>"
+    return text if len(text) <= _SHOWN_CHARS else f"<{type(value).__name__}>"
 
 
 def with_article(noun: str) -> str:

@@ -229,7 +229,7 @@ def torn(paths: Sequence[ObjectPath], *, deferred: bool) -> TornSnapshotError:
     more = len(paths) - _LISTED
     names = ", ".join(map(show_path, paths[:_LISTED])) + (f" and {more} more" if more > 0 else "")
     when = (
-        "before the fence; call fence() before changing it"
+        "before the fence: call fence() before the change"
         if deferred
         else "while save() captured it: another thread writes to it"
     )

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from penstock.core.types import Region, flat_view, regions_of_range
+from penstock.core.errors import ConfigError
+from penstock.core.types import Region, flat_view, regions_of_range, valid_step
 
 
 @pytest.mark.parametrize("shape", [(7,), (3, 4), (2, 3, 4), (1, 5, 1)])
@@ -34,3 +35,10 @@ def test_a_flat_view_shares_the_memory_of_the_buffer():
     assert (view.nbytes, view.format, view.ndim) == (24, "B", 1)
     view[:4] = np.float32(1.0).tobytes()
     assert array[0, 0] == 1.0
+
+
+def test_message_on_a_wrong_step_shows_a_short_value_and_only_the_type_of_a_long_one():
+    with pytest.raises(ConfigError, match="not 'seven'"):
+        valid_step("seven")
+    with pytest.raises(ConfigError, match=r"not <dict>$"):  # state and step in the wrong order
+        valid_step({"model": "x" * 1000})
