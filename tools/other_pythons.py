@@ -59,14 +59,12 @@ def environment(version: str, python: str, wheel: Path) -> Path:
     mine = folder / "bin" / "python"
     if not mine.exists():
         run(python, "-m", "venv", folder)
-    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8")
-    if TORCH[version]:
-        pins = "".join(
-            f"torch=={TORCH[version]}\n" if line.startswith("torch==") else line
-            for line in pins.splitlines(keepends=True)
-        )
+    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    if TORCH[version]:  # an older torch wants an older setuptools, too
+        pins = [line for line in pins if not line.startswith(("torch==", "setuptools=="))]
+        pins.append(f"torch=={TORCH[version]}")
     constraints = folder / "constraints.txt"
-    constraints.write_text(pins, encoding="utf-8")
+    constraints.write_text("\n".join(pins), encoding="utf-8")
     pip = (mine, "-m", "pip", "--disable-pip-version-check", "install", "--quiet")
     run(*pip, "--constraint", constraints, f"{wheel}[test]")
     run(*pip, "--no-deps", "--force-reinstall", wheel)
