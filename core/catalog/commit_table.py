@@ -155,7 +155,7 @@ class Commit:
 
     @property
     def never_published(self) -> bool:
-        """Whether no commit record of this save exists or can still arrive.
+        """Whether no commit record of this save exists, or can arrive unless a publish begins now.
 
         A record that was tried may still land after another saver's was deleted: after a lost
         answer only the store's own "taken" is definite. Until then other ranks keep their data too.

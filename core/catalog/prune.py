@@ -62,7 +62,7 @@ class PruneReport:
             the run has no record at all.
         unrecorded: The uids that were kept since their commit records may still come, for instance
             in a run that is being copied data first.
-        dry_run: Whether nothing was deleted.
+        dry_run: Whether this was a dry run, which deletes nothing.
     """
 
     uids: tuple[str, ...] = ()

@@ -28,7 +28,7 @@ _MARGIN_BYTES = 4 << 20  # for part, index, records, and the gaps between frames
 
 
 def worst_first(metadata: Mapping[int, Mapping[str, Any]], metric: str, mode: str) -> list[int]:
-    """Return the steps that have a metric, the best last; of equal steps the newest last.
+    """Return the steps that have a metric, the best last, and among equal values the newest last.
 
     Leaves out steps whose metric is missing, not a number, infinite or NaN.
 

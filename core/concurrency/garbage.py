@@ -58,7 +58,7 @@ collections_held = _CollectionHold()
 Describing and planning 3,000 tensors made so many objects that the collector ran some 60 times,
 and sometimes visited every object of the process, for up to 0.7 s. None of them were garbage. After
 the hold, many objects count as old, and wait for the next full collection. A collector that the
-user has disabled stays disabled, and objects that the user has frozen stay frozen.
+user has disabled stays disabled, and 1,000 objects or more that the user has frozen stay frozen.
 """
 
 # A data loader may fork its workers when it is asked for its state, inside the block.

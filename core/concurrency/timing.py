@@ -193,8 +193,8 @@ class Timing:
     """A save that waits because all tiers are full checks this often whether one has room."""
 
     tier_reopen_s: float = 1.0
-    """A tier that could not be opened is retried after this long, or after the duration of the
-    last attempt if that is longer."""
+    """A tier that could not be opened is retried after this long at the earliest, or after the
+    duration of the last attempt if that is longer."""
 
     drain_retry_first_s: float = 1.0
     """The first backoff after an error of a drain; doubled with each further error. The copy of

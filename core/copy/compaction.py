@@ -75,7 +75,7 @@ class CompactReport:
         steps: The checkpoints that were (or would be) compacted, ascending.
         bytes_before: The size of all blobs that checkpoints of the run needed before.
         bytes_after: Their size now; in a dry run, an estimate.
-        dry_run: Whether nothing was changed.
+        dry_run: Whether this was a dry run, which changes nothing.
     """
 
     steps: tuple[CompactedStep, ...]

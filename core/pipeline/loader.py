@@ -458,9 +458,8 @@ class _Session:
         except DamagedError as error:
             damage = [(name, str(error), error.damaged[0]) for name in job.label]
             self._damaged.append((self._submitted, damage))
-        if (
-            self._exchange is not None
-        ):  # a chunk that needs so much memory leaves no room to lend it
+        if self._exchange is not None:
+            # A chunk that needs so much memory leaves no room to lend it.
             self._exchange.refuse(job)
 
     def _stored(self, link: FrameJob[CodecChain]) -> memoryview:

@@ -84,7 +84,10 @@ class EarlierReader:
 
 
 def _stored_bytes(backend: Backend, links: Sequence[FrameJob[CodecChain]]) -> Iterator[memoryview]:
-    """Yield the stored bytes of frames, last first; reads in batches of at most 64 MiB."""
+    """Yield the stored bytes of frames, last first.
+
+    Reads in batches of at most 64 MiB; a longer frame is read alone.
+    """
     unread = list(links)
     while unread:
         batch = [unread.pop()]

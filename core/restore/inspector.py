@@ -44,7 +44,7 @@ class Inspector:
         self._own.add(uid)
 
     def is_whole(self, backend: Backend, record: CommitRecord) -> bool:
-        """Return whether one place, without its tiers, has all files of this checkpoint.
+        """Return whether one place, which has no tiers, has all files of this checkpoint.
 
         Raises:
             StorageError: The place does not answer.

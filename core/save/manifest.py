@@ -336,8 +336,8 @@ def stored_chains(
         chains: Chains by the numbers of the plan and the results.
 
     Returns:
-        The empty chain, which means raw, and the chains that frames need; and each chunk's number
-        in this list.
+        The empty chain, which means raw, and the chains that frames need; and, for each chunk, the
+        number of its chain in this list.
     """
     table: list[Chain] = [()]
     known: dict[tuple[int, tuple[int, ...]], int] = {}

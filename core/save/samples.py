@@ -294,7 +294,7 @@ class TornCheck:
             raise torn([objects[item].entry.path for item in sorted(changed)], deferred=deferred)
 
     def check_copies(self, copies: Mapping[int, int]) -> None:
-        """Compare captured bytes with the samples; `copies` maps chunks to their addresses.
+        """Compare captured bytes with the samples; `copies` maps chunks to addresses of copies.
 
         A tensor that changed before its copy may be restored before the fence, as averaged weights
         are: only the copy shows the change.

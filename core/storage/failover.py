@@ -58,7 +58,7 @@ def from_any_tier(backend: Backend, name: str, read: Callable[[Backend], T]) -> 
             if whole is None:
                 raise
             tier_name, result = whole
-            log.warning("%s; the copy in tier %s is good, and is used", str(error), tier_name)
+            log.warning("%s; read the good copy in tier %s instead", str(error), tier_name)
             if isinstance(backend, ObservedBackend):
                 for damaged in error.damaged:
                     backend.on_failover(damaged, tier_name)

@@ -192,7 +192,7 @@ def _compile(option: str, text: str) -> Prefix | Glob:
 
 
 def _split(text: str) -> list[str]:
-    """Cut the text at every `/` without a backslash before it; ignore a `/` at the end."""
+    """Cut the text at every `/` that no backslash escapes; ignore a `/` at the end."""
     segments = [""]
     for piece in re.findall(r"\\.|[^\\]|\\$", text, re.DOTALL):
         if piece == "/":

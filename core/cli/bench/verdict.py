@@ -53,10 +53,13 @@ def limit_of(report: Report) -> str:
     save = _reason(report, "save", default.save_bytes_per_s / write, default.save_cores)
     restore = _reason(report, "restore", default.restore_bytes_per_s / read, default.restore_cores)
     verdict = f"{save[0].upper()}{save[1:]}, and {restore}."
-    if _WAITING not in verdict.lower():
+    reasons = (("saves", save), ("restores", restore))
+    waiting = [works for works, reason in reasons if reason.startswith(_WAITING)]
+    if not waiting:
         return verdict
     compared = any(len(row.rounds) >= _LEAST_ROUNDS for row in report.rows[1:])
-    advice = "No option that was tried helps: try a larger state (--size)"
+    works = " or ".join(waiting)
+    advice = f"No option that was tried makes {works} faster: try a larger state (--size)"
     return f"{verdict} {advice if compared else 'Try other options: raise --seconds'}."
 
 

@@ -57,7 +57,10 @@ def delete(
     yes: Yes = False,
     force: Annotated[
         bool,
-        typer.Option("--force", help="Delete pinned checkpoints too, and even the last whole one."),
+        typer.Option(
+            "--force",
+            help="Also delete pinned ones, those with unreadable notes, and the last whole one.",
+        ),
     ] = False,
     tier: Annotated[
         str | None,
@@ -274,8 +277,9 @@ def prune(
     """Delete the data that crashed saves left behind, and show how much was freed.
 
     Checkpoints are never touched. Deletes nothing, and exits with 1, if a commit record is
-    unreadable, since that checkpoint may need any data, or if there is no commit record, since the
-    run may have been copied data first.
+    unreadable, since that checkpoint may need any data, or if there is old data but no commit
+    record, since the run may have been copied data first; --all deletes that data too, asks first,
+    and respects --grace.
 
     Examples:
       penstock prune runs/gpt --dry-run

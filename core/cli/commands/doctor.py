@@ -127,7 +127,8 @@ def doctor(
 ) -> bool:
     """Check what this machine and this store can do for a run, and advise what to change.
 
-    The run need not exist yet, and nothing is left behind. A check is `ok`, `info` (a fact),
+    The run need not exist yet. Nothing is left behind, unless the command is killed while it
+    writes; `penstock prune` finds that. A check is `ok`, `info` (a fact),
     `warn` (works, but could be better) or `fail` (a save would fail: the exit code is 1).
 
     Examples:

@@ -108,7 +108,7 @@ def drain(
     ] = None,
     as_json: Json = False,
 ) -> bool:
-    r"""Copy the checkpoints in a run's faster tiers that the next tier still lacks.
+    r"""Copy the checkpoints that saves have left to be copied in a run's faster tiers.
 
     A process that saves there does the same in the background; use this if none will. It leaves
     out what such a process is just copying. Exits with 1 if something is still left.

@@ -224,7 +224,18 @@ def test_limit_is_named(measured, default, rows, what, why):
 def test_waiting_comes_with_advice_that_fits_what_was_tried(measured):
     tried = row("engine", "chunk_bytes", 4 << 20, *[figures()] * 2)
     text = limit_of(_read(*measured(tried, default=[figures()] * 2)))
-    assert text.endswith("No option that was tried helps: try a larger state (--size).")
+    assert text.endswith(
+        "No option that was tried makes saves or restores faster: try a larger state (--size)."
+    )
+
+
+def test_advice_names_only_the_work_that_waits(measured):
+    tried = row("engine", "chunk_bytes", 4 << 20, *[figures(100, 150)] * 2)
+    text = limit_of(_read(*measured(tried, default=[figures()] * 2)))
+    assert "the configuration limits restores" in text
+    assert text.endswith(
+        "No option that was tried makes saves faster: try a larger state (--size)."
+    )
 
 
 # -- tune -----------------------------------------------------------------------------------------

@@ -218,7 +218,11 @@ def test_a_damaged_copy_is_made_good_by_the_other_tier(what, how, places, caplog
         assert places.steps() == ([], [1])
         return
     unread = how == "missing" or (what, how) == ("index", "cut")
-    said = "tier fast lists it, but has lost" if unread else "the copy in tier durable is good"
+    said = (
+        "tier fast lists it, but has lost"
+        if unread
+        else "read the good copy in tier durable instead"
+    )
     assert said in caplog.text
     ((found, tier),) = report.rescued
     assert (found.partition(", section")[0], tier) == (name, "durable")
