@@ -48,7 +48,7 @@ def test_damaged_record_is_read_from_the_next_tier_and_the_observer_hears_of_it(
     with caplog.at_level(logging.WARNING, "penstock"):
         assert from_any_tier(observed, "record", read) == WHOLE
     assert failovers == [("record", "durable")]
-    assert "the copy in tier durable is good" in caplog.text
+    assert "read the good copy in tier durable" in caplog.text
 
 
 @pytest.mark.parametrize("durable", [b"also", None])
