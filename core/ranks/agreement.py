@@ -393,7 +393,7 @@ class SaveAgreement(RankSession[SaveRound]):
             error = self._stopped(f"step {step} was not saved")
         elif phase is Phase.UNKNOWN:
             result = self.round.result
-            why = "rank 0 and the store of the job are silent"
+            why = "rank 0 probably died: it or the store of the job is silent"
             if result is not None and result.result is Result.UNKNOWN:
                 why = f"rank 0 {result.cause}"
             error = CommitUnknownError(
@@ -418,8 +418,9 @@ class SaveAgreement(RankSession[SaveRound]):
         found = self.abort_error(what, stays)
         if found is not None:
             return _alike(found)
+        died = "" if self.leads else "rank 0 probably died: "
         silence = f"the store of the job could not be reached for {self.group.timeout_s:g} s"
-        return CoordinationError(f"{what}: {silence}. {stays}".rstrip())
+        return CoordinationError(f"{what}: {died}{silence}. {stays}".rstrip())
 
     def _stopped(self, what: str) -> PenstockError:
         if self.terms.get("skipped"):
