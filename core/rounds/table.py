@@ -59,9 +59,9 @@ class Happening(StrEnum):
 
 
 class Step(StrEnum):
-    """What a rank has to do next."""
+    """The next step of a rank."""
 
-    WORK = "write, or restore, then tell that it has sealed"
+    WORK = "write, or restore, then report that it has sealed"
     POST_SEALED = "post what it sealed; wait for the decision"
     MERGE = "read the parts back, merge the index, check coverage"
     DECIDE_COMMIT = "ask the register to commit"
@@ -71,7 +71,7 @@ class Step(StrEnum):
     RESOLVE = "read the commit record in the root"
     DONE = "report success"
     CLEAN_UP = "report failure; delete own data as far as the table of the save allows"
-    KEEP = "report failure; own data is left to prune"
+    KEEP = "report failure; leave own data to prune"
     REPORT_UNKNOWN = "report that the checkpoint may or may not exist; delete nothing"
     REPORT_STOPPED = "report that rank 0 did not begin; nothing was written"
     NONE = "nothing"
@@ -104,7 +104,7 @@ SAVE_OTHERS: RoundTable = {
     **_BOTH,
     (_P.SEALED, _H.COMMIT_DECIDED): (_P.PUBLISHING, _S.AWAIT),
     (_P.ABORTING, _H.COMMIT_DECIDED): (_P.PUBLISHING, _S.AWAIT),
-    # What rank 0 has asked of the register, and done since, is unknown. So this rank reads the root.
+    # It is unknown what rank 0 has asked of the register, and done since: ask the root.
     (_P.SEALED, _H.REGISTER_LOST): (_P.RESOLVING, _S.RESOLVE),
     (_P.ABORTING, _H.REGISTER_LOST): (_P.RESOLVING, _S.RESOLVE),
     (_P.PUBLISHING, _H.COMMITTED): (_P.COMMITTED, _S.DONE),

@@ -270,7 +270,7 @@ def test_a_rank_that_never_comes_is_named_and_waited_for_no_more():
     with job.checkpointer(0, timeout_s=1.0) as ckpt:  # short: no other rank is there
         handle = ckpt.save(state_of(0), 1)
         with pytest.raises(
-            RankError, match="not begun to save for 1 s: all ranks have to call save"
+            RankError, match="not begun to save for 1 s: all ranks must call save"
         ) as info:
             handle.result(300)
         error = info.value
