@@ -109,7 +109,8 @@ class TorchCoordination(Coordination):
             msg = f"a {type(store).__name__} cannot be cloned ({error}): use a TCPStore"
             raise ConfigError(msg) from error
         self._network_error: type[Exception] = distributed.DistNetworkError
-        self._is_rank_0 = distributed.is_initialized() and distributed.get_rank() == 0
+        is_rank_0 = distributed.is_initialized() and distributed.get_rank() == 0
+        self._died = "" if is_rank_0 else "rank 0 probably died: "
         self._broken: tuple[Deadline, str] | None = None  # no call until then, and why
         self._late: Future[Any] | None = None  # a call that has hung for its time, and may still
         self._original = store  # the server may live in this object
@@ -216,8 +217,7 @@ class TorchCoordination(Coordination):
         except (RuntimeError, OSError, ValueError) as error:  # DistError is a RuntimeError
             msg = f"the store of the job ({self._prefix}): {error}"
             if isinstance(error, self._network_error):
-                if not self._is_rank_0:
-                    msg = f"rank 0 probably died: {msg}"
+                msg = f"{self._died}{msg}"
                 # Each call on a broken connection prints a stack trace of the C++ library.
                 self._broken = Deadline(self._call_s), msg
             raise CoordinationError(msg) from error

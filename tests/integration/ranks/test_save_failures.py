@@ -499,7 +499,7 @@ def test_a_plain_tensor_that_has_drifted_on_one_rank_fails_the_save_by_name(job,
     for error in job.save(drifted, 2):
         assert isinstance(error, SaveError | RankError)
         assert "weight is not equal on ranks 0-1 and rank 2" in str(error)
-        assert "if each rank has a piece of one tensor, say so by penstock.Shard" in str(error)
+        assert "if each rank has a piece of one tensor, use penstock.Shard" in str(error)
     assert_unchanged(store, before)
 
 
