@@ -55,8 +55,8 @@ if TYPE_CHECKING:
     from penstock.core.plan.writers import RankPlaces
 
 SEVERAL_CHECKPOINTERS = (
-    "Several checkpointers of a job must be used for the first time in the same order on all ranks, "
-    "or each needs a name=; inside `if rank == 0:` use a checkpointer with ranks='alone'"
+    "Several checkpointers of a job must be used for the first time in the same order on all "
+    "ranks, or each needs a name=; inside `if rank == 0:` use a checkpointer with ranks='alone'"
 )
 """A further remedy if ranks see different roots: they may be those of two checkpointers."""
 
