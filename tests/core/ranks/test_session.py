@@ -183,7 +183,7 @@ def test_survivors_of_rank_0_report_its_death_and_the_newest_step(latest):
     )  # fmt: skip
     agreement.arrive(Brought(), {})
     if latest is not None:  # with it rank 0 dies after its answer
-        lists = {"classes": pack_numbers([]), "shared": {}, "values": "", "unequal": []}
+        lists = {"classes": pack_numbers([0, 0]), "shared": {}, "values": "", "unequal": []}
         terms = {**lists, "step": 100, "latest": latest}
         MemoryCoordination(board).post(go_key(0), encode(GoPost("save", terms)))
         agreement.wait_for_go()
