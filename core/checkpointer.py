@@ -87,15 +87,15 @@ class Checkpointer:
             registry: Finds providers, codecs and backends; default: those that are installed.
                 `Registry.register` adds other classes to a registry.
             on_event: Called with every `SaveEvent`, `RestoreEvent`, `VerifyEvent`, `DeleteEvent`
-                and `PruneEvent`, those of saves mostly on background threads. An exception of it is
-                logged, and not raised.
+                and `PruneEvent`; for saves mostly on background threads. Its exceptions are logged,
+                not raised.
             group: The process group of torch.distributed whose ranks save together, or a list of
                 their numbers in the job; default: the default group, if it is initialised.
-            name: Where the ranks of the job meet, the same on all of them. Without a name the n-th
-                checkpointer that each of them uses is taken for one and the same, so one that a
-                rank leaves out, or that fails before its first use there, shifts all later ones.
-                With a name it does not matter which others were used. In one process a name is of
-                one open checkpointer; once it is closed, the name may be used again.
+            name: The name under which the ranks of the job meet, the same on all of them. Without a
+                name the n-th checkpointers that the ranks use belong together. So a checkpointer
+                that a rank leaves out, or that fails there before its first use, shifts all later
+                ones. With a name other checkpointers do not matter. In one process only one open
+                checkpointer may have a name; after it is closed, the name is free again.
             options: Any field of `CheckpointerConfig` except `backend`.
 
         Raises:
@@ -105,8 +105,8 @@ class Checkpointer:
         config = load_config({**options, "backend": backend})
         registry = (registry or default_registry()).preferring(config.prefer.choices)
         if "torch" in sys.modules:
-            # The first save would stall for longer, and a signal handler that saves might interrupt
-            # the imports.
+            # Otherwise the first save stalls for longer, and a signal handler that saves might
+            # interrupt the imports.
             registry.preload()
         count = config.workers or default_workers()
         store = open_backend(config.backend, registry=registry)
@@ -126,7 +126,7 @@ class Checkpointer:
                 store.capabilities.exclusive_publish,
                 count,
             )
-        # Of its own: reader and saver hold it, and a checkpointer that is dropped is freed at once.
+        # A separate object that reader and saver hold, so a dropped checkpointer is freed at once.
         self._ranks = RanksOfJob(group, config=self._config, url=self._backend.url, name=name)
         self._events = EventStream(on_event)
         self._drains: Drains | None = None
@@ -193,7 +193,7 @@ class Checkpointer:
                 **cast("CheckpointerOptions", options),
             )
         except ConfigError as error:
-            # An error of the file itself names the file already.
+            # An error of the file itself already names the file.
             if not isinstance(source, (str, os.PathLike)) or str(error).startswith("configuration"):
                 raise
             msg = f"configuration {os.fspath(source)}: {error}"
@@ -212,9 +212,8 @@ class Checkpointer:
         """Save `state` as the checkpoint of `step`.
 
         With `"async"` the whole state is captured when the call returns, and may change. With
-        `"lazy"` the state that an optimizer in the tree owns is captured in the background until
-        the next `Optimizer.step()`. With `"blocking"` the checkpoint is durable when the call
-        returns.
+        `"lazy"` the state of optimizers in the tree is captured in the background until the next
+        `Optimizer.step()`. With `"blocking"` the checkpoint is durable when the call returns.
 
         Args:
             state: The state tree, a dict.
@@ -222,21 +221,21 @@ class Checkpointer:
             mode: `"blocking"`, `"async"` or `"lazy"`; default: the checkpointer's.
             metadata: JSON-like, with strings as keys; goes into the commit record. Scalars of
                 numpy and torch become plain numbers.
-            overwrite: Replace the checkpoint of this step by a next generation.
-            on_progress: Called with a `Progress` about ten times per second until the save has
-                ended, on a thread of its own, which the save does not wait for. An exception of it
-                is logged, and not raised.
+            overwrite: Replace the checkpoint of this step by a new generation.
+            on_progress: Called with a `Progress` about ten times per second until the save ends, on
+                a separate thread that the save does not wait for. Its exceptions are logged, not
+                raised.
 
         Returns:
             The handle of the save; with `on_busy="skip"` the save may be `skipped`.
 
         Raises:
-            StepExistsError: The step, or a later one, is committed.
+            StepExistsError: The step, or a later step, is committed.
             UnsupportedStateError: Something in the tree cannot be stored; names its path.
             BusyError: Another save is in flight and `on_busy="raise"`; or the caller is a signal
                 handler that interrupted a save before its capture began.
             PenstockError: The save itself failed (blocking), or an earlier save failed in the
-                background and its error was not seen yet; then this save has started all the same.
+                background and its error was not seen yet; then this save has started anyway.
         """
         called = time.monotonic()
         self._check_may_save()
@@ -261,9 +260,8 @@ class Checkpointer:
     ) -> CheckReport:
         """Describe and plan a save of `state` without writing anything.
 
-        Call it once before training: it raises the errors of the first save that can be found
-        without writing, and gets the memory for copies as `prepare` does. Each rank may do so for
-        itself: it asks nothing of the others.
+        Call it once before training: it raises those errors of the first save that show without
+        writing, and gets the memory for copies as `prepare` does. Each rank may call it alone.
 
         Args:
             state: As for `save`.
@@ -274,7 +272,7 @@ class Checkpointer:
 
         Raises:
             UnsupportedStateError: Something in the tree cannot be stored; names its path.
-            StepExistsError: The step, or a later one, is committed.
+            StepExistsError: The step, or a later step, is committed.
             ConfigError: `mode`, `step` or `metadata` is wrong.
             StorageError: The root cannot be written.
         """
@@ -284,9 +282,9 @@ class Checkpointer:
     def prepare(self, state: Mapping[str, Any], *, mode: str | None = None) -> None:
         """Get the memory for copies of `state`, in the background, before the first save needs it.
 
-        Memory that a process has never written to copies at a tenth of its speed, and the first
-        save in the background blocks training that much longer. `check`, and a `restore` with an
-        optimizer, do the same. A blocking save copies nothing, so for it this does nothing.
+        Copies into memory that a process has never written run at a tenth of the speed, so the
+        first background save would block training that much longer. `check`, and a `restore` with
+        an optimizer, do the same. Does nothing for blocking saves, which copy nothing.
 
         Args:
             state: As for `save`.
@@ -303,7 +301,8 @@ class Checkpointer:
         """Wait until every pending capture is complete: then deferred tensors may change.
 
         Raises:
-            FenceTimeoutError: A capture is still pending after `timeout` seconds; the save goes on.
+            FenceTimeoutError: A capture is still pending after `timeout` seconds; the save
+                continues.
             SaverClosedError: The checkpointer is closed.
             PenstockError: A background save failed, and its error was not seen yet.
         """
@@ -338,7 +337,7 @@ class Checkpointer:
     ) -> RestoreReport:
         """Restore a checkpoint into the live objects of `state`, in place.
 
-        The ranks of a job all call it alike. Each restores what its template holds of the
+        All ranks of a job make the same call. Each restores the objects of its template from the
         checkpoint that rank 0 has chosen; all return, or all raise.
 
         Args:
@@ -350,22 +349,22 @@ class Checkpointer:
                 optimizer are an error. If not, such objects stay as they are and are listed in the
                 report (`missing`, `mismatched`), with the optimizer's state of parameters of
                 another shape, and the options of groups that differ. Another kind, or a dtype that
-                `cast` does not take, is always an error.
-            cast: Whether stored floats are converted where the template has a tensor of another
-                float dtype, each rounded to nearest even. The report lists them (`cast`). Without
-                it they are an error; an optimizer's state then takes the stored dtype.
+                `cast` does not accept, is always an error.
+            cast: Whether to convert stored floats, rounded to nearest even, if the template has a
+                tensor of another float dtype. The report lists them (`cast`). Without it they are
+                an error; an optimizer's state then takes the stored dtype.
             rename: A mapping of stored prefixes to prefixes of the template, or a function of shown
                 paths; see `Rename`.
             on_damage: `"raise"`, or `"fallback"`: take the newest whole checkpoint instead.
             on_progress: Called with a `Progress` about ten times per second, never twice at once:
                 on the caller's thread when a phase begins, on a thread of the engine while bytes
-                are read. Reading waits for it. An exception of it is logged, and not raised.
+                are read. Reading waits for it. Its exceptions are logged, not raised.
 
         Raises:
             CheckpointNotFoundError: There is no such step.
-            RankError: Another rank failed, died or stood still; names it.
+            RankError: Another rank failed, died or made no progress; names it.
             RestoreMismatchError: Template and checkpoint differ; lists every difference.
-            DamagedError: Stored bytes are not those that were written; names the paths.
+            DamagedError: Stored bytes differ from the written bytes; names the paths.
             SelectionError: A pattern matches nothing.
         """
         called = time.monotonic()
@@ -392,8 +391,8 @@ class Checkpointer:
     def resume(self, state: Mapping[str, Any]) -> int:
         """Restore the newest checkpoint into `state` if there is one; return the next step.
 
-        It is made for `for step in range(ckpt.resume(state), steps)`, a loop that saves as `step`.
-        The ranks of a job all call it alike; all of them restore the same checkpoint, or all begin.
+        Made for `for step in range(ckpt.resume(state), steps)`, a loop that saves as `step`. All
+        ranks of a job make the same call; all restore the same checkpoint, or all begin.
 
         Args:
             state: The template, as for `restore`. Without a checkpoint it stays as it is.
@@ -402,8 +401,7 @@ class Checkpointer:
             The step after the restored one; 0 if there is no checkpoint.
 
         Raises:
-            PenstockError: As for `restore`: a checkpoint that cannot be restored is not passed
-                over.
+            PenstockError: As for `restore`: a checkpoint that cannot be restored is not skipped.
         """
         try:
             return self.restore(state).step + 1
@@ -426,16 +424,17 @@ class Checkpointer:
     ) -> Any:
         """Load a checkpoint, or a part of it, without a template.
 
-        The ranks of a job all call it alike, and get the same checkpoint; `open` is of each alone.
+        All ranks of a job make the same call, and get the same checkpoint; each may call `open`
+        alone.
 
         Args:
             step: A step, or `"latest"`.
             include: Globs of paths to load; default: all. Only selected objects are read.
             exclude: Globs of paths to leave out.
             device: The device of the tensors; default: the CPU.
-            named_optimizers: Whether the state of an optimizer has the names of parameters, as
-                `set_optimizer_state_dict` of `torch.distributed.checkpoint` takes it; default: it
-                has numbers, as the optimizer's own `load_state_dict` takes it.
+            named_optimizers: Whether the state of an optimizer has the names of parameters, for
+                `set_optimizer_state_dict` of `torch.distributed.checkpoint`; default: numbers, for
+                the optimizer's own `load_state_dict`.
             on_damage: As for `restore`.
             on_progress: As for `restore`.
 
@@ -444,7 +443,7 @@ class Checkpointer:
 
         Raises:
             CheckpointNotFoundError: There is no such step.
-            DamagedError: Stored bytes are not those that were written; names the paths.
+            DamagedError: Stored bytes differ from the written bytes; names the paths.
             SelectionError: A pattern matches nothing.
         """
         called = time.monotonic()
@@ -476,7 +475,7 @@ class Checkpointer:
         return self._catalog.latest()
 
     def info(self, step: int | str = "latest") -> CheckpointInfo:
-        """Return the facts that the commit record of `step` holds, and the notes on it."""
+        """Return the facts from the commit record of `step`, and the notes on it."""
         return self.open(step).info
 
     def open(self, step: int | str = "latest") -> Checkpoint:
@@ -498,7 +497,7 @@ class Checkpointer:
             step: A step, or `"latest"`.
             deep: Read and decode every frame; else only the manifest and the blobs' sizes.
             repair: With tiers, replace damaged copies from a good copy, which is read and compared
-                first. `report.ok` then says whether every copy is whole in the end.
+                first. `report.ok` is then whether every copy is whole in the end.
             on_progress: As for `restore`.
 
         Raises:
@@ -508,7 +507,7 @@ class Checkpointer:
         """
         self._check_open()
         if repair and not self._ranks.leads():
-            msg = "verify(repair=True) is for rank 0 alone: of several ranks one repairs"
+            msg = "verify(repair=True) is for rank 0 alone: only one rank repairs"
             raise ConfigError(msg)
         report = self._reader.verify(step, deep=deep, repair=repair, on_progress=on_progress)
         if not report.ok:
@@ -516,11 +515,11 @@ class Checkpointer:
         return report
 
     def annotate(self, step: int, metadata: Mapping[str, Any]) -> None:
-        """Add metadata to a committed checkpoint: a metric that is known only later, for instance.
+        """Add metadata to a committed checkpoint, such as a metric that is known only later.
 
-        Keys that the checkpoint has already get these values; `info(step).metadata` has all of
-        them. If the save of this step is still in flight, the call waits for its commit. It is no
-        collective: any rank may call it, rank 0 writes, and on all others nothing happens.
+        Existing keys get the new values; `info(step).metadata` has all keys. If the save of this
+        step is still in flight, the call waits for its commit. This is no collective: any rank may
+        call it; rank 0 writes, and on all others nothing happens.
 
         Args:
             step: The step.
@@ -535,9 +534,9 @@ class Checkpointer:
         self._note(step, check_metadata(metadata), {})
 
     def pin(self, step: int, tag: str) -> None:
-        """Give a checkpoint a tag: retention deletes no checkpoint that has one.
+        """Tag a checkpoint: retention deletes no tagged checkpoint.
 
-        `delete`, `rewind` and an overwrite still do. As for `annotate` any rank may call it.
+        `delete`, `rewind` and an overwrite still do. As with `annotate`, any rank may call it.
 
         Args:
             step: The step.
@@ -545,13 +544,13 @@ class Checkpointer:
 
         Raises:
             CheckpointNotFoundError: There is no such step, or it is being deleted.
-            ConfigError: `tag` is no tag.
+            ConfigError: `tag` is not a valid tag.
             PenstockError: As for `annotate`.
         """
         self._note(step, {}, {check_tag(tag): True})
 
     def unpin(self, step: int, tag: str) -> None:
-        """Take a tag from a checkpoint, whether or not it has it.
+        """Remove a tag from a checkpoint, whether or not the checkpoint has it.
 
         Args:
             step: The step.
@@ -591,8 +590,8 @@ class Checkpointer:
         Args:
             dry_run: Report the data that would be deleted, and delete nothing.
             everything: Also delete the data of a run without a single commit record, and attempts
-                that lack only their commit record. By default these stay: a copy of the run may be
-                in flight, which brings the data first.
+                that lack only their commit record. By default these stay: they may be a copy of the
+                run in flight, which writes the data first.
         """
         self._check_open()
         own = [self._saver.job.uid] if self._saver.job is not None else []
@@ -610,25 +609,25 @@ class Checkpointer:
         dry_run: bool = False,
         on_progress: Callable[[Progress], None] | None = None,
     ) -> CompactReport:
-        """Rewrite checkpoints that borrow blobs of others to stand alone, by a next generation.
+        """Rewrite checkpoints that borrow blobs, as a new generation that borrows nothing.
 
         Each has the same step, objects, metadata and codecs as before, and restores to the same
-        bits. Blobs that nothing borrows any more are freed. A crash at any moment leaves every step
-        whole. With tiers the compacted checkpoints are in the last one.
+        bits. Blobs that no checkpoint borrows any more are freed. A crash at any moment leaves
+        every step whole. With tiers the compacted checkpoints are in the last tier.
 
         Args:
-            steps: The steps; those that borrow nothing are left alone. By default those because of
-                which blobs of deleted checkpoints are kept, and those that borrow from these.
-            everything: Without `steps`, take every checkpoint that borrows.
-            dry_run: Report what would be freed, or taken, and change nothing.
-            on_progress: As for `save`; of one checkpoint after the other.
+            steps: The steps; steps that borrow nothing are skipped. By default the steps that keep
+                blobs of deleted checkpoints in use, and the steps that borrow from these.
+            everything: Without `steps`, compact every checkpoint that borrows.
+            dry_run: Report the bytes that would be freed or used, and change nothing.
+            on_progress: As for `save`; for one checkpoint after the other.
 
         Raises:
             ConfigError: `steps` are no steps, or are given together with `everything`.
             CheckpointNotFoundError: One of the steps does not exist; nothing was changed.
-            CheckpointGoneError: A step was deleted or saved anew while it was compacted.
-            DamagedError: Stored bytes are not those that were written; that step is as it was.
-            PenstockError: As for `save`. Steps before the one that failed are compacted.
+            CheckpointGoneError: A step was deleted or overwritten while it was compacted.
+            DamagedError: Stored bytes differ from the written bytes; that step is unchanged.
+            PenstockError: As for `save`. Steps before the failed step are compacted.
         """
         self._check_may_save()
         chosen_steps = None if steps is None else _valid_steps(steps)
@@ -655,7 +654,7 @@ class Checkpointer:
         """Wait for the pending save, then release all resources. Idempotent.
 
         With tiers it also waits until every checkpoint is copied, or the remaining copies keep
-        failing; with several ranks each waits until it knows that of rank 0.
+        failing; with several ranks, every rank waits for the copies of rank 0.
 
         Raises:
             SaveError: The call is in a callback that the pending save waits for.
@@ -676,7 +675,7 @@ class Checkpointer:
                 self._drains.close()
             self._ranks.settle()
         except BaseException:
-            self._closing = False  # Ctrl-C: the next `close` has all of it to do
+            self._closing = False  # Ctrl-C: the next `close` has to do all of it
             raise
         self._ranks.close(sys.exc_info()[1])
         self._closed = True  # not before: callbacks of the pending save may still read the run
@@ -729,7 +728,7 @@ class Checkpointer:
             raise SaverClosedError(msg)
         if self._pid != os.getpid():
             msg = (
-                "a Checkpointer cannot be used in a forked child (its threads stayed behind); "
+                "a Checkpointer cannot be used in a forked child (its threads were not copied); "
                 "open another one there, or start processes by spawn"
             )
             raise SaverClosedError(msg)
@@ -741,21 +740,20 @@ class Checkpointer:
             raise SaverClosedError(msg)
 
     def _end_save_of_ranks(self) -> None:
-        """Wait for the pending save of several ranks; its own errors stay to be raised.
+        """Wait for the pending save of several ranks; its errors are raised later.
 
-        All ranks go through their rounds one after the other: the others cannot see one that is in
-        two at once, in both.
+        A rank can be in only one round at a time: others cannot see a rank in two rounds at once.
         """
         if self._ranks.of_restore() is not None:
             self._saver.pending.wait(None)
-        elif obstacle := self._ranks.obstacle():  # a save is refused for that
-            # Where the launcher numbers its processes, one of them is enough.
+        elif obstacle := self._ranks.obstacle():  # a save would be refused because of it
+            # If the launcher numbers its processes, only the first warns.
             first = os.environ.get("RANK", "0") == "0"
             log.log(logging.WARNING if first else logging.INFO, "%s", obstacle)
 
 
 def _warn_of_read_only(backend: TimeLimitedBackend) -> None:
-    """Warn where every save will fail; reading works all the same."""
+    """Warn if every save will fail; reading still works."""
     try:
         backend.check_writable()
     except StorageError as error:

@@ -1,10 +1,10 @@
 """Finds what is installed: entry points and modules, except those of the working directory.
 
-Python looks for modules in the working directory where it runs `-c`, `-m` or a session, also once a
-session has changed it. A run that was downloaded could contain a distribution, or a module with the
-name of one of Penstock's dependencies, whose code would run in every process that reads the run.
+With `-c`, `-m` or a session, Python looks for modules in the working directory, even after the
+session changes it. A downloaded run could contain a distribution, or a module with the name of one
+of Penstock's dependencies. Its code would run in every process that reads the run.
 
-Imported together with `penstock`, so it takes nothing that Python has not loaded, or nearly so.
+Imported together with `penstock`, so it imports almost nothing that Python has not loaded yet.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ if TYPE_CHECKING:
 
 
 def installed(group: str) -> list[EntryPoint]:
-    """Return the entry points of a group; of a distribution that is found twice, the first."""
+    """Return the entry points of a group; if a distribution is found twice, the first counts."""
     with installed_only():
         import importlib.metadata  # noqa: PLC0415 - 20 ms
         import re  # noqa: PLC0415 - comes with it
-    found: dict[str, list[EntryPoint]] = {}
-    for one in importlib.metadata.distributions(path=_search_path()):
-        entries = [entry for entry in one.entry_points if entry.group == group]
-        if entries:  # of most distributions nobody needs to know the name, which is slow to read
-            name = re.sub("[-_.]+", "-", one.name or "").lower()
-            found.setdefault(name, entries)
-    return [entry for entries in found.values() for entry in entries]
+    by_name: dict[str, list[EntryPoint]] = {}
+    for distribution in importlib.metadata.distributions(path=_search_path()):
+        entries = [entry for entry in distribution.entry_points if entry.group == group]
+        if entries:  # names are slow to read, and most are not needed
+            name = re.sub("[-_.]+", "-", distribution.name or "").lower()
+            by_name.setdefault(name, entries)
+    return [entry for entries in by_name.values() for entry in entries]
 
 
 @contextmanager
 def installed_only() -> Iterator[None]:
-    """Have imports of this thread find modules where distributions are installed, and only there.
+    """Let imports of this thread find modules only where distributions are installed.
 
-    For the imports of Penstock and its plugins that happen while a checkpoint is read. Imports of
-    other threads are not affected, nor modules that are loaded already.
+    For imports by Penstock and its plugins while a checkpoint is read. Does not affect imports of
+    other threads, or modules that are already loaded.
     """
     outer = _thread.search_path
     _thread.search_path = _search_path()
@@ -72,13 +72,13 @@ def _find_installed(
     """Do the same as Python's own finder, but look in other folders within `installed_only`.
 
     Changing `sys.path` instead would hide the user's modules from imports of other threads. A
-    finder in front of Python's could not keep that one from looking in the working directory, and
-    one in its place would hide it: packages look for it in `sys.meta_path` to put their own in
-    front of it (typeguard, jaxtyping), or to take its part (importlib_metadata).
+    finder in front of Python's finder could not keep it from searching the working directory. A
+    replacement would hide Python's finder from packages that look for it in `sys.meta_path`, to put
+    their own in front of it (typeguard, jaxtyping) or to replace it (importlib_metadata).
     """
-    found: ModuleSpec | None
-    found = _find_spec(cls, fullname, _thread.search_path if path is None else path, target)
-    return found
+    spec: ModuleSpec | None
+    spec = _find_spec(cls, fullname, _thread.search_path if path is None else path, target)
+    return spec
 
 
 PathFinder.find_spec = classmethod(_find_installed)  # type: ignore[method-assign,assignment]  # mypy takes it for an instance's method
@@ -89,7 +89,7 @@ def _search_path() -> list[str]:
     here = {folder for folder in (_began_in, _working_directory()) if folder is not None}
     every: Sequence[object] = sys.path  # programs put paths of other types there
     path = [p for p in every if isinstance(p, str)]  # Python looks in no others
-    # What is relative follows each change of the working directory.
+    # Relative entries follow each change of the working directory.
     doubtful = {p for p in path if p[:1] != os.sep or os.path.realpath(p) in here}
     if not doubtful:
         return path
@@ -106,7 +106,7 @@ def _folders_on_purpose() -> set[str]:
         for file in sorted(name for name in os.listdir(folder) if name.endswith(".pth")):  # noqa: PTH208
             with open(os.path.join(folder, file), encoding="utf-8", errors="replace") as lines:  # noqa: PTH118, PTH123
                 named += [os.path.join(folder, line.strip()) for line in lines if line.strip()]  # noqa: PTH118
-    # Where all packages were unpacked into one folder, and the program is started there.
+    # All packages may be unpacked into one folder, with the program started there.
     named.append(__file__.rpartition(f"{os.sep}penstock{os.sep}")[0])
     main = sys.modules.get("__main__")
     script = getattr(main, "__file__", None)

@@ -25,7 +25,7 @@ class ConfigError(PenstockError):
 class PluginError(PenstockError):
     """A provider, codec or backend could not be found, loaded or used.
 
-    The message names the distribution it came from.
+    The message names its distribution.
     """
 
 
@@ -52,7 +52,7 @@ class SaveError(PenstockError):
 
 
 class StepExistsError(SaveError):
-    """The step, or a later one, is committed already.
+    """The step, or a later step, is already committed.
 
     Pass `overwrite=True`, or first `rewind` to continue from an older step.
     """
@@ -79,13 +79,13 @@ class LostRaceError(SaveError):
 
 
 class NotDrainedError(SaveError):
-    """The checkpoint is whole in a faster tier, but was not copied to the durable one (yet)."""
+    """The checkpoint is whole in a faster tier, but not (yet) copied to the durable tier."""
 
 
 class CommitUnknownError(SaveError):
     """The answer to the publish was lost: the checkpoint may or may not exist.
 
-    Nothing of it is deleted; look at `steps()` later.
+    None of its data is deleted; check `steps()` later.
     """
 
 
@@ -97,7 +97,7 @@ class StorageError(PenstockError):
 
 
 class BlobNotFoundError(StorageError):
-    """No blob or record of that name."""
+    """No blob or record has that name."""
 
 
 class BlobExistsError(StorageError):
@@ -105,11 +105,11 @@ class BlobExistsError(StorageError):
 
 
 class BlobTruncatedError(StorageError):
-    """A blob is shorter than the range asked for."""
+    """A blob is shorter than the requested range."""
 
 
 class StorageFullError(StorageError):
-    """No space, or a quota is used up."""
+    """The store has no space left, or a quota is used up."""
 
 
 class StorageTimeoutError(StorageError):
@@ -121,7 +121,7 @@ class UnsyncedError(StorageError):
 
 
 class WrongPlaceError(StorageError):
-    """A tier is not the place that the other tiers of the run were used with: not mounted?"""
+    """A tier is not the place used with the run's other tiers so far: is it not mounted?"""
 
 
 class CapabilityError(StorageError):
@@ -132,7 +132,7 @@ class CapabilityError(StorageError):
 
 
 class CheckpointNotFoundError(PenstockError):
-    """No committed checkpoint at that step."""
+    """There is no committed checkpoint at that step."""
 
 
 class CheckpointGoneError(CheckpointNotFoundError):
@@ -155,7 +155,7 @@ class DamagedError(PenstockError):
 
 
 class FormatError(DamagedError):
-    """A record cannot be decoded, or is of a version that this Penstock does not know."""
+    """A record cannot be decoded, or has a version that this Penstock does not know."""
 
 
 class RestoreMismatchError(PenstockError):
@@ -170,21 +170,21 @@ class RestoreMismatchError(PenstockError):
 
 
 class RestoreError(PenstockError):
-    """A restore failed. If it had begun to change the selected objects, a note lists them."""
+    """A restore failed. If it had already changed selected objects, a note lists them."""
 
 
 # -- several ranks ------------------------------------------------------------------------------
 
 
 class RankError(SaveError, RestoreError):
-    """A rank failed, died or made no progress, so no rank has saved, or restored, this checkpoint.
+    """A rank failed, died or made no progress, so no rank saved, or restored, this checkpoint.
 
     Raised on every rank that did not fail itself.
 
     Attributes:
-        rank: The number of the rank that is the cause.
-        host: The name of its host; empty if it is not known.
-        cause: The error of that rank, or how it was found to make no progress.
+        rank: The number of the rank at fault.
+        host: The name of its host; empty if unknown.
+        cause: The error of that rank, or how its lack of progress was noticed.
     """
 
     def __init__(self, message: str, rank: int = -1, host: str = "", cause: str = "") -> None:
@@ -198,9 +198,9 @@ class RankError(SaveError, RestoreError):
 
 
 class CoordinationError(SaveError, RestoreError):
-    """The store by which the ranks agree cannot be reached; the requested call may have happened.
+    """The store of the job cannot be reached; the requested call may have happened.
 
-    Without torchrun the store of a job lives in the process of rank 0, and ends with it.
+    Without torchrun the store lives in the process of rank 0, and ends with it.
     """
 
 

@@ -45,7 +45,7 @@ def note_origin(error: BaseException, whence: str) -> None:
 
 @contextmanager
 def memory_permitting(name: str) -> Iterator[None]:
-    """Turn a MemoryError while the record `name` is read into an error that is no damage.
+    """Turn a MemoryError while the record `name` is read into an error that reports no damage.
 
     Raises:
         RestoreError: There was too little memory.
@@ -54,14 +54,14 @@ def memory_permitting(name: str) -> Iterator[None]:
         yield
     except MemoryError as error:
         msg = (
-            f"{name}: reading it takes more memory than this process can get. That says nothing "
-            "about what is stored: read it where there is more, or a part of it by include="
+            f"{name}: reading it takes more memory than this process can get. That does not mean "
+            "damage: read it on a machine with more, or read a part of it with include="
         )
         raise RestoreError(msg) from error
 
 
 def said(error: BaseException) -> str:
-    """Return class, text and origin of an error, for the message of one of ours."""
+    """Return class, text and origin of an error, for the message of a Penstock error."""
     text = f"{type(error).__name__}: {error}".removesuffix(": ")
     notes: list[str] = getattr(error, "__notes__", [])
     origin = ", ".join(n.removeprefix(_MARK) for n in notes if n.startswith(_MARK))
@@ -71,7 +71,7 @@ def said(error: BaseException) -> str:
 def shipped_by(kind: type) -> str:
     """Return `module.Class`, with the distribution and version that it was installed with, if any.
 
-    Looks through what is installed, which takes some ms: only for errors.
+    Searches the installed distributions, which takes some ms: only for errors.
     """
     name = f"{kind.__module__}.{kind.__qualname__}"
     target = f"{kind.__module__}:{kind.__qualname__}"

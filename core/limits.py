@@ -1,7 +1,7 @@
 """Limits of the stored format. Writers and readers take them from here, so that they agree.
 
-A reader refuses what is beyond a limit before it takes memory for it; a writer refuses it before
-anything is stored, since no reader would take it again. `docs/format.md` lists the limits.
+A reader refuses anything beyond a limit before it allocates memory. A writer refuses it before it
+stores anything, since no reader would accept it. `docs/format.md` lists the limits.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ MAX_INT = (1 << 62) - 1
 # -- state trees ----------------------------------------------------------------------------------
 
 MAX_SEGMENTS = 1024
-"""Most segments of a path that a reader takes."""
+"""Most segments of a path that a reader accepts."""
 
 MAX_SAVED_SEGMENTS = 128
 """Most segments of a path that a saver writes.
 
-Building a container takes two to three calls for each level, a value in it up to four hundred,
-and Python allows a thousand in all: what is saved can be built again within that.
+Building a container takes two to three nested calls for each level, and a value in it up to four
+hundred. Python allows a thousand, so every saved tree can be rebuilt.
 """
 
 MAX_PATH_CHARS = 1 << 16
@@ -28,13 +28,13 @@ MAX_KEY_DIGITS = 4300
 """Most decimal digits of an integer that is a key of a container: Python's own default limit."""
 
 MAX_DIMENSIONS = 64
-"""Most dimensions of a tensor: as many as numpy allows."""
+"""Most dimensions of a tensor: numpy's limit."""
 
 MAX_ITEMSIZE = 1 << 20
 """Most bytes of one element."""
 
 MAX_METADATA_DEPTH = 100
-"""Most levels of dicts and lists in the user's metadata, and in what a node says of itself."""
+"""Most levels of dicts and lists in the user's metadata, and in the `meta` of a node."""
 
 METADATA_LIMIT_BYTES = 16 << 20
 """Most bytes of the user's metadata, as JSON."""
@@ -51,9 +51,9 @@ MAX_CHUNK_BYTES = 1 << 30
 """Most raw bytes of a chunk: what a reader must be ready to hold at once."""
 
 MIN_CHUNK_BYTES = 2048
-"""A saver cuts no smaller chunks out of an object, but for the first and the last one.
+"""A saver cuts no smaller chunks out of an object, except the first and the last.
 
-A chunk is whole pages, less what is left of them where elements are of an odd size.
+A chunk is whole pages, minus a rest if elements have an odd size.
 """
 
 SPARE_CHUNKS = 16
@@ -68,7 +68,7 @@ MAX_CODECS = 16
 MAX_CODEC_NAME_CHARS = 64
 
 MAX_LINKS = 64
-"""Most frames that decoding one chunk takes: itself, and the bases below it."""
+"""Most frames that decoding one chunk needs: its own frame, and the bases below it."""
 
 # -- records --------------------------------------------------------------------------------------
 
@@ -79,10 +79,10 @@ MAX_GROUPS = 16
 """A section with more top-level keys does not list them in the head."""
 
 MAX_FRAME_BYTES = 1 << 28
-"""Most bytes that any frame of a part may hold once decompressed: a reader holds one at a time."""
+"""Most decompressed bytes of any frame of a part: a reader holds one frame at a time."""
 
 MAX_STORED_FRAME_BYTES = MAX_FRAME_BYTES + (1 << 20)
-"""Most stored bytes of a frame of a part: what does not compress grows a little."""
+"""Most stored bytes of a frame of a part: incompressible data grows a little."""
 
 MAX_RATIO = 256
 RATIO_FREE_BYTES = 16 << 20
@@ -92,36 +92,36 @@ Decoded JSON takes up to 24 times its text, so a few stored kilobytes could ask 
 """
 
 MAX_LISTED_PARTS = 16
-"""Most parts that a commit record lists itself; of more the index does."""
+"""Most parts that a commit record lists itself; the index lists more."""
 
 MAX_LISTED_BORROWED = 64
 """Most blobs of other saves that a saver lists in a commit record; more go to the index."""
 
 MAX_OBJECTS = 1 << 24
-"""Most objects for each part: a part has no room for the shards of more."""
+"""Most objects of each part: a part has no room for the shards of more objects."""
 
 MAX_INDEX_HEAD_BYTES = 64 << 20
-"""Most bytes of an index's head, which is held at once: enough for billions of shards."""
+"""Most bytes of an index's head, which is held in memory: enough for billions of shards."""
 
 FEW_KEYS = 256
 MAX_STEPS = 128
-"""Most steps by which each key of a set or dict finds its place, where there are more than few."""
+"""Most steps, on average, in which a key of a set or dict with more than few keys finds a slot."""
 
 
 def max_decompressed(stored_bytes: int) -> int:
-    """Return the most bytes that so many stored bytes of a part may decompress to."""
+    """Return the most bytes that `stored_bytes` of a part may decompress to."""
     return max(RATIO_FREE_BYTES, MAX_RATIO * stored_bytes)
 
 
 def max_chunks(nbytes: int) -> int:
-    """Return the most chunks that an object of so many bytes may have."""
+    """Return the most chunks that an object of `nbytes` may have."""
     return SPARE_CHUNKS + nbytes // MIN_CHUNK_BYTES
 
 
 def depth_of(value: object) -> int:
     """Return the levels of containers in `value`; stops a little beyond `MAX_METADATA_DEPTH`.
 
-    Does not recurse, so it ends for any value, even one that holds itself.
+    Does not recurse, so it ends for any value, even a value that contains itself.
     """
     depth = 0
     level = [value]

@@ -1,4 +1,4 @@
-"""Markers that users put into a state tree; providers describe what they stand for."""
+"""Markers that users put into a state tree; providers describe the state that they mark."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ class Rng:
 class PerRank:
     """A value that differs between ranks: each rank stores its own.
 
-    On restore each rank gets its own back if there are as many ranks as at the save.
+    On restore each rank gets its own value back if the number of ranks is the same.
 
     Attributes:
         value: Anything that may be in a state tree.
-        index: Which of the values this is; default: the number of the rank. Ranks that give the
-            same number store the same, such as those that read the same data.
-        count: How many values there are; default: the number of ranks.
-        on_change: What a restore does where another number of values is stored: `"error"`;
-            `"keep"` what is live; or a function that takes a list of all stored ones and returns
-            the value for this rank.
+        index: The number of this value; default: the number of the rank. Ranks with the same index
+            store the same value, such as ranks that read the same data.
+        count: The number of values; default: the number of ranks.
+        on_change: What a restore does if another number of values is stored: `"error"`; `"keep"`
+            the live value; or a function that takes a list of all stored values and returns the
+            value for this rank.
 
     Raises:
-        UnsupportedStateError: `index` and `count` are not a place among ranks, or only one of them
-            is given; or `on_change` is none of these.
+        UnsupportedStateError: `index` is not in `range(count)`, only one of the two is given, or
+            `on_change` is none of these.
     """
 
     value: Any
@@ -53,7 +53,7 @@ class PerRank:
     on_change: str | Callable[[list[Any]], Any] = "error"
 
     def __post_init__(self) -> None:
-        """Refuse what is no place among ranks."""
+        """Refuse an `index` or `count` that is no place among ranks."""
         given = self.index is not None and self.count is not None
         if given and not 0 <= operator.index(self.index) < operator.index(self.count):  # type: ignore[arg-type]
             msg = f"penstock.PerRank has index={self.index} of count={self.count}"
@@ -68,7 +68,7 @@ class PerRank:
             raise UnsupportedStateError(msg)
 
     def place(self, rank: int, world_size: int) -> tuple[int, int]:
-        """Return which of the values this is on a rank, and how many there are."""
+        """Return the number of this value on a rank, and the number of values."""
         if self.index is None or self.count is None:
             return rank, world_size
         return self.index, self.count
@@ -91,24 +91,23 @@ class Grads:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Shard:
-    """A piece of a tensor that is cut by hand: this rank holds it as a tensor of its own.
+    """A piece of a tensor that is cut by hand; this rank holds the piece as a separate tensor.
 
-    All ranks put one under the same path, and together they hold each element of the whole tensor;
-    `Shards` has several pieces of one rank.
-    The piece is a rectangle, which starts at `offsets`, or a range of the flattened tensor.
+    All ranks put a piece under the same path, and together hold each element of the whole tensor.
+    `Shards` holds several pieces of one rank. The piece is a rectangle that starts at `offsets`, or
+    a range of the flattened tensor.
 
     Attributes:
         tensor: The elements of the piece, row-major; a tensor or array.
         global_shape: Shape of the whole tensor.
-        offsets: Where the rectangle starts, in each dimension, in elements.
+        offsets: The start of the rectangle in each dimension, in elements.
         replica: `(i, n)`: this rank is the `i`-th, from 0, of `n` ranks that hold this piece.
         flat_range: `(start, stop)`, in place of `offsets`: the piece is elements `[start, stop)` of
             the whole tensor, counted row by row, as in a flat buffer.
 
     Raises:
-        UnsupportedStateError: The piece does not lie within the whole tensor, the tensor has
-            another number of elements, or is itself distributed, or `replica` is not a place among
-            ranks.
+        UnsupportedStateError: The piece is not within the whole tensor, the tensor has another
+            number of elements, the tensor is distributed, or `replica` is not a place among ranks.
     """
 
     tensor: Any
@@ -118,7 +117,7 @@ class Shard:
     flat_range: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        """Take any sequences of integers, and refuse what does not fit together."""
+        """Accept any sequences of integers; refuse values that do not fit together."""
         shape = _integers("global_shape", self.global_shape)
         replica = _integers("replica", self.replica)
         if hasattr(self.tensor, "placements"):
@@ -141,7 +140,7 @@ class Shard:
             object.__setattr__(self, "flat_range", bounds)
         if len(replica) != 2 or not 0 <= replica[0] < replica[1]:  # noqa: PLR2004 - place, count
             _refuse(
-                f"has replica={self.replica!r}: say (i, n) on the i-th, from 0, of n ranks that "
+                f"has replica={self.replica!r}: give (i, n) on the i-th, from 0, of n ranks that "
                 "hold the same piece"
             )
         object.__setattr__(self, "global_shape", shape)
@@ -149,7 +148,7 @@ class Shard:
 
     @property
     def regions(self) -> tuple[Region, ...]:
-        """The rectangles that this rank holds, one for `offsets`; none if the piece is empty."""
+        """The rectangles that this rank holds: one for `offsets`, none if the piece is empty."""
         if not math.prod(self.global_shape):
             return (Region.whole(self.global_shape),)  # without elements, so every piece is all
         if self.flat_range is not None:
@@ -160,20 +159,20 @@ class Shard:
 
     @property
     def place(self) -> Replica:
-        """Which of the ranks that hold the piece this rank is; their ranks are not known."""
+        """The place of this rank among the ranks that hold the piece; their numbers are unknown."""
         return Replica(*self.replica)
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Shards:
-    """Several pieces of one tensor that this rank holds, each in a tensor of its own.
+    """Several pieces of one tensor that this rank holds, each as a separate tensor.
 
     Other ranks may put `Shards` or a `Shard` under the same path. All pieces of all ranks together
     hold each element of the whole tensor.
 
     Attributes:
-        pieces: The pieces, at least one, in any order. They have one dtype, device, global shape
-            and `replica`.
+        pieces: The pieces, at least one, in any order. All have the same dtype, device, global
+            shape and `replica`.
 
     Raises:
         UnsupportedStateError: There is no piece, the pieces do not belong to one tensor, or two of
@@ -195,16 +194,16 @@ class Shards:
         for name, of in _TRAITS.items():
             traits = list(dict.fromkeys(map(of, pieces)))
             if len(traits) > 1:
-                one, other = traits[:2]
-                msg = f"penstock.Shards has pieces of {name} {one} and {other}: it takes one"
+                first, second = traits[:2]
+                msg = f"penstock.Shards has pieces of {name} {first} and {second}: use one"
                 raise UnsupportedStateError(msg)
         pair = _overlap(region for piece in pieces for region in piece.regions)
         if pair is not None:
-            one, other = pair
+            low, high = pair
             msg = (
-                f"penstock.Shards has two pieces with the same elements, from {list(one.offsets)} "
-                f"of shape {list(one.sizes)} and from {list(other.offsets)} of shape "
-                f"{list(other.sizes)}: give each element once"
+                f"penstock.Shards has two pieces with the same elements, from {list(low.offsets)} "
+                f"of shape {list(low.sizes)} and from {list(high.offsets)} of shape "
+                f"{list(high.sizes)}: give each element once"
             )
             raise UnsupportedStateError(msg)
         object.__setattr__(self, "pieces", pieces)
@@ -221,27 +220,27 @@ _TRAITS: Mapping[str, Callable[[Shard], object]] = {
 def _overlap(regions: Iterable[Region]) -> tuple[Region, Region] | None:
     """Return two rectangles that have an element in common; None if no two have."""
     ordered = sorted(regions, key=lambda region: region.offsets)
-    for number, one in enumerate(ordered):
-        for other in islice(ordered, number + 1, None):
-            bounds = list(zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True))
+    for number, low in enumerate(ordered):
+        for high in islice(ordered, number + 1, None):
+            bounds = list(zip(low.offsets, low.sizes, high.offsets, high.sizes, strict=True))
             if all(max(a, b) < min(a + m, b + n) for a, m, b, n in bounds):
-                return one, other
+                return low, high
             if bounds and bounds[0][0] + bounds[0][1] <= bounds[0][2]:
-                break  # this one and all later ones begin after it
+                break  # `high` and all later rectangles begin after `low`
     return None
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Leaves:
-    """Some leaves of a subtree, each an object of its own; other ranks may have the others.
+    """Some leaves of a subtree, each a separate object; other ranks may have the rest.
 
-    For state that is cut into leaves; each rank has some of them. Without it a dict or list of
-    plain values is one value, which a rank has as a whole. It is stored as the dicts and lists that
-    the leaves are in, and can be saved only: a restore needs these in its place.
+    Without it a dict or list of plain values is one value, which a rank has as a whole. It is
+    stored as the dicts and lists that hold the leaves. It can only be saved: a restore needs those
+    dicts and lists in its place.
 
     Attributes:
-        items: The leaves of this rank by path, a tuple: a string is the key of a dict, a number the
-            index in a list.
+        items: The leaves of this rank by path, a tuple: a string is a dict key, a number a list
+            index.
         lengths: The lengths of the lists, by path, the same on all ranks.
 
     Raises:
@@ -271,15 +270,15 @@ class Leaves:
 class Streamed:
     """A tensor whose bytes a save gets from a function, piece by piece, instead of from memory.
 
-    For state that is in a file: the save takes its staging memory, not memory for the tensor. It is
-    stored as a tensor, and can be saved only: a restore needs a tensor in its place.
+    For state in a file: the save needs its staging memory, not memory for the tensor. It is stored
+    as a tensor. It can only be saved: a restore needs a tensor in its place.
 
     Attributes:
         dtype: The name of a torch dtype, such as `"bfloat16"`.
         shape: The shape of the tensor.
         read: Called as `read(start, out)` to fill all of `out`, a writable memoryview of bytes,
-            with the tensor's row-major bytes from byte `start` on. Both are whole elements. It may
-            be called on another thread, and what it raises fails the save.
+            with the tensor's row-major bytes starting at byte `start`. Both are whole elements. It
+            may run on another thread, and an exception in it fails the save.
 
     Raises:
         UnsupportedStateError: `shape` has something other than whole numbers of at least 0.
@@ -290,7 +289,7 @@ class Streamed:
     read: Callable[[int, memoryview], object]
 
     def __post_init__(self) -> None:
-        """Take any sequence of integers, and refuse anything else."""
+        """Accept any sequence of integers; refuse anything else."""
         try:
             shape = tuple(map(operator.index, self.shape))
         except TypeError:
@@ -309,7 +308,7 @@ def _check_rectangle(
     if not len(sizes) == len(offsets) == len(shape):
         _refuse(
             f"has a tensor of {len(sizes)} dimensions, {len(offsets)} offsets and a global "
-            f"shape of {len(shape)} dimensions: they must be equally many"
+            f"shape of {len(shape)} dimensions: the numbers must be equal"
         )
     for d, (offset, size, whole) in enumerate(zip(offsets, sizes, shape, strict=True)):
         if not 0 <= offset <= offset + size <= whole:
@@ -323,13 +322,13 @@ def _check_range(shape: tuple[int, ...], bounds: tuple[int, ...], sizes: tuple[i
     whole = math.prod(shape)
     if min(shape, default=0) < 0 or len(bounds) != 2 or not 0 <= bounds[0] <= bounds[1] <= whole:  # noqa: PLR2004 - start, stop
         _refuse(
-            f"has flat_range={bounds} of a global shape {list(shape)}: say (start, stop), counted "
+            f"has flat_range={bounds} of a global shape {list(shape)}: give (start, stop), counted "
             f"in elements of the whole tensor, which has {whole}"
         )
     if math.prod(sizes) != bounds[1] - bounds[0]:
         _refuse(
             f"has a tensor of shape {list(sizes)} for the {bounds[1] - bounds[0]} elements of "
-            f"flat_range={bounds}: leave out what pads it"
+            f"flat_range={bounds}: leave out the padding"
         )
 
 

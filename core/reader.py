@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 _Rescued: TypeAlias = tuple[tuple[str, str], ...]
 
-# Blobs that a rank tells rank 0 of, which repairs each checkpoint as a whole.
+# Blobs that a rank reports to rank 0, which repairs each checkpoint as a whole.
 _MOST_TOLD = 16
 
 
@@ -64,7 +64,7 @@ class _RestoreTurn:
     Attributes:
         group: The ranks.
         number: The number of the round.
-        called: When this rank was called, on the monotonic clock; None: it is not known.
+        called: When this rank was called, on the monotonic clock; None if unknown.
     """
 
     group: RankGroup
@@ -73,7 +73,7 @@ class _RestoreTurn:
 
 
 class Reader:
-    """Reads the checkpoints of one run, and starts the repair of damaged copies that it finds."""
+    """Reads the checkpoints of one run, and starts repairs of the damaged copies that it finds."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class Reader:
             workers: The threads that verify and place.
             events: Get an event for each restore, load and verification.
             drains: Copies between the tiers of the backend; None if it is one place.
-            ranks: Returns the ranks that restore and load together; None: this process is alone.
+            ranks: Returns the ranks that restore and load together; None if this process is alone.
         """
         self._config = config
         self._registry = registry
@@ -105,7 +105,7 @@ class Reader:
         self._ranks = ranks
         self._repairs = None if drains is None else drains.repairs
         # Blobs and records that were damaged or missing in one tier, each with the tier that had a
-        # good copy. The next report lists them, and they are repaired from there.
+        # good copy. The next report lists them, and the good copies repair them.
         self._rescued: list[tuple[str, str]] = []
         note = partial(_note, self._rescued)
         self._watched = ObservedBackend(backend, note)
@@ -233,9 +233,9 @@ class Reader:
         )
 
     def _begin_round(self, called: float | None) -> _RestoreTurn | None:
-        """Return the turn of this rank in the round in which all restore; None: it is alone.
+        """Return the turn of this rank in the round in which all restore; None if it is alone.
 
-        Called before anything can fail: the number has to be the same on all ranks.
+        Called before anything can fail: the number must be the same on all ranks.
         """
         group = self._ranks()
         return None if group is None else _RestoreTurn(group, group.next_number(), called)
@@ -265,7 +265,7 @@ class Reader:
             The result of `attempt`, with the blobs and records that came from another tier, and
             the damaged steps that were skipped.
         """
-        # Views that `open` returned may have noted damage before, of any step.
+        # Views that `open` returned may have noted damage of any step before.
         earlier = len(self._rescued)
         trying: int | None = None
 
@@ -280,16 +280,16 @@ class Reader:
                     place = round_.group.place
                     checkpoint = replace(checkpoint, rank=place.rank, world_size=place.world_size)
                 with memory_permitting(f"step {number}"):
-                    found = attempt(checkpoint)
+                    result = attempt(checkpoint)
             except BaseException:
-                earlier = len(self._rescued)  # the report is of the step that could be read
+                earlier = len(self._rescued)  # the report is about the step that could be read
                 raise
             if checkpoint.backend.tiers:
                 contents, known = checkpoint.contents, [name for name, _ in self._rescued]
                 self._rescued += lost_by_tiers(
                     checkpoint.backend, contents.record, contents.manifest.lengths(), known=known
                 )
-            return found, tuple(dict.fromkeys(self._rescued[earlier:]))
+            return result, tuple(dict.fromkeys(self._rescued[earlier:]))
 
         if round_ is None:
             candidates = Candidates(self._candidates(step, on_damage))
@@ -339,16 +339,16 @@ class Reader:
     def _read_together(
         self, together: RestoreTogether[tuple[T, _Rescued]], turn: _RestoreTurn
     ) -> tuple[tuple[T, _Rescued], tuple[int, ...]]:
-        found = together.run(turn.number, turn.called)
-        for told in together.told.values():  # rank 0 repairs what any rank has found
-            self._rescued += [(name, tier) for name, tier in told["rescued"]]
-        return found
+        result = together.run(turn.number, turn.called)
+        for report in together.told.values():  # rank 0 repairs the damage that any rank reports
+            self._rescued += [(name, tier) for name, tier in report["rescued"]]
+        return result
 
     def _follow(self, step: int, uid: str) -> Opened:
         """Open the checkpoint that rank 0 has chosen.
 
         Raises:
-            RestoreError: This rank sees another one at that step, or none.
+            RestoreError: This rank sees another checkpoint at that step, or none.
         """
         try:
             record = self.catalog.record(step)
@@ -405,7 +405,7 @@ class Reader:
 
 @contextmanager
 def _giving_up(round_: _RestoreTurn | None) -> Iterator[None]:
-    """Tell the other ranks of an error in the block, which comes before this one takes part."""
+    """Report an error in the block to the other ranks: it comes before this rank takes part."""
     try:
         yield
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""Names in messages: the nearest ones to a wrong name, and the first ones of a long list.
+"""Names in messages: the nearest names to a wrong name, and the first names of a long list.
 
 Tested in `tests/core/config/test_model.py`.
 """
@@ -15,7 +15,7 @@ _KNOWN = 30
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str:
-    """Return a hint for a message: the nearest of `candidates`, else some; empty without any."""
+    """Return a hint for a message: the nearest candidates, else some; empty if there are none."""
     names = sorted(candidates)
     near = difflib.get_close_matches(name, names, n=2, cutoff=0.6)
     if near:
@@ -33,12 +33,12 @@ _SHOWN_CHARS = 200
 
 
 def cut(name: str) -> str:
-    """Shorten a path for a message: paths of a checkpoint may be of any length."""
+    """Shorten a path for a message: paths of a checkpoint may have any length."""
     return name if len(name) <= _SHOWN_CHARS else f"{name[:_SHOWN_CHARS]}..."
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return the first of `names`, and how many more there are."""
+    """Return the first of `names`, and the number of the rest."""
     more = len(names) - LISTED
     shown = ", ".join(cut(name) for name in names[:LISTED])
     return f"{shown} and {more} more" if more > 0 else shown

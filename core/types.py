@@ -1,6 +1,6 @@
 """Frozen records and aliases that every layer shares.
 
-Imports the standard library, `errors` and `limits`; numpy only for what takes a second or more.
+Imports the standard library, `errors` and `limits`; numpy only for work of a second or more.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
-"""What crosses a contract: anything flat and contiguous; cast once with `flat_view`."""
+"""The bytes that cross a contract: any flat, contiguous buffer; cast once with `flat_view`."""
 
 ObjectPath: TypeAlias = tuple[str, ...]
 """The place of an object in the state tree, one string for each level."""
@@ -51,13 +51,13 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A rectangle of a tensor: per dimension, where it starts and how many elements it has."""
+    """A rectangle of a tensor: its start and its number of elements in each dimension."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        """Take any sequences of integers, and refuse anything else."""
+        """Accept any sequences of integers; refuse anything else."""
         object.__setattr__(self, "offsets", tuple(map(operator.index, self.offsets)))
         object.__setattr__(self, "sizes", tuple(map(operator.index, self.sizes)))
 
@@ -74,9 +74,9 @@ class Region:
 
 
 def regions_of_range(shape: Sequence[int], start: int, stop: int) -> list[Region]:
-    """Return the rectangles that elements `[start, stop)` of a tensor of `shape` make up.
+    """Return the rectangles that make up elements `[start, stop)` of a tensor of `shape`.
 
-    They stand in the order of their elements, at most `2 len(shape) - 1` of them.
+    There are at most `2 len(shape) - 1` rectangles, in the order of their elements.
     """
     if start >= stop:
         return []
@@ -89,16 +89,16 @@ def regions_of_range(shape: Sequence[int], start: int, stop: int) -> list[Region
     if first > last:  # within one row
         inner = regions_of_range(shape[1:], start - last * row, stop - last * row)
         return [_below(last, region) for region in inner]
-    found = []
+    regions = []
     if start < first * row:
         inner = regions_of_range(shape[1:], start - (first - 1) * row, row)
-        found += [_below(first - 1, region) for region in inner]
+        regions += [_below(first - 1, region) for region in inner]
     if first < last:
-        found.append(Region((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])))
+        regions.append(Region((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])))
     if last * row < stop:
         inner = regions_of_range(shape[1:], 0, stop - last * row)
-        found += [_below(last, region) for region in inner]
-    return found
+        regions += [_below(last, region) for region in inner]
+    return regions
 
 
 def _below(row: int, region: Region) -> Region:
@@ -107,16 +107,16 @@ def _below(row: int, region: Region) -> Region:
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """Which of the ranks that hold equal bytes of a tensor this rank is.
+    """The place of this rank among the ranks that hold equal bytes of a tensor.
 
     Attributes:
-        index: Place of this rank among them, from 0.
-        count: Number of these ranks; 1 where this rank alone holds the bytes.
-        ranks: Their global ranks, in the order of `index`; empty where they are not known.
-        place: The shown path of a `PerRank` with an index: these are the ranks that give one index
-            there. Who they are comes out when all have told theirs; until then it is this one.
-        submesh: Whether the tensor is spread over some ranks of the job only. Others may have a
-            copy of it under its name, as of a tied weight, which has to be equal.
+        index: The place of this rank among these ranks, from 0.
+        count: Number of these ranks; 1 if this rank alone holds the bytes.
+        ranks: Their global ranks, in the order of `index`; empty if unknown.
+        place: The shown path of a `PerRank` with an index: these are the ranks that give the same
+            index there. Until all ranks have posted their indices, only this rank counts.
+        submesh: Whether only some ranks of the job share the tensor. Other ranks may have an equal
+            copy under the same name, such as a tied weight.
     """
 
     index: int = 0
@@ -158,9 +158,9 @@ class ByteRange:
 
 @dataclass(frozen=True, slots=True)
 class WorstErrors:
-    """The worst errors of an object's elements that lossy codecs caused; infinity is possible.
+    """The worst errors that lossy codecs caused in an object's elements; may be infinite.
 
-    `relative` is that of an element in proportion to itself, as it was saved.
+    `relative` is the error of an element relative to its value before the save.
     """
 
     absolute: float
@@ -169,7 +169,7 @@ class WorstErrors:
 
 @dataclass(frozen=True, slots=True)
 class BlobInfo:
-    """Name, size and time of a blob or record; `modified_s` is by the store's clock (Unix time)."""
+    """Name, size and time of a blob or record; `modified_s` is the store's clock (Unix time)."""
 
     name: str
     size_bytes: int
@@ -178,7 +178,7 @@ class BlobInfo:
 
 @dataclass(frozen=True, slots=True)
 class WriteRequest:
-    """Write `buffers`, one after the other, from byte `offset` of the blob on."""
+    """Write `buffers`, one after the other, starting at byte `offset` of the blob."""
 
     offset: int
     buffers: tuple[memoryview, ...]
@@ -200,22 +200,22 @@ class ReadRequest:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a backend instance can do, as data; core checks it before the first byte moves.
+    """The capabilities of a backend instance; core checks them before the first byte moves.
 
     Attributes:
-        direct_io: Whether the page cache is bypassed (as proved by a probe, not as wished for).
+        direct_io: Whether the page cache is bypassed (proved by a probe, not just requested).
         memory_alignment: Bytes; buffers at `address % memory_alignment == 0` need no copy.
         offset_alignment: Bytes; core never lets two writes touch one such unit of a blob.
-        preferred_io_bytes: Size of request that the store likes best.
-        preferred_parallel: Requests in flight that the store likes best.
+        preferred_io_bytes: The store's best request size.
+        preferred_parallel: The store's best number of requests in flight.
         exclusive_publish: `publish(exclusive=True)` is decided atomically by the store.
-        ordered: The store can only append: the writes of one blob come one at a time, each
-            begins at or after the end of the one before, and the backend fills gaps with zeros.
+        ordered: The store can only append: the writes of one blob come one at a time, each begins
+            at or after the end of the previous write, and the backend fills gaps with zeros.
         local: Blobs live in memory or files of this machine.
-        outlives_process: What is stored is there for other processes too, and after this one has
-            ended, however it ends. False for what lives in memory of this process.
-        prefers_huge_pages: With `direct_io`, whether transfers of memory in small pages are so slow
-            that core should read into memory of huge pages, and copy.
+        outlives_process: Whether other processes can read the stored data, even after this process
+            ends in any way. False for data in memory of this process.
+        prefers_huge_pages: With `direct_io`, whether transfers to small pages are so slow that core
+            should read into huge pages, and copy.
     """
 
     direct_io: bool = False
@@ -231,7 +231,7 @@ class Capabilities:
     notes: tuple[str, ...] = field(default=())
 
     def __post_init__(self) -> None:
-        """Refuse what core could not divide or count by.
+        """Refuse values that core cannot divide or count by.
 
         Raises:
             CapabilityError: An alignment is no power of two, or a preference is below 1.
@@ -240,14 +240,14 @@ class Capabilities:
             value = getattr(self, name)
             if type(value) is not int or value < 1 or value & (value - 1):
                 msg = (
-                    f"Capabilities with {name}={value!r}: it is a power of two, in bytes; say 1 "
-                    "where any will do"
+                    f"Capabilities with {name}={value!r}: it must be a power of two, in bytes; use "
+                    "1 if any will do"
                 )
                 raise CapabilityError(msg)
         for name in ("preferred_io_bytes", "preferred_parallel"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
-                msg = f"Capabilities with {name}={value!r}: it is a whole number, at least 1"
+                msg = f"Capabilities with {name}={value!r}: it must be a whole number, at least 1"
                 raise CapabilityError(msg)
 
 
@@ -272,14 +272,14 @@ def align_up(value: int, unit: int) -> int:
 
 
 def collide(keys: Collection[object]) -> bool:
-    """Return whether a set or dict of `keys`, in this order, takes too many steps to be built.
+    """Return whether a set or dict of `keys`, in this order, takes too many steps to build.
 
-    Python puts a key into the first free slot of a sequence that its hash gives. Numbers can be
-    chosen so that one key after the other walks over most of the table, with equal hashes or with
-    different ones: 667 KB of them held the GIL for 72 s, ten times as many would for hours. So
-    this takes the same steps, up to a limit, for each size that the table has as it grows. A
-    million honest keys took 50 at most, on average: numbers at a distance of `2**32`, and those of
-    `torch.rand`. Texts alone cannot be chosen: their hashes are secret.
+    The hash of a key gives a sequence of slots; Python uses the first free one. An attacker can
+    choose numbers, with equal or different hashes, so that each key walks over most of the table:
+    667 KB of them held the GIL for 72 s, and ten times that would hold it for hours. So this
+    function takes the same steps, up to a limit, for each size of the growing table. A million
+    honest keys took at most 50 steps each, on average: numbers `2**32` apart, and numbers of
+    `torch.rand`. Texts alone are safe: their hashes are secret.
     """
     if len(keys) <= FEW_KEYS or set(map(type, keys)) <= {str, bytes}:
         return False
@@ -290,7 +290,7 @@ def collide(keys: Collection[object]) -> bool:
 
 
 def _crowd(hashes: NDArray[np.uint64], slots: int) -> bool:
-    """Return whether a table takes too many steps, where each step looks at adjacent slots."""
+    """Return whether a table takes too many steps; each step looks at `slots` adjacent slots."""
     size = 2 * FEW_KEYS
     while size <= 4 * len(hashes):
         early = hashes[: size * 2 // 3]  # with more keys the table grows
@@ -301,10 +301,10 @@ def _crowd(hashes: NDArray[np.uint64], slots: int) -> bool:
 
 
 def _walk(hashes: NDArray[np.uint64], size: int, slots: int) -> int:
-    """Return the steps that keys take in a table, or more than the limit.
+    """Return the number of steps that keys take in a table, or a number above the limit.
 
-    Takes the steps of many keys at once, the first of each, then the second. That is five times as
-    fast, and changes only which of two keys, near each other in order, has a slot.
+    Takes the first step of many keys at once, then the second, and so on. That is five times as
+    fast, and only changes which of two keys, close in order, gets a slot.
     """
     import numpy as np  # noqa: PLC0415 - as above
 
@@ -350,14 +350,14 @@ _class_members = type.__dict__["__dict__"].__get__
 FACTORIES: dict[str, type] = {
     t.__name__: t for t in (list, dict, set, tuple, int, float, str, bool, bytes, complex)
 }
-"""Of a `defaultdict` that can be stored, by the name under which it is."""
+"""The factories of a `defaultdict` that can be stored, by stored name."""
 
 
 def loaded_class(name: str) -> type | None:
     """The class that a checkpoint names as `module:qualified.name`; None if it is not loaded.
 
-    Nothing is imported, and no code runs: neither a module's `__getattr__`, nor the loading of a
-    module that was imported lazily, nor a proxy that stands in place of a module or a class.
+    Imports nothing and runs no code: no module's `__getattr__`, no loading of a lazily imported
+    module, no proxy of a module or class.
     """
     module_name, _, qualname = name.partition(":")
     found: object = sys.modules.get(module_name)
@@ -373,7 +373,7 @@ def loaded_class(name: str) -> type | None:
 
 
 def show_segment(segment: str) -> str:
-    """The shown form of one path segment: `%` as `%25`, `/` as `%2F`, an empty one as `%00`."""
+    """The shown form of a path segment: `%` as `%25`, `/` as `%2F`, an empty segment as `%00`."""
     if not segment:
         return "%00"
     if "%" in segment or "/" in segment:
@@ -401,7 +401,7 @@ def with_article(noun: str) -> str:
 
 
 def show_text(text: str) -> str:
-    """Text of others in a message: 300 characters of it, those that control a terminal escaped."""
+    """Foreign text in a message: at most 300 characters, control characters escaped."""
     if len(text) > _SHOWN_CHARS:
         text = f"{text[:_SHOWN_CHARS]}..."
     if text.isprintable():
@@ -418,10 +418,10 @@ def show_path(path: ObjectPath) -> str:
 
 
 def valid_step(step: object) -> int:
-    """`step` as an integer from 0 to 2^62 - 1, which is what records hold.
+    """`step` as an integer from 0 to 2^62 - 1, the range that records hold.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: `step` is no such integer.
     """
     number = -1
     if isinstance(step, SupportsIndex) and not isinstance(step, bool):

@@ -277,7 +277,7 @@ class Backend(ABC):
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
-        """The places of which this backend consists, the fastest first; empty for a single place.
+        """The places of this backend, the fastest first; empty for a single place.
 
         Core saves to one of these, copies from each to the next, and reads another copy where one
         is damaged.

@@ -25,7 +25,7 @@ class MemoryKey(NamedTuple):
         offset: Bytes from there to the first element.
         shape: Elements along each dimension.
         strides: Bytes from one element to the next along each dimension.
-        dtype: The type of the elements, which tells apart two readings of the same bytes.
+        dtype: The type of the elements, which distinguishes two readings of the same bytes.
     """
 
     device: str
@@ -37,14 +37,14 @@ class MemoryKey(NamedTuple):
 
 
 class Lines(NamedTuple):
-    """Some bytes of an object by which it is compared, evenly spread over it.
+    """Some bytes of an object that are compared, evenly spread over it.
 
-    They are `steps` lines, the first at the first byte, and one more that ends with the last byte.
+    There are `steps` lines, the first at the first byte, and one more that ends with the last byte.
 
     Attributes:
         width: Bytes of each line; a multiple of the itemsize.
         step: Bytes from the start of a line to the start of the next; a multiple of the itemsize.
-        steps: How many lines there are but for the last one.
+        steps: The number of lines except the last.
     """
 
     width: int
@@ -52,7 +52,7 @@ class Lines(NamedTuple):
     steps: int
 
     def starts(self, nbytes: int) -> list[int]:
-        """Return where the lines of an object of so many bytes begin."""
+        """Return where the lines of an object of `nbytes` begin."""
         return [*range(0, self.steps * self.step, self.step or 1), nbytes - self.width]
 
 
@@ -97,8 +97,8 @@ class ByteSource(ABC):
         """Copy bytes `[start, start + len(out))` to `out`.
 
         `start` and `len(out)` are multiples of the itemsize. None: complete on return. A pending
-        copy is ordered behind all device work that the thread which *described* the object had
-        issued by then; `out` and the source stay in use until it is waited for. Releases the GIL.
+        copy runs after all device work that the thread which *described* the object had issued by
+        then; `out` and the source stay in use until `wait` returns. Releases the GIL.
         """
 
     @classmethod
@@ -108,12 +108,12 @@ class ByteSource(ABC):
         """Begin to copy a few lines of each source of this class that has no view.
 
         Called by the thread that has described them, which may change the memory afterwards: copies
-        from a device are ordered behind all device work that it has issued, and before what it
-        issues from then on. It should wait for no device, since `save` calls it.
+        from a device run after all device work that the thread has issued, and before its later
+        work. It should wait for no device, since `save` calls it.
 
         Returns:
-            Waits for the copies, on any thread, and returns the bytes of the lines of each source,
-            one behind the other.
+            A function that waits for the copies, on any thread, and returns the bytes of the lines
+            of each source, one after the other.
         """
         taken = []
         pending = []
@@ -181,15 +181,15 @@ class ByteSource(ABC):
     def keep(self) -> None:  # noqa: B027 - most memory is never freed by hand
         """Make an attempt to free the memory from now on raise an error.
 
-        Called for large objects that are captured while the caller goes on, before `hold`.
+        Called for large objects that are captured while the caller continues, before `hold`.
         """
 
     @staticmethod
     def hold(sources: Sequence[ByteSource], /) -> Callable[[], None]:
-        """Keep the memory of sources of this class where it is, and set their `address` anew.
+        """Keep the memory of sources of this class in place, and set their `address` again.
 
         Core calls it before it copies their bytes or writes them from live memory, and calls the
-        result once when that is over, on any thread.
+        result once after that, on any thread.
         """
         del sources
         return _nothing

@@ -55,7 +55,7 @@ class CodecContext:
 
 @dataclass(frozen=True, slots=True)
 class CodecOutput:
-    """The elements that a codec puts out, which the next codec of a chain is told.
+    """The elements that a codec outputs, described for the next codec of a chain.
 
     Attributes:
         dtype: Dtype name of the elements.
@@ -78,7 +78,7 @@ class Codec(ABC):
     read. `config` round-trips through the manifest as JSON. Releases the GIL for anything longer
     than 1 ms. Never changes its input. A codec that declares `lossless = False` may decode to other
     bytes than it encoded, yet to the same bytes each time; it never gets a value (a number, a
-    text). A codec that declares `needs_base` stands first in its chain.
+    text). A codec that declares `needs_base` is first in its chain.
     """
 
     api_version: ClassVar[int] = API_VERSION
@@ -96,8 +96,8 @@ class Codec(ABC):
     def load(self) -> None:  # noqa: B027 - most have nothing to load
         """Load what `encode` works with, if that takes long: libraries, code that is compiled.
 
-        Called in the background of each save before its first chunk, so it has to be quick when
-        all is loaded. What takes long in `encode` counts as a save that does not move.
+        Called in the background of each save before its first chunk, so it must be quick when all
+        is loaded. A long wait in `encode` counts as a save without progress.
         """
 
     @abstractmethod
@@ -105,7 +105,7 @@ class Codec(ABC):
         """Return the most bytes that `encode` needs for any chunk of `raw_length` bytes."""
 
     def output(self, context: CodecContext, /) -> CodecOutput:
-        """Return what elements `encode` makes of a chunk that it takes; the default: bytes.
+        """Return the elements that `encode` makes of an accepted chunk; the default: bytes.
 
         Depends on the options and on `context` alone, which never has a base here: readers call it
         without the chunk.

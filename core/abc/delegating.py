@@ -78,7 +78,7 @@ class DelegatingBackend(Backend):
 
     @property
     def inner(self) -> Backend:
-        """The wrapped backend. Each call reads it anew, so a subclass may replace it."""
+        """The wrapped backend. Each call reads it again, so a subclass may replace it."""
         return self._delegate
 
     def around(self, operation: Operation, names: tuple[str, ...], call: Callable[[], T], /) -> T:

@@ -21,9 +21,9 @@ COORDINATION_VALUE_BYTES = 1 << 16
 class Coordination(ABC):
     """Small values that all ranks of one job can read, and registers that are written once.
 
-    Each rank has an instance of its own; all instances of a job show the same values. There is no
-    other communication: no group, no barrier, no order between ranks, so nothing here can be
-    reordered against the collectives of training, and a rank that died holds nobody up.
+    Each rank has its own instance; all instances of a job show the same values. There is no other
+    communication: no group, no barrier, no order between ranks. So nothing here can be reordered
+    against the collectives of training, and a dead rank blocks no other rank.
 
     **Keys** are names as those of blobs (relative segments of `[A-Za-z0-9._-]`, see
     `check_blob_name`), **values** 1 to 65,536 bytes. A key is either posted or decided, never both,
@@ -38,12 +38,12 @@ class Coordination(ABC):
     **Failure.** Every method raises a CoordinationError if the store cannot be reached, or does not
     answer in time. Nothing is known then: a `post` or a `decide` may have happened, may happen
     later, or never. Both may be repeated: a repeated `decide` returns what was decided, be it by an
-    earlier try of its own. An error never means "no". Whoever cannot read a register has to treat
-    it as unknown, and must not delete what a decision may need.
+    earlier try of its own. An error never means "no". A rank that cannot read a register must treat
+    it as unknown, and must not delete data that a decision may need.
 
-    **Life.** Values live at least as long as the job. A register is never freed as long as a rank
-    of the job may look at it, and a rank may have slept for hours: if it were, the sleeper could
-    decide anew what the others have long acted on.
+    **Life.** Values live at least as long as the job. A register is never freed while a rank of the
+    job may still look at it, even a rank that slept for hours: otherwise the sleeper could decide
+    again what the others have long acted on.
 
     A third party's implementation passes `penstock.testing.coordination`.
     """

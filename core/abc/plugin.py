@@ -14,9 +14,9 @@ API_VERSION = 1
 
 
 def says_its_version(cls: type, /) -> bool:
-    """Return whether `cls` itself says for which version of its contract it was written.
+    """Return whether `cls` itself declares the version of its contract.
 
-    An inherited number is that of the installed Penstock, so a mismatch would never be noticed.
+    An inherited number is from the installed Penstock, so a mismatch would never be noticed.
     Classes of Penstock are released with the contract, and may inherit it.
     """
     foreign = [c for c in cls.__mro__ if c.__module__.split(".")[0] != "penstock"]
@@ -32,8 +32,8 @@ class PluginConfig(BaseModel):
 def without_credentials(url: str, /) -> str:
     """Return `url` without user, password, query and fragment, to be shown.
 
-    A password may hold `/`, `?`, `#` and `@`, though these should be quoted. So where an `@` stands
-    behind the host, and a password may stand before it, only the text behind the last `@` is shown.
+    A password may hold `/`, `?`, `#` and `@`, though these should be quoted. So if an `@` follows
+    the host, and a password may precede it, only the text after the last `@` is shown.
     """
     scheme, found, rest = url.partition("://")
     if not found:

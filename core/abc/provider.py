@@ -235,9 +235,9 @@ class DescribeContext(ABC):
         """Return the names that modules of the tree give to this very tensor, best first."""
 
     def of_this_rank(self, path: ObjectPath, /) -> None:
-        """Say that at and below `path` each rank has objects of its own, which others may lack.
+        """Declare that at and below `path` each rank has its own objects, which others may lack.
 
-        Ranks that differ only there still count as equal, and share what they write of the rest.
+        Ranks that differ only there still count as equal, and share the writing of the rest.
         The objects there need a `replica`: without one they would count as equal on all ranks.
         """
         del path
@@ -368,8 +368,8 @@ class StateProvider(ABC):
             `rebuild` learn it by `PlaceContext.provider_version`. An earlier version never gets
             what a later one has stored.
         forms: Leaf and node forms that `rebuild` understands; unique among all providers.
-        describes_last: Whether its values are described after all others that stand in dicts, lists
-            and tuples of the tree, since describing the others may change them (random state).
+        describes_last: Whether its values are described after all other values in dicts, lists and
+            tuples of the tree, since describing the others may change them (random state).
     """
 
     api_version: ClassVar[int] = API_VERSION
@@ -458,11 +458,11 @@ class StateProvider(ABC):
     def on_other_ranks(self, kind: type, /) -> Literal["error", "keep"] | None:
         """Return whether values of a type it claims differ between ranks by nature.
 
-        Core then stores that of each rank, as if it stood in a `penstock.PerRank`.
+        Core then stores the value of each rank, as if it were in a `penstock.PerRank`.
 
         Returns:
-            None if they do not, and have to be equal on all ranks. Else what a restore on another
-            number of ranks does: it is an error, or what is live is kept, with a warning.
+            None if they do not, and must be equal on all ranks. Otherwise what a restore on another
+            number of ranks does: raise an error, or keep the live value with a warning.
         """
         del kind
         return None

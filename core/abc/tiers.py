@@ -45,7 +45,7 @@ _ACCEPT = (
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """One of the places of which a backend consists, and the rules for copying from it.
+    """One of the places of a backend, and the rules for copying from it.
 
     Attributes:
         name: Name for people, states and logs: `fast`, `durable`; a nested one `fast.durable`.
@@ -54,8 +54,8 @@ class Tier:
         drain_bytes_per_s: Most bytes per second to copy to the next tier; None sets no limit.
         drain_in: Where the copy to the next tier runs: `thread` of this process, or `process` of
             its own; `auto` takes a process for large checkpoints, where it can open the tiers.
-        keep_last: How many of the checkpoints that the next tier has stay here; None keeps as many
-            as there is room for.
+        keep_last: The number of checkpoints that stay here although the next tier has them; None
+            keeps all that fit.
         on_full: What a save does when this tier has no room, even after eviction, and the next tier
             does not answer.
         durable: Whether a save counts as durable once it is whole here.

@@ -181,7 +181,7 @@ def _float32_to_float16(block: Floats, into: Array) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Small:
-    """A format of 8 or 16 bits, of which a table has every number.
+    """A format of 8 or 16 bits with a table of all its numbers.
 
     Attributes:
         mantissa: Its bits.

@@ -161,7 +161,7 @@ def decode_borrowed(data: bytes, record: CommitRecord) -> tuple[BlobRecord, ...]
     """Read and validate the table of borrowed blobs of a checkpoint whose record has none itself.
 
     Raises:
-        FormatError: The table is damaged, or not what the commit record says of it.
+        FormatError: The table is damaged, or differs from the commit record.
     """
     name, table = f"{record.index.name}: borrowed", record.many_borrowed
     if table is None:
@@ -284,7 +284,7 @@ def unseal(data: bytes, name: str) -> Any:
     content = data[end + 1 :]
     length = fields.integer("length")
     if len(content) != length:
-        refuse(name, f"has {len(content)} bytes behind its first line instead of {length}")
+        refuse(name, f"has {len(content)} bytes after its first line instead of {length}")
     if digest(content) != fields.hexadecimal("sha256", 64):
         refuse(name, "its sha256 is not the one in its first line: it is damaged")
     return without_features(load_json(content, name), name)

@@ -54,9 +54,9 @@ class ShardTable:
         parts: Number of the part that has the shard, uint32.
         sections: Number of the section in that part's head, uint32.
         dims: Dimensions of the region, `WHOLE` or `NO_BYTES`, uint8.
-        bounds: Offset and size, int64, in each dimension of each region, one behind the other.
-        traits: What the part says of the object, summed up, uint32; 0 where the save is of one
-            process, and in what an index tells.
+        bounds: Offset and size, int64, in each dimension of each region, one after the other.
+        traits: A checksum of the object's description in the part, uint32; 0 if one process saved,
+            and in tables from an index.
     """
 
     hashes: NDArray[np.uint64]
@@ -115,7 +115,7 @@ class ShardTable:
         return self.bounds[np.repeat(starts[rows], wanted) + _within(wanted)]
 
     def cut(self, shards: int) -> Iterator[ShardTable]:
-        """Yield the shards, so many at once, without copying."""
+        """Yield tables of at most `shards` shards, without copying."""
         ends = np.cumsum(_row_bounds(self.dims))
         for start in range(0, len(self), shards):
             rows = slice(start, start + shards)
@@ -141,7 +141,7 @@ class SectionShards:
     Attributes:
         hashes: Hash of the object's path, for each shard.
         regions: Its region; True for the whole object, False where it has no bytes there.
-        traits: What is said of the object, summed up; empty: not summed up.
+        traits: A checksum of the object's description; empty: none.
     """
 
     hashes: Sequence[int]
@@ -159,7 +159,7 @@ def shards_of(
     Args:
         paths: The path of each object.
         regions: What is stored of it, from `regions_of`.
-        traits: What is said of it, from `traits_of`; empty: not summed up.
+        traits: Its traits, from `traits_of`; may be empty.
     """
     counts = [*map(len, regions)]
     hashes = map(repeat, path_hashes(paths), counts)
@@ -184,11 +184,11 @@ def traits_of(
     form: str,
     origins: tuple[ObjectPath | None, ObjectPath | None],
 ) -> int:
-    """Return what is said of an object, summed up: equal for parts that say the same.
+    """Return a checksum of an object's description: equal for parts that describe it alike.
 
     `origins` are the paths that it is tied to, and derived from. The length of a value does not
-    count: ranks compare values whole, and a save whose values are longer than those of the save
-    before has the same table all the same.
+    count: ranks compare whole values, and a save has the same table as the previous save even if
+    its values are longer.
     """
     shape = () if kind is Kind.VALUE else spec.shape
     traits = (kind, spec.dtype, spec.itemsize, role, form, shape)
@@ -229,9 +229,9 @@ class IndexBlocks:
 
     Attributes:
         shards: Number of shards.
-        objects: Number of objects that they are of.
+        objects: Number of their objects.
         rows: The table of the blocks.
-        data: The blocks, one behind the other.
+        data: The blocks, one after the other.
     """
 
     shards: int
@@ -464,9 +464,9 @@ class IndexReader:
 
 
 def dump_table(table: ShardTable) -> bytes:
-    """Return the columns one behind the other, each as planes of its bytes, the highest first.
+    """Return the columns one after the other, each as planes of its bytes, the highest first.
 
-    Most high bytes are alike, and those of a plane stand side by side, so it compresses well.
+    Most high bytes are alike, and a plane has them side by side, so it compresses well.
     """
     columns: tuple[NDArray[Any], ...] = (
         table.hashes,
@@ -482,7 +482,7 @@ def load_table(data: bytes, name: str, *, count: int) -> ShardTable:
     """Read and validate the `count` shards that `dump_table` wrote.
 
     Raises:
-        FormatError: `data` does not hold so many shards, or not in ascending order.
+        FormatError: `data` does not hold `count` shards in ascending order.
     """
     fixed = count * (8 + 4 + 4 + 1)
     if len(data) < fixed:
@@ -513,7 +513,7 @@ def load_traits(data: bytes, name: str, *, count: int) -> NDArray[np.uint32]:
     """Read the traits of `count` shards, as `dump_traits` wrote them.
 
     Raises:
-        FormatError: `data` does not hold so many.
+        FormatError: `data` does not hold `count` traits.
     """
     if len(data) != 4 * count:
         refuse(name, f"does not hold the traits of {count} shards")
@@ -565,7 +565,7 @@ def _row_bounds(dims: NDArray[np.uint8]) -> NDArray[np.intp]:
 
 
 def _within(counts: NDArray[np.intp]) -> NDArray[np.intp]:
-    """Return 0, 1, ... `count - 1` for each count, one behind the other."""
+    """Return 0, 1, ... `count - 1` for each count, one after the other."""
     ends = np.cumsum(counts)
     total = int(ends[-1]) if len(ends) else 0
     return np.arange(total) - np.repeat(ends - counts, counts)

@@ -228,7 +228,7 @@ def _read_frame(row: tuple[Any, ...], head: PartHead, before: Sequence[Frame], n
 def _read_base(
     value: object, chain: int, raw_length: int, before: Sequence[Frame], name: str
 ) -> Frame:
-    """Return the base of a frame, which stands before it: so no chain is a circle."""
+    """Return the base of a frame, which comes earlier: so no chain is a circle."""
     check_ints([value], f"{name}: base", high=len(before) - 1)
     base = before[cast("int", value)]
     if not chain or base.raw_length != raw_length:
@@ -274,7 +274,7 @@ def _read_paths(rows: Sequence[Any], name: str) -> list[ObjectPath]:
 
 
 class _Extent(NamedTuple):
-    """What an object is made of, and what follows from it: its bytes, and the region of all."""
+    """The dtype and shape of an object, with its bytes and its whole region."""
 
     spec: TensorSpec
     nbytes: int
@@ -539,7 +539,7 @@ def _read_errors(
 
 
 def _read_error(value: object, name: str) -> float:
-    """Return an error; null stands for infinity, which JSON has not."""
+    """Return an error; null means infinity, which JSON lacks."""
     if value is None:
         return math.inf
     if type(value) not in (int, float) or not 0 <= (number := cast("float", value)) < math.inf:

@@ -28,7 +28,7 @@ class SectionWriter:
     """The columns of one section, which objects and nodes are added to.
 
     Attributes:
-        frames: The frames that its objects use, each behind its base.
+        frames: The frames that its objects use, each after its base.
         types: The distinct kinds of objects: kind, dtype, itemsize, role and form.
         columns: The objects, a list for each column.
         node_rows: The nodes.
@@ -108,7 +108,7 @@ class SectionWriter:
         self.weight += sum(map(len, entry.path))
 
     def frame_number(self, frame: Frame) -> int:
-        """Return the number of a frame in the section; adds it, behind its base, if it is new."""
+        """Return the number of a frame in the section; adds it, after its base, if it is new."""
         place = frame.blob, frame.offset
         number = self._frame_numbers.get(place)
         if number is None:

@@ -1,9 +1,9 @@
-"""One save of several ranks, as this rank takes part in it: what it tells, and what it waits for.
+"""This rank's side of a save of several ranks: its posts, and its waits.
 
 A process that saves alone is a group of one rank, which agrees with itself at once.
 
-The save thread calls it. It carries the steps of the round out as far as they are waiting; what is
-written and published is `finish`'s. Tested in `tests/integration/ranks/test_save_failures.py`.
+The save thread calls it. It carries out the waiting steps of the round; `finish` writes and
+publishes. Tested in `tests/integration/ranks/test_save_failures.py`.
 """
 
 from __future__ import annotations
@@ -59,8 +59,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock")
 
-# Errors of rank 0 that all ranks raise as they are: `except StepExistsError` has to take all ranks
-# the same way.
+# Errors of rank 0 that all ranks raise unchanged: `except StepExistsError` must work alike on all.
 _ALIKE: tuple[type[SaveError], ...] = (BusyError, StepExistsError)
 
 _FINAL = frozenset({Step.DONE, Step.CLEAN_UP, Step.KEEP, Step.REPORT_UNKNOWN, Step.REPORT_STOPPED})
@@ -91,8 +90,8 @@ class SaveAgreement(RankSession[SaveRound]):
             group: The ranks.
             number: The number of the round.
             commit: The table of this rank's save.
-            step: The step that this rank was told to save.
-            called_s: When it was told so, on the monotonic clock.
+            step: The step that this rank was called to save.
+            called_s: The time of that call, on the monotonic clock.
             alive: Called while this waits; raises if the save was given up.
             look: Returns what the commit record with a generation is: ours, another's or none.
 
@@ -127,32 +126,32 @@ class SaveAgreement(RankSession[SaveRound]):
         self._assumed: RankPlaces | None = None
         self._indices: Mapping[str, Sequence[int]] = {}
         self.structures: Sequence[str] = ()
-        """The digests of the structures of all ranks, in order, once they are here; of rank 0."""
+        """The digests of the structures of all ranks, in order, once they arrive; rank 0 alone."""
 
     @property
     def terms(self) -> Mapping[str, Any]:
-        """What rank 0 has decided for all."""
+        """Rank 0's decisions for all ranks."""
         return self.round.terms
 
     def arrive(self, brought: Brought, more: Mapping[str, Any]) -> None:
-        """Tell the others that this rank takes part; may wait for a device, but for no other rank.
+        """Post that this rank takes part; may wait for a device, but not for another rank.
 
         Args:
-            brought: What this rank has.
-            more: What else rank 0 has to know.
+            brought: The state of this rank.
+            more: Further facts for rank 0.
         """
         self._digests = brought.digests()
         self._brought = brought.without_state()
         self._arrival = {**brought.arrival(self._digests), **more}
-        # Not known any more until rank 0 tells it anew: if it says go and this rank has given up by
-        # then, others go on from places that this rank has not heard of.
+        # Unknown until rank 0 reports them again: if rank 0 says go after this rank gives up, the
+        # others continue with places that this rank does not know.
         self._assumed = self.group.places.of(brought.key)
         self.group.places.forget()
         self.round.arrive(self._arrival)
         self.start()
 
     def gather(self) -> dict[int, Mapping[str, Any]]:
-        """Wait until all ranks are here; return what each has told with `arrive`; rank 0 alone.
+        """Wait until all ranks are here; return the `arrive` post of each; rank 0 alone.
 
         Raises:
             PenstockError: The save is given up.
@@ -160,11 +159,11 @@ class SaveAgreement(RankSession[SaveRound]):
         while not self.wait_all_here(self.group.timing.rank_poll_s):
             self._alive()
             self.check()
-        self.group.lost.clear()  # whoever has failed before is here again
+        self.group.lost.clear()  # ranks that failed before are here again
         return {0: self._arrival, **self.tell(lambda r: dict(r.others.arrived))}
 
     def skip(self, reason: str) -> None:
-        """Tell all ranks that this step is not saved, which is no failure; rank 0 alone."""
+        """Tell all ranks that this step is skipped, which is no failure; rank 0 alone."""
         self.tell(lambda r: r.refuse(reason, {"skipped": True}))
 
     def go(self, arrivals: Mapping[int, Mapping[str, Any]], terms: Mapping[str, Any]) -> None:
@@ -187,12 +186,12 @@ class SaveAgreement(RankSession[SaveRound]):
         }
         try:
             self.tell(lambda r: r.go(every))
-        except FormatError:  # too much for a post: each rank stores all that it holds
+        except FormatError:  # too large for a post: each rank stores everything that it holds
             every |= {"classes": pack_numbers([]), "shared": {}}
             self.tell(lambda r: r.go(every))
 
     def wait_for_go(self) -> RankPlaces:
-        """Wait for the word of rank 0; return the places of this rank among those alike.
+        """Wait for rank 0's answer; return the places of this rank among equal ranks.
 
         Raises:
             PenstockError: The save is given up.
@@ -215,17 +214,17 @@ class SaveAgreement(RankSession[SaveRound]):
         return places
 
     def check_shared(self, backend: Backend, name: str, *, tier: str | None) -> None:
-        """Check that this rank sees a record that rank 0 has published: once for each place.
+        """Check that this rank sees a record that rank 0 has published, once for each place.
 
-        Else it would write all of its data before rank 0 fails to find it.
+        Otherwise it would write all of its data before rank 0 fails to find it.
 
         Args:
             backend: The place.
             name: The record.
-            tier: The name of the tier that the place is, if it is one.
+            tier: The name of the tier, if the place is a tier.
 
         Raises:
-            SaveError: It does not; says what to do.
+            SaveError: This rank does not see it; names the remedy.
             StorageError: The place does not answer.
         """
         if backend.url in self.group.shared:
@@ -248,11 +247,11 @@ class SaveAgreement(RankSession[SaveRound]):
             raise self._end_error(phase)
 
     def seal(self, part: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
-        """Tell that the part of this rank is durable, and wait until all have told so.
+        """Post that the part of this rank is durable, and wait until all ranks have.
 
         Returns:
-            On rank 0 what the others have told, by rank; on all others nothing, and the checkpoint
-            is committed.
+            On rank 0 the posts of the others, by rank. On all others an empty dict; the checkpoint
+            is then committed.
 
         Raises:
             PenstockError: The save is given up.
@@ -276,13 +275,13 @@ class SaveAgreement(RankSession[SaveRound]):
         return self.tell(lambda r: dict(r.others.parts))
 
     def check_values(self, parts: Mapping[int, Mapping[str, Any]]) -> frozenset[str]:
-        """Compare what has to be equal on ranks; rank 0 alone.
+        """Compare the values that must be equal on ranks; rank 0 alone.
 
         Returns:
-            The shown paths of values that say that a rank has nothing there; see `nothing_in`.
+            The shown paths of values that mark an empty place of a rank; see `nothing_in`.
 
         Raises:
-            SaveError: A value is not equal on all ranks that have it; names its path and ranks.
+            SaveError: A value differs between ranks that have it; names its path and ranks.
         """
         values = self._digests.compared(self.terms["unequal"])
         ranks: dict[str, list[int]] = {digest_of(values): [0]}
@@ -294,24 +293,24 @@ class SaveAgreement(RankSession[SaveRound]):
         for alike in ranks.values():
             first = alike[0]
             if first == 0:
-                found: Mapping[str, str] = values
-            elif not pieces[first]:  # the same plain values, and none of the unequal replicas
-                found = self._digests.values
+                compared: Mapping[str, str] = values
+            elif not pieces[first]:  # the same plain values, and no unequal replicas
+                compared = self._digests.values
             else:
-                found = self._values_of(first, pieces[first])
-            maps.append((alike, found))
+                compared = self._values_of(first, pieces[first])
+            maps.append((alike, compared))
         digests = {0: self._digests.shared}
         digests |= {rank: post.get("shared", {}) for rank, post in parts.items()}
         difference = difference_of(maps) or shared_difference(self._indices, digests)
         if difference is not None:
             msg = f"step {self._step}: {difference}"
             raise SaveError(msg)
-        return frozenset().union(*(nothing_in(found) for _, found in maps))
+        return frozenset().union(*(nothing_in(compared) for _, compared in maps))
 
     def _values_of(self, rank: int, pieces: int) -> dict[str, str]:
         keys = [values_key(self.round.number, rank, piece) for piece in range(pieces)]
-        found = self.group.coordination.read(keys)
-        return load_values([piece or b"" for piece in found], f"the values of rank {rank}")
+        posts = self.group.coordination.read(keys)
+        return load_values([piece or b"" for piece in posts], f"the values of rank {rank}")
 
     def merged(self) -> None:
         """Ask for the commit, and wait for the right to publish; rank 0 alone.
@@ -323,12 +322,12 @@ class SaveAgreement(RankSession[SaveRound]):
         self._next(Step.PUBLISH)
 
     def published(self, result: Result, cause: str = "", totals: Sequence[int] = ()) -> None:
-        """Tell what came of the publish; rank 0 alone."""
+        """Report the result of the publish; rank 0 alone."""
         self.tell(lambda r: r.published(result, cause, totals))
 
     @property
     def totals(self) -> tuple[int, ...]:
-        """What all ranks have written, as rank 0 has told it; empty if it could not any more."""
+        """The totals of all ranks, as rank 0 has reported them; empty if it could not."""
         result = self.round.result
         return () if result is None else result.totals
 
@@ -336,7 +335,7 @@ class SaveAgreement(RankSession[SaveRound]):
         """Tell the others that this rank has failed, and wait until the end of the round is known.
 
         Returns:
-            The error to report: `error`, or one that names the rank that was the first to fail.
+            The error to report: `error`, or an error that names the first rank to fail.
         """
         cause = cause_of(error)
         if not self.has_begun:
@@ -348,9 +347,9 @@ class SaveAgreement(RankSession[SaveRound]):
         self._alive = _nothing
         try:
             self._next()
-        except PenstockError as other:
-            return other if isinstance(other, RankError) else error
-        except BaseException as bug:  # noqa: BLE001 - or nobody would end the save
+        except PenstockError as end:
+            return end if isinstance(end, RankError) else error
+        except BaseException as bug:  # noqa: BLE001 - or the save would never end
             log.debug("the end of round %d is not known: %s", self.round.number, repr(bug))
         return error
 
@@ -359,8 +358,8 @@ class SaveAgreement(RankSession[SaveRound]):
             return ""
         there = terms.get("step")
         return (
-            f"was called to save step {self._step} while rank 0 saves step {there}: all ranks have "
-            "to save the same steps, and to call save equally often, in signal handlers too"
+            f"was called to save step {self._step} while rank 0 saves step {there}: all ranks must "
+            "save the same steps, and call save equally often, in signal handlers too"
         )
 
     def _next(self, *wanted: Step) -> None:
@@ -393,12 +392,12 @@ class SaveAgreement(RankSession[SaveRound]):
             error = self._stopped(f"step {step} was not saved")
         elif phase is Phase.UNKNOWN:
             result = self.round.result
-            why = "rank 0 and the store of the job are silent"
+            why = "rank 0 probably died: it or the store of the job is silent"
             if result is not None and result.result is Result.UNKNOWN:
                 why = f"rank 0 {result.cause}"
             error = CommitUnknownError(
                 f"step {step}: {why}, and there is no commit record yet: the checkpoint may or may "
-                "not exist. Look at steps() later; nothing of it is deleted"
+                "not exist. Check steps() later; none of its data is deleted"
             )
         else:
             error = self._aborted(f"step {step} was not saved", stays)
@@ -415,11 +414,12 @@ class SaveAgreement(RankSession[SaveRound]):
         if verdict is not None and verdict.rank == self.rank:
             why = f"{what}: the other ranks gave it up, since this one {verdict.cause}"
             return SaveError(f"{ended(why)} {stays}".rstrip())
-        found = self.abort_error(what, stays)
-        if found is not None:
-            return _alike(found)
+        error = self.abort_error(what, stays)
+        if error is not None:
+            return _alike(error)
+        died = "" if self.leads else "rank 0 probably died: "
         silence = f"the store of the job could not be reached for {self.group.timeout_s:g} s"
-        return CoordinationError(f"{what}: {silence}. {stays}".rstrip())
+        return CoordinationError(f"{what}: {died}{silence}. {stays}".rstrip())
 
     def _stopped(self, what: str) -> PenstockError:
         if self.terms.get("skipped"):
@@ -432,7 +432,7 @@ class SaveAgreement(RankSession[SaveRound]):
 class AgreementOfOne:
     """The agreement of a process that saves alone, with the methods of `SaveAgreement`.
 
-    Nobody else can fail, and nobody is waited for. The publisher feeds the table of the save.
+    No other rank can fail or is waited for. The publisher feeds the table of the save.
     """
 
     rank = 0
@@ -449,14 +449,14 @@ class AgreementOfOne:
         self._commit = commit
 
     def arrive(self, brought: Brought, more: Mapping[str, Any]) -> None:
-        """Do nothing: there is nobody to join."""
+        """Do nothing: there is no rank to join."""
 
     def gather(self) -> dict[int, Mapping[str, Any]]:
-        """Return at once: nobody else arrives."""
+        """Return at once: no other rank arrives."""
         return {}
 
     def skip(self, reason: str) -> None:
-        """Do nothing: there is nobody to notify."""
+        """Do nothing: there is no rank to notify."""
 
     def go(self, arrivals: Mapping[int, Mapping[str, Any]], terms: Mapping[str, Any]) -> None:
         """Set the terms of the save."""
@@ -464,19 +464,19 @@ class AgreementOfOne:
         self.terms = terms
 
     def wait_for_go(self) -> RankPlaces | None:
-        """Return None at once: this process writes all that it has."""
+        """Return None at once: this process writes its whole state."""
 
     def check_shared(self, *_: object, **__: object) -> None:
         """Do nothing: this process has published the record itself."""
 
     def moved(self, done: int, total: int) -> None:
-        """Do nothing: nobody watches this process."""
+        """Do nothing: no rank watches this process."""
 
     def check(self) -> None:
-        """Do nothing: there is nobody else who could fail."""
+        """Do nothing: no other rank can fail."""
 
     def seal(self, part: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
-        """Feed the table of the save that all of it is durable."""
+        """Tell the table of the save that all data is durable."""
         del part
         self._commit.feed(Event.SEALED)
         return {}
@@ -490,22 +490,22 @@ class AgreementOfOne:
         """Return at once: this process may publish."""
 
     def published(self, result: Result, cause: str = "", totals: Sequence[int] = ()) -> None:
-        """Do nothing: there is nobody to notify."""
+        """Do nothing: there is no rank to notify."""
 
     def give_up(self, error: BaseException) -> BaseException:
-        """Return the error: it is this process's own."""
+        """Return the error of this process."""
         return error
 
     def finish(self) -> None:
-        """Return at once: nobody needs to learn the end."""
+        """Return at once: no rank needs to learn the end."""
 
 
 def _not_shared(url: str, tier: str | None) -> str:
-    """Return the words for a rank that does not see what rank 0 has published at `url`."""
+    """Return the message of a rank that does not see what rank 0 has published at `url`."""
     what = f"what rank 0 has published is not on {url} as this rank sees it"
     if tier is None:
         return f"{what}: is the folder shared by all hosts? {SEVERAL_CHECKPOINTERS}"
-    # That first, since the other ranks are told so many words only.
+    # `what` first: the cause that other ranks get is cut.
     return (
         f"{what}, which is tier {tier}. A fast tier of each host's own is not supported with ranks "
         "on several hosts yet: put it on a file system that all hosts share, or save without it. "
@@ -514,7 +514,7 @@ def _not_shared(url: str, tier: str | None) -> str:
 
 
 def _alike(error: RankError) -> PenstockError:
-    """Return the error that rank 0 has raised, where all ranks have to raise the same."""
+    """Return the error that rank 0 has raised, if all ranks must raise the same."""
     for kind in _ALIKE:
         name = failed_with(kind.__name__)
         if error.rank == 0 and error.cause.startswith(name):
@@ -523,4 +523,4 @@ def _alike(error: RankError) -> PenstockError:
 
 
 def _nothing() -> None:
-    """The save is given up already."""
+    """The save is already given up."""

@@ -1,6 +1,6 @@
-"""Finds paths at which ranks of different structures have things that do not go together. Sans-IO.
+"""Finds paths at which ranks of different structures have incompatible entries. Sans-IO.
 
-A checkpoint that holds both an object at `ema` and objects below it can be restored by no rank.
+No rank can restore a checkpoint that holds both an object at `ema` and objects below it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _PER_RANK = "penstock.PerRank"
 
-# A module is stored as a dict of its tensors would be, and each is restored from the other.
+# A module is stored like a dict of its tensors, and each is restored from the other.
 _LIKE_A_DICT = frozenset({"dict", "module"})
 
 
@@ -38,13 +38,13 @@ class _Object(NamedTuple):
 
 
 class Contradictions:
-    """What the ranks of each structure have at each path; refuses what does not go together."""
+    """The entries of the ranks of each structure at each path; refuses incompatible entries."""
 
     def __init__(self, nothing: Collection[str] = ()) -> None:
         """Begin without ranks.
 
         Args:
-            nothing: The shown paths of values that say that a rank has nothing there, from
+            nothing: The shown paths of values that mark an empty place of a rank, from
                 `nothing_in`.
         """
         self.absent: set[ObjectPath] = set()
@@ -57,7 +57,7 @@ class Contradictions:
     def add(
         self, ranks: Sequence[int], objects: Mapping[ObjectPath, Kind], nodes: Iterable[Node]
     ) -> None:
-        """Add what ranks of equal structure have.
+        """Add the entries of ranks of equal structure.
 
         Args:
             ranks: The ranks.
@@ -65,12 +65,12 @@ class Contradictions:
             nodes: Their nodes.
 
         Raises:
-            SaveError: It does not go together with what was added before; names path and ranks.
+            SaveError: They are incompatible with earlier entries; names path and ranks.
         """
         by_path = {node.path: node for node in nodes}
         above = paths_above([*objects, *by_path]) | by_path.keys()
         containers = {path: _Container(_form(by_path.get(path)), ranks) for path in above}
-        # Inside of what a provider describes, None is for the provider to tell from a container.
+        # Within a provider's subtree, the provider distinguishes None from a container.
         providers = {path for path, node in by_path.items() if node.form not in CONTAINERS}
         found = {
             path: _Object(kind, ranks, self._is_absence(path, providers))

@@ -1,7 +1,7 @@
-"""Tells all ranks when what they have saved together is durable: how copies to slower tiers end.
+"""Tells all ranks when their checkpoint is durable: how the copies to slower tiers end.
 
-Rank 0 alone copies. It posts the end of each copy, and posts again and again that it lives while
-others wait for one: they take a rank 0 that is silent for the time-out for dead, and wait no more.
+Rank 0 alone copies. It posts the end of each copy, and beats while others wait for a copy. If it is
+silent for the time-out, they count it as dead and stop waiting.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _GROWTH = 1.5
 
 
 class ToldDrains:
-    """What rank 0 tells of its copies. Thread-safe."""
+    """Rank 0's reports on its copies. Thread-safe."""
 
     def __init__(self, coordination: Coordination, timeout_s: float) -> None:
         """Prepare; nothing is posted before `begin`.
 
         Args:
             coordination: Where the ranks agree.
-            timeout_s: The others take this rank for dead once it is silent for this long.
+            timeout_s: The others count this rank as dead after this long without a post.
         """
         self._coordination = coordination
         self._timeout_s = timeout_s
@@ -53,25 +53,25 @@ class ToldDrains:
         self._moves = 0
 
     def begin(self, number: int, failing: Callable[[], str]) -> None:
-        """Tell the others from now on that this rank lives: they wait for a copy.
+        """Start to beat for the others, which wait for a copy.
 
         Args:
             number: The number of the round of the save.
-            failing: Returns why waiting makes no sense; empty: the copies make progress.
+            failing: Returns why waiting is useless; empty: the copies make progress.
         """
         with self._changed:
             self._open[number] = failing
             self._run_on()
 
     def end(self, number: int, post: DrainedPost) -> None:
-        """Tell how the copies of a checkpoint ended; returns at once."""
+        """Report how the copies of a checkpoint ended; returns at once."""
         with self._changed:
             self._open.pop(number, None)
             self._outbox[number] = encode(post)
             self._run_on()
 
     def close(self) -> None:
-        """Wait until the last post has gone out, at most for the time-out; then post no more."""
+        """Wait until the last post is sent, at most for the time-out; then post no more."""
         with self._changed:
             self._changed.wait_for(lambda: not (self._outbox and self._running), self._timeout_s)
             self._closed = True
@@ -119,7 +119,7 @@ class ToldDrains:
 
 
 class FollowedDrains:
-    """What another rank learns of the copies of rank 0. Thread-safe."""
+    """The copies of rank 0, as another rank follows them. Thread-safe."""
 
     def __init__(self, coordination: Coordination, timeout_s: float, timing: Timing) -> None:
         """Prepare; nothing is read before `follow`.
@@ -127,30 +127,30 @@ class FollowedDrains:
         Args:
             coordination: Where the ranks agree.
             timeout_s: Rank 0 counts as dead once it is silent for this long.
-            timing: Says how often to look, and by which clock the silence is counted.
+            timing: How often to look, and the clock that counts the silence.
         """
         self._coordination = coordination
         self._timeout_s = timeout_s
         self._timing = timing
         self._changed = threading.Condition()  # guards all below
-        self._unknown: set[int] = set()  # the rounds whose copies have not ended, as far as known
+        self._unknown: set[int] = set()  # the rounds whose copies are not known to have ended
         self._threads: dict[int, threading.Thread] = {}
         self._closed = False
         self._failing = ""
 
     @property
     def failing(self) -> str:
-        """Why waiting makes no sense, as rank 0 has told last; empty: its copies make progress."""
+        """Why waiting is useless, as rank 0 last reported; empty: its copies make progress."""
         return self._failing
 
     def follow(self, number: int, on_end: Callable[[DrainedPost], None]) -> None:
-        """Call `on_end` once, on a thread of its own, with the end of the copies of a checkpoint.
+        """Call `on_end` once, on a separate thread, with the end of the copies of a checkpoint.
 
-        If rank 0 is silent for the time-out, or this is closed before, that is the end.
+        Silence of rank 0 for the time-out, or `close`, counts as the end.
 
         Args:
             number: The number of the round of the save.
-            on_end: May do anything, even wait for the next one.
+            on_end: May do anything, even wait for the next end.
         """
         with self._changed:
             if not self._unknown:
@@ -160,7 +160,7 @@ class FollowedDrains:
             self._threads[number] = spawn("drained", partial(self._follow, number, on_end))
 
     def settle(self) -> None:
-        """Wait until each checkpoint has been told of, or the copies of rank 0 are failing."""
+        """Wait until the end of all copies is reported, or the copies of rank 0 are failing."""
         with self._changed:
             self._changed.wait_for(lambda: not self._unknown or self._failing)
             telling = [t for n, t in self._threads.items() if n not in self._unknown]
@@ -169,7 +169,7 @@ class FollowedDrains:
                 thread.join()
 
     def close(self) -> None:
-        """Wait for nothing any more: what is not durable as far as is known is told so."""
+        """Stop all waits: checkpoints not known to be durable are reported as such."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -202,7 +202,7 @@ class FollowedDrains:
                 self._failing = _failing_in(beat)
                 self._changed.notify_all()
                 if still.is_over(0):
-                    why = f"rank 0, which copies it on, was silent for {self._timeout_s:g} s"
+                    why = f"rank 0, which copies it, was silent for {self._timeout_s:g} s"
                     return _ended(why)
                 if self._changed.wait_for(lambda: self._closed, pause_s):
                     return _ended("the run was closed before")
@@ -225,7 +225,7 @@ def _end_in(data: bytes) -> DrainedPost:
 
 def _ended(why: str) -> DrainedPost:
     msg = (
-        "it is whole in a faster tier, and whether it was copied to the durable one is not known "
-        f"here: {why}. The next process that saves there goes on with it, or `penstock drain`"
+        "it is whole in a faster tier, but it is not known here whether it was copied to the "
+        f"durable one: {why}. The next process that saves there continues, or `penstock drain`"
     )
     return DrainedPost(kind=NotDrainedError.__name__, error=msg)

@@ -1,4 +1,4 @@
-"""The ranks that save and restore together: which of them this process is, and where they agree."""
+"""The ranks that save and restore together: the place of this process, and the store they share."""
 
 from __future__ import annotations
 
@@ -55,11 +55,10 @@ if TYPE_CHECKING:
     from penstock.core.plan.writers import RankPlaces
 
 SEVERAL_CHECKPOINTERS = (
-    "Of several checkpointers in a job each has to be used for the first time in the same order on "
-    "all ranks, or needs a name=; for what stands behind `if rank == 0:` use a checkpointer with "
-    "ranks='alone'"
+    "Several checkpointers of a job must be used for the first time in the same order on all "
+    "ranks, or each needs a name=; inside `if rank == 0:` use a checkpointer with ranks='alone'"
 )
-"""What else to look at where ranks see different roots: they may be those of two checkpointers."""
+"""A further remedy if ranks see different roots: they may be those of two checkpointers."""
 
 _FAILED = "failed with "
 _NONCE_KEY = "nonce"
@@ -68,11 +67,11 @@ _MISSED = b"missed"
 
 
 class KnownPlaces:
-    """Says on which places of this rank a save may rely before the ranks have met.
+    """The places of this rank that a save may rely on before the ranks have met.
 
-    A save that relies on its places captures the share of this rank alone. Each time that they were
-    wrong, a save has failed. So places then have to stay the same for twice as many saves before
-    they are relied on: a state that changes at every save loses a few of them, not all.
+    A save that relies on its places captures only the share of this rank, and fails if they were
+    wrong. After each failure the places must stay the same for twice as many saves before a save
+    relies on them: a state that changes at every save loses a few saves, not all.
     """
 
     def __init__(self) -> None:
@@ -82,20 +81,20 @@ class KnownPlaces:
         self._times_needed = 1  # before they are relied on
 
     def of(self, key: object) -> RankPlaces | None:
-        """Return the places of this rank where it brings `key` to a save; None: not known."""
+        """Return the places of this rank for a save with `key`; None if unknown."""
         return self._known.get(key)
 
     def forget(self) -> None:
-        """Know no places until the next `note`."""
+        """Forget all places until the next `note`."""
         self._known = {}
 
     def note(self, key: object, places: RankPlaces, *, assumed: RankPlaces | None) -> None:
         """Note the places of this rank in a save, as rank 0 has reported them.
 
         Args:
-            key: What this rank has brought to the save.
+            key: The `Brought.key` of this rank's save.
             places: Its places.
-            assumed: The places that the save has relied on, if it has.
+            assumed: The places that the save relied on, if any.
         """
         newest = key, places
         self._times_alike = self._times_alike + 1 if newest == self._newest else 1
@@ -115,7 +114,7 @@ class Parting:
         """Prepare; nothing is sent.
 
         Args:
-            coordination: Where the ranks agree.
+            coordination: The store of the job.
             place: This rank.
         """
         self._coordination = coordination
@@ -127,12 +126,12 @@ class Parting:
         self._posting = threading.Lock()  # held during a post, so that the newest is the last one
 
     def ended(self, number: int) -> None:
-        """Note that this rank knows how a round, and all before it, ended."""
+        """Note that this rank knows how a round, and all earlier rounds, ended."""
         with self._lock:
             self._last = max(self._last, number)
 
     def need(self, number: int) -> None:
-        """Note that this rank needs the store for a round even when that has ended."""
+        """Note that this rank needs the store for a round even after the round ends."""
         with self._lock:
             self._needed.add(number)
 
@@ -146,7 +145,7 @@ class Parting:
         self._gone = True
 
     def post(self) -> None:
-        """Post for which rounds this rank needs the store no longer.
+        """Post the rounds for which this rank no longer needs the store.
 
         Raises:
             CoordinationError: The store of the job cannot be reached.
@@ -175,14 +174,14 @@ class Parting:
         try:
             values = self._coordination.read([_left_key(rank) for rank in sorted(others)])
         except CoordinationError:
-            return True  # nobody can learn anything there any more
+            return True  # no rank can read the store any more
         return all(value is not None and int(value) >= self._last for value in values)
 
 
 class RankGroup:
     """The ranks of one checkpointer. Thread-safe.
 
-    Every save and every restore takes a number, so all ranks have to call them in the same order.
+    Every save and every restore takes a number, so all ranks must call them in the same order.
     """
 
     def __init__(  # noqa: PLR0913 - options of tests among them
@@ -202,16 +201,15 @@ class RankGroup:
 
         Args:
             rank: The number of this rank, from 0.
-            world_size: How many there are.
-            coordination: Where they agree; the group closes it.
+            world_size: The number of ranks.
+            coordination: The store where they agree; the group closes it.
             timeout_s: A rank that makes no progress for this long counts as dead.
-            host: The name of this machine, for messages; default: what it says itself.
+            host: The name of this machine, for messages; default: its host name.
             writer_bytes: The least bytes that one of several replicas writes; alike on all ranks.
-            members: Their numbers in the job, in order, where others of the job are left out;
-                empty: they are all of it.
-            name: The name under which they meet, if they have one.
-            timing: Says how long is waited, and by which clock the silence of others is counted;
-                None: the timing in force.
+            members: Their numbers in the job, in order; empty if they are the whole job.
+            name: The name under which they meet, if any.
+            timing: How long to wait, and the clock that counts the silence of others; None: the
+                timing in force.
         """
         self.writer_bytes = writer_bytes
         self.place = RankPlace(rank, world_size, host or socket.gethostname(), tuple(members))
@@ -224,15 +222,15 @@ class RankGroup:
         self.by_host: tuple[tuple[int, ...], ...] | None = None
         """The ranks in sets that read together, each on one host, once they are known."""
         self.reads_apart = False
-        """Whether the ranks of this host have found that they cannot read together."""
+        """Whether the ranks of this host cannot read together."""
         self.lost: set[int] = set()
-        """The ranks that were found dead, or have failed; nobody waits for them any more."""
+        """The ranks that are dead, or have failed; no rank waits for them any more."""
         self.shared: set[str] = set()
-        """The places that this rank was seen to share with rank 0, by URL."""
+        """The places that this rank shares with rank 0, by URL, as far as checked."""
         self.told_drains = ToldDrains(coordination, timeout_s)
-        """On rank 0: what it tells of its copies to slower tiers."""
+        """On rank 0: its reports on its copies to slower tiers."""
         self.followed_drains = FollowedDrains(coordination, timeout_s, self.timing)
-        """On the others: what they learn of the copies of rank 0."""
+        """On the others: the copies of rank 0, as they follow them."""
         self._parting = Parting(coordination, self.place)
         self._next = 0
         self._closed = False
@@ -262,9 +260,9 @@ class RankGroup:
         return hashlib.blake2b(seed, digest_size=16).hexdigest()
 
     def give_up(self, number: int, cause: str) -> None:
-        """Tell all ranks that this one cannot take part, since something failed before it began.
+        """Tell all ranks that this rank cannot take part, since it failed before it began.
 
-        On a thread of its own: the caller is on its way out with an error.
+        On a separate thread: the caller is about to raise an error.
         """
         verdict = Verdict(commit=False, rank=self.place.rank, host=self.place.host, cause=cause)
         self._send(lambda: self.coordination.decide(end_key(number), encode(verdict)))
@@ -273,13 +271,13 @@ class RankGroup:
     def refuse(
         self, number: int, kind: Kind, reason: str, terms: Mapping[str, Any] | None = None
     ) -> None:
-        """Tell all ranks that rank 0 does not begin; on a thread of its own."""
+        """Tell all ranks that rank 0 does not begin; on a separate thread."""
         post = GoPost(kind, terms or {}, stop=reason)
         self._send(lambda: self.coordination.post(go_key(number), encode(post)))
         self.ended(number)
 
     def word(self, number: int) -> GoPost | None:
-        """Return the word of rank 0 on a round; None if it has said nothing yet.
+        """Return rank 0's answer for a round; None if there is none yet.
 
         Raises:
             CoordinationError: The store of the job cannot be reached.
@@ -288,7 +286,7 @@ class RankGroup:
         return None if data is None else decode(GoPost, data)
 
     def ended(self, number: int) -> None:
-        """Note that this rank has learned how a round ended, and needs the store no longer for it.
+        """Note that this rank knows how a round ended, and no longer needs the store for it.
 
         Rank 0 waits for that before it closes, since the store may live in its process.
         """
@@ -297,7 +295,7 @@ class RankGroup:
             self._send(self._parting.post)
 
     def follow(self, number: int, told: Callable[[DrainedPost], None]) -> None:
-        """Call `told` with the end of the copies of what was saved in a round, as `FollowedDrains`.
+        """Call `told` with the end of the copies of a round's checkpoint, as `FollowedDrains`.
 
         This rank needs the store for that round until then.
         """
@@ -311,18 +309,18 @@ class RankGroup:
         self.followed_drains.follow(number, release)
 
     def settle(self) -> None:
-        """Wait until this rank knows which checkpoints are durable, or rank 0 cannot copy them."""
+        """Wait until it is known here which checkpoints are durable, or rank 0 cannot copy them."""
         self.followed_drains.settle()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Close the coordination; on rank 0 once the others know how the last round ended.
+        """Close the coordination; on rank 0 after the others know how the last round ended.
 
-        Waits for them at most as long as a rank may stand still. Tells them that this one has
-        closed, so that nobody waits for it. No thread of this group is left on return, unless the
+        Waits for them at most as long as a rank may stand still. Tells them that this rank has
+        closed, so that no rank waits for it. No thread of this group is left on return, unless the
         store hangs. Idempotent.
 
         Args:
-            error: Why this rank closes, for the messages of the others; None: nothing went wrong.
+            error: Why this rank closes, for the messages of the others; None if nothing went wrong.
         """
         if self._closed or self._pid != os.getpid():
             return  # in a forked child: the threads belong to the parent
@@ -351,7 +349,7 @@ class RankGroup:
         self.coordination.close()
 
     def _take_seats_of_lost(self) -> None:
-        """Take the seats of ranks that never came: they meet the others at the next meeting."""
+        """Take the seats of ranks that never arrived: they meet the others at the next meeting."""
         for rank in sorted(self.lost):
             self.coordination.decide(_seat_key(rank), _MISSED)
 
@@ -369,12 +367,12 @@ _every: weakref.WeakSet[RankGroup] = weakref.WeakSet()
 
 
 def close_groups_at_exit() -> None:
-    """Close the groups that nobody has closed.
+    """Close the groups that are still open.
 
-    Where an exception has ended the program, the others learn of it.
+    If an exception has ended the program, the other ranks learn of it.
 
-    A daemonic thread that returns from a C++ library while the interpreter exits is ended by an
-    exception that the library does not expect, which aborts the process.
+    If a daemonic thread returns from a C++ library while the interpreter exits, an exception ends
+    the thread that the library does not expect, which aborts the process.
     """
     for group in list(_every):
         group.close(getattr(sys, "last_value", None))
@@ -393,7 +391,7 @@ class RanksOfJob:
                 the default process group.
             config: Says whether this process is alone, and the time-out.
             url: The run, for messages.
-            name: Where the ranks meet, in place of counting the checkpointers of each process.
+            name: The name under which the ranks meet, instead of a count of checkpointers.
 
         Raises:
             ConfigError: The name is empty or no string, or `given` are no numbers of ranks.
@@ -403,17 +401,17 @@ class RanksOfJob:
             raise ConfigError(msg)
         self._given = _numbers(given) if isinstance(given, Iterable) else given
         self._name = name or ""
-        self._token = secrets.token_hex(16).encode()  # of one seat, however often it is asked for
+        self._token = secrets.token_hex(16).encode()  # of one seat, even if requested again
         self._config = config
         self._url = url
         self._group: RankGroup | None = None
         self._saves_alone = False
 
     def leads(self) -> bool:
-        """Return whether this process is alone, or rank 0: what is done once is done here.
+        """Return whether this process is alone, or rank 0, which does single tasks.
 
-        Does not join the ranks. One of them may ask that the others do not, and the n-th
-        checkpointer that joins on each rank is taken for one and the same.
+        Does not join the ranks. Perhaps only some ranks call this, and the n-th checkpointers that
+        join on all ranks belong together.
 
         Raises:
             ConfigError: This process is not in the group that it was given.
@@ -431,7 +429,7 @@ class RanksOfJob:
             self._group.settle()
 
     def obstacle(self) -> str:
-        """Return why this process cannot save as one of several ranks by now; empty if it can."""
+        """Return why this process cannot yet save as one of several ranks; empty if it can."""
         waits = self._config.ranks == "auto" and self._given is None
         return missing_job() if waits else ""
 
@@ -451,14 +449,14 @@ class RanksOfJob:
         return found
 
     def alone_among_several(self) -> str:
-        """Return what to look at where others seem to save here, too; empty: nothing is known."""
+        """Return a remedy if other processes seem to save here, too; may be empty."""
         count = os.environ.get("WORLD_SIZE", "1")
         if self._config.ranks != "alone" or count == "1":
             return ""
         return (
-            f"This process was told ranks='alone', and WORLD_SIZE is {count}: if the others of "
-            "this job have the same root, give each process a root of its own, or leave ranks= "
-            "out, so that they save one checkpoint together."
+            f"This process has ranks='alone', and WORLD_SIZE is {count}: if the other processes of "
+            "this job have the same root, give each process its own root, or leave out ranks=, so "
+            "that they save one checkpoint together."
         )
 
     def of_save(self) -> RankGroup | None:
@@ -494,7 +492,7 @@ class RanksOfJob:
 
     def close(self, error: BaseException | None = None) -> None:
         """Close the group, if it was found; `error` is why."""
-        if error is not None:  # the others may be about to wait for this rank
+        if error is not None:  # the others may soon wait for this rank
             with suppress(ConfigError, CoordinationError):
                 self.of_restore()
         if self._group is not None:
@@ -513,23 +511,23 @@ class RanksOfJob:
         if found is not None and self._saves_alone:
             msg = (
                 f"the checkpointer of {self._url} has saved before torch.distributed was "
-                "initialised, as one process: make a new one for the ranks"
+                "initialised, as one process: make a new checkpointer for the ranks"
             )
             raise ConfigError(msg)
 
 
 def cause_of(error: BaseException) -> str:
-    """Return what the other ranks are told of an error, in one line."""
+    """Return the cause that the other ranks get for an error, in one line."""
     return f"{failed_with(type(error).__name__)}{_line_of(error)}"
 
 
 def failed_with(name: str) -> str:
-    """Return how the cause begins of a rank that failed with an error of this name."""
+    """Return the beginning of the cause for an error of this name."""
     return f"{_FAILED}{name}: "
 
 
 def is_logged(error: RankError) -> bool:
-    """Return whether rank 0 has logged the error: not where it is itself silent or dead."""
+    """Return whether rank 0 has logged the error: not if rank 0 itself is silent or dead."""
     return error.rank != 0 or error.cause.startswith(_FAILED)
 
 
@@ -557,8 +555,8 @@ def group_of_job(
     Args:
         group: A process group, or the numbers of ranks; None takes the default group.
         timeout_s: As in `RankGroup`.
-        name: Where they meet; empty: at the n-th group of each process.
-        token: With a name: identifies the checkpointer that takes the seat, also if it asks again.
+        name: The name under which they meet; empty: the n-th groups of all processes meet.
+        token: With a name: identifies the checkpointer that takes the seat, even on a retry.
 
     Raises:
         ConfigError: This process is not in `group`, the store of the job cannot be used, or the
@@ -570,17 +568,17 @@ def group_of_job(
         return None
     prefix = job_prefix(place.members, name)
     seat = os.getpid(), prefix, place.rank
-    other = _named.get(seat)
-    if other is not None and not other._closed:  # noqa: SLF001 - of this module
+    holder = _named.get(seat)
+    if holder is not None and not holder._closed:  # noqa: SLF001 - of this module
         msg = (
             f"name={name!r} is that of another checkpointer of this process, which has saved or "
-            "restored and is still open: close it first, or take another name, on all ranks alike"
+            "restored and is still open: close it first, or use another name on all ranks"
         )
         raise ConfigError(msg)
     meet = partial(
         TorchCoordination,
         world_size=place.world_size,
-        call_s=min(10.0, timeout_s / 4),  # so that a store that hangs is noticed in time
+        call_s=min(10.0, timeout_s / 4),  # so that a hanging store is noticed in time
     )
     if name:
         with meet(prefix=prefix) as meetings:
@@ -605,9 +603,9 @@ _named: weakref.WeakValueDictionary[tuple[int, str, int], RankGroup] = weakref.W
 def _take_seat(coordination: Coordination, rank: int, token: bytes) -> int:
     """Return the number of the first meeting of a name in which the seat of this rank is free.
 
-    Each rank has one seat in each meeting, which is taken once: by the rank when it comes, or by
-    those that have waited for it in vain. So a rank that failed before it came meets the others at
-    the next meeting. So does a rank that was started again: its earlier seats are taken.
+    Each rank has one seat in each meeting, which is taken once: by the rank when it arrives, or by
+    ranks that waited for it in vain. So a rank that failed before it arrived meets the others at
+    the next meeting. So does a restarted rank: its earlier seats are taken.
     """
     for first in itertools.count(0, _SEATS_AT_ONCE):
         numbers = range(first, first + _SEATS_AT_ONCE)

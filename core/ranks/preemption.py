@@ -41,11 +41,11 @@ _STOP_KEY = "stop"
 class AgreedStop:
     """Finds the step after which all ranks of a job stop, once one of them is asked to.
 
-    Each rank reads once per second whether another one was asked, on a thread of its own. Then it
-    says which step it has passed last, and passes no further one before the stop is known: the
-    furthest step that any rank has passed. So no rank can be past the stop when it learns of it.
-    No main thread has to make progress for that. A register of the store decides, once: a rank
-    whose loop ends first, or that has waited too long, decides that nobody stops.
+    A separate thread of each rank reads once per second whether another rank was asked. Then the
+    rank posts the last step that it has passed, and passes no further step before the stop is
+    known: the furthest step that any rank has passed. So no rank is past the stop when it learns of
+    it. No main thread has to make progress for that. A register of the store decides once: a rank
+    whose loop ends first, or that has waited too long, decides that no rank stops.
     """
 
     def __init__(self, group: RankGroup, asked: SimpleQueue[str | None], *, limit_s: float) -> None:
@@ -79,7 +79,7 @@ class AgreedStop:
         return step > self._stop
 
     def close(self) -> None:
-        """Decide that nobody stops, unless it is decided already, and close the group."""
+        """Decide that no rank stops, unless it is already decided, and close the group."""
         with suppress(CoordinationError):  # rank 0 may have ended, and the store with it
             self._decide(_NEVER)
         self._asked.put(None)
@@ -94,7 +94,7 @@ class AgreedStop:
             self._known.open()
 
     def _listen(self) -> bool:
-        """Wait until a rank is asked to stop; return False if this one is closed before."""
+        """Wait until a rank is asked to stop; return False if this object is closed first."""
         store, place, own = self._group.coordination, self._group.place, b""
         while True:
             reason: str | None = ""
@@ -140,9 +140,9 @@ class AgreedStop:
         return stop
 
     def _furthest(self, deadline: Deadline) -> int:
-        """Say which step this rank has passed; on rank 0, return the furthest of all.
+        """Post the step that this rank has passed; on rank 0, return the furthest of all.
 
-        Returns `_NEVER` on the others when it is decided, and on rank 0 if one does not say.
+        Returns `_NEVER` on the others when it is decided, and on rank 0 if a rank does not post.
         """
         store, place = self._group.coordination, self._group.place
         store.post(_passed_key(place.rank), b"%d" % self._passed)
@@ -180,10 +180,10 @@ class Preemption:
     is asked once per second, on another thread, and no collective is used. After a signal, one call
     on each rank waits until all ranks have agreed, for about a second.
 
-    Handlers that were there before run as well, except Python's own for Ctrl-C, and are put back at
-    the end. In a forked child, such as a worker of a data loader, the signals do nothing, except
-    SIGTERM, which ends it as before; and a worker leaves the process group of its rank, since the
-    launcher may send SIGTERM to all of that.
+    Earlier handlers also run, except Python's own for Ctrl-C, and are restored at the end. In a
+    forked child, such as a worker of a data loader, the signals do nothing, except SIGTERM, which
+    ends it as before. A worker also leaves the process group of its rank, since the launcher may
+    send SIGTERM to the whole group.
     """
 
     def __init__(
@@ -197,10 +197,10 @@ class Preemption:
 
         Args:
             signals: Names or numbers of the signals that ask for leaving.
-            deadline_s: The seconds from the signal to the kill, if they are known. If the ranks
-                cannot agree in this time, they go on training; default: 60.
+            deadline_s: The seconds from the signal to the kill, if known. If the ranks cannot agree
+                in this time, they continue training; default: 60.
             ranks: `"auto"`: all ranks of torch.distributed leave together. `"alone"`: this process
-                leaves for itself, whatever others there are.
+                leaves alone, even if there are others.
 
         Raises:
             ConfigError: A signal is unknown, or an option is wrong.
@@ -276,13 +276,13 @@ class Preemption:
 
     def _put_back(self) -> None:
         for number, earlier in self._earlier.items():
-            # None: a handler that Python does not know; nothing can put that back.
+            # None: a handler that Python does not know, and cannot restore.
             signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         earlier = self._earlier.get(number)
         if os.getpid() != self._pid:
-            if number == signal.SIGTERM:  # `Process.terminate` of its parent would wait for ever
+            if number == signal.SIGTERM:  # else the parent's `Process.terminate` waits for ever
                 signal.signal(number, earlier or signal.SIG_DFL)
                 signal.raise_signal(number)
             return
@@ -295,7 +295,7 @@ def _signal(name: str | int) -> signal.Signals:
     try:
         return signal.Signals[name] if isinstance(name, str) else signal.Signals(name)
     except (KeyError, ValueError) as error:
-        msg = f"{show_value(name)} is no signal: take names such as 'SIGTERM'"
+        msg = f"{show_value(name)} is no signal: use names such as 'SIGTERM'"
         raise ConfigError(msg) from error
 
 
@@ -309,10 +309,10 @@ def _ranks_of_job(limit_s: float) -> RankGroup | None:
 
 
 def _leave_process_group(_: Preemption) -> None:
-    """Let a signal for the process group of a rank not reach a worker of its data loader.
+    """Keep signals for the process group of a rank from the workers of its data loader.
 
-    A worker ends at SIGTERM, whoever handles it in the rank, and torch then raises an error there,
-    before the rank can save. Only these workers: they end by themselves when their rank is gone.
+    SIGTERM ends a worker even if the rank handles it, and torch then raises an error in the rank
+    before it can save. Only these workers: they end automatically when their rank is gone.
     """
     target = getattr(multiprocessing.current_process(), "_target", None)
     if getattr(target, "__name__", "") == "_worker_loop":  # of torch, and of torchdata

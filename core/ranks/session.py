@@ -1,4 +1,4 @@
-"""One rank in one round: a thread carries out what the round asks of the store of the job."""
+"""One rank in one round: a thread carries out the round's operations on the store of the job."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ R = TypeVar("R", bound="Round")
 
 
 class RankSession(Generic[R]):
-    """A round under way on this rank. Any thread may call its methods, which talk to no other rank.
+    """A round under way on this rank. Any thread may call its methods, which contact no other rank.
 
     Training never waits for others here: hooks and fences only call `tell`, which takes a lock for
     microseconds.
@@ -36,10 +36,10 @@ class RankSession(Generic[R]):
         """Prepare; `start` begins.
 
         Args:
-            group: The ranks. A call of the store where they agree should end within a quarter of
-                the round's time-out, so that a store that hangs is noticed in time.
-            round_: The round; from now on only `tell` may change it. What it says once it is over
-                stays, and may be read without the lock.
+            group: The ranks. A call of their store should end within a quarter of the round's
+                time-out, so that a hanging store is noticed in time.
+            round_: The round; from now on only `tell` may change it. Once it is over it no longer
+                changes, and may be read without the lock.
         """
         self.group = group
         self.round = round_
@@ -54,7 +54,7 @@ class RankSession(Generic[R]):
         self._thread = spawn("ranks", self._run)
 
     def tell(self, what: Callable[[R], T]) -> T:
-        """Call `what` with the round, while nobody else uses it; the others soon learn of it."""
+        """Call `what` with the round, under the lock; the other ranks soon learn of the change."""
         with self._changed:
             result = what(self.round)
             self._told = True
@@ -62,12 +62,12 @@ class RankSession(Generic[R]):
             return result
 
     def moved(self, done: int, total: int) -> None:
-        """Note progress; the next beat tells the others."""
+        """Note progress; the next beat reports it to the others."""
         with self._changed:
             self.round.moved(done, total)
 
     def wait_all_here(self, timeout_s: float) -> bool:
-        """Wait until rank 0 has heard of all ranks, or has something to do; return whether.
+        """Wait until rank 0 has heard of all ranks, or has a step to do; return whether it has.
 
         Raises:
             BaseException: As with `next_step`.
@@ -81,7 +81,7 @@ class RankSession(Generic[R]):
             return self.round.others.all_here
 
     def next_step(self, timeout_s: float | None = None) -> Step | None:
-        """Wait for what this rank has to do next.
+        """Wait for the next step of this rank.
 
         Returns:
             The step; None after `timeout_s`.
@@ -109,10 +109,10 @@ class RankSession(Generic[R]):
         return self._thread is not None
 
     def finish(self) -> bool:
-        """Wait until the others can learn all that they need of this rank; return whether.
+        """Wait until the others can learn all that they need of this rank; return whether they can.
 
-        Waits for the end of the thread, at most as long as a rank may stand still. This rank needs
-        the store of the job no longer for this round then.
+        Waits for the end of the thread, at most as long as a rank may stand still. After that this
+        rank no longer needs the store of the job for this round.
         """
         if self._thread is None:
             return True
@@ -121,7 +121,7 @@ class RankSession(Generic[R]):
         return not self._thread.is_alive()
 
     def abort_error(self, what: str, stays: str = "", *, own: bool = False) -> RankError | None:
-        """Return the error of an abort, as `Round.error`; nobody waits for its cause any more."""
+        """Return the error of an abort, as `Round.error`; no rank waits for its cause any more."""
         error = self.round.error(what, stays, own=own)
         if error is not None and error.rank != self.group.place.rank:
             self.group.lost |= {error.rank, *self.round.others.still}
@@ -180,7 +180,7 @@ class RankSession(Generic[R]):
         return Answer(self.group.timing.clock.monotonic_s(), value, error)
 
     def _rest(self, timeout_s: float) -> None:
-        """Wait for the time, or until the engine tells something."""
+        """Wait for the time, or until the engine reports something."""
         with self._changed:
             self._changed.wait_for(lambda: self._told, timeout_s)
             self._told = False

@@ -1,4 +1,4 @@
-"""What ranks compare of their states: the structure, the plain values, and lines of tensors.
+"""The parts of their states that ranks compare: structure, plain values, and lines of tensors.
 
 Tested in `tests/core/ranks/test_lines.py` and `tests/integration/ranks/test_save_failures.py`.
 """
@@ -38,7 +38,7 @@ LINES = 8
 _DIGEST_BYTES = 16
 _REPLICA_CHARS = 16  # of a digest in a post
 _MAX_SETS = 8  # some 30 bytes each in a post
-_MAX_COPIES = 6  # likewise
+_MAX_COPIES = 6  # about the same
 _OF_TENSOR = "t"  # begins the digest of a tensor; no digit
 _OF_PIECE = "p"  # begins the digest of a piece of a tensor that several ranks hold
 _MOST_SHOWN = 3  # of the paths that differ
@@ -50,10 +50,10 @@ class Digests:
     """What a rank compares with others: the digests of values and tensors.
 
     Attributes:
-        values: Those of the plain values and tensors here, by shown path.
-        shared: Those of all that this rank has at each `PerRank` with an index, by shown path.
-        replicas: Those of the pieces of tensors that other ranks hold as well: by a key that these
-            ranks have in common, then by what they are of.
+        values: Of the plain values and tensors of this rank, by shown path.
+        shared: Of everything that this rank has at each `PerRank` with an index, by shown path.
+        replicas: Of the pieces of tensors that other ranks hold, too: by a key that these ranks
+            have in common, then by the piece.
     """
 
     values: Mapping[str, str] = field(default_factory=dict)
@@ -61,24 +61,24 @@ class Digests:
     replicas: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def compared(self, unequal: Collection[str]) -> dict[str, str]:
-        """Return the digests of all that has to be equal where other ranks have it.
+        """Return the digests that must be equal on all ranks that have them.
 
         Args:
             unequal: Keys of replicas that are not equal on all their ranks, from
-                `unequal_replicas`. Of other replicas nothing is returned.
+                `unequal_replicas`. Other replicas are left out.
         """
-        found = dict(self.values)
+        digests = dict(self.values)
         for key in unequal:
-            found |= self.replicas.get(key, {})
-        return found
+            digests |= self.replicas.get(key, {})
+        return digests
 
 
 @dataclass(frozen=True, slots=True)
 class Brought:
-    """What a rank brings along to a save, as far as the others need to know it.
+    """A rank's contribution to a save, as far as the others need to know it.
 
     Attributes:
-        structure: The digest of the structure of the state here.
+        structure: The digest of the structure of this rank's state.
         shared: Index and count of each `PerRank` that has them, by shown path.
         digests: Returns the digests of the state as it was when `save` was called; may wait for a
             device.
@@ -90,7 +90,7 @@ class Brought:
 
     @property
     def key(self) -> object:
-        """What decides on the places of this rank, as long as the others bring the same."""
+        """The key that determines the places of this rank while the others' keys stay the same."""
         return self.structure, tuple(sorted(self.shared.items()))
 
     def without_state(self) -> Brought:
@@ -98,7 +98,7 @@ class Brought:
         return Brought(self.structure, self.shared)
 
     def arrival(self, digests: Digests) -> dict[str, Any]:
-        """Return what this rank tells when it arrives."""
+        """Return the post of this rank for its arrival."""
         shared = {path: list(place) for path, place in self.shared.items()}
         told: dict[str, Any] = {"structure": self.structure}
         if shared:
@@ -117,7 +117,7 @@ class Brought:
         shared: Mapping[str, tuple[int, int]],
         masters: Iterable[tuple[ObjectPath, Sequence[ObjectPath]]] = (),
     ) -> Brought:
-        """Return what a rank brings along that has described its state so; takes its lines now.
+        """Return the contribution of a rank with this description; takes its lines now.
 
         Raises:
             TornSnapshotError: Memory was freed since it was described.
@@ -148,9 +148,9 @@ class Brought:
 def _is_compared(
     entry: StateObject, own_paths: Sequence[ObjectPath], shared: Collection[str]
 ) -> bool:
-    """Return whether an object has to be equal on other ranks, which may write it in its place.
+    """Return whether an object must be equal on other ranks, which may write it in its place.
 
-    Buffers may differ: one of the ranks that hold the same stores all of them.
+    Buffers may differ: one of the ranks that hold the same buffers stores all of them.
     """
     replica, is_value = entry.replica, entry.kind is Kind.VALUE
     if replica is not None and replica.place:
@@ -174,16 +174,16 @@ def structure_digest(
     own_paths: Sequence[ObjectPath] = (),
     masters: Iterable[tuple[ObjectPath, Sequence[ObjectPath]]] = (),
 ) -> str:
-    """Return a digest that is equal for ranks which describe the same objects.
+    """Return a digest that is equal for ranks that describe the same objects.
 
-    They hold the same plain tensors then. Which rectangles a rank holds of the others, and the
-    lengths of values, do not count.
+    These ranks hold the same plain tensors. A rank's rectangles of other tensors, and the lengths
+    of values, do not count.
 
     Args:
         entries: Objects and nodes of the state.
         own_paths: Paths below which each rank has objects of its own, which do not count.
-        masters: The objects that may be derived, each with its masters. Who writes them follows
-            from that: of ranks that do not agree on it, each could leave one to the other.
+        masters: The objects that may be derived, each with its masters. They determine the writers:
+            ranks that disagree could each leave an object to the other.
     """
     hashed = blake2b(digest_size=_DIGEST_BYTES)
     for entry in entries:
@@ -204,11 +204,11 @@ def structure_digest(
 def value_digests(
     objects: Iterable[StateObject], lines: Mapping[ObjectPath, bytes]
 ) -> dict[str, str]:
-    """Return a digest of what has to be equal on all ranks, by its shown path.
+    """Return a digest of each object that must be equal on all ranks, by its shown path.
 
-    That is each plain value whole, and some lines of each plain tensor, the first and the last
-    among them: ranks share the bytes of these tensors, so what had drifted apart would be stored as
-    a mixture.
+    That is each plain value whole, and some lines of each plain tensor, including the first and the
+    last: ranks share the bytes of these tensors, so tensors that drifted apart would be stored as a
+    mixture.
     """
     found: dict[str, str] = {}
     for entry in objects:
@@ -226,10 +226,10 @@ def shared_digests(
     shared: Iterable[str],
     lines: Mapping[ObjectPath, bytes],
 ) -> dict[str, str]:
-    """Return a digest of all that this rank has at each `PerRank` with an index.
+    """Return a digest of everything that this rank has at each `PerRank` with an index.
 
-    Ranks with one index have to be equal there: in structure, in values, and in some lines of each
-    tensor.
+    Ranks with the same index must be equal there: in structure, in values, and in some lines of
+    each tensor.
     """
     hashes = {path: blake2b(digest_size=8) for path in shared}
     for entry in objects if hashes else ():
@@ -250,10 +250,10 @@ def replica_digests(
     They share its bytes as they share those of plain tensors.
 
     Returns:
-        For each set of ranks that hold the same pieces, by a key that they have in common, the
-        digests by what they are of: "model/w from [4, 0], of shape [4, 8]". Where the provider does
-        not say which ranks these are, the pieces themselves decide: so what two ranks hold by
-        mistake is compared as well. No more sets than fit a post.
+        For each set of ranks that hold the same pieces, by a common key, the digests by piece:
+        "model/w from [4, 0], of shape [4, 8]". If the provider does not name these ranks, the
+        pieces themselves decide: so pieces that two ranks hold by mistake are compared, too. No
+        more sets than fit a post.
     """
     sets: dict[tuple[tuple[int, ...], int], dict[str, str]] = {}
     for entry in objects:
@@ -274,12 +274,12 @@ def replica_digests(
 
 
 def copies_to_compare(objects: Iterable[StateObject]) -> frozenset[ObjectPath]:
-    """Return the paths of a few tensors of which other ranks may have a copy.
+    """Return the paths of a few tensors that other ranks may have a copy of.
 
-    Two stages of a pipeline that give different tensors one name would store one of them. Nobody
-    knows of the other's names: so each chooses those of the lowest hash, and of stages that have
-    most of their names in common some of these are the same. Buffers may differ, and the state of
-    an optimizer has the names of its parameters.
+    If two stages of a pipeline give different tensors one name, only one tensor would be stored. No
+    stage knows the other's names. So each chooses the names of the lowest hash: stages with mostly
+    common names choose some of the same. Buffers may differ, and the state of an optimizer has the
+    names of its parameters.
     """
     spread = [
         entry.path
@@ -299,7 +299,7 @@ def copy_digests(
 ) -> dict[str, dict[str, str]]:
     """Return a digest of some lines of each of these copies, as `replica_digests` does.
 
-    A piece has a key of its own, which those have that hold the same piece of another copy.
+    A piece has its own key, the same on ranks that hold the same piece of another copy.
     """
     found = {}
     for entry in objects:
@@ -319,7 +319,7 @@ _OF_NOTHING = frozenset(map(_digest, NOTHING))
 
 
 def _bytes_of(entry: StateObject, lines: Mapping[ObjectPath, bytes]) -> bytes | memoryview | None:
-    """Return what is compared of an object: a value whole, and the lines of a tensor."""
+    """Return the compared bytes of an object: a whole value, or the lines of a tensor."""
     return entry.source.view() if entry.kind is Kind.VALUE else lines.get(entry.path)
 
 
@@ -327,11 +327,11 @@ def unequal_replicas(given: Iterable[Mapping[str, str]]) -> list[str]:
     """Return the keys of replicas that are not equal on all ranks that hold them.
 
     Args:
-        given: What each rank has told of its replicas with `Brought.arrival`.
+        given: The replicas in the `Brought.arrival` of each rank.
     """
     digests: dict[str, set[str]] = {}
-    for one in given:
-        for key, digest in one.items():
+    for replicas in given:
+        for key, digest in replicas.items():
             digests.setdefault(key, set()).add(digest)
     unequal = sorted(key for key, found in digests.items() if len(found) > 1)
     return unequal[: _MAX_SETS + _MAX_COPIES]
@@ -366,14 +366,14 @@ def load_values(pieces: Sequence[bytes], name: str) -> dict[str, str]:
     """Return what `dump_values` wrote.
 
     Raises:
-        FormatError: It is something else.
+        FormatError: The pieces are something else.
     """
-    found: dict[str, str] = json.loads(decompress(b"".join(pieces), name))
-    return found
+    values: dict[str, str] = json.loads(decompress(b"".join(pieces), name))
+    return values
 
 
 def difference_of(maps: Sequence[tuple[Sequence[int], Mapping[str, str]]]) -> str | None:
-    """Return how values differ between ranks, as a sentence; None if they do not.
+    """Return the differences of values between ranks, as a sentence; None if there are none.
 
     Args:
         maps: The digests of values, each with the ranks that have them.
@@ -398,8 +398,8 @@ def difference_of(maps: Sequence[tuple[Sequence[int], Mapping[str, str]]]) -> st
     remedy = f"make it equal on all ranks{closely}, or put it into penstock.PerRank"
     if tensors:
         remedy += (
-            "; if each rank has a piece of one tensor, say so by penstock.Shard, and if it has "
-            "another tensor, as each stage of a pipeline has, give that a key of its own"
+            "; if each rank has a piece of one tensor, use penstock.Shard, and if it has another "
+            "tensor, as each stage of a pipeline has, give that its own key"
         )
     return f"{shown}{f'; and {more} more' if more > 0 else ''}: {remedy}"
 
@@ -423,7 +423,7 @@ def classes_of(digests: Sequence[str | bytes]) -> list[int]:
 
 
 def place_in(numbers: Sequence[int], rank: int) -> Replica:
-    """Return the place of a rank among those of its number. Without numbers it is alone."""
+    """Return the place of a rank among ranks with its number. Without numbers it is alone."""
     if not numbers:
         return Replica()
     alike = [other for other, number in enumerate(numbers) if number == numbers[rank]]
@@ -493,7 +493,7 @@ def shared_difference(
 
 
 def pack_numbers(numbers: Sequence[int]) -> str:
-    """Return integers as text that is short where they follow a pattern, as those of ranks do."""
+    """Return integers as text, which is short if they follow a pattern, as those of ranks do."""
     steps = np.diff(np.array(numbers, np.int64), prepend=0)
     return base64.b64encode(compress(steps.tobytes())).decode()
 
@@ -515,10 +515,10 @@ def unpack_numbers(text: str | bytes) -> list[int]:
 
 
 def lines_within(nbytes: int, itemsize: int) -> Lines:
-    """Return which bytes of a tensor are compared: the same, wherever and however it lies.
+    """Return the compared bytes of a tensor: the same for every device and memory layout.
 
-    Whether two are contiguous in memory, and on which device, is no difference between them. With
-    eight equal steps one strided view has all lines of a tensor whose bytes are a multiple of 64.
+    With eight equal steps one strided view has all lines of a tensor whose bytes are a multiple of
+    64.
     """
     width = max(LINE_BYTES // itemsize, 1) * itemsize
     if nbytes <= (LINES + 1) * width:
@@ -527,10 +527,10 @@ def lines_within(nbytes: int, itemsize: int) -> Lines:
 
 
 class TakenLines:
-    """The lines of some tensors as they are when this is made. Memory may change afterwards.
+    """The lines of some tensors, taken when this is made. Memory may change afterwards.
 
-    Those in host memory are copied at once. For those on a device copies are begun, since the
-    caller of `save` would wait there for all the work that it has queued.
+    Lines in host memory are copied at once. Copies of lines on a device only begin, since the
+    caller of `save` would otherwise wait for all work that it has queued there.
     """
 
     def __init__(self, entries: Iterable[StateObject]) -> None:
@@ -559,11 +559,11 @@ class TakenLines:
             self._begun.append(([entry.path for entry, _ in found], read))
 
     def read(self) -> Mapping[ObjectPath, bytes]:
-        """Wait for the copies; return the lines by the paths of the tensors, empty ones apart."""
-        found = dict(self._taken)
+        """Wait for the copies; return the lines of all tensors with elements, by path."""
+        lines = dict(self._taken)
         for paths, read in self._begun:
-            found.update(zip(paths, read(), strict=True))
-        return found
+            lines.update(zip(paths, read(), strict=True))
+        return lines
 
 
 def _origin(kind: type) -> str:

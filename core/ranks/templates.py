@@ -1,7 +1,7 @@
-"""Judges the templates of all ranks together: a restore fails where none of them fits.
+"""Judges the templates of all ranks together: a restore fails only if no rank's template fits.
 
-The stages of a pipeline have other objects each. A pattern that names the new head is unused on all
-ranks but one, and what one stage lacks is what another restores.
+Each stage of a pipeline has other objects. A pattern that names the new head is unused on all ranks
+except one, and another stage restores the objects that this stage lacks.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class TemplateFit:
         patterns: The patterns of the selection, as text.
         unused: The numbers of the patterns that match nothing of the checkpoint or the template.
         idle: Whether template and checkpoint have nothing in common within the selection.
-        stored: How many objects of the checkpoint are selected.
-        extra: The numbers, in stored order, of those that the template lacks.
+        stored: The number of selected objects of the checkpoint.
+        extra: The numbers, in stored order, of selected objects that the template lacks.
     """
 
     patterns: Sequence[str]
@@ -59,36 +59,36 @@ class TemplateFit:
     def selection(self) -> str:
         """A digest that is equal on ranks whose numbers mean the same.
 
-        All ranks are called with one selection; a `rename` of its own may give a rank others.
+        All ranks get the same selection, but a rank's own `rename` may change its numbers.
         """
         return _digest(dump_json([*self.patterns, self.stored]))
 
 
 class RoundOverError(RestoreError):
-    """Ends an attempt whose round another rank has ended; the round has the error to raise."""
+    """Ends an attempt after another rank ended the round; the round has the error to raise."""
 
 
 class TemplatesOfRanks:
     """The templates of the ranks that restore together, as one rank knows them.
 
-    Each rank posts in a few bytes how its template fits. A rank whose template fits by itself goes
-    on at once. One of which a pattern is unused, or that has nothing to restore, waits for the word
-    of rank 0, and rank 0, if it is in that state itself, for all others. So where something fits on
-    no rank, no rank has changed anything yet.
+    Each rank posts in a few bytes how its template fits. A rank whose template fits continues at
+    once. A rank with an unused pattern, or with nothing to restore, waits for rank 0's verdict; if
+    rank 0 is such a rank, it waits for all others. So if something fits no rank, no rank has
+    changed anything yet.
     """
 
     def __init__(self, selection: str) -> None:
         """Prepare.
 
         Args:
-            selection: What this rank was called to restore, in words: all ranks have to be called
-                alike, or replicas would restore different halves.
+            selection: The selection that this rank was called with, as text: it must be the same on
+                all ranks, or replicas would restore different halves.
         """
         self.selection = _shortened(selection)
         self._session: RankSession[RestoreRound]
         self._fit: TemplateFit | None = None
         self.lacked: Sequence[int] = ()
-        """Which of `extra` no rank's template has; of rank 0 alone, once all have restored."""
+        """The numbers in `extra` that no rank's template has; on rank 0, once all have restored."""
 
     def begin(self, session: RankSession[RestoreRound]) -> None:
         """Begin a round, before anything else is called."""
@@ -103,7 +103,7 @@ class TemplatesOfRanks:
         return self._session.round.number
 
     def judge(self, fit: TemplateFit) -> TemplateFit:
-        """Return how the templates of all ranks fit: what is true of all of what `fit` says.
+        """Return the parts of `fit` that are true of the templates of all ranks.
 
         Raises:
             RoundOverError: Another rank has failed.
@@ -114,24 +114,24 @@ class TemplatesOfRanks:
             self._post(fit)
             if not doubtful:
                 return fit
-            (word,) = self._wait([templates_key(self._number)])
-            return _judged(fit, _read(word, "the word of rank 0 on templates", _WORD))
+            (verdict,) = self._wait([templates_key(self._number)])
+            return _judged(fit, _read(verdict, "rank 0's verdict on templates", _WORD))
         unused, idle = _mask(fit.unused), fit.idle
         if doubtful:
             for post in self._posts():
                 if post.text("selection") == fit.selection:
                     unused &= int(post.text("unused"), 16)
                 idle &= bool(post.value("idle"))
-        told = {"selection": fit.selection, "unused": f"{unused:x}", "idle": idle}
-        word = dump_json(told)
-        self._insist(partial(self._group.coordination.post, templates_key(self._number), word))
-        return _judged(fit, _read(word, "the word of rank 0 on templates", _WORD))
+        body = {"selection": fit.selection, "unused": f"{unused:x}", "idle": idle}
+        verdict = dump_json(body)
+        self._insist(partial(self._group.coordination.post, templates_key(self._number), verdict))
+        return _judged(fit, _read(verdict, "rank 0's verdict on templates", _WORD))
 
     def end(self) -> None:
-        """Find what no rank's template has, once all have restored; rank 0 alone.
+        """Find the objects that no rank's template has, once all have restored; rank 0 alone.
 
-        Ranks with another selection do not count. If the store of the job cannot be read any more,
-        it is all that the template of this rank lacks.
+        Ranks with another selection do not count. If the store of the job can no longer be read,
+        they are all objects that this rank's template lacks.
         """
         fit = self._fit
         if fit is None or not fit.extra or self._group.place.rank:
@@ -159,13 +159,13 @@ class TemplatesOfRanks:
             "digest": _digest(bits),
             "pieces": len(pieces),
         }
-        # The first key last: whoever finds it finds the pieces.
+        # The first key last: a rank that finds it finds all pieces.
         for number, value in reversed([*enumerate([dump_json(told), *pieces])]):
             key = template_key(self._number, rank, number)
             self._insist(partial(self._group.coordination.post, key, value))
 
     def _posts(self) -> list[Fields]:
-        """Return what the other ranks have told; waits for all of them."""
+        """Return the posts of the other ranks; waits for all of them."""
         others = range(1, self._group.place.world_size)
         found = self._wait([template_key(self._number, rank, 0) for rank in others])
         return [_read(data, "what a rank says of its template", _FITS) for data in found]
@@ -183,35 +183,35 @@ class TemplatesOfRanks:
         """Return the values of all keys, once they are there.
 
         Raises:
-            RoundOverError: The round has ended before.
+            RoundOverError: The round ended first.
         """
         read = self._group.coordination.read
         found = self._insist(lambda: read(keys), lambda values: None not in values)
         return [value for value in found if value is not None]
 
     def _insist(self, call: Callable[[], T], is_done: Callable[[T], bool] = lambda _: True) -> T:
-        """Return what `call` returns once that is enough; repeats it until the round ends."""
+        """Repeat `call` until its result is enough, and return it, or until the round ends."""
         session, timing = self._session, self._group.timing
         all_ask_s = self._group.place.world_size * timing.rank_share_s  # all ranks may wait at once
         while True:
-            # Before the call: rank 0 posts its word first, and only then gives the round up.
+            # Before the call: rank 0 posts its verdict first, and only then gives up the round.
             ended = session.has_news
             try:
                 found = call()
                 if is_done(found):
                     return found
-            except CoordinationError:  # the round notices a store that is silent
+            except CoordinationError:  # the round notices a silent store
                 ended = session.has_news
             if ended:
                 msg = "the round of the ranks ended while this one waited for the others"
                 raise RoundOverError(msg)
-            session.moved(0, 0)  # to wait for others is no standstill
+            session.moved(0, 0)  # waiting for others is no standstill
             time.sleep(max(timing.rank_look_first_s, all_ask_s))
 
 
 def _judged(fit: TemplateFit, word: Fields) -> TemplateFit:
     if word.text("selection") != fit.selection:
-        return fit  # rank 0 restores another selection, and says nothing of this one
+        return fit  # rank 0 restores another selection, so its verdict is not about this one
     mask = int(word.text("unused"), 16)
     unused = [number for number in fit.unused if mask >> number & 1]
     return replace(fit, unused=unused, idle=bool(word.value("idle")))
@@ -236,7 +236,7 @@ def _read(data: bytes, name: str, keys: Sequence[str]) -> Fields:
 
 
 def _shortened(text: str) -> str:
-    """Return text that fits a post, and differs where `text` does."""
+    """Return text that fits a post, and differs if `text` does."""
     if len(text) <= _MAX_SHOWN:
         return text
     return f"{text[:_MAX_SHOWN]}... ({_digest(text.encode('utf-8', 'surrogatepass'))})"

@@ -39,27 +39,27 @@ if TYPE_CHECKING:
 
     T = TypeVar("T")
 
-# Behind a call that has hung for its whole time, others wait for this share of theirs.
+# After a call that has hung for its whole time, others wait for this share of their time.
 _HELD_UP_SHARE = 1 / 4
-# The n-th instance of each rank is one job's, since all ranks run the same program.
+# The n-th instances of all ranks belong together, since all ranks run the same program.
 _counts: dict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
 def job_prefix(ranks: Sequence[int] = (), name: str = "") -> str:
-    """Return a prefix that the same call on every rank of a job returns, and no earlier one.
+    """Return a prefix that is the same for the same call on every rank, and new for each call.
 
-    Holds the number of restarts by torchrun, where its agent hosts the store, which outlives them,
-    and how many prefixes this process has taken: ranks that sleep through a restart must not meet
-    the ranks after it. All ranks have to take theirs in the same order, unless they give a name.
+    Holds the number of restarts if torchrun's agent hosts the store, which outlives them, and the
+    number of prefixes that this process has taken: ranks that sleep through a restart must not meet
+    the ranks after it. All ranks must call this in the same order, unless they give a name.
 
     Args:
-        ranks: The ranks that agree there, where they are not all of the job.
+        ranks: The ranks that agree there, if they are not the whole job.
         name: Takes the place of the count; each call with this name returns the same prefix.
     """
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False":
-        # Each restart has a store of its own then, and each node counts its own failures alone: the
-        # numbers of two nodes may differ from the first failure on.
+        # Each restart then has its own store, and each node counts only its own failures: the
+        # numbers of two nodes may differ after the first failure.
         restarts = "0"
     group = "all"
     if ranks:
@@ -73,10 +73,10 @@ def job_prefix(ranks: Sequence[int] = (), name: str = "") -> str:
 class TorchCoordination(Coordination):
     """Values are keys of a c10d store (TCPStore, HashStore, FileStore, or a PrefixStore of one).
 
-    Without torchrun the server of a TCPStore lives in the process of rank 0. So that process has to
-    outlast the last decision: rank 0 closes last, once it has posted the result and the others
-    have had the time to read it. It holds a reference to the store until then. If the process
-    dies, all ranks get a CoordinationError, and look at the root instead.
+    Without torchrun the server of a TCPStore lives in the process of rank 0, which must outlast the
+    last decision. So rank 0 closes last, after it has posted the result and the others have had
+    time to read it, and holds a reference to the store until then. If the process dies, all ranks
+    get a CoordinationError, and look at the root instead.
     """
 
     def __init__(
@@ -90,9 +90,9 @@ class TorchCoordination(Coordination):
         """Clone the store; nothing is sent.
 
         Args:
-            store: The store; None takes the one of the default process group.
+            store: The store; None takes the store of the default process group.
             prefix: Names the job within the store, as `job_prefix` does.
-            world_size: The ranks that use the server, which says how often each may poll.
+            world_size: The number of ranks that use the server; it limits how often each polls.
             call_s: The most seconds for one call.
 
         Raises:
@@ -109,6 +109,8 @@ class TorchCoordination(Coordination):
             msg = f"a {type(store).__name__} cannot be cloned ({error}): use a TCPStore"
             raise ConfigError(msg) from error
         self._network_error: type[Exception] = distributed.DistNetworkError
+        is_rank_0 = distributed.is_initialized() and distributed.get_rank() == 0
+        self._died = "" if is_rank_0 else "rank 0 probably died: "
         self._broken: tuple[Deadline, str] | None = None  # no call until then, and why
         self._late: Future[Any] | None = None  # a call that has hung for its time, and may still
         self._original = store  # the server may live in this object
@@ -116,10 +118,10 @@ class TorchCoordination(Coordination):
         self._call_s = call_s
         self._timing = current_timing()
         self._most_poll_s = max(self._timing.rank_poll_s, world_size * self._timing.rank_share_s)
-        # One thread: a client does one call at a time anyway. Not counted as stuck, so that behind
-        # a call that hangs no further thread hangs, too.
+        # One thread: a client does one call at a time anyway. Not counted as stuck, so that no
+        # second thread hangs after a call that hangs.
         self._pool = Pool(1, "penstock-ranks")
-        self._touched: set[str] = set()  # keys that are there; used by the one thread alone
+        self._touched: set[str] = set()  # existing keys; used by the pool's thread alone
         self._closed = False
 
     @property
@@ -151,10 +153,10 @@ class TorchCoordination(Coordination):
         return self._call(lambda: bytes(self._store.compare_set(key, "", data)))
 
     def wait(self, key: str, timeout_s: float, /) -> bool:
-        """Wait as the contract says: asks again and again, the more ranks the less often.
+        """Wait as the contract says: polls, less often if there are more ranks.
 
-        Not by the store's own `wait`: the client could not do anything else meanwhile, and each
-        time-out prints a warning of the C++ library.
+        Not with the store's own `wait`: it blocks the client, and each time-out prints a warning of
+        the C++ library.
         """
         deadline = Deadline(timeout_s)
         pause_s = self._timing.store_poll_first_s
@@ -182,7 +184,7 @@ class TorchCoordination(Coordination):
     def _read(self, keys: list[str]) -> list[bytes | None]:
         if not self._reads_many:  # a FileStore
             return [bytes(self._store.get(k)) if self._store.check([k]) else None for k in keys]
-        # `multi_get` waits for keys that are missing, and `check` tells only whether all are there.
+        # `multi_get` waits for missing keys, and `check` only returns whether all keys exist.
         # Appending nothing makes a missing key empty, atomically, and never harms a value.
         for key in set(keys) - self._touched:
             self._store.append(key, "")
@@ -195,8 +197,8 @@ class TorchCoordination(Coordination):
             raise CoordinationError(msg)
         if self._broken is not None and not self._broken[0].is_over():
             raise CoordinationError(self._broken[1])
-        # One that hangs holds up all behind it: each would else take its whole time, one by one.
-        # Once it is over each has that, or a store that is just slow would never be heard again.
+        # A hanging call delays all later calls: each would wait for its whole time, one by one.
+        # After it ends, each gets that time again, or a slow store would never be heard again.
         if self._late is not None:
             limit_s = self._call_s * _HELD_UP_SHARE
             if wait([self._late], limit_s).not_done:
@@ -215,6 +217,7 @@ class TorchCoordination(Coordination):
         except (RuntimeError, OSError, ValueError) as error:  # DistError is a RuntimeError
             msg = f"the store of the job ({self._prefix}): {error}"
             if isinstance(error, self._network_error):
+                msg = f"{self._died}{msg}"
                 # Each call on a broken connection prints a stack trace of the C++ library.
                 self._broken = Deadline(self._call_s), msg
             raise CoordinationError(msg) from error
@@ -227,7 +230,7 @@ class TorchCoordination(Coordination):
 
 
 def place_in_job(group: Any) -> RankPlace | None:
-    """Return the place of this process, without its host; None where it is alone.
+    """Return the place of this process, without its host; None if it is alone.
 
     Args:
         group: A process group, or the numbers of ranks in the job; None: the default group.
@@ -248,7 +251,7 @@ def place_in_job(group: Any) -> RankPlace | None:
     if rank < 0:
         msg = (
             "group= is a process group that this process is not in: give each process the group "
-            "that it saves with, or ranks='alone' where it saves for itself"
+            "that it saves with, or ranks='alone' if it saves alone"
         )
         raise ConfigError(msg)
     if world_size < 2:  # noqa: PLR2004 - one rank is alone
@@ -267,7 +270,7 @@ def _place_among(members: tuple[int, ...], rank: int, world_size: int) -> RankPl
         msg = (
             f"group={list(members)} are the ranks that save together, and this process is rank "
             f"{rank} of {world_size}: give each process the ranks that it saves with, or "
-            "ranks='alone' where it saves for itself"
+            "ranks='alone' if it saves alone"
         )
         raise ConfigError(msg)
     if len(members) < 2:  # noqa: PLR2004 - one rank is alone
@@ -276,9 +279,9 @@ def _place_among(members: tuple[int, ...], rank: int, world_size: int) -> RankPl
 
 
 def missing_job() -> str:
-    """Return what to do where the environment promises several ranks, and none can be found.
+    """Return a remedy if the environment promises several ranks, and none can be found.
 
-    Empty where it promises none, or where this process can find them by now.
+    Empty if it promises none, or if this process can already find them.
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():

@@ -399,7 +399,22 @@ class CopyFound:
 class CheckpointInfo(HtmlTable):
     """The facts on a checkpoint from its commit record and its notes.
 
-    `metadata` includes later annotations; `tags` are the current tags.
+    Attributes:
+        step: The step.
+        generation: Its generation. Overwrites are even, compactions are odd.
+        uid: The id of the save, 32 hex digits.
+        created: UTC time of the commit, `YYYY-MM-DDTHH:MM:SSZ`.
+        bytes_raw: Bytes of all objects.
+        bytes_stored: Bytes of the save's own blobs.
+        objects: Number of objects, tied ones included.
+        world_size: Number of ranks that saved.
+        metadata: The user's metadata, later annotations included.
+        references: The uids of the saves whose blobs it borrows.
+        codecs: The version of each codec, by name.
+        providers: The version of each provider, by name.
+        plugins: The third-party plugins, such as `"codec acme"`, each with its distribution's name
+            and version.
+        tags: The current tags.
     """
 
     step: int
@@ -497,7 +512,15 @@ def _contained(fn: Callable[[Future[T]], object], future: Future[T]) -> None:
 
 
 class SaveHandle:
-    """A save in flight. Its futures resolve in the order captured, committed, durable."""
+    """A save in flight. Its futures resolve in the order captured, committed, durable.
+
+    Attributes:
+        step: The step of the save.
+        skipped: Whether the save did not start, because of `on_busy="skip"` or a full tier.
+        captured: Resolves to None once the state is captured and may change.
+        committed: Resolves to a `SaveReport` once the checkpoint exists; with tiers, in the first.
+        durable: Resolves to a `SaveReport` once the checkpoint is in a durable tier.
+    """
 
     def __init__(self, step: int, *, skipped: bool = False) -> None:
         self.step = step

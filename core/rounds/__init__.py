@@ -1,6 +1,6 @@
 """The rounds by which ranks agree on one save or one restore, sans-IO.
 
-Here: what a rank posts, the tables of phases, the round that walks them, and the operations that
-it asks for. Not here: who carries the operations out, and where ranks post, which `ranks` has.
+Here: the posts of a rank, the tables of phases, the round that walks them, and the operations that
+it requests. Not here: the thread that carries them out, and the store, which `ranks` has.
 `ranks` and `hosts` import it.
 """

@@ -34,11 +34,11 @@ Kind: TypeAlias = Literal["save", "restore"]
 
 
 class At(StrEnum):
-    """How far a rank is in its round, as it tells the others."""
+    """How far a rank is in its round, as it reports to the others."""
 
-    HERE = "here"  # waits for the word of rank 0
+    HERE = "here"  # waits for rank 0's answer
     WORKING = "working"
-    SEALED = "sealed"  # what it has to contribute is durable
+    SEALED = "sealed"  # its contribution is durable
     CLOSED = "closed"  # takes no part in this round or a later one; `part` has the cause
 
 
@@ -50,13 +50,13 @@ class SlotPost:
         round: The number of the round, the same on all ranks.
         kind: What the round does.
         at: How far the rank is.
-        moves: Counts progress. A beat with the same number says that the process lives, not that
-            it gets on.
+        moves: Counts progress. A beat with the same number shows that the process lives, not that
+            it makes progress.
         host: The name of the machine.
         done: Bytes done, for messages.
         total: Bytes to do.
-        part: With `SEALED`: what rank 0 needs to know of the part, such as its length and digests.
-            With `HERE`: what it needs to know before it says go, such as a digest of the structure.
+        part: With `SEALED`: facts on the part for rank 0, such as its length and digests. With
+            `HERE`: facts that rank 0 needs before it says go, such as a digest of the structure.
     """
 
     round: int
@@ -71,12 +71,12 @@ class SlotPost:
 
 @dataclass(frozen=True, slots=True)
 class GoPost:
-    """The word of rank 0 on a round: go, with all that has to be alike; or stop, with a reason.
+    """Rank 0's answer for a round: go, with the common terms; or stop, with a reason.
 
     Attributes:
         kind: What the round does.
-        terms: What is decided for all: step, generation, uid, tier, and the like.
-        stop: Why nothing is done; empty: go.
+        terms: The decisions for all ranks: step, generation, uid, tier, and the like.
+        stop: The reason for a stop; empty: go.
     """
 
     kind: Kind
@@ -90,8 +90,8 @@ class Verdict:
 
     Attributes:
         commit: Whether the round was decided to commit.
-        rank: The rank that is the cause of an abort; -1 else.
-        host: Its host, as far as it is known.
+        rank: The rank at fault for an abort; else -1.
+        host: Its host, if known.
         cause: The cause.
     """
 
@@ -102,7 +102,7 @@ class Verdict:
 
 
 class Result(StrEnum):
-    """What became of the publish after the decision to commit."""
+    """The result of the publish after the decision to commit."""
 
     COMMITTED = "committed"
     NEVER = "never"  # it was not published, and never will be
@@ -111,13 +111,12 @@ class Result(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ResultPost:
-    """What rank 0 tells of its publish.
+    """Rank 0's report on its publish.
 
     Attributes:
-        result: What became of it.
-        cause: Why, if it is not committed.
-        totals: What all ranks have written, in the order of `SaveTotals`; empty if it is not
-            committed.
+        result: The result.
+        cause: The reason, if it is not committed.
+        totals: The totals of all ranks, in the order of `SaveTotals`; empty if not committed.
     """
 
     result: Result
@@ -127,11 +126,11 @@ class ResultPost:
 
 @dataclass(frozen=True, slots=True)
 class DrainsPost:
-    """What rank 0 tells of its copies to slower tiers, again and again while others wait for one.
+    """Rank 0's report on its copies to slower tiers, repeated while others wait for a copy.
 
     Attributes:
-        moves: Counts the posts, so that each differs from the one before.
-        failing: Why waiting makes no sense; empty: the copies make progress.
+        moves: Counts the posts, so that each differs from the previous post.
+        failing: Why waiting is useless; empty: the copies make progress.
     """
 
     moves: int
@@ -144,7 +143,7 @@ class DrainedPost:
 
     Attributes:
         tiers: The names of the tiers that have it.
-        kind: The class of the error; empty: it is durable.
+        kind: The class of the error; empty: the checkpoint is durable.
         error: The text of the error.
     """
 
@@ -158,12 +157,12 @@ R = TypeVar("R", SlotPost, GoPost, Verdict, ResultPost, DrainsPost, DrainedPost)
 
 
 def slot_key(rank: int) -> str:
-    """Return the key of a rank's slot, which it posts anew in each round and at each beat."""
+    """Return the key of a rank's slot, which it posts again in each round and at each beat."""
     return f"slots/{rank:05d}"
 
 
 def go_key(number: int) -> str:
-    """Return the key of rank 0's word on a round."""
+    """Return the key of rank 0's answer for a round."""
     return f"rounds/{number}/go"
 
 
@@ -178,32 +177,32 @@ def result_key(number: int) -> str:
 
 
 def drains_key() -> str:
-    """Return the key of what rank 0 tells of its copies to slower tiers."""
+    """Return the key of rank 0's report on its copies to slower tiers."""
     return "drains"
 
 
 def drained_key(number: int) -> str:
-    """Return the key of the end of the copies of what was saved in a round."""
+    """Return the key of the end of the copies of a round's checkpoint."""
     return f"rounds/{number}/drained"
 
 
 def values_key(number: int, rank: int, piece: int) -> str:
-    """Return the key of a piece of the digests of a rank's values, where they are not rank 0's."""
+    """Return the key of a piece of the digests of a rank's values, if they differ from rank 0's."""
     return f"rounds/{number}/values/{rank:05d}-{piece}"
 
 
 def template_key(number: int, rank: int, piece: int) -> str:
-    """Return the key of a piece of what a rank says of its template in a restore."""
+    """Return the key of a piece of a rank's report on its template in a restore."""
     return f"rounds/{number}/templates/{rank:05d}-{piece}"
 
 
 def templates_key(number: int) -> str:
-    """Return the key of what rank 0 says of the templates of all ranks in a restore."""
+    """Return the key of rank 0's verdict on the templates of all ranks in a restore."""
     return f"rounds/{number}/templates/all"
 
 
 def ended(text: str) -> str:
-    """Return `text` with a full stop at its end, unless it ends in a question or was cut."""
+    """Return `text` with a period at its end, unless it ends in a question or was cut."""
     return text if text.endswith((".", "?", "!")) else f"{text}."
 
 
@@ -242,17 +241,17 @@ _READERS: Mapping[str, Callable[[Fields, str, str], Any]] = {
     "tuple[int, ...]": lambda read, name, key: tuple(check_ints(read.value(key), name)),
     "tuple[str, ...]": lambda read, name, key: tuple(check_texts(read.value(key), name)),
 }
-"""How a field is read, by its type."""
+"""The reader of a field, by its type."""
 
 _FORMS: Mapping[type[Record], tuple[str, int]] = {
     SlotPost: ("a rank's slot", NEW_STRUCTURE_BYTES),
-    GoPost: ("the word of rank 0", NEW_STRUCTURE_BYTES),
+    GoPost: ("rank 0's answer", NEW_STRUCTURE_BYTES),
     Verdict: ("a decision", POST_BYTES),
     ResultPost: ("a result", POST_BYTES),
     DrainsPost: ("the state of the copies", POST_BYTES),
     DrainedPost: ("the end of the copies", NEW_STRUCTURE_BYTES),
 }
-"""What each record is called, and the most bytes that it has."""
+"""The name of each record for messages, and its most bytes."""
 
 _TYPES = {kind: {field.name: str(field.type) for field in fields(kind)} for kind in _FORMS}
 """The types of the fields of each record, by their names, in order."""
@@ -262,7 +261,7 @@ def encode(post: Record) -> bytes:
     """Return the bytes of a post or a decision; long texts in it are cut.
 
     Raises:
-        FormatError: They are more than a post may have.
+        FormatError: The post is too large.
     """
     name, limit = _FORMS[type(post)]
     values: dict[str, Any] = {"v": _VERSION}
@@ -283,7 +282,7 @@ def decode(kind: type[R], data: bytes) -> R:
     """Read a post or a decision.
 
     Raises:
-        FormatError: The bytes are none of this kind, or one of another version of Penstock.
+        FormatError: The bytes are of another kind, or of another version of Penstock.
     """
     name, _ = _FORMS[kind]
     types: Mapping[str, str] = _TYPES[kind]
@@ -294,9 +293,9 @@ def decode(kind: type[R], data: bytes) -> R:
 
 
 class Outbox:
-    """Keeps what one rank has still to post in a round, until the store of the job has taken it.
+    """Keeps the posts of one rank in a round until the store of the job has accepted them.
 
-    Of one key only the newest post waits: one that is replaced while it is sent is sent again.
+    Only the newest post of a key waits: a post that is replaced while it is sent is sent again.
     """
 
     def __init__(self, rank: int, slot: SlotPost) -> None:
@@ -318,23 +317,23 @@ class Outbox:
 
     @property
     def waiting(self) -> list[tuple[str, bytes]]:
-        """The keys and the bytes of what is to be posted, in order."""
+        """The keys and bytes of the waiting posts, in order."""
         return list(self._waiting.items())
 
     def put(self, key: str, post: Record) -> None:
-        """Take a post, in place of an earlier one with this key.
+        """Queue a post, in place of an earlier post with this key.
 
         Raises:
-            FormatError: It is larger than a post may be; nothing has changed.
+            FormatError: The post is too large; nothing has changed.
         """
         self._waiting[key] = encode(post)
 
     def put_slot(self) -> None:
-        """Take the state of the rank as a post: it has changed, or a beat is due."""
+        """Queue the state of the rank as a post: it has changed, or a beat is due."""
         self.put(self._slot_key, self.slot)
 
     def taken(self, key: str, value: bytes) -> None:
-        """Note that the store has taken these bytes."""
+        """Note that the store has accepted these bytes."""
         if self._waiting.get(key) is value:
             del self._waiting[key]
 
@@ -343,11 +342,11 @@ class Outbox:
         self.slot = replace(self.slot, moves=self.slot.moves + 1)
 
     def fitting(self, at: At, part: Mapping[str, Any]) -> SlotPost:
-        """Return the slot of a rank that is there, with what it has to tell.
+        """Return the slot with this state and part.
 
         Raises:
-            FormatError: The part is larger than a post may be, with the counts of later beats.
+            FormatError: The part is too large for a post, with the counts of later beats.
         """
-        found = replace(self.slot, at=at, part=part)
-        encode(replace(found, moves=MAX_INT, done=MAX_INT, total=MAX_INT))
-        return found
+        slot = replace(self.slot, at=at, part=part)
+        encode(replace(slot, moves=MAX_INT, done=MAX_INT, total=MAX_INT))
+        return slot

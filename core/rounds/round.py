@@ -1,9 +1,9 @@
-"""One rank's way through a round that all ranks go together, sans-IO.
+"""One rank's way through a round of all ranks, sans-IO.
 
 A round is driven from two sides. The *engine* (the save or the restore of this rank) takes steps
-out of `steps` and tells what came of them. The *session* carries out what `operations` yields:
-posts, reads, decisions and waits. Neither side ever waits for the other. Tests run the same code on
-a virtual clock.
+out of `steps` and reports their results. The *session* carries out what `operations` yields: posts,
+reads, decisions and waits. Neither side ever waits for the other. Tests run the same code on a
+virtual clock.
 
 Nothing here is thread-safe: `session` holds a lock, as the engine does for its table of a save.
 """
@@ -62,8 +62,8 @@ if TYPE_CHECKING:
     from penstock.core.errors import CoordinationError
     from penstock.core.rounds.table import RoundTable
 
-# Rank 0, when it waits for the last parts, pauses for a tenth of what it has waited by then, and
-# four times as long as the last look took: it notices the last part soon, and does not poll hard.
+# While rank 0 waits for the last parts, it pauses for a tenth of the time waited so far, and at
+# least four times as long as its last look: it notices the last part soon, and does not poll hard.
 _WAITED_SHARE = 0.1
 _LOOK_SHARE = 4
 
@@ -101,7 +101,7 @@ class WaitFor:
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """Wait until the engine has told something, or the time has passed."""
+    """Wait until the engine reports something, or the time has passed."""
 
     timeout_s: float
 
@@ -111,11 +111,11 @@ Operation: TypeAlias = Post | Read | Decide | WaitFor | Rest
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came of an operation.
+    """The result of an operation.
 
     Attributes:
         now_s: The monotonic clock after it.
-        value: What was read (a list) or decided (bytes).
+        value: The values read (a list) or decided (bytes).
         error: Why the outcome is unknown.
     """
 
@@ -130,10 +130,9 @@ class RankPlace:
 
     Attributes:
         rank: Its number; 0 leads.
-        world_size: How many there are.
+        world_size: The number of ranks.
         host: The name of its machine.
-        members: The numbers of all of them in the job, in order, where others of the job are left
-            out; empty: they are all of it.
+        members: The numbers of these ranks in the job, in order; empty if they are the whole job.
     """
 
     rank: int
@@ -147,10 +146,10 @@ class _Pace:
 
     Args:
         looks: Counts the time in which this rank looks.
-        world_size: The ranks that look at one store.
+        world_size: The number of ranks that look at one store.
         limit_s: The time after which a store without an answer counts as gone.
-        called_s: The monotonic clock from which looks count, if that is before the first one.
-        timing: Says how often a rank looks.
+        called_s: The monotonic clock from which looks count, if before the first look.
+        timing: How often a rank looks.
     """
 
     def __init__(
@@ -166,10 +165,10 @@ class _Pace:
         self.look_s = min(look_s, timing.rank_look_most_s, limit_s / LOOKS)
         """The seconds between two looks at the others, while this rank has something to do."""
         self.least_s = timing.rank_look_first_s
-        """The shortest pause of a rank that has nothing to do but to look."""
+        """The shortest pause of a rank that only looks."""
         self.now_s = self.next_beat_s = self.next_slots_s = 0.0
         self.sealed_s = 0.0
-        """The counted seconds at which this rank had sealed."""
+        """The counted seconds at which this rank sealed."""
         self.took_s = 0.0
         """The seconds that the last look took."""
         self.failed = False
@@ -179,13 +178,13 @@ class _Pace:
         self._heard_s = looks.counted_s
 
     def begin(self, now_s: float) -> None:
-        """Begin at `now_s`; all is due."""
+        """Begin at `now_s`; everything is due."""
         self.now_s = self.next_beat_s = self.next_slots_s = now_s
         if self._called_s is not None:
             self.looks.look(min(self._called_s, now_s))
 
     def answered(self, answer: Answer, *, hears: bool = True) -> Answer:
-        """Note an answer of the store; `hears`: that it has come says that the store answers."""
+        """Note an answer of the store; `hears`: whether the answer counts as a sign of life."""
         self.now_s = answer.now_s
         self.looks.look(self.now_s)
         self.failed |= answer.error is not None
@@ -209,7 +208,7 @@ class Round:
 
     kind: Kind
     tables: tuple[RoundTable, RoundTable]
-    """What follows what, on rank 0 and on the others."""
+    """The tables of rank 0 and of the others."""
 
     def __init__(
         self,
@@ -226,14 +225,14 @@ class Round:
 
         Args:
             place: This rank.
-            number: The number of the round: the same on all ranks, and higher in each.
+            number: The number of the round: the same on all ranks, and rising.
             timeout_s: A rank that makes no progress for this long counts as standing still.
             commit: The table of this rank's save, which the round feeds; None: it restores.
-            expects: Returns why this rank cannot go on under the terms of rank 0; empty: it can.
-            called_s: When this rank was called to save or to restore, on the monotonic clock; None:
-                now. Who does not come is waited for from then on: of what this rank has done since
-                then, the clean-up behind the save before say, a quarter of the time-out counts.
-            timing: Says how often this rank looks; None: as usual.
+            expects: Returns why this rank cannot accept the terms of rank 0; empty: it can.
+            called_s: When this rank was called to save or restore, on the monotonic clock; None:
+                now. The wait for late ranks counts from then. Work of this rank since then, such as
+                the clean-up after the previous save, counts up to a quarter of the time-out.
+            timing: How often this rank looks; None: as usual.
         """
         self.place = place
         self.number = number
@@ -246,9 +245,9 @@ class Round:
         self.result: ResultPost | None = None
         looks = CountedLooks(timeout_s * MOST_COUNTED)
         self.others = OtherRanks(place, self.kind, number, looks, timeout_s)
-        """What the others have posted, as far as this rank watches them."""
+        """The posts of the ranks that this rank watches."""
         self.outbox = Outbox(place.rank, SlotPost(number, self.kind, At.HERE, host=place.host))
-        """What this rank has still to post."""
+        """The waiting posts of this rank."""
         self._table = self.tables[min(place.rank, 1)]
         self._expects = expects
         self._commit = commit
@@ -264,12 +263,12 @@ class Round:
         return self.phase in ENDS
 
     def arrive(self, arrival: Mapping[str, Any]) -> None:
-        """Take what is posted with the first post; rank 0 then waits for that of all others.
+        """Set the data of the first post; rank 0 then waits for the first posts of all others.
 
-        To be called before `operations` runs.
+        Called before `operations` runs.
 
         Raises:
-            FormatError: `arrival` is larger than a post may be; nothing has changed.
+            FormatError: `arrival` is too large for a post; nothing has changed.
         """
         self.outbox.slot = self.outbox.fitting(At.HERE, arrival)
         self._gathers = self._leads
@@ -278,30 +277,30 @@ class Round:
         """Tell all ranks to begin, under `terms`; rank 0 alone.
 
         Raises:
-            FormatError: The terms are larger than a post may be; nothing has changed.
+            FormatError: The terms are too large for a post; nothing has changed.
         """
-        if self.phase is Phase.WAITING:  # else it is given up already
+        if self.phase is Phase.WAITING:  # else the round is already given up
             self.outbox.put(go_key(self.number), GoPost(self.kind, terms))
             self.terms = terms
         self._happen(Happening.GO)
 
     def refuse(self, reason: str, terms: Mapping[str, Any] | None = None) -> None:
-        """Tell all ranks that nothing is done, since rank 0 is busy or cannot begin."""
+        """Tell all ranks to stop, since rank 0 is busy or cannot begin."""
         if self.phase is Phase.WAITING:
             self.stop, self.terms = reason, terms or {}
             self.outbox.put(go_key(self.number), GoPost(self.kind, self.terms, stop=reason))
         self._happen(Happening.STOP)
 
     def moved(self, done: int = 0, total: int = 0) -> None:
-        """Note progress; whoever does not call it for `timeout_s` counts as standing still."""
+        """Note progress; a rank that does not call it for `timeout_s` counts as standing still."""
         self.outbox.slot = replace(self.outbox.slot, done=done, total=total)
         self.outbox.moved()
 
     def seal(self, part: Mapping[str, Any]) -> None:
-        """Tell that what this rank contributes is durable; `part` goes to rank 0.
+        """Report that this rank's contribution is durable; `part` goes to rank 0.
 
         Raises:
-            FormatError: `part` is larger than a post may be; nothing has changed.
+            FormatError: `part` is too large for a post; nothing has changed.
         """
         sealed = self.outbox.fitting(At.SEALED, part)
         if self.phase is Phase.WORKING:
@@ -310,17 +309,17 @@ class Round:
         self._happen(Happening.SEALED)
 
     def merged(self) -> None:
-        """Tell that the parts are whole; rank 0 alone."""
+        """Report that the parts are whole; rank 0 alone."""
         self._happen(Happening.MERGED)
 
     def fail(self, cause: str) -> None:
-        """Give up; all other ranks will name this one, with `cause`."""
+        """Give up; all other ranks will name this rank, with `cause`."""
         self._accuse(self.place.rank, self.place.host, cause)
 
     # -- the side of the session -----------------------------------------------------------------
 
     def operations(self, now_s: float) -> Generator[Operation, Answer, None]:
-        """Yield what is to be done in the store of the job, one after the other, to the end."""
+        """Yield the operations on the store of the job, one after the other, to the end."""
         pace = self._pace
         pace.begin(now_s)
         while True:
@@ -341,12 +340,12 @@ class Round:
                 yield from self._wait(began_s)
 
     def error(self, what: str, stays: str = "", *, own: bool = False) -> RankError | None:
-        """Return the error of an abort for the ranks that are not its cause; None on that one.
+        """Return the error of an abort; None on the rank at fault.
 
         Args:
             what: What was not done: "step 300 was not saved".
-            stays: What is the latest checkpoint now; empty: nothing is said of it.
-            own: Whether the rank that is the cause gets it, too.
+            stays: A sentence on the latest checkpoint; may be empty.
+            own: Whether the rank at fault gets the error, too.
         """
         verdict = self.verdict
         if verdict is None or verdict.commit or (verdict.rank == self.place.rank and not own):
@@ -375,7 +374,7 @@ class Round:
             self.outbox.put_slot()
             pace.next_beat_s = pace.now_s + self.timeout_s / BEATS
         for key, value in self.outbox.waiting:
-            # A rank that reads or asks learns nothing from a post that is taken.
+            # A rank that reads or asks learns nothing from an accepted post.
             listens = self.phase in _ASKING or bool(self._keys(slots=False))
             answer = pace.answered((yield Post(key, value)), hears=not listens)
             if answer.error is None:
@@ -397,7 +396,7 @@ class Round:
             answer = pace.answered((yield Read(keys)))
             pace.took_s = pace.now_s - began_s
             if answer.error is None and not self.over:
-                if self._waits_for_others:  # to look is all that it has to do
+                if self._waits_for_others:  # looking is all that it has to do
                     self.outbox.moved()
                 self._hear(keys, answer.value)
         if slots:
@@ -439,7 +438,7 @@ class Round:
             if self.phase not in _OPEN:
                 return []
             watched = self._watched()
-            if not slots:  # who has not come may have closed its checkpointer, and tells it so
+            if not slots:  # a rank that has not arrived may post that its checkpointer is closed
                 watched = [rank for rank in watched if rank not in self.others.arrived]
             return [end_key(number), *map(slot_key, watched)]
         keys = {
@@ -462,14 +461,14 @@ class Round:
         return self._blame
 
     def _hear(self, keys: Sequence[str], values: Sequence[bytes | None]) -> None:
-        found = dict(zip(keys, values, strict=True))
-        # The register first: what it says is final, whatever else was posted.
-        end = found.pop(end_key(self.number), None)
+        posts = dict(zip(keys, values, strict=True))
+        # The register first: it is final, whatever else was posted.
+        end = posts.pop(end_key(self.number), None)
         if end is not None:
             self._hear_verdict(end)
             return
-        go = found.pop(go_key(self.number), None)
-        result = found.pop(result_key(self.number), None)
+        go = posts.pop(go_key(self.number), None)
+        result = posts.pop(result_key(self.number), None)
         try:
             if go is not None:
                 self._hear_go(decode(GoPost, go))
@@ -477,12 +476,12 @@ class Round:
                 self.result = decode(ResultPost, result)
                 self._happen(_OF_RESULT[self.result.result])
             for rank in sorted(self.others.pending) if self._leads else (0,):
-                if self.over or (data := found.get(slot_key(rank), b"")) == b"":
+                if self.over or (data := posts.get(slot_key(rank), b"")) == b"":
                     continue
                 if (lost := self.others.hear(rank, data)) is not None:
                     self._leader_or_rank_lost(rank, lost)
         except FormatError as error:
-            self._leader_or_rank_lost(0, f"posted what cannot be read: {error}")
+            self._leader_or_rank_lost(0, f"posted unreadable data: {error}")
         if self._leads and self.phase is Phase.SEALED and not self.others.pending:
             self._happen(Happening.ALL_SEALED)
 
@@ -536,15 +535,15 @@ class Round:
         self.steps.append(step)
 
     def _tell(self, happening: Happening) -> None:
-        """Tell the table of the save, before this round goes on."""
+        """Feed the table of the save, before this round continues."""
 
 
 class RestoreRound(Round):
     """The round of a restore: all ranks have restored one checkpoint, or all raise.
 
-    A rank that returns knows that every rank has restored what rank 0 chose. A rank that cannot
-    learn the decision raises, though the others may have returned: that cannot be avoided by any
-    protocol. It is told apart (`Phase.UNKNOWN`).
+    A rank that returns knows that every rank has restored rank 0's choice. A rank that cannot learn
+    the decision raises, though the others may have returned: no protocol can avoid that. This is
+    a separate phase (`Phase.UNKNOWN`).
     """
 
     kind: Kind = "restore"
@@ -554,28 +553,28 @@ class RestoreRound(Round):
 class SaveRound(Round):
     """The round of a save: all ranks commit one checkpoint, or none does.
 
-    Feeds the table of the save of this rank (`Commit`), which alone says what may be deleted. On
-    rank 0 the publisher feeds that table from the publish on.
+    Feeds the table of this rank's save (`Commit`), which alone decides what may be deleted. On rank
+    0 the publisher feeds that table, starting with the publish.
     """
 
     kind: Kind = "save"
     tables = SAVE_RANK_0, SAVE_OTHERS
 
     def published(self, result: Result, cause: str = "", totals: Sequence[int] = ()) -> None:
-        """Tell what came of the publish; rank 0 alone."""
+        """Report the result of the publish; rank 0 alone."""
         self.result = ResultPost(result, cause, tuple(totals))
         self.outbox.put(result_key(self.number), self.result)
         self._happen(_OF_RESULT[result])
 
     def resolved(self, record: Event) -> None:
-        """Tell what the commit record in the root is: ours, another's, or not to be read."""
+        """Report whether the commit record in the root is ours, another's, or unreadable."""
         self._happen(_OF_RECORD[record])
 
     def _tell(self, happening: Happening) -> None:
         event = _FEEDS.get(happening)
         if happening is Happening.REGISTER_LOST:
             event = self._of_lost_register()
-            if self._leads:  # a request for a commit may land late, and then others wait for this
+            if self._leads:  # a commit request may land late, and the others then wait for this
                 never = ResultPost(Result.NEVER, "rank 0 could not reach the register")
                 self.outbox.put(result_key(self.number), never)
         elif self._leads and happening not in _FED_ON_RANK_0:
@@ -593,7 +592,7 @@ class SaveRound(Round):
 
 
 def error_of(verdict: Verdict, what: str, stays: str) -> RankError:
-    """Return the error of what was not done, which names the rank that is the cause."""
+    """Return the error of an abort, which names the rank at fault."""
     who = f"rank {verdict.rank}" + (f" on {verdict.host}" if verdict.host else "")
     msg = f"{ended(f'{what}: {who} {verdict.cause}')} {stays}".rstrip()
     return RankError(msg, verdict.rank, verdict.host, verdict.cause)

@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 # Short: a cause is cut at 300 bytes.
 ONE_ORDER = (
-    "all ranks have to call save, restore and load alike, of several checkpointers in one order"
+    "all ranks must call save, restore and load alike, and several checkpointers in one order"
 )
-ONE_RANK = "for what stands behind `if rank == 0:` use a checkpointer with ranks='alone'"
+ONE_RANK = "inside `if rank == 0:` use a checkpointer with ranks='alone'"
 
 # Eight beats, and sixteen looks at them, in the time after which a rank counts as standing still.
-# A look is taken when that time is over, too: so a rank that died, or hangs behind a last beat, is
-# known to all after 1.25 times that time.
+# Ranks also look when that time is over. So all know after 1.25 times that time that a rank died,
+# or hangs after its last beat.
 BEATS = 8
 LOOKS = 16
-# Between two looks at most a quarter of that time counts; a call of a store that hangs takes less.
+# Between two looks at most a quarter of that time counts; a call of a hanging store takes less.
 MOST_COUNTED = 1 / 4
 
 
@@ -35,7 +35,7 @@ class CountedLooks:
     """Counts the time in which this rank looked at the others.
 
     Time between two looks counts up to a limit: a rank that was stopped itself (`SIGSTOP`, a
-    debugger, a machine that slept) has not seen the others, so its absence is no silence of theirs.
+    debugger, a machine that slept) has not seen the others, and must not count them as silent.
 
     Args:
         most_s: The most seconds that count between two looks.
@@ -54,11 +54,11 @@ class CountedLooks:
 
 
 class Standstill:
-    """Says which ranks have not moved for too long.
+    """Finds the ranks that have not moved for too long.
 
     Args:
         looks: Counts the time.
-        ranks: Who is watched; all count as moved now.
+        ranks: The watched ranks; all count as moved now.
         limit_s: The time after which a rank counts as standing still.
     """
 
@@ -68,7 +68,7 @@ class Standstill:
         self._moved_s = dict.fromkeys(ranks, looks.counted_s)
 
     def moved(self, rank: int) -> None:
-        """Count from now on for `rank`."""
+        """Start counting again for `rank`."""
         self._moved_s[rank] = self._looks.counted_s
 
     def is_over(self, rank: int, share: float = 1.0) -> bool:
@@ -76,13 +76,13 @@ class Standstill:
         return self._looks.counted_s - self._moved_s[rank] >= share * self._limit_s
 
     def left_s(self, ranks: Iterable[int]) -> float:
-        """Return the seconds until the first of `ranks` will have stood still for the limit."""
+        """Return the seconds until the first of `ranks` reaches the limit."""
         first = min((self._moved_s[rank] for rank in ranks), default=self._looks.counted_s)
         return first + self._limit_s - self._looks.counted_s
 
 
 class OtherRanks(Standstill):
-    """The ranks that one rank watches in a round: rank 0 all others, and these rank 0.
+    """The ranks that one rank watches: rank 0 watches all others, and they watch rank 0.
 
     Args:
         place: The rank that watches.
@@ -116,36 +116,36 @@ class OtherRanks(Standstill):
 
     @property
     def still(self) -> set[int]:
-        """The ranks that rank 0 waits for, and that have stood still for half of the time-out.
+        """The ranks that rank 0 waits for and that have stood still for half of the time-out.
 
-        Where one host dies with several ranks, the verdict names one of them.
+        If a host dies with several ranks, the verdict names one of them.
         """
         return {r for r in self.pending if self.is_over(r, share=1 / 2)}
 
     def host_of(self, rank: int) -> str:
-        """Return the name of the host of a watched rank; empty: it was not heard of."""
+        """Return the name of the host of a watched rank; empty if unknown."""
         post = self._slots.get(rank)
         return "" if post is None else post.host
 
     def hear(self, rank: int, data: bytes | None) -> str | None:
-        """Look at the slot of a watched rank; return why the rank is lost, None if it is not."""
+        """Read the slot of a watched rank; return why the rank is lost, None if it is not."""
         before = self._slot_bytes.get(rank)
         if data is not None and data != before:
             self._slot_bytes[rank] = data
             try:
                 post = decode(SlotPost, data)
             except FormatError as error:
-                return f"posted what cannot be read: {error}"
+                return f"posted unreadable data: {error}"
             self._slots[rank] = post
             if post.at is At.CLOSED:
                 return str(post.part.get("cause", ""))
-            # What another has posted before this rank looked tells when only where it is not from
-            # a round before, and not of one that waits for rank 0: that moves with each beat.
+            # A first look at a post does not show when it was posted. It counts as progress unless
+            # it is from an earlier round, or of a rank that waits for rank 0 and just beats.
             waits = self._leads and post.at is At.HERE
             if before is not None or not (waits or post.round < self._number):
                 self.moved(rank)
             if post.round > self._number:
-                return f"has left this {self._kind} behind"
+                return f"has moved on from this {self._kind}"
             if post.round == self._number:
                 self.arrived.setdefault(rank, post.part)
                 if post.at is At.SEALED and self._leads:
@@ -166,7 +166,7 @@ class OtherRanks(Standstill):
         if post.at is At.HERE:
             return f"before it began to {self._kind}"
         if post.at is At.SEALED:
-            return "behind its last byte"
+            return "after its last byte"
         doing = "while it wrote" if self._kind == "save" else "while it restored"
         if not post.total:
             return doing

@@ -1,9 +1,9 @@
 """The rounds of many ranks as tables, sans-IO: one for rank 0 and one for the others.
 
 A round agrees on one thing: whether all ranks commit, or none. It does not replace the table of a
-save (`core/catalog/commit_table.py`), which alone says what may be published and what may be
-deleted: each rank has one of its own, and `save_round.py` feeds it what its round has learned. A
-line here names how far the round is, never whether data may go.
+save (`core/catalog/commit_table.py`), which alone decides what may be published and what may be
+deleted: each rank has its own, and `SaveRound` in `round.py` feeds it. A row here names how far the
+round is, never whether data may go.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Phase(StrEnum):
     """How far a round is on one rank."""
 
-    WAITING = "waiting"  # for the word of rank 0; on rank 0: to give it
+    WAITING = "waiting"  # for rank 0's answer; on rank 0: to give it
     WORKING = "working"
     SEALED = "sealed"
     MERGING = "merging"
@@ -38,7 +38,7 @@ ENDS = frozenset({Phase.COMMITTED, Phase.ABORTED, Phase.UNKNOWN, Phase.STOPPED})
 
 
 class Happening(StrEnum):
-    """What a round is told, by its rank or by what others posted."""
+    """An event of a round, from its rank or from another rank's post."""
 
     GO = "rank 0 says go"
     STOP = "rank 0 says stop"
@@ -59,9 +59,9 @@ class Happening(StrEnum):
 
 
 class Step(StrEnum):
-    """What a rank has to do next."""
+    """The next step of a rank."""
 
-    WORK = "write, or restore, then tell that it has sealed"
+    WORK = "write, or restore, then report that it has sealed"
     POST_SEALED = "post what it sealed; wait for the decision"
     MERGE = "read the parts back, merge the index, check coverage"
     DECIDE_COMMIT = "ask the register to commit"
@@ -71,7 +71,7 @@ class Step(StrEnum):
     RESOLVE = "read the commit record in the root"
     DONE = "report success"
     CLEAN_UP = "report failure; delete own data as far as the table of the save allows"
-    KEEP = "report failure; own data is left to prune"
+    KEEP = "report failure; leave own data to prune"
     REPORT_UNKNOWN = "report that the checkpoint may or may not exist; delete nothing"
     REPORT_STOPPED = "report that rank 0 did not begin; nothing was written"
     NONE = "nothing"
@@ -104,7 +104,7 @@ SAVE_OTHERS: RoundTable = {
     **_BOTH,
     (_P.SEALED, _H.COMMIT_DECIDED): (_P.PUBLISHING, _S.AWAIT),
     (_P.ABORTING, _H.COMMIT_DECIDED): (_P.PUBLISHING, _S.AWAIT),
-    # What rank 0 has asked of the register, and done since, is unknown: so the root is asked.
+    # It is unknown what rank 0 has asked of the register, and done since: ask the root.
     (_P.SEALED, _H.REGISTER_LOST): (_P.RESOLVING, _S.RESOLVE),
     (_P.ABORTING, _H.REGISTER_LOST): (_P.RESOLVING, _S.RESOLVE),
     (_P.PUBLISHING, _H.COMMITTED): (_P.COMMITTED, _S.DONE),
@@ -126,7 +126,7 @@ SAVE_RANK_0: RoundTable = {
     (_P.MERGING, _H.ABORT_DECIDED): (_P.ABORTED, _S.CLEAN_UP),
     (_P.DECIDING, _H.COMMIT_DECIDED): (_P.PUBLISHING, _S.PUBLISH),
     (_P.DECIDING, _H.ABORT_DECIDED): (_P.ABORTED, _S.CLEAN_UP),
-    # Nobody but rank 0 publishes, and now it never will. The others may not know: its data stays.
+    # Only rank 0 publishes, and now it never will. The others may not know: its data stays.
     (_P.SEALED, _H.REGISTER_LOST): (_P.ABORTED, _S.KEEP),
     (_P.MERGING, _H.REGISTER_LOST): (_P.ABORTED, _S.KEEP),
     (_P.DECIDING, _H.REGISTER_LOST): (_P.ABORTED, _S.KEEP),
@@ -166,6 +166,6 @@ TOO_LATE: frozenset[tuple[Phase, Happening]] = frozenset(
     | {(_P.RESOLVING, happening) for happening in (_H.COMMITTED, _H.NEVER, _H.UNSURE)}
     | {(_P.RESOLVING, _H.REGISTER_LOST), (_P.DECIDING, _H.MERGED)}
 )
-"""Pairs that change nothing where a table has no line for them: the decision is under way or made.
+"""Pairs that change nothing where a table has no row for them: the decision is under way or made.
 
-The work of a rank, and what others post, go on while it gives up; so both may come behind."""
+A rank still works, and others still post, while it gives up. So both events may come later."""

@@ -80,7 +80,7 @@ class Drains:
             tiers: The tiers, the fastest first.
             workers: Threads for checksums and for background tasks.
             grace_s: The grace time of `prune`.
-            stuck_s: A store that makes no progress for so long is not waited for.
+            stuck_s: No wait for a store lasts longer than this without progress.
             backend: The configuration from which another process can open the same tiers; None if
                 threads of this process have to copy.
             leads: Returns whether this process copies, evicts and repairs: of several ranks, rank 0

@@ -40,7 +40,7 @@ It raises DamagedError, CheckpointGoneError or StorageError, as `verify_blobs` d
 
 
 class Eviction:
-    """Makes room in tiers by evicting checkpoints of which a later tier has a verified copy."""
+    """Makes room in tiers: evicts checkpoints that a later tier has a verified copy of."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class Eviction:
                 yield record
 
     def _is_elsewhere(self, number: int, record: CommitRecord, verify: Verify) -> bool:
-        """Return whether a tier behind `number` has a verified copy."""
+        """Return whether a tier after `number` has a verified copy."""
         for later in range(number + 1, len(self._tiers)):
             backend = self._tiers[later].backend
             if not is_whole(backend, record):

@@ -426,7 +426,7 @@ class DrainLink:
 
     @contextmanager
     def _failures_logged(self, record: CommitRecord) -> Iterator[None]:
-        """Log what fails in the block, and go on: the copy is whole already."""
+        """Log an error in the block, and continue: the copy is already whole."""
         try:
             yield
         except PenstockError as error:

@@ -69,7 +69,7 @@ def mark_lost(tiers: Sequence[Tier], roots: TierRoots) -> tuple[list[CommitRecor
 def _not_lost(
     tiers: Sequence[Tier], number: int, lost: Sequence[CommitRecord], roots: TierRoots
 ) -> Sequence[CommitRecord]:
-    """Return those of `lost` that are missing behind a tier on purpose, and log them."""
+    """Return those of `lost` that slower tiers lack on purpose, and log them."""
     tier, slower = tiers[number], tiers[number + 1 :]
     if roots.was_used_before(number):
         if roots.is_before_older(number):
@@ -124,7 +124,7 @@ def _lost_behind(tiers: Sequence[Tier], number: int, behind: Collection[str]) ->
 def _saved_behind_since(
     tiers: Sequence[Tier], number: int, records: Collection[CommitRecord]
 ) -> list[CommitRecord]:
-    """Return those of `records`, all of tier `number`, after which others have saved behind it.
+    """Return those of `records`, all of tier `number`, that are older than a save to slower tiers.
 
     Another node that saved to a slower tier has seen its checkpoints; so a checkpoint that is
     missing there, and is older than that save, was deleted on purpose.

@@ -284,7 +284,7 @@ def _is_before_older(number: int, found: Mapping[int, RootRecord | None]) -> boo
 def merged_order(
     before: Sequence[tuple[str, int]], now: Sequence[tuple[str, int]]
 ) -> tuple[tuple[str, int], ...]:
-    """Return the roots of both lists in one order; a new root goes behind its faster neighbour."""
+    """Return the roots of both lists in one order; a new root goes after its faster neighbor."""
     counts = dict(before) | dict(now)
     ids = [root for root, _ in before]
     above: str | None = None

@@ -61,7 +61,7 @@ class TierRoom:
     def away(self) -> list[str]:
         """Return the names of the fastest tiers that this rank cannot use now.
 
-        Tiers behind the first one that answers are not asked.
+        Tiers after the first one that answers are not asked.
         """
         left_alone = self.left_alone()
         found = []

@@ -41,7 +41,7 @@ class DrainOfSave:
         self._marked = self._drains.prepare(self._number, record.uid, record.step, self._replaces)
 
     def begin(self) -> None:
-        """Do nothing: nobody else waits for the end of the copies."""
+        """Do nothing: no other rank waits for the end of the copies."""
 
     def go(self, told: OnEnd) -> None:
         """Queue the copy, if the checkpoint is marked."""
@@ -130,7 +130,7 @@ class TierOfRanks:
 
 
 class LeadingDrain(DrainOfSave):
-    """The drain of a save of several ranks, on rank 0, which tells the others how it ends."""
+    """The drain of a save of several ranks, on rank 0, which reports its end to the others."""
 
     def __init__(
         self, drains: Drains, choice: TierOfRanks, turn: RankTurn, replaces: Collection[str]
@@ -152,7 +152,7 @@ class LeadingDrain(DrainOfSave):
         self._told.begin(self._round, self._drains.failing)
 
     def go(self, told: OnEnd) -> None:
-        """Queue the copy, and tell the others of its end before the callbacks of the user."""
+        """Queue the copy, and report its end to the others before the user's callbacks."""
 
         def told_all(error: BaseException | None) -> None:
             if error is None:

@@ -61,11 +61,11 @@ def test_flat_range_that_does_not_fit_is_refused():
         ((3, 4), {"offsets": (0, 0), "flat_range": (0, 6)}, "it takes one of them"),
         ((3, 4), {"flat_range": (7, 13)}, "which has 12"),
         ((3, 4), {"flat_range": (-1, 5)}, "flat_range=(-1, 5)"),
-        ((3, 4), {"flat_range": (9, 3)}, "say (start, stop)"),
+        ((3, 4), {"flat_range": (9, 3)}, "give (start, stop)"),
         ((-3, -4), {"flat_range": (0, 6)}, "global shape [-3, -4]"),
-        ((3, 4), {"flat_range": (0, 6, 1)}, "say (start, stop)"),
+        ((3, 4), {"flat_range": (0, 6, 1)}, "give (start, stop)"),
         ((3, 4), {"flat_range": 6}, "flat_range=6"),
-        ((3, 4), {"flat_range": (0, 5)}, "leave out what pads it"),
+        ((3, 4), {"flat_range": (0, 5)}, "leave out the padding"),
     ]:
         with pytest.raises(UnsupportedStateError) as caught:
             Shard(torch.zeros(6), shape, **options)
@@ -113,7 +113,7 @@ def test_pieces_that_do_not_go_together_are_refused():
             [piece(0, 2), Shard(torch.zeros(2, 3).double(), (8, 3), (2, 0))],
             "dtype torch.float32 and torch.float64",
         ),
-        ([piece(0, 2), Shard(np.zeros((2, 3), "f4"), (8, 3), (2, 0))], "and float32: it takes one"),
+        ([piece(0, 2), Shard(np.zeros((2, 3), "f4"), (8, 3), (2, 0))], "and float32: use one"),
         (
             [piece(0, 2), Shard(torch.zeros(2, 3, device="meta"), (8, 3), (2, 0))],
             "device cpu and meta",

@@ -12,10 +12,12 @@ from tests import interpreters
 
 from penstock.core.catalog.commit_table import Commit, Event
 from penstock.core.errors import CoordinationError
+from penstock.core.ranks.agreement import SaveAgreement
 from penstock.core.ranks.group import RankGroup
 from penstock.core.ranks.session import RankSession
+from penstock.core.ranks.structure import Brought, pack_numbers
 from penstock.core.ranks.torch_job import TorchCoordination
-from penstock.core.rounds.posts import Result
+from penstock.core.rounds.posts import GoPost, Result, encode, go_key
 from penstock.core.rounds.round import Post, RestoreRound, SaveRound
 from penstock.core.rounds.table import Phase, Step
 from penstock.testing.coordination import MemoryBoard, MemoryCoordination
@@ -156,6 +158,45 @@ def test_a_store_that_is_gone_ends_the_round_of_a_rank_that_has_not_sealed():
     session.start()
     assert take_steps(session, 1, []) is Step.CLEAN_UP
     assert commit.may_delete_own_data
+
+
+class Leaving(MemoryCoordination):
+    """A store that ends with the process of rank 0."""
+
+    gone = False
+
+    def _check_open(self):
+        super()._check_open()
+        if self.gone:
+            msg = "the store is gone"
+            raise CoordinationError(msg)
+
+
+@pytest.mark.parametrize("latest", [None, 90])
+def test_survivors_of_rank_0_report_its_death_and_the_newest_step(latest):
+    board = MemoryBoard()
+    store = Leaving(board)
+    group = RankGroup(1, 2, store, timeout_s=0.5)
+    agreement = SaveAgreement(
+        group, 0, commit=Commit(), step=100, called_s=time.monotonic(), alive=lambda: None,
+        look=lambda _: Event.RECORD_ABSENT,
+    )  # fmt: skip
+    agreement.arrive(Brought(), {})
+    if latest is not None:  # with it rank 0 dies after its answer
+        lists = {"classes": pack_numbers([0, 0]), "shared": {}, "values": "", "unequal": []}
+        terms = {**lists, "step": 100, "latest": latest}
+        MemoryCoordination(board).post(go_key(0), encode(GoPost("save", terms)))
+        agreement.wait_for_go()
+    store.gone = True
+    while not agreement.round.over:
+        time.sleep(0.01)
+    with pytest.raises(CoordinationError, match="rank 0 probably died") as raised:
+        agreement.check()
+    stays = "" if latest is None else f" Step {latest} stays the latest."
+    assert str(raised.value) == (
+        "step 100 was not saved: rank 0 probably died: the store of the job could not be reached "
+        f"for 0.5 s.{stays}"
+    )
 
 
 # -- processes -------------------------------------------------------------------------------------

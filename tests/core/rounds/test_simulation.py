@@ -177,7 +177,7 @@ def test_a_rank_that_has_gone_on_to_its_next_save_is_not_waited_for():
     ]
     world = World(Plan(world_size=2, rounds=2, work_s=(1.0, 1.0), faults=faults)).run()
     assert [rank.told[0][0] for rank in world.ranks] == ["aborted", "unknown"]
-    assert world.register(0).cause == "has left this save behind"
+    assert world.register(0).cause == "has moved on from this save"
 
 
 def test_what_rank_0_refuses_leaves_nothing_behind():

@@ -135,7 +135,7 @@ def test_a_rank_whose_post_cannot_be_read_is_named(junk):
     leader._hear([slot_key(1), slot_key(2)], [None, junk])
     assert leader.phase is Phase.GIVING_UP
     assert leader._blame.rank == 2
-    assert leader._blame.cause.startswith("posted what cannot be read")
+    assert leader._blame.cause.startswith("posted unreadable data")
 
 
 def test_a_part_that_is_too_large_to_post_is_refused_before_anything_changes():

@@ -146,7 +146,7 @@ def test_one_of_several_processes_that_save_alone_is_told_so_when_it_lost(store,
     backend.overtake = overtake
     with checkpointer(backend, ranks="alone") as ckpt, pytest.raises(LostRaceError) as raised:
         ckpt.save(make(10), 2).result(300)
-    assert "told ranks='alone', and WORLD_SIZE is 4" in raised.value.__notes__[0]
+    assert "has ranks='alone', and WORLD_SIZE is 4" in raised.value.__notes__[0]
 
 
 def test_a_store_without_conditional_put_says_so_and_still_refuses_what_it_sees(store):

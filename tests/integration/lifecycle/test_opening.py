@@ -120,7 +120,7 @@ def test_ranks_without_a_process_group_are_refused_with_what_to_do(monkeypatch, 
     assert warnings_of(caplog) == []
     with checkpointer(store, ranks="alone") as ckpt, pytest.raises(StepExistsError) as raised:
         ckpt.save({"a": 1}, 1)  # as another process of the job does, with this root
-    assert "told ranks='alone', and WORLD_SIZE is 4" in raised.value.__notes__[0]
+    assert "has ranks='alone', and WORLD_SIZE is 4" in raised.value.__notes__[0]
     monkeypatch.setenv("WORLD_SIZE", "1")
     with checkpointer(store):
         assert warnings_of(caplog) == []

@@ -91,8 +91,8 @@ def test_ranks_that_save_and_restore_at_once_are_told_what_to_do():
 
 def assert_says_what_to_do(error):
     text = str(error)
-    assert "call save, restore and load alike, of several checkpointers in one order" in text
-    assert "behind `if rank == 0:` use a checkpointer with ranks='alone'" in text
+    assert "call save, restore and load alike, and several checkpointers in one order" in text
+    assert "inside `if rank == 0:` use a checkpointer with ranks='alone'" in text
     assert "..." not in text  # nothing of it is cut
 
 

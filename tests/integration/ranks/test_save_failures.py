@@ -270,7 +270,7 @@ def test_a_rank_that_never_comes_is_named_and_waited_for_no_more():
     with job.checkpointer(0, timeout_s=1.0) as ckpt:  # short: no other rank is there
         handle = ckpt.save(state_of(0), 1)
         with pytest.raises(
-            RankError, match="not begun to save for 1 s: all ranks have to call save"
+            RankError, match="not begun to save for 1 s: all ranks must call save"
         ) as info:
             handle.result(300)
         error = info.value
@@ -499,7 +499,7 @@ def test_a_plain_tensor_that_has_drifted_on_one_rank_fails_the_save_by_name(job,
     for error in job.save(drifted, 2):
         assert isinstance(error, SaveError | RankError)
         assert "weight is not equal on ranks 0-1 and rank 2" in str(error)
-        assert "if each rank has a piece of one tensor, say so by penstock.Shard" in str(error)
+        assert "if each rank has a piece of one tensor, use penstock.Shard" in str(error)
     assert_unchanged(store, before)
 
 
