@@ -67,7 +67,7 @@ class PenstockManager(BaseCheckpointManager):  # type: ignore[misc]  # torchtita
 
         Args:
             config: The configuration.
-            parts: What torchtitan passes to each manager: `dataloader`, `model_parts`, `optimizers`,
+            parts: What torchtitan passes to managers: `dataloader`, `model_parts`, `optimizers`,
                 `lr_schedulers`, `states`, `sd_adapter`, `base_folder`.
 
         Raises:

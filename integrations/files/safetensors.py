@@ -147,10 +147,10 @@ def _checked(source: SourceFile, name: str, fields: object, begin: int) -> _Stor
 
 
 def parse_object(path: Path, text: bytes) -> dict[str, Any]:
-    """Return the JSON object of a file, none of whose names is there twice.
+    """Return the JSON object of a file, without duplicate names.
 
     Raises:
-        FormatError: It is something else.
+        FormatError: The text is something else.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
