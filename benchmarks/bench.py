@@ -218,9 +218,9 @@ def here(benchmark: Benchmark, worker: str, folder: Path, options: argparse.Name
     """Measure in this process, print JSON, and end it."""
     warnings.filterwarnings("ignore")
     group, _, name = worker.partition("/")
-    found = benchmark.groups[group][name](folder, options)
+    figures = benchmark.groups[group][name](folder, options)
     if int(os.environ.get("RANK", "0")) == 0:
-        print(json.dumps(found), flush=True)
+        print(json.dumps(figures), flush=True)
     os._exit(0)  # without waiting for a peer's threads
 
 
@@ -341,9 +341,9 @@ def rows_of(results: dict[str, Any]) -> dict[str, Any]:
     """Return the median of each figure over the rounds, by name; a text for a failed name."""
     rows: dict[str, Any] = {}
     for name, row in results.items():
-        keys = dict.fromkeys(key for found in row["rounds"] for key in found)
+        keys = dict.fromkeys(key for figures in row["rounds"] for key in figures)
         rows[name] = f"failed: {row[FAILED]}" if FAILED in row else {
-            key: statistics.median(found[key] for found in row["rounds"] if key in found)
+            key: statistics.median(figures[key] for figures in row["rounds"] if key in figures)
             for key in keys
         }  # fmt: skip
     return rows
@@ -413,8 +413,8 @@ def machine(folder: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def timed(found: dict[str, float], name: str, *more: str) -> Iterator[None]:
-    """Put the seconds of a block into `found`; `more` may add "CPU" and "MB".
+def timed(figures: dict[str, float], name: str, *more: str) -> Iterator[None]:
+    """Put the seconds of a block into `figures`; `more` may add "CPU" and "MB".
 
     MB is the rise of the process's memory in the block.
     """
@@ -422,11 +422,11 @@ def timed(found: dict[str, float], name: str, *more: str) -> Iterator[None]:
     Path("/proc/self/clear_refs").write_text("5")
     began = time.perf_counter()
     yield
-    found[f"{name}, s"] = time.perf_counter() - began
+    figures[f"{name}, s"] = time.perf_counter() - began
     if "CPU" in more:
-        found[f"{name}, CPU s"] = time.process_time() - cpu
+        figures[f"{name}, CPU s"] = time.process_time() - cpu
     if "MB" in more:
-        found[f"{name}, MB"] = max(0, proc_field("status", "VmHWM") - before_kb) / 1e3
+        figures[f"{name}, MB"] = max(0, proc_field("status", "VmHWM") - before_kb) / 1e3
 
 
 def proc_field(file: str, field: str) -> int:

@@ -158,7 +158,7 @@ def codec(make, _, options):
 def once(contender, chunk):
     """Return raw bytes, stored bytes, and CPU seconds to encode and to decode."""
     pieces = contender.prepare(chunk)
-    begun = time.process_time()
+    began = time.process_time()
     frames = contender.encode(pieces, chunk)
     encoded = time.process_time()
     stored = sum(memoryview(frame).nbytes for frame in frames)
@@ -167,7 +167,7 @@ def once(contender, chunk):
     over = time.process_time()
     back = np.concatenate([np.frombuffer(piece, np.uint8) for piece in decoded])
     check(np.array_equal(back, chunk.data), chunk.context)
-    return np.array([chunk.data.size, stored, encoded - begun, over - decoding])
+    return np.array([chunk.data.size, stored, encoded - began, over - decoding])
 
 
 def figures(kind, sums):

@@ -54,12 +54,12 @@ def chain(folder, options):
     return figures | {"MB read": report.bytes_read / 1e6, "times the raw bytes": ratio}
 
 
-def restored(found, name, root, step, like):
+def restored(figures, name, root, step, like):
     """Restore from a cold cache."""
     target = {path: torch.empty_like(tensor) for path, tensor in like.items()}
     settle(0.5)
     drop_cache(root)
-    with penstock.Checkpointer(root) as ckpt, timed(found, name):
+    with penstock.Checkpointer(root) as ckpt, timed(figures, name):
         return ckpt.restore(target, step=step)
 
 

@@ -113,18 +113,18 @@ def save(make, folder, options):
 @torch.no_grad()
 def restore(contender, job):
     """Restore twice, and compare; the time is the second restore's."""
-    found, sums = {}, []
+    figures, sums = {}, []
     for _ in range(2):
         for tensor in job.state.tensors.values():
             tensor.zero_()
         torch.cuda.synchronize()
-        with timed(found, "restore"):
+        with timed(figures, "restore"):
             contender.restore(job.state)
             torch.cuda.synchronize()
         words = [t.view(torch.int32).sum() for t in job.state.tensors.values()]
         sums.append(torch.stack(words).tolist())
     check(any(sums[0]) and sums[0] == sums[1], contender)
-    return found
+    return figures
 
 
 def copy(_, options):

@@ -51,8 +51,8 @@ def fsdp_state(gb):
         fully_shard(layer)
     fully_shard(model)
     optimizer = bench.adamw(model)
-    found = bench.tensors_of(model, optimizer)
-    tensors = {name: tensor for name, tensor in found.items() if not name.endswith("step")}
+    all_tensors = bench.tensors_of(model, optimizer)
+    tensors = {name: tensor for name, tensor in all_tensors.items() if not name.endswith("step")}
     bench.fill(tensors, dist.get_rank())
     return bench.State(model, optimizer, tensors)
 

@@ -233,8 +233,8 @@ class Reader(_Storage, StorageReader):
             self._opened = stack.pop_all()
         flat, self._paths = flatten_state_dict(tree)
         self._values = {n: leaf for n, leaf in flat.items() if not isinstance(leaf, torch.Tensor)}
-        found = {name: _described(leaf) for name, leaf in flat.items()}
-        return Metadata(found, planner_data=self._paths)
+        entries = {name: _described(leaf) for name, leaf in flat.items()}
+        return Metadata(entries, planner_data=self._paths)
 
     def set_up_storage_reader(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: `read_metadata` has opened the checkpoint."""

@@ -50,7 +50,7 @@ class PenstockManager(BaseCheckpointManager):  # type: ignore[misc]  # torchtita
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(BaseCheckpointManager.Config):  # type: ignore[misc]  # as above
+    class Config(BaseCheckpointManager.Config):  # type: ignore[misc]  # see above
         """All fields of torchtitan, which are honored, and two more.
 
         `initial_load_path` may also be a run of Penstock, or a step of one: `/runs/gpt/step-100`.
@@ -155,7 +155,7 @@ class PenstockManager(BaseCheckpointManager):  # type: ignore[misc]  # torchtita
         """Return torchtitan's own manager, for files of other formats."""
         from torchtitan.components.checkpointer.dcp import CheckpointManager  # noqa: PLC0415 - rare
 
-        names = [one.name for one in fields(BaseCheckpointManager.Config)]
+        names = [each.name for each in fields(BaseCheckpointManager.Config)]
         config = {name: getattr(self._config, name) for name in names} | {"keep_latest_k": 0}
         parts = self._parts | {"states": dict(self._parts["states"])}  # it adds to the states
         return CheckpointManager(CheckpointManager.Config(**config), **parts)

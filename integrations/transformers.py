@@ -207,8 +207,8 @@ class PenstockTrainerMixin(Trainer):  # type: ignore[misc]  # transformers may n
             except CheckpointNotFoundError:
                 if resume is not True:
                     raise
-                found = Path(self.args.output_dir).is_dir()
-                resume = get_last_checkpoint(self.args.output_dir) if found else None
+                has_folder = Path(self.args.output_dir).is_dir()
+                resume = get_last_checkpoint(self.args.output_dir) if has_folder else None
             else:
                 files = {name: data for rank in stored.values() for name, data in rank.items()}
                 return str(self._lay_out(run, files))
@@ -265,8 +265,10 @@ class PenstockTrainerMixin(Trainer):  # type: ignore[misc]  # transformers may n
         super()._save_checkpoint(model, trial)
         paths = {path.relative_to(stub).as_posix(): path for path in stub.rglob("*")}
         files = {name: path.read_bytes() for name, path in paths.items() if path.is_file()}
-        entries = takewhile(lambda one: one.get("step") == step, reversed(self.state.log_history))
-        metadata = {k: v for one in entries for k, v in one.items() if isinstance(v, Real)}
+        entries = takewhile(
+            lambda entry: entry.get("step") == step, reversed(self.state.log_history)
+        )
+        metadata = {k: v for entry in entries for k, v in entry.items() if isinstance(v, Real)}
         if self.state.best_global_step == step:
             metadata[BEST] = step
         live = {"model": _trained(self.model)} if self.args.save_only_model else self._live()

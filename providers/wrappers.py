@@ -134,12 +134,12 @@ def _strip(root: torch.nn.Module, name: str, wrappers: list[tuple[type, str]]) -
     while at < len(parts) and module is not None:
         inner = _inner(module, wrappers)
         if inner is not None:
-            module = module._modules[inner]  # noqa: SLF001 - as above
+            module = module._modules[inner]  # noqa: SLF001 - see above
             # Only where the name is there: some wrappers strip it in a state-dict hook.
             at += parts[at] == inner
             continue
         kept.append(parts[at])
-        module = module._modules.get(parts[at])  # noqa: SLF001 - as above
+        module = module._modules.get(parts[at])  # noqa: SLF001 - see above
         at += 1
     return ".".join(kept + parts[at:])
 

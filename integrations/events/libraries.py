@@ -110,11 +110,11 @@ class WandbSink(Sink):
         Raises:
             ConfigError: W&B is not installed, or no run is active.
         """
-        found = host("wandb", "wandb").run if run is None else run
-        if found is None:
+        active = host("wandb", "wandb").run if run is None else run
+        if active is None:
             msg = "WandbSink: no run is active; call wandb.init first, or pass the run"
             raise ConfigError(msg)
-        self._run = found
+        self._run = active
         self._run.define_metric("penstock/step", hidden=True)
         self._run.define_metric("penstock/*", step_metric="penstock/step")
 

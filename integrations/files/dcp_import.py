@@ -118,10 +118,10 @@ def _dtype(tensor: StoredTensor) -> torch.dtype:
 def _load(blob: StoredBlob, name: str) -> object:
     with blob.source.path.open("rb") as file:
         window = io.BufferedReader(_Window(file, blob.offset, blob.length), 1 << 20)
-        found = load_safely(cast("BinaryIO", window), f"{name!r} in {blob.source.path}")
+        content = load_safely(cast("BinaryIO", window), f"{name!r} in {blob.source.path}")
         read_soon(file.fileno(), blob.offset + blob.length, blob.length)
     blob.source.check(name)
-    return found
+    return content
 
 
 class _Window(io.RawIOBase):

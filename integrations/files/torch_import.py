@@ -51,8 +51,8 @@ def read_tensors(path: Path) -> dict[str, Any]:
     return content
 
 
-def _other_than_tensors(found: dict[str, Any]) -> list[str]:
-    return [n for n, value in found.items() if not isinstance(value, torch.Tensor | Streamed)]
+def _other_than_tensors(content: dict[str, Any]) -> list[str]:
+    return [n for n, value in content.items() if not isinstance(value, torch.Tensor | Streamed)]
 
 
 def _read_dict(path: Path) -> dict[str, Any]:

@@ -158,7 +158,7 @@ def remarks(trainer: Any) -> Iterator[str]:
     if trainer.fit_loop._data_fetcher.length is None:
         yield (
             "a data loader without a length is read one batch ahead: random numbers that its data "
-            "set draws for that batch are others after a resume"
+            "set draws for that batch differ after a resume"
         )
     if fetches_itself(trainer):
         yield (

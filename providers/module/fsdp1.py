@@ -75,8 +75,8 @@ def flat_state(value: torch.nn.Module, path: ObjectPath) -> Iterator[tuple[str, 
     shown: dict[str, Any] = {}
     _show(module, shown, "", held)
     for name, item in shown.items():
-        value_or_tensor = item.item if isinstance(item, _Held) else item
-        yield bare(name), value_or_tensor, isinstance(item, _Held | torch.nn.Parameter)
+        content = item.item if isinstance(item, _Held) else item
+        yield bare(name), content, isinstance(item, _Held | torch.nn.Parameter)
 
 
 def flat_parameters(value: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -173,14 +173,14 @@ def _held(value: torch.nn.Module, path: ObjectPath) -> dict[tuple[int, str], _He
     parameters: dict[tuple[int, str], _Held] = {}
     for state, handle in _handles(value):
         flat_param = handle.flat_param
-        if not state._use_orig_params:  # noqa: SLF001 - as above
+        if not state._use_orig_params:  # noqa: SLF001 - see above
             msg = (
                 f"{show_path(path)} is sharded by FSDP1 with use_orig_params=False, which leaves "
                 "optimizers no parameters with names: pass use_orig_params=True, or use "
                 "fully_shard"
             )
             raise UnsupportedStateError(msg)
-        if any(extension is not None for extension in flat_param._param_extensions):  # noqa: SLF001 - as above
+        if any(extension is not None for extension in flat_param._param_extensions):  # noqa: SLF001 - see above
             msg = (
                 f"{show_path(path)} is sharded by FSDP1 over DTensors, and it keeps only the local "
                 "tensors: use fully_shard with tensor parallelism"
@@ -190,12 +190,12 @@ def _held(value: torch.nn.Module, path: ObjectPath) -> dict[tuple[int, str], _He
         # Before the first forward, only the flat parameter has memory.
         own = getattr(flat_param, "_local_shard", flat_param).detach()
         for info, parameter, shape, place in zip(
-            flat_param._param_infos,  # noqa: SLF001 - as above
-            flat_param._params,  # noqa: SLF001 - as above
-            flat_param._shapes,  # noqa: SLF001 - as above
-            flat_param._shard_param_infos  # noqa: SLF001 - as above
+            flat_param._param_infos,  # noqa: SLF001 - see above
+            flat_param._params,  # noqa: SLF001 - see above
+            flat_param._shapes,  # noqa: SLF001 - see above
+            flat_param._shard_param_infos  # noqa: SLF001 - see above
             if handle.uses_sharded_strategy
-            else [None] * len(flat_param._params),  # noqa: SLF001 - as above
+            else [None] * len(flat_param._params),  # noqa: SLF001 - see above
             strict=True,
         ):
             key = (id(info.module), info.param_name)
@@ -214,7 +214,7 @@ def _held(value: torch.nn.Module, path: ObjectPath) -> dict[tuple[int, str], _He
             note_piece(held)
             parameters[key] = _Held(parameter, held, flat)
             note_flat(parameter, flat)
-        for shared in flat_param._shared_param_infos:  # noqa: SLF001 - as above
+        for shared in flat_param._shared_param_infos:  # noqa: SLF001 - see above
             first = parameters[id(shared.prim_module), shared.prim_param_name]
             parameters[id(shared.module), shared.param_name] = first
     return parameters
@@ -238,22 +238,22 @@ def _show(
     if not ours:
         for hook in module._state_dict_pre_hooks.values():  # noqa: SLF001 - no other way
             hook(module, prefix, True)  # noqa: FBT003 - as torch calls it
-        module._save_to_state_dict(shown, prefix, keep_vars=True)  # noqa: SLF001 - likewise
-        for name in module._parameters:  # noqa: SLF001 - likewise
+        module._save_to_state_dict(shown, prefix, keep_vars=True)  # noqa: SLF001 - see above
+        for name in module._parameters:  # noqa: SLF001 - see above
             if (id(module), name) in held:
                 shown[prefix + name] = held[id(module), name]
     for name, child in module.named_children():
         _show(child, shown, f"{prefix}{name}.", held)
     if not ours:
-        for after in module._state_dict_hooks.values():  # noqa: SLF001 - likewise
+        for after in module._state_dict_hooks.values():  # noqa: SLF001 - see above
             after(module, shown, prefix, {})
 
 
 def _drop_gathered(value: torch.nn.Module) -> None:
     """Free gathered parameters: the next forward would use their old values."""
     for _, handle in _handles(value):
-        begun = hasattr(handle.flat_param, "_full_param_padded")
-        if begun and handle.uses_sharded_strategy and not handle.needs_unshard():
+        is_gathered = hasattr(handle.flat_param, "_full_param_padded")
+        if is_gathered and handle.uses_sharded_strategy and not handle.needs_unshard():
             handle.reshard(True)  # noqa: FBT003 - as torch calls it
             handle.post_reshard()
 

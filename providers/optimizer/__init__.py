@@ -93,19 +93,19 @@ class OptimizerProvider(StateProvider):
         }
         if held.owned is not None:
             context.of_this_rank((*path, "state"))
-        found = [Node(path, FORM, meta), *_describe_members(held, named, path, context)]
+        nodes = [Node(path, FORM, meta), *_describe_members(held, named, path, context)]
         for index, group in enumerate(held.groups):
             for key, item in group.items():
                 if key in MEMBERSHIP:  # the parameter nodes record it
                     continue
                 here = (*path, "param_groups", str(index), _text(key, path))
-                found += context.describe(item, here, role=Role.OPTIMIZER)
+                nodes += context.describe(item, here, role=Role.OPTIMIZER)
         state: dict[Any, Any] = held.local.state  # may hold state of no parameter
         for key, item in state.items():
             if not isinstance(key, torch.Tensor):
                 here = (*path, "shared", _text(key, path))
-                found += context.describe(item, here, role=Role.OPTIMIZER)
-        return found
+                nodes += context.describe(item, here, role=Role.OPTIMIZER)
+        return nodes
 
     def place(
         self, value: torch.optim.Optimizer, path: ObjectPath, /, *, context: PlaceContext
@@ -197,11 +197,11 @@ def _describe_members(
         objects = sum([type(entry) is StateObject for entry in here])
         facts.append((member.shape, member.group, member.position, member.named, objects, host))
         entries.append(here)
-    found: list[StateObject | Node] = []
+    nodes: list[StateObject | Node] = []
     for node, here in zip(map(_node, heres, facts), entries, strict=True):
-        found.append(node)
-        found += here
-    return found
+        nodes.append(node)
+        nodes += here
+    return nodes
 
 
 def _node(path: ObjectPath, facts: tuple[Any, ...]) -> Node:

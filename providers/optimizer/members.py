@@ -200,7 +200,7 @@ def shape_of_state(shapes: Sequence[tuple[int, ...]]) -> list[int] | None:
     """
     most = max(map(len, shapes), default=0)
     try:
-        shape = np.broadcast_shapes(*(one for one in shapes if len(one) == most))
+        shape = np.broadcast_shapes(*(each for each in shapes if len(each) == most))
     except ValueError:
         return None
     return list(shape) if most else None

@@ -366,8 +366,8 @@ def _flattened(
     }
     layout = _Layout([[] for _ in range(group_count)], state, [{} for _ in range(group_count)])
     for member in members:
-        found = [name for name in (member.name, *member.candidates) if name in state]
-        layout.params[member.group] += found[:1]
+        known_names = [name for name in (member.name, *member.candidates) if name in state]
+        layout.params[member.group] += known_names[:1]
     for index, names in enumerate(layout.params):
         for key in dict.fromkeys(key for name in names for key in options.get(name, ())):
             copies = {name: options.get(name, {}).get(key) for name in names}

@@ -109,7 +109,7 @@ def local_shard(tensor: DTensor, path: ObjectPath, *, last_cut: int | None = Non
             )
         spans.append(held)
     _check_local_shape(tensor, path, spans)
-    cut = {one.mesh_dimension for order in cuts for one in order}
+    cut = {each.mesh_dimension for order in cuts for each in order}
     replica = _replica(mesh, tuple(coordinate), frozenset(cut))
     regions = _rectangles(tuple(spans))
     if regions is None:
@@ -131,11 +131,11 @@ def sharded_parameters(module: torch.nn.Module) -> dict[int, DTensor]:
     parameters. Nothing is resharded here.
     """
     sharded = {}
-    for one in _fully_sharded(module):
+    for record in _fully_sharded(module):
         for name in ("_unsharded_param", "_sharded_post_forward_param"):
-            shown = getattr(one, name, None)  # there is none before the first forward
+            shown = getattr(record, name, None)  # there is none before the first forward
             if shown is not None:
-                sharded[id(shown)] = one.sharded_param
+                sharded[id(shown)] = record.sharded_param
     return sharded
 
 
@@ -158,8 +158,8 @@ def _fully_sharded(module: torch.nn.Module) -> Iterator[Any]:
 
 def note_fully_shard(module: torch.nn.Module) -> None:
     """Note which parameters of `module` `fully_shard` shards, for `last_cut_of`."""
-    for one in _fully_sharded(module):
-        _of_fully_shard[id(one.sharded_param)] = one
+    for record in _fully_sharded(module):
+        _of_fully_shard[id(record.sharded_param)] = record
 
 
 def last_cut_of(tensor: DTensor) -> int | None:
@@ -168,10 +168,14 @@ def last_cut_of(tensor: DTensor) -> int | None:
     None for all others.
     """
     parameter = _like.get().get(id(tensor), tensor)
-    one = _of_fully_shard.get(id(parameter))
-    if one is None or one.sharded_param is not parameter or not is_cut_like(tensor, parameter):
+    record = _of_fully_shard.get(id(parameter))
+    if (
+        record is None
+        or record.sharded_param is not parameter
+        or not is_cut_like(tensor, parameter)
+    ):
         return None
-    return _cut_of(one)
+    return _cut_of(record)
 
 
 @contextmanager
@@ -199,23 +203,23 @@ _like: ContextVar[Mapping[int, DTensor]] = ContextVar("_like", default=MappingPr
 _cuts_of: WeakKeyDictionary[Any, int | None] = WeakKeyDictionary()
 
 
-def _cut_of(one: Any) -> int | None:
+def _cut_of(record: Any) -> int | None:
     """Return the mesh dimension that `fully_shard` has cut, from its record of a parameter."""
     # Cached: called for each tensor of an optimizer's state too, and lists the ranks of a mesh.
-    if one not in _cuts_of:
-        _cuts_of[one] = _find_cut(one)
-    return _cuts_of[one]
+    if record not in _cuts_of:
+        _cuts_of[record] = _find_cut(record)
+    return _cuts_of[record]
 
 
-def _find_cut(one: Any) -> int | None:
-    group = getattr(one.mesh_info, "shard_process_group", None)
+def _find_cut(record: Any) -> int | None:
+    group = getattr(record.mesh_info, "shard_process_group", None)
     if group is None:  # replicated only
         return None
-    from torch.distributed import get_process_group_ranks  # noqa: PLC0415 - as above
+    from torch.distributed import get_process_group_ranks  # noqa: PLC0415 - see above
 
-    tensor = one.sharded_param
+    tensor = record.sharded_param
     ranks = get_process_group_ranks(group)
-    return next(iter(_dimension_over(tensor, one.fsdp_placement.dim, ranks)), None)
+    return next(iter(_dimension_over(tensor, record.fsdp_placement.dim, ranks)), None)
 
 
 def _dimension_over(tensor: DTensor, dimension: int, ranks: list[int]) -> list[int]:
@@ -275,14 +279,14 @@ def _cuts(tensor: DTensor, path: ObjectPath) -> list[Order]:
                 "every rank",
             )
     orders = getattr(tensor._spec, "shard_order", None) or ()  # noqa: SLF001 - no other name
-    if any(list(one.mesh_dims) != sorted(one.mesh_dims) for one in orders):
+    if any(list(each.mesh_dims) != sorted(each.mesh_dims) for each in orders):
         _refuse(
             tensor,
             path,
             "its dimensions are cut in an order of its own. Use what its `.redistribute` returns "
             "in the default order, called on every rank",
         )
-    return [tuple(one) for one in cuts]
+    return [tuple(each) for each in cuts]
 
 
 @lru_cache(maxsize=4096)
@@ -297,11 +301,11 @@ def _held(
 def _orders(cuts: Order, last_cut: int | None) -> tuple[Order, ...]:
     """Return the orders in which the cuts of a dimension may have been made, likeliest first."""
     tail = tuple(Cut(m, n) for m, n, _ in cuts if m == last_cut)
-    rest = tuple(one for one in cuts if one.mesh_dimension != last_cut)
+    rest = tuple(cut for cut in cuts if cut.mesh_dimension != last_cut)
     orders = [rest + tail]
     for n, (m, ranks, factor) in enumerate(rest):
         # `fully_shard` marks its cut this way: the factor is the number of earlier shards.
-        if factor > 1 and factor == math.prod(other.ranks for other in rest[n + 1 :]):
+        if factor > 1 and factor == math.prod(later.ranks for later in rest[n + 1 :]):
             orders.append((*rest[:n], *rest[n + 1 :], Cut(m, ranks), *tail))
     return tuple(orders)
 
@@ -311,13 +315,13 @@ def _agree(size: int, orders: tuple[Order, ...]) -> bool:
     if len(orders) == 1:
         return True
     first = orders[0]
-    strided = [one for one in first if one.factor > 1]
-    if len(strided) == 1 and size % math.prod(one.ranks for one in first) == 0:
+    strided = [cut for cut in first if cut.factor > 1]
+    if len(strided) == 1 and size % math.prod(cut.ranks for cut in first) == 0:
         return True  # known without comparing, which takes a second for 10,000 ranks
-    coordinate = [0] * (1 + max(one.mesh_dimension for one in first))
-    for place in itertools.product(*(range(one.ranks) for one in first)):
-        for one, index in zip(first, place, strict=True):
-            coordinate[one.mesh_dimension] = index
+    coordinate = [0] * (1 + max(cut.mesh_dimension for cut in first))
+    for place in itertools.product(*(range(cut.ranks) for cut in first)):
+        for cut, index in zip(first, place, strict=True):
+            coordinate[cut.mesh_dimension] = index
         if len({_spans(size, order, tuple(coordinate)) for order in orders}) > 1:
             return False
     return True
@@ -418,7 +422,7 @@ def _check_local_shape(tensor: DTensor, path: ObjectPath, spans: Sequence[Spans]
 
 
 def _ranks(cuts: Order) -> str:
-    sizes = [one.ranks for one in cuts]
+    sizes = [cut.ranks for cut in cuts]
     product = str(math.prod(sizes))
     return f"{product} ({' x '.join(map(str, sizes))})" if len(sizes) > 1 else product
 

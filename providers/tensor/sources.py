@@ -263,7 +263,7 @@ class _TensorMemory:
             assert layout is not None
             memory = cls.__new__(cls)
             memory._set(alias, storage, layout, start, first)  # noqa: SLF001 - of this class
-            if is_quantized or (layout.extent and memory._offset + layout.extent > size):  # noqa: SLF001 - as above
+            if is_quantized or (layout.extent and memory._offset + layout.extent > size):  # noqa: SLF001 - see above
                 refused.append(len(memories))
             memories.append(memory)
         return memories, refused
@@ -320,17 +320,17 @@ class TensorSource(_TensorMemory, ByteSource):  # type: ignore[override]  # `mem
             source._check_memory()  # noqa: SLF001 - of the same class
             tensors.append(source.tensor)
             by_device.setdefault(source.tensor.device, []).append(number)
-        begun = [
+        started = [
             (numbers, cls._begin(device, [(tensors[n], lines[n]) for n in numbers]))
             for device, numbers in by_device.items()
         ]
 
         def read() -> list[bytes]:
-            found = [b""] * len(tensors)
-            for numbers, (gathered, wait) in begun:
+            samples = [b""] * len(tensors)
+            for numbers, (gathered, wait) in started:
                 for number, data in zip(numbers, gathered.split(wait()), strict=True):
-                    found[number] = data
-            return found
+                    samples[number] = data
+            return samples
 
         return read
 
@@ -373,7 +373,7 @@ class TensorSource(_TensorMemory, ByteSource):  # type: ignore[override]  # `mem
         if cls.version is not TensorSource.version:
             return super().version_each(sources)
         tensors = map(_tensor, sources)
-        return [None if tensor.is_inference() else tensor._version for tensor in tensors]  # noqa: SLF001 - as above
+        return [None if tensor.is_inference() else tensor._version for tensor in tensors]  # noqa: SLF001 - see above
 
     @classmethod
     def locate_each(cls, sources: Sequence[ByteSource], /) -> Sequence[int | None]:
