@@ -307,7 +307,7 @@ class _MetadataReader:
     def _numbers(self, value: object) -> tuple[int, ...]:
         numbers = self._typed(value, tuple)
         if not all(type(n) is int and n >= 0 for n in numbers):
-            self._refuse("has something else in place of numbers of at least 0")
+            self._refuse("has something else where numbers of at least 0 belong")
         return tuple(numbers)
 
     def _typed(self, value: object, kind: type[T]) -> T:
