@@ -1,9 +1,9 @@
-"""What all benchmarks share: states, clocks, the disk, turns, tables, and JSON.
+"""Code that all benchmarks share: states, clocks, the disk, turns, tables, and JSON.
 
-Each script describes itself as a `Benchmark`: measures by name, in groups. Each measurement is a
-process of its own. A measure takes a folder and the options, and returns numbers by name. Within a
-round the names take turns, and each round begins with another one, so that a disk that gets slower
-does so for all. A name that fails is reported and left out from then on.
+Each script is described by a `Benchmark`: measures by name, in groups. Each measurement is a
+separate process. A measure takes a folder and the options, and returns numbers by name. The names
+take turns in each round, and each round begins with another name, so that a slowing disk affects
+all of them. A name that fails is reported and then left out.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Benchmark:
         script: Its path.
         doc: Its docstring.
         groups: Measures by group and name.
-        options: Default and help of each option. `ranks` is how many processes measure together.
-        base: Begins the name that the times of its group are compared with.
+        options: Default and help of each option. `ranks`: the number of processes.
+        base: Prefix of the name with which a group's times are compared.
         around: Context manager for each measurement; may set options, such as the URL of a server.
     """
 
@@ -70,13 +70,13 @@ class Benchmark:
     around: Callable[[argparse.Namespace], Any] = nullcontext
 
     def run(self) -> None:
-        """Measure what the command line asks for; print tables, and write JSON."""
+        """Measure what the command line selects; print tables, and write JSON."""
         parser = argparse.ArgumentParser(description=self.doc.partition("\n")[0])
         parser.add_argument("--rounds", type=int, default=3, help="measurements of each name")
         parser.add_argument("--only", nargs="+", default=[], help="parts of names or groups")
         parser.add_argument("--folder", type=Path, default=BUILD / "bench", help="on the disk")
         parser.add_argument("--out", type=Path, help="JSON file; default: in build/")
-        parser.add_argument("--against", help="Python of another installation, which takes turns")
+        parser.add_argument("--against", help="Python of another installation, measured in turns")
         parser.add_argument("--worker", help=argparse.SUPPRESS)
         for name, (default, text) in self.options.items():
             kind = type(default) if default is not None else str
@@ -125,7 +125,7 @@ class Part:
     rounds: int
 
     def with_defaults(self) -> dict[str, Any]:
-        """All options of the benchmark."""
+        """Return all options of the benchmark."""
         return {key: default for key, (default, _) in self.benchmark.options.items()} | self.options
 
     def round(self, number: int, folder: Path, against: str | None, into: dict[str, Any]) -> None:
@@ -135,17 +135,17 @@ class Part:
             row = into.setdefault(name, {"rounds": []})
             if FAILED not in row:
                 began = time.monotonic()
-                found = self.once(name, folder, against)
+                figures = self.once(name, folder, against)
                 took_s = time.monotonic() - began
-                found = {key: short(value) for key, value in found.items()}
-                print(f"{self.title}, {name}: {found} ({took_s:.0f} s)", file=sys.stderr)
-                if FAILED in found:
-                    row[FAILED] = found[FAILED]
+                figures = {key: short(value) for key, value in figures.items()}
+                print(f"{self.title}, {name}: {figures} ({took_s:.0f} s)", file=sys.stderr)
+                if FAILED in figures:
+                    row[FAILED] = figures[FAILED]
                 else:
-                    row["rounds"].append(found)
+                    row["rounds"].append(figures)
 
     def once(self, name: str, folder: Path, against: str | None = None) -> dict[str, Any]:
-        """Measure once, in a process of its own, or in one for each rank."""
+        """Measure once, in a separate process, or in one for each rank."""
         options = argparse.Namespace(**self.with_defaults())
         folder.mkdir(parents=True, exist_ok=True)
         with (
@@ -168,7 +168,7 @@ class Part:
             pids.append(os.fork())
             if not pids[-1]:
                 try:
-                    os.setsid()  # so that what it starts can be ended with it
+                    os.setsid()  # so that its children can be ended with it
                     for number, file in ((1, "stdout"), (2, "stderr")):
                         flags = os.O_CREAT | os.O_WRONLY | os.O_APPEND
                         os.dup2(os.open(folder / f"{file}{rank}", flags, 0o600), number)
@@ -178,7 +178,7 @@ class Part:
                         os.environ |= {key: str(value) for key, value in own.items()}
                         os.environ["MASTER_ADDR"] = "127.0.0.1"
                     worker = f"{self.group}/{name}"
-                    if python:  # another installation; without the modules that are here already
+                    if python:  # another installation; without this one's modules
                         words = [python, self.benchmark.script, f"--worker={worker}"]
                         words.append(f"--folder={folder}")
                         words += [
@@ -202,30 +202,30 @@ class Part:
                     os.waitpid(pid, 0)
         lines = (folder / "stdout0").read_text().splitlines()
         if problem or not lines:
-            said = [
+            messages = [
                 line
                 for file in sorted(folder.glob("stderr*"))
                 for line in file.read_text(errors="replace").splitlines()
             ]
-            print(*said[-20:], sep="\n", file=sys.stderr)
-            reasons = [line for line in said if ERROR.match(line)] or [problem or "no result"]
+            print(*messages[-20:], sep="\n", file=sys.stderr)
+            reasons = [line for line in messages if ERROR.match(line)] or [problem or "no result"]
             return {FAILED: reasons[-1][:160]}
-        found: dict[str, Any] = json.loads(lines[-1])
-        return found
+        figures: dict[str, Any] = json.loads(lines[-1])
+        return figures
 
 
 def here(benchmark: Benchmark, worker: str, folder: Path, options: argparse.Namespace) -> None:
     """Measure in this process, print JSON, and end it."""
     warnings.filterwarnings("ignore")
     group, _, name = worker.partition("/")
-    found = benchmark.groups[group][name](folder, options)
+    figures = benchmark.groups[group][name](folder, options)
     if int(os.environ.get("RANK", "0")) == 0:
-        print(json.dumps(found), flush=True)
-    os._exit(0)  # without waiting for threads of a peer
+        print(json.dumps(figures), flush=True)
+    os._exit(0)  # without waiting for a peer's threads
 
 
 def problem_of(pids: list[int]) -> str:
-    """Wait until all have ended, one has failed, or the time is over; say what went wrong."""
+    """Wait until all have ended, one has failed, or time is up; return what went wrong."""
     deadline, left = time.monotonic() + LIMIT_S, set(pids)
     while left and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -249,13 +249,13 @@ def free_port() -> int:
 def measure(
     parts: list[Part], folder: Path, *, against: str | None = None, seconds: float = math.inf
 ) -> dict[str, Any]:
-    """Measure all parts, in rounds; say when, where, and by which commit.
+    """Measure all parts, in rounds; return when, where, and with which commit.
 
-    Every part gets its first round. Further rounds fit into `seconds`: parts that come first in the
-    list get all of theirs first.
+    Every part gets its first round. Further rounds fit into `seconds`: earlier parts in the list
+    get all their rounds first.
 
     Raises:
-        SystemExit: The commit changed meanwhile.
+        SystemExit: The commit changed during the run.
     """
     commit, began, loads = commit_now(), time.monotonic(), [os.getloadavg()[0]]
     results: dict[str, Any] = {part.title: {} for part in parts}
@@ -301,7 +301,7 @@ def measure(
 
 
 def failed(measured: dict[str, Any]) -> list[str]:
-    """Names of Penstock that failed."""
+    """Return the names of Penstock that failed."""
     return [
         f"{title}, {name}"
         for title, part in measured["parts"].items()
@@ -311,7 +311,7 @@ def failed(measured: dict[str, Any]) -> list[str]:
 
 
 def commit_now() -> str:
-    """The commit of this tree; with "+" if files differ from it."""
+    """Return the commit of this tree; with "+" if files differ from it."""
 
     def git(*words: str) -> str:
         return subprocess.run(
@@ -327,7 +327,7 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def as_json(value: dict[str, Any]) -> str:
-    """JSON in which a measurement is one line."""
+    """Return JSON in which a measurement is one line."""
     lines = json.dumps(value, indent=1, default=str)
     flat = re.compile(r"\{[^{}\[\]]*\}|\[[^{}\[\]]*\]")
     return flat.sub(lambda match: re.sub(r"\s*\n\s*", " ", match[0]), lines) + "\n"
@@ -338,19 +338,19 @@ def short(value: Any) -> Any:
 
 
 def rows_of(results: dict[str, Any]) -> dict[str, Any]:
-    """The median of each figure over the rounds, for each name; text where a name failed."""
+    """Return the median of each figure over the rounds, by name; a text for a failed name."""
     rows: dict[str, Any] = {}
     for name, row in results.items():
-        keys = dict.fromkeys(key for found in row["rounds"] for key in found)
+        keys = dict.fromkeys(key for figures in row["rounds"] for key in figures)
         rows[name] = f"failed: {row[FAILED]}" if FAILED in row else {
-            key: statistics.median(found[key] for found in row["rounds"] if key in found)
+            key: statistics.median(figures[key] for figures in row["rounds"] if key in figures)
             for key in keys
         }  # fmt: skip
     return rows
 
 
 def table(rows: dict[str, Any], columns: Sequence[str], base: str = "") -> str:
-    """Markdown. A column is a key; if it ends with "*", cells also have their ratio to `base`."""
+    """Return Markdown. A column is a key; with "*" at its end, cells have ratios to `base`."""
     known = {name: values for name, values in rows.items() if isinstance(values, dict)}
     theirs = known.get(base, {})
     compared = [key.rstrip("*") for key in columns if key.endswith("*")]
@@ -379,7 +379,7 @@ def times(ratio: float) -> str:
 
 
 def figure(value: float | None, key: str = "") -> str:
-    """A number as a table shows it."""
+    """Return a number as a table shows it."""
     if value is None:
         return ""
     if "MB" in key or abs(value) >= 100:
@@ -390,7 +390,7 @@ def figure(value: float | None, key: str = "") -> str:
 
 
 def machine(folder: Path) -> dict[str, Any]:
-    """Where this ran."""
+    """Return a description of this machine."""
     info = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.split(":")[1].strip() for line in info if line.startswith("model n")), "")
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -413,30 +413,30 @@ def machine(folder: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def timed(found: dict[str, float], name: str, *more: str) -> Iterator[None]:
-    """Put the seconds of a block into `found`; `more` is of "CPU" and "MB".
+def timed(figures: dict[str, float], name: str, *more: str) -> Iterator[None]:
+    """Put the seconds of a block into `figures`; `more` may add "CPU" and "MB".
 
-    MB is how far the memory of the process rose above what it was.
+    MB is the rise of the process's memory in the block.
     """
     before_kb, cpu = proc_field("status", "VmRSS"), time.process_time()
     Path("/proc/self/clear_refs").write_text("5")
     began = time.perf_counter()
     yield
-    found[f"{name}, s"] = time.perf_counter() - began
+    figures[f"{name}, s"] = time.perf_counter() - began
     if "CPU" in more:
-        found[f"{name}, CPU s"] = time.process_time() - cpu
+        figures[f"{name}, CPU s"] = time.process_time() - cpu
     if "MB" in more:
-        found[f"{name}, MB"] = max(0, proc_field("status", "VmHWM") - before_kb) / 1e3
+        figures[f"{name}, MB"] = max(0, proc_field("status", "VmHWM") - before_kb) / 1e3
 
 
 def proc_field(file: str, field: str) -> int:
-    """A field of a file in /proc/self."""
+    """Return a field of a file in /proc/self."""
     lines = Path("/proc/self", file).read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
 
 
 def settle(pause_s: float = 1.0) -> None:
-    """Write out what others left behind, and wait a moment, so that no contender pays for it."""
+    """Write out earlier data, and wait a moment, so that no contender pays for it."""
     os.sync()
     time.sleep(pause_s)  # file systems discard deleted blocks after the next journal commit
     os.sync()
@@ -480,27 +480,27 @@ class State:
         return {"model": self.model, "optimizer": self.optimizer}
 
     def part(self, prefix: str) -> dict[str, torch.Tensor]:
-        """Tensors whose names begin with a prefix."""
+        """Return the tensors whose names begin with a prefix."""
         return {name: tensor for name, tensor in self.tensors.items() if name.startswith(prefix)}
 
     def wipe(self) -> None:
-        """Overwrite every tensor, so that a restore that does nothing is noticed."""
+        """Overwrite every tensor, so that a restore without effect is noticed."""
         for tensor in self.tensors.values():
             local(tensor).fill_(-1.0)
 
 
 def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Parameters, and what the optimizer keeps of each."""
-    found = {}
+    """Return the parameters, and the optimizer's state of each."""
+    tensors = {}
     for name, parameter in model.named_parameters():
-        found[f"model/{name}"] = parameter.data
+        tensors[f"model/{name}"] = parameter.data
         for key, value in optimizer.state[parameter].items():
-            found[f"optimizer/{name}/{key}"] = value
-    return found
+            tensors[f"optimizer/{name}/{key}"] = value
+    return tensors
 
 
 def gpt_state(size_gb: float) -> State:
-    """The shapes of a GPT and its AdamW state in fp32, about `size_gb` GB (10^9 bytes).
+    """Return a GPT's shapes and its AdamW state in fp32, about `size_gb` GB (10^9 bytes).
 
     About half of its tensors are matrices of 4 to 16 MB (at 1 GB and more), the others vectors and
     single numbers, and there is a large embedding. Values are random: nothing can be compressed.
@@ -523,7 +523,7 @@ def gpt_state(size_gb: float) -> State:
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:
-    """An optimizer with the moments of each parameter, which are not filled."""
+    """Return an optimizer with the moments of each parameter, which are not filled."""
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
         moments = {key: torch.empty_like(parameter.data) for key in ("exp_avg", "exp_avg_sq")}
@@ -532,7 +532,7 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
 
 
 def fill(tensors: dict[str, torch.Tensor], seed: int = 0) -> None:
-    """Random values; drawing every one anew would take longer than what is measured."""
+    """Fill tensors from a pool: drawing all values would take longer than the measurement."""
     pool = torch.randn(1 << 22, generator=torch.Generator().manual_seed(seed))
     start = 0
     for tensor in tensors.values():
@@ -542,7 +542,7 @@ def fill(tensors: dict[str, torch.Tensor], seed: int = 0) -> None:
 
 
 def small_state(count: int, elements: int = 1024) -> State:
-    """Tensors of 4 KiB, or of N numbers, each with its own memory; a third is the model's."""
+    """Return tensors of 4 KiB, or N numbers, each with its own memory; a third is the model's."""
     tensors = {
         f"{'optimizer' if number % 3 else 'model'}/{number:06}": torch.empty(elements)
         for number in range(count)
@@ -556,13 +556,13 @@ def small_state(count: int, elements: int = 1024) -> State:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor."""
+    """Return this rank's part of a tensor."""
     own: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[operator]
     return own
 
 
 def digests(tree: dict[str, Any]) -> dict[str, Any]:
-    """A hash of the bytes of each tensor."""
+    """Return a hash of the bytes of each tensor."""
     return {
         name: digests(value) if isinstance(value, dict) else xxhash.xxh3_64_intdigest(
             local(value).detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
@@ -572,6 +572,6 @@ def digests(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def check(same: bool, who: object) -> None:  # noqa: FBT001 - a verdict
-    """End the measurement if something else was restored than was saved."""
+    """End the measurement if the restored state differs from the saved one."""
     if not same:
         raise SystemExit(f"{who} did not restore what it had saved")

@@ -1,16 +1,16 @@
-"""Codecs on the state of a small GPT in training: sizes, rates, and what lossy ones change.
+"""Codecs on the state of a small GPT in training: sizes, rates, and errors of lossy codecs.
 
     python benchmarks/make_state.py /tmp/snapshots              # once; some 20 minutes
     python -m pip install -c constraints.txt blosc2 zipnn numba
     python benchmarks/codecs.py --snapshots /tmp/snapshots
 
-`codecs`: floatsplit beside zipnn, blosc2 and zstd, in one thread: GB of raw bytes per second of CPU
-time, chunk by chunk as a checkpoint cuts them; what comes back is compared. Kinds are weights (w)
-and first and second moments (m, v). Codecs that are not installed fail, and are left out. `lossy`:
-the update of a weight is m / (sqrt(v) + 1e-8); its error is that of all updates, as least squares.
+`codecs`: floatsplit, zipnn, blosc2 and zstd, in one thread: GB of raw bytes per second of CPU time,
+chunk by chunk as a checkpoint cuts them; decoded bytes are compared. Kinds are weights (w) and
+first and second moments (m, v). Codecs that are not installed fail, and are left out. `lossy`: the
+update of a weight is m / (sqrt(v) + 1e-8); the error is the root of all squared errors, relative.
 """
 
-# ruff: noqa: PLC0415 - what a contender needs may be missing
+# ruff: noqa: PLC0415 - a contender's package may be missing
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from penstock.core.plugins.registry import Registry
 
 CHUNK, SLAB, PIECE = 16 << 20, 1 << 20, 1 << 20
 KINDS = ("w bf16", "w fp32", "m fp32", "v fp32", "m bf16", "v bf16")
-# 14 bytes for each parameter: what mixed-precision training with Adam keeps.
+# 14 bytes for each parameter: the state of mixed-precision training with Adam.
 STATE = ("w bf16", "w fp32", "m fp32", "v fp32")
 BF16, FP16, LOG8 = ("cast", {"to": "bfloat16"}), ("cast", {"to": "float16"}), ("log8", {})
 LOSSY = {
@@ -41,14 +41,14 @@ LOSSY = {
 
 @dataclass(frozen=True)
 class Chunk:
-    """Bytes that are encoded in one go, and what a codec may know of them."""
+    """Bytes that are encoded in one call, and what the codec knows of them."""
 
     data: np.ndarray
     context: CodecContext
 
 
 class Ours:
-    """A codec of ours, into and out of memory that is used again."""
+    """A codec of Penstock, with reused memory."""
 
     def __init__(self, name, *, fused=True, **options):
         self.codec = Registry().codec(name, options)
@@ -77,7 +77,7 @@ class Ours:
 
 
 class Zipnn:
-    """It overwrites what it compresses, so it gets copies; on pieces of 1 MiB it is fastest."""
+    """It overwrites its input, so it gets copies; pieces of 1 MiB are fastest."""
 
     def __init__(self):
         import zipnn
@@ -96,7 +96,7 @@ class Zipnn:
 
 
 class Blosc:
-    """blosc2 at its first level, into memory that is used again where it can."""
+    """blosc2 at its first level, with reused memory where it can."""
 
     def __init__(self, codec, filter_):
         import blosc2
@@ -118,7 +118,7 @@ class Blosc:
 
 
 def load(path, kind):
-    """The chunks of a kind, cut as a checkpoint cuts them."""
+    """Return the chunks of a kind, cut as a checkpoint cuts them."""
     which, dtype = kind.split()
     tensors = [values[which] for values in torch.load(path).values()]
     tensors = [t.bfloat16() if dtype == "bf16" else t for t in tensors]
@@ -143,22 +143,22 @@ def load(path, kind):
 
 
 def codec(make, _, options):
-    """Encode and decode all chunks; the first of each kind compiles, and touches memory."""
+    """Encode and decode all chunks; the first chunk of each kind compiles, and touches memory."""
     torch.set_num_threads(1)
-    contender, found, totals = make(), {}, np.zeros(4)
+    contender, row, totals = make(), {}, np.zeros(4)
     for kind in KINDS:
         chunks = load(options.snapshots / f"step{options.step}.pt", kind)
         once(contender, chunks[0])
         sums = sum(once(contender, chunk) for chunk in chunks)
-        found |= figures(kind, sums)
+        row |= figures(kind, sums)
         totals += sums if kind in STATE else 0
-    return found | figures("14 bytes per parameter", totals)
+    return row | figures("14 bytes per parameter", totals)
 
 
 def once(contender, chunk):
-    """Bytes raw and stored, and seconds of CPU to encode and to decode."""
+    """Return raw bytes, stored bytes, and CPU seconds to encode and to decode."""
     pieces = contender.prepare(chunk)
-    begun = time.process_time()
+    began = time.process_time()
     frames = contender.encode(pieces, chunk)
     encoded = time.process_time()
     stored = sum(memoryview(frame).nbytes for frame in frames)
@@ -167,7 +167,7 @@ def once(contender, chunk):
     over = time.process_time()
     back = np.concatenate([np.frombuffer(piece, np.uint8) for piece in decoded])
     check(np.array_equal(back, chunk.data), chunk.context)
-    return np.array([chunk.data.size, stored, encoded - begun, over - decoding])
+    return np.array([chunk.data.size, stored, encoded - began, over - decoding])
 
 
 def figures(kind, sums):
@@ -220,7 +220,7 @@ GROUPS = {
 }
 
 OPTIONS = {
-    "snapshots": (Path("/tmp/snapshots"), "what make_state.py wrote"),
+    "snapshots": (Path("/tmp/snapshots"), "output of make_state.py"),
     "step": (200, "the snapshot to encode"),
 }
 BENCHMARK = Benchmark(__file__, __doc__, GROUPS, OPTIONS)

@@ -1,4 +1,4 @@
-"""Penstock beside torch.save, safetensors, DCP and TorchSnapshot, on one disk in one run.
+"""Compares Penstock with torch.save, safetensors, DCP and TorchSnapshot, on one disk in one run.
 
     python benchmarks/compare.py --only state/ --gb 1
     python benchmarks/compare.py --only state/Penstock --against ../before/.venv/bin/python
@@ -6,9 +6,9 @@
 
 `state`: how long saves hold training, when they are durable, and restores of all and of the model
 from an empty page cache into live tensors, compared afterwards. `staging`: async saves with less
-staging memory than the state has. `limits`: what memory and the disk give. `loop`: what a save
-costs a training loop. `one`: one tensor out of many. `auto`: blocking saves with `codecs = "auto"`,
-to the disk and behind a limit of 200 MB/s.
+staging memory than the state has. `limits`: the rates of memory and disk. `loop`: the cost of
+a save in a training loop. `one`: one tensor out of many. `auto`: blocking saves with `codecs =
+"auto"`, to the disk and with a limit of 200 MB/s.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ MODEL = "model/"
 
 @dataclass(frozen=True)
 class Pending:
-    """A save in flight, or one that has ended."""
+    """A save in flight, or a finished one."""
 
     wait: Callable[[], object] = lambda: None
     done: Callable[[], bool] = lambda: True
     fence: Callable[[], object] = lambda: None
     held_s: Callable[[], float] = lambda: 0.0
-    """How long training was held, in `save` and at fences; 0 where nothing says so."""
+    """How long training was held, in `save` and at fences; 0 if unknown."""
 
 
 class System(ABC):
-    """One way to save and restore, called in the fastest way that was found for it.
+    """One way to save and restore, with its fastest known call.
 
     Peers get a flat dict of tensors, the cheapest form; Penstock gets module and optimizer.
     """
@@ -58,14 +58,14 @@ class System(ABC):
 
     @abstractmethod
     def save(self, state, number):
-        """Begin a save, or make one; the caller syncs what this leaves unsynced."""
+        """Begin or make a save; the caller syncs the remaining files."""
 
     @abstractmethod
     def restore(self, state, number, part):
         """Restore tensors whose names begin with `part` in place."""
 
-    def close(self):  # noqa: B027 - most keep nothing
-        """Release what is kept from save to save."""
+    def close(self):  # noqa: B027 - most hold nothing
+        """Release resources that last from save to save."""
 
 
 class TorchSave(System):
@@ -98,15 +98,15 @@ class Safetensors(System):
 
 
 class Dcp(System):
-    """`dcp.save` with two threads, or `async_save`, also with a stager that reuses its memory."""
+    """`dcp.save` with two threads, or `async_save`, maybe with a stager that reuses memory."""
 
     def __init__(self, folder, *, background=False, keep_staging=False, threads=2, alone=True):
         super().__init__(folder)
         self._dcp, self._threads = import_module("torch.distributed.checkpoint"), threads
         self._background, self._stager, self._how = background, None, {"no_dist": alone}
-        if not alone:  # its own: its threads would meet collectives of the measure
+        if not alone:  # its own group: its threads would meet the measure's collectives
             self._how["process_group"] = import_module("torch.distributed").new_group()
-        if keep_staging:  # all that wants an accelerator is off
+        if keep_staging:  # without the options that need an accelerator
             staging = import_module("torch.distributed.checkpoint.staging")
             off = ("pinned_memory", "shared_memory", "async_staging", "non_blocking_copy")
             options = staging.StagingOptions(**{f"use_{name}": False for name in off})
@@ -152,14 +152,14 @@ class TorchSnapshot(System):
 
 
 class Penstock(System):
-    """Checksums on; durable and committed when it says so."""
+    """With checksums; a save that it reports is durable and committed."""
 
     durable_by_itself = True
 
     def __init__(self, folder, mode="blocking", **how):
         super().__init__(folder)
         self._lib, self._mode = import_module("penstock"), mode
-        # A plain path goes through io_uring, or through threads where that is not to be had.
+        # A plain path uses io_uring, or threads where that is not available.
         self._ckpt = self._lib.Checkpointer(str(folder), **how)
 
     def save(self, state, number):
@@ -201,20 +201,20 @@ def state(make, folder, options):
     whole = bench.small_state(options.small) if options.small else bench.gpt_state(options.gb)
     expected = bench.digests(whole.tensors)
     contender, rows = saved_by(make, folder / "data", whole, options.saves)
-    found = {f"first {name}": value for name, value in rows[0].items()}
+    figures = {f"first {name}": value for name, value in rows[0].items()}
     for name in rows[0] if options.saves > 1 else ():
-        found[f"later {name}"] = statistics.median(row[name] for row in rows[1:])
+        figures[f"later {name}"] = statistics.median(row[name] for row in rows[1:])
     contender.close()
     contender = make(folder / "data")
     for name, part in (("restore", ""), ("restore of the model", MODEL)):
         whole.wipe()
         bench.settle(0.1)
         bench.drop_cache(folder)
-        with bench.timed(found, name, "CPU", "MB"):
+        with bench.timed(figures, name, "CPU", "MB"):
             contender.restore(whole, options.saves - 1, part)
         wanted = {n: digest for n, digest in expected.items() if n.startswith(part)}
         bench.check(bench.digests(whole.part(part)) == wanted, make)
-    return found
+    return figures
 
 
 def staging(mode, share, folder, options):
@@ -273,7 +273,7 @@ def loop(make, folder, options):
             under_way = not pending.done()
             took_s = step()
             steps.append(took_s)
-            # The first step holds the fence, so it says nothing about those that follow.
+            # The first step holds the fence, so it is not like the later steps.
             if number and place and under_way and not pending.done():
                 busy.append(took_s)
         whole_s = time.perf_counter() - began
@@ -287,9 +287,11 @@ def loop(make, folder, options):
             costs.append(whole_s - sum(without))  # speeds of the machine change between windows
     contender.close()
     step_s = statistics.median(quiet)
-    found = {"call, s": statistics.median(calls), "fence, s": statistics.median(fences)}
-    found |= {"step, s": step_s} | ({"step meanwhile, s": statistics.median(busy)} if busy else {})
-    return found | {"cost of a save, s": statistics.median(costs)}
+    figures = {"call, s": statistics.median(calls), "fence, s": statistics.median(fences)}
+    figures |= {"step, s": step_s} | (
+        {"step meanwhile, s": statistics.median(busy)} if busy else {}
+    )
+    return figures | {"cost of a save, s": statistics.median(costs)}
 
 
 def one_of_many(folder, options):
@@ -298,20 +300,20 @@ def one_of_many(folder, options):
     many = bench.small_state(options.objects, 4)
     contender, rows = saved_by(Penstock, folder / "run", many, 1)
     name, tensor = next(iter(many.tensors.items()))
-    found, wanted = {"save, s": rows[0]["durable, s"]}, tensor.tolist()
+    figures, wanted = {"save, s": rows[0]["durable, s"]}, tensor.tolist()
     contender.close()
     with import_module("penstock").Checkpointer(str(folder / "run")) as ckpt:
         tensor.zero_()
         bench.drop_cache(folder)
-        with bench.timed(found, "restore"):
+        with bench.timed(figures, "restore"):
             ckpt.restore(many.tree, include=name)
         bench.check(tensor.tolist() == wanted, "Penstock")
         bench.drop_cache(folder)
-        with bench.timed(found, "load"):
+        with bench.timed(figures, "load"):
             ckpt.load(include=name)
-        with bench.timed(found, "open, cache warm"):
+        with bench.timed(figures, "open, cache warm"):
             ckpt.open()[name]
-    return found
+    return figures
 
 
 def auto(codecs, slow, folder, options):
@@ -340,19 +342,19 @@ def auto(codecs, slow, folder, options):
 
 
 def copy(_, options):
-    """A plain copy in memory, into new memory and into the same again."""
-    tensors, found = bench.gpt_state(options.gb).tensors, {}
-    with bench.timed(found, "first call"):
+    """A plain copy in memory, to new memory and to the same memory again."""
+    tensors, figures = bench.gpt_state(options.gb).tensors, {}
+    with bench.timed(figures, "first call"):
         copies = {name: tensor.clone() for name, tensor in tensors.items()}
-    with bench.timed(found, "later call"):
+    with bench.timed(figures, "later call"):
         for name, tensor in tensors.items():
             copies[name].copy_(tensor)
-    return found
+    return figures
 
 
 def fio(folder, options):
-    """Raw writes and reads past the page cache."""
-    found = {}
+    """Raw writes and reads that bypass the page cache."""
+    figures = {}
     for name, flags in (("durable", ["--rw=write", "--end_fsync=1"]), ("restore", ["--rw=read"])):
         bench.settle(0.1)
         bench.drop_cache(folder)
@@ -362,8 +364,8 @@ def fio(folder, options):
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
         moved = job["write" if name == "durable" else "read"]
-        found[f"{name}, s"] = options.gb * 1e6 * moved["runtime"] / moved["io_bytes"]
-    return found
+        figures[f"{name}, s"] = options.gb * 1e6 * moved["runtime"] / moved["io_bytes"]
+    return figures
 
 
 BENCHMARK = bench.Benchmark(
@@ -390,11 +392,11 @@ BENCHMARK = bench.Benchmark(
     {
         "gb": (1.0, "state size in GB (10^9 bytes)"),
         "small": (0, "tensors of 4 KiB instead"),
-        "saves": (2, "of a process; of `auto` after the first"),
+        "saves": (2, "per process; for `auto`, after the first"),
         "objects": (300_000, "tensors; one is read"),
         "windows": (3, "saves in a training loop"),
         "steps": (6, "steps between them"),
-        "batch": (16, "rows of a step: how long it takes"),
+        "batch": (16, "rows of a step, which set its time"),
         "threads": (1, "threads of torch in the loop"),
     },
     base="Penstock",

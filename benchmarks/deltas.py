@@ -1,9 +1,9 @@
-"""What chains of deltas and sharing save, and what a restore of a chain takes.
+"""The gain of delta chains and sharing, and the time to restore a chain.
 
     python benchmarks/deltas.py --rounds 5
 
-`frozen` saves a model that is frozen to nine tenths. `chain` restores, from a cold cache, a
-checkpoint that takes the frames of five others; beside it the time of restoring as many raw bytes.
+`frozen` saves a model with nine tenths frozen. `chain` restores, from a cold cache, a checkpoint
+that needs the frames of five others, and then the same number of raw bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ELEMENTS = 16 << 20
 
 
 def frozen(share, folder, options):
-    """Save twice a model that is frozen to nine tenths."""
+    """Save a model twice, with nine tenths frozen."""
     model = {f"layer{n}": torch.randn(ELEMENTS // options.shorten) for n in range(10)}
     with penstock.Checkpointer(folder / "frozen", share=share) as ckpt:
         ckpt.save(model, step=0).result()
@@ -33,7 +33,7 @@ def frozen(share, folder, options):
 
 
 def chain(folder, options):
-    """Restore a checkpoint that takes the frames of five others, and as many raw bytes."""
+    """Restore a checkpoint that needs five others' frames, and the same number of raw bytes."""
     generator = torch.Generator().manual_seed(0)
     size = ELEMENTS // options.shorten
     model = {f"layer{n}": torch.randn(size, generator=generator) for n in range(8)}  # 537 MB
@@ -44,22 +44,22 @@ def chain(folder, options):
             ckpt.save(model, step=step, mode="blocking")
             for tensor in model.values():
                 tensor.add_(drift)
-    found = {}
-    report = restored(found, "restore", folder / "chain", 5, model)
+    figures = {}
+    report = restored(figures, "restore", folder / "chain", 5, model)
     raw = {"raw": torch.randint(256, (report.bytes_read,), dtype=torch.uint8)}
     with penstock.Checkpointer(folder / "raw") as ckpt:
         ckpt.save(raw, step=0, mode="blocking")
-    restored(found, "raw bytes", folder / "raw", 0, raw)
-    ratio = found["restore, s"] / found["raw bytes, s"]
-    return found | {"MB read": report.bytes_read / 1e6, "times the raw bytes": ratio}
+    restored(figures, "raw bytes", folder / "raw", 0, raw)
+    ratio = figures["restore, s"] / figures["raw bytes, s"]
+    return figures | {"MB read": report.bytes_read / 1e6, "times the raw bytes": ratio}
 
 
-def restored(found, name, root, step, like):
+def restored(figures, name, root, step, like):
     """Restore from a cold cache."""
     target = {path: torch.empty_like(tensor) for path, tensor in like.items()}
     settle(0.5)
     drop_cache(root)
-    with penstock.Checkpointer(root) as ckpt, timed(found, name):
+    with penstock.Checkpointer(root) as ckpt, timed(figures, name):
         return ckpt.restore(target, step=step)
 
 
@@ -71,7 +71,7 @@ GROUPS = {
     "chain": {"Penstock": chain},
 }
 
-OPTIONS = {"shorten": (1, "divides steps and sizes, to try this out")}
+OPTIONS = {"shorten": (1, "divides steps and sizes, for a trial")}
 BENCHMARK = Benchmark(__file__, __doc__, GROUPS, OPTIONS, base="Penstock, whole")
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@
     python benchmarks/everything.py --minutes 40 --scale 2 --folder /data/bench
     python benchmarks/everything.py --trial --only loop s3 --out build/trial-2.json
 
-Writes one JSON file, and, unless only parts were measured, the page and its charts. A run that is
-interrupted, or in which a measurement of Penstock failed, leaves the page as it is.
+Writes one JSON file and, unless only parts were measured, the page and its charts. If a run is
+interrupted, or a measurement of Penstock fails, the page stays unchanged.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ import s3
 import tiers
 from bench import BUILD, Part, failed, measure, write_json
 
-TRIAL = 0.03  # of the sizes, for a run that only shows that everything works
+TRIAL = 0.03  # of the sizes, for a run that only checks that everything works
 PENSTOCK, KEPT = "Penstock, async", "DCP async_save, kept stager"
 FIRST = ("Penstock, lazy", PENSTOCK, KEPT, "TorchSnapshot async_take")
 MANY = (PENSTOCK, "safetensors")
 SCALED = {"gb", "small", "objects"}
 
 
-# A process starts as a copy of this one, so what is imported here need not be imported in each.
+# Each process is a fork of this one, so it need not import these modules again.
 for name in ("penstock", "safetensors.torch", "torch.distributed.checkpoint", "torchsnapshot"):
     with suppress(ImportError):
         import_module(name)
@@ -76,7 +76,7 @@ def parts_of(scale: float) -> list[Part]:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--minutes", type=float, default=13.5, help="in which the rounds must fit")
+    parser.add_argument("--minutes", type=float, default=13.5, help="limit for all rounds")
     parser.add_argument("--scale", type=float, default=1.0, help="of all sizes")
     parser.add_argument("--trial", action="store_true", help="tiny sizes, one round")
     parser.add_argument("--only", nargs="+", default=[], help="parts; then no page is written")
@@ -88,13 +88,13 @@ def main():
     if not chosen:
         sys.exit(f"no such part; there are {', '.join(p.title for p in parts)}")
     if not given.only:
-        import_module("matplotlib")  # whose absence should not show after the run
+        import_module("matplotlib")  # fails now, not after the run
     measured = measure(chosen, given.folder, seconds=0 if given.trial else given.minutes * 60)
     measured["about"] |= {"trial": given.trial, "scale": TRIAL if given.trial else given.scale}
     write_json(given.out, measured)
     print(f"written: {given.out}")
     if failed(measured):
-        sys.exit(f"FAILED: {'; '.join(failed(measured))}. The page stays as it is.")
+        sys.exit(f"FAILED: {'; '.join(failed(measured))}. The page is unchanged.")
     if not given.only:
         page.publish([given.out])
 

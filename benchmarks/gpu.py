@@ -1,12 +1,12 @@
-"""A state on a CUDA device: how long saves block, what they cost a training loop, and a restore.
+"""A state on a CUDA device: how long saves block, their cost in a training loop, and a restore.
 
     python benchmarks/gpu.py --gb 3 --folder /dev/shm
     python benchmarks/gpu.py --small 5000 --rounds 5 --folder /dev/shm
 
 Trains linear layers with fused AdamW, in fp32 with bf16 autocast; with `--small`, parameters of
-4 KiB. Penstock, DCP (`async_save` with a stager that is kept, so reuses its pinned memory), and a
-plain copy into pinned memory. The first save of a process makes memory. `blocks` is the call, and
-how much longer the next step takes.
+4 KiB. Penstock, DCP (`async_save` with one stager, which reuses its pinned memory), and a plain
+copy to pinned memory. The first save of a process allocates memory. `blocks` is the call plus the
+extra time of the next step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WIDTH, STEPS_ALONE = 4096, 20
 
 
 class Job:
-    """A model on the device in which a step takes some milliseconds."""
+    """A model on the device whose step takes some milliseconds."""
 
     def __init__(self, options):
         if options.small:
@@ -112,32 +112,32 @@ def save(make, folder, options):
 
 @torch.no_grad()
 def restore(contender, job):
-    """The second of two restores, compared with the first."""
-    found, sums = {}, []
+    """Restore twice, and compare; the time is the second restore's."""
+    figures, sums = {}, []
     for _ in range(2):
         for tensor in job.state.tensors.values():
             tensor.zero_()
         torch.cuda.synchronize()
-        with timed(found, "restore"):
+        with timed(figures, "restore"):
             contender.restore(job.state)
             torch.cuda.synchronize()
         words = [t.view(torch.int32).sum() for t in job.state.tensors.values()]
         sums.append(torch.stack(words).tolist())
     check(any(sums[0]) and sums[0] == sums[1], contender)
-    return found
+    return figures
 
 
 def copy(_, options):
     """A plain copy into pinned memory."""
-    tensors, found = Job(options).state.tensors, {}
+    tensors, figures = Job(options).state.tensors, {}
     pinned = {n: torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for n, t in tensors.items()}
     for name in ("first call", "call"):
         torch.cuda.synchronize()
-        with timed(found, name):
+        with timed(figures, name):
             for path, tensor in tensors.items():
                 pinned[path].copy_(tensor, non_blocking=True)
             torch.cuda.synchronize()
-    return found
+    return figures
 
 
 MODES = ("blocking", "async", "lazy")

@@ -1,13 +1,13 @@
 """Trains a small GPT on the standard library's sources, and keeps snapshots of its training state.
 
-Codecs are judged by these: random numbers have neither the exponents nor the redundancy of what
-training leaves behind.
+Codecs are judged by these: random numbers have neither the exponents nor the redundancy of a
+training state.
 
     .venv/bin/python benchmarks/make_state.py /tmp/snapshots     # some 20 minutes on two cores
 
 Each snapshot is `step<N>.pt`: a dict of the parameters' names, each with `w` (the fp32 master
 weight), `m` and `v` (AdamW's moments), all fp32. The bf16 weights that training multiplied with are
-`w.bfloat16()`, bit for bit. The learning rate is at its peak up to step 150 and falls to a fiftieth
+exactly `w.bfloat16()`. The learning rate is at its peak up to step 150 and falls to a fiftieth
 until 195, so 100 -> 101 shows early steps, and 200 -> 201 late ones.
 """
 
@@ -33,7 +33,7 @@ _WORD = re.compile(r"[A-Za-z_]\w*|\d|\s+|[^\w\s]")
 
 
 class Block(nn.Module):
-    """Attention and a perceptron, each behind a norm and around a residual."""
+    """Attention and a perceptron, each after a norm and with a residual."""
 
     def __init__(self):
         super().__init__()
@@ -77,7 +77,7 @@ def main():
     """Train for 201 steps, and write the snapshots."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path, help="where the snapshots go: 1.3 GB")
-    parser.add_argument("--shorten", type=int, default=1, help="divides the steps, to try it out")
+    parser.add_argument("--shorten", type=int, default=1, help="divides the steps, for a trial")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     snapshots = {number // options.shorten: number for number in SNAPSHOTS}
@@ -87,7 +87,7 @@ def main():
 
 
 def training(last):
-    """Train, and yield the number of each step after it, from 1 to `last`."""
+    """Train; after each step, yield its number, from 1 to `last`."""
     torch.manual_seed(0)
     data = tokens_of_the_standard_library()
     model = Gpt()
@@ -123,7 +123,7 @@ def learning_rate(step):
 
 
 def snapshot(model, optimizer):
-    """Weights and moments by the names of parameters."""
+    """Return weights and moments by parameter name."""
     of = {name: (p.detach(), optimizer.state[p]) for name, p in model.named_parameters()}
     return {n: {"w": w, "m": s["exp_avg"], "v": s["exp_avg_sq"]} for n, (w, s) in of.items()}
 

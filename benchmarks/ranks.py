@@ -1,9 +1,9 @@
-"""Several ranks save and restore one sharded state, beside torch's own checkpoints.
+"""Several ranks save and restore one sharded state, with Penstock and with torch's checkpoints.
 
     python benchmarks/ranks.py --ranks 4
 
 A stack of linear layers is cut by FSDP2, with AdamW state (gloo, CPU): two background saves (the
-second counts) and a cold restore. A time is that of the slowest rank.
+second counts) and a cold restore. Times are the slowest rank's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WIDTH = 2048
 
 
 def quiet(folder=None):
-    """Wait until all ranks are here, and what was written is on the disk; drop the cache."""
+    """Wait until all ranks are here, and writes are on the disk; drop the cache."""
     dist.barrier()
     if dist.get_rank() == 0:
         bench.settle(0.3)
@@ -32,27 +32,27 @@ def quiet(folder=None):
 
 
 @contextmanager
-def slowest(found, name):
-    """Measure a block as `bench.timed` does; the highest value of all ranks counts."""
+def slowest(figures, name):
+    """Measure a block as `bench.timed` does; keep the highest value of all ranks."""
     own = {}
     with bench.timed(own, name):
         yield
     for figure, value in own.items():
         highest = torch.tensor(value, dtype=torch.float64)
         dist.all_reduce(highest, dist.ReduceOp.MAX)
-        found[figure] = float(highest)
+        figures[figure] = float(highest)
 
 
 def fsdp_state(gb):
-    """Linear layers cut by FSDP2, and AdamW's moments of them."""
+    """Return linear layers cut by FSDP2, with AdamW's moments."""
     layers = max(1, round(gb * 1e9 / (WIDTH * WIDTH * 12)))
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
     optimizer = bench.adamw(model)
-    found = bench.tensors_of(model, optimizer)
-    tensors = {name: tensor for name, tensor in found.items() if not name.endswith("step")}
+    all_tensors = bench.tensors_of(model, optimizer)
+    tensors = {name: tensor for name, tensor in all_tensors.items() if not name.endswith("step")}
     bench.fill(tensors, dist.get_rank())
     return bench.State(model, optimizer, tensors)
 
@@ -65,22 +65,22 @@ def sharded(make, folder, options):
     warm.save(small, 0).wait()
     warm.restore(small, 0, "")
     warm.close()
-    state, found = fsdp_state(options.gb), {}
+    state, figures = fsdp_state(options.gb), {}
     expected, contender = bench.digests(state.tensors), make(folder / "run")
     for step in (0, 1):  # the first save of a process makes its staging memory
         quiet()
-        with slowest(found, "durable"):
-            with slowest(found, "call"):
+        with slowest(figures, "durable"):
+            with slowest(figures, "call"):
                 pending = contender.save(state, step)
             pending.wait()
     state.wipe()
     quiet(folder)
-    with slowest(found, "restore"):
+    with slowest(figures, "restore"):
         contender.restore(state, 1, "")
     bench.check(bench.digests(state.tensors) == expected, make)
     contender.close()
     dist.barrier()
-    return found
+    return figures
 
 
 DCP = partial(Dcp, background=True, keep_staging=True, threads=1, alone=False)

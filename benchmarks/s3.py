@@ -1,16 +1,16 @@
-"""Whole saves and restores over S3: Penstock, DCP, and a plain transfer of as many bytes.
+"""Whole saves and restores over S3: Penstock, DCP, and a plain transfer of the same size.
 
     python benchmarks/s3.py --gb 1 --parallel 16 --mb-per-s 250 --latency-ms 20
     python benchmarks/s3.py --mb-per-s 500 --only "Penstock" --against ../before/.venv/bin/python
 
-The store is `s3_store.py`, a process of its own on this machine. DCP goes over s3fs by FsspecWriter
-and FsspecReader as they are, and tuned: `--parallel` threads, no `os.sync()` (which syncs local
-disks), and reading by a cache that fetches a block ahead; it is spared checksums and the signing of
-bodies. obstore moves one object in parts. All but plain DCP have `--parallel` requests in flight,
-and parts of 8 MiB where parts can be chosen.
+The store is `s3_store.py`, a separate process on this machine. DCP uses s3fs through FsspecWriter
+and FsspecReader, unchanged and tuned: `--parallel` threads, no `os.sync()` (which syncs local
+disks), and a read cache that fetches a block ahead; it needs no checksums and signs no bodies.
+obstore moves one object in parts. All except plain DCP have `--parallel` requests in flight, and
+parts of 8 MiB if the part size can be set.
 
-State, targets, imports, and a smaller save and restore come before the clock, which stops once the
-store has all, or all is in the tensors. `one` is the restore of one tensor of 8 MB.
+State, targets, imports, and a smaller save and restore are made before the clock starts. The clock
+stops when the store, or the tensors, have all bytes. `one` restores one tensor of 8 MB.
 """
 
 # ruff: noqa: PLC0415 - each client is imported by the process that measures it
@@ -45,14 +45,14 @@ KEEPING = {
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
 }
-# Shares of the whole: an embedding, large and middling matrices, vectors.
+# Shares of the whole: an embedding, large and medium matrices, vectors.
 SHARES = [160] + [60] * 6 + [30] * 12 + [8] * 14 + [0.01] * 8
 WARM_GB = 0.2  # touches the memory that clients keep for parts in flight
 
 
 @contextmanager
 def serving(options):
-    """Start the store, and tell the measures its URL."""
+    """Start the store, and pass its URL to the measures."""
     os.environ.update(ENVIRONMENT)
     command = [sys.executable, str(Path(__file__).with_name("s3_store.py"))]
     command += [f"--latency-ms={options.latency_ms}", f"--mb-per-s={options.mb_per_s}"]
@@ -74,7 +74,7 @@ def ask(options, what):
 
 
 def state_of(gb):
-    """Tensors of random numbers, by the shares."""
+    """Return tensors of random numbers, by the shares."""
     random = np.random.default_rng(0)
     sizes = [max(1, int(share / sum(SHARES) * gb * 1e9 / 4)) for share in SHARES]
     return {
@@ -84,31 +84,31 @@ def state_of(gb):
 
 
 def checkpoint(system, _, options):
-    """Save a state, restore it, and restore one tensor of it."""
+    """Save a state, restore it, and restore one of its tensors."""
     save, restore = system(options)
     small, state = state_of(min(WARM_GB, options.gb)), state_of(options.gb)
     ask(options, "reset")
     save(small, 1)
     restore({name: torch.zeros_like(tensor) for name, tensor in small.items()}, 1)
     targets = {name: torch.full_like(tensor, -1.0) for name, tensor in state.items()}
-    found = {}
-    with timed(found, "save", "CPU"):
+    figures = {}
+    with timed(figures, "save", "CPU"):
         save(state, 2)
-    with timed(found, "restore", "CPU"):
+    with timed(figures, "restore", "CPU"):
         restore(targets, 2)
     check(digests(targets) == digests(state), system)
     name = next(name for name, tensor in state.items() if tensor.nbytes <= options.gb * 8.1e6)
     one = {name: torch.full_like(state[name], -1.0)}
     before = ask(options, "counts")["bytes_out"]
-    with timed(found, "one"):
+    with timed(figures, "one"):
         restore(one, 2)
     check(torch.equal(one[name], state[name]), system)
-    found["one, MB sent"] = (ask(options, "counts")["bytes_out"] - before) / 1e6
-    return found | at_the_rate(options, found)
+    figures["one, MB sent"] = (ask(options, "counts")["bytes_out"] - before) / 1e6
+    return figures | at_the_rate(options, figures)
 
 
 def plain(_, options):
-    """Move one object there and back by obstore."""
+    """Write and read one object with obstore."""
     write, read = obstore_client(options)
     size = int(options.gb * 1e9)
     source = np.random.default_rng(0).integers(0, 255, size, dtype=np.uint8)
@@ -116,21 +116,21 @@ def plain(_, options):
     warm = min(size, int(WARM_GB * 1e9))
     write(memoryview(source)[:warm])
     read(memoryview(target)[:warm])
-    found = {}
-    with timed(found, "save", "CPU"):
+    figures = {}
+    with timed(figures, "save", "CPU"):
         write(memoryview(source))
-    with timed(found, "restore", "CPU"):
+    with timed(figures, "restore", "CPU"):
         read(memoryview(target))
     check(np.array_equal(source, target), "obstore")
-    return found | at_the_rate(options, found)
+    return figures | at_the_rate(options, figures)
 
 
-def at_the_rate(options, found):
-    """How many times as long as the bytes alone take at the rate of the store."""
+def at_the_rate(options, figures):
+    """Return times divided by the time of the bytes alone at the store's rate."""
     if not options.mb_per_s:
         return {}
     least_s = options.gb * 1e3 / options.mb_per_s
-    return {f"{name}, x rate": found[f"{name}, s"] / least_s for name in ("save", "restore")}
+    return {f"{name}, x rate": figures[f"{name}, s"] / least_s for name in ("save", "restore")}
 
 
 # -- the contenders -----------------------------------------------------------------------------
@@ -222,7 +222,7 @@ GROUPS = {
 OPTIONS = {
     "gb": (1.0, "state in 10^9 bytes"),
     "latency_ms": (0.0, "before each answer"),
-    "mb_per_s": (0.0, "most that passes each way; 0: no limit"),
+    "mb_per_s": (0.0, "limit in each direction; 0: no limit"),
     "parallel": (16, "requests at once"),
     "url": (None, "the store; started by this program"),
 }

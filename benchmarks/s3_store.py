@@ -1,14 +1,14 @@
-"""An S3 server on loopback that keeps what it is given, in memory, for `s3.py`.
+"""An S3 server on loopback that keeps objects in memory, for `s3.py`.
 
     python benchmarks/s3_store.py [--latency-ms 20] [--mb-per-s 500]
 
-Prints its port, and serves until it is killed. It knows what the clients of `s3.py` ask for, and
-takes little of the CPU that they want: it checks neither signatures nor checksums, and its ETags
-count instead of hashing. Every bucket that is named is there.
+Prints its port, and serves until it is killed. It supports the requests of the clients in `s3.py`,
+and leaves them most of the CPU: it checks neither signatures nor checksums, and its ETags are
+counters, not hashes. Every bucket exists.
 
-`--latency-ms` is slept before each answer. `--mb-per-s` (MB are 10^6 bytes) bounds what comes in
-over all connections together, and what goes out. `GET /-/counts` tells requests and bytes of bodies
-since the last `POST /-/reset`, which also forgets all objects.
+It sleeps `--latency-ms` before each answer. `--mb-per-s` (MB are 10^6 bytes) limits each direction,
+over all connections together. `GET /-/counts` returns the requests and body bytes since the last
+`POST /-/reset`, which also deletes all objects.
 """
 
 import argparse
@@ -28,8 +28,8 @@ from xml.sax.saxutils import escape
 
 import numpy as np
 
-PIECE = 256 << 10  # bytes at a time that the rate lets through
-BURST_S = 0.005  # what a sleep that took too long may catch up with
+PIECE = 256 << 10  # bytes that pass at once
+BURST_S = 0.005  # the most that follows a late sleep at once
 
 
 class Rate:
@@ -39,7 +39,7 @@ class Rate:
         self.per_s, self.free, self.lock = mb_per_s * 1e6, 0.0, threading.Lock()
 
     def pieces(self, count):
-        """Cuts of `count` bytes, each handed out when it may pass."""
+        """Yield cuts of `count` bytes, each when it may pass."""
         step = PIECE if self.per_s else max(count, 1)
         for at in range(0, count, step):
             stop = min(at + step, count)
@@ -53,7 +53,7 @@ class Rate:
 
 
 class Blob:
-    """The bytes of an object: parts in their order."""
+    """The bytes of an object: its parts in order."""
 
     numbers = itertools.count(1)
 
@@ -71,7 +71,7 @@ class Blob:
             yield self.parts[index][max(0, start - first) : stop - first]
 
 
-class Failed(Exception):  # noqa: N818 - the answer, not a fault of the server
+class Failed(Exception):  # noqa: N818 - an answer, not a server fault
     def __init__(self, status, code):
         super().__init__(code)
         self.status = status
@@ -92,10 +92,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
         try:
             super().handle()
         except ConnectionError:
-            self.close_connection = True  # the client has what it wanted
+            self.close_connection = True  # the client has its bytes
 
     def serve(self):
-        """One request; the method of the class is that of HTTP and whether there is a key."""
+        """Serve one request: the method is named for HTTP's method, and object or bucket."""
         url = urllib.parse.urlsplit(self.path)
         self.query = dict(urllib.parse.parse_qsl(url.query, keep_blank_values=True))
         self.bucket, _, key = urllib.parse.unquote(url.path).lstrip("/").partition("/")
@@ -121,12 +121,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.counts.update(counts)
 
     def body(self):
-        """The body, filled by few calls that do not hold the GIL."""
+        """Return the body, filled in few calls without the GIL."""
         view = memoryview(np.empty(int(self.headers.get("Content-Length") or 0), np.uint8))
         for start, stop in self.rate_in.pieces(view.nbytes):
             at = start
             while at < stop:
-                # What was read along with the headers comes first.
+                # Bytes that came with the headers are first.
                 if at == 0:
                     got = self.rfile.readinto1(view[:stop])
                 else:
@@ -245,7 +245,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.say("ListMultipartUploadsResult", tags(IsTruncated="false"))
             return
         prefix, delimiter = self.query.get("prefix", ""), self.query.get("delimiter", "")
-        found, skip = {}, len(self.bucket) + 1
+        entries, skip = {}, len(self.bucket) + 1
         with self.lock:
             blobs = sorted(self.blobs.items())
         for full, blob in blobs:
@@ -255,14 +255,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
             stop = key.find(delimiter, len(prefix)) if delimiter else -1
             if stop >= 0:
                 folder = tags(Prefix=key[: stop + len(delimiter)])
-                found[folder] = f"<CommonPrefixes>{folder}</CommonPrefixes>"
+                entries[folder] = f"<CommonPrefixes>{folder}</CommonPrefixes>"
             else:
                 made = time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(blob.time_s))
                 about = tags(Key=key, LastModified=made, ETag=blob.etag, Size=blob.size)
-                found[key] = f"<Contents>{about}<StorageClass>STANDARD</StorageClass></Contents>"
-        # In one page, however long: these benchmarks keep few objects.
-        text = tags(Name=self.bucket, Prefix=prefix, KeyCount=len(found), IsTruncated="false")
-        self.say("ListBucketResult", text + "".join(found.values()))
+                entries[key] = f"<Contents>{about}<StorageClass>STANDARD</StorageClass></Contents>"
+        # In one page: these benchmarks keep few objects.
+        text = tags(Name=self.bucket, Prefix=prefix, KeyCount=len(entries), IsTruncated="false")
+        self.say("ListBucketResult", text + "".join(entries.values()))
 
 
 def tags(**values):

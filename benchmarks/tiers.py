@@ -1,8 +1,8 @@
-"""What a fast tier costs and saves: time until training goes on, until committed, until durable.
+"""The cost and gain of a fast tier: time until training continues, until committed, until durable.
 
     python benchmarks/tiers.py --folder /data/penstock --rounds 16
 
-The same saves go to the fast place alone, to the durable place alone, and to both. The durable
+The same saves go to the fast place only, to the durable place only, and to both. The durable
 place should be another device.
 """
 
@@ -26,17 +26,17 @@ def save(kind, folder, options):
         with penstock.Checkpointer(backend, retention={"keep_last": 1}) as ckpt:
             for step in range(2):
                 settle(0.3)
-                found = {}
-                with timed(found, "durable"):
-                    with timed(found, "committed"):
-                        with timed(found, "call"):
+                figures = {}
+                with timed(figures, "durable"):
+                    with timed(figures, "committed"):
+                        with timed(figures, "call"):
                             handle = ckpt.save(state.tree, step)
                         handle.committed.result()
                     handle.result()
                 ckpt.wait()
     finally:
         shutil.rmtree(fast, ignore_errors=True)
-    return found
+    return figures
 
 
 BENCHMARK = Benchmark(
@@ -45,7 +45,7 @@ BENCHMARK = Benchmark(
     {"tiers": {f"Penstock, {kind}": partial(save, kind) for kind in ("fast", "durable", "tiers")}},
     {
         "gb": (1.0, "state in 10^9 bytes"),
-        "fast": ("/dev/shm/penstock-tiers", "begins the path of the fast place"),
+        "fast": ("/dev/shm/penstock-tiers", "prefix of the fast path"),
     },
     base="Penstock, fast",
 )

@@ -1,8 +1,8 @@
-"""The ways between Penstock and other tools: trainers, their files, and sinks for events.
+"""Adapters between Penstock and other tools: trainers, their files, and sinks for events.
 
-An integration imports the public face of `penstock` only, as a user's program does, and nothing of
-the product imports an integration. The adapter of a trainer imports that trainer;
-what reads and writes files imports another tool when it is called.
+An integration imports only the public API of `penstock`, as a user's program does, and no other
+package of Penstock imports an integration. A trainer's adapter imports that trainer;
+an importer or exporter of files imports another tool when it is called.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 def missing_extra(error: ModuleNotFoundError, extra: str) -> ModuleNotFoundError:
     """Return the error of an adapter whose trainer is not installed; it names the extra to install.
 
-    A package that the installed trainer itself misses is left as it is.
+    An error for a package that the installed trainer needs is returned unchanged.
     """
     if error.name != extra:
         return error

@@ -40,9 +40,9 @@ def state_of(accelerator: Accelerator) -> dict[str, Any]:
     """Return the state tree of all that `accelerator` has prepared or registered.
 
     It holds the models, optimizers and schedulers, the positions of the data loaders, the gradient
-    scaler, the objects of `register_for_checkpointing`, the place within gradient accumulation with
-    the gradients of this rank, and `penstock.Rng()`. Keys are `model`, `optimizer`, `scheduler`,
-    `loader` and `custom`, with `_0`, `_1`, ... appended where there are several.
+    scaler, the objects of `register_for_checkpointing`, the place in gradient accumulation with
+    this rank's gradients, and `penstock.Rng()`. Keys are `model`, `optimizer`, `scheduler`,
+    `loader` and `custom`, with `_0`, `_1`, ... appended if there are several.
 
     Args:
         accelerator: An accelerator that has prepared its objects.
@@ -110,10 +110,10 @@ def load_state(
 ) -> int | None:
     """Restore a state into `accelerator`, in place of `accelerator.load_state`. All ranks call it.
 
-    Call it after `prepare` and `register_for_checkpointing`, and before the training loop, also
-    where there is nothing to restore yet. The next loop over a loader that was in the middle of an
+    Call it after `prepare` and `register_for_checkpointing`, and before the training loop, even if
+    there is nothing to restore yet. The next loop over a loader that was in the middle of an
     epoch continues with the next batch, and `loader.iteration` is its epoch. The random state is
-    set again once that loader has drawn what it draws when it begins.
+    set again after that loader has drawn its first random numbers.
 
     Args:
         accelerator: As for `state_of`.
@@ -146,11 +146,11 @@ def load_state(
 
 
 class _Position:
-    """Where a prepared loader is. Sees each batch that accelerate fetches, one ahead of the user.
+    """The position of a prepared loader. Sees each batch that accelerate fetches, one ahead.
 
     A loader that accelerate prepared is a generator function: it draws random numbers when the
-    first batch is fetched, and fetches a batch ahead. So a restored position needs the random state
-    before the batch ahead was fetched, for a dataset that draws, and the saved one after that.
+    first batch is fetched, and fetches a batch ahead. So a restored position needs two random
+    states: the one before the batch ahead, for a dataset that draws, then the saved one.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -158,7 +158,7 @@ class _Position:
         self._base = loader.base_dataloader
         self._is_stateful = hasattr(self._base, "state_dict")
         dispatches = type(loader) is DataLoaderDispatcher
-        # How many batches accelerate fetches for one of the user's.
+        # The number of batches that accelerate fetches for one batch of the user.
         self._group = loader.state.num_processes if dispatches and not loader.split_batches else 1
         self._is_fed = dispatches and loader.state.process_index > 0  # by rank 0
         self._batches: weakref.ref[Any] | None = None
@@ -196,7 +196,7 @@ class _Position:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         size, saved_size = self._batch_size(), state.get("batch_size")
         if state["batches"] is not None and saved_size is not None and saved_size != size:
-            # The position counts batches: larger ones would skip samples that were never seen.
+            # The position counts batches: larger batches would skip unseen samples.
             state = {**state, "batches": None, "random": None}
             if PartialState().is_main_process:
                 log.warning(
@@ -224,12 +224,12 @@ class _Position:
 
     def _runs(self) -> bool:
         if self._batches is not None:
-            return self._batches() is not None  # else it has ended, or was left by `break`
+            return self._batches() is not None  # else it has ended, also by `break`
         references = self._loader.gradient_state.dataloader_references
         return any(each is self._loader for each in references)
 
     def _iterate(self) -> Iterator[Any]:
-        # The workers of this loader outlived its iterators in the saved process, without a draw.
+        # In the saved process, this loader's workers outlived its iterators and drew nothing.
         neutral = self._loaded is not None and self._base.persistent_workers
         state = _random_state() if neutral else None
         batches = self._fetch(self._iter())
@@ -285,7 +285,7 @@ class _Accumulated:
 
 def _resume_on_other_ranks(key: str, state: dict[str, Any], accelerator: Accelerator) -> None:
     if "epoch" not in state:
-        return  # gradients of other ranks
+        return  # another rank's gradients
     number = int(key.rpartition("_")[2]) if "_" in key else 0
     position = _Position.of(accelerator._dataloaders[number])
     position.load_state_dict({**state, "batches": None, "random": None})
@@ -305,7 +305,7 @@ def _sampler_of(loader: Any) -> Any:
 
 
 def _remarks(accelerator: Accelerator) -> Iterator[str]:
-    """Yield what of the configuration will not resume exactly, and what to do."""
+    """Yield each setting that will not resume exactly, and what to do."""
     for number, loader in enumerate(accelerator._dataloaders):
         sampler = _sampler_of(loader)
         if not hasattr(loader.base_dataloader, "state_dict"):
@@ -339,14 +339,14 @@ def _random_state() -> tuple[Any, ...]:
     """Return the random state of Python, numpy, torch and the current CUDA device."""
     in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's types
     cuda = torch.cuda.get_rng_state() if in_use else None
-    numpy = np.random.get_state()  # noqa: NPY002 - the global state is what is meant
+    numpy = np.random.get_state()  # noqa: NPY002 - the global state is meant
     return random.getstate(), numpy, torch.get_rng_state(), cuda
 
 
 def _set_random_state(state: tuple[Any, ...]) -> None:
     python, numpy, cpu, cuda = state
     random.setstate(python)
-    np.random.set_state(numpy)  # noqa: NPY002 - as above
+    np.random.set_state(numpy)  # noqa: NPY002 - see above
     torch.set_rng_state(cpu)
     if cuda is not None:
         torch.cuda.set_rng_state(cuda)

@@ -59,7 +59,7 @@ __all__ = ["Reader", "Writer", "run_and_step"]
 _Path = tuple[str | int, ...]
 
 _STEP = re.compile(r"(?i:(?:global_?)?step|iter|iteration|checkpoint|ckpt)?[-_=]?(\d{1,18})")
-"""Names of folders that say a step. Any other is that of a run, such as `llama3`."""
+"""Folder names that contain a step. Any other name is a run's, such as `llama3`."""
 
 _OF_FILES = frozenset(
     {
@@ -67,21 +67,21 @@ _OF_FILES = frozenset(
         "cache_staged_state_dict", "serialization_format", "_extensions", "_extension_registry",
     }
 )  # fmt: skip
-"""Options of DCP's own storage that are about its files: a program need not change them."""
+"""Options of DCP's own storage that concern its files; ignored, so programs can keep them."""
 
 
 def run_and_step(url: str) -> tuple[str, int | None]:
-    """Return the run that a URL names, and the step if its last part says one."""
+    """Return the run that a URL names, and the step if its last part is one."""
     place, mark, query = url.partition("?")
     root, slash, name = place.rstrip("/").rpartition("/")
-    found = _STEP.fullmatch(name)
-    if found is None:
+    match = _STEP.fullmatch(name)
+    if match is None:
         return url, None
-    return f"{root or slash or '.'}{mark}{query}", int(found[1])
+    return f"{root or slash or '.'}{mark}{query}", int(match[1])
 
 
 class _Storage:
-    """What `Writer` and `Reader` have in common: where the checkpoint is, and with what options."""
+    """The base of `Writer` and `Reader`: where the checkpoint is, and its options."""
 
     def __init__(
         self,
@@ -97,18 +97,18 @@ class _Storage:
         self._step = step
         self._overwrite = overwrite
         self._options: dict[str, Any] = {name: options[name] for name in options.keys() - _OF_FILES}
-        # As numbers, which the process of an asynchronous save can be sent.
+        # As numbers, which can be sent to the process of an asynchronous save.
         is_group = group is not None and not hasattr(group, "__iter__")
         self._group = dist.get_process_group_ranks(group) if is_group else group
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Take the place of the next save or load; None: the same as before."""
+        """Set the place of the next save or load; None: the same as before."""
         if checkpoint_id is not None:
             self.checkpoint_id, self._step = checkpoint_id, None
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return True: a place that cannot be used is an error of Penstock that says why."""
+        """Return True: for an unusable place, Penstock raises an error that says why."""
         del checkpoint_id
         return True
 
@@ -131,9 +131,9 @@ class _Storage:
 class Writer(_Storage, StorageWriter):
     """Saves for `dcp.save` and `dcp.async_save`; each call makes one checkpoint of Penstock.
 
-    The last part of the URL, or of the `checkpoint_id`, may say the step: `runs/gpt/step-100` and
+    The last part of the URL, or of the `checkpoint_id`, may be the step: `runs/gpt/step-100` and
     `runs/gpt/100` are step 100 of the run `runs/gpt`. Without a step it is step 0 of a run that
-    has no later one. A step that exists is replaced, as DCP does it.
+    has no later step. An existing step is replaced, as in DCP.
 
     Args:
         url: The run, or the run and a step; default: the `checkpoint_id` of each call.
@@ -150,20 +150,20 @@ class Writer(_Storage, StorageWriter):
     def set_up_storage_writer(self, *args: Any, **kwargs: Any) -> None:
         """Begin a save."""
         del args
-        self._place()  # an error here is one of all ranks
+        self._place()  # all ranks raise its error
         self._collective = kwargs.get("use_collectives", True)
         self._alone = False
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Say which rank this is. With cached plans it comes back in later saves."""
+        """Add this rank's number to the plan. With cached plans it is in later saves too."""
         rank = dist.get_rank() if dist.is_initialized() else 0
         return replace(plan, storage_data=rank)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Find out who takes part, which DCP does not say.
+        """Find out which ranks take part: DCP does not report it.
 
         Raises:
-            ConfigError: Other ranks than those of `group`.
+            ConfigError: The ranks are not those of `group`.
         """
         world = dist.get_world_size() if dist.is_initialized() else 1
         count = world if self._group is None else len(self._group)
@@ -185,15 +185,15 @@ class Writer(_Storage, StorageWriter):
         ranks: dict[str, Any] = {"group": self._group, "name": f"dcp/{root}/{step}"}
         if self._alone:
             ranks = {"ranks": "alone"}
-        # Opened first: so the others learn at once of an error of the planner.
+        # Opened first: the other ranks then learn at once of a planner error.
         with Checkpointer(root, **(ranks | self._options)) as ckpt:
-            # What has no step must not hide behind later ones.
+            # A save without a step must not be hidden by later steps.
             overwrite = self._overwrite and (step is not None or ckpt.latest() in {None, 0})
             tree = _tree(plan, planner)
             try:
                 ckpt.save(tree, step or 0, mode="blocking", overwrite=overwrite).result()
             except StepExistsError as error:
-                msg = f"Checkpoint already exists: {error}"  # as DCP's own storage says it
+                msg = f"Checkpoint already exists: {error}"  # as in DCP's own storage
                 raise StepExistsError(msg) from error
         done: Future[list[WriteResult]] = Future()
         done.set_result(
@@ -208,12 +208,12 @@ class Writer(_Storage, StorageWriter):
 class Reader(_Storage, StorageReader):
     """Loads for `dcp.load` what a `Writer` or a `Checkpointer` has saved, on any number of ranks.
 
-    A rank reads what it needs. Without a step it is the newest one.
+    Each rank reads what it needs. Without a step, it reads the newest step.
 
     Args:
         url: As for `Writer`.
         step: As for `Writer`.
-        group: Not needed: each rank reads for itself.
+        group: Not needed: each rank reads separately.
         options: Those of `Checkpointer`.
     """
 
@@ -233,8 +233,8 @@ class Reader(_Storage, StorageReader):
             self._opened = stack.pop_all()
         flat, self._paths = flatten_state_dict(tree)
         self._values = {n: leaf for n, leaf in flat.items() if not isinstance(leaf, torch.Tensor)}
-        found = {name: _described(leaf) for name, leaf in flat.items()}
-        return Metadata(found, planner_data=self._paths)
+        entries = {name: _described(leaf) for name, leaf in flat.items()}
+        return Metadata(entries, planner_data=self._paths)
 
     def set_up_storage_reader(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: `read_metadata` has opened the checkpoint."""
@@ -266,7 +266,7 @@ class Reader(_Storage, StorageReader):
 
     def _dumped(self, name: str) -> io.BytesIO:
         value = self._values[name]
-        # DCP takes a tuple, and a list with one in it, as one value.
+        # DCP treats a tuple, and a list that contains a tuple, as one value.
         if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value)):
             value = self._view[_shown(self._paths[name])]
         data = io.BytesIO()
@@ -278,7 +278,7 @@ class Reader(_Storage, StorageReader):
 def _described(leaf: object) -> STORAGE_TYPES:
     if not isinstance(leaf, torch.Tensor):
         return BytesStorageMetadata()
-    # One chunk, however many are stored: a rank then reads each of its pieces in one go.
+    # One chunk, however many are stored: a rank then reads each piece in one call.
     whole = ChunkStorageMetadata(torch.Size([0] * leaf.dim()), leaf.size())
     return TensorStorageMetadata(TensorProperties(dtype=leaf.dtype), leaf.size(), [whole])
 
@@ -289,7 +289,7 @@ def _shown(path: _Path) -> str:
 
 
 def _tree(plan: SavePlan, planner: SavePlanner) -> dict[str, Leaves]:
-    """Return what the plan gives this rank to save, nested as the state that dcp was given."""
+    """Return the objects that this rank saves in the plan, nested like the state passed to dcp."""
     paths: Mapping[str, _Path] = plan.planner_data or {}
     lengths: dict[_Path, int] = {}
     for path in paths.values():
@@ -301,8 +301,8 @@ def _tree(plan: SavePlan, planner: SavePlanner) -> dict[str, Leaves]:
         path = paths.get(item.index.fqn, (item.index.fqn,))
         pieces.setdefault(path, []).append(_resolved(item, planner))
     tree: dict[str, dict[_Path, Any]] = {}
-    for path, found in pieces.items():
-        leaf = found[0] if len(found) == 1 else Shards(found)
+    for path, items_of_path in pieces.items():
+        leaf = items_of_path[0] if len(items_of_path) == 1 else Shards(items_of_path)
         tree.setdefault(str(path[0]), {})[path[1:]] = leaf
     return {
         key: Leaves(items, {path[1:]: n for path, n in lengths.items() if path[0] == key})
@@ -315,8 +315,8 @@ def _resolved(item: WriteItem, planner: SavePlanner) -> object:
     data: Any = planner.resolve_data(item)
     if item.type is WriteItemType.BYTE_IO:
         data.seek(0)
-        # The planner has pickled an object of this process a moment ago. What needs a pickle in the
-        # checkpoint is for Penstock to refuse, or to take with `allow_pickle=True`.
+        # The planner has just pickled an object of this process. If the checkpoint needs a pickle,
+        # Penstock refuses it, or accepts it with `allow_pickle=True`.
         return torch.load(data, weights_only=False)
     planned = item.tensor_data
     if planned is None or item.type is WriteItemType.TENSOR:

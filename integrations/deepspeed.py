@@ -1,7 +1,7 @@
 """Checkpoints of DeepSpeed in Penstock: one save of all ranks, instead of a file for each object.
 
-DeepSpeed finds what to load by the names of files. So each of its files has a stub of that name,
-and `penstock.json` beside the stubs says which checkpoint they stand for.
+DeepSpeed finds what to load by file names. So each of its files has a stub of that name,
+and `penstock.json` beside the stubs names the checkpoint that they stand for.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -58,16 +58,16 @@ _CLASS = "deepspeed_class"
 _CLASSES: dict[str, type] = {
     kind.__name__: kind for kind in (DynamicLossScaler, LossScaler, fragment_address)
 }
-_engines = count()  # alike on all ranks, so that their checkpointers meet
+_engines = count()  # the same on all ranks, so that their checkpointers meet
 
 
 def use(engine: Any, url: str | Path | None = None, **options: Any) -> PenstockEngine:
-    """Let an engine of DeepSpeed save to, and load from, a run of Penstock.
+    """Make an engine of DeepSpeed save to, and load from, a run of Penstock.
 
-    All ranks call it alike, right after `deepspeed.initialize`.
+    All ranks call it with the same arguments, right after `deepspeed.initialize`.
 
     Args:
-        engine: What `deepspeed.initialize` has returned first.
+        engine: The first object that `deepspeed.initialize` returned.
         url: The run, a path or URL; default: the folder `penstock` in `save_dir`.
         options: Options of `penstock.Checkpointer`. With `allow_pickle=True`, files that DeepSpeed
             itself has written are loaded too: they are pickles.
@@ -76,18 +76,18 @@ def use(engine: Any, url: str | Path | None = None, **options: Any) -> PenstockE
         The checkpoint engine, which is that of `engine` from now on.
 
     Raises:
-        ConfigError: An option is wrong, or `engine` is set up so that files of a checkpoint
-            would go past Penstock; nothing was changed.
+        ConfigError: An option is wrong, or with the setup of `engine`, files of a checkpoint
+            would bypass Penstock; nothing was changed.
     """
     if type(engine.checkpoint_engine) is not TorchCheckpointEngine:
         name = type(engine.checkpoint_engine).__name__
         msg = f"the engine has a {name} already: call `use` once, and configure no writer of files"
         raise ConfigError(msg)
     if engine.use_node_local_storage():
-        msg = "with use_node_local_storage no rank sees the files of all: take it out of the config"
+        msg = "with use_node_local_storage no rank sees all files: take it out of the config"
         raise ConfigError(msg)
     if engine.zero_nvme_offload_optimizer():
-        msg = "DeepSpeed copies an optimizer that is offloaded to NVMe itself, past Penstock"
+        msg = "DeepSpeed itself copies an optimizer offloaded to NVMe, and bypasses Penstock"
         raise ConfigError(msg)
     adapter = PenstockEngine(engine.checkpoint_engine, url=url, **options)
     engine.checkpoint_engine = adapter
@@ -96,7 +96,7 @@ def use(engine: Any, url: str | Path | None = None, **options: Any) -> PenstockE
 
 
 def _merge_from_stubs(engine: Any, adapter: PenstockEngine) -> None:
-    """Let `load_checkpoint` read stubs where DeepSpeed reads files without its checkpoint engine.
+    """Make `load_checkpoint` read stubs where DeepSpeed reads files without its checkpoint engine.
 
     For ZeRO-3 without optimizer states, `zero_to_fp32` merges the weights from the files of all
     ranks, and opens these files with `torch.load`.
@@ -107,7 +107,7 @@ def _merge_from_stubs(engine: Any, adapter: PenstockEngine) -> None:
         return adapter.load(file, map_location)
 
     def load_from_stubs(*args: Any, **kwargs: Any) -> Any:
-        if engine.checkpoint_engine is not adapter:  # the program has left Penstock
+        if engine.checkpoint_engine is not adapter:  # the program stopped using Penstock
             return load_checkpoint(*args, **kwargs)
         zero_to_fp32.torch = SimpleNamespace(**{**vars(torch), "load": load})
         try:
@@ -125,7 +125,7 @@ class _Place:
     Attributes:
         run: The run; in `penstock.json`, a path is relative to its folder.
         step: The step.
-        uid: The save that was the newest of the step when this was written.
+        uid: The newest save of the step at the time of this record.
         tag: The tag, as the metadata of the checkpoint has it.
     """
 
@@ -136,7 +136,7 @@ class _Place:
 
     @classmethod
     def read(cls, folder: Path) -> _Place | None:
-        """Return the checkpoint that the stubs in a folder stand for; None if it says nothing.
+        """Return the checkpoint that the stubs in a folder stand for; None without a record.
 
         Raises:
             FormatError: The record is damaged.
@@ -149,8 +149,8 @@ class _Place:
             return None
         except (ValueError, TypeError) as error:
             msg = (
-                f"{file} is damaged; the checkpoint that it names is not. Copy the line that "
-                "begins with { from a .pt file beside it into it"
+                f"{file} is damaged; the checkpoint that it names is not. Copy into it the line "
+                "that begins with { from a .pt file beside it"
             )
             raise FormatError(msg, [str(file)]) from error
 
@@ -167,10 +167,10 @@ class _Pending:
     Attributes:
         tag: The tag.
         folder: The folder of the tag.
-        run: The run that takes the save.
-        label: What names the tag in the run.
-        tree: What DeepSpeed would put into files, by their names.
-        joint: Whether all ranks save a checkpoint; else rank 0 saves weights alone.
+        run: The run of the save.
+        label: The name of the tag in the run.
+        tree: The contents of DeepSpeed's files, by file name.
+        joint: Whether all ranks save a checkpoint; else rank 0 saves only weights.
     """
 
     tag: str
@@ -185,7 +185,7 @@ class PenstockEngine(CheckpointEngine):  # type: ignore[misc] # DeepSpeed has no
     """A `CheckpointEngine` of DeepSpeed; `use` installs it.
 
     The step of a checkpoint is N for the tag `global_stepN`, and DeepSpeed's count of steps for
-    any other tag; where another tag has that step, the next one that is free.
+    any other tag; if another tag has that step, the next free step.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class PenstockEngine(CheckpointEngine):  # type: ignore[misc] # DeepSpeed has no
         """Create the checkpoint engine.
 
         Args:
-            own: DeepSpeed's engine, for weights that are saved alone, and files it has written.
+            own: DeepSpeed's engine, for saves of only weights, and for its own files.
             url: As for `use`.
             options: As for `use`.
 
@@ -226,14 +226,14 @@ class PenstockEngine(CheckpointEngine):  # type: ignore[misc] # DeepSpeed has no
     def makedirs(self, path: str, exist_ok: bool = False) -> None:  # noqa: FBT001, FBT002 - its own
         """Create a folder."""
         super().makedirs(path, exist_ok=exist_ok)
-        # All ranks create the folder of a tag for a checkpoint, and none does for weights alone.
+        # All ranks create a tag's folder for a checkpoint; no rank does for only weights.
         if self._pending is not None and Path(path) == self._pending.folder:
             self._pending.joint = True
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Keep what DeepSpeed would put into the file `path` until `commit`.
+        """Keep the contents of DeepSpeed's file `path` until `commit`.
 
-        Weights that are saved alone, for other programs, are written at once, as a file.
+        Weights alone, for other programs, are written at once, as a file.
         """
         file = Path(path)
         if self._pending is None or file.parent != self._pending.folder:
@@ -245,8 +245,8 @@ class PenstockEngine(CheckpointEngine):  # type: ignore[misc] # DeepSpeed has no
         """Save what all ranks have kept as one checkpoint; durable when it returns.
 
         Raises:
-            PenstockError: The save failed on this rank or another one; the files of the tag lead
-                to what they led to before.
+            PenstockError: The save failed on some rank; the files of the tag lead to the same
+                checkpoint as before.
         """
         del info  # that of `create`
         pending, self._pending = self._pending, None
@@ -273,7 +273,7 @@ class PenstockEngine(CheckpointEngine):  # type: ignore[misc] # DeepSpeed has no
 
         Raises:
             CheckpointNotFoundError: There is no such file, or its checkpoint was deleted.
-            ConfigError: DeepSpeed itself has written it, and `allow_pickle` is not set.
+            ConfigError: DeepSpeed itself wrote it, and `allow_pickle` is not set.
             DamagedError: `penstock.json`, the file, or what is stored is damaged.
         """
         file = Path(path)
@@ -293,7 +293,7 @@ class PenstockEngine(CheckpointEngine):  # type: ignore[misc] # DeepSpeed has no
                 raise CheckpointNotFoundError(msg)
             state = _with_optimizer(checkpoint[file.name], _live)
         self._last = place
-        if file.name.endswith("model_states.pt"):  # DeepSpeed loads it twice, at first for a look
+        if file.name.endswith("model_states.pt"):  # DeepSpeed loads it twice
             self._loaded = file, state
         return state
 
@@ -320,13 +320,13 @@ class PenstockEngine(CheckpointEngine):  # type: ignore[misc] # DeepSpeed has no
             step = int(numbered[1])
         else:
             step = next(s["global_steps"] for s in pending.tree.values() if "global_steps" in s)
-        taken = set(ckpt.steps())
-        while step in taken and ckpt.info(step).metadata.get(_TAG) != pending.label:
+        used_steps = set(ckpt.steps())
+        while step in used_steps and ckpt.info(step).metadata.get(_TAG) != pending.label:
             step += 1
         return step
 
     def _spare_last(self, ckpt: Checkpointer, run: str) -> None:
-        """Pin what `latest` leads to: retention runs before DeepSpeed has written another one."""
+        """Pin the checkpoint of `latest`: retention runs before DeepSpeed updates that file."""
         last = self._last.step if self._last and self._last.run == run else None
         for step in ckpt.steps():
             with suppress(DamagedError, CheckpointNotFoundError):
@@ -334,7 +334,7 @@ class PenstockEngine(CheckpointEngine):  # type: ignore[misc] # DeepSpeed has no
                     (ckpt.pin if step == last else ckpt.unpin)(step, _LAST)
 
     def _lead(self, folder: Path, place: _Place, ckpt: Checkpointer) -> None:
-        """Lead a tag to a checkpoint, and delete the one before, as overwritten files would be."""
+        """Lead a tag to a checkpoint, and delete its previous one, as if files were overwritten."""
         before = None
         with suppress(FormatError):
             before = _Place.read(folder)
@@ -366,12 +366,12 @@ def _absolute(run: str, folder: Path | None = None) -> str:
 
 
 def _is_stub(file: Path, place: _Place | None, *, allow_pickle: bool) -> bool:
-    """Return whether a checkpoint has what a file stands for; else DeepSpeed has written the file.
+    """Return whether a file stands for data in a checkpoint; otherwise DeepSpeed wrote the file.
 
     Raises:
         CheckpointNotFoundError: There is no such file.
-        ConfigError: DeepSpeed has written it, and `allow_pickle` is not set.
-        FormatError: It may be of the one or the other.
+        ConfigError: DeepSpeed wrote it, and `allow_pickle` is not set.
+        FormatError: The writer of the file is not known.
     """
     if not file.exists():
         if place is None:
@@ -383,15 +383,15 @@ def _is_stub(file: Path, place: _Place | None, *, allow_pickle: bool) -> bool:
             return True
     if place is not None:
         msg = (
-            f"{file} is not of Penstock, and {_PLACE} is beside it. If DeepSpeed has saved this "
-            f"tag later than Penstock, delete {_PLACE}. Else the file is damaged, and nothing "
-            "else: delete it, and copy another .pt file of this folder to its name"
+            f"{file} is not a stub, but {_PLACE} is beside it. If DeepSpeed has saved this "
+            f"tag later than Penstock, delete {_PLACE}. Otherwise only this file is damaged: "
+            "delete it, and copy another .pt file of this folder to its name"
         )
         raise FormatError(msg, [str(file)])
     if not allow_pickle:
         msg = (
-            f"{file} is not of Penstock. If DeepSpeed has written it, it is a pickle, which can "
-            "run code: to load it all the same, give `use` allow_pickle=True"
+            f"{file} is not a stub. If DeepSpeed wrote it, it is a pickle, which can "
+            "run code: to load it anyway, pass allow_pickle=True to `use`"
         )
         raise ConfigError(msg)
     return False
@@ -414,13 +414,13 @@ def _of_rank_0(choose: Callable[[], int]) -> int:
 def _stub_text(name: str, place: _Place, folder: Path) -> str:
     return (
         f"{STUB.decode()}{place.line(folder)}"
-        "To write what it stands for as a file that torch.load reads:\n"
+        "To write its contents as a file that torch.load reads:\n"
         f"    penstock export {place.run} OUT.pt --to torch --step {place.step} --include {name}\n"
     )
 
 
 def _write(file: Path, text: str) -> None:
-    """Replace a file durably; a crash leaves what was there, or this."""
+    """Replace a file durably; a crash leaves the old text or the new one."""
     partial = file.with_name(f".{file.name}.partial")
     with partial.open("w", encoding="utf-8") as opened:
         opened.write(text)
@@ -435,14 +435,14 @@ def _write(file: Path, text: str) -> None:
 
 
 def _with_optimizer(state: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return a state with the part changed that only DeepSpeed writes."""
+    """Return a state with the changed optimizer part, which only DeepSpeed writes."""
     if "optimizer_state_dict" not in state:
         return state
     return {**state, "optimizer_state_dict": change(state["optimizer_state_dict"])}
 
 
 def _plain(value: Any) -> Any:
-    """Return DeepSpeed's own state with its few classes as data: read without it, and no pickle."""
+    """Return DeepSpeed's state with its few classes as data, read without DeepSpeed or pickle."""
     if type(value) in _CLASSES.values():
         return {_CLASS: type(value).__name__, **vars(value)}
     if isinstance(value, ZeroStageEnum):
@@ -453,7 +453,7 @@ def _plain(value: Any) -> Any:
 
 
 def _live(value: Any) -> Any:
-    """Return what `_plain` was given; the stage of ZeRO as a number, which is equal to it."""
+    """Return the argument of `_plain`; the ZeRO stage is a number, which is equal to it."""
     if type(value) is list:
         return [_live(item) for item in value]
     if type(value) not in {dict, OrderedDict}:

@@ -1,4 +1,4 @@
-"""The adapters of a PEFT model as a state tree: what is trained, without the frozen base."""
+"""The adapters of a PEFT model as a state tree: trained tensors, without the frozen base."""
 
 # pyright: reportMissingImports=false
 
@@ -18,10 +18,10 @@ except ModuleNotFoundError as error:
 def state_of(model: Any, adapter: str | None = None) -> dict[str, Any]:
     """Return the live tensors of an adapter, and all other trained parameters, by name.
 
-    `{"model": state_of(model), "optimizer": optimizer}` is saved and restored in place, as a whole
-    model would be. The tensors of the adapter have the names of PEFT's own files, without the name
-    of the adapter; so an export to safetensors is an `adapter_model.safetensors`, and a restore may
-    go into an adapter of another name. Embeddings that were resized are in it if they are trained.
+    `{"model": state_of(model), "optimizer": optimizer}` is saved and restored in place, like a
+    whole model. The tensors of the adapter have the names of PEFT's own files, without the name of
+    the adapter; so an export to safetensors is an `adapter_model.safetensors`, and an adapter
+    of another name can be restored. Resized embeddings are included if they are trained.
 
     Args:
         model: A `PeftModel`, without the wrappers of DDP or FSDP.
@@ -40,7 +40,7 @@ def state_of(model: Any, adapter: str | None = None) -> dict[str, Any]:
     named = get_peft_model_state_dict(
         model, live, adapter or model.active_adapter, save_embedding_layers=False
     )
-    # Prompt learning computes tensors for its files: a restore into these would be lost.
+    # Prompt learning computes tensors for its files: a restore into them would be lost.
     known = {id(tensor) for tensor in live.values()}
     state = {name: tensor for name, tensor in named.items() if id(tensor) in known}
     held = {id(tensor) for tensor in state.values()}

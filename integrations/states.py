@@ -1,4 +1,4 @@
-"""What adapters share: names for several objects of a kind, and the state of a new rank."""
+"""Code that adapters share: names for several objects of a kind, and the state of a new rank."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ def named(name: str, values: list[T]) -> dict[str, T]:
 
 
 def of_rank_0(states: list[T]) -> T:
-    """Return the state of rank 0, for ranks that there were not at the save (`on_change`)."""
+    """Return the state of rank 0, for ranks that did not exist at the save (`on_change`)."""
     return states[0]

@@ -45,13 +45,13 @@ class PenstockManager(BaseCheckpointManager):  # type: ignore[misc]  # torchtita
     """Saves and restores the state of torchtitan's trainer, with its own configuration.
 
     A save is lazy: training continues while weights and moments are copied, until the next step of
-    the optimizer. The folder is a run of Penstock. torchtitan's own manager reads what it has left
-    there, and files of other formats (`initial_load_path`), and writes them (`last_save_in_hf`).
+    the optimizer. The folder is a run of Penstock. torchtitan's own manager reads its checkpoints
+    there and files of other formats (`initial_load_path`), and writes files (`last_save_in_hf`).
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(BaseCheckpointManager.Config):  # type: ignore[misc]  # as above
-        """The fields of torchtitan, all of which are honoured, and two more.
+    class Config(BaseCheckpointManager.Config):  # type: ignore[misc]  # see above
+        """All fields of torchtitan, which are honored, and two more.
 
         `initial_load_path` may also be a run of Penstock, or a step of one: `/runs/gpt/step-100`.
         """
@@ -67,7 +67,7 @@ class PenstockManager(BaseCheckpointManager):  # type: ignore[misc]  # torchtita
 
         Args:
             config: The configuration.
-            parts: What torchtitan gives to each manager: `dataloader`, `model_parts`, `optimizers`,
+            parts: What torchtitan passes to managers: `dataloader`, `model_parts`, `optimizers`,
                 `lr_schedulers`, `states`, `sd_adapter`, `base_folder`.
 
         Raises:
@@ -83,7 +83,7 @@ class PenstockManager(BaseCheckpointManager):  # type: ignore[misc]  # torchtita
         self._state: dict[str, Any] = {
             **parts["states"],
             MODEL: _whole(parts["model_parts"]),
-            # Themselves, not their container: its state dict has no memory that could be deferred.
+            # The optimizers, not their container: its state dict has no memory to defer.
             OPTIMIZER: {str(n): one for n, one in enumerate(optimizers)},
             LR_SCHEDULER: parts["lr_schedulers"],
             "rng": Rng(),
@@ -94,13 +94,13 @@ class PenstockManager(BaseCheckpointManager):  # type: ignore[misc]  # torchtita
             self._state[DATALOADER] = PerRank(parts["dataloader"])
         unknown = {*config.exclude_from_loading} - {DATALOADER, *self._state}
         if unknown:
-            msg = f"exclude_from_loading has {sorted(unknown)}, of a state of {[*self._state]}"
+            msg = f"exclude_from_loading has {sorted(unknown)}; the state has {[*self._state]}"
             raise ValueError(msg)
         kept = {"keep_last": config.keep_latest_k} if config.keep_latest_k else {}
         options: dict[str, Any] = {"mode": config.mode, "retention": kept, **config.options}
         folder = filesystem.join(parts.get("base_folder", ""), config.folder)
         self._ckpt = Checkpointer(folder, **options)
-        self._newest = -1  # of the checkpoints that were there at `load`
+        self._newest = -1  # of the checkpoints that existed at `load`
 
     def _save(self, step: int, last_step: bool = False) -> bool:  # noqa: FBT001, FBT002 - torchtitan's
         config = self._config
@@ -114,7 +114,7 @@ class PenstockManager(BaseCheckpointManager):  # type: ignore[misc]  # torchtita
             state,
             step,
             mode="blocking" if last_step else None,
-            overwrite=step <= self._newest,  # training comes from an older step
+            overwrite=step <= self._newest,  # training resumed from an older step
         )
         self.save_future = handle.durable
         return True
@@ -124,8 +124,8 @@ class PenstockManager(BaseCheckpointManager):  # type: ignore[misc]  # torchtita
         newest = self._ckpt.latest()
         self._newest = -1 if newest is None else newest
         if newest is not None and (step == -1 or step in self._ckpt.steps()):
-            found = newest if step == -1 else step
-            self._restore(self._ckpt, found, model_only=found == 0)  # step 0 is a seed
+            chosen_step = newest if step == -1 else step
+            self._restore(self._ckpt, chosen_step, model_only=chosen_step == 0)  # step 0 is a seed
             return True
         place = config.initial_load_path
         is_file = place and filesystem.isfile(filesystem.join(place, ".metadata"))
@@ -145,17 +145,17 @@ class PenstockManager(BaseCheckpointManager):  # type: ignore[misc]  # torchtita
     def _exported(self) -> dict[str, Any]:
         """Return the model alone, in the dtype of the final checkpoint."""
         dtype = TORCH_DTYPE_MAP[self._config.export_dtype]
-        found: dict[str, Any] = ModelWrapper(self._parts["model_parts"]).state_dict()
-        for name, item in found.items():
+        state: dict[str, Any] = ModelWrapper(self._parts["model_parts"]).state_dict()
+        for name, item in state.items():
             if isinstance(item, torch.Tensor) and item.is_floating_point():
-                found[name] = item.to(dtype)
-        return {MODEL: found}
+                state[name] = item.to(dtype)
+        return {MODEL: state}
 
     def _of_torchtitan(self) -> BaseCheckpointManager:
         """Return torchtitan's own manager, for files of other formats."""
         from torchtitan.components.checkpointer.dcp import CheckpointManager  # noqa: PLC0415 - rare
 
-        names = [one.name for one in fields(BaseCheckpointManager.Config)]
+        names = [each.name for each in fields(BaseCheckpointManager.Config)]
         config = {name: getattr(self._config, name) for name in names} | {"keep_latest_k": 0}
         parts = self._parts | {"states": dict(self._parts["states"])}  # it adds to the states
         return CheckpointManager(CheckpointManager.Config(**config), **parts)
@@ -173,9 +173,9 @@ class PenstockManager(BaseCheckpointManager):  # type: ignore[misc]  # torchtita
 
 
 def _whole(parts: Sequence[nn.Module]) -> nn.Module:
-    """Return one module with the tensors of all parts, under the names that they have there.
+    """Return one module with the tensors of all parts, under their names in the parts.
 
-    A rank of a pipeline may have several parts, of which each has some layers of the model.
+    A pipeline rank may have several parts, each with some layers of the model.
     """
     if len(parts) == 1:
         return parts[0]

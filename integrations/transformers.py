@@ -1,8 +1,8 @@
 """Checkpoints of the `Trainer` of transformers, and of all trainers that derive from it.
 
 A trainer finds its checkpoint in a folder. Here that folder is temporary, and has only the small
-files that the trainer, and classes that derive from it, write there themselves. They are saved with
-the state, and laid out again for a resume.
+files that the trainer, and classes that derive from it, write there. They are saved with the state,
+and written to a new folder for a resume.
 """
 
 # pyright: reportMissingImports=false
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 BEST = "best_global_step"
-"""The key of the metadata of a checkpoint that was the best one when it was saved."""
+"""The metadata key of a checkpoint that was the best when it was saved."""
 
 log = logging.getLogger("penstock")
 
@@ -59,11 +59,11 @@ class _Run:
 
     Attributes:
         ckpt: Its checkpointer.
-        folder: Where transformers believes its checkpoints to be.
-        on_damage: What a restore does about damage.
-        step: The checkpoint that training resumes from; -1: it begins.
+        folder: The folder that transformers uses for its checkpoints.
+        on_damage: What a restore does with damage.
+        step: The checkpoint that training resumes from; -1: none.
         parts: The keys of that checkpoint.
-        newest: The newest step that training comes from, or has saved.
+        newest: The newest step that training resumed from or saved.
     """
 
     ckpt: Checkpointer
@@ -80,10 +80,10 @@ class _Run:
         return folder
 
     def restore(self, live: dict[str, Any], *keys: str) -> None:
-        """Restore what the checkpoint has of these keys.
+        """Restore those of these keys that the checkpoint has.
 
         Raises:
-            _OlderStepError: The checkpoint is damaged. What was restored before is of this one.
+            _OlderStepError: The checkpoint is damaged. Earlier restores came from it.
         """
         wanted = self.parts & live.keys() & {*keys}
         if wanted:
@@ -104,7 +104,7 @@ class PenstockTrainerMixin(Trainer):  # type: ignore[misc]  # transformers may n
     Attributes:
         penstock_url: The place of the run; default: `output_dir/penstock`.
         penstock_options: Options of the `penstock.Checkpointer`. The defaults are `mode="lazy"`,
-            and a `retention` that does what `save_total_limit` says.
+            and a `retention` that follows `save_total_limit`.
     """
 
     penstock_url: str | Path | None = None
@@ -121,8 +121,8 @@ class PenstockTrainerMixin(Trainer):  # type: ignore[misc]  # transformers may n
         """Train as `Trainer.train` does.
 
         Args:
-            resume_from_checkpoint: True: the newest whole checkpoint, or if there is none, that of
-                the trainer itself in `output_dir`, or a new training. A number: the checkpoint of
+            resume_from_checkpoint: True: the newest whole checkpoint; without one, the trainer's
+                own checkpoint in `output_dir`, or a new training. A number: the checkpoint of
                 this step. In both cases the first save deletes all later checkpoints. A path: a
                 folder of transformers.
             trial: As for `Trainer.train`.
@@ -133,16 +133,16 @@ class PenstockTrainerMixin(Trainer):  # type: ignore[misc]  # transformers may n
             What `Trainer.train` returns.
 
         Raises:
-            StepExistsError: Training shall begin, and the run has checkpoints.
+            StepExistsError: Training would begin, but the run has checkpoints.
             CheckpointNotFoundError: There is no checkpoint of the step.
-            ConfigError: The trainer does something for which it needs its own checkpoints, or the
-                path has no checkpoint of transformers.
+            ConfigError: A feature of the trainer needs its own checkpoints, or the path has no
+                checkpoint of transformers.
             StorageError: Nothing can be written to the place of the run.
             PenstockError: A save or the restore failed.
         """
         self._check_may_save()
         url = self.penstock_url or Path(self._get_output_dir(trial), "penstock")
-        # A lazy save can defer nothing where the optimizer is left out.
+        # Without the optimizer, a lazy save can defer nothing.
         mode = "async" if self.args.save_only_model else "lazy"
         options = {"mode": mode, "retention": self._retention(), **(self.penstock_options or {})}
         with (
@@ -150,7 +150,7 @@ class PenstockTrainerMixin(Trainer):  # type: ignore[misc]  # transformers may n
             Checkpointer(url, name=f"transformers/{url}", **options) as ckpt,
         ):
             if self.args.save_strategy != "no":
-                ckpt.check({})  # else the first save would find that nothing can be written
+                ckpt.check({})  # else only the first save would fail
             self._penstock = run = _Run(ckpt, Path(folder))
             step: int | str = "latest"
             if resume_from_checkpoint is True:
@@ -188,7 +188,7 @@ class PenstockTrainerMixin(Trainer):  # type: ignore[misc]  # transformers may n
             raise ConfigError(msg)
 
     def _retention(self) -> dict[str, Any] | None:
-        """Return what keeps the last `save_total_limit`, and besides the best."""
+        """Return the retention that keeps the last `save_total_limit`, and also the best."""
         limit = self.args.save_total_limit
         if limit is None or limit < 1:
             return None
@@ -200,15 +200,15 @@ class PenstockTrainerMixin(Trainer):  # type: ignore[misc]  # transformers may n
     def _begin(
         self, run: _Run, resume: str | int | None, step: int | str, url: object
     ) -> str | None:
-        """Return the folder that `Trainer.train` is to resume from, if any."""
+        """Return the folder that `Trainer.train` should resume from, if any."""
         if isinstance(resume, int) and resume is not False:  # True is an int too
             try:
                 stored = run.ckpt.load(step, include="files", on_damage=run.on_damage)["files"]
             except CheckpointNotFoundError:
                 if resume is not True:
                     raise
-                found = Path(self.args.output_dir).is_dir()
-                resume = get_last_checkpoint(self.args.output_dir) if found else None
+                has_folder = Path(self.args.output_dir).is_dir()
+                resume = get_last_checkpoint(self.args.output_dir) if has_folder else None
             else:
                 files = {name: data for rank in stored.values() for name, data in rank.items()}
                 return str(self._lay_out(run, files))
@@ -228,7 +228,7 @@ class PenstockTrainerMixin(Trainer):  # type: ignore[misc]  # transformers may n
         return resume or None
 
     def _lay_out(self, run: _Run, files: dict[str, bytes]) -> Path:
-        """Make the folder of a checkpoint, but for the files that `_load_...` would read."""
+        """Make the folder of a checkpoint, without the files that `_load_...` would read."""
         state = json.loads(files["trainer_state.json"])
         best = state["best_model_checkpoint"]
         if best and Path(best).parent != Path(self.args.output_dir):  # not transformers' own
@@ -263,10 +263,12 @@ class PenstockTrainerMixin(Trainer):  # type: ignore[misc]  # transformers may n
             self._prepare(run)
         stub = run.stub(step)
         super()._save_checkpoint(model, trial)
-        found = {path.relative_to(stub).as_posix(): path for path in stub.rglob("*")}
-        files = {name: path.read_bytes() for name, path in found.items() if path.is_file()}
-        entries = takewhile(lambda one: one.get("step") == step, reversed(self.state.log_history))
-        metadata = {k: v for one in entries for k, v in one.items() if isinstance(v, Real)}
+        paths = {path.relative_to(stub).as_posix(): path for path in stub.rglob("*")}
+        files = {name: path.read_bytes() for name, path in paths.items() if path.is_file()}
+        entries = takewhile(
+            lambda entry: entry.get("step") == step, reversed(self.state.log_history)
+        )
+        metadata = {k: v for entry in entries for k, v in entry.items() if isinstance(v, Real)}
         if self.state.best_global_step == step:
             metadata[BEST] = step
         live = {"model": _trained(self.model)} if self.args.save_only_model else self._live()
@@ -277,13 +279,13 @@ class PenstockTrainerMixin(Trainer):  # type: ignore[misc]  # transformers may n
             step,
             mode="async" if callable(getattr(inner, "train", None)) else None,
             metadata=metadata,
-            # A callback asked for a step again, or auto_find_batch_size began again.
+            # A callback requested a step again, or auto_find_batch_size restarted.
             overwrite=step <= run.newest,
         )
         run.newest = max(run.newest, step)
 
     def _prepare(self, run: _Run) -> None:
-        """Make the run end where training resumed, and say what keeps a resume from being exact."""
+        """Rewind the run to where training resumed, and log why a resume will not be exact."""
         if self.args.process_index != 0:
             return
         if run.step >= 0:
@@ -292,7 +294,7 @@ class PenstockTrainerMixin(Trainer):  # type: ignore[misc]  # transformers may n
             log.warning("a resume will not be exact: %s", "; ".join(reasons))
 
     def _live(self) -> dict[str, Any]:
-        """Return all that has state, but for the trainer itself."""
+        """Return all objects with state, except the trainer itself."""
         live = {
             "model": _trained(self.model),
             "optimizer": self.optimizer,
@@ -350,7 +352,7 @@ class PenstockTrainerMixin(Trainer):  # type: ignore[misc]  # transformers may n
             self._penstock.ckpt.wait()  # parameters are about to change
         best = self.state.best_model_checkpoint
         run = self._owner(best)
-        if run is None:  # saved by transformers, before
+        if run is None:  # saved by transformers
             super()._load_best_model()
             return
         try:
@@ -385,7 +387,7 @@ def patch(trainer: T, url: str | Path | None = None, **options: Any) -> T:
 
 
 def _reasons(trainer: Any) -> list[str]:
-    """Return what keeps a trainer, with its own checkpoints too, from resuming exactly."""
+    """Return what prevents an exact resume, with the trainer's own checkpoints too."""
     args, collator = trainer.args, trainer.data_collator
     reasons = {
         "save_only_model leaves out the optimizer and random state": args.save_only_model,
@@ -414,7 +416,7 @@ def _step_of(folder: str) -> int:
 
 
 def _trained(model: Any) -> Any:
-    """Return what is saved of a model: of a PEFT model the frozen base is left out."""
+    """Return the saved part of a model: a PEFT model is saved without its frozen base."""
     kind = getattr(sys.modules.get("peft"), "PeftModel", None)
     if kind is None or not isinstance(model, kind):
         return model

@@ -53,10 +53,10 @@ class GradsProvider(StateProvider):
     ) -> Iterator[StateObject | Node]:
         _refuse_flattened(value, path)
         yield Node(path, FORM)
-        found = {n: (p.grad, p) for n, p in _parameters(value).items() if p.grad is not None}
-        grads = [grad for grad, _ in found.values()]
-        paths = [(*path, name) for name in found]
-        with cut_like((g, p) for g, p in found.values() if is_sharded(g) and is_sharded(p)):
+        with_grad = {n: (p.grad, p) for n, p in _parameters(value).items() if p.grad is not None}
+        grads = [grad for grad, _ in with_grad.values()]
+        paths = [(*path, name) for name in with_grad]
+        with cut_like((g, p) for g, p in with_grad.values() if is_sharded(g) and is_sharded(p)):
             described = context.describe_each(grads, paths, [Role.OTHER] * len(grads))
         yield from chain.from_iterable(described)
 
@@ -101,12 +101,12 @@ def _refuse_flattened(value: Grads, path: ObjectPath) -> None:
     """Refuse gradients that FSDP1 has flattened, or keeps whole on each rank to accumulate them.
 
     Raises:
-        UnsupportedStateError: The model is one of FSDP1.
+        UnsupportedStateError: FSDP1 shards the model.
     """
     if is_flattened(value.model):
         msg = (
-            f"{show_path(path)} is penstock.Grads of a model of FSDP1, whose gradients cannot be "
-            "stored: save behind the step of the optimizer, or use fully_shard"
+            f"{show_path(path)} is penstock.Grads of an FSDP1 model, whose gradients cannot be "
+            "stored: save after an optimizer step, or use fully_shard"
         )
         raise UnsupportedStateError(msg)
 

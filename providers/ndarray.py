@@ -75,8 +75,8 @@ class ArraySource(_ArrayMemory, ByteSource):
 class ArraySink(_ArrayMemory, ByteSink):
     """The sink that fills the memory of a writeable array.
 
-    An array whose elements overlap is filled by way of scratch memory: `written` then compares, and
-    refuses stored values that disagree about one place.
+    An array whose elements overlap is filled through scratch memory. `written` then refuses stored
+    values that differ for one place in memory.
     """
 
     __slots__ = ("_live", "_path")
@@ -89,7 +89,7 @@ class ArraySink(_ArrayMemory, ByteSink):
         super().__init__(np.empty(array.shape, array.dtype) if overlaps else array)
         self.memory = array_key(array)
         if overlaps:
-            self.address = None  # that of scratch memory would hide which memory is shared
+            self.address = None  # the scratch address would hide which memory is shared
 
     def copy_in(self, start: int, data: memoryview, /) -> None:
         if not data.nbytes:
@@ -106,8 +106,8 @@ class ArraySink(_ArrayMemory, ByteSink):
         np.copyto(self._live, self._array)
         if self._live.tobytes() != self._array.tobytes():
             msg = (
-                f"{show_path(self._path)} is a broadcast or overlapping array, and what is stored "
-                "has different values for one place of its memory: restore into a contiguous array"
+                f"{show_path(self._path)} is a broadcast or overlapping array, but the checkpoint "
+                "has different values for one place in its memory: restore into a contiguous array"
             )
             raise RestoreError(msg)
 
@@ -143,8 +143,8 @@ class NdarrayProvider(StateProvider):
             return Placement([_target(value, path)], finish=lambda: value)
         array = np.empty(value.shape, value.dtype)
         stored = context.stored(path)
-        # Only for an array that will be filled: without strict, the template's stays where the
-        # checkpoint has none that fits, instead of memory that was never written.
+        # Only if it will be filled: without strict, the template's array stays if no stored array
+        # fits. The new array would be unwritten memory.
         fits = (
             stored is not None
             and stored.kind is Kind.TENSOR

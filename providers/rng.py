@@ -31,7 +31,7 @@ _CUDA = "cuda."
 
 
 class RngProvider(StateProvider):
-    """Stores random state, taken after all else is described, and set after all else is restored.
+    """Stores random state: reads it last in a save, and sets it last in a restore.
 
     Describing or restoring other values may draw random numbers.
     """
@@ -44,7 +44,7 @@ class RngProvider(StateProvider):
         return PRIORITY if issubclass(kind, _KINDS) else None
 
     def on_other_ranks(self, kind: type, /) -> Literal["keep"]:
-        """Keep what is live: all ranks would go on with equal random numbers, or those of few."""
+        """Keep the live state: otherwise several ranks would draw the same random numbers."""
         del kind
         return "keep"
 
@@ -84,7 +84,7 @@ class RngProvider(StateProvider):
             result.absorb(placed)
             if placed.finish is not None:
                 result.settle.append(_then(placed.finish, setter))
-        # Not those of CUDA: the checkpoint may be from a machine with fewer devices, or with none.
+        # Without CUDA states: the checkpoint may be from a machine with fewer devices, or none.
         missing = [(*path, name) for name in setters.keys() - set(chosen) if _CUDA not in name]
         result.missing += sorted(filter(context.selected, missing))
         return result
@@ -99,7 +99,7 @@ class RngProvider(StateProvider):
 
 @contextmanager
 def unchanged_random_state() -> Iterator[None]:
-    """Put the global random state back to what it was before the block."""
+    """Restore the global random state after the block."""
     rng = Rng()
     states = _states(rng, ())
     setters = _setters(rng)
@@ -123,20 +123,20 @@ def _class(value: Any) -> str:
 def _generators(value: Any, has_cuda: Callable[[], bool]) -> dict[str, _Access]:
     """Return the functions that read and set each state of `value`."""
     if isinstance(value, Rng):
-        found: dict[str, _Access] = {
+        accesses: dict[str, _Access] = {
             "python": (random.getstate, random.setstate),
             "numpy": (
                 lambda: _plain(np.random.get_state(legacy=False)),  # noqa: NPY002 - people use it
-                lambda state: np.random.set_state(_arrays(state)),  # noqa: NPY002 - likewise
+                lambda state: np.random.set_state(_arrays(state)),  # noqa: NPY002 - see above
             ),
             "torch": (torch.get_rng_state, torch.set_rng_state),
         }
         for index in range(torch.cuda.device_count() if has_cuda() else 0):
-            found[f"{_CUDA}{index}"] = (
+            accesses[f"{_CUDA}{index}"] = (
                 partial(torch.cuda.get_rng_state, index),
                 partial(torch.cuda.set_rng_state, device=index),
             )
-        return found
+        return accesses
     if isinstance(value, torch.Generator):
         return {"state": (value.get_state, value.set_state)}
     if isinstance(value, random.Random):
@@ -177,7 +177,7 @@ def _wanted(value: Any, path: ObjectPath, context: PlaceContext) -> bool:
 
 
 def _plain(state: Any) -> Any:
-    """Return numpy's state as plain data, so that it is one value and no container of arrays."""
+    """Return numpy's state as plain data, so that it is one value, not a container of arrays."""
     if isinstance(state, dict):
         return {key: _plain(item) for key, item in state.items()}
     if isinstance(state, np.ndarray):

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from penstock.core.types import ObjectPath
 
 PRIORITY = 10  # low: a provider that knows the type itself comes first
-REFUSED = 15  # of loaders without both methods: claimed only to be refused with advice
+REFUSED = 15  # for loaders without both methods: claimed to refuse them with advice
 FORM = "stateful"
 
-_WHOLE = "state"  # the one child of a state that is no dict with string keys
+_WHOLE = "state"  # the only child of a state that is not a dict with string keys
 
-# The module and the names of classes whose instances read data, each rank its own part of it.
+# Modules and names of classes whose instances read data, a different part on each rank.
 _READERS = (
     ("torch.utils.data", ("DataLoader", "Sampler", "Dataset")),
     ("torchdata.nodes", ("BaseNode", "Loader")),
@@ -56,7 +56,7 @@ class StatefulProvider(StateProvider):
         return REFUSED if _is_plain_loader(kind) or is_wrapper(kind, LOADERS) else None
 
     def on_other_ranks(self, kind: type, /) -> Literal["error"] | None:
-        """Say that what reads data differs between ranks, since each reads data of its own."""
+        """Return "error" for data readers: each rank reads its own data."""
         return "error" if _reads_data(kind) or is_wrapper(kind, LOADERS) else None
 
     def describe(
@@ -93,29 +93,29 @@ class StatefulProvider(StateProvider):
         _refuse_loader(value, path)
         result = Placement(finish=lambda: value)
         node = context.node(path)
-        found = leaves(context, path)
+        count = leaves(context, path)
         kind = type(value).__name__
         if node is None or node.form != FORM:
-            if found:
+            if count:
                 form = "dict" if node is None else node.form
                 if context.stored(path) is not None:
                     form = "plain value"
                 result.problems.append(
                     f"{show_path(path)} is stored as {with_article(form)}, but is "
                     f"{with_article(kind)} in the template, "
-                    "which takes only what its own state_dict gave"
+                    "which loads only what its own state_dict returns"
                 )
             elif context.selected(path):
                 result.missing.append(path)
             return result
         whole = node.meta.get("objects")
-        if found != whole:
-            if found:
+        if count != whole:
+            if count:
                 result.problems.append(
-                    f"{show_path(path)} is a {kind} and {_why_not(found, whole)} selected"
+                    f"{show_path(path)} is a {kind} and {_why_not(count, whole)} selected"
                 )
             return result
-        if not found and not context.selected(path):
+        if not count and not context.selected(path):
             return result
         placed = self.rebuild(node, device=None, context=context)
         root = (*path, _WHOLE) if node.meta.get("whole") else path
@@ -149,25 +149,25 @@ class StatefulProvider(StateProvider):
         return placed
 
 
-def _why_not(found: int, whole: object) -> str:
-    if isinstance(whole, int) and found > whole:
+def _why_not(count: int, whole: object) -> str:
+    if isinstance(whole, int) and count > whole:
         return (
-            "takes all that is stored there, of which each rank had a part, as stages of a "
-            "pipeline have: put the modules themselves into the state. All are"
+            "is restored whole, but each rank stored a part, as stages of a pipeline do: put the "
+            "modules themselves into the state. All are"
         )
-    return f"comes whole or not at all, but only {found} of its {whole} objects are"
+    return f"comes whole or not at all, but only {count} of its {whole} objects are"
 
 
 def _place_sharded(placed: Placement, value: Any, path: ObjectPath, context: PlaceContext) -> None:
-    """Plan a `DTensor` for each stored tensor that is one in the state of `value`.
+    """Plan a `DTensor` for each stored tensor that is a `DTensor` in the state of `value`.
 
-    Its code would mix a plain tensor with those of a module, which torch refuses, and each rank
-    would read the whole tensor.
+    With a plain tensor, each rank would read all of it, and the value's code would mix it with
+    the DTensors of a module, which torch refuses.
     """
     if context.world_size == 1 or "torch.distributed.tensor" not in sys.modules:
         return
     if not any(_is_tensor(context, target.path) for target in placed.targets):
-        return  # nor is its state asked for
+        return  # without a call of `state_dict`
     made: dict[ObjectPath, object] = {}
     for here, item in _sharded(value.state_dict(), path):
         stored = context.stored(here)
@@ -177,19 +177,19 @@ def _place_sharded(placed: Placement, value: Any, path: ObjectPath, context: Pla
                 made[here] = new
     if not made:
         return
-    # The plain ones, which nothing has written to, take no memory.
+    # The plain tensors take no memory: nothing has written to them.
     placed.targets = [target for target in placed.targets if target.path not in made]
     for here, tensor in made.items():
         placed.targets += context.place(tensor, here).targets
     build: Any = placed.finish
 
     def finish() -> object:
-        taken: set[ObjectPath] = set()
+        used: set[ObjectPath] = set()
         above = {here[:n] for here in made for n in range(len(here))}
-        state = _with(build(), path, made, above, taken)
-        if len(taken) < len(made):  # else its code would load memory that nothing has written
-            first = next(here for here in made if here not in taken)
-            msg = f"{show_path(first)} stands elsewhere in what is stored than in the state"
+        state = _with(build(), path, made, above, used)
+        if len(used) < len(made):  # else its code would load unwritten memory
+            first = next(here for here in made if here not in used)
+            msg = f"{show_path(first)} is at another place in the checkpoint than in the state"
             raise RestoreError(msg)
         return state
 
@@ -218,29 +218,29 @@ def _with(
     path: ObjectPath,
     made: Mapping[ObjectPath, object],
     above: AbstractSet[ObjectPath],
-    taken: set[ObjectPath],
+    used: set[ObjectPath],
 ) -> Any:
-    """Return a state with the objects of `made` in their places, which are added to `taken`.
+    """Return `state` with the objects of `made` in their places; add their paths to `used`.
 
     Args:
-        state: What is built of the stored objects.
-        path: Where it stands.
+        state: The state that was built from the stored objects.
+        path: Its path.
         made: The objects by their paths.
-        above: The paths of all containers of these.
-        taken: The paths of those that have been put in.
+        above: The paths of all their containers.
+        used: The paths of the objects that are in place.
     """
     if path in made:
-        taken.add(path)
+        used.add(path)
         return made[path]
     if path not in above:
         return state
     if isinstance(state, dict):
         for key, item in state.items():
-            state[key] = _with(item, (*path, str(key)), made, above, taken)
+            state[key] = _with(item, (*path, str(key)), made, above, used)
         return state
     if isinstance(state, list | tuple):
         numbered = enumerate(state)
-        items = [_with(item, (*path, str(n)), made, above, taken) for n, item in numbered]
+        items = [_with(item, (*path, str(n)), made, above, used) for n, item in numbered]
         make = getattr(state, "_make", type(state))  # of a named tuple
         return make(items)
     return state
@@ -256,11 +256,11 @@ def _reads_data(kind: type) -> bool:
 
 
 def _spare_random_state(value: Any) -> None:
-    """Let the next iterator of a loader of torchdata leave the global random state as it is.
+    """Keep the next iterator of a torchdata loader from changing the global random state.
 
-    That iterator continues the one that was saved, whose draws came before the save: drawn again,
-    they would change all later random numbers. It cannot be made here, since the `set_epoch` of a
-    sampler comes between the restore and the iterator.
+    That iterator continues the saved one, which drew before the save: a second draw would change
+    all later random numbers. It cannot be made here, since a sampler's `set_epoch` comes between
+    the restore and the iterator.
     """
     loader = getattr(value, "base_dataloader", value)  # of accelerate
     stateful = getattr(sys.modules.get("torchdata.stateful_dataloader"), "StatefulDataLoader", None)
@@ -269,7 +269,7 @@ def _spare_random_state(value: Any) -> None:
 
 
 def _iterator_that_draws_nothing(loader: Any) -> object:
-    del loader._get_iterator  # noqa: SLF001 - that of the class remains, and draws
+    del loader._get_iterator  # noqa: SLF001 - the class's method remains, and draws
     with unchanged_random_state():
         made: object = loader._get_iterator()  # noqa: SLF001
     own = loader.generator
@@ -278,7 +278,7 @@ def _iterator_that_draws_nothing(loader: Any) -> object:
         and own is getattr(loader.sampler, "generator", None)
         and not loader.num_workers
     ):
-        # torchdata leaves it where the order of samples was drawn; the saved one drew a seed after.
+        # torchdata leaves it where the sample order was drawn; the saved iterator then drew a seed.
         torch.empty((), dtype=torch.int64).random_(generator=own)
     return made
 
@@ -299,11 +299,11 @@ def _is_optimizer(value: object) -> bool:
 def _refuse_loader(value: object, path: ObjectPath) -> None:
     adapter = getattr(sys.modules.get("accelerate.data_loader"), "DataLoaderAdapter", None)
     if adapter is not None and issubclass(type(value), adapter):
-        # The adapter has both methods always, but they work only around a loader that has them.
+        # The adapter always has both methods, but they work only if its loader has them.
         if not hasattr(vars(value).get("base_dataloader"), "state_dict"):
             msg = (
-                f"{show_path(path)} is a {type(value).__name__} of accelerate, which cannot say "
-                "where it stands: make the Accelerator with dataloader_config="
+                f"{show_path(path)} is a {type(value).__name__} of accelerate, which cannot report "
+                "its position: make the Accelerator with dataloader_config="
                 "DataLoaderConfiguration(use_stateful_dataloader=True), which needs torchdata"
             )
             raise UnsupportedStateError(msg)
@@ -311,8 +311,8 @@ def _refuse_loader(value: object, path: ObjectPath) -> None:
     if callable(getattr(type(value), "load_state_dict", None)):
         return
     msg = (
-        f"{show_path(path)} is a {type(value).__name__}, which cannot say where it stands: put a "
-        "torchdata.stateful_dataloader.StatefulDataLoader in its place, the loader itself and no "
+        f"{show_path(path)} is a {type(value).__name__}, which cannot report its position: put a "
+        "torchdata.stateful_dataloader.StatefulDataLoader in its place, the loader itself, not an "
         "iterator over it"
     )
     raise UnsupportedStateError(msg)

@@ -1,6 +1,6 @@
 """Wrappers of modules, optimizers and data loaders, found by type, and overridden methods.
 
-A wrapped value is stored as the bare one would be, under the bare one's names.
+A wrapped value is stored as the bare value would be, under the bare names.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ LOADERS = (
 
 
 def _loaded(table: tuple[tuple[str, str, str], ...]) -> list[tuple[type, str]]:
-    found = []
+    kinds = []
     for module, name, attribute in table:
         kind = getattr(sys.modules.get(module), name, None)
         if kind is not None:
-            found.append((kind, attribute))
-    return found
+            kinds.append((kind, attribute))
+    return kinds
 
 
 def unwrap(module: torch.nn.Module) -> torch.nn.Module:
@@ -65,23 +65,23 @@ def unwrap(module: torch.nn.Module) -> torch.nn.Module:
 def layers(module: torch.nn.Module) -> list[torch.nn.Module]:
     """Return a module's wrappers from the outermost on, then the bare module."""
     wrappers = _loaded(_WRAPPERS)
-    found = [module]
-    while (attribute := _inner(found[-1], wrappers)) is not None:
+    chain = [module]
+    while (attribute := _inner(chain[-1], wrappers)) is not None:
         # Not `getattr`: a wrapper may define its own and pass the name on to the wrapped module.
-        inner = found[-1]._modules[attribute]  # noqa: SLF001 - as said above
+        inner = chain[-1]._modules[attribute]  # noqa: SLF001 - see above
         if inner is None:
             break
-        found.append(inner)
-    return found
+        chain.append(inner)
+    return chain
 
 
 def bare_class(module: torch.nn.Module) -> type:
-    """Return the class of a module as it was before `fully_shard` put one in front of it."""
+    """Return the class that a module had before `fully_shard` replaced it."""
     kind = type(module)
     sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     if sharded is None or not issubclass(kind, sharded):
         return kind
-    # torch's class has two bases: its own, and that of the module, which may be a subclass of any.
+    # torch's class has two bases: its own, and the module's class, which may have any bases.
     return next((base for base in kind.__bases__ if not issubclass(base, sharded)), kind)
 
 
@@ -99,7 +99,7 @@ def is_wrapper(kind: type, table: tuple[tuple[str, str, str], ...]) -> bool:
 
 
 def wrapped(value: object, table: tuple[tuple[str, str, str], ...]) -> object:
-    """Return the value that `value` wraps, which may be a wrapper in turn."""
+    """Return the value that `value` wraps, which may be a wrapper too."""
     names = [name for wrapper, name in _loaded(table) if issubclass(type(value), wrapper)]
     return vars(value)[names[0]]  # not getattr, which may be the wrapper's own
 
@@ -134,12 +134,12 @@ def _strip(root: torch.nn.Module, name: str, wrappers: list[tuple[type, str]]) -
     while at < len(parts) and module is not None:
         inner = _inner(module, wrappers)
         if inner is not None:
-            module = module._modules[inner]  # noqa: SLF001 - as above
+            module = module._modules[inner]  # noqa: SLF001 - see above
             # Only where the name is there: some wrappers strip it in a state-dict hook.
             at += parts[at] == inner
             continue
         kept.append(parts[at])
-        module = module._modules.get(parts[at])  # noqa: SLF001 - as above
+        module = module._modules.get(parts[at])  # noqa: SLF001 - see above
         at += 1
     return ".".join(kept + parts[at:])
 

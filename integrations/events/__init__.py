@@ -1,6 +1,6 @@
 """Sinks for events: logs, Prometheus, OpenTelemetry, TensorBoard and Weights & Biases.
 
-`Sinks` is given to a checkpointer as `on_event`, and passes events on to each sink on its own
+A checkpointer takes `Sinks` as `on_event`. It passes events on to each sink on its own
 thread. A sink imports its host when it is made; hosts of other sinks are never imported.
 """
 

@@ -1,6 +1,6 @@
 """Sinks of other libraries: TensorBoard, Weights & Biases, OpenTelemetry.
 
-Each library is imported when its sink is made. Of OpenTelemetry only the API is needed: the user
+Each library is imported when its sink is made. OpenTelemetry needs only its API: the user
 chooses the SDK and the exporter.
 """
 
@@ -50,12 +50,12 @@ def curves(event: Mapping[str, Any]) -> dict[str, float]:
         case "durable":
             total = event["total"]
             raw, stored = total["bytes_raw"], total["bytes_stored"]
-            found = {f"save/{phase}_s": seconds for phase, seconds in event["seconds"].items()}
-            found |= {"save/bytes_raw": raw, "save/bytes_stored": stored}
-            return found | ({"save/ratio": raw / stored} if stored else {})
+            figures = {f"save/{phase}_s": seconds for phase, seconds in event["seconds"].items()}
+            figures |= {"save/bytes_raw": raw, "save/bytes_stored": stored}
+            return figures | ({"save/ratio": raw / stored} if stored else {})
         case "restore_done" | "load_done":
-            found = {f"restore/{phase}_s": seconds for phase, seconds in event["seconds"].items()}
-            return found | {"restore/bytes_read": event["bytes_read"]}
+            figures = {f"restore/{phase}_s": seconds for phase, seconds in event["seconds"].items()}
+            return figures | {"restore/bytes_read": event["bytes_read"]}
         case "verified":
             return {"verify/total_s": event["seconds"], "verify/damaged": event["damaged"]}
     return {}
@@ -71,7 +71,7 @@ class TensorBoardSink(Sink):
         """Open the writer.
 
         Args:
-            logdir: The folder, best one beside that of the training: `runs/tb/penstock`.
+            logdir: The folder, best beside the training's folder: `runs/tb/penstock`.
 
         Raises:
             ConfigError: TensorBoard is not installed.
@@ -81,10 +81,10 @@ class TensorBoardSink(Sink):
 
     def write(self, event: Mapping[str, Any]) -> None:
         """Write the figures of an event."""
-        found = curves(event)
-        for name, value in found.items():
+        figures = curves(event)
+        for name, value in figures.items():
             self._writer.add_scalar(f"penstock/{name}", value, event["step"], event["time"])
-        if found:
+        if figures:
             self._writer.flush()
 
     def close(self) -> None:
@@ -95,10 +95,10 @@ class TensorBoardSink(Sink):
 class WandbSink(Sink):
     """Logs `penstock/...` to a run of Weights & Biases, over the step metric `penstock/step`.
 
-    A save becomes durable when training is some steps further, and W&B drops what is logged for an
-    earlier step of its own counter. So figures have their own step metric. They are logged
-    without a commit: they go into the row that the training loop commits next, and never advance
-    the counter that the loop's own `log(..., step=...)` refers to.
+    A save becomes durable some training steps later, and W&B drops figures for an earlier step of
+    its own counter. So these figures have their own step metric. They are logged without a commit:
+    they go into the row that the training loop commits next, and never advance the counter of the
+    loop's own `log(..., step=...)`.
     """
 
     def __init__(self, run: Any = None) -> None:
@@ -110,26 +110,26 @@ class WandbSink(Sink):
         Raises:
             ConfigError: W&B is not installed, or no run is active.
         """
-        found = host("wandb", "wandb").run if run is None else run
-        if found is None:
+        active = host("wandb", "wandb").run if run is None else run
+        if active is None:
             msg = "WandbSink: no run is active; call wandb.init first, or pass the run"
             raise ConfigError(msg)
-        self._run = found
+        self._run = active
         self._run.define_metric("penstock/step", hidden=True)
         self._run.define_metric("penstock/*", step_metric="penstock/step")
 
     def write(self, event: Mapping[str, Any]) -> None:
         """Log the figures of an event."""
-        found = {f"penstock/{name}": value for name, value in curves(event).items()}
-        if found:
-            self._run.log({**found, "penstock/step": event["step"]}, commit=False)
+        figures = {f"penstock/{name}": value for name, value in curves(event).items()}
+        if figures:
+            self._run.log({**figures, "penstock/step": event["step"]}, commit=False)
 
 
 class OpenTelemetrySink(Sink):
     """Makes a span of each save, restore and load, and metrics of their figures.
 
-    The span of a save is from the call until the checkpoint is durable, or the save has failed. It
-    has no parent: the thread that ends it is not the one that began it.
+    A save's span lasts from the call until the checkpoint is durable, or the save has failed. It
+    has no parent: one thread begins it, and another ends it.
     """
 
     def __init__(self, *, tracer_provider: Any = None, meter_provider: Any = None) -> None:
@@ -155,7 +155,7 @@ class OpenTelemetrySink(Sink):
         self._began_s: dict[tuple[str, int], float] = {}
 
     def write(self, event: Mapping[str, Any]) -> None:
-        """Count an event, and end the span of what it ends."""
+        """Count an event, and end its span if it is a last event."""
         kind = event["kind"]
         self._events.add(1, {"kind": kind})
         if kind in _BEGINNINGS:

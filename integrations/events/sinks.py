@@ -26,7 +26,7 @@ log = logging.getLogger("penstock")
 
 
 class Sink(ABC):
-    """Takes the events of a checkpointer. All calls come from one thread, one after the other."""
+    """Takes the events of a checkpointer. All calls come from one thread, in order."""
 
     @abstractmethod
     def write(self, event: Mapping[str, Any]) -> None:
@@ -48,8 +48,8 @@ class Sinks:
     """Passes events on to sinks, each on its own thread; for `on_event` of a checkpointer.
 
     A sink that is slow, hangs or raises holds up neither a save nor training, nor another sink: its
-    events wait in a queue, and those that find the queue full are dropped, counted, and warned of
-    once. Queued events hold no tensors, since `as_dict` has made plain data of them.
+    events wait in a queue. If the queue is full, events are dropped and counted, with one warning.
+    Queued events hold no tensors, since `as_dict` has made plain data of them.
 
     Close it after the checkpointer: `with Sinks(...) as sinks, Checkpointer(..., on_event=sinks)`.
     The end of the process closes it as well. A forked child passes nothing on.
@@ -82,17 +82,17 @@ class Sinks:
 
     @property
     def dropped(self) -> tuple[int, ...]:
-        """How many events each sink was not given, because its queue was full or it was late."""
+        """The number of events dropped for each sink, because its queue was full or it was late."""
         return tuple(lane.dropped for lane in self._lanes)
 
     @property
     def failed(self) -> tuple[int, ...]:
-        """How many events each sink has raised an error at."""
+        """The number of events for which each sink raised an error."""
         return tuple(lane.failed for lane in self._lanes)
 
     def __call__(self, event: AnyEvent) -> None:
         """Queue an event for each sink; returns at once."""
-        # In a child that was forked the threads are gone, and queues may be locked for ever.
+        # In a forked child the threads are gone, and queues may stay locked.
         if self._closed or os.getpid() != self._pid or not (self._every_rank or _is_first_rank()):
             return
         figures = {**event.as_dict(), "time": time.time()}
@@ -100,11 +100,11 @@ class Sinks:
             lane.offer(figures)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Pass on what is queued, and close the sinks. Repeated calls do nothing.
+        """Pass on queued events, and close the sinks. Repeated calls do nothing.
 
         Args:
             timeout_s: How long to wait for all sinks together; default: `close_s`. The events that
-                a late sink has not been given by then are dropped.
+                a late sink has not received by then are dropped.
         """
         atexit.unregister(self.close)
         if self._closed or os.getpid() != self._pid:
@@ -131,8 +131,8 @@ class _Lane:
     def __init__(self, sink: Sink, capacity: int) -> None:
         self._sink = sink
         self._capacity = capacity
-        # A signal handler may save while `offer` runs on the same thread: only a SimpleQueue may be
-        # entered again there. It has no bound of its own.
+        # A signal handler may save while `offer` runs on the same thread: only a SimpleQueue is
+        # reentrant. It has no bound.
         self._queue: SimpleQueue[Mapping[str, Any] | None] = SimpleQueue()
         self._warned = False
         self._abandoned = False
@@ -170,7 +170,7 @@ class _Lane:
             self.failed += 1
             if self.failed == 1:
                 name = type(self._sink).__name__
-                # As text: a handler that keeps records would keep frames, and what is in them.
+                # As text: a handler that keeps records would keep frames and their objects.
                 text = traceback.format_exc()
                 log.warning("%s raised; later errors of it are only counted:\n%s", name, text)
 

@@ -1,7 +1,6 @@
 """Sinks that write text: a log, a file of JSON lines, and a file in Prometheus' text format.
 
-The node exporter reads the file of Prometheus (textfile collector): no port is opened, and no
-library is needed.
+The node exporter reads the Prometheus file (textfile collector): this needs no port and no library.
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ def export(view: Checkpoint, options: ExportOptions) -> ExportReport:
         published(options.out, is_folder=True, overwrite=options.overwrite) as partial,
         warnings.catch_warnings(),
     ):
-        warnings.simplefilter("ignore", UserWarning)  # it says that this is one process
-        # Without copies ahead, as it makes where there is CUDA. `published` syncs all at the end.
+        warnings.simplefilter("ignore", UserWarning)  # it warns about a single process
+        # Without the copies ahead that it makes with CUDA. `published` syncs all files at the end.
         writer = _BatchWriter(partial, per_thread_copy_ahead=0, sync_files=False)
         try:
             save(stand_ins, storage_writer=writer, planner=planner, no_dist=True)
@@ -61,16 +61,16 @@ def export(view: Checkpoint, options: ExportOptions) -> ExportReport:
 
 
 def _cause(error: CheckpointException) -> BaseException:
-    """Return why reading or writing a chunk failed, by which DCP raises an error of its own.
+    """Return why reading or writing a chunk failed; DCP raises its own error for it.
 
-    Closing its file after a failed write fails as well, and hides why.
+    DCP fails again when it closes its file after a failed write, which hides the reason.
     """
     failed, _ = error.failures[0]
-    found: BaseException | None = failed
-    while found is not None:
-        if isinstance(found, OSError | PenstockError) or not isinstance(found, Exception):
-            return found
-        found = found.__context__
+    cause: BaseException | None = failed
+    while cause is not None:
+        if isinstance(cause, OSError | PenstockError) or not isinstance(cause, Exception):
+            return cause
+        cause = cause.__context__
     return StorageError(f"torch.distributed.checkpoint failed to write the files: {failed}")
 
 
@@ -85,11 +85,11 @@ class _StreamPlanner(DefaultSavePlanner):
 
     @property
     def tensors(self) -> list[Streamed]:
-        """The tensors that are written: under each of their names, since DCP knows no ties."""
+        """The written tensors, under each of their names: DCP has no ties."""
         return [tensor for _, tensor in self._streams.values()]
 
     def stand_ins(self, tree: Any) -> Any:
-        """Return the tree with tensors without memory, which DCP plans by their shapes."""
+        """Return the tree with tensors without memory, enough for DCP's plan."""
         if isinstance(tree, Streamed):
             meta = empty_like(tree)
             self._streams[id(meta)] = meta, tree
@@ -122,8 +122,8 @@ class _StreamPlanner(DefaultSavePlanner):
         return data
 
     def _stream(self, item: WriteItem) -> Streamed | None:
-        found = self._streams.get(id(self.state_dict[item.index.fqn]))
-        return None if found is None else found[1]
+        stream = self._streams.get(id(self.state_dict[item.index.fqn]))
+        return None if stream is None else stream[1]
 
     def _pieces(self, item: WriteItem) -> Iterator[WriteItem]:
         tensor, data = self._stream(item), item.tensor_data
@@ -138,7 +138,7 @@ class _StreamPlanner(DefaultSavePlanner):
 
 
 class _BatchWriter(FileSystemWriter):
-    """Writes many files: DCP keeps the tensors of a file in memory until all of it is written."""
+    """Writes many files: DCP keeps the tensors of a file in memory until the file is written."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the chunks of a plan, some to each file."""
@@ -192,7 +192,7 @@ def _rectangles(
     if math.prod(shape) * itemsize <= PIECE_BYTES:
         yield (0,) * len(shape), shape
         return
-    cut = 0  # the dimension that is cut; those before it are taken one by one
+    cut = 0  # the dimension that is cut; earlier dimensions are split into single indices
     while itemsize * math.prod(shape[cut + 1 :]) > PIECE_BYTES:
         cut += 1
     rest = shape[cut + 1 :]

@@ -1,4 +1,4 @@
-"""Reads folders of `torch.distributed.checkpoint`, chunk by chunk, and runs no code of theirs."""
+"""Reads folders of `torch.distributed.checkpoint`, chunk by chunk, without running their code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def read_folder(folder: Path) -> dict[str, Any]:
-    """Return what a folder holds: tensors that are read while they are saved, and unread values.
+    """Return the contents of a folder: tensors that are read during the save, and unread values.
 
     Raises:
         FormatError: The metadata is damaged, or does not cover a tensor.
@@ -61,13 +61,13 @@ def _with_lists(tree: Any) -> Any:
 
 
 class ChunkReader:
-    """Reads the bytes of a tensor; keeps the chunks that the next bytes need as well."""
+    """Reads the bytes of a tensor; keeps the chunks that the next bytes need."""
 
     def __init__(self, tensor: StoredTensor) -> None:
         self._tensor = tensor
         self._shape = tensor.shape or (1,)
         self.held: dict[StoredChunk, NDArray[np.uint8]] = {}
-        """The chunks of which later bytes are needed."""
+        """The chunks whose later bytes are needed."""
 
     def read(self, start: int, out: memoryview) -> None:
         """Fill `out` with the bytes of the tensor from byte `start` on."""
@@ -75,7 +75,7 @@ class ChunkReader:
         row_bytes = itemsize * int(np.prod(self._shape[1:], dtype=np.int64))
         first, last = start // row_bytes, -(-(start + out.nbytes) // row_bytes)
         skip = start - first * row_bytes
-        # Whole rows are copied to their place, others by way of a buffer.
+        # Whole rows are copied to their place, others through a buffer.
         is_whole = out.nbytes == (last - first) * row_bytes
         flat = np.frombuffer(out if is_whole else bytearray((last - first) * row_bytes), np.uint8)
         rows = flat.reshape(last - first, *self._shape[1:], itemsize)
@@ -98,16 +98,16 @@ class ChunkReader:
 
     def _load(self, chunk: StoredChunk, sizes: tuple[int, ...]) -> NDArray[np.uint8]:
         name = self._tensor.name
-        found = _load(chunk.blob, name)
+        tensor = _load(chunk.blob, name)
         dtype = _dtype(self._tensor)
         if (
-            not isinstance(found, torch.Tensor)
-            or (found.dtype, tuple(found.shape)) != (dtype, chunk.sizes)
-            or found.layout is not torch.strided
+            not isinstance(tensor, torch.Tensor)
+            or (tensor.dtype, tuple(tensor.shape)) != (dtype, chunk.sizes)
+            or tensor.layout is not torch.strided
         ):
             msg = f"{chunk.blob.source.path} does not hold {name!r} as its metadata says"
             raise FormatError(msg, [name])
-        data = found.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
         return data.reshape(*sizes, dtype.itemsize)
 
 
@@ -118,10 +118,10 @@ def _dtype(tensor: StoredTensor) -> torch.dtype:
 def _load(blob: StoredBlob, name: str) -> object:
     with blob.source.path.open("rb") as file:
         window = io.BufferedReader(_Window(file, blob.offset, blob.length), 1 << 20)
-        found = load_safely(cast("BinaryIO", window), f"{name!r} in {blob.source.path}")
+        content = load_safely(cast("BinaryIO", window), f"{name!r} in {blob.source.path}")
         read_soon(file.fileno(), blob.offset + blob.length, blob.length)
     blob.source.check(name)
-    return found
+    return content
 
 
 class _Window(io.RawIOBase):

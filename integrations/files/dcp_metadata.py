@@ -1,9 +1,9 @@
 """Reads the `.metadata` of a `torch.distributed.checkpoint` folder, a pickle, without its code.
 
-The pickle names a dozen classes. Here an inert class stands for each of them, which keeps what it
-is given and does nothing. Every other name is refused, so nothing that a crafted file names is
-imported or called. Reads what torch 2.6 to 2.15 have written, and Megatron, which has classes of
-its own for two of them.
+The pickle names a dozen classes. Here an inert class stands for each of them, which keeps its state
+and does nothing. Every other name is refused, so nothing that a crafted file names is imported or
+called. Reads the metadata of torch 2.6 to 2.15, and of Megatron, which has its own classes for two
+of them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class StoredChunk:
     blob: StoredBlob
 
     def bounds(self, dimension: int) -> tuple[int, int]:
-        """Return where it starts and ends in one dimension."""
+        """Return its start and end in one dimension."""
         start = self.offsets[dimension]
         return start, start + self.sizes[dimension]
 
@@ -70,12 +70,12 @@ def read_metadata(folder: Path) -> list[tuple[str, tuple[str | int, ...], Entry]
 
     Raises:
         FormatError: The metadata is damaged, or does not cover a tensor.
-        UnsupportedStateError: It names classes that are not those of DCP, or its files were
-            transformed; names them.
+        UnsupportedStateError: It names classes that are not DCP's, or its files were transformed;
+            names them.
     """
     path = folder / ".metadata"
     if not any(folder.glob("*.metadata")):
-        msg = f"{folder} has no .metadata: it is no folder of DCP, or was not saved to its end"
+        msg = f"{folder} has no .metadata: it is not a folder of DCP, or its save was cut short"
         raise FormatError(msg, [str(folder)])
     if not path.is_file():
         msg = (
@@ -89,7 +89,7 @@ def read_metadata(folder: Path) -> list[tuple[str, tuple[str | int, ...], Entry]
 
 
 class _Inert:
-    """Stands for an instance of a class of DCP: keeps its state, and does nothing."""
+    """Stands for an instance of a DCP class: keeps its state, and does nothing."""
 
     __slots__ = ("state",)
     state: object
@@ -152,18 +152,18 @@ _ALLOWED: dict[tuple[str, str], type] = {
 
 class _Dict(dict[Any, Any]):
     def __setitem__(self, key: Any, value: Any) -> None:
-        # The hash of a tuple in a tuple in a tuple, and so on, ends the process, or never ends.
+        # The hash of deeply nested tuples ends the process, or never ends.
         if not isinstance(key, str | int | _Inert):
             raise pickle.UnpicklingError
         super().__setitem__(key, value)
 
 
-# These fill sets and dicts past `_Dict`. DCP pickles no sets, and dicts by `EMPTY_DICT`.
+# These fill sets and dicts without `_Dict`. DCP pickles no sets, and dicts with `EMPTY_DICT`.
 _HASHING = {pickle.DICT, pickle.ADDITEMS, pickle.FROZENSET}
 
 
-# Not `pickle.Unpickler`: a crafted number of a memo makes it take memory for 2^32 entries.
-class _Unpickler(pickle._Unpickler):  # noqa: SLF001 - the same in Python, which has a dict for it
+# Not `pickle.Unpickler`: with a crafted memo number it takes memory for 2^32 entries.
+class _Unpickler(pickle._Unpickler):  # noqa: SLF001 - in Python, with a dict for the memo
     dispatch: ClassVar[dict[int, Any]] = {
         code: load
         for code, load in pickle._Unpickler.dispatch.items()  # noqa: SLF001 - see above
@@ -178,12 +178,12 @@ class _Unpickler(pickle._Unpickler):  # noqa: SLF001 - the same in Python, which
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
             return _DtypeName(name)
-        found = _ALLOWED.get((module, name))
-        if found is None:
-            # No UnpicklingError, which stands for damage.
+        kind = _ALLOWED.get((module, name))
+        if kind is None:
+            # Not UnpicklingError, which means damage.
             msg = f"names {module}.{name}, which is not of torch.distributed.checkpoint"
             raise _RefusedError(msg)
-        return found
+        return kind
 
 
 class _RefusedError(Exception):
@@ -202,7 +202,7 @@ class _MetadataReader:
         try:
             self._metadata = self._state(_Unpickler(file).load())
         except _RefusedError as error:
-            msg = f"{path} {error}, so it was refused, and nothing of it was run"
+            msg = f"{path} {error}, so it was refused, and none of it was run"
             raise UnsupportedStateError(msg) from None
         except FormatError:
             raise
@@ -214,7 +214,7 @@ class _MetadataReader:
         blobs = self._blobs(folder)
         paths = self._metadata.get("planner_data")
         names = self._typed(self._metadata.get("state_dict_metadata"), dict)
-        found: list[tuple[str, tuple[str | int, ...], Entry]] = []
+        entries: list[tuple[str, tuple[str | int, ...], Entry]] = []
         for name, record in names.items():
             self._typed(name, str)
             path: Any = (name,)
@@ -223,12 +223,12 @@ class _MetadataReader:
             if not path or not all(type(part) in {str, int} for part in path):
                 self._refuse(f"has no path for {name!r}")
             if isinstance(record, _InertTensor):
-                found.append((name, path, self._tensor(name, record, blobs)))
+                entries.append((name, path, self._tensor(name, record, blobs)))
             elif isinstance(record, _InertBytes) and (name, None) in blobs:
-                found.append((name, path, blobs[name, None]))
+                entries.append((name, path, blobs[name, None]))
             else:
                 self._refuse(f"does not say where {name!r} is")
-        return found
+        return entries
 
     def _blobs(self, folder: Path) -> dict[tuple[str, tuple[int, ...] | None], StoredBlob]:
         """Return the place of each chunk, by the name of the object and the offsets in it."""
@@ -267,8 +267,8 @@ class _MetadataReader:
         dtype = self._typed(fields[0] if len(fields) in {5, 6} else None, _DtypeName)
         shape = self._numbers(state.get("size"))
         chunks: dict[tuple[tuple[int, ...], tuple[int, ...]], StoredChunk] = {}
-        for one in self._typed(state.get("chunks"), list):
-            chunk = self._state(one)
+        for chunk_record in self._typed(state.get("chunks"), list):
+            chunk = self._state(chunk_record)
             offsets, sizes = self._numbers(chunk.get("offsets")), self._numbers(chunk.get("sizes"))
             blob = blobs.get((name, offsets))
             if blob is None:
@@ -279,7 +279,7 @@ class _MetadataReader:
         return tensor
 
     def _check_cover(self, tensor: StoredTensor) -> None:
-        """Check that each element is in one chunk, on the grid that all bounds of chunks make."""
+        """Check that each element is in one chunk, on the grid of all chunk bounds."""
         if 0 in tensor.shape:
             return
         chunks, shape = tensor.chunks, tensor.shape
@@ -312,8 +312,8 @@ class _MetadataReader:
 
     def _typed(self, value: object, kind: type[T]) -> T:
         if not isinstance(value, kind):
-            found = "dict" if isinstance(value, dict) else type(value).__name__
-            self._refuse(f"has a {found} where a {kind.__name__} belongs")
+            name = "dict" if isinstance(value, dict) else type(value).__name__
+            self._refuse(f"has a {name} where a {kind.__name__} belongs")
         return value
 
     def _refuse(self, reason: str) -> NoReturn:

@@ -1,9 +1,9 @@
 """Reads folders that DeepSpeed wrote with ZeRO, whatever the number of their ranks.
 
-Each rank has a file with its range of the flattened fp32 weights and of the optimizer's state. Here
-the ranges of each parameter are put together, under the names that the model has, when they are
-read. DeepSpeed is not needed: inert classes stand for four of its own, and every other class that
-`weights_only` does not allow is refused.
+Each rank has a file with its range of the flattened fp32 weights and of the optimizer's state. A
+read joins the ranges of each parameter, under the model's names. DeepSpeed is not needed: inert
+classes stand for four of its own, and every other class that `weights_only` does not allow is
+refused.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ _OWN_KEYS = {
     "num_experts", "optimizer", "param_shapes", "random_ltd", "shared_params",
     "sparse_tensor_module_names",
 }  # fmt: skip
-"""What DeepSpeed keeps for itself beside the state of the training."""
+"""DeepSpeed's own keys beside the training state."""
 _MAX_TAG_BYTES = 255
 
 
 def read_folder(folder: Path) -> dict[str, Any]:
     """Return the weights, the state of the optimizer by names, and the rest of the training.
 
-    Weights that are trained are the fp32 ones of the optimizer. Nothing but the rest is read yet.
+    Trained weights are the optimizer's fp32 weights. Only the rest is read at once.
 
     Args:
         folder: The folder with the files, or the one above it, whose file `latest` names it.
 
     Raises:
         FormatError: A file is missing or damaged, or does not fit the others.
-        UnsupportedStateError: The model was cut otherwise than by ZeRO, or a file needs classes
-            that cannot be loaded without running code; names them.
+        UnsupportedStateError: The model was not cut by ZeRO alone, or a file needs classes that
+            cannot be loaded without running code; names them.
     """
     folder = _tagged(folder)
     try:
@@ -108,7 +108,7 @@ class _Reader:
         """Return the files of the model and of the optimizer, by rank.
 
         Raises:
-            UnsupportedStateError: Some files are not those of ZeRO alone.
+            UnsupportedStateError: Some files are not from ZeRO alone.
         """
         names = sorted(path.name for path in self._folder.iterdir())
         for name in names:
@@ -128,18 +128,18 @@ class _Reader:
         return models, states
 
     def _by_rank(self, names: Sequence[str], pattern: re.Pattern[str]) -> list[Path]:
-        found: dict[int, Path] = {}
+        files: dict[int, Path] = {}
         for match in filter(None, map(pattern.fullmatch, names)):
             rank, part = int(match[1] or 0), int(match[2])
             if part:
                 self._refuse_kind("tensor parallelism", match[0])
-            if rank in found:
+            if rank in files:
                 self._refuse(f"has rank {rank} twice, in {match[0]}")
-            found[rank] = self._folder / match[0]
-        missing = [rank for rank in range(len(found)) if rank not in found]
+            files[rank] = self._folder / match[0]
+        missing = [rank for rank in range(len(files)) if rank not in files]
         if missing:
             self._refuse(f"lacks a file of rank {missing[0]}: is the checkpoint whole?")
-        return [found[rank] for rank in range(len(found))]
+        return [files[rank] for rank in range(len(files))]
 
     def _check_degrees(self) -> None:
         degrees = self._first.get("checkpoint_parallel_dimensions") or {}
@@ -153,8 +153,8 @@ class _Reader:
                 self._refuse_kind(name, f"degree {degree}")
         count = len(self._states)
         for state in self._states:
-            found = state.get("partition_count")
-            for number in found if isinstance(found, list) else [found]:
+            count_there = state.get("partition_count")
+            for number in count_there if isinstance(count_there, list) else [count_there]:
                 if number != count:
                     self._refuse(f"is of {number} ranks, but has files of {count}")
         if len(self._models) != (count if self._is_cut else 1):
@@ -182,7 +182,7 @@ class _Reader:
         return tuple(map(int, sizes))
 
     def _even_ranges(self, numel: int, at: int) -> tuple[int, tuple[tuple[int, int], ...]]:
-        """Return the size of a part of ZeRO-3, the last of which is padded, and the ranges."""
+        """Return the size of a ZeRO-3 part (the last part is padded), and the ranges."""
         count = len(self._states)
         size = -(-numel // count)
         return size, tuple((at, max(0, min(size, numel - n * size))) for n in range(count))
@@ -191,8 +191,8 @@ class _Reader:
         ranges = []
         for state in self._states:
             mappings = self._typed(state, "param_slice_mappings", list)
-            found = mappings[group].get(name) if group < len(mappings) else None
-            start, numel = getattr(found, "start", 0), getattr(found, "numel", 0)
+            mapping = mappings[group].get(name) if group < len(mappings) else None
+            start, numel = getattr(mapping, "start", 0), getattr(mapping, "numel", 0)
             if not all(type(n) is int and n >= 0 for n in (start, numel)):
                 self._refuse(f"has a wrong range of {name!r}")
             ranges.append((start, numel))
@@ -202,37 +202,38 @@ class _Reader:
         key = "fp32_flat_groups" if self._is_cut else "single_partition_of_fp32_groups"
         flat = [self._typed(state, key, list) for state in self._states]
         if any(len(tensors) != len(self._groups) for tensors in flat):
-            self._refuse("has another number of flat tensors than of groups of parameters")
+            self._refuse("has different numbers of flat tensors and parameter groups")
         own = self._frozen() if self._is_cut else {}
         for number, group in enumerate(self._groups):
             of_ranks = [tensors[number] for tensors in flat]
             own |= {
-                one.name: self._joined(one, of_ranks, "weights", self._state_files) for one in group
+                parameter.name: self._joined(parameter, of_ranks, "weights", self._state_files)
+                for parameter in group
             }
         module = self._typed(self._first, "module", dict)
         shared = self._first.get("shared_params") or {}
-        found: dict[str, Any] = {}
+        weights: dict[str, Any] = {}
         for name in dict.fromkeys([*module, *own]):
             owner = shared.get(name, name)
-            value = found[name] = own.get(owner, module.get(owner))
+            value = weights[name] = own.get(owner, module.get(owner))
             # A parameter of ZeRO-3 leaves an empty tensor in the module.
             is_empty = isinstance(value, torch.Tensor) and not value.numel() and self._is_cut
             if value is None or (is_empty and owner not in self._first["buffer_names"]):
                 self._refuse(f"has no values of {name!r}")
-        return found
+        return weights
 
     def _frozen(self) -> dict[str, Any]:
         """Return the weights of ZeRO-3 that are not trained."""
-        found: dict[str, Any] = {}
+        weights: dict[str, Any] = {}
         for name, sizes in (self._first.get("frozen_param_shapes") or {}).items():
             shape = self._shape(name, sizes)
             _, ranges = self._even_ranges(math.prod(shape), 0)
             parts = [
                 self._typed(model, "frozen_param_fragments", dict)[name] for model in self._models
             ]
-            one = _Parameter(name, shape, ranges)
-            found[name] = self._joined(one, parts, "weights", self._model_files)
-        return found
+            parameter = _Parameter(name, shape, ranges)
+            weights[name] = self._joined(parameter, parts, "weights", self._model_files)
+        return weights
 
     def _optimizer(self) -> dict[str, Any]:
         key = "optimizer_state_dict" if self._is_cut else "base_optimizer_state"
@@ -240,19 +241,19 @@ class _Reader:
         groups = self._typed(bases[0], "param_groups", list)
         numbers = [number for group in groups for number in group["params"]]
         if len(numbers) != len(self._groups):
-            self._refuse("has state of another number of flat tensors than it has")
+            self._refuse("has state for the wrong number of flat tensors")
         by_number = dict(zip(numbers, self._groups, strict=True))
         states = [self._typed(base, "state", dict) for base in bases]
-        found: dict[str, Any] = {}
+        state_by_name: dict[str, Any] = {}
         for number, group in by_number.items():
             of_ranks = [state.get(number, {}) for state in states]
-            for one in group:
-                found[one.name] = {
-                    name: self._state_of(one, [state.get(name) for state in of_ranks], name)
+            for parameter in group:
+                state_by_name[parameter.name] = {
+                    name: self._state_of(parameter, [state.get(name) for state in of_ranks], name)
                     for name in of_ranks[0]
                 }
         return {
-            "state": found,
+            "state": state_by_name,
             "param_groups": [
                 {**group, "params": [p.name for n in group["params"] for p in by_number[n]]}
                 for group in groups
@@ -265,7 +266,7 @@ class _Reader:
             return self._joined(parameter, of_ranks, name, self._state_files)
         if any(value != first for value in of_ranks):
             self._refuse(f"has ranks with another {name} of {parameter.name!r}: of other steps?")
-        # A tensor for each parameter: one that several have would be counted up by each of them.
+        # A tensor for each parameter: each step would count up a shared tensor several times.
         return first.clone() if isinstance(first, torch.Tensor) else first
 
     def _joined(
@@ -275,7 +276,7 @@ class _Reader:
         what: str,
         files: Sequence[MappedFile],
     ) -> Streamed:
-        """Return a tensor of the ranges that the ranks have of it."""
+        """Return a tensor that joins the ranks' ranges of it."""
         pieces = []
         for (start, numel), flat in zip(parameter.ranges, of_ranks, strict=True):
             if not isinstance(flat, torch.Tensor) or flat.dim() != 1 or len(flat) < start + numel:
@@ -283,7 +284,7 @@ class _Reader:
             pieces.append(flat[start : start + numel])
         dtypes = {piece.dtype for piece in pieces}
         if len(dtypes) != 1 or sum(map(len, pieces)) != math.prod(parameter.shape):
-            self._refuse(f"has other {what} of {parameter.name!r} than its shape says")
+            self._refuse(f"has {what} of {parameter.name!r} that do not fit its shape")
         dtype = str(dtypes.pop()).removeprefix("torch.")
         data = [piece.detach().view(torch.uint8).numpy().data for piece in pieces]
         read = partial(_read_joined, list(zip(data, files, strict=True)))
@@ -302,7 +303,7 @@ class _Reader:
     def _refuse_kind(self, kind: str, where: str) -> NoReturn:
         msg = (
             f"{self._folder} was saved with {kind} ({where}), which Penstock does not import: "
-            "convert it by DeepSpeed's zero_to_fp32.py, and import the result"
+            "convert it with DeepSpeed's zero_to_fp32.py, and import the result"
         )
         raise UnsupportedStateError(msg)
 
@@ -313,16 +314,16 @@ def _read_joined(
     at = done = 0
     for piece, file in pieces:
         begin = max(0, start + done - at)
-        taken = piece[begin : begin + out.nbytes - done]
-        out[done : done + taken.nbytes] = taken
-        if taken.nbytes:
+        data = piece[begin : begin + out.nbytes - done]
+        out[done : done + data.nbytes] = data
+        if data.nbytes:
             file.check()
-        done += taken.nbytes
+        done += data.nbytes
         at += piece.nbytes
 
 
 class _StandIn:
-    """Stands for an instance of a class of DeepSpeed: keeps its attributes, and does nothing."""
+    """Stands for an instance of a DeepSpeed class: keeps its attributes, and does nothing."""
 
     def __init__(self, *arguments: object) -> None:
         del arguments
@@ -347,8 +348,8 @@ _STAND_INS: list[Any] = [
 def _load(path: Path) -> dict[str, Any]:
     refuse_stub(path)
     with torch.serialization.safe_globals(_STAND_INS):
-        found = load_safely(path, str(path), mmap=True)
-    if not isinstance(found, dict):
-        msg = f"{path} holds a {type(found).__name__}, not a dict: it is no file of DeepSpeed"
+        content = load_safely(path, str(path), mmap=True)
+    if not isinstance(content, dict):
+        msg = f"{path} holds a {type(content).__name__}, not a dict: it is no file of DeepSpeed"
         raise FormatError(msg, [str(path)])
-    return found
+    return content

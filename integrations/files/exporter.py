@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("safetensors", "torch", "dcp")
 SHARD_BYTES = 5 * 10**9
-"""The most bytes of tensors in one file, as Hugging Face has it by default."""
+"""The most bytes of tensors in one file, Hugging Face's default."""
 
 
 def export_checkpoint(  # noqa: PLR0913 - options, each by name
@@ -44,10 +44,9 @@ def export_checkpoint(  # noqa: PLR0913 - options, each by name
     Tensors are written piece by piece, so memory does not grow with the model.
 
     Args:
-        source: The run, or a checkpoint that `Checkpointer.open` returned; `step` is not looked at
-            then.
+        source: The run, or a checkpoint that `Checkpointer.open` returned, which ignores `step`.
         out: The file or folder to write, on this machine.
-        to: `"safetensors"`: a folder as Hugging Face has it, or one file where `out` ends in
+        to: `"safetensors"`: a folder in Hugging Face's layout, or one file if `out` ends in
             `.safetensors`. `"torch"`: one file of `torch.save`. `"dcp"`: a folder of
             `torch.distributed.checkpoint`.
         step: A step, or `"latest"`.
@@ -59,12 +58,12 @@ def export_checkpoint(  # noqa: PLR0913 - options, each by name
         cast: The dtype to convert floats to: `"bfloat16"`, `"float16"`, `"float32"` or `"float64"`.
             Tensors without dimensions, 8-bit floats and complex numbers stay as they are.
         shard_bytes: The most bytes of tensors in one file of a folder of safetensors; a larger
-            tensor gets a file for itself.
-        keep_tied: Whether safetensors have a tied tensor under each of its names, not under the
-            first one only.
+            tensor gets its own file.
+        keep_tied: Whether safetensors have a tied tensor under each of its names, not only under
+            the first.
         config_from: A folder with `config.json`, whose files beside the weights are copied into the
             folder of safetensors: those that end in `.json`, `.txt`, `.model`, `.jinja` or
-            `.tiktoken`. With `cast`, `config.json` gets that dtype, where it names one. With
+            `.tiktoken`. With `cast`, `config.json` gets that dtype, if it names one. With
             `adapter_config.json` instead, the export is an adapter of PEFT: one file,
             `adapter_model.safetensors`, whose names lack `.default`.
         overwrite: Whether to replace a file, or a folder with an earlier export, at `out`.
@@ -92,7 +91,7 @@ def export_checkpoint(  # noqa: PLR0913 - options, each by name
     )
     _check(options, to)
     with _opened(source, step) as view:
-        # Imported here: only the format that is wanted, so that safetensors need no torch.
+        # Imported here, for one format only: safetensors need no torch.
         if to == "safetensors":
             from penstock.integrations.files.safetensors_export import export  # noqa: PLC0415
         elif to == "torch":

@@ -29,7 +29,7 @@ def index_of(name: str) -> str:
 
 
 def suffix_of(folder: Path) -> str | None:
-    """Return the ending of the weights in a folder; None: it has none."""
+    """Return the ending of the weights in a folder; None without weights."""
     for suffix in (SUFFIX, OLD_SUFFIX):
         if _single(folder, suffix) is not None or _index(folder, suffix).is_file():
             return suffix
@@ -40,8 +40,8 @@ def read_folder(folder: Path, suffix: str) -> dict[str, Any]:
     """Return the weights of a folder below `model`, and the configuration of an adapter.
 
     Raises:
-        FormatError: A file or the index is damaged, shards have a name twice, or are not what the
-            index says.
+        FormatError: A file or the index is damaged, shards have a name twice, or they do not match
+            the index.
         UnsupportedStateError: A file of `torch.save` has more than tensors.
     """
     read = read_tensors if suffix == SUFFIX else _read_old_tensors
@@ -51,8 +51,8 @@ def read_folder(folder: Path, suffix: str) -> dict[str, Any]:
     single = _single(folder, suffix)
     files = [single] if single is not None else _files(folder, suffix)
     if len(files) != 1:
-        found = f"{len(files)} files, and no {index.name}" if files else f"no *{suffix}"
-        raise wrong(folder, f"has {found}: give one file, or a folder with that index")
+        content = f"{len(files)} files, and no {index.name}" if files else f"no *{suffix}"
+        raise wrong(folder, f"has {content}: give one file, or a folder with that index")
     tree: dict[str, Any] = {"model": read(files[0])}
     if files[0].stem == ADAPTER:
         config = folder / ADAPTER_CONFIG
@@ -63,7 +63,7 @@ def read_folder(folder: Path, suffix: str) -> dict[str, Any]:
 
 
 def _files(folder: Path, suffix: str) -> list[Path]:
-    # A pipe would be waited for.
+    # Opening a pipe would block.
     return sorted(path for path in folder.glob(f"*{suffix}") if path.is_file())
 
 
@@ -90,23 +90,23 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _read_shards(index: Path, read: Callable[[Path], Mapping[str, T]]) -> dict[str, T]:
     weight_map = _weight_map(index)
-    found: dict[str, T] = {}
+    tensors: dict[str, T] = {}
     place: dict[str, str] = {}
     for file in dict.fromkeys(weight_map.values()):
         path = index.with_name(file)
         if not path.is_file():
             raise wrong(index, f"names {file}, which is not there: is the download whole?")
         for name, tensor in read(path).items():
-            other = place.setdefault(name, file)
-            if other != file:
-                raise wrong(index.parent, f"has {name!r} twice, in {other} and in {file}")
-            found[name] = tensor
+            first_file = place.setdefault(name, file)
+            if first_file != file:
+                raise wrong(index.parent, f"has {name!r} twice, in {first_file} and in {file}")
+            tensors[name] = tensor
     for name in sorted(weight_map.keys() | place.keys()):
         if weight_map.get(name) != place.get(name):
             where = f"in {place[name]}" if name in place else "in no file"
-            said = f"in {weight_map[name]}" if name in weight_map else "nowhere"
-            raise wrong(index.parent, f"has {name!r} {where}, but the index says {said}")
-    return {name: found[name] for name in weight_map}
+            indexed = f"in {weight_map[name]}" if name in weight_map else "nowhere"
+            raise wrong(index.parent, f"has {name!r} {where}, but the index says {indexed}")
+    return {name: tensors[name] for name in weight_map}
 
 
 def _weight_map(index: Path) -> dict[str, str]:

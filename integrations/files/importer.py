@@ -33,13 +33,13 @@ def import_checkpoint(  # noqa: PLR0913 - options, each by name
     overwrite: bool = False,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> SaveReport:
-    """Save what is in files of another tool as a checkpoint of a run, by one ordinary save.
+    """Save the contents of another tool's files as a checkpoint of a run, in one ordinary save.
 
-    No code that is in a file runs. An import that fails leaves the run as it was.
+    No code in a file runs. A failed import leaves the run unchanged.
 
     Args:
-        source: The file or folder, on this machine: safetensors or old `.bin` files, as Hugging
-            Face has them, an adapter of PEFT, a file of `torch.save`, a folder of
+        source: The file or folder, on this machine: safetensors or old `.bin` files, in
+            Hugging Face's layout, an adapter of PEFT, a file of `torch.save`, a folder of
             `torch.distributed.checkpoint`, or one of DeepSpeed with ZeRO-1, 2 or 3.
         run: The run to save to, which is made if needed.
         step: The step to save as.
@@ -47,10 +47,10 @@ def import_checkpoint(  # noqa: PLR0913 - options, each by name
         include: Globs of paths to import; default: everything.
         exclude: Globs of paths to leave out.
         rename: Prefix of a path in the files -> prefix in the run, or a function of shown paths, as
-            for `Checkpointer.restore`. Safetensors, and a file with nothing but tensors, are below
+            for `Checkpointer.restore`. Safetensors, and a file with only tensors, are below
             `model`.
-        names_from: Gives the parameters of an optimizer, which `Optimizer.state_dict` numbers,
-            their names: the path of the model in a file of `torch.save` (`"state_dict"`), another
+        names_from: Where an optimizer's parameters, which `Optimizer.state_dict` numbers, get their
+            names: the path of the model in a file of `torch.save` (`"state_dict"`), another
             such file with the model, a run that has it below `model`, or a JSON file with the list
             of names in the order of the numbers, which an optimizer of several groups needs.
         overwrite: Whether to replace the run's checkpoint of that step.
@@ -86,7 +86,7 @@ def import_checkpoint(  # noqa: PLR0913 - options, each by name
             )
             return handle.result()
     except RecursionError as error:
-        msg = f"{path} holds a tree that is nested too deeply, or within itself, to be imported"
+        msg = f"{path} holds a tree that is nested too deeply, or in itself, to be imported"
         raise UnsupportedStateError(msg) from error
     except OSError as error:
         msg = f"{error.filename or path} cannot be read: {error.strerror or error}"
@@ -118,7 +118,7 @@ def _format_of(path: Path) -> str:
 
 
 def _read(path: Path, kind: str) -> dict[str, Any]:
-    # Imported here: only the format that is wanted.
+    # Imported here, for one format only.
     if kind == "safetensors":
         if path.is_dir():
             return hugging_face.read_folder(path, hugging_face.SUFFIX)

@@ -1,8 +1,8 @@
 """Gives the state of optimizers names: `Optimizer.state_dict` numbers its parameters.
 
-The numbers follow the groups of parameters, and within a group nearly always the model. So a file
-with the names of the model's tensors, in order, says which parameter has which number, as long as
-there is one group; shapes check that. Of several groups only the user knows the order.
+The numbers follow the parameter groups, and within a group nearly always the model. So with one
+group, a file with the names of the model's tensors, in order, shows which parameter has which
+number; shapes check that. With several groups, only the user knows the order.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def named(tree: dict[str, Any], source: str, *, is_ordered: bool) -> dict[str, A
         is_ordered: Whether the tree has its tensors in the order of the model.
 
     Raises:
-        ConfigError: No names are there, the tree has no optimizer with numbers, or an optimizer has
-            several groups and `source` is no list.
+        ConfigError: There are no names, the tree has no optimizer with numbers, or an optimizer has
+            several groups and `source` is not a list.
         FormatError: The parameters do not fit the names.
     """
     names = _names_of(tree if is_ordered else {}, source)
@@ -72,16 +72,16 @@ _Names = list[str] | list[tuple[str, tuple[int, ...]]]
 
 
 def _names_of(tree: dict[str, Any], source: str) -> _Names:
-    """Return a list of names as it is; of a model, the names and shapes of its float tensors."""
+    """Return a list of names unchanged; for a model, the names and shapes of its float tensors."""
     inner: Any = tree
     for key in source.split("/"):
         inner = inner.get(key) if isinstance(inner, dict) else None
     path = Path(source)
     if inner is None and path.suffix == ".json" and path.is_file():
         return _read_list(path)
-    found = _model_in(path) if inner is None else inner
+    tensors = _model_in(path) if inner is None else inner
     names: dict[object, tuple[str, tuple[int, ...]]] = {}  # tied tensors once, as an optimizer does
-    for name, tensor in found.items() if isinstance(found, dict) else ():
+    for name, tensor in tensors.items() if isinstance(tensors, dict) else ():
         dtype = str(getattr(tensor, "dtype", "")).removeprefix("torch.")
         if dtype.startswith(_FLOATS) and not name.endswith(_STATISTICS):
             names.setdefault(_identity(name, tensor), (name, tuple(tensor.shape)))
@@ -107,7 +107,7 @@ def _read_list(path: Path) -> list[str]:
 
 
 def _model_in(path: Path) -> dict[str, Any]:
-    """Return the tensors of a model, or what is known of them, in order."""
+    """Return the tensors of a model, or their specs, in order."""
     if path.is_dir() and (path / "commits").is_dir():
         with open_run(path) as ckpt:
             specs = ckpt.open().specs().values()
@@ -120,8 +120,8 @@ def _model_in(path: Path) -> dict[str, Any]:
         return {}
     from penstock.integrations.files.torch_import import read_file  # noqa: PLC0415 - needs torch
 
-    found = read_file(path)
-    return found.get("model") or found
+    content = read_file(path)
+    return content.get("model") or content
 
 
 def _identity(name: str, tensor: Any) -> object:
@@ -133,7 +133,7 @@ def _with_names(optimizer: dict[str, Any], names: _Names, source: str) -> dict[s
     state: dict[Any, Any] = optimizer["state"]
     numbers = [number for group in groups for number in group["params"]]
     own = [name for group in groups for name in group.get("param_names") or ()]
-    if len(own) == len(numbers):  # as of an optimizer that was made of `named_parameters`
+    if len(own) == len(numbers):  # an optimizer made from `named_parameters`
         by_number = dict(zip(numbers, own, strict=True))
     elif all(isinstance(name, str) for name in names):
         if len(names) != len(numbers):
@@ -167,7 +167,7 @@ def _aligned(
     Other buffers, and parameters that are not trained, have no number.
 
     Raises:
-        FormatError: None fits, or several do.
+        FormatError: No choice fits, or several do.
     """
     shapes = [_shapes_in(state.get(number)) for number in numbers]
     first = _fit(shapes, names)
@@ -183,16 +183,16 @@ def _aligned(
 
 
 def _shapes_in(state: Any) -> set[tuple[int, ...]]:
-    """Return the shapes in the state of one parameter; none: nothing is known of its shape."""
+    """Return the shapes in the state of one parameter; none: its shape is unknown."""
     values = state.values() if isinstance(state, dict) else ()
     return {tuple(v.shape) for v in values if hasattr(v, "shape") and math.prod(v.shape) > 1}
 
 
 def _fit(shapes: Sequence[set[tuple[int, ...]]], names: Any) -> list[str] | None:
-    found, at = [], iter(names)
+    chosen, at = [], iter(names)
     for wanted in shapes:
         name = next((n for n, shape in at if not wanted or shape in wanted), None)
         if name is None:
             return None
-        found.append(name)
-    return found
+        chosen.append(name)
+    return chosen

@@ -1,4 +1,4 @@
-"""The options of an export, its report, and what both formats and calls share."""
+"""The options of an export, its report, and code that formats and calls share."""
 
 from __future__ import annotations
 
@@ -68,15 +68,15 @@ class ExportOptions:
 
 
 def is_cast(dtype: str, shape: Sequence[int]) -> bool:
-    """Return whether a cast converts tensors of that kind: floats, but no single numbers.
+    """Return whether a cast converts tensors of that kind: floats, but not single numbers.
 
-    A number that an optimizer counts its steps with would be rounded.
+    An optimizer's step count would be rounded.
     """
     return dtype in FLOATS and len(shape) > 0
 
 
 def guarded(on_progress: Callable[[Progress], None] | None) -> Callable[[Progress], None]:
-    """Return a function that calls `on_progress`, and logs what that raises."""
+    """Return a function that calls `on_progress`, and logs its errors."""
 
     def report(progress: Progress) -> None:
         if on_progress is None:

@@ -1,4 +1,4 @@
-"""The place of an export, and the bytes that are written there, piece by piece.
+"""The target of an export, and its bytes, written piece by piece.
 
 An export appears whole and durable, or not at all. The next piece is read while the last one is
 written.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _EXPORTED = (".safetensors", ".safetensors.index.json", ".distcp", ".metadata")
-"""Endings of the files that make a folder an earlier export."""
+"""Endings of files by which a folder is an earlier export."""
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 COPIED = (".json", ".txt", ".model", ".jinja", ".tiktoken")
@@ -68,9 +68,8 @@ def read_ahead(
 def published(out: Path, *, is_folder: bool, overwrite: bool) -> Iterator[Path]:
     """Yield a new path beside `out` to write to; make it durable, and move it to `out`, at the end.
 
-    A crash leaves either nothing at `out`, or what was there before, or the whole export; beside it
-    may be left a path whose name begins with a dot and has `.partial-` in it. An exception leaves
-    nothing.
+    A crash leaves the old content or the whole export at `out`; it may also leave a path beside
+    `out` whose name begins with a dot and contains `.partial-`. An exception leaves nothing.
 
     Args:
         out: The place of the export.
@@ -78,7 +77,7 @@ def published(out: Path, *, is_folder: bool, overwrite: bool) -> Iterator[Path]:
         overwrite: Whether to replace a file, or a folder with an earlier export, at `out`.
 
     Raises:
-        ConfigError: Something is at `out` that is not to be replaced.
+        ConfigError: `out` has content that must not be replaced.
         StorageError: The place cannot be written; nothing was changed.
     """
     _check_free(out, is_folder=is_folder, overwrite=overwrite)
@@ -109,9 +108,9 @@ def published(out: Path, *, is_folder: bool, overwrite: bool) -> Iterator[Path]:
 
 
 def begin_write_back(file: int, start: int = 0, stop: int = PIECE_BYTES) -> None:
-    """Let the system write out what a file has in the page cache, while more of it is prepared.
+    """Let the system write out a file's page cache, while more of the file is prepared.
 
-    Otherwise all of it is written by the `fsync` at the end, while nothing is read.
+    Otherwise the `fsync` at the end writes all of it, while nothing is read.
 
     Args:
         file: An open descriptor.
@@ -121,7 +120,7 @@ def begin_write_back(file: int, start: int = 0, stop: int = PIECE_BYTES) -> None
     """
     if start // PIECE_BYTES == stop // PIECE_BYTES:
         return
-    # Of its effects, that clean pages leave the cache is welcome as well: nobody reads them soon.
+    # It also drops clean pages from the cache, which is welcome: no read needs them soon.
     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
@@ -150,23 +149,23 @@ def _move(partial: Path, out: Path, *, overwrite: bool) -> None:
             partial.replace(out)
             return
         try:
-            os.link(partial, out)  # unlike a rename, it never replaces what came meanwhile
+            os.link(partial, out)  # unlike a rename, it never replaces a new file
         except FileExistsError:
             raise
         except OSError:  # a filesystem without links
             partial.rename(out)
         return
     if not os.path.lexists(out):
-        partial.rename(out)  # refused by the system if a folder with files came meanwhile
+        partial.rename(out)  # the system refuses if a folder with files is there now
         return
     _exchange(partial, out)  # then `published` deletes the old one
 
 
 def _exchange(one: Path, other: Path) -> None:
-    """Exchange two folders at once, which `os` has no call for: two renames could be cut in half.
+    """Exchange two folders at once, without a call of `os`: a crash could come between two renames.
 
     Raises:
-        OSError: The filesystem cannot do that; both are as they were.
+        OSError: The filesystem cannot do that; both are unchanged.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.renameat2(_AT_FDCWD, bytes(one), _AT_FDCWD, bytes(other), _RENAME_EXCHANGE):

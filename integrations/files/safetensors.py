@@ -147,24 +147,24 @@ def _checked(source: SourceFile, name: str, fields: object, begin: int) -> _Stor
 
 
 def parse_object(path: Path, text: bytes) -> dict[str, Any]:
-    """Return the JSON object of a file, none of whose names is there twice.
+    """Return the JSON object of a file, without duplicate names.
 
     Raises:
-        FormatError: It is something else.
+        FormatError: The text is something else.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
+        record = dict(pairs)
+        if len(record) < len(pairs):
             twice = next(name for name, count in Counter(n for n, _ in pairs).items() if count > 1)
             raise wrong(path, f"has {twice!r} twice")
-        return found
+        return record
 
     try:
-        found = json.loads(text.decode(), object_pairs_hook=unique)
+        content = json.loads(text.decode(), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
         msg = f"{path} has a header that is no JSON: {error}"
         raise FormatError(msg, [str(path)]) from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise wrong(path, "has a header that is no JSON object")
-    return found
+    return content

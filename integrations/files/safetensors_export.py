@@ -130,7 +130,7 @@ def _chosen(
     if values:
         msg = (
             f"safetensors hold tensors only, but {', '.join(values[:5])} "
-            f"({len(values)} in all) are plain values: leave them out by exclude (--exclude)"
+            f"({len(values)} in all) are plain values: leave them out with exclude (--exclude)"
         )
         raise UnsupportedStateError(msg)
     moved = Rename(options.rename).apply(spec.path for spec in chosen.values())
@@ -155,20 +155,20 @@ def _chosen(
 def _names(
     moved: dict[tuple[str, ...], tuple[str, ...]], *, is_adapter: bool
 ) -> dict[tuple[str, ...], str]:
-    """Return the name of each tensor: its path with dots, without a top that all have."""
+    """Return the name of each tensor: its path with dots, without a common first key."""
     tops = {path[:1] for path in moved.values()}
     skip = 1 if len(tops) == 1 and all(len(path) > 1 for path in moved.values()) else 0
     names: dict[tuple[str, ...], str] = {}
-    taken: dict[str, tuple[str, ...]] = {"__metadata__": ()}  # the format has it for itself
+    path_of: dict[str, tuple[str, ...]] = {"__metadata__": ()}  # the format reserves it
     for old, new in moved.items():
         name = ".".join(new[skip:])
         if is_adapter:
             name = _name_in_adapter(name)
         names[old] = name
-        other = taken.setdefault(name, old)
-        if other != old:
-            both = f"{'/'.join(other)!r} and {'/'.join(old)!r}" if other else repr("/".join(old))
-            msg = f"{both} would be {name!r} in the file: give it another name by rename"
+        first = path_of.setdefault(name, old)
+        if first != old:
+            both = f"{'/'.join(first)!r} and {'/'.join(old)!r}" if first else repr("/".join(old))
+            msg = f"{both} would be {name!r} in the file: give it another name with rename"
             raise SelectionError(msg)
     return names
 
@@ -194,7 +194,7 @@ def _shards(tensors: Sequence[_ExportedTensor], most_bytes: int) -> list[list[_E
 
 
 class _TensorFiles:
-    """Writes files one after the other, and reports the bytes of all of them."""
+    """Writes files in order, and reports their bytes."""
 
     def __init__(self, view: Checkpoint, progress: Callable[[Progress], None], total: int) -> None:
         self._view = view
@@ -203,7 +203,7 @@ class _TensorFiles:
         self._done = 0
 
     def write(self, path: Path, tensors: Sequence[_ExportedTensor]) -> None:
-        # The widest elements first: each tensor is aligned then, as mapped files need it.
+        # The widest elements first: then each tensor is aligned, as mapped files need.
         ordered = sorted(tensors, key=lambda tensor: -tensor.itemsize)
         header = encode_header((t.name, t.dtype, t.shape, t.nbytes) for t in ordered)
         reads = ((partial(self._read, t.path), t.stored_nbytes) for t in ordered)

@@ -27,7 +27,7 @@ class SourceFile:
 
     Attributes:
         path: Its place.
-        identity: What is different when it has changed; None if it was not there.
+        identity: Facts that differ after a change; None if the file did not exist.
     """
 
     path: Path
@@ -49,7 +49,7 @@ class SourceFile:
             name: The tensor or object that was read, for the error.
 
         Raises:
-            FormatError: It has.
+            FormatError: The file has changed.
         """
         if type(self).of(self.path) != self:
             what = "it" if name is None else repr(name)
@@ -63,13 +63,13 @@ def read_soon(file: int, start: int, nbytes: int) -> None:
 
 
 def page_in_soon(address: int, nbytes: int) -> None:
-    """Let the system read what is mapped from an address on, while `nbytes` before it are saved.
+    """Let the system read mapped bytes from an address on, while `nbytes` before it are saved.
 
-    Without it, a mapped file is read in steps of 128 KiB, each of which is waited for.
+    Without it, reads of a mapped file wait for each step of 128 KiB.
     """
     if nbytes < _LEAST_BYTES:
         return
-    # That the file ends before these bytes do is no harm, so the result is not looked at.
+    # The result is ignored: the file may end before these bytes do.
     begin = address - address % mmap.PAGESIZE
     _LIBC.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(_AHEAD_BYTES), _MADV_WILLNEED)
 

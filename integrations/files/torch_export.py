@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from penstock import Checkpoint
     from penstock.integrations.files.options import ExportOptions
 
-_ALIGNMENT = 64  # of the bytes of a tensor, as torch has it, so that files can be mapped
+_ALIGNMENT = 64  # of a tensor's bytes, as in torch, so that files can be mapped
 _HEADER_BYTES = 30  # of a record in a zip archive, before its name
 _ZIP64_BYTES = 20  # of the extra field that `zipfile` adds to a record of any size
 
 
 def export(view: Checkpoint, options: ExportOptions) -> ExportReport:
-    """Write the selected tree; see `export_checkpoint`. One state dict alone is not wrapped."""
+    """Write the selected tree; see `export_checkpoint`. A single state dict is not wrapped."""
     tree = stream_tree(view, options)
     inner = next(iter(tree.values())) if len(tree) == 1 else None
     tensors = streams_of(tree)
@@ -57,7 +57,7 @@ def export(view: Checkpoint, options: ExportOptions) -> ExportReport:
 
 @dataclass(frozen=True, slots=True)
 class _StorageRecord:
-    """The record of a tensor's bytes, as the pickle names it."""
+    """The record of a tensor's bytes, for the pickle."""
 
     kind: type
     key: str
@@ -88,7 +88,7 @@ class _Pickler(pickle.Pickler):
             value = Streamed(str(value.dtype).removeprefix("torch."), value.shape, read)
         if not isinstance(value, Streamed):
             return NotImplemented
-        # What torch says of an empty tensor of the dtype, but with this one's record and shape.
+        # As torch reduces an empty tensor of the dtype, but with this record and shape.
         dtype, meta = dtype_of(value), empty_like(value)
         rebuild, arguments = torch.empty(0, dtype=dtype).__reduce_ex__(2)  # type: ignore[no-untyped-call]  # torch has no type for it
         storage, _, _, _, *rest = arguments
@@ -126,7 +126,7 @@ def _refuse_unsafe(pickled: bytes, step: int) -> None:
     if refused:
         msg = (
             f"step {step} has values of {', '.join(sorted(refused))}, which "
-            "`torch.load(weights_only=True)` would refuse: leave them out by exclude (--exclude)"
+            "`torch.load(weights_only=True)` would refuse: leave them out with exclude (--exclude)"
         )
         raise UnsupportedStateError(msg)
 
@@ -154,7 +154,7 @@ def _write(path: Path, pickled: bytes, records: list[_TensorRecord], written: Wr
 
 
 def _write_frame(archive: zipfile.ZipFile, pickled: bytes) -> None:
-    """Write all but the bytes of tensors, as `torch.save` does."""
+    """Write everything except the bytes of tensors, as `torch.save` does."""
     for name, data in {
         "data.pkl": pickled,
         ".format_version": b"1",

@@ -20,39 +20,39 @@ if TYPE_CHECKING:
 
 
 STUB = b"This file of DeepSpeed is kept by Penstock.\n"
-"""The beginning of a file that the adapter of DeepSpeed leaves in place of DeepSpeed's own."""
+"""The beginning of a file that the DeepSpeed adapter writes in place of DeepSpeed's own."""
 
 
 def read_file(path: Path) -> dict[str, Any]:
     """Return what a file holds, its tensors mapped from the file.
 
-    A state dict, which has nothing but tensors, is put below `model`.
+    A state dict, which has only tensors, is put below `model`.
 
     Raises:
         FormatError: The file is damaged, was written before torch 1.6, or holds no dict.
         UnsupportedStateError: It needs classes that `weights_only` does not allow; names them.
     """
-    found = _read_dict(path)
-    return found if _other_than_tensors(found) else {"model": found}
+    content = _read_dict(path)
+    return content if _other_than_tensors(content) else {"model": content}
 
 
 def read_tensors(path: Path) -> dict[str, Any]:
-    """Return the tensors of a file that holds nothing else, mapped from the file.
+    """Return the tensors of a file that holds only tensors, mapped from the file.
 
     Raises:
         FormatError: As for `read_file`, or it holds something else.
         UnsupportedStateError: As for `read_file`.
     """
-    found = _read_dict(path)
-    others = _other_than_tensors(found)
+    content = _read_dict(path)
+    others = _other_than_tensors(content)
     if others:
-        msg = f"{path} holds {', '.join(others[:5])}, not tensors only: import the file by itself"
+        msg = f"{path} holds {', '.join(others[:5])}, not tensors only: import the file separately"
         raise FormatError(msg, [str(path)])
-    return found
+    return content
 
 
-def _other_than_tensors(found: dict[str, Any]) -> list[str]:
-    return [n for n, value in found.items() if not isinstance(value, torch.Tensor | Streamed)]
+def _other_than_tensors(content: dict[str, Any]) -> list[str]:
+    return [n for n, value in content.items() if not isinstance(value, torch.Tensor | Streamed)]
 
 
 def _read_dict(path: Path) -> dict[str, Any]:
@@ -66,23 +66,23 @@ def _read_dict(path: Path) -> dict[str, Any]:
             )
             raise FormatError(msg, [str(path)])
     mapped = MappedFile.of(path)
-    found = mapped.streamed(load_safely(path, str(path), mmap=True), {})
-    if not isinstance(found, dict) or not found or not all(type(key) is str for key in found):
-        msg = f"{path} holds a {type(found).__name__}, not a dict with names: nothing to import"
+    content = mapped.streamed(load_safely(path, str(path), mmap=True), {})
+    if not isinstance(content, dict) or not content or not all(type(key) is str for key in content):
+        msg = f"{path} holds a {type(content).__name__}, not a dict with names: nothing to import"
         raise FormatError(msg, [str(path)])
-    return found
+    return content
 
 
 @dataclass(frozen=True, slots=True)
 class MappedFile(SourceFile):
-    """A file whose tensors are mapped: what is written to it later would be in them."""
+    """A file whose tensors are mapped: later writes to the file would change them."""
 
     def streamed(self, tree: Any, known: dict[object, Streamed]) -> Any:
         """Return what was loaded, with its tensors as `Streamed` that check the file.
 
         Args:
             tree: Changed in place.
-            known: Those of tensors that may be tied to others here.
+            known: The `Streamed` of tensors that may be tied to tensors here.
         """
         if isinstance(tree, torch.Tensor):
             return self._streamed_tensor(tree, known)
@@ -115,7 +115,7 @@ class MappedFile(SourceFile):
         tensor = tensor.reshape(tensor.shape or (1,))
         first, stop = start // tensor.itemsize, (start + out.nbytes) // tensor.itemsize
         row = tensor[0].numel()
-        # So of a tensor that is not contiguous only the rows that are needed are copied.
+        # So only the needed rows of a non-contiguous tensor are copied.
         low, high = first // row, -(-stop // row)
         rows = tensor[low:high]
         flat = rows.reshape(-1)[first - low * row : stop - low * row]
@@ -125,7 +125,7 @@ class MappedFile(SourceFile):
 
 
 def refuse_stub(path: Path) -> None:
-    """Check that a file is not a stub of the adapter of DeepSpeed.
+    """Check that a file is not a stub of the DeepSpeed adapter.
 
     Raises:
         FormatError: It is one.
@@ -140,7 +140,7 @@ def refuse_stub(path: Path) -> None:
 
 
 def load_safely(source: Path | BinaryIO, name: str, *, mmap: bool = False) -> object:
-    """Load what `torch.save` has written, and run no code of it.
+    """Load what `torch.save` has written, without running its code.
 
     Args:
         source: The file.
@@ -159,7 +159,7 @@ def load_safely(source: Path | BinaryIO, name: str, *, mmap: bool = False) -> ob
             return torch.load(source, map_location="cpu", mmap=mmap, weights_only=True)
     except (OSError, RuntimeError, pickle.UnpicklingError, ValueError, EOFError, KeyError) as error:
         if isinstance(error, OSError) and error.errno != errno.EINVAL:
-            raise  # of the file itself; a seek to before its start is that of a torn one
+            raise  # of the file itself; EINVAL is a seek before the start, in a torn file
         # torch's own text advises `weights_only=False`.
         reason = str(error).partition("\n")[0] if isinstance(error, RuntimeError) else "bad pickle"
         msg = f"{name} is damaged, or was not written by torch.save: {reason}"

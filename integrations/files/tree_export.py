@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def stream_tree(view: Checkpoint, options: ExportOptions) -> dict[str, Any]:
-    """Return the tree to export, its tensors not read yet; tied tensors are one `Streamed`."""
+    """Return the tree to export, with unread tensors; tied tensors are one `Streamed`."""
     tree = view.load(include=options.include, exclude=options.exclude, streamed=True)
     tree = moved(tree, Selection(), Rename(options.rename))
     return tree if options.cast is None else _cast(tree, options.cast, {}, "")
@@ -45,7 +45,7 @@ def dtype_of(tensor: Streamed) -> torch.dtype:
 
 
 def empty_like(tensor: Streamed) -> torch.Tensor:
-    """Return a tensor of that dtype and shape which has no memory."""
+    """Return a tensor of that dtype and shape without memory."""
     return torch.empty(tuple(tensor.shape), dtype=dtype_of(tensor), device="meta")
 
 
@@ -72,7 +72,7 @@ def checked_cast(piece: memoryview, stored: str, wanted: str, name: str) -> torc
     """Convert the bytes of floats; refuse where a finite value would become infinite.
 
     Raises:
-        UnsupportedStateError: One would.
+        UnsupportedStateError: A finite value would.
     """
     values = torch.frombuffer(piece, dtype=vars(torch)[stored])
     converted = values.to(vars(torch)[wanted])

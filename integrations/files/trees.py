@@ -1,4 +1,4 @@
-"""Trees of plain dicts, as files of other tools hold them: their leaves, and moving these."""
+"""Trees of plain dicts, from files of other tools: their leaves, and how leaves move."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """A value that is still in a file, so that what is not selected is never read."""
+    """A value that is still in a file, so that an unselected value is never read."""
 
     load: Callable[[], object]
 
@@ -24,7 +24,7 @@ class Unread:
 def moved(tree: dict[str, Any], selection: Selection, rename: Rename) -> dict[str, Any]:
     """Return the selected leaves of a tree under their new paths.
 
-    A leaf is all that is not a dict with text keys; so the inside of a list cannot be selected.
+    Everything except a dict with text keys is a leaf; so the inside of a list cannot be selected.
 
     Raises:
         SelectionError: A pattern matches nothing, nothing is selected, two leaves would get one
@@ -43,8 +43,8 @@ def moved(tree: dict[str, Any], selection: Selection, rename: Rename) -> dict[st
     for new, old in places.items():
         if not new or any(new[:end] in places for end in range(1, len(new))):
             msg = (
-                f"rename puts {'/'.join(old)!r} at {'/'.join(new)!r}, which is no place for it: it "
-                "is the root, or below another object"
+                f"rename puts {'/'.join(old)!r} at {'/'.join(new)!r}, which is the root, or below "
+                "another object"
             )
             raise SelectionError(msg)
         inner = result

@@ -49,10 +49,10 @@ class PenstockCallback(Checkpoint):  # type: ignore[misc]  # the host is chosen 
 
         Args:
             url: The place of the checkpoints, as `Checkpointer` takes it.
-            every_n_steps: After how many optimizer steps (`trainer.global_step`) to save.
+            every_n_steps: The number of optimizer steps (`trainer.global_step`) between saves.
             options: As for `Checkpointer`; `mode` is `"lazy"` by default. The metadata of a save
-                has the numbers of `trainer.callback_metrics`, those of validation only where it
-                has validated what is saved, so `retention={"keep_best": 3, "best_metric":
+                has the numbers of `trainer.callback_metrics`, but validation metrics only if they
+                are of the saved step, so `retention={"keep_best": 3, "best_metric":
                 "val_loss", "best_mode": "min"}` keeps the best.
 
         Raises:
@@ -70,14 +70,14 @@ class PenstockCallback(Checkpoint):  # type: ignore[misc]  # the host is chosen 
     def _forget(self) -> None:
         self._resumed: Mapping[str, Any] | None = None  # what was restored, until it is used up
         self._step: int | None = None  # of the checkpoint that was restored
-        self._seen = 0  # the last global step
+        self._seen = 0  # the latest global step
         self._saved: int | None = None  # the step of the last save
         self._is_due = False
         self._order: dict[str, Any] | None = None  # what the order of this epoch was drawn from
         self._ahead: list[Any] | None = None  # states of the loaders before the last fetch
         self._validated = -1  # the step of the last validation
         self._before_validation: dict[str, Any] = {}
-        self._of_validation: set[str] = set()  # the metrics that it computed
+        self._of_validation: set[str] = set()  # its metrics
 
     # -- resuming -----------------------------------------------------------------------------
 
@@ -140,7 +140,7 @@ class PenstockCallback(Checkpoint):  # type: ignore[misc]  # the host is chosen 
         loop.load_state_dict(state["loops"])
         self._seen = trainer.global_step
         if state["has_ended"] and not state["in_epoch"]:
-            # What was trained is complete: if there are to be more epochs, the next one begins.
+            # The saved epoch is complete: if more epochs follow, the next one begins.
             loop._restarting = loop.epoch_loop._restarting = False
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -162,7 +162,7 @@ class PenstockCallback(Checkpoint):  # type: ignore[misc]  # the host is chosen 
                 if hasattr(callback, "get_accumulate_grad_batches"):
                     count = callback.get_accumulate_grad_batches(trainer.current_epoch)
                     trainer.accumulate_grad_batches = count
-            if self._resumed["accumulates"]:  # Lightning has zeroed them since `on_fit_start`
+            if self._resumed["accumulates"]:  # Lightning zeroed them after `on_fit_start`
                 assert self._ckpt is not None
                 assert self._step is not None
                 self._ckpt.restore(gradients_of(trainer), self._step, include="grads")
@@ -175,15 +175,15 @@ class PenstockCallback(Checkpoint):  # type: ignore[misc]  # the host is chosen 
             vars(epoch_loop)["_should_check_val_fx"] = is_not_due
             self._begin_again(trainer.fit_loop, self._resumed)
         elif self._resumed is None and drawing_samplers(trainer.fit_loop):
-            # Lightning has begun to iterate, so the order is drawn again from a known state.
+            # Lightning is already iterating, so the order is drawn again from a known state.
             self._order = order_state(trainer.fit_loop)
             iter(trainer.fit_loop._data_fetcher)
 
     def _begin_again(self, loop: Any, state: Mapping[str, Any]) -> None:
         """Iterate over samples in the order of the saved epoch.
 
-        Lightning begins before it sets the epoch of samplers, and does not store from which random
-        numbers the samplers that it wraps draw their order.
+        Lightning begins before it sets the epoch of samplers, and does not store the random state
+        from which wrapped samplers draw their order.
         """
         samplers = samplers_of(loop)
         for sampler in samplers:
@@ -195,7 +195,7 @@ class PenstockCallback(Checkpoint):  # type: ignore[misc]  # the host is chosen 
             set_generators(loop, self._order["generators"])
         elif not any(hasattr(each, "set_epoch") for each in samplers):
             return
-        # A loader that continues asks its sampler for the order several times.
+        # A resumed loader asks its sampler for the order several times.
         wrapped = [pair for pair in drawing_samplers(loop) if pair[0] is not None]
         for holder, sampler in wrapped:
             holder._sampler = list(sampler)
@@ -205,7 +205,7 @@ class PenstockCallback(Checkpoint):  # type: ignore[misc]  # the host is chosen 
             holder._sampler = sampler
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin the epoch after those that were saved, as if they had been trained just now."""
+        """Begin the epoch after the saved epochs, as if they had just been trained."""
         del pl_module
         loop = trainer.fit_loop
         if self._resumed is None:
@@ -230,7 +230,7 @@ class PenstockCallback(Checkpoint):  # type: ignore[misc]  # the host is chosen 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Note that a save is due; Lightning has yet to finish this batch."""
+        """Note that a save is due; Lightning has not finished this batch yet."""
         del pl_module, outputs, batch, batch_idx
         step = trainer.global_step
         self._is_due |= step // self._every > self._seen // self._every
@@ -239,14 +239,14 @@ class PenstockCallback(Checkpoint):  # type: ignore[misc]  # the host is chosen 
             self._save(trainer, in_epoch=True)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Note which metrics there are, and let captures end: callbacks may swap weights."""
+        """Note the current metrics, and wait for captures: callbacks may swap weights."""
         del pl_module
         self._before_validation = dict(trainer.callback_metrics)
         if self._ckpt is not None and not trainer.sanity_checking:
             self._ckpt.fence()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Note which metrics are those of validation."""
+        """Note which metrics come from validation."""
         del pl_module
         before = self._before_validation
         self._of_validation |= {
@@ -262,7 +262,7 @@ class PenstockCallback(Checkpoint):  # type: ignore[misc]  # the host is chosen 
             self._save(trainer, in_epoch=in_epoch, has_ended=True)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Let the save in flight end."""
+        """Wait for the save in flight."""
         del pl_module
         self._stop_watching(trainer)
         if self._ckpt is not None:
@@ -338,27 +338,27 @@ class PenstockCallback(Checkpoint):  # type: ignore[misc]  # the host is chosen 
 
 
 def samplers_of(loop: Any) -> list[Any]:
-    """Return the samplers of all loaders, each once; those of batch samplers too."""
+    """Return the samplers of all loaders and batch samplers, each once."""
     loaders = loop._combined_loader.flattened
     sources = [*loaders, *(getattr(each, "batch_sampler", None) for each in loaders)]
-    found = [getattr(each, "sampler", None) for each in sources]
-    return list({id(each): each for each in found if each is not None}.values())
+    samplers = [getattr(each, "sampler", None) for each in sources]
+    return list({id(each): each for each in samplers if each is not None}.values())
 
 
 def drawing_samplers(loop: Any) -> list[tuple[Any, Any]]:
     """Return the samplers whose order comes from random numbers that no loader stores.
 
-    They are those of torch, and those that Lightning wraps for several ranks. Each comes with what
-    holds it in the wrapper, or None.
+    They are torch's samplers, and those that Lightning wraps for several ranks. Each comes with its
+    holder in the wrapper, or None.
     """
-    found = []
+    pairs = []
     for sampler in samplers_of(loop):
         holder: Any = getattr(sampler, "dataset", None)
         if hasattr(holder, "_sampler"):
-            found.append((holder, holder._sampler))
+            pairs.append((holder, holder._sampler))
         elif isinstance(sampler, _RANDOM_SAMPLERS):
-            found.append((None, sampler))
-    return found
+            pairs.append((None, sampler))
+    return pairs
 
 
 def order_state(loop: Any) -> dict[str, Any] | None:
@@ -375,7 +375,7 @@ def generator_states(loop: Any) -> list[Any]:
 
 
 def set_generators(loop: Any, states: list[Any]) -> None:
-    """Restore what `generator_states` has returned."""
+    """Restore the states that `generator_states` returned."""
     for (_, sampler), state in zip(drawing_samplers(loop), states, strict=False):
         if state is not None:
             sampler.generator.set_state(state)

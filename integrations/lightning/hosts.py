@@ -1,4 +1,4 @@
-"""The classes of Lightning, of whichever of its two packages the program has imported."""
+"""The classes of Lightning, from the one of its two packages that the program has imported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _loaded = [name for name in _HOSTS if name in sys.modules] or ["lightning.pytorc
 
 
 def _base(modules: list[str], name: str) -> Any:
-    """Return a class below that of each host: a trainer takes only instances of its own classes."""
+    """Return a subclass of each host's class: a trainer takes only instances of its own classes."""
     return type(name, tuple(getattr(import_module(module), name) for module in modules), {})
 
 

@@ -1,4 +1,4 @@
-"""The `CheckpointIO`: what `ModelCheckpoint` saves goes to runs of Penstock, one for each path."""
+"""The `CheckpointIO`: saves of `ModelCheckpoint` go to runs of Penstock, one for each path."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class PenstockIO(TorchCheckpointIO):  # type: ignore[misc]  # the host is chosen
     Each path becomes a folder that is a separate run. A save is captured at once and written in
     the background; a removal waits for the saves before it. Lightning hands over state dicts on
     rank 0 alone, so optimizer state is stored by number and nothing is deferred:
-    `PenstockCallback` is better wherever it can be used.
+    Use `PenstockCallback` instead if you can.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -33,7 +33,7 @@ class PenstockIO(TorchCheckpointIO):  # type: ignore[misc]  # the host is chosen
 
         Args:
             options: As for `Checkpointer`. `allow_pickle=True` stores hyperparameters and states of
-                callbacks that are no plain data.
+                callbacks that are not plain data.
         """
         self._options = {"ranks": "alone", **options}
         self._worker: ThreadPoolExecutor | None = None
@@ -45,13 +45,13 @@ class PenstockIO(TorchCheckpointIO):  # type: ignore[misc]  # the host is chosen
         """Save a checkpoint of Lightning; the tensors may change when the call returns.
 
         Args:
-            checkpoint: What `Trainer.dump_checkpoint` has made.
-            path: The root of the run. A file of Lightning there is replaced, and so is a link.
+            checkpoint: The result of `Trainer.dump_checkpoint`.
+            path: The root of the run. A file of Lightning or a link there is replaced.
             storage_options: None; the options of Penstock are those of the plugin.
 
         Raises:
             ConfigError: `AsyncCheckpointIO` wraps this plugin, or there are `storage_options`.
-            PenstockError: The save failed, or an earlier one did in the background.
+            PenstockError: The save failed, or an earlier save failed in the background.
         """
         frame = inspect.currentframe()
         caller = None if frame is None or frame.f_back is None else frame.f_back.f_locals
@@ -86,7 +86,7 @@ class PenstockIO(TorchCheckpointIO):  # type: ignore[misc]  # the host is chosen
         map_location: Any = None,
         weights_only: bool | None = None,  # noqa: FBT001 - as Lightning declares it
     ) -> dict[str, Any]:
-        """Load a checkpoint of Penstock, or a file that Lightning has left.
+        """Load a checkpoint of Penstock, or a file of Lightning.
 
         Args:
             path: The root of a run, or a file.
@@ -109,14 +109,14 @@ class PenstockIO(TorchCheckpointIO):  # type: ignore[misc]  # the host is chosen
             return loaded
         device = None if map_location is None or callable(map_location) else str(map_location)
         with penstock.Checkpointer(os.fspath(path), **self._options) as ckpt:
-            # A process that was killed may have left what its last save has replaced.
+            # A killed process may have left checkpoints that its last save replaced.
             steps = ckpt.steps()
             newest = max(steps, key=lambda step: (ckpt.info(step).created, step), default="latest")
             tree: dict[str, Any] = ckpt.load(newest, device=device)
         return tree
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove a checkpoint once all saves before it have ended.
+        """Remove a checkpoint after all earlier saves have ended.
 
         Args:
             path: The root of a run, or a file.
@@ -145,7 +145,7 @@ class PenstockIO(TorchCheckpointIO):  # type: ignore[misc]  # the host is chosen
         self._raise_first(done=False)
 
     def _raise_first(self, *, done: bool) -> None:
-        """Raise the first error of the tasks that are over, or of all of them."""
+        """Raise the first error of the finished tasks, or of all tasks."""
         chosen = [task for task in self._tasks if task.done() or not done]
         self._tasks = [task for task in self._tasks if task not in chosen]
         errors = [error for task in chosen if (error := task.exception()) is not None]
@@ -158,5 +158,5 @@ def _finish(ckpt: penstock.Checkpointer, handle: penstock.SaveHandle, replaced: 
     with ckpt:
         handle.result()
         for step in replaced:
-            with contextlib.suppress(penstock.CheckpointNotFoundError):  # the save before did it
+            with contextlib.suppress(penstock.CheckpointNotFoundError):  # the previous save did it
                 ckpt.delete(step)

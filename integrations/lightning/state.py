@@ -1,4 +1,4 @@
-"""The state of a trainer besides its model and optimizers, and what of it resumes exactly."""
+"""The state of a trainer besides its model and optimizers, and what will not resume exactly."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TrainerState:
         return self.state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what is stored as the state."""
+        """Replace the state with the stored one."""
         self.state = state
 
 
@@ -50,7 +50,7 @@ def gradients_of(trainer: Any) -> dict[str, Any]:
 
 
 def of_other_ranks(state: dict[str, Any], trainer: Any) -> dict[str, Any]:
-    """Return what rank 0 of another number of ranks stored, without its place in the data."""
+    """Return what rank 0 of another number of ranks stored, without its position in the data."""
     if state["in_epoch"] and state["loaders"] and trainer.is_global_zero:
         log.warning(
             "lightning: saved in the middle of an epoch by another number of ranks: the rest of "
@@ -68,12 +68,12 @@ def loader_states(trainer: Any) -> list[Any]:
 
 
 def fetches_itself(trainer: Any) -> bool:
-    """Whether `training_step` takes the iterator, and fetches batches when it likes."""
+    """Whether `training_step` takes the iterator, and fetches batches itself."""
     return type(trainer.fit_loop._data_fetcher).__name__ == "_DataLoaderIterDataFetcher"
 
 
 def trainer_state(trainer: Any, *, in_epoch: bool, has_ended: bool) -> dict[str, Any]:
-    """Return loops, callbacks and all else that is no object of `objects_of`.
+    """Return loops, callbacks and all other state that is not in `objects_of`.
 
     Args:
         trainer: The trainer.
@@ -82,7 +82,7 @@ def trainer_state(trainer: Any, *, in_epoch: bool, has_ended: bool) -> dict[str,
     """
     loops = trainer.fit_loop.state_dict()
     if in_epoch and has_ended:
-        # `max_steps` ended training: Lightning has counted an epoch that is not over.
+        # `max_steps` ended training: Lightning has counted an unfinished epoch.
         for count in (loops["epoch_progress"]["total"], loops["epoch_progress"]["current"]):
             count["processed"] -= 1
             count["completed"] -= 1
@@ -103,7 +103,7 @@ def trainer_state(trainer: Any, *, in_epoch: bool, has_ended: bool) -> dict[str,
 
 
 def _has_stopped_early(trainer: Any) -> bool:
-    """Whether `EarlyStopping` has ended training, and not the program, as it does to be resumed."""
+    """Whether `EarlyStopping` has ended training, not the program, which stops it to resume."""
     callbacks = trainer.early_stopping_callbacks
     return bool(trainer.should_stop) and any(
         each.stopped_epoch or each.wait_count >= each.patience for each in callbacks
@@ -111,11 +111,11 @@ def _has_stopped_early(trainer: Any) -> bool:
 
 
 def plain_checkpoint(trainer: Any, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what hooks that save and load may look at in a checkpoint of Lightning."""
+    """Return the parts of a Lightning checkpoint that save and load hooks may read."""
     return {
         "epoch": trainer.current_epoch,
         "global_step": trainer.global_step,
-        # Of a sharded model it would be whole, and may be too large.
+        # A sharded model's would be gathered, and may be too large.
         "state_dict": {} if _is_sharded(trainer) else trainer.lightning_module.state_dict(),
         "loops": {"fit_loop": state["loops"]},
         "callbacks": state["callbacks"],
@@ -146,7 +146,7 @@ def _overrides(value: object, name: str) -> bool:
 
 
 def remarks(trainer: Any) -> Iterator[str]:
-    """Yield what of the configuration will not resume exactly, and what to do."""
+    """Yield each setting that will not resume exactly, and what to do."""
     loader = trainer.fit_loop._combined_loader
     if len(loader_states(trainer)) < len(loader.flattened):
         yield (
@@ -158,7 +158,7 @@ def remarks(trainer: Any) -> Iterator[str]:
     if trainer.fit_loop._data_fetcher.length is None:
         yield (
             "a data loader without a length is read one batch ahead: random numbers that its data "
-            "set draws for that batch are others after a resume"
+            "set draws for that batch differ after a resume"
         )
     if fetches_itself(trainer):
         yield (

@@ -63,12 +63,12 @@ class ModuleProvider(StateProvider):
         kind = bare_class(module)
         node = Node(path, "module", {"class": f"{kind.__module__}.{kind.__qualname__}"})
         if is_flattened(value):
-            found: list[StateObject | Node] = [node]
+            entries: list[StateObject | Node] = [node]
             for name, item, is_parameter in flat_state(value, path):
                 is_tensor = is_stored_as_tensor(item)
                 role = Role.PARAMETER if is_parameter else Role.BUFFER if is_tensor else None
-                found += context.describe(item, (*path, name), role=role)
-            return found
+                entries += context.describe(item, (*path, name), role=role)
+            return entries
         refuse_unknown(module.parameters(), path, known=lambda _: False)
         state = live_state(module)
         names = [*map(bare_names(module), state)]
@@ -104,7 +104,7 @@ class ModuleProvider(StateProvider):
         return named_parameters(value)
 
     def unsteady_memory(self, value: torch.nn.Module, /) -> Iterable[tuple[str, int]]:
-        # These modules write to their weight in `forward`, where no hook of an optimizer fences.
+        # These modules write to their weight in `forward`, where no optimizer hook fences.
         for module in value.modules():
             if (
                 isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag)
@@ -118,7 +118,7 @@ class ModuleProvider(StateProvider):
         module, plain = unwrap(value), torch.nn.Module
         kind = type(module)
         if (kind.state_dict, kind.get_extra_state) != (plain.state_dict, plain.get_extra_state):
-            return ()  # these may have it
+            return ()  # they may store these
         held: dict[int, tuple[str, object]] = {}
         for name, item in vars(module).items():
             if _is_stateful(item):
@@ -159,9 +159,9 @@ def named_parameters(value: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor
 class ModulePlacer:
     """Plans the restore of one module.
 
-    Tensors are filled in place. If the module has code of its own that loads state, `finish` then
-    calls its `load_state_dict` as users of torch would, with the state that the module has by then:
-    selected objects come from the checkpoint, the others are as they were.
+    Tensors are filled in place. If the module has its own loading code, `finish` then calls its
+    `load_state_dict`, as users of torch would, with the module's state at that time: selected
+    objects come from the checkpoint, the others are unchanged.
     """
 
     def __init__(self, value: torch.nn.Module, path: ObjectPath, context: PlaceContext) -> None:
@@ -221,9 +221,9 @@ class ModulePlacer:
         return live_state(self._module)
 
     def _is_live(self, name: str) -> bool:
-        """Return whether the state dict shows the same object twice, so one of the module itself.
+        """Return whether the state dict shows the same object twice: then the module holds it.
 
-        A state-dict hook makes a new object at each call; restoring into that one would be lost.
+        A state-dict hook makes a new object at each call; a restore into it would be lost.
         """
         return self._again.get(name) is self._state[name]
 
@@ -231,7 +231,7 @@ class ModulePlacer:
         return self._context.stored(path) is not None or bool(self._context.children(path))
 
     def _build(self, name: str, path: ObjectPath, device: str | None, item: object) -> None:
-        """Plan to build the stored objects anew, for the module to load; a DTensor as `item` is."""
+        """Plan to build new objects for the module to load; a DTensor is placed like `item`."""
         if not self._is_there(path):
             if self._context.selected(path):
                 self._result.missing.append(path)
@@ -269,7 +269,7 @@ class ModulePlacer:
             self._finishes.append(placed.finish)
 
     def _device(self, item: object) -> str:
-        """Return the device of `item`'s tensors, or else that of the module's."""
+        """Return the device of the tensors of `item`, or else of the module."""
         tensors = [*_tensors(item), *_members(self._module)]
         return device_name(tensors[0].device) if tensors else "cpu"
 
@@ -292,7 +292,7 @@ class ModulePlacer:
         shown = show_path(self._path)
         made = {name: make() for name, make in self._makers.items()}
         try:
-            left = self._hooks.run(self._to_load(made))
+            unloaded = self._hooks.run(self._to_load(made))
         except PenstockError:
             raise
         except Exception as error:
@@ -301,17 +301,17 @@ class ModulePlacer:
                 f"them: {type(error).__name__}: {error}. It is undefined now."
             )
             raise RestoreError(msg) from error
-        left = [name for name in left if name in made]
-        if left:
+        unloaded = [name for name in unloaded if name in made]
+        if unloaded:
             msg = (
                 f"{shown}: its tensors are restored, but the module's own code left "
-                f"{', '.join(left)} in the state dict, so it may not have been loaded. Take "
+                f"{', '.join(unloaded)} in the state dict, so it may not have been loaded. Take "
                 "it out of there when it is loaded (`state_dict.pop`), or exclude it."
             )
             raise RestoreError(msg)
 
     def _to_load(self, made: dict[str, object]) -> dict[str, Any]:
-        """Return the current state dict of the module, with the objects that were built anew."""
+        """Return the current state dict of the module, with the newly built objects."""
         state = copy.copy(live_state(self._module))  # an overridden one may return its own dict
         for name, item in list(state.items()):
             if name in made:
@@ -322,7 +322,7 @@ class ModulePlacer:
             elif isinstance(item, torch.Tensor):
                 state[name] = self._hooks.lend(name, item)
             else:
-                state[name] = copy.deepcopy(item)  # likewise: the module may change its own object
+                state[name] = copy.deepcopy(item)  # the module may change its own object
         state.update(made)
         return state
 

@@ -1,7 +1,7 @@
 """Modules of FSDP1 with `use_orig_params=True`: each rank holds ranges of flattened parameters.
 
-Its own `state_dict` gathers whole parameters by collectives. Nothing here communicates: what a rank
-holds is read from where FSDP keeps it, also while it has gathered parameters.
+Its own `state_dict` gathers whole parameters by collectives. Nothing here communicates: a
+rank's elements are read where FSDP keeps them, also while it has gathered parameters.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Held:
 
     @property
     def item(self) -> object:
-        """What is described, and restored into."""
+        """The object that is described, and restored into."""
         if self.local is None or self.flat is None:
             return self.parameter
         return self.flat.shard(self.local)
@@ -69,14 +69,14 @@ def flat_state(value: torch.nn.Module, path: ObjectPath) -> Iterator[tuple[str, 
     """
     held = _held(value, path)
     module = unwrap(value)
-    ids = {id(one.parameter) for one in held.values()}
+    ids = {id(each.parameter) for each in held.values()}
     refuse_unknown(module.parameters(), path, known=lambda parameter: id(parameter) in ids)
     bare = bare_names(module)
     shown: dict[str, Any] = {}
     _show(module, shown, "", held)
     for name, item in shown.items():
-        found = item.item if isinstance(item, _Held) else item
-        yield bare(name), found, isinstance(item, _Held | torch.nn.Parameter)
+        content = item.item if isinstance(item, _Held) else item
+        yield bare(name), content, isinstance(item, _Held | torch.nn.Parameter)
 
 
 def flat_parameters(value: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -96,8 +96,8 @@ def place_flat(value: torch.nn.Module, path: ObjectPath, context: PlaceContext) 
     """Plan the restore of the ranges that this rank holds, in place.
 
     Raises:
-        UnsupportedStateError: The module has code of its own that loads state, which FSDP1 would
-            give whole parameters by collectives.
+        UnsupportedStateError: The module has its own loading code, for which FSDP1 would gather
+            whole parameters by collectives.
     """
     module = unwrap(value)
     if LoadHooks(module).present:
@@ -143,7 +143,7 @@ def place_flat(value: torch.nn.Module, path: ObjectPath, context: PlaceContext) 
 def _place_extra(
     part: torch.nn.Module, path: ObjectPath, device: str, context: PlaceContext
 ) -> Placement:
-    """Plan to build the extra state of `part` anew, and to set it."""
+    """Plan to build new extra state of `part`, and to set it."""
     if context.stored(path) is None and not context.children(path):
         return Placement(missing=[path] if context.selected(path) else [])
     placed = context.rebuild(path, device=device)
@@ -165,43 +165,43 @@ def _handles(value: torch.nn.Module) -> Iterator[tuple[Any, Any]]:
         if isinstance(part, kind):
             state: Any = part
             if state._handle is not None:  # noqa: SLF001 - torch has no other name for it
-                yield state, state._handle  # noqa: SLF001 - likewise
+                yield state, state._handle  # noqa: SLF001 - see above
 
 
 def _held(value: torch.nn.Module, path: ObjectPath) -> dict[tuple[int, str], _Held]:
     """Return the flattened parameters by the id of their module and their name there."""
-    found: dict[tuple[int, str], _Held] = {}
+    parameters: dict[tuple[int, str], _Held] = {}
     for state, handle in _handles(value):
         flat_param = handle.flat_param
-        if not state._use_orig_params:  # noqa: SLF001 - as above
+        if not state._use_orig_params:  # noqa: SLF001 - see above
             msg = (
                 f"{show_path(path)} is sharded by FSDP1 with use_orig_params=False, which leaves "
                 "optimizers no parameters with names: pass use_orig_params=True, or use "
                 "fully_shard"
             )
             raise UnsupportedStateError(msg)
-        if any(one is not None for one in flat_param._param_extensions):  # noqa: SLF001 - as above
+        if any(extension is not None for extension in flat_param._param_extensions):  # noqa: SLF001 - see above
             msg = (
-                f"{show_path(path)} is sharded by FSDP1 over DTensors, of which it keeps the local "
-                "tensors alone: use fully_shard with tensor parallelism"
+                f"{show_path(path)} is sharded by FSDP1 over DTensors, and it keeps only the local "
+                "tensors: use fully_shard with tensor parallelism"
             )
             raise UnsupportedStateError(msg)
         replica = _replica(state)
-        # Before the first forward there is no other memory than that of the flat parameter.
+        # Before the first forward, only the flat parameter has memory.
         own = getattr(flat_param, "_local_shard", flat_param).detach()
         for info, parameter, shape, place in zip(
-            flat_param._param_infos,  # noqa: SLF001 - as above
-            flat_param._params,  # noqa: SLF001 - as above
-            flat_param._shapes,  # noqa: SLF001 - as above
-            flat_param._shard_param_infos  # noqa: SLF001 - as above
+            flat_param._param_infos,  # noqa: SLF001 - see above
+            flat_param._params,  # noqa: SLF001 - see above
+            flat_param._shapes,  # noqa: SLF001 - see above
+            flat_param._shard_param_infos  # noqa: SLF001 - see above
             if handle.uses_sharded_strategy
-            else [None] * len(flat_param._params),  # noqa: SLF001 - as above
+            else [None] * len(flat_param._params),  # noqa: SLF001 - see above
             strict=True,
         ):
             key = (id(info.module), info.param_name)
             if place is None:
                 note_flat(parameter, None)
-                found[key] = _Held(parameter, None, None)
+                parameters[key] = _Held(parameter, None, None)
                 continue
             start = place.intra_param_start_idx if place.in_shard else 0
             stop = start + place.numel_in_shard if place.in_shard else 0
@@ -212,12 +212,12 @@ def _held(value: torch.nn.Module, path: ObjectPath) -> dict[tuple[int, str], _He
             same = parameter.data_ptr() == local.data_ptr() and parameter.shape == local.shape
             held = parameter if same else local
             note_piece(held)
-            found[key] = _Held(parameter, held, flat)
+            parameters[key] = _Held(parameter, held, flat)
             note_flat(parameter, flat)
-        for shared in flat_param._shared_param_infos:  # noqa: SLF001 - as above
-            first = found[id(shared.prim_module), shared.prim_param_name]
-            found[id(shared.module), shared.param_name] = first
-    return found
+        for shared in flat_param._shared_param_infos:  # noqa: SLF001 - see above
+            first = parameters[id(shared.prim_module), shared.prim_param_name]
+            parameters[id(shared.module), shared.param_name] = first
+    return parameters
 
 
 def _replica(state: Any) -> tuple[int, int]:
@@ -238,22 +238,22 @@ def _show(
     if not ours:
         for hook in module._state_dict_pre_hooks.values():  # noqa: SLF001 - no other way
             hook(module, prefix, True)  # noqa: FBT003 - as torch calls it
-        module._save_to_state_dict(shown, prefix, keep_vars=True)  # noqa: SLF001 - likewise
-        for name in module._parameters:  # noqa: SLF001 - likewise
+        module._save_to_state_dict(shown, prefix, keep_vars=True)  # noqa: SLF001 - see above
+        for name in module._parameters:  # noqa: SLF001 - see above
             if (id(module), name) in held:
                 shown[prefix + name] = held[id(module), name]
     for name, child in module.named_children():
         _show(child, shown, f"{prefix}{name}.", held)
     if not ours:
-        for after in module._state_dict_hooks.values():  # noqa: SLF001 - likewise
+        for after in module._state_dict_hooks.values():  # noqa: SLF001 - see above
             after(module, shown, prefix, {})
 
 
 def _drop_gathered(value: torch.nn.Module) -> None:
-    """Free gathered parameters, which the next forward would use as they were."""
+    """Free gathered parameters: the next forward would use their old values."""
     for _, handle in _handles(value):
-        begun = hasattr(handle.flat_param, "_full_param_padded")
-        if begun and handle.uses_sharded_strategy and not handle.needs_unshard():
+        is_gathered = hasattr(handle.flat_param, "_full_param_padded")
+        if is_gathered and handle.uses_sharded_strategy and not handle.needs_unshard():
             handle.reshard(True)  # noqa: FBT003 - as torch calls it
             handle.post_reshard()
 

@@ -1,8 +1,8 @@
 """The load hooks of a module: code of its own that runs when a state dict is loaded.
 
-A restore writes into the memory of a module's tensors, which such code would never notice: values
-that it derives from them would stay stale, and state that only it can set would be lost. So a
-restore ends with the module's own `load_state_dict` where there is such code.
+A restore writes into the memory of a module's tensors, and such code would not notice: values
+derived from the tensors would stay stale, and state that only this code sets would be lost. So if
+there is such code, a restore ends with the module's own `load_state_dict`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BASE = torch.nn.Module
 class LoadHooks:
     """Finds and runs the loading code of a module and of the modules inside it.
 
-    Names are those of the module's own `state_dict`, with the wrappers inside of it.
+    Names are those of the module's own `state_dict`, with its inner wrappers.
     """
 
     def __init__(self, root: torch.nn.Module) -> None:
@@ -34,22 +34,22 @@ class LoadHooks:
         self._overrides = is_override(root.load_state_dict, _BASE.load_state_dict)
         self._owners: dict[str, torch.nn.Module] = {}
         self._takers: list[str] = []  # prefixes of modules whose code may take any entry below
-        self._readers = [""] if self._overrides else []  # prefixes of those with code not of torch
+        self._readers = [""] if self._overrides else []  # prefixes of modules with foreign code
         after = False
         base = _BASE._load_from_state_dict  # noqa: SLF001 - torch documents it for overriding
         for name, module in root.named_modules(remove_duplicate=False):
             prefix = f"{name}." if name else ""
             self._owners[prefix] = module
-            loads = module._load_from_state_dict  # noqa: SLF001 - likewise
+            loads = module._load_from_state_dict  # noqa: SLF001 - see above
             before = list(module._load_state_dict_pre_hooks.values())  # noqa: SLF001 - no other way
             if before or is_override(loads, base, but="torch.nn.modules."):
                 self._takers.append(prefix)
             if any(map(_is_foreign, before)) or is_override(loads, base):
                 self._readers.append(prefix)
-            hooks = module._load_state_dict_post_hooks.values()  # noqa: SLF001 - likewise
+            hooks = module._load_state_dict_post_hooks.values()  # noqa: SLF001 - no other way
             after = after or not all(map(_is_of_fully_shard, hooks))
         self.present = bool(self._readers) or after
-        """Whether there is such code that is not torch's own."""
+        """Whether there is loading code that is not torch's own."""
 
     def may_take(self, name: str) -> bool:
         """Return whether loading may use an entry of this name, of whatever type."""
@@ -60,23 +60,23 @@ class LoadHooks:
         return owner is not None and _has_tensor(owner, last)
 
     def lend(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor to load for a live one: itself, for which torch's code does nothing.
+        """Return the tensor to load for a live one: itself, and torch's code then does nothing.
 
-        Code that is not torch's gets a copy, since it may reset the live tensor before it reads
-        the argument. Not so for a tensor that overlaps itself: torch refuses to copy into it from
-        any other tensor.
+        Foreign code gets a copy, since it may reset the live tensor before it reads the argument.
+        A tensor that overlaps itself is not copied: torch refuses to copy into it from any other
+        tensor.
         """
         seen = any(map(name.startswith, self._readers)) and not overlaps_itself(tensor)
         return tensor.detach().clone() if seen else tensor
 
     def run(self, state: Mapping[str, Any]) -> Sequence[str]:
-        """Load `state`, and return the names that were not loaded, as far as torch tells."""
+        """Load `state`, and return the names that torch reports as not loaded."""
         load: Callable[..., Any] = self._root.load_state_dict
         options = {"strict": False} if _accepts(load, "strict") else {}
         tensors = [item for item in state.values() if isinstance(item, torch.Tensor)]
         with ExitStack() as stack:
             if any(tensor.is_inference() for tensor in tensors):
-                stack.enter_context(torch.inference_mode())  # outside of it torch refuses to write
+                stack.enter_context(torch.inference_mode())  # else torch refuses to write
             loaded = load(state, **options)
         return tuple(getattr(loaded, "unexpected_keys", ()))
 

@@ -1,10 +1,10 @@
 """The provider of `torch.optim.Optimizer`: state by parameter *name*, param groups by index.
 
 Objects are `state/<parameter name>/<key>` and `param_groups/<i>/<key>`. A rank that has the state
-of some parameters only, as with `ZeroRedundancyOptimizer`, describes these. A node per parameter
-holds its shape and place, so that optimizers without names can be matched by order. Which
-parameters a group has stands in these nodes alone: ranks that train different parameters have
-groups of different parameters, and together they describe all of them.
+of some parameters only, as with `ZeroRedundancyOptimizer`, describes these. Each parameter has a
+node with its shape and place, so that optimizers without names can be matched by order. Only these
+nodes record which parameters a group has: ranks that train different parameters have different
+groups, and together they describe all parameters.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class OptimizerProvider(StateProvider):
         if is_wrapper(kind, OPTIMIZERS):
             return context.describe(wrapped(value, OPTIMIZERS), path)
         recall = partial(context.recall, (FORM, path))
-        # First, since modules tell with the names how their parameters are cut.
+        # First: with the names, modules also report how their parameters are cut.
         named = members(value.param_groups, context.parameter_names, recall)
         held = held_of(value, path)
         meta = {
@@ -93,19 +93,19 @@ class OptimizerProvider(StateProvider):
         }
         if held.owned is not None:
             context.of_this_rank((*path, "state"))
-        found = [Node(path, FORM, meta), *_describe_members(held, named, path, context)]
+        nodes = [Node(path, FORM, meta), *_describe_members(held, named, path, context)]
         for index, group in enumerate(held.groups):
             for key, item in group.items():
-                if key in MEMBERSHIP:  # the nodes of the parameters say it
+                if key in MEMBERSHIP:  # the parameter nodes record it
                     continue
                 here = (*path, "param_groups", str(index), _text(key, path))
-                found += context.describe(item, here, role=Role.OPTIMIZER)
-        state: dict[Any, Any] = held.local.state  # some optimizers keep state of no parameter in it
+                nodes += context.describe(item, here, role=Role.OPTIMIZER)
+        state: dict[Any, Any] = held.local.state  # may hold state of no parameter
         for key, item in state.items():
             if not isinstance(key, torch.Tensor):
                 here = (*path, "shared", _text(key, path))
-                found += context.describe(item, here, role=Role.OPTIMIZER)
-        return found
+                nodes += context.describe(item, here, role=Role.OPTIMIZER)
+        return nodes
 
     def place(
         self, value: torch.optim.Optimizer, path: ObjectPath, /, *, context: PlaceContext
@@ -146,19 +146,19 @@ class OptimizerProvider(StateProvider):
 
     def claimed_values(self, value: torch.optim.Optimizer, /) -> Sequence[object] | None:
         if is_wrapper(type(value), OPTIMIZERS):
-            return ()  # as above
+            return ()  # see `claimed_memory`
         values = _claimed(value)
         if _settings(value) or not _PLAIN.issuperset(map(type, values)):
             return None
         try:
             return [tensor for tensor, _ in _own_tensors(values)]
-        except RuntimeError:  # one is sparse, or the like, and has no storage
+        except RuntimeError:  # a tensor is sparse, for example, and has no storage
             return None
 
     def left_out(self, value: torch.optim.Optimizer, /) -> Iterable[tuple[str, object]]:
         """Return the parameters: their modules store them."""
         if is_wrapper(type(value), OPTIMIZERS):
-            return ()  # as above
+            return ()  # see `claimed_memory`
         return [("", p) for g in value.param_groups for p in _tensors(g["params"])]
 
 
@@ -189,19 +189,19 @@ def _describe_members(
         here = [*chain.from_iterable(islice(described, len(state)))]
         if held.owned is not None:
             here = [_of_this_rank(entry) for entry in here]
-        # Such as `step`, which most optimizers keep on the host: a restore before the first step
-        # has no live state to take the device from.
+        # Most optimizers keep `step`, for example, on the host. A restore before the first step
+        # has no live state that shows the device.
         host = None
         if not member.parameter.is_cpu:
             host = [k for k, t in state.items() if isinstance(t, torch.Tensor) and t.is_cpu]
         objects = sum([type(entry) is StateObject for entry in here])
         facts.append((member.shape, member.group, member.position, member.named, objects, host))
         entries.append(here)
-    found: list[StateObject | Node] = []
+    nodes: list[StateObject | Node] = []
     for node, here in zip(map(_node, heres, facts), entries, strict=True):
-        found.append(node)
-        found += here
-    return found
+        nodes.append(node)
+        nodes += here
+    return nodes
 
 
 def _node(path: ObjectPath, facts: tuple[Any, ...]) -> Node:
@@ -231,13 +231,13 @@ def _group_sizes(held: Held, path: ObjectPath) -> list[int]:
 
 
 def _refuse_others(parameter: DTensor, path: ObjectPath, context: DescribeContext) -> None:
-    """Refuse a parameter without a name that not all ranks hold.
+    """Refuse an unnamed parameter that only some ranks hold.
 
-    Ranks outside of its mesh, as other stages of a pipeline, have another one at its place among
-    the parameters, and of the two one would be lost.
+    Ranks outside its mesh, such as other pipeline stages, have another parameter at the same place,
+    and one of the two would be lost.
 
     Raises:
-        UnsupportedStateError: It is one.
+        UnsupportedStateError: Only some ranks hold it.
     """
     here, count = parameter.device_mesh.size(), context.world_size
     if here < count:
@@ -250,7 +250,7 @@ def _refuse_others(parameter: DTensor, path: ObjectPath, context: DescribeContex
 
 
 def _piece(item: object, flat: Flat) -> object:
-    """Return state of a parameter that is cut by flat ranges as a piece of the whole state."""
+    """Return state of a parameter cut by flat ranges as a piece of the whole state."""
     if not isinstance(item, torch.Tensor) or item.shape != (flat.stop - flat.start,):
         return item
     return flat.shard(item)
@@ -275,19 +275,19 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _claimed(value: torch.optim.Optimizer) -> list[object]:
-    """Return what only the step of an optimizer changes: parameters, and tensors of their state."""
+    """Return what only an optimizer step changes: parameters, and tensors of their state."""
     state: Any = value.optim.state if is_zero(type(value)) else value.state  # type: ignore[attr-defined]  # ZeRO's
-    found: list[object] = []
+    values: list[object] = []
     for group in value.param_groups:
         # The step of a captured graph runs without Python, so no hook can fence it: deferred
         # state would change while it is copied.
         if group.get("capturable") or group.get("differentiable"):
             continue
         parameters = group["params"]
-        found += [parameter for parameter in parameters if parameter.is_leaf]
+        values += [parameter for parameter in parameters if parameter.is_leaf]
         for items in map(state.get, parameters):
-            found += items.values() if type(items) is dict else [items]
-    return [item for item in found if type(item) not in _NUMBERS]
+            values += items.values() if type(items) is dict else [items]
+    return [item for item in values if type(item) not in _NUMBERS]
 
 
 def _settings(value: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -296,7 +296,7 @@ def _settings(value: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _own_tensors(tensors: Iterable[Any]) -> Iterator[tuple[torch.Tensor, torch.UntypedStorage]]:
-    """Yield those of the tensors that no other process has, with their storages.
+    """Yield the tensors that no other process has, with their storages.
 
     No fence in this process holds back another process's writes.
     """
@@ -317,8 +317,8 @@ def _text(key: object, path: ObjectPath) -> str:
 class Rebuilder:
     """Plans the state dict of one optimizer, with parameters in the order of groups.
 
-    Torch's `load_state_dict` takes it. With names instead of numbers it is one that
-    torch.distributed.checkpoint takes.
+    Torch's `load_state_dict` takes the dict. With names instead of numbers,
+    torch.distributed.checkpoint takes it.
     """
 
     def __init__(self, stored: Node, *, device: str | None, context: PlaceContext) -> None:
@@ -358,8 +358,8 @@ class Rebuilder:
     def _numbered(self) -> dict[ObjectPath, int]:
         """Return the number of each parameter by the path of its state, and correct the counts.
 
-        Ranks that train different parameters tell positions within their own groups. Then the
-        parameters of a group stand in stored order, those of the first rank first.
+        Ranks that train different parameters report positions within their own groups. Then the
+        parameters of a group are in stored order, the first rank's first.
         """
         places: list[tuple[ObjectPath, int, int]] = []
         for node in self._context.nodes((*self._path, "state")):
@@ -400,25 +400,25 @@ class Rebuilder:
         return sum(self._counts[:group])
 
     def _state(self) -> list[tuple[int | str, Maker]]:
-        found: list[tuple[int | str, Maker]] = []
+        makers: list[tuple[int | str, Maker]] = []
         for name in self._context.children((*self._path, "state")):
             here = (*self._path, "state", name)
             number = self._numbers.get(here)
             if number is None:
                 raise malformed(here)
             make = self._maker(here)
-            # By names an empty state has an entry, without which torch.distributed.checkpoint
-            # refuses to load it.
+            # With names, an empty state has an entry too: torch.distributed.checkpoint refuses to
+            # load a dict without it.
             if make is not None and (self._named or self._context.children(here)):
-                found.append((name if self._named else number, make))
+                makers.append((name if self._named else number, make))
         for key in self._context.children((*self._path, "shared")):
             make = self._maker((*self._path, "shared", key))
             if make is not None:
-                found.append((key, make))
-        return found
+                makers.append((key, make))
+        return makers
 
     def _groups(self) -> list[dict[str, Maker]]:
-        found = []
+        groups = []
         for index in self._context.children((*self._path, "param_groups")):
             here = (*self._path, "param_groups", index)
             at = index_of(index, here)
@@ -426,8 +426,8 @@ class Rebuilder:
                 raise malformed(here)
             makers = {key: self._maker((*here, key)) for key in self._context.children(here)}
             options = {k: m for k, m in makers.items() if m is not None and k not in MEMBERSHIP}
-            found.append(options | {"params": _constant(self._params(at))})
-        return found
+            groups.append(options | {"params": _constant(self._params(at))})
+        return groups
 
     def _params(self, group: int) -> list[int] | list[str]:
         start = self._start(group)

@@ -45,8 +45,8 @@ class Held:
         local: The optimizer that has the state on this rank: `value` itself, or the one that it
             runs on its own parameters. Of a state dict, something with `state` and `defaults`.
         groups: The param groups, with the parameters of all ranks.
-        owned: The ids of the parameters whose state is on this rank alone; None: of all of them,
-            here and on every other rank that has them.
+        owned: The ids of the parameters whose state is on this rank alone; None: the state
+            of every parameter is here, and on every other rank that has the parameter.
     """
 
     value: Any
@@ -88,8 +88,8 @@ def is_zero(kind: type) -> bool:
 def held_of(value: torch.optim.Optimizer, path: ObjectPath) -> Held:
     """Return what this rank holds of an optimizer.
 
-    Of a `ZeroRedundancyOptimizer` each rank holds the state of the parameters in its partition, in
-    an optimizer of its own. Nothing is consolidated: that would gather all of it on one rank.
+    With a `ZeroRedundancyOptimizer`, each rank holds the state of its partition's parameters in its
+    own optimizer. Nothing is consolidated: that would gather all state on one rank.
 
     Raises:
         UnsupportedStateError: A `ZeroRedundancyOptimizer` runs within the backward of DDP.
@@ -121,7 +121,7 @@ def _with_elements(optimizer: torch.optim.Optimizer) -> frozenset[int] | None:
 _Names: TypeAlias = "list[tuple[str, bool, tuple[str, ...]]]"
 
 
-@dataclass(slots=True)  # a frozen one takes three times as long, once for each parameter
+@dataclass(slots=True)  # frozen would take three times as long, for each parameter
 class Member:
     """One parameter of an optimizer.
 
@@ -185,22 +185,22 @@ def _named(places: Sequence[tuple[int, int, tuple[str, ...]]]) -> _Names:
     """Return name, `named` and candidates of each member, from its place and all its names."""
     candidates = [tuple(dict.fromkeys(names)) for _, _, names in places]
     uses = Counter(name for names in candidates for name in names)
-    found: _Names = []
+    entries: _Names = []
     for (group, position, _), names in zip(places, candidates, strict=True):
         unique = next((name for name in names if uses[name] == 1), None)
         name = f"{group}.{position}" if unique is None else unique
-        found.append((name, unique is not None, names))
-    return found
+        entries.append((name, unique is not None, names))
+    return entries
 
 
 def shape_of_state(shapes: Sequence[tuple[int, ...]]) -> list[int] | None:
-    """Return the shape of the parameter whose state has tensors of `shapes`; None: it is not known.
+    """Return the shape of the parameter whose state has tensors of `shapes`; None: unknown.
 
     Most optimizers keep state of the parameter's shape. Adafactor keeps rows and columns.
     """
     most = max(map(len, shapes), default=0)
     try:
-        shape = np.broadcast_shapes(*(one for one in shapes if len(one) == most))
+        shape = np.broadcast_shapes(*(each for each in shapes if len(each) == most))
     except ValueError:
         return None
     return list(shape) if most else None
@@ -227,29 +227,29 @@ class Matcher:
     def match(self, members: list[Member]) -> dict[str, Node]:
         """Return the nodes of stored parameters by the names of the live ones."""
         matches: dict[str, Node] = {}
-        taken: set[ObjectPath] = set()
-        waiting: list[Member] = []
+        used: set[ObjectPath] = set()
+        unmatched: list[Member] = []
         for member in members:
             node = self._node(member.name)
             # A place such as `0.1` must not match a parameter that is really named `0.1`.
             if node is not None and node.meta.get("named") is member.named:
                 matches[member.name] = node
-                taken.add(node.path)
+                used.add(node.path)
             else:
-                waiting.append(member)
-        # In a second turn, by names that only one parameter goes by: a module may have been stored
-        # alone and restored beside another one with the same names, or the other way round.
-        uses = Counter(name for member in waiting for name in member.candidates)
-        for member in waiting:
+                unmatched.append(member)
+        # Second, by names that only one parameter has: a module may have been stored alone and
+        # restored beside another module with the same names, or the other way round.
+        uses = Counter(name for member in unmatched for name in member.candidates)
+        for member in unmatched:
             if not member.named:
                 continue
             nodes = [self._node(name) for name in member.candidates if uses[name] == 1]
-            # At last by what the checkpoint has tied to it: a stage of a pipeline has its own copy.
+            # Third, by names that the checkpoint ties to it: a pipeline stage has its own copy.
             nodes += map(self._node, self._context.tied_names(member.parameter))
             for node in nodes:
-                if node is not None and node.path not in taken and node.meta.get("named"):
+                if node is not None and node.path not in used and node.meta.get("named"):
                     matches[member.name] = node
-                    taken.add(node.path)
+                    used.add(node.path)
                     break
         self._check_names(members, matches)
         return matches

@@ -1,7 +1,7 @@
 """The placing of optimizer state: matched by name, whole per parameter, in its stored dtype.
 
 State is set directly: torch's `load_state_dict` would cast it to the dtype of its parameter. So the
-load hooks of the optimizer, which `load_state_dict` would run, are run here after that.
+optimizer's load hooks, which `load_state_dict` would run, are run here afterwards.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
     from penstock.providers.tensor.flat_ranges import Flat
 
 
-# Keys of `param_groups` that are no options of an optimizer: names, and those that schedulers add.
+# Keys of `param_groups` that are not optimizer options: names, and keys that schedulers add.
 _SCHEDULED = {
     "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr", *MEMBERSHIP,
 }  # fmt: skip
 
 
-# State that a step of torch's own optimizers takes for granted when an option is set.
+# State that a step of torch's own optimizers requires when an option is set.
 _NEEDED = (
     ((torch.optim.Adam, torch.optim.AdamW), "amsgrad", "max_exp_avg_sq"),
     ((torch.optim.RMSprop,), "centered", "grad_avg"),
@@ -215,7 +215,7 @@ class Placer:
         )
 
     def _pass_over(self, path: ObjectPath) -> None:
-        """Count what another rank restores as known: this rank takes nothing of it."""
+        """Count objects that another rank restores as known; this rank restores none of them."""
         stored = self._context.stored(path)
         if stored is not None and stored.kind is Kind.TENSOR:
             sink = make_sink(torch.empty(0, device="cpu"), path)
@@ -226,18 +226,18 @@ class Placer:
             self._pass_over((*path, key))
 
     def _place_known(self, member: Member, node: Node) -> None:
-        found, whole = leaves(self._context, node.path), node.meta.get("objects")
-        if found != whole:
-            if found:
+        count, whole = leaves(self._context, node.path), node.meta.get("objects")
+        if count != whole:
+            if count:
                 self._problem(
                     node.path,
-                    f"comes whole or not at all, but only {found} of its {whole} objects are "
+                    f"comes whole or not at all, but only {count} of its {whole} objects are "
                     "selected",
                 )
             return
-        # A parameter without stored state: whether to drop the template's is selected by its paths.
+        # Without stored state, the template's paths select whether its state is dropped.
         wanted = [self._context.selected((*node.path, key)) for key in self._keys(member)]
-        if found or self._context.selected(node.path) or (wanted and all(wanted)):
+        if count or self._context.selected(node.path) or (wanted and all(wanted)):
             self._place_state(member, node)
 
     def _place_state(self, member: Member, node: Node) -> None:
@@ -265,7 +265,7 @@ class Placer:
         self._finishes.append(assign)
 
     def _check_needed(self, member: Member, node: Node, keys: Sequence[str]) -> None:
-        """Report state that the next step would miss, because of an option that stays as it is."""
+        """Report state that the next step would lack, because an option is not restored."""
         restored = self._context.children((*self._groups, str(member.group)))
         options = self._held.groups[member.group]
         for classes, option, key in _NEEDED:
@@ -382,7 +382,7 @@ class Placer:
     def _place_group(self, group: dict[str, Any], path: ObjectPath) -> None:
         for key in self._context.children(path):
             here = (*path, key)
-            if key in MEMBERSHIP:  # version 1 has stored it
+            if key in MEMBERSHIP:  # stored by version 1
                 self._result.values.append(here)
                 continue
             live = group.get(key)
@@ -395,7 +395,7 @@ class Placer:
             if stored is not None and twins:
                 fits_live = same_kind(live, stored, device, self._context)
                 filled: Any = live if fits_live else empty_tensor(stored, device_name(device))
-                # Core checks that all have the same bytes, since their targets are one memory.
+                # Core checks that all copies have the same bytes: their targets share memory.
                 self._result.targets += [tensor_target(filled, twin) for twin in twins]
                 live = filled
             self._assign(self._place_item(live, here, device), group, key)
@@ -411,16 +411,16 @@ def _groups(count: int) -> str:
 
 
 def _run_own_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Run the code that `load_state_dict` runs beside setting state, for state that is set already.
+    """Run the code that `load_state_dict` runs besides setting state; the state is already set.
 
-    If that code may change the state, the optimizer loads its own state dict. Tensors that come out
-    unchanged, or only cast to the dtype of their parameter as torch does, are put back: they keep
-    their dtype, and the memory that they were restored into.
+    If that code may change the state, the optimizer loads its own state dict. Tensors that stay
+    unchanged, or that torch only casts to their parameter's dtype, are put back: they keep their
+    dtype, and the memory that they were restored into.
     """
     before: dict[int, Any] = optimizer._optimizer_load_state_dict_pre_hooks  # type: ignore[attr-defined, unused-ignore]  # noqa: SLF001 - no other way
     base = torch.optim.Optimizer.load_state_dict
     if not before and not is_override(optimizer.load_state_dict, base):
-        for hook in list(optimizer._optimizer_load_state_dict_post_hooks.values()):  # noqa: SLF001 - likewise
+        for hook in list(optimizer._optimizer_load_state_dict_post_hooks.values()):  # noqa: SLF001 - see above
             hook(optimizer)
         return
     restored = {key: dict(state) for key, state in optimizer.state.items() if type(state) is dict}
@@ -452,5 +452,5 @@ def _is_cast(old: torch.Tensor, new: torch.Tensor) -> bool:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor: unlike its values they are equal for equal NaNs, too."""
+    """Return the bytes of a tensor: unlike the values, they are equal for equal NaNs."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

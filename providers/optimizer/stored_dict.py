@@ -36,7 +36,7 @@ STATE, GROUPS = "state", "param_groups"
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A part of a stored value, which is at the path `root`."""
+    """A part of the stored value at the path `root`."""
 
     root: ObjectPath
     value: Any
@@ -58,7 +58,7 @@ class _Layout:
         own_names: Real names by number, where the dict has them too.
         shared: State of no parameter.
         twins: The other copies of an option that is a tensor, by the path of the first copy.
-        known: Paths of stored objects that say nothing that is restored by itself.
+        known: Paths of stored objects that are not restored separately.
         conflicts: Options that differ within a group: the group, the key, and two parameters.
     """
 
@@ -74,9 +74,9 @@ class _Layout:
 
 
 class StoredDict(PlaceContext):
-    """Shows the objects of a stored state dict at the paths that those of an optimizer have.
+    """Shows the objects of a stored state dict at the paths of an optimizer's objects.
 
-    The paths of flattened state differ from those. Patterns then have to select both.
+    Flattened state has different paths. Patterns then have to select both.
 
     Attributes:
         members: The parameters of the live optimizer, under the names to match them by.
@@ -190,7 +190,7 @@ class StoredDict(PlaceContext):
         return self._context.tied_names(tensor)
 
     def _add(self, path: ObjectPath, items: _Items) -> None:
-        """Add the entries below `path`, which is a place for them even if there are none."""
+        """Add the entries below `path`, which exists even without entries."""
         for here in [path, *((*path, *keys) for keys in items)]:
             for depth in range(len(self._path), len(here)):
                 self._below.setdefault(here[:depth], {})[here[depth]] = None
@@ -204,8 +204,10 @@ class StoredDict(PlaceContext):
         self._add(path, items)
         named = not self._nodes[self._path].meta["numbered"]
         counts = [1 if isinstance(e, _Part) else leaves(self._whole, e) for e in items.values()]
-        found = [self._whole.stored(e) for e in items.values() if not isinstance(e, _Part)]
-        shapes = [one.spec.shape for one in found if one is not None and one.kind is Kind.TENSOR]
+        objects = [self._whole.stored(e) for e in items.values() if not isinstance(e, _Part)]
+        shapes = [
+            each.spec.shape for each in objects if each is not None and each.kind is Kind.TENSOR
+        ]
         shape: Any = shape_of_state(shapes)
         if shape is None and any(shapes) and not named:
             shape = "unknown"  # so nothing shows that the order is the same
@@ -274,8 +276,8 @@ def stored_dict(
 
 
 def _renumbered(member: Member, numbers: Mapping[str, str]) -> Member:
-    found = [numbers[name] for name in member.candidates if name in numbers]
-    return replace(member, name=found[0], named=True, candidates=()) if found else member
+    names = [numbers[name] for name in member.candidates if name in numbers]
+    return replace(member, name=names[0], named=True, candidates=()) if names else member
 
 
 def _in_order(member: Member, params: Sequence[Sequence[str]]) -> Member:
@@ -287,7 +289,7 @@ def _in_order(member: Member, params: Sequence[Sequence[str]]) -> Member:
 
 
 def _children(whole: PlaceContext, at: _Entry) -> dict[str, _Entry]:
-    """Return what is below an entry, whether it is a container or a value."""
+    """Return the entries below a container or a value."""
     if isinstance(at, _Part):
         value: Any = at.value
         pairs = value.items() if isinstance(value, dict) else enumerate(value)
@@ -307,10 +309,10 @@ def _value(whole: PlaceContext, at: _Entry | None) -> Any:
 
 
 def _nested(whole: PlaceContext, top: Mapping[str, _Entry]) -> _Layout | None:
-    found = _children(whole, top[STATE])
+    entries = _children(whole, top[STATE])
     state: dict[str, _Items] = {
         name: {(key,): item for key, item in _children(whole, entry).items()}
-        for name, entry in found.items()
+        for name, entry in entries.items()
     }
     layout = _Layout([], state, [], numbered=_has_numbers(whole, top[STATE]))
     for entry in _children(whole, top[GROUPS]).values() if GROUPS in top else ():
@@ -327,8 +329,8 @@ def _nested(whole: PlaceContext, top: Mapping[str, _Entry]) -> _Layout | None:
         layout.known += [entry for entry in membership if isinstance(entry, tuple)]
         layout.options.append({(k,): e for k, e in options.items() if k not in MEMBERSHIP})
     if layout.numbered:
-        # State of no parameter has a name among numbers.
-        layout.shared = {(name,): e for name, e in found.items() if not name.isdigit()}
+        # A name among the numbers is state of no parameter.
+        layout.shared = {(name,): e for name, e in entries.items() if not name.isdigit()}
         layout.state = {name: items for name, items in state.items() if name.isdigit()}
     return layout
 
@@ -364,8 +366,8 @@ def _flattened(
     }
     layout = _Layout([[] for _ in range(group_count)], state, [{} for _ in range(group_count)])
     for member in members:
-        found = [name for name in (member.name, *member.candidates) if name in state]
-        layout.params[member.group] += found[:1]
+        known_names = [name for name in (member.name, *member.candidates) if name in state]
+        layout.params[member.group] += known_names[:1]
     for index, names in enumerate(layout.params):
         for key in dict.fromkeys(key for name in names for key in options.get(name, ())):
             copies = {name: options.get(name, {}).get(key) for name in names}
@@ -373,8 +375,10 @@ def _flattened(
             layout.options[index][key,] = first
             contents = {name: _content(whole, entry) for name, entry in copies.items()}
             if len({*contents.values()}) > 1:
-                one, other = [*dict(zip(contents.values(), contents, strict=True)).values()][:2]
-                layout.conflicts.append((index, key, (one, other)))
+                first_name, second_name = [
+                    *dict(zip(contents.values(), contents, strict=True)).values()
+                ][:2]
+                layout.conflicts.append((index, key, (first_name, second_name)))
             elif isinstance(first, tuple):
                 paths = [entry for entry in others if isinstance(entry, tuple)]
                 if isinstance(contents[names[0]], TensorSpec):
@@ -396,14 +400,14 @@ def _content(whole: PlaceContext, at: _Entry | None) -> object:
 
 def is_flattened(keys: Iterable[object]) -> bool:
     """Return whether there are keys, and all are those of a flattened state dict."""
-    found = [type(key) is str and key.startswith((f"{STATE}.", f"{GROUPS}.")) for key in keys]
-    return bool(found) and all(found)
+    matches = [type(key) is str and key.startswith((f"{STATE}.", f"{GROUPS}.")) for key in keys]
+    return bool(matches) and all(matches)
 
 
 def split_keys(keys: Iterable[str]) -> tuple[dict[str, dict[str, str]], dict[str, dict[str, str]]]:
     """Return the full keys of the state and of the options, by parameter and the rest of the key.
 
-    Without options the last part of a key is the rest of it.
+    Without options, the last part of a key is the rest.
     """
     state: dict[str, dict[str, str]] = {}
     options: dict[str, dict[str, str]] = {}
@@ -424,9 +428,9 @@ def split_keys(keys: Iterable[str]) -> tuple[dict[str, dict[str, str]], dict[str
 
 
 def flattened(prefix: str, items: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return `items` with their keys flattened, those of dicts within them too."""
-    found: dict[str, Any] = {}
+    """Return `items` with their keys flattened, including the keys of inner dicts."""
+    result: dict[str, Any] = {}
     for key, item in items.items():
         full = f"{prefix}.{key}"
-        found |= flattened(full, item) if isinstance(item, dict) else {full: item}
-    return found
+        result |= flattened(full, item) if isinstance(item, dict) else {full: item}
+    return result

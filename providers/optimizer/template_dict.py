@@ -61,7 +61,7 @@ class _HeldDict(Held):
 
 @dataclass(slots=True)
 class _DictMember(Member):
-    """A parameter of a state dict, which has its shape only as far as its state tells."""
+    """A parameter of a state dict; its shape is known only if its state shows it."""
 
     state_shape: list[int] | None = None
 
@@ -129,7 +129,7 @@ class TemplateDict:
         return placement
 
     def _named(self) -> dict[Any, str]:
-        """Return the names of the parameters, of the dict or of its groups."""
+        """Return the names of the parameters, from the dict or its groups."""
         texts = dict.fromkeys(self._places, "")
         for group, names in zip(self._groups, self._names, strict=True):
             own = group.get("param_names", names)
@@ -144,7 +144,7 @@ class TemplateDict:
         }
 
     def _unproved(self, node: Node, stored: Sequence[Node]) -> Iterable[str]:
-        """Yield why the order of parameters may be another one, as sentences."""
+        """Yield why the order of parameters may differ, as sentences."""
         there, here = node.meta.get("groups"), [len(names) for names in self._names]
         places = {(n.meta.get("group"), n.meta.get("position")) for n in stored}
         if there != here or len(places) < len(stored):
@@ -179,7 +179,7 @@ class TemplateDict:
             for name, stand_in in self._stand_ins.items()
             if name in self._state
         }
-        if self._is_flat:  # what was there is compared with what is there in the end
+        if self._is_flat:  # copied: old and new keys are compared at the end
             state = {stand_in: dict(items) for stand_in, items in state.items()}
         options = [key for group in self._groups[:1] for key in group if key != "params"]
         local: Any = SimpleNamespace(state=state, defaults=dict.fromkeys(options))
@@ -212,14 +212,14 @@ class TemplateDict:
                     del self._value[f"{STATE}.{name}.{key}"]
             self._value |= new
         elif items or (isinstance(name, str) and name in self._state):
-            # By names the entry stays, as torch.distributed.checkpoint asks for one.
+            # With names the entry stays: torch.distributed.checkpoint needs it.
             self._value[STATE][name] = items
         else:
             self._value[STATE].pop(name, None)
 
 
 def template_dict(value: dict[Any, Any], node: Node, context: PlaceContext) -> TemplateDict | None:
-    """Return `value` as the state dict of an optimizer; None if it is none.
+    """Return `value` as the state dict of an optimizer; None if it is not one.
 
     Args:
         value: A dict of the template.
@@ -269,7 +269,7 @@ def _flattened(value: dict[str, Any], node: Node, context: PlaceContext) -> Temp
 
 
 def _stand_in(items: dict[Any, Any], used: set[int]) -> torch.Tensor:
-    """Return a tensor for a parameter: of its state one that is placed as the parameter is."""
+    """Return a tensor for a parameter: one of its state tensors that is placed like it."""
     tensors = [t for t in items.values() if isinstance(t, torch.Tensor) and id(t) not in used]
     best = max(tensors, key=lambda t: (is_sharded(t), t.numel()), default=None)
     if best is None:

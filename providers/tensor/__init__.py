@@ -70,7 +70,7 @@ _KNOWN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 class TensorProvider(StateProvider):
-    """Stores tensors and parameters, plain ones and shards, and classes that consist of such."""
+    """Stores tensors and parameters, plain or sharded, and classes that consist of tensors."""
 
     name = "tensor"
     forms = ("tensor", PARTS_FORM)
@@ -129,7 +129,7 @@ class TensorProvider(StateProvider):
         host = [*compress(zip(tensors, paths, strict=True), on_host)]
         try:
             sources, refused = TensorSource.of_host([tensor for tensor, _ in host])
-        except RuntimeError:  # one is nested or sparse, and is named where each is asked for
+        except RuntimeError:  # one is nested or sparse; `_plain` names it
             sources, refused, on_host = [], [], [False] * len(tensors)
         for number in refused:
             refuse_unsupported(*host[number])
@@ -177,12 +177,12 @@ class TensorProvider(StateProvider):
         if type(values[0]) not in _KNOWN:
             return None
         tensors: Sequence[torch.Tensor] = values  # type: ignore[assignment]  # all are of one type
-        chosen = [one for one in zip(tensors, paths, strict=True) if context.selected(one[1])]
-        if not all([tensor.is_cpu for tensor, _ in chosen]):  # noqa: C419 - as a list it is faster
+        chosen = [pair for pair in zip(tensors, paths, strict=True) if context.selected(pair[1])]
+        if not all([tensor.is_cpu for tensor, _ in chosen]):  # noqa: C419 - a list is faster
             return None
         try:
             sinks, refused = TensorSink.of_host([tensor for tensor, _ in chosen])
-        except RuntimeError:  # one is nested or sparse, and is named where each is asked for
+        except RuntimeError:  # one is nested or sparse; `place` names it
             return None
         if refused:
             return None
@@ -203,7 +203,7 @@ class TensorProvider(StateProvider):
 
     def parameters(self, value: Any, /) -> Iterable[tuple[str, object]]:
         if isinstance(value, Shard | Shards | Streamed) or is_megatron(type(value)):
-            return ()  # state of it would be local, too, and nothing says how it was cut
+            return ()  # its state would be local too, cut in an unknown way
         return [("", value)] if value.requires_grad and value.is_leaf else ()
 
     def _plain(
@@ -219,7 +219,7 @@ class TensorProvider(StateProvider):
     def _sharded(
         self, tensor: DTensor, path: ObjectPath, role: Role, context: DescribeContext
     ) -> StateObject:
-        """Describe what this rank holds of a DTensor."""
+        """Describe this rank's part of a DTensor."""
         shard = local_shard(tensor, path, last_cut=last_cut_of(tensor))
         local = local_of(tensor)
         _refuse_local(local, path)
@@ -233,7 +233,7 @@ class TensorProvider(StateProvider):
         )  # fmt: skip
         if shard.regions:
             return entry
-        # A state dict may show a tensor of its own for each name of a parameter.
+        # A state dict may show a separate tensor for each name of a parameter.
         storage = local.untyped_storage()
         if storage.nbytes():
             key = storage._cdata, tensor.shape  # noqa: SLF001 - it may have no address
@@ -243,7 +243,7 @@ class TensorProvider(StateProvider):
     def _piece(
         self, value: Any, path: ObjectPath, context: DescribeContext
     ) -> tuple[StateObject | Node, ...]:
-        """Describe what stands for a tensor, or for a piece of one."""
+        """Describe a stand-in for a tensor, or for a piece of one."""
         if isinstance(value, Streamed):
             return (describe_streamed(value, path),)
         if isinstance(value, Shard):
@@ -261,8 +261,8 @@ class TensorProvider(StateProvider):
         """Tie a piece without elements to an earlier one of the same tensor.
 
         Core ties pieces by their memory, and these have none. But the ranks that hold elements tie
-        them, and all ranks have to say the same of an object. `owner` lives on with the context, so
-        that its key stays its own.
+        them, and all ranks must describe an object alike. The context keeps `owner` alive, so that
+        no other object gets its key.
         """
         if entry.regions:
             return entry
@@ -302,7 +302,7 @@ def _whole(dtype: torch.dtype, shape: torch.Size) -> tuple[TensorSpec, Region]:
 
 
 def _checked_target(tensor: torch.Tensor, path: ObjectPath) -> Target:
-    """Return the memory of a tensor as a target; all that is asked of a plain one is asked once.
+    """Return the memory of a tensor as a target; a plain tensor is asked for each fact once.
 
     Raises:
         UnsupportedStateError: The tensor has no plain memory, or its memory was freed.
@@ -329,8 +329,8 @@ def tensor_target(
 
     Args:
         tensor: The tensor, which may be a DTensor.
-        path: Where the object stands in the template.
-        like: The parameter that `tensor` is a gradient or the state of, if it is one.
+        path: Where the object is in the template.
+        like: The parameter, if `tensor` is its gradient or state.
 
     Raises:
         UnsupportedStateError: It is not certain which elements of a DTensor this rank holds.
@@ -355,7 +355,7 @@ def is_sharded(tensor: object) -> TypeGuard[DTensor]:
 
 def local_of(tensor: DTensor) -> torch.Tensor:
     """Return the local tensor itself; `to_local` would wait for collectives, and make a view."""
-    return tensor._local_tensor  # noqa: SLF001 - as said
+    return tensor._local_tensor  # noqa: SLF001 - see above
 
 
 def _last_cut(tensor: DTensor, like: torch.Tensor | None) -> int | None:
@@ -365,9 +365,9 @@ def _last_cut(tensor: DTensor, like: torch.Tensor | None) -> int | None:
 
 
 def new_like(parameter: torch.Tensor, stored: StoredObject) -> torch.Tensor | None:
-    """Return a new DTensor that is placed as `parameter` is, for state of it to be read into.
+    """Return a new DTensor that is placed like `parameter`, to read its state into.
 
-    None where the parameter is no DTensor, or the stored tensor has another shape.
+    None if the parameter is no DTensor, or the stored tensor has another shape.
     """
     if not is_sharded(parameter) or stored.spec.shape != tuple(parameter.shape):
         return None
@@ -386,7 +386,7 @@ def new_like(parameter: torch.Tensor, stored: StoredObject) -> torch.Tensor | No
 
 
 def empty_tensor(stored: Any, device: str | None) -> torch.Tensor:
-    """Return a new tensor for a stored object to be read into.
+    """Return a new tensor to read a stored object into.
 
     Raises:
         FormatError: This torch has no such dtype.
@@ -397,8 +397,7 @@ def empty_tensor(stored: Any, device: str | None) -> torch.Tensor:
         shown = show_path(stored.path)
         msg = f"{shown} is stored as {stored.spec.dtype}, which torch {torch.__version__} lacks"
         raise FormatError(msg, [shown])
-    # Created within inference mode it would be an inference tensor for ever: no optimizer could
-    # step it.
+    # Created in inference mode it would stay an inference tensor, which no optimizer can step.
     with torch.inference_mode(mode=False):
         return torch.empty(stored.spec.shape, dtype=dtype, device=device or "cpu")
 
@@ -422,7 +421,7 @@ def same_kind(
 
 
 def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield those of the tensors that `tensor` consists of here whose bytes can be stored."""
+    """Yield the parts of `tensor` on this rank whose bytes can be stored."""
     return filter(is_plain, plain_parts(local_of(tensor) if is_sharded(tensor) else tensor))
 
 
@@ -473,10 +472,10 @@ def refuse_unsupported(tensor: torch.Tensor, path: ObjectPath) -> None:
 
 
 def _refuse_local(local: torch.Tensor, path: ObjectPath) -> None:
-    """Refuse the local tensor of a DTensor whose bytes are no part of those of the whole one.
+    """Refuse a DTensor's local tensor if its bytes are not a part of the whole tensor's bytes.
 
     Raises:
-        UnsupportedStateError: It is one; the message says what to do instead.
+        UnsupportedStateError: They are not; the message says what to do instead.
     """
     if has_parts(type(local)):
         _refuse(
@@ -494,7 +493,7 @@ def _subclass_reason(kind: type) -> str:
         return f"is a {kind.__name__}: run one forward of the lazy module before saving it"
     if any(base.__module__.startswith("torch.distributed") for base in kind.__mro__):
         return (
-            f"is a {kind.__name__}, of which Penstock does not know what this rank holds: put "
+            f"is a {kind.__name__}, and Penstock does not know its part on this rank: put "
             "`penstock.Shard(piece, global_shape, offsets)` of each local piece into the state"
         )
     dispatch = "__torch_dispatch__"

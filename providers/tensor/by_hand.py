@@ -1,8 +1,8 @@
 """Rectangles of tensors that are cut by hand: `penstock.Shard`, and Megatron's `ShardedTensor`.
 
 The fields of a `ShardedTensor` of Megatron's `dist_checkpointing` identify it: nothing is imported.
-It says where its local tensor is in the whole one. Axes that Megatron puts in front of it number
-tensors, as layers of a pipeline: each number is an object of its own, below the path.
+It says where its local tensor is in the whole one. Axes that Megatron puts in front number
+tensors, such as layers of a pipeline: each number is a separate object below the path.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ def describe_shards(value: Shards, path: ObjectPath, *, context: DescribeContext
         UnsupportedStateError: A piece is not one object, or cannot be stored.
     """
     entries = [describe_shard(piece, path, context=context) for piece in value.pieces]
-    # Pieces without elements are left out; of a tensor without elements each piece is all of it.
+    # Empty pieces are left out; each piece of an empty tensor is the whole tensor.
     held = {entry.regions: entry for entry in entries if entry.regions}
     held = dict(sorted(held.items(), key=lambda item: item[0][0].offsets))
     if len(held) < 2:  # noqa: PLR2004 - one piece is a Shard
         return next(iter(held.values()), entries[0])
-    regions = _stacked(region for found in held for region in found)
+    regions = _stacked(region for regions_of_piece in held for region in regions_of_piece)
     source = PiecesSource([entry.source for entry in held.values()])
     return entries[0]._replace(regions=regions, source=source)
 
@@ -93,20 +93,20 @@ def place_shards(value: Shards, path: ObjectPath, *, context: PlaceContext) -> P
 
 
 def _stacked(regions: Iterable[Region]) -> tuple[Region, ...]:
-    """Return the regions with those joined that follow each other along the first dimension.
+    """Return the regions, joined where they follow each other along the first dimension.
 
     A process that saves alone can store one rectangle only: the whole tensor.
     """
-    found: list[Region] = []
+    joined: list[Region] = []
     for region in regions:
-        last = found[-1] if found else region
+        last = joined[-1] if joined else region
         below = (last.offsets[0] + last.sizes[0], *last.offsets[1:])
-        if found and region.offsets == below and region.sizes[1:] == last.sizes[1:]:
+        if joined and region.offsets == below and region.sizes[1:] == last.sizes[1:]:
             rows = last.sizes[0] + region.sizes[0]
-            found[-1] = Region(last.offsets, (rows, *last.sizes[1:]))
+            joined[-1] = Region(last.offsets, (rows, *last.sizes[1:]))
         else:
-            found.append(region)
-    return tuple(found)
+            joined.append(region)
+    return tuple(joined)
 
 
 def _described_piece(
@@ -150,12 +150,12 @@ def _of_parts(tensor: object, path: ObjectPath) -> UnsupportedStateError:
 
 
 class PiecesSource(ByteSource):
-    """The bytes of some sources of one device, one after the other."""
+    """The bytes of several sources on one device, in order."""
 
     __slots__ = ("_pieces", "address", "device", "memory", "nbytes")
 
     def __init__(self, pieces: Sequence[ByteSource]) -> None:
-        """Put `pieces` together, at least one."""
+        """Join `pieces`, at least one."""
         self._pieces = tuple(pieces)
         self.nbytes = sum(piece.nbytes for piece in pieces)
         self.device = pieces[0].device
@@ -213,7 +213,7 @@ class PiecesSource(ByteSource):
 
 
 class _Copies(PendingCopy):
-    """Several copies under way."""
+    """Several copies in flight."""
 
     __slots__ = ("_copies",)
 
@@ -230,11 +230,11 @@ class _Copies(PendingCopy):
 
 
 def _by_kind(sources: Sequence[ByteSource]) -> dict[type[ByteSource], list[ByteSource]]:
-    found: dict[type[ByteSource], list[ByteSource]] = {}
+    pieces: dict[type[ByteSource], list[ByteSource]] = {}
     for source in sources:
         for piece in source.pieces():
-            found.setdefault(type(piece), []).append(piece)
-    return found
+            pieces.setdefault(type(piece), []).append(piece)
+    return pieces
 
 
 def is_megatron(kind: type) -> bool:
@@ -249,7 +249,7 @@ def describe_megatron(
 ) -> tuple[StateObject, tuple[Node, ...]]:
     """Return what this rank stores of the whole tensor: nothing, unless it is the main replica.
 
-    The nodes are those above it.
+    The nodes are above the object.
 
     Raises:
         UnsupportedStateError: There is no local tensor, it cannot be stored, or it does not lie
@@ -282,8 +282,8 @@ def _place(value: Any, path: ObjectPath) -> tuple[ObjectPath, tuple[int, ...], t
     if value.data is None:
         raise _refusal(path, "has no data: call its init_data() first")
     count = value.prepend_axis_num
-    # Each stage of a pipeline numbers its layers and parameters from 0, so one path would be one
-    # tensor here and another one there, cut perhaps in another way, so that no rank could tell.
+    # Each pipeline stage numbers its layers and parameters from 0, so one path would be different
+    # tensors on different ranks, maybe cut differently, and no rank could notice.
     if not count and not f".{'.'.join(path)}".endswith(f".{value.key}"):
         raise _refusal(
             path,
@@ -300,16 +300,16 @@ def _place(value: Any, path: ObjectPath) -> tuple[ObjectPath, tuple[int, ...], t
     if flat is not None and inside:
         inside = 0 <= flat.start <= flat.stop <= Region((0,) * len(sizes), sizes).numel
         held = regions_of_range(sizes, flat.start, flat.stop) if inside else []
-    if not inside or sum(one.numel for one in held) != value.data.numel():
+    if not inside or sum(region.numel for region in held) != value.data.numel():
         raise _refusal(
             path,
             f"has data of shape {list(value.data.shape)} for local_shape {list(sizes)} at "
             f"{list(offsets)} of {list(shape)}: they do not fit together",
         )
     regions = tuple(
-        Region(tuple(a + b for a, b in zip(offsets, one.offsets, strict=True)), one.sizes)
-        for one in held
-        if one.numel or one.sizes == shape
+        Region(tuple(a + b for a, b in zip(offsets, region.offsets, strict=True)), region.sizes)
+        for region in held
+        if region.numel or region.sizes == shape
     )
     return (*path, *map(str, front)), shape, regions
 

@@ -1,9 +1,8 @@
 """Elements of tensors: cut into blocks that plain indexing reaches, gathered, and compared.
 
-torch rounds twice as fast as `convert_floats`, which reads such a tensor again. The two agree but
-for the bits of a NaN, and a processor may have instructions that take the smallest numbers for
-zero. So a tensor that holds a NaN counts as different, and torch is first compared with
-`convert_floats`.
+torch rounds twice as fast as `convert_floats`, which reads such a tensor again. The two differ in
+the bits of a NaN, and a processor may have instructions that take the smallest numbers for zero. So
+a tensor that holds a NaN counts as different, and torch is first compared with `convert_floats`.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ _DEVICE_BLOCK = 8 << 20
 often; larger ones leave the cache, or take more memory of the device."""
 
 _ALONE = 32 << 10
-"""Most elements for which torch starts no threads. Its threads would wait for those of the training
-loop: beside a busy loop the comparison took ten times as long."""
+"""Most elements for which torch starts no threads. Its threads would wait for the training loop's
+threads: beside a busy loop the comparison took ten times as long."""
 
 _INFINITY = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
 _SIGN = 0x8000
@@ -48,8 +47,8 @@ _memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 def blocks(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[Index, int]]:
     """Cut elements `[start, stop)` of an array of `shape`, counted row-major.
 
-    Yields `(index, position)`: the elements of `array[index]` stand at `position` of the range.
-    For any shape these are at most two blocks per dimension and one more.
+    Yields `(index, position)`: the elements of `array[index]` are at `position` of the range.
+    Any shape has at most two blocks per dimension and one more.
     """
     if start >= stop:
         return
@@ -81,7 +80,7 @@ def may_overlap(shape: Sequence[int], strides: Sequence[int], width: int) -> boo
     `strides` and `width` are in the same unit.
     """
     # By stride, the smallest first: elements are apart if each stride exceeds the reach of all
-    # smaller dimensions. An exact answer takes far more, and a wrong yes only scratch memory.
+    # smaller dimensions. An exact answer costs far more, and a wrong yes only scratch memory.
     reach = width - 1
     dims = zip(strides, shape, strict=True)
     for stride, size in sorted((abs(st), n) for st, n in dims if n > 1):
@@ -92,12 +91,12 @@ def may_overlap(shape: Sequence[int], strides: Sequence[int], width: int) -> boo
 
 
 class GatheredLines(NamedTuple):
-    """The lines of some tensors, in memory of their own on the tensors' device.
+    """The lines of several tensors, in separate memory on the tensors' device.
 
     Attributes:
         data: All bytes; of `uint8`, with one dimension.
-        order: The numbers of the tensors in the order in which their bytes stand there.
-        sizes: How many bytes are of each tensor, in the same order.
+        order: The numbers of the tensors, in the order of their bytes in `data`.
+        sizes: The number of bytes of each tensor, in the same order.
     """
 
     data: torch.Tensor
@@ -105,18 +104,18 @@ class GatheredLines(NamedTuple):
     sizes: list[int]
 
     def split(self, host: torch.Tensor) -> list[bytes]:
-        """Return the bytes of each tensor, in order of their numbers; `host` is `data` there."""
+        """Return the bytes of each tensor, by number; `host` is `data` in host memory."""
         view = host.numpy().data
-        found = [b""] * len(self.order)
+        pieces = [b""] * len(self.order)
         at = 0
         for number, size in zip(self.order, self.sizes, strict=True):
-            found[number] = bytes(view[at : at + size])
+            pieces[number] = bytes(view[at : at + size])
             at += size
-        return found
+        return pieces
 
 
 def gather_lines(tensors: Sequence[torch.Tensor], lines: Sequence[Lines]) -> GatheredLines:
-    """Gather lines of tensors of one device, in order of its current stream.
+    """Gather lines of tensors on one device, on its current stream.
 
     Args:
         tensors: The tensors, each as its `carrier`, whose elements copy bit by bit.
@@ -130,7 +129,7 @@ def gather_lines(tensors: Sequence[torch.Tensor], lines: Sequence[Lines]) -> Gat
         itemsize = source.dtype.itemsize
         width, step = of.width // itemsize, of.step // itemsize
         is_plain = source.is_contiguous() and not source.is_conj() and not source.is_neg()
-        # Views of one width stand below each other, all else one behind the other.
+        # Views of one width are stacked as rows; all other pieces are concatenated.
         key = source.dtype, width if is_plain and of.steps else 0
         order, sizes, pieces = groups.setdefault(key, ([], [], []))
         order.append(number)
@@ -149,9 +148,9 @@ def gather_lines(tensors: Sequence[torch.Tensor], lines: Sequence[Lines]) -> Gat
             pieces.append(source.as_strided((of.steps, width), (step, 1)))
             end = source.storage_offset() + last
             pieces.append(source.as_strided((1, width), (width, 1), end))
-    found = [torch.cat(pieces).view(-1).view(torch.uint8) for _, _, pieces in groups.values()]
+    joined = [torch.cat(pieces).view(-1).view(torch.uint8) for _, _, pieces in groups.values()]
     return GatheredLines(
-        found[0] if len(found) == 1 else torch.cat(found),
+        joined[0] if len(joined) == 1 else torch.cat(joined),
         [number for order, _, _ in groups.values() for number in order],
         [size for _, sizes, _ in groups.values() for size in sizes],
     )
@@ -160,7 +159,7 @@ def gather_lines(tensors: Sequence[torch.Tensor], lines: Sequence[Lines]) -> Gat
 def is_rounded(tensor: torch.Tensor, master: torch.Tensor) -> bool:
     """Return whether `tensor` has the elements of `master`, rounded to nearest even, bit for bit.
 
-    False where it has a NaN. The two are on one device.
+    False if it has a NaN. The two are on one device.
     """
     if master.dtype is not torch.float32 or tensor.dtype not in DTYPES:
         return False
@@ -191,8 +190,8 @@ def _is_flat_rounded(tensor: torch.Tensor, master: torch.Tensor) -> bool:
         )
         if _memcmp(scratch.data_ptr(), tensor.data_ptr() + 2 * start, 2 * size):
             return False
-        found = words[:size]
-        if found.max() > infinity or found.view(np.uint16).max() > infinity | _SIGN:
+        bits = words[:size]
+        if bits.max() > infinity or bits.view(np.uint16).max() > infinity | _SIGN:
             return False  # a NaN
     return True
 
@@ -211,7 +210,7 @@ def _pieces(
 
 
 def _equal(one: torch.Tensor, rounded: torch.Tensor) -> bool:
-    # As integers, so that 0.0 and -0.0 differ. The maximum of what holds a NaN is NaN.
+    # As integers, so that 0.0 and -0.0 differ. The maximum of values with a NaN is NaN.
     if not torch.equal(one.view(torch.int16), rounded.view(torch.int16)):
         return False
     return not bool(torch.isnan(rounded.max()))
@@ -221,7 +220,7 @@ def _equal(one: torch.Tensor, rounded: torch.Tensor) -> bool:
 def _rounds_as_core(dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether torch rounds to `dtype` on this device as `convert_floats` does."""
     # All exponents, with the last bits that are kept and the first that are dropped: ties, and the
-    # values beside them. Then some that overflow, or become subnormal, by a hair.
+    # values beside them. Then values that barely overflow, or barely become subnormal.
     tops = np.arange(0, 0x7F80_0000, 0x0040_0000, dtype=np.uint32)
     low = np.array([1, 0xFFF, 0x1000, 0x1001, 0x3000, 0x7FFF, 0x8000, 0x8001, 0x18000], np.uint32)
     bits = np.concatenate(
@@ -232,8 +231,8 @@ def _rounds_as_core(dtype: torch.dtype, device: torch.device) -> bool:
     expected = np.empty(len(bits), np.int16)
     convert_floats(_bytes(bits), "float32", _bytes(expected), name)
     floats = torch.frombuffer(bytearray(bits.tobytes()), dtype=torch.float32).to(device)
-    found = floats.to(dtype).view(torch.int16).cpu().numpy()
-    return bool(np.array_equal(found, expected))
+    rounded = floats.to(dtype).view(torch.int16).cpu().numpy()
+    return bool(np.array_equal(rounded, expected))
 
 
 def _bytes(array: NDArray[Any]) -> memoryview:

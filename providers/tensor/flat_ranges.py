@@ -1,4 +1,4 @@
-"""Parameters of which this rank holds a range of the flattened elements, as FSDP1 cuts them."""
+"""Parameters that FSDP1 cuts: this rank holds a range of the flattened elements."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Flat:
     Attributes:
         shape: Shape of the whole parameter.
         start: The first element.
-        stop: The element behind the last one.
+        stop: The element after the last one.
         replica: `(i, n)`: this rank is the `i`-th of `n` ranks that hold them.
     """
 
@@ -51,7 +51,7 @@ def is_piece(tensor: object) -> bool:
 
 
 def is_stored_as_tensor(item: object) -> bool:
-    """Return whether `item` is a tensor, or a piece or several of one."""
+    """Return whether `item` is a tensor, or one or more pieces of a tensor."""
     return isinstance(item, torch.Tensor | Shard | Shards)
 
 
@@ -77,7 +77,7 @@ def refuse_unknown(
     """Refuse parameters that FSDP1 has flattened, unless it is known which elements are here.
 
     Raises:
-        UnsupportedStateError: Of one of them it is not known.
+        UnsupportedStateError: A parameter's elements are not known.
     """
     # Only that package of torch marks parameters, and most processes have not loaded it.
     if "torch.distributed.fsdp" not in sys.modules:
@@ -92,11 +92,11 @@ def refuse_unknown(
 
 
 def flat_of(parameter: torch.Tensor) -> Flat | None:
-    """Return which elements a parameter has; None for one that is no such range."""
+    """Return which elements a parameter has; None if it is not cut by ranges."""
     if not _flats.data:
         return None
-    found: Flat | None = _flats.get(parameter)  # type: ignore[no-untyped-call]  # torch has no type
-    return found
+    flat: Flat | None = _flats.get(parameter)  # type: ignore[no-untyped-call]  # torch has no type
+    return flat
 
 
 _flats = WeakIdKeyDictionary()

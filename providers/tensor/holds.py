@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _torch: Any = torch.storage
-# A version of torch without table and lock moves storages unseen: then holds have no effect.
+# A torch version without table and lock moves storages unseen: holds then have no effect.
 _moves: dict[int, Any] = getattr(_torch, "_share_memory_map", {})
 if not hasattr(_torch, "_share_memory_lock"):
     _torch._share_memory_lock = threading.Lock()  # noqa: SLF001 - torch has no other name
@@ -44,8 +44,8 @@ class _Hold:
     def __enter__(self) -> None:
         with self._unread:
             pass
-        # torch, having waited for an entry, moves the storage without an entry of its own: the next
-        # hold would not see the move. Moved here, under an entry, nothing is left to move.
+        # After waiting for an entry, torch moves the storage without its own entry: the next hold
+        # would not see the move. A move here, under an entry, leaves torch nothing to move.
         self._storage.share_memory_()
 
     def __exit__(self, *_: object) -> None:
@@ -84,7 +84,7 @@ def still(storages: Callable[[], Iterable[torch.UntypedStorage]], action: Callab
 def _enter(left: deque[torch.UntypedStorage], held: list[int]) -> Any:
     """Hold the storages that are `left`, up to one that torch moves; return its entry, or None.
 
-    The keys of those that are held go from `left` to `held`.
+    Keys of held storages move from `left` to `held`.
     """
     with _torch._share_memory_lock:  # noqa: SLF001
         while left:

@@ -2,8 +2,8 @@
 
 Quantized weights and optimizer state are examples. The parts are stored as tensors below the path,
 and restored in place; the node holds the class and the context to put them together. A stored
-context is compared with that of a template. Rebuilding one uses plain values only, and classes and
-functions that are loaded and known to torch as safe: a checkpoint must not run code.
+context is compared with the template's. A rebuild uses plain values only, and classes and functions
+that are loaded and known to torch as safe: a checkpoint must not run code.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def parts_of(tensor: Any, path: ObjectPath) -> tuple[dict[str, torch.Tensor], ob
     """Return the parts by name, and the context.
 
     Raises:
-        UnsupportedStateError: The tensor makes its parts anew at each call, so that a restore could
-            not write into them.
+        UnsupportedStateError: The tensor makes new parts at each call, so a restore could not write
+            into them.
     """
     names, context = tensor.__tensor_flatten__()
     parts = {name: getattr(tensor, name) for name in names}
@@ -82,19 +82,19 @@ def place_parts(tensor: torch.Tensor, path: ObjectPath, *, context: PlaceContext
     parts, _ = parts_of(tensor, path)
     # A list, so that `any` does not stop early: `selected` notes which patterns matched.
     wanted = any([context.selected(here) for here in (path, *((*path, n) for n in parts))])  # noqa: C419
-    node, found = context.node(path), leaves(context, path)
+    node, count = context.node(path), leaves(context, path)
     if node is None or node.form != FORM:
-        if found:
+        if count:
             form = "a tensor" if context.stored(path) is not None else "a container"
             result.differ(_difference(path, form, f"a {global_name(type(tensor))}"))
         elif wanted:
             result.missing.append(path)
         return result
-    if not found and not wanted:
+    if not count and not wanted:
         return result
-    if found != node.meta.get("objects"):
+    if count != node.meta.get("objects"):
         result.problems.append(
-            f"{show_path(path)} comes whole or not at all, but only {found} of its "
+            f"{show_path(path)} comes whole or not at all, but only {count} of its "
             f"{node.meta.get('objects')} parts are selected and stored"
         )
         return result
@@ -119,7 +119,7 @@ def _place_each(
     path: ObjectPath,
     context: PlaceContext,
 ) -> Placement:
-    """Plan the restore of all parts, or of none: a tensor of both states would be neither."""
+    """Plan the restore of all parts, or of none: a mix of two states would be neither."""
     result = Placement(finish=lambda: tensor)
     placed = {name: context.place(part, (*path, name)) for name, part in parts.items()}
     misfit = _misfit(parts, placed, path, context)
@@ -151,7 +151,7 @@ def fits(tensor: object, node: Node | None, path: ObjectPath, device: torch.devi
 
 
 def rebuild_parts(node: Node, *, device: str | None, context: PlaceContext) -> Placement:
-    """Plan building the tensor anew, of new parts.
+    """Plan to build a new tensor from new parts.
 
     Raises:
         UnsupportedStateError: The class is not loaded, or not known to torch as safe.
@@ -201,7 +201,7 @@ def _misfit(
 ) -> Difference | None:
     """Return a difference in any part as one of the whole tensor.
 
-    By itself it would be skipped with `strict=False`, and the other parts would be filled.
+    Otherwise `strict=False` would skip that part, and fill the other parts.
     """
     for name, part in parts.items():
         for each in placed[name].differences:
@@ -323,12 +323,12 @@ def safe_global(name: str, path: ObjectPath) -> Any:
         UnsupportedStateError: No safe class or function has that name.
     """
     for known in torch.serialization.get_safe_globals():
-        found, known_as = known if isinstance(known, tuple) else (known, "")
-        if name == known_as or name == global_name(found):
-            return found
+        candidate, known_as = known if isinstance(known, tuple) else (known, "")
+        if name == known_as or name == global_name(candidate):
+            return candidate
     msg = (
         f"{show_path(path)} consists of the parts of a {show_text(name)}, which cannot be put "
-        "together here: nothing that is loaded and named to torch as safe has that name. Import "
+        "together here: nothing loaded and registered with torch as safe has that name. Import "
         "its package (and call torch.serialization.add_safe_globals on it where the package "
         "does not); or restore into such a tensor; or exclude it, or read its parts one by one "
         "through open()"

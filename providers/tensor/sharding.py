@@ -4,7 +4,7 @@ Nothing here communicates, and torch's own offsets are not used: those of torch 
 where `fully_shard` and tensor parallelism cut one uneven dimension. Each mesh dimension that shards
 a dimension of the tensor is a cut, and the cuts of one dimension follow each other: those of
 `distribute_tensor` from left to right, that of `fully_shard` last, wherever its mesh dimension
-stands. Where the sizes divide evenly both orders give the same; else rows change their rank.
+is. If the sizes divide evenly, both orders agree; otherwise rows change their rank.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Cut(NamedTuple):
     """How one mesh dimension cuts a dimension of a tensor.
 
     The tensor's dimension is cut into `factor` pieces, and each piece into one for each rank: a
-    rank takes its own of every piece, one behind the other. All pieces but the last are of one
-    size, the smallest that suffices, so that the last ones may be smaller or empty.
+    rank takes its own part of every piece, in order. Pieces have one size, the smallest that
+    suffices; the last ones may be smaller or empty.
 
     Attributes:
         mesh_dimension: The mesh dimension.
@@ -65,7 +65,7 @@ class LocalShard:
     Attributes:
         global_shape: Shape of the whole tensor.
         regions: Rectangles of the whole tensor. Their elements, each rectangle row-major, one
-            behind the other, are those of the local tensor in row-major order. Empty where this
+            after the other, are the local tensor's elements in row-major order. Empty if this
             rank holds no element.
         replica: Which of the ranks with the same elements this rank is; None for a rank outside of
             the mesh.
@@ -81,14 +81,14 @@ def local_shard(tensor: DTensor, path: ObjectPath, *, last_cut: int | None = Non
 
     Args:
         tensor: The tensor; its local tensor is only asked for its shape.
-        path: Where it stands in the state, for messages.
-        last_cut: The mesh dimension that `fully_shard` has cut, as `last_cut_of` says it of a
-            parameter; also for what is made like the parameter: gradient, state of an optimizer.
-            None: not known, so all orders of cutting that the placements allow have to agree.
+        path: Where it is in the state, for messages.
+        last_cut: The mesh dimension that `fully_shard` has cut, as `last_cut_of` returns it for the
+            parameter; also for its gradient and its optimizer state. None: unknown, so all orders
+            of cutting that the placements allow must agree.
 
     Raises:
-        UnsupportedStateError: The tensor is a pending sum, or it is not certain, on this rank or
-            another one of the mesh, which elements the local tensor holds.
+        UnsupportedStateError: The tensor is a pending sum, or it is not certain, on any rank of the
+            mesh, which elements the local tensor holds.
     """
     shape = tuple(tensor.shape)
     mesh = tensor.device_mesh
@@ -109,7 +109,7 @@ def local_shard(tensor: DTensor, path: ObjectPath, *, last_cut: int | None = Non
             )
         spans.append(held)
     _check_local_shape(tensor, path, spans)
-    cut = {one.mesh_dimension for order in cuts for one in order}
+    cut = {each.mesh_dimension for order in cuts for each in order}
     replica = _replica(mesh, tuple(coordinate), frozenset(cut))
     regions = _rectangles(tuple(spans))
     if regions is None:
@@ -124,26 +124,26 @@ def local_shard(tensor: DTensor, path: ObjectPath, *, last_cut: int | None = Non
 
 
 def sharded_parameters(module: torch.nn.Module) -> dict[int, DTensor]:
-    """Return the sharded parameter for the id of each other tensor that stands in for it.
+    """Return the sharded parameter by the id of each tensor that stands in for it.
 
-    Between forward and backward, or after a forward that did not reshard, or not as far as it was
-    sharded before (`reshard_after_forward=4`), the module shows such tensors, while optimizers have
-    the sharded ones. Nothing is resharded here.
+    Between forward and backward, or after a forward that did not reshard, or only partly
+    (`reshard_after_forward=4`), the module shows such tensors, while optimizers have the sharded
+    parameters. Nothing is resharded here.
     """
-    found = {}
-    for one in _fully_sharded(module):
+    sharded = {}
+    for record in _fully_sharded(module):
         for name in ("_unsharded_param", "_sharded_post_forward_param"):
-            shown = getattr(one, name, None)  # there is none before the first forward
+            shown = getattr(record, name, None)  # there is none before the first forward
             if shown is not None:
-                found[id(shown)] = one.sharded_param
-    return found
+                sharded[id(shown)] = record.sharded_param
+    return sharded
 
 
 def _fully_sharded(module: torch.nn.Module) -> Iterator[Any]:
     """Yield what `fully_shard` keeps of each parameter below `module`."""
     if "torch.distributed.fsdp" not in sys.modules:
         return
-    # Where no module is cut it is not loaded, and loading it takes a while.
+    # Not loaded unless a module is cut, and slow to load.
     from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415
 
     for part in module.modules():
@@ -157,21 +157,25 @@ def _fully_sharded(module: torch.nn.Module) -> Iterator[Any]:
 
 
 def note_fully_shard(module: torch.nn.Module) -> None:
-    """Note which parameters of `module` are of `fully_shard`, for `last_cut_of`."""
-    for one in _fully_sharded(module):
-        _of_fully_shard[id(one.sharded_param)] = one
+    """Note which parameters of `module` `fully_shard` shards, for `last_cut_of`."""
+    for record in _fully_sharded(module):
+        _of_fully_shard[id(record.sharded_param)] = record
 
 
 def last_cut_of(tensor: DTensor) -> int | None:
-    """Return the `last_cut` of a parameter of a module that was noted, or of what is cut like it.
+    """Return the `last_cut` of a noted module's parameter, or of a tensor that is cut like it.
 
     None for all others.
     """
     parameter = _like.get().get(id(tensor), tensor)
-    one = _of_fully_shard.get(id(parameter))
-    if one is None or one.sharded_param is not parameter or not is_cut_like(tensor, parameter):
+    record = _of_fully_shard.get(id(parameter))
+    if (
+        record is None
+        or record.sharded_param is not parameter
+        or not is_cut_like(tensor, parameter)
+    ):
         return None
-    return _cut_of(one)
+    return _cut_of(record)
 
 
 @contextmanager
@@ -199,23 +203,23 @@ _like: ContextVar[Mapping[int, DTensor]] = ContextVar("_like", default=MappingPr
 _cuts_of: WeakKeyDictionary[Any, int | None] = WeakKeyDictionary()
 
 
-def _cut_of(one: Any) -> int | None:
-    """Return the mesh dimension that `fully_shard` has cut, from what it keeps of a parameter."""
-    # Asked for each tensor of the state of an optimizer, too, and the ranks of a mesh are listed.
-    if one not in _cuts_of:
-        _cuts_of[one] = _find_cut(one)
-    return _cuts_of[one]
+def _cut_of(record: Any) -> int | None:
+    """Return the mesh dimension that `fully_shard` has cut, from its record of a parameter."""
+    # Cached: called for each tensor of an optimizer's state too, and lists the ranks of a mesh.
+    if record not in _cuts_of:
+        _cuts_of[record] = _find_cut(record)
+    return _cuts_of[record]
 
 
-def _find_cut(one: Any) -> int | None:
-    group = getattr(one.mesh_info, "shard_process_group", None)
+def _find_cut(record: Any) -> int | None:
+    group = getattr(record.mesh_info, "shard_process_group", None)
     if group is None:  # replicated only
         return None
-    from torch.distributed import get_process_group_ranks  # noqa: PLC0415 - as above
+    from torch.distributed import get_process_group_ranks  # noqa: PLC0415 - see above
 
-    tensor = one.sharded_param
+    tensor = record.sharded_param
     ranks = get_process_group_ranks(group)
-    return next(iter(_dimension_over(tensor, one.fsdp_placement.dim, ranks)), None)
+    return next(iter(_dimension_over(tensor, record.fsdp_placement.dim, ranks)), None)
 
 
 def _dimension_over(tensor: DTensor, dimension: int, ranks: list[int]) -> list[int]:
@@ -224,13 +228,13 @@ def _dimension_over(tensor: DTensor, dimension: int, ranks: list[int]) -> list[i
     if coordinate is None:
         return []
     every = frozenset(range(mesh.ndim))
-    found = [
+    dimensions = [
         m
         for m, placement in enumerate(tensor.placements)
         if getattr(placement, "dim", None) == dimension
         and list(_replica(mesh, tuple(coordinate), every - {m}).ranks) == ranks
     ]
-    return found[:1]  # several only where they are of one rank, and cut nothing
+    return dimensions[:1]  # several only if they have one rank, and cut nothing
 
 
 # -- cuts -----------------------------------------------------------------------------------------
@@ -275,14 +279,14 @@ def _cuts(tensor: DTensor, path: ObjectPath) -> list[Order]:
                 "every rank",
             )
     orders = getattr(tensor._spec, "shard_order", None) or ()  # noqa: SLF001 - no other name
-    if any(list(one.mesh_dims) != sorted(one.mesh_dims) for one in orders):
+    if any(list(each.mesh_dims) != sorted(each.mesh_dims) for each in orders):
         _refuse(
             tensor,
             path,
             "its dimensions are cut in an order of its own. Use what its `.redistribute` returns "
             "in the default order, called on every rank",
         )
-    return [tuple(one) for one in cuts]
+    return [tuple(each) for each in cuts]
 
 
 @lru_cache(maxsize=4096)
@@ -297,13 +301,13 @@ def _held(
 def _orders(cuts: Order, last_cut: int | None) -> tuple[Order, ...]:
     """Return the orders in which the cuts of a dimension may have been made, likeliest first."""
     tail = tuple(Cut(m, n) for m, n, _ in cuts if m == last_cut)
-    rest = tuple(one for one in cuts if one.mesh_dimension != last_cut)
-    found = [rest + tail]
+    rest = tuple(cut for cut in cuts if cut.mesh_dimension != last_cut)
+    orders = [rest + tail]
     for n, (m, ranks, factor) in enumerate(rest):
-        # So `fully_shard` marks its cut: the factor is the number of shards that were there.
-        if factor > 1 and factor == math.prod(other.ranks for other in rest[n + 1 :]):
-            found.append((*rest[:n], *rest[n + 1 :], Cut(m, ranks), *tail))
-    return tuple(found)
+        # `fully_shard` marks its cut this way: the factor is the number of earlier shards.
+        if factor > 1 and factor == math.prod(later.ranks for later in rest[n + 1 :]):
+            orders.append((*rest[:n], *rest[n + 1 :], Cut(m, ranks), *tail))
+    return tuple(orders)
 
 
 def _agree(size: int, orders: tuple[Order, ...]) -> bool:
@@ -311,13 +315,13 @@ def _agree(size: int, orders: tuple[Order, ...]) -> bool:
     if len(orders) == 1:
         return True
     first = orders[0]
-    strided = [one for one in first if one.factor > 1]
-    if len(strided) == 1 and size % math.prod(one.ranks for one in first) == 0:
+    strided = [cut for cut in first if cut.factor > 1]
+    if len(strided) == 1 and size % math.prod(cut.ranks for cut in first) == 0:
         return True  # known without comparing, which takes a second for 10,000 ranks
-    coordinate = [0] * (1 + max(one.mesh_dimension for one in first))
-    for place in itertools.product(*(range(one.ranks) for one in first)):
-        for one, index in zip(first, place, strict=True):
-            coordinate[one.mesh_dimension] = index
+    coordinate = [0] * (1 + max(cut.mesh_dimension for cut in first))
+    for place in itertools.product(*(range(cut.ranks) for cut in first)):
+        for cut, index in zip(first, place, strict=True):
+            coordinate[cut.mesh_dimension] = index
         if len({_spans(size, order, tuple(coordinate)) for order in orders}) > 1:
             return False
     return True
@@ -329,13 +333,13 @@ def _spans(size: int, order: Order, coordinate: tuple[int, ...]) -> Spans:
     for m, ranks, factor in order:
         total = sum(stop - start for start, stop in held)
         piece = -(-total // factor)
-        taken: list[tuple[int, int]] = []
+        indices: list[tuple[int, int]] = []
         for start in range(0, total, max(piece, 1)):
             stop = min(start + piece, total)
             share = -(-(stop - start) // ranks)
             first = min(start + coordinate[m] * share, stop)
-            taken += _part(held, first, min(first + share, stop))
-        held = _joined(taken)
+            indices += _part(held, first, min(first + share, stop))
+        held = _joined(indices)
     return held
 
 
@@ -359,7 +363,7 @@ def _joined(spans: list[tuple[int, int]]) -> Spans:
     return tuple(joined)
 
 
-# -- what comes of them ---------------------------------------------------------------------------
+# -- regions and replicas -------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=4096)
@@ -384,16 +388,16 @@ _replicas: WeakKeyDictionary[DeviceMesh, dict[Any, Replica]] = WeakKeyDictionary
 def _replica(mesh: DeviceMesh, coordinate: tuple[int, ...], cut: frozenset[int]) -> Replica:
     known = _replicas.setdefault(mesh, {})
     key = (coordinate, cut)
-    found = known.get(key)
-    if found is None:
+    replica = known.get(key)
+    if replica is None:
         line = mesh.mesh[tuple(c if m in cut else slice(None) for m, c in enumerate(coordinate))]
         index = 0
         for m, place in enumerate(coordinate):
             if m not in cut:
                 index = index * mesh.size(m) + place
         ranks = tuple(line.flatten().tolist())
-        found = known[key] = Replica(index, len(ranks), ranks)
-    return found
+        replica = known[key] = Replica(index, len(ranks), ranks)
+    return replica
 
 
 # -- refusals -------------------------------------------------------------------------------------
@@ -402,8 +406,8 @@ def _replica(mesh: DeviceMesh, coordinate: tuple[int, ...], cut: frozenset[int])
 def _check_local_shape(tensor: DTensor, path: ObjectPath, spans: Sequence[Spans]) -> None:
     expected = tuple(sum(stop - start for start, stop in held) for held in spans)
     # Not `to_local`, which waits for collectives and takes part in autograd.
-    found = tuple(tensor._local_tensor.shape)  # noqa: SLF001
-    if found != expected and not (0 in found and 0 in expected):  # empty in another way
+    shape = tuple(tensor._local_tensor.shape)  # noqa: SLF001
+    if shape != expected and not (0 in shape and 0 in expected):  # empty in another way
         multiples = [
             f"dimension {d} to a multiple of {_ranks(cuts)}"
             for d, cuts in enumerate(_cuts(tensor, path))
@@ -412,13 +416,13 @@ def _check_local_shape(tensor: DTensor, path: ObjectPath, spans: Sequence[Spans]
         _refuse(
             tensor,
             path,
-            f"this rank holds a local tensor of shape {list(found)}, where {list(expected)} is its "
+            f"this rank holds a local tensor of shape {list(shape)}, where {list(expected)} is its "
             f"share. Pad {' and '.join(multiples) or 'it'}, or make it with `distribute_tensor`",
         )
 
 
 def _ranks(cuts: Order) -> str:
-    sizes = [one.ranks for one in cuts]
+    sizes = [cut.ranks for cut in cuts]
     product = str(math.prod(sizes))
     return f"{product} ({' x '.join(map(str, sizes))})" if len(sizes) > 1 else product
 

@@ -30,7 +30,7 @@ T = TypeVar("T")
 # Elements are copied as integers of the same size: exact for NaNs, and some dtypes have no copy.
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-# So few bytes are copied while the GIL is held: to get it back could take longer than the copy.
+# At most this many bytes are copied under the GIL: getting it back could outlast the copy.
 _FEW_BYTES = 64 << 10
 _move = ctypes.PyDLL(None).memmove
 _move.argtypes, _move.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), None
@@ -61,7 +61,7 @@ def device_name(device: torch.device) -> str:
 
 
 class TensorLayout(NamedTuple):
-    """What follows from dtype, device, shape and strides of a tensor alone.
+    """Facts that follow from a tensor's dtype, device, shape and strides alone.
 
     Attributes:
         spec: Dtype and shape.
@@ -103,8 +103,8 @@ def _layout(  # noqa: PLR0917 - what a layout follows from; keywords would take 
     device: torch.device,
     shape: torch.Size,
     stride: tuple[int, ...],
-    is_conj: bool,  # noqa: FBT001 - as said
-    is_neg: bool,  # noqa: FBT001 - as said
+    is_conj: bool,  # noqa: FBT001 - see above
+    is_neg: bool,  # noqa: FBT001 - see above
 ) -> TensorLayout:
     name, itemsize = dtype_name(dtype)
     sizes = tuple(shape)
@@ -158,14 +158,14 @@ def host_tensor(buffer: memoryview, dtype: torch.dtype) -> torch.Tensor:
 def flat_memory(tensor: torch.Tensor, nbytes: int) -> memoryview:
     """Return the bytes of a flat tensor (see `is_flat`) without copying; keeps its storage alive.
 
-    Not by `tensor.numpy()`: after that torch refuses for ever to resize the storage, so that code
-    which offloads weights, or enlarges a buffer, would fail in training.
+    Does not call `tensor.numpy()`: torch would never resize the storage again, so code that
+    offloads weights, or enlarges a buffer, would fail in training.
     """
     return np.asarray(_StorageBytes(tensor, nbytes)).data
 
 
 class _StorageBytes:
-    """Memory of a tensor that numpy makes an array of; keeps the storage alive."""
+    """A tensor's memory, for a numpy array; keeps the storage alive."""
 
     def __init__(self, tensor: torch.Tensor, nbytes: int) -> None:
         self._storage = tensor.untyped_storage()  # the tensor itself may get another one
@@ -211,7 +211,7 @@ class _TensorMemory:
         start: int,
         elements: int,
     ) -> None:
-        """Set all fields; the first element is `elements` of its size after the start."""
+        """Set all fields; the first element is `elements` elements after the start."""
         self.tensor = alias
         self.storage = storage
         self.layout = layout
@@ -226,11 +226,11 @@ class _TensorMemory:
     def of_host(cls, tensors: Sequence[torch.Tensor]) -> tuple[list[Self], list[int]]:
         """Return the memory of host tensors, and the numbers of those that cannot be stored.
 
-        One getter after the other for all tensors takes half as long as all getters for each.
+        Each getter for all tensors takes half as long as all getters for each tensor.
 
         Raises:
-            RuntimeError: torch refuses to say where one begins, or how it is laid out: it is
-                nested, sparse, or the like.
+            RuntimeError: torch does not report where a tensor begins, or how it is laid out: it
+                is nested or sparse, for example.
         """
         aliases = [*map(torch.Tensor.detach, tensors)]
         storages = [*map(torch.Tensor.untyped_storage, aliases)]
@@ -242,7 +242,7 @@ class _TensorMemory:
             map(torch.Tensor.stride, aliases),
             map(torch.Tensor.is_conj, aliases) if is_complex else repeat(None),
             map(torch.Tensor.is_neg, aliases),
-            strict=False,  # one repeats for ever
+            strict=False,  # `repeat` never ends
         )
         columns = zip(
             aliases,
@@ -253,7 +253,7 @@ class _TensorMemory:
             layouts,
             strict=True,
         )
-        found: list[Self] = []
+        memories: list[Self] = []
         refused: list[int] = []
         before: tuple[object, ...] = ()
         layout, is_quantized = None, False
@@ -263,16 +263,16 @@ class _TensorMemory:
             assert layout is not None
             memory = cls.__new__(cls)
             memory._set(alias, storage, layout, start, first)  # noqa: SLF001 - of this class
-            if is_quantized or (layout.extent and memory._offset + layout.extent > size):  # noqa: SLF001 - as above
-                refused.append(len(found))
-            found.append(memory)
-        return found, refused
+            if is_quantized or (layout.extent and memory._offset + layout.extent > size):  # noqa: SLF001 - see above
+                refused.append(len(memories))
+            memories.append(memory)
+        return memories, refused
 
     @property
     def memory(self) -> MemoryKey | None:
         """Where the memory was when this was made."""
         layout = self.layout
-        # Tensors on the meta device have no memory, but all the address 0: they are not tied.
+        # Meta tensors have no memory, and all have address 0: they are not tied.
         if self._key is None and layout.extent:  # made when asked for: few are
             self._key = MemoryKey(
                 layout.device, self._start, self._offset, layout.spec.shape, layout.strides,
@@ -320,17 +320,17 @@ class TensorSource(_TensorMemory, ByteSource):  # type: ignore[override]  # `mem
             source._check_memory()  # noqa: SLF001 - of the same class
             tensors.append(source.tensor)
             by_device.setdefault(source.tensor.device, []).append(number)
-        begun = [
+        started = [
             (numbers, cls._begin(device, [(tensors[n], lines[n]) for n in numbers]))
             for device, numbers in by_device.items()
         ]
 
         def read() -> list[bytes]:
-            found = [b""] * len(tensors)
-            for numbers, (gathered, wait) in begun:
+            samples = [b""] * len(tensors)
+            for numbers, (gathered, wait) in started:
                 for number, data in zip(numbers, gathered.split(wait()), strict=True):
-                    found[number] = data
-            return found
+                    samples[number] = data
+            return samples
 
         return read
 
@@ -338,7 +338,7 @@ class TensorSource(_TensorMemory, ByteSource):  # type: ignore[override]  # `mem
     def _begin(
         cls, device: torch.device, wanted: Sequence[tuple[torch.Tensor, Lines]]
     ) -> tuple[GatheredLines, Callable[[], torch.Tensor]]:
-        """Gather lines on a device; return them, and what waits for them in host memory."""
+        """Gather lines on a device; return them, and a function that waits for them on the host."""
         del device
         gathered = gather_lines([carrier(tensor) for tensor, _ in wanted], [of for _, of in wanted])
         return gathered, gathered.data.cpu
@@ -362,7 +362,7 @@ class TensorSource(_TensorMemory, ByteSource):  # type: ignore[override]  # `mem
         if not isinstance(other, TensorSource) or self.device != other.device:
             return False
         if lacks_memory(self.tensor) or lacks_memory(other.tensor):
-            return False  # the capture of the tensor says so
+            return False  # the tensor's capture reports that
         return elements.is_rounded(self.tensor, other.tensor)
 
     def locate(self) -> int | None:
@@ -373,7 +373,7 @@ class TensorSource(_TensorMemory, ByteSource):  # type: ignore[override]  # `mem
         if cls.version is not TensorSource.version:
             return super().version_each(sources)
         tensors = map(_tensor, sources)
-        return [None if tensor.is_inference() else tensor._version for tensor in tensors]  # noqa: SLF001 - as above
+        return [None if tensor.is_inference() else tensor._version for tensor in tensors]  # noqa: SLF001 - see above
 
     @classmethod
     def locate_each(cls, sources: Sequence[ByteSource], /) -> Sequence[int | None]:
@@ -383,8 +383,8 @@ class TensorSource(_TensorMemory, ByteSource):  # type: ignore[override]  # `mem
 
     def keep(self) -> None:
         if self.device == "cpu" and self.nbytes and not lacks_memory(self.tensor):
-            # torch refuses to resize a storage that numpy has seen, so that an offloader cannot
-            # free this one while it is copied.
+            # torch refuses to resize a storage that numpy has seen, so an offloader cannot free
+            # it during the copy.
             torch.empty(0, dtype=torch.uint8, device="cpu").set_(self.storage).numpy()
 
     @staticmethod
@@ -414,16 +414,16 @@ def _places(sources: Sequence[ByteSource]) -> list[int | None]:
     storages = [*map(_storage, sources)]
     starts = map(torch.UntypedStorage.data_ptr, storages)
     sizes = map(torch.UntypedStorage.nbytes, storages)
-    found: list[int | None] = []
+    addresses: list[int | None] = []
     for source, start, size in zip(sources, starts, sizes, strict=True):
         assert isinstance(source, TensorSource)
         extent, offset = source.layout.extent, source._offset  # noqa: SLF001 - of this module
         if not extent:
-            found.append(None)
+            addresses.append(None)
         else:
-            # Shrunk memory counts as freed: what follows its end belongs to others.
-            found.append(start + offset if start and offset + extent <= size else 0)
-    return found
+            # Shrunk memory counts as freed: the bytes after its end belong to others.
+            addresses.append(start + offset if start and offset + extent <= size else 0)
+    return addresses
 
 
 def _on_host(sources: Sequence[ByteSource]) -> list[TensorSource]:
@@ -531,15 +531,15 @@ class ShardSink(TensorSink):
         self._count_change()
 
     def _count_change(self) -> None:
-        # The two have counters of their own, and autograd saves the distributed tensor.
+        # Both have their own counters, and autograd saves the distributed tensor.
         if not self._whole.is_inference():
             torch.autograd.graph.increment_version(self._whole)
 
 
 class OverlapSink(TensorSink):
-    """The sink of a tensor whose elements share memory (`expand`): filled by way of scratch.
+    """The sink of a tensor whose elements share memory (`expand`): filled through scratch.
 
-    `written` raises RestoreError where the stored values disagree about one place.
+    `written` raises RestoreError if the stored values differ for one place.
     """
 
     __slots__ = ("_live", "_path")
@@ -549,7 +549,7 @@ class OverlapSink(TensorSink):
         self._live = tensor.detach()
         self._path = path
         self._key = memory_key(tensor)
-        self.address = None  # the scratch memory is not that which others may share
+        self.address = None  # others may share memory, but not the scratch memory
 
     def opened(self) -> None:
         if not self._live.is_inference():
@@ -561,8 +561,8 @@ class OverlapSink(TensorSink):
         carrier(self._live)[once].copy_(_as(self.tensor, self._live)[once])
         if not torch.equal(_bits(self._live), _bits(self.tensor)):
             msg = (
-                f"{show_path(self._path)} is an expanded or overlapping tensor, and what is "
-                "stored has different values for one place of its memory: restore into a "
+                f"{show_path(self._path)} is an expanded or overlapping tensor, but the "
+                "checkpoint has different values for one place in its memory: restore into a "
                 "contiguous tensor"
             )
             raise RestoreError(msg)
@@ -593,7 +593,7 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 def side_stream(device: torch.device, use: str = "copy") -> torch.cuda.Stream:
-    """Return the stream on which state is copied from `device`; one for each use, for all saves."""
+    """Return the stream that copies state from `device`; all saves share one for each use."""
     with _lock:
         stream = _streams.get((device, use))
         if stream is None:
@@ -602,7 +602,7 @@ def side_stream(device: torch.device, use: str = "copy") -> torch.cuda.Stream:
 
 
 class CudaCopy(PendingCopy):
-    """A copy in flight; keeps the memory that it reads and writes."""
+    """A copy in flight; keeps its source and target memory alive."""
 
     __slots__ = ("_device", "_event", "_held")
 
@@ -646,7 +646,7 @@ class CudaSource(TensorSource):
             if not pinned:
                 side.synchronize()
                 return None
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # likewise
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no type
             event.record(side)
         return CudaCopy(event, device, (self.tensor, out))
 
@@ -654,15 +654,15 @@ class CudaSource(TensorSource):
     def _begin(
         cls, device: torch.device, wanted: Sequence[tuple[torch.Tensor, Lines]]
     ) -> tuple[GatheredLines, Callable[[], torch.Tensor]]:
-        # On the stream of the caller: what it issues later changes nothing that is gathered here,
-        # and the memory stays alive until then.
+        # On the caller's stream: work that it queues later does not change the gathered bytes, and
+        # the memory stays alive until then.
         with torch.cuda.device(device):
             gathered, _ = super()._begin(device, wanted)
             data = gathered.data
             # Copies to pageable memory are not asynchronous: torch blocks until they are done.
             out = torch.empty(data.shape, dtype=data.dtype, device="cpu", pin_memory=True)
             out.copy_(data, non_blocking=True)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # likewise
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no type
             event.record(torch.cuda.current_stream(device))
 
         def wait() -> torch.Tensor:
@@ -674,7 +674,7 @@ class CudaSource(TensorSource):
     def is_rounded(self, other: ByteSource, /) -> bool:
         if not isinstance(other, CudaSource):
             return False
-        # On a stream of its own: the answer does not wait for copies to the host.
+        # On a separate stream: the answer does not wait for copies to the host.
         side = side_stream(self.tensor.device, "compare")
         with torch.cuda.device(self.tensor.device), torch.cuda.stream(side):
             side.wait_event(self._moment)

@@ -1,6 +1,6 @@
 """The provider of plain Python values: frozen to bytes when described, pickled where allowed.
 
-`encode` and `decode` make JSON of them, bit by bit. Containers of objects are walked by core.
+`encode` and `decode` convert them to JSON and back exactly. Core walks containers of objects.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class ValueProvider(StateProvider):
         if context.children(path):
             node = context.node(path)
             form = "dict" if node is None else node.form
-            # Ranks may have stored its leaves one by one, each rank some of them.
+            # Each rank may have stored some of its leaves separately.
             is_alike = form == here and ranks_of(node) is None
             built = context.rebuild(path) if is_alike else Placement()
             if len(built.values) == leaves(context.whole(path), path):

@@ -61,9 +61,9 @@ def decode_value(data: bytes, path: ObjectPath) -> object:
         AttributeError,
         OverflowError,
         OSError,  # a time zone that is a folder, or has too long a name
-        SyntaxError,  # of numpy, about a dtype with commas
+        SyntaxError,  # from numpy, about a dtype with commas
         struct.error,
-        DeprecationWarning,  # of numpy, about the name of a dtype, where warnings are errors
+        DeprecationWarning,  # from numpy, about a dtype's name, if warnings are errors
     ) as error:
         msg = f"{show_path(path)} holds a value that cannot be decoded: {show_text(repr(error))}"
         raise FormatError(msg, [show_path(path)]) from error
@@ -87,7 +87,7 @@ def _decode_pairs(pairs: Any) -> list[tuple[Any, Any]]:
 
 
 def _without_collisions(keys: list[Any]) -> list[Any]:
-    """Return `keys`, but refuse those of which a set or dict would hold the GIL for hours."""
+    """Return `keys`; refuse keys that would make a set or dict hold the GIL for hours."""
     if collide(keys):
         msg = "its members or keys have hashes that collide too often"
         raise ValueError(msg)
@@ -95,8 +95,8 @@ def _without_collisions(keys: list[Any]) -> list[Any]:
 
 
 def _decode_members(items: Any) -> dict[Any, None]:
-    # Of a dict Python makes a set in the order of its keys, as `collide` does. A set that grows is
-    # filled again in the order of its table.
+    # From a dict, Python makes a set in the order of the keys, as `collide` does. A set that grows
+    # is refilled in the order of its table.
     return dict.fromkeys(_without_collisions(_decode(items)))
 
 
@@ -156,7 +156,7 @@ def _decode_namedtuple(items: Any, data: dict[str, Any]) -> Any:
 
 
 def _decode_dataclass(items: Any, data: dict[str, Any]) -> Any:
-    """Build a dataclass of its fields, without a call of the class's own code."""
+    """Build a dataclass from its fields without running the class's own code."""
     kind = _find(data["class"], object)
     names, values = field_names(kind), _decode(items)
     if names is None:
@@ -196,10 +196,10 @@ def _decode_torch(name: str) -> Callable[[Any, dict[str, Any]], Any]:
             return torch.Size(value)
         if name == "device":
             return torch.device(value)
-        found = vars(torch)[value]  # getattr would import the modules that torch loads lazily
-        if not isinstance(found, torch.dtype):
+        dtype = vars(torch)[value]  # getattr would import the modules that torch loads lazily
+        if not isinstance(dtype, torch.dtype):
             raise TypeError(value)
-        return found
+        return dtype
 
     return decode
 
@@ -243,8 +243,8 @@ def _decode_zone(zone: Any) -> dt.tzinfo | None:
 def _zone(key: str) -> ZoneInfo:
     """Return the zone as the user's own `ZoneInfo(key)` does, if that runs no unexpected code.
 
-    `ZoneInfo` imports the package `tzdata` for a key that the system does not have, from wherever
-    it is found first, and a package below it that the key names.
+    `ZoneInfo` imports the package `tzdata` for a key that the system does not have, from the
+    first place that has it, and a subpackage that the key names.
     """
     with installed_only():
         package = importlib.util.find_spec("tzdata")

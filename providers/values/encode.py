@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from penstock.core.types import ObjectPath
 
 MAX_DEPTH = 100
-"""Deeper values are refused on saving: a reader would meet Python's own limit of recursion."""
+"""Deeper values are refused at the save: a reader would hit Python's recursion limit."""
 
 _JSON_INT = 1 << 63  # larger ones are stored as hex: Python limits the digits of decimal ones
 _CANONICAL_NAN = struct.pack("<d", math.nan)
@@ -155,7 +155,7 @@ class _Encoder:
         if FACTORIES.get(name) is factory:
             return str(name)
         return self.refuse(
-            f"is a defaultdict of {factory!r}: only of {', '.join(FACTORIES)} can one be stored"
+            f"is a defaultdict of {factory!r}: only those of {', '.join(FACTORIES)} can be stored"
         )
 
     def _by_base(self, value: Any, kind: type) -> Any:
@@ -186,9 +186,9 @@ class _Encoder:
         if unset or more:
             shown = ", ".join(sorted(map(str, unset | more)))
             self.refuse(
-                f"is of the dataclass {name}, and {shown} would not come back: what is stored is "
-                "the fields, all of them and nothing else. Give the class state_dict and "
-                "load_state_dict, or pass allow_pickle=True at both ends"
+                f"is of the dataclass {name}, and {shown} would not come back: all its fields and "
+                "nothing else are stored. Give the class state_dict and load_state_dict, or pass "
+                "allow_pickle=True at both ends"
             )
         return {TAG: "dataclass", "class": name, "v": self._container(items, dict)}
 
@@ -224,7 +224,7 @@ class _Encoder:
 
 
 def _is_text(text: str) -> bool:
-    """Return whether `text` has no surrogates: JSON joins two lone ones that stand side by side."""
+    """Return whether `text` has no surrogates: JSON joins two adjacent lone ones."""
     return text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text)
 
 
@@ -289,14 +289,14 @@ def _encode_float(_: _Encoder, value: float) -> Any:
 
 
 def _encode_dict(encoder: _Encoder, value: dict[Any, Any]) -> Any:
-    # A dict with the key `$` would be read as a tagged value; JSON has no other keys than text.
+    # A dict with the key `$` would be read as a tagged value; JSON keys are text.
     if TAG not in value and all(type(key) is str and _is_text(key) for key in value):
         return {key: encoder.at(_step(key), item) for key, item in value.items()}
     return {TAG: "dict", "v": encoder.pairs(value.items())}
 
 
 def _encode_set(encoder: _Encoder, value: set[Any] | frozenset[Any]) -> Any:
-    # Sorted by their text: the order of a set varies between processes, and equal values shall
+    # Sorted by their text: the order of a set varies between processes, and equal values must
     # have equal bytes.
     members = sorted((encoder.at("{}", item) for item in value), key=json.dumps)
     return {TAG: type(value).__name__, "v": members}

@@ -500,5 +500,5 @@ def test_what_does_not_exist_or_has_no_known_format_is_refused(tmp_path, refused
         penstock.import_checkpoint(tmp_path / "text", root, step=2, format="gguf")
     with refused(penstock.StorageError, "cannot be read") as root:
         penstock.import_checkpoint(tmp_path / "nothing", root, step=2, format="safetensors")
-    with refused(penstock.FormatError, "no folder of DCP") as root:
+    with refused(penstock.FormatError, "not a folder of DCP") as root:
         penstock.import_checkpoint(tmp_path / "folder", root, step=2, format="dcp")
