@@ -70,6 +70,9 @@ def _has_ended(target: Backend, uid: str, timing: Timing, *, is_held: bool) -> b
     return lease_name(uid) in names and index_name(uid) not in names
 
 
+_LATER = "Copy again later; `penstock prune` there deletes orphans, `penstock verify` finds damage."
+
+
 class BlobSites:
     """The blobs that a checkpoint needs at one place, and the leases under which they are copied.
 
@@ -214,7 +217,8 @@ class BlobSites:
         stale = present & {blob.name for blob in site.wanted} - good
         if site.is_used and stale & site.trusted and not repair:
             why = "which other checkpoints there need, and which is damaged there"
-            raise self._busy(stale & site.trusted, why)
+            remedy = "Delete every step there that `penstock verify --all` names, then copy again."
+            raise self._busy(stale & site.trusted, why, remedy)
         if site.is_own and not site.is_used:
             stale = present - good
         if site.is_orphaned:
@@ -229,11 +233,10 @@ class BlobSites:
             lease.check()  # the request before may have been held up for long
             self._target.delete(sorted(stale))
 
-    def _busy(self, names: Collection[str], why: str) -> BusyError:
+    def _busy(self, names: Collection[str], why: str, remedy: str = _LATER) -> BusyError:
         msg = (
             f"step {self._record.step} is not copied to {self._target.url}, which already has "
-            f"{listed(sorted(names))}, {why}. Copy again later; `penstock prune` there deletes "
-            "orphans, `penstock verify` finds damage."
+            f"{listed(sorted(names))}, {why}. {remedy}"
         )
         return BusyError(msg)
 
