@@ -40,7 +40,8 @@ class PerRank:
         count: The number of values; default: the number of ranks.
         on_change: What a restore does if another number of values is stored: `"error"`; `"keep"`
             the live value; or a function that takes a list of all stored values and returns the
-            value for this rank.
+            value for this rank. If `value` has `load_state_dict`, the stored values are its states,
+            and it loads the state that the function returns.
 
     Raises:
         UnsupportedStateError: `index` is not in `range(count)`, only one of the two is given, or

@@ -57,6 +57,21 @@ _REMEDY = (
 )
 
 
+_APART = "give each such object its own PerRank"
+
+
+def _is_stateful(value: object) -> bool:
+    return callable(getattr(type(value), "load_state_dict", None))
+
+
+def _holds_stateful(value: object) -> bool:
+    """Return whether a container holds an object with `load_state_dict`, at any depth."""
+    if isinstance(value, dict | list | tuple):
+        children = value.values() if isinstance(value, dict) else value
+        return any(_is_stateful(child) or _holds_stateful(child) for child in children)
+    return False
+
+
 def _with_value(marker: PerRank, value: object) -> PerRank:
     return marker if value is marker.value else replace(marker, value=value)
 
@@ -360,13 +375,31 @@ class Placing(Rebuilding):
             return Placement(finish=lambda: value, passed_over=[path])
         if not callable(value.on_change):
             return Placement(problems=[f"{shown}: {_REMEDY}"])
+        if _holds_stateful(value.value):
+            held = "an object with load_state_dict inside of a container"
+            return Placement(problems=[f"{shown}, and on_change cannot load {held}: {_APART}"])
         result, choose = Placement(), value.on_change
         built = [self.rebuild(at) for at in stored]
         for each in built:
             result.absorb(each)
-        result.finish = lambda: replace(
-            value, value=choose([None if each.finish is None else each.finish() for each in built])
-        )
+
+        def finish() -> object:
+            chosen = choose([None if each.finish is None else each.finish() for each in built])
+            live = value.value
+            if chosen is live or not _is_stateful(live):
+                return replace(value, value=chosen)
+            # Replacing it in the state would leave the object that training uses as it was.
+            try:
+                live.load_state_dict(chosen)
+            except Exception as error:
+                msg = (
+                    f"{show_path(path)}: load_state_dict failed on what on_change returned: "
+                    f"{type(error).__name__}: {error}. The object is undefined now."
+                )
+                raise RestoreError(msg) from error
+            return value
+
+        result.finish = finish
         return result
 
     def _is_other_kind(self, value: object, path: ObjectPath, result: Placement) -> bool:

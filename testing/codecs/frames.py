@@ -135,7 +135,7 @@ def check_short_output_is_refused(codec: Codec) -> None:
             except CodecError:
                 expect_guarded(memory)
                 continue
-        msg = f"encode returned {length} for an output of {size} bytes, not CodecError; it needs {needed}"
+        msg = f"encode needs {needed} bytes; for {size} it returned {length}, not CodecError"
         raise AssertionError(msg)
     # A failed call must leave no state behind in the codec.
     expect_decodes(codec, encode(codec, chunk), chunk)

@@ -8,6 +8,7 @@ from tests.integration.support import checkpointer, memory
 from penstock import PerRank
 from penstock.core.errors import (
     RankError,
+    RestoreError,
     RestoreMismatchError,
     SaveError,
     UnsupportedStateError,
@@ -263,6 +264,46 @@ def test_loaders_of_another_number_of_ranks_are_an_error_that_says_what_to_do(co
         errors = restored(store, count, lambda _: {"data": Reading(), "epoch": 0})
     for error in errors:
         assert f"data is stored for 3 ranks, but this job has {count}: put it into" in str(error)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_loader_loads_the_state_that_on_change_returns(count):
+    store = memory()
+    Job(3, store).save(lambda rank: {"data": PerRank(Reading(rank + 5)), "epoch": 1})
+    live = [Reading() for _ in range(count)]
+
+    def blank(rank):
+        return {"data": PerRank(live[rank], on_change=max_position), "epoch": 0}
+
+    if count == 1:
+        state = blank(0)
+        with checkpointer(store) as ckpt:
+            ckpt.restore(state)
+        states = [state]
+    else:
+        states = restored(store, count, blank)
+    assert [loader.position for loader in live] == [7] * count
+    assert [state["data"].value for state in states] == live
+
+
+def max_position(stored):
+    return max(stored, key=lambda state: state["position"])
+
+
+def test_what_on_change_cannot_load_is_an_error():
+    store = memory()
+    Job(2, store).save(lambda rank: {"data": PerRank({"loader": Reading(rank)})})
+    live = Reading()
+    with checkpointer(store) as ckpt:
+        marker = PerRank({"loader": live}, on_change=lambda stored: stored[0])
+        with pytest.raises(RestoreMismatchError, match="give each such object its own PerRank"):
+            ckpt.restore({"data": marker})
+    store = memory()
+    Job(2, store).save(lambda rank: {"data": PerRank(Reading(rank))})
+    with checkpointer(store) as ckpt:
+        marker = PerRank(live, on_change=lambda stored: 1)
+        with pytest.raises(RestoreError, match="data: load_state_dict failed on what on_change"):
+            ckpt.restore({"data": marker})
 
 
 @pytest.mark.parametrize(
