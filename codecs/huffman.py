@@ -32,7 +32,7 @@ LEAST_BYTES = 16 << 10
 
 _BLOCK_BYTES = 128 << 10  # the most that zstd allows
 _LONGEST = 11  # bits of a code, as zstd allows
-_SPILL = 64  # bytes behind a stream that may be written before the end of memory is noticed
+_SPILL = 64  # bytes after a stream that may be written before the end of memory is noticed
 _MOST_WEIGHTS = 127  # bytes of all weights, as zstd allows
 
 # Shares of the weights 0 to 11: most bytes are not used. They add up to a power of two.
@@ -46,7 +46,7 @@ def _described() -> Bytes:
     for share in _SHARES:
         value, most = share + 1, left + 1
         width = most.bit_length()
-        short = (1 << width) - 1 - most  # so many of the smallest values take a bit less
+        short = (1 << width) - 1 - most  # the number of smallest values that take a bit less
         if value < short:
             width -= 1
         elif value >= 1 << (width - 1):
@@ -95,7 +95,7 @@ _inner: Callable[[Any], Any] = numba.njit(nogil=True)
 
 @_inner
 def _count(plane: Any, words: Any, pairs: Any, counts: Any) -> None:
-    """Add up how often each byte stands in the plane; `pairs` is zero before and after."""
+    """Count how often each byte occurs in the plane; `pairs` is zero before and after."""
     # Equal bytes follow each other, and each addition waits for the last one to the same place:
     # of pairs there are half as many.
     whole = plane.size // 8 * 8
@@ -326,7 +326,7 @@ def _store(plane: Any, words: Any, out: Any, out_words: Any, counted: Any, pairs
     for byte in range(256):
         total += counts[byte] * bits[byte]
     blocks = -(-plane.size // _BLOCK_BYTES)
-    # Whatever stands behind it, a frame of this length writes no further than `_SPILL`.
+    # Whatever follows it, a frame of this length writes at most `_SPILL` bytes further.
     most = total // 8 + 32 * blocks + _MOST_WEIGHTS + _SPILL
     # Next to one byte alone: zstd stores whole blocks of it in a byte, and a code takes a bit each.
     few = total < plane.size + plane.size // 4

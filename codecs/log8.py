@@ -233,7 +233,7 @@ def _encode(bits: Words, lows: Words, highs: Words, codes: NDArray[np.uint8]) ->
 
 
 def _decode(codes: NDArray[np.uint8], lows: Words, highs: Words, bits: Words) -> None:
-    """Write the bits of whole blocks; what lies behind the last code means nothing."""
+    """Write the bits of whole blocks; bits after the last code mean nothing."""
     count = len(bits)
     less = _memory.less[:count]
     flat = less.reshape(-1)

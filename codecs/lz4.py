@@ -1,4 +1,4 @@
-"""The `lz4` codec: LZ4 blocks, each at most 4 MiB raw, each behind its stored length.
+"""The `lz4` codec: LZ4 blocks, each at most 4 MiB raw, each after its stored length.
 
 A frame is, for each 4 MiB of the chunk in order, the length of the block as a little-endian
 32-bit number, then the block (LZ4 block format, without the size that some libraries prepend).

@@ -84,7 +84,7 @@ def subtract(new: Elements, old: Elements, out: Elements) -> None:
 
 
 def add(differences: Elements, old: Elements, out: Elements) -> None:
-    """Write into `out` the elements of which `subtract` gives these differences from `old`."""
+    """Write into `out` the elements whose differences from `old`, by `subtract`, are these."""
     for at in range(0, old.size, _SUBTRACTED):
         part = out[at : at + _SUBTRACTED]
         difference = differences[at : at + part.size]

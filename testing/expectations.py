@@ -170,7 +170,7 @@ class Model:
     end: int = 0
 
     def put(self, *parts: memoryview, gap: int = 0, phase: int | None = None) -> None:
-        """Plan a request behind the last one, on an alignment unit of its own."""
+        """Plan a request after the last one, on its own alignment unit."""
         offset = align_up(self.end, self.align) + gap * self.align
         offset += phase if phase is not None and self.align > 1 else 0
         data = b"".join(parts)

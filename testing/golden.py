@@ -16,7 +16,7 @@ def check_golden(path: str | os.PathLike[str], data: bytes, /) -> None:
 
     Raises:
         AssertionError: The bytes differ, or there is no such file. The message says where they
-            differ, and how to write the file anew.
+            differ, and how to write the file again.
     """
     file = Path(path)
     if rewriting():
@@ -52,7 +52,7 @@ def read_golden(path: str | os.PathLike[str], /) -> bytes:
 
 
 def rewriting() -> bool:
-    """Return whether golden files are to be written anew.
+    """Return whether to write golden files again.
 
     Raises:
         AssertionError: The variable is set to something else than `0` or `1`.

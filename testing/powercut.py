@@ -348,7 +348,7 @@ class _Writer(BlobWriter):
         self._name = name
         self._file = file
         self._open = True
-        self._lock = threading.Lock()  # guards `_open`: no write may come behind a seal
+        self._lock = threading.Lock()  # guards `_open`: no write may come after a seal
 
     def write(self, requests: Sequence[WriteRequest], /) -> None:
         with self._lock:

@@ -31,7 +31,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 CODE = ("core", "providers", "backends", "codecs", "integrations", "testing")
 COPIED = (*CODE, "src", "tests", "docs", "pyproject.toml")
-# Does not wait for threads that a failing test has left behind.
+# Does not wait for threads that a failing test has left.
 RUN = "import os, sys, pytest; code = pytest.main(sys.argv[1:]); sys.stdout.flush(); os._exit(code)"
 HEAD = """# Guards
 
@@ -113,7 +113,7 @@ def run_tests(tests: list[str], copy: Path, timeout_s: float) -> tuple[str, str]
         process = subprocess.Popen(
             [sys.executable, "-c", RUN, *options, f"--basetemp={base}", *tests],
             cwd=copy, env=environment, stdout=printed, stderr=subprocess.STDOUT,
-            start_new_session=True,  # so that processes it leaves behind can be ended with it
+            start_new_session=True,  # so that processes that it leaves can be ended with it
         )  # fmt: skip
         try:
             process.wait(timeout_s)

@@ -409,7 +409,7 @@ class Round:
             ckpt.wait()
         self.model.begun[step].add(number)
         self.model.may[step] = {number}
-        time.sleep(0.05)  # longer than the clock of the file system stands still
+        time.sleep(0.05)  # longer than a tick of the file system's clock
         for place in (self._run.backend, self._run.elsewhere):
             with penstock.Checkpointer(place, workers=1, grace_s=1e-6) as ckpt:
                 if ckpt.steps():

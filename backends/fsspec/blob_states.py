@@ -168,7 +168,7 @@ class StoreWriter(BlobWriter):
 
     def abort(self) -> None:
         if os.getpid() != self._pid:
-            return  # the blob is the parent's, which goes on writing it
+            return  # the parent continues to write its blob
         self._stop.set()  # before waiting, so that what is in flight ends soon
         with self._changed:
             self._wait_idle()

@@ -158,7 +158,7 @@ class FileStore(Store):
         if size > limit_bytes:
             return size
         # The record may be replaced by a longer one after `stat`, so the read is bounded, too.
-        # Object stores return all of it: some refuse a range that ends behind the end.
+        # Object stores return all of it: some refuse a range that ends after the end.
         part = {} if self._object_store else {"start": 0, "end": limit_bytes + 1}
         data = self._ask("read", name, lambda: self._fs.cat_file(self.path(name), **part))
         return bytes(data) if len(data) <= limit_bytes else len(data)
@@ -190,7 +190,7 @@ class FileStore(Store):
             with self.explained("publish", name):
                 self._fs.pipe_file(self.path(name), bytes(data), mode="create")
         except BlobExistsError as error:
-            # The client of the file system retries by itself, even a put that had succeeded. So
+            # The client of the file system retries, even a put that had succeeded. So
             # the name may be taken by this very record.
             found: bytes | int
             try:
@@ -198,7 +198,7 @@ class FileStore(Store):
             except BlobNotFoundError:
                 found = b""  # it was another saver's, and is deleted since
             except StorageError:
-                found = data  # unknown; a save that was told "taken" would believe that it lost
+                found = data  # unknown; on "taken" a save would believe that it lost
             if found != data:
                 raise
             msg = (
@@ -418,7 +418,7 @@ def _load(config: FsspecConfig, scrub: Scrubber) -> tuple[Any, str]:
 
 
 def _time_s(info: dict[str, Any]) -> float | None:
-    """Return the time of the last change; None if the store does not tell it."""
+    """Return the time of the last change; None if the store does not report it."""
     told = next((info[key] for key in _TIMES if info.get(key) is not None), None)
     if isinstance(told, str):
         told = datetime.fromisoformat(told)
@@ -506,7 +506,7 @@ class StreamWriter(StoreWriter):
 def _disable_close(stream: Any) -> None:
     """Mark a stream as closed, without a call of the store, which may hang.
 
-    The store drops an unfinished upload by itself.
+    The store drops an unfinished upload automatically.
     """
     with suppress(Exception):
         stream.closed = True

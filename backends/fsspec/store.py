@@ -35,11 +35,11 @@ _FEEDS = 2  # one batch moves while the next is handed over
 
 T = TypeVar("T")
 
-_WASTE = 20  # one byte of gaps is allowed for so many wanted ones, besides `gap_bytes`
+_WASTE = 20  # wanted bytes for each byte of gaps, besides `gap_bytes`
 
 
 class Store(ABC):
-    """The root of one process, behind `FsspecBackend`, which checks names. Thread-safe.
+    """The root of one process for `FsspecBackend`, which checks names. Thread-safe.
 
     Methods without a docstring do what those of `Backend` with the same name promise.
     """
@@ -226,7 +226,7 @@ class RangePiece:
 
     @property
     def stop(self) -> int:
-        """The offset behind the last byte."""
+        """The offset after the last byte."""
         return self.offset + self.target.nbytes
 
 
@@ -244,7 +244,7 @@ class Span:
 
     @property
     def stop(self) -> int:
-        """The offset behind the last byte of the last piece."""
+        """The offset after the last byte of the last piece."""
         return self.pieces[-1].stop
 
 

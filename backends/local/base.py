@@ -94,7 +94,7 @@ class LocalBackend(Backend):
 
     @property
     def capabilities(self) -> Capabilities:
-        """The proved capabilities; the first call probes direct I/O, and leaves no file behind."""
+        """The proved capabilities; the first call probes direct I/O, and leaves no file."""
         refusal = self._direct.refusal
         return Capabilities(
             direct_io=refusal is None,
@@ -310,7 +310,7 @@ class LocalBackend(Backend):
 
 
 def path_from_url(url: str) -> str:
-    """Return the path that `url` means: percent-decoded behind a scheme, else as it is.
+    """Return the path that `url` means: percent-decoded after a scheme, else unchanged.
 
     Raises:
         ConfigError: The URL names no folder, or names another machine (`file://host/...`).
@@ -362,7 +362,7 @@ def _carry_all(batch: TransferBatch, transfers: Sequence[Transfer]) -> None:
 def is_virtio(folder: str, sys: str = "/sys/dev/block") -> bool:
     """Return whether `folder` is on a disk of the hypervisor's own kind (virtio).
 
-    Such a disk hands each small page to the host by itself: direct reads into memory in pages of
+    Such a disk hands each small page to the host separately: direct reads into memory in pages of
     4 KiB gave 1.3 GB/s where huge pages gave 3.1 (Firecracker, Linux 6.18). A controller of NVMe
     does not care. False where that cannot be found out, as of file systems without a device.
 

@@ -125,7 +125,7 @@ class FileWriter(BlobWriter):
         Leaves another file under the same name alone: a process that slept may find there the blob
         of the copy that took over from it.
         """
-        if os.getpid() != self._pid:  # in a forked child: the parent may go on writing the blob
+        if os.getpid() != self._pid:  # in a forked child: the parent may still write the blob
             return
         with self._changed:
             self._wait_idle()

@@ -48,7 +48,7 @@ _READING = {"read", "stat"}
 _IN_THE_WAY = {errno.ELOOP, errno.ENOTDIR}
 # At the size limit of the process the kernel cuts a write short: a direct one then ends within a
 # block, which is refused (EINVAL), or within a page, and makes no progress (EIO). EFBIG is returned
-# only for a write that begins behind the limit.
+# only for a write that begins after the limit.
 _CUT_SHORT = {errno.EINVAL, errno.EIO}
 
 

@@ -79,7 +79,7 @@ def direct_alignment(fd: int) -> int | None:
     """Return the alignment in bytes that direct I/O on `fd` needs for memory and offsets.
 
     Returns:
-        0 if the file system refuses direct I/O, None if it does not tell.
+        0 if the file system refuses direct I/O, None if it does not report it.
     """
     out = ctypes.create_string_buffer(_STATX_BYTES)
     try:
@@ -97,7 +97,7 @@ def file_system_type(fd: int) -> int:
     """Return the magic number of the file system, `f_type` of statfs(2).
 
     Raises:
-        OSError: The file system does not tell.
+        OSError: The file system does not report it.
     """
     out = ctypes.create_string_buffer(_STATX_BYTES)
     _call("fstatfs", fd, out)

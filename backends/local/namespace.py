@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     The path begins with `/proc/self/fd/` and the number of the open folder.
 
-    Raises OSError or StorageError; a file that it leaves behind then is removed.
+    Raises OSError or StorageError; a file that it then leaves is removed.
     """
 
 _T = TypeVar("_T")
@@ -50,7 +50,7 @@ class Namespace:
         """Walk to the folder of `name`, and return the open folders, which the caller closes.
 
         Raises:
-            OSError: A folder is missing, or a link or a file stands in the way.
+            OSError: A folder is missing, or a link or a file is in the way.
         """
         return self._walk(name.split("/")[:-1], create=create)
 

@@ -191,7 +191,7 @@ class Transfer:
     slot_bytes: int = 0
 
     def take(self, at: int, part: memoryview | Bounce) -> bool:
-        """Append `part` if it is right behind the last one and fits; return whether it was."""
+        """Append `part` if it follows the last one and fits; return whether it did."""
         length = part_bytes(part)
         slot = length if isinstance(part, Bounce) else 0
         if at != self.offset + self.length or len(self.parts) >= MAX_VECTOR:
@@ -379,7 +379,7 @@ def cut_writes(
 def cut_read(
     batch: TransferBatch, blob: OpenBlob, offset: int, target: memoryview
 ) -> list[Transfer]:
-    """Cut a read that fills `target`; the last page of a direct one may lie behind the file's end.
+    """Cut a read that fills `target`; the last page of a direct one may lie after the file's end.
 
     That page is read whole all the same, and ends short.
     """

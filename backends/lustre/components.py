@@ -58,7 +58,7 @@ class Component:
 
     Attributes:
         start: The first byte.
-        stop: One behind the last byte; None means the end of the file.
+        stop: The offset after the last byte; None means the end of the file.
         stripe_count: The number of stripes; 0 is the file system's default, `ALL_STRIPES` one
             stripe on every OST.
         stripe_bytes: The bytes on one OST before the next one's turn; 0 is the default.

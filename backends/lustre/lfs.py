@@ -87,7 +87,7 @@ class LustreClient:
         """Return the magic number of the file system that `folder` is on.
 
         Raises:
-            OSError: The file system does not tell.
+            OSError: The file system does not report it.
         """
         fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:

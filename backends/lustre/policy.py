@@ -131,7 +131,7 @@ def usable_osts(demand: Demand, osts: tuple[Ost, ...], /) -> tuple[int, ...]:
 
 
 def useful_stripes(demand: Demand, osts: int, /) -> int:
-    """Return the most stripes that could make one blob of `demand` faster on so many OSTs."""
+    """Return the most stripes that could make one blob of `demand` faster on this many OSTs."""
     return max(1, min(osts, WIDEST, _blob_bytes(demand) // MIN_OBJECT_BYTES))
 
 

@@ -158,7 +158,7 @@ class RingEngine:
         """Fail all transfers, each only when the kernel no longer uses its memory.
 
         Closing the ring would prove nothing: the kernel cancels some calls, and ends the others,
-        such as direct writes, some time after `close` has returned. But the kernel goes on adding
+        such as direct writes, some time after `close` has returned. But the kernel keeps adding
         the completions of calls that it took to the shared queue, so these are awaited. If even
         that queue cannot be read, the futures stay unresolved: to the caller the store hangs, and
         the caller's deadline decides; the memory is never freed.

@@ -11,7 +11,7 @@ A frame is little-endian, and decodes alone:
 | 20 | head: version, itemsize, flags, zero; elements of a block, columns, first column, base |
 | rows + columns | terms of the rows and of the columns, where elements are predicted |
 | (1 + 4 planes) blocks | of each block its kind, and of each plane its length and method |
-| ... | the planes, block by block one behind the other, in each block the lowest first |
+| ... | the planes, block after block, in each block the lowest first |
 
 Of elements of one byte there is one plane. Others have two planes of their top bytes as `kernels`
 splits them, then what is left: planes of 2 and 4 bytes of each element, or one for each byte.
@@ -55,7 +55,7 @@ HEAD = struct.Struct("<BBBBIIII")
 _LAYOUT = 1
 _PREDICTED, _BYTES_APART = 1, 2  # flags
 _TERMS = 1 << 16
-_LENGTH_BITS = 28  # of a table entry; the method stands above them
+_LENGTH_BITS = 28  # of a table entry; the method is above them
 INTEGERS = {"uint16": 2, "uint32": 4, "uint64": 8, "int16": 2, "int32": 4, "int64": 8}
 """Bytes of the elements, by dtype."""
 LEAST_ELEMENTS = 256

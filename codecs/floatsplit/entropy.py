@@ -71,7 +71,7 @@ _contexts = _Contexts()
 
 
 def method_for(bits: float, *, unused: int) -> Method:
-    """Return how a plane of so many bits per byte is stored, whose `unused` top bits are zero."""
+    """Return how a plane with this many bits per byte is stored; its `unused` top bits are zero."""
     if unused:
         return Method.ZSTD if bits < _PACKED_BITS - unused + 1 else Method.PACKED
     if bits < _SPARSE_BITS:
@@ -218,7 +218,7 @@ def pack(plane: Bytes, unused: int, packed: Bytes) -> None:
 
     The beginning of the plane is divided into 8 (one bit unused) or 4 (two) parts of equal size, a
     multiple of 8 bytes. Each byte of the last part is spread over the unused bits of the others,
-    its lowest bits in the first part. What is left behind the parts follows as it is.
+    its lowest bits in the first part. The rest after the parts follows unchanged.
 
     Args:
         plane: Bytes whose `unused` top bits are zero; at an address that 8 divides.

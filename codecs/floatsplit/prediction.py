@@ -45,7 +45,7 @@ class Grid:
     cell: int
 
     def from_element(self, number: int) -> Grid:
-        """Return the same terms, so many elements further on."""
+        """Return the same terms, shifted by this many elements."""
         return Grid(self.rows, self.columns, self.cell + number)
 
     def terms(self, count: int, scratch: Words) -> Words:
@@ -148,7 +148,7 @@ def estimate(matrix: Matrix) -> Prediction:
     sample = (matrix.top[rows] & _MAGNITUDE).astype(np.int32) - row_means[rows, None]
     column_base, column_steps = _steps(sample.sum(axis=0, dtype=np.int32) // np.int32(len(sample)))
     row_base, row_steps = _steps(row_means)
-    # Rows of which the chunk has only a part take the term of their neighbour.
+    # Rows that the chunk has only in part take the term of their neighbor.
     lead = 1 if matrix.first_column else 0
     touched = np.empty(matrix.touched, np.uint8)
     touched[:lead], touched[lead + whole :] = row_steps[0], row_steps[-1]

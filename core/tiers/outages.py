@@ -47,7 +47,7 @@ class Outages:
 
         Args:
             number: Number of the tier that `call` asks.
-            call: A call of the tier's backend; left behind on a thread of its own if it hangs.
+            call: A call of the tier's backend; abandoned on its own thread if it hangs.
             despite_pause: Make the call during a pause, too.
 
         Raises:

@@ -99,7 +99,7 @@ class TierRoots:
         """Verify that a tier still has the root that this process registered.
 
         A copy is checked before and after: the file system may be unmounted meanwhile. Tiers in
-        front of the durable one are not checked, since they may lose everything and go on.
+        front of the durable one are not checked, since they may lose everything and continue.
 
         Raises:
             WrongPlaceError: The tier has another root, or none.
@@ -271,7 +271,7 @@ def _is_known(record: RootRecord) -> bool:
 def _is_before_older(number: int, found: Mapping[int, RootRecord | None]) -> bool:
     record = found[number]
     # Roots that were faster than this one are not looked at: they lack what was evicted there,
-    # which nobody has deleted.
+    # which no process has deleted.
     behind = record.slower() if record is not None else []
     recorded = dict(record.tiers) if record is not None else {}
     recorded = {root: recorded[root] for root in behind}

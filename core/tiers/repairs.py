@@ -88,7 +88,7 @@ class TierRepairs:
         self._ended = threading.Condition()  # guards the three below
         self._withdrawn: set[str] = set()
         self._copies: dict[str, CheckpointCopy] = {}  # those in flight, by uid
-        self._claimed: set[str] = set()  # uids of which a copy is verified or replaced now
+        self._claimed: set[str] = set()  # uids whose copies are verified or replaced now
 
     def begin(self, damaged: Sequence[tuple[str, str]]) -> None:
         """Replace, in the background, copies that a read has found to be damaged.
@@ -138,7 +138,7 @@ class TierRepairs:
 
         Args:
             record: The commit record.
-            good: The number of the tier with a good copy, all of which is verified first.
+            good: The number of the tier with a good copy, which is verified first.
             bad: The number of the tier with the damaged copy.
             unreadable: Replace the copy only if its commit record cannot be read.
             on_progress: Called with bytes that were verified, then with bytes that were copied.
@@ -227,7 +227,7 @@ class TierRepairs:
                     if found and number < best and number not in where.waiting:
                         self.replace_copy(where.record, best, number)
                         replaced |= found
-        except Exception as error:  # noqa: BLE001 - a task's boundary: reading goes on without it
+        except Exception as error:  # noqa: BLE001 - a task's boundary: reading continues without it
             log.warning("repairing a damaged copy failed: %s", str(error))
 
     def _moved(self, _: int) -> None:

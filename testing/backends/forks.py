@@ -235,7 +235,7 @@ class Race:
         self._memory[self._place(number, turn)] = outcome
 
     def leave(self, number: int, /) -> None:
-        """Let the other processes go on without this one."""
+        """Let the other processes continue without this one."""
         self._memory[number] = self._GONE
 
     def winners(self, turn: int, /) -> list[int]:

@@ -1,4 +1,4 @@
-"""Checks of records and names, of an instance's declarations, and of what a crash leaves behind."""
+"""Checks of records and names, of an instance's declarations, and of the leftovers of a crash."""
 
 # ruff: noqa: D103 - checks explain themselves by their names
 
@@ -518,7 +518,7 @@ def file_of_size(backend: Backend, size_bytes: int) -> Path | None:
 
 
 def cached_part(file: Path) -> float | None:
-    """Return the part of a file in the page cache, 0 to 1; None if the kernel does not tell."""
+    """Return the part of a file in the page cache, 0 to 1; None if the kernel cannot tell."""
     with file.open("r+b") as opened, mmap.mmap(opened.fileno(), 0) as memory:
         pages = -(-len(memory) // mmap.PAGESIZE)
         found = (ctypes.c_ubyte * pages)()

@@ -45,7 +45,7 @@ ELEMENTS = (
     ("uint64", 8),
     ("bool", 1),
 )
-"""Dtypes of tensors, some of which numpy does not know, with the bytes of an element."""
+"""Dtypes of tensors with the bytes of an element; numpy does not know them all."""
 
 _COMPRESSIBLE = b"".join(n.to_bytes(4, "little") for n in range(1000))
 # By dtype, the bits of exponent and of mantissa.

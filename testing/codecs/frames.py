@@ -137,7 +137,7 @@ def check_short_output_is_refused(codec: Codec) -> None:
                 continue
         msg = f"encode needs {needed} bytes; for {size} it returned {length}, not CodecError"
         raise AssertionError(msg)
-    # A failed call must leave no state behind in the codec.
+    # A failed call must leave no state in the codec.
     expect_decodes(codec, encode(codec, chunk), chunk)
 
 
@@ -157,7 +157,7 @@ def check_truncated_frames_are_refused(codec: Codec) -> None:
 
 @in_words
 def check_extended_frames_are_refused(codec: Codec) -> None:
-    """Check that bytes behind a frame raise `CodecError`, since `encode` never writes such."""
+    """Check that bytes after a frame raise `CodecError`, since `encode` never writes any."""
     for chunk, frame in encoded(codec, _few(codec)):
         for more in (b"\0", frame or b"\0\0\0\0", b"\xff" * 9):
             expect_refused(codec, frame + more, len(chunk), f"{len(more)} bytes too many")

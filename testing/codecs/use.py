@@ -224,7 +224,7 @@ def check_base(codec: Codec) -> None:
 def check_other_processes(codec: Codec) -> None:
     """Check that a frame decodes to the same in the process that made it and in another one.
 
-    A class that no other process can import, as it stands in a function or a script, is skipped.
+    A class that no other process can import, in a function or a script, is skipped.
     """
     cls = type(codec)
     if _INSIDE in os.environ:
@@ -313,7 +313,7 @@ def check_saved_and_loaded(codec: Codec) -> None:
 def check_chains(codec: Codec) -> None:
     """Check that arrays are loaded that were saved through chains with the codec at any place.
 
-    The codec before it, or behind it, puts out elements, or bytes of an odd number. A lossy codec
+    The codec before or after it puts out elements, or bytes of an odd number. A lossy codec
     stands first only, and so does one that needs a base.
     """
     alone = _loaded(codec, [codec.name])

@@ -116,7 +116,7 @@ def values_together_are_as_each(make: Callable[[], object], providers: Providers
     if provider is None or not describes_together(type(provider)):
         return
     values = {"0": make(), "1": make(), "2": make()}
-    # A list that holds an object is of another type, so each child is described by itself.
+    # A list that holds an object is of another type, so each child is described separately.
     each = store({"part": {**values, "other": [make()]}}, providers=providers)
     together = store({"part": values}, providers=providers)
     count = len(together.tree.objects)
@@ -137,7 +137,7 @@ def targets_together_are_as_each(make: Callable[[], object], providers: Provider
     values = {"0": make(), "1": make(), "2": make()}
     stored = store({"part": values}, providers=providers)
     for include in (None, "part/1"):
-        # A list that holds an object is of another type, so each child is planned by itself.
+        # A list that holds an object is of another type, so each child is planned separately.
         each = stored.plan({"part": {**values, "other": [make()]}}, include)
         together = stored.plan({"part": values}, include)
         assert _facts(together) == _facts(each), "place_all plans other targets"

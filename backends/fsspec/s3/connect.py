@@ -84,7 +84,7 @@ class Transport:
       then drop packets without an answer.
 
     Args:
-        config: The number of requests in flight, and the time that the store may take to go on.
+        config: The number of requests in flight, and the time that the store may take to continue.
         endpoint_url: The URL of the store; the environment may name a proxy for it.
         verify: Whether TLS certificates are checked; or a file with the certificates to trust.
         clock: Returns a time in seconds, from which the pause between two requests is computed.
@@ -123,7 +123,7 @@ class Transport:
         self._close_idle()
         request.headers.pop("Expect", None)
         streamed = request.stream_output
-        request.stream_output = True  # so the session does not read all of the answer by itself
+        request.stream_output = True  # or the session reads the whole answer
         answer = self._session.send(request)
         answer.raw.enforce_content_length = True
         try:

@@ -209,7 +209,7 @@ class S3Writer(StoreWriter):
             )
             self._give(part)
             self._abort_upload()  # the size hint announced more than one part
-        self._drop_open()  # what is left lies behind the end
+        self._drop_open()  # the rest lies after the end
 
     def _finish_parts(self, count: int, length: int) -> None:
         last = length - (count - 1) * self._part_bytes
@@ -323,7 +323,7 @@ class Part:
         memory: Memory for a whole part, once something is copied.
         copied: Start and stop of what was copied, ascending.
         taken: The bytes that no later request writes.
-        stop: The offset behind the last byte that was written.
+        stop: The offset after the last byte that was written.
     """
 
     index: int
