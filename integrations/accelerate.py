@@ -14,7 +14,7 @@ from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomS
 
 import penstock
 from penstock.integrations import missing_extra
-from penstock.integrations.states import named, of_rank_0
+from penstock.integrations.states import named
 
 try:
     from accelerate import PartialState
@@ -23,7 +23,7 @@ except ModuleNotFoundError as error:
     raise missing_extra(error, "accelerate") from None
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from accelerate import Accelerator
 
@@ -64,8 +64,8 @@ def state_of(accelerator: Accelerator) -> dict[str, Any]:
         **named("optimizer", accelerator._optimizers),
         **named("scheduler", accelerator._schedulers),
         **named("custom", accelerator._custom_objects),
-        **named("loader", [penstock.PerRank(each, on_change=of_rank_0) for each in positions]),
-        "accumulated": penstock.PerRank(_Accumulated(accelerator), on_change=of_rank_0),
+        **named("loader", [_of_each_rank(position) for position in positions]),
+        "accumulated": penstock.PerRank(_Accumulated(accelerator), on_change=lambda _: {}),
         "step": accelerator.step,
         "rng": penstock.Rng(),
     }
@@ -139,9 +139,6 @@ def load_state(
     random_state = _random_state()
     for loader in accelerator._dataloaders:
         _Position.of(loader).resume(random_state)
-    for key, value in tree.items():
-        if isinstance(value, penstock.PerRank) and isinstance(value.value, dict):
-            _resume_on_other_ranks(key, value.value, accelerator)
     return report.step
 
 
@@ -283,19 +280,20 @@ class _Accumulated:
                 yield f"{number}.{name}", parameter
 
 
-def _resume_on_other_ranks(key: str, state: dict[str, Any], accelerator: Accelerator) -> None:
-    if "epoch" not in state:
-        return  # another rank's gradients
-    number = int(key.rpartition("_")[2]) if "_" in key else 0
-    position = _Position.of(accelerator._dataloaders[number])
-    position.load_state_dict({**state, "batches": None, "random": None})
-    if state["batches"] is not None and accelerator.is_main_process:
-        log.warning(
-            "accelerate: %s was saved in the middle of epoch %d by another number of ranks: it "
-            "starts that epoch again",
-            key,
-            state["epoch"],
-        )
+def _of_each_rank(position: _Position) -> penstock.PerRank:
+    """Return a marker with which another number of ranks begins the saved epoch again."""
+
+    def begin_epoch(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        state = states[0]
+        if state["batches"] is not None and PartialState().is_main_process:
+            log.warning(
+                "accelerate: a data loader was saved in the middle of epoch %d by another "
+                "number of ranks: it starts that epoch again",
+                state["epoch"],
+            )
+        return {**state, "batches": None, "random": None}
+
+    return penstock.PerRank(position, on_change=begin_epoch)
 
 
 def _sampler_of(loader: Any) -> Any:

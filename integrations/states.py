@@ -12,8 +12,3 @@ def named(name: str, values: list[T]) -> dict[str, T]:
     if len(values) == 1:
         return {name: values[0]}
     return {f"{name}_{number}": value for number, value in enumerate(values)}
-
-
-def of_rank_0(states: list[T]) -> T:
-    """Return the state of rank 0, for ranks that did not exist at the save (`on_change`)."""
-    return states[0]

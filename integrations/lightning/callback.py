@@ -22,7 +22,6 @@ from penstock.integrations.lightning.state import (
     remarks,
     trainer_state,
 )
-from penstock.integrations.states import of_rank_0
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -104,13 +103,17 @@ class PenstockCallback(Checkpoint):  # type: ignore[misc]  # the host is chosen 
             log.info("ckpt_path is given, so nothing is restored from %s", self._url)
             return
         held = TrainerState({})
-        tree = {"trainer": penstock.PerRank(held, on_change=of_rank_0)}
+
+        def adapt(states: list[Any]) -> Any:
+            return of_other_ranks(states[0], trainer)
+
+        tree = {"trainer": penstock.PerRank(held, on_change=adapt)}
         try:
             report = self._ckpt.restore(tree, include="trainer")
         except penstock.CheckpointNotFoundError:
             return
         self._step = self._saved = report.step
-        state = self._resumed = held.state or of_other_ranks(tree["trainer"].value, trainer)
+        state = self._resumed = held.state
         for callback in trainer.callbacks:
             if callback.state_key in state["callbacks"]:
                 callback.load_state_dict(state["callbacks"][callback.state_key])
