@@ -1,4 +1,4 @@
-"""Code that adapters share: names for several objects of a kind, and the state of a new rank."""
+"""Code that adapters share: names for several objects of a kind."""
 
 from __future__ import annotations
 

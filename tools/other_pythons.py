@@ -5,7 +5,8 @@
 
 The environments have Penstock's own dependencies and those of the extra `test`. The quick tests run
 where the source distribution is unpacked, and mypy checks a user's program against what is
-installed. A Python that is not on this machine is left out, with a message.
+installed. A Python, or packages, that this machine cannot get are left out, with a
+message.
 """
 
 from __future__ import annotations
@@ -53,8 +54,11 @@ def build() -> tuple[Path, Path]:
     return wheel, sdist.with_suffix("").with_suffix("")
 
 
-def environment(version: str, python: str, wheel: Path) -> Path:
-    """Return the interpreter of an environment with `wheel`; updates an existing one."""
+def environment(version: str, python: str, wheel: Path) -> Path | None:
+    """Return the interpreter of an environment with `wheel`; None if pip cannot install it.
+
+    Updates an existing one.
+    """
     folder = BUILD / version
     mine = folder / "bin" / "python"
     if not mine.exists():
@@ -66,7 +70,9 @@ def environment(version: str, python: str, wheel: Path) -> Path:
     constraints = folder / "constraints.txt"
     constraints.write_text("\n".join(pins), encoding="utf-8")
     pip = (mine, "-m", "pip", "--disable-pip-version-check", "install", "--quiet")
-    run(*pip, "--constraint", constraints, f"{wheel}[test]")
+    install = (*pip, "--constraint", constraints, f"{wheel}[test]")
+    if subprocess.run(install, check=False).returncode != 0:
+        return None
     run(*pip, "--no-deps", "--force-reinstall", wheel)
     return mine
 
@@ -80,6 +86,9 @@ def main() -> None:
             print(f"Python {version} is not installed: left out")
             continue
         mine = environment(version, python, wheel)
+        if mine is None:
+            print(f"Python {version}: the packages cannot be installed here: left out")
+            continue
         print(f"Python {version}, torch {TORCH[version] or 'as pinned'}:", flush=True)
         mypy = (sys.executable, "-m", "mypy", "--strict", "--python-executable", mine)
         run(*mypy, "tests/typed_program.py", cwd=sources)
