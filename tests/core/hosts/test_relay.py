@@ -5,7 +5,7 @@ import os
 import socket
 import threading
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from http import HTTPStatus
 from http.client import HTTPConnection, RemoteDisconnected
 
@@ -161,8 +161,7 @@ def test_a_rank_that_never_asks_is_given_up_and_the_others_get_theirs():
 
 def test_a_rank_that_stands_still_while_it_takes_is_given_up():
     clock = ShiftedClock()
-    with relays({0: one_way(1)[0]}, clock=clock) as found:
-        line = connected(found[0], 1)
+    with relays({0: one_way(1)[0]}, clock=clock) as found, connected(found[0], 1) as line:
         line.putrequest("GET", "/a.raw")
         line.putheader("Authorization", authorization(0, 1))
         line.putheader("Range", f"bytes=3-{3 + SIZE - 1}")
@@ -172,7 +171,6 @@ def test_a_rank_that_stands_still_while_it_takes_is_given_up():
             time.sleep(0.01)
         hurry(clock)
         outlast(found[0], given)
-        line.close()
 
 
 def test_a_rank_that_closes_is_not_waited_for():
@@ -246,14 +244,15 @@ def authorization(server, client, secret=b"secret"):
     return f"Bearer {client}.{Credentials.of(secret, server, client).token}"
 
 
-def connected(relay, rank, given=None):
-    """A connection to a relay of rank 0 as `rank`, which has proved who it is."""
-    line = HTTPConnection(*relay.at, timeout=PATIENCE_S / 2)
-    line.request("GET", "/", headers={"Authorization": given or authorization(0, rank)})
-    answer = line.getresponse()
-    answer.read()
-    assert answer.status == HTTPStatus.OK
-    return line
+@contextmanager
+def connected(relay, rank):
+    """A connection to a relay of rank 0 as `rank`, which has proved its identity."""
+    with closing(HTTPConnection(*relay.at, timeout=PATIENCE_S / 2)) as line:
+        line.request("GET", "/", headers={"Authorization": authorization(0, rank)})
+        answer = line.getresponse()
+        answer.read()
+        assert answer.status == HTTPStatus.OK
+        yield line
 
 
 def test_strangers_who_connect_and_say_nothing_keep_nobody_out():
@@ -270,6 +269,7 @@ def test_strangers_who_connect_and_say_nothing_keep_nobody_out():
 def test_a_rank_that_is_slow_to_say_who_it_is_is_not_driven_out_by_strangers():
     with relays({0: one_way(1)[0]}, clock=CountedClock()) as found, ExitStack() as opened:
         line = HTTPConnection(*found[0].at, timeout=PATIENCE_S / 2)
+        opened.callback(line.close)
         line.connect()
         for _ in range(200):
             opened.enter_context(socket.create_connection(found[0].at, 10))
@@ -278,7 +278,6 @@ def test_a_rank_that_is_slow_to_say_who_it_is_is_not_driven_out_by_strangers():
         time.sleep(0.5)  # for those that would take the place of the first
         line.request("GET", "/", headers={"Authorization": authorization(0, 1)})
         assert line.getresponse().status == HTTPStatus.OK
-        line.close()
 
 
 def test_a_stranger_who_says_nothing_is_sent_away():
@@ -295,11 +294,13 @@ def test_a_stranger_who_says_nothing_is_sent_away():
 
 
 def test_what_one_has_said_does_not_open_another_connection():
-    with relays({0: one_way(1)[0]}) as found:
-        line = connected(found[0], 1)
+    with relays({0: one_way(1)[0]}) as found, connected(found[0], 1) as line:
         for _ in range(2):
-            with pytest.raises((AssertionError, RemoteDisconnected)):
-                connected(found[0], 1)
+            with (
+                pytest.raises((AssertionError, RemoteDisconnected)),
+                connected(found[0], 1),
+            ):
+                pass
             line.close()
             while found[0]._recipients:
                 time.sleep(0.01)
