@@ -30,7 +30,7 @@ from penstock.core.cli.output.runs_on_disk import (
     quiet,
     tiers_quiet,
 )
-from penstock.core.config.plugin_choice import shown_url
+from penstock.core.config.plugin_choice import BackendConfig, scheme_of, shown_url
 from penstock.core.errors import (
     ConfigError,
     DamagedError,
@@ -81,6 +81,8 @@ _URING = {
     "ENOMEM": "raise RLIMIT_MEMLOCK (ulimit -l), which limits rings before Linux 5.12",
 }
 """The advice, by part of the reason why io_uring does not work."""
+
+_USES_URING = {"uring", "lustre"}
 _UNRECORDED = (
     "if the run was copied, copy the files of its folder `commits` too; if saves broke off right "
     "before their commit, the next checkpoint proves their data to be garbage"
@@ -146,7 +148,7 @@ def doctor(
     try:
         with no_warning, tiers_quiet(), closing(open_backend(url)) as backend:
             shown = backend.url
-            if not _may_use_uring(given, backend):
+            if not _may_use_uring(given):
                 why = f"not used for {backend.name}: {checks[0].found}"
                 checks = [replace(checks[0], status="info", found=why, advice=None)]
             checks += _check_backend(backend, probe_bytes)
@@ -227,11 +229,14 @@ def _check_place(backend: Backend, probe_bytes: int) -> list[Check]:
     return checks
 
 
-def _may_use_uring(given: object, backend: Backend) -> bool:
-    """Return whether io_uring could serve a place of the run: a folder, not opened as posix://."""
-    places = [tier.backend for tier in backend.tiers] or [backend]
-    threads = isinstance(given, str) and given.startswith("posix://")
-    return not threads and any(named_root(place) is not None for place in places)
+def _may_use_uring(spec: Any) -> bool:
+    """Return whether a place of the run, as it is configured, uses io_uring where that works."""
+    if isinstance(spec, BackendConfig):
+        spec = {"type": spec.type, **spec.options}
+    if isinstance(spec, dict):
+        tiers = [spec[name] for name in ("fast", "durable") if name in spec]
+        return spec["type"] in _USES_URING or any(map(_may_use_uring, tiers))
+    return scheme_of(str(spec)) in {"", "file", *_USES_URING}
 
 
 def _uring() -> Check:
