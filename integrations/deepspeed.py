@@ -356,7 +356,7 @@ class PenstockEngine(CheckpointEngine):  # type: ignore[misc] # DeepSpeed has no
             log.warning(
                 "DeepSpeed stores neither random numbers nor the place in the data, and no "
                 "gradients between two steps of the optimizer: for an exact resume, save between "
-                "steps, and give the rest to save_checkpoint(client_state=) (said once)"
+                "steps, and give the rest to save_checkpoint(client_state=) (logged once)"
             )
         self._warned = True
 

@@ -257,7 +257,7 @@ class Relay:
             source.pool.join(deadline.left_s())
         self._server.join(deadline)
 
-    # -- whom this rank reads for ------------------------------------------------------------------
+    # -- ranks that this rank reads for ------------------------------------------------------------
 
     def _credentials(self, rank: int) -> Credentials | None:
         known = rank in self._recipients

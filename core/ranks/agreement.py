@@ -151,7 +151,7 @@ class SaveAgreement(RankSession[SaveRound]):
         self.start()
 
     def gather(self) -> dict[int, Mapping[str, Any]]:
-        """Wait until all ranks are here; return the `arrive` post of each; rank 0 alone.
+        """Wait until all ranks are here; return the `arrive` post of each; only on rank 0.
 
         Raises:
             PenstockError: The save is given up.
@@ -163,11 +163,11 @@ class SaveAgreement(RankSession[SaveRound]):
         return {0: self._arrival, **self.tell(lambda r: dict(r.others.arrived))}
 
     def skip(self, reason: str) -> None:
-        """Tell all ranks that this step is skipped, which is no failure; rank 0 alone."""
+        """Report to all ranks that this step is skipped, not failed; only on rank 0."""
         self.tell(lambda r: r.refuse(reason, {"skipped": True}))
 
     def go(self, arrivals: Mapping[int, Mapping[str, Any]], terms: Mapping[str, Any]) -> None:
-        """Tell all ranks to write; rank 0 alone."""
+        """Order all ranks to write; only on rank 0."""
         posts = [arrivals[rank] for rank in range(self.world_size)]
         try:
             self._indices = indices_of([post.get("shared", {}) for post in posts])
@@ -332,7 +332,7 @@ class SaveAgreement(RankSession[SaveRound]):
         return () if result is None else result.totals
 
     def give_up(self, error: BaseException) -> BaseException:
-        """Tell the others that this rank has failed, and wait until the end of the round is known.
+        """Report this rank's failure to the others; wait until the end of the round is known.
 
         Returns:
             The error to report: `error`, or an error that names the first rank to fail.
@@ -476,7 +476,7 @@ class AgreementOfOne:
         """Do nothing: no other rank can fail."""
 
     def seal(self, part: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
-        """Tell the table of the save that all data is durable."""
+        """Report to the table of the save that all data is durable."""
         del part
         self._commit.feed(Event.SEALED)
         return {}

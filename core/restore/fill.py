@@ -389,6 +389,6 @@ def _way_out(checkpoint: Opened, blobs: Collection[str]) -> str:
     except StorageError as error:
         log.warning("the chain of step %d cannot be read: %s", record.step, str(error))
     return (
-        "Restore an older step: `penstock verify --all` says which are whole, and "
+        "Restore an older step: `penstock verify --all` shows which are whole, and "
         "`restore(on_damage='fallback')` takes the newest."
     )

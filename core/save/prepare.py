@@ -211,7 +211,7 @@ def state_left_out(description: Description, known: Collection[ObjectPath]) -> I
                 _storage(tensor) or 0 for _, tensor in child.provider.parameters(child.value)
             )
     for seen in unchecked:
-        with naming(seen, "naming what is not stored with it"):
+        with naming(seen, "naming objects that are not stored with it"):
             items = list(seen.provider.left_out(seen.value))
         tensors = [storage for _, item in items if (storage := _storage(item)) is not None]
         count = sum(storage not in stored for storage in tensors)

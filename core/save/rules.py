@@ -98,7 +98,7 @@ class ChainTable:
             ]
             if unused:
                 log.warning(
-                    "%s: %s in step %d, so no codec is used for it (said once)",
+                    "%s: %s in step %d, so no codec is used for it (logged once)",
                     rule.shown,
                     "; ".join(nothing_for(pattern, paths) for pattern in unused),
                     step,

@@ -143,7 +143,7 @@ def _with_names(optimizer: dict[str, Any], names: _Names, source: str) -> dict[s
     elif sum(bool(group["params"]) for group in groups) > 1:
         msg = (
             f"names_from={source!r} (--names-from): the optimizer has {len(groups)} groups, whose "
-            "order the model does not say: give a JSON file with the list of names, in the order "
+            "order the model does not show: give a JSON file with the list of names, in the order "
             "of the groups"
         )
         raise ConfigError(msg)

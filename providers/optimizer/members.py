@@ -30,7 +30,7 @@ FORM = "optimizer"
 PARAMETER_FORM = "optimizer.parameter"
 
 MEMBERSHIP = frozenset({"params", "param_names"})
-"""Keys of a group that say which parameters it has; they are no options."""
+"""Keys of a group that list its parameters; they are not options."""
 
 MAX_PARAMETERS = 1 << 20
 """Most parameters of one optimizer: a stored count of a few bytes becomes a list of numbers."""

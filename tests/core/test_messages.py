@@ -55,7 +55,7 @@ def test_a_rule_that_matches_nothing_is_said_once_with_the_nearest_paths(tmp_pat
     saved_with(rules, [state(), state(), state()], tmp_path)
     (text,) = warnings_of(caplog)
     assert text.startswith("rules[1]: pattern 'modle/**' matches nothing; nearest: model")
-    assert "in step 0, so no codec is used for it (said once)" in text
+    assert "in step 0, so no codec is used for it (logged once)" in text
 
 
 # -- reading -------------------------------------------------------------------------------------
