@@ -344,7 +344,7 @@ class CheckpointerConfig(_Model):
             save, restore or call ends with `StorageTimeoutError`.
         ranks: `"auto"`: the ranks of torch.distributed save one checkpoint together. `"alone"`:
             each process saves alone, to its own root.
-        rank_timeout_s: Seconds that a rank may make no progress before the others give the save up
+        rank_timeout_s: Seconds that a rank may make no progress before the others give up the save
             with a `RankError`.
         read_once_per_host: Whether one rank of each host reads what several of them need in a
             restore, and hands it to the others through shared memory.

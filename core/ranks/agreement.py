@@ -126,7 +126,7 @@ class SaveAgreement(RankSession[SaveRound]):
         self._assumed: RankPlaces | None = None
         self._indices: Mapping[str, Sequence[int]] = {}
         self.structures: Sequence[str] = ()
-        """The digests of the structures of all ranks, in order, once they arrive; rank 0 alone."""
+        """The digests of all ranks' structures, in order, once they arrive; only on rank 0."""
 
     @property
     def terms(self) -> Mapping[str, Any]:
@@ -275,7 +275,7 @@ class SaveAgreement(RankSession[SaveRound]):
         return self.tell(lambda r: dict(r.others.parts))
 
     def check_values(self, parts: Mapping[int, Mapping[str, Any]]) -> frozenset[str]:
-        """Compare the values that must be equal on ranks; rank 0 alone.
+        """Compare the values that must be equal on ranks; only on rank 0.
 
         Returns:
             The shown paths of values that mark an empty place of a rank; see `nothing_in`.
@@ -313,7 +313,7 @@ class SaveAgreement(RankSession[SaveRound]):
         return load_values([piece or b"" for piece in posts], f"the values of rank {rank}")
 
     def merged(self) -> None:
-        """Ask for the commit, and wait for the right to publish; rank 0 alone.
+        """Ask for the commit, and wait for the right to publish; only on rank 0.
 
         Raises:
             PenstockError: The save is given up.
@@ -322,7 +322,7 @@ class SaveAgreement(RankSession[SaveRound]):
         self._next(Step.PUBLISH)
 
     def published(self, result: Result, cause: str = "", totals: Sequence[int] = ()) -> None:
-        """Report the result of the publish; rank 0 alone."""
+        """Report the result of the publish; only on rank 0."""
         self.tell(lambda r: r.published(result, cause, totals))
 
     @property

@@ -394,7 +394,7 @@ class RanksOfJob:
             name: The name under which the ranks meet, instead of a count of checkpointers.
 
         Raises:
-            ConfigError: The name is empty or no string, or `given` are no numbers of ranks.
+            ConfigError: The name is empty or not a string, or `given` has no ranks.
         """
         if name is not None and (type(name) is not str or not name):
             msg = f"name must be a string, not empty, the same on all ranks; not {show_value(name)}"

@@ -295,7 +295,7 @@ def _signal(name: str | int) -> signal.Signals:
     try:
         return signal.Signals[name] if isinstance(name, str) else signal.Signals(name)
     except (KeyError, ValueError) as error:
-        msg = f"{show_value(name)} is no signal: use names such as 'SIGTERM'"
+        msg = f"{show_value(name)} is not a signal: use names such as 'SIGTERM'"
         raise ConfigError(msg) from error
 
 

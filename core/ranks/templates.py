@@ -128,7 +128,7 @@ class TemplatesOfRanks:
         return _judged(fit, _read(verdict, "rank 0's verdict on templates", _WORD))
 
     def end(self) -> None:
-        """Find the objects that no rank's template has, once all have restored; rank 0 alone.
+        """Find the objects that no rank's template has, once all have restored; only on rank 0.
 
         Ranks with another selection do not count. If the store of the job can no longer be read,
         they are all objects that this rank's template lacks.
@@ -205,7 +205,7 @@ class TemplatesOfRanks:
             if ended:
                 msg = "the round of the ranks ended while this one waited for the others"
                 raise RoundOverError(msg)
-            session.moved(0, 0)  # waiting for others is no standstill
+            session.moved(0, 0)  # waiting for others is not a standstill
             time.sleep(max(timing.rank_look_first_s, all_ask_s))
 
 

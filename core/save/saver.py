@@ -291,7 +291,7 @@ class Saver(SaveSurroundings):
     def _take_turn(self, turn: SaveTurn) -> bool:
         """Wait for the save under way; False: skip this save.
 
-        With several ranks, rank 0 alone decides.
+        With several ranks, only rank 0 decides.
         """
         on_busy = self._config.on_busy
         if not (isinstance(turn, RankTurn) and turn.rank):
@@ -388,7 +388,7 @@ class Saver(SaveSurroundings):
         return watching
 
     def _wait(self, job: SaveJob, wait: Callable[[], None]) -> None:
-        """Wait for `job`; an interrupt of the wait, such as Ctrl-C, gives the save up."""
+        """Wait for `job`; an interrupt of the wait, such as Ctrl-C, gives up the save."""
         try:
             self.pending.outlast(wait)
         except BaseException as error:

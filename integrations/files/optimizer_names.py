@@ -101,7 +101,7 @@ def _read_list(path: Path) -> list[str]:
     except ValueError:
         names = None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        msg = f"{path} is no JSON list of names"
+        msg = f"{path} is not a JSON list of names"
         raise FormatError(msg, [str(path)])
     return names
 

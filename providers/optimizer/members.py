@@ -325,4 +325,4 @@ def index_of(text: str, path: ObjectPath) -> int:
 def malformed(path: ObjectPath) -> FormatError:
     """Return the error for nodes and objects that do not make an optimizer."""
     shown = show_path(path)
-    return FormatError(f"{shown} is not stored as an optimizer is", [shown])
+    return FormatError(f"{shown} is not a valid stored optimizer", [shown])

@@ -484,7 +484,7 @@ def _clock(backend: Backend) -> Check:
         advice = "a save cannot write there: fix this first"
         return Check("write a record", "fail", str(error), advice, {"skew_s": None})
     after_s = time.time()
-    # The store read its clock between both times, so an offset between these bounds is no skew.
+    # The store read its clock between both times, so an offset between these bounds is not a skew.
     # Neither are a few milliseconds: kernels round file times down.
     early, late = store_s - after_s, store_s - before_s
     skew_s = 0.0 if early <= 0 <= late else min(early, late, key=abs)

@@ -108,10 +108,10 @@ def drain(
     ] = None,
     as_json: Json = False,
 ) -> bool:
-    r"""Copy the checkpoints that saves have left to be copied in a run's faster tiers.
+    r"""Copy the pending checkpoints in a run's faster tiers to slower ones.
 
-    A process that saves there does the same in the background; use this if none will. It leaves
-    out what such a process is just copying. Exits with 1 if something is still left.
+    A process that saves there does the same in the background; use this if none will. Leaves out
+    checkpoints that such a process is copying. Exits with 1 if something is still left.
 
     Examples:
       penstock drain penstock.toml

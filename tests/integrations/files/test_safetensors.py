@@ -166,7 +166,7 @@ def test_config_and_tokenizer_are_copied_and_weights_and_code_are_not(tmp_path, 
 
 def test_wrong_options_are_refused_before_anything_is_written(tmp_path, run):
     for options, match in [
-        ({"to": "gguf"}, "no format to export to"),
+        ({"to": "gguf"}, "not an export format"),
         ({"cast": "int8"}, "no dtype to convert to"),
         ({"shard_bytes": 0}, "at least 1"),
         ({"config_from": "nowhere"}, "no config.json"),
@@ -210,7 +210,7 @@ def test_overwrite_replaces_an_earlier_export_as_a_whole(tmp_path, run):
 def test_a_link_at_out_is_not_followed(tmp_path, run):
     (tmp_path / "real.safetensors").write_text("mine")
     (tmp_path / "o.safetensors").symlink_to("real.safetensors")
-    with pytest.raises(penstock.ConfigError, match="is no file"):
+    with pytest.raises(penstock.ConfigError, match="is not a file"):
         penstock.export_checkpoint(
             run, tmp_path / "o.safetensors", to="safetensors", overwrite=True
         )
@@ -496,7 +496,7 @@ def test_what_does_not_exist_or_has_no_known_format_is_refused(tmp_path, refused
     ):
         with refused(penstock.ConfigError, match) as root:
             penstock.import_checkpoint(tmp_path / name, root, step=2)
-    with refused(penstock.ConfigError, "no format to import") as root:
+    with refused(penstock.ConfigError, "not an import format") as root:
         penstock.import_checkpoint(tmp_path / "text", root, step=2, format="gguf")
     with refused(penstock.StorageError, "cannot be read") as root:
         penstock.import_checkpoint(tmp_path / "nothing", root, step=2, format="safetensors")
