@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock")
 
-# Errors of rank 0 that all ranks raise unchanged: `except StepExistsError` must work alike on all.
+# Errors of rank 0 that all ranks raise unchanged: `except StepExistsError` must work on all.
 _ALIKE: tuple[type[SaveError], ...] = (BusyError, StepExistsError)
 
 _FINAL = frozenset({Step.DONE, Step.CLEAN_UP, Step.KEEP, Step.REPORT_UNKNOWN, Step.REPORT_STOPPED})
@@ -206,9 +206,9 @@ class SaveAgreement(RankSession[SaveRound]):
         self.group.places.note(self._brought.key, places, assumed=self._assumed)
         if self._assumed is not None and self._assumed != places:
             msg = (
-                f"step {self._step}: the state of another rank has another structure than when it "
-                "was saved last, and this rank has captured its share for the old one. The next "
-                "save is planned for the new one"
+                f"step {self._step}: the state of another rank has another structure than at its "
+                "last save, and this rank has captured its share for the old one. The next save is "
+                "planned for the new one"
             )
             raise SaveError(msg)
         return places
@@ -502,7 +502,7 @@ class AgreementOfOne:
 
 def _not_shared(url: str, tier: str | None) -> str:
     """Return the message of a rank that does not see what rank 0 has published at `url`."""
-    what = f"what rank 0 has published is not on {url} as this rank sees it"
+    what = f"this rank does not see on {url} what rank 0 has published there"
     if tier is None:
         return f"{what}: is the folder shared by all hosts? {SEVERAL_CHECKPOINTERS}"
     # `what` first: the cause that other ranks get is cut.

@@ -205,7 +205,7 @@ class RankGroup:
             coordination: The store where they agree; the group closes it.
             timeout_s: A rank that makes no progress for this long counts as dead.
             host: The name of this machine, for messages; default: its host name.
-            writer_bytes: The least bytes that one of several replicas writes; alike on all ranks.
+            writer_bytes: The least bytes that one of several replicas writes; equal on all ranks.
             members: Their numbers in the job, in order; empty if they are the whole job.
             name: The name under which they meet, if any.
             timing: How long to wait, and the clock that counts the silence of others; None: the

@@ -149,7 +149,7 @@ def plan_state(  # noqa: PLR0913 - options, each by name
             is_exact=table.is_exact,
             counts=lambda entry: place is None or _is_alike(entry, own_paths),
         )
-    # Ranks share the chunks of what they hold alike, so all have to cut alike.
+    # Ranks share the chunks of data that they all hold, so all must make the same cuts.
     even = share or place is not None
     plan = plan_save(
         objects, chunk_bytes=config.chunk_bytes, masters=masters, even_cuts=even, known=known

@@ -87,8 +87,8 @@ def _names_of(tree: dict[str, Any], source: str) -> _Names:
             names.setdefault(_identity(name, tensor), (name, tuple(tensor.shape)))
     if not names:
         msg = (
-            f"names_from={source!r} (--names-from) is no path of a model in the files, no file of "
-            "torch.save or run with one, and no JSON file with a list of names. Safetensors, DCP "
+            f"names_from={source!r} (--names-from) is not the path of a model in the files, a file "
+            "of torch.save or run with one, or a JSON file with a list of names. Safetensors, DCP "
             "and DeepSpeed do not keep the order of a model"
         )
         raise ConfigError(msg)

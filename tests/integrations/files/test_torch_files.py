@@ -240,7 +240,7 @@ def test_numbers_that_could_be_several_parameters_are_refused(tmp_path, refused)
             penstock.import_checkpoint(tmp_path / "x.pt", root, step=2, names_from="state_dict")
     (tmp_path / "n.json").write_text('["a"]')
     for source, match in (
-        ("n.json", "has 1 names, but the optimizer 2"), ("nothing", "is no path of a model")
+        ("n.json", "has 1 names, but the optimizer 2"), ("nothing", "is not the path of a model")
     ):  # fmt: skip
         with refused(penstock.PenstockError, match) as root:
             penstock.import_checkpoint(
