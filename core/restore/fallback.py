@@ -35,7 +35,7 @@ log = logging.getLogger("penstock")
 T = TypeVar("T")
 
 RESTORE_OLDER = (
-    "Restore an older step: `penstock verify --all` says which are whole, and "
+    "Restore an older step: `penstock verify --all` shows which are whole, and "
     "`restore(on_damage='fallback')` takes the newest."
 )
 
