@@ -80,7 +80,9 @@ class MemoryBackend(Backend):
     @property
     def capabilities(self) -> Capabilities:
         """The capabilities: no alignment, exclusive publish; the store ends with the process."""
-        return Capabilities(preferred_parallel=1, local=True, outlives_process=False)
+        return Capabilities(
+            preferred_parallel=1, appends=True, local=True, outlives_process=False
+        )
 
     def create(self, name: str, /, *, size_hint: int | None = None) -> BlobWriter:
         """Create a blob as the contract says."""
@@ -198,6 +200,14 @@ class _MemoryWriter(BlobWriter):
                 del self._store.unsealed[self._name]
             self._open = False
 
+    def sync(self, length: int, /) -> None:
+        with self._lock:
+            self._check_open("sync")
+            self._grow(length)
+            with self._store.lock:
+                self._check_name()
+                self._store.blobs[self._name] = _Blob(self._data[:length], time.time())
+
     def abort(self) -> None:
         with self._lock:
             if not self._open:
@@ -207,6 +217,7 @@ class _MemoryWriter(BlobWriter):
             with self._store.lock:
                 if self._store.unsealed.get(self._name) is self:
                     del self._store.unsealed[self._name]
+                    self._store.blobs.pop(self._name, None)
 
     def _grow(self, length: int) -> None:
         if len(self._data) < length:

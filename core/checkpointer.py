@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 
@@ -27,6 +28,10 @@ from penstock.core.errors import (
     SaverClosedError,
     StorageError,
 )
+from penstock.core.log.recorder import Recorder
+from penstock.core.log.replay import Replayer
+from penstock.core.log.segments import StoredLog
+from penstock.core.log.steps import NotLoggedError
 from penstock.core.plugins.registry import default_registry
 from penstock.core.ranks.group import RanksOfJob
 from penstock.core.reader import Reader
@@ -160,6 +165,7 @@ class Checkpointer:
             earlier=EarlierReader(registry),
             ranks=self._ranks,
         )
+        self._recorder = Recorder(store, config, registry, self._workers)
         # A store that hangs must not delay the opening for all of `io_timeout_s`.
         limit_s = min(config.io_timeout_s, self._workers.timing.opening_s)
         _warn_of_read_only(TimeLimitedBackend(store, self._workers, limit_s))
@@ -239,7 +245,7 @@ class Checkpointer:
         """
         called = time.monotonic()
         self._check_may_save()
-        return self._saver.save(
+        handle = self._saver.save(
             state,
             step,
             mode=mode,
@@ -248,6 +254,35 @@ class Checkpointer:
             on_progress=on_progress,
             called=called,
         )
+        job = self._saver.job
+        if job is not None and job.handle is handle:
+            self._recorder.begin(job.uid, handle.step)
+        return handle
+
+    def log(self, state: Mapping[str, Any], step: int) -> bool:
+        """Log what the optimizers of `state` did since the last call of `save` or `log`.
+
+        A restore replays the log onto the checkpoint before it, bit for bit, so a crash loses at
+        most one step. An entry has the gradients, and whatever no optimizer changes: buffers,
+        random state, schedulers, loaders. Call it after each step of the optimizers and before
+        `zero_grad`. Encoding and writing happen in the background.
+
+        What cannot be replayed exactly ends the log with a warning; training goes on, and the next
+        save begins a new log.
+
+        Args:
+            state: As for `save`.
+            step: Above the last saved or logged step.
+
+        Returns:
+            Whether the step will be logged.
+
+        Raises:
+            ConfigError: The step is not above the last one.
+            UnsupportedStateError: Something in the tree cannot be stored; names its path.
+        """
+        self._check_may_save()
+        return self._recorder.log(state, step)
 
     def check(
         self,
@@ -371,9 +406,9 @@ class Checkpointer:
         self._check_open()
         self._saver.distrust()  # damage may be found, or be the reason for the restore
         self._end_save_of_ranks()
-        report = self._reader.restore(
+        restore = partial(
+            self._reader.restore,
             state,
-            step,
             include=include,
             exclude=exclude,
             strict=strict,
@@ -383,10 +418,46 @@ class Checkpointer:
             on_progress=on_progress,
             called=called,
         )
-        self._saver.restored_from = report.step
+        report = self._restore_logged(state, step, restore)
         if report.matched_by is not None:  # an optimizer: training continues, and will be saved
             self._saver.expect(report.bytes_needed)
         return report
+
+    def _restore_logged(
+        self, state: Mapping[str, Any], step: int | str, restore: Callable[..., RestoreReport]
+    ) -> RestoreReport:
+        """Restore a checkpoint, and replay the log that leads from it to `step`."""
+        self._recorder.flush()
+        base, wanted = step, None
+        if step != "latest" and (number := valid_step(step)) not in (steps := self._catalog.steps()):
+            base, wanted = max((s for s in steps if s < number), default=number), number
+        report = restore(base)
+        self._saver.restored_from = report.step
+        record = self._catalog.record(report.step)
+        if (step != "latest" and wanted is None) or report.fell_back_from:
+            self._recorder.begin(record.uid, report.step)
+            return report
+        entries = StoredLog(self._backend.inner, record.uid, 0).whole(up_to=wanted)
+        if wanted is not None and (not entries or entries[-1].header.step != wanted):
+            msg = f"step {wanted} on {self._backend.url} is neither saved nor logged"
+            raise CheckpointNotFoundError(msg)
+        if not entries:
+            self._recorder.begin(record.uid, report.step)
+            return report
+        replayer = Replayer(self._backend.inner, self._config, self._registry, self._workers)
+        try:
+            seconds = replayer.replay(state, entries)
+        except NotLoggedError as error:
+            log.warning(
+                "the log cannot be replayed to step %d, so step %d is restored: %s",
+                entries[-1].header.step, report.step, str(error),
+            )  # fmt: skip
+            self._recorder.begin(record.uid, report.step)
+            return restore(base)
+        last = entries[-1].header
+        self._recorder.begin(record.uid, report.step, last=last.step, previous=last.digest)
+        times = {**report.seconds, "replay": seconds}
+        return replace(report, step=last.step, replayed_steps=len(entries), seconds=times)
 
     def resume(self, state: Mapping[str, Any]) -> int:
         """Restore the newest checkpoint into `state` if there is one; return the next step.
@@ -466,13 +537,18 @@ class Checkpointer:
         return self._catalog.steps()
 
     def latest(self) -> int | None:
-        """Return the newest committed step; None if there is none.
+        """Return the newest step that is saved or logged; None if there is none.
 
         Raises:
             DamagedError: Its commit record cannot be read.
         """
         self._check_open()
-        return self._catalog.latest()
+        newest = self._catalog.latest()
+        if newest is None:
+            return None
+        self._recorder.flush()
+        stored = StoredLog(self._backend.inner, self._catalog.record(newest).uid, 0)
+        return stored.latest() or newest
 
     def info(self, step: int | str = "latest") -> CheckpointInfo:
         """Return the facts from the commit record of `step`, and the notes on it."""
@@ -669,6 +745,7 @@ class Checkpointer:
         self._saver.pending.check_may_wait()
         self._closing = True  # no save can start from here on, and the pending one may end
         try:
+            self._recorder.close()
             self._saver.pending.end()
             if self._drains is not None:
                 self._drains.settle()

@@ -211,6 +211,7 @@ class Capabilities:
         exclusive_publish: `publish(exclusive=True)` is decided atomically by the store.
         ordered: The store can only append: the writes of one blob come one at a time, each begins
             at or after the end of the previous write, and the backend fills gaps with zeros.
+        appends: Whether an unsealed blob can be made durable and readable (`BlobWriter.sync`).
         local: Blobs live in memory or files of this machine.
         outlives_process: Whether other processes can read the stored data, even after this process
             ends in any way. False for data in memory of this process.
@@ -225,6 +226,7 @@ class Capabilities:
     preferred_parallel: int = 4
     exclusive_publish: bool = True
     ordered: bool = False
+    appends: bool = False
     local: bool = False
     outlives_process: bool = True
     prefers_huge_pages: bool = False

@@ -101,6 +101,7 @@ class LocalBackend(Backend):
             memory_alignment=PAGE_BYTES if refusal is None else 1,
             offset_alignment=PAGE_BYTES,
             preferred_parallel=self._parallel,
+            appends=True,
             local=True,
             prefers_huge_pages=refusal is None and self._is_virtio,
             notes=() if refusal is None else (f"page cache in use: {refusal}",),

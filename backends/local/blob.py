@@ -56,6 +56,7 @@ class FileWriter(BlobWriter):
         self._open = True
         self._state = _State.OPEN
         self._cause: BaseException | None = None  # why it is dead
+        self._synced = False  # whether its folders are durable
         self._in_flight = 0
         self._edges: set[int] = set()
         # Guards the fields above, `_open` and below; notified after each batch and each seal.
@@ -96,18 +97,28 @@ class FileWriter(BlobWriter):
         After a failed fsync the blob is dead: the kernel may have dropped pages that it could not
         write, and a second fsync would succeed without them.
         """
+        self._make_durable("seal", length, _State.SEALED)
+
+    def sync(self, length: int, /) -> None:
+        """Sync as the contract says; folders are synced the first time."""
+        self._make_durable("sync", length, _State.OPEN)
+
+    def _make_durable(self, what: str, length: int, then: _State) -> None:
         ours, outcome = False, _State.DEAD
         cause: BaseException | None = None
         try:
             with self._changed:
                 self._wait_idle()
-                self._check_open("seal")
+                self._check_open(what)
                 ours, self._state = True, _State.SEALING
-            with explained("seal", self._blob.name, self._root, self._blob.advise):
-                os.ftruncate(self._blob.fd, length)
+            with explained(what, self._blob.name, self._root, self._blob.advise):
+                if then is _State.SEALED:
+                    os.ftruncate(self._blob.fd, length)
                 os.fsync(self._blob.fd)
-                self._folders.sync()
-            outcome = _State.SEALED
+                if then is _State.SEALED or not self._synced:
+                    self._folders.sync()
+                    self._synced = True
+            outcome = then
         except BaseException as error:
             cause = error
             raise

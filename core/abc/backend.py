@@ -84,6 +84,18 @@ class BlobWriter(ABC):
             StorageError: The blob may not be durable.
         """
 
+    def sync(self, length: int, /) -> None:
+        """Wait for all writes, and make the first `length` bytes durable and readable as they are.
+
+        Optional, as `Capabilities.appends` says. The blob stays open: later writes begin at or
+        after `length`, and a crash leaves it with these bytes and any bytes after them.
+
+        Raises:
+            StorageError: The bytes may not be durable; the blob can only be aborted.
+        """
+        msg = f"this store cannot make the first {length} bytes of an unsealed blob durable"
+        raise StorageError(msg)
+
     @abstractmethod
     def abort(self) -> None:
         """Give up the blob; idempotent, never raises, allowed after a failed `seal`.

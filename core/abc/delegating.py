@@ -22,6 +22,7 @@ Operation: TypeAlias = Literal[
     "create",
     "write",
     "seal",
+    "sync",
     "abort",
     "read",
     "read_record",
@@ -196,6 +197,10 @@ class DelegatingWriter(BlobWriter):
     def seal(self, length: int, /) -> None:
         """As the contract says."""
         self.backend.around("seal", (self.name,), lambda: self.inner.seal(length))
+
+    def sync(self, length: int, /) -> None:
+        """As the contract says."""
+        self.backend.around("sync", (self.name,), lambda: self.inner.sync(length))
 
     def abort(self) -> None:
         """As the contract says, if the hook does not raise."""

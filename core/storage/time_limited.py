@@ -30,7 +30,7 @@ _DELETED_AT_ONCE = 1000  # names per call, so that only one request has to fit i
 _SHOWN_NAMES = 3
 # `url` and `tiers` do no I/O; saves and restores watch the progress of the others.
 _UNLIMITED: frozenset[Operation] = frozenset(
-    ["url", "tiers", "write", "seal", "abort", "submit_write", "submit_read"]
+    ["url", "tiers", "write", "seal", "sync", "abort", "submit_write", "submit_read"]
 )
 
 

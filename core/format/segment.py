@@ -1,0 +1,167 @@
+"""Bytes of a segment of a log: entries one after the other, each a checkpoint of one step. Sans-IO.
+
+Tested in `tests/core/format/test_segment.py`.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from penstock.core.format.records import is_uid
+from penstock.core.format.strict_json import check_list, dump_json, load_json, refuse
+from penstock.core.limits import MAX_INT
+from penstock.core.types import PAGE_BYTES, align_up
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+HEADER_BYTES = 128
+MAX_DIRECTORY_BYTES = 1 << 20
+"""Most bytes of the names of an entry's files."""
+
+_MAGIC = b"penstlog"
+_VERSION = 1
+# Magic, version, rank, world size, bytes of the directory; step, bytes of the payload; base uid,
+# digest of the payload, digest of the header before.
+_FIELDS = struct.Struct("<8s4I2Q16s16s16s")
+_DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class EntryHeader:
+    """The header of an entry.
+
+    Attributes:
+        base: The uid of the checkpoint that the log continues.
+        rank: The rank that logged.
+        world_size: Number of ranks.
+        step: The step after which the entry was made.
+        directory_bytes: The bytes of the payload that name its files.
+        payload_bytes: All bytes of the payload.
+        payload_digest: xxh3-128 of the payload.
+        previous: The digest of the header before; zeros after the base itself.
+        digest: xxh3-128 of this header.
+    """
+
+    base: str
+    rank: int
+    world_size: int
+    step: int
+    directory_bytes: int
+    payload_bytes: int
+    payload_digest: bytes
+    previous: bytes
+    digest: bytes
+
+    @property
+    def stored_bytes(self) -> int:
+        """The bytes from this header to the next: each begins on a page."""
+        return align_up(HEADER_BYTES + self.payload_bytes, PAGE_BYTES)
+
+
+FIRST = bytes(_DIGEST_BYTES)
+"""What the first entry after a base has as `previous`."""
+
+
+def encode_entry(
+    files: Mapping[str, bytes], *, base: str, rank: int, world_size: int, step: int, previous: bytes
+) -> tuple[EntryHeader, list[bytes]]:
+    """Return the header of an entry, and the buffers to store, one after the other.
+
+    Args:
+        files: The files of the entry's checkpoint by name.
+        base: See `EntryHeader`, as for the rest.
+        rank: As above.
+        world_size: As above.
+        step: As above.
+        previous: As above.
+    """
+    directory = dump_json([[name, len(data)] for name, data in files.items()])
+    digest = xxhash.xxh3_128(directory)
+    for data in files.values():
+        digest.update(data)
+    size = len(directory) + sum(map(len, files.values()))
+    fields = _FIELDS.pack(
+        _MAGIC, _VERSION, rank, world_size, len(directory), step, size,
+        bytes.fromhex(base), digest.digest(), previous,
+    )  # fmt: skip
+    own = xxhash.xxh3_128_digest(fields)
+    header = EntryHeader(
+        base, rank, world_size, step, len(directory), size, digest.digest(), previous, own
+    )
+    start = (fields + own).ljust(HEADER_BYTES, b"\0")
+    return header, [start, directory, *files.values()]
+
+
+def decode_header(data: bytes, name: str) -> EntryHeader | None:
+    """Decode a header; None: the log ends here, cleanly or by a torn write.
+
+    Args:
+        data: `HEADER_BYTES` of a segment, or fewer at its end.
+        name: Name of the segment, for messages.
+
+    Raises:
+        FormatError: The entry is whole, but of a version that this Penstock does not know.
+    """
+    end = _FIELDS.size + _DIGEST_BYTES
+    if len(data) < HEADER_BYTES or xxhash.xxh3_128_digest(data[: _FIELDS.size]) != bytes(
+        data[_FIELDS.size : end]
+    ):
+        return None
+    magic, version, rank, world_size, directory, step, size, base, digest, previous = (
+        _FIELDS.unpack_from(data)
+    )
+    if magic != _MAGIC:
+        return None
+    if version != _VERSION:
+        refuse(name, f"has log version {version}, which this release of Penstock cannot read")
+    if max(step, size) > MAX_INT or directory > min(size, MAX_DIRECTORY_BYTES):
+        refuse(name, "has an entry beyond the limits of a log")
+    own = bytes(data[_FIELDS.size : end])
+    return EntryHeader(
+        base.hex(), rank, world_size, step, directory, size, digest, previous, own
+    )
+
+
+def decode_directory(data: bytes, header: EntryHeader, name: str) -> dict[str, tuple[int, int]]:
+    """Return offset, from the start of the payload, and length of each file of an entry.
+
+    Raises:
+        FormatError: The directory does not describe the payload.
+    """
+    files: dict[str, tuple[int, int]] = {}
+    at = header.directory_bytes
+    for row in check_list(load_json(data, name), name):
+        if type(row) is not list or len(row) != 2 or type(row[0]) is not str:  # noqa: PLR2004 - name and length
+            refuse(name, "its directory is no list of names and lengths")
+        file, length = row
+        if type(length) is not int or length < 0 or file in files:
+            refuse(name, f"its directory has a wrong length, or lists {file!r} twice")
+        files[file] = at, length
+        at += length
+    if at != header.payload_bytes:
+        refuse(name, f"its files have {at} bytes, its payload {header.payload_bytes}")
+    return files
+
+
+def is_whole(pieces: Sequence[bytes | memoryview], header: EntryHeader) -> bool:
+    """Return whether `pieces`, one after the other, are the payload of an entry."""
+    digest = xxhash.xxh3_128()
+    for piece in pieces:
+        digest.update(piece)
+    return digest.digest() == header.payload_digest
+
+
+def segment_name(base: str, rank: int, number: int) -> str:
+    """Return the name of a segment: it is deleted with the data of its base."""
+    assert is_uid(base)
+    return f"{log_prefix(base, rank)}{number:08}.log"
+
+
+def log_prefix(base: str, rank: int) -> str:
+    """Return the beginning of the names of a rank's segments."""
+    return f"data/{base}/log/{rank:05}-"

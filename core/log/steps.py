@@ -1,0 +1,308 @@
+"""The steps of `torch.optim`: noted by hooks as they happen, and taken again in a replay.
+
+The global *post*-step hook sees the gradients that the step has used. A pre-step hook would miss
+what the optimizer's own hooks, a closure, or a fused step change.
+
+Tested in `tests/core/log/test_steps.py`.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet, ref
+
+from penstock.core.errors import PenstockError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    import torch
+    from torch.optim import Optimizer
+
+_lock = threading.Lock()  # guards `_installed`
+_installed = False
+_watches: WeakSet[StepWatch] = WeakSet()
+
+# All others evaluate a closure once, before they read the gradients.
+_NOT_REPLAYED = frozenset({"LBFGS"})
+
+
+class NotLoggedError(PenstockError):
+    """A step cannot be replayed exactly, so the log ends; the message says why."""
+
+
+@dataclass(slots=True)
+class Step:
+    """One step of an optimizer.
+
+    Attributes:
+        optimizer: The optimizer.
+        grads: The gradient of each parameter of each group; None: it had none.
+        versions: The version of each gradient at the step.
+        options: The options of each group, without its parameters.
+        skipped: Whether a fused step under a gradient scaler found infinities, and did nothing.
+    """
+
+    optimizer: Optimizer
+    grads: Sequence[Sequence[torch.Tensor | None]]
+    versions: Sequence[int]
+    options: Sequence[Mapping[str, Any]]
+    skipped: bool
+
+    def keep(self) -> None:
+        """Hold the gradients, if they were not held since the step.
+
+        Raises:
+            NotLoggedError: One is gone.
+        """
+        self.grads = [[g() if isinstance(g, ref) else g for g in group] for group in self.grads]
+        if len([*self.tensors()]) != len(self.versions):
+            msg = (
+                "this is the first call of log, and the gradients are gone: the first call must "
+                "come before zero_grad"
+            )
+            raise NotLoggedError(msg)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield the gradients."""
+        return (grad for group in self.grads for grad in group if grad is not None)
+
+
+@dataclass(eq=False)
+class StepWatch:
+    """Notes the steps since the last entry, and changes of parameters between steps.
+
+    Attributes:
+        steps: The steps, in order.
+        trouble: Why these steps cannot be logged.
+        keeps: Whether to keep the gradients alive. Not before the first call of `log`: without it
+            the memory would be held for nothing.
+    """
+
+    steps: list[Step] = field(default_factory=list)
+    trouble: str = ""
+    keeps: bool = False
+    _after: dict[int, list[int]] = field(default_factory=dict)  # versions by optimizer
+
+    def start(self) -> None:
+        """Begin to watch every optimizer of this process."""
+        self.clear()
+        self._after.clear()
+        _install()
+        _watches.add(self)
+
+    def stop(self) -> None:
+        """Note no more steps."""
+        _watches.discard(self)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the steps that were logged."""
+        self.steps, self.trouble = [], ""
+
+    def before(self, optimizer: Optimizer) -> None:
+        """Compare the parameters with those after the last step."""
+        after = self._after.get(id(optimizer))
+        if after is not None and after != _versions(optimizer):
+            self.trouble = self.trouble or (
+                f"a parameter of {type(optimizer).__name__} was changed outside a step"
+            )
+
+    def after(self, optimizer: Optimizer) -> None:
+        """Note a step."""
+        if not self.trouble and any(step.optimizer is optimizer for step in self.steps):
+            self.trouble = f"{type(optimizer).__name__} stepped twice without a call of log"
+        self.trouble = self.trouble or _obstacle(optimizer)
+        if self.trouble:
+            self.steps = []
+            return
+        grads: list[list[Any]] = [
+            [p.grad for p in group["params"]] for group in optimizer.param_groups
+        ]
+        options = [
+            {key: value for key, value in group.items() if key not in {"params", "param_names"}}
+            for group in optimizer.param_groups
+        ]
+        found_inf = getattr(optimizer, "found_inf", None)
+        step = Step(optimizer, grads, (), options, found_inf is not None and bool(found_inf))
+        if any(grad.is_sparse for grad in step.tensors()):
+            self.trouble = "a gradient is sparse"
+            return
+        step.versions = [grad._version for grad in step.tensors()]
+        if not self.keeps:
+            step.grads = [[g if g is None else ref(g) for g in group] for group in grads]
+        self.steps.append(step)
+        self._after[id(optimizer)] = _versions(optimizer)
+
+
+def _obstacle(optimizer: Optimizer) -> str:
+    """Return why a step cannot be replayed; empty if it can."""
+    kind = type(optimizer)
+    if not kind.__module__.startswith("torch.optim.") or kind.__name__ in _NOT_REPLAYED:
+        return f"steps of {kind.__name__} cannot be replayed"
+    if any(group.get("capturable") for group in optimizer.param_groups):
+        return f"{kind.__name__} is capturable: no hook runs when a CUDA graph replays its step"
+    return ""
+
+
+def _versions(optimizer: Optimizer) -> list[int]:
+    return [p._version for group in optimizer.param_groups for p in group["params"]]
+
+
+def _install() -> None:
+    global _installed  # noqa: PLW0603 - torch's registry is global too
+    with _lock:
+        if _installed:
+            return
+        from torch._compile import _disable_dynamo  # noqa: PLC0415 - torch is loaded only to log
+        from torch.optim.optimizer import (  # noqa: PLC0415 - as above
+            register_optimizer_step_post_hook,
+            register_optimizer_step_pre_hook,
+        )
+
+        before: Any = _disable_dynamo(_before_step)
+        after: Any = _disable_dynamo(_after_step)
+        register_optimizer_step_pre_hook(before)
+        register_optimizer_step_post_hook(after)
+        _installed = True
+
+
+def _before_step(optimizer: Optimizer, *_: object) -> None:
+    for watch in list(_watches):
+        watch.before(optimizer)
+
+
+def _after_step(optimizer: Optimizer, *_: object) -> None:
+    for watch in list(_watches):
+        watch.after(optimizer)
+
+
+# -- entries ---------------------------------------------------------------------------------------
+
+
+def stored_step(step: Step, path: str) -> dict[str, Any]:
+    """Return a step as a tree to save: the gradients of one dtype are one flat tensor.
+
+    Raises:
+        NotLoggedError: A gradient was changed after the step.
+    """
+    import torch  # noqa: PLC0415 - as above
+
+    flat: dict[str, list[torch.Tensor]] = {}
+    layout: list[list[Any]] = []
+    with torch.no_grad():
+        for group in step.grads:
+            rows: list[Any] = []
+            for grad in group:
+                if grad is None:
+                    rows.append(None)
+                    continue
+                local = grad._local_tensor if hasattr(grad, "_local_tensor") else grad
+                dtype = str(local.dtype).removeprefix("torch.")
+                flat.setdefault(dtype, []).append(local.reshape(-1))
+                rows.append([dtype, list(local.shape)])
+            layout.append(rows)
+        grads = {
+            name: torch.cat(tensors).to("cpu") if len(tensors) > 1 else tensors[0].to("cpu").clone()
+            for name, tensors in flat.items()
+        }
+    if [grad._version for grad in step.tensors()] != list(step.versions):
+        msg = "a gradient was changed between the step and its copy (zero_grad(set_to_none=False)?)"
+        raise NotLoggedError(msg)
+    return {
+        "optimizer": path,
+        "engine": engine_of(step.optimizer),
+        "skipped": step.skipped,
+        "options": list(step.options),
+        "layout": layout,
+        "grads": grads,
+    }
+
+
+def engine_of(optimizer: Optimizer) -> dict[str, Any]:
+    """Return what decides the bits of a step, besides its inputs."""
+    import torch  # noqa: PLC0415 - as above
+
+    devices = {str(p.device.type) for g in optimizer.param_groups for p in g["params"]}
+    return {
+        "class": type(optimizer).__qualname__,
+        "torch": str(torch.__version__),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "devices": sorted(devices),
+    }
+
+
+def take_again(optimizer: Optimizer, stored: Mapping[str, Any]) -> None:
+    """Take a logged step again, without the hooks of the optimizer: the entry has their effect.
+
+    Raises:
+        NotLoggedError: The optimizer cannot take this step; it is unchanged.
+    """
+    engine = engine_of(optimizer)
+    if engine != stored["engine"]:
+        msg = f"{stored['optimizer']} stepped as {stored['engine']}, and would step as {engine}"
+        raise NotLoggedError(msg)
+    layout, groups = stored["layout"], optimizer.param_groups
+    if [len(rows) for rows in layout] != [len(group["params"]) for group in groups]:
+        msg = f"{stored['optimizer']} has other groups of parameters than the log"
+        raise NotLoggedError(msg)
+    if stored["skipped"]:
+        return
+    left = {name: tensor for name, tensor in stored["grads"].items()}
+    kept = [[p.grad for p in group["params"]] for group in groups]
+    before = [dict(group) for group in groups]
+    try:
+        for group, rows, options in zip(groups, layout, stored["options"], strict=True):
+            group.update(options)
+            for parameter, row in zip(group["params"], rows, strict=True):
+                parameter.grad = None if row is None else _grad(parameter, row, left)
+        with _without_hooks(optimizer):
+            optimizer.step()
+    finally:
+        for group, grads, old in zip(groups, kept, before, strict=True):
+            group.update(old)
+            for parameter, grad in zip(group["params"], grads, strict=True):
+                parameter.grad = grad
+
+
+def _grad(parameter: Any, row: Sequence[Any], left: dict[str, Any]) -> torch.Tensor:
+    dtype, shape = row
+    count = 1
+    for size in shape:
+        count *= size
+    local, left[dtype] = left[dtype][:count], left[dtype][count:]
+    local = local.reshape(shape).to(parameter.device)
+    if hasattr(parameter, "_local_tensor"):
+        from torch.distributed.tensor import DTensor  # noqa: PLC0415 - only where it is used
+
+        mesh, placements = parameter.device_mesh, parameter.placements
+        size, stride = parameter.size(), parameter.stride()
+        return DTensor.from_local(local, mesh, placements, shape=size, stride=stride)
+    if tuple(shape) != tuple(parameter.shape):
+        msg = f"a gradient of the log has shape {list(shape)}, its parameter {list(parameter.shape)}"
+        raise NotLoggedError(msg)
+    return local
+
+
+@contextmanager
+def _without_hooks(optimizer: Any) -> Iterator[None]:
+    """Run no hook of this optimizer, and no global one."""
+    from torch.optim import optimizer as module  # noqa: PLC0415 - as above
+
+    dicts = [
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        module._global_optimizer_pre_hooks,
+        module._global_optimizer_post_hooks,
+    ]
+    kept = [dict(hooks) for hooks in dicts]
+    for hooks in dicts:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, old in zip(dicts, kept, strict=True):
+            hooks.update(old)
