@@ -141,7 +141,7 @@ class StepWatch:
 def _obstacle(optimizer: Optimizer) -> str:
     """Return why a step cannot be replayed; empty if it can."""
     kind = type(optimizer)
-    if not kind.__module__.startswith("torch.optim.") or kind.__name__ in _NOT_REPLAYED:
+    if kind.__module__.split(".")[:2] != ["torch", "optim"] or kind.__name__ in _NOT_REPLAYED:
         return f"steps of {kind.__name__} cannot be replayed"
     if any(group.get("capturable") for group in optimizer.param_groups):
         return f"{kind.__name__} is capturable: no hook runs when a CUDA graph replays its step"
