@@ -80,9 +80,7 @@ class MemoryBackend(Backend):
     @property
     def capabilities(self) -> Capabilities:
         """The capabilities: no alignment, exclusive publish; the store ends with the process."""
-        return Capabilities(
-            preferred_parallel=1, appends=True, local=True, outlives_process=False
-        )
+        return Capabilities(preferred_parallel=1, appends=True, local=True, outlives_process=False)
 
     def create(self, name: str, /, *, size_hint: int | None = None) -> BlobWriter:
         """Create a blob as the contract says."""

@@ -256,7 +256,7 @@ class Checkpointer:
         )
         job = self._saver.job
         if job is not None and job.handle is handle:
-            self._recorder.begin(job.uid, handle.step)
+            self._recorder.begin(job.uid, handle.step, state)
         return handle
 
     def log(self, state: Mapping[str, Any], step: int) -> bool:
@@ -418,44 +418,52 @@ class Checkpointer:
             on_progress=on_progress,
             called=called,
         )
-        report = self._restore_logged(state, step, restore)
+        whole = include is None and exclude is None and rename is None
+        report = self._restore_logged(state, step, restore, whole=whole)
         if report.matched_by is not None:  # an optimizer: training continues, and will be saved
             self._saver.expect(report.bytes_needed)
         return report
 
     def _restore_logged(
-        self, state: Mapping[str, Any], step: int | str, restore: Callable[..., RestoreReport]
+        self,
+        state: Mapping[str, Any],
+        step: int | str,
+        restore: Callable[..., RestoreReport],
+        *,
+        whole: bool,
     ) -> RestoreReport:
         """Restore a checkpoint, and replay the log that leads from it to `step`."""
         self._recorder.flush()
         base, wanted = step, None
-        if step != "latest" and (number := valid_step(step)) not in (steps := self._catalog.steps()):
+        if step != "latest" and (number := valid_step(step)) not in (
+            steps := self._catalog.steps()
+        ):
             base, wanted = max((s for s in steps if s < number), default=number), number
         report = restore(base)
         self._saver.restored_from = report.step
         record = self._catalog.record(report.step)
         if (step != "latest" and wanted is None) or report.fell_back_from:
-            self._recorder.begin(record.uid, report.step)
+            self._recorder.begin(record.uid, report.step, state)
             return report
         entries = StoredLog(self._backend.inner, record.uid, 0).whole(up_to=wanted)
         if wanted is not None and (not entries or entries[-1].header.step != wanted):
             msg = f"step {wanted} on {self._backend.url} is neither saved nor logged"
             raise CheckpointNotFoundError(msg)
         if not entries:
-            self._recorder.begin(record.uid, report.step)
+            self._recorder.begin(record.uid, report.step, state)
             return report
         replayer = Replayer(self._backend.inner, self._config, self._registry, self._workers)
         try:
-            seconds = replayer.replay(state, entries)
+            seconds = replayer.replay(state, entries, whole=whole)
         except NotLoggedError as error:
             log.warning(
                 "the log cannot be replayed to step %d, so step %d is restored: %s",
                 entries[-1].header.step, report.step, str(error),
             )  # fmt: skip
-            self._recorder.begin(record.uid, report.step)
-            return restore(base)
+            self._recorder.begin(record.uid, report.step, state)
+            return restore(report.step) if whole else report
         last = entries[-1].header
-        self._recorder.begin(record.uid, report.step, last=last.step, previous=last.digest)
+        self._recorder.begin(record.uid, report.step, state, last=last.step, previous=last.digest)
         times = {**report.seconds, "replay": seconds}
         return replace(report, step=last.step, replayed_steps=len(entries), seconds=times)
 

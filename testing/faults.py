@@ -33,12 +33,16 @@ __all__ = [
     "SimulatedCrashError",
 ]
 
-EFFECTS: tuple[Operation, ...] = ("create", "write", "seal", "abort", "publish", "delete")
+EFFECTS: tuple[Operation, ...] = (
+    "create", "write", "seal", "sync", "abort", "publish", "delete",
+)  # fmt: skip
 """The operations that change stored data."""
 
 _T = TypeVar("_T")
 
-Operation = Literal["create", "write", "seal", "abort", "read", "publish", "list", "stat", "delete"]
+Operation = Literal[
+    "create", "write", "seal", "sync", "abort", "read", "publish", "list", "stat", "delete",
+]  # fmt: skip
 
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 

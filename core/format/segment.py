@@ -122,9 +122,7 @@ def decode_header(data: bytes, name: str) -> EntryHeader | None:
     if max(step, size) > MAX_INT or directory > min(size, MAX_DIRECTORY_BYTES):
         refuse(name, "has an entry beyond the limits of a log")
     own = bytes(data[_FIELDS.size : end])
-    return EntryHeader(
-        base.hex(), rank, world_size, step, directory, size, digest, previous, own
-    )
+    return EntryHeader(base.hex(), rank, world_size, step, directory, size, digest, previous, own)
 
 
 def decode_directory(data: bytes, header: EntryHeader, name: str) -> dict[str, tuple[int, int]]:

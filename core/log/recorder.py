@@ -17,7 +17,7 @@ from penstock.core.config.model import load_config
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.core.format.segment import FIRST
 from penstock.core.log.segments import SegmentWriter
-from penstock.core.log.steps import NotLoggedError, Step, StepWatch, stored_step
+from penstock.core.log.steps import NotLoggedError, Step, StepWatch, digest_of, stored_step
 from penstock.core.save.job import SaveJob
 from penstock.core.save.manifest import ManifestWriter
 from penstock.core.save.pending import Pending
@@ -25,6 +25,7 @@ from penstock.core.save.prepare import KeptStaging, plan_state
 from penstock.core.save.request import Destination, SaveSurroundings
 from penstock.core.save.rules import ChainTable
 from penstock.core.storage.open import open_backend
+from penstock.core.tree.containers import Scan
 from penstock.core.tree.describe import describe_tree
 from penstock.core.tree.known import Known
 from penstock.core.tree.paths import show_path
@@ -46,6 +47,7 @@ STATE, STEPS = "state", "steps"
 """The keys of an entry: what no optimizer changes, and the steps."""
 
 _IN_FLIGHT = 2  # entries whose gradients are held
+_DIGEST_EVERY = 64  # entries; the first has one, so that a wrong engine shows at the first replay
 
 
 class CopiedSource(ByteSource):
@@ -96,28 +98,39 @@ class Recorder:
         self._base: tuple[str, int] | None = None  # uid and step
         self._previous = FIRST
         self._last = -1
+        self._logged = 0
         self._writing: _Writing | None = None
         self._known = Known()
         self._stored: dict[ObjectPath, tuple[object, int | None]] = {}
         self.ended = "no checkpoint was saved or restored yet"
         """Why steps are not logged; empty while they are."""
 
-    def begin(self, uid: str, step: int, *, last: int | None = None, previous: bytes = FIRST) -> None:
+    def begin(
+        self,
+        uid: str,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        last: int | None = None,
+        previous: bytes = FIRST,
+    ) -> None:
         """Log from now on what follows a checkpoint.
 
         Args:
             uid: The uid of the checkpoint.
             step: Its step.
+            state: The state tree.
             last: The step of the entry that was replayed last; None: none was.
             previous: The digest of that entry.
         """
         self._finish()
         self._base, self._previous = (uid, step), previous
         self._last = step if last is None else last
+        self._logged = 0
         self._stored.clear()
         self.ended = ""
         if "torch" in sys.modules:
-            self._watch.start()
+            self._watch.start(optimizers_of(state, self._registry).values())
 
     def log(self, state: Mapping[str, Any], step: int) -> bool:
         """See `Checkpointer.log`."""
@@ -136,7 +149,7 @@ class Recorder:
             return False
         if self._writing is None:
             writer = SegmentWriter(self._backend, self._base[0], 0, 1, previous=self._previous)
-            self._writing = _Writing(self, writer, self._workers)
+            self._writing = _Writing(self, writer, self._workers, self._config, self._registry)
         self._writing.put(entry)
         self._last = number
         return not self.ended
@@ -168,12 +181,16 @@ class Recorder:
         self._watch.clear()
 
     def _entry(self, state: Mapping[str, Any], number: int) -> _Entry:
-        trouble, steps = self._watch.trouble, self._watch.steps
-        self._watch.clear()
-        if trouble:
-            raise NotLoggedError(trouble)
+        steps = self._watch.steps
+        try:
+            self._watch.check()
+        finally:
+            self._watch.clear()
         for step in steps:
             step.keep()
+            if self._logged % _DIGEST_EVERY == 0:
+                step.digest = digest_of(step.optimizer)
+        self._logged += 1
         known = Known(self._known)
         description = describe_tree(
             {STATE: state},
@@ -182,11 +199,8 @@ class Recorder:
             known=known,
         )
         self._known = known
-        paths = {
-            id(seen.value): show_path(seen.path[1:])
-            for seen in description.seen
-            if seen.provider.name == "optimizer"
-        }
+        optimizers = optimizers_of(state, self._registry)
+        paths = {id(optimizer): path for path, optimizer in optimizers.items()}
         named = []
         for step in steps:
             path = paths.get(id(step.optimizer))
@@ -196,17 +210,13 @@ class Recorder:
                     raise NotLoggedError(msg)
                 continue
             named.append((path, step))
-        return _Entry(
-            number, self._rest(description), dict(description.providers_used), named
-        )
+        return _Entry(number, self._rest(description), dict(description.providers_used), named)
 
     def _rest(self, description: Description) -> list[StateObject | Node]:
         """Return what no optimizer changes, with copies of its bytes."""
         rest: list[StateObject | Node] = []
         for entry in description.entries:
-            if not isinstance(entry, StateObject):
-                rest.append(entry)
-            elif entry.kind is Kind.VALUE:
+            if not isinstance(entry, StateObject) or entry.kind is Kind.VALUE:
                 rest.append(entry)
             elif entry.path in description.deferrable or entry.same_as is not None:
                 continue
@@ -221,15 +231,28 @@ class Recorder:
         return rest
 
 
+def optimizers_of(state: Mapping[str, Any], registry: Registry) -> dict[str, Any]:
+    """Return the optimizers of torch in a state tree, by their shown path."""
+    scan = Scan(registry.providers)
+    scan.is_container(state, ())
+    return {show_path(f.path): f.value for f in scan.found if f.provider.name == "optimizer"}
+
+
 class _Writing:
     """The thread that encodes and appends entries."""
 
-    def __init__(self, recorder: Recorder, writer: SegmentWriter, workers: Workers) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        writer: SegmentWriter,
+        workers: Workers,
+        config: CheckpointerConfig,
+        registry: Registry,
+    ) -> None:
         self._recorder = recorder
         self._writer = writer
         self._workers = workers
         self._queue: Queue[_Entry | threading.Event | None] = Queue(_IN_FLIGHT)
-        config, registry = recorder._config, recorder._registry
         self._config = load_config(
             {
                 "backend": "memory://",
@@ -312,7 +335,9 @@ class _Writing:
             job.wait_durable()
             job.handle.result()
             job.released.wait()
-            names = [info.name for info in backend.list("") if not info.name.endswith("intent.json")]
+            names = [
+                info.name for info in backend.list("") if not info.name.endswith("intent.json")
+            ]
             return {name: backend.read_record(name, limit_bytes=1 << 62) for name in names}
         finally:
             backend.close()
@@ -328,4 +353,3 @@ def _shares_memory(step: Step, description: Description) -> bool:
         for p in group["params"]
         if not hasattr(p, "_local_tensor")
     )
-

@@ -9,14 +9,11 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from penstock.core.errors import RestoreError
-from penstock.core.log.recorder import STATE, STEPS
+from penstock.core.log.recorder import STATE, STEPS, optimizers_of
 from penstock.core.log.steps import NotLoggedError, take_again
 from penstock.core.reader import Reader
 from penstock.core.reporting.events import EventStream
 from penstock.core.storage.time_limited import TimeLimitedBackend
-from penstock.core.tree.containers import Scan
-from penstock.core.tree.paths import show_path
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -44,24 +41,27 @@ class Replayer:
     registry: Registry
     workers: Workers
 
-    def replay(self, state: Mapping[str, Any], entries: Sequence[StoredEntry]) -> float:
+    def replay(
+        self, state: Mapping[str, Any], entries: Sequence[StoredEntry], *, whole: bool
+    ) -> float:
         """Take the logged steps again, and restore what no optimizer changes.
+
+        Args:
+            state: The state tree, as the base left it.
+            entries: The entries since the base.
+            whole: Whether all of the base was restored.
 
         Returns:
             The seconds that it took.
 
         Raises:
             NotLoggedError: A step would not give the same bits; earlier steps were taken.
-            RestoreError: An optimizer of the log is not in the state.
         """
+        if not whole:
+            msg = "only the whole state can be replayed"
+            raise NotLoggedError(msg)
         began = time.monotonic()
-        scan = Scan(self.registry.providers)
-        scan.is_container(state, ())
-        optimizers = {
-            show_path(found.path): found.value
-            for found in scan.found
-            if found.provider.name == "optimizer"
-        }
+        optimizers = optimizers_of(state, self.registry)
         for entry in entries:
             reader = self._reader(entry.open(self.backend))
             logged = reader.load(include=[f"{STEPS}/**"])
@@ -69,11 +69,11 @@ class Replayer:
                 optimizer = optimizers.get(step["optimizer"])
                 if optimizer is None:
                     msg = f"{step['optimizer']}, whose steps are logged, is not in the state"
-                    raise RestoreError(msg)
+                    raise NotLoggedError(msg)
                 take_again(optimizer, step)
             report = reader.restore({STATE: state}, include=[f"{STATE}/**"], strict=False)
             if report.mismatched:
-                msg = f"the log has other shapes of {', '.join(report.mismatched[:3])}"
+                msg = f"the log has another shape of {report.mismatched[0].path}"
                 raise NotLoggedError(msg)
         return time.monotonic() - began
 

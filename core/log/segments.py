@@ -67,11 +67,11 @@ class StoredEntry:
     def is_whole(self, backend: Backend) -> bool:
         """Read the whole entry; return whether its bytes are those that were written."""
         start, left = self.offset + HEADER_BYTES, self.header.payload_bytes
-        pieces = []
+        pieces: list[bytes | memoryview] = []
         while left:
             data = bytearray(min(left, _PIECE_BYTES))
             backend.read([ReadRequest(self.segment, start, memoryview(data))])
-            pieces.append(data)
+            pieces.append(memoryview(data))
             start, left = start + len(data), left - len(data)
         return is_whole(pieces, self.header)
 
@@ -122,9 +122,7 @@ class StoredLog:
         return None
 
 
-def _entries(
-    backend: Backend, name: str, size: int, base: str, rank: int
-) -> Iterator[StoredEntry]:
+def _entries(backend: Backend, name: str, size: int, base: str, rank: int) -> Iterator[StoredEntry]:
     at, previous = 0, None
     while at + HEADER_BYTES <= size:
         data = bytearray(HEADER_BYTES)

@@ -8,16 +8,19 @@ Tested in `tests/core/log/test_steps.py`.
 
 from __future__ import annotations
 
+import math
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, ref
 
+import xxhash
+
 from penstock.core.errors import PenstockError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     import torch
     from torch.optim import Optimizer
@@ -44,13 +47,15 @@ class Step:
         versions: The version of each gradient at the step.
         options: The options of each group, without its parameters.
         skipped: Whether a fused step under a gradient scaler found infinities, and did nothing.
+        digest: The digest of the optimizer's parameters and state after the step; empty: not taken.
     """
 
     optimizer: Optimizer
-    grads: Sequence[Sequence[torch.Tensor | None]]
+    grads: Sequence[Sequence[Any]]
     versions: Sequence[int]
     options: Sequence[Mapping[str, Any]]
     skipped: bool
+    digest: str = ""
 
     def keep(self) -> None:
         """Hold the gradients, if they were not held since the step.
@@ -85,12 +90,12 @@ class StepWatch:
     steps: list[Step] = field(default_factory=list)
     trouble: str = ""
     keeps: bool = False
-    _after: dict[int, list[int]] = field(default_factory=dict)  # versions by optimizer
+    _after: dict[int, list[tuple[int, int]]] = field(default_factory=dict)  # by optimizer
 
-    def start(self) -> None:
-        """Begin to watch every optimizer of this process."""
+    def start(self, optimizers: Iterable[Optimizer]) -> None:
+        """Watch the steps of this process from now on, and changes of these optimizers."""
         self.clear()
-        self._after.clear()
+        self._after = {id(optimizer): _marks(optimizer) for optimizer in optimizers}
         _install()
         _watches.add(self)
 
@@ -99,16 +104,27 @@ class StepWatch:
         _watches.discard(self)
         self.clear()
 
+    def check(self) -> None:
+        """Compare the optimizers that stepped with what they were right after it.
+
+        Raises:
+            NotLoggedError: The steps cannot be logged.
+        """
+        for step in self.steps:
+            self.before(step.optimizer)
+        if self.trouble:
+            raise NotLoggedError(self.trouble)
+
     def clear(self) -> None:
         """Forget the steps that were logged."""
         self.steps, self.trouble = [], ""
 
     def before(self, optimizer: Optimizer) -> None:
-        """Compare the parameters with those after the last step."""
+        """Compare parameters and state of an optimizer with those after its last step."""
         after = self._after.get(id(optimizer))
-        if after is not None and after != _versions(optimizer):
+        if after is not None and after != _marks(optimizer):
             self.trouble = self.trouble or (
-                f"a parameter of {type(optimizer).__name__} was changed outside a step"
+                f"a parameter or the state of {type(optimizer).__name__} was changed outside a step"
             )
 
     def after(self, optimizer: Optimizer) -> None:
@@ -131,11 +147,11 @@ class StepWatch:
         if any(grad.is_sparse for grad in step.tensors()):
             self.trouble = "a gradient is sparse"
             return
-        step.versions = [grad._version for grad in step.tensors()]
+        step.versions = [*map(_version, step.tensors())]
         if not self.keeps:
             step.grads = [[g if g is None else ref(g) for g in group] for group in grads]
         self.steps.append(step)
-        self._after[id(optimizer)] = _versions(optimizer)
+        self._after[id(optimizer)] = _marks(optimizer)
 
 
 def _obstacle(optimizer: Optimizer) -> str:
@@ -148,8 +164,23 @@ def _obstacle(optimizer: Optimizer) -> str:
     return ""
 
 
-def _versions(optimizer: Optimizer) -> list[int]:
-    return [p._version for group in optimizer.param_groups for p in group["params"]]
+def _version(tensor: Any) -> int:
+    return int(tensor._version)  # noqa: SLF001 - torch has no public name for it
+
+
+def _marks(optimizer: Optimizer) -> list[tuple[int, int]]:
+    """Return what changes with any change of the parameters and the state that torch sees."""
+    return [(id(tensor), _version(tensor)) for tensor in _tensors(optimizer)]
+
+
+def _tensors(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """Yield each parameter, and after it the tensors of its state."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            yield parameter
+            for _, item in sorted(optimizer.state.get(parameter, {}).items()):
+                if hasattr(item, "untyped_storage"):
+                    yield item
 
 
 def _install() -> None:
@@ -200,7 +231,7 @@ def stored_step(step: Step, path: str) -> dict[str, Any]:
                 if grad is None:
                     rows.append(None)
                     continue
-                local = grad._local_tensor if hasattr(grad, "_local_tensor") else grad
+                local = _local(grad)
                 dtype = str(local.dtype).removeprefix("torch.")
                 flat.setdefault(dtype, []).append(local.reshape(-1))
                 rows.append([dtype, list(local.shape)])
@@ -209,13 +240,14 @@ def stored_step(step: Step, path: str) -> dict[str, Any]:
             name: torch.cat(tensors).to("cpu") if len(tensors) > 1 else tensors[0].to("cpu").clone()
             for name, tensors in flat.items()
         }
-    if [grad._version for grad in step.tensors()] != list(step.versions):
+    if [*map(_version, step.tensors())] != list(step.versions):
         msg = "a gradient was changed between the step and its copy (zero_grad(set_to_none=False)?)"
         raise NotLoggedError(msg)
     return {
         "optimizer": path,
         "engine": engine_of(step.optimizer),
         "skipped": step.skipped,
+        "digest": step.digest,
         "options": list(step.options),
         "layout": layout,
         "grads": grads,
@@ -239,7 +271,7 @@ def take_again(optimizer: Optimizer, stored: Mapping[str, Any]) -> None:
     """Take a logged step again, without the hooks of the optimizer: the entry has their effect.
 
     Raises:
-        NotLoggedError: The optimizer cannot take this step; it is unchanged.
+        NotLoggedError: The optimizer cannot take this step, or has other bits after it.
     """
     engine = engine_of(optimizer)
     if engine != stored["engine"]:
@@ -251,7 +283,7 @@ def take_again(optimizer: Optimizer, stored: Mapping[str, Any]) -> None:
         raise NotLoggedError(msg)
     if stored["skipped"]:
         return
-    left = {name: tensor for name, tensor in stored["grads"].items()}
+    left = dict(stored["grads"])
     kept = [[p.grad for p in group["params"]] for group in groups]
     before = [dict(group) for group in groups]
     try:
@@ -266,13 +298,32 @@ def take_again(optimizer: Optimizer, stored: Mapping[str, Any]) -> None:
             group.update(old)
             for parameter, grad in zip(group["params"], grads, strict=True):
                 parameter.grad = grad
+    if stored["digest"] and stored["digest"] != digest_of(optimizer):
+        msg = f"{stored['optimizer']} has other bits after a logged step than it had in training"
+        raise NotLoggedError(msg)
+
+
+def digest_of(optimizer: Optimizer) -> str:
+    """Return the xxh3-128 of all parameters of an optimizer and their state."""
+    import torch  # noqa: PLC0415 - as above
+
+    digest = xxhash.xxh3_128()
+    with torch.no_grad():
+        for tensor in _tensors(optimizer):
+            flat = _local(tensor).detach().to("cpu").contiguous().reshape(-1)
+            digest.update(flat.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    """Return the tensor, or of a DTensor the part on this rank."""
+    local: torch.Tensor = tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor  # noqa: SLF001 - without the copy of `to_local`
+    return local
 
 
 def _grad(parameter: Any, row: Sequence[Any], left: dict[str, Any]) -> torch.Tensor:
     dtype, shape = row
-    count = 1
-    for size in shape:
-        count *= size
+    count = math.prod(shape)
     local, left[dtype] = left[dtype][:count], left[dtype][count:]
     local = local.reshape(shape).to(parameter.device)
     if hasattr(parameter, "_local_tensor"):
@@ -280,9 +331,12 @@ def _grad(parameter: Any, row: Sequence[Any], left: dict[str, Any]) -> torch.Ten
 
         mesh, placements = parameter.device_mesh, parameter.placements
         size, stride = parameter.size(), parameter.stride()
-        return DTensor.from_local(local, mesh, placements, shape=size, stride=stride)
+        made: torch.Tensor = DTensor.from_local(local, mesh, placements, shape=size, stride=stride)
+        return made
     if tuple(shape) != tuple(parameter.shape):
-        msg = f"a gradient of the log has shape {list(shape)}, its parameter {list(parameter.shape)}"
+        msg = (
+            f"a gradient of the log has shape {list(shape)}, its parameter {list(parameter.shape)}"
+        )
         raise NotLoggedError(msg)
     return local
 
@@ -292,11 +346,12 @@ def _without_hooks(optimizer: Any) -> Iterator[None]:
     """Run no hook of this optimizer, and no global one."""
     from torch.optim import optimizer as module  # noqa: PLC0415 - as above
 
+    own, every = vars(optimizer), vars(module)
     dicts = [
-        optimizer._optimizer_step_pre_hooks,
-        optimizer._optimizer_step_post_hooks,
-        module._global_optimizer_pre_hooks,
-        module._global_optimizer_post_hooks,
+        own["_optimizer_step_pre_hooks"],
+        own["_optimizer_step_post_hooks"],
+        every["_global_optimizer_pre_hooks"],
+        every["_global_optimizer_post_hooks"],
     ]
     kept = [dict(hooks) for hooks in dicts]
     for hooks in dicts:

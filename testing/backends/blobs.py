@@ -471,6 +471,25 @@ def another_instance_sees_sealed_blobs(open_root: OpenRoot) -> None:
 
 
 @promise
+@declared(lambda capabilities: capabilities.appends, "durable appends (appends)")
+def synced_bytes_are_readable_while_the_blob_grows(open_root: OpenRoot) -> None:
+    with closing(open_root("appends")) as backend, closing(open_root("appends")) as other:
+        unit = max(backend.capabilities.offset_alignment, 4096)
+        writer = backend.create("data/log.raw")
+        data = b""
+        for number in range(3):
+            data = data.ljust(number * unit, b"\0") + pattern(unit - 100 - number)
+            writer.write([WriteRequest(number * unit, (memoryview(data[number * unit :]),))])
+            writer.sync(len(data))
+            for reader in (backend, other):
+                expect_equal(read_all(reader, "data/log.raw", len(data)), data)
+        writer.seal(len(data))
+        expect(backend.stat("data/log.raw").size_bytes, len(data), "size_bytes after the seal")
+        with raises(StorageError, by="sync of a sealed blob"):
+            writer.sync(len(data))
+
+
+@promise
 def capabilities_are_sane_and_steady(open_root: OpenRoot) -> None:
     with closing(open_root("capabilities")) as backend:
         before: object = backend.capabilities  # its constructor refuses values that core cannot use
@@ -492,5 +511,6 @@ ACCESS_CHECKS: tuple[BackendCheck, ...] = (
     an_aborted_blob_can_be_deleted_and_made_again,
     an_abort_leaves_a_later_blob_of_its_name_alone,
     another_instance_sees_sealed_blobs,
+    synced_bytes_are_readable_while_the_blob_grows,
     capabilities_are_sane_and_steady,
 )

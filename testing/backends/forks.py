@@ -73,6 +73,27 @@ def what_was_sealed_or_published_outlives_a_killed_process(open_root: OpenRoot) 
         expect_equal(backend.read_record(_COMMIT, limit_bytes=99), b"commit")
 
 
+@promise
+@_outlives_process
+@declared(lambda capabilities: capabilities.appends, "durable appends (appends)")
+def synced_bytes_outlive_a_killed_process(open_root: OpenRoot) -> None:
+    data = pattern(70_000)
+
+    def sync_and_die() -> Backend:
+        backend = open_root("appending")
+        writer = backend.create(_BLOB)
+        writer.write([WriteRequest(0, (memoryview(data),))])
+        writer.sync(len(data))
+        # The writer lives on: a killed process finalizes nothing.
+        backend.writer_of_test = writer  # type: ignore[attr-defined]
+        return backend
+
+    ForkedProcess(sync_and_die).join("sync a blob")
+    with closing(open_root("appending")) as backend:
+        _expect_there(backend, _BLOB, "sync")
+        expect_equal(read_all(backend, _BLOB, len(data)), data)
+
+
 def _expect_there(backend: Backend, name: str, call: str) -> None:
     try:
         backend.stat(name)
@@ -139,6 +160,7 @@ def _outcome(backend: Backend, name: str, number: int) -> int:
 
 PROCESS_CHECKS: tuple[BackendCheck, ...] = (
     what_was_sealed_or_published_outlives_a_killed_process,
+    synced_bytes_outlive_a_killed_process,
     of_processes_in_a_race_exactly_one_wins,
 )
 

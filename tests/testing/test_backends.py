@@ -52,6 +52,9 @@ class Good(WrapperBackend):
         def seal(self, length, /):
             self.inner.seal(length)
 
+        def sync(self, length, /):
+            self.inner.sync(length)
+
         def abort(self):
             self.inner.abort()
 
@@ -84,6 +87,7 @@ DIRECT = "direct_io_leaves_the_page_cache_alone"
 # Memory of this process tells no other process anything, and says so.
 OF_PROCESSES = (
     "what_was_sealed_or_published_outlives_a_killed_process",
+    "synced_bytes_outlive_a_killed_process",
     "of_processes_in_a_race_exactly_one_wins",
 )
 MUTANTS = {}
@@ -290,6 +294,23 @@ class SealsWhenClosed(Files):
         super().close()
 
 
+class SyncsWhenClosed(Files):
+    """Writes nothing before the seal."""
+
+    def create(self, name, /, *, size_hint=None):
+        made = super().create(name, size_hint=size_hint)
+        write, seal, held = made.write, made.seal, []
+        made.write, made.sync = held.append, lambda length: None
+
+        def write_and_seal(length):
+            for requests in held:
+                write(requests)
+            seal(length)
+
+        made.seal = write_and_seal
+        return made
+
+
 class DecidesByALock(Files):
     """Right among threads, which is all that it was tried with."""
 
@@ -360,6 +381,8 @@ broken(check.reading_what_is_not_there_says_so, "OneErrorForAll",
        read=translating(StorageError, StorageError, Good.read))
 broken(check.reading_what_is_not_there_says_so, "BackgroundErrorsAreLost",
        submit_read=lambda s, requests: (ignoring(Good.read)(s, requests), done())[1])
+broken(check.synced_bytes_are_readable_while_the_blob_grows, "SyncsNothing",
+       writer={"sync": lambda self, length: None})
 broken(check.another_instance_sees_sealed_blobs, "ListsOneLevel", list=lambda s, prefix: [
     info for info in s.inner.list(prefix) if "/" not in info.name[len(prefix):]])
 broken(check.capabilities_are_sane_and_steady, "AlignmentIsNoPowerOfTwo",
@@ -451,6 +474,7 @@ broken(check.what_was_sealed_or_published_outlives_a_killed_process, "SealsWaitF
        SealsWhenClosed)
 broken(check.what_was_sealed_or_published_outlives_a_killed_process, "LivesInMemoryWithoutAWord",
        capabilities=declaring(outlives_process=True))
+broken(check.synced_bytes_outlive_a_killed_process, "SyncsWhenClosed", SyncsWhenClosed)
 broken(check.of_processes_in_a_race_exactly_one_wins, "DecidesByALock", DecidesByALock)
 broken(check.of_processes_in_a_race_exactly_one_wins, "FailsInARace", Files,
        publish=translating(BlobExistsError, StorageError, Files.publish))

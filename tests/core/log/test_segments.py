@@ -1,0 +1,151 @@
+"""The stored log: whole entries without a gap, whatever happened to the rest."""
+
+import random
+from dataclasses import replace
+from itertools import takewhile
+
+import pytest
+from tests.integration.support import memory
+
+from penstock.core.abc import DelegatingBackend
+from penstock.core.errors import FormatError, StorageError
+from penstock.core.format.segment import HEADER_BYTES, segment_name
+from penstock.core.log.segments import SegmentWriter, StoredLog
+from penstock.testing.faults import Fault, FaultyBackend
+
+UID = "0123456789abcdef" * 2
+OTHER = "fedcba9876543210" * 2
+
+
+def files(step):
+    return {"commits/a.json": b"%d" % step, "data/blob": random.Random(step).randbytes(5000)}
+
+
+def append(writer, *steps, sync_every=1):
+    for step in steps:
+        writer.append(step, files(step), sync_every=sync_every)
+
+
+def writer(backend, **options):
+    return SegmentWriter(backend, UID, 0, 1, **options)
+
+
+def steps(backend, base=UID):
+    return [entry.header.step for entry in StoredLog(backend, base, 0).whole()]
+
+
+def rewrite(backend, name, change):
+    size = backend.stat(name).size_bytes
+    data = bytearray(backend.read_record(name, limit_bytes=size))
+    backend.delete([name])
+    backend.publish(name, bytes(change(data)))
+
+
+class WithoutAppends(DelegatingBackend):
+    """An object store: blobs exist once they are sealed."""
+
+    @property
+    def capabilities(self):
+        return replace(super().capabilities, appends=False)
+
+
+def test_entries_read_back_before_and_after_the_end():
+    backend = memory()
+    log = writer(backend)
+    append(log, 4, 5)
+    assert steps(backend) == [4, 5]
+    append(log, 6)
+    log.close()
+    assert steps(backend) == [4, 5, 6]
+    stored = StoredLog(backend, UID, 0)
+    assert (stored.latest(), stored.segments) == (6, 1)
+    opened = stored.entries[1].open(backend)
+    assert opened.read_record("data/blob", limit_bytes=9999) == files(5)["data/blob"]
+    with pytest.raises(StorageError, match="read-only"):
+        opened.publish("a", b"")
+
+
+def test_store_without_appends_gets_a_segment_for_each_batch():
+    backend = WithoutAppends(memory())
+    log = writer(backend)
+    append(log, 1, 2, 3, 4, 5, sync_every=2)
+    assert steps(backend) == [1, 2, 3, 4]
+    log.close()
+    assert steps(backend) == [1, 2, 3, 4, 5]
+    assert StoredLog(backend, UID, 0).segments == 3
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_torn_or_flipped_log_has_exactly_the_entries_before_the_damage(seed):
+    choice = random.Random(seed)
+    backend = memory()
+    log = writer(backend)
+    append(log, *range(1, 9))
+    log.close()
+    stored = StoredLog(backend, UID, 0)
+    at = choice.randrange(backend.stat(segment_name(UID, 0, 0)).size_bytes)
+    cut = choice.random() < 0.5
+    bit = 1 << choice.randrange(8)
+
+    def change(data):
+        if cut:
+            return data[:at]
+        data[at] ^= bit
+        return data
+
+    def survives(entry):
+        start, payload = entry.offset, entry.offset + HEADER_BYTES
+        end = payload + entry.header.payload_bytes
+        # Zeros fill the header, and the space up to the next entry.
+        used = start <= at < start + 104 or payload <= at < end
+        return end <= at if cut else not used
+
+    rewrite(backend, segment_name(UID, 0, 0), change)
+    expected = [e.header.step for e in takewhile(survives, stored.entries)]
+    assert steps(backend) == expected
+
+
+def test_lost_segment_ends_the_log_before_it():
+    backend = WithoutAppends(memory())
+    log = writer(backend)
+    append(log, 1, 2, 3)
+    log.close()
+    backend.delete([segment_name(UID, 0, 1)])
+    assert steps(backend) == [1]
+
+
+def test_later_process_continues_after_the_entry_that_it_replayed():
+    backend = memory()
+    first = writer(backend)
+    append(first, 1, 2, 3, 4)
+    entries = StoredLog(backend, UID, 0).entries
+    second = writer(backend, previous=entries[1].header.digest)
+    append(second, 3, 4, 5)
+    assert steps(backend) == [1, 2, 3, 4, 5]
+    assert [e.segment for e in StoredLog(backend, UID, 0).entries][2:] == [
+        segment_name(UID, 0, 1)
+    ] * 3
+    append(first, 5)  # it was not killed after all: its segment no longer counts
+    assert StoredLog(backend, UID, 0).entries[2].segment == segment_name(UID, 0, 1)
+
+
+def test_segment_of_another_log_is_refused():
+    backend = memory()
+    log = writer(backend)
+    append(log, 1)
+    log.close()
+    data = backend.read_record(segment_name(UID, 0, 0), limit_bytes=1 << 20)
+    backend.publish(segment_name(OTHER, 0, 0), data)
+    with pytest.raises(FormatError, match="belongs to another log"):
+        StoredLog(backend, OTHER, 0)
+
+
+@pytest.mark.parametrize("operation", ["create", "write", "sync"])
+def test_failed_append_leaves_the_entries_before_it(operation):
+    inner = memory()
+    append(writer(inner), 1)
+    backend = FaultyBackend(inner, Fault(operation, match=".log", error=StorageError("full")))
+    entries = StoredLog(inner, UID, 0).entries
+    with pytest.raises(StorageError, match="full"):
+        append(writer(backend, previous=entries[-1].header.digest), 2)
+    assert steps(inner)[:1] == [1]

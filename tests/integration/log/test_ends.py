@@ -1,0 +1,132 @@
+"""Never a wrong entry: what cannot be replayed ends the log by name."""
+
+import weakref
+
+import pytest
+import torch
+from tests.integration.log.trainings import Training, equal
+
+import penstock
+
+
+def begun(url):
+    """A checkpointer with a checkpoint of step 1, and one entry."""
+    training, ckpt = Training(), penstock.Checkpointer(url)
+    training.step()
+    ckpt.save(training.state, 1, mode="blocking")
+    training.step()
+    assert ckpt.log(training.state, 2)
+    return training, ckpt
+
+
+def in_place(training):
+    with torch.no_grad():
+        training.model[0].weight.mul_(0.5)
+    training.step()
+
+
+def clamped(training):
+    training.step()
+    with torch.no_grad():
+        training.model[0].weight.clamp_(-0.01, 0.01)
+
+
+def momentum(training):
+    training.optimizer.state[training.model[0].weight]["exp_avg"].zero_()
+    training.step()
+
+
+def another_group(training):
+    training.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+    training.step()
+
+
+def twice(training):
+    training.step()
+    training.step()
+
+
+def zeroed(training):
+    training.step()
+    training.optimizer.zero_grad(set_to_none=False)
+
+
+def outside(training):
+    other = torch.optim.SGD(training.model.parameters(), 0.1)
+    training.step()
+    other.step()
+
+
+def lbfgs(training):
+    training.optimizer.zero_grad()
+    other = torch.optim.LBFGS(training.model.parameters(), 0.1)
+    other.step(lambda: training._backward(0))
+
+
+@pytest.mark.parametrize(
+    ("act", "reason"),
+    [
+        (in_place, "a parameter or the state of AdamW was changed outside a step"),
+        (clamped, "a parameter or the state of AdamW was changed outside a step"),
+        (momentum, "a parameter or the state of AdamW was changed outside a step"),
+        (another_group, "a parameter or the state of AdamW was changed outside a step"),
+        (twice, "AdamW stepped twice without a call of log"),
+        (zeroed, "a gradient was changed between the step and its copy"),
+        (outside, "SGD, which is not in the state, changed it"),
+        (lbfgs, "steps of LBFGS cannot be replayed"),
+    ],
+)
+def test_log_ends_by_name_and_the_next_save_begins_another(tmp_path, caplog, act, reason):
+    training, ckpt = begun(tmp_path)
+    with ckpt:
+        act(training)
+        ckpt.log(training.state, 3)
+        ckpt._recorder.flush()
+        assert reason in caplog.text
+        assert ckpt.latest() == 2
+        training.step()
+        assert not ckpt.log(training.state, 4)
+        ckpt.save(training.state, 5)
+        training.step()
+        assert ckpt.log(training.state, 6)
+        bits = training.bits()
+    other = Training(seed=9)
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        assert ckpt.restore(other.state).step == 6
+    assert equal(bits, other.bits())
+
+
+def test_first_call_after_zero_grad_ends_the_log(tmp_path, caplog):
+    training = Training()
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        training.step()
+        ckpt.save(training.state, 1)
+        training.step()
+        training.optimizer.zero_grad()
+        assert not ckpt.log(training.state, 2)
+        assert "the first call must come before zero_grad" in caplog.text
+
+
+def test_log_without_a_checkpoint_is_refused_quietly(tmp_path):
+    training = Training()
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        training.step()
+        assert not ckpt.log(training.state, 1)
+
+
+def test_step_must_rise(tmp_path):
+    training, ckpt = begun(tmp_path)
+    with ckpt:
+        training.step()
+        with pytest.raises(penstock.ConfigError, match="is not after step 2"):
+            ckpt.log(training.state, 2)
+
+
+def test_gradients_are_not_held_for_those_who_never_log(tmp_path):
+    training = Training()
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(training.state, 1)
+        training.step()
+        grad = weakref.ref(training.model[0].weight.grad)
+        training.optimizer.zero_grad()
+        assert grad() is None

@@ -1,0 +1,163 @@
+"""A logged step is restored to the same bits, however the step was made."""
+
+import itertools
+import random
+
+import pytest
+import torch
+from tests.integration.log.trainings import KINDS, WAYS, Training, equal
+
+import penstock
+
+QUICK = {("AdamW fused", way) for way in WAYS} | {(kind, "plain") for kind in KINDS}
+LAST = 9
+
+
+def save_and_log(url, training, *, base=3, last=LAST):
+    """Train to `last`, with a checkpoint of `base` and a log from there; return the losses."""
+    losses = {}
+    with penstock.Checkpointer(url) as ckpt:
+        for step in range(1, last + 1):
+            losses[step] = training.step(step)
+            if step == base:
+                ckpt.save(training.state, step)
+            elif step > base:
+                assert ckpt.log(training.state, step)
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [
+        pytest.param(kind, way, marks=() if (kind, way) in QUICK else pytest.mark.slow)
+        for kind, way in itertools.product(KINDS, WAYS)
+    ],
+)
+def test_every_optimizer_is_replayed_to_the_same_bits(kind, way):
+    url = f"memory://{random.getrandbits(64):x}"
+    training = Training(kind, way)
+    save_and_log(url, training)
+    bits = training.bits()
+    other = Training(kind, way, seed=5)
+    with penstock.Checkpointer(url) as ckpt:
+        assert ckpt.latest() == LAST
+        report = ckpt.restore(other.state)
+    assert (report.step, report.replayed_steps) == (LAST, LAST - 3)
+    assert equal(bits, other.bits())
+
+
+def test_training_continues_bit_for_bit_and_its_log_too(tmp_path):
+    training = Training()
+    losses = save_and_log(tmp_path, training)
+    losses |= {step: training.step(step) for step in range(10, 15)}
+    for first in (10, 13):
+        training = Training(seed=first)
+        with penstock.Checkpointer(tmp_path) as ckpt:
+            assert ckpt.resume(training.state) == first
+            for step in range(first, first + 3 if first == 10 else 15):
+                assert training.step(step) == losses[step]
+                assert ckpt.log(training.state, step)
+
+
+@pytest.mark.parametrize("step", [3, 4, 8])
+def test_any_saved_or_logged_step_is_restored(tmp_path, step):
+    losses = save_and_log(tmp_path, Training())
+    training = Training(seed=5)
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        assert ckpt.restore(training.state, step).step == step
+        for number in range(step + 1, LAST + 1):
+            assert training.step(number) == losses[number]
+
+
+def test_step_that_is_neither_saved_nor_logged_is_an_error(tmp_path):
+    save_and_log(tmp_path, Training())
+    with (
+        penstock.Checkpointer(tmp_path) as ckpt,
+        pytest.raises(penstock.CheckpointNotFoundError, match="neither saved nor logged"),
+    ):
+        ckpt.restore(Training().state, LAST + 1)
+
+
+def test_other_engine_ends_the_restore_at_the_base(tmp_path, monkeypatch, caplog):
+    losses = save_and_log(tmp_path, Training())
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "ANOTHER")
+    training = Training(seed=5)
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        report = ckpt.restore(training.state)
+    assert (report.step, report.replayed_steps) == (3, 0)
+    assert "the log cannot be replayed to step 9, so step 3 is restored" in caplog.text
+    assert training.step(4) == losses[4]
+
+
+def test_entry_holds_buffers_and_frozen_parameters_that_change(tmp_path):
+    training = Training()
+    frozen = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
+    state = {**training.state, "frozen": frozen, "average": [torch.zeros(5)]}
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        training.step()
+        ckpt.save(state, 1)
+        for step in range(2, 8):
+            training.step()
+            with torch.no_grad():
+                state["average"][0].lerp_(torch.ones(5), 0.1)
+                if step == 4:
+                    frozen += 1
+            assert ckpt.log(state, step)
+    average = state["average"][0].clone()
+    with torch.no_grad():
+        frozen.zero_()
+    state["average"][0].zero_()
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        assert ckpt.restore(state).step == 7
+    assert torch.equal(state["average"][0], average)
+    assert torch.equal(frozen, torch.ones(3))
+
+
+def test_gradients_keep_nan_infinity_and_negative_zero(tmp_path):
+    weight = torch.nn.Parameter(torch.zeros(4))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    state = {"weight": weight, "optimizer": optimizer}
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(state, 1)
+        weight.grad = torch.tensor([float("nan"), float("inf"), -0.0, 1e-45])
+        optimizer.step()
+        assert ckpt.log(state, 2)
+    bits = weight.detach().clone().view(torch.int32)
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        assert ckpt.restore(state).step == 2
+    assert torch.equal(weight.detach().view(torch.int32), bits)
+
+
+def test_two_optimizers_of_which_one_steps_every_second_time(tmp_path):
+    weights = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizers = [torch.optim.AdamW([weight], lr=0.1) for weight in weights]
+    state = {"weights": weights, "optimizers": optimizers}
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(state, 0)
+        for step in range(1, 8):
+            for number, (weight, optimizer) in enumerate(zip(weights, optimizers, strict=True)):
+                weight.grad = torch.randn(3)
+                if step % (number + 1) == 0:
+                    optimizer.step()
+            assert ckpt.log(state, step)
+    wanted = [weight.detach().clone() for weight in weights]
+    for weight in weights:
+        with torch.no_grad():
+            weight.zero_()
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        assert ckpt.restore(state).step == 7
+    assert equal(wanted, [weight.detach() for weight in weights])
+
+
+def test_replay_leaves_gradients_and_hooks_alone(tmp_path):
+    training = Training()
+    save_and_log(tmp_path, training)
+    calls = []
+    training.optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    grads = [parameter.grad.clone() for parameter in training.model.parameters()]
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        ckpt.restore(training.state)
+    assert equal(grads, [parameter.grad for parameter in training.model.parameters()])
+    assert not calls
+    training.step()
+    assert calls == [1]
