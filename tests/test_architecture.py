@@ -51,7 +51,7 @@ def test_a_rules_test_exists_and_guards_its_module():
             assert module in files, f"{rule}: that test guards {sorted(files)}"
 
 
-def test_every_guard_stands_once_in_its_module():
+def test_every_guard_is_once_in_its_module():
     for section in tomllib.loads((ROOT / "tools" / "guards.toml").read_text()).values():
         for guard in section if isinstance(section, list) else ():
             count = (ROOT / guard["file"]).read_text().count(guard["old"])

@@ -90,7 +90,7 @@ def test_python_blocks_run(page, tmp_path, monkeypatch):
 
 @pytest.mark.process
 @pytest.mark.multirank
-def test_the_program_for_several_ranks_goes_on_with_any_number_of_them(tmp_path):
+def test_the_program_for_ranks_continues_with_any_number_of_them(tmp_path):
     page = (DOCS / "ranks.md").read_text(encoding="utf-8")
     program = "".join(code for code, rest in TORCHRUN.findall(page) if rest)
     program += 'print("ran until", step, state["data"].value["row"], flush=True)\n'
@@ -129,7 +129,7 @@ def train_one_step(batch):
 
 
 @pytest.mark.process
-def test_the_loop_of_the_readme_goes_on_exactly_after_a_kill_in_an_epoch(tmp_path):
+def test_the_readme_loop_resumes_exactly_after_a_kill_in_an_epoch(tmp_path):
     pytest.importorskip("torchdata.stateful_dataloader", reason="needs torchdata")
     code = BLOCK.findall((DOCS.parent / "README.md").read_text(encoding="utf-8"))[0][0]
 
@@ -146,9 +146,7 @@ def test_the_loop_of_the_readme_goes_on_exactly_after_a_kill_in_an_epoch(tmp_pat
     assert train("killed", 2, 288) == expected[201:]
 
 
-def test_the_quickstart_runs_again_where_it_has_run_before_and_where_it_broke_off(
-    tmp_path, monkeypatch
-):
+def test_the_quickstart_reruns_after_a_full_or_interrupted_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     page = DOCS / "quickstart.md"
     code = [compile(code, str(page), "exec") for _, code in blocks(page)]
@@ -165,7 +163,7 @@ PLUGIN_PAGES = {"write-a-backend": "folder", "write-a-codec": "deflate", "write-
 TOML = re.compile(r"^```toml\n(.*?)^```\n", re.DOTALL | re.MULTILINE)
 
 
-def test_nothing_on_a_page_for_plugin_authors_is_left_out():
+def test_every_part_of_a_plugin_author_page_is_tested():
     for page in PLUGIN_PAGES:
         text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
         assert "<!-- not run" not in text

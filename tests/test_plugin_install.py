@@ -29,7 +29,7 @@ EXPECTED = {
 }
 
 
-def test_it_is_installed_and_not_found_in_the_sources(environment):
+def test_it_is_installed_not_imported_from_sources(environment):
     done = environment.code("import penstock_example_plugin as p; print(p.__file__)")
     assert Path(done.stdout.strip()).is_relative_to(environment.site)
 
@@ -149,7 +149,7 @@ def foreign(environment):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def test_plugins_for_another_contract_are_listed_as_failed_and_say_why(environment, foreign):
+def test_plugins_for_another_contract_are_listed_with_the_reason(environment, foreign):
     plugins = environment.plugins("--check", check=False)
     failed = {(p["kind"], p["name"]): p["error"] for p in plugins if p["state"] == "failed"}
     kinds = ("backend", "codec", "provider")
@@ -180,7 +180,7 @@ REFUSED = """
 """
 
 
-def test_plugins_for_another_contract_break_nothing_but_what_asks_for_them(environment, foreign):
+def test_plugins_for_another_contract_break_only_their_users(environment, foreign):
     (environment.folder / "penstock.toml").write_text(CONFIG.replace("run.db", "beside.db"))
     saved = environment.code(SAVE)
     for name in foreign:

@@ -125,7 +125,7 @@ def test_no_test_sets_a_constant_of_a_module():
         'run("""\nfrom penstock.core.save import job\njob._POLL_S = 0.0\n""")',
     ],
 )
-def test_every_way_to_set_one_is_noticed(statement):
+def test_every_way_to_set_one_is_found(statement):
     assert constants_set(
         f"from penstock import core\nfrom penstock.core.save import job\n{statement}"
     )
@@ -141,7 +141,7 @@ def test_every_way_to_set_one_is_noticed(statement):
         "waits(poll_s=0.01)",
     ],
 )
-def test_what_is_no_constant_of_ours_may_be_set(statement):
+def test_foreign_constants_may_be_set(statement):
     assert not constants_set(f"import sys\nfrom penstock.core.save import job\n{statement}")
 
 

@@ -128,7 +128,7 @@ def check(may_hold, root):
     ],
 )
 @pytest.mark.parametrize("seeds", [0, pytest.param(4, marks=pytest.mark.slow)])
-def test_what_has_returned_survives_a_cut_at_any_effect(kind, root_is, seeds, base, tmp_path):
+def test_completed_calls_survive_a_cut_at_any_effect(kind, root_is, seeds, base, tmp_path):
     if root_is != "missing":
         (base / ROOT).parent.mkdir()
     watched = Watched(base)
@@ -184,7 +184,7 @@ def test_a_run_in_files_survives_a_cut_at_any_effect(kind, stride, seeds, base, 
 
 
 @pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.slow)])
-def test_files_that_a_crash_leaves_go_with_a_later_prune(stride, base, tmp_path):
+def test_a_later_prune_deletes_files_of_a_crash(stride, base, tmp_path):
     watched = Watched(base)
     with (
         watched.watching(),

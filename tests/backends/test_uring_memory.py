@@ -12,7 +12,7 @@ SIZE = 4 << 20
 
 @pytest.mark.uring
 @pytest.mark.parametrize("direct_io", ["auto", "off"])
-def test_buffers_are_given_back_once_a_call_is_over(tmp_path, direct_io):
+def test_buffers_are_returned_after_a_call(tmp_path, direct_io):
     backend = UringBackend(UringConfig(path=str(tmp_path), direct_io=direct_io))
     source, target = mmap.mmap(-1, SIZE), mmap.mmap(-1, SIZE)
     source[:] = bytes(range(256)) * (SIZE // 256)

@@ -64,7 +64,7 @@ def test_a_frame_is_as_short_as_that_of_zstd():
     ],
     ids=["one byte", "the first two", "all alike", "short", "empty", "two halves"],
 )  # fmt: skip
-def test_what_has_no_such_code_is_left_to_zstd(plane):
+def test_uncodable_planes_are_left_to_zstd(plane):
     assert stored(plane) == b""
 
 
@@ -76,7 +76,7 @@ def test_a_frame_that_has_no_room_is_left_to_zstd():
     assert len(stored(plane, length + 1000)) == length
 
 
-def test_a_plane_that_changes_while_it_is_coded_does_not_write_beyond_its_memory():
+def test_a_plane_that_changes_during_coding_stays_within_its_memory():
     # As if the bytes had been counted before they changed to those with the longest codes.
     counts, bits = np.ones(256, np.int64), np.zeros(256, np.int64)
     counts[:8] = 1 << 20

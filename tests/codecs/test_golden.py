@@ -45,7 +45,7 @@ def write(case):
     (folder / f"{case}.json").write_text(json.dumps(record) + "\n")
 
 
-def test_every_case_has_a_frame_of_the_version_of_today():
+def test_every_case_has_a_frame_of_the_current_version():
     for case in CASES:
         path = folder_of(case) / f"{case}.frame"
         if rewriting() and not path.is_file():  # frames that are there stay as they are, for ever

@@ -57,7 +57,7 @@ def test_plugins_of_the_working_directory_are_not_found(run, tmp_path):
     assert said("-c", f"import os\nos.chdir({str(run)!r})\n{code}", cwd=tmp_path) == NONE
 
 
-def test_a_folder_that_a_file_of_site_packages_names_is_searched(run, tmp_path, monkeypatch):
+def test_a_folder_named_by_a_pth_file_is_searched(run, tmp_path, monkeypatch):
     """As it is where a project is installed in place, and tested from its own root."""
     packages = tmp_path / "site-packages"
     packages.mkdir()
@@ -70,16 +70,14 @@ def test_a_folder_that_a_file_of_site_packages_names_is_searched(run, tmp_path, 
     assert "evil" in names()
 
 
-def test_the_module_that_is_the_command_imports_nothing_of_the_working_directory(run):
+def test_the_command_module_imports_nothing_of_the_working_directory(run):
     told = said("-m", "penstock", "ls", ".", cwd=run, PYTHONPATH="")
     assert "code of the run" not in told
     assert "no checkpoints" in told or "no checkpoint" in told
 
 
 @pytest.mark.parametrize("entry", ["", ".", "{run}"])
-def test_imports_for_a_checkpoint_do_not_look_in_the_working_directory(
-    entry, tmp_path, monkeypatch
-):
+def test_imports_for_a_checkpoint_ignore_the_working_directory(entry, tmp_path, monkeypatch):
     run, packages = tmp_path / "run", tmp_path / "packages"
     for folder in (run, packages):
         folder.mkdir()

@@ -228,7 +228,7 @@ def test_replay_of_a_captured_step_changes_no_save(mode):
 
 
 @pytest.mark.parametrize("same_stream", [True, False])
-def test_fence_orders_changes_after_copies_and_does_not_wait_for_them(stream_gate, same_stream):
+def test_fence_orders_changes_after_copies_without_waiting(stream_gate, same_stream):
     tensor = torch.zeros(1 << 20, device="cuda")
     changing = stream_gate.stream if same_stream else torch.cuda.Stream()
     with checkpointer(memory(), defer="t") as ckpt:
@@ -248,7 +248,7 @@ def test_fence_orders_changes_after_copies_and_does_not_wait_for_them(stream_gat
 
 
 @pytest.mark.parametrize("optimizer", ["foreach", "fused", "momentum"])
-def test_step_of_an_optimizer_waits_on_the_device_only(stream_gate, optimizer):
+def test_optimizer_step_waits_only_on_the_device(stream_gate, optimizer):
     model = nn.Sequential(nn.Linear(64, 300), nn.Linear(300, 64)).cuda()
     optimizer = OPTIMIZERS[optimizer](model.parameters())
     for parameter in model.parameters():
@@ -302,7 +302,7 @@ def test_change_before_the_fence_fails_the_save():
 
 
 @pytest.mark.parametrize("budget", [AMPLE, TINY_BUDGET], ids=["ample", "tiny"])
-def test_async_save_is_over_with_the_device_when_it_returns(budget):
+def test_async_save_leaves_no_device_work_on_return(budget):
     tensor = torch.zeros(1 << 18, device="cuda")
     with checkpointer(memory(), **budget) as ckpt:
         for number in (1, 2):
@@ -367,7 +367,7 @@ def blank(tree):
 
 @MODES
 @pytest.mark.parametrize("budget", [AMPLE, TINY_BUDGET], ids=["ample", "tiny"])
-def test_every_kind_of_tensor_comes_back(mode, budget):
+def test_every_kind_of_tensor_resumes(mode, budget):
     state = every_kind()
     expected = plain(state)
     with checkpointer(memory(), defer=["layouts/**", "small/**"], **budget) as ckpt:

@@ -51,7 +51,7 @@ class LateSource(TensorSource):
         return late
 
 
-def test_a_copy_is_complete_once_those_of_all_pieces_are():
+def test_a_copy_completes_with_those_of_all_pieces():
     tensors, _, expected = made()
     copies = []
     source = PiecesSource([LateSource(tensor, copies) for tensor in tensors])
@@ -77,7 +77,7 @@ def test_a_change_of_any_piece_counts_as_one():
     assert not unknown.steady()
 
 
-def test_pieces_are_held_where_they_are():
+def test_pieces_are_held_in_place():
     tensors, source, expected = made()
     for tensor in tensors:
         tensor.share_memory_()

@@ -93,7 +93,7 @@ def placements_of(mesh_dimensions, dimensions, *, strided):
     [(3,), (2, 2), *(pytest.param(m, marks=pytest.mark.slow) for m in [(2,), (3, 2), (2, 2, 2)])],
     ids=str,
 )
-def test_regions_are_what_distribute_tensor_gave(mesh):
+def test_regions_match_distribute_tensor(mesh):
     """Also where it was cut by strides: refused only where another order would be others'."""
     strided, shapes = ((2, 3), SHAPES) if len(mesh) < 3 else ((2,), SHAPES[::2])
     cases = [
@@ -190,7 +190,7 @@ def held_by_modules(module):
 @pytest.mark.parametrize(
     "mesh", [*(pytest.param(m, marks=pytest.mark.slow) for m in [(2,), (3,)]), (2, 3)], ids=str
 )
-def test_regions_are_what_fully_shard_gave(mesh):
+def test_regions_match_fully_shard(mesh):
     shapes = [(n, m) for n in (1, 2, 3, 5, 6, 7, 13) for m in (1, 3)] + [(4,), (3, 2, 5)]
 
     def work(rank):
@@ -207,7 +207,7 @@ def test_regions_are_what_fully_shard_gave(mesh):
     [(3, 2), *(pytest.param(m, marks=pytest.mark.slow) for m in [(2, 2), (2, 3), (2, 2, 2)])],
     ids=str,
 )
-def test_regions_are_what_fully_shard_gave_behind_tensor_parallelism(mesh):
+def test_regions_match_fully_shard_after_tensor_parallelism(mesh):
     """A copy of a parameter is refused where its rows are not certain, on all ranks alike."""
     names = ("replicate", "dp", "tp")[-len(mesh) :]
     cases = [((n, 3), Shard(0)) for n in range(1, 14)] + [((n, 3), Shard(1)) for n in (4, 7)]
@@ -266,7 +266,7 @@ def test_fully_shard_cuts_after_two_dimensions_of_other_parallelism(mesh, rows):
 @pytest.mark.parametrize(
     "rows", [[7], pytest.param([1, 5, 7, 11, 12], marks=pytest.mark.slow)], ids=str
 )
-def test_fully_shard_on_a_mesh_of_all_dimensions_wherever_its_own_stand(rows):
+def test_fully_shard_on_a_mesh_with_its_dimensions_anywhere(rows):
     placements = [
         [Shard(0), Replicate(), Shard(0)],
         [Replicate(), Replicate(), Shard(0)],
@@ -289,7 +289,7 @@ def test_fully_shard_on_a_mesh_of_all_dimensions_wherever_its_own_stand(rows):
         check_ranks(shape, [known for known, _ in ranks])
 
 
-def test_seven_rows_on_three_by_two_ranks_are_all_there():
+def test_seven_rows_on_three_by_two_ranks_are_complete():
     """Offsets of torch give the last row to nobody."""
 
     def work(rank):
@@ -334,13 +334,13 @@ def test_pending_sums_are_refused():
     assert ".redistribute" in message
 
 
-def test_local_tensor_of_another_size_than_its_share_is_refused():
+def test_local_tensor_unlike_its_share_is_refused():
     message = refusal([Shard(0)], local=(3, 2))
     assert "shape [3, 2], where [2, 2] is its share" in message
     assert "dimension 0 to a multiple of 2" in message
 
 
-def test_order_of_cuts_that_is_not_certain_is_refused():
+def test_ambiguous_order_of_cuts_is_refused():
     message = refusal(
         [_StridedShard(0, split_factor=2), Shard(0)], mesh=(3, 2), local=(2, 2), shape=(7, 2)
     )
@@ -351,7 +351,7 @@ def test_order_of_cuts_that_is_not_certain_is_refused():
 @pytest.mark.skipif(
     not hasattr(_dtensor_spec, "ShardOrderEntry"), reason="needs a torch whose DTensor has an order"
 )
-def test_dimensions_cut_in_an_order_of_their_own_are_refused():
+def test_dimensions_cut_in_a_custom_order_are_refused():
     order = (_dtensor_spec.ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0)),)
     message = refusal([Shard(0), Shard(0)], mesh=(2, 2), local=(1, 2), order=order)
     assert "in an order of its own" in message

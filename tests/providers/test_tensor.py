@@ -56,7 +56,7 @@ LAYOUTS = {
 }
 
 
-def test_every_dtype_comes_back_bit_by_bit(save):
+def test_every_dtype_restores_bit_by_bit(save):
     for dtype in DTYPES:
         tensor = raw(3, 5, dtype=dtype)
         stored = save({"t": tensor, "scalar": tensor[0, 0]})
@@ -97,7 +97,7 @@ def test_contiguous_cpu_memory_is_offered_without_a_copy():
 
 
 @pytest.mark.parametrize("view", ["conj", "neg", "conj neg"])
-def test_conjugate_and_negative_views_store_what_they_show(save, view):
+def test_conjugate_and_negative_views_store_values(save, view):
     tensor = raw(3, 4, dtype=torch.complex64)
     shown = {
         "conj": lambda t: t.conj(),
@@ -131,7 +131,7 @@ def test_source_keeps_the_memory_it_described_when_data_is_assigned(save):
     assert read_source(source) == bits(raw(5))
 
 
-def test_expanded_tensor_is_stored_as_it_looks_and_restored_where_values_agree(save):
+def test_expanded_tensor_is_stored_in_full_and_restored_if_values_agree(save):
     row = raw(1, 4)
     stored = save({"t": row.expand(3, 4)})
     assert len(stored.data["t",]) == 48
@@ -150,7 +150,7 @@ def test_expanded_tensor_is_stored_as_it_looks_and_restored_where_values_agree(s
     [lambda: torch.zeros(1, 4).expand(3, 4), lambda: torch.zeros(6).as_strided((3, 4), (1, 1))],
     ids=["expanded", "overlapping"],
 )
-def test_values_that_disagree_about_one_place_are_an_error_with_the_path(save, target):
+def test_values_that_disagree_on_one_address_are_an_error_with_path(save, target):
     stored = save({"x": {"t": raw(3, 4)}})
     with pytest.raises(RestoreError, match="x/t"):
         stored.restore({"x": {"t": target()}})
@@ -176,7 +176,7 @@ def test_tied_tensors_are_stored_once_and_still_tied_after(save):
     ),
     parameters=st.booleans(),
 )
-def test_tensors_that_are_described_together_are_stored_as_each_by_itself(save, picks, parameters):
+def test_tensors_described_together_are_stored_like_single_ones(save, picks, parameters):
     """Whatever follows whatever: what is known of the tensor before is not taken for this one."""
     turning = raw(3, 4, 5, dtype=torch.complex64)
     bases = [raw(3, 4, 5), raw(3, 4, 5, dtype=torch.int16), turning, turning.conj()]
@@ -198,7 +198,7 @@ def test_tensors_that_are_described_together_are_stored_as_each_by_itself(save, 
     picks=st.lists(st.tuples(st.sampled_from(sorted(LAYOUTS)), st.integers(0, 3)), min_size=1),
     left_out=st.sets(st.integers(0, 5)),
 )
-def test_tensors_that_are_placed_together_are_restored_as_each_by_itself(save, picks, left_out):
+def test_tensors_placed_together_are_restored_like_single_ones(save, picks, left_out):
     def tensors(seed):
         turning = raw(3, 4, 5, dtype=torch.complex64, seed=seed)
         short = raw(3, 4, 5, dtype=torch.int16, seed=seed)
@@ -257,7 +257,7 @@ class Dispatching(torch.Tensor):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_what_is_no_plain_memory_is_refused_with_its_path(save):
+def test_non_plain_memory_is_refused_with_its_path(save):
     stored = save({"a": {"list": [torch.ones(3)]}})
     for make, reason in REFUSED.values():
         with pytest.raises(UnsupportedStateError, match=rf"^a/list/0 .*{reason}"):
@@ -331,7 +331,7 @@ def sampled(tensors, kind=TensorSource):
     return TensorSource.sample(sources, lines)
 
 
-def test_lines_are_the_same_wherever_and_however_a_tensor_lies():
+def test_lines_do_not_depend_on_device_or_layout():
     """Whole ones, some that one view has all lines of and others, and such with gaps."""
     for dtype in DTYPES:
         base = raw(7, 13, 41, dtype=dtype)
@@ -347,7 +347,7 @@ def test_lines_are_the_same_wherever_and_however_a_tensor_lies():
         assert read() == expected, dtype
 
 
-def test_lines_of_memory_that_was_freed_are_refused():
+def test_lines_of_freed_memory_are_refused():
     tensor = torch.ones(64, 64).t()
     source = TensorSource(tensor)
     tensor.untyped_storage().resize_(0)
@@ -357,7 +357,7 @@ def test_lines_of_memory_that_was_freed_are_refused():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["contiguous", "every other", "empty"])
-def test_cuda_lines_are_those_of_the_moment_they_were_asked_for(providers, layout):
+def test_cuda_lines_are_as_of_the_request(providers, layout):
     from penstock.core.tree.describe import describe_tree
 
     base = raw(4, 6, 8)
@@ -378,7 +378,7 @@ def test_cuda_lines_are_those_of_the_moment_they_were_asked_for(providers, layou
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["contiguous", "every other", "empty"])
-def test_cuda_source_gives_the_values_of_the_moment_it_was_described(providers, layout):
+def test_cuda_source_gives_the_values_at_its_description(providers, layout):
     from penstock.core.tree.describe import describe_tree
 
     base = raw(4, 6, 8)
@@ -396,7 +396,7 @@ def test_cuda_source_gives_the_values_of_the_moment_it_was_described(providers, 
 
 
 @pytest.mark.gpu
-def test_cuda_copy_waits_for_what_the_describing_stream_had_queued(providers):
+def test_cuda_copy_waits_for_work_of_the_describing_stream(providers):
     from penstock.core.tree.describe import describe_tree
 
     stream = torch.cuda.Stream()
@@ -462,5 +462,5 @@ def test_another_default_device_or_dtype_changes_nothing(save):
     assert bits(loaded["t"]) == bits(tensor)
 
 
-def test_loaded_tensors_go_to_the_device_asked_for(save):
+def test_loaded_tensors_go_to_the_given_device(save):
     assert save({"t": raw(2, 0)}).load(device="meta")["t"].device.type == "meta"

@@ -464,11 +464,11 @@ def test_suite_catches(tmp_path, waits):
             check(root_of(mutant, tmp_path / name))
 
 
-def test_no_check_is_without_a_defect_that_only_it_is_for():
+def test_every_check_has_a_defect_only_it_finds():
     assert {check for check, _ in MUTANTS.values()} == set(BACKEND_CHECKS)
 
 
-def test_failure_says_what_was_checked(tmp_path):
+def test_failure_names_its_check(tmp_path):
     with pytest.raises(AssertionError, match="the first difference is at 7") as caught:
         check_backend(root_of(MUTANTS["ShortRead"][1], tmp_path))
     note = "while checking that blob of one small request reads back"
@@ -505,7 +505,7 @@ class ModestAndOrdered(AppendsInOrder):
     publish = look_then_put(Good.publish)
 
 
-def test_what_is_not_declared_or_cannot_be_tried_is_left_out_by_name(tmp_path):
+def test_undeclared_or_untestable_features_are_skipped_by_name(tmp_path):
     open_root = refuses_forks(tmp_path, ModestAndOrdered)
     left_out = check_backend(open_root)
     crash = published.what_a_crash_leaves_is_listed_and_can_be_deleted
@@ -522,7 +522,7 @@ def test_what_is_not_declared_or_cannot_be_tried_is_left_out_by_name(tmp_path):
         crash(open_root)
 
 
-def test_what_is_declared_is_checked(tmp_path):
+def test_declarations_are_checked(tmp_path):
     with pytest.raises(AssertionError, match="out of order"):
         blobs.batches_from_threads_read_back(root_of(AppendsInOrder, tmp_path))
 
@@ -554,7 +554,7 @@ def refuses_forks(tmp_path, cls):
     return open_root
 
 
-def test_crash_of_a_process_that_a_signal_ends_is_not_tried(tmp_path):
+def test_crash_of_a_signaled_process_is_not_tried(tmp_path):
     parent = os.getpid()
 
     def open_root(root):

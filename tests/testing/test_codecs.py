@@ -544,7 +544,7 @@ broken(checks.check_other_processes, "KnowsOnlyWhatItEncoded", KnowsOnlyWhatItEn
 # fmt: on
 
 
-def test_a_module_that_checks_its_codec_when_imported_starts_no_process_in_another(monkeypatch):
+def test_a_module_checking_its_codec_on_import_starts_no_nested_process(monkeypatch):
     monkeypatch.setenv("PENSTOCK_TESTING_CODEC_PROCESS", "1")
     checks.check_other_processes(KeyedByItsProcess(GoodConfig()))
 
@@ -577,7 +577,7 @@ def catch(name, sentence=r"\w+ \w+"):
         check(mutant(mutant.Config()))
 
 
-def test_no_check_is_without_a_defect_that_only_it_is_for():
+def test_every_check_has_a_defect_only_it_finds():
     written = {
         check
         for name, check in inspect.getmembers(checks, inspect.isfunction)
@@ -586,12 +586,12 @@ def test_no_check_is_without_a_defect_that_only_it_is_for():
     assert {check for check, _ in MUTANTS.values()} == written
 
 
-def test_a_codec_that_says_nothing_of_its_version_is_told_what_to_write():
+def test_a_codec_without_a_version_learns_what_to_write():
     catch("InheritsItsVersion", "write `api_version = 1` into Silent")
 
 
 @pytest.mark.slow
-def test_lossy_codec_that_says_so_passes():
+def test_declared_lossy_codec_passes():
     checks.check_codec(Coarse(GoodConfig()))
 
 
@@ -609,7 +609,7 @@ class Picky(Good):
         return super().encode(chunk, out, context=context)
 
 
-def test_codec_that_refuses_a_dtype_in_words_passes():
+def test_codec_refusing_a_dtype_clearly_passes():
     checks.check_elements_come_back(Picky(GoodConfig()))
 
 
@@ -627,7 +627,7 @@ class NoEmptyChunks(Good):
         super().decode(frame, out, context=context)
 
 
-def test_no_codec_has_to_know_empty_chunks():
+def test_codecs_need_no_empty_chunks():
     codec = NoEmptyChunks(GoodConfig())
     checks.check_declarations(codec)
     checks.check_round_trips(codec)
@@ -640,7 +640,7 @@ class RefusesItsOwn(Good):
         raise CodecError("the window is too large")
 
 
-def test_a_refused_frame_is_told_by_what_went_in_and_why():
+def test_a_refused_frame_names_its_input_and_reason():
     sentence = (
         r"decode refused the frame of \d+ bytes that encode made of a chunk of 1 bytes: "
         "CodecError: the window is too large"
@@ -672,12 +672,12 @@ FINDINGS = {
 }
 
 
-def test_finding_says_what_was_tried_and_what_came_of_it():
+def test_finding_names_the_attempt_and_its_result():
     for name, sentence in FINDINGS.items():
         catch(name, sentence)
 
 
-def test_a_codec_that_raises_for_what_does_not_suit_it_is_told_to_decline():
+def test_a_codec_that_raises_for_unsuitable_data_learns_to_decline():
     sentence = r"encode of 1 bytes of uint8: CodecError: odd \(.*return penstock.core.abc.DECLINED"
     with pytest.raises(AssertionError, match=sentence):
         checks.check_round_trips(RaisesForOddSizes(GoodConfig()))

@@ -565,12 +565,12 @@ class Silent(StateProvider):
     claims, describe, place, rebuild = Good.claims, Good.describe, Good.place, Good.rebuild
 
 
-def test_a_provider_that_says_nothing_of_its_version_is_told_what_to_write():
+def test_a_provider_without_a_version_learns_what_to_write():
     with pytest.raises(AssertionError, match="write `api_version = 1` into Silent"):
         check(Silent, Mean)
 
 
-def test_a_change_that_changes_nothing_is_no_check():
+def test_a_change_without_effect_is_no_check():
     with pytest.raises(AssertionError, match="`change` changes nothing"):
         check_provider(Mean, lambda mean: mean, equal, providers=_with(Good()))
 
@@ -593,28 +593,28 @@ SLIPS = {
 }
 
 
-def test_slip_of_the_author_is_said_in_words():
+def test_author_mistakes_are_explained():
     for complaint, slip in SLIPS.items():
         given = {"change": change, "equal": equal} | slip
         with pytest.raises(AssertionError, match=complaint):
             check_provider(Mean, providers=_with(Good()), **given)
 
 
-def test_truth_of_torch_is_an_answer_too():
+def test_torch_booleans_are_accepted():
     check_provider(
         Mean, change, lambda a, b: (a.total == b.total).all() & (a.count == b.count),
         providers=_with(Good()),
     )  # fmt: skip
 
 
-def test_load_that_gives_another_type_is_found_unless_it_is_meant():
+def test_load_of_another_type_is_found_unless_declared():
     lists = type("LoadsAList", (Good,), {"rebuild": rebuilt(lambda mean: [mean])})
     with pytest.raises(AssertionError, match=r"load gives a list for a Mean: .* as `loads`"):
         check_provider(Mean, change, equal, providers=_with(lists()))
     check_provider(Mean, change, equal, providers=_with(lists()), loads=list)
 
 
-def test_values_that_give_out_copies_may_say_so():
+def test_values_returning_copies_may_say_so():
     lender = MUTANTS["ClonesItsTensor"][2]
     check_provider(Mean, change, equal, providers=_with(lender()), copies=True)
 
@@ -631,7 +631,7 @@ class RefusesHalves(Good):
         return super().place_mean(value, path, context)
 
 
-def test_what_is_refused_in_words_is_no_breach():
+def test_an_explained_refusal_is_no_breach():
     check(RefusesHalves, Mean)
 
 

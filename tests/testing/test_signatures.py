@@ -65,7 +65,7 @@ def open_without_options(cls, config, /):
         ("read", lambda self, *arguments: None, None),
     ],
 )
-def test_a_member_that_core_cannot_call_is_told_with_both_signatures(name, member, complaint):
+def test_an_uncallable_member_is_reported_with_both_signatures(name, member, complaint):
     odd = type("Odd", (MemoryBackend,), {name: member})(MemoryConfig())
     if complaint is None:
         expect_signatures(odd, Backend)

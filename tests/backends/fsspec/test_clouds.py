@@ -114,7 +114,7 @@ def test_a_run_lives_there(cloud):
         assert ckpt.load(include="small")["small"][1:] == [3, "x"]
 
 
-def test_azure_decides_between_savers(azure):
+def test_azure_arbitrates_savers(azure):
     scheme, options = azure
     backend = {"type": "fsspec", "url": f"{scheme}://{CONTAINER}/race", "options": options}
     start, won, lost = threading.Barrier(4), [], []

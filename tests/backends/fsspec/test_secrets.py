@@ -29,7 +29,7 @@ def everything(error):
 
 @pytest.mark.s3
 @pytest.mark.parametrize("kind", ["denied", "reset", "cut"])
-def test_nothing_of_a_run_shows_the_credentials(proxy, folder, look, caplog, kind):
+def test_no_output_of_a_run_shows_credentials(proxy, folder, look, caplog, kind):
     caplog.set_level(logging.DEBUG, "penstock")
     config = {
         "backend": {
@@ -60,7 +60,7 @@ def test_nothing_of_a_run_shows_the_credentials(proxy, folder, look, caplog, kin
     assert shown(" ".join(told)) == []
 
 
-def test_config_and_backend_do_not_show_them():
+def test_config_and_backend_hide_secrets():
     config = FsspecConfig(url="s3://bucket/run", options=OPTIONS)
     backend = FsspecBackend(config)
     told = f"{config!r} {config} {backend!r} {backend} {backend.url} {vars(backend)}"
@@ -69,7 +69,7 @@ def test_config_and_backend_do_not_show_them():
     assert backend.url == "s3://bucket/run"
 
 
-def test_refusals_do_not_show_them():
+def test_refusals_hide_secrets():
     for spec in [
         f"s3://{SECRETS[0]}:{SECRETS[1]}@bucket/run",
         f"s3://bucket/run?secret={SECRETS[1]}",
@@ -83,7 +83,7 @@ def test_refusals_do_not_show_them():
         assert shown(everything(caught.value)) == []
 
 
-def test_url_of_any_file_system_is_shown_without_them():
+def test_url_of_any_file_system_hides_secrets():
     config = FsspecConfig(url=f"http://user:{SECRETS[2]}@127.0.0.1:9/run")
     with FsspecConfigured(config, attempts=1) as backend:
         assert backend.url == "http://127.0.0.1:9/run"
@@ -111,7 +111,7 @@ def test_names_of_credentials_are_known():
         assert is_secret_name(name)
 
 
-def test_every_text_of_the_options_is_hidden_but_what_is_known_to_be_harmless():
+def test_option_texts_are_hidden_unless_known_to_be_harmless():
     options = {
         "headers": {"X-Whatever": "hunter2"},
         "of_some_store": ["swordfish"],
@@ -157,7 +157,7 @@ class FsspecConfigured:
         self.backend.close()
 
 
-def test_scrubber_takes_out_secrets_users_and_queries():
+def test_scrubber_removes_secrets_users_and_queries():
     scrub = Scrubber(("abc", "abcdef"))
     assert scrub("ftp://me:p/w@host/path") == "ftp://host/path"
     assert scrub("http://host:80/a@b") == "http://host:80/a@b"

@@ -48,7 +48,7 @@ def count_calls(backend, tensors):
         return counting(lambda: ckpt.save(state, 2, mode="blocking").result())
 
 
-def test_a_rank_makes_its_blob_and_its_part_with_a_fixed_number_of_calls(open_lustre, tmp_path):
+def test_a_rank_creates_its_blob_and_part_in_a_fixed_number_of_calls(open_lustre, tmp_path):
     if refusal := DirectAccess("auto", str(tmp_path)).refusal:
         pytest.skip(f"needs a file system with direct I/O: {refusal}")
     backend = open_lustre(writers=2)

@@ -9,7 +9,7 @@ from penstock.backends.lustre import LustreConfig
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "lustre.md"
 
 
-def test_the_table_of_options_is_complete_and_says_the_defaults():
+def test_the_option_table_is_complete_with_defaults():
     rows = re.findall(r"^\| (`[^|]*) \| ([^|]*) \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     said = {name: default for names, default in rows for name in re.findall(r"`(\w+)`", names)}
     fields = {

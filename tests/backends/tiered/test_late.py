@@ -43,7 +43,7 @@ def at_once(waits):
 
 
 @pytest.mark.parametrize("name", ["near", "far"])
-def test_a_tier_that_does_not_answer_keeps_nobody_from_the_other(name, at_once):
+def test_an_unresponsive_tier_does_not_block_the_other(name, at_once):
     places = Places(name)
     backend = places.tiered()
     with pytest.raises(StorageError, match=f"tier {'fast' if name == 'near' else 'durable'} .*"):
@@ -56,7 +56,7 @@ def test_a_tier_that_does_not_answer_keeps_nobody_from_the_other(name, at_once):
     backend.close()
 
 
-def test_it_is_opened_when_it_answers_and_closed_with_the_others(at_once):
+def test_an_absent_tier_opens_later_and_closes_with_the_rest(at_once):
     places = Places("near")
     backend = places.tiered()
     assert backend.url.startswith("tiered(a folder (not open yet), memory://")
@@ -77,7 +77,7 @@ def test_it_is_opened_when_it_answers_and_closed_with_the_others(at_once):
             one.list("")
 
 
-def test_closing_does_not_wait_for_a_try_that_hangs(at_once):
+def test_closing_does_not_wait_for_a_hung_try(at_once):
     """What it opens all the same is closed."""
     places = Places("near")
     backend = places.tiered()
@@ -107,7 +107,7 @@ def test_closing_does_not_wait_for_a_try_that_hangs(at_once):
         places.open["near"].list("")
 
 
-def test_one_that_turns_out_to_be_the_other_place_is_not_used(at_once, tmp_path):
+def test_a_tier_with_the_root_of_the_other_is_not_used(at_once, tmp_path):
     away = True
 
     def open_backend(spec):
@@ -124,7 +124,7 @@ def test_one_that_turns_out_to_be_the_other_place_is_not_used(at_once, tmp_path)
     backend.close()
 
 
-def test_it_is_not_tried_again_by_each_call(waits):
+def test_not_every_call_retries_it(waits):
     waits(tier_reopen_s=3600.0)
     places = Places("near")
     backend = places.tiered()
@@ -137,13 +137,13 @@ def test_it_is_not_tried_again_by_each_call(waits):
         backend.free_bytes()
 
 
-def test_where_none_answers_nothing_is_opened():
+def test_without_any_reply_opening_fails():
     with pytest.raises(StorageError, match="near does not answer"):
         Places("near", "far").tiered()
 
 
 @pytest.mark.parametrize("error", [CapabilityError, ConfigError])
-def test_what_will_not_do_is_refused_at_once(error):
+def test_invalid_tiers_fail_at_once(error):
     places = Places("far", error=error)
     with pytest.raises(error):
         places.tiered()
@@ -151,6 +151,6 @@ def test_what_will_not_do_is_refused_at_once(error):
         places.open["near"].list("")
 
 
-def test_that_it_is_not_there_is_said(at_once, caplog):
+def test_absent_tier_is_logged(at_once, caplog):
     Places("far").tiered().close()
     assert "going on without it until it can be: far does not answer" in caplog.text

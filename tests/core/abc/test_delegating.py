@@ -55,7 +55,7 @@ def read(store, name):
     return bytes(target)
 
 
-def test_each_call_passes_the_hook_once_and_reaches_the_inner_backend(store):
+def test_each_call_runs_the_hook_once_and_reaches_the_inner_backend(store):
     inner = store.inner
     target, later = bytearray(3), bytearray(3)
     writer = store.create("blob", size_hint=3)
@@ -110,7 +110,7 @@ class Doubling(BlobWriter):
         self._inner.abort()
 
 
-def test_a_writer_of_a_subclass_is_used_for_background_batches_too(store):
+def test_background_batches_use_the_writer_of_a_subclass(store):
     writer = Doubling(store.create("blob"))
     store.submit_write(writer, [WriteRequest(0, (memoryview(b"ab"),))]).result(60)
     writer.seal(2)

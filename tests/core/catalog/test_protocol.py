@@ -173,7 +173,7 @@ def scenario(name):
 
 
 @pytest.mark.parametrize("scenario", [scenario(name) for name in SCENARIOS])
-def test_no_order_of_steps_breaks_a_promise(scenario):
+def test_no_interleaving_breaks_a_promise(scenario):
     explored = Search(scenario).run()
     assert explored.states > 100
     print(f"{explored.states} states; told at the end: {sorted(explored.told)}")
@@ -336,7 +336,7 @@ def test_the_assumption_is_needed_that_a_record_lands_within_half_the_grace_time
 # -- the table -------------------------------------------------------------------------------------
 
 
-def test_the_page_shows_the_table_as_it_is():
+def test_the_page_matches_the_table():
     page = Path(__file__).parents[3] / "docs/design/commit-protocol.md"
     assert table() in page.read_text()
 
@@ -351,7 +351,7 @@ def table():
     return "\n".join(lines)
 
 
-def test_from_every_state_of_the_table_a_save_can_end():
+def test_a_save_can_end_from_every_state():
     ends = {Action.DONE, Action.FAIL_MAY_DELETE, Action.FAIL_KEEP, Action.FAIL_LOST_RACE}
     ends |= {Action.FAIL_UNKNOWN}
     ending = {State.COMMITTED, State.ABORTED}

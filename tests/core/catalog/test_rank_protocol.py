@@ -100,7 +100,7 @@ ALL = [
 
 
 @pytest.mark.parametrize("scenario", ALL)
-def test_no_order_of_the_steps_of_ranks_breaks_a_promise(scenario):
+def test_no_interleaving_of_ranks_breaks_a_promise(scenario):
     explored = Search(scenario, limit=1_200_000).run()
     told = {word for words in explored.told for word in words}
     assert {"success", "aborted"} <= told

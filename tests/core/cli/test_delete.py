@@ -90,7 +90,7 @@ def publish(root, *records):
 # -- delete -------------------------------------------------------------------------------------
 
 
-def test_delete_takes_the_steps_and_says_what_that_freed(call, run):
+def test_delete_removes_steps_and_reports_freed_bytes(call, run):
     done = call("delete", run, 3, 1, 1, "--yes")
     assert (done.code, done.err) == (0, "")
     assert "step 1 deleted: " in done.out
@@ -104,7 +104,7 @@ def test_delete_takes_the_steps_and_says_what_that_freed(call, run):
     assert stored(run) == 0
 
 
-def test_delete_dry_run_says_the_same_and_changes_nothing(call, run):
+def test_delete_dry_run_prints_the_same_changes_nothing(call, run):
     before = tree_of(run)
     said = call("delete", run, 1, 2, "--dry-run", "--json").json
     assert tree_of(run) == before
@@ -115,7 +115,7 @@ def test_delete_dry_run_says_the_same_and_changes_nothing(call, run):
     assert did["bytes_freed"] > 40_000
 
 
-def test_delete_where_nobody_can_be_asked_wants_yes(call, run, monkeypatch):
+def test_delete_without_a_terminal_needs_yes(call, run, monkeypatch):
     with Path(os.devnull).open() as nothing:
         monkeypatch.setattr("sys.stdin", nothing)
         done = call("delete", run, 1)
@@ -134,7 +134,7 @@ def test_delete_refuses_the_last_checkpoint_without_force(call, run):
     assert steps(run) == []
 
 
-def test_damaged_checkpoint_does_not_count_as_one_that_is_left(call, run):
+def test_damaged_checkpoint_does_not_count_as_remaining(call, run):
     (run / "commits" / "00000003-0.json").write_bytes(b"nonsense\n")
     assert call("delete", run, 1, 2, "--yes").code == 1
     assert steps(run) == [1, 2, 3]
@@ -161,7 +161,7 @@ OLD, YOUNG = "1" * 32, "2" * 32
 DAY_S = 86400
 
 
-def test_prune_takes_old_leftovers_and_leaves_young_ones(call, run):
+def test_prune_deletes_old_leftovers_and_keeps_young(call, run):
     broken_save(run, OLD, seconds=DAY_S + 100)
     broken_save(run, YOUNG, seconds=DAY_S - 100)
     before = tree_of(run)
@@ -181,7 +181,7 @@ def test_prune_takes_old_leftovers_and_leaves_young_ones(call, run):
     assert call("verify", run, "--all").code == 0
 
 
-def test_prune_with_a_short_grace_wants_yes_before_it_takes_anything(call, run, monkeypatch):
+def test_prune_with_a_short_grace_needs_yes_to_delete_anything(call, run, monkeypatch):
     broken_save(run, YOUNG, seconds=3700)
     with Path(os.devnull).open() as nothing:
         monkeypatch.setattr("sys.stdin", nothing)
@@ -194,7 +194,7 @@ def test_prune_with_a_short_grace_wants_yes_before_it_takes_anything(call, run, 
     assert not (run / "data" / YOUNG).exists()
 
 
-def test_prune_takes_nothing_while_a_record_is_unreadable(call, run):
+def test_prune_deletes_nothing_if_a_record_is_unreadable(call, run):
     broken_save(run, OLD, seconds=DAY_S * 2)
     (run / "commits" / "00000002-0.json").write_bytes(b"nonsense\n")
     done = call("prune", run)
@@ -206,7 +206,7 @@ def test_prune_takes_nothing_while_a_record_is_unreadable(call, run):
     assert (run / "data" / OLD).exists()
 
 
-def test_a_run_that_is_copied_data_first_loses_nothing_to_prune(call, run, tmp_path):
+def test_a_run_copied_data_first_loses_nothing_to_prune(call, run, tmp_path):
     age(run, 3 * DAY_S)
     target = tmp_path / "copy"
     shutil.copytree(run / "data", target / "data")
@@ -232,7 +232,7 @@ def test_a_run_that_is_copied_data_first_loses_nothing_to_prune(call, run, tmp_p
     assert call("ls", target, "--json").json["unrecorded"] == {}
 
 
-def test_prune_all_asks_and_takes_what_may_lack_its_record(call, run, monkeypatch):
+def test_prune_all_asks_and_deletes_possible_orphans(call, run, monkeypatch):
     age(run, 3 * DAY_S)
     shutil.rmtree(run / "commits")
     with Path(os.devnull).open() as nothing:
@@ -243,7 +243,7 @@ def test_prune_all_asks_and_takes_what_may_lack_its_record(call, run, monkeypatc
     assert not stored(run)
 
 
-def test_delete_refuses_the_last_step_that_has_its_data(call, run):
+def test_delete_refuses_the_last_step_with_its_data(call, run):
     """The newer ones are listed, and have lost a blob."""
     with penstock.Checkpointer(f"posix://{run}") as ckpt:
         for step in (2, 3):
@@ -256,14 +256,14 @@ def test_delete_refuses_the_last_step_that_has_its_data(call, run):
     assert steps(run) == [1]
 
 
-def test_grace_that_is_no_time_is_a_wrong_call(call, tmp_path):
+def test_invalid_grace_time_is_a_wrong_call(call, tmp_path):
     for text in ["", "h", "-1h", "1w", "1 h 30 min", "1e3", "nan"]:
         done = call("prune", tmp_path, f"--grace={text}")
         assert done.code == 2
         assert "--grace" in done.err
 
 
-def test_delete_of_a_step_that_is_not_there_deletes_none(call, run):
+def test_delete_of_a_missing_step_deletes_none(call, run):
     done = call("delete", run, 1, 7, "--yes")
     assert done.code == 1
     assert "no checkpoint of step 7" in done.err
@@ -278,7 +278,7 @@ def test_delete_frees_nothing_while_another_record_is_unreadable(call, run):
     assert steps(run) == [2, 3]
 
 
-def test_delete_takes_every_generation_of_a_step(call, tmp_path):
+def test_delete_drops_every_generation_of_a_step(call, tmp_path):
     uids = ("a" * 32, "b" * 32, "c" * 32)
     publish(
         tmp_path,
@@ -294,7 +294,7 @@ def test_delete_takes_every_generation_of_a_step(call, tmp_path):
     assert steps(tmp_path) == [2]
 
 
-def test_prune_counts_what_overwritten_generations_free(call, tmp_path):
+def test_prune_counts_bytes_of_overwritten_generations(call, tmp_path):
     root, before = tmp_path / "run", tmp_path / "before"
     with penstock.Checkpointer(f"posix://{root}") as ckpt:
         old = ckpt.save({"w": torch.zeros(500)}, 1, mode="blocking").result().uid

@@ -47,7 +47,7 @@ def saved(tmp_path_factory):
     return folder
 
 
-def test_times_are_those_of_events_and_of_records_elsewhere(saved):
+def test_times_come_from_events_or_else_from_records(saved):
     facts = gather(f"posix://{saved}/run", None, [str(saved / "events.jsonl")])
     lines = (saved / "events.jsonl").read_text().splitlines()
     durable = {e["step"]: e for e in map(json.loads, lines[:-1]) if e["kind"] == "durable"}
@@ -68,7 +68,7 @@ def test_times_are_those_of_events_and_of_records_elsewhere(saved):
     assert [step for step, _ in report.gaps_of(facts)] == [2, 4]
 
 
-def test_lines_that_are_no_events_are_counted(tmp_path):
+def test_lines_other_than_events_are_counted(tmp_path):
     file = tmp_path / "events.jsonl"
     file.write_text('[]\n{"kind": "durable", "uid": "a"}\n{"kind": "started"}\nx\n')
     assert read_events([str(file)]) == ({}, 3)
@@ -97,7 +97,7 @@ def test_without_plotly_the_extra_is_named(call, saved, tmp_path, monkeypatch):
     assert not [*tmp_path.iterdir()]
 
 
-def test_what_is_at_out_is_kept_unless_it_is_to_be_replaced(call, saved, tmp_path):
+def test_an_existing_out_is_kept_unless_replace_is_given(call, saved, tmp_path):
     out = tmp_path / "out.html"
     out.write_text("mine")
     done = call("report", saved / "run", out)

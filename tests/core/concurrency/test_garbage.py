@@ -29,7 +29,7 @@ class Node:
         self.me = self
 
 
-def test_many_objects_of_a_hold_are_not_visited_behind_it(visited):
+def test_objects_of_a_hold_are_not_visited_after_it(visited):
     with collections_held:
         made = [[] for _ in range(MANY)]
         cycle = weakref.ref(Node())
@@ -41,7 +41,7 @@ def test_many_objects_of_a_hold_are_not_visited_behind_it(visited):
     assert cycle() is None
 
 
-def test_what_the_user_has_frozen_stays_frozen(visited):
+def test_objects_the_user_froze_stay_frozen(visited):
     gc.freeze()
     frozen = gc.get_freeze_count()
     with collections_held:

@@ -12,7 +12,7 @@ from penstock.core.concurrency.latch import Latch
 from penstock.core.reporting.reports import Outcome
 
 
-def test_it_opens_once_for_all_who_wait_and_for_who_comes_later():
+def test_it_opens_once_for_all_present_and_later_waiters():
     latch = Latch()
     assert not latch.is_open
     assert not latch.wait(0)
@@ -72,7 +72,7 @@ def interrupted_at(number, wait, then):
 
 
 @pytest.mark.parametrize("kind", ["latch", "outcome"])
-def test_an_interrupted_wait_never_keeps_others_from_ending_it(kind):
+def test_an_interrupted_wait_never_blocks_other_waiters(kind):
     """Ctrl-C at every single bytecode of a wait."""
     number = 0
     interrupted = True

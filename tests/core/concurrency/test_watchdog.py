@@ -41,7 +41,7 @@ def left_behind(name):
     return [thread for thread in threading.enumerate() if thread.name == f"penstock-{name}"]
 
 
-def test_a_deadline_comes_once_and_a_watchdog_is_put_off_by_each_progress():
+def test_a_deadline_fires_once_and_progress_postpones_a_watchdog():
     clock = ShiftedClock()
     deadline, watchdog = Deadline(10.0, clock), Watchdog(10.0, clock)
     clock.ahead_s = 9.0
@@ -57,7 +57,7 @@ def test_a_deadline_comes_once_and_a_watchdog_is_put_off_by_each_progress():
     assert watchdog.is_over()
 
 
-def test_a_call_that_hangs_ends_at_its_deadline_and_leaves_its_thread_behind(hang):
+def test_a_hung_call_ends_at_its_deadline_and_abandons_its_thread(hang):
     clock = ShiftedClock(lambda: 1000.0 if hang.begun.is_set() else 0.0)
     deadline = Deadline(60, clock)
     cancelled, others = [], {*left_behind("ask")}  # those of other tests
@@ -71,7 +71,7 @@ def test_a_call_that_hangs_ends_at_its_deadline_and_leaves_its_thread_behind(han
     assert thread.daemon  # no interpreter waits for it
 
 
-def test_a_call_that_moves_is_not_given_up():
+def test_a_progressing_call_is_awaited():
     clock = ShiftedClock()
     watchdog = Watchdog(10.0, clock)
     looks = threading.Semaphore(0)
@@ -124,7 +124,7 @@ def test_ctrl_c_cancels_the_call_and_waits_for_its_end():
 
 
 @pytest.mark.parametrize("how", ["one", "all"])
-def test_an_error_keeps_nothing_alive_once_it_was_handled(how):
+def test_a_handled_error_keeps_nothing_alive(how):
     class Held:
         pass
 

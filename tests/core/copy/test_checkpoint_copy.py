@@ -164,7 +164,7 @@ def test_source_is_only_read(saved, workers):
 
 
 @pytest.mark.parametrize("buffer_bytes", [1, 3 * 4096, SMALL, 1 << 20])
-def test_memory_stays_within_the_buffers_and_is_given_back(saved, workers, buffer_bytes):
+def test_memory_stays_within_the_buffers_and_is_returned(saved, workers, buffer_bytes):
     copy, allocated = None, []
 
     def look(_):
@@ -188,7 +188,7 @@ def test_record_comes_last_and_blobs_before_the_manifest(saved, workers):
     assert all(n > last_seal for n, (_, name) in enumerate(effects) if "/parts/" in name)
 
 
-def test_copy_that_is_there_already_is_left_alone(saved, workers):
+def test_existing_copy_is_left_alone(saved, workers):
     target = memory()
     copy_of(saved, target, workers).run()
     before = dict(target._store.blobs)
@@ -199,7 +199,7 @@ def test_copy_that_is_there_already_is_left_alone(saved, workers):
     assert target._store.blobs | {name: None} == before | {name: None}
 
 
-def test_copy_of_what_lost_its_data_at_the_target_is_made_again(saved, workers):
+def test_copy_that_lost_its_data_at_the_target_is_made_again(saved, workers):
     target = memory()
     copy_of(saved, target, workers).run()
     blob = next(name for name in target._store.blobs if "/blobs/" in name)
@@ -282,7 +282,7 @@ def test_damage_anywhere_in_the_manifest_is_found(own, workers, place):
         assert target.list("") == []
 
 
-def test_source_that_is_deleted_meanwhile_is_gone_and_not_damaged(own, workers):
+def test_source_deleted_meanwhile_is_gone_not_damaged(own, workers):
     watched, target = FaultyBackend(own), FaultyBackend(memory())
     copy = copy_of(watched, target, workers)
     with failing(copy, target, "create", error=CheckpointGoneError):
@@ -293,7 +293,7 @@ def test_source_that_is_deleted_meanwhile_is_gone_and_not_damaged(own, workers):
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-def test_copy_goes_on_wherever_it_crashed(saved, workers, tmp_path, after):
+def test_copy_resumes_after_any_crash(saved, workers, tmp_path, after):
     """Crashes at every change of the target, which never lists half of a checkpoint."""
     uid, whole, crashes, kept = Catalog(saved).record(STEP).uid, contents(saved), 0, 0
     while True:
@@ -330,7 +330,7 @@ def test_sealed_blob_is_read_but_not_copied_again(saved, workers):
 
 
 @pytest.mark.parametrize("kind", ["raw", "enc"])
-def test_sealed_blob_that_was_damaged_since_is_copied_again(saved, workers, kind):
+def test_sealed_blob_damaged_since_is_copied_again(saved, workers, kind):
     target = FaultyBackend(memory())
     target.fail("publish", match="/parts/")
     with pytest.raises(StorageError):
@@ -345,7 +345,7 @@ def test_sealed_blob_that_was_damaged_since_is_copied_again(saved, workers, kind
     assert contents(target) == contents(saved)
 
 
-def test_blob_of_which_nobody_knows_whether_it_is_durable_is_copied_again(saved, workers):
+def test_blob_of_unknown_durability_is_copied_again(saved, workers):
     target = memory()
     release_lease(target, Catalog(saved).record(STEP).uid)
     for name in blobs_of(saved):
@@ -355,7 +355,7 @@ def test_blob_of_which_nobody_knows_whether_it_is_durable_is_copied_again(saved,
     assert contents(target) == contents(saved)
 
 
-def test_what_prune_may_take_at_any_moment_is_not_built_on(saved, workers, tmp_path):
+def test_data_that_prune_may_delete_is_not_reused(saved, workers, tmp_path):
     with closing(files(tmp_path)) as inner:
         target = FaultyBackend(inner)
         target.fail("publish", match="/parts/")
@@ -368,7 +368,7 @@ def test_what_prune_may_take_at_any_moment_is_not_built_on(saved, workers, tmp_p
         assert contents(target) == contents(saved)
 
 
-def test_cancelled_copy_ends_leaves_no_record_and_can_go_on(saved, workers):
+def test_cancelled_copy_leaves_no_record_and_can_resume(saved, workers):
     target = FaultyBackend(memory())
     copy = copy_of(saved, target, workers)
     with failing(copy, target, "write", nth=3, error=SaveAbortedError, text="copy again"):
@@ -378,7 +378,7 @@ def test_cancelled_copy_ends_leaves_no_record_and_can_go_on(saved, workers):
     assert contents(target) == contents(saved)
 
 
-def test_copy_that_is_cancelled_right_before_the_record_is_not_committed(saved, workers):
+def test_copy_cancelled_right_before_the_record_is_not_committed(saved, workers):
     target = FaultyBackend(memory())
     copy = copy_of(saved, target, workers)
     with failing(
@@ -391,7 +391,7 @@ def test_copy_that_is_cancelled_right_before_the_record_is_not_committed(saved, 
 @pytest.mark.parametrize(
     "operation", ["create", "write", "seal", "publish", "read", "stat", "list"]
 )
-def test_failing_target_leaves_no_record_and_the_next_copy_goes_on(saved, workers, operation):
+def test_failing_target_leaves_no_record_and_the_next_copy_resumes(saved, workers, operation):
     target = FaultyBackend(memory())
     match = {"publish": "/index", "read": "copy.json"}.get(operation, "")
     target.fail(operation, match=match, times=None)
@@ -420,7 +420,7 @@ def test_blob_that_vanishes_before_the_record_is_noticed(saved, workers):
 # -- others at the same time --------------------------------------------------------------------
 
 
-def test_prune_at_the_target_leaves_a_copy_under_way_alone(saved, workers):
+def test_prune_at_the_target_spares_a_copy_in_flight(saved, workers):
     target = FaultyBackend(memory())
     with ThreadPoolExecutor(1) as pool:
         with holding(target, "seal") as fault:
@@ -444,7 +444,7 @@ def test_copy_whose_intent_was_pruned_is_not_committed(saved, workers):
         target.inner.delete([intent_name(Catalog(saved).record(STEP).uid)])
 
 
-def test_second_copy_at_the_same_time_is_refused(saved, workers):
+def test_concurrent_second_copy_is_refused(saved, workers):
     target = FaultyBackend(memory())
     with ThreadPoolExecutor(1) as pool:
         with holding(target, "write", nth=2) as fault:
@@ -468,7 +468,7 @@ def lease_of_another_machine(uid):
 
 
 @pytest.mark.parametrize("age_s", [SILENT_S + 60, -SILENT_S - 60], ids=["old", "of the future"])
-def test_silent_lease_of_another_machine_ends_by_itself(saved, workers, tmp_path, age_s):
+def test_silent_lease_of_another_machine_expires(saved, workers, tmp_path, age_s):
     name, lease = lease_of_another_machine(Catalog(saved).record(STEP).uid)
     with closing(files(tmp_path)) as target:
         target.publish(name, lease)
@@ -510,7 +510,7 @@ def test_copy_that_lost_its_lease_after_its_last_blob_is_not_committed(saved, wo
         target.inner.publish(name, lease)
 
 
-def test_copy_whose_store_went_away_holds_up_nobody_of_its_own_process(saved, workers):
+def test_copy_that_lost_its_store_blocks_nothing_in_its_process(saved, workers):
     target = FaultyBackend(memory())
     target.fail("seal", times=None)
     target.fail("publish", nth=2, times=None, match="copy.json")  # nor can it say so
@@ -522,7 +522,7 @@ def test_copy_whose_store_went_away_holds_up_nobody_of_its_own_process(saved, wo
     assert contents(target) == contents(saved)
 
 
-def test_unreadable_lease_holds_nobody_up_and_proves_nothing(saved, workers):
+def test_unreadable_lease_blocks_nothing_and_proves_nothing(saved, workers):
     target = memory()
     target.publish(lease_name(Catalog(saved).record(STEP).uid), b"\xff nonsense")
     assert copy_of(saved, target, workers).run().bytes_kept == 0
@@ -532,7 +532,7 @@ def test_unreadable_lease_holds_nobody_up_and_proves_nothing(saved, workers):
 # -- what the target has at that step -------------------------------------------------------------
 
 
-def test_other_checkpoint_at_that_step_stands(saved, workers):
+def test_other_checkpoint_at_that_step_stays(saved, workers):
     target = memory()
     save(target, STEP, seed=9)
     before = contents(target)
@@ -541,7 +541,7 @@ def test_other_checkpoint_at_that_step_stands(saved, workers):
     assert contents(target) == before
 
 
-def test_higher_generation_replaces_what_is_there(own, workers):
+def test_higher_generation_replaces_a_lower_one(own, workers):
     target = memory()
     copy_of(own, target, workers).run()
     save(own, STEP, seed=4, overwrite=True)
@@ -550,7 +550,7 @@ def test_higher_generation_replaces_what_is_there(own, workers):
     assert contents(target) == contents(own)
 
 
-def test_generation_that_the_target_has_replaced_is_refused(own, workers):
+def test_generation_replaced_at_the_target_is_refused(own, workers):
     target = memory()
     save(target, STEP, seed=1)
     save(target, STEP, seed=2, overwrite=True)
@@ -596,14 +596,14 @@ def test_a_uid_that_the_target_has_at_another_step_is_refused(own, workers, cras
     )
 
 
-def test_a_uid_of_which_the_target_has_data_that_no_copy_brought_is_refused(own, workers):
+def test_a_uid_with_target_data_from_no_copy_is_refused(own, workers):
     """It may be that of a save that is under way there."""
     evil = forged(own)
     own.delete([commit_name(STEP, 0)])
     refused_without_a_trace(evil, own, workers, BusyError, step=STEP, match="no copy wrote it")
 
 
-def test_another_checkpoint_with_the_uid_of_the_targets_is_refused(own, workers):
+def test_another_checkpoint_with_the_target_uid_is_refused(own, workers):
     refused_without_a_trace(
         forged(own), own, workers, StepExistsError, step=STEP, match="tampered with"
     )
@@ -617,7 +617,7 @@ def test_another_checkpoint_with_the_uid_of_the_targets_is_refused(own, workers)
     ("comes_as", "before"),
     [("intent.json", "/copy.json"), ("intent.json", "/intent.json"), ("index", "/parts/")],
 )
-def test_what_comes_while_a_copy_takes_its_lease_is_not_replaced(saved, workers, comes_as, before):
+def test_data_that_appears_during_lease_acquisition_stays(saved, workers, comes_as, before):
     uid = Catalog(saved).record(STEP).uid
     name = f"{data_prefix(uid)}{comes_as}"
 
@@ -646,7 +646,7 @@ def spoil(store, name):
     store._store.blobs[name] = replace(blob, data=data)
 
 
-def test_a_copy_is_not_given_up_for_a_source_that_is_damaged_itself(saved, workers):
+def test_a_good_copy_is_kept_if_the_source_is_damaged(saved, workers):
     """Each has lost another blob: what is left of both is all that there is."""
     source, target = memory(), memory()
     copy_of(saved, source, workers).run()
@@ -659,7 +659,7 @@ def test_a_copy_is_not_given_up_for_a_source_that_is_damaged_itself(saved, worke
     assert target._store.blobs == before
 
 
-def test_another_run_of_a_lower_generation_is_replaced_only_where_that_is_wanted(saved, workers):
+def test_another_run_of_a_lower_generation_is_replaced_only_on_request(saved, workers):
     target = memory()
     with checkpointer(target) as ckpt:
         ckpt.save(make_state(3), STEP).result()
@@ -672,7 +672,7 @@ def test_another_run_of_a_lower_generation_is_replaced_only_where_that_is_wanted
     assert Catalog(target).record(STEP).uid == record.uid
 
 
-def test_copy_confirms_a_record_that_an_earlier_try_could_not_sync(saved, workers):
+def test_copy_confirms_a_record_that_an_earlier_try_failed_to_sync(saved, workers):
     target = FaultyBackend(memory())
     target.fail("publish", UnsyncedError("no sync"), match="commits/", late=True)
     with pytest.raises(CommitUnknownError):
@@ -684,7 +684,7 @@ def test_copy_confirms_a_record_that_an_earlier_try_could_not_sync(saved, worker
 
 
 @pytest.mark.parametrize("kind", ["raw", "enc"])
-def test_blob_that_is_cut_off_or_missing_is_damage(own, workers, kind):
+def test_truncated_or_missing_blob_is_damage(own, workers, kind):
     (name,) = [n for n in blobs_of(own) if n.endswith(kind)]
     data = contents(own)[name]
     for bytes_left in (data[:-1], None):
@@ -707,7 +707,7 @@ def test_sealed_blob_may_be_trusted(saved, workers):
     assert contents(target) == contents(saved)
 
 
-def test_copy_that_was_cancelled_before_does_nothing(saved, workers):
+def test_copy_cancelled_beforehand_does_nothing(saved, workers):
     target = FaultyBackend(memory())
     copy = copy_of(saved, target, workers)
     copy.cancel()
@@ -738,7 +738,7 @@ def test_cancel_ends_a_copy_that_waits_for_its_turn(saved, workers):
     assert Catalog(target).steps() == []
 
 
-def test_a_record_that_is_known_to_be_durable_is_not_published_again(saved, workers):
+def test_a_record_known_to_be_durable_is_not_published_again(saved, workers):
     """It could replace what was saved at that step since it was looked at."""
     target = FaultyBackend(memory())
     copy_of(saved, target, workers).run()

@@ -56,7 +56,7 @@ def test_a_record_that_changes_after_it_was_verified_is_not_copied(which, source
     assert Catalog(target).steps() == []
 
 
-def test_a_copy_that_fails_is_over_when_nothing_uses_its_buffers(source):
+def test_a_failed_copy_ends_once_its_buffers_are_unused(source):
     """An abort, which comes behind that, must not meet a write that is under way."""
     go, met = threading.Event(), []
 
@@ -145,7 +145,7 @@ def stopping(source, late, where):
 
 @pytest.mark.parametrize("opened", [on_files, by_fsspec])
 @pytest.mark.parametrize("stopped_in", ["read", "seal"])
-def test_a_copy_that_wakes_late_leaves_the_blobs_of_the_next_one_alone(
+def test_a_copy_that_wakes_late_spares_the_blobs_of_the_next_one(
     opened, stopped_in, source, tmp_path
 ):
     """Its writers are given up when its store is closed, long after it has lost its lease."""
@@ -167,7 +167,7 @@ def test_a_copy_that_wakes_late_leaves_the_blobs_of_the_next_one_alone(
         assert contents(after) == contents(source)
 
 
-def test_a_copy_whose_lease_took_too_long_to_be_noted_deletes_nothing(source, waits):
+def test_a_copy_whose_lease_was_published_late_deletes_nothing(source, waits):
     """It was about to delete what an earlier copy left unfinished."""
     target = memory()
     failing = FaultyBackend(target)
@@ -193,7 +193,7 @@ def test_a_copy_whose_lease_took_too_long_to_be_noted_deletes_nothing(source, wa
     assert [info.name for info in target.list(f"{data_prefix(uid)}blobs/")] == blobs
 
 
-def test_a_copy_ends_no_lease_but_its_own(source):
+def test_a_copy_ends_only_its_own_lease(source):
     target = memory()
     lease = Lease(target, "a" * 32, Timing())
     lease.take()

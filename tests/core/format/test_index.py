@@ -116,7 +116,7 @@ def test_a_thousand_regular_shards_take_less_than_two_bytes_each():
 
 
 @given(st.data())
-def test_no_flipped_bit_goes_unseen(data):
+def test_every_flipped_bit_is_found(data):
     encoded = encode_index(UID, [table_of([whole(range(20))])])
     at = data.draw(st.integers(0, len(encoded.data) * 8 - 1))
     bad = bytearray(encoded.data)
@@ -126,7 +126,7 @@ def test_no_flipped_bit_goes_unseen(data):
 
 
 @pytest.mark.parametrize("change", [{"head_length": 0}, {"length": 10**6}, {"head_length": 30}])
-def test_a_head_that_does_not_fit_its_index_is_refused(change):
+def test_a_head_that_contradicts_its_index_is_refused(change):
     encoded = encode_index(UID, [table_of([whole(range(20))])])
     reads = Reads(encoded)
     reads.entry = replace(encoded.entry, **change)
@@ -134,14 +134,14 @@ def test_a_head_that_does_not_fit_its_index_is_refused(change):
         reads.reader()
 
 
-def test_an_index_that_a_store_cuts_short_is_refused():
+def test_an_index_truncated_by_a_store_is_refused():
     encoded = encode_index(UID, [table_of([whole(range(50_000))])])
     with pytest.raises(FormatError, match="read whole"):
         find(Reads(encoded, encoded.data[:1000]).reader(whole_bytes=0), 49_999)
 
 
 @given(st.lists(st.lists(shards, max_size=9), max_size=5))
-def test_a_table_comes_back(sections):
+def test_table_round_trips(sections):
     table = table_of(sections)
     again = load_table(dump_table(table), "x", count=len(table))
     assert listed(again) == listed(table)
@@ -158,7 +158,7 @@ def test_a_table_comes_back(sections):
         (3 * 17, 0x40, "out of bounds"),
     ],
 )
-def test_a_table_that_lies_is_refused(at, byte, complaint):
+def test_a_lying_table_is_refused(at, byte, complaint):
     table = table_of([[(1, Region((5,), (6,))), (2, True)], [(3, False)]])
     raw = bytearray(dump_table(table))
     raw[at] = byte

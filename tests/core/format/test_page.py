@@ -59,11 +59,11 @@ def record(example):
     return decode_commit(example["commit"], commit_name(100, 0))
 
 
-def test_the_page_is_about_the_version_that_is_written():
+def test_the_page_describes_the_written_version():
     assert f"**version {FORMAT_VERSION}**" in PAGE.read_text()
 
 
-def test_the_records_of_the_example_are_what_the_page_shows(example, record):
+def test_the_example_records_match_the_page(example, record):
     entry = record.parts[0]
     head = decode_head(example["part"][: entry.head_length], entry, record)
     assert decompress(example["part"][: entry.head_length], "head") == example["head"]
@@ -80,7 +80,7 @@ def test_the_records_of_the_example_are_what_the_page_shows(example, record):
         assert frame.checksums == (xxhash.xxh3_64_intdigest(stored),)
 
 
-def test_note_of_the_example_is_what_a_writer_writes(example):
+def test_example_note_is_what_a_writer_writes(example):
     origin = "0123456789abcdef" * 2
     note = NoteRecord(origin, 1, "00112233445566ff", {"val_loss": 2.31})
     assert decode_note(example["note"], note.name) == note
@@ -129,7 +129,7 @@ def of_two_ranks(found):
     return backend, record
 
 
-def test_the_records_of_two_ranks_are_what_the_page_shows(found, of_two_ranks):
+def test_the_records_of_two_ranks_match_the_page(found, of_two_ranks):
     record = of_two_ranks[1]
     entry, data = record.parts[1], base64.b64decode(found["part_1"])
     head = decode_head(data[: entry.head_length], entry, record)

@@ -78,7 +78,7 @@ def outlast(relay, offer):
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
 @pytest.mark.parametrize("first", ["ask", "offer"])
-def test_all_that_need_bytes_get_them_whoever_speaks_first(address, first):
+def test_all_ranks_get_their_bytes_in_any_order(address, first):
     with relays(one_way(1, 2), address=address) as found:
         if first == "offer":
             given = found[0].offer(place(3), (1, 2), memoryview(LARGE))
@@ -115,7 +115,7 @@ def test_ranks_take_from_each_other_at_once():
             assert set(target) == {number}
 
 
-def test_what_is_refused_or_never_comes_is_answered_at_once():
+def test_refused_or_missing_bytes_are_answered_at_once():
     with relays(one_way(1)) as found:
         _, waiting = fetch(found[1], 0, 3)
         found[0].refuse(place(3))
@@ -123,7 +123,7 @@ def test_what_is_refused_or_never_comes_is_answered_at_once():
             assert isinstance(failure(found[1], future), BlobNotFoundError)
 
 
-def test_bytes_that_are_listed_twice_are_handed_on_twice():
+def test_bytes_listed_twice_are_delivered_twice():
     with relays(one_way(1, numbers=(3, 3))) as found:
         for fill in (b"a", b"b"):
             target, future = fetch(found[1], 0, 3)
@@ -133,7 +133,7 @@ def test_bytes_that_are_listed_twice_are_handed_on_twice():
         assert isinstance(failure(found[1], fetch(found[1], 0, 3)[1]), BlobNotFoundError)
 
 
-def test_a_rank_that_never_offers_is_given_up_and_nothing_of_it_comes_later():
+def test_a_rank_that_never_offers_is_abandoned_for_good():
     clock = ShiftedClock()
     with relays(one_way(1), clock=clock) as found:
         target, future = fetch(found[1], 0, 3)
@@ -145,7 +145,7 @@ def test_a_rank_that_never_offers_is_given_up_and_nothing_of_it_comes_later():
         assert isinstance(failure(found[1], fetch(found[1], 0, 4)[1]), StorageError)
 
 
-def test_a_rank_that_never_asks_is_given_up_and_the_others_get_theirs():
+def test_a_rank_that_never_asks_is_abandoned_and_others_are_served():
     clock = ShiftedClock()
     with relays(one_way(1, 2), clock=clock) as found:
         given = found[0].offer(place(3), (1, 2), memoryview(LARGE))
@@ -159,7 +159,7 @@ def test_a_rank_that_never_asks_is_given_up_and_the_others_get_theirs():
         assert isinstance(failure(found[2], fetch(found[2], 0, 4)[1]), StorageError)
 
 
-def test_a_rank_that_stands_still_while_it_takes_is_given_up():
+def test_a_rank_that_stalls_while_taking_is_abandoned():
     clock = ShiftedClock()
     with relays({0: one_way(1)[0]}, clock=clock) as found:
         line = connected(found[0], 1)
@@ -175,7 +175,7 @@ def test_a_rank_that_stands_still_while_it_takes_is_given_up():
         line.close()
 
 
-def test_a_rank_that_closes_is_not_waited_for():
+def test_no_rank_waits_for_a_closed_rank():
     relayed = one_way(1)
     relayed[1] = [*relayed[1], RelayedBytes(place(4), None, (2,))]
     relayed[2] = [RelayedBytes(place(4), 1, ())]
@@ -191,7 +191,7 @@ def test_a_rank_that_closes_is_not_waited_for():
         outlast(found[1], found[1].offer(place(5), (2,), memoryview(LARGE)))
 
 
-def test_ranks_of_two_jobs_take_nothing_from_each_other():
+def test_ranks_of_two_jobs_share_nothing():
     clock = ShiftedClock()
     with relays(one_way(1), secrets={0: b"one", 1: b"two"}, clock=clock) as found:
         given = found[0].offer(place(3), (1,), memoryview(LARGE))
@@ -202,7 +202,7 @@ def test_ranks_of_two_jobs_take_nothing_from_each_other():
         outlast(found[0], given)
 
 
-def test_sources_that_say_nothing_cost_one_wait_however_many_they_are():
+def test_any_number_of_silent_sources_cost_one_wait():
     clock = ShiftedClock()
     with ExitStack() as opened:
         silent = [opened.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(4)]
@@ -221,7 +221,7 @@ def test_sources_that_say_nothing_cost_one_wait_however_many_they_are():
             assert isinstance(failure(relay, fetch(relay, n, n)[1]), StorageError)
 
 
-def test_nobody_waits_once_all_have_given_up():
+def test_no_rank_waits_once_all_have_failed():
     over = threading.Event()
     with relays(one_way(1), ended=over.is_set) as found:
         _, future = fetch(found[1], 0, 3)
@@ -231,7 +231,7 @@ def test_nobody_waits_once_all_have_given_up():
         outlast(found[0], given)
 
 
-def test_after_its_end_a_relay_refuses_and_keeps_nothing():
+def test_a_closed_relay_refuses_and_keeps_nothing():
     with relays(one_way(1)) as found:
         for relay in found.values():
             relay.close()
@@ -256,7 +256,7 @@ def connected(relay, rank, given=None):
     return line
 
 
-def test_strangers_who_connect_and_say_nothing_keep_nobody_out():
+def test_silent_strangers_block_no_member():
     with relays(one_way(1)) as found, ExitStack() as opened:
         for _ in range(100):
             opened.enter_context(socket.create_connection(found[0].at, 10))
@@ -267,7 +267,7 @@ def test_strangers_who_connect_and_say_nothing_keep_nobody_out():
         outlast(found[0], given)
 
 
-def test_a_rank_that_is_slow_to_say_who_it_is_is_not_driven_out_by_strangers():
+def test_strangers_do_not_displace_a_rank_slow_to_identify():
     with relays({0: one_way(1)[0]}, clock=CountedClock()) as found, ExitStack() as opened:
         line = HTTPConnection(*found[0].at, timeout=PATIENCE_S / 2)
         line.connect()
@@ -281,7 +281,7 @@ def test_a_rank_that_is_slow_to_say_who_it_is_is_not_driven_out_by_strangers():
         line.close()
 
 
-def test_a_stranger_who_says_nothing_is_sent_away():
+def test_a_silent_stranger_is_disconnected():
     clock = ShiftedClock()
     with (
         relays({0: one_way(1)[0]}, clock=clock) as found,
@@ -294,7 +294,7 @@ def test_a_stranger_who_says_nothing_is_sent_away():
         assert line.recv(10) == b""
 
 
-def test_what_one_has_said_does_not_open_another_connection():
+def test_a_replayed_hello_opens_no_connection():
     with relays({0: one_way(1)[0]}) as found:
         line = connected(found[0], 1)
         for _ in range(2):

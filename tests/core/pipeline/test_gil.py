@@ -51,7 +51,7 @@ def count_calls(root, chunks: int) -> Counter[tuple[str, str]]:
         threading.setprofile(None)
 
 
-def test_a_raw_save_returns_to_python_a_few_times_per_16_mib(tmp_path):
+def test_a_raw_save_enters_python_few_times_per_16_mib(tmp_path):
     """Each further 16 MiB costs the 4 hashes of its blocks and at most 6 other calls.
 
     The goal is 4 in all, checksums included. It is missed by what queues, futures and completions

@@ -78,7 +78,7 @@ def give(shard, use, data, step):
 
 
 @given(st.data())
-def test_any_region_is_put_together_from_any_shards(data):
+def test_any_region_is_assembled_from_any_shards(data):
     shape = tuple(data.draw(st.lists(st.integers(1, 6), max_size=4)))
     itemsize = data.draw(st.sampled_from([1, 2, 3, 4, 8, 16]))
     shards = data.draw(splits(Region.whole(shape)))
@@ -119,7 +119,7 @@ def test_any_region_is_put_together_from_any_shards(data):
         ([], "no shard has elements [0:6, 0:4]"),
     ],
 )
-def test_shards_that_leave_out_or_repeat_elements_are_refused(shards, why):
+def test_shards_that_omit_or_repeat_elements_are_refused(shards, why):
     stored = stored_as(shards, (6, 4), 1)
     (whole,) = stored_as([Region.whole((6, 4))], (6, 4), 1)
     request = ObjectRequest(whole, BytesSink(24))

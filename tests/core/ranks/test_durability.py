@@ -29,7 +29,7 @@ def making_progress():
     return ""
 
 
-def test_each_checkpoint_is_reported_once_in_whatever_order_they_end():
+def test_each_checkpoint_is_reported_once_in_any_order():
     ends = SimpleQueue()
     with ranks() as (told, followed):
         for number in (0, 1):
@@ -42,7 +42,7 @@ def test_each_checkpoint_is_reported_once_in_whatever_order_they_end():
     assert ends.empty()
 
 
-def test_nobody_waits_while_the_copies_of_rank_0_fail_and_their_end_is_still_reported():
+def test_no_rank_waits_for_failing_copies_and_their_end_is_reported():
     ends = SimpleQueue()
     with ranks() as (told, followed):
         told.begin(0, lambda: "the durable tier is away")
@@ -54,7 +54,7 @@ def test_nobody_waits_while_the_copies_of_rank_0_fail_and_their_end_is_still_rep
         assert ends.get(timeout=PATIENCE_S).tiers == ("durable",)
 
 
-def test_a_rank_0_that_is_silent_is_not_waited_for():
+def test_a_silent_rank_0_is_not_awaited():
     ends = SimpleQueue()
     with ranks(timeout_s=0.2) as (_, followed):
         followed.follow(0, ends.put)
@@ -64,7 +64,7 @@ def test_a_rank_0_that_is_silent_is_not_waited_for():
     assert "was silent for 0.2 s" in end.error
 
 
-def test_what_is_not_known_at_close_is_reported_as_not_durable():
+def test_unknown_outcome_at_close_is_reported_as_not_durable():
     ends = SimpleQueue()
     with ranks() as (told, followed):
         told.begin(0, making_progress)

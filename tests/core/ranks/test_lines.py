@@ -25,7 +25,7 @@ def brought(state):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranks_compare_what_a_tensor_was_when_save_was_called(layout):
+def test_ranks_compare_a_tensor_as_of_the_call_of_save(layout):
     """Training goes on right after it, and not at the same pace everywhere."""
     one, other = (LAYOUTS[layout](torch.ones(64, 64)) for _ in range(2))
     of_one, of_other = brought({"w": one}), brought({"w": other})
@@ -34,7 +34,7 @@ def test_ranks_compare_what_a_tensor_was_when_save_was_called(layout):
     assert of_one.digests() != brought({"w": one}).digests()
 
 
-def test_the_order_of_a_tensor_in_memory_is_no_difference():
+def test_the_memory_order_of_a_tensor_is_no_difference():
     values = torch.arange(4096.0).view(64, 64)
     turned = values.t().contiguous().t()
     assert turned.stride() != values.stride()

@@ -112,7 +112,7 @@ def test_all_ranks_commit_together(kind):
 
 @pytest.mark.parametrize("kind", ["memory", "tcp"])
 @pytest.mark.parametrize("make_round", [save_round, restore_round])
-def test_one_rank_that_fails_ends_it_for_all_by_name(kind, make_round):
+def test_one_failed_rank_fails_all_by_name(kind, make_round):
     ends, rounds, published = go_through(members_of(kind), make_round, broken=2)
     assert ends == dict.fromkeys(range(WORLD), Step.CLEAN_UP)
     assert not published
@@ -151,7 +151,7 @@ class Gone(MemoryCoordination):
     post = decide = wait = lambda self, *_: self.read([])
 
 
-def test_a_store_that_is_gone_ends_the_round_of_a_rank_that_has_not_sealed():
+def test_a_lost_store_ends_the_round_of_an_unsealed_rank():
     commit = Commit()
     group = RankGroup(1, 2, Gone(MemoryBoard()))
     session = RankSession(group, SaveRound(group.place, 0, commit=commit, timeout_s=0.2))
@@ -239,7 +239,7 @@ group.close()
 @pytest.mark.process
 @pytest.mark.multirank
 @pytest.mark.parametrize(("victim", "how"), [(2, signal.SIGKILL), (0, signal.SIGSTOP)])
-def test_all_others_learn_who_was_killed_or_stopped(victim, how):
+def test_all_others_learn_which_rank_was_lost(victim, how):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     limit_s = 5
     processes = [

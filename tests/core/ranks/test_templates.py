@@ -66,7 +66,7 @@ def fit_of(*, patterns=(), unused=(), idle=False, stored=10, extra=()):
     return TemplateFit(patterns, unused, idle, stored, extra)
 
 
-def test_what_every_rank_lacks_is_found_among_many_objects():
+def test_objects_that_all_ranks_lack_are_found_among_many():
     """Bits without a pattern, which no compression makes fit for one post."""
     count, drawn = 600_000, np.random.default_rng(1)
     lacks = [np.flatnonzero(drawn.integers(0, 2, count)).tolist() for _ in range(3)]
@@ -86,13 +86,13 @@ def test_stages_of_many_objects_post_little():
     assert max(sum(sizes) for _, _, sizes in results) <= 512
 
 
-def test_ranks_whose_template_fits_post_a_few_bytes_and_wait_for_none():
+def test_ranks_with_a_fitting_template_post_little_and_do_not_wait():
     results = judge_all([fit_of()] * 3)
     assert [len(sizes) for _, _, sizes in results] == [1] * 3
     assert max(sum(sizes) for _, _, sizes in results) <= 128
 
 
-def test_ranks_with_another_selection_do_not_count():
+def test_ranks_with_another_selection_are_ignored():
     here = fit_of(patterns=["w"], unused=[0], extra=[1, 2])
     there = fit_of(patterns=["v"], unused=[], extra=[])
     results = judge_all([here, there])
@@ -100,6 +100,6 @@ def test_ranks_with_another_selection_do_not_count():
     assert (judged.unused, lacked) == ([0], [0, 1])
 
 
-def test_rank_that_waits_ends_with_the_round():
+def test_waiting_rank_ends_with_the_round():
     results = judge_all([fit_of(idle=True), fit_of(), fit_of(idle=True)], failing=[1])
     assert [type(one) for one in results] == [RoundOverError, type(None), RoundOverError]

@@ -22,7 +22,7 @@ def backend():
     store.close()
 
 
-def test_a_save_is_told_step_by_step_and_in_order(backend):
+def test_a_save_emits_its_events_in_order(backend):
     events = []
     with penstock.Checkpointer(backend, on_event=events.append) as ckpt:
         report = ckpt.save({"w": torch.ones(3)}, step=4).result()
@@ -89,7 +89,7 @@ def told(backend):
 
 
 @pytest.mark.parametrize("what", READS)
-def test_a_restore_or_load_is_told_with_its_report(what, told):
+def test_a_restore_or_load_emits_its_report(what, told):
     ckpt, events = told
     result = READS[what](ckpt)
     started, done = events
@@ -101,7 +101,7 @@ def test_a_restore_or_load_is_told_with_its_report(what, told):
         assert done.report is result
 
 
-def test_a_verification_and_a_pruning_are_told_with_their_reports(told):
+def test_verify_and_prune_emit_their_reports(told):
     ckpt, events = told
     reports = [ckpt.verify(), ckpt.prune()]
     assert [e.kind for e in events] == ["verified", "pruned"]
@@ -110,7 +110,7 @@ def test_a_verification_and_a_pruning_are_told_with_their_reports(told):
     assert events[0].step == 6
 
 
-def test_what_is_deleted_is_told_and_why(backend):
+def test_deletions_emit_their_reason(backend):
     events = []
     keep = {"keep_last": 2}
     with penstock.Checkpointer(backend, on_event=events.append, retention=keep) as ckpt:
@@ -151,7 +151,7 @@ def test_every_event_is_also_plain_data(told, backend):
     assert found["deleted"] == {"kind": "deleted", "steps": [6, 8], "why": "rewind"}
 
 
-def test_what_the_callback_raises_goes_no_further_than_the_log(backend, caplog):
+def test_callback_errors_reach_only_the_log(backend, caplog):
     def angry(event):
         raise RuntimeError(event.kind)
 
@@ -183,7 +183,7 @@ def act(ckpt, action):
         ("committed", "close", "blocking"),
     ],
 )
-def test_a_callback_that_the_save_waits_for_may_not_wait_for_the_save(
+def test_a_callback_of_a_running_save_may_not_wait_for_that_save(
     backend, kind, action, mode, caplog
 ):
     def on_event(event):
@@ -201,7 +201,7 @@ def test_a_callback_that_the_save_waits_for_may_not_wait_for_the_save(
 
 @pytest.mark.parametrize("action", ["close", "wait", "save", "fence"])
 @pytest.mark.parametrize("kind", ["durable", "failed"])
-def test_when_a_save_has_ended_a_callback_may_do_anything(backend, kind, action, waits):
+def test_a_callback_after_a_save_may_do_anything(backend, kind, action, waits):
     waits(release_s=1e6)  # so that waiting for it would hang
     done = threading.Event()
 
@@ -223,7 +223,7 @@ def test_when_a_save_has_ended_a_callback_may_do_anything(backend, kind, action,
     ckpt.close()
 
 
-def test_a_save_never_raises_its_own_error_as_that_of_an_earlier_one(backend):
+def test_a_save_never_raises_its_own_error_as_an_earlier_one(backend):
     with penstock.Checkpointer(backend) as ckpt:
         backend.fail("create", StorageError("no"))
         handle = ckpt.save({"w": torch.ones(3)}, step=4)

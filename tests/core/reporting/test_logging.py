@@ -56,7 +56,7 @@ def angry(told):
     raise RuntimeError(str(told)) from ValueError("and why")
 
 
-def test_what_is_logged_is_text_and_holds_nothing_alive(store, caplog):
+def test_logs_are_text_and_keep_nothing_alive(store, caplog):
     caplog.set_level(logging.DEBUG, "penstock")
     with penstock.Checkpointer(store, on_event=angry, retention={"keep_last": 1}) as ckpt:
         for step in (1, 2):

@@ -64,7 +64,7 @@ def phases(told):
 
 
 @pytest.mark.parametrize("what", READS)
-def test_reading_tells_its_phases_and_all_of_its_bytes(what, reading):
+def test_reading_reports_its_phases_and_all_its_bytes(what, reading):
     told = []
     report = READS[what](reading, told.append)
     assert phases(told) == PHASES[what]
@@ -78,7 +78,7 @@ def test_reading_tells_its_phases_and_all_of_its_bytes(what, reading):
 
 
 @pytest.mark.parametrize("what", ["restore", "verify"])
-def test_calls_never_overlap_and_come_from_the_caller_or_from_who_reads(what, reading):
+def test_calls_never_overlap_and_use_the_caller_or_reader_thread(what, reading):
     inside = threading.Lock()
     threads = set()
 
@@ -95,7 +95,7 @@ def test_calls_never_overlap_and_come_from_the_caller_or_from_who_reads(what, re
 
 
 @pytest.mark.parametrize("what", ["restore", "verify"])
-def test_no_lock_is_held_while_it_is_called(what, reading):
+def test_no_lock_is_held_in_a_callback(what, reading):
     found = []
 
     def on_progress(now):
@@ -108,7 +108,7 @@ def test_no_lock_is_held_while_it_is_called(what, reading):
 
 
 @pytest.mark.parametrize("what", ["restore", "verify"])
-def test_what_it_raises_harms_nothing_and_is_logged_once_as_text(what, reading, caplog):
+def test_a_callback_error_harms_nothing_and_is_logged_once(what, reading, caplog):
     called = []
 
     def angry(now):

@@ -35,7 +35,7 @@ def damaged_above(whole):
     return attempt
 
 
-def test_newest_whole_step_is_taken_and_the_others_are_reported(caplog):
+def test_newest_whole_step_is_used_and_others_are_reported(caplog):
     steps = candidates(7, 5, 3)
     assert steps.first == 7
     assert steps.use(damaged_above(3)) == "step 3"
@@ -44,7 +44,7 @@ def test_newest_whole_step_is_taken_and_the_others_are_reported(caplog):
     assert "step 7 is damaged, trying an older one" in caplog.text
 
 
-def test_error_is_that_of_the_last_step():
+def test_error_comes_from_the_last_step():
     steps = candidates(7, 5)
     with pytest.raises(DamagedError, match="step 5"):
         steps.use(damaged_above(0))
@@ -54,7 +54,7 @@ def test_error_is_that_of_the_last_step():
         candidates().use(damaged_above(0))
 
 
-def test_another_error_than_damage_ends_the_search():
+def test_errors_other_than_damage_end_the_search():
     def fails(step, open_step):
         message = "away"
         raise StorageError(message)
@@ -90,7 +90,7 @@ def test_older_step_that_fills_all_that_a_damaged_one_began_is_whole():
     seen.check_left(earlier, targets(state).values(), 5)
 
 
-def test_older_step_that_lacks_what_a_damaged_one_began_names_it():
+def test_older_step_lacking_objects_of_a_damaged_one_names_them():
     state = {"a": torch.zeros(3), "b": torch.zeros(3)}
     seen = overwritten(state)
     seen.begin(targets(state).values())
@@ -100,7 +100,7 @@ def test_older_step_that_lacks_what_a_damaged_one_began_names_it():
     assert "step 5 is restored instead of a damaged one" in str(told.value)
 
 
-def test_tensors_that_were_dropped_meanwhile_are_not_named():
+def test_dropped_tensors_are_not_named():
     state = {"a": torch.zeros(3), "b": torch.zeros(3)}
     seen = overwritten(state)
     seen.begin(targets(state).values())

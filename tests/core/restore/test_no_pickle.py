@@ -124,15 +124,15 @@ def run(program):
 
 
 @pytest.mark.parametrize("program", [_EVERYTHING, _HOSTILE], ids=["everything", "hostile records"])
-def test_nothing_leads_to_pickle(program):
+def test_no_path_leads_to_pickle(program):
     run(program)
 
 
-def test_a_fallback_pickles_nothing_of_the_template():
+def test_fallback_does_not_pickle_the_template():
     run(_FALLBACK)
 
 
-def test_the_trap_is_one():
+def test_the_trap_works():
     with pytest.raises(AssertionError, match=r"pickle\.loads was called"):
         run("__import__('pickle').loads(b'')")
 

@@ -123,7 +123,7 @@ DEAF = [
 ]
 
 
-def test_a_rank_that_can_post_and_hears_nothing_ends_in_time():
+def test_a_rank_that_posts_but_hears_nothing_ends_in_time():
     for case in DEAF:
         found = begun(*case)
         found.run(["read", "decide", "wait"], 100 * TIMEOUT_S)
@@ -132,14 +132,14 @@ def test_a_rank_that_can_post_and_hears_nothing_ends_in_time():
 
 
 @pytest.mark.parametrize("broken", [["wait"], ["post"], ["read", "wait"], ["post", "read", "wait"]])
-def test_a_store_that_refuses_calls_at_once_is_not_asked_without_a_pause(broken):
+def test_a_store_that_refuses_at_once_is_asked_with_pauses(broken):
     for case in DEAF:
         found = begun(*case)
         found.run(broken, TIMEOUT_S)
         assert found.now_s >= TIMEOUT_S or found.round.phase in ENDS, case
 
 
-def test_a_rank_whose_posts_are_refused_goes_on_as_long_as_it_hears():
+def test_a_rank_with_refused_posts_continues_while_it_hears():
     found = begun("save", 1, Phase.WORKING)
     found.run(["post"], 10 * TIMEOUT_S)
     assert found.round.phase is Phase.WORKING

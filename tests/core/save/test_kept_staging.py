@@ -34,7 +34,7 @@ def test_memory_is_prepared_for_the_next_save():
     staging.close()
 
 
-def test_memory_of_a_save_that_has_begun_meanwhile_is_left_alone():
+def test_memory_of_a_save_begun_meanwhile_is_left_alone():
     staging, tasks = kept()
     staging.touch(64 * MIB)
     request = SimpleNamespace(staging_bytes=8 * MIB, copied_from=None, mode="blocking")

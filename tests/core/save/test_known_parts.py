@@ -73,7 +73,7 @@ class Saves:
         return found
 
 
-def test_other_bytes_of_the_same_shards_take_the_index_over():
+def test_new_bytes_of_the_same_shards_reuse_the_index():
     saves = Saves()
     first = saves.merge()
     assert saves.merge(seed=1) is first
@@ -112,7 +112,7 @@ def missing_row_of_another_stage(held):
     "change",
     [missing_row, stored_twice, missing_shard, missing_part, missing_row_of_another_stage],
 )
-def test_other_shards_are_judged_anew(change):
+def test_other_shards_are_rechecked(change):
     saves = Saves()
     first = saves.merge()
     held = share()
@@ -122,7 +122,7 @@ def test_other_shards_are_judged_anew(change):
     assert saves.merge() is first  # what failed is not known
 
 
-def test_other_shards_that_hold_everything_get_an_index_of_their_own():
+def test_other_complete_shards_get_a_new_index():
     saves = Saves()
     first = saves.merge()
     held = share()
@@ -140,7 +140,7 @@ def test_a_larger_shape_of_the_same_shards_is_found():
         saves.merge(shapes=SHAPES | {W: (10, 5)})
 
 
-def test_an_object_that_needs_bytes_by_now_is_found():
+def test_an_object_that_now_needs_bytes_is_found():
     saves, held = Saves(), [{W: [rows(0, 9)], B: None}, {B: None}]
     entries = [tensor(W, (9, 5)), tied(B, tensor(W, (9, 5)))]
     saves.merge(held, entries=entries)
@@ -156,7 +156,7 @@ def test_a_larger_shape_that_rank_0_does_not_have_is_found():
         saves.merge(shapes=SHAPES | {HERE: (7, 2)})
 
 
-def test_a_larger_shape_that_rank_0_alone_says_is_found():
+def test_a_larger_shape_only_on_rank_0_is_found():
     saves = Saves()
     saves.merge()
     entries = [tensor(W, (10, 5)), tensor(B, (4,))]
@@ -200,7 +200,7 @@ def damaged(at):
     ],
     ids=["cut off", "gone", "without its blob", "damaged head", "damaged table"],
 )
-def test_parts_of_a_known_structure_are_read_back_all_the_same(spoil, error):
+def test_parts_of_a_known_structure_are_still_read_back(spoil, error):
     saves = Saves()
     first = saves.merge()
     with pytest.raises(error):
@@ -208,7 +208,7 @@ def test_parts_of_a_known_structure_are_read_back_all_the_same(spoil, error):
     assert saves.merge() is first
 
 
-def test_an_object_that_rank_0_has_and_no_part_lists_is_refused_though_the_parts_are_known():
+def test_an_object_of_rank_0_in_no_part_is_refused_even_for_known_parts():
     saves = Saves()
     saves.merge()
     entries = [tensor(path, SHAPES[path]) for path in (W, B)] + [tensor(("left",), (2, 2))]

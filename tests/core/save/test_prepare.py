@@ -29,13 +29,13 @@ def masters_of(model):
     return [p.detach().float().clone().requires_grad_() for p in model.parameters()]
 
 
-def test_masters_that_nothing_in_the_tree_holds_are_counted_once(warned):
+def test_masters_missing_in_the_tree_are_counted_once(warned):
     model = nn.Linear(3, 3).bfloat16()
     (text,) = warned({"model": model, "optimizer": torch.optim.AdamW(masters_of(model))})
     assert text.startswith("optimizer: 2 of the tensors that it changes are not stored")
 
 
-def test_optimizer_that_joins_later_is_named_then(caplog):
+def test_optimizer_is_named_when_it_joins(caplog):
     model = nn.Linear(3, 3)
     with checkpointer(memory()) as ckpt:
         ckpt.check({"model": model})
@@ -98,7 +98,7 @@ def empty_and_frozen(model):
     ],
     ids=lambda make: make.__name__,
 )
-def test_parameters_whose_memory_is_in_the_tree_are_not_named(warned, make):
+def test_parameters_with_memory_in_the_tree_are_not_named(warned, make):
     assert warned(make(nn.Linear(3, 3))) == []
 
 
@@ -115,6 +115,6 @@ class Engine(nn.Module):
         self.config = {"lr": 0.1}
 
 
-def test_what_an_engine_keeps_beside_its_module_is_named(warned):
+def test_engine_state_beside_its_module_is_named(warned):
     (text,) = warned({"e": Engine()})
     assert text.startswith("e is stored without e.optimizer (SGD), e.lr_scheduler (StepLR): ")

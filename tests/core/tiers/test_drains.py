@@ -85,7 +85,7 @@ class Told:
         return error
 
 
-def test_a_marked_checkpoint_goes_to_the_next_tier_and_whoever_waits_is_told():
+def test_a_marked_checkpoint_goes_to_the_next_tier_and_waiters_learn():
     fast, durable = memory(), memory()
     (record,) = saved(fast, 1)
     with drains_of(Tier("fast", fast), Tier("durable", durable, durable=True)) as drains:
@@ -100,7 +100,7 @@ def test_a_marked_checkpoint_goes_to_the_next_tier_and_whoever_waits_is_told():
         assert ckpt.verify(1).ok
 
 
-def test_what_a_process_left_is_found_by_the_next_lowest_step_first():
+def test_leftovers_of_a_process_are_found_lowest_step_first():
     fast, durable = memory(), FaultyBackend(memory())
     saved(fast, 1, 2, 3)
     order = []
@@ -135,7 +135,7 @@ def test_through_three_tiers():
 
 
 @pytest.mark.parametrize("every", [1, 2])
-def test_what_the_middle_tier_loses_before_it_was_copied_on_comes_from_the_fast_one(every):
+def test_a_loss_of_the_middle_tier_is_copied_from_the_fast_one(every):
     """Such as memory of another machine that was begun anew."""
     one, two, three = memory(), memory(), FaultyBackend(memory())
     event = threading.Event()
@@ -173,7 +173,7 @@ def sending_back():
             goes_on.set()
 
 
-def test_who_waits_while_something_is_sent_back_waits_for_that_too():
+def test_waiters_also_wait_for_copies_sent_back():
     with sending_back() as (drains, _, told, middle, goes_on):
         copies = threading.Event()
         copying = middle.block("create", copies)
@@ -192,7 +192,7 @@ def test_who_waits_while_something_is_sent_back_waits_for_that_too():
         assert told.get() is None
 
 
-def test_what_is_deleted_while_it_is_sent_back_is_gone():
+def test_a_step_deleted_while_sent_back_is_gone():
     with sending_back() as (drains, record, told, _, goes_on):
         withdrawing = threading.Thread(target=drains.withdraw, args=([record.uid],))
         withdrawing.start()
@@ -203,7 +203,7 @@ def test_what_is_deleted_while_it_is_sent_back_is_gone():
         assert isinstance(told.get(), CheckpointGoneError)
 
 
-def test_what_is_deleted_in_the_queue_is_gone_and_is_copied_after_all_if_that_failed():
+def test_a_step_deleted_in_the_queue_is_gone_or_copied_if_that_failed():
     fast, durable = memory(), FaultyBackend(memory())
     copied, queued = saved(fast, 1, 2)
     event = threading.Event()
@@ -222,7 +222,7 @@ def test_what_is_deleted_in_the_queue_is_gone_and_is_copied_after_all_if_that_fa
         until(lambda: steps_of(durable) == [1, 2])
 
 
-def test_a_tier_that_is_away_is_tried_again_until_it_is_back(caplog):
+def test_an_absent_tier_is_retried_until_it_is_back(caplog):
     fast, durable = memory(), FaultyBackend(memory())
     for operation in ("list", "publish", "create", "read", "stat"):
         durable.add(Fault(operation, times=None, error=StorageError("no route to host")))
@@ -244,7 +244,7 @@ def test_a_tier_that_is_away_is_tried_again_until_it_is_back(caplog):
     assert "will be tried again" in errors[0].getMessage()
 
 
-def test_who_waits_is_told_when_the_run_is_closed_before():
+def test_waiters_learn_that_the_run_was_closed():
     fast, durable = memory(), FaultyBackend(memory())
     durable.add(Fault("list", times=None, error=StorageError("no route to host")))
     (record,) = saved(fast, 1)
@@ -267,7 +267,7 @@ def set_behind_cancel(copier, event):
     copier.cancel = cancel_and_set
 
 
-def test_closing_ends_a_copy_that_is_under_way():
+def test_closing_ends_a_copy_in_flight():
     fast, durable = memory(), FaultyBackend(memory())
     (record,) = saved(fast, 1)
     event = threading.Event()
@@ -286,7 +286,7 @@ def test_closing_ends_a_copy_that_is_under_way():
 
 
 @pytest.mark.parametrize("why", ["damaged", "another's"])
-def test_what_can_never_be_copied_is_told_once_and_stops_nothing_else(why, caplog):
+def test_an_uncopyable_step_is_reported_once_and_stops_no_other(why, caplog):
     fast, durable = memory(), memory()
     first, second = saved(fast, 1, 2)
     if why == "damaged":
@@ -310,7 +310,7 @@ def test_what_can_never_be_copied_is_told_once_and_stops_nothing_else(why, caplo
     assert [r.step for r in pending(fast)] == [1]  # nobody evicts it
 
 
-def test_a_drain_replaces_no_data_of_another_step_that_has_the_same_uid():
+def test_a_drain_replaces_no_data_of_another_step_with_the_same_uid():
     """Who can write the fast tier could have put it there."""
     fast, durable = memory(), memory()
     (genuine,) = saved(durable, 7)
@@ -350,7 +350,7 @@ def two_copies():
     return fast, durable, record, [(blob, "durable")], is_damaged
 
 
-def test_a_damaged_copy_that_waits_to_be_copied_keeps_its_mark():
+def test_a_damaged_copy_in_the_queue_keeps_its_mark():
     fast, durable, record, damaged, is_damaged = two_copies()
     mark(fast, record.uid, 1)
     with drains_of(Tier("fast", fast), Tier("durable", durable, durable=True)) as drains:
@@ -360,7 +360,7 @@ def test_a_damaged_copy_that_waits_to_be_copied_keeps_its_mark():
     assert is_marked(fast, record.uid)
 
 
-def test_what_is_deleted_while_its_source_is_verified_is_not_repaired():
+def test_a_step_deleted_during_verification_is_not_repaired():
     fast, durable, record, damaged, is_damaged = two_copies()
     slow, event = FaultyBackend(durable), threading.Event()
     held = slow.block("read", event, match="blobs/")
@@ -400,7 +400,7 @@ def size_of_one():
     return sum(i.size_bytes for i in backend.list("data/"))
 
 
-def test_room_is_made_of_what_the_next_tier_has_oldest_first():
+def test_eviction_takes_steps_of_the_next_tier_oldest_first():
     size = size_of_one()
     fast, durable = small(memory(), int(3.5 * size)), memory()
     saved(fast, 1, 2, 3)
@@ -412,7 +412,7 @@ def test_room_is_made_of_what_the_next_tier_has_oldest_first():
     assert steps_of(durable) == [1, 2, 3]
 
 
-def test_what_only_the_fast_tier_has_is_never_evicted():
+def test_fast_tier_only_steps_are_never_evicted():
     size = size_of_one()
     fast, durable = small(memory(), int(2.5 * size)), memory()
     saved(fast, 1, marked=False)
@@ -422,7 +422,7 @@ def test_what_only_the_fast_tier_has_is_never_evicted():
     assert steps_of(fast) == [1, 2]
 
 
-def test_what_the_next_tier_has_lost_is_not_evicted():
+def test_steps_lost_downstream_are_not_evicted():
     size = size_of_one()
     fast, durable = small(memory(), int(1.5 * size)), memory()
     saved(fast, 1)
@@ -458,7 +458,7 @@ def rewrite_a_blob(backend, uid, change):
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-def test_what_the_next_tier_has_lost_in_part_is_replaced_only_from_a_good_source(damaged):
+def test_a_partly_lost_copy_is_replaced_only_from_a_good_source(damaged):
     fast, durable = memory(), memory()
     (record,) = saved(fast, 1)
     tiers = Tier("fast", fast), Tier("durable", durable, durable=True)
@@ -481,7 +481,7 @@ def test_what_the_next_tier_has_lost_in_part_is_replaced_only_from_a_good_source
 
 
 @pytest.mark.parametrize("spoil", [lose_all, cut_a_blob, flip_a_byte])
-def test_the_last_good_copy_is_not_evicted_though_the_next_tier_lists_the_step(spoil, caplog):
+def test_the_last_good_copy_stays_even_if_the_next_tier_lists_the_step(spoil, caplog):
     fast, durable = memory(), memory()
     (record,) = saved(fast, 1)
     tiers = Tier("fast", fast, keep_last=0), Tier("durable", durable, durable=True)
@@ -502,7 +502,7 @@ def test_the_last_good_copy_is_not_evicted_though_the_next_tier_lists_the_step(s
         assert same(ckpt.load(1), make_state(1))
 
 
-def test_what_this_process_has_copied_is_looked_at_but_not_read_again():
+def test_copies_of_this_process_are_checked_but_not_reread():
     fast, durable = memory(), FaultyBackend(memory())
     saved(fast, 1, 2)
     tiers = Tier("fast", fast, keep_last=1), Tier("durable", durable, durable=True)
@@ -519,7 +519,7 @@ def test_what_this_process_has_copied_is_looked_at_but_not_read_again():
     assert not [name for names in read for name in names if "/blobs/" in name]
 
 
-def test_what_waits_to_be_copied_is_not_evicted_though_the_next_tier_lists_it():
+def test_queued_steps_are_not_evicted_even_if_the_next_tier_lists_them():
     """Whoever published that record may never have had an answer."""
     size = size_of_one()
     fast, durable = small(memory(), int(1.5 * size)), memory()
@@ -536,7 +536,7 @@ def test_what_waits_to_be_copied_is_not_evicted_though_the_next_tier_lists_it():
     assert steps_of(fast) == []
 
 
-def test_no_save_waits_while_a_copy_is_read_that_another_process_has_made():
+def test_no_save_waits_for_reading_a_copy_of_another_process():
     size = size_of_one()
     fast, durable = small(memory(), int(1.5 * size)), FaultyBackend(memory())
     (record,) = saved(fast, 1, marked=False)

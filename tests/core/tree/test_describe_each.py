@@ -67,7 +67,7 @@ ROLES = [None, Role.OPTIMIZER, Role.BUFFER, Role.PARAMETER, Role.OTHER]
 
 
 @given(picks=st.lists(st.tuples(st.sampled_from(ITEMS), st.sampled_from(ROLES)), max_size=12))
-def test_children_described_at_once_are_stored_as_each_by_itself(picks):
+def test_children_described_at_once_are_stored_alike(picks):
     items, roles = [item for item, _ in picks], [role for _, role in picks]
     at_once, each = (stored(items, roles, together=together) for together in (True, False))
     assert at_once.tree.objects == each.tree.objects
@@ -82,6 +82,6 @@ def test_children_described_at_once_are_stored_as_each_by_itself(picks):
         (torch._efficientzerotensor(2), PluginError),  # whose address torch refuses to tell
     ],
 )
-def test_a_child_that_cannot_be_stored_is_named_among_many(bad, error):
+def test_an_unstorable_child_is_named_among_many(bad, error):
     with pytest.raises(error, match="box/1"):
         stored([torch.ones(2), bad, torch.ones(2)], [None] * 3, together=True)

@@ -90,7 +90,7 @@ def test_every_blob_is_written_in_order(mode, staging_bytes, store):
     assert same(got["model"]["weight"], state["model"].weight.detach())
 
 
-def test_a_blob_whose_write_hangs_holds_up_no_other(store):
+def test_a_hung_write_of_a_blob_blocks_no_other(store):
     event, begun = threading.Event(), threading.Event()
 
     class Hanging(_Appending):

@@ -42,7 +42,7 @@ def test_a_crash_before_any_effect_leaves_old_or_new(scenario, operations):
     assert all(end in found for end in scenario.ends)
 
 
-def test_a_probe_of_the_stores_clock_goes_with_the_next_prune():
+def test_a_clock_probe_is_deleted_by_the_next_prune():
     disk = Disk()
     littered(disk)
     dying = CrashAt(PowerCut(disk), 1, after=True, operations=["publish"])

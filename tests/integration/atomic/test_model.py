@@ -328,10 +328,10 @@ def explore(count, steps, **options):
     )
 
 
-def test_a_run_holds_what_a_dict_says_whatever_dies():
+def test_a_run_matches_a_dict_after_any_death():
     explore(5, 15, derandomize=True)
 
 
 @pytest.mark.slow
-def test_a_run_holds_what_a_dict_says_for_longer():
+def test_a_run_matches_a_dict_in_long_runs():
     explore(40, 20, derandomize=False)

@@ -46,7 +46,7 @@ def files(root):
 
 
 @pytest.mark.parametrize("replaced", [False, True], ids=["removed", "replaced"])
-def test_a_root_that_vanishes_before_the_commit_is_no_success(replaced, tmp_path):
+def test_a_root_vanishing_before_the_commit_is_a_failure(replaced, tmp_path):
     root = tmp_path / "run"
 
     def vanish():
@@ -62,7 +62,7 @@ def test_a_root_that_vanishes_before_the_commit_is_no_success(replaced, tmp_path
         assert same(ckpt.load(2), make_state(2))
 
 
-def test_a_race_is_lost_though_the_winner_has_been_deleted_since():
+def test_a_race_is_lost_even_if_the_winner_was_deleted():
     store = memory()
 
     def win():
@@ -101,7 +101,7 @@ def run_of(*steps):
     return store
 
 
-def test_retention_spares_a_step_that_was_saved_again_since_it_looked():
+def test_retention_spares_a_step_resaved_since_its_scan():
     store = run_of(1)
     with checkpointer(store) as ckpt:
         ckpt.save(make_state(2), 2, mode="blocking")
@@ -120,7 +120,7 @@ def test_retention_spares_a_step_that_was_saved_again_since_it_looked():
         assert ckpt.verify(1).ok
 
 
-def test_a_delayed_rewind_spares_a_step_that_was_saved_again():
+def test_a_delayed_rewind_spares_a_resaved_step():
     store = run_of(0, 1)
     # After its look at whose record it is, and before it looks again to delete it.
     backend = Between(store, "read", "commits/00000001", saved_again(store), after=True)
@@ -142,7 +142,7 @@ def test_a_dry_run_of_prune_writes_nothing():
     assert report.uids == ("d" * 32,)
 
 
-def test_a_save_that_failed_leaves_no_folders_behind(tmp_path):
+def test_a_failed_save_leaves_no_folders(tmp_path):
     root = tmp_path / "run"
 
     def fail():
@@ -158,7 +158,7 @@ def test_a_save_that_failed_leaves_no_folders_behind(tmp_path):
 
 
 @pytest.mark.parametrize("form", ["link", "pipe", "folder"])
-def test_a_record_that_was_replaced_is_damage_until_it_is_deleted(form, tmp_path):
+def test_a_replaced_record_is_damage_until_it_is_deleted(form, tmp_path):
     root = tmp_path / "run"
     with checkpointer(files(root)) as ckpt:
         for step in (1, 2):

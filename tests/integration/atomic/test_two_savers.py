@@ -35,7 +35,7 @@ def url(kind, tmp_path):
 
 
 @pytest.mark.parametrize("overwrite", [False, True], ids=["new step", "overwrite"])
-def test_of_two_that_publish_at_the_same_moment_exactly_one_wins(overwrite, url, forker):
+def test_exactly_one_of_two_concurrent_publishers_wins(overwrite, url, forker):
     with checkpointer(url) as ckpt:
         ckpt.save(make(1), 1, mode="blocking")
         ckpt.save(make(2), 2, mode="blocking")
@@ -59,7 +59,7 @@ def test_of_two_that_publish_at_the_same_moment_exactly_one_wins(overwrite, url,
         step = step if overwrite else step + 2
 
 
-def test_of_two_that_start_at_the_same_moment_exactly_one_wins(url, forker):
+def test_exactly_one_of_two_concurrent_savers_wins(url, forker):
     for step in (2, 4, 6):
         answers = forker.ask(
             "race", url=url, step=step, numbers=[10, 20], hold=False, overwrite=False
@@ -114,7 +114,7 @@ def save_step_two_to(store):
         assert report.exclusive is True
 
 
-def test_who_is_overtaken_keeps_his_earlier_steps_and_his_data(store):
+def test_an_overtaken_saver_keeps_its_steps_and_data(store):
     backend = Overtaken(store)
     with checkpointer(backend) as ckpt:
         ckpt.save(make(1), 1, mode="blocking")
@@ -135,7 +135,7 @@ def test_who_is_overtaken_keeps_his_earlier_steps_and_his_data(store):
         assert same(ckpt.load(), make(3))
 
 
-def test_one_of_several_processes_that_save_alone_is_told_so_when_it_lost(store, monkeypatch):
+def test_a_losing_solo_process_of_several_learns_why_it_lost(store, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     backend = Overtaken(store)
 
@@ -149,7 +149,7 @@ def test_one_of_several_processes_that_save_alone_is_told_so_when_it_lost(store,
     assert "has ranks='alone', and WORLD_SIZE is 4" in raised.value.__notes__[0]
 
 
-def test_a_store_without_conditional_put_says_so_and_still_refuses_what_it_sees(store):
+def test_a_store_without_conditional_put_warns_and_refuses_visible_steps(store):
     backend = Appending(store, at="index")  # behind the claim, before the look
     with checkpointer(backend) as ckpt:
         report = ckpt.save(make(1), 1, mode="blocking").result()
@@ -161,7 +161,7 @@ def test_a_store_without_conditional_put_says_so_and_still_refuses_what_it_sees(
         assert same(ckpt.load(2), make(20))
 
 
-def test_a_store_without_conditional_put_reads_back_whose_record_it_is(store):
+def test_a_store_without_conditional_put_reads_the_record_back(store):
     """Both saw that the name was free; the other's record came last, so it is the other's."""
     record = None
 
@@ -192,7 +192,7 @@ def test_a_store_without_conditional_put_reads_back_whose_record_it_is(store):
 @pytest.mark.parametrize(
     "error", [StorageError("no answer"), BlobExistsError("a retry met itself")]
 )
-def test_a_lost_answer_of_a_publish_that_happened_is_resolved_as_success(error, store):
+def test_a_lost_reply_to_a_completed_publish_resolves_to_success(error, store):
     faulty = FaultyBackend(store)
     with checkpointer(faulty) as ckpt:
         faulty.fail("publish", error, match="commits/", late=True)
@@ -202,7 +202,7 @@ def test_a_lost_answer_of_a_publish_that_happened_is_resolved_as_success(error, 
         ckpt.save(make(2), 2, mode="blocking")
 
 
-def test_data_stays_when_whose_record_took_the_name_cannot_be_read(store):
+def test_data_stays_if_the_winning_record_cannot_be_read(store):
     """It may be our own: an earlier try of the store's client, whose answer was lost."""
     faulty = FaultyBackend(store)
     with checkpointer(faulty) as ckpt:
@@ -215,7 +215,7 @@ def test_data_stays_when_whose_record_took_the_name_cannot_be_read(store):
         assert same(ckpt.load(1), make(1))
 
 
-def test_a_publish_without_answer_or_trace_is_unknown_and_its_data_stays(store):
+def test_a_publish_without_reply_or_trace_is_unknown_and_data_stays(store):
     faulty = FaultyBackend(store)
     with checkpointer(faulty) as ckpt:
         ckpt.save(make(1), 1, mode="blocking")
@@ -237,7 +237,7 @@ def test_a_publish_without_answer_or_trace_is_unknown_and_its_data_stays(store):
         assert same(other.load(1), make(1))
 
 
-def test_what_nobody_can_read_back_stays_unknown_though_it_was_published(store):
+def test_a_published_record_that_is_unreadable_stays_unknown(store):
     faulty = FaultyBackend(store)
     with checkpointer(faulty) as ckpt:
         faulty.fail("publish", match="commits/", late=True)

@@ -86,7 +86,7 @@ def flip_in_an_encoded_frame(run, checkpoint):
     return {"optimizer/moment"}
 
 
-def test_damage_elsewhere_does_not_keep_whole_objects_from_being_read(run, ckpt, saved):
+def test_undamaged_objects_are_readable_despite_other_damage(run, ckpt, saved):
     flip_in_a_raw_block(run, ckpt.open(STEP))
     tree = ckpt.load(STEP, exclude="model/weight")
     assert same(tree["optimizer"], saved["optimizer"])
@@ -95,7 +95,7 @@ def test_damage_elsewhere_does_not_keep_whole_objects_from_being_read(run, ckpt,
     assert same(target["table"], saved["table"])
 
 
-def test_a_region_is_read_while_other_blocks_of_the_tensor_are_damaged(run, ckpt, saved):
+def test_a_region_is_readable_despite_damage_in_other_blocks(run, ckpt, saved):
     place = place_of(ckpt.open(STEP), "model/weight", 3)
     run.flip(place.blob, place.offset + place.length - 1)
     checkpoint = ckpt.open(STEP)
@@ -171,7 +171,7 @@ def test_a_mismatch_leaves_the_template_untouched(ckpt, saved):
             assert tensor._version == versions[path]
 
 
-def test_damage_touches_nothing_that_was_not_selected_and_assigns_no_value(run, ckpt):
+def test_damage_leaves_unselected_targets_and_values_unchanged(run, ckpt):
     flip_in_an_encoded_frame(run, ckpt.open(STEP))
     target = make_state(9)
     with pytest.raises(DamagedError) as caught:
@@ -214,7 +214,7 @@ def test_fallback_takes_the_newest_whole_checkpoint_and_says_so(damage, asked, r
     assert same(ckpt.load(asked, on_damage="fallback"), make_state(1))
 
 
-def test_fallback_never_goes_forward_or_to_what_was_not_asked_for(run, ckpt, saved):
+def test_fallback_never_goes_forward_or_beyond_the_request(run, ckpt, saved):
     flip_in_a_raw_block(run, ckpt.open(1))
     with pytest.raises(DamagedError):
         ckpt.restore(blank(saved), 1, on_damage="fallback")
@@ -229,7 +229,7 @@ def test_with_everything_damaged_fallback_raises(run, ckpt, saved):
         ckpt.restore(blank(saved), on_damage="fallback")
 
 
-def test_only_damage_in_what_is_selected_makes_it_fall_back(run, ckpt, saved):
+def test_only_damage_in_the_selection_causes_fallback(run, ckpt, saved):
     flip_in_a_raw_block(run, ckpt.open(STEP))
     target = {"optimizer": blank(saved["optimizer"])}
     report = ckpt.restore(target, include="optimizer", on_damage="fallback")
@@ -248,7 +248,7 @@ def fallback_to_fewer_objects(run):
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_a_fallback_never_passes_off_what_the_damaged_one_left_behind(strict, tmp_path):
+def test_a_fallback_never_keeps_values_of_the_damaged_one(strict, tmp_path):
     run = Run(tmp_path / "root")
     fallback_to_fewer_objects(run)
     target = {"a": torch.zeros(9000), "b": torch.full((9000,), 5.0)}

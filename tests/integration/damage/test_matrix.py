@@ -353,7 +353,7 @@ WITHIN = [
     ids=["two", "all"],
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_changed_bytes_are_named_by_whoever_needs_them(kind, damages, stage, cells):
+def test_changed_bytes_are_named_by_every_reader(kind, damages, stage, cells):
     piece = stage.pieces[kind]
     data = stage.run.read(piece.name)
     changed = 0
@@ -424,7 +424,7 @@ def pairs(files, damages, quick):
     ("what", "damage"),
     pairs(FILES, [*CUT, appended, *REPLACED], quick=[missing, half, appended]),
 )
-def test_a_file_that_is_cut_or_replaced_is_named(what, damage, stage, cells):
+def test_a_cut_or_replaced_file_is_named(what, damage, stage, cells):
     kind, expected = FILES[what]
     piece = stage.pieces[kind]
     path = stage.run.root / piece.name
@@ -525,9 +525,7 @@ def test_a_lost_or_cut_blob_of_a_chain_is_named_with_the_link(kind, damage, chai
     ("kind", "fell_back"),
     [("own differences", (2,)), ("link", (2,)), ("last link", (2, 1)), ("shared slab", (2, 1))],
 )
-def test_fallback_takes_the_newest_step_that_does_without_the_damaged_link(
-    kind, fell_back, chained
-):
+def test_fallback_takes_the_newest_step_without_the_damaged_link(kind, fell_back, chained):
     piece = chained.pieces[kind]
     at = (piece.start + piece.stop) // 2
     chained.run.flip(piece.name, at)
@@ -545,7 +543,7 @@ def test_fallback_takes_the_newest_step_that_does_without_the_damaged_link(
 # -- names, and records of an earlier time ---------------------------------------------------------
 
 
-def test_the_record_of_an_older_generation_beside_the_newer_one_is_not_looked_at(stage, cells):
+def test_the_record_of_an_older_generation_is_not_read(stage, cells):
     name = stage.older["commit body"].name
     stage.run.write(name, stage.old.read(name))
     try:
@@ -557,7 +555,7 @@ def test_the_record_of_an_older_generation_beside_the_newer_one_is_not_looked_at
 @pytest.mark.parametrize(
     "name", [f"commits/{STEP:08d}-4.json", "commits/00000003-0.json"], ids=["generation", "step"]
 )
-def test_a_record_under_a_name_that_is_not_its_own_is_damage(name, stage, cells):
+def test_a_record_under_another_name_is_damage(name, stage, cells):
     stage.run.write(name, stage.run.read(stage.pieces["commit body"].name))
     try:
         if "-4" in name:
@@ -570,7 +568,7 @@ def test_a_record_under_a_name_that_is_not_its_own_is_damage(name, stage, cells)
         stage.run.remove(name)
 
 
-def test_data_under_another_uid_is_missing_where_it_belongs(stage, cells):
+def test_data_under_another_uid_is_missing(stage, cells):
     folder = (stage.run.root / stage.pieces["section"].name).parents[1]
     folder.rename(folder.with_name("0" * 32))
     try:
@@ -579,7 +577,7 @@ def test_data_under_another_uid_is_missing_where_it_belongs(stage, cells):
         folder.with_name("0" * 32).rename(folder)
 
 
-def test_a_whole_older_generation_put_back_under_its_names_reads_as_what_it_was(stage):
+def test_a_restored_whole_older_generation_reads_as_before(stage):
     """Replay of a whole, old checkpoint is not defended against: no digest can tell."""
     names = [n for n in stage.old.names("**/*") if (stage.old.root / n).is_file()]
     newest = stage.pieces["commit body"].name

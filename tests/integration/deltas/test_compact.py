@@ -76,7 +76,7 @@ def another(step):
 # -- what it does ---------------------------------------------------------------------------------
 
 
-def test_a_compacted_checkpoint_borrows_nothing_and_is_the_same(tmp_path):
+def test_a_compacted_checkpoint_is_equal_and_borrows_nothing(tmp_path):
     save(tmp_path, range(4), metadata={"loss": 2.5})
     before = records(tmp_path)
     with penstock.Checkpointer(tmp_path) as ckpt:
@@ -108,7 +108,7 @@ def test_without_steps_the_data_of_deleted_checkpoints_is_freed(tmp_path):
     check(tmp_path, [1, 3, 4])
 
 
-def test_without_steps_a_run_that_keeps_nothing_deleted_is_left_alone(tmp_path):
+def test_without_steps_a_run_without_kept_deleted_data_is_unchanged(tmp_path):
     save(tmp_path, range(3))
     before = records(tmp_path)
     with penstock.Checkpointer(tmp_path) as ckpt:
@@ -118,7 +118,7 @@ def test_without_steps_a_run_that_keeps_nothing_deleted_is_left_alone(tmp_path):
     check(tmp_path, range(3))
 
 
-def test_a_whole_step_is_left_alone_and_a_missing_one_is_an_error(tmp_path):
+def test_a_whole_step_is_unchanged_and_a_missing_one_an_error(tmp_path):
     save(tmp_path, range(2))
     before = records(tmp_path)
     with penstock.Checkpointer(tmp_path) as ckpt:
@@ -133,7 +133,7 @@ def test_a_whole_step_is_left_alone_and_a_missing_one_is_an_error(tmp_path):
     assert records(tmp_path) == before
 
 
-def test_a_dry_run_changes_nothing_and_says_about_what_it_would_take(tmp_path):
+def test_a_dry_run_changes_nothing_and_estimates_the_size(tmp_path):
     save(tmp_path, range(4))
     with penstock.Checkpointer(tmp_path) as ckpt:
         ckpt.delete(0)
@@ -147,7 +147,7 @@ def test_a_dry_run_changes_nothing_and_says_about_what_it_would_take(tmp_path):
     assert told.bytes_after == pytest.approx(done.bytes_after, rel=0.02)
 
 
-def test_what_a_lossy_codec_made_is_not_rounded_again(tmp_path):
+def test_output_of_a_lossy_codec_is_not_rerounded(tmp_path):
     moments = torch.rand(64, 64, generator=torch.Generator().manual_seed(1)) ** 9
     rules = [{"match": "v", "codecs": ["log8"]}, *RULES]
     with penstock.Checkpointer(tmp_path, rules=rules) as ckpt:
@@ -183,7 +183,7 @@ class Drift(Codec):
         out[:] = bytes(byte & 0xFC | byte + 1 & 3 for byte in bytes(frame))
 
 
-def test_a_codec_that_would_round_anew_is_left_out(tmp_path):
+def test_a_codec_that_would_reround_is_skipped(tmp_path):
     registry = Registry()
     registry.register(Drift)
     rules = [{"match": "v", "codecs": ["drift"]}, *RULES]
@@ -197,7 +197,7 @@ def test_a_codec_that_would_round_anew_is_left_out(tmp_path):
         assert same(ckpt.load(1), before)
 
 
-def test_the_next_save_goes_on_from_a_compacted_checkpoint(tmp_path):
+def test_the_next_save_builds_on_a_compacted_checkpoint(tmp_path):
     save(tmp_path, range(2))
     with penstock.Checkpointer(tmp_path, rules=RULES) as ckpt:
         ckpt.save(state_of(2), step=2, mode="blocking")
@@ -219,7 +219,7 @@ def test_a_damaged_chain_is_not_compacted(tmp_path):
     assert folders(tmp_path) == {record.uid for record in before.values()}
 
 
-def test_of_a_run_in_tiers_the_last_one_gets_the_whole_checkpoint(tmp_path):
+def test_the_last_tier_gets_the_whole_checkpoint(tmp_path):
     run = {"type": "tiered", "fast": f"posix://{tmp_path}/fast", "durable": f"posix://{tmp_path}/d"}
     save(run, range(3))
     with penstock.Checkpointer(run) as ckpt:
@@ -278,7 +278,7 @@ def compaction(root, step, operation, match, meanwhile, *, store=None):
         return done.result()
 
 
-def test_a_step_that_is_deleted_meanwhile_does_not_come_back(tmp_path):
+def test_a_step_deleted_meanwhile_stays_deleted(tmp_path):
     save(tmp_path, range(4))
     with pytest.raises(CheckpointGoneError, match="step 3 was deleted or saved again"):
         compaction(tmp_path, 3, "publish", "parts/", lambda other: other.delete(3))
@@ -289,7 +289,7 @@ def test_a_step_that_is_deleted_meanwhile_does_not_come_back(tmp_path):
 
 
 @pytest.mark.parametrize("match", ["parts/", "commits/"])
-def test_a_step_that_is_saved_anew_meanwhile_is_not_hidden(tmp_path, match):
+def test_a_step_resaved_meanwhile_is_not_hidden(tmp_path, match):
     def anew(other):
         other.delete(3)
         other.save(another(3), step=3, mode="blocking")
@@ -318,7 +318,7 @@ def test_an_overwrite_meanwhile_wins(tmp_path, match):
     assert folders(tmp_path) == {record.uid for record in records(tmp_path).values()}
 
 
-def test_an_overwrite_that_has_begun_wins_though_the_compaction_commits_first(tmp_path):
+def test_a_started_overwrite_wins_even_if_the_compaction_commits_first(tmp_path):
     save(tmp_path, range(4))
     store = FaultyBackend(open_backend(tmp_path))
     with penstock.Checkpointer(store) as ckpt:
@@ -335,7 +335,7 @@ def test_an_overwrite_that_has_begun_wins_though_the_compaction_commits_first(tm
     assert folders(tmp_path) == {record.uid for record in records(tmp_path).values()}
 
 
-def test_an_overwrite_wins_also_if_the_compaction_breaks_off_at_its_commit(tmp_path):
+def test_an_overwrite_wins_if_the_compaction_dies_at_its_commit(tmp_path):
     save(tmp_path, range(4))
     store = FaultyBackend(open_backend(tmp_path))
 
@@ -350,7 +350,7 @@ def test_an_overwrite_wins_also_if_the_compaction_breaks_off_at_its_commit(tmp_p
         assert same(ckpt.load(3), another(3))
 
 
-def test_a_pruner_that_finishes_the_overwrite_does_no_harm(tmp_path):
+def test_a_pruner_may_finish_the_overwrite(tmp_path):
     save(tmp_path, range(4))
     report = compaction(
         tmp_path,
@@ -363,7 +363,7 @@ def test_a_pruner_that_finishes_the_overwrite_does_no_harm(tmp_path):
     check(tmp_path, range(4))
 
 
-def test_deleting_what_it_borrows_meanwhile_leaves_it_whole(tmp_path):
+def test_deleting_its_lender_meanwhile_leaves_it_whole(tmp_path):
     save(tmp_path, range(4))
 
     def delete(other):
@@ -375,7 +375,7 @@ def test_deleting_what_it_borrows_meanwhile_leaves_it_whole(tmp_path):
     assert folders(tmp_path) == {records(tmp_path)[3].uid}
 
 
-def test_a_save_that_is_encoded_against_the_older_generation_meanwhile_is_whole(tmp_path):
+def test_a_save_encoded_against_the_older_generation_meanwhile_is_whole(tmp_path):
     save(tmp_path, range(3))
     store = FaultyBackend(open_backend(tmp_path))
     with penstock.Checkpointer(store, rules=RULES) as ckpt:
@@ -398,7 +398,7 @@ penstock.Checkpointer(store).compact([2])
 """
 
 
-def test_what_a_killed_compaction_had_written_goes_with_the_next_one(tmp_path):
+def test_the_next_compaction_deletes_data_of_a_killed_one(tmp_path):
     save(tmp_path / "run", range(4))
     for n in itertools.count(2):
         root = shutil.copytree(tmp_path / "run", tmp_path / f"run{n}")

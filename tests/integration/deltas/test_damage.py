@@ -91,7 +91,7 @@ def swap(files, name, other, _at):
 @pytest.mark.parametrize(
     "step", [pytest.param(s, marks=() if s == 1 else pytest.mark.slow) for s in STEPS]
 )
-def test_damage_of_any_file_of_any_link_is_found_by_all_that_need_it(step, kind, store, saved):
+def test_damage_in_any_file_of_any_link_is_found_by_its_readers(step, kind, store, saved):
     for damage in (flip, cut, remove, swap):
         put(store, saved)
         check_damage(step, kind, damage, store)
@@ -136,7 +136,7 @@ def check_damage(step, kind, damage, store):
                 assert one in needing
 
 
-def test_the_newest_whole_checkpoint_is_restored_where_a_link_is_damaged(store):
+def test_damaged_link_restores_the_newest_whole_checkpoint(store):
     with Checkpointer(store, **OPTIONS) as ckpt:
         place = place_of(ckpt.open(1), TENSOR)
         files = files_of(store)
@@ -227,14 +227,14 @@ FORGED_BASES = {
 }
 
 
-def test_a_base_that_cannot_be_is_refused(store, saved):
+def test_an_impossible_base_is_refused(store, saved):
     for change in FORGED_BASES.values():
         put(store, saved)
         forged(store, change)
         refused(store)
 
 
-def test_a_base_longer_than_its_codecs_can_make_it_is_refused_unread(store):
+def test_a_base_beyond_its_codecs_bound_is_refused_unread(store):
     """Its memory is allocated before it is read."""
 
     def change(level, value):
@@ -250,7 +250,7 @@ def test_a_base_longer_than_its_codecs_can_make_it_is_refused_unread(store):
     refused(store, match="its codecs make at most")
 
 
-def test_a_chain_longer_than_any_may_be_is_refused():
+def test_a_chain_above_the_limit_is_refused():
     store = memory()
     count = MAX_LINKS + 1
     tensor = torch.randn(count, 2048, generator=torch.Generator().manual_seed(1))
@@ -307,7 +307,7 @@ FORGED_LOANS = {
 }
 
 
-def test_borrowed_blobs_that_cannot_be_are_refused(store, saved):
+def test_impossible_borrowed_blobs_are_refused(store, saved):
     for change in FORGED_LOANS.values():
         put(store, saved)
         forged(store, borrowed(change))
@@ -315,7 +315,7 @@ def test_borrowed_blobs_that_cannot_be_are_refused(store, saved):
 
 
 @pytest.mark.parametrize("lie", ["longer", "elsewhere"])
-def test_borrowed_blobs_that_record_and_part_lie_about_alike_are_found(lie, store):
+def test_consistent_lies_about_borrowed_blobs_are_found(lie, store):
     with Checkpointer(store, **OPTIONS) as ckpt:
         uid = ckpt._catalog.record(0).uid
 
@@ -350,7 +350,7 @@ def test_borrowed_blobs_that_record_and_part_lie_about_alike_are_found(lie, stor
         assert same(ckpt.load(1), state(1))
 
 
-def test_a_base_whose_codec_is_missing_is_told_before_data_is_read(store):
+def test_a_missing_codec_of_a_base_fails_before_data_is_read(store):
     def change(level, value):
         if level == "head":
             # The base of all was encoded without `delta`, by a chain of its own.

@@ -484,11 +484,11 @@ def hasty(waits):
     waits(FAST, drain_failing_s=0.1)
 
 
-def test_chains_hold_what_a_dict_says_whatever_dies():
+def test_chains_match_a_dict_after_any_death():
     explore(3, 12, derandomize=True)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_chains_hold_what_a_dict_says_for_longer():
+def test_chains_match_a_dict_in_long_runs():
     explore(150, 30, derandomize=False)

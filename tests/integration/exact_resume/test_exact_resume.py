@@ -77,7 +77,7 @@ guards_warn = pytest.mark.filterwarnings("ignore:Guards may run slower:RuntimeWa
         pytest.param(StatefulLoader, id="torchdata loader", marks=needs_torchdata),
     ],
 )
-def test_training_goes_on_as_if_it_had_never_stopped(make):
+def test_training_continues_as_if_never_stopped(make):
     losses, end = uninterrupted(make)
     assert len(set(losses)) == STEPS
     with penstock.Checkpointer(memory(), **SMALL) as ckpt:

@@ -204,7 +204,7 @@ def known_and_new(job, change, options):
         pytest.param(("zstd",), id="encoded", marks=pytest.mark.slow),
     ],
 )
-def test_a_changed_structure_is_stored_as_it_is(codecs):
+def test_a_changed_structure_is_stored_exactly(codecs):
     rules = [{"match": ["many", "large"], "codecs": list(codecs)}] if codecs else []
     for change in CHANGES:
         job = Job()
@@ -217,7 +217,7 @@ def test_a_changed_structure_is_stored_as_it_is(codecs):
 
 
 @pytest.mark.parametrize("mode", ["blocking", "async", "lazy"])
-def test_a_structure_that_is_known_is_not_cut_again(mode, monkeypatch):
+def test_a_known_structure_is_not_cut_again(mode, monkeypatch):
     job, cuts = Job(), []
     cut = plan_module._chunks
     monkeypatch.setattr(plan_module, "_chunks", lambda *each: cuts.append(step) or cut(*each))

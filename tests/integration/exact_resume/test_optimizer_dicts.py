@@ -184,7 +184,7 @@ def test_a_live_optimizer_restores_into_a_state_dict(ckpt, form, case, groups):
 @pytest.mark.parametrize(
     ("case", "groups", "steps"), [("AdamW", 1, 0), ("AdamW tensor lr", 3, 2), ("Adafactor", 3, 2)]
 )
-def test_load_gives_the_names_that_torch_distributed_takes(ckpt, case, groups, steps):
+def test_load_gives_names_accepted_by_torch_distributed(ckpt, case, groups, steps):
     model, optimizer = make(0, case=case, groups=groups, steps=steps)
     ckpt.save({"model": model, "optimizer": optimizer}, 1).result()
     loaded = ckpt.load(include="optimizer", named_optimizers=True)["optimizer"]
@@ -269,7 +269,7 @@ def test_all_shapes_and_counts_that_differ_are_one_error_and_nothing_changes(ckp
 
 @by_order
 @pytest.mark.parametrize("form", FORMS)
-def test_a_template_that_does_not_fit_is_one_error_and_nothing_changes(ckpt, form):
+def test_an_unfitting_template_is_one_error_and_nothing_changes(ckpt, form):
     model, optimizer = make(0)
     ckpt.save({"model": model, "optimizer": optimizer}, 1).result()
     torch.manual_seed(1)
@@ -290,7 +290,7 @@ def test_a_template_that_does_not_fit_is_one_error_and_nothing_changes(ckpt, for
         assert "optimizer/state/more.0: not in the checkpoint" in text
 
 
-def test_numbers_are_no_match_for_a_template_without_state(ckpt):
+def test_numbers_do_not_match_a_template_without_state(ckpt):
     model, optimizer = make(0)
     ckpt.save({"model": model, "optimizer": optimizer}, 1).result()
     template = make(1, steps=0)[1].state_dict()
@@ -337,7 +337,7 @@ def test_flattened_options_that_are_tensors_have_to_agree(ckpt):
     assert same(target.param_groups[0]["lr"], torch.tensor(0.3))
 
 
-def test_nested_state_is_flattened_and_nested_again(ckpt):
+def test_nested_state_round_trips_flattened(ckpt):
     model, optimizer = make(0)
     for state in optimizer.state.values():
         state["factors"] = {"left": state.pop("exp_avg"), "right": {"0": state.pop("exp_avg_sq")}}
@@ -353,7 +353,7 @@ def test_nested_state_is_flattened_and_nested_again(ckpt):
 
 
 @by_order
-def test_numbers_are_no_match_for_state_of_unknown_shapes(ckpt):
+def test_numbers_do_not_match_state_of_unknown_shapes(ckpt):
     _, optimizer = make(0)
     for state in optimizer.state.values():
         state.update(exp_avg=torch.zeros(5), exp_avg_sq=torch.zeros(7))
@@ -430,7 +430,7 @@ def test_numbers_warn_that_they_match_by_order(ckpt):
 
 
 @by_order
-def test_load_gives_no_names_where_none_are_stored(ckpt):
+def test_load_gives_no_names_if_none_are_stored(ckpt):
     _, optimizer = make(0)
     ckpt.save({"a": optimizer, "b": 1}, 1).result()
     with pytest.raises(RestoreMismatchError, match="a is stored without parameter names: load it"):

@@ -148,7 +148,7 @@ def large():
         yield backend, checkpoint, tensor
 
 
-def test_of_a_region_at_most_one_block_more_at_each_end_is_read(large):
+def test_a_region_reads_at_most_one_extra_block_at_each_end(large):
     backend, checkpoint, tensor = large
     for rows in ((0, 1), (0, 1500), (370, 380), (374, 375), (1000, 1499), (1499, 1500), (7, 7)):
         backend.reset()
@@ -158,7 +158,7 @@ def test_of_a_region_at_most_one_block_more_at_each_end_is_read(large):
         assert part.numel() or not backend.blobs
 
 
-def test_little_more_is_read_of_a_tensor_of_average_size_than_the_rows_that_are_wanted():
+def test_rows_of_an_average_tensor_are_read_with_little_overhead():
     backend = Counting(memory())
     state = {name: torch.randn(512, 1024) for name in "abc"}  # 2 MiB
     with checkpointer(backend, chunk_bytes=16 << 20, block_bytes=None) as ckpt:
@@ -244,7 +244,7 @@ HEADS = {
 }
 
 
-def test_what_only_the_template_has_can_be_excluded():
+def test_template_only_objects_can_be_excluded():
     with checkpointer(memory()) as ckpt:
         ckpt.save({"a": torch.ones(1)}, 1, mode="blocking")
         for name, head in HEADS.items():
@@ -257,7 +257,7 @@ def test_what_only_the_template_has_can_be_excluded():
 
 
 @pytest.mark.parametrize("steps", [0, 2])
-def test_only_the_optimizer_into_a_fresh_or_a_used_one_goes_on_exactly(steps, ckpt, saved):
+def test_restoring_only_the_optimizer_resumes_exactly(steps, ckpt, saved):
     original, target = make(0, steps=3), make(5, steps=steps)
     target["model"].load_state_dict(original["model"].state_dict())
     report = ckpt.restore(target, include="optimizer")
@@ -298,7 +298,7 @@ def test_all_differences_are_listed_in_one_error_before_anything_is_read(ckpt, b
     assert not any(t._version > 1 for t in target["model"].buffers())
 
 
-def test_what_was_renamed_is_shown_with_the_remedy(ckpt):
+def test_renames_are_shown_with_the_remedy(ckpt):
     with pytest.raises(RestoreMismatchError) as caught:
         ckpt.restore({"net": make(5)["model"]})
     assert all("net/" in problem for problem in caught.value.problems)
@@ -306,13 +306,13 @@ def test_what_was_renamed_is_shown_with_the_remedy(ckpt):
     assert "rename={'old': 'new'}" in str(caught.value)
 
 
-def test_an_optimizer_without_its_module_is_one_problem_not_one_per_parameter(ckpt):
+def test_an_optimizer_without_its_module_is_one_problem_in_total(ckpt):
     with pytest.raises(RestoreMismatchError, match="put the module into the tree") as caught:
         ckpt.restore({"optimizer": make(5)["optimizer"]})
     assert len(caught.value.problems) == 1
 
 
-def test_without_strict_what_is_missing_is_reported_and_left_alone(ckpt, saved):
+def test_without_strict_missing_objects_are_reported_and_kept(ckpt, saved):
     target = make(5)
     target["model"].extra = nn.Linear(2, 2)
     target["new"] = "mine"
@@ -435,7 +435,7 @@ def test_without_strict_the_options_of_other_groups_stay(swapped):
 
 
 @pytest.mark.filterwarnings("ignore:.*matched by order")
-def test_without_strict_another_shape_is_still_an_error_where_only_the_order_tells():
+def test_without_strict_another_shape_still_fails_a_match_by_order():
     def nameless(*shapes):
         parameters = [torch.ones(shape, requires_grad=True) for shape in shapes]
         optimizer = torch.optim.AdamW(parameters)
@@ -486,7 +486,7 @@ def test_a_model_is_loaded_to_meta_without_reading_a_tensor(ckpt, backend, saved
     assert backend.blobs == 0
 
 
-def test_a_template_that_ties_what_was_stored_apart_is_restored_if_what_is_stored_agrees():
+def test_a_template_tying_untied_objects_is_restored_if_their_bytes_agree():
     with checkpointer(memory()) as ckpt:
         ckpt.save({"a": torch.arange(3.0), "b": torch.arange(3.0)}, 1, mode="blocking")
         tied = torch.zeros(3)
@@ -495,7 +495,7 @@ def test_a_template_that_ties_what_was_stored_apart_is_restored_if_what_is_store
     assert report.restored == ("a", "b")
 
 
-def test_a_template_that_ties_what_was_stored_apart_is_refused():
+def test_a_template_tying_differing_objects_is_refused():
     a, b = torch.zeros(3), torch.ones(3)
     with checkpointer(memory()) as ckpt:
         ckpt.save({"a": a, "b": b}, 1, mode="blocking")
@@ -523,7 +523,7 @@ VIEWS = {
 
 
 @pytest.mark.parametrize("base", [lambda w: w, lambda w: w[:, :119]], ids=["whole", "strided"])
-def test_views_of_one_memory_are_restored_if_what_is_stored_agrees(base):
+def test_views_of_one_memory_are_restored_if_stored_bytes_agree(base):
     with checkpointer(memory()) as ckpt:
         for step, (name, view) in enumerate(VIEWS.items()):
             whole, target = torch.randn(200, 120), torch.zeros(200, 120)
@@ -536,7 +536,7 @@ def test_views_of_one_memory_are_restored_if_what_is_stored_agrees(base):
 
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-def test_views_of_one_memory_are_left_alone_if_what_is_stored_disagrees(view):
+def test_views_of_one_memory_are_left_alone_if_stored_bytes_differ(view):
     whole, other = torch.randn(200, 120), torch.randn(200, 120)
     other[4] = whole[4]  # the expanded view alone would agree
     if view is VIEWS["expanded"]:
@@ -617,7 +617,7 @@ class Secret(nn.Module):
 
 
 @pytest.mark.parametrize("include", ["m/one", "m/o*", ["m/one", "m/two"]])
-def test_what_is_not_selected_is_not_looked_at(include):
+def test_unselected_objects_are_not_checked(include):
     state = {"m": {"one": torch.ones(3), "two": torch.ones(3)}, "other": torch.ones(9)}
     with checkpointer(memory()) as ckpt:
         ckpt.save(state, 1, mode="blocking")
@@ -639,7 +639,7 @@ def test_what_is_not_selected_is_not_looked_at(include):
         {"include": "model/head.weight"},
     ],
 )
-def test_errors_name_what_is_not_selected_as_well(options):
+def test_errors_also_name_unselected_objects(options):
     state = {"model": {"weight": torch.ones(2)}, "mode": {"x": 1, "t": torch.ones(1)}}
     target = {"model": {"weight": torch.ones(3), "head.weight": torch.ones(1)}, "other": 1}
     messages = []
@@ -665,7 +665,7 @@ def test_a_tied_tensor_whose_owner_is_not_selected_is_restored_alone():
         assert ckpt.open()["b"]["w"].equal(shared)
 
 
-def test_a_region_that_does_not_lie_within_the_tensor_is_refused(large):
+def test_a_region_outside_the_tensor_is_refused(large):
     backend, checkpoint, _ = large
     for region in (
         (slice(0, 3), slice(0, 3), slice(0, 3)),
@@ -679,7 +679,7 @@ def test_a_region_that_does_not_lie_within_the_tensor_is_refused(large):
     assert not backend.blobs
 
 
-def test_more_groups_than_stored_are_told_with_what_to_do_and_no_talk_of_names():
+def test_extra_groups_are_an_error_with_a_remedy_not_about_names():
     with checkpointer(memory()) as ckpt:
         ckpt.save(unfrozen(groups=1), 1, mode="blocking")
         target = unfrozen(groups=2)
@@ -696,7 +696,7 @@ def test_more_groups_than_stored_are_told_with_what_to_do_and_no_talk_of_names()
         assert report.mismatched == ()
 
 
-def test_a_mistyped_name_of_what_only_the_template_has_is_an_error():
+def test_a_mistyped_name_of_a_template_only_object_is_an_error():
     with checkpointer(memory()) as ckpt:
         ckpt.save({"a": torch.ones(1)}, 1, mode="blocking")
         with pytest.raises(SelectionError, match="'haed' matches nothing; nearest: head"):
@@ -710,7 +710,7 @@ def test_a_rename_that_matches_nothing_or_collides_is_an_error(ckpt):
         ckpt.restore(make(5), rename={"model/layers.0": "model/layers.1"})
 
 
-def test_an_array_that_overlaps_itself_is_refused_if_what_is_stored_disagrees():
+def test_a_self_overlapping_array_is_refused_if_stored_bytes_differ():
     base = np.zeros(6)
     window = np.lib.stride_tricks.as_strided(base, (5, 2), (8, 8))
     with checkpointer(memory()) as ckpt:
@@ -719,7 +719,7 @@ def test_an_array_that_overlaps_itself_is_refused_if_what_is_stored_disagrees():
             ckpt.restore({"a": window})
 
 
-def test_memory_that_an_overlapping_array_shares_with_another_target_is_never_filled_twice():
+def test_memory_an_overlapping_array_shares_with_a_target_is_filled_once():
     for shared in (np.zeros(4), torch.zeros(4, dtype=torch.float64)):
         rows = np.lib.stride_tricks.as_strided(np.asarray(shared), (2, 4), (0, 8))
         with checkpointer(memory()) as ckpt:

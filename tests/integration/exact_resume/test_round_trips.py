@@ -344,7 +344,7 @@ def test_keys_that_look_like_paths_stay_apart():
 
 
 @pytest.mark.parametrize("mode", ["blocking", "async", "lazy"])
-def test_memory_that_was_saved_restored_or_loaded_can_be_resized_and_freed(tmp_path, mode):
+def test_memory_can_be_resized_and_freed_after_save_restore_or_load(tmp_path, mode):
     saved = {"large": torch.ones(1 << 18), "small": torch.ones(3)}
     target = {"large": torch.zeros(1 << 18), "small": torch.zeros(3)}
     with Checkpointer(tmp_path) as checkpointer:
@@ -357,7 +357,7 @@ def test_memory_that_was_saved_restored_or_loaded_can_be_resized_and_freed(tmp_p
             tensor.untyped_storage().resize_(0)
 
 
-def test_memory_that_is_captured_behind_the_back_of_training_is_not_freed_meanwhile(tmp_path):
+def test_memory_captured_in_the_background_is_not_freed_meanwhile(tmp_path):
     deferred, now = torch.ones(1 << 19), torch.ones(1 << 19)
     with Checkpointer(tmp_path, mode="lazy", defer="deferred") as checkpointer:
         checkpointer.save({"deferred": deferred, "now": now}, step=1).result()

@@ -149,7 +149,7 @@ def ask(backend, attribute):
     calls.get(attribute, lambda: getattr(backend, attribute))()
 
 
-def test_what_a_backend_answers_is_looked_at(monkeypatch):
+def test_backend_results_are_checked(monkeypatch):
     for attribute, value, complaint in ANSWERS:
         odd = type("Odd", (MemoryBackend,), {"api_version": 1, "name": "odd", attribute: value})
         registry = registry_with(monkeypatch, "backend", odd)
@@ -160,7 +160,7 @@ def test_what_a_backend_answers_is_looked_at(monkeypatch):
             ask(backend, attribute)
 
 
-def test_a_list_that_is_none_fails_by_name_whatever_was_asked(monkeypatch):
+def test_a_malformed_list_fails_by_name_in_every_call(monkeypatch):
     odd = type("Odd", (MemoryBackend,), {"api_version": 1, "name": "odd", "list": answers(None)})
     registry = registry_with(monkeypatch, "backend", odd)
     with Checkpointer({"type": "odd"}, registry=registry) as ckpt:

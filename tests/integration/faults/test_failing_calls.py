@@ -96,7 +96,7 @@ def failed_save(case, seen):
         assert causes[-1][0][0] == "OSError"
 
 
-def test_a_call_that_fails_costs_that_save_and_nothing_else(check_each):
+def test_a_failed_call_loses_only_that_save(check_each):
     check_each(failed_save, "save")
 
 
@@ -114,7 +114,7 @@ def failed_read(case, seen):
     assert seen["steps"] == [1]
 
 
-def test_a_call_that_fails_while_reading_is_an_outage_and_no_damage(check_each):
+def test_a_failed_read_call_is_an_outage_not_damage(check_each):
     check_each(failed_read, "restore", "load", "verify")
 
 
@@ -128,5 +128,5 @@ def failed_deletion(case, seen):
     assert seen["steps"] == ([1] if kept else [])
 
 
-def test_a_call_that_fails_while_deleting_leaves_what_is_named_whole(check_each):
+def test_a_failed_delete_call_leaves_listed_steps_whole(check_each):
     check_each(failed_deletion, "delete", "prune")

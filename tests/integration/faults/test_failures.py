@@ -142,9 +142,7 @@ def small_disk(tmp_path):
     [({}, "async"), pytest.param(ENCODED, "lazy", marks=pytest.mark.slow)],
     ids=["raw", "encoded"],
 )
-def test_a_full_disk_costs_the_saves_that_do_not_fit_and_nothing_else(
-    small_disk, engine, rules, mode, caplog
-):
+def test_a_full_disk_loses_only_the_saves_that_do_not_fit(small_disk, engine, rules, mode, caplog):
     with Checkpointer(f"{engine}://{small_disk}", **SMALL, **rules) as ckpt:
         loop = Loop(ckpt, mode)
         handles = []
@@ -168,7 +166,7 @@ def test_a_full_disk_costs_the_saves_that_do_not_fit_and_nothing_else(
         assert_nothing_is_held(ckpt)
 
 
-def test_a_stuck_disk_is_given_up_after_the_timeout(store, gate, mode, caplog, impatient):
+def test_a_stuck_disk_fails_after_the_timeout(store, gate, mode, caplog, impatient):
     with Checkpointer(store, **SMALL) as ckpt:
         loop = Loop(ckpt, mode)
         loop.save().result()
@@ -193,7 +191,7 @@ def test_a_stuck_disk_is_given_up_after_the_timeout(store, gate, mode, caplog, i
     store.close()
 
 
-def test_a_disk_that_is_stuck_with_little_staging_lets_save_return(store, gate, impatient):
+def test_a_stuck_disk_with_little_staging_lets_save_return(store, gate, impatient):
     """Then `save` itself waits for the disk, at most until the timeout."""
     fault = store.block("write", gate)
     impatient.flies = lambda: fault.reached.is_set() and not gate.is_set()
@@ -208,7 +206,7 @@ def test_a_disk_that_is_stuck_with_little_staging_lets_save_return(store, gate, 
         loop.check(2)
 
 
-def test_a_commit_that_is_stuck_is_unknown_until_the_store_answers(store, gate, impatient):
+def test_a_stuck_commit_is_unknown_until_the_store_answers(store, gate, impatient):
     fault = store.block("publish", gate, match="commits/")
     with Checkpointer(store, **SMALL) as ckpt:
         loop = Loop(ckpt)
@@ -243,7 +241,7 @@ FOREIGN = [ZeroDivisionError("in a plugin"), asyncio.CancelledError(), SystemExi
 # Each operation dies of one error here, and of the others in the slow run.
 @pytest.mark.parametrize("turn", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
 @pytest.mark.parametrize("budget", [{}, TINY_BUDGET], ids=["ample", "tiny"])
-def test_a_writer_that_dies_of_anything_fails_its_save_only(store, budget, turn, caplog):
+def test_any_error_of_a_writer_fails_only_its_save(store, budget, turn, caplog):
     with Checkpointer(store, **SMALL, **ENCODED, **budget) as ckpt:
         loop = Loop(ckpt)
         loop.save().result()
@@ -268,7 +266,7 @@ def test_a_writer_that_dies_of_anything_fails_its_save_only(store, budget, turn,
     [(StorageError("lost"), False), *((e, True) for e in (StorageError("lost"), *FOREIGN))],
     ids=lambda value: str(value) if isinstance(value, bool) else type(value).__name__,
 )
-def test_a_commit_whose_answer_is_lost_is_looked_up(store, error, late):
+def test_a_commit_with_a_lost_reply_is_looked_up(store, error, late):
     store.fail("publish", error, match="commits/", late=late)
     with Checkpointer(store, **SMALL) as ckpt:
         loop = Loop(ckpt)
@@ -283,7 +281,7 @@ def test_a_commit_whose_answer_is_lost_is_looked_up(store, error, late):
         loop.save().result()
 
 
-def test_a_clean_up_that_fails_hides_nothing(store, caplog):
+def test_failed_clean_up_hides_nothing(store, caplog):
     store.fail("write")
     store.fail("delete", ZeroDivisionError())
     with Checkpointer(store, **SMALL) as ckpt:
@@ -297,7 +295,7 @@ def test_a_clean_up_that_fails_hides_nothing(store, caplog):
     assert any("stays until prune" in r.getMessage() for r in caplog.records)
 
 
-def test_retention_that_fails_is_no_failure_of_the_save(store, caplog):
+def test_failed_retention_does_not_fail_the_save(store, caplog):
     with Checkpointer(store, retention={"keep_last": 1}, **SMALL) as ckpt:
         loop = Loop(ckpt)
         loop.save().result()
@@ -309,7 +307,7 @@ def test_retention_that_fails_is_no_failure_of_the_save(store, caplog):
     assert any("cleaning up after step 2 failed" in r.getMessage() for r in caplog.records)
 
 
-def test_a_provider_that_fails_in_the_background_fails_its_save_only(store, caplog):
+def test_a_provider_failing_in_the_background_fails_only_its_save(store, caplog):
     for error in (ZeroDivisionError("in a provider"), SystemExit(3)):
         hold = Held()
         hold.error = error
@@ -388,7 +386,7 @@ def test_looking_at_a_future_is_seeing(failed, future):
     failed.ckpt.wait()
 
 
-def test_wait_within_too_short_a_time_raises_and_the_save_goes_on(store, gate):
+def test_wait_timeout_raises_and_the_save_continues(store, gate):
     store.block("seal", gate)
     with Checkpointer(store, **SMALL) as ckpt:
         loop = Loop(ckpt)
@@ -407,7 +405,7 @@ def test_progress_is_not_seeing(failed):
         failed.ckpt.wait()
 
 
-def test_close_hides_no_exception_that_is_on_its_way(failed):
+def test_close_hides_no_exception_in_flight(failed):
     with pytest.raises(KeyError, match="the user's"), failed.ckpt:
         raise KeyError("the user's")
 
@@ -433,14 +431,14 @@ def test_close_in_an_except_clause_hides_nothing(failed):
         (-1, {"x": 1}, PenstockError),
     ],
 )
-def test_a_save_that_is_refused_does_not_swallow_an_unseen_failure(failed, step, state, error):
+def test_a_refused_save_does_not_swallow_an_unseen_failure(failed, step, state, error):
     with pytest.raises(error):
         failed.ckpt.save(state, step)
     with pytest.raises(StorageError, match="simulated failure of seal"):
         failed.ckpt.wait()
 
 
-def test_a_blocking_save_that_fails_does_not_swallow_an_unseen_failure(failed, store):
+def test_a_failed_blocking_save_does_not_swallow_an_unseen_failure(failed, store):
     store.fail("seal", StorageError("the second"))
     heard = []
     for call in (lambda: failed.save(mode="blocking"), failed.ckpt.wait):
@@ -618,7 +616,7 @@ def ctrl_c_in(place, after=None):
     thread.join()
 
 
-def test_an_interrupt_while_save_captures_gives_that_save_up(store, caplog):
+def test_an_interrupt_during_capture_fails_that_save(store, caplog):
     hold = Held()
     with held_checkpointer(store, defer=()) as ckpt:
         loop = Loop(ckpt)
@@ -636,7 +634,7 @@ def test_an_interrupt_while_save_captures_gives_that_save_up(store, caplog):
     assert errors_logged(caplog) == ["save of step 2 failed: step 2: interrupted"]
 
 
-def test_an_interrupt_before_the_capture_begins_gives_that_save_up(store, caplog):
+def test_an_interrupt_before_the_capture_fails_that_save(store, caplog):
     def on_event(event):
         if (event.kind, event.step) == ("started", 2):
             raise KeyboardInterrupt
@@ -654,7 +652,7 @@ def test_an_interrupt_before_the_capture_begins_gives_that_save_up(store, caplog
     assert errors_logged(caplog) == ["save of step 2 failed: step 2: interrupted"]
 
 
-def test_an_interrupt_while_a_blocking_save_waits_lets_it_go_on(store, gate):
+def test_an_interrupt_of_a_blocking_save_lets_it_continue(store, gate):
     store.block("seal", gate)
     with Checkpointer(store, **SMALL) as ckpt:
         loop = Loop(ckpt, "blocking")
@@ -703,7 +701,7 @@ def join_threads_of_saves():
             thread.join()
 
 
-def test_a_save_that_failed_holds_its_memory_until_the_store_lets_go_of_it(store, gate):
+def test_a_failed_save_holds_its_memory_until_the_store_releases_it(store, gate):
     state = {"w": torch.ones(2 * BATCH_BYTES // 4)}
     with Checkpointer(store, chunk_bytes=BATCH_BYTES) as ckpt:  # each chunk is a write of its own
         failing = store.fail("write", match=".raw")
@@ -723,7 +721,7 @@ def test_a_save_that_failed_holds_its_memory_until_the_store_lets_go_of_it(store
     "budget",
     [pytest.param({}, id="ample", marks=pytest.mark.slow), pytest.param(TINY_BUDGET, id="tiny")],
 )
-def test_many_saves_leave_no_threads_and_no_staging_behind(store, budget):
+def test_many_saves_leave_no_threads_or_staging(store, budget):
     before = len(penstock_threads())
     with Checkpointer(store, **SMALL, **ENCODED, **budget) as ckpt:
         loop = Loop(ckpt)
@@ -748,7 +746,7 @@ def test_many_saves_leave_no_threads_and_no_staging_behind(store, budget):
 
 
 @pytest.mark.parametrize("mode", ["async", "lazy", "blocking"])
-def test_a_state_that_grows_beyond_the_budget_bit_by_bit_never_deadlocks(store, mode):
+def test_a_state_growing_beyond_the_budget_never_deadlocks(store, mode):
     """Arenas of earlier, smaller states must not eat up the budget for chunks of later ones."""
     with Checkpointer(store, mode=mode, **SMALL, **TINY_BUDGET) as ckpt:
         for step in range(1, 12):
@@ -777,7 +775,7 @@ def assert_movable(tensor):
     assert tensor.is_shared()
 
 
-def test_a_store_that_hangs_keeps_no_memory_that_it_has_not_been_given(store, gate, impatient):
+def test_a_hung_store_keeps_only_memory_that_it_was_given(store, gate, impatient):
     tensor = torch.zeros(300_000)
     with Checkpointer(store, mode="blocking") as ckpt:
         impatient.flies = store.block("publish", gate, match="intent").reached.is_set
@@ -787,7 +785,7 @@ def test_a_store_that_hangs_keeps_no_memory_that_it_has_not_been_given(store, ga
         gate.set()
 
 
-def test_a_save_for_whose_encoded_frames_there_is_no_memory_lets_go_of_all(store, monkeypatch):
+def test_a_save_without_memory_for_encoded_frames_releases_all(store, monkeypatch):
     tensor = torch.zeros(300_000)
     rules = [{"match": "**", "codecs": ["zstd"]}]
     real = mmap.mmap

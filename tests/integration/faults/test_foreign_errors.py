@@ -366,7 +366,7 @@ def fail_once(ckpt, does, method, kind):
 # Each place meets one kind of error here, and the other kinds in the slow run.
 @pytest.mark.parametrize("turn", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
 @pytest.mark.parametrize("does", TABLE)
-def test_what_a_plugin_raises_is_told_as_ours_and_costs_nothing_else(does, turn, store):
+def test_plugin_errors_are_mapped_and_harm_nothing_else(does, turn, store):
     before = penstock_threads()
     with Checkpointer(AcmeBackend(store), registry=registry(), **OPTIONS) as ckpt:
         for number, method in enumerate(TABLE[does], start=turn):
@@ -391,7 +391,7 @@ def test_what_a_plugin_raises_is_told_as_ours_and_costs_nothing_else(does, turn,
     ],
     ids=repr,
 )
-def test_only_exceptions_that_are_not_ours_are_mapped(error, mapped):
+def test_only_foreign_exceptions_are_mapped(error, mapped):
     with closing(memory()) as inner, closing(guarded(AcmeBackend(inner))) as backend:
         PLAN["list"] = error
         with pytest.raises((StorageError, Odd)) as caught:
@@ -403,7 +403,7 @@ def test_only_exceptions_that_are_not_ours_are_mapped(error, mapped):
 
 
 @pytest.mark.parametrize("does", ["restore", "load", "verify"])
-def test_a_codec_that_fails_to_decode_is_named_with_the_object(does, store):
+def test_a_failed_decode_names_codec_and_object(does, store):
     """What it raises of itself is its verdict on the frame; want of memory, or an exit, is none."""
     with Checkpointer(AcmeBackend(store), registry=registry(), **OPTIONS) as ckpt:
         for kind in (MemoryError, Odd):
@@ -423,7 +423,7 @@ def test_a_codec_that_fails_to_decode_is_named_with_the_object(does, store):
         check_the_run_goes_on(ckpt, 1)
 
 
-def test_a_store_that_fails_to_close_says_so(store):
+def test_a_failing_close_is_reported(store):
     ckpt = Checkpointer(AcmeBackend(store), registry=registry(), **OPTIONS)
     ckpt._owns_backend = True
     error = PLAN["close"] = RuntimeError("boom")
@@ -434,7 +434,7 @@ def test_a_store_that_fails_to_close_says_so(store):
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, Odd])
-def test_a_clean_up_that_fails_hides_no_reason(kind, store):
+def test_a_failed_clean_up_hides_no_reason(kind, store):
     with Checkpointer(AcmeBackend(store), registry=registry(), **OPTIONS) as ckpt:
         first = PLAN["seal .raw"] = kind("boom")
         PLAN["delete data/"] = kind("of the clean-up")
@@ -448,7 +448,7 @@ def test_a_clean_up_that_fails_hides_no_reason(kind, store):
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, Odd])
-def test_a_writer_that_cannot_even_abort_costs_that_save_only(kind, store):
+def test_a_writer_that_cannot_abort_loses_only_that_save(kind, store):
     with Checkpointer(AcmeBackend(store), registry=registry(), **OPTIONS) as ckpt:
         first = PLAN["write .raw"] = kind("boom")
         PLAN["abort"] = kind("of the abort")

@@ -109,7 +109,7 @@ class Stuck:
 @pytest.mark.parametrize(
     "operation", ["write .raw", "publish intent", "publish commits/", "list data/"]
 )
-def test_a_call_that_hangs_costs_that_save_and_never_training(operation, gate, waits):
+def test_a_hung_call_loses_that_save_but_never_training(operation, gate, waits):
     late = threading.Event()
     given_up = given_up_as(operation)
     with ExitStack() as stack:
@@ -149,7 +149,7 @@ def test_a_call_that_hangs_costs_that_save_and_never_training(operation, gate, w
 
 
 @pytest.mark.parametrize("which", [".raw", ".enc"])
-def test_a_read_that_hangs_ends_the_restore_and_touches_nothing_else(which, gate, clock):
+def test_a_hung_read_ends_only_the_restore(which, gate, clock):
     store = FaultyBackend(memory())
     with Checkpointer(store, **OPTIONS) as ckpt:
         ckpt.save(make(1), 1).result()
@@ -194,7 +194,7 @@ def time_flies(clock, fault):
 
 
 @pytest.mark.parametrize(("ask", "operation"), ASKING.values(), ids=ASKING)
-def test_what_hangs_in_the_foreground_ends_and_leaves_all_as_it_was(ask, operation, gate, clock):
+def test_hung_foreground_calls_end_and_change_nothing(ask, operation, gate, clock):
     store = FaultyBackend(memory())
     with Checkpointer(store, rules=OPTIONS["rules"]) as ckpt:
         ckpt.save(make(1), 1).result()
@@ -212,7 +212,7 @@ def test_what_hangs_in_the_foreground_ends_and_leaves_all_as_it_was(ask, operati
 
 
 @pytest.mark.parametrize("count", [1, 2500])
-def test_a_delete_that_hangs_ends_whatever_it_was_to_delete(count, gate, clock):
+def test_a_hung_delete_ends_for_every_target(count, gate, clock):
     store = FaultyBackend(memory())
     names = [f"data/{number}" for number in range(count)]
     for name in names:
@@ -274,7 +274,7 @@ def test_an_interpreter_exits_although_calls_of_every_kind_hang():
     assert done.stdout.splitlines() == [*told, "over"]
 
 
-def test_a_deletion_that_was_given_up_takes_nothing_that_was_saved_since(gate, clock):
+def test_an_abandoned_deletion_deletes_nothing_saved_since(gate, clock):
     """Its request may be carried out at any later moment."""
     store = FaultyBackend(memory())
     with Checkpointer(store, rules=OPTIONS["rules"]) as ckpt:

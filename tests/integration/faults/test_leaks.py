@@ -210,7 +210,7 @@ def resources(bench):
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_a_cycle_leaves_nothing_behind(way, kind, tmp_path, monkeypatch):
+def test_a_cycle_leaves_no_objects(way, kind, tmp_path, monkeypatch):
     # pytest keeps all records; an error in one holds what stood in the frames it passed.
     monkeypatch.setattr(logging.getLogger("penstock"), "propagate", False)
     root = tmp_path / "run"
@@ -253,7 +253,7 @@ def no_collections():
 
 
 @pytest.mark.parametrize("mode", ["async", "lazy"])
-def test_closing_gives_staging_memory_back(mode, no_collections):
+def test_closing_returns_staging_memory(mode, no_collections):
     state = {"t": torch.zeros(300_000)}
     with Checkpointer("memory://", mode=mode, defer="**") as ckpt:
         handle = ckpt.save(state, 1)
@@ -264,7 +264,7 @@ def test_closing_gives_staging_memory_back(mode, no_collections):
     assert all(m.closed for m in memory)
 
 
-def test_a_collector_that_is_off_stays_off_and_a_failed_save_leaves_it_on():
+def test_a_disabled_collector_stays_off_and_a_failed_save_leaves_it_on():
     with Checkpointer("memory://") as ckpt:
         with pytest.raises(UnsupportedStateError):
             ckpt.save({"a": object()}, 1)
@@ -278,7 +278,7 @@ def test_a_collector_that_is_off_stays_off_and_a_failed_save_leaves_it_on():
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_worker_that_is_forked_while_state_is_asked_for_collects_garbage():
+def test_a_worker_forked_during_a_state_query_collects_garbage():
     class Loader:
         """Starts its workers where it is asked for its state before the first batch."""
 
@@ -300,7 +300,7 @@ def test_a_worker_that_is_forked_while_state_is_asked_for_collects_garbage():
 
 
 @pytest.mark.parametrize("mode", ["blocking", "async", "lazy"])
-def test_seconds_cover_all_that_save_does(mode):
+def test_seconds_cover_all_work_of_save(mode):
     """Nothing is timed here: parts are compared with the whole."""
     state = {f"t{n}": torch.zeros(4) for n in range(500)}
     with Checkpointer("memory://", mode=mode, defer="**") as ckpt:
@@ -316,7 +316,7 @@ def test_seconds_cover_all_that_save_does(mode):
         assert seconds["blocked"] == seconds["total"]
 
 
-def test_a_close_that_ctrl_c_interrupts_can_be_repeated(tmp_path):
+def test_a_close_interrupted_by_ctrl_c_can_be_repeated(tmp_path):
     gate, before = threading.Event(), {*threading.enumerate()}
     store = FaultyBackend(open_backend(f"posix://{tmp_path}/run"))
     ckpt = Checkpointer(store, **OPTIONS)

@@ -199,7 +199,7 @@ def test_a_file_system_without_inodes(kind, tmp_path):
         work.check()
 
 
-def test_a_thin_device_that_has_less_room_than_its_file_system(kind, tmp_path):
+def test_a_thin_device_smaller_than_its_file_system(kind, tmp_path):
     """An ext4 on a loop device whose file cannot grow: the device fails what the system took."""
     with (
         mounted(tmp_path / "backing", "-t", "tmpfs", "-o", "size=3m", "none") as backing,
@@ -268,7 +268,7 @@ def test_no_more_files(kind, tmp_path):
         work.check()
 
 
-def test_a_read_only_mount_is_read_and_said_when_it_is_opened(kind, tmp_path, caplog):
+def test_a_read_only_mount_is_readable_and_logged_on_open(kind, tmp_path, caplog):
     with mounted(tmp_path / "disk", "-t", "tmpfs", "tmpfs") as disk:
         with Checkpointer(f"{kind}://{disk}/run", **OPTIONS) as ckpt:
             ckpt.save(make(1), 1, mode="blocking")
@@ -385,7 +385,7 @@ MOMENTS = ["create", "seal", "publish index"]
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_root_that_is_removed_in_the_middle_of_a_save(moment, kind, tmp_path):
+def test_a_root_removed_during_a_save(moment, kind, tmp_path):
     root = tmp_path / "run"
     with held_job(kind, root, *moment.split()) as (work, held):
         work.save()
@@ -405,7 +405,7 @@ def test_a_root_that_is_removed_in_the_middle_of_a_save(moment, kind, tmp_path):
         work.check()
 
 
-def test_a_root_that_is_removed_at_the_last_moment_is_damage_and_nothing_else(kind, tmp_path):
+def test_a_root_removed_at_the_last_moment_is_only_damage(kind, tmp_path):
     """Behind the last look at its intent a save cannot know; whoever reads does."""
     root = tmp_path / "run"
     with held_job(kind, root, "publish", "commits/") as (work, held):
@@ -425,7 +425,7 @@ def test_a_root_that_is_removed_at_the_last_moment_is_damage_and_nothing_else(ki
         work.check()
 
 
-def test_a_root_that_is_replaced_by_another_run(kind, tmp_path):
+def test_a_root_replaced_by_another_run(kind, tmp_path):
     root, other = tmp_path / "run", tmp_path / "other"
     with job(kind, other) as there:
         there.step = 20
@@ -444,7 +444,7 @@ def test_a_root_that_is_replaced_by_another_run(kind, tmp_path):
         work.check(tmp_path / "moved")
 
 
-def test_a_root_whose_place_a_file_takes(kind, tmp_path):
+def test_a_root_replaced_by_a_file(kind, tmp_path):
     root = tmp_path / "run"
     with job(kind, root) as work:
         work.save()
@@ -507,7 +507,7 @@ def test_a_store_whose_clock_jumped_loses_nothing_that_is_committed(jump_s, kind
 # -- the next save after a fault is logged and told once -------------------------------------------
 
 
-def test_a_background_failure_is_told_once_and_training_goes_on(kind, tmp_path, caplog):
+def test_a_background_failure_is_raised_once_and_training_lives(kind, tmp_path, caplog):
     with job(kind, tmp_path / "run") as work:
         work.save()
         with limited(resource.RLIMIT_FSIZE, 64 << 10):

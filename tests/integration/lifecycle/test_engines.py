@@ -88,7 +88,7 @@ def test_an_explicit_url_never_falls_back(tmp_path, monkeypatch):
     assert not (tmp_path / "root").exists()
 
 
-def test_a_plain_path_takes_io_uring_where_it_may_without_a_word(tmp_path, forget_warnings, caplog):
+def test_a_plain_path_silently_uses_io_uring_if_allowed(tmp_path, forget_warnings, caplog):
     missing = uring_missing()
     if missing:
         pytest.skip(f"needs io_uring: {missing}")

@@ -53,7 +53,7 @@ def warnings_of(caplog):
 
 
 @pytest.mark.parametrize("forbidden", ["root", "commits", "above"])
-def test_a_root_that_cannot_be_written_is_said_when_it_is_opened(forbidden, open_folder, caplog):
+def test_a_read_only_root_is_reported_on_open(forbidden, open_folder, caplog):
     root = open_folder / "run"
     if forbidden != "above":
         with Checkpointer(f"posix://{root}") as ckpt:
@@ -74,26 +74,26 @@ def test_a_root_that_cannot_be_written_is_said_when_it_is_opened(forbidden, open
             assert torch.equal(ckpt.load()["a"], torch.ones(2))
 
 
-def test_a_root_that_can_be_written_is_opened_in_silence(tmp_path, caplog):
+def test_a_writable_root_is_opened_without_a_warning(tmp_path, caplog):
     for _ in range(2):
         with Checkpointer(f"posix://{tmp_path}/run") as ckpt:
             ckpt.save({"a": 1}, 1, mode="blocking", overwrite=True)
     assert warnings_of(caplog) == []
 
 
-def test_a_file_in_place_of_the_root_is_said_when_it_is_opened(tmp_path, caplog):
+def test_a_file_in_place_of_the_root_is_reported_on_open(tmp_path, caplog):
     (tmp_path / "run").touch()
     with Checkpointer(f"posix://{tmp_path}/run"):
         assert "ENOTDIR" in caplog.text
 
 
-def test_a_root_in_no_real_file_system_says_so():
+def test_a_root_in_a_virtual_file_system_fails():
     ckpt = Checkpointer("posix:///proc/xx/yy")
     with pytest.raises(StorageError, match=r"^/proc/xx/yy: cannot publish .*such as /proc"):
         ckpt.save({"a": 1}, 1, mode="blocking")
 
 
-def test_ranks_without_a_process_group_are_refused_with_what_to_do(monkeypatch, caplog):
+def test_ranks_without_a_process_group_are_refused_with_a_remedy(monkeypatch, caplog):
     store = memory()
     monkeypatch.setenv("WORLD_SIZE", "4")
     with checkpointer(store) as ckpt:
@@ -126,7 +126,7 @@ def test_ranks_without_a_process_group_are_refused_with_what_to_do(monkeypatch, 
         assert warnings_of(caplog) == []
 
 
-def test_check_tells_what_a_save_would_be_and_writes_nothing():
+def test_check_describes_a_save_and_writes_nothing():
     store = memory()
     model = nn.Linear(40, 40)
     state = {"model": model, "tied": model.weight, "epoch": 3}

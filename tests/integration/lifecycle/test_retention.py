@@ -73,14 +73,14 @@ def test_best_checkpoints_stay_and_the_newest(losses, rules):
         assert left(backend, **retention) == kept, retention
 
 
-def test_what_is_no_finite_number_never_wins():
+def test_non_finite_metrics_never_win():
     bad = [None, float("nan"), float("inf"), float("-inf"), "0", True, [0.0], {"x": 1}]
     backend = saved([*bad[:4], 1.0, *bad[4:], 2.0, None])
     for rules in (BEST, LARGEST):
         assert left(backend, **rules) == [5, 10, 12]
 
 
-def test_metric_that_is_added_later_counts():
+def test_metrics_added_later_count():
     backend = memory()
     with checkpointer(backend, retention={**BEST, "keep_last": 2}) as ckpt:
         for loss in (3.0, 1.0, 2.0, 4.0, 5.0):
@@ -117,7 +117,7 @@ def test_checkpoint_with_a_damaged_note_is_never_deleted(caplog):
         assert "a note is ignored" in caplog.text
 
 
-def test_best_checkpoint_lends_to_nothing_that_is_lost():
+def test_best_checkpoint_keeps_its_lenders():
     """A step that others need goes, its data stays."""
     rules = [{"match": "**", "codecs": ["delta", "zstd"]}]
     retention = {"keep_best": 1, "best_metric": "loss", "best_mode": "min"}
@@ -133,7 +133,7 @@ def test_best_checkpoint_lends_to_nothing_that_is_lost():
             assert ckpt.verify(step).ok
 
 
-def test_best_checkpoint_stays_in_tiers_wherever_its_metric_is():
+def test_best_checkpoint_stays_in_tiers_with_its_metric_in_any():
     places = Places()
     with places.open() as ckpt:
         save(ckpt, [3.0, 3.0, 3.0, 3.0])
@@ -172,7 +172,7 @@ def test_retention_deletes_no_pinned_checkpoint():
         assert ckpt.steps() == [5]
 
 
-def test_overdue_retention_spares_pins_and_tiers_know_of_them():
+def test_overdue_retention_spares_pins_also_in_tiers():
     places = Places()
     with places.open() as ckpt:
         save(ckpt, [None, None, None])
@@ -237,7 +237,7 @@ def test_time_in_the_future_makes_nothing_older(tmp_path):
         assert ckpt.steps() == [1, 2, 3, 4, 5]
 
 
-def test_age_and_metric_and_number_keep_together(tmp_path):
+def test_age_metric_and_number_keep_jointly(tmp_path):
     run = aged(tmp_path / "run", 30, 20, 10, 3)
     with run.open(retention={**BEST, "keep_best": 1, "keep_within": "5d"}) as ckpt:
         save(ckpt, [None])
@@ -247,7 +247,7 @@ def test_age_and_metric_and_number_keep_together(tmp_path):
 # -- notes that come meanwhile ---------------------------------------------------------------------
 
 
-def test_note_that_comes_while_retention_decides_saves_the_step_or_is_refused():
+def test_note_added_during_retention_saves_the_step_or_is_refused():
     """Step 1 becomes the best while retention, on another thread, is about to delete it."""
     backend, said = memory(), []
 
@@ -269,7 +269,7 @@ def test_note_that_comes_while_retention_decides_saves_the_step_or_is_refused():
     assert not backend.list("notes/")
 
 
-def test_note_that_came_after_retention_looked_spares_the_step():
+def test_note_added_after_the_retention_scan_spares_the_step():
     backend, said = memory(), []
 
     class Between(WrapperBackend):

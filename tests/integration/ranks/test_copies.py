@@ -27,7 +27,7 @@ def saved_by_stages(store, step=1, **options):
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_copies_that_are_cut_differently_come_back_in_any_cut(ranks):
+def test_differently_cut_copies_restore_in_any_cut(ranks):
     store = memory()
     saved_by_stages(store)
 
@@ -42,7 +42,7 @@ def test_copies_that_are_cut_differently_come_back_in_any_cut(ranks):
     assert Job(ranks, store).run(work) == [True] * ranks
 
 
-def test_a_piece_that_is_of_no_copy_fails_the_save():
+def test_a_piece_of_no_copy_fails_the_save():
     def pieces(rank):
         start, rows = [(0, 4), (4, 4), (2, 4)][rank]
         return {"w": Shard(torch.zeros(rows, 3), (8, 3), (start, 0))}

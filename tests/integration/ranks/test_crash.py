@@ -137,7 +137,7 @@ each_stride = pytest.mark.parametrize(
 
 @each_stride
 @each_save
-def test_power_that_goes_during_any_effect_of_two_ranks_leaves_old_or_new(save, stride):
+def test_power_cut_at_any_effect_of_two_ranks_leaves_old_or_new(save, stride):
     start = stored()
     found, points, cuts = [], 0, 0
     while True:

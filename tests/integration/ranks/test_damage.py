@@ -137,9 +137,7 @@ def removed(run, name):
 
 @each_writer
 @pytest.mark.parametrize("damage", [overwritten, removed])
-def test_damage_to_what_any_rank_stored_leads_all_ranks_to_the_older_checkpoint(
-    damage, pristine, tmp_path, writers
-):
+def test_damage_to_data_of_any_rank_makes_all_fall_back(damage, pristine, tmp_path, writers):
     run = pristine.copy_to(tmp_path / "root")
     for kind, name in files_of(run, 2, writers).items():
         if kind in {"intent.json", "commit"}:  # without a commit record there is no such step
@@ -157,7 +155,7 @@ def test_damage_to_what_any_rank_stored_leads_all_ranks_to_the_older_checkpoint(
 
 
 @pytest.mark.parametrize("once", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_rank_that_still_reads_what_another_found_damaged_stops_and_goes_on_with_the_others(once):
+def test_a_rank_reading_what_another_found_damaged_stops_and_falls_back(once):
     store, bad = memory(), memory()
 
     def filled(value):

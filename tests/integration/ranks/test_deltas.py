@@ -121,7 +121,7 @@ def test_later_checkpoints_are_small_and_every_one_restores(state_of, memory_byt
 
 
 @pytest.mark.parametrize(("first", "then"), [(2, 3), (1, 2)])
-def test_another_number_of_ranks_goes_on_with_the_chain(first, then):
+def test_another_rank_count_continues_the_chain(first, then):
     store = memory()
     save_all(store, first, [0, 1])
     save_all(store, then, [2, 3])
@@ -141,7 +141,7 @@ class Counting(DelegatingBackend):
 
 
 @pytest.mark.parametrize("state_of", [pytest.param(plain, marks=pytest.mark.slow), in_rows])
-def test_the_base_comes_from_memory_where_a_rank_has_stored_it_itself(state_of):
+def test_a_rank_uses_the_base_in_memory_if_it_stored_it(state_of):
     store = memory()
     stores = [Counting(store) for _ in range(2)]
     job = Job(2, stores.__getitem__, rules=RULES)
@@ -159,7 +159,7 @@ def test_the_base_comes_from_memory_where_a_rank_has_stored_it_itself(state_of):
     check(store, range(4))
 
 
-def test_pieces_of_other_bounds_are_stored_whole_and_all_else_is_not():
+def test_only_pieces_with_other_bounds_are_stored_whole():
     store = memory()
     save_all(store, 2, [0, 1], in_rows)
     save_all(store, 3, [2, 3], in_rows)
@@ -189,7 +189,7 @@ def test_a_base_is_found_in_the_part_of_another_rank():
         *(pytest.param(n, marks=pytest.mark.slow) for n in ("FSDP2 x TP 3 x 2", "HSDP 2 x 2")),
     ],
 )
-def test_what_is_trained_in_shards_is_stored_as_its_differences(name):
+def test_shards_in_training_are_stored_as_deltas(name):
     count, place = PLACES[name]
     store = memory()
     job = Job(count, store, rules=RULES)

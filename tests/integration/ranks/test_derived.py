@@ -49,7 +49,7 @@ def restored(store, state, step):
 @pytest.mark.parametrize(
     ("mode", "count"), [("lazy", 2), pytest.param("blocking", 3, marks=pytest.mark.slow)]
 )
-def test_one_rank_decides_of_each_weight_and_the_others_neither_store_nor_list_it(mode, count):
+def test_one_rank_decides_on_each_weight_and_only_it_stores_or_lists_it(mode, count):
     """In the first save no rank knows before the capture what it writes, later each does."""
     store = memory()
     states = {step: mixed(step) for step in (1, 2)}
@@ -115,7 +115,7 @@ def test_ranks_of_several_structures_store_their_weights():
     restored(store, state | {"more": torch.ones(9)}, 2)
 
 
-def test_what_one_rank_has_for_itself_decides_of_no_weight():
+def test_rank_specific_objects_decide_on_no_weight():
     """It may have the name and the shape of a master; the other ranks do not know of it."""
     store, state = memory(), mixed()
 
@@ -133,7 +133,7 @@ def test_what_one_rank_has_for_itself_decides_of_no_weight():
         assert derived(store, step)
 
 
-def test_ranks_that_may_not_derive_the_same_leave_no_weight_to_each_other():
+def test_ranks_with_other_derivation_rules_delegate_no_weight():
     """One of them was told by mistake to share nothing, which no other rank sees."""
     store, state = memory(), mixed()
 

@@ -55,7 +55,7 @@ def link():
         pytest.param(RETURNS, "None\n", id="without close"),
     ],
 )
-def test_a_job_that_ends_behind_its_last_save_ends_well(link, tmp_path, how, told):
+def test_a_job_may_end_right_after_its_last_save(link, tmp_path, how, told):
     """A thread that waits for the store while the interpreter exits would abort the process."""
     # New interpreters: those that are forked exit too soon.
     processes = [
@@ -77,7 +77,7 @@ def test_a_job_that_ends_behind_its_last_save_ends_well(link, tmp_path, how, tol
         end(processes)
 
 
-def test_a_store_that_is_closed_ends_the_call_under_way_first(link):
+def test_a_closing_store_first_ends_the_call_in_flight(link):
     coordination = TorchCoordination(
         dist.TCPStore("127.0.0.1", link.port, is_master=False), prefix="job"
     )
@@ -92,7 +92,7 @@ def test_a_store_that_is_closed_ends_the_call_under_way_first(link):
     call.join()
 
 
-def test_a_broken_connection_is_not_asked_again_and_again(link, capfd):
+def test_a_broken_connection_is_not_retried_forever(link, capfd):
     """Each call on it prints dozens of lines of the C++ library."""
     with TorchCoordination(
         dist.TCPStore("127.0.0.1", link.port, is_master=False), prefix="job"

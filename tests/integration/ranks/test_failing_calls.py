@@ -67,9 +67,7 @@ def saved():
         (*CALLS[0], StorageFullError("No space left")),
     ],
 )
-def test_a_call_that_fails_on_one_rank_ends_the_save_on_all_and_leaves_nothing(
-    call, rank, error, saved
-):
+def test_a_failed_call_on_one_rank_ends_the_save_on_all_without_data(call, rank, error, saved):
     store, _ = saved
     operation, _, match = call.partition(" ")
     stores = [FaultyBackend(store) for _ in range(WORLD)]
@@ -105,7 +103,7 @@ def end_of(ckpt, rank, step):
 
 
 @pytest.mark.parametrize("rank", range(WORLD))
-def test_a_rank_whose_store_is_slow_is_waited_for(rank, saved):
+def test_a_rank_with_a_slow_store_is_awaited(rank, saved):
     store, _ = saved
     slow = LatencyBackend(store, latency_s={"write": 1.0, "seal": 1.0, "create": 1.0})
     options = {"chunk_bytes": 4096, "timeout_s": SHORT_TIMEOUT_S, **ENCODED}
@@ -120,7 +118,7 @@ def test_a_rank_whose_store_is_slow_is_waited_for(rank, saved):
 @pytest.mark.parametrize(
     ("call", "rank"), [("write .raw", 0), ("seal .enc", 1), ("publish parts/", 1)]
 )
-def test_a_call_that_hangs_on_one_rank_ends_the_save_of_the_others_by_name(call, rank, saved, gate):
+def test_a_hung_call_on_one_rank_ends_the_save_of_others_by_name(call, rank, saved, gate):
     store, before = saved
     operation, _, match = call.partition(" ")
     stores = [FaultyBackend(store) for _ in range(WORLD)]
@@ -154,7 +152,7 @@ def test_a_call_that_hangs_on_one_rank_ends_the_save_of_the_others_by_name(call,
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_commit_record_whose_answer_is_lost_is_read_back_or_unknown_on_all(late, saved):
+def test_a_commit_with_a_lost_reply_is_read_back_or_unknown_on_all(late, saved):
     store, before = saved
     faulty = FaultyBackend(store)
     faulty.fail("publish", StorageError("EIO"), match="commits/", late=late)
@@ -281,7 +279,7 @@ class World:
 @pytest.mark.parametrize(
     "chunk", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3))]
 )
-def test_ranks_over_stores_that_fail_agree_on_what_exists(chunk):
+def test_ranks_with_failing_stores_agree_on_what_exists(chunk):
     seen = set()
     for seed in range(chunk, 24, 4):
         seen |= World(seed).run()

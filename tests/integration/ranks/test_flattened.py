@@ -50,7 +50,7 @@ def plain():
 
 
 @pytest.mark.parametrize("where", [where for where in STRATEGIES if where != "FULL_SHARD 2"])
-def test_one_process_restores_what_ranks_have_saved(where, plain):
+def test_one_process_restores_a_save_of_ranks(where, plain):
     values, losses, stored = plain
     count, _ = STRATEGIES[where]
     store = memory()
@@ -78,7 +78,7 @@ def test_one_process_restores_what_ranks_have_saved(where, plain):
 
 
 @pytest.mark.parametrize("where", ["FULL_SHARD 2", "SHARD_GRAD_OP 4"])
-def test_what_was_gathered_before_a_restore_is_used_no_more(where, plain):
+def test_data_gathered_before_a_restore_is_discarded(where, plain):
     _, losses, stored = plain
     count, _ = STRATEGIES[where]
     reader = Job(count, stored)
@@ -104,7 +104,7 @@ def test_what_was_gathered_before_a_restore_is_used_no_more(where, plain):
     ],
     ids=["optimizer alone", "bare module", "bare part", "gradients"],
 )
-def test_what_does_not_say_which_elements_it_has_is_refused(state_of, said):
+def test_shards_without_element_positions_are_refused(state_of, said):
     def work(rank):
         state = state_of(fresh("FULL_SHARD 2"))
         refused = pytest.raises(UnsupportedStateError, match=said)
@@ -149,7 +149,7 @@ class Counted(torch.nn.Module):
         return x @ self.weight
 
 
-def test_extra_state_and_buffers_come_back_and_loading_code_is_refused():
+def test_extra_state_and_buffers_restore_and_load_hooks_are_refused():
     store = memory()
     job = Job(2, store)
 

@@ -39,7 +39,7 @@ def newest(ckpt):
         *(pytest.param(n, marks=pytest.mark.slow) for n in ("HSDP 2 x 2", "pipeline 2 x FSDP2 2")),
     ],
 )
-def test_the_index_is_taken_over_and_the_bytes_are_new(name):
+def test_the_index_is_reused_and_the_bytes_are_new(name):
     count, place = PLACES[name]
     store = memory()
     job = Job(count, store)

@@ -39,7 +39,7 @@ def store():
     return found
 
 
-def test_leaves_of_two_ranks_are_the_tree_that_they_are_of(store):
+def test_leaves_of_two_ranks_form_their_tree(store):
     with checkpointer(store) as ckpt:
         assert ckpt.verify().ok
         found = ckpt.load()["it"]
@@ -78,6 +78,6 @@ def test_a_plain_value_takes_all_of_its_leaves_or_none(store):
         (("groups", 2), "lengths= of the list .'groups',. is 2"),
     ],
 )
-def test_paths_that_lead_nowhere_are_refused(path, said):
+def test_paths_to_nothing_are_refused(path, said):
     with pytest.raises(UnsupportedStateError, match=said):
         Leaves({path: 1}, LENGTHS)

@@ -16,7 +16,7 @@ from penstock.testing.coordination import MemoryCoordination
 LONG_S = 60.0  # no test waits for that: a rank that is waited for fails it by its words
 
 
-def test_a_rank_that_leaves_by_an_error_is_named_with_it_by_all_saves_after_it():
+def test_a_rank_that_leaves_by_an_error_is_named_by_all_later_saves():
     job = Job(3, memory())
 
     def work(ckpt, rank):
@@ -39,7 +39,7 @@ def test_a_rank_that_leaves_by_an_error_is_named_with_it_by_all_saves_after_it()
 
 
 @pytest.mark.parametrize("leaver", [0, 1])
-def test_a_rank_that_waits_for_one_that_closes_is_told_so(leaver):
+def test_a_rank_waiting_for_a_closing_one_fails(leaver):
     job = Job(2, memory())
 
     def work(ckpt, rank):
@@ -55,7 +55,7 @@ def test_a_rank_that_waits_for_one_that_closes_is_told_so(leaver):
     assert run(job, work)[1 - leaver] == [(leaver, "closed its checkpointer")] * 2
 
 
-def test_nobody_waits_at_close_for_ranks_that_did_not_restore():
+def test_close_does_not_wait_for_ranks_without_a_restore():
     store = memory()
     with checkpointer(store) as ckpt:
         ckpt.save({"epoch": 1}, 1, mode="blocking")
@@ -67,14 +67,14 @@ def test_nobody_waits_at_close_for_ranks_that_did_not_restore():
         assert ckpt._ranks.of_restore().lost == {1, 2}
 
 
-def test_nobody_waits_at_close_for_ranks_that_did_not_save():
+def test_close_does_not_wait_for_ranks_without_a_save():
     with Job(3, memory()).checkpointer(0, timeout_s=1.0) as ckpt:  # short: no other rank is there
         with pytest.raises(RankError, match="rank 1 has not begun to save"):
             ckpt.save({"epoch": 0}, 1, mode="blocking")
         assert ckpt._ranks.of_restore().lost == {1, 2}
 
 
-def test_ranks_that_save_and_restore_at_once_are_told_what_to_do():
+def test_concurrent_save_and_restore_of_ranks_name_a_remedy():
     def work(ckpt, rank):
         if rank == 0:
             return ckpt.load()
@@ -100,7 +100,7 @@ def run(job, work):
     return job.run(work, timeout_s=LONG_S)
 
 
-def test_rank_0_waits_at_close_for_a_rank_that_has_failed_and_come_again():
+def test_rank_0_waits_at_close_for_a_failed_rank_that_rejoined():
     """Without torchrun the store ends with rank 0: the other would wait for its word in vain."""
 
     class Late(MemoryCoordination):

@@ -71,7 +71,7 @@ FEW = ["one process", "FSDP2 x TP 2 x 2", "ZeRO-1 4", "FSDP1 3", "experts 2 x FS
         *(pytest.param(where, ALL, id=f"{where}, all", marks=pytest.mark.slow) for where in ALL),
     ],
 )
-def test_every_topology_restores_what_every_other_has_saved(stored, where, origins):
+def test_every_topology_restores_saves_of_every_other(stored, where, origins):
     stores = {name: stored(name) for name in origins}
     values = values_of(state_of("one process"))
     count, place = PLACES_OF_EXPERTS[where]
@@ -120,7 +120,7 @@ def spoil(state):
     state["epoch"] = -1
 
 
-def test_restore_waits_for_the_save_that_is_under_way():
+def test_restore_waits_for_the_save_in_flight():
     """The others could not tell which of two rounds a rank is in."""
     store = FaultyBackend(memory())
     store.slow("create", 0.3)

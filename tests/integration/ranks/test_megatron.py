@@ -54,7 +54,7 @@ def restored(count, store, state_of):
 
 @settings(deadline=None, max_examples=examples(8))
 @given(st.data())
-def test_any_cut_is_saved_and_comes_back_in_any_other(data):
+def test_any_cut_is_saved_and_restored_in_any_other(data):
     shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=2, max_size=3)))
     whole = torch.randn(shape)
 
@@ -118,7 +118,7 @@ def layers(rank, count, *, blank=False):
     return {"model": found}
 
 
-def test_two_layers_under_one_name_are_not_taken_for_one():
+def test_two_layers_of_one_name_are_distinguished():
     """As Megatron names them before they are keyed: each stage counts its own from 0."""
 
     def state(rank):
@@ -157,7 +157,7 @@ LAYOUTS = [((2, 4), (4, 2)), ((8, 1), (1, 2))]
 
 
 @pytest.mark.parametrize(("there", "here"), LAYOUTS)
-def test_ranges_of_a_grid_come_back_in_another_grid_and_other_ranges(there, here):
+def test_ranges_of_a_grid_restore_in_another_grid_and_ranges(there, here):
     """Of eight ranks, by the sizes of tensor and pipeline parallelism."""
     store = memory()
     succeed(Job(8, store).save(lambda rank: grid(rank, there)))
@@ -208,7 +208,7 @@ def optimizer(rank, layout, *, blank=False):
 
 
 @pytest.mark.parametrize(("there", "here"), [((2, 4), (2, 1)), ((1, 1), (3, 2))])
-def test_ranges_of_a_distributed_optimizer_go_to_any_other_ranks(there, here):
+def test_ranges_of_a_distributed_optimizer_restore_on_any_ranks(there, here):
     store = memory()
     succeed(Job(there[0] * there[1], store).save(lambda rank: optimizer(rank, there)))
     count = here[0] * here[1]
@@ -221,7 +221,7 @@ def test_ranges_of_a_distributed_optimizer_go_to_any_other_ranks(there, here):
             assert torch.equal(state["optimizer"]["state"][name].data, tensor.data), name
 
 
-def test_a_tensor_that_is_not_under_its_key_is_refused():
+def test_a_tensor_under_another_key_is_refused():
     """As two stages number their parameters, whose ranges would be taken for those of one."""
     cuts = [(0, 2), (2, 4)], [(0, 1), (1, 4)]
 
@@ -265,7 +265,7 @@ def test_tied_tensors_are_tied_by_all_replicas():
         ({"flattened_range": slice(2, 9)}, "do not fit together"),
     ],
 )
-def test_what_does_not_fit_together_is_refused(change, said):
+def test_inconsistent_arguments_are_refused(change, said):
     tensor = replace(made("w", torch.zeros(2, 3), (4, 3), (2, 0)), **change)
     with checkpointer(memory()) as ckpt, pytest.raises(UnsupportedStateError, match=said):
         ckpt.save({"w": tensor}, 1)

@@ -149,7 +149,7 @@ def test_every_cut_restores_every_other_bit_by_bit(where, stores):
         run(where, store, work)
 
 
-def test_pieces_are_written_once_and_as_few_rectangles():
+def test_pieces_are_written_once_in_few_rectangles():
     store = memory()
     reports = save("0, 1, 1, 0", store, whole())
     assert sum(report.bytes_raw for report in reports) == whole().nbytes
@@ -158,7 +158,7 @@ def test_pieces_are_written_once_and_as_few_rectangles():
     assert sorted((s.offsets[0], s.sizes[0]) for s in shards) == [(0, 10), (10, 20), (30, 10)]
 
 
-def test_one_process_that_lacks_pieces_or_has_no_rows_is_refused():
+def test_one_process_without_some_pieces_or_rows_is_refused():
     for pieces in (rows(whole(), (0, 10), (20, 40)), columns(whole(), (0, 20), (20, 70))):
         with checkpointer(memory()) as ckpt:
             with pytest.raises(UnsupportedStateError, match=r"w is .* this process saves alone"):
@@ -166,7 +166,7 @@ def test_one_process_that_lacks_pieces_or_has_no_rows_is_refused():
             assert ckpt.steps() == []
 
 
-def test_pieces_that_replicas_hold_are_written_once():
+def test_pieces_of_replicas_are_written_once():
     store = memory()
 
     def state_of(rank):
@@ -227,7 +227,7 @@ def test_a_fallback_names_pieces_that_the_damaged_checkpoint_has_overwritten(str
             ckpt.restore(state, strict=strict, on_damage="fallback")
 
 
-def test_pieces_in_one_memory_are_left_alone_where_what_is_stored_disagrees():
+def test_pieces_in_one_memory_stay_if_stored_bytes_disagree():
     stored, own = whole(), torch.zeros(60, 70)
     # The last ten rows of the first piece are the first ten of the second.
     shards = Shards([Shard(own[:20], SHAPE, (0, 0)), Shard(own[10:30], SHAPE, (20, 0))])
@@ -242,7 +242,7 @@ def test_pieces_in_one_memory_are_left_alone_where_what_is_stored_disagrees():
     assert torch.equal(own[:30], torch.cat([stored[:20], stored[30:40]]))
 
 
-def test_pieces_count_as_filled_from_elsewhere_only_if_each_of_them_is():
+def test_pieces_count_as_filled_elsewhere_only_if_all_are():
     own = torch.zeros(SHAPE)
     top, bottom = Shard(own[:20], SHAPE, (0, 0)), Shard(own[20:], SHAPE, (20, 0))
     new = Shard(torch.zeros(20, 70), SHAPE, (20, 0))
@@ -268,7 +268,7 @@ class Mover:
     def load_state_dict(self, state): ...
 
 
-def test_pieces_that_keep_moving_while_they_are_described_are_not_taken_for_others():
+def test_pieces_moving_during_description_are_not_confused_with_others():
     shards = CUTS["one rank"][0](whole())
     state = {"w": shards, "mover": Mover(shards.pieces[1].tensor)}
     with checkpointer(memory()) as ckpt, pytest.raises(TornSnapshotError, match="w moved to other"):

@@ -96,7 +96,7 @@ def test_every_placement_restores_every_other(stored, mesh):
     assert found.pop() >= len(ONE) * len(shapes)
 
 
-def test_a_tensor_that_is_put_together_of_uneven_pieces_is_saved_if_they_are_torchs_own():
+def test_a_tensor_of_uneven_pieces_is_saved_if_they_are_torchs_own():
     """Four, four, four and two rows are, of 14; other pieces are of no one tensor."""
     store = memory()
     good, bad = Job(4, store), Job(4, store)
@@ -124,7 +124,7 @@ def test_a_tensor_that_is_put_together_of_uneven_pieces_is_saved_if_they_are_tor
         assert torch.equal(ckpt.load()["w"], whole((14, 1)))
 
 
-def test_a_local_tensor_of_pieces_is_refused_and_says_what_to_do():
+def test_a_local_tensor_of_pieces_is_refused_with_a_remedy():
     """Of these torch does not say by mesh and placement which elements a rank has."""
     store = memory()
     job = Job(2, store)
@@ -148,7 +148,7 @@ def test_a_local_tensor_of_pieces_is_refused_and_says_what_to_do():
         assert torch.equal(ckpt.load()["w"], whole((5, 1)))
 
 
-def test_a_local_tensor_that_consists_of_others_is_refused():
+def test_a_composite_local_tensor_is_refused():
     """As the state of optimizers of eight bits, whose scales belong to blocks of a rank's rows."""
     store = memory()
     jobs = [Job(2, store) for _ in range(2)]

@@ -115,7 +115,7 @@ TORCHDATA = "torchdata.stateful_dataloader.StatefulDataLoader"
         pytest.param("SIGTERM", TORCHDATA, marks=pytest.mark.slow),
     ],
 )
-def test_signal_to_the_process_group_of_a_rank_spares_the_workers_of_its_loader(name, loader):
+def test_signal_to_the_process_group_of_a_rank_spares_loader_workers(name, loader):
     pytest.importorskip(loader.partition(".")[0], reason="needs torchdata")
     done = interpreters.run("-c", WORKERS, name, loader)
     assert done.returncode == 0, done.stderr

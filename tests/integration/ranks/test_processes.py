@@ -178,7 +178,7 @@ def test_fsdp2_of_two_processes_is_loaded_by_one_bit_by_bit(store, tmp_path):
 
 @pytest.mark.process
 @pytest.mark.multirank
-def test_a_group_saves_without_the_others_who_may_save_alone(store, tmp_path):
+def test_a_group_saves_without_others_that_may_save_alone(store, tmp_path):
     root = tmp_path / "run"
     processes = start(START + GROUPS, 3, store.port, root)
     try:

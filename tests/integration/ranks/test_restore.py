@@ -168,7 +168,7 @@ def equal(found, expected):
     "where",
     ["FSDP2 2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("DDP 2", "HSDP 2 x 2"))],
 )
-def test_training_goes_on_with_equal_losses(trained, where):
+def test_training_resumes_with_equal_losses(trained, where):
     _, losses, stores = trained
     count, place = PLACES[where]
 
@@ -211,7 +211,7 @@ def test_restore_of_one_rank_waits_for_no_other(trained):
     run_ranks(2, work)
 
 
-def test_names_and_order_of_the_optimizer_alone_are_those_of_the_bare_module(trained):
+def test_optimizer_names_and_order_match_the_bare_module(trained):
     values, _, stores = trained
     place = PLACES["FSDP2 x TP 3 x 2"][1]
 
@@ -249,7 +249,7 @@ def is_certain(tensor):
 
 @settings(deadline=None, max_examples=examples(35))
 @given(splits(Region.whole(SHAPE)), st.sampled_from([(2,), (3,), (2, 2), (3, 2)]), st.data())
-def test_any_rectangles_come_back_in_any_placement(rectangles, mesh, data):
+def test_any_rectangles_restore_in_any_placement(rectangles, mesh, data):
     count, chosen = math.prod(mesh), [data.draw(placements(mesh)) for _ in range(3)]
     array = np.random.default_rng(0).standard_normal(SHAPE).astype(np.float32)
     ranks = [[] for _ in range(3)]
@@ -276,7 +276,7 @@ def test_any_rectangles_come_back_in_any_placement(rectangles, mesh, data):
     run_ranks(count, work)
 
 
-def test_state_of_another_shape_than_its_sharded_parameter_wants_a_step_first():
+def test_state_shaped_unlike_its_sharded_parameter_needs_a_step_first():
     weight = nn.Parameter(torch.ones(8, 6))
     optimizer = torch.optim.SGD([weight])
     optimizer.state[weight]["rows"] = torch.ones(8)
@@ -300,7 +300,7 @@ def test_state_of_another_shape_than_its_sharded_parameter_wants_a_step_first():
 
 @settings(deadline=None, max_examples=examples(25))
 @given(splits(Region.whole(SHAPE)), wanted(SHAPE), st.booleans(), st.data())
-def test_any_rectangles_come_back_in_any_shard_that_is_cut_by_hand(cut, held, of_numpy, data):
+def test_any_rectangles_restore_in_any_manual_shard(cut, held, of_numpy, data):
     array = np.random.default_rng(0).standard_normal(SHAPE).astype(np.float32)
     ranks = [[] for _ in range(3)]
     for rectangle in cut:
@@ -318,7 +318,7 @@ def test_any_rectangles_come_back_in_any_shard_that_is_cut_by_hand(cut, held, of
 
 @settings(deadline=None, max_examples=examples(25))
 @given(st.data())
-def test_any_flat_ranges_come_back_in_any_other_flat_ranges(data):
+def test_any_flat_ranges_restore_in_any_other_ranges(data):
     shape = tuple(data.draw(st.lists(st.integers(0, 5), max_size=4), label="shape"))
     array = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
 
@@ -343,7 +343,7 @@ def test_any_flat_ranges_come_back_in_any_other_flat_ranges(data):
         assert flat.numpy().tobytes() == array.reshape(-1)[a:b].tobytes()
 
 
-def test_one_process_saves_a_shard_that_is_the_whole_tensor():
+def test_one_process_saves_a_shard_of_the_whole_tensor():
     store = memory()
     shard = penstock.Shard(torch.arange(12.0).reshape(4, 3), (4, 3), (0, 0))
     with checkpointer(store) as ckpt:
@@ -367,7 +367,7 @@ def stored_matrix(ranks=2, dtype=np.float32):
     return store, torch.from_numpy(array)
 
 
-def test_shard_of_another_whole_is_told_with_both_shapes():
+def test_shard_of_another_whole_fails_with_both_shapes():
     store, _ = stored_matrix()
     shard = penstock.Shard(torch.zeros(2, 6), (9, 6), (0, 0))
     with pytest.raises(RestoreMismatchError, match=r"w: shape \[8, 6\] is stored, .*\[9, 6\]"):

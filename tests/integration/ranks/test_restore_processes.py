@@ -138,7 +138,7 @@ def as_by_torchrun(count, *words):
 @pytest.mark.parametrize(
     "launch", [as_by_torchrun, pytest.param(by_torchrun, marks=pytest.mark.slow)]
 )
-def test_torchrun_restores_on_another_number_of_processes(tmp_path, launch):
+def test_torchrun_restores_on_another_process_count(tmp_path, launch):
     script = tmp_path / "job.py"
     script.write_text(TORCHRUN)
     for count in (2, 3):
@@ -175,7 +175,7 @@ def test_a_rank_that_dies_ends_the_restore_of_all_by_name(tmp_path, victim, how)
     [(1, signal.SIGKILL), pytest.param(0, signal.SIGSTOP, marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("way", ["memory", pytest.param("network", marks=pytest.mark.slow)])
-def test_processes_read_once_together_and_without_the_one_that_dies(tmp_path, victim, how, way):
+def test_processes_read_once_together_even_after_one_dies(tmp_path, victim, how, way):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes = start(START + TOGETHER, 3, store.port, tmp_path / "run", victim, LIMIT_S, way)
     others = [process for rank, process in enumerate(processes) if rank != victim]

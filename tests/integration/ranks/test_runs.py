@@ -99,7 +99,7 @@ def equal(found, expected):
         assert torch.equal(found[path], tensor), path
 
 
-def test_a_given_step_comes_back_with_all_that_belongs_to_it(run):
+def test_a_given_step_is_restored_with_all_its_state(run):
     store, held, _ = run
 
     def work(ckpt, rank, state):
@@ -116,7 +116,7 @@ def test_a_given_step_comes_back_with_all_that_belongs_to_it(run):
 
 
 @pytest.mark.parametrize("count", [3, 1])
-def test_another_number_of_ranks_takes_a_part_and_leaves_the_rest(run, count):
+def test_another_rank_count_restores_a_part_only(run, count):
     """Without the place in the data, which cannot be split, and without the schedule."""
     store, held, _ = run
 
@@ -136,7 +136,7 @@ def test_another_number_of_ranks_takes_a_part_and_leaves_the_rest(run, count):
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_a_whole_state_is_not_taken_from_a_checkpoint_of_the_model_on_any_rank(run, count):
+def test_a_model_checkpoint_is_no_whole_state_on_any_rank(run, count):
     store, _, _ = run
 
     def work(ckpt, rank, state):
@@ -151,7 +151,7 @@ def test_a_whole_state_is_not_taken_from_a_checkpoint_of_the_model_on_any_rank(r
     assert RestoreMismatchError in restored(store, count, work)
 
 
-def test_what_one_process_begins_is_gone_on_with_by_ranks_and_a_single_one_again():
+def test_a_run_continues_from_one_process_to_ranks_and_back():
     """As a checkpoint of the first weights, made by one process for jobs of any size."""
     store = memory()
     first = fresh(1, 0, seed=0)
@@ -185,7 +185,7 @@ def test_what_one_process_begins_is_gone_on_with_by_ranks_and_a_single_one_again
         torch.testing.assert_close(values_of(last)[path], tensor, rtol=1e-4, atol=1e-6)
 
 
-def test_a_step_that_is_not_there_is_the_same_error_on_all_ranks(run):
+def test_a_missing_step_is_the_same_error_on_all_ranks(run):
     store, _, _ = run
 
     def work(ckpt, rank, state):

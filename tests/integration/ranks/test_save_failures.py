@@ -74,7 +74,7 @@ def assert_unchanged(store, before):
         assert torch.equal(ckpt.load()["weight"], WEIGHT)
 
 
-def test_ranks_whose_numbers_are_taken_give_up(job):
+def test_ranks_with_taken_numbers_fail(job):
     """Two jobs over one store of values: the second finds its rounds decided."""
     job, store, _ = job
     assert [report.step for report in job.save(state_of, 2)] == [2, 2, 2]
@@ -98,7 +98,7 @@ def test_values_that_differ_fail_the_save_and_name_path_and_ranks(job):
 @pytest.mark.parametrize(
     ("one", "other"), [({"a": 1, "b": 2}, {"b": 2, "a": 1}), (1, True), (0.0, -0.0)], ids=repr
 )
-def test_refusal_of_values_that_compare_equal_says_what_else_has_to_be_equal(one, other):
+def test_refusal_of_equal_values_says_what_else_must_be_equal(one, other):
     assert one == other
     errors = Job(2, memory()).save(lambda rank: {"v": other if rank else one})
     for error in errors:
@@ -119,7 +119,7 @@ def test_all_values_that_differ_are_counted_and_the_first_are_named(job):
     assert_unchanged(store, before)
 
 
-def test_a_value_that_one_rank_lacks_is_no_difference(job):
+def test_a_value_absent_on_one_rank_is_no_difference(job):
     job, store, _ = job
     reports = job.save(lambda rank: state_of(rank) | ({"mine": 5} if rank == 2 else {}), 2)
     assert [report.step for report in reports] == [2, 2, 2]
@@ -130,7 +130,7 @@ def test_a_value_that_one_rank_lacks_is_no_difference(job):
         assert ckpt.verify(2).ok
 
 
-def test_ranks_that_are_called_with_other_steps_say_so(job):
+def test_ranks_called_with_other_steps_fail(job):
     job, store, before = job
     errors = job.run(lambda ckpt, rank: ckpt.save(state_of(rank), 2 + (rank == 2)).result(300))
     assert told(errors)[:2] == [(RankError, 2), (RankError, 2)]
@@ -168,7 +168,7 @@ def test_a_rank_that_cannot_write_ends_the_save_on_all_at_once(job, caplog):
     assert_unchanged(store, before)
 
 
-def test_what_no_rank_holds_fails_the_save_by_name(job, caplog):
+def test_data_of_no_rank_fails_the_save_by_name(job, caplog):
     job, store, before = job
     caplog.clear()
     errors = job.save(lambda rank: {"w": Shard(torch.ones(4, 3), (12, 3), (4 * (rank % 2), 0))}, 2)
@@ -180,7 +180,7 @@ def test_what_no_rank_holds_fails_the_save_by_name(job, caplog):
     assert_unchanged(store, before)
 
 
-def test_a_root_that_hosts_do_not_share_is_found():
+def test_a_root_not_shared_by_hosts_is_found():
     stores = [memory(), memory()]
     job = Job(2, lambda rank: stores[rank])
     errors = job.save(lambda rank: {"w": Shard(torch.ones(4, 3), (8, 3), (4 * rank, 0))})
@@ -189,7 +189,7 @@ def test_a_root_that_hosts_do_not_share_is_found():
     assert [names(store) for store in stores] == [[], []]
 
 
-def test_a_root_that_hosts_do_not_share_is_found_where_rank_0_alone_writes():
+def test_an_unshared_root_is_found_if_only_rank_0_writes():
     stores = [memory(), memory()]
     errors = Job(2, lambda rank: stores[rank]).save(lambda _: {"epoch": 1})
     for error in errors:
@@ -198,7 +198,7 @@ def test_a_root_that_hosts_do_not_share_is_found_where_rank_0_alone_writes():
 
 
 @pytest.mark.parametrize("use", ["save", "restore", "load"])
-def test_two_checkpointers_whose_first_uses_come_in_another_order_end_by_name(use):
+def test_two_checkpointers_first_used_in_another_order_fail_by_name(use):
     """The names by which ranks meet follow that order: what meets then are two roots."""
     stores = memory(), memory()
     for number, store in enumerate(stores):
@@ -221,7 +221,7 @@ def test_two_checkpointers_whose_first_uses_come_in_another_order_end_by_name(us
     assert [names(store) for store in stores] == before
 
 
-def test_what_one_rank_cannot_describe_ends_the_save_on_all_at_once(job):
+def test_state_undescribable_on_one_rank_fails_all_at_once(job):
     """Before that rank closes its checkpointer, and before its time is over."""
     job, store, before = job
     all_know = threading.Barrier(3)
@@ -249,7 +249,7 @@ def test_a_step_that_exists_is_refused_on_all(job):
     assert [report.generation for report in reports] == [2, 2, 2]
 
 
-def test_a_job_goes_on_saving_after_a_save_that_failed():
+def test_a_job_keeps_saving_after_a_failed_save():
     store = memory()
     job = Job(2, store)
 
@@ -263,7 +263,7 @@ def test_a_job_goes_on_saving_after_a_save_that_failed():
         assert ckpt.steps() == [2]
 
 
-def test_a_rank_that_never_comes_is_named_and_waited_for_no_more():
+def test_an_absent_rank_is_named_and_no_longer_awaited():
     store = memory()
     job = Job(2, store)
     error = None
@@ -279,7 +279,7 @@ def test_a_rank_that_never_comes_is_named_and_waited_for_no_more():
     assert names(store) == []
 
 
-def test_rank_0_is_waited_for_while_it_makes_room():
+def test_ranks_wait_while_rank_0_makes_room():
     store = memory()
     for step in (1, 2):
         Job(2, store).save(state_of, step)
@@ -302,7 +302,7 @@ class Compiled(ZstdCodec):
         time.sleep(1.5 * SHORT_TIMEOUT_S)
 
 
-def test_codecs_that_are_compiled_are_waited_for():
+def test_ranks_wait_for_codec_compilation():
     registry = Registry()
     registry.register(Compiled)
     store = memory()
@@ -330,7 +330,7 @@ class FullAndSlow(DelegatingBackend):
         return super().list(prefix)
 
 
-def test_that_rank_0_has_no_room_is_told_before_it_looks_for_some():
+def test_rank_0_reports_a_lack_of_room_before_making_some():
     store = memory()
     job = Job(2, lambda r: store if r else FullAndSlow(store), timeout_s=SHORT_TIMEOUT_S)
     errors = job.save(state_of)
@@ -381,7 +381,7 @@ class Slow(DelegatingBackend):
         return super().create(name, size_hint=size_hint)
 
 
-def test_what_rank_0_skips_is_skipped_by_all():
+def test_a_skip_of_rank_0_is_skipped_by_all():
     store = memory()
     Slow.gate.clear()
     job = Job(2, lambda rank: store if rank else Slow(store), on_busy="skip")
@@ -398,7 +398,7 @@ def test_what_rank_0_skips_is_skipped_by_all():
     assert job.run(work) == [(1, True, 3), (1, True, 3)]
 
 
-def test_a_rank_that_alone_is_busy_comes_as_soon_as_it_is_not():
+def test_a_rank_that_alone_is_busy_joins_once_idle():
     """Rank 0 cannot tell whether the next step is skipped before all others are there."""
     job = Job(2, memory(), on_busy="skip")
 
@@ -440,7 +440,7 @@ def test_a_tensor_that_changes_before_the_fence_on_one_rank_ends_the_save_on_all
     assert_unchanged(store, before)
 
 
-def test_the_data_of_all_survivors_goes_at_once():
+def test_survivors_delete_their_data_at_once():
     store = memory()
     job = Job(3, lambda rank: Full(store) if rank == 2 else store)
     errors = job.save(lambda rank: {"w": Shard(torch.ones(40_000), (120_000,), (40_000 * rank,))})
@@ -475,7 +475,7 @@ class Listening(DelegatingBackend):
         self.gate.set()
 
 
-def test_a_rank_deletes_only_what_it_has_written_itself():
+def test_a_rank_deletes_only_its_own_writes():
     store = memory()
     Listening.deleted.clear()
     Listening.gate.clear()
@@ -487,7 +487,7 @@ def test_a_rank_deletes_only_what_it_has_written_itself():
 
 
 @pytest.mark.parametrize("where", [0, 59_999])
-def test_a_plain_tensor_that_has_drifted_on_one_rank_fails_the_save_by_name(job, where):
+def test_a_plain_tensor_drifted_on_one_rank_fails_the_save_by_name(job, where):
     """Ranks share its bytes: the checkpoint would hold a mixture."""
     job, store, before = job
 
@@ -529,7 +529,7 @@ def registry_off_host():
 
 
 @pytest.mark.parametrize(("what", "where"), [("device", 0), ("strided", 59_999)])
-def test_what_is_not_contiguous_in_host_memory_and_has_drifted_fails_the_save_by_name(what, where):
+def test_drifted_non_contiguous_host_memory_fails_the_save_by_name(what, where):
     store = memory()
     options = {"registry": registry_off_host()} if what == "device" else {}
     job = Job(3, store, **options)
@@ -549,7 +549,7 @@ def test_what_is_not_contiguous_in_host_memory_and_has_drifted_fails_the_save_by
     assert names(store) == []
 
 
-def test_replicas_off_the_host_that_have_drifted_fail_the_save_by_name():
+def test_drifted_replicas_off_the_host_fail_the_save_by_name():
     store = memory()
     job = Job(3, store, registry=registry_off_host())
     for error in job.save(lambda rank: {"norm": by_hand(rank, (rank, 3)), "epoch": 7}):
@@ -558,7 +558,7 @@ def test_replicas_off_the_host_that_have_drifted_fail_the_save_by_name():
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_save_that_is_over_holds_none_of_the_state(fails):
+def test_a_finished_save_holds_none_of_the_state(fails):
     def work(ckpt, rank):
         array = np.zeros(100_000)
         gone = weakref.ref(array)
@@ -660,7 +660,7 @@ def on_a_mesh(rank):
 
 
 @pytest.mark.parametrize("declared", [True, False])
-def test_pieces_by_hand_that_have_drifted_fail_the_save_by_name(job, declared):
+def test_drifted_manual_pieces_fail_the_save_by_name(job, declared):
     job, store, before = job
 
     def drifted(rank):
@@ -675,7 +675,7 @@ def test_pieces_by_hand_that_have_drifted_fail_the_save_by_name(job, declared):
     assert_unchanged(store, before)
 
 
-def test_replicas_that_have_drifted_are_named_where_others_have_not():
+def test_drifted_replicas_are_named_and_others_are_not():
     """Two ranks hold the first rows of a tensor, two others the rest, alike."""
     store = memory()
 
@@ -689,7 +689,7 @@ def test_replicas_that_have_drifted_are_named_where_others_have_not():
     assert names(store) == []
 
 
-def test_replicas_of_a_dtensor_that_have_drifted_fail_the_save_by_name(job):
+def test_drifted_replicas_of_a_dtensor_fail_the_save_by_name(job):
     job, store, before = job
 
     def work(rank):
@@ -702,7 +702,7 @@ def test_replicas_of_a_dtensor_that_have_drifted_fail_the_save_by_name(job):
     assert_unchanged(store, before)
 
 
-def test_one_replica_that_has_drifted_is_named_among_those_of_other_ranks(job):
+def test_one_drifted_replica_among_other_ranks_is_named(job):
     job, store, before = job
 
     def pieces(rank):  # rows 0 to 3 on rank 0 alone, the others on ranks 1 and 2

@@ -49,7 +49,7 @@ def check(store, steps):
 @pytest.mark.parametrize(
     ("state_of", "rules"), [(whole, []), (pieces, [{"match": "**", "codecs": ["zstd"]}])]
 )
-def test_what_has_not_changed_is_stored_once(state_of, rules):
+def test_unchanged_data_is_stored_once(state_of, rules):
     store = memory()
     first, *later = save_all(store, 3, range(3), state_of, rules=rules)
     # After a restart nothing is in memory: each rank finds what it has in the checkpoint.

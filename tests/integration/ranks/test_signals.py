@@ -45,7 +45,7 @@ class Starts:
 
 @pytest.mark.parametrize(("when", "interrupted"), [("before", 0), ("after", 1)])
 @pytest.mark.parametrize("name", ["save", "watch", "capture"])
-def test_a_save_outlasts_a_handler_that_interrupts_its_start_on_one_rank(
+def test_a_save_survives_a_handler_interrupting_its_start_on_one_rank(
     interrupted, name, when, on_signal, monkeypatch
 ):
     """The others have heard of it: begun anew it would be one that was given up."""
@@ -100,7 +100,7 @@ class Quiet:
         pass
 
 
-def test_a_save_outlasts_a_handler_that_interrupts_its_planning_on_one_rank(on_signal):
+def test_a_save_survives_a_handler_interrupting_planning_on_one_rank(on_signal):
     store = memory()
     job = Job(2, store)
     found = []
@@ -121,9 +121,7 @@ def test_a_save_outlasts_a_handler_that_interrupts_its_planning_on_one_rank(on_s
 
 
 @pytest.mark.parametrize("interrupted", [0, 1])
-def test_a_save_that_is_refused_in_a_handler_of_one_rank_fails_where_others_make_it(
-    interrupted, on_signal
-):
+def test_a_save_refused_in_a_handler_of_one_rank_fails_on_the_others(interrupted, on_signal):
     """A signal that all ranks get interrupts a save on some of them alone: they stay in step."""
     store = memory()
     job = Job(2, store)
@@ -147,7 +145,7 @@ def test_a_save_that_is_refused_in_a_handler_of_one_rank_fails_where_others_make
     assert found == [1, 3]
 
 
-def test_a_save_that_is_skipped_in_a_handler_of_one_rank_fails_where_others_make_it(on_signal):
+def test_a_save_skipped_in_a_handler_of_one_rank_fails_on_the_others(on_signal):
     job = Job(2, memory(), on_busy="skip")
     found = []
 

@@ -97,7 +97,7 @@ def job_of(places, count=RANKS, *, fast=None, durable=None, options=None, **more
 
 
 @pytest.mark.parametrize("mode", ["blocking", "async", "lazy"])
-def test_what_ranks_save_is_copied_on_by_rank_0_and_durable_on_all(places, mode):
+def test_rank_0_copies_saves_of_ranks_and_all_learn_durability(places, mode):
     job = job_of(places)
 
     def work(ckpt, rank):
@@ -157,9 +157,7 @@ def test_rank_0_alone_copies_evicts_repairs_and_deletes(places):
         assert not [call for call in watched["fast", rank].calls if call[0] == "delete"]
 
 
-def test_a_rank_that_cannot_write_to_the_fast_tier_ends_the_save_and_the_next_goes_past_it(
-    places, caplog
-):
+def test_a_failed_fast_tier_of_a_rank_ends_the_save_and_the_next_bypasses_it(places, caplog):
     def fast(rank, store):
         if rank != 2:
             return store
@@ -185,7 +183,7 @@ def test_a_rank_that_cannot_write_to_the_fast_tier_ends_the_save_and_the_next_go
     assert not places.fast.list("data/")
 
 
-def test_a_fast_tier_that_does_not_answer_one_rank_is_passed_over_by_all(places):
+def test_a_fast_tier_unresponsive_to_one_rank_is_bypassed_by_all(places):
     faulty = {}
 
     def fast(rank, store):
@@ -265,7 +263,7 @@ class Silent(MemoryCoordination):
             super().post(key, value)
 
 
-def test_a_rank_0_that_dies_while_it_copies_is_waited_for_no_more(places):
+def test_a_rank_0_that_dies_during_a_copy_is_not_awaited(places):
     job = job_of(places)
     release, committed = threading.Event(), threading.Event()
     all_committed = threading.Barrier(RANKS)
@@ -291,7 +289,7 @@ def test_a_rank_0_that_dies_while_it_copies_is_waited_for_no_more(places):
 
 
 @pytest.mark.parametrize("options", [{}, {"drain_every": 2}])
-def test_nothing_stays_of_a_save_that_ends_once_its_copy_is_marked(places, options):
+def test_a_save_that_ends_after_its_mark_leaves_nothing(places, options):
     class GivesUp(WrapperBackend):
         def publish(self, name, data, /, *, exclusive=False):
             super().publish(name, data, exclusive=exclusive)
@@ -320,7 +318,7 @@ def test_nothing_stays_of_a_save_that_ends_once_its_copy_is_marked(places, optio
     assert job.run(work) == [set()] * RANKS
 
 
-def test_a_save_that_waits_for_room_longer_than_the_time_out_is_given_up_by_nobody(places):
+def test_a_save_waiting_for_room_beyond_the_timeout_is_not_abandoned(places):
     class Full(WrapperBackend):
         def __init__(self, inner, room):
             super().__init__(inner)
@@ -347,7 +345,7 @@ def test_a_save_that_waits_for_room_longer_than_the_time_out_is_given_up_by_nobo
     assert run_ranks(RANKS, work) == [("fast", "durable")] * RANKS
 
 
-def test_room_is_made_for_what_all_ranks_store_together(places):
+def test_room_is_made_for_the_total_of_all_ranks(places):
     class Counting(WrapperBackend):
         def free_bytes(self):
             return 10 << 20
@@ -365,7 +363,7 @@ def test_room_is_made_for_what_all_ranks_store_together(places):
     assert job.run(work) == [[("durable",), ("fast", "durable")]] * RANKS
 
 
-def test_a_job_of_fewer_ranks_goes_on_with_the_copies_of_one_that_died(places):
+def test_a_job_of_fewer_ranks_continues_copies_of_a_dead_one(places):
     def durable(rank, store):
         faulty = FaultyBackend(store)
         faulty.fail("create", StorageError("no route to host"), times=None)
@@ -407,7 +405,7 @@ def test_damage_that_one_rank_finds_is_repaired_by_rank_0(places):
         assert alone.verify().ok
 
 
-def test_a_repair_by_hand_is_for_rank_0_alone(places):
+def test_only_rank_0_repairs_by_hand(places):
     def work(ckpt, rank):
         ckpt.save(state_of(rank), 1).result(300)
         if rank == 0:
@@ -494,7 +492,7 @@ except penstock.NotDrainedError as error:
 @pytest.mark.parametrize(
     "how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
 )
-def test_the_copies_of_a_rank_0_that_is_lost_are_made_by_the_next_job(tmp_path, how):
+def test_the_next_job_makes_the_copies_of_a_lost_rank_0(tmp_path, how):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     fast, durable = tmp_path / "fast", tmp_path / "durable"
     processes = start(START + COPY, 3, store.port, fast, durable, LIMIT_S)

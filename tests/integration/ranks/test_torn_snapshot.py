@@ -44,7 +44,7 @@ def versions(state):
 
 
 @pytest.mark.parametrize(("how", "changed_by"), [("foreach", 1), ("fused", 0)])
-def test_a_step_of_dtensors_behind_the_fence_fails_the_save_on_all_ranks(how, changed_by):
+def test_a_step_of_dtensors_past_the_fence_fails_the_save_on_all_ranks(how, changed_by):
     store, go_on = memory(), threading.Event()
     job = Job(WORLD, lambda _: FaultyBackend(store))
 
@@ -75,7 +75,7 @@ def test_a_step_of_dtensors_behind_the_fence_fails_the_save_on_all_ranks(how, ch
 
 
 @pytest.mark.parametrize("how", ["foreach", "fused"])
-def test_a_step_of_dtensors_waits_at_the_fence_and_changes_nothing_stored(how):
+def test_a_step_of_dtensors_waits_at_the_fence(how):
     store = memory()
     job = Job(WORLD, store)
 

@@ -144,7 +144,7 @@ QUICK = {"tied", "frozen", "FSDP1, tied", "interleaved chunks"}
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in WRAPPED]
 )
-def test_what_is_wrapped_is_stored_and_restored_as_the_bare_one(name):
+def test_a_wrapped_module_is_stored_and_restored_as_bare(name):
     count, place, make = WRAPPED[name]
     options = {"make": make, "optimize": adam_of_trained}
     plain, store = memory(), memory()
@@ -215,7 +215,7 @@ def test_a_module_can_be_moved_and_cast_after_a_save_and_a_restore():
         assert torch.equal(tensor, single[name].double()), name
 
 
-def test_names_are_known_where_a_forward_has_resharded_to_fewer_ranks():
+def test_names_are_known_after_a_forward_resharded_to_fewer_ranks():
     """Its tensors stand in for the parameters then; the optimizer is asked first."""
     plain = memory()
     with checkpointer(plain) as ckpt:
@@ -281,7 +281,7 @@ def behind_tensor_parallelism(module):
 @pytest.mark.parametrize(
     ("count", "place"), [(2, fully_shard), (4, behind_tensor_parallelism)], ids=["FSDP2", "and TP"]
 )
-def test_hooks_of_a_sharded_module_get_what_they_have_shown(count, place):
+def test_hooks_of_a_sharded_module_get_their_own_output(count, place):
     """They work with `DTensor`s, and torch does not mix these with plain tensors."""
     plain, store = memory(), memory()
     with checkpointer(plain) as ckpt:
@@ -378,7 +378,7 @@ def test_code_that_loads_sharded_state_gets_it_sharded(where, kind):
 @pytest.mark.parametrize(
     "where", ["FSDP2 x TP 3 x 2", pytest.param("HSDP 2 x 2", marks=pytest.mark.slow)]
 )
-def test_gradients_come_back_as_their_parameters_are_placed(where):
+def test_gradients_restore_in_the_parameters_placement(where):
     """Also the uneven ones, of which a rank could not tell by themselves which rows it has."""
     count, place = PLACES[where]
     store = memory()
@@ -409,7 +409,7 @@ def test_gradients_come_back_as_their_parameters_are_placed(where):
 
 
 @pytest.mark.parametrize("depths", [(2, 4), pytest.param((2, 2), marks=pytest.mark.slow)], ids=str)
-def test_stages_that_give_other_weights_one_name_fail_the_save_by_name(depths):
+def test_stages_with_other_weights_under_one_name_fail_by_name(depths):
     """As `nn.Sequential` does, whose layers count from 0: one stage's weights would be lost."""
     store = memory()
     job = Job(4, store)
@@ -460,7 +460,7 @@ class Loading:
         self.net.load_state_dict(state)
 
 
-def test_code_that_loads_a_stage_is_told_to_leave_that_to_the_modules():
+def test_code_that_loads_a_stage_must_leave_that_to_the_modules():
     store = memory()
     job, reader = Job(4, store), Job(4, store)
 

@@ -109,7 +109,7 @@ def test_one_process_restores_into_a_plain_optimizer(stored, plain):
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_each_partition_gets_its_own_before_the_first_step(stored, plain, count):
+def test_each_partition_restores_before_the_first_step(stored, plain, count):
     values, losses, _ = plain
     job = Job(count, stored)
 
@@ -128,7 +128,7 @@ def test_each_partition_gets_its_own_before_the_first_step(stored, plain, count)
     )
 
 
-def test_state_of_other_ranks_is_not_unexpected_where_a_rank_restores_alone(plain):
+def test_state_of_other_ranks_is_not_unexpected_if_a_rank_restores_alone(plain):
     """With several ranks only what all templates lack counts, and none lacks its own."""
     values, _, store = plain
 
@@ -145,7 +145,7 @@ def test_state_of_other_ranks_is_not_unexpected_where_a_rank_restores_alone(plai
     assert not first & second
 
 
-def test_what_a_rank_owns_is_written_by_it_alone_and_the_rest_once(plain):
+def test_a_rank_alone_writes_its_own_and_the_rest_is_written_once(plain):
     values, _, _ = plain
     _, reports = saved_by(4)
     raw = sum(tensor.nbytes for tensor in values.values())

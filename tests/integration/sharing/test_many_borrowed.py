@@ -110,12 +110,12 @@ def delete_others(root):
         assert prune(backend, grace_s=0.0).uids == ()
 
 
-def test_a_deletion_spares_what_only_the_table_lists(root):
+def test_a_deletion_spares_blobs_only_in_the_table(root):
     delete_others(root)
     check(root)
 
 
-def test_a_table_stays_over_retention_and_rewinding(root):
+def test_a_table_survives_retention_and_rewinding(root):
     with opened(root) as ckpt:
         ckpt.save(state(LAST + 1), step=LAST + 1, mode="blocking")
         ckpt.rewind(LAST)
@@ -205,7 +205,7 @@ def test_a_table_that_lacks_a_blob_is_found_and_not_copied(call, root, tmp_path)
     assert blobs[0].name in done.out + done.err
 
 
-def test_a_part_borrows_of_no_save_that_the_record_does_not_name(root):
+def test_a_part_borrows_only_from_saves_named_by_the_record(root):
     """A deletion would take the blobs of that save."""
     (first, *_) = shorten(root, 2)
     with penstock.Checkpointer(root) as ckpt:

@@ -48,7 +48,7 @@ def check(places, step, epoch, *, generation):
             assert ckpt.verify(step).ok
 
 
-def test_an_overwrite_becomes_durable_though_its_step_is_compacted_meanwhile(places):
+def test_an_overwrite_becomes_durable_despite_a_concurrent_compaction(places):
     fast = FaultyBackend(places.other_fast())
     with places.open(fast=fast, share=True) as ckpt:
         for step in (1, 2):
@@ -62,7 +62,7 @@ def test_an_overwrite_becomes_durable_though_its_step_is_compacted_meanwhile(pla
     check(places, 2, 42, generation=2)
 
 
-def test_an_overwrite_becomes_durable_though_a_compaction_died_at_its_commit(places):
+def test_an_overwrite_becomes_durable_after_a_compaction_dies(places):
     fast = FaultyBackend(places.other_fast())
     with places.open(fast=fast, share=True) as ckpt:
         for step in (1, 2):
@@ -78,7 +78,7 @@ def test_an_overwrite_becomes_durable_though_a_compaction_died_at_its_commit(pla
     check(places, 2, 42, generation=2)
 
 
-def test_a_compaction_gives_way_to_an_overwrite_that_waits_to_be_copied(places):
+def test_a_compaction_yields_to_an_overwrite_in_the_copy_queue(places):
     durable, slow = FaultyBackend(places.other()), FaultyBackend(places.other())
     with places.open(share=True, durable=durable) as ckpt, ThreadPoolExecutor(1) as pool:
         for step in (1, 2):
@@ -98,7 +98,7 @@ def test_a_compaction_gives_way_to_an_overwrite_that_waits_to_be_copied(places):
     check(places, 2, 42, generation=2)
 
 
-def test_a_save_that_is_compacted_before_it_is_copied_is_durable(places):
+def test_a_save_compacted_before_it_is_copied_is_durable(places):
     durable = FaultyBackend(places.other())
     with places.open(share=True, durable=durable) as ckpt:
         ckpt.save(state(1), 1).result(60)

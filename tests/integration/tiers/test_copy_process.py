@@ -108,7 +108,7 @@ def begun(handle, folder):
     return on_its_way(f"{folder}/durable")
 
 
-def test_a_checkpoint_is_copied_whole_by_another_process_that_then_ends(tmp_path, log):
+def test_another_process_copies_a_whole_checkpoint_then_ends(tmp_path, log):
     with checkpointer(tiers_at(tmp_path)) as ckpt:
         report = ckpt.save(state(), 1).result(PATIENCE_S)
         assert report.tiers == ("fast", "durable")
@@ -121,7 +121,7 @@ def test_a_checkpoint_is_copied_whole_by_another_process_that_then_ends(tmp_path
 @pytest.mark.parametrize(
     "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
 )
-def test_one_that_is_killed_is_begun_again_and_nothing_is_lost(tmp_path, log, number, waits):
+def test_a_killed_process_is_restarted_without_a_loss(tmp_path, log, number, waits):
     waits(FAST)
     with checkpointer(tiers_at(tmp_path, drain_bytes_per_s=STEADY)) as ckpt:
         handle = ckpt.save(state(), 1)
@@ -132,7 +132,7 @@ def test_one_that_is_killed_is_begun_again_and_nothing_is_lost(tmp_path, log, nu
         assert same(alone.load(1), state())
 
 
-def test_one_that_does_not_get_on_is_killed_and_begun_again(tmp_path, log, waits, monkeypatch):
+def test_a_stalled_process_is_killed_and_restarted(tmp_path, log, waits, monkeypatch):
     stopped = threading.Event()
 
     class Jumping(CountedClock):
@@ -153,7 +153,7 @@ def test_one_that_does_not_get_on_is_killed_and_begun_again(tmp_path, log, waits
     assert "no progress for 600 s; the copying process was killed" in log.text
 
 
-def test_it_yields_to_training_tells_no_secrets_and_ends_when_its_checkpoint_is_deleted(tmp_path):
+def test_it_yields_to_training_hides_secrets_and_ends_on_deletion(tmp_path):
     durable = {"type": "fsspec", "url": f"file://{tmp_path}/durable", "options": {}}
     durable["options"]["auto_mkdir"] = True
     durable["options"]["skip_instance_cache"] = "hunter2"  # any option may be a password
@@ -173,7 +173,7 @@ def test_it_yields_to_training_tells_no_secrets_and_ends_when_its_checkpoint_is_
     assert Catalog(open_backend(tmp_path / "durable")).steps() == []
 
 
-def test_it_ends_with_the_trainer_though_a_fork_of_it_lives(tmp_path):
+def test_it_ends_with_the_trainer_despite_a_live_fork(tmp_path):
     reading, writing = os.pipe()
     trainer = os.fork()
     if trainer == 0:
@@ -212,9 +212,7 @@ def saved_in_fast(folder):
     return setup, Catalog(open_backend(folder / "fast")).record(1)
 
 
-def test_a_copy_is_cancelled_and_releases_its_lease_though_the_trainer_blocks_signals(
-    tmp_path, waits
-):
+def test_a_cancelled_copy_releases_its_lease_despite_blocked_signals(tmp_path, waits):
     waits(process_end_s=10 * PATIENCE_S)  # it is not killed
     setup, record = saved_in_fast(tmp_path)
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
@@ -244,7 +242,7 @@ def is_running(pid):
 # With "accept" the process takes a place of its own for the run's: only the trainer sees then that
 # the copy is not where it should be.
 @pytest.mark.parametrize(("private", "roots"), [("fast", "check"), ("durable", "accept")])
-def test_tiers_that_only_the_trainer_sees_are_copied_by_its_threads(tmp_path, log, private, roots):
+def test_tiers_visible_only_to_the_trainer_use_threads(tmp_path, log, private, roots):
     with checkpointer(tiers_at(tmp_path, roots=roots, **{private: "memory://"})) as ckpt:
         assert ckpt.save(state(), 1).result(PATIENCE_S).tiers == ("fast", "durable")
         assert ckpt.steps() == [1]
@@ -280,9 +278,7 @@ def test_without_a_process_threads_copy(tmp_path, log, monkeypatch, python):
     assert "threads of the trainer copy to durable: a process for it" in log.text
 
 
-def test_a_process_that_has_ended_is_not_waited_for_though_a_fork_of_it_lives(
-    tmp_path, log, monkeypatch
-):
+def test_an_ended_process_is_not_awaited_despite_a_live_fork(tmp_path, log, monkeypatch):
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\nsleep 100 & echo $! >>{tmp_path}/forks\n")
     python.chmod(0o755)
@@ -301,7 +297,7 @@ def test_a_small_checkpoint_starts_no_process(tmp_path, log, drain_in):
     assert "process" not in log.text
 
 
-def test_by_itself_one_is_started_for_what_is_worth_it(tmp_path, log, monkeypatch):
+def test_a_process_starts_only_for_worthwhile_copies(tmp_path, log, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")  # that one was started is all that counts
     worth = {"w": torch.arange(WORTH_BYTES // 8), "step": 1}
     with Checkpointer(tiers_at(tmp_path, drain_in="auto")) as ckpt:
@@ -309,7 +305,7 @@ def test_by_itself_one_is_started_for_what_is_worth_it(tmp_path, log, monkeypatc
     assert "threads of the trainer copy to durable: a process for it" in log.text
 
 
-def test_nothing_around_the_trainer_disturbs_it(tmp_path, log, capfd, monkeypatch):
+def test_the_trainers_environment_is_harmless(tmp_path, log, capfd, monkeypatch):
     here, there, site = tmp_path / "here", tmp_path / "there", tmp_path / "site"
     for folder in (here, there, site):
         folder.mkdir()
@@ -328,7 +324,7 @@ def test_nothing_around_the_trainer_disturbs_it(tmp_path, log, capfd, monkeypatc
     assert not (here / "ran").exists()
 
 
-def test_damage_that_the_process_finds_is_raised_as_such_with_the_names_of_its_objects(tmp_path):
+def test_damage_found_by_the_process_is_raised_with_object_names(tmp_path):
     setup, record = saved_in_fast(tmp_path)
     (blob,) = (tmp_path / "fast").glob("data/*/blobs/*")
     blob.write_bytes(bytes(blob.stat().st_size))

@@ -30,7 +30,7 @@ def state_of(folders, **options):
     return report, done.as_dict(), uid
 
 
-def test_a_restore_says_which_blobs_are_gone_and_brings_them_anew(folders, caplog):
+def test_a_restore_reports_missing_blobs_and_copies_them_again(folders, caplog):
     with folders.open() as ckpt:
         uid = ckpt.info(2).uid
     (blob,) = (folders.fast / "data" / uid / "blobs").iterdir()
@@ -50,7 +50,7 @@ def test_a_restore_says_which_blobs_are_gone_and_brings_them_anew(folders, caplo
     assert len([r for r in caplog.records if r.levelname == "WARNING"]) == 1
 
 
-def test_what_a_restore_of_one_part_did_not_read_is_noticed_too(folders):
+def test_a_partial_restore_notices_unread_lost_blobs_too(folders):
     with folders.open() as ckpt:
         uid = ckpt.info(2).uid
     shutil.rmtree(folders.fast / "data" / uid / "parts")
@@ -71,7 +71,7 @@ def test_a_load_repairs_as_well(folders):
         assert alone.verify(1).ok
 
 
-def test_what_was_evicted_stays_so(folders, caplog):
+def test_eviction_is_permanent(folders, caplog):
     with folders.open() as ckpt:
         uid = ckpt.info(2).uid
     (folders.fast / "commits" / "00000002-0.json").unlink()
@@ -85,9 +85,7 @@ def test_what_was_evicted_stays_so(folders, caplog):
     assert folders.blobs(folders.fast, uid) == before
 
 
-def test_what_the_fast_tier_alone_has_left_is_not_given_up_for_a_copy_that_lost_another(
-    folders, caplog
-):
+def test_the_last_good_blobs_are_not_dropped_for_a_copy_that_lost_others(folders, caplog):
     """Neither tier is whole, both together are: restored, said, and nothing is deleted."""
     with folders.open(rules=[{"match": "optimizer/**", "codecs": ["zstd"]}]) as ckpt:
         ckpt.save(make_state(3), 3).result(300)

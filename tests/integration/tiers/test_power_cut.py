@@ -142,7 +142,7 @@ def cut_during(scenario, which, at, *, ends):
 
 
 @pytest.mark.parametrize(("scenario", "which"), [("evict", "fast"), ("overwrite", "durable")])
-def test_a_power_cut_in_either_tier_costs_nothing_that_was_promised(scenario, which):
+def test_a_power_cut_in_either_tier_breaks_no_promise(scenario, which):
     most = effects(scenario)[which]
     assert most >= 20
     for at in range(most // POINTS, most + 1, most // POINTS):
@@ -152,6 +152,6 @@ def test_a_power_cut_in_either_tier_costs_nothing_that_was_promised(scenario, wh
 @pytest.mark.slow
 @pytest.mark.parametrize("which", ["fast", "durable"])
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_a_power_cut_during_any_effect_costs_nothing_that_was_promised(scenario, which):
+def test_a_power_cut_during_any_effect_breaks_no_promise(scenario, which):
     for at in range(1, effects(scenario)[which] + 1):
         cut_during(scenario, which, at, ends=4)

@@ -107,7 +107,7 @@ def test_the_place_of_another_run_is_refused(folders, tmp_path):
         opened(folders)
 
 
-def test_an_empty_place_where_another_one_is_known_never_counts_as_durable(folders, tmp_path):
+def test_an_empty_root_in_place_of_a_known_one_is_never_durable(folders, tmp_path):
     aside = tmp_path / "mounted elsewhere"
     folders.durable.rename(aside)
     folders.durable.mkdir()  # the empty folder below a file system that is not mounted
@@ -124,7 +124,7 @@ def test_an_empty_place_where_another_one_is_known_never_counts_as_durable(folde
     assert steps_in(folders.durable) == [1, 2]
 
 
-def test_a_place_that_is_replaced_on_purpose_gets_all_that_is_left(folders, caplog):
+def test_a_root_replaced_on_purpose_gets_all_that_is_left(folders, caplog):
     shutil.rmtree(folders.durable)
     report = save(folders, 2, roots="accept")
     assert report.tiers == ("fast", "durable")
@@ -134,7 +134,7 @@ def test_a_place_that_is_replaced_on_purpose_gets_all_that_is_left(folders, capl
     assert save(folders, 3).tiers == ("fast", "durable")  # from now on this is the place
 
 
-def test_a_place_that_is_replaced_while_the_run_is_open_counts_as_away(folders, tmp_path):
+def test_a_root_replaced_while_the_run_is_open_counts_as_away(folders, tmp_path):
     aside = tmp_path / "aside"
     with opened(folders) as ckpt:
         ckpt.save(make_state(2), 2).result(300)
@@ -150,7 +150,7 @@ def test_a_place_that_is_replaced_while_the_run_is_open_counts_as_away(folders, 
 
 
 @pytest.mark.parametrize("how", ["trainer", "command"])
-def test_what_an_older_backup_lacks_is_copied_once_more(how, folders, tmp_path, caplog, call):
+def test_steps_missing_in_an_old_backup_are_recopied(how, folders, tmp_path, caplog, call):
     shutil.copytree(folders.durable, tmp_path / "backup")
     save(folders, 2, 3)
     shutil.rmtree(folders.durable)
@@ -197,14 +197,14 @@ def rewound(folders, tmp_path, waits):
     return folders
 
 
-def test_what_another_node_has_rewound_does_not_come_back(rewound, caplog):
+def test_steps_rewound_by_another_node_stay_deleted(rewound, caplog):
     save(rewound, 4)
     assert "step 3 is in tier fast, and was deleted behind it" in caplog.text
     assert steps_in(rewound.durable) == [1, 2, 4]
     assert steps_in(rewound.fast) == [1, 2, 3, 4]
 
 
-def test_what_an_older_backup_lacks_is_copied_though_others_saved_there(folders, tmp_path, waits):
+def test_steps_missing_in_a_shared_old_backup_are_recopied(folders, tmp_path, waits):
     shutil.copytree(folders.durable, tmp_path / "backup")
     at(waits, 1)
     save(folders, 2)
@@ -231,16 +231,14 @@ def evicted(folders, waits):
     return folders
 
 
-def test_what_was_evicted_is_copied_once_the_tiers_are_swapped_on_purpose(evicted, call):
+def test_evicted_steps_are_copied_after_a_deliberate_tier_swap(evicted, call):
     accepted = swapped(evicted)
     assert "copied 2 checkpoints" in call("drain", accepted).out
     assert steps_in(evicted.durable) == [1, 2, 3, 4]
     assert call("drain", url(evicted)).out.strip() == "nothing was left to copy"
 
 
-def test_what_was_evicted_does_not_count_as_deleted_once_the_tiers_are_swapped(
-    evicted, tmp_path, waits, call
-):
+def test_evicted_steps_do_not_count_as_deleted_after_a_tier_swap(evicted, tmp_path, waits, call):
     at(waits, 2)
     right, evicted.durable = evicted.durable, tmp_path / "meanwhile"
     save(evicted, 5, roots="accept")  # what the last tier has not seen, and is newer
@@ -249,7 +247,7 @@ def test_what_was_evicted_does_not_count_as_deleted_once_the_tiers_are_swapped(
     assert steps_in(evicted.durable) == [1, 2, 3, 4, 5]
 
 
-def test_a_durable_place_that_becomes_the_fast_one_is_copied_to_a_new_one(folders, tmp_path, call):
+def test_a_durable_tier_that_becomes_fast_is_copied_to_a_new_one(folders, tmp_path, call):
     save(folders, 2, 3)
     folders.fast, folders.durable = folders.durable, tmp_path / "new disk"
     assert "copied 3 checkpoints" in call("drain", url(folders, "&roots=accept")).out
@@ -258,9 +256,7 @@ def test_a_durable_place_that_becomes_the_fast_one_is_copied_to_a_new_one(folder
 
 
 @pytest.mark.parametrize(("drain_every", "copied"), [(1, [1, 2]), (0, [])])
-def test_a_run_without_tiers_is_copied_to_the_place_that_is_put_behind_it(
-    drain_every, copied, tmp_path, call
-):
+def test_a_run_without_tiers_is_copied_to_a_newly_added_tier(drain_every, copied, tmp_path, call):
     folders = Folders(tmp_path)
     with Checkpointer(f"posix://{folders.fast}", **TINY) as ckpt:
         for step in (1, 2):
@@ -269,7 +265,7 @@ def test_a_run_without_tiers_is_copied_to_the_place_that_is_put_behind_it(
     assert steps_in(folders.durable) == copied
 
 
-def test_what_another_node_has_rewound_was_deleted_at_that_place_alone(rewound, call):
+def test_steps_rewound_by_another_node_are_gone_only_in_its_tier(rewound, call):
     save(rewound, 4)
     assert steps_in(rewound.durable) == [1, 2, 4]
     shutil.rmtree(rewound.durable)
@@ -290,7 +286,7 @@ class Overtaken(WrapperBackend):
         super().publish(name, data, exclusive=exclusive)
 
 
-def test_two_nodes_that_begin_a_run_at_once_are_of_one_run():
+def test_two_nodes_that_start_at_once_share_one_run():
     node, other = Places(), Places()
     other.durable = node.durable
 
@@ -314,7 +310,7 @@ class Elsewhere(WrapperBackend):
         return "nfs://host/export"
 
 
-def test_one_place_by_way_of_the_network_is_no_two_tiers():
+def test_one_root_via_the_network_cannot_be_two_tiers():
     places = Places()
     same_place = Elsewhere(MemoryBackend(MemoryConfig(name=places.fast._name)))
     with places.open(durable=same_place, options={"keep_fast": 0}) as ckpt:
@@ -323,7 +319,7 @@ def test_one_place_by_way_of_the_network_is_no_two_tiers():
         assert ckpt.steps() == []
 
 
-def test_a_copy_that_somebody_made_of_a_tier_is_refused_until_it_has_its_own_identity(folders):
+def test_a_manual_copy_of_a_tier_is_refused_until_it_has_its_own_identity(folders):
     shutil.rmtree(folders.durable)
     shutil.copytree(folders.fast, folders.durable)
     with pytest.raises(ConfigError, match=f"one place.*delete {ROOT_NAME}"):
@@ -333,7 +329,7 @@ def test_a_copy_that_somebody_made_of_a_tier_is_refused_until_it_has_its_own_ide
     assert save(folders, 3).tiers == ("fast", "durable")
 
 
-def test_a_record_that_is_none_is_refused():
+def test_a_malformed_record_is_refused():
     record = RootRecord("0" * 32, "1" * 32, 2, (("1" * 32, 2),))
     assert decode_root(encode_root(record)) == record
     for change in (
@@ -349,14 +345,14 @@ def test_a_record_that_is_none_is_refused():
             decode_root(json.dumps(json.loads(encode_root(record)) | change).encode())
 
 
-def test_a_record_that_is_damaged_is_made_anew(folders, caplog):
+def test_a_damaged_record_is_rewritten(folders, caplog):
     (folders.durable / ROOT_NAME).write_bytes(b"nonsense")
     assert save(folders, 2).tiers == ("fast", "durable")
     assert f"{ROOT_NAME} cannot be read" in caplog.text
     assert root_of(folders.fast).slower() == [root_of(folders.durable).root]
 
 
-def test_a_tier_that_is_away_is_not_forgotten():
+def test_an_absent_tier_is_not_forgotten():
     before = [("fast", 3), ("middle", 5), ("durable", 9)]
     assert merged_order(before, [("middle", 6)]) == (("fast", 3), ("middle", 6), ("durable", 9))
     now = [("fast", 4), ("new", 1), ("durable", 10)]

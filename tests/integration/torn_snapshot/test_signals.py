@@ -143,7 +143,7 @@ def holds(url, *steps):
         assert same(ckpt.load(), make(99))
 
 
-def test_sigterm_with_its_default_handler_costs_the_pending_save_only(run, url):
+def test_default_sigterm_loses_only_the_pending_save(run, url):
     body = """
 handle = held_save(ckpt, 2)
 assert not handle.durable.wait(0.3)  # nothing of it can be there yet
@@ -156,7 +156,7 @@ time.sleep(300)
 
 
 @pytest.mark.parametrize("managed", [True, False], ids=["with", "bare"])
-def test_a_handler_of_sigterm_that_exits_lets_the_pending_save_end(managed, run, url):
+def test_a_sigterm_handler_that_exits_lets_the_pending_save_end(managed, run, url):
     body = """
 def leave(number, frame):
     gate.set()
@@ -173,7 +173,7 @@ say("ready")
     holds(url, 1, 2)
 
 
-def test_a_handler_of_sigterm_may_itself_save(run, url):
+def test_a_sigterm_handler_may_save(run, url):
     """As schedulers ask for: a notice, then some seconds, then the end."""
     body = """
 def leave(number, frame):
@@ -202,7 +202,7 @@ with ckpt:
         pytest.param("handle.durable.result()", marks=pytest.mark.slow),
     ],
 )
-def test_ctrl_c_wherever_training_stands_leaves_the_pending_save_to_end(place, run, url):
+def test_ctrl_c_anywhere_in_training_lets_the_pending_save_end(place, run, url):
     body = f"""
 handle = held_save(ckpt, 2)
 try:
@@ -259,7 +259,7 @@ ENDS = {
         pytest.param("an error", True, marks=pytest.mark.slow),
     ],
 )
-def test_a_fork_in_the_middle_of_a_save_disturbs_nobody(uses, end, run, run_anew, url):
+def test_a_fork_during_a_save_is_harmless(uses, end, run, run_anew, url):
     if end == "an error":
         run = run_anew
     ending, status_of_child = ENDS[end]
@@ -292,7 +292,7 @@ say("closed")
     holds(url, 1, 2, 3)
 
 
-def test_a_forked_child_may_open_the_run_anew(run, url):
+def test_a_forked_child_may_reopen_the_run(run, url):
     body = """
 handle = held_save(ckpt, 2)
 child = os.fork()
@@ -362,7 +362,7 @@ def test_a_handler_that_interrupts_the_planning_of_a_save_is_refused(mode, use, 
 
 
 @pytest.mark.parametrize("mode", ["blocking", "async", "lazy"])
-def test_a_save_outlasts_the_error_that_comes_out_of_such_a_handler(mode, on_signal):
+def test_a_save_survives_an_error_from_such_a_handler(mode, on_signal):
     on_signal(lambda: ckpt.save({"last": 1}, 9))
     with Checkpointer("memory://", mode=mode) as ckpt:
         with pytest.raises(BusyError) as raised:
@@ -407,7 +407,7 @@ class SignallingStep:
         return self.number
 
 
-def test_a_handler_is_refused_while_the_arguments_of_save_are_looked_at(on_signal):
+def test_a_handler_is_refused_during_argument_checks_of_save(on_signal):
     refused = []
 
     def handler():
@@ -464,7 +464,7 @@ def test_a_handler_that_interrupts_the_wait_for_another_save_is_refused(
         ckpt.save({"last": 1}, 9).result()
 
 
-def test_what_comes_out_of_a_handler_costs_the_save_that_is_waited_for_nothing(on_signal):
+def test_an_error_from_a_handler_does_not_harm_the_awaited_save(on_signal):
     hold = Held()
 
     def handler():
@@ -523,7 +523,7 @@ def test_a_handler_may_be_told_to_skip(on_signal):
         assert ckpt.steps() == [1]
 
 
-def test_no_handler_that_saves_can_interrupt_the_loading_of_providers():
+def test_no_saving_handler_interrupts_provider_loading():
     code = """
 import torch
 from penstock import Checkpointer

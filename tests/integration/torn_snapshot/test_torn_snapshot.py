@@ -49,7 +49,7 @@ def stored(ckpt, step):
 
 
 @BUDGETS_AND_RULES
-def test_async_stores_what_was_there_at_save(store, gate, budget, rules, caplog):
+def test_async_stores_the_state_at_save(store, gate, budget, rules, caplog):
     tiny = budget is TINY_BUDGET
     # Ample: nothing at all has been written when everything changes. Tiny: `save` has to write
     # most of it itself, slowly, and what it has written is not durable yet.
@@ -73,7 +73,7 @@ def test_async_stores_what_was_there_at_save(store, gate, budget, rules, caplog)
 
 
 @BUDGETS_AND_RULES
-def test_lazy_stores_what_was_there_at_save(store, gate, budget, rules):
+def test_lazy_stores_the_state_at_save(store, gate, budget, rules):
     if budget is AMPLE:
         store.block("create", gate)
     job, hold = Everything(), Held()
@@ -95,7 +95,7 @@ def test_lazy_stores_what_was_there_at_save(store, gate, budget, rules):
 
 
 @pytest.mark.parametrize("rules", [[], ALL_ENCODED], ids=["raw", "encoded"])
-def test_async_waits_until_what_had_no_room_is_written(store, gate, rules):
+def test_async_waits_until_overflow_is_written(store, gate, rules):
     fault = store.block("create", gate)
     state = {"optimizer": {"moment": torch.arange(50_000)}}
     handles = []
@@ -109,7 +109,7 @@ def test_async_waits_until_what_had_no_room_is_written(store, gate, rules):
         assert torch.equal(ckpt.load(1)["optimizer"]["moment"], torch.arange(50_000))
 
 
-def test_async_waits_for_no_write_where_tensors_lie_at_other_places_of_a_page(store, gate):
+def test_async_waits_for_no_write_if_tensors_have_other_page_offsets(store, gate):
     def tensors(shift):
         whole = [torch.arange(9000.0 + 1024) for _ in range(3)]
         starts = [(shift - w.data_ptr()) % 4096 // w.itemsize for w in whole]
@@ -312,9 +312,7 @@ class ListsOfState(torch.optim.SGD):
         (of_another_tree, torch.optim.SGD),
     ],
 )
-def test_a_step_is_the_fence_of_its_state_even_if_no_parameter_is_deferred(
-    ckpt, make, optimizer_class
-):
+def test_a_step_fences_its_state_even_without_deferred_parameters(ckpt, make, optimizer_class):
     model, is_stored = make()
     optimizer = optimizer_class(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.arange(400)).sum().backward()
@@ -359,7 +357,7 @@ def test_an_optimizer_that_steps_in_backward_waits(ckpt):
         assert not differences(ckpt.open(1)[f"opt/{key}/state/{key}/momentum_buffer"], momentum)
 
 
-def test_an_embedding_that_normalises_in_forward_is_captured_before_save_returns(ckpt):
+def test_a_renormalizing_embedding_is_captured_before_save_returns(ckpt):
     torch.manual_seed(3)
     model = nn.Sequential(nn.Embedding(400, 60, max_norm=0.5), nn.Linear(60, 300))
     optimizer = torch.optim.Adam(model.parameters())
@@ -461,9 +459,7 @@ def test_after_an_explicit_fence_anything_may_change(ckpt, job, change):
 
 
 @pytest.mark.parametrize("fenced", [False, True])
-def test_a_change_after_the_capture_is_refused_until_it_has_been_waited_for(
-    ckpt, store, gate, job, fenced
-):
+def test_a_change_after_the_capture_is_refused_until_it_was_awaited(ckpt, store, gate, job, fenced):
     """Versions alone cannot tell it from a change in the middle of the capture."""
     store.block("create", gate)
     save = PendingSave(ckpt, job)
@@ -527,7 +523,7 @@ def test_change_that_torch_does_not_count_fails_that_save(ckpt, store, job, chan
     assert ckpt.steps() == []
 
 
-def test_averaged_weights_that_are_swapped_in_and_out_again_fail_that_save(ckpt, store, gate, job):
+def test_averaged_weights_swapped_in_and_out_fail_that_save(ckpt, store, gate, job):
     store.block("create", gate)  # else it may be committed before the swap back
     model = job[0]
     save = PendingSave(ckpt, job)
@@ -544,7 +540,7 @@ def test_averaged_weights_that_are_swapped_in_and_out_again_fail_that_save(ckpt,
         save.handle.result()
 
 
-def test_change_of_weights_that_lie_channels_last_fails_that_save(ckpt, store, gate):
+def test_change_of_channels_last_weights_fails_that_save(ckpt, store, gate):
     store.block("create", gate)
     model = nn.Conv2d(8, 64, 3, bias=False).to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -558,7 +554,7 @@ def test_change_of_weights_that_lie_channels_last_fails_that_save(ckpt, store, g
     gate.set()
 
 
-def test_another_trainers_step_is_no_fence_for_this_ones_tensors(store, gate, job):
+def test_another_trainers_step_does_not_fence_these_tensors(store, gate, job):
     store.block("create", gate)
     other = nn.Linear(3, 3)
     stranger = torch.optim.SGD(other.parameters(), lr=0.1)
@@ -599,7 +595,7 @@ def test_tensors_may_move_to_shared_memory_before_they_are_captured(ckpt, job, w
     del junk
 
 
-def test_memory_that_is_written_where_it_stands_does_not_move_meanwhile(store, gate):
+def test_memory_written_in_place_does_not_move_meanwhile(store, gate):
     tensor = torch.arange(60_000)
     expected = tensor.clone()
     fault = store.block("write", gate)
@@ -641,7 +637,7 @@ class Mover:
         pass
 
 
-def test_state_that_moves_while_it_is_described_is_described_again(ckpt):
+def test_state_that_moves_during_description_is_redescribed(ckpt):
     """Freed memory is given out again: two tensors would be taken for one at the same address."""
     tensor = torch.arange(5000)
     mover = Mover(tensor)
@@ -650,7 +646,7 @@ def test_state_that_moves_while_it_is_described_is_described_again(ckpt):
     assert torch.equal(ckpt.load(1, include="tensor")["tensor"], tensor)
 
 
-def test_the_step_itself_is_no_change(ckpt, job):
+def test_the_step_is_not_a_change(ckpt, job):
     """Versions are compared before the step goes on, not after it."""
     for step in range(1, 4):
         save = PendingSave(ckpt, job, step)
@@ -680,7 +676,7 @@ def test_a_change_by_another_thread_while_save_captures_fails_it(store):
 # -- the fence by hand, and its time-out -----------------------------------------------------------
 
 
-def test_fence_within_too_short_a_time_raises_and_the_save_goes_on(ckpt, job):
+def test_fence_timeout_raises_and_the_save_continues(ckpt, job):
     save = PendingSave(ckpt, job)
     with pytest.raises(FenceTimeoutError, match="capture of step 1"):
         ckpt.fence(timeout=0.01)
@@ -697,7 +693,7 @@ def test_fence_without_a_save_returns(ckpt):
     ckpt.fence(timeout=0)
 
 
-def test_defer_promises_the_same_for_other_tensors(store, job):
+def test_defer_covers_other_tensors(store, job):
     model, optimizer = job
     ema = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     expected = copies(ema)
@@ -722,7 +718,7 @@ def test_defer_promises_the_same_for_other_tensors(store, job):
     assert deferred[1] >= deferred[0] + size
 
 
-def test_what_an_optimizer_may_change_outside_its_step_is_never_deferred(store):
+def test_state_an_optimizer_may_change_outside_step_is_never_deferred(store):
     """Tensor learning rates, `capturable` and `differentiable`: no hook sees them change."""
     parameter = nn.Parameter(torch.randn(9000))
     for options in ({"capturable": True}, {"differentiable": True}, {"lr": torch.tensor(0.1)}):
@@ -736,7 +732,7 @@ def test_what_an_optimizer_may_change_outside_its_step_is_never_deferred(store):
         assert report.deferred_bytes == (parameter.nbytes if "lr" in options else 0)
 
 
-def test_lazy_save_that_defers_nothing_says_why_once(store, job, caplog):
+def test_lazy_save_that_defers_nothing_logs_why_once(store, job, caplog):
     model, optimizer = job
     with held_checkpointer(store, mode="lazy", defer=()) as ckpt:
         ckpt.save({"epoch": 1}, 1).result()  # no tensors: nothing to defer
@@ -751,7 +747,7 @@ def test_lazy_save_that_defers_nothing_says_why_once(store, job, caplog):
         assert 'defer="ema/**"' in record.message
 
 
-def test_past_the_fence_timeout_training_goes_on_and_the_save_is_given_up(store, gate, job, caplog):
+def test_fence_timeout_lets_training_continue_and_fails_the_save(store, gate, job, caplog):
     store.block("create", gate)
     order = []
     model, optimizer = job

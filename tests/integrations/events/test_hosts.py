@@ -65,7 +65,7 @@ def test_prometheus_reads_the_file(tmp_path, watched):
     assert [one.name for one in tmp_path.iterdir() if one.is_file()] == [path.name]
 
 
-def test_prometheus_refuses_what_no_exporter_reads(tmp_path):
+def test_prometheus_refuses_unreadable_files(tmp_path):
     with pytest.raises(penstock.ConfigError, match="there is no folder"):
         events.PrometheusSink(tmp_path / "absent" / "x.prom")
     with pytest.raises(penstock.ConfigError, match="'a-b' cannot be a label"):
@@ -121,9 +121,7 @@ def test_tensorboard_reads_the_curves(tmp_path, watched):
     }
 
 
-def test_wandb_logs_over_its_own_step_and_leaves_the_loops_steps_alone(
-    tmp_path, monkeypatch, watched
-):
+def test_wandb_logs_over_its_own_step_and_keeps_the_loops_steps(tmp_path, monkeypatch, watched):
     wandb = pytest.importorskip("wandb", reason=ALONE)
     monkeypatch.setenv("WANDB_SILENT", "true")
     with wandb.init(mode="offline", dir=tmp_path, project="penstock") as run:
@@ -171,7 +169,7 @@ def records_of(data):
             record = b""
 
 
-def test_a_host_that_is_missing_is_named_with_its_extra(monkeypatch):
+def test_a_missing_host_is_named_with_its_extra(monkeypatch):
     for module, extra, make in [
         ("opentelemetry.trace", "otel", events.OpenTelemetrySink),
         ("torch.utils.tensorboard", "tensorboard", lambda: events.TensorBoardSink("x")),
@@ -183,7 +181,7 @@ def test_a_host_that_is_missing_is_named_with_its_extra(monkeypatch):
 
 
 @pytest.mark.process
-def test_hosts_are_not_imported_before_their_sinks_are_made():
+def test_creating_a_sink_imports_its_host():
     code = (
         "import sys, penstock.integrations.events\n"
         "hosts = {'wandb', 'opentelemetry', 'tensorboard', 'torch', 'prometheus_client'}\n"

@@ -54,7 +54,7 @@ def export(run, out, to, last):
         pytest.param("dcp", "d", True, marks=pytest.mark.slow),
     ],
 )
-def test_out_is_whole_or_as_it_was_after_a_kill_at_any_step(tmp_path, run, to, name, before):
+def test_out_is_new_or_unchanged_after_a_kill_at_any_step(tmp_path, run, to, name, before):
     random.seed(f"{to}{name}{before}")
     whole = tmp_path / name
     done = export(run, whole, to, 0)
@@ -118,7 +118,7 @@ def test_new_folders_above_an_export_are_durable(tmp_path, monkeypatch):
 # DCP leaves a writer in a cycle of references, and its end is an error of its own.
 @pytest.mark.filterwarnings("ignore:.*NoCloseWriter:pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("to", ["safetensors", "torch", "dcp"])
-def test_a_write_that_fails_in_the_middle_is_a_storage_error_and_leaves_nothing(tmp_path, to):
+def test_a_write_failing_midway_is_a_storage_error_without_output(tmp_path, to):
     with penstock.Checkpointer(tmp_path / "run") as ckpt:
         state = {f"w{n}": torch.ones(200_000) for n in range(3)}
         ckpt.save({"model": state}, 1, mode="blocking")

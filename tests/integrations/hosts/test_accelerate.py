@@ -98,7 +98,7 @@ except penstock.ConfigError as error:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_job_that_is_killed_in_a_save_resumes_exactly(tmp_path, ranks):
+def test_job_killed_in_a_save_resumes_exactly(tmp_path, ranks):
     check_exact_resume(program_of(PAGE), tmp_path, ranks=ranks)
 
 
@@ -121,7 +121,7 @@ def test_gradients_are_saved_again_right_after_a_restore(tmp_path):
     assert ended.text.count("gradient tensor([[0.5000, 0.5000]])") == 2, ended.text
 
 
-def test_first_save_says_what_will_not_resume_and_engines_are_refused(tmp_path):
+def test_first_save_lists_unresumed_state_and_refuses_engines(tmp_path):
     ended = run(PLAIN, tmp_path)
     assert ended.returncode == 0, ended.text
     assert ended.text.count("data loader 0 cannot say where it is") == 1

@@ -205,7 +205,7 @@ def test_a_kill_between_the_commit_and_latest_leaves_a_whole_checkpoint(tag, tmp
 @pytest.mark.parametrize(
     "checks", [TAGS, DAMAGE, WEIGHTS_ALONE], ids=["tags", "damage", "weights_alone"]
 )
-def test_what_one_rank_writes_and_reads(checks, tmp_path):
+def test_one_rank_writes_and_reads(checks, tmp_path):
     one_rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     ended = run(PRELUDE + LOOK + checks, tmp_path, environment=one_rank | where)

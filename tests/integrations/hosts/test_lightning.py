@@ -166,7 +166,7 @@ except penstock.ConfigError as error:
 
 
 @pytest.mark.parametrize(("program", "ranks"), [(PROGRAM, 1), (DDP, 2)], ids=["1", "2"])
-def test_job_that_is_killed_in_a_save_resumes_exactly(tmp_path, program, ranks):
+def test_job_killed_in_a_save_resumes_exactly(tmp_path, program, ranks):
     check_exact_resume(program, tmp_path, ranks=ranks)
 
 
@@ -187,7 +187,7 @@ def test_finished_job_is_not_trained_again_and_continues_with_more_epochs(tmp_pa
     ]
 
 
-def test_job_that_leaves_between_two_optimizer_steps_continues_exactly(tmp_path):
+def test_job_leaving_between_optimizer_steps_continues_exactly(tmp_path):
     ended = run(LEAVES, tmp_path)
     assert "left after 7" in ended.text, ended.text
     assert "exact 17 True" in ended.text
@@ -195,7 +195,7 @@ def test_job_that_leaves_between_two_optimizer_steps_continues_exactly(tmp_path)
     assert "tried []" in ended.text  # `fast_dev_run` suppresses checkpoints
 
 
-def test_trainers_of_pytorch_lightning_take_the_callback(tmp_path):
+def test_trainers_of_pytorch_lightning_accept_it(tmp_path):
     program = PROGRAM.replace("lightning.pytorch as pl", "pytorch_lightning as pl")
     stops = program.replace(
         'self.log("val_loss"', 'self.trainer.global_step > 8 and 1 / 0; self.log("val_loss"'
@@ -206,7 +206,7 @@ def test_trainers_of_pytorch_lightning_take_the_callback(tmp_path):
     assert (resumed.returncode, min(resumed.losses)) == (0, 11), resumed.text
 
 
-def test_first_save_says_what_will_not_resume(tmp_path):
+def test_first_save_lists_unresumed_state(tmp_path):
     ended = run(INEXACT, tmp_path)
     assert ended.returncode == 0, ended.text
     assert ended.text.count("the training data loader cannot say where it is") == 1
@@ -218,7 +218,7 @@ def test_first_save_says_what_will_not_resume(tmp_path):
     assert also.text.count("StochasticWeightAveraging makes its scheduler") == 1
 
 
-def test_plugin_removes_after_saves_resumes_and_refuses_to_be_wrapped(tmp_path):
+def test_plugin_removes_after_saves_resumes_and_refuses_wrapping(tmp_path):
     ended = run(PLUGIN, tmp_path)
     assert ended.returncode == 0, ended.text
     left = next(line for line in ended.text.splitlines() if line.startswith("left"))

@@ -30,7 +30,7 @@ OF_FILES = "Rot13 or ZStandard"  # these test what DCP's own files can be transf
 @pytest.mark.process
 @pytest.mark.multirank
 @pytest.mark.parametrize("file", FILES)
-def test_torch_takes_it_for_its_own_storage(tmp_path, file):
+def test_torch_uses_it_as_its_own_storage(tmp_path, file):
     pytest.importorskip("expecttest", reason="needs expecttest, which torch's tests need")
     saves = tmp_path / "saves"
     path = os.pathsep.join([str(OURS), os.environ.get("PYTHONPATH", "")])

@@ -32,7 +32,7 @@ def test_memory_in_flight_is_bounded_but_one_part_always_fits():
     memory.sent(alone)
 
 
-def test_gaps_of_a_part_are_zero_whatever_is_copied():
+def test_gaps_of_a_part_are_always_zero():
     for owned in [False, True]:
         for lent in [{}, {12}, {3}, {3, 12}]:
             for length in [20, 19, 14, 12, 8, 4, 1, 0]:
@@ -56,7 +56,7 @@ def request(offset, data):
 
 
 @pytest.mark.s3
-def test_blob_with_gaps_is_what_was_written_and_zero(store):
+def test_blob_with_gaps_has_its_writes_and_zeros(store):
     rng = random.Random(5)
     size = 6 * PART + 4321
     expected, requests, at = bytearray(size), [], 0
@@ -73,7 +73,7 @@ def test_blob_with_gaps_is_what_was_written_and_zero(store):
 
 
 @pytest.mark.s3
-def test_calls_that_overtake_each_other_land_where_they_belong(store):
+def test_out_of_order_calls_land_at_their_offsets(store):
     size = 12 * PART
     data = pattern(size)
     requests = [request(at, data[at : at + 3 * MIB]) for at in range(0, size, 3 * MIB)]
@@ -88,7 +88,7 @@ def test_calls_that_overtake_each_other_land_where_they_belong(store):
 
 
 @pytest.mark.s3
-def test_write_into_a_part_that_is_gone_is_refused_not_lost(store):
+def test_write_into_a_sent_part_is_refused_not_lost(store):
     writer = store.create("b.raw")
     for number in range(6):
         writer.write([request(number * PART + 100, b"x" * 1000)])
@@ -100,7 +100,7 @@ def test_write_into_a_part_that_is_gone_is_refused_not_lost(store):
 
 
 @pytest.mark.s3
-def test_what_covers_a_part_is_sent_from_where_it_lies(store):
+def test_data_covering_a_part_is_sent_in_place(store):
     taken = []
     memory = store._store().memory
     take = memory.take
@@ -149,7 +149,7 @@ def test_uploads_in_flight_stay_within_parallel(opened, folder, proxy):
 
 
 @pytest.mark.s3
-def test_memory_of_a_batch_is_not_used_once_it_is_over(store):
+def test_memory_of_a_batch_is_unused_after_it(store):
     """A part that two batches share is sent after the first one has returned its memory."""
     data = pattern(4 * PART)
     writer = store.create("b.raw", size_hint=len(data))
@@ -181,7 +181,7 @@ def test_batch_lasts_until_its_memory_is_sent(impatient, proxy):
 
 
 @pytest.mark.s3
-def test_seal_cuts_at_a_part_and_refuses_to_cut_inside_one_that_is_gone(store):
+def test_seal_truncates_at_a_part_but_not_inside_a_sent_one(store):
     data = pattern(3 * PART)
     whole = store.create("whole.raw")
     whole.write([request(0, data)])
@@ -197,7 +197,7 @@ def test_seal_cuts_at_a_part_and_refuses_to_cut_inside_one_that_is_gone(store):
 
 
 @pytest.mark.s3
-def test_sweep_ends_old_uploads_and_spares_young_ones(store, look, folder):
+def test_sweep_aborts_old_uploads_and_keeps_new_ones(store, look, folder):
     bucket, _, prefix = folder.partition("/")
     outside = look.create_multipart_upload(Bucket=bucket, Key="elsewhere/b.raw")
     young = look.create_multipart_upload(Bucket=bucket, Key=f"{prefix}/data/u/b.raw")
