@@ -1,4 +1,4 @@
-"""The backend around a backend: all of the contract passes its hook, and none is forgotten."""
+"""The delegating backend: each method of the contract passes through its hook."""
 
 from contextlib import closing
 from typing import get_args
@@ -42,7 +42,7 @@ def public(cls):
 
 
 def test_no_method_of_the_contract_is_forgotten():
-    """A method that the base class gets later would else be the base's own, not the inner's."""
+    """Or a method added to the base class later would be the base's, not the inner backend's."""
     asked = public(Backend) - OF_THE_CLASS
     assert asked <= public(DelegatingBackend)
     assert public(BlobWriter) <= public(DelegatingWriter)
@@ -95,7 +95,7 @@ def test_each_call_runs_the_hook_once_and_reaches_the_inner_backend(store):
 
 
 class Doubling(BlobWriter):
-    """A writer of a subclass's own: what it changes holds for background batches, too."""
+    """A writer of a subclass also handles background batches."""
 
     def __init__(self, inner):
         self._inner = inner

@@ -1,4 +1,4 @@
-"""Which checkpoints exist, and how they go away: nothing that is still needed is ever deleted."""
+"""Which checkpoints exist, and their deletion: no data still needed is ever deleted."""
 
 import secrets
 from dataclasses import replace
@@ -263,7 +263,7 @@ def test_a_record_deleted_and_republished_during_a_read_stops_nothing(store):
         def read_record(self, wanted, /, *, limit_bytes):
             if wanted == name:
                 reads.append(wanted)
-                if len(reads) % 2:  # deleted since the listing, and here again behind this
+                if len(reads) % 2:  # deleted since the listing, and published again after this
                     raise BlobNotFoundError(name)
             return self.inner.read_record(wanted, limit_bytes=limit_bytes)
 
@@ -731,7 +731,7 @@ def test_prune_finishes_no_overwrite_with_an_unreadable_newest_record(store, cat
 
 
 def test_prune_deletes_nothing_of_a_run_without_records_unless_asked(store, catalog):
-    """Copied data first, or its records were moved away."""
+    """Its data was copied first, or its records were moved away."""
     write_data(store, uid_of(1))
     store.publish(blob_name(uid_of(2), 0, 0, "raw"), b"x")
     store.now_s += 2 * DAY
@@ -795,7 +795,7 @@ def test_prune_keeps_referenced_and_own_data(store, catalog):
 
 
 def test_prune_finishes_a_deletion_killed_after_its_record(store, catalog):
-    """What the deleted one had borrowed is needed no more; its own blobs still are."""
+    """The deleted one's borrowed blobs are no longer needed; its own still are."""
     commit(store, 10, references=[uid_of(1)])
     write_data(store, uid_of(1), references=[uid_of(2)])
     write_data(store, uid_of(2))
@@ -855,7 +855,7 @@ def test_prune_spares_a_saver_that_wakes_during_the_scan(store):
 
 
 def test_intents_are_read_after_records(store):
-    """The order on which the safety of references rests (see `survey`)."""
+    """The order that makes references safe (see `survey`)."""
     commit(store, 10)
     write_data(store, uid_of(1))
     calls = FaultyBackend(store)
@@ -910,7 +910,7 @@ class Run(RuleBasedStateMachine):
     def publish(self, uid, data):
         references, refreshed = self.open.pop(uid)
         if self.store.now_s - refreshed > DAY / 2 or intent_name(uid) not in self.store.names():
-            return  # a saver that slept, or whose intent is gone, never publishes
+            return  # a saver that slept, or lost its intent, never publishes
         steps = self.catalog.steps()
         step = data.draw(
             st.sampled_from(steps)
@@ -983,8 +983,8 @@ class Run(RuleBasedStateMachine):
             self.catalog.prune(everything=True)
         assert self.catalog.entries() == {step: [name] for step, name in newest.items()}
         needed = needed_data(self.store)
-        # An attempt that crashed keeps its intent while others use its data, and so what the intent
-        # references.
+        # A crashed attempt keeps its intent while others use its data, and so the data that the
+        # intent references.
         names = self.store.names("data/")
         left = {data_uid(n) for n in names}
         for uid in [uid for uid in left if intent_name(uid) in names]:
@@ -998,7 +998,7 @@ TestRun.settings = settings(max_examples=examples(80), stateful_step_count=40)
 
 
 def test_only_the_given_names_are_deleted():
-    """Another process may save the step again while the user is being asked."""
+    """Another process may save the step again during the prompt."""
     backend = memory()
     with checkpointer(backend) as ckpt:
         ckpt.save(make_state(1), 1).result()

@@ -19,7 +19,7 @@ STARTED = [Event.SEALED, Event.PUBLISH_STARTED]
 
 
 def histories(length):
-    """Every sequence of events that can happen, with the commit it led to and its actions."""
+    """Every possible sequence of events, with its commit and actions."""
     open_ends = [((), (), Commit())]
     for _ in range(length):
         longer = []

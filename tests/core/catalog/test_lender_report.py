@@ -1,4 +1,4 @@
-"""What commit records tell of chains of deltas."""
+"""What commit records show of delta chains."""
 
 from tests.core.manifests import commit_record
 from tests.integration.support import memory

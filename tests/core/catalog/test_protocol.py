@@ -1,6 +1,6 @@
-"""Every order in which savers, deleters, pruners and readers can meet, over the engine's own code.
+"""Every interleaving of savers, deleters, pruners and readers, over the engine's own code.
 
-See `protocol.py` for how, and `docs/design/commit-protocol.md` for what was found.
+See `protocol.py` for how, and `docs/design/commit-protocol.md` for the results.
 """
 
 from dataclasses import replace
@@ -192,7 +192,7 @@ def data_first(backend, names):
 
 
 def without_data_check(backend, names):
-    """Deletes the data of a record whoever else refers to it."""
+    """Deletes the data of a record despite other references."""
     uids = {survey.read_commit(backend, name).uid for name in names}
     for name in names:
         backend.delete([name])
@@ -200,7 +200,7 @@ def without_data_check(backend, names):
 
 
 def delete_lent(backend, surveys, lent, *, gone):
-    """Deletes what a deleted checkpoint had borrowed whoever else borrows it."""
+    """Deletes what a deleted checkpoint had borrowed despite other borrowers."""
     for uid in sorted(lent):
         deletion.delete_data(backend, uid, backend.list(data_prefix(uid)))
 
@@ -235,7 +235,7 @@ def instead(*where):
     return lambda patch: patch.setattr(*where)
 
 
-# What is broken, and the scenario that shows it.
+# The broken guard, and the scenario that shows it.
 BROKEN = {
     "data goes first": (
         instead(catalog, "delete_records", data_first),

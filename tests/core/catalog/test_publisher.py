@@ -1,4 +1,4 @@
-"""Publishing: what a lost or half answer of the store means."""
+"""Publishing: what a lost or partial response of the store means."""
 
 import threading
 from dataclasses import replace
@@ -150,7 +150,7 @@ def test_a_commit_record_that_no_reader_accepts_is_not_published(store):
     begin = partial(commit.feed, Event.PUBLISH_STARTED)
     with pytest.raises(SaveError, match="no reader would accept"):
         publisher.publish_commit(replace(record, world_size=0), begin=begin)
-    assert commit.state is State.SEALED  # so it counts as failed, and not as unknown
+    assert commit.state is State.SEALED  # so it counts as failed, not as unknown
     assert Catalog(store).steps() == []
 
 

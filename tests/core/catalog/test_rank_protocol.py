@@ -1,6 +1,6 @@
-"""Every order in which the ranks of a job, and whoever else uses the root, can meet.
+"""Every interleaving of the ranks of a job and other users of the root.
 
-See `ranks.py` for how, and `docs/design/ranks.md` for what was found.
+See `ranks.py` for how, and `docs/design/ranks.md` for the results.
 """
 
 import pytest
@@ -26,7 +26,7 @@ A, B, OLD = "a" * 32, "b" * 32, "c" * 32
 ONE = ((1, 0, OLD),)
 
 TWO = ranks(2, A, 2)
-# With others on the root: what a rank writes appears at once, as far as that cannot matter.
+# With others on the root: a rank's writes appear at once where that cannot matter.
 PAIR = ranks(2, A, 2, at_once=True)
 PATIENT = ranks(2, A, 2, at_once=True, tires=False)
 THREE = ranks(3, A, 2, at_once=True)
@@ -143,13 +143,13 @@ def break_silent_leaders(patch):
 
 
 def break_absent_records(patch):
-    """A record that is not there yet counts as one that never comes."""
+    """A record that has not landed yet counts as one that never lands."""
     may_delete = (State.ABORTED, Action.FAIL_MAY_DELETE)
     patch.setitem(TABLE, (State.UNKNOWN, Event.RECORD_ABSENT), may_delete)
 
 
 def break_the_register(patch):
-    """Whoever asks the register counts as answered."""
+    """A rank that asks the register counts as answered."""
 
     def hear(self, data):
         self.verdict = self._wish() if self.phase in _ASKING else decode(Verdict, data)
@@ -160,7 +160,7 @@ def break_the_register(patch):
 
 
 def break_watching(patch):
-    """Nobody watches rank 0."""
+    """No rank watches rank 0."""
     real = OtherRanks.hear
 
     def hear(self, rank, data):
@@ -170,13 +170,13 @@ def break_watching(patch):
 
 
 def break_deleting(patch):
-    """What was sealed is left to `prune` after an abort that was decided."""
+    """A decided abort leaves sealed data to `prune`."""
     for state in (State.WRITING, State.SEALED):
         patch.setitem(TABLE, (state, Event.ABORT_DECIDED), (State.ABORTED, Action.FAIL_KEEP))
 
 
 def break_references(patch):
-    """The intent does not say what the ranks borrow."""
+    """The intent does not list what the ranks borrow."""
     real = Publisher.publish_intent
     patch.setattr(Publisher, "publish_intent", lambda self, references: real(self))
 

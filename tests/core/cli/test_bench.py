@@ -1,4 +1,4 @@
-"""`penstock bench` and `penstock tune`: the figures, the choice, and that nothing stays behind."""
+"""`penstock bench` and `penstock tune`: the figures, the choice, and no leftovers."""
 
 import os
 import re
@@ -272,7 +272,7 @@ def test_tune_sets_better_options_and_says_why(call, measured, tmp_path):
             [row("engine", "workers", 1, *[figures(104)] * 3)],
             "None of these was better by more than 5% and the noise: workers = 1.",
         ),
-        (  # one round says nothing of the noise
+        (  # one round does not show the noise
             [row("engine", "workers", 1, figures(500))],
             "No option was measured twice, so none is set: raise --seconds.",
         ),

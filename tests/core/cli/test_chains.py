@@ -1,4 +1,4 @@
-"""What the commands say of chains of deltas."""
+"""What the commands print on delta chains."""
 
 import re
 import shlex
@@ -91,7 +91,7 @@ def test_verify_lists_a_damaged_link_once_with_its_users(call, tmp_path):
 
 
 def test_advice_to_compact_names_the_run_as_given(call, tmp_path):
-    """The URL that a backend calls itself is no argument: `tiered(posix:///a, posix:///b)`."""
+    """The URL in a backend's name is not an argument: `tiered(posix:///a, posix:///b)`."""
     url = f"tiered://?fast=posix://{tmp_path}/fast&durable=posix://{tmp_path}/durable"
     run_of(url, range(3), deltas={"every": 9})
     deleted = call("delete", url, 0, "--yes").out.splitlines()[-1]

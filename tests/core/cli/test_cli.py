@@ -45,7 +45,7 @@ EVIL = "\x1b[31mred\x07 [bold]not bold[/] \u202egnorw"
 
 @pytest.fixture
 def environment(plugin_site):
-    """Of a process that finds Penstock's own plugins, and those of the test."""
+    """The environment of a process that finds Penstock's plugins and those of the test."""
     plugin_site.add_penstock()
     path = [str(plugin_site.folder), str(ROOT / "src"), *filter(None, sys.path)]
     kept = {k: v for k, v in os.environ.items() if k not in {"COLUMNS", "LINES", "FORCE_COLOR"}}
@@ -56,8 +56,8 @@ def environment(plugin_site):
 def penstock(environment, capsys, monkeypatch):
     """Runs the command with its output in pipes.
 
-    In this process, unless something in it must be new: what is installed, what is replaced
-    (`before` runs first), how logging is set up; in a new interpreter if `fresh`.
+    In this process, unless something in it must be new: installed packages, replacements (`before`
+    runs first), logging; in a new interpreter if `fresh`.
     """
     call = caller(capsys, monkeypatch)
 
@@ -69,7 +69,7 @@ def penstock(environment, capsys, monkeypatch):
         if not fresh:
             server = interpreters.server("penstock.core.cli.main")
             return server.run("-c", code, *arguments, env=environment)
-        return subprocess.run(  # it looks at what is imported
+        return subprocess.run(  # it checks the imports
             [sys.executable, "-c", code, *map(str, arguments)],
             env=environment,
             capture_output=True,
@@ -83,7 +83,7 @@ def penstock(environment, capsys, monkeypatch):
 
 @pytest.fixture
 def terminal(environment):
-    """Runs the command in a terminal of some width; gives its lines without colours."""
+    """Runs the command in a terminal of some width; gives its lines without colors."""
 
     def run(*arguments, width=120, variables=None):
         main_fd, terminal_fd = pty.openpty()
@@ -101,7 +101,7 @@ def terminal(environment):
             ready, _, _ = select.select([main_fd], [], [], 0.02)
             if ready:
                 output += os.read(main_fd, 65536)
-            elif ended:  # and nothing has come since
+            elif ended:  # and nothing has arrived since
                 break
             ended = process.poll() is not None
         os.close(terminal_fd)  # only now: what is in the terminal may be lost with its last user
@@ -136,7 +136,7 @@ def _record(step, *, generation=0, created=None, **changes):
 
 @pytest.fixture
 def run_folder(tmp_path):
-    """A run of which `ls` can read all there is to read."""
+    """A run that `ls` can read completely."""
     root = tmp_path / "run"
     backend = PosixBackend(PosixBackend.Config(path=str(root)))
     for record in (
@@ -246,7 +246,7 @@ def test_control_characters_and_markup_are_escaped_for_the_terminal(penstock, te
 
 
 def test_no_output_steers_the_terminal(capsys):
-    """Whatever forgot to look at what it prints."""
+    """Output that was not escaped."""
     print_line(EVIL)
     print_table([Column("A", lambda cell: cell)], [EVIL, Cell(EVIL, "red")])
     assert capsys.readouterr().out.count(r"\x1b[31mred\x07") == 3

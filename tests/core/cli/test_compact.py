@@ -1,4 +1,4 @@
-"""`penstock compact`, and copies that stand alone."""
+"""`penstock compact`, and copies without a base."""
 
 import shutil
 
@@ -21,7 +21,7 @@ def chained_once(tmp_path_factory):
 
 @pytest.fixture
 def chained(chained_once, tmp_path):
-    """Steps 0 to 3 in a chain, of which 0 is deleted."""
+    """Steps 0 to 3 in a chain; 0 is deleted."""
     return shutil.copytree(chained_once, tmp_path / "run")
 
 
@@ -53,7 +53,7 @@ def test_a_dry_run_of_compact_changes_nothing(call, chained):
 def test_a_step_that_cannot_be_compacted_is_reported_and_skipped(call, chained):
     damage(chained, 3)
     done = call("compact", chained)
-    assert (done.code, done.err) == (1, "")  # said once: no log repeats it
+    assert (done.code, done.err) == (1, "")  # printed once: no log repeats it
     assert "step 3 is not compacted: " in done.out
     assert "`penstock verify --all` says which are whole" in done.out
     assert borrowing(call, chained) == [3]
@@ -78,7 +78,7 @@ def bases(call, root):
 
 
 def test_copies_encoded_as_deltas_are_a_separate_chain(call, chained, tmp_path):
-    """Step 3 is not encoded against step 2 before that is there: a copy alone has no base."""
+    """Step 3 is not encoded against step 2 before that exists: a single copy has no base."""
     copied = tmp_path / "copied"
     assert call("copy", chained, copied, "--step", 3, *DELTAS).code == 0
     assert bases(call, copied) == {3: None}

@@ -1,4 +1,4 @@
-"""`penstock copy`: which steps, how, and what it says."""
+"""`penstock copy`: which steps, how, and its output."""
 
 import shutil
 from contextlib import closing
@@ -100,7 +100,7 @@ def test_copy_is_encoded_as_requested(call, run, tmp_path, options, used):
 def test_interrupted_copy_is_verified_again_unless_trusted(call, run, target, trust):
     call("copy", run, target)
     (record,) = (target / "commits").iterdir()
-    record.unlink()  # as if it had ended before the last step
+    record.unlink()  # as if it had stopped before the last step
     with open_run(run) as ckpt:
         uid = ckpt.info().uid
     blobs = [f"data/{uid}/blobs/{path.name}" for path in target.rglob("*.raw")]

@@ -1,4 +1,4 @@
-"""`penstock delete` and `penstock prune`: what goes, what stays, and who is asked."""
+"""`penstock delete` and `penstock prune`: what goes, what stays, and when they ask."""
 
 import os
 import shutil
@@ -55,7 +55,7 @@ def age(folder, seconds):
 
 
 def broken_save(root, uid, *, seconds):
-    """What a save leaves that is killed before it commits."""
+    """The leftovers of a save killed before its commit."""
     blobs = root / "data" / uid / "blobs"
     blobs.mkdir(parents=True)
     (blobs / "00000-0.raw").write_bytes(bytes(3000))
@@ -185,7 +185,7 @@ def test_prune_with_a_short_grace_needs_yes_to_delete_anything(call, run, monkey
     broken_save(run, YOUNG, seconds=3700)
     with Path(os.devnull).open() as nothing:
         monkeypatch.setattr("sys.stdin", nothing)
-        assert call("prune", run, "--grace", "2h").code == 0  # takes nothing, so asks nothing
+        assert call("prune", run, "--grace", "2h").code == 0  # deletes nothing, so asks nothing
         done = call("prune", run, "--grace", "1h")
     assert done.code == 2
     assert "--yes" in done.err
@@ -222,7 +222,7 @@ def test_a_run_copied_data_first_loses_nothing_to_prune(call, run, tmp_path):
     assert "3 saves that lack a commit record, as all do" in doctor
     assert "copy the files of its folder `commits`" in doctor
     assert "penstock prune" not in said + doctor
-    # The first record is there, the others are on their way.
+    # The first record has arrived, the others are in flight.
     shutil.copytree(run / "commits", target / "commits", ignore=lambda *_: ["00000003-0.json"])
     said = call("prune", target, "--yes")
     assert said.code == 0
@@ -244,7 +244,7 @@ def test_prune_all_asks_and_deletes_possible_orphans(call, run, monkeypatch):
 
 
 def test_delete_refuses_the_last_step_with_its_data(call, run):
-    """The newer ones are listed, and have lost a blob."""
+    """The newer ones are listed, but have lost a blob."""
     with penstock.Checkpointer(f"posix://{run}") as ckpt:
         for step in (2, 3):
             next((run / "data" / ckpt.info(step).uid).glob("blobs/*")).unlink()

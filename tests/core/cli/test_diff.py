@@ -1,4 +1,4 @@
-"""`penstock diff`: what differs, and with what it exits."""
+"""`penstock diff`: the differences and its exit code."""
 
 import shutil
 

@@ -1,4 +1,4 @@
-"""`penstock doctor`: what it finds, and that it leaves nothing behind."""
+"""`penstock doctor`: its findings, and no leftovers."""
 
 import os
 import resource
@@ -26,7 +26,7 @@ def checks_of(done):
     return {check["name"]: check for check in done.json["checks"]}
 
 
-# -- nothing stays behind -------------------------------------------------------------------------
+# -- no leftovers ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["run", "not/there/yet"])
@@ -46,7 +46,7 @@ def test_doctor_leaves_no_files(call, tmp_path, name, options):
 def test_terminated_doctor_leaves_no_files(tmp_path, number):
     root = tmp_path / "not" / "there"
     code = "from penstock.core.cli.main import main; main()"
-    # Its files must be seen by this test before they are gone: then it is in mid-probe.
+    # This test must see its files before they are gone: then it is in mid-probe.
     words = ("doctor", f"posix://{root}", "--probe-size", "2GiB")
     process = interpreters.start(
         "-c",
@@ -186,7 +186,7 @@ def test_doctor_reports_why_io_uring_is_unused_and_a_remedy(call, tmp_path, monk
     found = checks_of(done)["io_uring"]
     assert (found["status"], found["values"]) == ("warn", {"works": False})
     assert "EXFULL" in found["found"]
-    assert caplog.records == []  # it is a finding, so not also a warning
+    assert caplog.records == []  # it is a finding, so no warning as well
     assert "unset PENSTOCK_DISABLE_URING" in found["advice"]
     text = call("doctor", tmp_path, "--no-probe").out
     assert "\nWhat to change:\n" in text

@@ -1,4 +1,4 @@
-"""`penstock drain`, and what `ls` and `verify` say of tiers."""
+"""`penstock drain`, and what `ls` and `verify` print on tiers."""
 
 import pytest
 from tests.integration.support import checkpointer, make_state
@@ -10,7 +10,7 @@ from penstock.core.tiers.whereabouts import mark
 
 
 class Run:
-    """A run in two folders, saved to the fast one as if the durable one had been away."""
+    """A run in two folders, saved to the fast one as if the durable one were absent."""
 
     def __init__(self, root):
         self.fast, self.durable = root / "fast", root / "durable"

@@ -1,4 +1,4 @@
-"""What `show`, `verify`, `diff` and `copy` say of values that a lossy codec has rounded."""
+"""What `show`, `verify`, `diff` and `copy` print on values rounded by a lossy codec."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""`penstock annotate`, and what `ls`, `show`, `diff` and `copy` make of annotations."""
+"""`penstock annotate`, and how `ls`, `show`, `diff` and `copy` treat annotations."""
 
 import json
 
@@ -43,7 +43,7 @@ def test_wrong_calls_exit_with_2_and_change_nothing(call, run, words):
 
 
 def cells(listing):
-    """The last cells of each row, from the state on."""
+    """The last cells of each row, starting at the state."""
     return [
         line.split()[line.split().index(state) :]
         for line in listing.out.splitlines()

@@ -28,7 +28,7 @@ def call(capsys, monkeypatch):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Steps 1 to 4, of which 3 is deleted and 4 has no event; names are those of an attacker."""
+    """Steps 1 to 4; 3 is deleted and 4 has no event; an attacker chose the names."""
     folder = tmp_path_factory.mktemp("report")
     state = {"model": {EVIL: torch.randn(20000), **{f"b{n}": torch.ones(3) for n in range(40)}}}
     rules = [{"match": "x/**", "codecs": ["delta", "floatsplit"]}]
@@ -135,7 +135,7 @@ def test_browser_shows_every_chart_and_stored_names_as_text(call, saved, tmp_pat
     title = re.search(r"<title>(.*?)</title>", dom)[1]
     assert title == f"Report on file://{saved}/run"
     body = re.sub(r"<script.*?</script>", "", dom, flags=re.DOTALL)
-    assert not re.findall(r"<(?:img|a)\b", body)  # plotly makes links of texts, if it is let to
+    assert not re.findall(r"<(?:img|a)\b", body)  # plotly turns texts into links if allowed
     assert body.count("&lt;img src=x&gt;") >= 4  # the box, and the metadata of each row
     charts_shown = {*re.findall(r'id="chart-(\d)"', dom)}
     assert len(charts_shown) == 5  # sizes by path, over steps, times, gaps, chains

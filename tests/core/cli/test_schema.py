@@ -1,4 +1,4 @@
-"""`penstock schema`: the configuration's schema with the options of what is installed."""
+"""`penstock schema`: the configuration's schema with the options of installed plugins."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Commands on a run in tiers, one of which cannot be opened, or hangs."""
+"""Commands on a run with a tier that cannot be opened, or hangs."""
 
 import sys
 
@@ -43,7 +43,7 @@ SHELF = """
 
 @pytest.fixture
 def state_of_shelf(plugin_site, monkeypatch):
-    """A backend of a third party, `shelf`, that is `down` or `hangs` when it is told to."""
+    """A third-party backend, `shelf`, that is `down` or `hangs` on demand."""
     plugin_site.add_penstock()
     plugin_site.add("shelf", {"penstock.backends": {"shelf": "shelf:Shelf"}}, shelf=SHELF)
     default_registry.cache_clear()
@@ -83,11 +83,11 @@ def test_ls_lists_steps_of_the_opened_tier(call, run, state_of_shelf, tier):
     assert [c["step"] for c in found.json["checkpoints"]] == [1]
 
 
-# These would never end, but for the limit that is given.
+# These would never end without the given limit.
 
 
 def time_passes_once(hang, waits):
-    """Lets a minute pass once so many calls of the shelf hang."""
+    """Lets a minute pass once this many calls of the shelf hang."""
 
     def ahead_s():
         # The command imports it, on another thread.

@@ -1,4 +1,4 @@
-"""The one copy without the GIL."""
+"""The copy that releases the GIL."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a hold on the garbage collector leaves behind."""
+"""The effects of a hold on the garbage collector."""
 
 import gc
 import weakref
@@ -12,7 +12,7 @@ MANY = 120_000
 
 @pytest.fixture
 def visited():
-    """The objects that the collector may visit in the generations that it visits often."""
+    """The objects in the generations that the collector visits often."""
     frozen = gc.get_freeze_count()  # conftest freezes what was imported
     gc.unfreeze()
     gc.collect()

@@ -1,4 +1,4 @@
-"""Latches: everyone passes once they are open, and Ctrl-C in the middle harms nobody."""
+"""Latches: every waiter passes an open one, and Ctrl-C during a wait is harmless."""
 
 import gc
 import sys
@@ -31,8 +31,8 @@ def test_it_opens_once_for_all_present_and_later_waiters():
 def interrupted_at(number, wait, then):
     """Whether `wait` was still running when its `number`-th bytecode raised KeyboardInterrupt.
 
-    Calls `then` with the thread in which that was, as an executor: before that thread ends, since
-    the next one may get its number, by which a lock knows its owner.
+    Calls `then` with the interrupted thread as an executor: before that thread ends, since the next
+    one may get its number, which identifies a lock's owner.
     """
     left = number
 
@@ -59,8 +59,8 @@ def interrupted_at(number, wait, then):
             sys.settrace(None)
         return False
 
-    # A thread of its own: an exception at such a place may stay "the one being handled" in it.
-    # No collection meanwhile: an interrupt in one of its callbacks goes nowhere.
+    # A separate thread: an exception at such a place may stay "the one being handled" in it. No
+    # collection meanwhile: an interrupt in one of its callbacks is lost.
     gc.disable()
     try:
         with ThreadPoolExecutor(1) as pool:

@@ -1,4 +1,4 @@
-"""A pool of threads that calls which never return neither use up nor keep open."""
+"""A thread pool that hung calls neither exhaust nor keep open."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""The lengths of waits, and the clocks."""
+"""Timeouts and clocks."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""Calls that may never return, and what notices that."""
+"""Calls that may never return, and their watchdog."""
 
 import gc
 import signal
@@ -25,7 +25,7 @@ class LateError(Exception):
 
 @pytest.fixture
 def hang():
-    """A call that hangs until the test is over; `begun` says that it does."""
+    """A call that hangs until the test ends; `begun` is set once it does."""
     gate = threading.Event()
 
     def call():

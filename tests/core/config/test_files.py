@@ -22,7 +22,7 @@ def test_a_text_is_filled():
         ("$$5 and $${BUCKET}", "$5 and ${BUCKET}"),
         ("plain $ and { and } and 5$ and $5", "plain $ and { and } and 5$ and $5"),
         ("$$HOME and $${", "$HOME and ${"),
-        ("${MONEY}", "$BUCKET ${BUCKET}"),  # what comes in is not looked at again
+        ("${MONEY}", "$BUCKET ${BUCKET}"),  # inserted text is not expanded again
     ]:
         assert filled(text, SET, what="file") == expected
 

@@ -1,4 +1,4 @@
-"""Copies of checkpoints that borrow blobs: each blob comes once, and nothing else's is touched."""
+"""Copies of checkpoints that borrow blobs: each blob is copied once, and no other is touched."""
 
 import threading
 from contextlib import closing, suppress
@@ -45,7 +45,7 @@ def workers():
 
 
 def made_chain():
-    """A store with a base (1), one that borrows of it (2), and one that borrows of both (3)."""
+    """A store with a base (1), one that borrows from it (2), and one that borrows from both (3)."""
     backend = memory()
     with checkpointer(backend, **ENCODED) as ckpt:
         ckpt.save(STATE, 1, mode="blocking")
@@ -80,7 +80,7 @@ def whole_at(target, *steps):
 
 
 def bury(target):
-    """Make all copies that hold leases there look killed."""
+    """Make all lease holders there look killed."""
     for info in target.list("data/"):
         if info.name.endswith("copy.json"):
             lease = unseal(target.read_record(info.name, limit_bytes=1 << 20), info.name)
@@ -153,7 +153,7 @@ def test_a_copy_that_is_killed_anywhere_is_resumed_and_never_listed_in_part(
 
 @pytest.mark.parametrize("killed", [1, 2])
 def test_leftovers_of_a_killed_copy_block_no_other_copy(chain, workers, tmp_path, killed):
-    """What two checkpoints need is brought by whichever copy comes first."""
+    """The first copy brings the blobs that two checkpoints need."""
     for at in range(1, 12, every(5)):
         with closing(files(tmp_path / str(at))) as target:
             with pytest.raises(SimulatedCrashError):
@@ -167,9 +167,8 @@ def test_leftovers_of_a_killed_copy_block_no_other_copy(chain, workers, tmp_path
 
 
 def kill_and_free_the_base(chain, target, workers, at):
-    """Kill a copy of step 2 where it publishes something; return whether its index is there.
-
-    Then its base is copied and deleted there, so that its blobs stay for the dead copy's sake.
+    """Kill a copy of step 2 at a publish; return whether its index exists. Then its base is copied
+    and deleted there, so its blobs stay for the dead copy.
     """
     with suppress(SimulatedCrashError):
         copy_of(chain, CrashAt(target, at, operations=["publish"]), workers, 2).run()
@@ -180,7 +179,7 @@ def kill_and_free_the_base(chain, target, workers, at):
 
 
 def test_data_of_a_copy_killed_after_its_index_is_left_alone(chain, workers, tmp_path):
-    """Its commit record may still be on its way, and then the base has to be there."""
+    """Its commit record may still be in flight, and then needs the base."""
     for at in range(1, 40):
         with closing(files(tmp_path / str(at))) as target:
             if kill_and_free_the_base(chain, target, workers, at):
@@ -292,7 +291,7 @@ def test_blobs_of_unknown_durability_are_copied_again(chain, workers, what):
     copy_of(chain, faulty, workers, 2).run()
     assert name in written(faulty)
     whole_at(target, 2)
-    # The others of that uid are durable no more than this was.
+    # The others of that uid are no more durable than this was.
     assert [i.name for i in target.list("data/") if "copy.json" in i.name] == [
         lease_name(base_of(chain))
     ]
@@ -300,7 +299,7 @@ def test_blobs_of_unknown_durability_are_copied_again(chain, workers, what):
 
 @pytest.mark.parametrize("of", [1, 2])
 def test_a_copy_waits_for_a_deletion_in_progress(chain, workers, of):
-    """Else it would keep, or bring, blobs that are deleted behind its commit."""
+    """Or it would keep, or copy, blobs that are deleted after its commit."""
     target = memory()
     copy_of(chain, target, workers, 1).run()
     faulty = FaultyBackend(target)
@@ -321,7 +320,7 @@ def test_a_copy_waits_for_a_deletion_in_progress(chain, workers, of):
 
 
 def test_a_copy_cancelled_while_waiting_leaves_no_trace(chain, workers):
-    """A trace would make a copy's, for the next copy, what a deletion is about to take."""
+    """With a trace the next copy would take data of a running deletion for a copy's."""
     target = memory()
     name = f"{data_prefix(base_of(chain))}blobs/00000-0.raw"
     target.publish(name, chain.read_record(name, limit_bytes=1 << 30))
@@ -363,9 +362,8 @@ def test_blobs_that_a_save_in_flight_may_need_stay(chain, workers, whose):
 
 
 def test_no_lease_is_taken_beside_the_intent_of_a_save_without_blobs(chain, workers):
-    """Beside a lease that save would look like a copy that has ended, and what it needs like free.
-
-    Then a third copy would replace under its hands what the save is going to borrow.
+    """Beside a lease that save would look like a finished copy, and its needed data unused. Then a
+    third copy would replace what the save is about to borrow.
     """
     target, base, other = memory(), base_of(chain), "a" * 32
     intent = IntentRecord(base, 9, (other,), "host", 1, TIME, TIME)
@@ -379,7 +377,7 @@ def test_no_lease_is_taken_beside_the_intent_of_a_save_without_blobs(chain, work
 
 @pytest.mark.parametrize("lent", ["cut off", "other bytes"])
 def test_a_copy_never_replaces_a_blob_that_others_need(chain, workers, lent):
-    """Else a forged record could take a uid of the target, and destroy what others borrow."""
+    """Or a forged record could take a uid of the target, and destroy borrowed data."""
     target = memory()
     copy_of(chain, target, workers, 2).run()
     name = f"{data_prefix(base_of(chain))}blobs/00000-0.raw"
@@ -464,13 +462,13 @@ class Noting(WrapperBackend):
 
 
 def test_a_lease_lists_data_of_others_as_durable_at_once(chain, workers):
-    """A later copy deletes what a lease does not list, though a third one may rely on it."""
+    """A later copy deletes what a lease does not list, even if a third one relies on it."""
     target = memory()
     for step in (1, 2):
         copy_of(chain, target, workers, step).run()
     base = base_of(chain)
     raw, enc = (f"{data_prefix(base)}blobs/00000-0.{kind}" for kind in ("raw", "enc"))
-    target.delete([raw])  # lost: the copy of step 3 has to bring it
+    target.delete([raw])  # lost: the copy of step 3 must include it
     noting = Noting(target)
     copy_of(chain, noting, workers, 3).run()
     sealed = [unseal(d, n)["sealed"] for n, d in noting.versions if n == lease_name(base)]

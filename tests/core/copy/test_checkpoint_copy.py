@@ -1,4 +1,4 @@
-"""A copied checkpoint is the same byte for byte, or it is not there; and what was copied stays."""
+"""A copied checkpoint is identical byte for byte, or absent; and copied data stays."""
 
 import os
 import threading
@@ -71,7 +71,7 @@ def saved():
 
 @pytest.fixture
 def own():
-    """The same, for one test alone."""
+    """The same, for only one test."""
     backend = memory()
     save(backend, STEP, seed=3)
     return backend
@@ -87,7 +87,7 @@ def files(folder):
 
 
 def contents(backend):
-    """All that a store holds of checkpoints; intents say when, and so differ."""
+    """All checkpoint data of a store, without intents, which contain times."""
     return {
         info.name: backend.read_record(info.name, limit_bytes=1 << 30)
         for info in backend.list("")
@@ -106,19 +106,19 @@ def blobs_of(backend, step=STEP):
 
 
 def rewrite(backend, name, data):
-    """Put other bytes in the place of a blob or record."""
+    """Replace the bytes of a blob or record."""
     backend.delete([name])
     backend.publish(name, bytes(data))
 
 
 def release_lease(backend, uid):
-    """What a copy leaves that failed before anything was sealed."""
+    """The leftovers of a copy that failed before any seal."""
     lease = {"token": "", "host": "node7", "pid": 1, "process": "", "sealed": []}
     backend.publish(lease_name(uid), seal(lease))
 
 
 def bury(backend, uid):
-    """Make the process that copied look dead, as it is after a crash."""
+    """Make the copying process look dead, as after a crash."""
     name = lease_name(uid)
     if name not in {info.name for info in backend.list(name)}:
         return
@@ -195,7 +195,7 @@ def test_existing_copy_is_left_alone(saved, workers):
     report = copy_of(saved, target, workers).run()
     assert report.already_there
     name = commit_name(STEP, 0)
-    assert target._store.blobs[name].data == before[name].data  # confirmed, since nobody knows
+    assert target._store.blobs[name].data == before[name].data  # confirmed, since it is unknown
     assert target._store.blobs | {name: None} == before | {name: None}
 
 
@@ -240,7 +240,7 @@ def test_many_blobs_are_copied_and_few_of_them_sealed_at_once(workers):
                 assert not running.done()
             created = [what for what, _ in target.calls].count("create")
         running.result(30)
-    assert created <= 8  # four that are being sealed, and what is just under way
+    assert created <= 8  # four being sealed, and those in flight
     assert sorted(mover_calls) == [blob.name for blob in blobs]
     assert contents(target) == contents(source)
 
@@ -289,12 +289,12 @@ def test_source_deleted_meanwhile_is_gone_not_damaged(own, workers):
         Catalog(own).delete(STEP)
 
 
-# -- going on -----------------------------------------------------------------------------------
+# -- resuming -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_copy_resumes_after_any_crash(saved, workers, tmp_path, after):
-    """Crashes at every change of the target, which never lists half of a checkpoint."""
+    """Crashes at every change of the target, which never lists a partial checkpoint."""
     uid, whole, crashes, kept = Catalog(saved).record(STEP).uid, contents(saved), 0, 0
     while True:
         with closing(files(tmp_path / str(crashes))) as target:
@@ -309,7 +309,7 @@ def test_copy_resumes_after_any_crash(saved, workers, tmp_path, after):
             bury(target, uid)
             kept += copy_of(saved, target, workers).run().bytes_kept > 0
             found = contents(target)
-            found.pop(lease_name(uid), None)  # a crash in between leaves it, and it means nothing
+            found.pop(lease_name(uid), None)  # a crash in between leaves it, without a meaning
             assert found == whole
         crashes += every(2)
     assert crashes > 10
@@ -399,7 +399,7 @@ def test_failing_target_leaves_no_record_and_the_next_copy_resumes(saved, worker
         copy_of(saved, target, workers).run()
     target.clear()
     assert Catalog(target).steps() == []
-    bury(target, Catalog(saved).record(STEP).uid)  # it could not say that it had ended
+    bury(target, Catalog(saved).record(STEP).uid)  # it could not report its end
     copy_of(saved, target, workers).run()
     assert contents(target) == contents(saved)
 
@@ -513,7 +513,7 @@ def test_copy_that_lost_its_lease_after_its_last_blob_is_not_committed(saved, wo
 def test_copy_that_lost_its_store_blocks_nothing_in_its_process(saved, workers):
     target = FaultyBackend(memory())
     target.fail("seal", times=None)
-    target.fail("publish", nth=2, times=None, match="copy.json")  # nor can it say so
+    target.fail("publish", nth=2, times=None, match="copy.json")  # nor can it report so
     with pytest.raises(StorageError):
         copy_of(saved, target, workers).run()
     assert lease_name(Catalog(saved).record(STEP).uid) in target.inner._store.blobs
@@ -562,7 +562,7 @@ def test_generation_replaced_at_the_target_is_refused(own, workers):
 
 
 def forged(saved, **changes):
-    """A store with another checkpoint under the uid of `saved`'s, and records that fit it."""
+    """A store with another checkpoint under the uid of `saved`, and matching records."""
     made, uid = memory(), Catalog(saved).record(STEP).uid
     save(made, STEP, seed=8)
     record = Catalog(made).record(STEP)
@@ -597,7 +597,7 @@ def test_a_uid_that_the_target_has_at_another_step_is_refused(own, workers, cras
 
 
 def test_a_uid_with_target_data_from_no_copy_is_refused(own, workers):
-    """It may be that of a save that is under way there."""
+    """It may belong to a save in flight there."""
     evil = forged(own)
     own.delete([commit_name(STEP, 0)])
     refused_without_a_trace(evil, own, workers, BusyError, step=STEP, match="no copy wrote it")
@@ -632,7 +632,7 @@ def test_data_that_appears_during_lease_acquisition_stays(saved, workers, comes_
         copy_of(saved, target, workers).run()
     assert target.read_record(name, limit_bytes=100) == b"of a save"
     left = {info.name for info in target.list("")} - {name}
-    assert comes_as == "index" or not left  # nor does a lease stay, which would make it a copy's
+    assert comes_as == "index" or not left  # nor does a lease stay, which would mark it as a copy's
 
 
 def blob_named(store, ending):
@@ -647,7 +647,7 @@ def spoil(store, name):
 
 
 def test_a_good_copy_is_kept_if_the_source_is_damaged(saved, workers):
-    """Each has lost another blob: what is left of both is all that there is."""
+    """Each has lost another blob: only both together are complete."""
     source, target = memory(), memory()
     copy_of(saved, source, workers).run()
     copy_of(saved, target, workers).run()
@@ -739,7 +739,7 @@ def test_cancel_ends_a_copy_that_waits_for_its_turn(saved, workers):
 
 
 def test_a_record_known_to_be_durable_is_not_published_again(saved, workers):
-    """It could replace what was saved at that step since it was looked at."""
+    """It could replace a save of that step since the check."""
     target = FaultyBackend(memory())
     copy_of(saved, target, workers).run()
     before = len(target.calls)

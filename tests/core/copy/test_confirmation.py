@@ -49,7 +49,7 @@ def test_a_record_lacking_data_is_no_copy_and_is_deleted(lacking, how, store):
     store.delete([name])
     if how == "short":
         store.publish(name, data[:-1])
-    store.publish(lease_name(record.uid), b"{}")  # else nothing would be published in any case
+    store.publish(lease_name(record.uid), b"{}")  # or nothing would be published in any case
     watched = FaultyBackend(store)
     assert not confirmed(watched, record)
     assert Catalog(store).steps() == []
@@ -58,7 +58,7 @@ def test_a_record_lacking_data_is_no_copy_and_is_deleted(lacking, how, store):
 
 def test_a_record_deleted_during_confirmation_is_not_republished(store):
     record = Catalog(store).record(1)
-    store.publish(lease_name(record.uid), b"{}")  # its copy never had the answer
+    store.publish(lease_name(record.uid), b"{}")  # its copy never got the response
 
     class Racing(WrapperBackend):
         def publish(self, name, data, /, *, exclusive=False):

@@ -50,7 +50,7 @@ def test_lease_is_published_again_only_when_it_is_due():
 
 
 def test_a_lease_unrefreshed_for_long_is_lost_even_if_the_store_has_it():
-    """A request to refresh it may have landed on top of the lease of the next copy."""
+    """A refresh may have overwritten the lease of the next copy."""
     clock = ShiftedClock()
     lease = Lease(memory(), UID, Timing(clock=clock))
     lease.take()

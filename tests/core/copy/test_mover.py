@@ -1,6 +1,5 @@
-"""The parts of a mover that know nothing of stores: checksums of passing bytes, and a steady rate.
-
-The mover itself is tested by copies, in `test_checkpoint_copy.py`.
+"""The store-independent parts of a mover: checksums of passing bytes, and a steady rate.
+`test_checkpoint_copy.py` tests the mover.
 """
 
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""The files of a copy at its target: whose they may be, and what is replaced."""
+"""The files of a copy at its target: their owners, and which are replaced."""
 
 from contextlib import closing
 

@@ -1,4 +1,4 @@
-"""What differs is found, by checksums or by reading, and nothing else is."""
+"""Exactly the differences are found, by checksums or by reading."""
 
 import itertools
 from contextlib import closing
@@ -72,7 +72,7 @@ def encoded(tree):
 
 
 def test_encoding_affects_only_the_bytes_that_are_read(workers):
-    stores = encoded(state())  # the same memory: raw frames begin where that does within a page
+    stores = encoded(state())  # the same memory: raw frames have its offset within a page
     for one, other in itertools.product(stores, stores):
         result = diff(workers, stores[one], stores[other])
         assert result.same, (one, other)
@@ -94,7 +94,7 @@ def test_one_bit_is_found_under_any_encoding(workers):
 def test_checksums_compare_equal_encodings(workers):
     tree = {"one": torch.zeros(30_000), "other": torch.zeros(30_000)}
     before = stored(tree)
-    tree["one"][20_000] = 1  # where it is, so that its frames begin where they began
+    tree["one"][20_000] = 1  # in place, so that its frames begin at the same offset
     result = diff(workers, before, stored(tree))
     assert found(result) == {"one": "bytes"}
     assert result.bytes_read == 0

@@ -33,7 +33,7 @@ def every(dtype: str) -> np.ndarray:
 
 
 def wide_cases(dtype: str) -> np.ndarray:
-    """Random bits, all numbers of the narrow formats, and what lies beside and between these."""
+    """Random bits, all numbers of the narrow formats, and their neighbors and midpoints."""
     generator = np.random.default_rng(5)
     stored = BITS[FLOAT_DTYPES[dtype]]
     values = [
@@ -66,7 +66,7 @@ def cases(dtype: str) -> np.ndarray:
 
 
 def defined(elements: np.ndarray, source: str, target: str) -> np.ndarray:
-    """Leaves out what torch's versions disagree on: too large for float8_e4m3fn."""
+    """Leaves out numbers on which torch versions disagree: too large for float8_e4m3fn."""
     if target != "float8_e4m3fn":
         return elements
     values = torch.from_numpy(elements).view(getattr(torch, source)).double().abs().numpy()
@@ -88,7 +88,7 @@ def test_every_conversion_equals_torchs_bits(source):
 
 @pytest.mark.parametrize("source", FLOAT_DTYPES)
 def test_subnormals_are_converted_in_a_thread_that_flushes_them(source):
-    """As workers do that start after `torch.set_flush_denormal(True)`."""
+    """As in workers started after `torch.set_flush_denormal(True)`."""
     numbers = cases(source)
     elements = {target: defined(numbers, source, target) for target in FLOAT_DTYPES}
     if not torch.set_flush_denormal(False):

@@ -162,7 +162,7 @@ def test_a_signed_lie_is_named():
 
 
 def of_many(ranks, links):
-    """A record of many ranks at the end of a chain, and the table of what it borrows."""
+    """A record of many ranks at the end of a chain, and its table of borrowed blobs."""
     uids = [f"{n + 1:032x}" for n in range(links)]
     names = [
         blob_name(uid, rank, 0, kind)

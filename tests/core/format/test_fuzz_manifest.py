@@ -1,4 +1,4 @@
-"""Manifests whose digests are right and whose content is not: what stands behind the digest."""
+"""Manifests with right digests and wrong content: the checks after the digest."""
 
 import os
 import sys
@@ -109,7 +109,7 @@ def frame_of(section, *path):
 
 
 def a_tebibyte_of_one_frame(level, value):
-    """A blob that is said to be large, a frame of 1 GiB in it, and a tensor of 1024 such."""
+    """A blob declared large, with a frame of 1 GiB, and a tensor of 1024 such frames."""
     if level == "head":
         for blob in value["blobs"]:
             blob[1] = 1 << 60
@@ -248,7 +248,7 @@ def stored_size(stored):
 
 
 def test_claims_of_size_are_refused_within_bounded_memory():
-    """Nothing that a few stored kilobytes claim makes a reader take as much as `LIMIT_BYTES`."""
+    """No claim of a few stored kilobytes makes a reader use `LIMIT_BYTES`."""
     names = [
         "a_tebibyte_of_one_frame", "a_tebibyte_as_a_value", "an_encoded_frame_of_a_pebibyte",
         "a_path_of_a_million_segments", "a_head_of_thirty_million_lists",

@@ -75,7 +75,7 @@ def expected_rows(per_part):
 
 
 def said(table):
-    """The rows as they were given: True for whole objects, False where there are no bytes."""
+    """The given rows: True for whole objects, False without bytes."""
     return [
         (h, place, region if isinstance(region, Region) else dims == 0xFF)
         for h, place, dims, region in listed(table)

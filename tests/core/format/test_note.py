@@ -1,4 +1,4 @@
-"""The bytes of a note: strict, bound to its name, the same for ever."""
+"""The bytes of a note: strict, bound to its name, always the same."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The worked examples of docs/format.md are checkpoints: they are read, and hold what it says."""
+"""The worked examples of docs/format.md are checkpoints that read as the page says."""
 
 import base64
 import json
@@ -25,7 +25,7 @@ PAGE = Path(__file__).resolve().parents[3] / "docs" / "format.md"
 
 
 def undump(text):
-    """The bytes of a hexdump in which `*` stands for repeated lines."""
+    """The bytes of a hexdump in which `*` means repeated lines."""
     data = bytearray()
     for line in text.splitlines():
         if line == "*":

@@ -1,4 +1,4 @@
-"""Bytes of parts and sections: round trips, and refusal of everything else."""
+"""Bytes of parts and sections: round trips, and refusals."""
 
 import copy
 from dataclasses import replace
@@ -110,7 +110,7 @@ def test_descriptions_round_trip(case, section_objects, pages):
                 Frame(
                     int(chunk.chain > 0), r.offset, r.length, chunk.length, chunk.chain,
                     r.checksums, r.raw_checksum, r.lengths,
-                    # What a reader cannot tell from the objects: of several in an encoded slab.
+                    # What a reader cannot infer from the objects: several in an encoded slab.
                     (chunk.dtype, chunk.itemsize)
                     if chunk.chain and len(chunk.pieces) > 1 and chunk.dtype != "uint8"
                     else None,
@@ -351,7 +351,7 @@ def test_mutated_and_re_signed_head_is_refused_or_consistent(data):
 
 
 def lie(number, *path):
-    """A change of one field of the example's section, and back to the decoder."""
+    """A change of one field of the example's section, then decoded."""
     *where, new = path
 
     def check():
@@ -536,7 +536,7 @@ def test_a_compaction_ranks_between_its_checkpoint_and_later_overwrites(present,
     overwrite = generation_above(commit_name(7, generation) for generation in present)
     for generation in present:
         assert generation < compacted_generation(generation) < overwrite
-    # Whatever the two knew, they never take one name.
+    # Whatever the two know, they never choose one name.
     assert compacted_generation(late) != overwrite
 
 
