@@ -1,4 +1,4 @@
-"""A server lends ranges of blobs to clients with a token, and to nobody else."""
+"""A server lends ranges of blobs only to clients with a token."""
 
 import ipaddress
 import os
@@ -147,7 +147,7 @@ HELLO = answer(KNOWN.proof, 0, b"", "200 OK")
     [
         [answer("", 0, b"", "200 OK")],
         [answer(Credentials.of(b"another secret", 0, 7).proof, 0, b"", "200 OK")],
-        [answer(KNOWN.token, 0, b"", "200 OK")],  # knows only what the client has said
+        [answer(KNOWN.token, 0, b"", "200 OK")],  # knows only what the client has sent
         [HELLO, answer("", 10, b"x" * 10)],
     ],
 )

@@ -1,4 +1,4 @@
-"""Which ranks are on one host: all learn the same, once for each job."""
+"""Which ranks are on one host: all learn the same, once per job."""
 
 import threading
 from base64 import b64encode
@@ -15,7 +15,7 @@ from penstock.testing.coordination import MemoryBoard, MemoryCoordination
 
 
 def census_of(rank, count, board, *, host="a", limit_s=60.0, failed=False):
-    """What a rank asks in a restore, which another rank may have ended."""
+    """A rank's question in a restore that another rank may have ended."""
     coordination = MemoryCoordination(board)
     group = RankGroup(rank, count, coordination, host=host, timeout_s=limit_s)
     session = RankSession(group, RestoreRound(group.place, 0, timeout_s=limit_s))
@@ -25,7 +25,7 @@ def census_of(rank, count, board, *, host="a", limit_s=60.0, failed=False):
 
 
 def ask(hosts, *, limit_s=60.0, absent=(), board=None, failed=False):
-    """What each rank is told of the ranks of its host, by threads."""
+    """What each rank learns of the ranks of its host, by threads."""
     board, found = board or MemoryBoard(), {}
 
     def one(rank):

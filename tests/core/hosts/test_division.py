@@ -1,4 +1,4 @@
-"""Who of a host, and of several hosts, reads which bytes: each once, by one that needs it."""
+"""Which rank of one or several hosts reads which bytes: each once, by one that needs it."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ LENGTH = 80  # of each frame
 
 
 def job(blob, frame, spans, *, chain=None):
-    """A frame of a blob, of which a rank needs `spans`."""
+    """A frame of a blob; a rank needs its `spans`."""
     ranges = tuple(ByteRange(*span) for span in spans)
     found = FrameJob(Frame(0, frame * LENGTH, LENGTH, LENGTH, 0, ()), blob, BLOCK, chain)
     found.ranges = ranges if chain is None else (ByteRange(0, LENGTH),)
@@ -42,7 +42,7 @@ def divided(jobs_by_member, most_bytes=LENGTH):
 
 
 def read_by(division, me):
-    """`(blob, byte)` for each byte that a member reads, with the bytes that it reads twice."""
+    """`(blob, byte)` for each byte that a member reads, and the bytes that it reads twice."""
     jobs = [*division.alone, *(p.job for p in division.pieces if p.reader == me)]
     return [
         (job.blob, job.frame.offset + byte)
@@ -59,7 +59,7 @@ def needed_by(jobs):
 
 
 def got_by(division):
-    """What a member has in the end, by itself or from others."""
+    """The bytes that a member has in the end, read or taken."""
     pieces = {
         (p.job.blob, p.job.frame.offset + byte)
         for p in division.pieces
@@ -193,7 +193,7 @@ def needs_of(members):
 
 
 def agreed(hosts):
-    """The needs of each host, the ranks of each, and what each comes to."""
+    """The needs of each host, its ranks, and its results."""
     found = [needs_of(members) for members in hosts]
     ranks, first = [], 0
     for members in hosts:

@@ -25,17 +25,17 @@ def plan(rank):
 
 
 def secret_of_a_job():
-    """Another one each time: ranks of another run of the tests could be met, too."""
+    """A new one each time: or ranks of another test run could meet these."""
     return secrets.token_hex(16)
 
 
 def late(limit_s):
-    """Says when a rank waits for others no longer."""
+    """Ends a rank's wait for others."""
     return Deadline(limit_s).is_over
 
 
 def meet(ranks, *, jobs=(0,), limit_s=PATIENCE_S, absent=()):
-    """What each rank gets, by threads; the ranks are of the `jobs` in turn."""
+    """The result of each rank, by threads; the ranks are of the `jobs` in turn."""
     found, secret = {}, {job: secret_of_a_job() for job in jobs}
 
     def one(rank):
@@ -166,9 +166,8 @@ def test_a_stranger_is_disconnected_and_the_ranks_meet():
 
 
 def rank_0_meets_nobody(meeting, begun):
-    """The thread in which rank 0 waits for others in vain.
-
-    Its time is over once it has looked around for some times, from when `begun` is set.
+    """The thread in which rank 0 waits for others in vain. Its time ends after some polls once
+    `begun` is set.
     """
     looks = []
 

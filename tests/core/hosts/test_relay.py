@@ -1,4 +1,4 @@
-"""A relay carries bytes to all that need them, and waits for nobody for long."""
+"""A relay carries bytes to all ranks that need them, and waits for none for long."""
 
 import itertools
 import os
@@ -18,13 +18,13 @@ from penstock.core.hosts.relay import Relay, RelayedBytes
 from penstock.core.types import ReadRequest
 from penstock.testing.hasty import ShiftedClock
 
-PATIENCE_S = 200.0  # twice what a test waits, so what comes meanwhile comes at once
+PATIENCE_S = 200.0  # twice a test's wait, so bytes that come meanwhile come at once
 SIZE = 20 << 20
 LARGE = os.urandom(SIZE)
 
 
 def hurry(clock):
-    """Let each look at the clock be a little later; by leaps a relay would seem to be asleep."""
+    """Advance the clock a little at each read; after leaps a relay would seem asleep."""
     clock.ahead_s = map((PATIENCE_S / 400).__mul__, itertools.count()).__next__
 
 
@@ -34,7 +34,7 @@ def place(number, size=SIZE):
 
 @contextmanager
 def relays(relayed, *, address="127.0.0.1", secrets=None, ended=lambda: False, clock=None):
-    """Relays by rank, for what each takes and hands on."""
+    """Relays by rank, each with its takes and gives."""
     with ExitStack() as opened:
         timing = Timing(poll_s=0.01, clock=clock or ShiftedClock())
         found = {
@@ -49,7 +49,7 @@ def relays(relayed, *, address="127.0.0.1", secrets=None, ended=lambda: False, c
 
 
 def one_way(*recipients, numbers=range(10), size=SIZE):
-    """What rank 0 reads for others."""
+    """The bytes that rank 0 reads for others."""
     given = [RelayedBytes(place(n, size), None, recipients) for n in numbers]
     taken = [RelayedBytes(place(n, size), 0, ()) for n in numbers]
     return {0: given, **dict.fromkeys(recipients, taken)}
@@ -61,7 +61,7 @@ def fetch(relay, source, number, size=SIZE):
 
 
 def failure(relay, future):
-    """The error of what was fetched, once the relay has waited for it."""
+    """The error of a fetch, once the relay has waited for it."""
     waited = threading.Thread(target=relay.wait, args=(future.done,))
     waited.start()
     waited.join(PATIENCE_S / 2)
@@ -217,7 +217,7 @@ def test_any_number_of_silent_sources_cost_one_wait():
         hurry(clock)
         assert isinstance(failure(relay, fetch(relay, 0, 0)[1]), StorageError)
         clock.ahead_s = clock.ahead_s()
-        for n in (1, 2, 3):  # as one batch after the other needs them
+        for n in (1, 2, 3):  # as batch after batch needs them
             assert isinstance(failure(relay, fetch(relay, n, n)[1]), StorageError)
 
 
@@ -247,7 +247,7 @@ def authorization(server, client, secret=b"secret"):
 
 
 def connected(relay, rank, given=None):
-    """A connection to a relay of rank 0 as `rank`, which has proved who it is."""
+    """An authenticated connection to a relay of rank 0 as `rank`."""
     line = HTTPConnection(*relay.at, timeout=PATIENCE_S / 2)
     line.request("GET", "/", headers={"Authorization": given or authorization(0, rank)})
     answer = line.getresponse()

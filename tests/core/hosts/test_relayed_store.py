@@ -1,4 +1,4 @@
-"""A store that takes from other ranks what they read, and reads itself what does not come."""
+"""A store that takes bytes read by other ranks, and reads missing ones from its own store."""
 
 import pytest
 from tests.core.hosts.test_relay import hurry, relays
@@ -26,14 +26,14 @@ def stored():
 
 
 def halves(sources, recipients):
-    """The halves of the blob, each with the rank that it comes from, and those that it goes to."""
+    """The halves of the blob, each with its source rank and its targets."""
     return [
         RelayedBytes(BlobRange("a.raw", n * HALF, HALF), sources[n], recipients[n]) for n in (0, 1)
     ]
 
 
 def begun(store, *starts):
-    """A read of halves, and what it fills."""
+    """A read of halves, and its targets."""
     targets = [bytearray(HALF) for _ in starts]
     requests = [
         ReadRequest("a.raw", start, memoryview(target))
@@ -42,7 +42,7 @@ def begun(store, *starts):
     return store.submit_read(requests), targets, requests
 
 
-# Two ranks, each of which reads one half for both.
+# Two ranks; each reads one half for both.
 TWO = {0: halves((None, 1), ((1,), ())), 1: halves((0, None), ((), (0,)))}
 
 
@@ -100,7 +100,7 @@ def test_a_failing_store_is_that_ranks_error_and_the_other_reads_itself(error):
         broken = FaultyBackend(stored(), Fault("read", error=error, times=None))
         stores = two(found, [broken, stored()])
         (failed, _, _), (future, targets, _) = [begun(store, 0, HALF) for store in stores]
-        hurry(clock)  # the rank that fails may never ask for what the other one offers
+        hurry(clock)  # the failed rank may never ask for the other's offer
         future.result(PATIENT_S)
         assert b"".join(targets) == DATA
         with pytest.raises(type(error)):
@@ -124,7 +124,7 @@ def test_only_bytes_that_arrived_damaged_are_reread_as_a_tier():
 
 
 def test_bytes_damaged_twice_are_read_again_twice():
-    """As a base that several chunks are decoded with."""
+    """Like a base of several chunks."""
     place = BlobRange("a.raw", HALF, HALF)
     twice = {0: [RelayedBytes(place, 1, ())] * 2, 1: [RelayedBytes(place, None, (0,))] * 2}
     with relays(twice) as found:

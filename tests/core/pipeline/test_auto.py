@@ -81,7 +81,7 @@ def test_the_choice_is_expected_to_be_faster_than_raw_and_any_other(store, cores
 def test_choices_are_made_again_when_the_rate_changes_by_a_factor_of_two(factor):
     choice = replace(chosen(1e8, floatsplit=FLOATSPLIT), bytes_raw=64 * MIB)
     store = StoreChoices(1e8, {NAME: choice})
-    store.note_save(int(4e6), 0.09)  # too short to say anything
+    store.note_save(int(4e6), 0.09)  # too short to measure
     store.note_save(int(1e8 * factor), 1.0)
     has_changed = not 0.5 < factor < 2
     assert store.by_class[NAME].bytes_raw == (0 if has_changed else 64 * MIB)

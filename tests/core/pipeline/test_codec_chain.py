@@ -24,7 +24,7 @@ from penstock.core.types import ByteRange, WorstErrors
 
 
 class _Recording(Codec):
-    """Stores the chunk reversed behind one byte; keeps the contexts it is given."""
+    """Stores the chunk reversed after one byte; keeps the contexts it gets."""
 
     name = "recording"
     lossless = True
@@ -59,7 +59,7 @@ class _Rounding(_Recording):
 
 
 class _Declining(_Recording):
-    """Takes no chunk, and leaves the output as a codec may that finds out late."""
+    """Takes no chunk, and leaves the output like a codec that declines late."""
 
     def encode(self, chunk, out, /, *, context):
         self.contexts.append(context)
@@ -68,7 +68,7 @@ class _Declining(_Recording):
 
 
 class _Uniform(_Recording):
-    """Takes only chunks of one byte over and over, so one byte is all that it needs."""
+    """Takes only chunks of one repeated byte, so it needs one byte."""
 
     def max_encoded_size(self, raw_length, /):
         return min(raw_length, 1)
@@ -109,7 +109,7 @@ class _Halving(_Recording):
 
 
 class _Against(_Recording):
-    """Needs a base; declines without one, or where it is told to."""
+    """Needs a base; declines without one, or on demand."""
 
     needs_base = True
 
@@ -257,13 +257,13 @@ def test_the_codec_after_an_elementwise_one_sees_its_elements(start):
     decoded = bytearray(400)
     stored = memoryview(out)[: frame.length]
     chain.decode(stored, memoryview(decoded), context=context, lengths=frame.lengths)
-    # Three times: what a lossy chain has encoded is decoded at once, for its checksum.
+    # Three times: a lossy chain decodes its output at once, for the checksum.
     assert halving.contexts == [context] * 3
     assert behind.contexts == [CodecContext("bfloat16", 2, (10, 24), start // 2, 200)] * 3
 
 
 class _Says(_Recording):
-    """Says of its output what it is told to."""
+    """Declares the given output."""
 
     def __init__(self, says):
         super().__init__()

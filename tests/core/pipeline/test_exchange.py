@@ -1,4 +1,4 @@
-"""What one process lends to others: nothing before it is verified, nothing overwritten too soon."""
+"""Lending between processes: no unverified bytes, none overwritten too soon."""
 
 import itertools
 import mmap
@@ -22,7 +22,7 @@ PAGE = 4096
 
 
 class Member:
-    """One process of several, here as an object: its window, and the sockets to the others."""
+    """One process of several, as an object: its window, and the sockets to the others."""
 
     def __init__(self, pages, clock):
         self.timing = Timing(poll_s=0.01, clock=clock)
@@ -54,7 +54,7 @@ class Member:
 
 @pytest.fixture
 def members(request):
-    """Members that know each other, and wait for each other for so long."""
+    """Connected members, with a timeout."""
     made = []
 
     def make(count=2, *, pages=4, limit_s=60.0, clock=SYSTEM_CLOCK):
@@ -152,7 +152,7 @@ def test_memory_being_copied_is_not_reused_when_its_taker_stops_lending(members)
 def test_a_taker_beside_a_stalled_one_is_sent_to_the_store_at_once(members):
     reader, stuck, taker = members(3, pages=64)
     reader.peers[0].quiet = Watchdog(0.3)  # of the one that is stuck
-    first = [share(number, 1, 2) for number in range(16)]  # as many as go without an answer
+    first = [share(number, 1, 2) for number in range(16)]  # as many as fit without an answer
     last, back = share(16, 1, 2), share(17, 0)
     reader.begin(own=[*first, last], taken=[(2, back)])
     taker.begin(own=[back], taken=[(0, piece) for piece in (*first, last)])
@@ -207,7 +207,7 @@ def test_a_piece_outside_the_window_is_not_read(members):
 
 
 def test_a_failed_target_ends_lending_of_that_process_at_once(members):
-    """What it has lent itself is in use: it would wait for memory that nobody frees."""
+    """Its own loans are in use: it would wait for memory that no process frees."""
     one, two = members(2, pages=1)
 
     def fail(_):
@@ -215,7 +215,7 @@ def test_a_failed_target_ends_lending_of_that_process_at_once(members):
 
     two.hold = fail
     two.begin(own=[held := share(1, 0), share(2, 0)], taken=[(0, share(0))])
-    lend(two, held, 2)  # all of its window; the other one does not take it
+    lend(two, held, 2)  # all of its window; the other does not take it
     one.exchange = Exchange(
         Staging(len(one.memory), one.memory), one.peers,
         own=[piece := share(0, 1)], taken=[], place=one._place, timing=one.timing,

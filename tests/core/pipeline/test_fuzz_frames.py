@@ -1,4 +1,4 @@
-"""Frames and values that were changed behind their checksums."""
+"""Frames and values changed under valid checksums."""
 
 import json
 import struct
@@ -43,7 +43,7 @@ def test_a_frame_of_any_bytes_is_refused(frame, size, names):
     chain, *_ = fuzz_targets._encoded(names, 2)
     context = CodecContext("uint8", 1, (size,), 0, size)
     with pytest.raises(CodecError):
-        # No one has drawn a frame that decodes; the checksum would refuse that as well.
+        # No drawn frame has ever decoded; the checksum would refuse that as well.
         chain.decode(
             memoryview(frame),
             memoryview(bytearray(size)),

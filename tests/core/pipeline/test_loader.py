@@ -1,4 +1,4 @@
-"""Frames -> verified bytes in sinks, frame by frame and by hand."""
+"""Frames -> verified bytes in sinks, frame by frame."""
 
 import gc
 import random
@@ -35,7 +35,7 @@ BLOCK = 4096
 
 
 class Sink(ByteSink):
-    """Takes bytes; with `direct` it lends its memory, too."""
+    """Takes bytes; with `direct` it also lends its memory."""
 
     def __init__(self, nbytes, *, direct):
         self.nbytes = nbytes
@@ -54,7 +54,7 @@ class Sink(ByteSink):
 
 
 class Store:
-    """A store to which frames are written by hand."""
+    """A store with frames written by the test."""
 
     def __init__(self):
         self.backend = MemoryBackend(MemoryConfig())
@@ -93,7 +93,7 @@ class Store:
         return self.job(frame, name), data
 
     def chained(self, length, links):
-        """A frame and its bases, each in a blob of its own, the lowest raw; and the bytes."""
+        """A frame and its bases, each in its own blob, the lowest raw; and the bytes."""
         delta, data = CodecChain([DeltaCodec(DeltaCodec.Config())]), self._chance.randbytes(length)
         context = CodecContext("uint8", 1, (length,), 0, length)
         bases = []
@@ -203,7 +203,7 @@ def test_copies_are_read_in_pieces_of_whole_blocks(store, workers):
 
 def test_only_flat_memory_is_split(store, workers):
     job, data = store.raw(20_000)
-    sink = Sink(20_000, direct=False)  # as of a strided tensor, which takes whole elements
+    sink = Sink(20_000, direct=False)  # as for a strided tensor, which takes whole elements
     loader = Loader(store.backend, workers)
     loader.by_copy, loader.piece_bytes = True, BLOCK
     assert not loader.run([using(job, ChunkUse(sink, 0, 0, 20_000))]).damaged
@@ -219,7 +219,7 @@ def test_only_requested_ranges_are_read_and_placed(store, loader):
     )
     sink = Sink(20_000, direct=True)
     inside = [ByteRange(10, 500), ByteRange(blocks[3].start + 5, blocks[4].stop - 5)]
-    store.corrupt("raw", 64 + blocks[1].start)  # nobody looks there
+    store.corrupt("raw", 64 + blocks[1].start)  # no reader checks there
     stats = loader.run(
         [using(job, *(ChunkUse(sink, r.start, r.start, r.length) for r in inside), ranges=ranges)]
     )
@@ -320,7 +320,7 @@ def test_an_error_of_the_store_is_raised_and_the_next_run_works(store, workers):
 
 
 class Failing(WrapperBackend):
-    """Holds on to no error, unlike one that is told what to raise."""
+    """Keeps no error, unlike one with an error to raise."""
 
     def read(self, requests, /):
         raise StorageError("no")
@@ -436,7 +436,7 @@ LENGTH, LINKS = 20_000, 5
 
 @pytest.fixture
 def by_links(store, workers):
-    """A loader to which every chain is too large to be read together."""
+    """A loader for which every chain is too large to read at once."""
     loader = Loader(store.backend, workers)
     loader.together_bytes = LENGTH
     return loader

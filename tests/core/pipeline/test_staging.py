@@ -1,4 +1,4 @@
-"""Staging: blocks never overlap, phases are kept, and everything comes back."""
+"""Staging: blocks never overlap, phases are kept, and all memory is returned."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ PIECE = 4 * MIB  # what one thread touches at once
 
 
 class Gates:
-    """Touches pieces of an arena when it is told to, the lower of two first."""
+    """Touches pieces of an arena on demand, the lower of two first."""
 
     def __init__(self, *, can=True):
         self.can, self.touched, self.may_go_on = can, [], threading.Event()
@@ -217,7 +217,7 @@ def test_the_default_budget_is_the_state_or_a_share_of_half_the_memory(state, ra
 
 @given(steps=steps, budget=st.integers(1, 20).map(lambda n: n * 64 * 1024))
 def test_a_block_is_refused_only_if_no_gap_fits_it(steps, budget):
-    """Released neighbours are joined at once: no memory is lost to the allocator."""
+    """Released neighbors are joined at once: no memory is lost to the allocator."""
     staging = Staging(budget)
     staging.expect(budget)  # one arena
     held = []
@@ -288,7 +288,7 @@ def is_pinned(address):
 @pytest.mark.gpu
 @pytest.mark.parametrize("end", ["closed", "dropped", "outgrown"])
 def test_memory_for_device_copies_is_pinned_until_returned(end):
-    """CUDA would go on writing to the old pages when other memory is mapped at their address."""
+    """CUDA would keep writing to the old pages when other memory is mapped at their address."""
     staging = Staging(2 * MIB)
     staging.expect(MIB, copied_from="cuda:0")
     block = staging.acquire(MIB, 0)

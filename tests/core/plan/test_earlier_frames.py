@@ -1,4 +1,4 @@
-"""Frames of an earlier checkpoint by their content: only what a reader decodes to the same."""
+"""Frames of an earlier checkpoint by content: only those that a reader decodes to the same."""
 
 import pytest
 from tests.core.planned import NoBytes, planned

@@ -94,7 +94,7 @@ def whole(record):
 def execute(jobs, blobs):
     for read in jobs:
         frame = read.frame
-        chunk = bytearray(b"\xee" * frame.raw_length)  # what is not fetched must not be used
+        chunk = bytearray(b"\xee" * frame.raw_length)  # unfetched bytes must not be used
         for block in read.ranges:
             at = frame.offset + block.start
             got = blobs[frame.blob][at : at + block.length]
@@ -231,7 +231,7 @@ def elements(region):
 
 
 def spans_of(dimensions):
-    """Rectangles within 5 elements along each dimension, none of them empty."""
+    """Non-empty rectangles within 5 elements along each dimension."""
     ends = st.tuples(st.integers(0, 4), st.integers(0, 4)).map(sorted)
     spans = st.lists(ends, min_size=dimensions, max_size=dimensions)
     return spans.map(lambda s: Region([a for a, _ in s], [b - a + 1 for a, b in s]))

@@ -302,7 +302,7 @@ cuttings = st.fixed_dictionaries(
     second=cuttings,
 )
 def test_known_cuts_equal_freshly_made_cuts(items, first, second):
-    """Some objects stay as they were, as between two saves of one job; some are alike."""
+    """Some objects are unchanged, as between two saves of one job; some are equal."""
     items = [one[:3] for one in items for _ in range(one[3])]
     known = None
     before = [old for old, _, _ in items]
@@ -316,12 +316,12 @@ def test_known_cuts_equal_freshly_made_cuts(items, first, second):
 
 
 def test_interleaved_plans_get_their_own_cuts():
-    """A signal handler that plans, or another thread, may come before any line of a plan."""
+    """A planning signal handler, or another thread, may run before any line of a plan."""
     one, other = [item(1000), item(8)], [item(5000), item(40), item(8)]
     small, large = (plan_save(objects, chunk_bytes=PAGE_BYTES) for objects in (one, other))
 
     def interrupted(number, last):
-        """Plan `one`, and `other` before line `number`; return the latter, None: no such line."""
+        """Plan `one`, and `other` before line `number`; return the latter, None if no such line."""
         lines, within = itertools.count(), None
 
         def trace(frame, event, arg):

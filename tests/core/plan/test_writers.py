@@ -1,4 +1,4 @@
-"""Which chunks each of several ranks writes, and which rectangles come of them."""
+"""Which chunks each of several ranks writes, and the resulting rectangles."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -38,7 +38,7 @@ def plans_of(ranks):
 
 
 def stored(plans, mine):
-    """What all ranks store, by path."""
+    """The regions that all ranks store, by path."""
     found = {}
     for plan, chunks in zip(plans, mine, strict=True):
         spans = spans_of_rank(plan, chunks)

@@ -133,7 +133,7 @@ def test_broken_plugins_are_reported_with_their_distributions_and_break_no_other
     _add_codec(plugin_site, "acme-codecs", "acme", module="acme_codec")
     registry = Registry()
     for name, (_, complaint) in BROKEN.items():
-        for _ in range(2):  # the second answer is the remembered one
+        for _ in range(2):  # the second answer is cached
             with pytest.raises(PluginError, match=rf"'{name}' of {name}-codecs 2\.1") as caught:
                 registry.codec_class(name)
             assert complaint.replace("bad", name) in str(caught.value)
@@ -237,7 +237,7 @@ def test_a_registered_provider_is_asked_from_then_on():
     assert registry.providers.for_type(dict).name == "mine"
 
 
-# -- looking closely ----------------------------------------------------------------------------
+# -- close checks -------------------------------------------------------------------------------
 
 
 NOT_USABLE = {
@@ -332,7 +332,7 @@ def _installed():
 
 
 def _third_party_only():
-    """A registry of what the test itself installed."""
+    """A registry of the distributions that the test installed."""
     return Registry([e for e in _installed() if e.dist.name.startswith("p-")])
 
 
@@ -460,7 +460,7 @@ def test_threads_get_names_while_a_signal_handler_interrupts_the_loading(plugin_
     _add_provider(plugin_site, "p-slow", "slow", module="p_slow", source=source)
     registry, said = _third_party_only(), []
 
-    def interrupt():  # as a handler that saves, and waits for the thread that writes the record
+    def interrupt():  # like a saving handler that waits for the thread that writes the record
         asker = threading.Thread(
             target=lambda: said.append(registry.shipper("provider slow")), daemon=True
         )

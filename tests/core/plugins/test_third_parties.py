@@ -1,4 +1,4 @@
-"""What a checkpoint says of the plugins that wrote it, and what a reader without them is told."""
+"""What a checkpoint records of its plugins, and the errors of a reader without them."""
 
 import sys
 
@@ -66,7 +66,7 @@ def install(plugin_site, version):
 
 @pytest.fixture
 def store(plugin_site):
-    """A checkpoint that version 2 of the plugins has written."""
+    """A checkpoint written by version 2 of the plugins."""
     registry, acme = install(plugin_site, 2)
     store = MemoryBackend(MemoryConfig())
     rules = [{"match": "w", "codecs": ["own"]}]
@@ -98,7 +98,7 @@ def bare():
 
 @pytest.fixture
 def without(store, bare):
-    """The same, where nothing of a third party is installed."""
+    """The same without any third-party distribution."""
     with penstock.Checkpointer(store, registry=bare) as ckpt:
         yield ckpt
 

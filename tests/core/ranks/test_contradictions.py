@@ -1,4 +1,4 @@
-"""Ranks of different structures have things at one path that go together, or are refused."""
+"""Ranks of different structures have compatible objects at one path, or are refused."""
 
 import itertools
 

@@ -159,7 +159,7 @@ def test_a_slow_store_is_used_again_after_a_timed_out_call(tcp_store):
             link.delay_s = 1.2
             with pytest.raises(CoordinationError, match="did not answer in 2 s"):
                 member.read(["key"])
-            link.delay_s = 0.4  # longer than a call gets after one that hangs
+            link.delay_s = 0.4  # longer than the timeout after a hung call
             answers, deadline = [], Deadline(60.0)
             while not answers and not deadline.is_over():
                 with suppress(CoordinationError):
@@ -193,7 +193,7 @@ def test_prefixes_differ_between_restarts_and_instances(monkeypatch):
 
 
 def test_ranks_of_nodes_with_other_restart_counts_meet_in_this_store(monkeypatch):
-    """torchrun counts on each node the failures of its own processes alone."""
+    """torchrun counts on each node only the failures of its own processes."""
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
     for restarts in "03":
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
@@ -203,7 +203,7 @@ def test_ranks_of_nodes_with_other_restart_counts_meet_in_this_store(monkeypatch
 def test_a_register_that_is_empty_in_the_store_is_free(tcp_store):
     with TorchCoordination(tcp_store, prefix=f"{next(NUMBERS)}/touched") as member:
         keys = [f"end/{n}" for n in range(100)]
-        member.read(keys)  # appends nothing to each, so that they can be read together
+        member.read(keys)  # appends nothing to each, to read them in one call
         assert not member.wait(keys[0], 0.0)
         assert member.decide(keys[0], b"x" * COORDINATION_VALUE_BYTES)[:2] == b"xx"
         assert member.decide(keys[0], b"y")[:2] == b"xx"

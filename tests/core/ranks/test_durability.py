@@ -1,4 +1,4 @@
-"""All ranks learn how the copies of rank 0 to slower tiers end, or that it is not known."""
+"""All ranks learn the outcome of rank 0's copies to slower tiers, or that it is unknown."""
 
 from contextlib import contextmanager
 from queue import SimpleQueue
@@ -14,7 +14,7 @@ PATIENCE_S = 60.0
 
 @contextmanager
 def ranks(*, timeout_s=PATIENCE_S):
-    """What rank 0 reports, and what another rank learns."""
+    """The reports of rank 0, and what another rank learns."""
     board = MemoryBoard()
     told = ToldDrains(MemoryCoordination(board), timeout_s)
     followed = FollowedDrains(MemoryCoordination(board), timeout_s, Timing())

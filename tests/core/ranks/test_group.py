@@ -1,4 +1,4 @@
-"""The group of ranks: what it leaves behind when it is closed."""
+"""The group of ranks, and its state after close."""
 
 import threading
 import time
@@ -43,7 +43,7 @@ def test_positions_once_mispredicted_must_be_stable_for_longer():
     for places in (together, together, alone, alone, together, *[alone] * 5):
         relied.append(known.of("key"))
         known.note("key", places, assumed=known.of("key"))
-    # Wrong at the third save, and at the fifth: two saves alike were not enough, then four are.
+    # Wrong at the third save and at the fifth: two equal saves were not enough, then four are.
     assert relied == [None, together, together, None, alone, *[None] * 4, alone]
     assert known.of("another") is None
     known.forget()
@@ -69,7 +69,7 @@ def test_rank_0_waits_until_no_rank_needs_the_store():
         parting.ended(0)
         parting.ended(1)
     assert waits(leader)
-    two.need(1)  # how its copies end is not known
+    two.need(1)  # the outcome of its copies is unknown
     one.post()
     two.post()
     assert waits(leader)

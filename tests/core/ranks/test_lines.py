@@ -26,7 +26,7 @@ def brought(state):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_compare_a_tensor_as_of_the_call_of_save(layout):
-    """Training goes on right after it, and not at the same pace everywhere."""
+    """Training continues right after it, at different paces."""
     one, other = (LAYOUTS[layout](torch.ones(64, 64)) for _ in range(2))
     of_one, of_other = brought({"w": one}), brought({"w": other})
     one += 1

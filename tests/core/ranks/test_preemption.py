@@ -18,7 +18,7 @@ PATIENCE_S = 300.0
 
 @pytest.fixture
 def stops():
-    """Makes the stop of each rank; all are closed in the end."""
+    """Creates the stop of each rank; closes all in the end."""
     job, made = Job(2, memory()), []
 
     def make(rank, limit_s=PATIENCE_S, **group):
@@ -38,7 +38,7 @@ def stops():
 
 
 def holds(stop):
-    """Wait until a rank passes no further step by itself."""
+    """Wait until a rank passes no further step."""
     while not (stop._holds or stop._known.is_open):
         stop._known.wait(0.01)
 
@@ -76,7 +76,7 @@ def test_rank_runs_to_the_end_once_another_has_ended_its_loop(stops):
 
 
 def test_ranks_that_time_out_continue(stops, caplog):
-    other = stops(1, limit_s=0.1)  # short: rank 0 never comes
+    other = stops(1, limit_s=0.1)  # short: rank 0 never arrives
     other.ask("SIGTERM")
     holds(other)
     assert not other.is_past(0)

@@ -1,4 +1,4 @@
-"""Real threads, and real processes that are really killed, go through rounds."""
+"""Rounds of real threads, and of real processes that are really killed."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""What ranks tell of their templates, and what rank 0 makes of it: threads as ranks."""
+"""What ranks post of their templates, and what rank 0 concludes: threads as ranks."""
 
 import threading
 
@@ -15,7 +15,7 @@ TIMEOUT_S = 60.0  # never passes: each test needs far less CPU time than that
 
 
 class Counted(MemoryCoordination):
-    """Counts the bytes of what is posted on templates."""
+    """Counts the bytes of posts on templates."""
 
     def __init__(self, board):
         super().__init__(board)
@@ -28,7 +28,7 @@ class Counted(MemoryCoordination):
 
 
 def judge_all(fits, *, failing=()):
-    """The templates of each rank, after its fit was judged; those that fail give the round up."""
+    """The templates of each rank after its fit was checked; failed ones end the round."""
     board, results = MemoryBoard(), [None] * len(fits)
 
     def one(rank):
@@ -67,7 +67,7 @@ def fit_of(*, patterns=(), unused=(), idle=False, stored=10, extra=()):
 
 
 def test_objects_that_all_ranks_lack_are_found_among_many():
-    """Bits without a pattern, which no compression makes fit for one post."""
+    """Bits without a pattern, which no compression fits into one post."""
     count, drawn = 600_000, np.random.default_rng(1)
     lacks = [np.flatnonzero(drawn.integers(0, 2, count)).tolist() for _ in range(3)]
     results = judge_all([fit_of(stored=count, extra=extra) for extra in lacks])

@@ -1,4 +1,4 @@
-"""`on_event`: what a caller is told of its checkpoints."""
+"""`on_event`: the events of a caller's checkpoints."""
 
 import json
 import logging
@@ -78,7 +78,7 @@ READS = {
 
 @pytest.fixture
 def told(backend):
-    """A checkpointer with two checkpoints, and the events that come from now on."""
+    """A checkpointer with two checkpoints, and later events."""
     events = []
     with penstock.Checkpointer(backend, on_event=events.append) as ckpt:
         for step in (4, 6):
@@ -210,7 +210,7 @@ def test_a_callback_after_a_save_may_do_anything(backend, kind, action, waits):
             try:
                 act(ckpt, action)
             except StorageError:
-                assert kind == "failed"  # seen here, as nobody else has
+                assert kind == "failed"  # seen here, since no caller has
             done.set()
 
     ckpt = penstock.Checkpointer(backend, on_event=on_event)
@@ -229,9 +229,7 @@ def test_a_save_never_raises_its_own_error_as_an_earlier_one(backend):
         handle = ckpt.save({"w": torch.ones(3)}, step=4)
         assert handle.durable.wait(60)
         backend.clear()
-        ckpt._saver.pending.begin(
-            ckpt._saver.job
-        )  # as its callback does, when it saves in another thread
+        ckpt._saver.pending.begin(ckpt._saver.job)  # like its callback that saves in another thread
         ckpt._saver.pending.raise_earlier(ckpt._saver.job)
         with pytest.raises(StorageError) as raised:
             ckpt.save({"w": torch.ones(3)}, step=5)

@@ -1,4 +1,4 @@
-"""What is logged: a line per save and restore, details for whoever looks for them, only text."""
+"""Logs: a line per save and restore, details at lower levels, only text."""
 
 import logging
 
@@ -22,7 +22,7 @@ def store():
 
 @pytest.fixture
 def lines(caplog):
-    """Messages of a level so far, which are then forgotten."""
+    """The messages of a level so far, which are then dropped."""
     caplog.set_level(logging.DEBUG, "penstock")
 
     def take(level):
@@ -34,7 +34,7 @@ def lines(caplog):
 
 
 def settle(ckpt):
-    """Until what follows a commit is over, too."""
+    """Until the work after a commit is over, too."""
     ckpt.wait()
     ckpt._saver.job.released.wait()
     ckpt._saver.job._capture_over.wait()

@@ -1,4 +1,4 @@
-"""`on_progress`: how far a save, a restore, a load or a verification is."""
+"""`on_progress`: the progress of a save, a restore, a load or a verification."""
 
 import logging
 import threading
@@ -50,7 +50,7 @@ def saved():
 
 @pytest.fixture
 def reading(saved, waits):
-    """Reads many batches, each of which is told."""
+    """Reads many batches, and reports each."""
     waits(progress_interval_s=0.0)
     with penstock.Checkpointer(saved, **SMALL) as ckpt:
         yield ckpt

@@ -1,4 +1,4 @@
-"""`ProgressBar`: a bar for whoever watches, a line now and then for a log."""
+"""`ProgressBar`: a bar for a terminal, occasional lines for a log."""
 
 import io
 import subprocess

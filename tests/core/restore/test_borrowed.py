@@ -1,4 +1,4 @@
-"""Reading checkpoints that borrow blobs: what is missing is named, with the step it belongs to."""
+"""Reading checkpoints that borrow blobs: missing blobs are named, with their step."""
 
 import pytest
 from tests.core.borrowing import borrow

@@ -192,7 +192,7 @@ def test_a_missing_codec_is_named_and_raw_objects_stay_readable(store):
     with pytest.raises(PluginError, match="zstd"):
         _ = checkpoint["list/0"]
     report = checkpoint.verify()
-    assert report.ok  # as far as that can be told from the stored bytes
+    assert report.ok  # as far as the stored bytes show it
     assert "zstd" in report.not_decoded[0]
 
 

@@ -1,4 +1,4 @@
-"""Which checkpoint is tried next, and what damaged ones have left half-written."""
+"""Which checkpoint is tried next, and the half-written targets of damaged ones."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The records of a manifest are read once, few at a time, and only if they are what was written."""
+"""The records of a manifest are read once, few at a time, and only if unchanged."""
 
 import numpy as np
 import pytest

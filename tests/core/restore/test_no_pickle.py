@@ -1,4 +1,4 @@
-"""With `allow_pickle` off nothing leads to `pickle`, whatever a checkpoint says."""
+"""With `allow_pickle` off no checkpoint leads to `pickle`."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ from tests import interpreters
 pytestmark = pytest.mark.process
 ROOT = Path(__file__).parents[3]
 
-# Everything that can make or read a pickle, replaced after Penstock and torch are imported.
+# Everything that can write or read a pickle, replaced after Penstock and torch are imported.
 _TRAP = """
 import _pickle, copyreg, marshal, pickle, shelve, sys
 import torch

@@ -35,7 +35,7 @@ def arrays(draw):
 
 @st.composite
 def jobs(draw):
-    """A state, and what each of some ranks holds of it."""
+    """A state, and each rank's share of it."""
     count = draw(st.integers(2, 4) | st.just(20))
     state = {("a", f"w{n}"): array for n, array in enumerate(draw(st.lists(arrays(), max_size=4)))}
     state["b",] = np.arange(3, dtype=np.int64)

@@ -1,6 +1,6 @@
 """All ranks of a job restore one checkpoint, or all raise: threads as ranks, one folder each.
 
-The folders are copies of one run, so that a fault in one is what one rank sees.
+The folders are copies of one run, so only one rank sees a fault in one.
 """
 
 import re
@@ -75,7 +75,7 @@ def on_ranks(work, ranks, patience_s=PATIENCE_S):
 
 
 def restore_all(runs, call, *, timeout_s=PATIENCE_S, absent=()):
-    """What `call(rank, reader, state)` came to on each rank: the state, or the error."""
+    """The result of `call(rank, reader, state)` on each rank: the state, or the error."""
     board = MemoryBoard()
     results = [None] * WORLD
 
@@ -86,7 +86,7 @@ def restore_all(runs, call, *, timeout_s=PATIENCE_S, absent=()):
         try:
             report = call(rank, reader_of(runs[rank], group), state)
             results[rank] = state, report
-        except BaseException as error:  # noqa: BLE001 - looked at by the test
+        except BaseException as error:  # noqa: BLE001 - checked by the test
             results[rank] = error
 
     on_ranks(one, {*range(WORLD)} - {*absent})
@@ -111,7 +111,7 @@ def restored(results, step):
 
 def test_all_restore_the_latest_step_of_rank_0(runs):
     for run in runs[1:]:
-        with run.open() as ckpt:  # saved since rank 0 has looked, say
+        with run.open() as ckpt:  # saved since rank 0's check, say
             ckpt.save(state_of(300), 300, mode="blocking")
     results = restore_all(runs, latest)
     restored(results, 200)
@@ -146,7 +146,7 @@ def test_no_older_checkpoint_is_damage_on_all(runs):
 
 
 def test_no_checkpoint_is_the_same_error_on_all(tmp_path):
-    """A job that begins from scratch then does so on every rank."""
+    """A job then begins from scratch on every rank."""
     results = restore_all([Run(tmp_path)] * WORLD, latest)
     assert [type(error) for error in results] == [CheckpointNotFoundError] * WORLD
 
@@ -204,7 +204,7 @@ def test_nothing_in_common_on_all_ranks_is_the_same_error_on_each(runs):
 
 @pytest.mark.parametrize("owner", range(WORLD))
 def test_pattern_may_match_only_the_template_of_one_rank(runs, owner):
-    """A new head to leave alone stands on the last stage of a pipeline only."""
+    """Only the last stage of a pipeline has the new head to leave alone."""
 
     def call(rank, reader, state):
         if rank == owner:
@@ -263,7 +263,7 @@ def test_ranks_with_contradicting_calls_are_reported(runs, other, words):
     for error in results:
         assert isinstance(error, RankError)
         assert error.rank == 2
-        # A rank that has not heard of a step before the end does not name it.
+        # A rank that did not learn of a step before the end does not name it.
         assert re.match("step 200 was not (restored|loaded)|no checkpoint was restored", str(error))
         assert str(error).partition(": ")[2].startswith(f"rank 2 on {error.host} {words}")
 
@@ -387,7 +387,7 @@ def test_a_rank_posts_its_host_before_it_plans(runs):
 
 
 class Server(MemoryCoordination):
-    """The store of the job lives in the process of rank 0: notes what others had told by then."""
+    """The store of the job lives in the process of rank 0: notes what others had posted by then."""
 
     def close(self):
         self.left = self.read([f"left/{rank:05d}" for rank in range(1, WORLD)])
@@ -403,9 +403,9 @@ def test_rank_0_closes_the_job_store_once_all_have_finished_the_restore(runs):
         group = RankGroup(rank, WORLD, member, timeout_s=PATIENCE_S, host=f"node{rank}")
         for _ in range(2):
             reader_of(runs[rank], group).restore(blank())
-        if rank == 0:  # a rank that closes tells that it has left all rounds
+        if rank == 0:  # a closing rank posts that it has left all rounds
             group.close()
 
     on_ranks(one, range(WORLD), 2 * PATIENCE_S)
-    # The number of the last round, or one beyond all: a rank that closes takes part in no other.
+    # The number of the last round, or one beyond all: a closing rank joins no other.
     assert [int(number) >= 1 for number in server.left] == [True, True]

@@ -1,4 +1,4 @@
-"""What ranks post: round trips, bounds, and bytes that nobody posted."""
+"""Posts of ranks: round trips, bounds, and malformed bytes."""
 
 import pickle
 

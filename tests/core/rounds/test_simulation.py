@@ -6,7 +6,7 @@ from tests.core.rounds.simulation import Fault, Plan, World, drawn, explore
 from penstock.core.rounds.table import Phase
 
 SEEDS = 300
-# With these alone a guard that is broken must be found, too; see tools/guards.toml.
+# These alone must also find a broken guard; see tools/guards.toml.
 CHUNKS = 5
 FOR_EVER_S = 1e9
 
@@ -59,7 +59,7 @@ def test_all_know_of_a_dead_or_stopped_rank_after_five_quarters_of_the_timeout(
     fault = Fault(kind, rank, at_s=1.7, length_s=1000.0)
     plan = Plan(world_size=8, work_s=(10.0, 12.0), timeout_s=timeout_s, faults=[fault])
     world = World(plan).run()
-    # A rank that hangs still beats, so what counts is when it moved last.
+    # A hung rank still beats, so its last progress counts.
     assert world.known_s() <= 1.25 * timeout_s
     others = {r.told[0] for r in world.ranks if r.rank != rank}
     assert {word for word, _, _ in others} == {"aborted"}
@@ -70,7 +70,7 @@ def test_all_know_of_a_dead_or_stopped_rank_after_five_quarters_of_the_timeout(
 @pytest.mark.parametrize("how", ["die", "stop"])
 @pytest.mark.parametrize("kind", ["save", "restore"])
 def test_all_know_in_time_if_rank_0_dies_with_the_store(kind, how, timeout_s):
-    for at_s in (1.7, 1.8, 1.9, 2.0):  # at a look, at a beat, and between them
+    for at_s in (1.7, 1.8, 1.9, 2.0):  # at a poll, at a beat, and between them
         fault = Fault(how, 0, at_s=at_s, length_s=1000.0)
         plan = Plan(
             kind=kind,
@@ -96,7 +96,7 @@ def test_all_know_in_time_with_a_slower_store():
     [
         (1, Fault("die", 1, at_s=0.0)),  # before its first save
         (2, Fault("die", 1, phase=Phase.COMMITTED, delay_s=0.05)),  # between two
-        (1, Fault("die", 1, at_s=0.2)),  # it has come, and rank 0 has not
+        (1, Fault("die", 1, at_s=0.2)),  # it has arrived, and rank 0 has not
     ],
 )
 def test_a_rank_lost_while_rank_0_was_busy_is_detected(rounds, fault):
@@ -110,7 +110,7 @@ def test_a_rank_lost_while_rank_0_was_busy_is_detected(rounds, fault):
 @pytest.mark.parametrize("kind", ["save", "restore"])
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_rank_that_closes_instead_is_known_within_a_second(rank, kind):
-    """Though a rank that says nothing is waited for as long as the time-out."""
+    """Though ranks wait the whole timeout for a silent one."""
     for at_s in (0.0, 0.9, 1.7):
         plan = Plan(kind=kind, world_size=4, timeout_s=60.0, work_s=(20.0, 20.0))
         plan.absent, plan.faults = rank, [Fault("leave", rank, at_s=at_s)]

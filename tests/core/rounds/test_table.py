@@ -1,4 +1,4 @@
-"""The tables of rounds: every pair, and every history, by what may follow what."""
+"""The tables of rounds: every pair, and every history of allowed transitions."""
 
 import itertools
 from collections import deque
@@ -39,7 +39,7 @@ def round_of(table):
 
 
 def paths(table):
-    """Every way from the beginning to an end, as happenings and steps."""
+    """Every path from the start to an end, as events and steps."""
     todo = deque([(Phase.WAITING, (), ())])
     while todo:
         phase, happenings, steps = todo.popleft()
@@ -121,7 +121,7 @@ def test_a_seal_after_giving_up_is_never_posted():
     tried.seal({"bytes": 1})  # its engine was about to
     operations = tried.operations(0.0)
     answers = [Answer(n / 10, error=CoordinationError("no answer")) for n in range(1, 6)]
-    posted = [next(operations), *map(operations.send, answers)]  # and beats go on
+    posted = [next(operations), *map(operations.send, answers)]  # and beats continue
     slots = [decode(SlotPost, p.value) for p in posted if isinstance(p, Post)]
     assert len(slots) >= 2
     assert {slot.at for slot in slots} == {At.WORKING}
@@ -174,7 +174,7 @@ def cell(following, step):
 
 
 def shown(table):
-    """One row for each happening, one column for each phase, and in the cells the next phase."""
+    """One row per event, one column per phase, and in the cells the next phase."""
     phases = dict.fromkeys(phase for phase, _ in table)
     lines = ["|  | " + " | ".join(phases) + " |", "|---" * (len(phases) + 1) + "|"]
     for happening in Happening:
