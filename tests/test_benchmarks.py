@@ -1,4 +1,4 @@
-"""The page of benchmarks is what its generator makes of the JSON of one run."""
+"""The benchmarks page matches its generator's output for the JSON of one run."""
 
 import json
 import sys

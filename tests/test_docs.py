@@ -63,7 +63,7 @@ def test_the_reference_for_plugins_has_every_contract_and_suite():
         assert f"check_{suite.removesuffix('s')}" in members
 
 
-# The page of `test_the_quickstart_runs_again_...` runs there.
+# The page of `test_the_quickstart_reruns_...` runs there.
 ONCE = [page for page in PAGES if page.stem != "quickstart"]
 
 
@@ -78,13 +78,13 @@ def test_python_blocks_run(page, tmp_path, monkeypatch):
     names = {"__name__": f"docs.{page.stem}"}
     for block, _ in program:
         exec(block, names)
-    for block, suite in program:  # users run an example again, where it has left its checkpoints
-        if not suite:  # takes seconds, and leaves nothing
+    for block, suite in program:  # users run an example again, over its checkpoints
+        if not suite:  # takes seconds, and leaves no files
             exec(block, names)
     for name, test in list(names.items()):
         if name.startswith("test_"):
             (mark,) = test.pytestmark
-            for value in mark.args[1][:3]:  # the page has made all of these checks
+            for value in mark.args[1][:3]:  # the page makes all of these checks
                 test(value, tmp_path / name)
 
 
@@ -173,7 +173,7 @@ def test_every_part_of_a_plugin_author_page_is_tested():
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """`your_package` as the pages say: a module each, before the check, and the entry points."""
+    """`your_package` as on the pages: a module each, before the check, and the entry points."""
     site = tmp_path_factory.mktemp("site")
     (site / "your_package").mkdir()
     (site / "your_package" / "__init__.py").touch()

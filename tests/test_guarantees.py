@@ -27,7 +27,7 @@ def defined_in(path):
 
 @functools.cache
 def found_in(scope, name):
-    """The first definition of `name` anywhere within `scope`; None: there is none."""
+    """The first definition of `name` anywhere in `scope`, or None."""
     return next((node for node in ast.walk(scope) if getattr(node, "name", None) == name), None)
 
 
@@ -51,7 +51,7 @@ def test_every_promise_is_in_the_table():
 
 
 def is_slow(path, name):
-    """Whether `make test` leaves it out whole: by a mark of its own, or of its module."""
+    """Whether `make test` skips it entirely: by its own or its module's mark."""
     marks = getattr(found_in(tree_of(path), name), "decorator_list", [])
     for node in tree_of(path).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark":

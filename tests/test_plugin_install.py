@@ -1,4 +1,4 @@
-"""The example plugin is installed like anybody's, in an environment of its own, and used there."""
+"""The example plugin is installed like any other, in a separate environment, and used there."""
 
 import os
 import shutil
@@ -51,7 +51,7 @@ match = "weight"
 codecs = [{ type = "lzma", preset = 0 }]
 """
 
-# Two processes, one of which knows of the other only what is stored.
+# Two processes; the second knows only what the first stored.
 SAVE = """
     from array import array
     import penstock, torch
@@ -85,7 +85,7 @@ def test_configuration_alone_saves_and_restores_with_all_three(environment):
 
 
 def test_its_own_tests_pass(environment):
-    # The tests alone: beside the sources they could pass without being installed.
+    # Only the tests: beside the sources they could pass without an install.
     shutil.copytree(EXAMPLE / "tests", environment.folder / "tests")
     options = ("-rs", "-p", "no:cacheprovider", "-W", "error", "--rootdir", environment.folder)
     # SQLite syncs its file with each commit, and there are thousands: in memory that costs nothing.
@@ -127,7 +127,7 @@ class Provider(array.ArrayProvider):
 
 @pytest.fixture
 def foreign(environment):
-    """One distribution for a newer contract than ours, one for an older; gone afterwards."""
+    """One distribution for a newer contract than ours, one for an older; removed afterwards."""
     added = []
     for name, version in (("newer", 2), ("older", 0)):
         module = environment.site / f"{name}_plugin.py"

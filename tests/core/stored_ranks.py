@@ -1,4 +1,4 @@
-"""Stores checkpoints as several ranks would, each with the shards that it is given."""
+"""Stores checkpoints as several ranks would, each with its given shards."""
 
 import numpy as np
 from tests.core.manifests import UID, commit_record, section_of
@@ -42,7 +42,7 @@ def reshard(store, cuts, *, step=STEP):
 
     Args:
         store: Where the checkpoint is.
-        cuts: Returns what each rank holds of a tensor: `cuts(path, shape)` is a list of regions for
+        cuts: Returns each rank's share of a tensor: `cuts(path, shape)` is a list of regions for
             each rank. Values are on rank 0, and all ranks describe them.
         step: The step of the checkpoint.
     """
@@ -76,10 +76,10 @@ def store_ranks(backend, ranks, *, per_section=3, like=None):
     Args:
         backend: Where to.
         ranks: For each rank the path of every object that it describes, in order, with the whole
-            array and the regions that the rank holds; regions of None: it only describes it.
+            array and the rank's regions; regions of None: it only describes it.
         per_section: Objects of a section.
-        like: The records of the objects by path, all nodes, and the versions of providers; of
-            objects that are not there, and without it, those of arrays in dicts.
+        like: The records of the objects by path, all nodes, and the versions of providers; absent
+            objects, and all without it, get those of arrays in dicts.
     """
     like = like or DICTS
     parts, tables, stored, names = [], [], 0, set()

@@ -1,4 +1,4 @@
-"""What lies in the working directory is not installed, unless somebody says that it is."""
+"""Files in the working directory are not installed unless a path file names them."""
 
 import importlib.util
 import os
@@ -24,7 +24,7 @@ EVIL, NONE = "['evil']", "[]"
 
 @pytest.fixture
 def run(tmp_path):
-    """A folder that brings a distribution along, and modules that shadow installed ones."""
+    """A folder with a distribution, and modules that shadow installed ones."""
     folder = tmp_path / "run"
     info = folder / "evil-1.0.dist-info"
     info.mkdir(parents=True)
@@ -53,12 +53,12 @@ def test_plugins_of_the_working_directory_are_not_found(run, tmp_path):
     assert said("-c", code, cwd=run, PYTHONPATH="") == NONE
     (run / "looks.py").write_text(code)
     assert said("-m", "looks", cwd=run, PYTHONPATH="") == NONE
-    # A session that has changed its folder since it began.
+    # A session that has changed its folder since its start.
     assert said("-c", f"import os\nos.chdir({str(run)!r})\n{code}", cwd=tmp_path) == NONE
 
 
 def test_a_folder_named_by_a_pth_file_is_searched(run, tmp_path, monkeypatch):
-    """As it is where a project is installed in place, and tested from its own root."""
+    """As for a project installed in place and tested from its root."""
     packages = tmp_path / "site-packages"
     packages.mkdir()
     monkeypatch.setattr(sys, "path", [str(run), str(packages), *sys.path])

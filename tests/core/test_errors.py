@@ -1,4 +1,4 @@
-"""`errors`: they cross processes with all that they carry."""
+"""`errors` cross processes with all their fields."""
 
 import pickle
 

@@ -1,4 +1,4 @@
-"""What a mistake is answered with: the message names it, and the right form."""
+"""The message on a mistake names it, and the right form."""
 
 import logging
 from functools import partial
@@ -75,7 +75,7 @@ def test_a_region_of_a_value_error_names_the_whole(ckpt):
     with pytest.raises(KeyError, match="options is stored as one object; read 'options'"):
         ckpt.open()["options/lr"]
     text = message(SelectionError, lambda: ckpt.load(include="*/lr"))
-    assert "one object" not in text  # it may mean anything
+    assert "one object" not in text  # its meaning is unclear
 
 
 # -- after close ---------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ class Pair:
 
 
 class FailsAtTheEnd(StateProvider):
-    """Cannot put together what was restored."""
+    """Cannot assemble the restored parts."""
 
     name = "pair"
     api_version = 1

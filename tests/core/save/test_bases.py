@@ -1,4 +1,4 @@
-"""The base of a save: which checkpoint it is, and which of its frames serve a chunk."""
+"""The base of a save: which checkpoint, and which of its frames serve a chunk."""
 
 from dataclasses import replace
 
@@ -60,7 +60,7 @@ def bases_of(
 
 
 def found(store, **options):
-    """Bases that were chosen, confirmed and found."""
+    """Chosen, confirmed and looked-up bases."""
     bases = bases_of(**options)
     bases.choose(store)
     bases.confirm()
@@ -69,7 +69,7 @@ def found(store, **options):
 
 
 def kept_of(store, data):
-    """The chunks of a process that has saved the checkpoint itself, and has `data` in memory."""
+    """The chunks of the process that saved the checkpoint, with `data` in memory."""
     (stored,) = EARLIER.frames(store, Catalog(store).record(STEP)).values()
     frame = replace(stored.frame, content=content_hash(memoryview(DATA).cast("B")))
     frames = {planned_keys(plan_of(1), [0])[0]: replace(stored, frame=frame)}
@@ -177,7 +177,7 @@ def test_rank_adopts_only_the_base_named_by_rank_0(store):
 
 
 def test_rank_shares_no_chunk_of_a_truncated_or_lost_blob(store, caplog):
-    """It has stored the chunk itself, so it would refer to it without reading it."""
+    """It stored the chunk, so it would reference it without reading it."""
     kept, content = kept_of(store, DATA), content_hash(memoryview(DATA).cast("B"))
 
     def shared():

@@ -1,4 +1,4 @@
-"""Capture: what is copied, what is lent, in which order it is handed on, and who waits for whom."""
+"""Capture: copies, loans, the order of delivery, and the waits."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Host(ByteSource):
             self.address = None
 
     def move(self, *, phase):
-        """Take the same bytes to other memory."""
+        """Move the same bytes to other memory."""
         whole = np.zeros(self._array.nbytes + 2 * PAGE_BYTES, np.uint8)
         start = (phase - whole.ctypes.data) % PAGE_BYTES
         moved = whole[start : start + self._array.nbytes]
@@ -77,7 +77,7 @@ class Broken(Host):
 
 
 class Device(Host):
-    """Copies are under way until somebody waits for them."""
+    """Copies are in flight until a thread waits for them."""
 
     __slots__ = ("copies",)
 
@@ -107,7 +107,7 @@ class Flight(PendingCopy):
 
 
 class Refusing(Device):
-    """Nothing can wait for its copies, as while a CUDA graph is being captured."""
+    """Its copies cannot be awaited, as during the capture of a CUDA graph."""
 
     __slots__ = ()
 
@@ -121,7 +121,7 @@ class RefusingFlight(Flight):
 
 
 class Run:
-    """A capture of `(source, when)` pairs, and what it handed on."""
+    """A capture of `(source, when)` pairs, and its delivered chunks."""
 
     def __init__(
         self,
@@ -155,14 +155,14 @@ class Run:
 
     @property
     def captured(self):
-        """Chunks that were handed on, in their order, and not given back yet."""
+        """Delivered chunks in order, not returned yet."""
         with suppress(Empty):
             while True:
                 self._captured.append(self.capture.handed_on.get(block=False))
         return self._captured
 
     def contents(self):
-        """Bytes of each object, as they came."""
+        """Bytes of each object, as delivered."""
         found = {}
         for captured in self.captured:
             for piece in self.plan.chunks[captured.index].pieces:
@@ -172,20 +172,20 @@ class Run:
         return [found.get(number, b"") for number in range(len(self.sources))]
 
     def give_back(self, first=0):
-        """What the pipeline does with chunks that it has written."""
+        """Return chunks as the pipeline does after writing."""
         taken, self.captured[first:] = self.captured[first:], []
         for captured in taken:
             self.capture.release(captured)
 
 
 def in_background(action):
-    """Run `action` on a thread; the second of the pair gives its error, None, or its result."""
+    """Run `action` on a thread; the second of the pair returns its error, None, or its result."""
     outcome = []
 
     def run():
         try:
             outcome.append(action())
-        except Exception as error:  # noqa: BLE001 - handed to the test
+        except Exception as error:  # noqa: BLE001 - passed to the test
             outcome.append(error)
 
     thread = threading.Thread(target=run)
@@ -244,7 +244,7 @@ def test_gaps_in_a_slab_are_zero_in_used_memory():
 
 
 class Moved(Host):
-    """Memory that other threads move to another place, as long as nothing keeps it still."""
+    """Memory that other threads move unless it is held."""
 
     __slots__ = ("_lost", "_still")
 
@@ -353,7 +353,7 @@ def test_data_beyond_staging_is_lent_and_awaited():
 
 @pytest.mark.parametrize("when", [NOW, DEFERRED])
 def test_training_waits_only_until_staging_has_room_for_the_rest(when):
-    """What the writer has not given back is not copied to; it has enough to do, so none is lent."""
+    """Blocks still at the writer are not reused; the writer is busy, so none is lent."""
     source = Host(20 * CHUNK)
     run = Run((source, when), staging_bytes=6 * CHUNK)
     run.capture.fence(0)
@@ -383,7 +383,7 @@ def test_training_waits_only_until_staging_has_room_for_the_rest(when):
 
 
 def test_nothing_is_lent_while_staging_is_being_touched():
-    """A store that hangs would hold training as long, and there will soon be room."""
+    """A hung store would block training as long, and there will soon be room."""
     may_go_on, both, begun = threading.Event(), threading.Barrier(2), []
 
     def populate(address, length):
@@ -415,11 +415,11 @@ def test_nothing_is_lent_while_staging_is_being_touched():
     ids=["not flat", "without a version"],
 )
 def test_unlendable_data_waits_for_staging(source):
-    """Hashed and written apart: a change in between that no version shows would be damage."""
+    """Hashed and written separately: a change in between without a version bump would be damage."""
     run = Run((source, NOW), staging_bytes=2 * CHUNK)
     expected, got = source.bytes(), b""
     thread, join = in_background(run.capture.take_now)
-    run.writer_needed.wait(60)  # else chunks may go back before staging is ever full
+    run.writer_needed.wait(60)  # or chunks may return before staging is ever full
     while thread.is_alive() or run.captured:
         if run.captured:
             assert run.captured[0].block
@@ -521,7 +521,7 @@ def test_the_fence_orders_device_copies_without_waiting():
 
 
 def test_waiting_for_staging_delivers_device_copies_first():
-    """They hold staging that only the writer frees."""
+    """They hold staging memory that only the writer frees."""
     device = Device(6 * CHUNK)
     run = Run((device, NOW), staging_bytes=2 * CHUNK)
     thread, join = in_background(run.capture.take_now)
@@ -642,7 +642,7 @@ def test_after_the_fence_memory_may_change_in_any_way():
 
 
 def test_fence_for_foreign_memory_only_waits():
-    """Another trainer's step: an operation on this one's tensors may still be under way."""
+    """Another trainer's step: an operation on this one's tensors may still be running."""
     source = Host(40_000)
     run = Run((source, DEFERRED))
     run.capture.take_now()
@@ -763,7 +763,7 @@ def test_the_fence_waits_for_concurrent_copies():
 
 
 class Lent(Host):
-    """Counts the holds on it; its memory cannot be looked at once it is held."""
+    """Counts the holds on it; its memory cannot be read once it is held."""
 
     __slots__ = ("held",)
 
@@ -831,7 +831,7 @@ def test_memory_of_a_slab_is_returned_only_after_its_copies_land():
 
 
 class Twin(Host):
-    """Derived from what has the same bytes."""
+    """Derived from a master with the same bytes."""
 
     __slots__ = ()
 
@@ -840,7 +840,7 @@ class Twin(Host):
 
 
 class Swapped(Twin):
-    """Has other bytes, as its master has, while the two are compared."""
+    """Has other bytes during the comparison, like its master."""
 
     __slots__ = ("master",)
 
@@ -861,7 +861,7 @@ class Swapped(Twin):
 
 
 class OfDevice(Device):
-    """Counts how often it was compared."""
+    """Counts its comparisons."""
 
     __slots__ = ("compared",)
 

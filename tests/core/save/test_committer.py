@@ -1,4 +1,4 @@
-"""The manifest of a save whose blobs are sealed: what is published when, and what stops it."""
+"""The manifest of a save with sealed blobs: what is published when, and what stops it."""
 
 from types import SimpleNamespace
 
@@ -22,7 +22,7 @@ from penstock.testing.faults import FaultyBackend
 
 
 class Watched(AgreementOfOne):
-    """Keeps the results that it is to post."""
+    """Keeps the results instead of posting them."""
 
     def __init__(self, commit):
         super().__init__(commit)
@@ -33,7 +33,7 @@ class Watched(AgreementOfOne):
 
 
 class Sealed:
-    """A save of one process whose blobs are sealed."""
+    """A save of one process with sealed blobs."""
 
     def __init__(self, name, *, begin=lambda: None, check=lambda: None):
         config = load_config({"backend": memory(name), "chunk_bytes": 4096})

@@ -1,4 +1,4 @@
-"""The hook that holds back optimizer steps: one per process, armed only while it is needed."""
+"""The hook that blocks optimizer steps: one per process, armed only while needed."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_a_forked_child_is_not_fenced_even_if_the_lock_was_held(ckpt, outside):
         if child == 0:
             signal.alarm(10)  # rather than hang
             outside.step()
-            fence.fence_all()  # as a restore of the child's own
+            fence.fence_all()  # like a restore in the child
             os._exit(40 + outside.steps)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 41

@@ -1,4 +1,4 @@
-"""From the intent to the commit record: the order of the calls, and what a failure leaves."""
+"""From the intent to the commit record: the order of the calls, and leftovers of failures."""
 
 import weakref
 

@@ -1,4 +1,4 @@
-"""The life of one save: which latch opens when, and how a save that is given up ends."""
+"""The life of one save: which latch opens when, and how an abandoned save ends."""
 
 import threading
 
@@ -82,7 +82,7 @@ class Cleaning(SaveSurroundings):
 
 
 class Onward:
-    """The way to a slower tier; the test says when it ends."""
+    """The copy to a slower tier; the test ends it."""
 
     def prepare(self, record):
         self.record = record

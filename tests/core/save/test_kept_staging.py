@@ -1,4 +1,4 @@
-"""Memory that saves use one after the other, and a thread that prepares it for the next."""
+"""Memory that successive saves reuse, and a thread that prepares it for the next."""
 
 from types import SimpleNamespace
 
@@ -11,7 +11,7 @@ MIB = 1 << 20
 
 
 class Late(Workers):
-    """Keeps the tasks of threads of their own, to be run later."""
+    """Keeps the tasks of separate threads, to run them later."""
 
     def __init__(self):
         super().__init__(1)

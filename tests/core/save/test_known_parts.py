@@ -1,4 +1,4 @@
-"""Rank 0 takes over the index of the save before if, and only if, the parts list the same."""
+"""Rank 0 reuses the index of the previous save if, and only if, the parts list the same."""
 
 from types import SimpleNamespace
 
@@ -24,7 +24,7 @@ def rows(start, stop, width=5):
 
 
 def share():
-    """What three ranks hold of each object; rank 0 does not have the last."""
+    """The shares of three ranks in each object; rank 0 lacks the last."""
     return [
         {W: [rows(0, 3)], B: [Region((0,), (4,))]},
         {W: [rows(3, 6)], B: None, HERE: [rows(0, 3, 2)]},
@@ -33,13 +33,13 @@ def share():
 
 
 class Saves:
-    """Saves of ranks, merged one after the other by a rank 0 that knows the one before."""
+    """Successive saves of ranks, merged by a rank 0 that knows the previous one."""
 
     def __init__(self):
         self.known = KnownParts()
 
     def merge(self, held=None, shapes=None, *, spoil=None, entries=None, seed=0):
-        """Return the index blocks of a save, and the index that a reader of it would compute."""
+        """Return the index blocks of a save, and the index that its reader would compute."""
         held, shapes = held or share(), shapes or SHAPES
         arrays = {path: np.random.default_rng(seed).random(shape) for path, shape in shapes.items()}
         store, posts, parts = memory(), {}, []
@@ -119,7 +119,7 @@ def test_other_shards_are_rechecked(change):
     change(held)
     with pytest.raises(SaveError, match=r"(model/w|of/stage), of shape"):
         saves.merge(held)
-    assert saves.merge() is first  # what failed is not known
+    assert saves.merge() is first  # a failed save is not known
 
 
 def test_other_complete_shards_get_a_new_index():
@@ -149,7 +149,7 @@ def test_an_object_that_now_needs_bytes_is_found():
 
 
 def test_a_larger_shape_that_rank_0_does_not_have_is_found():
-    """The tables of the parts sum up what is said of an object."""
+    """The tables of the parts summarize an object."""
     saves = Saves()
     saves.merge()
     with pytest.raises(SaveError, match=r"of/stage, of shape \[7, 2\]: no shard has elements \[6:"):

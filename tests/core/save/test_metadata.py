@@ -1,4 +1,4 @@
-"""Metadata of a user: what becomes of it, and what is refused."""
+"""User metadata: its stored form, and refusals."""
 
 import numpy as np
 import pytest

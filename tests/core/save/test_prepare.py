@@ -1,4 +1,4 @@
-"""State that nothing in the tree holds is named by the first check or save, and nothing else is."""
+"""The first check or save names exactly the state missing in the tree."""
 
 import logging
 
@@ -10,7 +10,7 @@ from torch import nn
 
 @pytest.fixture
 def warned(caplog):
-    """Returns what is logged of what a check, two saves and another check leave out."""
+    """Returns the logs of a check, two saves and another check on missing state."""
 
     def run(state):
         caplog.set_level(logging.INFO, "penstock")
@@ -103,7 +103,7 @@ def test_parameters_with_memory_in_the_tree_are_not_named(warned, make):
 
 
 class Engine(nn.Module):
-    """As engines of other libraries: a module that keeps the rest of the training beside it."""
+    """Like engines of other libraries: a module that keeps the rest of the training beside it."""
 
     def __init__(self):
         super().__init__()

@@ -58,7 +58,7 @@ def test_codecs_add_almost_nothing_to_the_training_pause(mode, codecs, most):
         with penstock.Checkpointer(store, mode=mode, rules=rules) as ckpt:
             for step in range(3):  # the first save imports, and has no base
                 calls = 0
-                sys.setprofile(count)  # of this thread alone
+                sys.setprofile(count)  # of this thread only
                 try:
                     handle = ckpt.save(state, step=step)
                 finally:

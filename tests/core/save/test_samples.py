@@ -1,4 +1,4 @@
-"""Changes before a capture: what versions find, what samples of the memory find, and until when."""
+"""Changes before a capture: those found by versions and by memory samples, and until when."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ NAMES = ("now", "later")
 
 
 class Watched:
-    """One object that is captured at once, and a deferred one."""
+    """One object captured at once, and a deferred one."""
 
     def __init__(self):
         self.sources = [Counted(20_000), Counted(20_000)]

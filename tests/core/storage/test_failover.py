@@ -14,7 +14,7 @@ WHOLE = b"whole"
 
 
 def two_tiers(fast, durable):
-    """A run of two tiers, whose copies of one record are these; None: the tier has none."""
+    """A run of two tiers with these copies of one record; None: the tier has none."""
     tiers = [FaultyBackend(MemoryBackend(MemoryConfig())) for _ in range(2)]
     for tier, copy in zip(tiers, (fast, durable), strict=True):
         if copy is not None:

@@ -1,4 +1,4 @@
-"""Two tiers in one place: evicting from the one would take the other's."""
+"""Two tiers in one place: an eviction would delete the other's data."""
 
 import ctypes
 import os
@@ -41,7 +41,7 @@ def test_siblings_are(tmp_path):
 
 @contextmanager
 def dead_mount(folder):
-    """A FUSE mount whose server is gone: every call answers ENOTCONN."""
+    """A FUSE mount without its server: every call fails with ENOTCONN."""
     folder.mkdir()
     libc = ctypes.CDLL(None, use_errno=True)
     try:
@@ -62,7 +62,7 @@ def dead_mount(folder):
 
 @contextmanager
 def out_of_reach(folder):
-    """A path at which nothing can be looked up, as at a dead mount, without any right."""
+    """A path without access rights: look-ups fail as at a dead mount."""
     yield folder / ("x" * 300)
 
 

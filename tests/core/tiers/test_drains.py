@@ -1,4 +1,4 @@
-"""Copies from tier to tier, without training: what goes on, what stops it, what is left."""
+"""Copies from tier to tier, without training: progress, interruptions, leftovers."""
 
 import threading
 import time
@@ -66,7 +66,7 @@ def drains_of(*tiers):
 
 @pytest.fixture(autouse=True)
 def hasty(waits):
-    # A tier whose errors are slow is left alone for a minute: none is, on whatever machine.
+    # A tier with slow errors is paused for a minute: here none is, on any machine.
     waits(FAST, drain_failing_s=0.2, tier_quick_error_s=1000.0)
 
 
@@ -136,7 +136,7 @@ def test_through_three_tiers():
 
 @pytest.mark.parametrize("every", [1, 2])
 def test_a_loss_of_the_middle_tier_is_copied_from_the_fast_one(every):
-    """Such as memory of another machine that was begun anew."""
+    """Such as memory of a restarted machine."""
     one, two, three = memory(), memory(), FaultyBackend(memory())
     event = threading.Event()
     held = three.block("create", event)
@@ -157,7 +157,7 @@ def test_a_loss_of_the_middle_tier_is_copied_from_the_fast_one(every):
 
 @contextmanager
 def sending_back():
-    """A middle tier has lost what it was to copy on, and the mark of the fast one is being put."""
+    """A middle tier has lost a step to copy, while the fast one's mark is being published."""
     fast, middle = FaultyBackend(memory()), FaultyBackend(memory())
     goes_on = threading.Event()
     (record,) = saved(fast, 1, marked=False)
@@ -180,7 +180,7 @@ def test_waiters_also_wait_for_copies_sent_back():
         settled = []
         waiting = threading.Thread(target=lambda: settled.append(drains.settle(60)))
         waiting.start()
-        waiting.join(0.2)  # by then it has seen that the first link has nothing to do
+        waiting.join(0.2)  # by then it knows that the first link is idle
         goes_on.set()
         assert copying.reached.wait(30)
         waiting.join(0.2)
@@ -197,7 +197,7 @@ def test_a_step_deleted_while_sent_back_is_gone():
         withdrawing = threading.Thread(target=drains.withdraw, args=([record.uid],))
         withdrawing.start()
         until(lambda: drains.repairs.is_withdrawn(record.uid))
-        withdrawing.join(0.2)  # by then the first link has heard of it
+        withdrawing.join(0.2)  # by then the first link knows of it
         goes_on.set()
         withdrawing.join(30)
         assert isinstance(told.get(), CheckpointGoneError)
@@ -230,7 +230,7 @@ def test_an_absent_tier_is_retried_until_it_is_back(caplog):
     with drains_of(Tier("fast", fast), Tier("durable", durable, durable=True)) as drains:
         told = Told()
         drains.committed(0, record, told, marked=is_marked(fast, record.uid))
-        assert drains.settle(30)  # it fails, so waiting makes no sense
+        assert drains.settle(30)  # it fails, so waiting is useless
         assert drains.failing()
         assert "no route to host" in drains.states()[0].error
         assert not told.over.is_set()
@@ -307,11 +307,11 @@ def test_an_uncopyable_step_is_reported_once_and_stops_no_other(why, caplog):
         assert list(drains.states()[0].lost) == [1]
     assert len([r for r in caplog.records if r.levelname == "ERROR"]) == 1
     assert 2 in steps_of(durable)
-    assert [r.step for r in pending(fast)] == [1]  # nobody evicts it
+    assert [r.step for r in pending(fast)] == [1]  # it is not evicted
 
 
 def test_a_drain_replaces_no_data_of_another_step_with_the_same_uid():
-    """Who can write the fast tier could have put it there."""
+    """Any writer of the fast tier could have put it there."""
     fast, durable = memory(), memory()
     (genuine,) = saved(durable, 7)
     (record,) = saved(fast, 200, marked=False)
@@ -334,7 +334,7 @@ def test_a_drain_replaces_no_data_of_another_step_with_the_same_uid():
 
 
 def two_copies():
-    """A checkpoint that is damaged in the fast of two tiers, and the call that repairs it."""
+    """A checkpoint damaged in the fast of two tiers, and the repairing call."""
     fast, durable = memory(), memory()
     (record,) = saved(fast, 1, marked=False)
     with closing(Workers(2)) as workers:
@@ -379,7 +379,7 @@ def test_a_step_deleted_during_verification_is_not_repaired():
 
 
 class Small(WrapperBackend):
-    """Has so many bytes of room in all."""
+    """Has this many bytes of room in total."""
 
     room = 0
 
@@ -495,7 +495,7 @@ def test_the_last_good_copy_stays_even_if_the_next_tier_lists_the_step(spoil, ca
         assert drains.settle(30)
     assert "step 1 stays in tier fast" in caplog.text
     assert second.step not in steps_of(fast)
-    with checkpointer(durable) as ckpt:  # and it was brought there anew
+    with checkpointer(durable) as ckpt:  # and it was copied there again
         assert ckpt.verify(1).ok
         assert same(ckpt.load(1), make_state(1))
     with checkpointer(fast) as ckpt:
@@ -520,7 +520,7 @@ def test_copies_of_this_process_are_checked_but_not_reread():
 
 
 def test_queued_steps_are_not_evicted_even_if_the_next_tier_lists_them():
-    """Whoever published that record may never have had an answer."""
+    """The publisher of that record may never have got a response."""
     size = size_of_one()
     fast, durable = small(memory(), int(1.5 * size)), memory()
     (record,) = saved(fast, 1)

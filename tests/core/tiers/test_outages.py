@@ -1,4 +1,4 @@
-"""Calls of tiers that hang or fail: what the caller gets, and when the tier is asked again."""
+"""Hung or failing calls of tiers: what the caller gets, and when the tier is used again."""
 
 import threading
 from contextlib import closing
@@ -36,7 +36,7 @@ def outages(waits, clock, tiers):
 
 
 def failing(clock, seconds):
-    """A call that takes so long, and fails."""
+    """A call that takes this long, then fails."""
 
     def call():
         clock.advance(seconds)

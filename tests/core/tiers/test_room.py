@@ -47,7 +47,7 @@ def clock():
 
 @pytest.fixture
 def room_of(waits, clock):
-    """Makes the room of some tiers; appends the calls of `tidy` to `tidied`."""
+    """Creates the room of some tiers; appends the calls of `tidy` to `tidied`."""
     waits(FAST, clock=clock, repeat_log_s=50.0, tier_rest_first_s=50.0)
     with closing(Workers(1)) as workers:
 

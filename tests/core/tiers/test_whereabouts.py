@@ -1,4 +1,4 @@
-"""Marks and notes beside the data of a tier, and what they say about copies between tiers."""
+"""Marks and notes beside the data of a tier, which record copies between tiers."""
 
 import pytest
 from tests.core.manifests import commit_record

@@ -1,4 +1,4 @@
-"""Elements of one float dtype that are placed into memory of another."""
+"""Elements of one float dtype, placed into memory of another."""
 
 import random
 import tracemalloc

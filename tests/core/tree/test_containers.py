@@ -315,7 +315,7 @@ class Twice:
 
 
 class Describes(TensorProvider):
-    """What it yields for a `Twice` is what a test sets."""
+    """Yields what a test sets for a `Twice`."""
 
     name = "describes"
     forms = ("twice",)
@@ -338,7 +338,7 @@ def meta(value):
 
 
 class Own(StateObject):
-    """A subclass, which nothing would store."""
+    """A subclass, which no provider would store."""
 
 
 HOLDS_ITSELF = {}

@@ -1,4 +1,4 @@
-"""Children that a provider describes at once are stored as each by itself."""
+"""Children that a provider describes in a batch are stored like single ones."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_children_described_at_once_are_stored_alike(picks):
     ("bad", "error"),
     [
         (torch.ones(2).to_sparse(), UnsupportedStateError),
-        (torch._efficientzerotensor(2), PluginError),  # whose address torch refuses to tell
+        (torch._efficientzerotensor(2), PluginError),  # whose address torch refuses to give
     ],
 )
 def test_an_unstorable_child_is_named_among_many(bad, error):

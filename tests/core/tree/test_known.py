@@ -1,4 +1,4 @@
-"""What a save knows of the one before it: never a stale answer, and no memory of the user."""
+"""What a save caches from the previous one: no stale results, and no user memory."""
 
 import gc
 import weakref
@@ -31,11 +31,11 @@ def test_result_is_reused_while_its_basis_is_equal():
     second = Known(first)
     assert second.recall("a", [1], make("not made")) == "one"
     assert second.recall("b", [2], make("new")) == "new"
-    # A place that the second save did not come to is forgotten, and one that it made is known.
+    # A place that the second save did not visit is dropped, and one that it created is known.
     third = Known(Known(second))
     assert third.recall("a", [1], make("again")) == "again"
     assert Known(second).recall("b", [2], make("not made")) == "new"
-    # Who describes at the same time knows what both follow.
+    # Concurrent descriptions know their common predecessor.
     assert Known(first).recall("b", [1], make("not made")) == "of b"
     assert made == ["one", "of b", "new", "again"]
 
@@ -48,7 +48,7 @@ def test_failure_is_not_kept():
 
 
 class Job:
-    """A model and its optimizer, which have been trained for a step, and more."""
+    """A model and its optimizer after a training step, and more."""
 
     def __init__(self):
         self.model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
@@ -69,7 +69,7 @@ class Job:
 
 
 def shown(job, known=None):
-    """Return all that a description says, without what it holds."""
+    """Return all data of a description without the objects it holds."""
     providers = default_registry().providers
     found = describe_tree(job.state, providers=providers, allow_pickle=False, known=known)
     lines = []
@@ -366,7 +366,7 @@ def test_cached_objects_are_described_like_new(name):
 
 
 def test_many_tensors_are_described_like_single_ones():
-    """Neighbors that differ in one way of being laid out; most tensors share all."""
+    """Neighbors that differ in one layout trait; most tensors share all."""
     plain, other = torch.ones(3, 3), torch.ones(3, 3, dtype=torch.complex64)
     alike = [
         plain,
@@ -391,7 +391,7 @@ def test_many_tensors_are_described_like_single_ones():
 
 
 class OwnClaims(OptimizerProvider):
-    """A provider of another's, which claims by memory."""
+    """A third-party provider that claims by memory."""
 
     def claimed_memory(self, value, /):
         return self.answer if self.answer is not None else super().claimed_memory(value)
@@ -422,7 +422,7 @@ def test_a_subclass_may_claim_less():
 
 
 class Box:
-    """A value whose provider answers as a test sets."""
+    """A value whose provider returns what a test sets."""
 
 
 def test_third_party_is_asked_each_time_and_checked_each_time():

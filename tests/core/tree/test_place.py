@@ -1,4 +1,4 @@
-"""Children that a provider places at once are restored as each by itself."""
+"""Children that a provider places in a batch are restored like single ones."""
 
 from __future__ import annotations
 
@@ -117,13 +117,13 @@ def test_memory_shared_by_targets_is_found_in_any_layout():
     assert groups(base[:4], base[4:], torch.zeros(3), torch.empty(0)) == []
     assert groups(base, torch.zeros(3), base[5:6]) == [[0, 2]]
     assert groups(base[:5], torch.zeros(3), base[4:]) == [[0, 2]]
-    # The sink of an expanded tensor has scratch memory, and names the memory that it expands.
+    # The sink of an expanded tensor has scratch memory, and names the expanded memory.
     assert groups(base[:1].expand(5), torch.zeros(3), base) == [[0, 2]]
 
 
 def test_memory_named_by_a_third_party_sink_counts_anywhere():
     class Buffered(TensorSink):
-        """Takes the bytes elsewhere, and puts them into the memory that it names at last."""
+        """Takes the bytes into other memory, then puts them into the memory that it names."""
 
         def __init__(self, tensor):
             super().__init__(tensor)

@@ -118,7 +118,7 @@ def test_pattern_matches_lie_in_the_selections_prefixes(include, exclude, path):
 
 
 def selection_of(pattern, path):
-    """Whether the pattern takes the path, or something above it."""
+    """Whether the pattern matches the path, or a path above it."""
     return any(Selection(pattern).selects(path[:depth]) for depth in range(1, len(path) + 1))
 
 
@@ -126,7 +126,7 @@ def test_a_selection_narrows_if_some_path_is_outside_its_patterns():
     assert Selection("a").narrows
     assert Selection("a/**", "b").narrows
     assert not Selection().narrows
-    assert not Selection(None, "a").narrows  # `exclude` alone takes all the rest
+    assert not Selection(None, "a").narrows  # `exclude` alone selects all the rest
     assert not Selection("**/a").narrows
 
 

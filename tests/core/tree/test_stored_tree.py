@@ -1,4 +1,4 @@
-"""Paths as a tree: what is below each, in memory that grows with their text."""
+"""Paths as a tree: the entries below each, in memory linear in their text."""
 
 import tracemalloc
 
