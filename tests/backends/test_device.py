@@ -1,4 +1,4 @@
-"""Which disk a folder is on, as the kernel says in a `/sys` that is made here."""
+"""The disk of a folder, as a `/sys` made here reports it."""
 
 import os
 

@@ -1,6 +1,6 @@
-"""Direct I/O is used where it is proved, and what is said of it is true."""
+"""Direct I/O is used where it is proven, and reported correctly."""
 
-# ruff: noqa: PTH103, PTH112, PTH123, PTH208 - descriptors, flags and links are what is tested
+# ruff: noqa: PTH103, PTH112, PTH123, PTH208 - descriptors, flags and links are tested
 
 import ctypes
 import errno
@@ -49,13 +49,13 @@ def cached_pages(path):
         failed = libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(len(memory)), resident)
         del anchor
         assert not failed
-        # Cutting the file to length brings its last page in.
+        # Truncating the file to length loads its last page.
         return sum(flags & 1 for flags in resident[:-1])
 
 
 def write(backend, name="data/a.raw"):
     writer = backend.create(name)
-    # Odd address and odd length: nothing of it is aligned, and still nothing is cached.
+    # Odd address and odd length: it is fully misaligned, and still not cached.
     data = pattern(8 * MIB + 5)
     writer.write([WriteRequest(65, (memoryview(data)[1:],))])
     flags = fcntl.fcntl(writer._blob.fd, fcntl.F_GETFL)

@@ -1,6 +1,6 @@
-"""What is made durable, in which order, and what a failure leaves behind."""
+"""What is made durable, in which order, and the leftovers of a failure."""
 
-# ruff: noqa: PTH115, PTH123, PTH208, SIM115 - descriptors, flags and links are what is tested
+# ruff: noqa: PTH115, PTH123, PTH208, SIM115 - descriptors, flags and links are tested
 
 import errno
 import os
@@ -61,7 +61,7 @@ def test_seal_syncs_the_whole_file_once_and_then_every_folder(files, tmp_path, s
     syncs.events.clear()
     writer.seal(20 * MIB)
     blob = f"{root}/data/u/blobs/0.raw"
-    # Cut to length and whole before the one fsync of the file; then the folders, inside out.
+    # Truncated and complete before the one fsync of the file; then the folders, inside out.
     assert syncs.events[0] == ("fsync", blob, 20 * MIB)
     folders = [f"{root}/data/u/blobs", f"{root}/data/u", f"{root}/data", root, str(tmp_path)]
     assert syncs.paths()[1:] == folders
@@ -227,7 +227,7 @@ def test_a_full_disk_says_how_much_is_free(files, monkeypatch, tmp_path):
             StorageFullError, match=r"a\.raw under .*ENOSPC.*MiB are free; make room"
         ):
             writer.seal(1)
-    # Writes that were under way meanwhile say so, too: the caller may see theirs first.
+    # Writes then in flight report it, too: the caller may see theirs first.
     with pytest.raises(StorageFullError, match=r"dead since an earlier failure .*make room"):
         writer.write([WriteRequest(9 << 20, (memoryview(b"x"),))])
     writer.abort()

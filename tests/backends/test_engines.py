@@ -1,6 +1,6 @@
-"""The engines under short results, errors and overload, injected where the kernel answers."""
+"""The engines under short results, errors and overload, injected at the kernel's results."""
 
-# ruff: noqa: PTH118, PTH123 - descriptors, flags and links are what is tested
+# ruff: noqa: PTH118, PTH123 - descriptors, flags and links are tested
 
 import errno
 import os
@@ -156,7 +156,7 @@ def test_a_signal_does_not_fail_a_system_call_of_ours(on_user_signal):
 
 @pytest.mark.uring
 def test_ring_retries_until_the_kernel_starts_a_worker(tmp_path, needs_uring):
-    """At the limit of processes the kernel cancels the calls that it has no thread for."""
+    """At the process limit the kernel cancels calls without a thread."""
     program = """
 import errno, os, resource, sys
 from penstock.backends.uring.engine import RingEngine
@@ -313,7 +313,7 @@ class LaterBrokenRing(Ring):
 
 
 def pipe_read(engine, fd, target):
-    """A read that is in the kernel until something is written to the pipe."""
+    """A read that is in the kernel until a write to the pipe."""
     batch = TransferBatch("read", "/pipes")
     transfer = Transfer(batch, "pipe", fd, write=False, direct=False, offset=0)
     assert transfer.take(0, memoryview(target))

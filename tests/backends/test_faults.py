@@ -1,4 +1,4 @@
-"""The shipped faults do what tests of engines rely on."""
+"""The shipped faults behave as tests of engines expect."""
 
 import pytest
 

@@ -1,6 +1,6 @@
 """Names under a root: links, temporary files, foreign files, missing and forbidden roots."""
 
-# ruff: noqa: PTH101, PTH208 - descriptors, flags and links are what is tested
+# ruff: noqa: PTH101, PTH208 - descriptors, flags and links are tested
 
 import os
 

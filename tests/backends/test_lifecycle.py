@@ -1,6 +1,6 @@
 """Opening and closing leaks nothing; URLs and options; errors that cross processes."""
 
-# ruff: noqa: PTH208 - descriptors, flags and links are what is tested
+# ruff: noqa: PTH208 - descriptors, flags and links are tested
 
 import gc
 import os
@@ -21,7 +21,7 @@ from penstock.testing.expectations import pattern
 
 
 def left_since(before=None):
-    """Threads and descriptors that are there now and were not before: other tests may still end."""
+    """New threads and descriptors; those of other tests may still end."""
     links = Counter()
     for path in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):  # that of the listing itself
@@ -31,7 +31,7 @@ def left_since(before=None):
 
 
 def use(backend, name):
-    """Start the engine, and leave a writer of each fate behind."""
+    """Start the engine, and leave a writer of each fate."""
     data = memoryview(pattern(300_000))
     for fate in ("sealed", "aborted", "open"):
         writer = backend.create(f"{name}.{fate}", size_hint=64 + len(data))

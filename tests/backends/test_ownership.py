@@ -1,4 +1,4 @@
-"""Roots below a folder where anybody can make one: whose they are, and who may write there."""
+"""Roots below a folder open to all users: their owners, and write access."""
 
 import os
 import stat

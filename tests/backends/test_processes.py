@@ -1,6 +1,6 @@
 """Several real processes on one root: races, forks, kills, limits, a full disk."""
 
-# ruff: noqa: PTH208 - descriptors, flags and links are what is tested
+# ruff: noqa: PTH208 - descriptors, flags and links are tested
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""What io_uring has moved is given back."""
+"""Memory moved by io_uring is released."""
 
 import mmap
 
@@ -24,5 +24,5 @@ def test_buffers_are_returned_after_a_call(tmp_path, direct_io):
         backend.read([ReadRequest("blob", 0, view)])
     assert target[:] == source[:]
     backend.close()
-    source.close()  # BufferError while anybody holds on to it
+    source.close()  # BufferError while a reference exists
     target.close()

@@ -1,4 +1,4 @@
-"""`cast` rounds as torch does, and what is too large never becomes infinite unseen."""
+"""`cast` rounds as torch does, and a too large number never becomes infinite unseen."""
 
 from __future__ import annotations
 

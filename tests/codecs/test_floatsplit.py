@@ -1,4 +1,4 @@
-"""Frames of floats: bit-exact whatever the bits are, smaller where that is known, never trusted."""
+"""Frames of floats: bit-exact for any bits, smaller for known patterns, never trusted."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_chunks_of_a_matrix_may_begin_and_end_anywhere(dtype):
 def test_every_bit_pattern_survives(dtype, seed, elements, spread):
     size = WORDS[dtype]
     rng = np.random.default_rng(seed)
-    # Few distinct top bits, so that the chunk is taken, and any bits below them.
+    # Few distinct top bits, so the chunk is accepted, and any bits below them.
     words = rng.integers(0, 1 << 63, elements, np.uint64)
     if size > 1 and elements:
         top = rng.choice(rng.integers(0, 1 << 16, spread, np.uint64), elements)
@@ -328,7 +328,7 @@ def test_numpy_reads_what_numba_writes_and_splits_alike(monkeypatch):
         context = context_of(dtype, words.itemsize, raw, array.shape, 77 * words.itemsize)
         frame = encoded(raw, context)
         with monkeypatch.context() as patch:
-            # Huffman codes alone are others: zstd is to write them here, too.
+            # Only Huffman codes differ: zstd writes them here, too.
             fast = replace(kernels(), store_codes=PLAIN.store_codes)
             for module in (floatsplit, entropy):
                 patch.setattr(module, "kernels", lambda fast=fast: fast)

@@ -1,4 +1,4 @@
-"""What the stored frames are: bytes that stay readable, and claims in them that are not trusted."""
+"""Stored frames: bytes that stay readable, and whose claims are not trusted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.codecs.zstd import ZstdCodec, ZstdConfig
 from penstock.core.abc import CodecContext
 from penstock.core.errors import CodecError
 
-# Written by version 1 of each codec: readable for ever.
+# Written by version 1 of each codec: readable forever.
 GOLDEN = [
     (ZstdCodec(ZstdConfig()), "28b52ffd2000010000", b""),
     (ZstdCodec(ZstdConfig()), "28b52ffd20487500004070656e73746f636b01009d54b8", b"penstock" * 9),
@@ -171,7 +171,7 @@ def test_a_zstd_decoder_that_failed_is_not_used_again():
     whole = bytes(frame)
     for at in range(12, len(frame), len(frame) // 60):
         frame[at] ^= 0x55
-        with contextlib.suppress(CodecError):  # changed literals decode, to other bytes
+        with contextlib.suppress(CodecError):  # changed literals decode to other bytes
             _decode(codec, bytes(frame), len(chunk))
         frame[at] ^= 0x55
         assert _decode(codec, whole, len(chunk)) == chunk

@@ -33,7 +33,7 @@ def grid_of(rng, *, predicted):
 
 
 def block_of(rng, itemsize, kind, grid):
-    """Elements that can be split so, whatever the bits below are."""
+    """Elements that can be split so, with any lower bits."""
     top = rng.integers(0, 1 << 16, ELEMENTS, np.uint16)
     if kind is Halves.UNSIGNED:
         top &= 0x7FFF
@@ -102,7 +102,7 @@ def expect_noticed(table, kind, itemsize, place, *, predicted):
 def test_differences_are_equal_and_invertible(table):
     for size in (1, 2, 4, 8):
         rng = np.random.default_rng(size)
-        # Unaligned, as frames and chunks may be; and longer than what numpy works on at once.
+        # Unaligned, as frames and chunks may be; and longer than one step of numpy.
         new, old = (
             np.frombuffer(rng.bytes(size * 70_001 + 1), np.uint8)[1:].view(f"<u{size}")
             for _ in range(2)

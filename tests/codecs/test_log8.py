@@ -1,4 +1,4 @@
-"""`log8` keeps the relative error of second moments small, and zero apart from all else."""
+"""`log8` keeps the relative error of second moments small, and zeros exact."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_relative_error_is_half_a_step():
 
             error = ((given_back(tensor) - tensor).abs() / tensor).max()
 
-            # 254 steps for so many octaves; the table has 2^12 cells for one.
+            # 254 steps for this many octaves; the table has 2^12 cells for one.
             assert error <= 2 ** (octaves / 254 / 2) - 1 + 2**-11
 
 
@@ -116,7 +116,7 @@ def test_the_tables_match_the_logarithm():
     middles = (np.arange(1 << 14) + 0.5) / (1 << 14)
     np.testing.assert_allclose(logarithms, np.log2(1 + middles), atol=2**-13 * 1.01)
     cells = _tables()[0][_tables()[1] >> 9] >> 11
-    np.testing.assert_array_equal(cells, np.arange(4096))  # each leads back to itself
+    np.testing.assert_array_equal(cells, np.arange(4096))  # each maps back to itself
 
 
 def test_an_update_of_adam_keeps_its_size():

@@ -1,4 +1,4 @@
-"""`penstock.dcp`: what DCP saves and loads through it, and that it is a checkpoint like others."""
+"""`penstock.dcp`: saves and loads of DCP through it, as normal checkpoints."""
 
 import datetime as dt
 import fractions
@@ -15,10 +15,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import penstock
-import penstock.dcp  # by this name, too
+import penstock.dcp  # also by this name
 from penstock.integrations.dcp import Reader, Writer
 
-# It says that this is one process, and that a checkpoint that is not there cannot be read.
+# It warns of a single process, and of reading a missing checkpoint.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
@@ -54,7 +54,7 @@ def everything_of(model, optimizer):
 
 
 def plain(tree):
-    """A tree that `==` compares: with dtypes and elements in place of tensors."""
+    """A tree comparable by `==`: with dtypes and elements in place of tensors."""
     if isinstance(tree, torch.Tensor):
         return str(tree.dtype), tuple(tree.shape), tree.tolist()
     if isinstance(tree, dict):
@@ -137,7 +137,7 @@ def test_a_checkpoint_is_replaced_and_any_step_order_works(tmp_path):
     with pytest.raises(CheckpointException, match="StepExistsError"):
         save({"v": 4}, tmp_path / "5", overwrite=False)
     with pytest.raises(CheckpointException, match="StepExistsError"):
-        save({"v": 5}, tmp_path)  # as step 0 nobody would find it
+        save({"v": 5}, tmp_path)  # as step 0 no reader would find it
     assert load({"v": 0}, tmp_path)["v"] == 2
     for value in (6, 7):
         save({"v": value}, tmp_path / "one")

@@ -8,7 +8,7 @@ from penstock.providers.tensor.sources import TensorSource
 
 
 def made():
-    """Three pieces, flat and strided, and their elements one behind the other."""
+    """Three pieces, flat and strided, and their concatenated elements."""
     own = torch.arange(60.0).view(6, 10)
     tensors = [own[1:3], own[:, 4:7], torch.tensor([[7.0]])]
     source = PiecesSource([TensorSource(tensor) for tensor in tensors])
@@ -39,7 +39,7 @@ class LateCopy(PendingCopy):
 
 
 class LateSource(TensorSource):
-    """As of a device: the bytes arrive when they are waited for."""
+    """As on a device: the bytes arrive when awaited."""
 
     def __init__(self, tensor, copies):
         super().__init__(tensor)

@@ -1,4 +1,4 @@
-"""State as accelerate, Lightning Fabric and torchao make it."""
+"""State of accelerate, Lightning Fabric and torchao."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch import nn
 from penstock.core.errors import UnsupportedStateError
 from penstock.testing.providers import check_provider
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of their own, on being imported
+pytestmark = pytest.mark.filterwarnings("ignore")  # their own, on import
 
 
 def accelerator(**options):
@@ -92,7 +92,7 @@ def test_a_prepared_loader_is_refused_without_its_position(save):
     pytest.importorskip("torchdata.stateful_dataloader", reason="needs torchdata")
     from accelerate.utils import DataLoaderConfiguration
 
-    # What the message says.
+    # The advice of the message.
     config = DataLoaderConfiguration(use_stateful_dataloader=True)
     options = {"dataloader_config": config}
 

@@ -96,7 +96,7 @@ def wrappers(tmp_path):
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     def compile_once(module):
-        # torch does not compile twice; another wrapper around a compiled module is just as good.
+        # torch does not compile twice; any other wrapper around a compiled module will do.
         compiled = type(module).__name__ == "OptimizedModule"
         return nn.DataParallel(module) if compiled else torch.compile(module)
 
@@ -172,7 +172,7 @@ def test_extra_state_goes_through_the_module(save, state):
 
 
 class Hooked(nn.Linear):
-    """Shows its weight under another name, and a copy of its bias beside it."""
+    """Has its weight under another name in its state dict, and a copy of its bias."""
 
     def __init__(self):
         super().__init__(2, 2)
@@ -250,7 +250,7 @@ def test_fsdp_is_refused_with_a_remedy(save, tmp_path):
 
 
 class Keeper(nn.Module):
-    """Puts a plain value into its state dict, and takes it out again."""
+    """Puts a plain value into its state dict, and loads it again."""
 
     def __init__(self, epoch):
         super().__init__()
@@ -267,7 +267,7 @@ class Keeper(nn.Module):
 
 
 class Overriding(nn.Linear):
-    """Adds to what `state_dict` gives, and takes it back in `load_state_dict`."""
+    """Adds to its `state_dict`, and loads that in `load_state_dict`."""
 
     def __init__(self, epoch):
         super().__init__(2, 2)
@@ -325,7 +325,7 @@ def test_the_module_loads_nothing_before_everything_is_read(save):
 
 def test_a_value_without_loading_code_is_refused_by_name(save):
     class Shown(nn.Linear):
-        """Shows an attribute, and never takes it back."""
+        """Has an attribute in its state dict that it never loads."""
 
         value = 0
 
@@ -358,7 +358,7 @@ def test_a_value_the_module_ignores_is_an_error(save):
 
 
 class Derived(nn.Module):
-    """Keeps twice its weight, made anew by a hook whenever a state dict was loaded."""
+    """Keeps twice its weight, recomputed by a hook after each load of a state dict."""
 
     def __init__(self, value):
         super().__init__()
@@ -454,7 +454,7 @@ def test_failing_load_code_of_a_module_names_its_path(save):
 
 
 class Averages(nn.Module):
-    """Has a state dict of its own making, nested and without any of torch's options."""
+    """Has its own state dict, nested and without any of torch's options."""
 
     def __init__(self, decay):
         super().__init__()
@@ -481,7 +481,7 @@ def test_a_state_dict_without_torch_options_round_trips(save):
 
 
 class LiveList(nn.Module):
-    """Shows live objects that nothing loads: what is in them is restored in place."""
+    """Has live objects in its state dict that it does not load: restored in place."""
 
     def __init__(self, value):
         super().__init__()

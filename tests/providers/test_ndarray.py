@@ -28,7 +28,7 @@ ARRAYS = {
 def equal(one, other):
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
-    if one.dtype == np.longdouble:  # its padding is anything
+    if one.dtype == np.longdouble:  # its padding is arbitrary
         return np.array_equal(one, other)
     return one.tobytes() == other.tobytes()
 

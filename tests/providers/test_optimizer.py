@@ -36,7 +36,7 @@ CASES = {
 
 
 class Job:
-    """A model, its optimizer, and training that is the same each time."""
+    """A model, its optimizer, and deterministic training."""
 
     def __init__(self, case, steps=0, seed=0, dtype=torch.float32):
         kind, options = case.split()[0], dict(CASES[case])
@@ -242,7 +242,7 @@ def test_state_that_the_next_step_would_miss_is_a_problem(save, kind, option, ke
     assert len(problems) == 2
     assert f"optimizer/state/weight has no {key!r}, which the template needs" in problems[0]
 
-    stored.restore(state)  # takes the options of the checkpoint, which fit its state
+    stored.restore(state)  # takes the checkpoint's options, which fit its state
     step(**state)
     stored = save(state)
     stored.restore({"model": model, "optimizer": optimizer}, exclude="optimizer/param_groups/**")
@@ -265,7 +265,7 @@ def test_clashing_names_get_the_tree_key_as_prefix(save):
     names = {o.path[2] for o in stored.tree.objects if o.path[:2] == ("opt", "state")}
     assert names == {"gen.weight", "gen.bias", "disc.weight", "disc.bias"}
     a, b, other = two_modules(1)
-    # The order of parameters is another one, too.
+    # The order of parameters differs, too.
     shuffled = torch.optim.Adam([*b.parameters(), *a.parameters()])
     for parameter in (*a.parameters(), *b.parameters()):
         shuffled.state[parameter] = other.state[parameter]
@@ -457,7 +457,7 @@ def test_load_hooks_of_an_optimizer_see_restored_state(save):
 
 
 class Deriving(torch.optim.Adam):
-    """Derives something from its state whenever that is loaded, which is a copy then."""
+    """Derives a value from its state at each load, when the state is a copy."""
 
     total = None
 
@@ -503,10 +503,10 @@ class Stage(torch.nn.Module):
 
 
 def merged(one, other):
-    """What ranks have stored that describe different objects, as a reader sees it."""
+    """A reader's view of the save of ranks with different objects."""
     told = {o.path: o for o in one.tree.objects}
     for stored in other.tree.objects:
-        if stored.path in told:  # equal on all ranks: else they could not save together
+        if stored.path in told:  # equal on all ranks: or they could not save together
             assert stored == told[stored.path]
             assert one.tree.values.get(stored.path) == other.tree.values.get(stored.path)
     known = told.keys() | {n.path for n in one.tree.nodes}
@@ -534,7 +534,7 @@ def test_groups_of_ranks_with_other_parameters_are_one_group_each(save):
             assert torch.equal(moments[name], expected), name
     assert [group["lr"] for group in optimizer.param_groups] == [0.001, 0.5]
 
-    # By number, as `load` gives it, it goes into an optimizer with the parameters in that order.
+    # By number, as `load` gives it, it fits an optimizer with the parameters in that order.
     loaded = stored.load()["optimizer"]
     assert [group["params"] for group in loaded["param_groups"]] == [[0, 1, 2], [3, 4, 5]]
     fresh = torch.optim.AdamW(groups)
@@ -543,7 +543,7 @@ def test_groups_of_ranks_with_other_parameters_are_one_group_each(save):
         expected = optimizer.state[parameter]["exp_avg"]
         assert torch.equal(fresh.state[parameter]["exp_avg"], expected)
 
-    # And back into one of the stages.
+    # And it fits one of the stages.
     again = Stage(2)
     its = again.layers["2"]
     optimizer = torch.optim.AdamW([{"params": [its.weight]}, {"params": [its.bias]}])

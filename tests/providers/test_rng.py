@@ -30,7 +30,7 @@ def test_the_process_redraws_the_same(save):
 
 
 class Drawer:
-    """An object that draws while it is loaded."""
+    """An object that draws during its load."""
 
     def state_dict(self):
         return {"a": 1}
@@ -47,7 +47,7 @@ def test_random_state_is_set_after_everything_else_is_loaded(save):
 
 
 class Looker:
-    """Draws when it is asked for its state, as torchdata's loader does before its first batch."""
+    """Draws when asked for its state, like torchdata's loader before its first batch."""
 
     def __init__(self, generator=None):
         self.generator = generator
@@ -79,7 +79,7 @@ def test_random_state_is_captured_after_all_that_may_draw(save):
 
 def test_random_state_inside_another_object_is_captured_with_it(save):
     class Holder:
-        """Hands out a generator among its state."""
+        """Has a generator in its state."""
 
         def __init__(self):
             self.generator = torch.Generator()

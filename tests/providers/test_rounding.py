@@ -1,4 +1,4 @@
-"""Whether one tensor is another one, rounded: the answer is right for each bit."""
+"""Whether one tensor is another one, rounded: exact for each bit."""
 
 import itertools
 

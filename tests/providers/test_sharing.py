@@ -1,4 +1,4 @@
-"""Memory that is being read stays where it is, whatever torch.multiprocessing wants of it."""
+"""Memory being read does not move, even for torch.multiprocessing."""
 
 import os
 import signal
@@ -66,7 +66,7 @@ def _end(*_):
 
 @pytest.mark.parametrize("left_bytes", [0, 4])
 def test_freed_or_shrunk_memory_is_absent(left_bytes):
-    """A copy from where it was would take foreign bytes, or end the process."""
+    """A copy from the old address would read foreign bytes, or crash the process."""
     tensor, source = source_of()
     assert source.locate() == tensor.data_ptr()
     tensor.untyped_storage().resize_(left_bytes)

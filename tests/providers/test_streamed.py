@@ -1,4 +1,4 @@
-"""`penstock.Streamed`: tensors whose bytes a function gives while they are saved."""
+"""`penstock.Streamed`: tensors whose bytes a function yields during the save."""
 
 import threading
 
@@ -66,7 +66,7 @@ def test_it_can_be_saved_in_the_background(tmp_path):
 
     with penstock.Checkpointer(tmp_path) as ckpt:
         ckpt.save({"t": penstock.Streamed("float32", (100,), read)}, 1)
-        tensor.zero_()  # captured: the function is not called any more
+        tensor.zero_()  # captured: the function is no longer called
         ckpt.wait()
         assert torch.equal(ckpt.load()["t"], torch.ones(100))
     assert threads

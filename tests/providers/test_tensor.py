@@ -177,7 +177,7 @@ def test_tied_tensors_are_stored_once_and_still_tied_after(save):
     parameters=st.booleans(),
 )
 def test_tensors_described_together_are_stored_like_single_ones(save, picks, parameters):
-    """Whatever follows whatever: what is known of the tensor before is not taken for this one."""
+    """In any order: cached traits of the previous tensor are not used for this one."""
     turning = raw(3, 4, 5, dtype=torch.complex64)
     bases = [raw(3, 4, 5), raw(3, 4, 5, dtype=torch.int16), turning, turning.conj()]
     bases.append(turning.conj().imag)
@@ -186,7 +186,7 @@ def test_tensors_described_together_are_stored_like_single_ones(save, picks, par
         tensors = [torch.nn.Parameter(tensor, requires_grad=False) for tensor in tensors]
     named = {str(number): tensor for number, tensor in enumerate(tensors)}
     together = save({"t": named})
-    each = save({"t": {**named, "of another type": [raw(1)]}})  # so each is described by itself
+    each = save({"t": {**named, "of another type": [raw(1)]}})  # so each is described separately
     assert together.tree.objects == each.tree.objects[: len(together.tree.objects)]
     assert together.tree.aliases == each.tree.aliases
     assert together.data == {path: each.data[path] for path in together.data}
@@ -203,7 +203,7 @@ def test_tensors_placed_together_are_restored_like_single_ones(save, picks, left
         turning = raw(3, 4, 5, dtype=torch.complex64, seed=seed)
         short = raw(3, 4, 5, dtype=torch.int16, seed=seed)
         bases = [raw(3, 4, 5, seed=seed), short, turning, turning.conj()]
-        # Each has memory of its own: several views of one would have to agree.
+        # Each has its own memory: several views of one would have to agree.
         made = [LAYOUTS[layout](bases[number].clone()) for layout, number in picks]
         return {str(number): tensor for number, tensor in enumerate(made)}
 
@@ -245,7 +245,7 @@ class Strange(torch.Tensor):
 
 
 class Dispatching(torch.Tensor):
-    """Consists of another tensor, and does not say so."""
+    """Consists of another tensor without declaring it."""
 
     @staticmethod
     def __new__(cls, inner):
@@ -325,14 +325,14 @@ def lines_of(data, itemsize):
 
 
 def sampled(tensors, kind=TensorSource):
-    """What is compared of tensors, gathered by the code for devices."""
+    """The compared lines of tensors, gathered by the code for devices."""
     sources = [kind(tensor) for tensor in tensors]
     lines = [lines_within(s.nbytes, s.layout.spec.itemsize) for s in sources]
     return TensorSource.sample(sources, lines)
 
 
 def test_lines_do_not_depend_on_device_or_layout():
-    """Whole ones, some that one view has all lines of and others, and such with gaps."""
+    """Whole tensors, some whose lines all fit one view and others, and ones with gaps."""
     for dtype in DTYPES:
         base = raw(7, 13, 41, dtype=dtype)
         tensors = [base, base[:, 0], base[1, 2, 3], raw(16, 64, dtype=dtype)]
@@ -369,7 +369,7 @@ def test_cuda_lines_are_as_of_the_request(providers, layout):
     tree = {"t": tensor, "other": other}
     entries = describe_tree(tree, providers=providers, allow_pickle=False).entries
     taken = TakenLines(entry for entry in entries if isinstance(entry, StateObject))
-    tensor.zero_()  # in order behind the gather
+    tensor.zero_()  # in order after the gather
     other.zero_()
     found = taken.read()
     assert found["other",] == lines_of(bits(torch.ones(1 << 20)), 4)
@@ -390,7 +390,7 @@ def test_cuda_source_gives_the_values_at_its_description(providers, layout):
     pending = entry.source.copy_out(0, view)
     if pending is not None:
         pending.order()
-        tensor.zero_()  # ordered behind the copy
+        tensor.zero_()  # ordered after the copy
         pending.wait()
     assert bytes(view) == expected
 

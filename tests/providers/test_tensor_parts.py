@@ -1,4 +1,4 @@
-"""Tensors that consist of others: stored as these, restored in place, put together if torch may."""
+"""Tensors made of others: stored as these, restored in place, rebuilt if torch allows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Options:
 
 
 class Quantized(torch.Tensor):
-    """Integers, and by what to multiply them."""
+    """Integers and their scale."""
 
     @staticmethod
     def __new__(cls, codes, scale, context):
@@ -161,7 +161,7 @@ def test_without_a_template_only_classes_torch_trusts_are_rebuilt(save):
             with pytest.raises(UnsupportedStateError, match=r"^a/b consists .*add_safe_globals"):
                 stored.load()
             assert stored.load(exclude="a") == {"x": 1}
-    # What the message says.
+    # The advice of the message.
     with torch.serialization.safe_globals(SAFE):
         made = stored.load()["a"]["b"]
     assert type(made) is Quantized
@@ -171,7 +171,7 @@ def test_without_a_template_only_classes_torch_trusts_are_rebuilt(save):
 
 def test_a_class_that_recreates_its_parts_is_refused(save):
     class Fresh(Quantized):
-        """Gives out copies of its parts."""
+        """Returns copies of its parts."""
 
         def __getattribute__(self, name):
             item = super().__getattribute__(name)
@@ -226,7 +226,7 @@ def test_training_resumes_with_parameters_and_state_of_parts(mode):
         handle = ckpt.save({**state, "grads": penstock.Grads(state["m"])}, 1, mode=mode)
         saved = shown(state)
         train(state["m"], state["o"])
-        # Weight and momentum, each of two parts: a step of the optimizer is all that changes them.
+        # Weight and momentum, each of two parts: only an optimizer step changes them.
         assert handle.result().deferred_bytes == (4 * 64 if mode == "lazy" else 0)
         for steps in (0, 2):  # without optimizer state to write into, and with
             other = job(1, steps)

@@ -27,7 +27,7 @@ from penstock.providers.values.decode import decode_value
 from penstock.providers.values.encode import encode_value
 from penstock.testing.providers import check_provider
 
-# A module of the test's own, loaded under a name that a checkpoint can find again.
+# A test module, loaded under a name that a checkpoint can find.
 HOME = types.ModuleType("penstock_test_home")
 sys.modules[HOME.__name__] = HOME
 
@@ -89,7 +89,7 @@ for kind in (Phase, Flags, Point, Space, Space.Inner, Config, Frozen, Rows):
 
 
 def same(one, other):
-    """Equal in type, order and every bit, all the way down."""
+    """Equal in type, order and every bit, recursively."""
     if type(one) is not type(other):
         return False
     if isinstance(one, dict):
@@ -409,7 +409,7 @@ ZONE = b"TZif".ljust(20, b"\0") + struct.pack(">6l", 0, 0, 0, 0, 1, 4) + bytes(6
 
 @pytest.fixture
 def tzdata(tmp_path, monkeypatch):
-    """A package tzdata that is installed, and one in the run that is the working directory."""
+    """An installed package tzdata, and one in the run, which is the working directory."""
     for name in [name for name in sys.modules if name.split(".")[0] == "tzdata"]:
         monkeypatch.delitem(sys.modules, name)
     packages, run = tmp_path / "packages", tmp_path / "run"

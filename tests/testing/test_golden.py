@@ -1,4 +1,4 @@
-"""Golden files: a difference is an error that says where, and how to mean it."""
+"""Golden files: a difference is an error that says where, and how to accept it."""
 
 import pytest
 

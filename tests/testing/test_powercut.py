@@ -1,4 +1,4 @@
-"""The store that loses power keeps what the contract promises, and nothing else for certain."""
+"""The store that loses power keeps only what the contract promises."""
 
 import itertools
 import random
@@ -41,7 +41,7 @@ def stored(disk):
 
 
 def outcomes(disk, tries=MANY):
-    """What is left after so many cuts, each different outcome once."""
+    """The outcomes of this many cuts, each once."""
     left = (stored(disk.cut(random.Random(seed))) for seed in range(tries))
     return {frozenset(found.items()) for found in left}
 
@@ -102,7 +102,7 @@ def test_a_delete_in_flight_removes_any_names():
     }
 
 
-# -- what it is there for --------------------------------------------------------------------------
+# -- its purpose --------------------------------------------------------------------------
 
 
 def in_order(*steps):
@@ -162,7 +162,7 @@ BROKEN = {
 
 
 def torn_or_lost(engine_type):
-    """How many outcomes of cuts at any effect hold a record without its data, or none at all."""
+    """The count of outcomes of cuts with a record without its data, or without a record."""
     bad = 0
     for cut_at in itertools.count(1):
         disk = Disk(cut_at=cut_at)

@@ -1,4 +1,4 @@
-"""The suite for providers catches every way that we know of to break the contract."""
+"""The provider suite catches every known way to break the contract."""
 
 import copy
 import ctypes
@@ -35,7 +35,7 @@ class Mean:
 
 
 class Ring:
-    """Numbers of two bytes each, in memory of its own."""
+    """Numbers of two bytes each, in its own memory."""
 
     def __init__(self):
         self.data = bytearray(range(200))
@@ -165,7 +165,7 @@ def test_the_good_one_passes(kind):
     check(Good, kind)
 
 
-# -- what the mutants consist of -----------------------------------------------------------------
+# -- parts of the mutants -----------------------------------------------------------------
 
 MUTANTS = {}
 
@@ -180,7 +180,7 @@ def broken(message, name, kind=Mean, /, *, source=None, sink=None, **members):
 
 
 def described(node=lambda path: (path, "good-mean"), total="total", value=lambda value: value):
-    """Describes a mean with another node, at another place or of another value."""
+    """Describes a mean with another node, place or value."""
 
     def mean(_, state, path, context):
         given = value(state)
@@ -192,7 +192,7 @@ def described(node=lambda path: (path, "good-mean"), total="total", value=lambda
 
 
 def counting(name):
-    """Describes a mean with something that counts how often that was done."""
+    """Describes a mean with a counter of its descriptions."""
 
     def mean(self, value, path, context):
         self.calls = getattr(self, "calls", 0) + 1
@@ -224,7 +224,7 @@ def placed(change):
 
 
 def finished(effect):
-    """Finishes a mean with an effect: what it returns is put into the tree."""
+    """Finishes a mean with an effect, whose result goes into the tree."""
 
     def change(placement, value, path, context):
         finish = placement.finish
@@ -297,7 +297,7 @@ def addressed(view):
 
 
 def keep_pieces(take):
-    """A sink that takes pieces late, as `take` remembers them."""
+    """A sink that takes pieces late, in the order kept by `take`."""
 
     def init(self, value):
         Good.Sink.__init__(self, value)
@@ -369,7 +369,7 @@ class RemembersACopy(Good):
 
 
 class NumpySource(ByteSource):
-    """Live, and of what numpy knows."""
+    """Live, and of a type known to numpy."""
 
     def __init__(self, tensor):
         self.array = tensor.numpy()
@@ -429,7 +429,7 @@ def add_missing(placement, value, path, context):
 
 
 def drop_missing(placement, value, path, context):
-    if context.children(path):  # of an empty checkpoint it says so
+    if context.children(path):  # it reports an empty checkpoint
         placement.missing = [p for p in placement.missing if p != (*path, "count")]
 
 
@@ -575,7 +575,7 @@ def test_a_change_without_effect_is_no_check():
         check_provider(Mean, lambda mean: mean, equal, providers=_with(Good()))
 
 
-# -- what the author gave to the suite ----------------------------------------------------------
+# -- the author's input to the suite ----------------------------------------------------------
 
 
 def refuses(*_):

@@ -1,4 +1,4 @@
-"""Each suite finds methods that core cannot call as the contract has them."""
+"""Each suite finds methods that core cannot call by the contract."""
 
 import random
 

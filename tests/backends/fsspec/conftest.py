@@ -85,7 +85,7 @@ def store(opened, folder, s3_url):
 
 @pytest.fixture
 def behind_proxy(proxy, folder, opened):
-    """Open a backend behind the proxy, which knows that conditional puts work."""
+    """Open a backend behind the proxy that knows that conditional puts work."""
     # In this order: the proxy lasts until the backend has aborted the uploads that a test left.
     return functools.partial(
         opened,

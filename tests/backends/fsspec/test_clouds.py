@@ -63,7 +63,7 @@ def google():
     command = [sys.executable, "-m", "gcp_storage_emulator", "start", "--in-memory"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--default-bucket", CONTAINER]
     with serving(command, port), pytest.MonkeyPatch.context() as patch:
-        # Else gcsfs asks by gRPC over TLS for the kind of the bucket, for a minute each time.
+        # Or gcsfs asks by gRPC over TLS for the kind of the bucket, for a minute each time.
         patch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
         endpoint = f"http://127.0.0.1:{port}"
         yield "gs", {"endpoint_url": endpoint, "token": "anon", "project": "tests"}

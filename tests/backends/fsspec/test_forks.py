@@ -1,4 +1,4 @@
-"""A forked child can go on using a backend, and cannot disturb its parent."""
+"""A forked child can keep using a backend, and cannot disturb its parent."""
 
 import functools
 import http.server

@@ -58,7 +58,7 @@ def test_a_store_with_conditional_puts_is_detected(backend):
 
 
 def test_one_of_several_racing_publishers_wins(backend, monkeypatch):
-    """Without `refuse_taken`, as if all had looked before one of them put."""
+    """Without `refuse_taken`, as if all had checked before one of them put."""
     object_files.conditions.add("create")
     monkeypatch.setattr(backend._store(), "refuse_taken", lambda *_: None)
     won = []

@@ -166,7 +166,7 @@ def test_scrubber_removes_secrets_users_and_queries():
 
 
 def test_credentials_in_the_endpoint_are_refused_unseen():
-    # Made before: a traceback shows the lines that raise.
+    # Created before: a traceback shows the raising lines.
     config = FsspecConfig(url="s3://bucket/run", options={"endpoint_url": "http://me:pw123@host"})
     with pytest.raises(ConfigError, match="do not belong in it") as caught:
         FsspecBackend(config)

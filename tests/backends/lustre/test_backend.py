@@ -1,4 +1,4 @@
-"""`lustre` over a folder that says it is on Lustre, with a program in the place of `lfs`."""
+"""`lustre` over a folder that claims to be on Lustre, with a program in place of `lfs`."""
 
 import errno
 import os
@@ -156,7 +156,7 @@ def test_a_hung_lfs_is_abandoned(open_lustre, lfs, tmp_path):
 
 
 class Recording(LustreBackend):
-    """Moves bytes by threads whose system calls are written down, and may fail."""
+    """Moves bytes by threads whose system calls are recorded, and may fail."""
 
     requests: list
     fails_at = None
@@ -250,7 +250,7 @@ def test_a_url_names_no_program(tmp_path):
 
 
 def test_lfs_does_not_follow_a_folder_made_a_link(open_lustre, lfs, tmp_path, monkeypatch):
-    """Between the moment at which it was opened and the call of `lfs`."""
+    """Between its opening and the call of `lfs`."""
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     folder = (tmp_path / "root" / BLOB).parent

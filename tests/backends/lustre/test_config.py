@@ -1,4 +1,4 @@
-"""Options that come from the environment: the ranks, as launchers set them."""
+"""Options from the environment: the ranks, as launchers set them."""
 
 from penstock.backends.lustre import LustreConfig
 

@@ -1,4 +1,4 @@
-"""Layouts as the kernel shows them: every kind is read, and nothing else is believed."""
+"""Layouts as the kernel shows them: every kind is read, and all else is refused."""
 
 import pytest
 from hypothesis import given

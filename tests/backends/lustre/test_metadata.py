@@ -12,7 +12,7 @@ from penstock.core.types import WriteRequest
 
 _counted = None
 
-# Audit events of calls that a Lustre client takes to its metadata server; "open" also of folders.
+# Audit events of calls that a Lustre client sends to its metadata server; "open" also of folders.
 CALLS = {"open", "os.mkdir", "os.link", "os.remove", "os.rename", "os.scandir", "os.rmdir"}
 
 
@@ -27,11 +27,11 @@ def _hear(event, arguments):
         _counted[event] += 1
 
 
-sys.addaudithook(_hear)  # there is no way to take one away; it hears only where `_counted` is set
+sys.addaudithook(_hear)  # hooks cannot be removed; it counts only while `_counted` is set
 
 
 def counting(action):
-    global _counted  # noqa: PLW0603 - what the hook sees
+    global _counted  # noqa: PLW0603 - read by the hook
     _counted = Counter()
     try:
         action()

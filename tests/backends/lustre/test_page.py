@@ -1,4 +1,4 @@
-"""The page on Lustre speaks of the options there are."""
+"""The page on Lustre lists the existing options."""
 
 import re
 from pathlib import Path

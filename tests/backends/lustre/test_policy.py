@@ -1,4 +1,4 @@
-"""Properties of the layouts that are chosen, for any number of ranks and OSTs."""
+"""Properties of the chosen layouts, for any number of ranks and OSTs."""
 
 from collections import Counter
 from fractions import Fraction
@@ -80,7 +80,7 @@ def test_stripe_counts_stay_useful(demand, count):
 
 
 def blobs_per_ost(writers, count, **changes):
-    """Blobs' worth of bytes on each OST, over all writers, and the stripe counts there are."""
+    """Blobs' worth of bytes on each OST, over all writers, and the stripe counts in use."""
     known = ring(count)
     striped = [
         plan_striping(Demand(64 * GIB, writers, writer, salt=99, **changes), known)
@@ -116,7 +116,7 @@ def test_the_busiest_ost_has_little_more_than_under_any_layout(writers, count):
         assert max(spread.values()) <= max(reachable * SEPARATE_SLACK, Fraction(1, 64))
     else:
         assert len(set(spread.values())) == 1 or max(spread.values()) <= reachable * SLACK
-    # And with no more stripes than that takes.
+    # And with no more stripes than that needs.
     if rounds and rest:
         fewer = [rounds + load(rest, count, n) for n in range(1, counts[-1])]
         assert all(value > reachable * SLACK for value in fewer)

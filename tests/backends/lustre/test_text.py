@@ -1,4 +1,4 @@
-"""The output of new and old versions of `lfs` is read alike; nonsense is refused."""
+"""The output of new and old versions of `lfs` reads the same; nonsense is refused."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""A run in tiers one of which cannot be opened yet."""
+"""A run in tiers with one that cannot be opened yet."""
 
 import itertools
 import threading
@@ -37,7 +37,7 @@ class Places:
 
 @pytest.fixture
 def at_once(waits):
-    """Whenever anybody looks, twice as much time has passed: longer than the last try took."""
+    """At each read twice as much time has passed: more than the last try took."""
     looks = itertools.count(10)
     waits(tier_reopen_s=0.0, clock=ShiftedClock(lambda: 2.0 ** next(looks)))
 
@@ -51,7 +51,7 @@ def test_an_unresponsive_tier_does_not_block_the_other(name, at_once):
     (other,) = places.open.values()
     other.publish("commits/x", b"x")
     assert backend.read_record("commits/x", limit_bytes=9) == b"x"
-    assert not backend.capabilities.exclusive_publish  # of one of them it is not known
+    assert not backend.capabilities.exclusive_publish  # unknown for one of them
     assert backend.direct_io is False
     backend.close()
 
@@ -78,7 +78,7 @@ def test_an_absent_tier_opens_later_and_closes_with_the_rest(at_once):
 
 
 def test_closing_does_not_wait_for_a_hung_try(at_once):
-    """What it opens all the same is closed."""
+    """A tier that still opens is closed."""
     places = Places("near")
     backend = places.tiered()
     places.away.clear()

@@ -123,7 +123,7 @@ def test_truncated_blob_is_not_sought_in_other_tiers():
 
 
 def test_a_listing_needs_every_tier():
-    """Whoever decides what may go has to know all."""
+    """A decision on deletions needs all tiers."""
     broken = FaultyBackend(memory())
     broken.add(Fault("list", times=None, error=StorageError("no answer")))
     with pytest.raises(StorageError, match="no answer"):

@@ -1,4 +1,4 @@
-"""Each sink against the real library that it writes to, or the one that reads what it writes."""
+"""Each sink against the real library that it writes to, or that reads its output."""
 
 import struct
 import subprocess
@@ -127,7 +127,7 @@ def test_wandb_logs_over_its_own_step_and_keeps_the_loops_steps(tmp_path, monkey
     with wandb.init(mode="offline", dir=tmp_path, project="penstock") as run:
         run.log({"loss": 2.0}, step=500)
         saved, _ = watched(events.WandbSink())
-        run.log({"loss": 1.0}, step=500)  # W&B drops it if its counter has gone on
+        run.log({"loss": 1.0}, step=500)  # W&B drops it if its counter has advanced
         run.log({"loss": 0.5}, step=501)
     wandb.teardown()  # its process may write until then
     (file,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
@@ -154,7 +154,7 @@ def history_of(file):
 
 
 def records_of(data):
-    """The records of a log of LevelDB behind a header: blocks of 32 KiB with pieces of records."""
+    """The records of a LevelDB log after a header: blocks of 32 KiB with pieces of records."""
     at, record = 7, b""
     while at + 7 <= len(data):
         left = 32768 - at % 32768

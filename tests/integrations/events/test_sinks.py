@@ -1,4 +1,4 @@
-"""Sinks on their own threads: what is slow, hangs or raises holds nothing up."""
+"""Sinks on their own threads: slow, hung or failing ones block nothing."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""An export that is killed, and the memory that both ways take."""
+"""Killed exports, and the memory of export and import."""
 
 import gc
 import json
@@ -18,7 +18,7 @@ import penstock
 
 pytestmark = pytest.mark.process
 
-# Kills itself at the n-th step that it takes in files; prints how many there were otherwise.
+# Kills itself at the n-th file operation; otherwise prints their number.
 EXPORT = """
 import os, signal, sys, penstock
 run, out, to, last = *sys.argv[1:4], int(sys.argv[4])
@@ -115,7 +115,7 @@ def test_new_folders_above_an_export_are_durable(tmp_path, monkeypatch):
     assert {tmp_path, tmp_path / "a", tmp_path / "a" / "b"} <= synced
 
 
-# DCP leaves a writer in a cycle of references, and its end is an error of its own.
+# DCP leaves a writer in a reference cycle, whose end is an error of its own.
 @pytest.mark.filterwarnings("ignore:.*NoCloseWriter:pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("to", ["safetensors", "torch", "dcp"])
 def test_a_write_failing_midway_is_a_storage_error_without_output(tmp_path, to):

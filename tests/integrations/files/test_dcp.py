@@ -1,4 +1,4 @@
-"""Folders of `torch.distributed.checkpoint` out and in; nothing in their pickles is run."""
+"""Folders of `torch.distributed.checkpoint` out and in; their pickles run no code."""
 
 import collections
 import contextlib
@@ -218,7 +218,7 @@ def test_each_chunk_is_read_once_and_kept_only_while_needed(tmp_path):
 
 @contextlib.contextmanager
 def opening(call):
-    """Call `call` with each file to be opened; an audit hook stays, so a flag ends it."""
+    """Call `call` with each opened file; an audit hook stays, so a flag ends it."""
     active = [True]
 
     def audit(event, arguments):
@@ -303,7 +303,7 @@ def test_only_classes_of_dcp_are_allowed(tmp_path, refused):
 
 
 def test_a_pickle_cannot_change_the_stand_in_classes(tmp_path, refused):
-    """The state of an object may be put onto a class itself, whose attributes it would set."""
+    """The state of an object may be applied to a class, and would set its attributes."""
     of_metadata = "torch.distributed.checkpoint.metadata"
     good = save({"w": torch.ones(2)}, tmp_path / "good")
     folder = save({"w": torch.ones(2)}, tmp_path / "d")
@@ -339,7 +339,7 @@ def test_properties_of_torch_2_6_to_2_15_are_read(tmp_path, refused, monkeypatch
 
 
 class Reverse(_extension.StreamTransformExtension):
-    """A real transformation, as one that compresses would be."""
+    """A real transformation, like one that compresses."""
 
     @staticmethod
     def registry_name():

@@ -1,4 +1,4 @@
-"""Folders that DeepSpeed wrote, read without it; `deepspeed/make.py` made those that are here."""
+"""Folders written by DeepSpeed, read without it; `deepspeed/make.py` made those here."""
 
 import os
 import shutil
@@ -26,7 +26,7 @@ def file_of(folder, kind, rank=0):
 
 
 def change(path, edit):
-    """Change a file of a rank; its classes of DeepSpeed are loaded as DeepSpeed loads them."""
+    """Change a file of a rank; loads its DeepSpeed classes as DeepSpeed does."""
     content = torch.load(path, weights_only=True)
     edit(content)
     torch.save(content, path)

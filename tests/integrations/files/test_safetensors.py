@@ -1,4 +1,4 @@
-"""Safetensors out and in: real files, of Penstock and of the library."""
+"""Safetensors out and in: real files of Penstock and of the library."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Files of `torch.save` out and in; nothing in them is run."""
+"""Files of `torch.save` out and in; they run no code."""
 
 import json
 import os
@@ -15,7 +15,7 @@ import penstock
 
 
 class Touch:
-    """A pickle that makes a folder when it is loaded."""
+    """A pickle that creates a folder when loaded."""
 
     def __init__(self, path):
         self.path = path
@@ -59,7 +59,7 @@ def test_file_can_be_mapped_and_is_a_sound_archive(tmp_path):
         penstock.export_checkpoint(ckpt, tmp_path / "o.pt", to="torch", on_progress=seen.append)
     assert seen[-2].bytes_done == seen[-1].bytes_total == sum(t.nbytes for t in tensors.values())
     with zipfile.ZipFile(tmp_path / "o.pt") as archive:
-        assert archive.testzip() is None  # the checksums, which torch itself does not compare
+        assert archive.testzip() is None  # the checksums, which torch does not compare
     mapped = torch.load(tmp_path / "o.pt", mmap=True, weights_only=True)
     for name, tensor in tensors.items():
         found = mapped["x"][name]

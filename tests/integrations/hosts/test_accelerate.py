@@ -1,4 +1,4 @@
-"""Programs of accelerate that are killed, or stopped at chosen steps, and resume exactly."""
+"""accelerate programs that are killed, or stopped at chosen steps, and resume exactly."""
 
 import pytest
 from tests.integrations.hosts.harness import check_exact_resume, needs, program_of, run
@@ -7,7 +7,7 @@ pytestmark = [pytest.mark.process, pytest.mark.slow, needs("accelerate", "torchd
 
 PAGE = "trainers/accelerate.md"
 
-# Its data set draws random numbers in the process that trains, and it leaves evaluation by `break`.
+# Its data set draws random numbers in the training process, and it leaves evaluation by `break`.
 DRAWS = """
 import os, random, sys
 import torch

@@ -1,4 +1,4 @@
-"""Programs of Lightning that are killed, finished and continued, or saved through the plugin."""
+"""Lightning programs that are killed, finished and continued, or saved through the plugin."""
 
 import pytest
 from tests.integrations.hosts.harness import check_exact_resume, needs, program_of, run
@@ -49,7 +49,7 @@ for step in ckpt.steps():
     print("kept", step, dict(ckpt.info(step).metadata))
 """
 
-# Ends itself between two steps of the optimizer, as at a preemption, and is started again.
+# Exits between two optimizer steps, as at a preemption, and is started again.
 LEAVES = """
 import lightning.pytorch as pl
 import torch
@@ -94,7 +94,7 @@ losses("tried", fast_dev_run=True)
 print("tried", penstock.Checkpointer("tried").steps())
 """
 
-# A slow store, and a name for each checkpoint: what is removed must be gone in the end.
+# A slow store, and a name for each checkpoint: removed ones must be gone in the end.
 PLUGIN = """
 import os, sys, time
 import lightning.pytorch as pl
@@ -179,7 +179,7 @@ def test_finished_job_is_not_trained_again_and_continues_with_more_epochs(tmp_pa
     more = run(PROGRAM, place)
     assert min(more.losses) == 25, more.text
     assert first.losses | more.losses == unbroken.losses
-    # Validation ran every 6 steps, and its metric is of the saves at these steps alone.
+    # Validation ran every 6 steps; only the saves at these steps have its metric.
     kept = [line.split(" ", 2) for line in run(SHOW, place).text.splitlines() if "kept" in line]
     assert len(kept) >= 2
     assert [("val_loss" in metadata) for _, _, metadata in kept] == [

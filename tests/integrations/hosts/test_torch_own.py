@@ -1,4 +1,4 @@
-"""torch's own tests of DCP, from a checkout, with our storage in place of its own.
+"""torch's tests of DCP, from a checkout, with our storage in place of its own.
 
 `TORCH_CHECKOUT` names the checkout, of the installed release of torch.
 """
@@ -23,7 +23,7 @@ FILES = [
 ]
 # Asks for GPUs and needs none. The other files move tensors to GPUs, or use FSDP.
 ON_CPU = "test_dtensor_resharding.py"
-OF_FILES = "Rot13 or ZStandard"  # these test what DCP's own files can be transformed by
+OF_FILES = "Rot13 or ZStandard"  # these test transformations of DCP's files
 
 
 @pytest.mark.skipif(CHECKOUT is None, reason="needs a checkout of torch, named by TORCH_CHECKOUT")

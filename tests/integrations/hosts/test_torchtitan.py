@@ -31,7 +31,7 @@ def test_the_program_of_the_page_resumes_exactly(tmp_path):
 
 
 class Trained:
-    """What a trainer keeps: some parts of a model, their optimizers, and its own step."""
+    """A trainer's state: some parts of a model, their optimizers, and its step."""
 
     def __init__(self, folder, seed=0, *, manager=PenstockManager, parts=1, **config):
         torch.manual_seed(seed)
@@ -153,7 +153,7 @@ def test_the_last_save_and_a_seed_are_model_only(tmp_path):
 def test_initial_checkpoints_may_be_penstock_or_torchtitan(tmp_path):
     old = Trained(tmp_path / "old", manager=CheckpointManager, keep_latest_k=0)
     old.train(2)
-    # In the folder of torchtitan's manager: all of it, and what comes is saved by ours.
+    # All in the folder of torchtitan's manager; ours saves the later steps.
     taken = Trained(tmp_path / "old", 1)
     assert taken.manager.load()
     assert (taken.step, taken.weights, taken.moments) == (2, old.weights, old.moments)

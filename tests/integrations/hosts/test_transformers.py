@@ -22,7 +22,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.timeout(1800)  # imports of trainers alone take half a minute, on a busy machine
+@pytest.mark.timeout(1800)  # importing trainers takes half a minute on a busy machine
 @pytest.mark.multirank
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_trainer_resumes_exactly(tmp_path, ranks):
@@ -39,7 +39,7 @@ def test_an_sft_trainer_with_adapters_resumes_exactly(tmp_path):
     assert all("lora_" in name for name in names)
 
 
-# accelerate shards models on accelerators only, so the processes of this CPU pass for some.
+# accelerate shards models only on accelerators, so CPU processes pose as some.
 SHARDED = """
 import accelerate.state as states
 
@@ -169,7 +169,7 @@ def test_the_best_model_is_known_after_a_resume(tmp_path):
     resumed = trainer_of(ScriptedTrainer, tmp_path, max_steps=5, save_total_limit=2, **BEST)
     resumed.losses = (None, None, None, 2.0, 2.0)
     resumed.train(resume_from_checkpoint=True)
-    assert steps_of(tmp_path) == [2, 3, 4, 5]  # the best, that which was restored, the last two
+    assert steps_of(tmp_path) == [2, 3, 4, 5]  # the best, the restored one, the last two
     assert resumed.state.best_global_step == 2
     assert torch.equal(resumed.model.layer.weight, stored_weight(tmp_path, 2))
 
@@ -285,7 +285,7 @@ def test_a_model_only_save_warns_and_resumes(tmp_path, caplog):
 
 
 class WithFile(transformers.Trainer):
-    """As trainers do that derive from `Trainer`: a file of its own beside those of a checkpoint."""
+    """As in subclasses of `Trainer`: an extra file beside those of a checkpoint."""
 
     loaded = None
 
@@ -310,7 +310,7 @@ def test_files_of_a_derived_class_and_a_second_save_of_a_step_are_kept(tmp_path)
         pass
 
     trainer = trainer_of(Derived, tmp_path, max_steps=4)
-    trainer.add_callback(SaveAgain())  # of step 4, which is saved by then
+    trainer.add_callback(SaveAgain())  # of step 4, saved by then
     trainer.train()
     resumed = trainer_of(Derived, tmp_path, max_steps=5)
     resumed.train(resume_from_checkpoint=True)
@@ -319,7 +319,7 @@ def test_files_of_a_derived_class_and_a_second_save_of_a_step_are_kept(tmp_path)
 
 
 class ScheduleFree(torch.optim.SGD):
-    """Changes parameters between steps, as the optimizers of schedulefree do."""
+    """Changes parameters between steps, like the optimizers of schedulefree."""
 
     factor = 1.0
 

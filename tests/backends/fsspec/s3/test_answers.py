@@ -1,6 +1,6 @@
-"""Wrong answers, from which the backend reads the right bytes, or raises an error.
+"""Wrong responses: the backend still reads the right bytes, or raises an error.
 
-The servers here answer by a script, so no test depends on the abilities of a real server.
+The servers here follow a script, so no test depends on the abilities of a real server.
 """
 
 import json

@@ -158,7 +158,7 @@ def test_refusal_that_closes_in_mid_body_is_read(transport, status):
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory):
-    """A file with a key and a certificate, which signs itself, for 127.0.0.1."""
+    """A file with a key and a self-signed certificate for 127.0.0.1."""
     x509 = pytest.importorskip("cryptography.x509", reason="needs cryptography")
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec

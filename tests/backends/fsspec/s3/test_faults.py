@@ -152,7 +152,7 @@ def test_abort_waits_until_no_buffer_is_in_use(shaky, proxy):
 def test_abort_waits_until_no_copied_part_is_in_flight(impatient, proxy):
     stalled = proxy.fail("stall", method="PUT", part="partNumber=1&")
     writer = impatient.create("b.raw", size_hint=SIZE)
-    piece = memoryview(pattern(512 << 10))  # so small ones are put together
+    piece = memoryview(pattern(512 << 10))  # so small ones are merged
     writer.write([WriteRequest(at, (piece,)) for at in range(0, PART, piece.nbytes)])
     (part,) = writer._sent.values()
     while not stalled.seen:

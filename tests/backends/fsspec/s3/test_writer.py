@@ -78,7 +78,7 @@ def test_out_of_order_calls_land_at_their_offsets(store):
     data = pattern(size)
     requests = [request(at, data[at : at + 3 * MIB]) for at in range(0, size, 3 * MIB)]
     writer = store.create("b.raw", size_hint=size)
-    # Three that follow each other touch three parts at most: as many as are kept open.
+    # Three in a row touch at most three parts: the number kept open.
     with ThreadPoolExecutor(3) as pool:
         for some in range(0, len(requests), 3):
             group = requests[some : some + 3]
