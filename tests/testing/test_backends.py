@@ -78,7 +78,7 @@ def root_of(cls, tmp_path):
     return lambda root: cls(MemoryBackend(MemoryConfig(name=f"{tmp_path}/{root}")))
 
 
-# -- parts of the mutants -----------------------------------------------------------------
+# -- parts of the mutants ------------------------------------------------------------------------
 
 DIRECT = "direct_io_leaves_the_page_cache_alone"
 # Other processes do not see this process's memory; it declares that.
@@ -475,7 +475,7 @@ def test_failure_names_its_check(tmp_path):
     assert caught.value.__notes__ == [note]
 
 
-# -- undeclared features of an instance ----------------------------------------------------------
+# -- undeclared features of an instance ---------------------------------------------------------
 
 
 class AppendsInOrder(Good):

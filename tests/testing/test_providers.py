@@ -165,7 +165,7 @@ def test_the_good_one_passes(kind):
     check(Good, kind)
 
 
-# -- parts of the mutants -----------------------------------------------------------------
+# -- parts of the mutants ------------------------------------------------------------------------
 
 MUTANTS = {}
 
@@ -575,7 +575,7 @@ def test_a_change_without_effect_is_no_check():
         check_provider(Mean, lambda mean: mean, equal, providers=_with(Good()))
 
 
-# -- the author's input to the suite ----------------------------------------------------------
+# -- the author's input to the suite ------------------------------------------------------------
 
 
 def refuses(*_):
