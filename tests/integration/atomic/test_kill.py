@@ -1,4 +1,4 @@
-"""Processes really killed while they save: what is listed afterwards is whole, old or new."""
+"""Processes really killed during saves: all listed steps are whole, old or new."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def killer():
 
 
 class Watch:
-    """A run, one saver after the other, and what it must hold after each was killed."""
+    """A run of successive savers, and its required contents after each kill."""
 
     def __init__(self, root, kind, *, overwrite=False, share=False):
         self.url = f"{kind}://{root}"
@@ -43,9 +43,9 @@ class Watch:
         self.done = None
         self.in_the_middle = 0
         self.olds = self.news = 0
-        self.most = 0  # steps there were at once
+        self.most = 0  # steps that existed at once
         self.collected = ()
-        self.borrowed = set()  # kinds of blobs that checkpoints have borrowed
+        self.borrowed = set()  # kinds of borrowed blobs
 
     def kill(self, killer, **how):
         request = {"commits": 0, "delay_s": 0.0, "crash": None, **how}
@@ -58,7 +58,7 @@ class Watch:
         self.check(answer["started"])
 
     def check(self, started):
-        """`started` is the number of the last save that began, None where none did."""
+        """`started` is the number of the last started save, None without one."""
         with checkpointer(f"posix://{self.root}") as ckpt:
             steps = ckpt.steps()
             for step in steps:
@@ -87,7 +87,7 @@ class Watch:
             self.number = max(latest, started or 0) + 1
 
     def save_on(self):
-        """A following process saves, and collects what the dead ones have left."""
+        """A following process saves, and deletes the leftovers of dead ones."""
         with checkpointer(self.url, grace_s=1e-6) as ckpt:
             report = ckpt.prune(everything=True)
             self.collected = report.uids
@@ -124,7 +124,7 @@ def test_a_saver_killed_at_any_call_of_the_store_leaves_the_old_or_the_new(
     assert watch.in_the_middle >= 3
     watch.save_on()
     assert watch.collected, "no saver was killed while it wrote"
-    # What stands still is raw, what moves a little is encoded.
+    # Unchanged data is raw, slightly changed data is encoded.
     assert watch.borrowed == ({"raw", "enc"} if watch.share else {"enc"})
 
 

@@ -1,4 +1,4 @@
-"""Two savers of one step: one wins, the other is told; and answers that get lost on the way."""
+"""Two savers of one step: one wins, the other learns it; and lost responses."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_exactly_one_of_two_concurrent_publishers_wins(overwrite, url, forker):
         with checkpointer(url) as ckpt:
             assert ckpt.steps() == [*range(1, step + 2)]
             assert same(ckpt.load(step), make(won["number"]))
-            assert same(ckpt.load(step + 1), make(lost["number"]))  # it went on, and lost nothing
+            assert same(ckpt.load(step + 1), make(lost["number"]))  # it continued, and lost nothing
             for earlier in range(1, min(step, 3)):
                 assert same(ckpt.load(earlier), make(earlier))
             assert all(ckpt.verify(s).ok for s in ckpt.steps())
@@ -97,7 +97,7 @@ class Overtaken(WrapperBackend):
 
 
 class Appending(Overtaken):
-    """A store that decides nothing by itself, as some object stores do."""
+    """A store without arbitration, like some object stores."""
 
     @property
     def capabilities(self):
@@ -128,7 +128,7 @@ def test_an_overtaken_saver_keeps_its_steps_and_data(store):
         assert same(ckpt.load(2), make(20))
         ckpt._saver.job.released.wait()
         there = {i.name.split("/")[1] for i in store.list("data/")}
-        assert there == {ckpt.info(1).uid, ckpt.info(2).uid}  # what lost is gone at once
+        assert there == {ckpt.info(1).uid, ckpt.info(2).uid}  # the loser's data is gone at once
         with pytest.raises(StepExistsError):
             ckpt.save(make(10), 2)
         ckpt.save(make(3), 3, mode="blocking")
@@ -150,7 +150,7 @@ def test_a_losing_solo_process_of_several_learns_why_it_lost(store, monkeypatch)
 
 
 def test_a_store_without_conditional_put_warns_and_refuses_visible_steps(store):
-    backend = Appending(store, at="index")  # behind the claim, before the look
+    backend = Appending(store, at="index")  # after the claim, before the check
     with checkpointer(backend) as ckpt:
         report = ckpt.save(make(1), 1, mode="blocking").result()
         assert report.exclusive is False
@@ -162,7 +162,7 @@ def test_a_store_without_conditional_put_warns_and_refuses_visible_steps(store):
 
 
 def test_a_store_without_conditional_put_reads_the_record_back(store):
-    """Both saw that the name was free; the other's record came last, so it is the other's."""
+    """Both saw the free name; the other's record came last, so the step is the other's."""
     record = None
 
     class Late(Appending):
@@ -186,7 +186,8 @@ def test_a_store_without_conditional_put_reads_the_record_back(store):
     assert isinstance(record, CommitRecord)
 
 
-# -- lost answers ----------------------------------------------------------------------------------
+#
+# -- lost responses --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -203,7 +204,7 @@ def test_a_lost_reply_to_a_completed_publish_resolves_to_success(error, store):
 
 
 def test_data_stays_if_the_winning_record_cannot_be_read(store):
-    """It may be our own: an earlier try of the store's client, whose answer was lost."""
+    """It may be our own: an earlier try of the store's client with a lost response."""
     faulty = FaultyBackend(store)
     with checkpointer(faulty) as ckpt:
         faulty.fail("publish", BlobExistsError("a retry met itself"), match="commits/", late=True)
@@ -246,14 +247,14 @@ def test_a_published_record_that_is_unreadable_stays_unknown(store):
             ckpt.save(make(1), 1, mode="blocking")
         faulty.clear()
         ckpt._saver.job.finished(None)
-        assert ckpt.steps() == [1]  # it does exist, and nothing of it was deleted
+        assert ckpt.steps() == [1]  # it exists, and no data of it was deleted
         assert ckpt.verify(1).ok
         assert same(ckpt.load(1), make(1))
 
 
 @pytest.mark.parametrize("by", ["prune", "overwrite"])
 def test_an_overwrite_that_lands_after_its_data_was_pruned_leaves_the_older_generation(by, store):
-    """It was held up for longer than the grace time between its last look and its record."""
+    """It was delayed for more than the grace time between its last check and its record."""
     faulty = FaultyBackend(store)
     with checkpointer(store) as ckpt:
         ckpt.save(make(1), 1, mode="blocking")

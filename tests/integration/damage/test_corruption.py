@@ -1,4 +1,4 @@
-"""Damage to what is stored is found, named, and never becomes a value."""
+"""Damage to stored data is found, named, and never becomes a value."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ENCODED_PATHS = {path for path in ALL if path.startswith("optimizer/")}
 
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory):
-    """Steps 1 and 2 of one layout with other contents, and what was saved as step 2."""
+    """Steps 1 and 2 of one layout with other contents, and the state of step 2."""
     run = Run(tmp_path_factory.mktemp("pristine") / "root")
     state = make_state(1)
     with run.open(**ENCODED) as ckpt:
@@ -67,7 +67,7 @@ def damage_of(ckpt, step=STEP):
 
 
 def step_of(ckpt, step):
-    """What the names of a step's data begin with."""
+    """The prefixes of a step's data."""
     return f"data/{ckpt.open(step).info.uid}"
 
 
@@ -109,7 +109,7 @@ def test_a_region_is_readable_despite_damage_in_other_blocks(run, ckpt, saved):
 
 
 def frames_of(checkpoint):
-    """`(start, stop)` of every frame by blob, those included that others are encoded against."""
+    """`(start, stop)` of every frame by blob, bases included."""
     contents = checkpoint.contents
     found = {}
     for record in contents.objects():
@@ -152,7 +152,7 @@ def test_any_flipped_bit_is_found_or_harmless(count, run, ckpt, saved):
     assert ckpt.verify(STEP).ok
 
 
-# -- what a failed restore leaves ------------------------------------------------------------------
+# -- effects of a failed restore -------------------------------------------------------------------
 
 
 def test_a_mismatch_leaves_the_template_untouched(ckpt, saved):

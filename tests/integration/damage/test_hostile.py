@@ -1,4 +1,4 @@
-"""A storage root in which somebody else writes: nothing outside of it is read or changed."""
+"""A storage root that others can write: nothing outside it is read or changed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NAMES = [
 
 @pytest.fixture
 def outside(tmp_path):
-    """What a hostile root would like to get at."""
+    """The target of a hostile root."""
     folder = tmp_path / "outside"
     folder.mkdir()
     (folder / "secret").write_bytes(SECRET)
@@ -41,7 +41,7 @@ def outside(tmp_path):
 
 @pytest.fixture
 def untouched(outside):
-    """Whatever a test does, everything outside of the root is as it was."""
+    """After any test everything outside the root is unchanged."""
     before = listing(outside)
     yield
     assert listing(outside) == before
@@ -147,7 +147,7 @@ def files_of(root):
     return [p.relative_to(root).as_posix() for p in root.rglob("*") if p.is_file()]
 
 
-# -- links that were planted -----------------------------------------------------------------------
+# -- planted links ---------------------------------------------------------------------------------
 
 
 PLANTED = {
@@ -192,7 +192,7 @@ def test_a_planted_link_is_not_followed(what, to, root, outside):
                 got = use()
             except PenstockError:
                 continue
-            if isinstance(got, dict):  # nobody needs these two to read it all
+            if isinstance(got, dict):  # reading it all needs neither of these
                 assert what in {"intent", "index"}
                 assert same(got, make_state(2))
         assert listing(outside) == before
@@ -244,7 +244,7 @@ def exchange(one, other):
 
 @contextmanager
 def swapping(one, other):
-    """Exchange two names over and over while the block runs; they are as before in the end."""
+    """Exchange two names repeatedly while the block runs; restore them in the end."""
     stop, done, failed = threading.Event(), [0], []
 
     def loop():
@@ -271,7 +271,7 @@ def swapping(one, other):
     ["attempt", *(pytest.param(w, marks=pytest.mark.slow) for w in ("commits", "blobs", "raw"))],
 )
 def test_a_folder_swapped_for_a_link_during_a_read_is_refused(what, root, outside):
-    """The link leads to a copy in which every value is another: reading it would be seen."""
+    """The link points to a copy in which every value differs: reading it would show."""
     place = root / PLANTED[what](uid_of(root, 2))
     elsewhere = outside / "other"
     if place.is_dir():
@@ -296,7 +296,7 @@ def test_a_folder_swapped_for_a_link_during_a_read_is_refused(what, root, outsid
             try:
                 got = ckpt.load(2)
             except PenstockError as error:
-                # Were bytes of the copy read, it would be their checksums that do not match.
+                # If bytes of the copy were read, their checksums would not match.
                 assert "checksum" not in str(error)  # noqa: PT017 - it may be read
                 outcomes["refused"] += 1
             else:
@@ -333,7 +333,7 @@ def test_a_folder_swapped_for_a_link_during_a_write_is_refused(what, root, outsi
             assert same(ckpt.load(step), make_state(step))
 
 
-# -- records that are not what they say ------------------------------------------------------------
+# -- lying records ---------------------------------------------------------------------------------
 
 
 def test_a_record_above_the_size_limit_is_refused_unread(root):
@@ -374,7 +374,7 @@ def test_metadata_of_a_hostile_record_is_only_data(root):
 
 
 def test_a_blob_of_an_unreferenced_save_is_refused():
-    """Whoever can write one save of a run cannot make it read another's blobs by their names."""
+    """A writer of one save of a run cannot make it read another's blobs by name."""
     store = memory()
     with checkpointer(store) as ckpt:
         ckpt.save({"secret": torch.arange(9.0)}, 1, mode="blocking")

@@ -1,4 +1,4 @@
-"""Records with right digests that claim, or hold, what would exhaust a reader."""
+"""Records with right digests whose claims, or content, would exhaust a reader."""
 
 import importlib.util
 import random
@@ -25,7 +25,7 @@ PRIME = (1 << 61) - 1  # Python hashes integers modulo this
 
 
 def forged(state, change):
-    """A store with one checkpoint of `state`, in which `change` has been busy."""
+    """A store with one checkpoint of `state`, changed by `change`."""
     store = memory()
     with checkpointer(store) as ckpt:
         ckpt.save(state, 1, mode="blocking")
@@ -52,7 +52,7 @@ def test_an_object_in_too_many_tiny_chunks_is_refused():
 def test_pieces_of_a_part_have_a_total_expansion_limit():
     def change(level, value):
         if level == "head":
-            value["shards"][2] = value["sections"][0][2] = 9 << 20  # each alone may have so much
+            value["shards"][2] = value["sections"][0][2] = 9 << 20  # each alone may have this much
         return value
 
     complaint = f"{18 << 20} bytes once decompressed"
@@ -265,7 +265,7 @@ def test_numbers_of_any_size_and_pairs_of_them_do_not_collide():
 
 
 class Proxy:
-    """Stands in place of something, and runs code when it is looked at."""
+    """A proxy that runs code at any access."""
 
     @property
     def __class__(self):

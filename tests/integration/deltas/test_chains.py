@@ -28,7 +28,7 @@ def starts_and_drifts():
 
 
 def weights(step):
-    """A state whose tensors move a little with each step: large ones, and a slab of small ones."""
+    """A state whose tensors change slightly per step: large ones, and a slab of small ones."""
     state = {
         name: start + 1e-6 * step * drift for name, (start, drift) in starts_and_drifts().items()
     }
@@ -95,7 +95,7 @@ def test_a_raw_base_stays_valid_when_optimizer_state_joins(tmp_path):
     steps = {str(n): torch.ones(()) for n in range(100)}
     with penstock.Checkpointer(tmp_path, rules=RULES) as ckpt:
         first = ckpt.save(words, step=0, mode="blocking").result()
-        assert first.bytes_stored >= 4 << 20  # nothing that the codecs could make smaller
+        assert first.bytes_stored >= 4 << 20  # no data that the codecs could shrink
         for tensor in words.values():
             tensor[::99] += 1
         state = {"steps": steps, **words}

@@ -1,4 +1,4 @@
-"""Compaction: checkpoints of a chain become whole, whatever else happens to the run meanwhile."""
+"""Compaction: checkpoints of a chain become whole despite concurrent changes of the run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RULES = [{"match": "**", "codecs": ["delta", "floatsplit"]}]
 
 
 def state_of(step):
-    """A state that moves a little with each step, with an object that no codec takes."""
+    """A state that changes a little with each step, with an object that no codec takes."""
     generator = torch.Generator().manual_seed(5)
     start, drift = (torch.randn(90, 70, generator=generator) for _ in range(2))
     return {"model": {"w": start + 1e-6 * step * drift}, "step": step}
@@ -47,7 +47,7 @@ def save(root, steps, *, of=state_of, **options):
 
 
 def check(root, steps, *, of=state_of):
-    """Exactly these steps are there, whole, and restore to what was saved."""
+    """Exactly these steps exist, whole, and restore to the saved state."""
     with penstock.Checkpointer(root) as ckpt:
         assert ckpt.steps() == [*steps]
         for step in steps:
@@ -73,7 +73,7 @@ def another(step):
     return {"model": {"w": torch.full((90, 70), float(step))}, "step": -step}
 
 
-# -- what it does ---------------------------------------------------------------------------------
+# -- effects --------------------------------------------------------------------------------------
 
 
 def test_a_compacted_checkpoint_is_equal_and_borrows_nothing(tmp_path):
@@ -89,7 +89,7 @@ def test_a_compacted_checkpoint_is_equal_and_borrows_nothing(tmp_path):
     assert done.bytes_before == before[2].bytes_stored < done.bytes_after == after[2].bytes_stored
     assert {step: after[step] for step in (0, 1, 3)} == {s: before[s] for s in (0, 1, 3)}
     check(tmp_path, range(4))
-    # Step 3 borrows of the older generation, so its blobs stay, and nothing else of it.
+    # Step 3 borrows from the older generation, so only its blobs stay.
     kept = tmp_path / "data" / before[2].uid
     assert [path.name for path in kept.iterdir()] == ["blobs"]
 
@@ -229,7 +229,7 @@ def test_the_last_tier_gets_the_whole_checkpoint(tmp_path):
     check(tmp_path / "d", range(3))
 
 
-# -- what goes wrong meanwhile ---------------------------------------------------------------------
+# -- concurrent faults -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -263,11 +263,11 @@ def test_a_crash_before_any_effect_leaves_every_step_whole(operations, count):
             break
         points += 1
     assert points > 5
-    assert compacted == {*range(1, len(steps) + 1)}  # step 0 is whole from the beginning
+    assert compacted == {*range(1, len(steps) + 1)}  # step 0 is whole from the start
 
 
 def compaction(root, step, operation, match, meanwhile, *, store=None):
-    """Compact a step; do something while that is held at a call of the store."""
+    """Compact a step; act while that is held at a call of the store."""
     store = store or FaultyBackend(open_backend(root))
     with penstock.Checkpointer(store) as ckpt, ThreadPoolExecutor(1) as pool:
         with holding(store, operation, match=match) as held:
@@ -406,7 +406,7 @@ def test_the_next_compaction_deletes_data_of_a_killed_one(tmp_path):
         done = interpreters.run("-c", COMPACT, root, n)
         assert done.returncode == -signal.SIGKILL
         left = [root / "data" / uid for uid in folders(root) - before]
-        # With an index its commit record may be on its way, and all of it would be left to `prune`.
+        # With an index its commit record may be in flight, and all of it would be left to `prune`.
         assert left
         assert not any((folder / "index").exists() for folder in left)
         blobs = sum(len([*folder.glob("blobs/*")]) for folder in left)

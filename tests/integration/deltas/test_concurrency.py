@@ -1,4 +1,4 @@
-"""Chains, and what else goes on in a process: forks, Ctrl-C, and stores that hang."""
+"""Chains in a process with forks, Ctrl-C, and hung stores."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def state(step):
 
 @pytest.fixture(scope="module")
 def saved():
-    """Files of steps 0 to 2, each but the first encoded against the one before."""
+    """Files of steps 0 to 2, each but the first encoded against the previous one."""
     store = memory()
     with Checkpointer(store, rules=RULES, **OPTIONS) as ckpt:
         for step in STEPS:
@@ -108,13 +108,13 @@ def check_damage(step, kind, damage, store):
             assert place.blob == name
             at = place.offset + place.length // 2
         needing = {step}
-        if kind == "encoded":  # manifests, and raw blobs, are needed by their own step alone
+        if kind == "encoded":  # only their own step needs manifests and raw blobs
             needing = {s for s in STEPS if s >= step}
         if damage is swap:
             needing |= {s for s in STEPS if kind == "encoded" and s >= (step + 1) % 3}
             needing |= {(step + 1) % 3}
             if files[name] == files[other]:
-                needing = set()  # an index has hashes of paths alone
+                needing = set()  # an index has only hashes of paths
         damage(files, name, other, at)
         put(store, files)
         for one in STEPS:
@@ -124,7 +124,7 @@ def check_damage(step, kind, damage, store):
                 assert (kind, damage, one) == ("record", remove, step)
             except DamagedError as error:
                 assert one in needing
-                assert error.damaged  # noqa: PT017 - `load` may also return what was saved
+                assert error.damaged  # noqa: PT017 - `load` may also return the saved state
                 assert all(what in str(error) for what in error.damaged)  # noqa: PT017
             else:
                 assert same(tree, state(one))
@@ -147,7 +147,7 @@ def test_damaged_link_restores_the_newest_whole_checkpoint(store):
         assert same(target, state(0))
 
 
-# -- records that are bound by right digests, and lie ----------------------------------------------
+# -- lying records with right digests --------------------------------------------------------------
 
 
 def forged(store, change, step=2):
@@ -155,7 +155,7 @@ def forged(store, change, step=2):
 
 
 def refused(store, step=2, match=None):
-    """Nothing of the forged step is read as a value, and no blob for it; the others are whole."""
+    """No byte of the forged step is read as a value, and no blob for it; the others are whole."""
     faulty = FaultyBackend(store)
     with Checkpointer(faulty, **OPTIONS) as ckpt:
         for read in (ckpt.load, lambda s: ckpt.open(s)[TENSOR]):
@@ -165,7 +165,7 @@ def refused(store, step=2, match=None):
         target = state(9)
         with pytest.raises(DamagedError, match=match):
             ckpt.restore(target, step)
-        with suppress(DamagedError):  # of the commit record itself
+        with suppress(DamagedError):  # of the commit record
             assert not ckpt.verify(step).ok
         for one in set(STEPS) - {step}:
             assert same(ckpt.load(one), state(one))
@@ -344,7 +344,7 @@ def test_consistent_lies_about_borrowed_blobs_are_found(lie, store):
         assert any((uid if lie == "longer" else "0" * 32) in d.what for d in report.damaged)
         try:
             assert same(ckpt.load(2), state(2))
-            assert lie == "longer"  # the bytes that are needed are there, and are the right ones
+            assert lie == "longer"  # the needed bytes are there, and are right
         except DamagedError:
             assert lie == "elsewhere"
         assert same(ckpt.load(1), state(1))
@@ -353,7 +353,7 @@ def test_consistent_lies_about_borrowed_blobs_are_found(lie, store):
 def test_a_missing_codec_of_a_base_fails_before_data_is_read(store):
     def change(level, value):
         if level == "head":
-            # The base of all was encoded without `delta`, by a chain of its own.
+            # The base of all was encoded without `delta`, by another chain.
             (chain,) = [c for c in value["chains"] if [link[0] for link in c] == ["zstd"]]
             chain[0][0] = "acme"
         return value

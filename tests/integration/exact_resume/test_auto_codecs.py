@@ -1,4 +1,4 @@
-"""Rules with `codecs = "auto"`: what they choose is reported, stored as reported, and restored."""
+"""Rules with `codecs = "auto"`: their choice is reported, stored as reported, and restored."""
 
 import os
 
@@ -18,7 +18,7 @@ MIB = 1 << 20
 
 
 def slow(inner=None):
-    """A store that any codec is faster than; the first 4 MiB tell it so in 0.2 s."""
+    """A store slower than any codec; the first 4 MiB show it in 0.2 s."""
     return LatencyBackend(inner or memory(), bytes_per_s=20e6)
 
 
@@ -29,12 +29,12 @@ def checkpointer(store, **options):
 
 
 def squeezable(elements=3 * MIB):
-    """12 MiB of floats that every codec makes smaller."""
+    """12 MiB of floats that every codec shrinks."""
     return {"w": torch.arange(elements, dtype=torch.float32) // 4096, "epoch": 7}
 
 
 def noise():
-    """Bytes that no codec makes smaller."""
+    """Bytes that no codec shrinks."""
     return {"w": torch.frombuffer(bytearray(os.urandom(12 * MIB)), dtype=torch.uint8)}
 
 

@@ -49,7 +49,7 @@ class Half(Codec):
 
 
 class Careless(Half):
-    """Lossy, and takes whatever it is given."""
+    """Lossy, and takes any chunk."""
 
     name = "careless"
 
@@ -65,7 +65,7 @@ class Careless(Half):
 
 
 class Against(Careless):
-    """Needs a base, which core has not."""
+    """Needs a base, which core does not have."""
 
     name = "against"
     lossless = True
@@ -73,7 +73,7 @@ class Against(Careless):
 
 
 class Never(Half):
-    """Declines every chunk, after it has written to the output."""
+    """Declines every chunk after writing to the output."""
 
     name = "never"
     lossless = True
@@ -131,7 +131,7 @@ def opened(tmp_path, registry):
 
 
 def rounded(tensor):
-    """What the lossy codec makes of float32."""
+    """The lossy codec's result for float32."""
     return ((tensor.view(torch.int32) >> 16) << 16).view(torch.float32)
 
 
@@ -190,7 +190,7 @@ def test_a_tensor_of_no_dimensions_never_goes_through_a_lossy_codec(opened):
     ],
 )
 def test_tied_tensor_is_rounded_only_if_every_name_is(tmp_path, first, codecs_of_model):
-    """`state_dict()` gives the memory of the model itself, so "best" is no copy of the model."""
+    """`state_dict()` returns the model's own memory, so "best" is no copy of the model."""
     model = torch.nn.Linear(300, 3)
     state = {"best": model.state_dict(), "model": model}
     rules = [{"match": "best", "codecs": [{"type": "cast", "to": "bfloat16"}]}]
@@ -237,7 +237,7 @@ def test_the_rest_of_a_chain_stores_a_declined_chunk(opened):
         tree = ckpt.load(1)
     assert torch.equal(tree["zeros"], state["zeros"])
     assert torch.equal(tree["w"], rounded(state["w"]))
-    assert report.bytes_stored < report.bytes_raw / 2  # zstd took what `half` did not
+    assert report.bytes_stored < report.bytes_raw / 2  # zstd took the chunks that `half` declined
 
 
 @pytest.mark.parametrize("size", [300, 10_001])
@@ -257,7 +257,7 @@ def test_a_float_codec_after_one_that_makes_floats_gets_these(opened, size):
 
 
 class First(Careless):
-    """Version 1 of a codec: stores the chunk as it is."""
+    """Version 1 of a codec: stores the chunk unchanged."""
 
     name = "grown"
     lossless = True
@@ -281,7 +281,7 @@ class Second(First):
 
 
 class Third(Second):
-    """Version 3, which does not read version 1 any more."""
+    """Version 3, which no longer reads version 1."""
 
     version = 3
     oldest_readable = 2
@@ -333,7 +333,7 @@ def test_a_version_that_cannot_be_read_is_refused_before_any_data_is_read(
         with with_codec(tmp_path, version) as ckpt:
             ckpt.save(state, number, mode="blocking")
     for blob in (tmp_path / "run").glob("data/*/blobs/*"):
-        blob.unlink()  # whoever looks for data finds none
+        blob.unlink()  # a reader of data finds none
     target = {"w": torch.ones(9000)}
     with with_codec(tmp_path, codec) as ckpt:
         for read in (ckpt.load, lambda step: ckpt.restore(target, step)):

@@ -1,4 +1,4 @@
-"""Weights that are the rounded master weights: stored without bytes of their own, and read back."""
+"""Weights that are rounded master weights: stored without their own bytes, and read back."""
 
 import pytest
 import torch
@@ -106,7 +106,7 @@ def has_a_nan(weight):
     weight[7, 7] = torch.nan
 
 
-# How the values are compared does not depend on the mode, only when they are.
+# The comparison of values does not depend on the mode, only its time does.
 @pytest.mark.parametrize(
     ("change", "mode"),
     [(differs_in_one_bit, "blocking"), (has_another_zero, "async"), (has_a_nan, "lazy")],

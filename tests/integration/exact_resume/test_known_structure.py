@@ -1,4 +1,4 @@
-"""A save whose structure is that of the save before takes over its cuts, and nothing else."""
+"""A save with the structure of the previous save reuses only its cuts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import penstock
 from penstock.core.plan import save as plan_module
 
 CHUNK_BYTES = 1 << 16
-LARGE = 44_000  # elements: cut into chunks of their own
+LARGE = 44_000  # elements: cut into separate chunks
 
 
 class Net(torch.nn.Module):
@@ -186,7 +186,7 @@ def equal(one, two):
 
 
 def known_and_new(job, change, options):
-    """Return what is loaded of a save that knows a structure, and of one that knows none."""
+    """Return the loads of a save with a known structure, and of one without."""
     with penstock.Checkpointer(memory(), **options) as ckpt:
         ckpt.save(job.state, step=1).result()
         change(job)

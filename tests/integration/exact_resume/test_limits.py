@@ -1,4 +1,4 @@
-"""What `save` takes, `load` gives back: every bit, at the limits of every kind of state."""
+"""`load` returns what `save` accepts: every bit, at the limits of every kind of state."""
 
 import datetime as dt
 import enum
@@ -29,7 +29,7 @@ class Color(enum.Enum):
 
 
 def same(one, other):
-    """Equal in type, order and every bit, all the way down."""
+    """Equal in type, order and every bit, recursively."""
     if type(one) is not type(other):
         return False
     match one:
@@ -47,7 +47,7 @@ def same(one, other):
             alike = getattr(one, "maxlen", 0) == getattr(other, "maxlen", 0)
             return alike and len(one) == len(other) and all(map(same, one, other))
         case set() | frozenset():
-            found = [any(same(a, b) for b in other) for a in one]  # some have no repr to sort by
+            found = [any(same(a, b) for b in other) for a in one]  # some have no repr for sorting
             return len(one) == len(other) and all(found)
         case float() | complex():
             parts = [struct.pack("<dd", v.real, v.imag) for v in (one, other)]
@@ -103,7 +103,7 @@ def shrunk(count, kept_bytes):
 PAYLOAD_NAN = struct.unpack("<d", bytes.fromhex("010000000000f8ff"))[0]
 HUGE = 10**5000
 
-huge = st.sampled_from([1, -1]).map(lambda sign: sign * 10**5000)  # of which Python has no repr
+huge = st.sampled_from([1, -1]).map(lambda sign: sign * 10**5000)  # without a repr in Python
 texts = st.one_of(
     st.text(st.characters(codec=None), max_size=6),
     st.sampled_from(["", "\0", "a\0", "\ud83d\ude00", "$", "a/b", "%00"]),

@@ -1,4 +1,4 @@
-"""Lossy checkpoints say how far each object is from what was saved, and stay near to it."""
+"""Lossy checkpoints report each object's distance from the saved one, and stay close."""
 
 from __future__ import annotations
 

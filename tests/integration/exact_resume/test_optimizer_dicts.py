@@ -1,4 +1,4 @@
-"""A live optimizer and its state dicts, of torch and of torch.distributed.checkpoint, are one."""
+"""A live optimizer and its state dicts, of torch and of DCP, are interchangeable."""
 
 import copy
 from itertools import cycle
@@ -46,8 +46,8 @@ CASES = {
 }
 
 
-# What an optimizer's options and state are like does not depend on the form, on how often it
-# stepped, or on its groups: one optimizer goes through all of these, the others through one each.
+# An optimizer's options and state do not depend on the form, the number of steps, or the groups:
+# one optimizer goes through all of these, the others through one each.
 OTHERS = [case for case in CASES if case != "AdamW"]
 
 
@@ -99,7 +99,7 @@ def state_of(optimizer):
 
 
 def dicts(value):
-    """All tensors of a state dict, by the keys that lead there."""
+    """All tensors of a state dict, by their keys."""
     if not isinstance(value, dict):
         return {}
     found = {}
@@ -162,7 +162,7 @@ def test_a_live_optimizer_restores_into_a_state_dict(ckpt, form, case, groups):
     ckpt.save({"model": model, "optimizer": optimizer}, 1).result()
     other, target = make(1, case=case, groups=groups, lr=7.0)
     template = form(other, target)
-    # Of the parameter that never gets a gradient, torch.distributed.checkpoint makes state.
+    # DCP creates state for the parameter that never gets a gradient.
     before = {keys: t for keys, t in dicts(template).items() if "idle" not in str(keys)}
     report = ckpt.restore({"model": other, "optimizer": template})
     after = dicts(template)
@@ -173,8 +173,7 @@ def test_a_live_optimizer_restores_into_a_state_dict(ckpt, form, case, groups):
     if form is numbered:
         fresh.load_state_dict(template)
     else:
-        # torch.distributed.checkpoint does not take its own dict of a parameter that never got a
-        # gradient, unless it needs none.
+        # DCP refuses its own dict of a parameter that never got a gradient, unless it needs none.
         last.idle.requires_grad_(requires_grad=False)
         options = FLAT if form is flattened else None
         set_optimizer_state_dict(last, fresh, template, options=options)
@@ -236,7 +235,7 @@ def test_names_beside_the_numbers_match_by_name(ckpt):
 
 
 class Wider(Net):
-    """Other shapes in the middle, and a parameter more."""
+    """Other shapes in the middle, and one more parameter."""
 
     def __init__(self):
         super().__init__()
@@ -368,11 +367,11 @@ def test_numbers_do_not_match_state_of_unknown_shapes(ckpt):
 @pytest.mark.parametrize("form", [named, numbered])
 def test_state_in_one_value_may_be_left_out(ckpt, form):
     model, optimizer = make(0, case="SGD")
-    optimizer.param_groups[0]["lr"] = torch.tensor(0.3)  # so that the dict is no value as a whole
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.3)  # so the dict as a whole is no value
     for parameter in model.parameters():
         optimizer.state[parameter] = {"count": 3}
     ckpt.save({"optimizer": form(model, optimizer)}, 1).result()
-    assert "optimizer/state" in ckpt.open(1).keys()  # noqa: SIM118 - a method of ours
+    assert "optimizer/state" in ckpt.open(1).keys()  # noqa: SIM118 - our method
     other, target = make(1, case="SGD")
     target.state[other.up.weight] = {"count": 5}
     state = {"model": other, "optimizer": target}

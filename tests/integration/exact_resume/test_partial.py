@@ -1,4 +1,4 @@
-"""Any part of a checkpoint alone: only what it needs is read, only what it names is touched."""
+"""Any part of a checkpoint alone: only its data is read, only its targets are touched."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCK = 65536
 
 
 class Counting(WrapperBackend):
-    """Counts bytes that are read of blobs, and of everything else."""
+    """Counts the bytes read from blobs, and from everything else."""
 
     def __init__(self, inner):
         super().__init__(inner)
@@ -37,7 +37,7 @@ class Counting(WrapperBackend):
 
 
 class Model(nn.Module):
-    """A language model in small: tied embedding, two layers, a norm with statistics."""
+    """A small language model: tied embedding, two layers, a norm with statistics."""
 
     def __init__(self, width=160, words=2000):
         super().__init__()
@@ -84,7 +84,7 @@ def moments(state):
 
 @pytest.fixture(scope="module")
 def saved():
-    """A store with step 1, and the state that was saved: three steps trained."""
+    """A store with step 1, and the saved state: three steps trained."""
     store, state = memory(), make(0, steps=3)
     with checkpointer(store, **DEFAULTS) as ckpt:
         ckpt.save(state, 1, mode="blocking")
@@ -102,7 +102,7 @@ def ckpt(backend):
         yield ckpt
 
 
-# -- how much is read ------------------------------------------------------------------------------
+# -- bytes read ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("part", "codecs"), [("optimizer", []), ("model", ["zstd"])])
@@ -177,7 +177,7 @@ def test_a_region_of_columns_reads_the_blocks_that_hold_them_once(large):
     assert backend.blobs <= 300 * 700 * 4 + 2 * BLOCK
 
 
-# -- what is selected ------------------------------------------------------------------------------
+# -- selections ------------------------------------------------------------------------------------
 
 EVERYTHING = {
     "model/embed.weight", "model/layers.0.weight", "model/layers.0.bias", "model/layers.1.weight",
@@ -270,7 +270,7 @@ def test_restoring_only_the_optimizer_resumes_exactly(steps, ckpt, saved):
     assert same(moments(target), moments(original))
 
 
-# -- what does not fit -----------------------------------------------------------------------------
+# -- mismatches ------------------------------------------------------------------------------------
 
 
 def test_all_differences_are_listed_in_one_error_before_anything_is_read(ckpt, backend):
@@ -294,7 +294,7 @@ def test_all_differences_are_listed_in_one_error_before_anything_is_read(ckpt, b
         assert word in named.replace("(", "[").replace(")", "]")
     assert len(caught.value.problems) == 7
     assert same(weights(target), before)
-    assert backend.blobs < 4096 + (4 << 20)  # values at most, never weights
+    assert backend.blobs < 4096 + (4 << 20)  # at most values, never weights
     assert not any(t._version > 1 for t in target["model"].buffers())
 
 
@@ -355,7 +355,7 @@ def test_without_strict_other_shapes_are_left_alone_with_their_state(ckpt, saved
 
 
 class Numbered(torch.optim.SGD):
-    """Has a state dict of its own, so it is stored whole."""
+    """Has its own state dict, so it is stored whole."""
 
     def state_dict(self):
         return super().state_dict() | {"more": 1}
@@ -606,11 +606,11 @@ def test_a_graph_built_before_a_restore_refuses_to_run_backward(ckpt):
         loss.backward()
 
 
-# -- what is not selected ------------------------------------------------------------------------
+# -- unselected objects --------------------------------------------------------------------------
 
 
 class Secret(nn.Module):
-    """A module that nobody may look into."""
+    """A module that must not be inspected."""
 
     def state_dict(self, *args, **kwargs):
         raise AssertionError
@@ -645,7 +645,7 @@ def test_errors_also_name_unselected_objects(options):
     messages = []
     with checkpointer(memory()) as ckpt:
         ckpt.save(state, 1, mode="blocking")
-        # A selection that leaves nothing out looks at everything.
+        # A selection without exclusions checks everything.
         for wide in ({}, {"rename": lambda path: path}):
             with pytest.raises((SelectionError, RestoreMismatchError)) as caught:
                 ckpt.restore(target, **options, **wide)

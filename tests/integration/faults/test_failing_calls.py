@@ -1,7 +1,7 @@
-"""A store that breaks below the C library: each call in turn fails as a broken disk makes it fail.
+"""A store that breaks below the C library: each call in turn fails as on a broken disk.
 
-A library that is preloaded into a process of its own makes single calls fail, real files take
-the rest. What `uring` moves by its ring cannot be had this way; its other calls can.
+A library preloaded into a separate process makes single calls fail, real files serve the rest. This
+cannot reach transfers of `uring`'s ring, only its other calls.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def library(tmp_path_factory):
 
 @pytest.fixture
 def check_each(kind, library, tmp_path):
-    """Run all cases that do one of some things in one process, and look at what came of each."""
+    """Run all cases of some actions in one process, and check the outcome of each."""
 
     def check_each(check, *what):
         words = ["-m", "tests.integration.faults.failing_calls", kind, tmp_path, *what]
@@ -72,11 +72,11 @@ def check_nothing_is_left(seen):
     assert seen["whole"] == seen["steps"]
     assert seen["latest"] == (seen["steps"][-1] if seen["steps"] else None)
     assert seen["at last"] == [*seen["steps"], 3]
-    assert len(seen["data"]) == len(seen["at last"])  # whatever was left behind, prune took
+    assert len(seen["data"]) == len(seen["at last"])  # prune deleted all leftovers
 
 
 def failed_save(case, seen):
-    if case.late:  # the link was made, and that can be seen
+    if case.late:  # the link was made, visibly
         assert seen["error"] == []
         assert seen["steps"] == [1, 2]
         return

@@ -1,4 +1,4 @@
-"""A problem with a checkpoint never stops training, is told once, and costs nothing else."""
+"""A checkpoint failure never stops training, is raised once, and harms nothing else."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ WAIT = ("penstock.core.save.job", "wait_durable")
 
 
 class Loop:
-    """A model of several chunks that is trained; `saved` is what each save should hold."""
+    """A trained model of several chunks; `saved` is the expected state of each save."""
 
     def __init__(self, ckpt, mode="async"):
         torch.manual_seed(0)
@@ -84,7 +84,7 @@ class Loop:
         return copies([dict(self.model.state_dict()), self.optimizer.state_dict()])
 
     def check(self, *steps):
-        """Exactly these steps are there, and hold what was there at their save."""
+        """Exactly these steps exist, and hold the state at their save."""
         assert self.ckpt.steps() == list(steps)
         for step in steps:
             fresh = Loop(self.ckpt)
@@ -103,9 +103,9 @@ def assert_nothing_is_held(ckpt):
 
 @pytest.fixture
 def impatient(waits):
-    """Look often whether a store is stuck, and do not wait for it to give memory back.
+    """Check often for a stuck store, and do not wait for it to return memory.
 
-    Returns the clock, which flies when the test says so.
+    Returns the clock, which the test can let fly.
     """
     clock = FlyingClock()
     waits(clock=clock, poll_s=0.05, release_s=0.01)
@@ -117,7 +117,7 @@ def mode(request):
     return request.param
 
 
-# -- real and simulated disasters ------------------------------------------------------------------
+# -- real and simulated faults ---------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ def test_a_full_disk_loses_only_the_saves_that_do_not_fit(small_disk, engine, ru
         handles = []
         for _ in range(20):
             handles.append(loop.save())
-            if handles[-1].durable.exception() is not None:  # which counts as seen
+            if handles[-1].durable.exception() is not None:  # and so counts as seen
                 break
         full = loop.step
         assert 3 <= full < 20
@@ -179,7 +179,7 @@ def test_a_stuck_disk_fails_after_the_timeout(store, gate, mode, caplog, impatie
             handle.result()
         loop.train()
         ckpt.wait()
-        store.clear()  # it answers again, but the stuck write is still in the air
+        store.clear()  # it answers again, but the stuck write is still in flight
         loop.save().result()
         loop.check(1, 3)
         gate.set()
@@ -192,7 +192,7 @@ def test_a_stuck_disk_fails_after_the_timeout(store, gate, mode, caplog, impatie
 
 
 def test_a_stuck_disk_with_little_staging_lets_save_return(store, gate, impatient):
-    """Then `save` itself waits for the disk, at most until the timeout."""
+    """Then `save` waits for the disk, at most until the timeout."""
     fault = store.block("write", gate)
     impatient.flies = lambda: fault.reached.is_set() and not gate.is_set()
     with Checkpointer(store, **SMALL, **TINY_BUDGET) as ckpt:
@@ -238,7 +238,7 @@ OPERATIONS = [
 FOREIGN = [ZeroDivisionError("in a plugin"), asyncio.CancelledError(), SystemExit(3)]
 
 
-# Each operation dies of one error here, and of the others in the slow run.
+# Each operation fails with one error here, and with the others in the slow run.
 @pytest.mark.parametrize("turn", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
 @pytest.mark.parametrize("budget", [{}, TINY_BUDGET], ids=["ample", "tiny"])
 def test_any_error_of_a_writer_fails_only_its_save(store, budget, turn, caplog):
@@ -325,12 +325,13 @@ def test_a_provider_failing_in_the_background_fails_only_its_save(store, caplog)
     assert len(errors_logged(caplog)) == 2
 
 
-# -- who hears of it -------------------------------------------------------------------------------
+#
+# -- who learns of it ------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def failed(store):
-    """A loop whose last save failed in the background, and nobody looked."""
+    """A loop whose last save failed unseen in the background."""
     with Checkpointer(store, **SMALL) as ckpt:
         loop = Loop(ckpt)
         loop.save().result()
@@ -463,7 +464,7 @@ def test_a_blocking_save_raises_its_own_failure_and_counts_as_seen(store, caplog
 
 @pytest.mark.parametrize("fails", [None, "write", "publish"])
 def test_futures_resolve_in_order(store, gate, mode, fails):
-    store.block("create", gate)  # until all callbacks are there
+    store.block("create", gate)  # until all callbacks have run
     if fails:
         store.fail(fails, match="parts/" if fails == "publish" else "")
     order = []
@@ -475,7 +476,7 @@ def test_futures_resolve_in_order(store, gate, mode, fails):
         for name in ("durable", "committed", "captured"):
             getattr(handle, name).add_done_callback(lambda _, name=name: order.append(name))
         hold.let_go.set()
-        concurrent.futures.wait([handle.captured])  # which is not looking
+        concurrent.futures.wait([handle.captured])  # which does not count as seeing
         gate.set()
         ckpt._saver.job.finished(None)
         assert order == ["captured", "committed", "durable"]
@@ -546,14 +547,14 @@ def test_a_closed_checkpointer_says_so(store):
 
 
 def in_a_child(action):
-    """What `action` returns in a forked child, or what it raises."""
+    """The result of `action` in a forked child, or its error."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         try:
             signal.alarm(300)  # a child that hangs must not outlive the test
             answer = repr(action())
-        except BaseException as error:  # noqa: BLE001 - told to the parent
+        except BaseException as error:  # noqa: BLE001 - reported to the parent
             answer = f"{type(error).__name__}: {error}"
         finally:
             os.write(writing, answer.encode())
@@ -575,12 +576,12 @@ def test_a_forked_child_neither_saves_nor_waits_for_the_parents_capture(store):
         hold.reached.wait()
 
         def child():
-            loop.train()  # does not stand at the parent's fence
+            loop.train()  # does not wait at the parent's fence
             ckpt.save(loop.state, 2)
 
         assert in_a_child(child).startswith("SaverClosedError: a Checkpointer cannot be used in a")
         assert in_a_child(loop.train) == "None"
-        assert in_a_child(ckpt.close) == "None"  # does not wait for threads that are not there
+        assert in_a_child(ckpt.close) == "None"  # does not wait for missing threads
 
         def leave():
             with ckpt:
@@ -596,7 +597,7 @@ def test_a_forked_child_neither_saves_nor_waits_for_the_parents_capture(store):
 
 @contextmanager
 def ctrl_c_in(place, after=None):
-    """SIGINT reaches the body once it stands in the function `place`, and `after` is set."""
+    """SIGINT reaches the body once it is in the function `place`, and `after` is set."""
     main = threading.current_thread()
 
     def interrupt():
@@ -605,7 +606,7 @@ def ctrl_c_in(place, after=None):
         wait_until_in(place, main)
         while not over.is_set():
             signal.pthread_kill(main.ident, signal.SIGINT)
-            over.wait(10)  # lost where Python cannot raise: in a finalizer, for instance
+            over.wait(10)  # lost where Python cannot raise, for instance in a finalizer
 
     over = threading.Event()
     thread = threading.Thread(target=interrupt)
@@ -625,7 +626,7 @@ def test_an_interrupt_during_capture_fails_that_save(store, caplog):
             ckpt.save({**loop.state, "hold": hold}, 2)
         loop.train()
         hold.let_go.set()
-        ckpt.wait()  # whoever was interrupted knows; the handle was never returned
+        ckpt.wait()  # the interrupted caller knows; the handle was never returned
         assert_nothing_is_held(ckpt)
         assert ckpt.steps() == [1]
         loop.step = 2
@@ -691,11 +692,11 @@ assert not handle.done()
         assert ckpt.verify(1).ok
 
 
-# -- nothing is lost on the way --------------------------------------------------------------------
+# -- nothing is lost in between --------------------------------------------------------------------
 
 
 def join_threads_of_saves():
-    """Those of its own that each save starts; hangs where one does not end."""
+    """The threads that each save starts; hangs if one does not end."""
     for thread in threading.enumerate():
         if thread.name in {"penstock-save", "penstock-watch", "penstock-capture"}:
             thread.join()
@@ -703,7 +704,7 @@ def join_threads_of_saves():
 
 def test_a_failed_save_holds_its_memory_until_the_store_releases_it(store, gate):
     state = {"w": torch.ones(2 * BATCH_BYTES // 4)}
-    with Checkpointer(store, chunk_bytes=BATCH_BYTES) as ckpt:  # each chunk is a write of its own
+    with Checkpointer(store, chunk_bytes=BATCH_BYTES) as ckpt:  # each chunk is a separate write
         failing = store.fail("write", match=".raw")
         held = store.block("write", gate, nth=2, match=".raw")
         handle = ckpt.save(state, 1)
@@ -726,7 +727,7 @@ def test_many_saves_leave_no_threads_or_staging(store, budget):
     with Checkpointer(store, **SMALL, **ENCODED, **budget) as ckpt:
         loop = Loop(ckpt)
         allocated = None
-        # Its own, with helpers, and the backend's; all grow when they want.
+        # Its own, with helpers, and the backend's; all grow on demand.
         pools = 2 * ckpt._workers.count - 1 + 2
         for number in range(25):
             loop.mode = ("async", "lazy", "blocking")[number % 3]
@@ -768,7 +769,7 @@ def test_a_state_growing_beyond_the_budget_never_deadlocks(store, mode):
 
 
 def assert_movable(tensor):
-    """Nobody keeps `tensor` from going to shared memory."""
+    """`tensor` is free to move to shared memory."""
     mover = threading.Thread(target=tensor.share_memory_, daemon=True)
     mover.start()
     mover.join(300)

@@ -1,6 +1,6 @@
-"""Nothing piles up: files, threads, memory, staging, garbage; however a cycle ends.
+"""No leaks of files, threads, memory, staging, garbage, however a cycle ends.
 
-`PENSTOCK_LEAK_CYCLES=1000` runs more of them than the suite does; `-s` prints what was measured.
+`PENSTOCK_LEAK_CYCLES=1000` runs more of them than the suite does; `-s` prints the figures.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from penstock.testing.faults import FaultyBackend
 CYCLES = int(os.environ.get("PENSTOCK_LEAK_CYCLES", "16"))
 WARM_UP = 6
 STATE_BYTES = 1 << 20
-# Far less than a state for each cycle, and more than the allocator's moods.
+# Far less than a state for each cycle, and more than the allocator's noise.
 RSS_LIMIT_BYTES = 12 << 20
 OPTIONS = {
     "chunk_bytes": 1 << 18,
@@ -69,7 +69,7 @@ class Bench:
         self.place = place_of(self.ckpt.open(1), "raw")
 
     def next(self):
-        """The next step; what is saved at it differs, but for what stands still."""
+        """The next step; its state differs, except for the unchanging part."""
         self.step += 1
         self.state["raw"] += 1
         self.state["encoded"] += 1
@@ -95,7 +95,7 @@ def save_that_fails(bench, number):
         handle.result()
     bench.ckpt.wait()
     bench.store.clear()
-    # What failed behind its seal is left to prune.
+    # Data that failed after its seal is left to prune.
     with Checkpointer(bench.store, grace_s=1e-6) as ckpt:
         while entries(bench.run.root / "data") > 1:
             ckpt.prune()
@@ -182,7 +182,7 @@ def let_saves_end():
 
 
 def resources(bench):
-    """What there is of everything that could leak."""
+    """The count of everything that could leak."""
     let_saves_end()
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
@@ -197,7 +197,7 @@ def resources(bench):
         "rings": sum("io_uring" in link for link in links),
         "memfds": sum("memfd:" in link for link in links),
         "memfd maps": sum("memfd:" in line for line in maps),
-        # Of this process: others have files there, and tensors that other tests share.
+        # Of this process only: others have files there, and tensors that other tests share.
         "shm maps": sum("/dev/shm/" in one and "/torch_" not in one for one in maps),
         "data": entries(bench.run.root / "data"),
         "commits": entries(bench.run.root / "commits"),
@@ -211,7 +211,7 @@ def resources(bench):
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_a_cycle_leaves_no_objects(way, kind, tmp_path, monkeypatch):
-    # pytest keeps all records; an error in one holds what stood in the frames it passed.
+    # pytest keeps all records; an error in one keeps the locals of its frames alive.
     monkeypatch.setattr(logging.getLogger("penstock"), "propagate", False)
     root = tmp_path / "run"
     bench = Bench(f"{kind}://{root}", root)
@@ -224,20 +224,21 @@ def test_a_cycle_leaves_no_objects(way, kind, tmp_path, monkeypatch):
         after = resources(bench)
         print(f"{kind} {way.__name__}: {CYCLES} cycles, {before} -> {after}")
         assert after.pop("rss") - before.pop("rss") < RSS_LIMIT_BYTES
-        # Pools make their threads when they want them: those of ours, and of the store.
+        # Pools create their threads on demand: ours, and the store's.
         assert after.pop("threads") <= before.pop("threads") + OPTIONS["workers"] + 2
         assert after.pop("staging used") == before.pop("staging used") == 0
-        # Less is no leak: what other tests have left may end meanwhile.
+        # Less is no leak: leftovers of other tests may end meanwhile.
         assert {k: n for k, n in after.items() if n > before[k]} == {}
         assert same(bench.ckpt.load(1), bench.saved)
     bench.store.close()
 
 
-# -- what a checkpointer gives back, and what it makes the interpreter do --------------------------
+#
+# -- memory that a checkpointer returns, and its effects on the interpreter ------------------------
 
 
 def arenas(ckpt):
-    """Its staging memory, which is there once it has saved."""
+    """Its staging memory, which exists once it has saved."""
     found = [arena.memory for arena in ckpt._saver.memory.staging._arenas]
     assert found
     return found
@@ -245,7 +246,7 @@ def arenas(ckpt):
 
 @pytest.fixture
 def no_collections():
-    """What is freed here is freed at once, not by the garbage collector."""
+    """Memory freed here is freed at once, not by the garbage collector."""
     gc.collect()
     gc.disable()
     yield
@@ -280,7 +281,7 @@ def test_a_disabled_collector_stays_off_and_a_failed_save_leaves_it_on():
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_worker_forked_during_a_state_query_collects_garbage():
     class Loader:
-        """Starts its workers where it is asked for its state before the first batch."""
+        """Starts its workers if asked for its state before the first batch."""
 
         def state_dict(self):
             self.worker = os.fork()

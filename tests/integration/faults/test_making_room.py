@@ -28,7 +28,7 @@ LEFT = "e" * 32
 
 
 class Small(WrapperBackend):
-    """A store with little room, which tells how much is left."""
+    """A store with little room, which reports the rest."""
 
     def __init__(self, inner, room_bytes):
         super().__init__(inner)
@@ -51,7 +51,7 @@ def store():
 
 @pytest.fixture(scope="module")
 def dead():
-    """The identity of a process that had the number of this one before it."""
+    """The identity of an earlier process with this one's number."""
     return f"{identity_of(os.getpid())}0"
 
 
@@ -70,7 +70,7 @@ def test_a_process_counts_as_ended_only_once_it_has(dead):
 
 
 def test_processes_have_no_identity_with_proc_of_another_pid_namespace():
-    """Its numbers are those of other processes there, which may end while this one runs."""
+    """Its numbers belong to other processes there, which may end while this one runs."""
     code = (
         "import os, penstock.core.concurrency.processes as p; print([p.identity_of(os.getpid())])"
     )
@@ -98,7 +98,7 @@ def save(backend, *steps, **options):
 
 
 def leftover(store, process, *, place=None, sealed=False, size_bytes=1000, references=()):
-    """What a saver leaves that is killed while it writes; `sealed`: right before its record."""
+    """The leftovers of a saver killed during its writes; `sealed`: right before its record."""
     place = store.url if place is None else place
     now = SYSTEM_CLOCK.now_iso()
     intent = IntentRecord(
@@ -210,7 +210,7 @@ def test_data_only_a_dead_saver_would_borrow_goes_with_its_data(store, dead):
 
 
 def test_a_dead_savers_data_stays_if_records_are_unreadable(store, dead):
-    """Of a run that is being copied over the one that it was copied from, say."""
+    """Of a run being copied over its own source, say."""
     leftover(store, dead)
     save(store, 1)
     assert is_left(store)
@@ -238,7 +238,7 @@ def test_a_full_store_drops_the_restored_step_once_a_newer_one_exists(store):
         ckpt.restore(blank(make_state(6)))
         ckpt.save(make_state(7), 7, mode="blocking")
         ckpt.wait()
-        assert ckpt.steps() == [6, 7]  # there is room for what it was restored from
+        assert ckpt.steps() == [6, 7]  # there is room for the restored step
         small.room_bytes = 3 * size
         ckpt.save(make_state(8), 8, mode="blocking")
         ckpt.wait()
