@@ -1,4 +1,4 @@
-"""A copy restores to the same bits as the original, whatever it was encoded with, and by whom."""
+"""A copy restores to the same bits as the original, under any encoding and any copier."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def workers():
 
 
 def encode(source, target, workers, *, step=1, rules=None, include=None, exclude=None, **options):
-    """Copy with these rules, or (None) with the codecs that are there."""
+    """Copy with these rules, or (None) with the existing codecs."""
     how = Reencoding(
         config=load_config({"backend": target, "rules": rules or [], **SMALL}),
         selection=Selection(include, exclude),
@@ -59,7 +59,7 @@ def encode(source, target, workers, *, step=1, rules=None, include=None, exclude
 
 
 def described(backend, step=1):
-    """Everything of the manifest but where the bytes are."""
+    """The whole manifest except the places of the bytes."""
     contents = Checkpoint.open(backend, step).contents
     found = [
         (r.ordinal, r.path, r.kind, r.spec, r.role, r.form, r.same_as) for r in contents.objects()

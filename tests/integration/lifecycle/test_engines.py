@@ -1,4 +1,4 @@
-"""The same promises on every engine, and what a plain path does where io_uring is forbidden."""
+"""The same promises on every engine, and a plain path without permission for io_uring."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ENGINES = ["uring-on", "uring-off", "posix-on", "posix-off"]
 
 @pytest.fixture
 def forget_warnings(monkeypatch):
-    """A process of its own, as far as "said once" goes."""
+    """A new process, as far as "logged once" matters."""
     monkeypatch.setattr(opening, "_warned", set())
 
 

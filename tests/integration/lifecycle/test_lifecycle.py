@@ -1,4 +1,4 @@
-"""Steps come, are replaced, forgotten and collected; what the user still needs stays."""
+"""Steps are saved, replaced, deleted and pruned; steps that the user still needs stay."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def tree(number):
 def save(ckpt, *steps, **options):
     for step in steps:
         ckpt.save(tree(step), step, mode="blocking", **options)
-        ckpt.wait()  # retention runs behind `durable`
+        ckpt.wait()  # retention runs after `durable`
 
 
 def names(backend, prefix=""):
@@ -188,7 +188,7 @@ def test_retention_keeps_the_step_of_a_fallback(run):
 
 @pytest.mark.parametrize("what", ["blobs", "index", "part"])
 def test_retention_deletes_nothing_for_steps_that_have_lost_data(what, run):
-    """As a process that begins sees them: it has nothing to go by but what is stored."""
+    """As seen by a new process, which knows only the stored state."""
     with run.open() as ckpt:
         save(ckpt, 1, 2, 3, 4)
         for step in (3, 4):
@@ -236,7 +236,7 @@ def age(run, uid, seconds=OLD):
 
 
 def leftover(run, uid, *, references=(), intent=True):
-    """Data of an attempt that died long ago, made from that of step 1."""
+    """Data of a long-dead attempt, made from that of step 1."""
     with run.open() as ckpt:
         shutil.copytree(run.root / "data" / ckpt.info(1).uid, run.root / "data" / uid)
     (run.root / intent_name(uid)).unlink(missing_ok=True)
@@ -278,7 +278,7 @@ def test_a_saver_whose_intent_was_pruned_never_publishes(old_run):
             handle = sleeper.save(tree(3), 3)
             assert asleep.reached.wait(300)
             age(old_run, sleeper._saver.job.uid)
-            assert sleeper.prune().uids == ()  # it is its own
+            assert sleeper.prune().uids == ()  # it is its own data
             assert other.prune().uids == (sleeper._saver.job.uid,)
             asleep.until.set()
             with pytest.raises(SaveAbortedError, match="intent is gone"):
@@ -319,7 +319,7 @@ def test_the_intent_is_refreshed_when_it_gets_old(store):
     assert published == [intent_name(A), intent_name(A), intent_name(B)]
 
 
-# -- gone while it is read -------------------------------------------------------------------------
+# -- deleted during a read -------------------------------------------------------------------------
 
 
 def delete_it(ckpt):

@@ -1,4 +1,4 @@
-"""Metadata that is added after a save: what it overrides, where it goes, and what damages it."""
+"""Metadata added after a save: overrides, places, and damage."""
 
 from __future__ import annotations
 
@@ -90,13 +90,13 @@ def test_annotation_of_the_save_in_flight_waits_for_its_commit(store, gate):
         handle = ckpt.save({"w": torch.ones(9)}, 1)
         assert fault.reached.wait(60)
         assert not handle.committed.done()
-        threading.Timer(0.3, gate.set).start()  # else: the step does not exist yet
+        threading.Timer(0.3, gate.set).start()  # or the step does not exist yet
         ckpt.annotate(1, {"loss": 1.0})
         assert ckpt.info(1).metadata == {"loss": 1.0}
 
 
 def test_rank_0_writes_and_the_others_do_nothing(run, monkeypatch):
-    """As under torchrun; no rank waits for another."""
+    """Like under torchrun; no rank waits for another."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank, metadata in (("1", {"seed": 7, "loss": 9.0}), ("0", {"seed": 7, "loss": 1.0})):
         monkeypatch.setenv("RANK", rank)
@@ -236,7 +236,7 @@ def annotated(run):
 
 
 def forged(run, name):
-    """A whole note under a name that is not its own."""
+    """A whole note under another name."""
     earlier = min((run.root / name).parent.iterdir())
     run.write(name, earlier.read_bytes())
 

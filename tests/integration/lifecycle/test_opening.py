@@ -1,4 +1,4 @@
-"""What a trainer learns when it opens a run, or by `check`, before its first save."""
+"""What a trainer learns on opening a run, or by `check`, before its first save."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def open_folder():
 
 @contextmanager
 def somebody_else():
-    """Without the privileges of root, which may write everywhere."""
+    """Without the privileges of root, which can write everywhere."""
     if os.geteuid() != 0:
         yield
         return
@@ -99,13 +99,13 @@ def test_ranks_without_a_process_group_are_refused_with_a_remedy(monkeypatch, ca
     with checkpointer(store) as ckpt:
         with pytest.raises(ConfigError, match=r"WORLD_SIZE is 4.*init_process_group.*'alone'"):
             ckpt.save({"a": 1}, 1)
-        assert warnings_of(caplog) == []  # it may be opened before the group is there
+        assert warnings_of(caplog) == []  # it may be opened before the group exists
         with pytest.raises(CheckpointNotFoundError):
             ckpt.restore({"a": 0})
         (warning,) = warnings_of(caplog)
     assert "WORLD_SIZE is 4" in warning
     caplog.clear()
-    monkeypatch.setenv("RANK", "3")  # the launcher's rank 0 says it for all
+    monkeypatch.setenv("RANK", "3")  # the launcher's rank 0 logs it for all
     with checkpointer(store) as ckpt, pytest.raises(CheckpointNotFoundError):
         ckpt.restore({"a": 0})
     assert warnings_of(caplog) == []
@@ -119,7 +119,7 @@ def test_ranks_without_a_process_group_are_refused_with_a_remedy(monkeypatch, ca
         assert ckpt.load() == {"a": 1}
     assert warnings_of(caplog) == []
     with checkpointer(store, ranks="alone") as ckpt, pytest.raises(StepExistsError) as raised:
-        ckpt.save({"a": 1}, 1)  # as another process of the job does, with this root
+        ckpt.save({"a": 1}, 1)  # like another process of the job with this root
     assert "has ranks='alone', and WORLD_SIZE is 4" in raised.value.__notes__[0]
     monkeypatch.setenv("WORLD_SIZE", "1")
     with checkpointer(store):

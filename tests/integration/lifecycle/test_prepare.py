@@ -1,4 +1,4 @@
-"""Memory for copies is there before the first save in the background needs it."""
+"""Memory for copies is ready before the first background save needs it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def state():
 
 
 def gets(ckpt, nbytes):
-    """Whether there is soon so much memory, and all of it touched."""
+    """Whether this much memory is soon there, all touched."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         staging = ckpt._saver.memory.staging

@@ -1,4 +1,4 @@
-"""Retention by a metric and by age: what stays, what goes, and what no rule may delete."""
+"""Retention by a metric and by age: kept steps, deleted ones, and undeletable ones."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def saved(losses):
 
 
 def left(backend, **retention):
-    """The steps that stay of a copy of the store."""
+    """The remaining steps of a copy of the store."""
     copy = memory()
     copy._store.blobs.update(backend._store.blobs)
     with checkpointer(copy, retention=retention) as ckpt:
@@ -61,7 +61,7 @@ LARGEST = {**BEST, "best_mode": "max"}
                 ({**BEST, "keep_best": 9}, [1, 2, 3, 4, 5]),
             ],
         ),
-        ([1.0, 1.0, 1.0, 2.0], [(BEST, [2, 3, 5])]),  # of equal ones the newer
+        ([1.0, 1.0, 1.0, 2.0], [(BEST, [2, 3, 5])]),  # the newer of equal ones
         ([1.0, 1.0, 1.0, 0.5], [(LARGEST, [2, 3, 5])]),
         ([1, 2.5, 0, 10**400], [(BEST, [1, 3, 5]), (LARGEST, [2, 4, 5])]),
     ],
@@ -100,7 +100,7 @@ def test_best_checkpoint_that_has_lost_data_does_not_count():
     backend.delete([info.name for info in backend.list(f"data/{uid}/blobs/")])
     with checkpointer(backend, retention=BEST) as ckpt:
         save(ckpt, [None])
-        assert ckpt.steps() == [1, 2, 3, 5]  # the two best that are whole, and what is better
+        assert ckpt.steps() == [1, 2, 3, 5]  # the two best whole ones, and better ones
 
 
 def test_checkpoint_with_a_damaged_note_is_never_deleted(caplog):
@@ -204,7 +204,7 @@ def test_pinned_checkpoint_can_be_deleted_by_name(delete):
 
 
 def aged(root, *days):
-    """Steps 1, 2, ... so many days old."""
+    """Steps 1, 2, ... with these ages in days."""
     run = Run(root)
     with run.open() as ckpt:
         save(ckpt, [float(step) for step in range(1, len(days) + 1)])
@@ -223,7 +223,7 @@ def test_checkpoints_within_the_time_stay(tmp_path, within):
 
 
 def test_age_is_counted_back_from_the_newest_checkpoint(tmp_path):
-    """So a run that rested for a month loses nothing before it goes on."""
+    """So a run that paused for a month loses nothing before it continues."""
     run = aged(tmp_path / "run", 39, 36, 31, 30)
     with run.open(retention={"keep_within": "7d"}) as ckpt:
         assert ckpt._catalog.apply_retention(ckpt._config.retention) == [1]
@@ -244,7 +244,7 @@ def test_age_metric_and_number_keep_jointly(tmp_path):
         assert ckpt.steps() == [1, 4, 5]
 
 
-# -- notes that come meanwhile ---------------------------------------------------------------------
+# -- concurrent notes ------------------------------------------------------------------------------
 
 
 def test_note_added_during_retention_saves_the_step_or_is_refused():

@@ -1,4 +1,4 @@
-"""How often a restore asks the store: each call is a round trip to a bucket."""
+"""How often a restore calls the store: each call is a round trip to a bucket."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def store():
 
 
 def of_commits(store):
-    """How often commit records were listed, and each of them was read."""
+    """How often commit records were listed, and each one read."""
     names = [name for call, (name, *_) in store.calls if name.startswith(COMMIT_PREFIX)]
     return Counter(names)
 

@@ -1,4 +1,4 @@
-"""Chunks that an earlier checkpoint has are referred to: what stands still is stored once."""
+"""Chunks of an earlier checkpoint are referenced: unchanged data is stored once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def rules(*codecs):
 
 
 def layers(step, *, frozen=9, shape=(120, 300)):
-    """Ten layers with a bias each, of which all but `frozen` move with the step; and a value."""
+    """Ten layers with a bias each; all but `frozen` change with the step; and a value."""
     made = torch.Generator().manual_seed(5)
     state = {}
     for number in range(10):
@@ -33,7 +33,7 @@ def layers(step, *, frozen=9, shape=(120, 300)):
 
 
 def opened(root, *, share=True, **options):
-    # With such chunks a weight is none of the small tensors that share a slab.
+    # With such chunks a weight is not one of the small tensors that share a slab.
     return penstock.Checkpointer(root, **{"share": share, "chunk_bytes": 65536, **options})
 
 
@@ -43,7 +43,7 @@ def save(root, state, step, *, mode="blocking", **options):
 
 
 def saved(root, steps, *, states=layers, **options):
-    """Reports of saves by one process, which remembers the newest checkpoint."""
+    """Reports of saves by one process, which caches the newest checkpoint."""
     with opened(root, **options) as ckpt:
         return [ckpt.save(states(step), step=step, mode="blocking").result() for step in steps]
 
@@ -102,7 +102,7 @@ def test_without_the_option_everything_is_stored_again(tmp_path):
 
 
 def positive(step):
-    """Layers that `log8` takes: it declines negative numbers."""
+    """Layers that `log8` accepts: it declines negative numbers."""
     state = layers(step)["model"]
     return {"model": {path: tensor.abs() for path, tensor in state.items()}}
 
@@ -158,7 +158,7 @@ def test_another_chain_than_the_stored_one_is_honored(tmp_path, before, now):
 
 
 def test_equally_many_codecs_may_differ(tmp_path):
-    """`floatsplit` took the chunk of the first save; in the second it declines what is left."""
+    """`floatsplit` took the chunk of the first save; in the second it declines the rest."""
     codes = torch.randint(0, 120, (400, 300), generator=torch.Generator().manual_seed(1))
     signs = 1 - 2 * torch.randint(0, 2, codes.shape, generator=torch.Generator().manual_seed(2))
     numbers = codes.to(torch.uint8).view(torch.float8_e4m3fn).float() * signs
@@ -242,7 +242,7 @@ def test_equal_chunks_of_one_save_are_stored_once(tmp_path, codecs, mode):
     options = {"rules": rules(*codecs), "mode": mode}
     report = save(shared, twins(), 0, **options)
     without = save(alone, twins(), 0, share=False, **options)
-    # Of the four weights one is stored with codecs for each shape, else one for all.
+    # Of the four weights one is stored with codecs for each shape, otherwise one for all.
     assert report.bytes_stored < (0.7 if codecs else 0.35) * without.bytes_stored
     assert report.bytes_raw == without.bytes_raw
     target = {k: torch.ones_like(v) for k, v in twins().items() if isinstance(v, torch.Tensor)}
@@ -282,13 +282,14 @@ def test_a_compacted_checkpoint_also_has_equal_chunks_once(tmp_path):
     assert save(tmp_path, twins(), 2).bytes_stored == 0
 
 
-# -- whose data is kept alive ----------------------------------------------------------------------
+# -- which data is kept alive ----------------------------------------------------------------------
 
 
 def test_little_used_data_keeps_no_old_save(tmp_path):
     with opened(tmp_path) as ckpt:
         for step in range(3):
-            # Of the first save's data the second needs four tenths, and the third would as well.
+            # The second save needs four tenths of the first one's data, and the third would as
+            # well.
             ckpt.save(layers(min(step, 1), frozen=4), step=step, mode="blocking")
     assert borrowed(tmp_path, 1) == [0]
     assert borrowed(tmp_path, 2) == [1]

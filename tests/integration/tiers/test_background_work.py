@@ -1,4 +1,4 @@
-"""Tiers: what deletes, retries, repairs and waits while copies are under way."""
+"""Tiers: deletions, retries, repairs and waits during copies."""
 
 import threading
 from contextlib import suppress
@@ -39,7 +39,7 @@ def test_retention_spares_the_durable_checkpoint_until_a_newer_one_is_durable(pl
         ckpt.save(make_state(3), 3).committed.result(300)
         ckpt.wait()
         assert 1 in places.steps()[1]
-        assert 2 in places.steps()[0]  # is being copied: else none would ever come there
+        assert 2 in places.steps()[0]  # is being copied: or none would ever arrive there
         event.set()
     assert places.steps() == ([3], [3])
 
@@ -77,7 +77,7 @@ def test_crash_right_after_commit_leaves_a_step_for_the_next_process(places, wai
     with suppress(PenstockError):
         ckpt.close()
     assert places.steps() == ([1], [])
-    # Without the mark the next process may still find out, by comparing the tiers.
+    # Without the mark the next process may still find it by comparing the tiers.
     assert is_marked(places.fast, Catalog(places.fast).record(1).uid)
     with places.open() as ckpt:
         ckpt.save(make_state(2), 2).result(300)
@@ -145,7 +145,7 @@ def test_a_copy_landing_after_a_rewind_stays_deleted(places, when):
         assert places.steps() == ([1], [1])
         go.set()
         assert landed.wait(300)
-        assert ckpt._drains.settle(300)  # the copy takes its late record back
+        assert ckpt._drains.settle(300)  # the copy withdraws its late record
         assert ckpt.save(make_state(22), 2).result(300).tiers == ("fast", "durable")
     with checkpointer(places.durable) as alone:
         assert alone.load(2)["epoch"] == 22

@@ -30,7 +30,7 @@ def places():
 
 
 def saved_chain(fast):
-    """A base and two checkpoints that borrow of it, all of which wait for the next tier."""
+    """A base and two checkpoints that borrow from it, all waiting for the next tier."""
     with checkpointer(fast) as ckpt:
         ckpt.save(STATE, 1, mode="blocking")
     records = [Catalog(fast).record(1)]
@@ -72,7 +72,7 @@ def test_a_drain_copies_borrowed_blobs(places, first_gone):
 
 @pytest.mark.parametrize("in_tiers", [True, False])
 def test_leftovers_of_a_deletion_in_a_tier_block_no_drain(places, in_tiers):
-    """Blobs that only a faster tier needs stay behind it, where no record needs them."""
+    """Blobs that only a faster tier needs stay in the next one, where no record needs them."""
     base, _, _ = saved_chain(places.fast)
     later = Catalog(places.fast).record(3)
     places.fast.delete([mark_name(later.uid)])
@@ -116,7 +116,7 @@ def test_a_fast_tier_with_the_last_step_keeps_its_borrowed_data(places):
 
 
 def test_a_damaged_borrowed_blob_downstream_is_found_before_eviction(places):
-    """The drain keeps what the durable tier has, and does not read it."""
+    """The drain keeps existing blobs of the durable tier, and does not read them."""
     with checkpointer(places.fast) as ckpt:
         ckpt.save(STATE, 1, mode="blocking")
     base = Catalog(places.fast).record(1)

@@ -1,4 +1,4 @@
-"""A step that is compacted in the durable tier while it is copied there, or overwritten."""
+"""A step compacted in the durable tier while it is copied there, or overwritten."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -39,7 +39,7 @@ def dying(places):
 
 
 def check(places, step, epoch, *, generation):
-    """All that is left of the step is whole, in both tiers, and nothing waits to be copied."""
+    """All remains of the step are whole, in both tiers, and nothing waits to be copied."""
     assert pending(places.fast) == []
     for backend in (places.fast, places.durable):
         assert Catalog(backend).record(step).generation == generation
@@ -91,7 +91,7 @@ def test_a_compaction_yields_to_an_overwrite_in_the_copy_queue(places):
                 overwrite.committed.result(60)
             with pytest.raises(CheckpointGoneError, match="saved again during its compaction"):
                 compacted.result(60)
-            # The tier still has a checkpoint of the step, until the overwrite is there as well.
+            # The tier still has a checkpoint of the step until the overwrite arrives as well.
             assert Catalog(places.durable).steps() == [1, 2]
         assert overwrite.result(60).tiers == ("fast", "durable")
         ckpt.wait()
@@ -106,7 +106,7 @@ def test_a_save_compacted_before_it_is_copied_is_durable(places):
             handles = [ckpt.save(state(step), step) for step in (2, 3, 4)]
             handles[-1].committed.result(60)
             assert held.reached.wait(60)
-            durable.clear()  # the copy under way is held, and nothing else
+            durable.clear()  # only the copy in flight is held
             assert compact(places, 3)
             assert ckpt.compact([4]).steps
         assert [handle.result(60).step for handle in handles] == [2, 3, 4]

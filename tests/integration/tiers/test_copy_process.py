@@ -1,4 +1,4 @@
-"""Copies from tier to tier by a process of their own: what ends it, and what it cannot do."""
+"""Copies from tier to tier by a separate process: what ends it, and what it cannot do."""
 
 import logging
 import os
@@ -30,7 +30,7 @@ from penstock.core.tiers.process import ProcessCopy, ProcessSetup
 from penstock.core.tiers.whereabouts import pending
 from penstock.testing.hasty import FAST
 
-SLOW = "100 KB"  # per second: a state takes long enough to be caught on its way
+SLOW = "100 KB"  # per second: a state takes long enough to be caught in transit
 STEADY = "400 KB"  # the same, and the copy ends within the test
 PATIENCE_S = 300.0
 
@@ -72,12 +72,12 @@ def others():
 
 
 def children():
-    """Process ids of what this test has started, and nobody has waited for yet."""
+    """Process ids of this test's unreaped children."""
     return [pid for pid in started() if pid not in _others]
 
 
 def started():
-    """Children of this process, whichever of its threads has started them."""
+    """Children of this process, of any of its threads."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # a process that has ended meanwhile
@@ -88,7 +88,7 @@ def started():
 
 
 def until(condition):
-    """Wait until `condition` gives something, and return that."""
+    """Wait until `condition` returns a true value, and return that."""
     end_s = time.monotonic() + PATIENCE_S
     while not (found := condition()):
         assert time.monotonic() < end_s, "it does not come to that"
@@ -97,7 +97,7 @@ def until(condition):
 
 
 def on_its_way(folder):
-    """The process that copies, once it writes."""
+    """The copying process, once it writes."""
     until(lambda: list(Path(folder).glob("data/*/intent.json")))
     (pid,) = children()
     return pid
@@ -163,7 +163,7 @@ def test_it_yields_to_training_hides_secrets_and_ends_on_deletion(tmp_path):
         mine = os.getpriority(os.PRIO_PROCESS, 0)
         assert os.getpriority(os.PRIO_PROCESS, pid) == min(mine + 10, 19)
         assert int(Path(f"/proc/{pid}/oom_score_adj").read_text()) == 500
-        assert os.getsid(pid) != os.getsid(0)  # Ctrl-C at the terminal is not for it
+        assert os.getsid(pid) != os.getsid(0)  # it ignores Ctrl-C at the terminal
         assert b"hunter2" not in Path(f"/proc/{pid}/cmdline").read_bytes()
         assert b"hunter2" not in Path(f"/proc/{pid}/environ").read_bytes()
         ckpt.delete(1)
@@ -198,14 +198,14 @@ def test_it_ends_with_the_trainer_despite_a_live_fork(tmp_path):
         assert is_running(worker)
     finally:
         os.kill(worker, signal.SIGKILL)
-    with checkpointer(tiers_at(tmp_path)) as ckpt:  # it left no lease that one has to wait for
+    with checkpointer(tiers_at(tmp_path)) as ckpt:  # it left no lease to wait for
         ckpt.save(state(2), 2).result(PATIENCE_S)
         ckpt.close()
     assert Catalog(open_backend(tmp_path / "durable")).steps() == [1, 2]
 
 
 def saved_in_fast(folder):
-    """A checkpoint that is in the fast tier alone, and what it takes to copy it by a process."""
+    """A checkpoint only in the fast tier, and the means to copy it by a process."""
     with checkpointer(str(folder / "fast")) as alone:
         alone.save(state(), 1).result(PATIENCE_S)
     setup = ProcessSetup(tiers_at(folder), 0, PATIENCE_S)
@@ -239,8 +239,8 @@ def is_running(pid):
         return False
 
 
-# With "accept" the process takes a place of its own for the run's: only the trainer sees then that
-# the copy is not where it should be.
+# With "accept" the process takes its own place for the run's: only the trainer then sees that the
+# copy is in the wrong place.
 @pytest.mark.parametrize(("private", "roots"), [("fast", "check"), ("durable", "accept")])
 def test_tiers_visible_only_to_the_trainer_use_threads(tmp_path, log, private, roots):
     with checkpointer(tiers_at(tmp_path, roots=roots, **{private: "memory://"})) as ckpt:
@@ -250,7 +250,7 @@ def test_tiers_visible_only_to_the_trainer_use_threads(tmp_path, log, private, r
 
 
 def warned(log):
-    """How often it was said that threads have to do it."""
+    """The count of warnings that threads must copy."""
     found = [r for r in log.records if "threads of the trainer copy to durable" in r.message]
     return sum(record.levelno == logging.WARNING for record in found)
 
@@ -298,7 +298,7 @@ def test_a_small_checkpoint_starts_no_process(tmp_path, log, drain_in):
 
 
 def test_a_process_starts_only_for_worthwhile_copies(tmp_path, log, monkeypatch):
-    monkeypatch.setattr(sys, "executable", "/bin/false")  # that one was started is all that counts
+    monkeypatch.setattr(sys, "executable", "/bin/false")  # only the start of one counts
     worth = {"w": torch.arange(WORTH_BYTES // 8), "step": 1}
     with Checkpointer(tiers_at(tmp_path, drain_in="auto")) as ckpt:
         assert ckpt.save(worth, 1).result(PATIENCE_S).tiers == ("fast", "durable")
@@ -309,7 +309,7 @@ def test_the_trainers_environment_is_harmless(tmp_path, log, capfd, monkeypatch)
     here, there, site = tmp_path / "here", tmp_path / "there", tmp_path / "site"
     for folder in (here, there, site):
         folder.mkdir()
-    for name in ("json", "queue", "threading"):  # in the working directory: not to be imported
+    for name in ("json", "queue", "threading"):  # in the working directory: must not be imported
         (here / f"{name}.py").write_text("import os; os.mkdir('ran')\n")
     (site / "sitecustomize.py").write_text("print('welcome')\nprint('{}', flush=True)\n")
     monkeypatch.setenv("PYTHONPATH", str(site))

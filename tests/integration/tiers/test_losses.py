@@ -1,4 +1,4 @@
-"""Tiers in folders: what one of them has lost is noticed, said, and brought anew."""
+"""Tiers in folders: losses of one are noticed, reported, and copied again."""
 
 import shutil
 
@@ -19,7 +19,7 @@ def folders(tmp_path):
 
 
 def state_of(folders, **options):
-    """What a restore of step 2 gives, and its report."""
+    """The result of a restore of step 2, and its report."""
     events = []
     tree = blank(make_state(2))
     with folders.open(on_event=events.append) as ckpt:
@@ -77,7 +77,7 @@ def test_eviction_is_permanent(folders, caplog):
     (folders.fast / "commits" / "00000002-0.json").unlink()
     data = folders.fast / "data" / uid
     (data / "intent.json").unlink()
-    shutil.rmtree(data / "blobs")  # cut short in its middle: part and index are there
+    shutil.rmtree(data / "blobs")  # interrupted in its middle: part and index exist
     before = folders.blobs(folders.fast, uid)
     report, _, _ = state_of(folders)
     assert report.rescued == ()
@@ -86,7 +86,7 @@ def test_eviction_is_permanent(folders, caplog):
 
 
 def test_the_last_good_blobs_are_not_dropped_for_a_copy_that_lost_others(folders, caplog):
-    """Neither tier is whole, both together are: restored, said, and nothing is deleted."""
+    """Neither tier is whole, both together are: restored, reported, and nothing is deleted."""
     with folders.open(rules=[{"match": "optimizer/**", "codecs": ["zstd"]}]) as ckpt:
         ckpt.save(make_state(3), 3).result(300)
         uid = ckpt.info(3).uid

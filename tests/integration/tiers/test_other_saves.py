@@ -1,4 +1,4 @@
-"""Two tiers with two checkpoints at one step: what is deleted of it, and where."""
+"""Two tiers with two checkpoints at one step: which is deleted, and where."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def place(folder):
 
 @pytest.fixture
 def folders(tmp_path):
-    """Step 1 is one checkpoint in the fast tier, another in the durable one."""
+    """Step 1 differs between the fast tier and the durable one."""
     folders = {"fast": tmp_path / "fast", "durable": tmp_path / "durable"}
     for epoch, folder in enumerate(folders.values()):
         with checkpointer(place(folder)) as ckpt:
@@ -132,7 +132,7 @@ def read_only(backend):
 
 
 def leave_generations(node, *epochs):
-    """Overwrite step 1, and lose power before that came to the durable tier."""
+    """Overwrite step 1, and lose power before it reaches the durable tier."""
     with node.open(durable=read_only(node.other())) as ckpt:
         for epoch in epochs:
             ckpt.save(make_state(epoch), 1, overwrite=True).committed.result(300)

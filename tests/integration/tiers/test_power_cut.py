@@ -1,4 +1,4 @@
-"""Tiers and power cuts: whatever is torn in either place, nothing that was promised is lost."""
+"""Tiers and power cuts: torn data in either place breaks no promise."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CHAINED = {
 }
 STILL = torch.arange(9000.0)  # saves of a chain share it
 MASTER = torch.randn(90, 100, generator=torch.Generator().manual_seed(1))
-POINTS = 3  # effects at which a disk loses its power; the slow test takes all of them
+POINTS = 3  # effects at which a disk loses power; the slow test takes all of them
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ def hasty(waits):
 
 
 class Told:
-    """What the run was told of each save: number of the state by step, the newest of each."""
+    """The reports on each save: number of the state by step, the newest of each."""
 
     def __init__(self):
         self.committed = {}
@@ -55,7 +55,7 @@ def open_tiers(fast, durable, **more):
 
 
 def state_of(number):
-    """New tensors, one that does not change, one that moves a little, and its rounded copy."""
+    """New tensors, an unchanging one, one that changes a little, and its rounded copy."""
     state = make_state(number)
     state["optimizer"]["master"] = MASTER + number
     state["model"]["half"] = state["optimizer"]["master"].bfloat16()
@@ -63,7 +63,7 @@ def state_of(number):
 
 
 def run(scenario, fast, durable, told):
-    """Some saves, until one of the disks has lost its power."""
+    """Some saves, until one of the disks loses power."""
     steps = {"evict": [1, 2, 3, 4], "overwrite": [1, 2, 2, 1], "chain": [1, 2, 3, 4, 5]}[scenario]
     more = CHAINED if scenario == "chain" else {}
     with suppress(SimulatedCrashError, PenstockError), open_tiers(fast, durable, **more) as ckpt:
@@ -82,12 +82,12 @@ def run(scenario, fast, durable, told):
 
 
 def retired(step, found):
-    """Whether retention may have deleted a step that was saved."""
+    """Whether retention may have deleted a saved step."""
     return step not in found and sum(later > step for later in found) >= KEEP_LAST
 
 
 def check(fast, durable, told):
-    """What is listed is whole, what was told is there, and another process finishes the rest."""
+    """Listed steps are whole, reported ones exist, and another process finishes the rest."""
     places = {name: PowerCut(disk) for name, disk in (("fast", fast), ("durable", durable))}
     found = {}
     for name, backend in places.items():
@@ -114,12 +114,12 @@ def check(fast, durable, told):
     for backend in places.values():
         prune(backend, grace_s=0)
         survey = survey_run(backend)
-        # An intent that a killed deletion has left goes with the last that borrows of its save.
+        # The intent left by a killed deletion goes with the last borrower of its save.
         assert survey.data.keys() == survey.needed
 
 
 def effects(scenario):
-    """How many there are on either disk in a run that nothing disturbs."""
+    """The count on either disk in an undisturbed run."""
     fast, durable, told = Disk(), Disk(), Told()
     run(scenario, fast, durable, told)
     assert told.durable == {step: numbers[-1] for step, numbers in told.begun.items()}
@@ -133,7 +133,7 @@ def cut_during(scenario, which, at, *, ends):
     run(scenario, disks["fast"], disks["durable"], told)
     choice = random.Random(seed)
     for number in range(ends):
-        # Both places may be in one machine, or not.
+        # Both tiers may be in one machine, or not.
         both = {
             name: disk.cut(choice) if name == which or number % 2 else disk.copy()
             for name, disk in disks.items()

@@ -1,4 +1,4 @@
-"""`verify(repair=True)` of tiers in folders: bad copies are brought anew, good ones never go."""
+"""`verify(repair=True)` of tiers in folders: bad copies are replaced, good ones never go."""
 
 import shutil
 import threading
@@ -92,7 +92,7 @@ def test_a_bad_copy_is_replaced_from_the_good_one(folders, bad, how):
 @pytest.mark.parametrize("deep", [True, False])
 def test_nothing_is_deleted_without_a_good_copy(folders, deep):
     damage(folders.fast, "missing")
-    damage(folders.durable, "flip")  # which sizes do not show: found when it is read
+    damage(folders.durable, "flip")  # not visible in sizes: found on reading
     before = every_file(folders.fast, folders.durable)
     with folders.open() as ckpt:
         report = ckpt.verify(1, deep=deep, repair=True)
@@ -191,7 +191,7 @@ def test_the_command_repairs_reports_it_and_exits_with_zero(call, folders):
 
 
 class Meanwhile(WrapperBackend):
-    """Lets something happen once the last of some blobs was read."""
+    """Runs an action once the last of some blobs was read."""
 
     def __init__(self, inner, what):
         super().__init__(inner)
@@ -234,7 +234,7 @@ def test_a_copy_vanishing_during_verification_leaves_the_other():
 
 
 class Briefly(WrapperBackend):
-    """Lets something happen before the size of a blob is told, and something once it was."""
+    """Runs actions before and after the size of a blob is returned."""
 
     def __init__(self, inner, before, after=lambda: None):
         super().__init__(inner)

@@ -1,4 +1,4 @@
-"""Tiers that are not what they were: swapped, not mounted, rolled back, replaced, one place."""
+"""Changed tiers: swapped, not mounted, rolled back, replaced, one place."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def saved_folders(tmp_path_factory):
 
 @pytest.fixture
 def folders(saved_folders, tmp_path):
-    """A run of which step 1 is in both tiers."""
+    """A run with step 1 in both tiers."""
     return saved_folders.copy_to(tmp_path)
 
 
@@ -113,7 +113,7 @@ def test_an_empty_root_in_place_of_a_known_one_is_never_durable(folders, tmp_pat
     folders.durable.mkdir()  # the empty folder below a file system that is not mounted
     with opened(folders) as ckpt:
         with pytest.raises(StorageError, match="Is its file system mounted"):
-            ckpt.latest()  # what is only there may be newer
+            ckpt.latest()  # data only there may be newer
         handle = ckpt.save(make_state(2), 2)
         handle.committed.result(300)
         assert not handle.durable.done()
@@ -131,7 +131,7 @@ def test_a_root_replaced_on_purpose_gets_all_that_is_left(folders, caplog):
     assert "tier durable" in caplog.text
     assert "is new to this run" in caplog.text
     assert steps_in(folders.durable) == [1, 2]
-    assert save(folders, 3).tiers == ("fast", "durable")  # from now on this is the place
+    assert save(folders, 3).tiers == ("fast", "durable")  # from now on this is the root
 
 
 def test_a_root_replaced_while_the_run_is_open_counts_as_away(folders, tmp_path):
@@ -174,12 +174,12 @@ class StoppedClock(Clock):
 
 
 def at(waits, second):
-    """What is saved from now on was saved then."""
+    """Later saves were made then."""
     waits(clock=StoppedClock(second))
 
 
 def rewind_on_another_node(folders, tmp_path):
-    """Steps 1 to 3 are of this node; another one goes on from step 1, and saves step 2."""
+    """Steps 1 to 3 are of this node; another one continues from step 1, and saves step 2."""
     first, folders.fast = folders.fast, tmp_path / "other node"
     with opened(folders) as ckpt:
         ckpt.rewind(1)
@@ -189,7 +189,7 @@ def rewind_on_another_node(folders, tmp_path):
 
 @pytest.fixture
 def rewound(folders, tmp_path, waits):
-    """A run of which this node has saved steps 1 to 3, and another one has rewound the last two."""
+    """A run: this node saved steps 1 to 3, and another one rewound the last two."""
     at(waits, 1)
     save(folders, 2, 3)
     at(waits, 2)
@@ -224,7 +224,7 @@ def swapped(folders):
 
 @pytest.fixture
 def evicted(folders, waits):
-    """A run of which the durable tier has steps 1 to 4, and the fast one only the last two."""
+    """A run with steps 1 to 4 in the durable tier, and only the last two in the fast one."""
     at(waits, 1)
     save(folders, 2, 3, 4, keep_fast=2)
     assert steps_in(folders.fast) == [3, 4]
@@ -241,7 +241,7 @@ def test_evicted_steps_are_copied_after_a_deliberate_tier_swap(evicted, call):
 def test_evicted_steps_do_not_count_as_deleted_after_a_tier_swap(evicted, tmp_path, waits, call):
     at(waits, 2)
     right, evicted.durable = evicted.durable, tmp_path / "meanwhile"
-    save(evicted, 5, roots="accept")  # what the last tier has not seen, and is newer
+    save(evicted, 5, roots="accept")  # unseen by the last tier, and newer
     evicted.durable = right
     call("drain", swapped(evicted))
     assert steps_in(evicted.durable) == [1, 2, 3, 4, 5]
@@ -274,7 +274,7 @@ def test_steps_rewound_by_another_node_are_gone_only_in_its_tier(rewound, call):
 
 
 class Overtaken(WrapperBackend):
-    """A place that another process begins to use right before this one does."""
+    """A root that another process starts to use right before this one."""
 
     def __init__(self, inner, meanwhile):
         super().__init__(inner)
@@ -303,7 +303,7 @@ def test_two_nodes_that_start_at_once_share_one_run():
 
 
 class Elsewhere(WrapperBackend):
-    """The same place by another way, of which its URL says nothing."""
+    """The same root by another way that its URL does not show."""
 
     @property
     def url(self):

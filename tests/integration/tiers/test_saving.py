@@ -1,4 +1,4 @@
-"""Saving to a fast tier that is copied to a durable one, by configuration alone."""
+"""Saving to a fast tier that is copied to a durable one, only by configuration."""
 
 import threading
 import time
@@ -71,7 +71,7 @@ def test_training_continues_without_the_durable_tier_and_copies_follow(places, c
             assert not handle.durable.done()
         assert caplog.text.count("tier durable does not answer") == 1  # not once per save
         assert handles[-1].progress().phase == "drain"
-        ckpt.wait()  # for saves, not for a tier that is away
+        ckpt.wait()  # for saves, not for an absent tier
         ckpt.fence()
         durable.clear()
         for handle in handles:
@@ -244,7 +244,7 @@ def test_a_hung_repair_blocks_no_caller_forever(places, waits):
             assert same(ckpt.load(1), make_state(1))
             assert held.reached.wait(300)
             clock.flies = lambda: not event.is_set()
-        assert not event.is_set()  # it was closed all the same
+        assert not event.is_set()  # it was closed anyway
     finally:
         event.set()
     assert places.steps()[1] == [1]
@@ -304,7 +304,7 @@ def test_prune_checks_each_tier_separately(places):
         ckpt.save(make_state(1), 1).result(300)
     for backend in (places.fast, places.durable):
         backend.publish(f"data/{'d' * 32}/index", b"left behind")
-    # What is left of an eviction that was cut short: the durable tier's record does not need it.
+    # Leftovers of an interrupted eviction: the durable tier's record does not need them.
     with checkpointer(places.fast) as alone:
         uid = alone.info(1).uid
     places.fast.delete(["commits/00000001-0.json"])
@@ -333,7 +333,7 @@ def test_data_of_one_tiers_orphans_is_deleted_in_all_at_once(places):
 
 
 def test_a_partial_copy_is_never_listed(places):
-    """While a copy is held in its middle, the durable tier has no such step."""
+    """While a copy is held halfway, the durable tier does not have the step."""
     durable = FaultyBackend(places.other())
     event = threading.Event()
     held = durable.block("publish", event, match="commits/")
@@ -385,7 +385,7 @@ def test_a_hung_tier_is_skipped_for_a_while_by_saves_and_clean_up(places, waits)
     with places.open(durable=durable, retention={"keep_last": 2}) as ckpt:
         try:
             ckpt.save(make_state(1), 1).committed.result(300)
-            # The save asks, then the comparison of the tiers, then the copy.
+            # The save calls it, then the comparison of the tiers, then the copy.
             until(lambda: durable.asked == 3)
             for step in (2, 3, 4):
                 ckpt.save(make_state(step), step).committed.result(300)
@@ -396,7 +396,7 @@ def test_a_hung_tier_is_skipped_for_a_while_by_saves_and_clean_up(places, waits)
     with places.open(durable=places.other(), retention={"keep_last": 2}) as ckpt:
         for step in (5, 6):
             ckpt.save(make_state(step), step).result(300)
-        until(lambda: ckpt.steps() == [5, 6])  # retention deletes the steps that it passed over
+        until(lambda: ckpt.steps() == [5, 6])  # retention deletes the steps that it skipped
 
 
 def test_a_skipped_tier_gets_copies_as_soon_as_it_is_back(places, waits, caplog):
@@ -414,7 +414,7 @@ def test_an_overwrite_still_queries_a_hung_tier(places, waits):
     durable = Hanging(places.other(), waits, "list")
     with places.open(durable=durable) as ckpt:
         try:
-            ckpt.save(make_state(1), 1).committed.result(300)  # from now on it is left alone
+            ckpt.save(make_state(1), 1).committed.result(300)  # from now on it is paused
             with pytest.raises(penstock.StorageTimeoutError, match="no answer for 10 s"):
                 ckpt.save(make_state(10), 1, overwrite=True)
         finally:
@@ -434,10 +434,10 @@ def test_a_step_deleted_during_its_copy_stays_deleted(at, places):
         deleting = threading.Thread(target=ckpt.delete, args=(1,))
         deleting.start()
         deleting.join(0.2)
-        assert deleting.is_alive()  # it waits until the copy is over
+        assert deleting.is_alive()  # it waits until the copy ends
         event.set()
         deleting.join(300)
-        error = handle.durable.exception(300)  # none: it was durable for a moment, which is as good
+        error = handle.durable.exception(300)  # none: it was durable for a moment, which is enough
         assert error is None or isinstance(error, penstock.CheckpointGoneError)
         ckpt.save(make_state(10), 1).result(300)
         assert same(ckpt.load(1), make_state(10))

@@ -1,4 +1,4 @@
-"""Signals and forks in the middle of a save, in processes of their own."""
+"""Signals and forks during a save, in separate processes."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def url(kind, tmp_path):
 
 
 class Server:
-    """Forks a process for each program, so that torch is imported only once."""
+    """Forks a process for each program, so torch is imported only once."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -90,7 +90,7 @@ class Server:
         return self.ask(body=PROGRAM + body, url=url, out=str(out)), out
 
     def finish(self, pid, out):
-        """Its lines, what it wrote to stderr, and its exit status."""
+        """Its lines, its stderr, and its exit status."""
         status = self.ask(wait=pid)
         return out.read_text().splitlines(), out.with_suffix(".out.err").read_text(), status
 
@@ -104,7 +104,7 @@ def server(tmp_path_factory):
 
 @pytest.fixture
 def run(server, url):
-    """Run a program; with a signal, send it that when it says `ready`."""
+    """Run a program; with a signal, send it that once it prints `ready`."""
 
     def run(body, number=None):
         pid, out = server.start(url, body)
@@ -122,7 +122,7 @@ def run(server, url):
 
 @pytest.fixture
 def run_anew(url):
-    """Run a program in an interpreter of its own: its fork is then the first."""
+    """Run a program in a new interpreter: its fork is then the first."""
 
     def run_anew(body):
         imports = SERVER.partition("for line in")[0]
@@ -133,7 +133,7 @@ def run_anew(url):
 
 
 def holds(url, *steps):
-    """Exactly these steps are there, whole; and the run goes on."""
+    """Exactly these steps exist, whole, and the run continues."""
     with Checkpointer("posix://" + url.partition("://")[2]) as ckpt:
         assert ckpt.steps() == list(steps)
         for step in steps:
@@ -174,7 +174,7 @@ say("ready")
 
 
 def test_a_sigterm_handler_may_save(run, url):
-    """As schedulers ask for: a notice, then some seconds, then the end."""
+    """As schedulers do: a notice, then some seconds, then the end."""
     body = """
 def leave(number, frame):
     gate.set()
@@ -223,7 +223,7 @@ say("closed")
 
 
 def test_signals_that_only_count_interrupt_nothing(run, url):
-    """A profiler's or a scheduler's: every system call may be interrupted by them."""
+    """A profiler's or a scheduler's: they may interrupt every system call."""
     body = """
 count = 0
 def tick(number, frame):
@@ -315,7 +315,7 @@ ckpt.close()
 
 
 class Interrupted:
-    """State that sends this process a signal when it is asked for, `times` times."""
+    """State that sends this process a signal when requested, `times` times."""
 
     def __init__(self, times=1):
         self.times = times
@@ -374,7 +374,7 @@ def test_a_save_survives_an_error_from_such_a_handler(mode, on_signal):
 
 
 def test_a_handler_is_refused_before_the_capture_has_a_thread(monkeypatch, on_signal):
-    """The thread that would carry the save is not there yet: waiting for it were for ever."""
+    """The save thread does not exist yet: a wait for it would never end."""
     refused = []
 
     def handler():
@@ -397,7 +397,7 @@ def test_a_handler_is_refused_before_the_capture_has_a_thread(monkeypatch, on_si
 
 
 class SignallingStep:
-    """A number that sends this process a signal when it is asked for."""
+    """A number that sends this process a signal when requested."""
 
     def __init__(self, number):
         self.number = number
@@ -427,7 +427,7 @@ def test_a_handler_is_refused_during_argument_checks_of_save(on_signal):
 def test_a_handler_that_interrupts_the_wait_for_another_save_is_refused(
     use, caught, store, gate, on_signal
 ):
-    """What it saved would be newer than what the interrupted save is going to store."""
+    """Its save would be newer than the state of the interrupted save."""
     refused = []
 
     def handler():

@@ -1,4 +1,4 @@
-"""What is stored is what was there at `save`, whatever changes afterwards."""
+"""The stored state is the state at `save`, despite any later change."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ BUDGETS_AND_RULES = pytest.mark.parametrize(
 
 
 def stored(ckpt, step):
-    """What comes back into fresh objects."""
+    """The state restored into fresh objects."""
     fresh = Everything(seed=99)
     ckpt.restore(
         fresh.state, step, exclude=["hold"] if "hold" in set(ckpt.open(step).keys()) else None
@@ -51,8 +51,8 @@ def stored(ckpt, step):
 @BUDGETS_AND_RULES
 def test_async_stores_the_state_at_save(store, gate, budget, rules, caplog):
     tiny = budget is TINY_BUDGET
-    # Ample: nothing at all has been written when everything changes. Tiny: `save` has to write
-    # most of it itself, slowly, and what it has written is not durable yet.
+    # Ample: nothing has been written when everything changes. Tiny: `save` must write most of it,
+    # slowly, and the written part is not durable yet.
     store.block("seal" if tiny else "create", gate)
     if tiny:
         store.slow("write", 0.002)
@@ -101,7 +101,7 @@ def test_async_waits_until_overflow_is_written(store, gate, rules):
     handles = []
     with held_checkpointer(store, rules=rules, **TINY_BUDGET) as ckpt:
         with held_at(CAPTURE, lambda: handles.append(ckpt.save(state, 1))):
-            fault.reached.wait()  # what has room is captured, or `save` would not write yet
+            fault.reached.wait()  # the part with room is captured, or `save` would not write yet
             assert not handles
             gate.set()
         state["optimizer"]["moment"].zero_()
@@ -127,7 +127,7 @@ def test_async_waits_for_no_write_if_tensors_have_other_page_offsets(store, gate
 
 
 def test_a_stuck_store_with_little_staging_holds_the_step_until_all_is_written(store, gate):
-    """The other way to be held: not a slow copy, but no staging."""
+    """The other kind of hold: not a slow copy, but no staging."""
     model = nn.Linear(200, 200, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     train(model, optimizer)
@@ -164,7 +164,7 @@ def test_many_saves_in_a_row_reuse_staging_without_mixing(store, mode, budget):
             assert not differences(stored(ckpt, step), snapshot), step
 
 
-# -- who steps, and how --------------------------------------------------------------------------
+# -- kinds of steps ------------------------------------------------------------------------------
 
 
 def train(model, optimizer):
@@ -178,7 +178,7 @@ def backward(model):
 
 
 class Wrapper:
-    """As accelerators have them: not an `Optimizer`, and unknown to Penstock."""
+    """Like those of accelerators: not an `Optimizer`, and unknown to Penstock."""
 
     def __init__(self, optimizer):
         self.inner = optimizer
@@ -295,7 +295,7 @@ def of_another_tree():
 
 
 class ListsOfState(torch.optim.SGD):
-    """Has its state in lists, as Shampoo has its preconditioners."""
+    """Has its state in lists, like Shampoo's preconditioners."""
 
     @torch.no_grad()
     def step(self):
@@ -390,7 +390,7 @@ def test_restore_waits_for_every_pending_capture(ckpt, job, whose):
     assert not differences(stored_job(ckpt, 1), save.expected)
 
 
-# -- changes that no fence sees --------------------------------------------------------------------
+# -- changes unseen by fences ----------------------------------------------------------------------
 
 
 def clamp(model, optimizer):
@@ -460,14 +460,14 @@ def test_after_an_explicit_fence_anything_may_change(ckpt, job, change):
 
 @pytest.mark.parametrize("fenced", [False, True])
 def test_a_change_after_the_capture_is_refused_until_it_was_awaited(ckpt, store, gate, job, fenced):
-    """Versions alone cannot tell it from a change in the middle of the capture."""
+    """Versions alone cannot distinguish it from a change during the capture."""
     store.block("create", gate)
     save = PendingSave(ckpt, job)
     save.let_go()
     if fenced:
         save.handle.captured.result()  # as good as a fence
     else:
-        concurrent.futures.wait([save.handle.captured])  # on no thread that trains
+        concurrent.futures.wait([save.handle.captured])  # not on a training thread
     clamp(*job)
     gate.set()
     if fenced:
@@ -507,7 +507,7 @@ def numpy_write(model, optimizer):
 )
 def test_change_that_torch_does_not_count_fails_that_save(ckpt, store, job, change, when):
     gate = Gate()
-    store.block("create", gate)  # else it may be committed before the change
+    store.block("create", gate)  # or it may be committed before the change
     save = PendingSave(ckpt, job)
     if when == "before the capture":
         change(*job)
@@ -524,7 +524,7 @@ def test_change_that_torch_does_not_count_fails_that_save(ckpt, store, job, chan
 
 
 def test_averaged_weights_swapped_in_and_out_fail_that_save(ckpt, store, gate, job):
-    store.block("create", gate)  # else it may be committed before the swap back
+    store.block("create", gate)  # or it may be committed before the swap back
     model = job[0]
     save = PendingSave(ckpt, job)
     trained = copies(dict(model.state_dict()))
@@ -573,7 +573,7 @@ def test_another_trainers_step_does_not_fence_these_tensors(store, gate, job):
 
 
 def move(model, optimizer):
-    """To shared memory, as torch.multiprocessing does with what it sends."""
+    """To shared memory, as torch.multiprocessing moves tensors that it sends."""
     model.share_memory()
     for state in optimizer.state.values():
         for tensor in state.values():
@@ -612,7 +612,7 @@ def test_memory_written_in_place_does_not_move_meanwhile(store, gate):
 
 
 def test_tensors_shared_with_another_process_are_not_deferred(ckpt, job):
-    """No fence of this process holds the other one's step."""
+    """No fence of this process blocks the other one's step."""
     model, optimizer = job
     model.share_memory()
     save = ckpt.save({"model": model, "optimizer": optimizer}, 1, mode="lazy")
@@ -622,7 +622,7 @@ def test_tensors_shared_with_another_process_are_not_deferred(ckpt, job):
 
 
 class Mover:
-    """Moves a tensor to other memory the first time that somebody asks for its state."""
+    """Moves a tensor to other memory at the first request for its state."""
 
     def __init__(self, tensor):
         self.tensor = tensor
@@ -638,7 +638,7 @@ class Mover:
 
 
 def test_state_that_moves_during_description_is_redescribed(ckpt):
-    """Freed memory is given out again: two tensors would be taken for one at the same address."""
+    """Freed memory is reused: two tensors would be taken for one at the same address."""
     tensor = torch.arange(5000)
     mover = Mover(tensor)
     ckpt.save({"tensor": tensor, "mover": mover}, 1, mode="blocking")
@@ -647,7 +647,7 @@ def test_state_that_moves_during_description_is_redescribed(ckpt):
 
 
 def test_the_step_is_not_a_change(ckpt, job):
-    """Versions are compared before the step goes on, not after it."""
+    """Versions are compared before the step continues, not after it."""
     for step in range(1, 4):
         save = PendingSave(ckpt, job, step)
         with held_at_fence(job[1].step):
@@ -673,7 +673,7 @@ def test_a_change_by_another_thread_while_save_captures_fails_it(store):
         assert ckpt.steps() == []
 
 
-# -- the fence by hand, and its time-out -----------------------------------------------------------
+# -- the explicit fence, and its timeout -----------------------------------------------------------
 
 
 def test_fence_timeout_raises_and_the_save_continues(ckpt, job):
@@ -767,7 +767,7 @@ def test_fence_timeout_lets_training_continue_and_fails_the_save(store, gate, jo
             with pytest.raises(FenceTimeoutError, match="staging_bytes or fence_timeout_s"):
                 handle.result()
         assert isinstance(handle.captured.exception(), SaveAbortedError)
-        optimizer.step()  # nothing is pending any more
+        optimizer.step()  # nothing is pending now
         gate.set()
         ckpt.wait()
         assert ckpt.steps() == []
