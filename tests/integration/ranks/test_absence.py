@@ -1,4 +1,4 @@
-"""`None` on some ranks where others have an object, and what else ranks have at one path."""
+"""`None` on some ranks where others have an object, and other differences at one path."""
 
 import pytest
 import torch
@@ -69,7 +69,7 @@ def test_module_on_one_rank_and_nothing_on_another_round_trip(nothing, has):
 
 
 def test_ranks_without_objects_restore_saves_of_others_or_one_process(caplog):
-    """The number of ranks changes, and with it who has the module."""
+    """The number of ranks changes, and with it the module's rank."""
     for count in (1, 3):
         store = memory()
         if count == 1:
@@ -139,7 +139,7 @@ def test_other_contradictions_are_refused_by_name_on_all_ranks(words):
 
 
 def test_value_changing_kind_between_saves_of_one_structure_is_refused():
-    """The tables of the parts are those of the save before, whose index rank 0 knows."""
+    """The tables of the parts equal those of the previous save, whose index rank 0 knows."""
 
     def work(ckpt, rank):
         ckpt.save(state(rank, 1), 1).result(30)

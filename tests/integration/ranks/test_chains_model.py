@@ -1,4 +1,4 @@
-"""Chains of checkpoints by one process and by many ranks, whatever else happens to them."""
+"""Chains of checkpoints by one process and by many ranks, under other operations."""
 
 import random
 from contextlib import closing
@@ -28,7 +28,7 @@ WAYS = [plain, in_rows, in_columns, replicas_of_rows]
 
 
 def state_of(way, step, rank, count):
-    """Some of it moves, some never does, and some weights are rounded masters."""
+    """Some of it changes, some never does, and some weights are rounded masters."""
     state = way(step, rank, count)
     state["master"] = {"moves": weights(step)["model"]["large"][:, :60].clone()}
     state["half"] = {"moves": state["master"]["moves"].bfloat16()}
@@ -50,7 +50,7 @@ def check(store, steps):
 
 
 class Run:
-    """A run, and the steps that it should have; each action is drawn by `random`."""
+    """A run, and its expected steps; each action is drawn by `random`."""
 
     def __init__(self, drawn):
         self.drawn = drawn

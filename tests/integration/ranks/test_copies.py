@@ -1,7 +1,7 @@
-"""A tensor that ranks of different structures have in common is stored once for each structure.
+"""A tensor shared by ranks of different structures is stored once for each structure.
 
-Each structure cuts it at other elements, as stages of a pipeline of several replicas do with a tied
-embedding that is larger than the share of one writer.
+Each structure cuts it at other elements, like pipeline stages of several replicas with a tied
+embedding larger than one writer's share.
 """
 
 import pytest
@@ -12,7 +12,7 @@ from tests.integration.support import memory
 from penstock import SaveError, Shard
 
 TIED = torch.arange(40_000.0).reshape(400, 100)
-OF_STAGE = {0: 300, 1: 120}  # rows of what each stage has for itself
+OF_STAGE = {0: 300, 1: 120}  # rows of each stage's own objects
 
 
 def state_of(rank):

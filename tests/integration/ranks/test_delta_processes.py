@@ -1,4 +1,4 @@
-"""Real processes that save a chain of checkpoints, are started again as others, and are killed."""
+"""Real processes that save a chain of checkpoints, restart in other numbers, and are killed."""
 
 import os
 import signal
@@ -74,7 +74,7 @@ def test_torchrun_continues_the_chain_with_another_process_count(tmp_path):
         sizes = []
         for step in ckpt.steps():
             record = ckpt._catalog.record(step)
-            # What three ranks hold of the shards is stored whole once; all else is referred to.
+            # The shards of three ranks are stored whole once; all else is referenced.
             assert (record.base and record.base.step) == [None, 0, None, 2][step]
             assert record.borrowed if step else not record.borrowed
             sizes.append(record.bytes_stored)

@@ -1,4 +1,4 @@
-"""What goes wrong with the base of several ranks costs room, or the save: never data."""
+"""Faults of the base of several ranks cost space, or the save: never data."""
 
 import logging
 import threading
@@ -150,7 +150,7 @@ def test_a_failed_save_leaves_borrowed_data(victim):
 
 
 def test_a_base_that_only_some_ranks_could_use_is_in_the_record():
-    """Rank 0 has nothing to encode against it; the others have."""
+    """Rank 0 has no data to encode against it; the others have some."""
     store = memory()
 
     def state_of(step, rank, count):
@@ -166,7 +166,7 @@ def test_a_base_that_only_some_ranks_could_use_is_in_the_record():
 
 
 def test_a_save_during_deletion_of_its_base_restores():
-    """As in `test_a_rank_that_finds_the_base_deleted...`, at any moment of the save."""
+    """As in `test_only_a_rank_with_a_deleted_base_...`, at any moment of the save."""
     store = memory()
     save_all(store, 2, [0], plain)
     stop = threading.Event()

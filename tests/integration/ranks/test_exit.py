@@ -1,4 +1,4 @@
-"""How the processes of a job end: with nothing of ours under way that could abort them."""
+"""The exit of a job's processes, without work of ours in flight that could abort them."""
 
 import subprocess
 import threading
@@ -57,7 +57,7 @@ def link():
 )
 def test_a_job_may_end_right_after_its_last_save(link, tmp_path, how, told):
     """A thread that waits for the store while the interpreter exits would abort the process."""
-    # New interpreters: those that are forked exit too soon.
+    # New interpreters: forked ones exit too soon.
     processes = [
         start_python(
             "-c", JOIN + SAVE + how, rank, 2, link.port, tmp_path / "run",
@@ -67,7 +67,7 @@ def test_a_job_may_end_right_after_its_last_save(link, tmp_path, how, told):
     ]  # fmt: skip
     try:
         assert [process.stdout.readline() for process in processes] == ["saves\n"] * 2
-        link.delay_s = 0.1  # of a store that is far away, or busy
+        link.delay_s = 0.1  # of a distant or busy store
         for process in processes:
             process.stdin.write("\n")
             process.stdin.flush()

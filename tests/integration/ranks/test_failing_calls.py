@@ -40,7 +40,7 @@ def whole(number):
 
 
 def part(number, rank, count=WORLD):
-    """What one of `count` ranks holds of it."""
+    """The share of one of `count` ranks."""
     start, stop = (9000 * n // count for n in (rank, rank + 1))
     cut = whole(number)
     for name in ("raw", "encoded"):
@@ -54,7 +54,7 @@ def names(store):
 
 @pytest.fixture
 def saved():
-    """A store with step 1, and all that is there."""
+    """A store with step 1, and all its data."""
     store = memory()
     assert [r.step for r in Job(WORLD, store, **ENCODED).save(lambda r: part(1, r))] == [1, 1]
     return store, names(store)
@@ -87,13 +87,13 @@ def test_a_failed_call_on_one_rank_ends_the_save_on_all_without_data(call, rank,
         assert same(ckpt.load(3), whole(3))
         uids = {ckpt.info(step).uid for step in (1, 3)}
     left = [n for n in names(store) if n.startswith("data/") and n.split("/")[1] not in uids]
-    if call == "stat intent":  # rank 0 had the word of all to commit: `prune` takes what is its own
+    if call == "stat intent":  # all had agreed to the commit: `prune` deletes rank 0's data
         left = [n for n in left if "/00001" in n]
     assert not left
 
 
 def end_of(ckpt, rank, step):
-    """The step that was saved, or the error."""
+    """The saved step, or the error."""
     try:
         return ckpt.save(part(step, rank), step).result(300).step
     except PenstockError as error:
@@ -132,7 +132,7 @@ def test_a_hung_call_on_one_rank_ends_the_save_of_others_by_name(call, rank, sav
     def work(ckpt, r):
         found = end_of_save(ckpt, r)
         if r != rank:
-            gate.set()  # it was told by now, and what hung goes on
+            gate.set()  # it was reported by now, and the hung call continues
         ckpt._saver.job.released.wait(300)
         return found
 
@@ -203,7 +203,7 @@ class Shaky(MemoryCoordination):
 
 
 class World:
-    """Two to four ranks that save over a store, and a store of the job, that both fail."""
+    """Two to four ranks that save over a failing store and a failing job store."""
 
     def __init__(self, seed):
         chance = random.Random(seed)
@@ -252,11 +252,11 @@ class World:
                 self.told[step, rank] = handle.result(300).uid
             except PenstockError as error:
                 self.told[step, rank] = error
-        with suppress(PenstockError):  # told once more
+        with suppress(PenstockError):  # reported once more
             ckpt.close()
 
     def _words(self):
-        """What ranks were told, once that is found to be true."""
+        """The verified reports of the ranks."""
         with checkpointer(self.store) as ckpt:
             uids = {step: ckpt.info(step).uid for step in ckpt.steps()}
             for step in uids:

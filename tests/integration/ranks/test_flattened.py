@@ -85,7 +85,7 @@ def test_data_gathered_before_a_restore_is_discarded(where, plain):
 
     def work(rank):
         state = fresh(where)
-        state["model"](torch.arange(5))  # leaves gathered parameters behind
+        state["model"](torch.arange(5))  # leaves gathered parameters
         with reader.checkpointer(rank) as ckpt:
             ckpt.restore(state)
         return train(state["model"], state["optimizer"], 2, start=2)
@@ -129,7 +129,7 @@ def test_ranges_of_tensor_parallel_parameters_are_refused():
 
 
 class Counted(torch.nn.Module):
-    """Has extra state, a buffer, and, if asked to, code of its own that loads."""
+    """Has extra state, a buffer, and, on demand, its own loading code."""
 
     def __init__(self, *, hook=False):
         super().__init__()
@@ -169,7 +169,7 @@ def test_extra_state_and_buffers_restore_and_load_hooks_are_refused():
             ckpt.restore({"model": other})
             assert torch.equal(found.weight, saved.weight)
             assert (found.count, found.seen.tolist()) == (5, [1.0, 1.0])
-            # The rank that hears first of the other's refusal does not come to its own.
+            # The rank that first learns of the other's refusal does not reach its own.
             refused = pytest.raises((UnsupportedStateError, RankError), match="code of their own")
             with refused:
                 ckpt.restore({"model": sharded(Counted(hook=True))})

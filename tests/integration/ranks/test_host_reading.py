@@ -1,4 +1,4 @@
-"""Ranks of one host read what several of them need once, and hand it on."""
+"""Ranks of one host read shared data once, and hand it on."""
 
 import errno
 import gc
@@ -55,7 +55,7 @@ def columns(rank, count):
 
 
 def filled(state, values):
-    """The state with the values that belong there."""
+    """The state with the expected values."""
     for name, target in state.items():
         if isinstance(target, penstock.Shard):
             index = tuple(
@@ -93,7 +93,7 @@ def saved(store, values, cut=None, count=1, step=1, **options):
 def restored(
     store, values, cut, count, *, host=SAME, on_damage="raise", timeout_s=TIMEOUT_S, **options
 ):
-    """The report of each rank, or its error; what it restored is compared."""
+    """The report of each rank, or its error; compares the restored state."""
 
     def work(ckpt, rank):
         state = cut(rank, count)
@@ -199,7 +199,7 @@ def test_restores_leave_no_memory_or_files():
             met.wait(300)
 
     gc.collect()
-    gc.disable()  # as many a training loop does
+    gc.disable()  # like many a training loop
     try:
         Job(3, store, host=SAME).run(work)
     finally:
@@ -264,7 +264,7 @@ def test_damage_read_by_one_rank_for_all_fails_all_by_name():
 
 
 class Reticent(MemoryCoordination):
-    """Says nothing about damage before the other ranks have what they need."""
+    """Reports no damage before the other ranks have their data."""
 
     def __init__(self, board, until):
         super().__init__(board)
@@ -289,7 +289,7 @@ def test_ranks_check_damage_found_by_another_themselves():
     saved(store, values)
     for name, blob in store._store.blobs.items():
         data = bad._store.blobs[name] = replace(blob, data=bytearray(blob.data))
-        if name.endswith(".raw"):  # all of it: which frames rank 0 reads for all is not fixed
+        if name.endswith(".raw"):  # all of it: the frames that rank 0 reads for all are not fixed
             data.data[::64] = bytes(byte ^ 1 for byte in data.data[::64])
     states = {rank: whole(rank, 3) for rank in range(3)}
     job = Job(3, lambda rank: bad if rank == 0 else store, host=SAME)
@@ -334,7 +334,7 @@ def test_a_rank_with_a_failed_store_ends_all_restores_by_name():
 @pytest.mark.parametrize("call", ["memfd_create", "eventfd"])
 @pytest.mark.parametrize("short", [0, 2])
 def test_a_rank_without_shared_memory_never_blocks_others(call, short, monkeypatch, caplog):
-    """It says so where the others look: they would wait for it as long as for one that is dead."""
+    """It posts this where the others look: or they would wait for it as for a dead rank."""
     store, values = memory(), tensors()
     saved(store, values)
     without, tried = [], []
@@ -381,7 +381,7 @@ def test_an_unfitting_rank_ends_the_restore_of_all_at_once():
 
 
 class Brittle:
-    """A tensor that cannot be filled; `failed` is set when it was tried."""
+    """A tensor that cannot be filled; `failed` is set on the attempt."""
 
     def __init__(self):
         self.failed = threading.Event()
@@ -459,7 +459,7 @@ def test_a_failed_target_read_by_another_rank_ends_the_restore_at_once():
     found = job.run(work)
     assert "ZeroDivisionError" in str(found[1])
     assert isinstance(found[0], RankError)
-    assert late.batches <= 12  # of 24, with the own parts of this rank
+    assert late.batches <= 12  # of 24, with this rank's own parts
 
 
 def test_chunks_beyond_the_window_are_read_by_each():

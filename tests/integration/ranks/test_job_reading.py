@@ -1,4 +1,4 @@
-"""What ranks of several hosts need is read once for all of them, and handed on by the network."""
+"""Data for ranks of several hosts is read once, and handed on over the network."""
 
 import errno
 import gc
@@ -39,7 +39,7 @@ from penstock.core.pipeline.loader import Loader
 from penstock.testing.coordination import MemoryCoordination
 from penstock.testing.faults import Fault, FaultyBackend
 
-PAIRS = "node{}".format  # each rank on a host of its own
+PAIRS = "node{}".format  # each rank on its own host
 
 
 def two_hosts(rank):
@@ -47,7 +47,7 @@ def two_hosts(rank):
 
 
 def once(store, values, cut, count, *, host=PAIRS, **options):
-    """The reports of a restore that reads once for all hosts; nobody who is slow is given up."""
+    """The reports of a restore that reads once for all hosts; slow ranks are not abandoned."""
     options |= {"read_once_per_job": True, "timeout_s": LONG_S}
     return restored(store, values, cut, count, host=host, **options)
 
@@ -94,7 +94,7 @@ def test_without_shared_memory_ranks_of_a_host_share_over_the_network():
 def test_columns_of_all_hosts_are_read_once(cut, host):
     store, values = memory(), tensors()
     saved(store, values, cut, 2)
-    # But for frames that begin or end in a row: a block there that only some hosts need.
+    # Except for frames that begin or end in a row, with a block that only some hosts need.
     assert read(once(store, values, columns, 4, host=host)) <= 1.3 * NEEDED
 
 
@@ -154,7 +154,7 @@ def test_rank_specific_data_does_not_prevent_sharing_the_rest():
         return whole(rank, count) | {f"own{rank}": torch.zeros(8, 8)}
 
     reports = once(store, values | more, wanted, 4)
-    assert read(reports) <= 1.5 * NEEDED  # a bucket that holds what differs is not shared
+    assert read(reports) <= 1.5 * NEEDED  # a bucket with differing data is not shared
 
 
 def test_hosts_with_unequal_rank_counts_read_separately():
@@ -433,7 +433,7 @@ def test_restores_leave_no_memory_files_or_threads():
             met.wait(300)
 
     gc.collect()
-    gc.disable()  # as many a training loop does
+    gc.disable()  # like many a training loop
     try:
         Job(4, store, host=two_hosts, read_once_per_job=True).run(work, timeout_s=LONG_S)
     finally:

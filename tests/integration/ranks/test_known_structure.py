@@ -1,4 +1,4 @@
-"""Later saves of ranks whose structure is known: what is taken over, posted, and stored."""
+"""Later saves of ranks with a known structure: reused, posted, and stored data."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_the_index_is_reused_and_the_bytes_are_new(name):
 
 
 class Counting(MemoryCoordination):
-    """Notes the lengths of what a rank posts; beats repeat the slot, and count alike."""
+    """Notes the lengths of a rank's posts; beats repeat the slot, and count as well."""
 
     def __init__(self, board):
         super().__init__(board)

@@ -59,7 +59,7 @@ def test_a_plain_value_takes_all_of_its_leaves_or_none(store):
         assert state["it"]["groups"][0] == {"lr": 0.1, "steps": [10, torch.tensor(20), 30]}
         state = {"it": {"groups": [{"lr": 0.0, "steps": [0]}, {"lr": 0.0}]}}
         with pytest.raises(RestoreMismatchError, match="it is stored as a dict of objects"):
-            ckpt.restore(state, include="it/groups")  # of which one is a tensor
+            ckpt.restore(state, include="it/groups")  # one of them is a tensor
         ckpt.save({"it": Leaves({("lr",): 0.1, ("decay",): 0.2})}, STEP + 1).result(300)
         state = {"it": {"lr": 0.5, "decay": 0.6}}
         with pytest.raises(RestoreMismatchError, match="it is stored as a dict of objects"):

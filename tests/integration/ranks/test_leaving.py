@@ -1,4 +1,4 @@
-"""A rank that closes its checkpointer tells the others, so that nobody waits for it."""
+"""A rank that closes its checkpointer tells the others, so none waits for it."""
 
 import threading
 import time
@@ -13,7 +13,7 @@ from penstock.core.errors import RankError, UnsupportedStateError
 from penstock.core.rounds.posts import result_key
 from penstock.testing.coordination import MemoryCoordination
 
-LONG_S = 60.0  # no test waits for that: a rank that is waited for fails it by its words
+LONG_S = 60.0  # no test waits this long: its error text fails the test instead
 
 
 def test_a_rank_that_leaves_by_an_error_is_named_by_all_later_saves():
@@ -59,7 +59,7 @@ def test_close_does_not_wait_for_ranks_without_a_restore():
     store = memory()
     with checkpointer(store) as ckpt:
         ckpt.save({"epoch": 1}, 1, mode="blocking")
-    with Job(3, store).checkpointer(0, timeout_s=1.0) as ckpt:  # short: no other rank is there
+    with Job(3, store).checkpointer(0, timeout_s=1.0) as ckpt:  # short: there is no other rank
         with pytest.raises(RankError, match="rank 1 has not begun to restore") as raised:
             ckpt.restore({"epoch": 0})
         assert_says_what_to_do(raised.value)
@@ -68,7 +68,7 @@ def test_close_does_not_wait_for_ranks_without_a_restore():
 
 
 def test_close_does_not_wait_for_ranks_without_a_save():
-    with Job(3, memory()).checkpointer(0, timeout_s=1.0) as ckpt:  # short: no other rank is there
+    with Job(3, memory()).checkpointer(0, timeout_s=1.0) as ckpt:  # short: there is no other rank
         with pytest.raises(RankError, match="rank 1 has not begun to save"):
             ckpt.save({"epoch": 0}, 1, mode="blocking")
         assert ckpt._ranks.of_restore().lost == {1, 2}
@@ -93,7 +93,7 @@ def assert_says_what_to_do(error):
     text = str(error)
     assert "call save, restore and load alike, and several checkpointers in one order" in text
     assert "inside `if rank == 0:` use a checkpointer with ranks='alone'" in text
-    assert "..." not in text  # nothing of it is cut
+    assert "..." not in text  # it is not truncated
 
 
 def run(job, work):
@@ -101,7 +101,7 @@ def run(job, work):
 
 
 def test_rank_0_waits_at_close_for_a_failed_rank_that_rejoined():
-    """Without torchrun the store ends with rank 0: the other would wait for its word in vain."""
+    """Without torchrun the store ends with rank 0: the other would wait for its post in vain."""
 
     class Late(MemoryCoordination):
         def read(self, keys, /):
@@ -116,7 +116,7 @@ def test_rank_0_waits_at_close_for_a_failed_rank_that_rejoined():
         ckpt = job.checkpointer(rank, coordination=coordination)
         with pytest.raises((UnsupportedStateError, RankError)):
             ckpt.save({"w": threading.Lock() if rank else 1}, 1).result(300)
-        with suppress(RankError):  # of the save before, again
+        with suppress(RankError):  # of the previous save, again
             ckpt.wait()
         handle = ckpt.save({"w": torch.ones(9)}, 2)
         if rank:
@@ -130,5 +130,5 @@ def test_rank_0_waits_at_close_for_a_failed_rank_that_rejoined():
         thread.start()
     for thread in threads:
         thread.join(300)
-    # It has the word of rank 1 a moment before that rank's own thread runs on.
+    # It has the post of rank 1 a moment before that rank's own thread continues.
     assert over[1] < over[0] + 0.1

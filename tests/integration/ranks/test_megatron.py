@@ -59,7 +59,7 @@ def test_any_cut_is_saved_and_restored_in_any_other(data):
     whole = torch.randn(shape)
 
     def cut(label):
-        """Return rows for each of 3 ranks, and of the rows a flat range for each of two."""
+        """Return rows for each of 3 ranks, and for two each a flat range of the rows."""
         rows = data.draw(st.lists(st.integers(0, shape[0]), min_size=2, max_size=2), label=label)
         found = []
         for a, b in itertools.pairwise([0, *sorted(rows), shape[0]]):
@@ -119,7 +119,7 @@ def layers(rank, count, *, blank=False):
 
 
 def test_two_layers_of_one_name_are_distinguished():
-    """As Megatron names them before they are keyed: each stage counts its own from 0."""
+    """Named as by Megatron before keying: each stage counts its own from 0."""
 
     def state(rank):
         data = torch.full((2,), float(rank))
@@ -135,7 +135,7 @@ def test_two_layers_of_one_name_are_distinguished():
 
 
 def grid(rank, layout, *, blank=False):
-    """A tensor cut by tensor and pipeline parallelism, whole and as ranges that are not equal."""
+    """A tensor cut by tensor and pipeline parallelism, whole and as unequal ranges."""
     tp, pp = layout
     dp, whole = 8 // (tp * pp), torch.arange(8.0 * 5 * 40).reshape(8, 5, 40)
     at = rank % tp, rank // tp % dp, rank // (tp * dp)
@@ -222,7 +222,7 @@ def test_ranges_of_a_distributed_optimizer_restore_on_any_ranks(there, here):
 
 
 def test_a_tensor_under_another_key_is_refused():
-    """As two stages number their parameters, whose ranges would be taken for those of one."""
+    """As numbered by two stages, whose ranges would be taken for those of one parameter."""
     cuts = [(0, 2), (2, 4)], [(0, 1), (1, 4)]
 
     def state(rank):

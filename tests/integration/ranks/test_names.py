@@ -1,4 +1,4 @@
-"""Ranks that meet under a name, whatever other checkpointers each of them has used."""
+"""Ranks that meet under a name, after using any other checkpointers."""
 
 import json
 import subprocess
@@ -12,8 +12,8 @@ from tests.providers.threads_as_ranks import run_ranks
 
 from penstock import Checkpointer, ConfigError, Shard
 
-LIMIT_S = 8  # longer than a busy machine keeps a rank that makes progress
-SHORT_LIMIT_S = 1  # of a save for which another rank never comes
+LIMIT_S = 8  # longer than a busy machine delays a progressing rank
+SHORT_LIMIT_S = 1  # of a save that another rank never joins
 
 # A "fake" process group has a store and ranks, but no connections: a rank may start again alone.
 JOB = """
@@ -63,7 +63,7 @@ for number, action in enumerate(json.loads(sys.argv[7])):
 
 
 class Ranks:
-    """The processes of two ranks, which go through their actions in step."""
+    """The processes of two ranks, which act in lockstep."""
 
     def __init__(self, root):
         self.root = root
@@ -164,7 +164,7 @@ def test_a_name_has_one_open_checkpointer_per_process():
             with pytest.raises(ConfigError, match="name='n' is that of another checkpointer"):
                 second.save({"x": 2}, 2, mode="blocking")
             assert second.steps() == [1]
-            with Checkpointer(store, name="m") as other:  # unnamed ones would be another order
+            with Checkpointer(store, name="m") as other:  # unnamed ones would have another order
                 other.save({"x": 2}, 2, mode="blocking")
         with Checkpointer(store, name="n") as third:
             return third.save({"x": 3}, 3, mode="blocking").result().ranks

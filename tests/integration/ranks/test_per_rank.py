@@ -1,4 +1,4 @@
-"""What differs between ranks: values, tensors and random state of each, stored side by side."""
+"""Rank-specific values, tensors and random state, stored side by side."""
 
 import pytest
 import torch
@@ -143,7 +143,7 @@ def test_ranks_that_share_soon_capture_only_what_they_write():
 
 
 def test_a_rank_with_changed_partners_logs_once():
-    """It has captured its share for the ranks that gave its index before."""
+    """It has captured its share for the ranks that previously gave its index."""
 
     def state_of(rank, step):
         index = 0 if step > 1 and rank == 2 else rank // 2
@@ -164,7 +164,7 @@ def test_a_rank_with_changed_partners_logs_once():
 
 
 def test_rank_positions_are_unknown_after_a_failed_save():
-    """Rank 3 shared with rank 2 at step 1, and does so no longer; at step 2 nobody could say."""
+    """Rank 3 shared with rank 2 at step 1, but no longer does; at step 2 no rank knew."""
 
     def state_of(rank, step):
         index = 0 if step == 3 and rank == 2 else rank // 2
@@ -201,7 +201,7 @@ def test_an_index_that_no_rank_gives_fails_the_save_by_name():
 
 
 class Loader:
-    """Stands for what each rank reads by itself, as the libraries' loaders do."""
+    """Models data that each rank reads separately, like the libraries' loaders."""
 
     def __init__(self, position=0):
         self.position = position

@@ -29,12 +29,12 @@ def whole(seed=0, dtype=torch.float32):
 
 
 def rows(tensor, *bounds):
-    """The rows of a tensor from one bound to the other, each piece in memory of its own."""
+    """The rows of a tensor between two bounds, each piece in its own memory."""
     return [Shard(tensor[a:b].clone(), SHAPE, (a, 0)) for a, b in bounds]
 
 
 def columns(tensor, *bounds):
-    """Pieces that are strided views of one memory, which have no element in common."""
+    """Pieces that are strided views of one memory without common elements."""
     own = tensor.clone()
     return [Shard(own[:, a:b], SHAPE, (0, a)) for a, b in bounds]
 
@@ -81,7 +81,7 @@ CUTS = {
 
 
 def filled(value, tensor):
-    """Whether a restored value has the elements of `tensor` that its place in it says."""
+    """Whether a restored value has the elements of `tensor` at its position."""
     if isinstance(value, Shards):
         return all(filled(piece, tensor) for piece in value.pieces)
     if isinstance(value, Shard):
@@ -98,7 +98,7 @@ def filled(value, tensor):
 
 
 def run(cut, store, work, **options):
-    """What `work(checkpointer, rank)` returns on each rank of a cut."""
+    """The result of `work(checkpointer, rank)` on each rank of a cut."""
     count = len(CUTS[cut])
     job = Job(count, store, **options)
 
@@ -170,7 +170,7 @@ def test_pieces_of_replicas_are_written_once():
     store = memory()
 
     def state_of(rank):
-        # Listed in another order on each replica: the stored order is that of the offsets.
+        # Listed in another order on each replica: stored in the order of the offsets.
         bounds = [(0, 10), (30, 40)] if rank % 2 else [(30, 40), (0, 10)]
         bounds = bounds if rank < 2 else [(10, 20), (20, 30)]
         pieces = [Shard(whole()[a:b].clone(), SHAPE, (a, 0), (rank % 2, 2)) for a, b in bounds]
@@ -256,7 +256,7 @@ def test_pieces_count_as_filled_elsewhere_only_if_all_are():
 
 
 class Mover:
-    """Moves a tensor to other memory whenever it is described."""
+    """Moves a tensor to other memory at each description."""
 
     def __init__(self, tensor):
         self.storage = tensor.untyped_storage()

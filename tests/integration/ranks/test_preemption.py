@@ -1,4 +1,4 @@
-"""A signal to one rank of a job: all ranks leave after the same step, with one checkpoint of it."""
+"""A signal to one rank of a job: all ranks leave after the same step, with one checkpoint."""
 
 import random
 import subprocess
@@ -35,7 +35,7 @@ dist.destroy_process_group()
 
 
 def preempt(root, count, dice):
-    """Start ranks, send SIGTERM to one at some moment, and return the step that each left."""
+    """Start ranks, send SIGTERM to one at some moment, and return each rank's last step."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = [
         interpreters.start(

@@ -1,4 +1,4 @@
-"""Real processes that train together by torch.distributed, and save together as they stand."""
+"""Real processes that train together by torch.distributed, and save together."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from tests import interpreters
 
 from penstock import Checkpointer
 
-LIMIT_S = 8  # longer than a busy machine keeps a rank that gets on
+LIMIT_S = 8  # longer than a busy machine delays a progressing rank
 
 JOIN = """
 import sys, threading, time
@@ -223,7 +223,7 @@ def test_a_rank_that_dies_ends_the_save_by_name_and_the_latest_stays(store, tmp_
             assert processes[victim].communicate(timeout=300)[0] == "True\n"
             others[0].wait(300)
             others[1].wait(300)
-            assert len(list((root / "data").iterdir())) == 1  # what it wrote is deleted, too
+            assert len(list((root / "data").iterdir())) == 1  # its data is deleted, too
     finally:
         end(processes)
     with Checkpointer(root) as ckpt:

@@ -1,4 +1,4 @@
-"""Checkpoints of any number of ranks, restored on any other, bit by bit."""
+"""Checkpoints of any rank count, restored on any other, bit by bit."""
 
 import itertools
 import math
@@ -45,7 +45,7 @@ from penstock.providers.tensor.sharding import local_shard
 
 
 def restore(store, state, **options):
-    """Restore the checkpoint into this rank's state, as each rank of a job does by itself."""
+    """Restore the checkpoint into this rank's state, like each rank of a job."""
     opened = Checkpoint.open(store, STEP).opened
     providers = opened.registry.providers
     return restore_into(
@@ -66,7 +66,7 @@ def described(state):
 
 
 def rows(count):
-    """Rows, as even as they can be: some ranks may hold none."""
+    """Rows, as even as possible: some ranks may hold none."""
 
     def cuts(_path, shape):
         if not shape:
@@ -92,7 +92,7 @@ def columns(count):
 
 
 def grid(_path, shape):
-    """Two ranks cut rows, and two columns, of which both hold what has no columns."""
+    """Two ranks cut rows, and two columns; both of these hold objects without columns."""
     if len(shape) < 2:
         return [regions for regions in rows(2)(_path, shape) for _ in range(2)]
     across = columns(2)(_path, shape)
@@ -108,7 +108,7 @@ def grid(_path, shape):
 
 
 def flat(count):
-    """Ranges of elements, wherever rows begin, as ZeRO and FSDP1 cut."""
+    """Ranges of elements, ignoring rows, as ZeRO and FSDP1 cut."""
 
     def cuts(_path, shape):
         size = torch.Size(shape).numel()
@@ -131,7 +131,7 @@ STORED = {
 
 @pytest.fixture(scope="module")
 def trained():
-    """The values after two steps, what the next steps lose, and the checkpoints."""
+    """The values after two steps, the next losses, and the checkpoints."""
     net = Net()
     state = {"model": net, "optimizer": adam(net), "epoch": 7}
     train(net, state["optimizer"], 2)
@@ -147,7 +147,7 @@ def trained():
 
 
 def fresh(place, *, stepped=False):
-    """The state of a rank that has other values; nothing of the optimizer before a step."""
+    """The state of a rank with other values; no optimizer state before a step."""
     net = place(Net(seed=1))
     optimizer = adam(net)
     if stepped:  # without a forward: torch has none where tensor parallelism cuts unevenly
@@ -189,7 +189,7 @@ def test_restore_of_one_rank_waits_for_no_other(trained):
 
     def work(rank):
         expected = expected_of(values, place)
-        # The optimizer first, which needs the names of parameters that are gathered still.
+        # The optimizer first, which needs the names of still gathered parameters.
         state = dict(sorted(fresh(place).items(), reverse=True))
         weight = state["model"].up.weight
         versions = weight._version, weight._local_tensor._version
@@ -206,7 +206,7 @@ def test_restore_of_one_rank_waits_for_no_other(trained):
             assert (weight._version, weight._local_tensor._version) == tuple(
                 v + 2 for v in versions
             )
-        ready.wait()  # a collective above would never have come to an end
+        ready.wait()  # a collective above would never have ended
 
     run_ranks(2, work)
 
@@ -239,7 +239,7 @@ def placements(draw, mesh):
 
 
 def is_certain(tensor):
-    """Whether this rank can tell what it holds; `test_sharding` says where it cannot."""
+    """Whether this rank knows its elements; `test_sharding` has the cases where it does not."""
     try:
         local_shard(tensor, ("w",))
     except UnsupportedStateError:
@@ -295,7 +295,7 @@ def test_state_shaped_unlike_its_sharded_parameter_needs_a_step_first():
     run_ranks(2, work)
 
 
-# -- shards that are cut by hand -------------------------------------------------------------------
+# -- manually cut shards ---------------------------------------------------------------------------
 
 
 @settings(deadline=None, max_examples=examples(25))

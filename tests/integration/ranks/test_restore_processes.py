@@ -1,4 +1,4 @@
-"""Real processes restore together: as torchrun starts them, on another number, when one dies."""
+"""Real processes restore together: started by torchrun, in another number, when one dies."""
 
 import os
 import signal

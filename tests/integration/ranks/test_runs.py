@@ -1,4 +1,4 @@
-"""Runs of several ranks from their first to their last checkpoint, and what is taken from them."""
+"""Runs of several ranks from their first to their last checkpoint, and partial restores."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ LAST = 5
 
 
 class Loader:
-    """Reads data: each rank has its own place there."""
+    """Reads data: each rank has its own position."""
 
     def __init__(self, row=0):
         self.row = row
@@ -32,7 +32,7 @@ class Data(Loader, torch.utils.data.Dataset):
 
 
 class Counting(DelegatingBackend):
-    """Notes what is deleted."""
+    """Notes the deletions."""
 
     def __init__(self, inner):
         super().__init__(inner)
@@ -60,9 +60,8 @@ def train_step(state, step):
 
 @pytest.fixture(scope="module")
 def run():
-    """A run of two ranks that keeps three steps, the last one of the model alone.
-
-    The store, what each rank holds of each step, and what it has deleted.
+    """A run of two ranks that keeps three steps, the last one of only the model. The store, each
+    rank's share of each step, and the deletions.
     """
     store = memory()
     stores = [Counting(store) for _ in range(2)]
@@ -82,7 +81,7 @@ def run():
 
 
 def restored(store, count, work):
-    """Return what `work(ckpt, rank, state)` returns on each of `count` ranks."""
+    """Return the result of `work(ckpt, rank, state)` on each of `count` ranks."""
     job = Job(count, store)
 
     def rank_works(rank):
@@ -117,7 +116,7 @@ def test_a_given_step_is_restored_with_all_its_state(run):
 
 @pytest.mark.parametrize("count", [3, 1])
 def test_another_rank_count_restores_a_part_only(run, count):
-    """Without the place in the data, which cannot be split, and without the schedule."""
+    """Without the data position, which cannot be split, and without the schedule."""
     store, held, _ = run
 
     def work(ckpt, rank, state):
@@ -152,7 +151,7 @@ def test_a_model_checkpoint_is_no_whole_state_on_any_rank(run, count):
 
 
 def test_a_run_continues_from_one_process_to_ranks_and_back():
-    """As a checkpoint of the first weights, made by one process for jobs of any size."""
+    """Like a checkpoint of the first weights, made by one process for jobs of any size."""
     store = memory()
     first = fresh(1, 0, seed=0)
     first["data"] = penstock.PerRank(first["data"], on_change="keep")

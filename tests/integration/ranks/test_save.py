@@ -81,7 +81,7 @@ def test_replicas_share_the_bytes_and_soon_capture_no_more(codecs):
         sizes = [size for size, _ in reports]
         assert total <= sum(sizes) <= total + 100
         assert max(sizes) - min(sizes) <= 2 * (80 << 10)
-    assert {chunks for _, chunks in first} == {first[0][1]}  # all that each holds
+    assert {chunks for _, chunks in first} == {first[0][1]}  # each rank's whole state
     assert max(chunks for _, chunks in second) < first[0][1] / 2  # its share
     with checkpointer(store) as ckpt:
         for step in (1, 2):
@@ -124,7 +124,7 @@ def restored(count, store, state_of):
 
 
 def test_tensors_of_some_ranks_restore_on_these_and_on_others():
-    """Each under a name of its own, in any order of the names."""
+    """Each under its own name, in any order of the names."""
     held = {"a": {0}, "b": {1}, "c": set(range(5)), "d": {3, 0}, "e": {1, 4}, "f": {4}}
     moved = {name: {(rank + 2) % 3 for rank in ranks} for name, ranks in held.items()}
 

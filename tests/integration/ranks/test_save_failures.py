@@ -1,4 +1,4 @@
-"""What goes wrong on one rank ends the save on all, by name, and leaves nothing behind."""
+"""A failure on one rank ends the save on all, by name, and leaves no data."""
 
 import gc
 import importlib.metadata
@@ -75,7 +75,7 @@ def assert_unchanged(store, before):
 
 
 def test_ranks_with_taken_numbers_fail(job):
-    """Two jobs over one store of values: the second finds its rounds decided."""
+    """Two jobs over one job store: the second finds its rounds decided."""
     job, store, _ = job
     assert [report.step for report in job.save(state_of, 2)] == [2, 2, 2]
     for error in job.save(state_of, 3):
@@ -199,7 +199,7 @@ def test_an_unshared_root_is_found_if_only_rank_0_writes():
 
 @pytest.mark.parametrize("use", ["save", "restore", "load"])
 def test_two_checkpointers_first_used_in_another_order_fail_by_name(use):
-    """The names by which ranks meet follow that order: what meets then are two roots."""
+    """The meeting names of ranks follow that order: then two roots meet."""
     stores = memory(), memory()
     for number, store in enumerate(stores):
         with checkpointer(store) as ckpt:
@@ -267,7 +267,7 @@ def test_an_absent_rank_is_named_and_no_longer_awaited():
     store = memory()
     job = Job(2, store)
     error = None
-    with job.checkpointer(0, timeout_s=1.0) as ckpt:  # short: no other rank is there
+    with job.checkpointer(0, timeout_s=1.0) as ckpt:  # short: there is no other rank
         handle = ckpt.save(state_of(0), 1)
         with pytest.raises(
             RankError, match="not begun to save for 1 s: all ranks must call save"
@@ -293,7 +293,7 @@ def test_ranks_wait_while_rank_0_makes_room():
 
 
 class Compiled(ZstdCodec):
-    """What takes long before its first chunk: on every rank at once."""
+    """Slow work before the first chunk: on every rank at once."""
 
     api_version: ClassVar[int] = 1
     name: ClassVar[str] = "compiled"
@@ -315,7 +315,7 @@ def test_ranks_wait_for_codec_compilation():
 
 
 class FullAndSlow(DelegatingBackend):
-    """A store without room, that takes long to list what it has when that is known."""
+    """A store without room that then lists its contents slowly."""
 
     is_full = False
 
@@ -339,7 +339,7 @@ def test_rank_0_reports_a_lack_of_room_before_making_some():
 
 
 class Broken(MemoryCoordination):
-    """Reads nothing once others are there, by an error that the contract does not know."""
+    """Fails reads once others have joined, with an error outside the contract."""
 
     def read(self, keys, /):
         if go_key(0) in keys and self._board.read([go_key(0)])[0] is not None:
@@ -358,7 +358,7 @@ def test_a_bug_in_the_coordination_of_one_rank_ends_the_save_on_all(mode):
         with job.checkpointer(rank, coordination=member) as ckpt:
             try:
                 ckpt.save(state_of(rank), 1, mode=mode).result(300)
-            except Exception as error:  # noqa: BLE001 - looked at below
+            except Exception as error:  # noqa: BLE001 - checked below
                 errors[rank] = error
 
     threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(2)]
@@ -372,7 +372,7 @@ def test_a_bug_in_the_coordination_of_one_rank_ends_the_save_on_all(mode):
 
 
 class Slow(DelegatingBackend):
-    """A store whose first blob waits until the test lets it go on."""
+    """A store whose first blob waits until the test releases it."""
 
     gate = threading.Event()
 
@@ -399,7 +399,7 @@ def test_a_skip_of_rank_0_is_skipped_by_all():
 
 
 def test_a_rank_that_alone_is_busy_joins_once_idle():
-    """Rank 0 cannot tell whether the next step is skipped before all others are there."""
+    """Rank 0 cannot know whether the next step is skipped before all others have joined."""
     job = Job(2, memory(), on_busy="skip")
 
     def work(ckpt, rank):
@@ -449,7 +449,7 @@ def test_survivors_delete_their_data_at_once():
 
 
 class FullAtLast(Full):
-    """A store of rank 2, which has no room once the blobs of two other ranks are there."""
+    """A store of rank 2 without room once the blobs of two other ranks exist."""
 
     def create(self, name, /, *, size_hint=0):
         while sum("/blobs/" in other for other in names(self)) < 2:
@@ -458,7 +458,7 @@ class FullAtLast(Full):
 
 
 class Listening(DelegatingBackend):
-    """A store that notes what is deleted there, and where rank 2 deletes first."""
+    """A store that notes deletions, and where rank 2 deletes first."""
 
     deleted: ClassVar[dict[int, set[str]]] = {}
     gate = threading.Event()
@@ -504,7 +504,7 @@ def test_a_plain_tensor_drifted_on_one_rank_fails_the_save_by_name(job, where):
 
 
 class OffHostSource(TensorSource):
-    """A tensor as on a device: its bytes cannot be looked at, only asked for."""
+    """A tensor as on a device: its bytes cannot be read in place, only requested."""
 
     __slots__ = ()
 
@@ -522,7 +522,7 @@ class OffHost(TensorProvider):
 
 
 def registry_off_host():
-    """A registry whose tensors lie in no host memory, as far as core knows."""
+    """A registry whose tensors are not in host memory, as far as core knows."""
     groups = {name: importlib.metadata.entry_points(group=name) for name in GROUPS.values()}
     installed = [e for name, found in groups.items() for e in found if e.name != "tensor"]
     return Registry([*installed, EntryPoint("off-host", f"{__name__}:OffHost", GROUPS["provider"])])
@@ -538,7 +538,7 @@ def test_drifted_non_contiguous_host_memory_fails_the_save_by_name(what, where):
         weight = WEIGHT.clone()
         weight[where] += rank == 2
         weight = weight.view(300, 200)
-        if what == "strided":  # the same values in an order of memory that is not row-major
+        if what == "strided":  # the same values in a memory order that is not row-major
             weight = weight.t().contiguous().t()
         pieces = by_hand(0, (rank, 3))
         return {"weight": weight, "norm": pieces, "epoch": 7}
@@ -676,7 +676,7 @@ def test_drifted_manual_pieces_fail_the_save_by_name(job, declared):
 
 
 def test_drifted_replicas_are_named_and_others_are_not():
-    """Two ranks hold the first rows of a tensor, two others the rest, alike."""
+    """Two ranks hold equal first rows of a tensor, two others the equal rest."""
     store = memory()
 
     def state(rank):

@@ -1,4 +1,4 @@
-"""A weight that two stages of a pipeline share: each holds a copy, under one name or under two."""
+"""A weight shared by two pipeline stages: each holds a copy, under one name or two."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def alone(net):
 
 
 def one_name(net):
-    """A pipeline whose last stage calls its copy what the first one does."""
+    """A pipeline whose last stage names its copy like the first one."""
     net = pipeline(net)
     if hasattr(net, "head"):
         net.embed = net.head

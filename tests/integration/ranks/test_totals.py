@@ -1,4 +1,4 @@
-"""What all ranks write together: counted alike on all, nothing twice, and evenly shared."""
+"""The total writes of all ranks: counted equally on all, no duplicates, evenly shared."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ TOPOLOGIES = ["DDP 2", "HSDP 2 x 2", "pipeline 2 x FSDP2 2"]
 
 
 class Wide(nn.Module):
-    """The parts that the topologies place, of sizes that their ranks divide."""
+    """The parts placed by the topologies, in sizes divisible by their ranks."""
 
     def __init__(self, seed=0):
         super().__init__()
