@@ -36,7 +36,7 @@ SLEEPY = ranks(2, A, 2, at_once=True, grace_s=GRACE_S)
 FAITHFUL = Rank(0, 2, A, 2, at_once=True, grace_s=GRACE_S, tires=False)
 
 SCENARIOS = {
-    "all that can go wrong, once": Scenario(PAIR, ONE, faults=1, crashes=1, cuts=1, full=1),
+    "every fault, once": Scenario(PAIR, ONE, faults=1, crashes=1, cuts=1, full=1),
     "overwrite, and one dies": Scenario(
         ranks(2, A, 1, overwrite=True, at_once=True), ONE, crashes=1
     ),
@@ -50,10 +50,10 @@ LARGE = {
     "prune": Scenario(
         (*ranks(2, A, 2, at_once=True, grace_s=GRACE_S, tires=False), Pruner(GRACE_S)), ONE, ticks=1
     ),
-    "a late record, and the one in its place is deleted": Scenario(
+    "a late record, and its replacement is deleted": Scenario(
         (*PATIENT, Saver(B, 2), Deleter(2)), faults=1
     ),
-    "all that can go wrong, once, and files are seen late": Scenario(
+    "every fault, once, and files seen late": Scenario(
         TWO, ONE, faults=1, crashes=1, cuts=1, full=1
     ),
     "three ranks, one dies, and an answer is lost": Scenario(THREE, ONE, faults=1, crashes=1),
@@ -75,13 +75,13 @@ LARGE = {
     ),
     "two deaths": Scenario(TWO, ONE, faults=1, crashes=2, full=1),
     "cut off twice": Scenario(TWO, ONE, faults=1, cuts=2),
-    "three ranks, and all that can go wrong": Scenario(THREE, ONE, crashes=1, cuts=1, full=1),
+    "three ranks, and every fault": Scenario(THREE, ONE, crashes=1, cuts=1, full=1),
     "two jobs at one step": Scenario((*PAIR, *ranks(2, B, 2, job="next", at_once=True)), ONE),
     "a restart with fewer ranks, and a cut": Scenario(
         (*TWO, Saver(B, 2)), ONE, crashes=1, cuts=1
     ),
     "the latest is deleted, and one is cut off": Scenario((*PAIR, Deleter(1)), ONE, cuts=1),
-    "the step that they borrow from is deleted, and one dies": Scenario(
+    "their lender is deleted, and one dies": Scenario(
         (*ranks(2, A, 2, at_once=True, like=1), Deleter(1)), ONE, crashes=1
     ),
     "prune, and ranks that may sleep and tire": Scenario(

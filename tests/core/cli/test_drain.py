@@ -105,7 +105,7 @@ def test_ls_continues_without_an_unresponsive_tier(call, run):
     assert found.code == 0
 
 
-@pytest.mark.parametrize("how", [(), ("--raw",)], ids=["verbatim", "anew"])
+@pytest.mark.parametrize("how", [(), ("--raw",)], ids=["verbatim", "encoded"])
 def test_a_copy_to_tiers_targets_the_last_and_checks_the_others(call, run, tmp_path, how):
     one = tmp_path / "one"
     with checkpointer(PosixBackend(PosixConfig(path=str(one)))) as ckpt:

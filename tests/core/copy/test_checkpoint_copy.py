@@ -467,7 +467,7 @@ def lease_of_another_machine(uid):
     return lease_name(uid), seal(lease)
 
 
-@pytest.mark.parametrize("age_s", [SILENT_S + 60, -SILENT_S - 60], ids=["old", "of the future"])
+@pytest.mark.parametrize("age_s", [SILENT_S + 60, -SILENT_S - 60], ids=["old", "future"])
 def test_silent_lease_of_another_machine_expires(saved, workers, tmp_path, age_s):
     name, lease = lease_of_another_machine(Catalog(saved).record(STEP).uid)
     with closing(files(tmp_path)) as target:

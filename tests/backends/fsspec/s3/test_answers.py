@@ -241,7 +241,7 @@ def test_login_page_proves_nothing_of_a_blob(at):
 @pytest.mark.parametrize(
     "page",
     [ok("<html></html>"), b"HTTP/1.1 200", b'HTTP/1.1 200 OK\r\nETag: "ab'],
-    ids=["page to log in", "cut in the first line", "cut in a line"],
+    ids=["login page", "cut in the first line", "cut in a line"],
 )
 def test_a_foreign_response_does_not_confirm_a_part(at, page):
     size, pages, completed = (5 << 20) + 1, [page], []
