@@ -97,8 +97,8 @@ def test_the_program_for_ranks_continues_with_any_number_of_them(tmp_path):
     (tmp_path / "train.py").write_text(program)
     lasts = []
     for count in (2, 2, 3):
-        told = interpreters.run_as_torchrun(count, "train.py", cwd=tmp_path)
-        lasts.append(sorted(re.findall(r"ran until (\d+ \d+)", "".join(told))))
+        outputs = interpreters.run_as_torchrun(count, "train.py", cwd=tmp_path)
+        lasts.append(sorted(re.findall(r"ran until (\d+ \d+)", "".join(outputs))))
     assert lasts == [["2 1024", "2 24"], ["5 1048", "5 48"], ["8 72"] * 3]
 
 

@@ -187,10 +187,10 @@ def test_plugins_for_another_contract_break_only_their_users(environment, foreig
         assert saved.stderr.count(f"provider '{name}' of {name}-plugin 0.1") == 1
     assert saved.stderr.count("continuing without it") == 2
     environment.code(RESTORE)
-    said = iter(environment.code(REFUSED, *foreign).stdout.splitlines())
+    lines = iter(environment.code(REFUSED, *foreign).stdout.splitlines())
     for name, version in foreign.items():
         for kind in ("Backend", "Codec"):
-            line = next(said)
+            line = next(lines)
             assert f"{kind.lower()} '{name}' of {name}-plugin 0.1" in line
             assert f"for version {version} of the {kind} contract" in line
-    assert list(said) == []
+    assert list(lines) == []

@@ -37,7 +37,7 @@ def decoded(frame, array, base):
     return out
 
 
-def neighbours(dtype, *, count=70_000, step=3):
+def neighbors(dtype, *, count=70_000, step=3):
     """Two arrays of bit patterns: the second differs from the first by a few units."""
     rng = np.random.default_rng(7)
     old = rng.integers(0, 1 << 8 * np.dtype(dtype).itemsize, count, np.uint64).astype(dtype)
@@ -46,7 +46,7 @@ def neighbours(dtype, *, count=70_000, step=3):
 
 def test_neighbors_round_trip_as_small_numbers():
     for dtype in ["uint8", "uint16", "uint32", "uint64"]:
-        old, new = neighbours(dtype)
+        old, new = neighbors(dtype)
         frame = encoded(new, old)
         words = np.frombuffer(frame, dtype)
         assert words[-1] == Comparison.SUBTRACT
@@ -91,7 +91,7 @@ def test_without_a_base_it_declines_to_encode_and_refuses_to_decode():
 
 
 def test_inputs_stay_as_they_are():
-    old, new = neighbours("uint16")
+    old, new = neighbors("uint16")
     before = old.tobytes(), new.tobytes()
     decoded(encoded(new, old), new, old)
     assert (old.tobytes(), new.tobytes()) == before
@@ -99,7 +99,7 @@ def test_inputs_stay_as_they_are():
 
 @pytest.mark.parametrize("damage", ["short", "long", "unknown", "base"])
 def test_a_damaged_frame_is_refused(damage):
-    old, new = neighbours("uint32")
+    old, new = neighbors("uint32")
     frame = encoded(new, old)
     base = old
     if damage == "short":

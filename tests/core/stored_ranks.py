@@ -127,7 +127,7 @@ def part_of_rank(rank, world_size, held, *, per_section=256, like=DICTS):
     for path, _, _ in held:
         nodes |= {path[:n]: ("dict", {}) for n in range(len(path))}
     nodes |= {node.path: (node.form, node.meta) for node in stored_nodes}
-    node_records = tuple(NodeRecord(n, path, *told) for n, (path, told) in enumerate(nodes.items()))
+    node_records = tuple(NodeRecord(n, path, *rest) for n, (path, rest) in enumerate(nodes.items()))
     for at in range(0, len(held), per_section):
         frames, objects = [], []
         for ordinal, (path, array, regions) in enumerate(held[at : at + per_section], at):

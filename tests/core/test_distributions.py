@@ -34,7 +34,7 @@ def run(tmp_path):
     return folder
 
 
-def said(*arguments, cwd, **environment):
+def output_of(*arguments, cwd, **environment):
     environment = {**os.environ, **environment}
     environment = {name: value for name, value in environment.items() if value}
     done = subprocess.run(
@@ -50,11 +50,11 @@ def said(*arguments, cwd, **environment):
 
 def test_plugins_of_the_working_directory_are_not_found(run, tmp_path):
     code = textwrap.dedent(LOADS)
-    assert said("-c", code, cwd=run, PYTHONPATH="") == NONE
+    assert output_of("-c", code, cwd=run, PYTHONPATH="") == NONE
     (run / "looks.py").write_text(code)
-    assert said("-m", "looks", cwd=run, PYTHONPATH="") == NONE
+    assert output_of("-m", "looks", cwd=run, PYTHONPATH="") == NONE
     # A session that has changed its folder since its start.
-    assert said("-c", f"import os\nos.chdir({str(run)!r})\n{code}", cwd=tmp_path) == NONE
+    assert output_of("-c", f"import os\nos.chdir({str(run)!r})\n{code}", cwd=tmp_path) == NONE
 
 
 def test_a_folder_named_by_a_pth_file_is_searched(run, tmp_path, monkeypatch):
@@ -71,9 +71,9 @@ def test_a_folder_named_by_a_pth_file_is_searched(run, tmp_path, monkeypatch):
 
 
 def test_the_command_module_imports_nothing_of_the_working_directory(run):
-    told = said("-m", "penstock", "ls", ".", cwd=run, PYTHONPATH="")
-    assert "code of the run" not in told
-    assert "no checkpoints" in told or "no checkpoint" in told
+    output = output_of("-m", "penstock", "ls", ".", cwd=run, PYTHONPATH="")
+    assert "code of the run" not in output
+    assert "no checkpoints" in output or "no checkpoint" in output
 
 
 @pytest.mark.parametrize("entry", ["", ".", "{run}"])
@@ -107,4 +107,4 @@ def test_verifying_a_run_imports_nothing_of_the_run(tmp_path):
         (run / f"{module}.py").write_text("raise SystemExit('code of the run was executed')")
     code = f"import os, penstock; os.chdir({str(run)!r})\n"
     code += "print(penstock.Checkpointer('posix://.').verify().ok)"
-    assert said("-c", code, cwd=tmp_path, PYTHONPATH="") == "True"
+    assert output_of("-c", code, cwd=tmp_path, PYTHONPATH="") == "True"

@@ -28,7 +28,7 @@ def test_tensor_without_elements_is_whole_everywhere():
 
 
 def test_inconsistent_arguments_are_refused():
-    for arguments, said in [
+    for arguments, message in [
         (((4, 3), (3, 0)), "elements 3:5 of dimension 0, which has 4"),
         (((4, 3), (-1, 0)), "elements -1:1 of dimension 0"),
         (((4, 3), (2,)), "2 dimensions, 1 offsets"),
@@ -43,7 +43,7 @@ def test_inconsistent_arguments_are_refused():
     ]:
         with pytest.raises(UnsupportedStateError) as caught:
             Shard(torch.zeros(2, 3), *arguments)
-        assert said in str(caught.value)
+        assert message in str(caught.value)
 
 
 def test_flat_range_becomes_several_rectangles():
@@ -57,7 +57,7 @@ def test_flat_range_becomes_several_rectangles():
 
 
 def test_invalid_flat_range_is_refused():
-    for shape, options, said in [
+    for shape, options, message in [
         ((3, 4), {"offsets": (0, 0), "flat_range": (0, 6)}, "it takes one of them"),
         ((3, 4), {"flat_range": (7, 13)}, "which has 12"),
         ((3, 4), {"flat_range": (-1, 5)}, "flat_range=(-1, 5)"),
@@ -69,7 +69,7 @@ def test_invalid_flat_range_is_refused():
     ]:
         with pytest.raises(UnsupportedStateError) as caught:
             Shard(torch.zeros(6), shape, **options)
-        assert said in str(caught.value)
+        assert message in str(caught.value)
 
 
 def test_non_tensors_are_refused():
@@ -98,7 +98,7 @@ def test_shards_take_any_sequence_of_pieces_of_one_tensor():
 
 
 def test_incompatible_pieces_are_refused():
-    for pieces, said in [
+    for pieces, message in [
         ([], "holds nothing: give it a list of penstock.Shard"),
         ([torch.zeros(3)], "holds ['Tensor']"),
         ([piece(0, 2), piece(1, 4)], "from [0, 0] of shape [2, 3] and from [1, 0] of shape [3, 3]"),
@@ -121,7 +121,7 @@ def test_incompatible_pieces_are_refused():
     ]:
         with pytest.raises(UnsupportedStateError) as caught:
             Shards(pieces)
-        assert said in str(caught.value)
+        assert message in str(caught.value)
 
 
 def test_overlaps_are_found_among_pieces_in_any_order():

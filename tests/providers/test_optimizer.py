@@ -504,12 +504,12 @@ class Stage(torch.nn.Module):
 
 def merged(one, other):
     """A reader's view of the save of ranks with different objects."""
-    told = {o.path: o for o in one.tree.objects}
+    by_path = {o.path: o for o in one.tree.objects}
     for stored in other.tree.objects:
-        if stored.path in told:  # equal on all ranks: or they could not save together
-            assert stored == told[stored.path]
+        if stored.path in by_path:  # equal on all ranks: or they could not save together
+            assert stored == by_path[stored.path]
             assert one.tree.values.get(stored.path) == other.tree.values.get(stored.path)
-    known = told.keys() | {n.path for n in one.tree.nodes}
+    known = by_path.keys() | {n.path for n in one.tree.nodes}
     tree = replace(
         one.tree,
         objects=[*one.tree.objects, *(o for o in other.tree.objects if o.path not in known)],

@@ -37,8 +37,8 @@ class NarrowBackend(MemoryBackend):
 
 
 def test_each_suite_finds_a_method_that_core_cannot_call():
-    said = r"NarrowCodec\.decode\(self, frame, /\) cannot be called .*, \*, context\): too many"
-    with pytest.raises(AssertionError, match=said):
+    message = r"NarrowCodec\.decode\(self, frame, /\) cannot be called .*, \*, context\): too many"
+    with pytest.raises(AssertionError, match=message):
         check_declarations(NarrowCodec(NarrowCodec.Config()))
     with pytest.raises(AssertionError, match=r"NarrowProvider\.describe\(self, value, path, /\)"):
         declarations_are_sane(random.Random(0), StaticProviders([NarrowProvider()]))

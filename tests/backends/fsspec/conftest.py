@@ -60,7 +60,7 @@ def folder():
 
 
 @pytest.fixture
-def look(s3_url):
+def plain_client(s3_url):
     """A plain client, which shows the objects that are really stored."""
     with closing(s3_server.client(s3_url)) as client:
         yield client

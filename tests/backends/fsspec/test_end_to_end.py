@@ -57,7 +57,7 @@ def test_round_trip(config, mode, codecs):
         assert checkpointer.verify(5, deep=True).ok
 
 
-def test_several_steps_retention_delete_and_prune(config, look, folder):
+def test_several_steps_retention_delete_and_prune(config, plain_client, folder):
     with penstock.Checkpointer.from_config(
         {**config, "retention": {"keep_last": 2}}
     ) as checkpointer:
@@ -71,7 +71,7 @@ def test_several_steps_retention_delete_and_prune(config, look, folder):
         assert checkpointer.load()["x"].tolist() == [3] * 10
         checkpointer.delete(3)
     bucket, _, prefix = folder.partition("/")
-    left = look.list_objects_v2(Bucket=bucket, Prefix=prefix).get("Contents", [])
+    left = plain_client.list_objects_v2(Bucket=bucket, Prefix=prefix).get("Contents", [])
     assert [e["Key"] for e in left if "/blobs/" in e["Key"] or "/commits/" in e["Key"]] == []
 
 

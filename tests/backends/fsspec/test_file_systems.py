@@ -243,7 +243,7 @@ def test_blob_kept_only_in_part_by_a_file_system_is_not_sealed(odd, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("error", "kind", "told"),
+    ("error", "kind", "text"),
     [
         (OSError(28, "No space left"), StorageFullError, "make room or raise the quota"),
         (PermissionError("nope"), StorageError, "check credentials and permissions"),
@@ -252,10 +252,10 @@ def test_blob_kept_only_in_part_by_a_file_system_is_not_sealed(odd, monkeypatch)
         (RuntimeError("boom"), StorageError, "RuntimeError: boom"),
     ],
 )
-def test_errors_of_file_systems_are_mapped(odd, monkeypatch, error, kind, told):
+def test_errors_of_file_systems_are_mapped(odd, monkeypatch, error, kind, text):
     monkeypatch.setattr(OddFileSystem, "fails_with", error)
     writer = odd.create("b.raw")
-    with pytest.raises(kind, match=f"b.raw on odd://run.*{told}"):
+    with pytest.raises(kind, match=f"b.raw on odd://run.*{text}"):
         writer.write([WriteRequest(0, (memoryview(b"x"),))])
     writer.abort()
 

@@ -29,7 +29,7 @@ def everything(error):
 
 @pytest.mark.s3
 @pytest.mark.parametrize("kind", ["denied", "reset", "cut"])
-def test_no_output_of_a_run_shows_credentials(proxy, folder, look, caplog, kind):
+def test_no_output_of_a_run_shows_credentials(proxy, folder, plain_client, caplog, kind):
     caplog.set_level(logging.DEBUG, "penstock")
     config = {
         "backend": {
@@ -40,32 +40,32 @@ def test_no_output_of_a_run_shows_credentials(proxy, folder, look, caplog, kind)
         }
     }
     with penstock.Checkpointer.from_config(config) as checkpointer:
-        told = [repr(checkpointer), str(checkpointer)]
+        texts = [repr(checkpointer), str(checkpointer)]
         handle = checkpointer.save({"a": torch.arange(10)}, step=1, mode="blocking")
-        told.append(repr(handle.result()))
-        told.append(repr(checkpointer.info(1)))
-        told.append(repr(checkpointer.restore({"a": torch.zeros(10, dtype=torch.int64)})))
+        texts.append(repr(handle.result()))
+        texts.append(repr(checkpointer.info(1)))
+        texts.append(repr(checkpointer.restore({"a": torch.zeros(10, dtype=torch.int64)})))
         proxy.fail(kind, times=1000)
         with pytest.raises(PenstockError) as caught:
             checkpointer.verify(1)
-        told.append(everything(caught.value))
+        texts.append(everything(caught.value))
         proxy.heal()
     bucket, _, prefix = folder.partition("/")
-    for entry in look.list_objects_v2(Bucket=bucket, Prefix=prefix)["Contents"]:
-        told.append(entry["Key"])
-        body = look.get_object(Bucket=bucket, Key=entry["Key"])["Body"]
-        told.append(body.read().decode("latin-1"))
-    told.append(caplog.text)
+    for entry in plain_client.list_objects_v2(Bucket=bucket, Prefix=prefix)["Contents"]:
+        texts.append(entry["Key"])
+        body = plain_client.get_object(Bucket=bucket, Key=entry["Key"])["Body"]
+        texts.append(body.read().decode("latin-1"))
+    texts.append(caplog.text)
     assert any(e.headers["Authorization"].find(SECRETS[0]) > 0 for e in proxy.exchanges)
-    assert shown(" ".join(told)) == []
+    assert shown(" ".join(texts)) == []
 
 
 def test_config_and_backend_hide_secrets():
     config = FsspecConfig(url="s3://bucket/run", options=OPTIONS)
     backend = FsspecBackend(config)
-    told = f"{config!r} {config} {backend!r} {backend} {backend.url} {vars(backend)}"
+    texts = f"{config!r} {config} {backend!r} {backend} {backend.url} {vars(backend)}"
     backend.close()
-    assert shown(told) == []
+    assert shown(texts) == []
     assert backend.url == "s3://bucket/run"
 
 

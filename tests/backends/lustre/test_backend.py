@@ -132,8 +132,8 @@ def test_a_plain_file_is_written_if_layouts_fail(open_lustre, lfs, tmp_path, cap
     put(backend)
     put(backend, "data/u/blobs/2.raw")
     assert (tmp_path / "root" / BLOB).read_bytes() == b"penstock"
-    said = [r.message for r in caplog.records if "layouts cannot be set" in r.message]
-    assert len(said) == 1
+    warnings = [r.message for r in caplog.records if "layouts cannot be set" in r.message]
+    assert len(warnings) == 1
 
 
 def test_without_lfs_plain_files_are_written(open_lustre, tmp_path, caplog):

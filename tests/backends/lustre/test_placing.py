@@ -36,6 +36,6 @@ ALWAYS = {"blob_bytes": 64 << 30, "blobs_inherit": True, "records_inherit": True
 
 
 def test_a_wide_default_hurts_records():
-    for count, said in [(ALL_STRIPES, "every OST"), (16, "many OSTs")]:
-        assert said in about_default(default(count), **ALWAYS)
+    for count, advice in [(ALL_STRIPES, "every OST"), (16, "many OSTs")]:
+        assert advice in about_default(default(count), **ALWAYS)
         assert about_default(default(count), **ALWAYS | {"records_inherit": False}) == ""

@@ -89,8 +89,8 @@ def test_closing_does_not_wait_for_a_hung_try(at_once):
         goes_on.wait()
 
     backend.tiers[0].backend.check = hold
-    said = Future()
-    calling = threading.Thread(target=fulfil, args=(said, backend.free_bytes))
+    outcome = Future()
+    calling = threading.Thread(target=fulfil, args=(outcome, backend.free_bytes))
     calling.start()
     assert begun.wait(300)
     closing = threading.Thread(target=backend.close)
@@ -101,7 +101,7 @@ def test_closing_does_not_wait_for_a_hung_try(at_once):
     closing.join(300)
     assert not waited
     with pytest.raises(StorageError, match="is closed"):
-        said.result(300)
+        outcome.result(300)
     calling.join(300)
     with pytest.raises(StorageError, match="closed"):
         places.open["near"].list("")

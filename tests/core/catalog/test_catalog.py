@@ -800,9 +800,9 @@ def test_prune_finishes_a_deletion_killed_after_its_record(store, catalog):
     write_data(store, uid_of(1), references=[uid_of(2)])
     write_data(store, uid_of(2))
     store.now_s += 2 * DAY
-    told = catalog.prune(dry_run=True)
-    assert told.uids == (uid_of(1), uid_of(2))
-    assert catalog.prune() == replace(told, dry_run=False)
+    planned = catalog.prune(dry_run=True)
+    assert planned.uids == (uid_of(1), uid_of(2))
+    assert catalog.prune() == replace(planned, dry_run=False)
     assert {n for n in store.names() if data_uid(n) == uid_of(1)} == blobs_named(uid_of(1))
     assert not {n for n in store.names() if data_uid(n) == uid_of(2)}
     assert catalog.prune().uids == ()

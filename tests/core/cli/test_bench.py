@@ -316,8 +316,8 @@ def test_tune_refuses_input_not_from_bench(call, measured, tmp_path):
     assert f"measurements of file://{tmp_path}/run, not of" in other.err
     for text, why in [("{}", "missing or wrong are .*url"), ("x", "it is not JSON")]:
         file.write_text(text)
-        said = call("tune", f"posix://{tmp_path}/run", "--from", file).err
-        assert re.search(rf"`penstock bench --json` prints: {why}", said)
+        printed = call("tune", f"posix://{tmp_path}/run", "--from", file).err
+        assert re.search(rf"`penstock bench --json` prints: {why}", printed)
 
 
 def test_tune_can_run_bench(call, tmp_path):

@@ -253,8 +253,8 @@ def test_no_output_steers_the_terminal(capsys):
 
 
 def test_a_line_break_in_a_name_is_escaped_in_messages():
-    told = "w: ok\npenstock: everything is fine\u2028step 1 is whole"
-    assert visible_lines(f"penstock: {told} is damaged\n  its blob: a") == [
+    printed = "w: ok\npenstock: everything is fine\u2028step 1 is whole"
+    assert visible_lines(f"penstock: {printed} is damaged\n  its blob: a") == [
         r"penstock: w: ok\npenstock: everything is fine\u2028step 1 is whole is damaged",
         "  its blob: a",
     ]
@@ -268,11 +268,11 @@ def test_logs_are_escaped_too(capsys, monkeypatch):
     logging.getLogger("somebody").warning("step 1: %s", f"{EVIL}\npenstock: all is well")
     error = ValueError(EVIL)
     logging.getLogger("somebody").error("failed", exc_info=error)
-    told = capsys.readouterr().err
-    assert told.count(r"\x1b[31mred\x07 [bold]not bold[/] \u202egnorw") == 2
-    assert not {"\x1b", "\x07", "\u202e"} & {*told}
-    assert "\npenstock" not in told
-    assert told.count("WARNING:somebody:") == 1  # by one handler
+    printed = capsys.readouterr().err
+    assert printed.count(r"\x1b[31mred\x07 [bold]not bold[/] \u202egnorw") == 2
+    assert not {"\x1b", "\x07", "\u202e"} & {*printed}
+    assert "\npenstock" not in printed
+    assert printed.count("WARNING:somebody:") == 1  # by one handler
 
 
 def test_error_messages_are_escaped_too(penstock, tmp_path):

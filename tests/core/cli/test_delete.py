@@ -106,12 +106,12 @@ def test_delete_removes_steps_and_reports_freed_bytes(call, run):
 
 def test_delete_dry_run_prints_the_same_changes_nothing(call, run):
     before = tree_of(run)
-    said = call("delete", run, 1, 2, "--dry-run", "--json").json
+    printed = call("delete", run, 1, 2, "--dry-run", "--json").json
     assert tree_of(run) == before
-    assert said["dry_run"] is True
+    assert printed["dry_run"] is True
     assert "would be freed; 1 checkpoint is left" in call("delete", run, 1, 2, "--dry-run").out
     did = call("delete", run, 1, 2, "--yes", "--json").json
-    assert {**said, "dry_run": False} == did
+    assert {**printed, "dry_run": False} == did
     assert did["bytes_freed"] > 40_000
 
 
@@ -165,11 +165,11 @@ def test_prune_deletes_old_leftovers_and_keeps_young(call, run):
     broken_save(run, OLD, seconds=DAY_S + 100)
     broken_save(run, YOUNG, seconds=DAY_S - 100)
     before = tree_of(run)
-    said = call("prune", run, "--dry-run")
-    assert said.code == 0
-    assert f"  data/{OLD}\n" in said.out
-    assert "2.9 KiB would be freed: 1 attempt with 1 file" in said.out
-    assert "1 attempt younger than 24 h (2.9 KiB)" in said.out
+    printed = call("prune", run, "--dry-run")
+    assert printed.code == 0
+    assert f"  data/{OLD}\n" in printed.out
+    assert "2.9 KiB would be freed: 1 attempt with 1 file" in printed.out
+    assert "1 attempt younger than 24 h (2.9 KiB)" in printed.out
     assert {p: v for p, v in tree_of(run).items() if v} == {p: v for p, v in before.items() if v}
     report = call("prune", run, "--json").json
     assert (report["uids"], report["names"], report["size_bytes"]) == ([OLD], 1, 3000)
@@ -215,18 +215,20 @@ def test_a_run_copied_data_first_loses_nothing_to_prune(call, run, tmp_path):
     assert (done.code, tree_of(target)) == (1, before)
     assert "data of 3 attempts to save, but no commit record" in done.out
     assert "--all" in done.out
-    said = call("ls", target).out
-    assert "3 attempts to save (step 1, 2, 3) lack only the commit record" in said
+    printed = call("ls", target).out
+    assert "3 attempts to save (step 1, 2, 3) lack only the commit record" in printed
     assert sorted(call("ls", target, "--json").json["unrecorded"].values()) == [1, 2, 3]
     doctor = call("doctor", target, "--no-probe").out
     assert "3 saves that lack a commit record, as all do" in doctor
     assert "copy the files of its folder `commits`" in doctor
-    assert "penstock prune" not in said + doctor
+    assert "penstock prune" not in printed + doctor
     # The first record has arrived, the others are in flight.
     shutil.copytree(run / "commits", target / "commits", ignore=lambda *_: ["00000003-0.json"])
-    said = call("prune", target, "--yes")
-    assert said.code == 0
-    assert "may still come: 1 attempt; prunable after a later checkpoint, or with --all" in said.out
+    printed = call("prune", target, "--yes")
+    assert printed.code == 0
+    assert (
+        "may still come: 1 attempt; prunable after a later checkpoint, or with --all" in printed.out
+    )
     shutil.copytree(run / "commits", target / "commits", dirs_exist_ok=True)
     assert call("verify", target, "--all").code == 0
     assert call("ls", target, "--json").json["unrecorded"] == {}
@@ -302,9 +304,9 @@ def test_prune_counts_bytes_of_overwritten_generations(call, tmp_path):
         ckpt.save({"w": torch.ones(500)}, 1, mode="blocking", overwrite=True)
     shutil.copytree(before, root, dirs_exist_ok=True)  # a crash came before the deletion
     size = sum(path.stat().st_size for path in (before / "data").rglob("*") if path.is_file())
-    said = call("prune", root, "--dry-run", "--json").json
-    assert said["superseded"] == ["commits/00000001-0.json"]
-    assert (said["superseded_bytes"], said["younger"]) == (size, [])
+    printed = call("prune", root, "--dry-run", "--json").json
+    assert printed["superseded"] == ["commits/00000001-0.json"]
+    assert (printed["superseded_bytes"], printed["younger"]) == (size, [])
     assert call("prune", root).out.endswith(" freed: 1 overwritten generation\n")
     assert not (root / "data" / old).exists()
 

@@ -26,7 +26,7 @@ def run(tmp_path_factory):
 
 
 @pytest.fixture
-def other(run, tmp_path):
+def other_run(run, tmp_path):
     return shutil.copytree(run, tmp_path / "other")
 
 
@@ -47,12 +47,12 @@ def test_two_newest_of_one_run_are_compared_by_default(call, run):
     assert "2 of 4 objects that both have differ, 0 are in one only" in done.out
 
 
-def test_steps_are_chosen(call, run, other):
-    done = call("diff", run, other, "--step-a", "1", "--step-b", "2")
+def test_steps_are_chosen(call, run, other_run):
+    done = call("diff", run, other_run, "--step-a", "1", "--step-b", "2")
     assert done.code == 1
     assert ["late", "only", "in", "B", "-", "float32", "2x3"] in lines(done)
     assert call("diff", run, "--step-b", "2").out.startswith("A: step 1 of ")
-    assert call("diff", run, other, "--step-a", "2", "--step-b", "2").code == 0
+    assert call("diff", run, other_run, "--step-a", "2", "--step-b", "2").code == 0
 
 
 def test_norms_are_those_of_the_difference(call, run):
@@ -93,18 +93,18 @@ def test_trouble_and_difference_differ_in_exit_code(call, run, arguments):
     assert call("ls", run / "nothing").code == 1  # other commands keep theirs
 
 
-def test_damage_in_bytes_that_must_be_read_is_trouble(call, run, other):
-    for blob in other.rglob("*.raw"):
+def test_damage_in_bytes_that_must_be_read_is_trouble(call, run, other_run):
+    for blob in other_run.rglob("*.raw"):
         data = bytearray(blob.read_bytes())
         data[len(data) // 2] ^= 1
         blob.write_bytes(data)
-    done = call("diff", run, other, "--step-a", "2", "--norms")
+    done = call("diff", run, other_run, "--step-a", "2", "--norms")
     assert done.code == 2
     assert "is damaged" in done.err
 
 
-def test_same_checkpoint_of_two_runs_does_not_differ(call, run, other):
-    done = call("diff", run, other)
+def test_same_checkpoint_of_two_runs_does_not_differ(call, run, other_run):
+    done = call("diff", run, other_run)
     assert done.code == 0
     assert done.out.splitlines()[2] == "nothing differs in 4 objects, 0 B read"
     assert call("diff", run, "--step-a", "2", "--step-b", "2").code == 0
@@ -122,11 +122,11 @@ def test_an_object_of_one_side_only_has_no_norms(call, run):
     assert ["late", "only", "in", "B", "-", "float32", "2x3"] in lines(done)
 
 
-def test_a_configuration_file_names_its_backend(call, run, other, tmp_path):
+def test_a_configuration_file_names_its_backend(call, run, other_run, tmp_path):
     config = tmp_path / "run.toml"
     config.write_text(f'backend = "posix://{run}"\n')
-    assert call("diff", config, other).code == 0
-    assert call("diff", other, config).code == 0
+    assert call("diff", config, other_run).code == 0
+    assert call("diff", other_run, config).code == 0
     assert call("copy", config, tmp_path / "copied").code == 0
     assert call("diff", tmp_path / "copied", config).code == 0
 

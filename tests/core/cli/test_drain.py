@@ -133,10 +133,10 @@ def test_a_conflicting_checkpoint_is_reported_with_a_remedy(call, run):
     with_another_at_step_1(run)
     done = call("drain", run.url)
     assert done.code == 1
-    said = " ".join(done.out.split())
-    assert "step 1 is another checkpoint in tier durable: `penstock delete URL 1 --tier" in said
-    assert "still to be copied: steps 1, once the cause is removed" in said
-    assert "the same command continues" not in said
+    printed = " ".join(done.out.split())
+    assert "step 1 is another checkpoint in tier durable: `penstock delete URL 1 --tier" in printed
+    assert "still to be copied: steps 1, once the cause is removed" in printed
+    assert "the same command continues" not in printed
 
 
 def test_deleting_in_one_tier_spares_the_others(call, run):

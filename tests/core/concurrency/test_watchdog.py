@@ -37,7 +37,7 @@ def hang():
     gate.set()
 
 
-def left_behind(name):
+def abandoned(name):
     return [thread for thread in threading.enumerate() if thread.name == f"penstock-{name}"]
 
 
@@ -60,14 +60,14 @@ def test_a_deadline_fires_once_and_progress_postpones_a_watchdog():
 def test_a_hung_call_ends_at_its_deadline_and_abandons_its_thread(hang):
     clock = ShiftedClock(lambda: 1000.0 if hang.begun.is_set() else 0.0)
     deadline = Deadline(60, clock)
-    cancelled, others = [], {*left_behind("ask")}  # those of other tests
+    cancelled, others = [], {*abandoned("ask")}  # those of other tests
     with pytest.raises(LateError) as caught:
         call_with_deadline(
             "ask", hang, deadline, LateError, timing=QUICK, cancel=lambda: cancelled.append(1)
         )
     assert caught.value.__notes__ == ["penstock: a stuck ask was left behind"]
     assert cancelled == [1]
-    (thread,) = {*left_behind("ask")} - others
+    (thread,) = {*abandoned("ask")} - others
     assert thread.daemon  # no interpreter waits for it
 
 
@@ -143,7 +143,7 @@ def test_a_handled_error_keeps_nothing_alive(how):
         else:
             call_all_with_deadline("x", [lambda held=held: fail(held)], Deadline(60), LateError)
         del held
-        for thread in left_behind("x"):
+        for thread in abandoned("x"):
             thread.join(60)
         assert ref() is None
     finally:

@@ -181,8 +181,8 @@ def test_a_configuration_shows_no_credentials():
         "sftp://user:SECRET@host/run",
     ):
         config = load_config({"backend": backend})
-        told = f"{config!r} {config} {config.backend!s} {config.backend!r}"
-        assert "SECRET" not in (told if isinstance(backend, dict) else f"{config!r} {config}")
+        shown = f"{config!r} {config} {config.backend!s} {config.backend!r}"
+        assert "SECRET" not in (shown if isinstance(backend, dict) else f"{config!r} {config}")
     assert "type='fsspec', options=['options', 'url']" in repr(load_config({"backend": table}))
 
 

@@ -70,7 +70,7 @@ def saved():
 
 
 @pytest.fixture
-def own():
+def unshared():
     """The same, for only one test."""
     backend = memory()
     save(backend, STEP, seed=3)
@@ -250,43 +250,45 @@ def test_many_blobs_are_copied_and_few_of_them_sealed_at_once(workers):
 
 @pytest.mark.parametrize("kind", ["raw", "enc"])
 @pytest.mark.parametrize("where", [0, 3, 6])
-def test_damage_in_a_frame_is_named_and_nothing_is_committed(own, workers, kind, where):
-    (name,) = [n for n in blobs_of(own) if n.endswith(kind)]
-    blob = next(b for b in CopySource(own, Catalog(own).record(STEP)).read() if b.name == name)
+def test_damage_in_a_frame_is_named_and_nothing_is_committed(unshared, workers, kind, where):
+    (name,) = [n for n in blobs_of(unshared) if n.endswith(kind)]
+    blob = next(
+        b for b in CopySource(unshared, Catalog(unshared).record(STEP)).read() if b.name == name
+    )
     which = where * (len(blob.starts) - 1) // 6
     at = int(blob.starts[which]) + where * (int(blob.lengths[which]) - 1) // 6
-    data = bytearray(contents(own)[name])
+    data = bytearray(contents(unshared)[name])
     data[at] ^= 0x10
-    rewrite(own, name, data)
-    with checkpointer(own) as ckpt:
+    rewrite(unshared, name, data)
+    with checkpointer(unshared) as ckpt:
         expected = {damage.what for damage in ckpt.verify(STEP).damaged}
     target = memory()
     with pytest.raises(DamagedError, match="was not copied") as caught:
-        copy_of(own, target, workers).run()
+        copy_of(unshared, target, workers).run()
     assert set(caught.value.damaged) == expected
     assert Catalog(target).steps() == []
 
 
 @pytest.mark.parametrize("place", ["parts/00000.json.zst", "index"])
-def test_damage_anywhere_in_the_manifest_is_found(own, workers, place):
-    name = data_prefix(Catalog(own).record(STEP).uid) + place
-    whole = contents(own)[name]
+def test_damage_anywhere_in_the_manifest_is_found(unshared, workers, place):
+    name = data_prefix(Catalog(unshared).record(STEP).uid) + place
+    whole = contents(unshared)[name]
     for at in {*range(0, len(whole), max(1, len(whole) // 40)), len(whole) - 1}:
         data = bytearray(whole)
         data[at] ^= 1
-        rewrite(own, name, data)
+        rewrite(unshared, name, data)
         target = memory()
         with pytest.raises(DamagedError) as caught:
-            copy_of(own, target, workers).run()
+            copy_of(unshared, target, workers).run()
         assert name in str(caught.value)
         assert target.list("") == []
 
 
-def test_source_deleted_meanwhile_is_gone_not_damaged(own, workers):
-    watched, target = FaultyBackend(own), FaultyBackend(memory())
+def test_source_deleted_meanwhile_is_gone_not_damaged(unshared, workers):
+    watched, target = FaultyBackend(unshared), FaultyBackend(memory())
     copy = copy_of(watched, target, workers)
     with failing(copy, target, "create", error=CheckpointGoneError):
-        Catalog(own).delete(STEP)
+        Catalog(unshared).delete(STEP)
 
 
 # -- resuming -----------------------------------------------------------------------------------
@@ -541,21 +543,21 @@ def test_other_checkpoint_at_that_step_stays(saved, workers):
     assert contents(target) == before
 
 
-def test_higher_generation_replaces_a_lower_one(own, workers):
+def test_higher_generation_replaces_a_lower_one(unshared, workers):
     target = memory()
-    copy_of(own, target, workers).run()
-    save(own, STEP, seed=4, overwrite=True)
-    report = copy_of(own, target, workers).run()
+    copy_of(unshared, target, workers).run()
+    save(unshared, STEP, seed=4, overwrite=True)
+    report = copy_of(unshared, target, workers).run()
     assert report.generation == 2
-    assert contents(target) == contents(own)
+    assert contents(target) == contents(unshared)
 
 
-def test_generation_replaced_at_the_target_is_refused(own, workers):
+def test_generation_replaced_at_the_target_is_refused(unshared, workers):
     target = memory()
     save(target, STEP, seed=1)
     save(target, STEP, seed=2, overwrite=True)
     with pytest.raises(StepExistsError):
-        copy_of(own, target, workers).run()
+        copy_of(unshared, target, workers).run()
 
 
 # -- what else at the target has that uid ---------------------------------------------------------
@@ -587,30 +589,30 @@ def refused_without_a_trace(source, target, workers, error, *, step, match):
 
 
 @pytest.mark.parametrize("crashed", [False, True], ids=["", "its copy left a lease"])
-def test_a_uid_that_the_target_has_at_another_step_is_refused(own, workers, crashed):
+def test_a_uid_that_the_target_has_at_another_step_is_refused(unshared, workers, crashed):
     if crashed:
-        release_lease(own, Catalog(own).record(STEP).uid)
-    evil = forged(own, step=200)
+        release_lease(unshared, Catalog(unshared).record(STEP).uid)
+    evil = forged(unshared, step=200)
     refused_without_a_trace(
-        evil, own, workers, StepExistsError, step=200, match="commits/00000007-0.json uses it"
+        evil, unshared, workers, StepExistsError, step=200, match="commits/00000007-0.json uses it"
     )
 
 
-def test_a_uid_with_target_data_from_no_copy_is_refused(own, workers):
+def test_a_uid_with_target_data_from_no_copy_is_refused(unshared, workers):
     """It may belong to a save in flight there."""
-    evil = forged(own)
-    own.delete([commit_name(STEP, 0)])
-    refused_without_a_trace(evil, own, workers, BusyError, step=STEP, match="no copy wrote it")
+    evil = forged(unshared)
+    unshared.delete([commit_name(STEP, 0)])
+    refused_without_a_trace(evil, unshared, workers, BusyError, step=STEP, match="no copy wrote it")
 
 
-def test_another_checkpoint_with_the_target_uid_is_refused(own, workers):
+def test_another_checkpoint_with_the_target_uid_is_refused(unshared, workers):
     refused_without_a_trace(
-        forged(own), own, workers, StepExistsError, step=STEP, match="tampered with"
+        forged(unshared), unshared, workers, StepExistsError, step=STEP, match="tampered with"
     )
-    data = contents(own)
+    data = contents(unshared)
     with pytest.raises(StepExistsError, match="tampered with"):
-        confirmed(own, Catalog(forged(own)).record(STEP))
-    assert contents(own) == data
+        confirmed(unshared, Catalog(forged(unshared)).record(STEP))
+    assert contents(unshared) == data
 
 
 @pytest.mark.parametrize(
@@ -684,15 +686,15 @@ def test_copy_confirms_a_record_that_an_earlier_try_failed_to_sync(saved, worker
 
 
 @pytest.mark.parametrize("kind", ["raw", "enc"])
-def test_truncated_or_missing_blob_is_damage(own, workers, kind):
-    (name,) = [n for n in blobs_of(own) if n.endswith(kind)]
-    data = contents(own)[name]
+def test_truncated_or_missing_blob_is_damage(unshared, workers, kind):
+    (name,) = [n for n in blobs_of(unshared) if n.endswith(kind)]
+    data = contents(unshared)[name]
     for bytes_left in (data[:-1], None):
-        own.delete([name])
+        unshared.delete([name])
         if bytes_left is not None:
-            own.publish(name, bytes_left)
+            unshared.publish(name, bytes_left)
         with pytest.raises(DamagedError) as caught:
-            copy_of(own, memory(), workers).run()
+            copy_of(unshared, memory(), workers).run()
         assert caught.value.damaged == (name,)
 
 
@@ -716,11 +718,11 @@ def test_copy_cancelled_beforehand_does_nothing(saved, workers):
     assert target.calls == []
 
 
-def test_record_may_be_copied_as_a_higher_generation(own, workers):
+def test_record_may_be_copied_as_a_higher_generation(unshared, workers):
     target = memory()
     save(target, STEP, seed=9)
-    record = replace(Catalog(own).record(STEP), generation=1)
-    CheckpointCopy(own, target, record, workers=workers, grace_s=GRACE_S).run()
+    record = replace(Catalog(unshared).record(STEP), generation=1)
+    CheckpointCopy(unshared, target, record, workers=workers, grace_s=GRACE_S).run()
     assert list(Catalog(target).entries().values()) == [[commit_name(STEP, 1)]]
     with checkpointer(target) as ckpt:
         assert same(ckpt.load(STEP), make_state(3))

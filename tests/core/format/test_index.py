@@ -74,7 +74,7 @@ def expected_rows(per_part):
     return sorted(rows, key=lambda row: row[:2])  # stable: shards of a section keep their order
 
 
-def said(table):
+def rows_of(table):
     """The given rows: True for whole objects, False without bytes."""
     return [
         (h, place, region if isinstance(region, Region) else dims == 0xFF)
@@ -90,10 +90,10 @@ def test_a_search_finds_every_shard_with_its_region(per_part, others, at_once):
     assert sum(map(len, reader.blocks())) == len(rows)
     wanted = {row[0] for row in rows}
     for one in [*wanted, *others]:
-        assert said(find(reader, one)) == [row for row in rows if row[0] == one]
+        assert rows_of(find(reader, one)) == [row for row in rows if row[0] == one]
     every = np.array([*wanted, *others], np.uint64)
-    assert said(reader.find_all(every)) == rows
-    assert [row for block in reader.blocks() for row in said(block)] == rows
+    assert rows_of(reader.find_all(every)) == rows
+    assert [row for block in reader.blocks() for row in rows_of(block)] == rows
 
 
 def test_one_path_of_a_large_index_takes_the_head_and_one_block():

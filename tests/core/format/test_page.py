@@ -113,7 +113,7 @@ def test_the_example_loads(example, record):
 
 
 @pytest.fixture(scope="module")
-def of_two_ranks(found):
+def two_ranks(found):
     """Returns a store with the checkpoint that two ranks saved as a delta, and its record."""
     record = decode_commit(found["commit_101"].encode(), commit_name(101, 0))
     backend = MemoryBackend(MemoryConfig())
@@ -129,8 +129,8 @@ def of_two_ranks(found):
     return backend, record
 
 
-def test_the_records_of_two_ranks_match_the_page(found, of_two_ranks):
-    record = of_two_ranks[1]
+def test_the_records_of_two_ranks_match_the_page(found, two_ranks):
+    record = two_ranks[1]
     entry, data = record.parts[1], base64.b64decode(found["part_1"])
     head = decode_head(data[: entry.head_length], entry, record)
     assert decompress(data[: entry.head_length], "head") == found["head_1"].encode()
@@ -139,8 +139,8 @@ def test_the_records_of_two_ranks_match_the_page(found, of_two_ranks):
         assert decompress(stored, name) == found[name].encode()
 
 
-def test_the_checkpoint_of_two_ranks_loads(of_two_ranks):
-    with penstock.Checkpointer(of_two_ranks[0]) as checkpointer:
+def test_the_checkpoint_of_two_ranks_loads(two_ranks):
+    with penstock.Checkpointer(two_ranks[0]) as checkpointer:
         assert checkpointer.verify().ok
         tree = checkpointer.load()
     assert tree["epoch"] == 101

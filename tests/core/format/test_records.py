@@ -269,7 +269,7 @@ replacements = (
 
 
 @st.composite
-def vandalised(draw, body):
+def mutated(draw, body):
     for _ in range(draw(st.integers(1, 2))):
         path = draw(st.sampled_from(list(nodes_of(body))))
         if path and draw(st.booleans()):
@@ -286,7 +286,7 @@ def test_mutated_and_re_signed_section_is_refused_or_consistent(data):
     made = manifests.example()
     head = made.head()
     number = data.draw(st.integers(0, len(made.writers) - 1))
-    body = data.draw(vandalised(load_json(made.writers[number].dump(), "")))
+    body = data.draw(mutated(load_json(made.writers[number].dump(), "")))
     try:
         section = read_section(dump_json(body), head, head.sections[number], "x")
     except FormatError as error:
@@ -331,7 +331,7 @@ def test_a_part_that_no_reader_accepts_is_not_encoded(column, value):
 def test_mutated_and_re_signed_head_is_refused_or_consistent(data):
     made = manifests.example()
     good = load_json(decompress(made.part.data[: made.part.entry.head_length], ""), "")
-    body = data.draw(vandalised(good))
+    body = data.draw(mutated(good))
     raw = compress(dump_json(body))
     length = made.part.entry.length - made.part.entry.head_length + len(raw)
     entry = PartEntry(made.part.entry.name, length, len(raw), digest(raw))

@@ -99,12 +99,12 @@ def test_each_byte_is_read_once_by_one_user_and_all_agree(members):
     for me, division in enumerate(found):
         assert needed[me] <= got_by(division)
         for piece in division.pieces:
-            told = (piece.job.blob, piece.job.frame.offset, piece.span, piece.reader, piece.takers)
+            facts = (piece.job.blob, piece.job.frame.offset, piece.span, piece.reader, piece.takers)
             of_all = {piece.reader, *piece.takers}
             assert me in of_all
             assert piece.reader not in piece.takers
-            known.setdefault(piece.number, (told, of_all, []))[2].append(me)
-            assert known[piece.number][0][:4] == told[:4]
+            known.setdefault(piece.number, (facts, of_all, []))[2].append(me)
+            assert known[piece.number][0][:4] == facts[:4]
     for _, of_all, members_of in known.values():
         assert sorted(of_all) == sorted(members_of)
 
@@ -199,11 +199,11 @@ def agreed(hosts):
     for members in hosts:
         ranks.append(tuple(range(first, first + len(members))))
         first += len(members)
-    told = {
+    facts = {
         number: decode_digests(encode_digests(bucket_digests(component_numbers(one))))
         for number, one in enumerate(found)
     }
-    ways = [relayed(one, told, ranks, here) for here, one in enumerate(found)]
+    ways = [relayed(one, facts, ranks, here) for here, one in enumerate(found)]
     return found, ranks, ways
 
 

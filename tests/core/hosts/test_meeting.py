@@ -165,7 +165,7 @@ def test_a_stranger_is_disconnected_and_the_ranks_meet():
     part(found)
 
 
-def rank_0_meets_nobody(meeting, begun):
+def rank_0_waits_in_vain(meeting, begun):
     """The thread in which rank 0 waits for others in vain. Its time ends after some polls once
     `begun` is set.
     """
@@ -195,7 +195,7 @@ def connected(meeting):
 def test_a_silent_connection_holds_up_no_rank():
     meeting = Meeting(secret_of_a_job(), (0, 1), 0, window_bytes=WINDOW, timing=Timing())
     begun = threading.Event()
-    thread = rank_0_meets_nobody(meeting, begun)
+    thread = rank_0_waits_in_vain(meeting, begun)
     with connected(meeting):
         begun.set()
         thread.join(PATIENCE_S / 2)
@@ -217,7 +217,7 @@ def test_constant_strangers_delay_no_rank_past_its_deadline():
     crowd = [threading.Thread(target=disturb) for _ in range(3)]
     for one in crowd:
         one.start()
-    thread = rank_0_meets_nobody(meeting, begun)
+    thread = rank_0_waits_in_vain(meeting, begun)
     thread.join(PATIENCE_S / 2)
     alive = thread.is_alive()
     stop.set()

@@ -472,13 +472,15 @@ def test_links_damaged_in_different_tiers_still_give_a_chunk(store, workers):
         def tiers(self):
             return (Tier("fast", store.backend), Tier("slow", other.backend))
 
-    told = []
-    loader = Loader(TwoTiers(store.backend), workers, on_failover=lambda *what: told.append(what))
+    reported = []
+    loader = Loader(
+        TwoTiers(store.backend), workers, on_failover=lambda *what: reported.append(what)
+    )
     loader.together_bytes = LENGTH
     sink = Sink(LENGTH, direct=True)
     assert not loader.run([using(job, ChunkUse(sink, 0, 0, LENGTH))]).damaged
     assert sink.data == data
-    assert told == [("link-0", "slow"), ("link-2", "slow")]
+    assert reported == [("link-0", "slow"), ("link-2", "slow")]
 
 
 @measured

@@ -458,18 +458,18 @@ def test_threads_get_names_while_a_signal_handler_interrupts_the_loading(plugin_
         "        def __init__(self):\n            import p_hook; p_hook.interrupt()\n"
     )
     _add_provider(plugin_site, "p-slow", "slow", module="p_slow", source=source)
-    registry, said = _third_party_only(), []
+    registry, answers = _third_party_only(), []
 
     def interrupt():  # like a saving handler that waits for the thread that writes the record
         asker = threading.Thread(
-            target=lambda: said.append(registry.shipper("provider slow")), daemon=True
+            target=lambda: answers.append(registry.shipper("provider slow")), daemon=True
         )
         asker.start()
         asker.join(10)
 
     monkeypatch.setitem(sys.modules, "p_hook", SimpleNamespace(interrupt=interrupt))
     registry.providers.all()
-    assert said == ["p-slow 1.0"]
+    assert answers == ["p-slow 1.0"]
 
 
 def test_a_provider_that_cannot_be_imported_yet_is_tried_again(plugin_site):

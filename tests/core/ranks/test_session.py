@@ -252,13 +252,13 @@ def test_all_others_learn_which_rank_was_lost(victim, how):
         os.kill(processes[victim].pid, how)
         began_s = time.monotonic()
         others = [p for rank, p in enumerate(processes) if rank != victim]
-        told = [process.communicate(timeout=100)[0] for process in others]
+        outputs = [process.communicate(timeout=100)[0] for process in others]
         print(f"known after {time.monotonic() - began_s:.2f} s of {limit_s} s")
         words = (
             f"{victim}|node{victim}|stood still for {limit_s} s while it wrote: "
             "it is dead or stuck; if it only pauses, raise rank_timeout_s\n"
         )
-        assert told == [words, words]
+        assert outputs == [words, words]
     finally:
         for process in processes:
             process.kill()

@@ -77,7 +77,7 @@ READS = {
 
 
 @pytest.fixture
-def told(backend):
+def watched(backend):
     """A checkpointer with two checkpoints, and later events."""
     events = []
     with penstock.Checkpointer(backend, on_event=events.append) as ckpt:
@@ -89,8 +89,8 @@ def told(backend):
 
 
 @pytest.mark.parametrize("what", READS)
-def test_a_restore_or_load_emits_its_report(what, told):
-    ckpt, events = told
+def test_a_restore_or_load_emits_its_report(what, watched):
+    ckpt, events = watched
     result = READS[what](ckpt)
     started, done = events
     assert started == penstock.RestoreEvent(f"{what}_started", 6)
@@ -101,8 +101,8 @@ def test_a_restore_or_load_emits_its_report(what, told):
         assert done.report is result
 
 
-def test_verify_and_prune_emit_their_reports(told):
-    ckpt, events = told
+def test_verify_and_prune_emit_their_reports(watched):
+    ckpt, events = watched
     reports = [ckpt.verify(), ckpt.prune()]
     assert [e.kind for e in events] == ["verified", "pruned"]
     assert [e.report for e in events] == reports
@@ -128,8 +128,8 @@ def test_deletions_emit_their_reason(backend):
     ]
 
 
-def test_every_event_is_also_plain_data(told, backend):
-    ckpt, events = told
+def test_every_event_is_also_plain_data(watched, backend):
+    ckpt, events = watched
     report = ckpt.save({"w": torch.ones(3), "e": 1}, step=8, mode="blocking").result()
     ckpt._saver.job.released.wait()
     ckpt.restore({"w": torch.ones(3), "e": 1})

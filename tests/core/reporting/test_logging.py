@@ -52,8 +52,8 @@ def test_each_save_restore_and_load_is_one_line(store, lines):
     assert third.startswith("loaded 1 objects of step 4: 156.2 KiB in ")
 
 
-def angry(told):
-    raise RuntimeError(str(told)) from ValueError("and why")
+def angry(event):
+    raise RuntimeError(str(event)) from ValueError("and why")
 
 
 def test_logs_are_text_and_keep_nothing_alive(store, caplog):
@@ -76,7 +76,7 @@ def test_logs_are_text_and_keep_nothing_alive(store, caplog):
         ckpt.rewind(4)
         ckpt.prune()
         ckpt.delete(4)
-    said = " ".join(r.getMessage() for r in caplog.records)
+    text = " ".join(r.getMessage() for r in caplog.records)
     for kind in (
         "durable",
         "failed",
@@ -86,9 +86,9 @@ def test_logs_are_text_and_keep_nothing_alive(store, caplog):
         "deleted",
         "pruned",
     ):
-        assert f"on_event raised at {kind}" in said
-    assert "cleaning up after step 4 failed: no" in said
-    assert "on_progress of the save of step 1 raised" in said
+        assert f"on_event raised at {kind}" in text
+    assert "cleaning up after step 4 failed: no" in text
+    assert "on_progress of the save of step 1 raised" in text
     for record in caplog.records:
         assert record.exc_info is None
         assert not record.args or all(isinstance(a, str | int | float) for a in record.args), record

@@ -14,9 +14,9 @@ STATE = {"w": torch.arange(40_000.0), "m": torch.ones(30_000), "epoch": 7}
 SMALL = {"chunk_bytes": 4096, "block_bytes": 4096}
 LONG = {**STATE, "w": torch.arange(1_500_000.0)}  # a batch has at most 256 frames: six batches
 READS = {
-    "restore": lambda ckpt, told: ckpt.restore({**LONG}, on_progress=told),
-    "load": lambda ckpt, told: ckpt.load(on_progress=told),
-    "verify": lambda ckpt, told: ckpt.verify(on_progress=told),
+    "restore": lambda ckpt, reports: ckpt.restore({**LONG}, on_progress=reports),
+    "load": lambda ckpt, reports: ckpt.load(on_progress=reports),
+    "verify": lambda ckpt, reports: ckpt.verify(on_progress=reports),
 }
 PHASES = {
     "restore": ["plan", "read", "place", "done"],
@@ -56,8 +56,8 @@ def reading(saved, waits):
         yield ckpt
 
 
-def phases(told):
-    return list(dict.fromkeys(p.phase for p in told))
+def phases(reports):
+    return list(dict.fromkeys(p.phase for p in reports))
 
 
 # -- reading ------------------------------------------------------------------------------------
@@ -65,16 +65,16 @@ def phases(told):
 
 @pytest.mark.parametrize("what", READS)
 def test_reading_reports_its_phases_and_all_its_bytes(what, reading):
-    told = []
-    report = READS[what](reading, told.append)
-    assert phases(told) == PHASES[what]
-    done = [p.bytes_done for p in told]
+    reports = []
+    report = READS[what](reading, reports.append)
+    assert phases(reports) == PHASES[what]
+    done = [p.bytes_done for p in reports]
     assert done == sorted(done)
     assert len(set(done)) > 5
-    assert all(p.bytes_done <= p.bytes_total for p in told)
-    assert told[-1].bytes_done == told[-1].bytes_total > 6_000_000
+    assert all(p.bytes_done <= p.bytes_total for p in reports)
+    assert reports[-1].bytes_done == reports[-1].bytes_total > 6_000_000
     if what == "restore":
-        assert told[-1].bytes_total == report.bytes_read
+        assert reports[-1].bytes_total == report.bytes_read
 
 
 @pytest.mark.parametrize("what", ["restore", "verify"])

@@ -95,9 +95,9 @@ def test_older_step_lacking_objects_of_a_damaged_one_names_them():
     seen = overwritten(state)
     seen.begin(targets(state).values())
     rest = [targets(state)["a",]]
-    with pytest.raises(RestoreError, match="undefined now: b") as told:
+    with pytest.raises(RestoreError, match="undefined now: b") as raised:
         seen.check_left(seen.begin(rest), rest, 5)
-    assert "step 5 is restored instead of a damaged one" in str(told.value)
+    assert "step 5 is restored instead of a damaged one" in str(raised.value)
 
 
 def test_dropped_tensors_are_not_named():
@@ -115,6 +115,6 @@ def test_mismatch_after_damage_does_not_claim_that_nothing_was_changed():
     mismatch = RestoreMismatchError("step 5 does not fit; nothing was changed", ["a"])
     seen.check_mismatch(mismatch)
     seen.begin(targets(state).values())
-    with pytest.raises(RestoreError, match="undefined now: a") as told:
+    with pytest.raises(RestoreError, match="undefined now: a") as raised:
         seen.check_mismatch(mismatch)
-    assert "nothing was changed" not in str(told.value)
+    assert "nothing was changed" not in str(raised.value)

@@ -251,16 +251,16 @@ class World:
 
     def _check_end(self):
         for number in range(self.plan.rounds):
-            told = {r.rank: r.told[number] for r in self.ranks if number in r.told}
-            words = {word for word, _, _ in told.values()}
+            outcomes = {r.rank: r.outcomes[number] for r in self.ranks if number in r.outcomes}
+            words = {word for word, _, _ in outcomes.values()}
             for rank in self.ranks:
-                ended = rank.rank in told or rank.dead or rank.hangs
+                ended = rank.rank in outcomes or rank.dead or rank.hangs
                 self.hold(ended, f"rank {rank.rank} never ends")
             self.hold(not {"committed", "aborted"} <= words, f"told {words} of one checkpoint")
             self.hold("stopped" not in words or words <= {"stopped", "aborted"}, f"told {words}")
             self._check_root(number, words)
-            self._check_blame(number, told)
-            self._check_known(number, told)
+            self._check_blame(number, outcomes)
+            self._check_known(number, outcomes)
         if not self.plan.faults and self.plan.lost == 0.0 and self.plan.publish == "ok":
             self._check_sound()
 
@@ -275,7 +275,7 @@ class World:
         self.hold("aborted" not in words or not published, "told aborted, and published")
         self.hold("stopped" not in words or not root.data, "told stopped, and something written")
 
-    def _check_blame(self, number, told):
+    def _check_blame(self, number, outcomes):
         """Only the causing rank is accused while the store answers."""
         verdict = self.register(number)
         if verdict is None or verdict.commit or self.plan.lost:
@@ -287,11 +287,11 @@ class World:
         if self.plan.restores == 0:  # then each of the others sees that it does something else
             guilty |= set(range(self.plan.world_size))
         self.hold(verdict.rank in guilty, f"rank {verdict.rank} is accused: {verdict.cause}")
-        for word, _, error in told.values():
+        for word, _, error in outcomes.values():
             if word == "aborted" and error is not None:
                 self.hold(error.rank == verdict.rank, "another rank is named than was decided on")
 
-    def _check_known(self, number, told):
+    def _check_known(self, number, outcomes):
         """All know of the lost rank in time, if nothing else is wrong."""
         plan = self.plan
         alone = len(plan.faults) == 1 and (plan.differs, plan.restores) == (None, None)
@@ -305,7 +305,7 @@ class World:
         since_s = max([fault.came_s, *(rank.called_s[number] for rank in others)])
         since_s += max(0.0, plan.late_s - plan.timeout_s / 4)
         for rank in others:
-            word, told_s, _ = told[rank.rank]
+            word, told_s, _ = outcomes[rank.rank]
             in_time = word == "committed" or told_s - since_s <= 1.25 * plan.timeout_s
             self.hold(in_time, f"rank {rank.rank} knew after {told_s - since_s:.2f} s: {word}")
 
@@ -313,7 +313,7 @@ class World:
         sound = self.plan.differs is None and self.plan.restores is None
         for rank in self.ranks:
             for number in range(self.plan.rounds):
-                word = rank.told[number][0]
+                word = rank.outcomes[number][0]
                 expected = "stopped" if self.plan.refuse else "committed"
                 self.hold(
                     not sound or word == expected, f"all was well, and rank {rank.rank}: {word}"
@@ -323,7 +323,7 @@ class World:
         """Seconds from the first fault to the end of the last faultless rank."""
         began_s = min(f.came_s for f in self.plan.faults if f.came_s is not None)
         struck = {f.rank for f in self.plan.faults}
-        ends = [r.told[0][1] for r in self.ranks if r.rank not in struck and 0 in r.told]
+        ends = [r.outcomes[0][1] for r in self.ranks if r.rank not in struck and 0 in r.outcomes]
         return max(ends) - began_s
 
 
@@ -344,7 +344,7 @@ class Rank:
         self.world = world
         self.rank = rank
         self.number = -1
-        self.told = {}
+        self.outcomes = {}
         self.called_s = []  # by round
         self.dead = False
         self.hangs = False
@@ -500,7 +500,7 @@ class Rank:
             if cleans and self.commit.may_delete_own_data:
                 world.delete(number, self.rank)
             word = TOLD[step]
-            self.told[number] = (word, world.now, self.round.error("step 100 was not saved"))
+            self.outcomes[number] = (word, world.now, self.round.error("step 100 was not saved"))
             if self.commit is not None and word == "committed":
                 world.hold(
                     self.commit.state is State.COMMITTED, "told committed, the table says no"
@@ -616,13 +616,13 @@ def _fault(pick, plan):
 
 def explore(seeds, **options):
     """Run the worlds of many seeds; return the count of each outcome."""
-    told = {}
+    outcomes = {}
     for seed in seeds:
         world = World(drawn(seed, **options)).run()
         for rank in world.ranks:
-            for word, _, _ in rank.told.values():
-                told[word] = told.get(word, 0) + 1
-    return told
+            for word, _, _ in rank.outcomes.values():
+                outcomes[word] = outcomes.get(word, 0) + 1
+    return outcomes
 
 
 def measured(world_size, merge_s=0.03):
@@ -644,7 +644,7 @@ def measured(world_size, merge_s=0.03):
     )
     world = World(plan).run()
     root = world.root(0)
-    known_s = max(rank.told[0][1] for rank in world.ranks) - root.last_seal_s
+    known_s = max(rank.outcomes[0][1] for rank in world.ranks) - root.last_seal_s
     commit_s = root.published_s - root.last_seal_s
     posts_most = max(rank.posts[0] for rank in world.ranks)
     bytes_most = max(map(len, world.values.values()))
@@ -664,8 +664,8 @@ def main():
             print(measured(int(number), merge_s=4.2), flush=True)
         return
     first, last = map(int, numbers)
-    told = explore(range(first, last))
-    print(f"seeds {first} to {last - 1}: no promise broken; ranks were told {told}; ", end="")
+    outcomes = explore(range(first, last))
+    print(f"seeds {first} to {last - 1}: no promise broken; ranks were told {outcomes}; ", end="")
     print(f"{time.monotonic() - began_s:.0f} s")
 
 

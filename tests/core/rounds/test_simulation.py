@@ -13,9 +13,9 @@ FOR_EVER_S = 1e9
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_no_promise_breaks_in_worlds_drawn_from_seeds(chunk):
-    told = explore(range(chunk, SEEDS, CHUNKS), most_ranks=60)
-    print(told)
-    assert {"committed", "aborted", "unknown"} <= told.keys()
+    outcomes = explore(range(chunk, SEEDS, CHUNKS), most_ranks=60)
+    print(outcomes)
+    assert {"committed", "aborted", "unknown"} <= outcomes.keys()
 
 
 def test_equal_seeds_draw_equal_worlds():
@@ -23,7 +23,7 @@ def test_equal_seeds_draw_equal_worlds():
 
 
 def words_of(world, number=0):
-    return {rank.told[number][0] for rank in world.ranks if number in rank.told}
+    return {rank.outcomes[number][0] for rank in world.ranks if number in rank.outcomes}
 
 
 @pytest.mark.parametrize("kind", ["save", "restore"])
@@ -61,7 +61,7 @@ def test_all_know_of_a_dead_or_stopped_rank_after_five_quarters_of_the_timeout(
     world = World(plan).run()
     # A hung rank still beats, so its last progress counts.
     assert world.known_s() <= 1.25 * timeout_s
-    others = {r.told[0] for r in world.ranks if r.rank != rank}
+    others = {r.outcomes[0] for r in world.ranks if r.rank != rank}
     assert {word for word, _, _ in others} == {"aborted"}
     assert {(error.rank, error.host) for _, _, error in others} == {(rank, "node0")}
 
@@ -103,7 +103,7 @@ def test_a_rank_lost_while_rank_0_was_busy_is_detected(rounds, fault):
     plan = Plan(world_size=3, rounds=rounds, late_s=2.0, work_s=(1.0, 1.0), faults=[fault])
     world = World(plan).run()
     assert words_of(world, rounds - 1) == {"aborted"}
-    told_s = max(rank.told[rounds - 1][1] for rank in world.ranks if not rank.dead)
+    told_s = max(rank.outcomes[rounds - 1][1] for rank in world.ranks if not rank.dead)
     assert told_s - world.ranks[0].called_s[rounds - 1] <= 1.25 * plan.timeout_s
 
 
@@ -137,14 +137,14 @@ def test_ranks_save_the_next_checkpoint_after_an_abort():
 def test_a_rank_at_another_step_is_named():
     world = World(Plan(world_size=4, differs=2)).run()
     assert words_of(world) == {"aborted"}
-    assert "saves step 101" in world.ranks[1].told[0][2].cause
+    assert "saves step 101" in world.ranks[1].outcomes[0][2].cause
 
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_rank_that_restores_while_others_save_fails(rank):
     world = World(Plan(world_size=4, restores=rank)).run()
     assert words_of(world) == {"aborted"}
-    causes = {r.told[0][2].cause for r in world.ranks if r.told[0][2] is not None}
+    causes = {r.outcomes[0][2].cause for r in world.ranks if r.outcomes[0][2] is not None}
     assert len(causes) == 1
     assert " while rank 0 wants to " in causes.pop()
 
@@ -159,8 +159,8 @@ def test_a_sealed_rank_without_network_deletes_nothing_while_the_record_may_come
     fault = Fault("cut", 1, phase=Phase.SEALED, delay_s=0.5, length_s=FOR_EVER_S)
     plan = Plan(world_size=3, work_s=(1.0, 1.0), merge_s=3.0, publish="late", faults=[fault])
     world = World(plan).run()
-    assert world.ranks[1].told[0][0] == "unknown"
-    assert world.root(0).published_s > world.ranks[1].told[0][1]
+    assert world.ranks[1].outcomes[0][0] == "unknown"
+    assert world.root(0).published_s > world.ranks[1].outcomes[0][1]
 
 
 def test_an_unsealed_rank_without_network_gives_up_alone():
@@ -176,7 +176,7 @@ def test_a_rank_already_in_its_next_save_is_not_awaited():
         Fault("stop", 0, at_s=1.05, length_s=8.0),
     ]
     world = World(Plan(world_size=2, rounds=2, work_s=(1.0, 1.0), faults=faults)).run()
-    assert [rank.told[0][0] for rank in world.ranks] == ["aborted", "unknown"]
+    assert [rank.outcomes[0][0] for rank in world.ranks] == ["aborted", "unknown"]
     assert world.register(0).cause == "has moved on from this save"
 
 

@@ -90,8 +90,8 @@ class Onward:
     def begin(self):
         pass
 
-    def go(self, told):
-        self.told = told
+    def go(self, callback):
+        self.callback = callback
 
     def tiers(self):
         return ("fast", "slow")
@@ -107,6 +107,6 @@ def test_committed_save_is_over_before_it_is_durable():
     assert job.handle.committed.done()
     assert not job.handle.durable.done()
     assert job.progress().phase == "drain"
-    onward.told(None)
+    onward.callback(None)
     assert job.handle.durable.result().tiers == ("fast", "slow")
     assert surroundings.called == ["before write", "before commit", "after commit", "after commit"]

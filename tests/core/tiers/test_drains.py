@@ -70,7 +70,7 @@ def hasty(waits):
     waits(FAST, drain_failing_s=0.2, tier_quick_error_s=1000.0)
 
 
-class Told:
+class Waiter:
     def __init__(self):
         self.answers = []
         self.over = threading.Event()
@@ -89,9 +89,9 @@ def test_a_marked_checkpoint_goes_to_the_next_tier_and_waiters_learn():
     fast, durable = memory(), memory()
     (record,) = saved(fast, 1)
     with drains_of(Tier("fast", fast), Tier("durable", durable, durable=True)) as drains:
-        told = Told()
-        drains.committed(0, record, told, marked=is_marked(fast, record.uid))
-        assert told.get() is None
+        waiter = Waiter()
+        drains.committed(0, record, waiter, marked=is_marked(fast, record.uid))
+        assert waiter.get() is None
         assert drains.settle(30)
     assert steps_of(durable) == [1]
     assert pending(fast) == []
@@ -125,9 +125,9 @@ def test_through_three_tiers():
     (record,) = saved(one, 1)
     tiers = Tier("a", one), Tier("b", two), Tier("c", three, durable=True)
     with drains_of(*tiers) as drains:
-        told = Told()
-        drains.committed(0, record, told, marked=is_marked(one, record.uid))
-        assert told.get() is None
+        waiter = Waiter()
+        drains.committed(0, record, waiter, marked=is_marked(one, record.uid))
+        assert waiter.get() is None
         assert drains.settle(30)
         assert [steps_of(b) for b in (one, two, three)] == [[1], [1], [1]]
         assert whereabouts(tiers)[record.uid].tiers == (0, 1, 2)
@@ -143,13 +143,13 @@ def test_a_loss_of_the_middle_tier_is_copied_from_the_fast_one(every):
     (record,) = saved(one, 1)
     middle = Tier("b", two, drain_every=every)
     with drains_of(Tier("a", one), middle, Tier("c", three, durable=True)) as drains:
-        told = Told()
-        drains.committed(0, record, told, marked=True)
+        waiter = Waiter()
+        drains.committed(0, record, waiter, marked=True)
         assert held.reached.wait(30)
         two.delete([info.name for info in two.list("")])
         three.add(Fault("create", error=StorageError("its source is gone")))
         event.set()
-        assert told.get() is None
+        assert waiter.get() is None
         assert drains.settle(30)
         assert [steps_of(b) for b in (one, two, three)] == [[1], [1], [1]]
         assert [pending(b) for b in (one, two)] == [[], []]
@@ -164,17 +164,17 @@ def sending_back():
     held = fast.block("publish", goes_on)
     tiers = (Tier("a", fast), Tier("b", middle), Tier("c", memory(), durable=True))
     with drains_of(*tiers) as drains:
-        told = Told()
-        drains.committed(1, record, told, marked=True)
+        waiter = Waiter()
+        drains.committed(1, record, waiter, marked=True)
         assert held.reached.wait(30)
         try:
-            yield drains, record, told, middle, goes_on
+            yield drains, record, waiter, middle, goes_on
         finally:
             goes_on.set()
 
 
 def test_waiters_also_wait_for_copies_sent_back():
-    with sending_back() as (drains, _, told, middle, goes_on):
+    with sending_back() as (drains, _, waiter, middle, goes_on):
         copies = threading.Event()
         copying = middle.block("create", copies)
         settled = []
@@ -189,18 +189,18 @@ def test_waiters_also_wait_for_copies_sent_back():
         waiting.join(30)
         assert early == []
         assert settled == [True]
-        assert told.get() is None
+        assert waiter.get() is None
 
 
 def test_a_step_deleted_while_sent_back_is_gone():
-    with sending_back() as (drains, record, told, _, goes_on):
+    with sending_back() as (drains, record, waiter, _, goes_on):
         withdrawing = threading.Thread(target=drains.withdraw, args=([record.uid],))
         withdrawing.start()
         until(lambda: drains.repairs.is_withdrawn(record.uid))
         withdrawing.join(0.2)  # by then the first link knows of it
         goes_on.set()
         withdrawing.join(30)
-        assert isinstance(told.get(), CheckpointGoneError)
+        assert isinstance(waiter.get(), CheckpointGoneError)
 
 
 def test_a_step_deleted_in_the_queue_is_gone_or_copied_if_that_failed():
@@ -209,12 +209,12 @@ def test_a_step_deleted_in_the_queue_is_gone_or_copied_if_that_failed():
     event = threading.Event()
     held = durable.block("create", event)
     with drains_of(Tier("fast", fast), Tier("durable", durable, durable=True)) as drains:
-        told = Told()
-        drains.committed(0, copied, Told(), marked=True)
-        drains.committed(0, queued, told, marked=True)
+        waiter = Waiter()
+        drains.committed(0, copied, Waiter(), marked=True)
+        drains.committed(0, queued, waiter, marked=True)
         assert held.reached.wait(30)
         drains.withdraw([queued.uid])
-        assert isinstance(told.get(), CheckpointGoneError)
+        assert isinstance(waiter.get(), CheckpointGoneError)
         event.set()
         assert drains.settle(30)
         assert steps_of(durable) == [1]
@@ -228,14 +228,14 @@ def test_an_absent_tier_is_retried_until_it_is_back(caplog):
         durable.add(Fault(operation, times=None, error=StorageError("no route to host")))
     (record,) = saved(fast, 1)
     with drains_of(Tier("fast", fast), Tier("durable", durable, durable=True)) as drains:
-        told = Told()
-        drains.committed(0, record, told, marked=is_marked(fast, record.uid))
+        waiter = Waiter()
+        drains.committed(0, record, waiter, marked=is_marked(fast, record.uid))
         assert drains.settle(30)  # it fails, so waiting is useless
         assert drains.failing()
         assert "no route to host" in drains.states()[0].error
-        assert not told.over.is_set()
+        assert not waiter.over.is_set()
         durable.clear()
-        assert told.get() is None
+        assert waiter.get() is None
         assert drains.settle(30)
         assert drains.states()[0].error == ""
     assert steps_of(durable) == [1]
@@ -248,15 +248,15 @@ def test_waiters_learn_that_the_run_was_closed():
     fast, durable = memory(), FaultyBackend(memory())
     durable.add(Fault("list", times=None, error=StorageError("no route to host")))
     (record,) = saved(fast, 1)
-    told = Told()
+    waiter = Waiter()
     with drains_of(Tier("fast", fast), Tier("durable", durable, durable=True)) as drains:
-        drains.committed(0, record, told, marked=is_marked(fast, record.uid))
+        drains.committed(0, record, waiter, marked=is_marked(fast, record.uid))
         assert drains.settle(30)
-    assert isinstance(told.get(), NotDrainedError)
+    assert isinstance(waiter.get(), NotDrainedError)
     assert [r.step for r in pending(fast)] == [1]
 
 
-def set_behind_cancel(copier, event):
+def set_after_cancel(copier, event):
     """Set `event` once the copy in flight was cancelled."""
     cancel = copier.cancel
 
@@ -272,12 +272,12 @@ def test_closing_ends_a_copy_in_flight():
     (record,) = saved(fast, 1)
     event = threading.Event()
     held = durable.block("create", event)
-    told = Told()
+    waiter = Waiter()
     with drains_of(Tier("fast", fast), Tier("durable", durable, durable=True)) as drains:
-        drains.committed(0, record, told, marked=is_marked(fast, record.uid))
+        drains.committed(0, record, waiter, marked=is_marked(fast, record.uid))
         assert held.reached.wait(30)
-        set_behind_cancel(drains._links[0]._copier, event)
-    assert isinstance(told.get(), NotDrainedError)
+        set_after_cancel(drains._links[0]._copier, event)
+    assert isinstance(waiter.get(), NotDrainedError)
     assert steps_of(durable) == []
     with drains_of(Tier("fast", fast), Tier("durable", durable, durable=True)) as drains:
         assert drains.resume() == 1
@@ -296,13 +296,13 @@ def test_an_uncopyable_step_is_reported_once_and_stops_no_other(why, caplog):
         fast._store.blobs[blob] = replace(fast._store.blobs[blob], data=bytes(data))
     else:
         saved(durable, 1, marked=False)
-    tolds = Told(), Told()
+    waiters = Waiter(), Waiter()
     with drains_of(Tier("fast", fast), Tier("durable", durable, durable=True)) as drains:
-        for record, told in zip((first, second), tolds, strict=True):
-            drains.committed(0, record, told, marked=is_marked(fast, record.uid))
-        assert tolds[1].get() is None
+        for record, waiter in zip((first, second), waiters, strict=True):
+            drains.committed(0, record, waiter, marked=is_marked(fast, record.uid))
+        assert waiters[1].get() is None
         error = DamagedError if why == "damaged" else StepExistsError
-        assert isinstance(tolds[0].get(), error)
+        assert isinstance(waiters[0].get(), error)
         assert drains.settle(30)
         assert list(drains.states()[0].lost) == [1]
     assert len([r for r in caplog.records if r.levelname == "ERROR"]) == 1
@@ -322,9 +322,9 @@ def test_a_drain_replaces_no_data_of_another_step_with_the_same_uid():
     fast.publish(commit_name(200, 0), encode_commit(forged))
     before = durable._store.blobs.copy()
     with drains_of(Tier("fast", fast), Tier("durable", durable, durable=True)) as drains:
-        told = Told()
-        drains.committed(0, forged, told, marked=True)
-        assert isinstance(told.get(), StepExistsError)
+        waiter = Waiter()
+        drains.committed(0, forged, waiter, marked=True)
+        assert isinstance(waiter.get(), StepExistsError)
         assert drains.settle(30)
     after = {name: blob for name, blob in durable._store.blobs.items() if name != ROOT_NAME}
     assert after == before

@@ -349,7 +349,7 @@ def contents(ckpt):
 
 def number_stored(ckpt, step):
     """The number of a checkpoint: loaded, verified, and restored."""
-    stored = all_that_is_stored(ckpt, step)
+    stored = all_stored_data(ckpt, step)
     if stored not in _numbers:
         tree = ckpt.load(step)
         assert set(tree) == {"model", "optimizer", "number"}
@@ -363,7 +363,7 @@ def number_stored(ckpt, step):
     return _numbers[stored]
 
 
-def all_that_is_stored(ckpt, step):
+def all_stored_data(ckpt, step):
     backend, info = ckpt._backend, ckpt.info(step)
     names = [f"commits/{step:08d}-{info.generation}.json"]
     uids = [info.uid, *ckpt._catalog.record(step).references]

@@ -34,7 +34,7 @@ def serve(report):
     return store
 
 
-def serve_for_ever(report):
+def serve_forever(report):
     """Host the store of a job, as torchrun's agent does, until killed."""
     store = serve(report)
     threading.Event().wait()

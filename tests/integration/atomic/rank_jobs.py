@@ -167,9 +167,7 @@ class Jobs:
             return fork(f"rank {rank} of {name}", self.reports, body)
 
         alone = self.chance.random() < 0.5
-        first = start(
-            0, partial(forked_ranks.serve_for_ever, is_ready) if alone else partial(be, 0)
-        )
+        first = start(0, partial(forked_ranks.serve_forever, is_ready) if alone else partial(be, 0))
         port = int(os.read(ready, 16))
         os.close(ready)
         os.close(is_ready)

@@ -467,7 +467,7 @@ def of_another_link(stage, kind, data, piece):
     return _spliced(stage.run, data, piece, other)
 
 
-def check_told(chained, owner):
+def check_errors(chained, owner):
     """Every reader named the link, the chain and the step to fall back to; so did `verify`."""
     assert all(TOLD[owner] in text for text in chained.told), chained.told
     assert chained.links == LINKS[owner]
@@ -497,7 +497,7 @@ def test_changed_bytes_of_a_chain_are_named_with_the_link_and_the_step_to_restor
             check(chained, cells, piece.sees, piece.path)
         finally:
             chained.run.write(piece.name, data)
-        check_told(chained, owner)
+        check_errors(chained, owner)
 
 
 @pytest.mark.parametrize(
@@ -516,7 +516,7 @@ def test_a_lost_or_cut_blob_of_a_chain_is_named_with_the_link(kind, damage, chai
         if path.is_dir():
             shutil.rmtree(path)
         path.write_bytes(data)
-    check_told(chained, LENT[kind])
+    check_errors(chained, LENT[kind])
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ RULES = [{"match": "**", "codecs": ["delta", "floatsplit"]}]
 
 
 @functools.cache
-def starts_and_drifts():
+def drifting():
     generator = torch.Generator().manual_seed(3)
     shapes = {"large": (600, 700), "odd": (1231, 77), **{f"small{n}": (40, 5) for n in range(5)}}
     return {
@@ -29,9 +29,7 @@ def starts_and_drifts():
 
 def weights(step):
     """A state whose tensors change slightly per step: large ones, and a slab of small ones."""
-    state = {
-        name: start + 1e-6 * step * drift for name, (start, drift) in starts_and_drifts().items()
-    }
+    state = {name: start + 1e-6 * step * drift for name, (start, drift) in drifting().items()}
     state["half"] = state["large"].bfloat16()
     return {"model": state, "epoch": step}
 
@@ -230,10 +228,10 @@ def test_damage_in_a_chain_error_names_the_step_to_fall_back_to(tmp_path):
         with pytest.raises(DamagedError) as one:
             ckpt.open(4)["model"]
         for error in (load, one):
-            told = str(error.value)
-            assert "in the blobs of step 2, which step 4 is encoded against" in told
-            assert "its chain is step 4, step 3, step 2, step 1, step 0." in told
-            assert "Restore step 1, the newest older one that does not need it" in told
+            message = str(error.value)
+            assert "in the blobs of step 2, which step 4 is encoded against" in message
+            assert "its chain is step 4, step 3, step 2, step 1, step 0." in message
+            assert "Restore step 1, the newest older one that does not need it" in message
         target = weights(9)
         report = ckpt.restore(target, on_damage="fallback")
         assert (report.step, report.fell_back_from) == (1, (4, 3, 2))

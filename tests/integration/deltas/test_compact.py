@@ -138,13 +138,13 @@ def test_a_dry_run_changes_nothing_and_estimates_the_size(tmp_path):
     with penstock.Checkpointer(tmp_path) as ckpt:
         ckpt.delete(0)
         before = records(tmp_path)
-        told = ckpt.compact(dry_run=True)
+        planned = ckpt.compact(dry_run=True)
         assert records(tmp_path) == before
         done = ckpt.compact()
-    assert told.dry_run
-    assert [one.step for one in told.steps] == [one.step for one in done.steps] == [1, 2, 3]
-    assert told.bytes_before == done.bytes_before
-    assert told.bytes_after == pytest.approx(done.bytes_after, rel=0.02)
+    assert planned.dry_run
+    assert [one.step for one in planned.steps] == [one.step for one in done.steps] == [1, 2, 3]
+    assert planned.bytes_before == done.bytes_before
+    assert planned.bytes_after == pytest.approx(done.bytes_after, rel=0.02)
 
 
 def test_output_of_a_lossy_codec_is_not_rerounded(tmp_path):

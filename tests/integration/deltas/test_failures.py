@@ -51,8 +51,8 @@ def fail_one_call(operation, nth, error, *, late, mode, memory_bytes):
         failed = None
         try:
             ckpt.save(state(FAILING), FAILING, mode=mode).result(300)
-        except (PenstockError, *map(type, FOREIGN)) as told:  # `save` calls the store, too
-            failed = told
+        except (PenstockError, *map(type, FOREIGN)) as raised:  # `save` calls the store, too
+            failed = raised
         ckpt.wait()
         store.clear()
         steps = [0, 1] if failed else [0, 1, FAILING]

@@ -75,7 +75,7 @@ def state(number, shape=0):
     return tree
 
 
-def told(tree):
+def number_of(tree):
     """The state number of a loaded tree."""
     return tree["number"], tree["model"]["odd"].shape[0] - 31
 
@@ -283,7 +283,7 @@ class Chains(RuleBasedStateMachine):
                     named = {record.uid, *record.references}
                     assert blob.name.split("/")[1] in named
                 else:
-                    assert same(tree, state(*told(tree)))
+                    assert same(tree, state(*number_of(tree)))
         if saved and len(self.disks) == 1:
             self.number += 1
             step = self.next_step()
@@ -356,7 +356,7 @@ class Chains(RuleBasedStateMachine):
         self.elsewhere = dead.copy() if power is None else dead.cut(random.Random(power))
         may = {**self.copied, step: self.run[step]}
         with Checkpointer(PowerCut(self.elsewhere), **OPTIONS) as alone:
-            found = {s: told(alone.load(s)) for s in alone.steps()}
+            found = {s: number_of(alone.load(s)) for s in alone.steps()}
         assert found.items() <= may.items() | self.copied.items()
         assert deleting or self.copied.items() <= found.items()
         self.copied = found
@@ -400,7 +400,7 @@ class Chains(RuleBasedStateMachine):
         with self.another(retention=None) as other:
             found = {}
             for step in other.steps():
-                found[step] = told(other.load(step))
+                found[step] = number_of(other.load(step))
             return found
 
     def found_after(self, run, *, since=None, may_go=()):
@@ -429,17 +429,17 @@ class Chains(RuleBasedStateMachine):
         """Each place separately: all listed steps exist, bit for bit."""
         with Checkpointer(PowerCut(disk), **OPTIONS) as alone:
             for step in alone.steps():
-                stored = self.all_that_is_stored(disk, alone._catalog.record(step))
+                stored = self.all_stored_data(disk, alone._catalog.record(step))
                 if stored not in self.checked:
                     report = alone.verify(step)
                     assert report.ok, report.damaged
                     tree = alone.load(step)
-                    assert same(tree, state(*told(tree)))
-                    self.checked[stored] = told(tree)
+                    assert same(tree, state(*number_of(tree)))
+                    self.checked[stored] = number_of(tree)
                 if run is not None:
                     assert self.checked[stored] == run[step]
 
-    def all_that_is_stored(self, disk, record):
+    def all_stored_data(self, disk, record):
         digest = hashlib.sha256(repr(record).encode())
         for uid in sorted({record.uid, *record.references}):
             for blob in disk.listed(f"data/{uid}/"):

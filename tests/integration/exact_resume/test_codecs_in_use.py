@@ -371,7 +371,7 @@ def test_zstd_memory_errors_are_not_damage(monkeypatch):
         codec.decode(memoryview(frame), memoryview(bytearray(100)), context=context)
 
 
-def saved_with_a_codec_that_is_gone(tmp_path):
+def saved_with_a_missing_codec(tmp_path):
     class Own(ZstdCodec):
         api_version = 1
         name = "own"
@@ -387,7 +387,7 @@ def saved_with_a_codec_that_is_gone(tmp_path):
 
 def test_verify_continues_past_a_missing_codec(capsys, monkeypatch, tmp_path):
     call = caller(capsys, monkeypatch)
-    run = saved_with_a_codec_that_is_gone(tmp_path)
+    run = saved_with_a_missing_codec(tmp_path)
     blobs = sorted((tmp_path / "run").glob("data/*/blobs/*.enc"), key=os.path.getmtime)
     blobs[1].write_bytes(blobs[1].read_bytes()[:-1] + b"?")
     found = call("verify", run, "--all")

@@ -235,19 +235,19 @@ def test_composites_accepted_by_save_load_bit_by_bit(tree, value, tensor):
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow])
-@given(tree=trees, step=steps, said=st.one_of(st.just({}), metadata))
-def test_everything_save_accepts_loads_bit_by_bit(tree, step, said):
+@given(tree=trees, step=steps, user_metadata=st.one_of(st.just({}), metadata))
+def test_everything_save_accepts_loads_bit_by_bit(tree, step, user_metadata):
     store = memory()
     with Checkpointer(store, workers=1, mode="blocking") as ckpt:
         try:
-            ckpt.save({"a": tree}, step, metadata=said)
+            ckpt.save({"a": tree}, step, metadata=user_metadata)
         except REFUSALS:
             assert ckpt.steps() == []
             return
         assert ckpt.latest() == step
         assert same(ckpt.load()["a"], tree)
         assert ckpt.verify().ok
-        assert ckpt.info().metadata == json.loads(json.dumps(said, ensure_ascii=False))
+        assert ckpt.info().metadata == json.loads(json.dumps(user_metadata, ensure_ascii=False))
 
 
 @pytest.mark.parametrize(

@@ -207,7 +207,7 @@ def test_a_state_dict_without_groups_takes_the_state(ckpt):
     assert "optimizer/param_groups/0/lr" in report.unexpected
 
 
-def by_names_of_its_own(steps=2, seed=0):
+def by_own_names(steps=2, seed=0):
     torch.manual_seed(seed)
     model = Net()
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.3)
@@ -218,7 +218,7 @@ def by_names_of_its_own(steps=2, seed=0):
 
 
 def test_names_beside_the_numbers_match_by_name(ckpt):
-    model, optimizer = by_names_of_its_own()
+    model, optimizer = by_own_names()
     ckpt.save({"optimizer": optimizer.state_dict()}, 1).result()
     other = Net()
     target = torch.optim.AdamW([*other.parameters()][::-1])
@@ -228,7 +228,7 @@ def test_names_beside_the_numbers_match_by_name(ckpt):
     for name, parameter in model.named_parameters():
         found = target.state.get(other.get_parameter(name), {})
         assert same(found, optimizer.state.get(parameter, {})), name
-    template = by_names_of_its_own(seed=1)[1].state_dict()
+    template = by_own_names(seed=1)[1].state_dict()
     ckpt.save({"model": model, "optimizer": optimizer}, 2).result()
     assert ckpt.restore({"optimizer": template}, include="optimizer").matched_by == "name"
     assert same(template, optimizer.state_dict())

@@ -389,13 +389,15 @@ def test_another_shape_is_one_problem_and_never_a_new_name(ckpt):
     target["optimizer"] = torch.optim.AdamW(target["model"].parameters())
     with pytest.raises(RestoreMismatchError) as caught:
         ckpt.restore(target, include=["model", "optimizer/state"])
-    told = [p for p in caught.value.problems if "layers.0.weight" in p]
-    assert len(told) == 2
-    assert told[0].startswith(
+    listed = [p for p in caught.value.problems if "layers.0.weight" in p]
+    assert len(listed) == 2
+    assert listed[0].startswith(
         "optimizer/state/layers.0.weight is the state of a parameter of shape"
     )
-    assert told[1].startswith("model/layers.0.weight: shape [160, 160] is stored, the template has")
-    assert all(problem.endswith(" (strict=False leaves it alone)") for problem in told)
+    assert listed[1].startswith(
+        "model/layers.0.weight: shape [160, 160] is stored, the template has"
+    )
+    assert all(problem.endswith(" (strict=False leaves it alone)") for problem in listed)
     hint = str(caught.value).splitlines()[-1]
     assert "norm.weight" in hint
     assert "layers" not in hint

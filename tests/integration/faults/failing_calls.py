@@ -142,7 +142,7 @@ def open_files():
     return sorted(link for link in links if link.startswith("/") and "memfd:" not in link)
 
 
-def told(error):
+def causes_of(error):
     """An error and its causes, as `(names of its classes, message)`."""
     chain = []
     while error is not None:
@@ -181,7 +181,7 @@ def run(case, kind, root):
             error = failure
         seen["hits"] = library.failed_calls()
         library.fail_calls(b"", b"", b"", 0, 0, 0, 0)
-        seen["error"] = told(error)
+        seen["error"] = causes_of(error)
         del error
         ckpt.wait()
         seen["files"] = [before, open_files()]

@@ -57,7 +57,7 @@ def check_each(kind, library, tmp_path):
             try:
                 assert seen["hits"] == 1, "the call never came"
                 check(CASES[name], seen)
-                check_nothing_is_left(seen)
+                check_no_leftovers(seen)
             except AssertionError as error:
                 error.add_note(name)
                 raise
@@ -65,7 +65,7 @@ def check_each(kind, library, tmp_path):
     return check_each
 
 
-def check_nothing_is_left(seen):
+def check_no_leftovers(seen):
     before, after = seen["files"]
     assert after == before
     assert seen["staging"] == 0

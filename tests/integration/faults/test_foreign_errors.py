@@ -330,7 +330,7 @@ def root_of(error):
     return error
 
 
-def check_the_run_goes_on(ckpt, *steps):
+def check_run_continues(ckpt, *steps):
     PLAN.clear()
     ckpt.wait()
     assert ckpt._saver.memory.staging is None or ckpt._saver.memory.staging._used == 0
@@ -375,7 +375,7 @@ def test_plugin_errors_are_mapped_and_harm_nothing_else(does, turn, store):
             except BaseException as error:
                 error.add_note(f"{does}, {method}")
                 raise
-        check_the_run_goes_on(ckpt, 1)
+        check_run_continues(ckpt, 1)
     gc.collect()
     pools = OPTIONS["workers"] + 2  # of the store: they live until it is closed
     assert len(penstock_threads()) <= len(before) + pools
@@ -420,7 +420,7 @@ def test_a_failed_decode_names_codec_and_object(does, store):
             with pytest.raises(DamagedError, match="codec acme") as caught:
                 DO[does](ckpt)
             assert caught.value.damaged == ("encoded",)
-        check_the_run_goes_on(ckpt, 1)
+        check_run_continues(ckpt, 1)
 
 
 def test_a_failing_close_is_reported(store):
@@ -444,7 +444,7 @@ def test_a_failed_clean_up_hides_no_reason(kind, store):
         ckpt.wait()
         ckpt._saver.job.released.wait(300)
         assert HITS == ["seal .raw", "delete data/"]
-        check_the_run_goes_on(ckpt, 1)
+        check_run_continues(ckpt, 1)
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, Odd])
@@ -458,4 +458,4 @@ def test_a_writer_that_cannot_abort_loses_only_that_save(kind, store):
         ckpt.wait()
         ckpt._saver.job.released.wait(300)
         assert HITS == ["write .raw", "abort", "abort"]  # of the raw and of the encoded blob
-        check_the_run_goes_on(ckpt, 1)
+        check_run_continues(ckpt, 1)

@@ -45,7 +45,7 @@ OPERATIONS = [
 ]
 
 
-def given_up_as(operation):
+def error_of(operation):
     return CommitUnknownError if operation == "publish commits/" else StorageTimeoutError
 
 
@@ -110,7 +110,7 @@ class Stuck:
 )
 def test_a_hung_call_loses_that_save_but_never_training(operation, gate, waits):
     late = threading.Event()
-    given_up = given_up_as(operation)
+    given_up = error_of(operation)
     with ExitStack() as stack:
         stack.callback(gate.set)
         # A busy saver's handling of the next save does not depend on the hung call.
@@ -268,9 +268,9 @@ print("over", flush=True)
 def test_an_interpreter_exits_although_calls_of_every_kind_hang():
     done = run_program(PROGRAM, timeout=300)
     assert done.returncode == 0, done.stderr
-    told = [f"{operation} {given_up_as(operation).__name__}" for operation in OPERATIONS]
-    told += ["read .raw RestoreError", "read .enc RestoreError"]
-    assert done.stdout.splitlines() == [*told, "over"]
+    outcomes = [f"{operation} {error_of(operation).__name__}" for operation in OPERATIONS]
+    outcomes += ["read .raw RestoreError", "read .enc RestoreError"]
+    assert done.stdout.splitlines() == [*outcomes, "over"]
 
 
 def test_an_abandoned_deletion_deletes_nothing_saved_since(gate, clock):

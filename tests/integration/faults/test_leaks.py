@@ -149,7 +149,7 @@ def prune(bench, number):
     assert bench.ckpt.prune().uids == ()
 
 
-def a_checkpointer_of_its_own(bench, number):
+def separate_checkpointer(bench, number):
     """As an evaluation that polls a run; with little staging."""
     with Checkpointer(bench.url, **OPTIONS, staging_bytes=0) as ckpt:
         ckpt.save(bench.state, bench.next(), mode="async")
@@ -170,7 +170,7 @@ WAYS = [
     pytest.param(open_and_read, marks=pytest.mark.slow),  # `restore` loads, too
     pytest.param(verify, marks=pytest.mark.slow),  # also in `restore_of_damage`
     pytest.param(prune, marks=pytest.mark.slow),  # also in `save_that_fails`
-    a_checkpointer_of_its_own,
+    separate_checkpointer,
 ]
 
 

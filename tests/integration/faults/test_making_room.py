@@ -279,8 +279,10 @@ def test_a_full_store_error_says_what_prune_would_free(recorded, store):
     faulty.fail("write", StorageFullError("No space left on device (ENOSPC)"), times=None)
     way = "--grace 0s" if recorded else "--all --grace 0s"
     with checkpointer(faulty) as ckpt:
-        said = rf"ENOSPC.*3.0 MiB could be freed by `penstock prune {store.url} {way}`, if no other"
-        with pytest.raises(StorageFullError, match=said):
+        message = (
+            rf"ENOSPC.*3.0 MiB could be freed by `penstock prune {store.url} {way}`, if no other"
+        )
+        with pytest.raises(StorageFullError, match=message):
             ckpt.save(make_state(2), 2, mode="blocking")
     assert is_left(store)
 
@@ -296,8 +298,8 @@ def test_a_full_store_error_says_what_prune_frees_of_old_leftovers(store):
     leftover(store, "", size_bytes=3 << 20)
     aged = Aged(store)
     aged.fail("write", StorageFullError("No space left on device (ENOSPC)"))
-    said = rf"3.0 MiB could be freed by `penstock prune {store.url}`$"
-    with checkpointer(aged) as ckpt, pytest.raises(StorageFullError, match=said):
+    message = rf"3.0 MiB could be freed by `penstock prune {store.url}`$"
+    with checkpointer(aged) as ckpt, pytest.raises(StorageFullError, match=message):
         ckpt.save(make_state(2), 2, mode="blocking")
     assert is_left(store)
 

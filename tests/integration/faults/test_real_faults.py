@@ -516,14 +516,14 @@ def test_a_background_failure_is_raised_once_and_training_lives(kind, tmp_path, 
             # a caller that asks for its error has seen that.
             assert handle.captured.wait(300)
             work.ckpt._saver.job.finished(None)
-        told = []
+        raised = []
         for call in (work.ckpt.fence, work.ckpt.wait, work.ckpt.fence):
             try:
                 call()
             except StorageError as error:
-                told.append(str(error))
-        assert len(told) == 1
-        assert "EFBIG" in told[0]
+                raised.append(str(error))
+        assert len(raised) == 1
+        assert "EFBIG" in raised[0]
         errors = [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR]
         assert len(errors) == 1
         assert "save of step 2 failed" in errors[0]

@@ -36,7 +36,7 @@ def open_folder():
 
 
 @contextmanager
-def somebody_else():
+def another_user():
     """Without the privileges of root, which can write everywhere."""
     if os.geteuid() != 0:
         yield
@@ -63,7 +63,7 @@ def test_a_read_only_root_is_reported_on_open(forbidden, open_folder, caplog):
         if folder.exists():
             folder.chmod(0o777)
     closed.chmod(0o555)
-    with somebody_else(), Checkpointer(f"posix://{root}") as ckpt:
+    with another_user(), Checkpointer(f"posix://{root}") as ckpt:
         (warning,) = warnings_of(caplog)
         assert str(root) in warning
         assert "can only be read, every save will fail" in warning

@@ -249,13 +249,13 @@ def test_age_metric_and_number_keep_jointly(tmp_path):
 
 def test_note_added_during_retention_saves_the_step_or_is_refused():
     """Step 1 becomes the best while retention, on another thread, is about to delete it."""
-    backend, said = memory(), []
+    backend, listed = memory(), []
 
     class Between(WrapperBackend):
         def list(self, prefix, /):
             found = super().list(prefix)
-            if prefix.startswith("notes/") and prefix != "notes/" and not said:
-                said.append(prefix)
+            if prefix.startswith("notes/") and prefix != "notes/" and not listed:
+                listed.append(prefix)
                 with pytest.raises(CheckpointGoneError, match="being, deleted"):
                     ckpt.annotate(1, {"loss": 0.0})
             return found
@@ -264,19 +264,19 @@ def test_note_added_during_retention_saves_the_step_or_is_refused():
         save(plain, [3.0, 1.0, 2.0])
     with checkpointer(Between(backend), retention=BEST) as ckpt:
         save(ckpt, [None])
-        assert said
+        assert listed
         assert ckpt.steps() == [2, 3, 4]
     assert not backend.list("notes/")
 
 
 def test_note_added_after_the_retention_scan_spares_the_step():
-    backend, said = memory(), []
+    backend, listed = memory(), []
 
     class Between(WrapperBackend):
         def list(self, prefix, /):
             found = super().list(prefix)
-            if prefix == "notes/" and not said:
-                said.append(prefix)
+            if prefix == "notes/" and not listed:
+                listed.append(prefix)
                 ckpt.annotate(1, {"loss": 0.0})
             return found
 

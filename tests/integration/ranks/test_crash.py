@@ -186,7 +186,7 @@ class OfOne(MemoryCoordination):
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_rank_that_dies_before_any_effect_leaves_old_or_new(save, victim, stride):
     start = stored()
-    found, told, points = [], set(), 0
+    found, kinds, points = [], set(), 0
     while True:
         disk = start.copy()
         stores = [PowerCut(disk) for _ in range(WORLD)]
@@ -198,7 +198,7 @@ def test_a_rank_that_dies_before_any_effect_leaves_old_or_new(save, victim, stri
         results = save.run(stores, member, lost=lambda dying=dying: dying.crashed)
         if dying.crashed:
             survivor = results[1 - victim]
-            told.add(type(survivor))
+            kinds.add(type(survivor))
             if isinstance(survivor, RankError):
                 assert (survivor.rank, survivor.host) == (victim, f"node{victim}")
                 new = names_of(disk, 1 - victim) - names_of(start, 1 - victim)
@@ -207,7 +207,7 @@ def test_a_rank_that_dies_before_any_effect_leaves_old_or_new(save, victim, stri
         if not dying.crashed:
             break
         points += stride
-    print(f"{save.name}: rank {victim} died at {points} points; {told}")
+    print(f"{save.name}: rank {victim} died at {points} points; {kinds}")
     assert points >= (7 if victim == 0 else 4)
     ends = save.ends if stride == 1 else [save.ends[0], save.ends[-1]]
     assert all(end in found for end in (ends if victim == 0 else ends[-1:]))

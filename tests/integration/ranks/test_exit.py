@@ -49,13 +49,13 @@ def link():
 @pytest.mark.process
 @pytest.mark.multirank
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("how", "output"),
     [
         pytest.param(CLOSES, "[]\n", id="by close", marks=pytest.mark.slow),
         pytest.param(RETURNS, "None\n", id="without close"),
     ],
 )
-def test_a_job_may_end_right_after_its_last_save(link, tmp_path, how, told):
+def test_a_job_may_end_right_after_its_last_save(link, tmp_path, how, output):
     """A thread that waits for the store while the interpreter exits would abort the process."""
     # New interpreters: forked ones exit too soon.
     processes = [
@@ -71,7 +71,7 @@ def test_a_job_may_end_right_after_its_last_save(link, tmp_path, how, told):
         for process in processes:
             process.stdin.write("\n")
             process.stdin.flush()
-        assert [process.communicate(timeout=300)[0] for process in processes] == [told] * 2
+        assert [process.communicate(timeout=300)[0] for process in processes] == [output] * 2
         assert [process.returncode for process in processes] == [0, 0]
     finally:
         end(processes)

@@ -209,7 +209,7 @@ class World:
         chance = random.Random(seed)
         self.count = chance.randint(2, 4)
         self.store = memory()
-        self.told = {}  # by step and rank
+        self.outcome = {}  # by step and rank
         self._lost = chance.choice([0.0, 0.0, 0.05, 0.3])
         self._seed = seed
         self._job = Job(self.count, self._store_of, **ENCODED)
@@ -249,9 +249,9 @@ class World:
         for step in (1, 2, 3):
             try:
                 handle = ckpt.save(part(step, rank, self.count), step)
-                self.told[step, rank] = handle.result(300).uid
+                self.outcome[step, rank] = handle.result(300).uid
             except PenstockError as error:
-                self.told[step, rank] = error
+                self.outcome[step, rank] = error
         with suppress(PenstockError):  # reported once more
             ckpt.close()
 
@@ -263,12 +263,12 @@ class World:
                 assert same(ckpt.load(step), whole(step)), f"seed {self._seed}, step {step}"
                 assert ckpt.verify(step).ok, f"seed {self._seed}, step {step}"
         words = set()
-        for (step, rank), told in self.told.items():
-            where = f"seed {self._seed}: rank {rank} of {self.count}, step {step}: {told!r}"
-            if isinstance(told, str):
+        for (step, rank), outcome in self.outcome.items():
+            where = f"seed {self._seed}: rank {rank} of {self.count}, step {step}: {outcome!r}"
+            if isinstance(outcome, str):
                 words.add("committed")
-                assert uids.get(step) == told, where
-            elif isinstance(told, CommitUnknownError):
+                assert uids.get(step) == outcome, where
+            elif isinstance(outcome, CommitUnknownError):
                 words.add("unknown")
             else:
                 words.add("aborted")

@@ -95,7 +95,7 @@ def test_data_gathered_before_a_restore_is_discarded(where, plain):
 
 
 @pytest.mark.parametrize(
-    ("state_of", "said"),
+    ("state_of", "message"),
     [
         (lambda s: {"optimizer": s["optimizer"]}, "FullyShardedDataParallel module itself"),
         (lambda s: {"model": s["model"].module}, "FullyShardedDataParallel module itself"),
@@ -104,10 +104,10 @@ def test_data_gathered_before_a_restore_is_discarded(where, plain):
     ],
     ids=["optimizer alone", "bare module", "bare part", "gradients"],
 )
-def test_shards_without_element_positions_are_refused(state_of, said):
+def test_shards_without_element_positions_are_refused(state_of, message):
     def work(rank):
         state = state_of(fresh("FULL_SHARD 2"))
-        refused = pytest.raises(UnsupportedStateError, match=said)
+        refused = pytest.raises(UnsupportedStateError, match=message)
         with Job(1, memory()).checkpointer(0) as ckpt, refused:
             ckpt.save(state, STEP)
 

@@ -210,11 +210,11 @@ def test_restores_leave_no_memory_or_files():
 def test_load_reads_once_per_host_too():
     store, values = memory(), tensors()
     saved(store, values)
-    told = []
+    recorded = []
 
-    job = Job(2, store, host=SAME, on_event=told.append)
+    job = Job(2, store, host=SAME, on_event=recorded.append)
     assert job.run(lambda ckpt, _: equals(ckpt.load(), values)) == [True, True]
-    reports = [event.report for event in told if event.kind == "load_done"]
+    reports = [event.report for event in recorded if event.kind == "load_done"]
     assert sum(report.bytes_read for report in reports) == NEEDED
 
 
@@ -361,11 +361,11 @@ def test_a_rank_without_shared_memory_never_blocks_others(call, short, monkeypat
     reports = Job(3, store, host=SAME).run(work, timeout_s=LONG_S)
     assert read([pair[1] for pair in reports]) == 3 * NEEDED
     assert tried == [call]
-    told = [
+    recorded = [
         r.getMessage() for r in caplog.records if "so each of them reads alone" in r.getMessage()
     ]
-    assert f"rank {short} cannot read together" in told[0]
-    assert "Too many open files" in told[0]
+    assert f"rank {short} cannot read together" in recorded[0]
+    assert "Too many open files" in recorded[0]
 
 
 def test_an_unfitting_rank_ends_the_restore_of_all_at_once():

@@ -167,11 +167,11 @@ def test_hosts_with_unequal_rank_counts_read_separately():
 def test_load_reads_once_too():
     store, values = memory(), tensors()
     saved(store, values)
-    told = []
-    job = Job(2, store, host=PAIRS, on_event=told.append, read_once_per_job=True)
+    recorded = []
+    job = Job(2, store, host=PAIRS, on_event=recorded.append, read_once_per_job=True)
     found = job.run(lambda ckpt, _: equals(ckpt.load(), values), timeout_s=LONG_S)
     assert found == [True, True]
-    reports = [event.report for event in told if event.kind == "load_done"]
+    reports = [event.report for event in recorded if event.kind == "load_done"]
     assert sum(report.bytes_read for report in reports) == NEEDED
 
 
@@ -337,9 +337,9 @@ def test_unreachable_ranks_cost_reads_and_one_warning_each(caplog):
 
     with caplog.at_level(logging.WARNING, "penstock"):
         assert read(job.run(work)) == 2 * NEEDED
-    told = warnings_of(caplog)
-    assert len(told) == 2
-    assert any("refused" in one for one in told)
+    recorded = warnings_of(caplog)
+    assert len(recorded) == 2
+    assert any("refused" in one for one in recorded)
 
 
 def test_a_rank_that_cannot_listen_reads_alone_and_blocks_none(monkeypatch, caplog):

@@ -93,19 +93,19 @@ def test_a_save_of_a_known_structure_posts_little(count):
     def saves(rank):
         posts[rank] = Counting(job.board)
         with job.checkpointer(rank, coordination=posts[rank], timeout_s=30.0) as ckpt:
-            told = []
+            posted = []
             for step in (1, 2, 3):
                 posts[rank].lengths.clear()
                 ckpt.save(in_rows(rank, count, seed=step), step).result(300)
                 ckpt.wait()
-                told.append(list(posts[rank].lengths))
-            return told
+                posted.append(list(posts[rank].lengths))
+            return posted
 
-    for told in run_ranks(count, saves):
-        for lengths in told[1:]:
-            assert len(lengths) <= 6, told
-            assert max(lengths) <= 512, told
-        assert max(told[0]) <= 16 << 10
+    for posted in run_ranks(count, saves):
+        for lengths in posted[1:]:
+            assert len(lengths) <= 6, posted
+            assert max(lengths) <= 512, posted
+        assert max(posted[0]) <= 16 << 10
 
 
 def test_record_and_manifest_of_many_ranks_are_small():

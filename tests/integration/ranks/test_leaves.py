@@ -70,7 +70,7 @@ def test_a_plain_value_takes_all_of_its_leaves_or_none(store):
 
 
 @pytest.mark.parametrize(
-    ("path", "said"),
+    ("path", "message"),
     [
         ("w", "it takes tuples"),
         (("w", 1.0), "it takes tuples"),
@@ -78,6 +78,6 @@ def test_a_plain_value_takes_all_of_its_leaves_or_none(store):
         (("groups", 2), "lengths= of the list .'groups',. is 2"),
     ],
 )
-def test_paths_to_nothing_are_refused(path, said):
-    with pytest.raises(UnsupportedStateError, match=said):
+def test_paths_to_nothing_are_refused(path, message):
+    with pytest.raises(UnsupportedStateError, match=message):
         Leaves({path: 1}, LENGTHS)

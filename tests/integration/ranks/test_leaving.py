@@ -83,9 +83,9 @@ def test_concurrent_save_and_restore_of_ranks_name_a_remedy():
     store = memory()
     with checkpointer(store) as ckpt:
         ckpt.save({"epoch": 1}, 1, mode="blocking")
-    told, own = run(Job(2, store), work)
-    assert "rank 1 on node1 wants to save while rank 0 wants to restore" in str(told)
-    assert_says_what_to_do(told)
+    refusal, own = run(Job(2, store), work)
+    assert "rank 1 on node1 wants to save while rank 0 wants to restore" in str(refusal)
+    assert_says_what_to_do(refusal)
     assert_says_what_to_do(own)
 
 

@@ -256,7 +256,7 @@ def test_tied_tensors_are_tied_by_all_replicas():
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"data": None}, "init_data"),
         ({"global_offset": (3, 0)}, "do not fit together"),
@@ -265,7 +265,7 @@ def test_tied_tensors_are_tied_by_all_replicas():
         ({"flattened_range": slice(2, 9)}, "do not fit together"),
     ],
 )
-def test_inconsistent_arguments_are_refused(change, said):
+def test_inconsistent_arguments_are_refused(change, message):
     tensor = replace(made("w", torch.zeros(2, 3), (4, 3), (2, 0)), **change)
-    with checkpointer(memory()) as ckpt, pytest.raises(UnsupportedStateError, match=said):
+    with checkpointer(memory()) as ckpt, pytest.raises(UnsupportedStateError, match=message):
         ckpt.save({"w": tensor}, 1)

@@ -85,8 +85,8 @@ def test_on_change_decides_for_another_rank_count(store, count, caplog):
     for state in restore(on_change="keep"):
         assert (state["epoch"], state["loader"].value["position"]) == (3, 0)
         assert torch.equal(state["random"].get_state(), generator(77).get_state())
-    told = f"random is stored for 3 ranks, but this job has {count}: it is left unchanged"
-    assert [r.levelname for r in caplog.records if told in r.getMessage()].count("WARNING") == 1
+    warning = f"random is stored for 3 ranks, but this job has {count}: it is left unchanged"
+    assert [r.levelname for r in caplog.records if warning in r.getMessage()].count("WARNING") == 1
     for state in restore(on_change=lambda stored: max(one["position"] for one in stored)):
         assert (state["epoch"], state["loader"].value) == (3, 102)
     assert "that the template lacks" not in caplog.text

@@ -182,8 +182,8 @@ def test_a_group_saves_without_others_that_may_save_alone(store, tmp_path):
     root = tmp_path / "run"
     processes = start(START + GROUPS, 3, store.port, root)
     try:
-        told = [process.communicate(timeout=300)[0] for process in processes]
-        assert told == ["2\n2\n", "True\n", "2\n2\n"]
+        outputs = [process.communicate(timeout=300)[0] for process in processes]
+        assert outputs == ["2\n2\n", "True\n", "2\n2\n"]
     finally:
         end(processes)
     with Checkpointer(root) as ckpt:

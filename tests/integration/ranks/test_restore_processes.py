@@ -142,8 +142,8 @@ def test_torchrun_restores_on_another_process_count(tmp_path, launch):
     script = tmp_path / "job.py"
     script.write_text(TORCHRUN)
     for count in (2, 3):
-        told = launch(count, script, tmp_path / "run", tmp_path / "expected.pt")
-        assert told == ["restored False"] * count
+        outputs = launch(count, script, tmp_path / "run", tmp_path / "expected.pt")
+        assert outputs == ["restored False"] * count
 
 
 @pytest.mark.process
@@ -181,9 +181,9 @@ def test_processes_read_once_together_even_after_one_dies(tmp_path, victim, how,
     others = [process for rank, process in enumerate(processes) if rank != victim]
     nbytes = 8 * (3 << 20)
     try:
-        told = [process.stdout.readline().split() for process in processes]
-        assert sum(int(read) for read, _, _ in told) == nbytes
-        assert {(int(read) + int(shared), equal) for read, shared, equal in told} == {
+        outputs = [process.stdout.readline().split() for process in processes]
+        assert sum(int(read) for read, _, _ in outputs) == nbytes
+        assert {(int(read) + int(shared), equal) for read, shared, equal in outputs} == {
             (nbytes, "True")
         }
         assert processes[victim].stdout.readline() == "reads\n"

@@ -53,7 +53,7 @@ def names(store):
     return [blob.name for blob in store.list("data/")]
 
 
-def told(errors):
+def kinds_of(errors):
     return [(type(error), getattr(error, "rank", None)) for error in errors]
 
 
@@ -87,7 +87,7 @@ def test_ranks_with_taken_numbers_fail(job):
 def test_values_that_differ_fail_the_save_and_name_path_and_ranks(job):
     job, store, before = job
     errors = job.save(lambda rank: {**state_of(rank), "epoch": 7 + (rank == 1)}, 2)
-    assert told(errors) == [(SaveError, None), (RankError, 0), (RankError, 0)]
+    assert kinds_of(errors) == [(SaveError, None), (RankError, 0), (RankError, 0)]
     for error in errors:
         assert "epoch is not equal on ranks 0, 2 and rank 1" in str(error)
         assert "penstock.Shard" not in str(error)
@@ -133,7 +133,7 @@ def test_a_value_absent_on_one_rank_is_no_difference(job):
 def test_ranks_called_with_other_steps_fail(job):
     job, store, before = job
     errors = job.run(lambda ckpt, rank: ckpt.save(state_of(rank), 2 + (rank == 2)).result(300))
-    assert told(errors)[:2] == [(RankError, 2), (RankError, 2)]
+    assert kinds_of(errors)[:2] == [(RankError, 2), (RankError, 2)]
     assert "was called to save step 3 while rank 0 saves step 2" in str(errors[0])
     assert isinstance(errors[2], SaveError)
     assert_unchanged(store, before)
@@ -159,7 +159,7 @@ def test_a_rank_that_cannot_write_ends_the_save_on_all_at_once(job, caplog):
     began = time.monotonic()
     errors = job.save(shard_of, 2)
     assert time.monotonic() - began < TIMEOUT_S
-    assert told(errors) == [(RankError, 2), (RankError, 2), (StorageError, None)]
+    assert kinds_of(errors) == [(RankError, 2), (RankError, 2), (StorageError, None)]
     assert "rank 2 on node2" in str(errors[0])
     assert "No space left" in str(errors[0])
     logged = [r.getMessage().partition("failed: ")[2] for r in caplog.records]
@@ -172,7 +172,7 @@ def test_data_of_no_rank_fails_the_save_by_name(job, caplog):
     job, store, before = job
     caplog.clear()
     errors = job.save(lambda rank: {"w": Shard(torch.ones(4, 3), (12, 3), (4 * (rank % 2), 0))}, 2)
-    assert told(errors) == [(SaveError, None), (RankError, 0), (RankError, 0)]
+    assert kinds_of(errors) == [(SaveError, None), (RankError, 0), (RankError, 0)]
     assert "w, of shape [12, 3]: no shard has elements [8:12, 0:3]" in str(errors[0])
     logged = [r.getMessage().partition("failed: ")[2] for r in caplog.records]
     short = "rank 0 is the cause; see the log of rank 0"
@@ -233,7 +233,7 @@ def test_state_undescribable_on_one_rank_fails_all_at_once(job):
             all_know.wait(300)
 
     errors = job.run(work)
-    assert told(errors) == [(RankError, 1), (UnsupportedStateError, None), (RankError, 1)]
+    assert kinds_of(errors) == [(RankError, 1), (UnsupportedStateError, None), (RankError, 1)]
     for error in errors[0], errors[2]:
         assert error.cause.startswith("failed with UnsupportedStateError: bad ")
     assert_unchanged(store, before)
@@ -242,7 +242,7 @@ def test_state_undescribable_on_one_rank_fails_all_at_once(job):
 def test_a_step_that_exists_is_refused_on_all(job):
     job, store, before = job
     errors = job.save(state_of, 1)
-    assert told(errors) == [(StepExistsError, None)] * 3
+    assert kinds_of(errors) == [(StepExistsError, None)] * 3
     assert str(errors[1]) == str(errors[2]) == f"{str(errors[0]).rstrip('.')}."
     assert_unchanged(store, before)
     reports = Job(3, store).save(state_of, 1, overwrite=True)
@@ -334,7 +334,7 @@ def test_rank_0_reports_a_lack_of_room_before_making_some():
     store = memory()
     job = Job(2, lambda r: store if r else FullAndSlow(store), timeout_s=SHORT_TIMEOUT_S)
     errors = job.save(state_of)
-    assert told(errors) == [(StorageFullError, None), (RankError, 0)]
+    assert kinds_of(errors) == [(StorageFullError, None), (RankError, 0)]
     assert "No space left on device" in errors[1].cause
 
 
@@ -366,7 +366,7 @@ def test_a_bug_in_the_coordination_of_one_rank_ends_the_save_on_all(mode):
         thread.start()
     for thread in threads:
         thread.join(300)
-    assert told(errors) == [(RankError, 1), (SaveError, None)]
+    assert kinds_of(errors) == [(RankError, 1), (SaveError, None)]
     assert "a bug" in str(errors[1])
     assert names(store) == []
 
@@ -436,7 +436,7 @@ def test_a_tensor_that_changes_before_the_fence_on_one_rank_ends_the_save_on_all
         return handle.result(300)
 
     errors = job.run(work)
-    assert told(errors) == [(RankError, 1), (TornSnapshotError, None), (RankError, 1)]
+    assert kinds_of(errors) == [(RankError, 1), (TornSnapshotError, None), (RankError, 1)]
     assert_unchanged(store, before)
 
 
@@ -667,7 +667,7 @@ def test_drifted_manual_pieces_fail_the_save_by_name(job, declared):
         return by_hand(rank, (rank, 3) if declared else (0, 1))
 
     errors = job.save(lambda rank: {**state_of(rank), "norm": drifted(rank)}, 2)
-    assert told(errors) == [(SaveError, None), (RankError, 0), (RankError, 0)]
+    assert kinds_of(errors) == [(SaveError, None), (RankError, 0), (RankError, 0)]
     for error in errors:
         assert "norm from [0, 0], of shape [4, 3] is not equal on ranks 0-1 and rank 2" in str(
             error

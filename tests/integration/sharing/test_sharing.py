@@ -407,5 +407,5 @@ def test_a_lost_blob_of_an_earlier_save_is_damage(tmp_path):
         assert not ckpt.verify(1, deep=False).ok
         with pytest.raises(DamagedError) as caught:
             ckpt.load(1)
-    told = "in the blobs of step 0, which step 1 shares chunks with: it needs step 1, step 0."
-    assert told in str(caught.value)
+    message = "in the blobs of step 0, which step 1 shares chunks with: it needs step 1, step 0."
+    assert message in str(caught.value)

@@ -246,8 +246,8 @@ def test_a_commit_after_close_reaches_waiters(places, waits):
 def test_steps_drained_by_another_process_are_durable(places):
     with places.open() as ckpt:
         ckpt.save(make_state(1), 1).result(300)
-        record, told = Catalog(places.fast).record(1), []
+        record, outcomes = Catalog(places.fast).record(1), []
         places.fast.delete(["commits/00000001-0.json"])
-        ckpt._drains.committed(0, record, told.append, marked=True)
+        ckpt._drains.committed(0, record, outcomes.append, marked=True)
         assert ckpt._drains.settle(300)
-        assert told == [None]
+        assert outcomes == [None]

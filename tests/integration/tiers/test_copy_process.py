@@ -41,7 +41,7 @@ def hasty(waits):
 
 
 @pytest.fixture(autouse=True)
-def no_process_is_left(others):
+def no_leftover_process(others):
     yield
     until(lambda: not children())
 
@@ -96,7 +96,7 @@ def until(condition):
     return found
 
 
-def on_its_way(folder):
+def in_transit(folder):
     """The copying process, once it writes."""
     until(lambda: list(Path(folder).glob("data/*/intent.json")))
     (pid,) = children()
@@ -105,7 +105,7 @@ def on_its_way(folder):
 
 def begun(handle, folder):
     handle.committed.result(PATIENCE_S)
-    return on_its_way(f"{folder}/durable")
+    return in_transit(f"{folder}/durable")
 
 
 def test_another_process_copies_a_whole_checkpoint_then_ends(tmp_path, log):
@@ -220,7 +220,7 @@ def test_a_cancelled_copy_releases_its_lease_despite_blocked_signals(tmp_path, w
         copy = ProcessCopy(setup, record, workers=Workers(1), grace_s=3600.0, bytes_per_s=1e5)
 
         def cancel():
-            on_its_way(tmp_path / "durable")
+            in_transit(tmp_path / "durable")
             copy.cancel()
 
         threading.Thread(target=cancel).start()

@@ -36,17 +36,17 @@ def test_a_restore_reports_missing_blobs_and_copies_them_again(folders, caplog):
     (blob,) = (folders.fast / "data" / uid / "blobs").iterdir()
     good = blob.read_bytes()
     blob.unlink()
-    report, told, _ = state_of(folders)
+    report, counts, _ = state_of(folders)
     assert report.rescued == ((f"data/{uid}/blobs/{blob.name}", "durable"),)
-    assert told["rescued"] == 1
+    assert counts["rescued"] == 1
     warnings = [r.message for r in caplog.records if r.levelname == "WARNING"]
     assert len(warnings) == 1
     assert f"tier fast lists it, but has lost data/{uid}/blobs/{blob.name}" in warnings[0]
     assert blob.read_bytes() == good
     with Checkpointer(f"posix://{folders.fast}") as alone:
         assert alone.verify(2).ok
-    report, told, _ = state_of(folders)
-    assert (report.rescued, told["rescued"]) == ((), 0)
+    report, counts, _ = state_of(folders)
+    assert (report.rescued, counts["rescued"]) == ((), 0)
     assert len([r for r in caplog.records if r.levelname == "WARNING"]) == 1
 
 

@@ -39,7 +39,7 @@ def hasty(waits):
     waits(FAST, drain_failing_s=0.1)
 
 
-class Told:
+class Reports:
     """The reports on each save: number of the state by step, the newest of each."""
 
     def __init__(self):
@@ -62,17 +62,17 @@ def state_of(number):
     return {**state, "still": STILL}
 
 
-def run(scenario, fast, durable, told):
+def run(scenario, fast, durable, reports):
     """Some saves, until one of the disks loses power."""
     steps = {"evict": [1, 2, 3, 4], "overwrite": [1, 2, 2, 1], "chain": [1, 2, 3, 4, 5]}[scenario]
     more = CHAINED if scenario == "chain" else {}
     with suppress(SimulatedCrashError, PenstockError), open_tiers(fast, durable, **more) as ckpt:
         for number, step in enumerate(steps, 1):
-            told.begun.setdefault(step, []).append(number)
+            reports.begun.setdefault(step, []).append(number)
             handle = ckpt.save(state_of(number), step, overwrite=scenario == "overwrite")
             for future, where in (
-                (handle.committed, told.committed),
-                (handle.durable, told.durable),
+                (handle.committed, reports.committed),
+                (handle.durable, reports.durable),
             ):
                 with suppress(PenstockError, SimulatedCrashError):
                     future.result(300)
@@ -86,7 +86,7 @@ def retired(step, found):
     return step not in found and sum(later > step for later in found) >= KEEP_LAST
 
 
-def check(fast, durable, told):
+def check(fast, durable, reports):
     """Listed steps are whole, reported ones exist, and another process finishes the rest."""
     places = {name: PowerCut(disk) for name, disk in (("fast", fast), ("durable", durable))}
     found = {}
@@ -95,13 +95,13 @@ def check(fast, durable, told):
             for step in alone.steps():
                 assert alone.verify(step).ok, (name, step)
                 number = alone.load(step)["epoch"]
-                assert number in told.begun[step]
+                assert number in reports.begun[step]
                 assert same(alone.load(step), state_of(number))
                 found.setdefault(step, {})[name] = number
-    for step, number in told.durable.items():
+    for step, number in reports.durable.items():
         if not retired(step, found):
             assert found[step]["durable"] >= number, (step, found)
-    for step, number in told.committed.items():
+    for step, number in reports.committed.items():
         if not retired(step, found):
             assert max(found[step].values()) >= number, (step, found)
     with open_tiers(fast, durable) as ckpt:
@@ -120,17 +120,17 @@ def check(fast, durable, told):
 
 def effects(scenario):
     """The count on either disk in an undisturbed run."""
-    fast, durable, told = Disk(), Disk(), Told()
-    run(scenario, fast, durable, told)
-    assert told.durable == {step: numbers[-1] for step, numbers in told.begun.items()}
-    check(fast.copy(), durable.copy(), told)
+    fast, durable, reports = Disk(), Disk(), Reports()
+    run(scenario, fast, durable, reports)
+    assert reports.durable == {step: numbers[-1] for step, numbers in reports.begun.items()}
+    check(fast.copy(), durable.copy(), reports)
     return {"fast": fast.effects, "durable": durable.effects}
 
 
 def cut_during(scenario, which, at, *, ends):
-    told, seed = Told(), f"{scenario} {which} {at}"
+    reports, seed = Reports(), f"{scenario} {which} {at}"
     disks = {name: Disk(cut_at=at if name == which else None) for name in ("fast", "durable")}
-    run(scenario, disks["fast"], disks["durable"], told)
+    run(scenario, disks["fast"], disks["durable"], reports)
     choice = random.Random(seed)
     for number in range(ends):
         # Both tiers may be in one machine, or not.
@@ -138,7 +138,7 @@ def cut_during(scenario, which, at, *, ends):
             name: disk.cut(choice) if name == which or number % 2 else disk.copy()
             for name, disk in disks.items()
         }
-        check(both["fast"], both["durable"], told)
+        check(both["fast"], both["durable"], reports)
 
 
 @pytest.mark.parametrize(("scenario", "which"), [("evict", "fast"), ("overwrite", "durable")])

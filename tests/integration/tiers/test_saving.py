@@ -216,12 +216,12 @@ def test_a_damaged_copy_is_repaired_by_the_other_tier(what, how, places, caplog)
         assert places.steps() == ([], [1])
         return
     unread = how == "missing" or (what, how) == ("index", "cut")
-    said = (
+    warning = (
         "tier fast lists it, but has lost"
         if unread
         else "read the good copy in tier durable instead"
     )
-    assert said in caplog.text
+    assert warning in caplog.text
     ((found, tier),) = report.rescued
     assert (found.partition(", section")[0], tier) == (name, "durable")
     assert places.fast._store.blobs[name].data == good

@@ -121,15 +121,15 @@ def run(server, url):
 
 
 @pytest.fixture
-def run_anew(url):
+def run_fresh(url):
     """Run a program in a new interpreter: its fork is then the first."""
 
-    def run_anew(body):
+    def run_fresh(body):
         imports = SERVER.partition("for line in")[0]
         done = run_python("-c", imports + PROGRAM + body, url, timeout=300)
         return done.stdout.splitlines(), done.stderr, done.returncode
 
-    return run_anew
+    return run_fresh
 
 
 def holds(url, *steps):
@@ -259,9 +259,9 @@ ENDS = {
         pytest.param("an error", True, marks=pytest.mark.slow),
     ],
 )
-def test_a_fork_during_a_save_is_harmless(uses, end, run, run_anew, url):
+def test_a_fork_during_a_save_is_harmless(uses, end, run, run_fresh, url):
     if end == "an error":
-        run = run_anew
+        run = run_fresh
     ending, status_of_child = ENDS[end]
     use = """
     for call in (lambda: ckpt.save(make(3), 3), ckpt.wait, ckpt.load):

@@ -187,7 +187,7 @@ class Wrapper:
         self.inner.step()
 
 
-def step_by_itself(model, optimizer):
+def plain_step(model, optimizer):
     return optimizer.step
 
 
@@ -214,7 +214,7 @@ def step_of_a_fused_optimizer_outside_the_tree(model, optimizer):
 
 
 WAYS_TO_STEP = [
-    step_by_itself,
+    plain_step,
     step_by_a_wrapper,
     step_by_a_scaler,
     step_by_a_scheduled_closure,
@@ -286,7 +286,7 @@ def in_shared_memory():
     return model, True
 
 
-def normalised_in_forward():
+def renormalized_in_forward():
     return nn.Embedding(400, 60, max_norm=0.5), True
 
 
@@ -308,7 +308,7 @@ class ListsOfState(torch.optim.SGD):
     ("make", "optimizer_class"),
     [
         (in_shared_memory, torch.optim.SGD),
-        (normalised_in_forward, ListsOfState),
+        (renormalized_in_forward, ListsOfState),
         (of_another_tree, torch.optim.SGD),
     ],
 )

@@ -132,10 +132,12 @@ def half_of(announced, *, closing):
 def test_range_that_ends_early_is_an_error(at):
     for size in [10, 200_000]:
         requests = [ReadRequest("b.raw", 0, memoryview(bytearray(size)))]
-        told = rf"read b\.raw on s3://bucket/run: no whole answer came \(.*{size - size // 2} more"
+        message = (
+            rf"read b\.raw on s3://bucket/run: no whole answer came \(.*{size - size // 2} more"
+        )
         with (
             ScriptedServer(half_of(size, closing=True)) as server,
-            pytest.raises(StorageError, match=told),
+            pytest.raises(StorageError, match=message),
         ):
             at(server.url, attempts=1).read(requests)
 
@@ -215,18 +217,18 @@ def test_unconfirmed_deletions_are_not_assumed(at):
 
 def test_login_page_does_not_confirm_a_deletion(at):
     page = answering_all(lambda _: ok("<html></html>"))
-    told = "cannot delete a on .*: the answer does not name it"
-    with ScriptedServer(page) as server, pytest.raises(StorageError, match=told):
+    message = "cannot delete a on .*: the answer does not name it"
+    with ScriptedServer(page) as server, pytest.raises(StorageError, match=message):
         at(server.url).delete(["a"])
 
 
 @pytest.mark.parametrize("entry", ["Error", "Deleted"])
 def test_an_entry_without_a_name_does_not_confirm_a_deletion(at, entry):
     text = f"<DeleteResult><{entry}><Code>InternalError</Code></{entry}></DeleteResult>"
-    told = "cannot delete a on .*: the answer does not name it"
+    message = "cannot delete a on .*: the answer does not name it"
     with (
         ScriptedServer(answering_all(lambda _: ok(text))) as server,
-        pytest.raises(StorageError, match=told),
+        pytest.raises(StorageError, match=message),
     ):
         at(server.url).delete(["a"])
 
@@ -284,7 +286,7 @@ CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n"
 CHUNK = b"100000\r\n" + b" " * (1 << 20) + b"\r\n"
 
 
-def going_on(first, piece, last):
+def continued(first, piece, last):
     """Return a script with an answer far above the limit."""
 
     def script(server, connection):
@@ -299,21 +301,21 @@ def going_on(first, piece, last):
 
 @pytest.mark.parametrize("what", ["record", "listing"])
 @pytest.mark.parametrize(
-    ("answer", "told"),
+    ("answer", "message"),
     [
         ((b"HTTP/1.1 404 Not Found\r\n" + CHUNKED, CHUNK, b"0\r\n\r\n"), "has more than"),
         ((b"HTTP/1.1 200 OK\r\n" + CHUNKED, CHUNK, b"0\r\n\r\n"), "has more than|lacks"),
     ],
     ids=["refusal", "answer"],
 )
-def test_an_endless_response_is_abandoned(at, answer, told, what):
-    with ScriptedServer(going_on(*answer)) as server:
+def test_an_endless_response_is_abandoned(at, answer, message, what):
+    with ScriptedServer(continued(*answer)) as server:
         backend = at(server.url, attempts=1)
         calls = {
             "record": lambda: backend.read_record("r.json", limit_bytes=1000),
             "listing": lambda: backend.list(""),
         }
-        with pytest.raises(StorageError, match=told):
+        with pytest.raises(StorageError, match=message):
             calls[what]()
 
 

@@ -197,12 +197,12 @@ def test_seal_truncates_at_a_part_but_not_inside_a_sent_one(store):
 
 
 @pytest.mark.s3
-def test_sweep_aborts_old_uploads_and_keeps_new_ones(store, look, folder):
+def test_sweep_aborts_old_uploads_and_keeps_new_ones(store, plain_client, folder):
     bucket, _, prefix = folder.partition("/")
-    outside = look.create_multipart_upload(Bucket=bucket, Key="elsewhere/b.raw")
-    young = look.create_multipart_upload(Bucket=bucket, Key=f"{prefix}/data/u/b.raw")
+    outside = plain_client.create_multipart_upload(Bucket=bucket, Key="elsewhere/b.raw")
+    young = plain_client.create_multipart_upload(Bucket=bucket, Key=f"{prefix}/data/u/b.raw")
     # The server dates every upload to 2010, but dates parts correctly.
-    look.upload_part(
+    plain_client.upload_part(
         Bucket=bucket,
         Key=f"{prefix}/data/u/b.raw",
         UploadId=young["UploadId"],
@@ -212,14 +212,16 @@ def test_sweep_aborts_old_uploads_and_keeps_new_ones(store, look, folder):
     now = store.store_time_s()
 
     def ours():
-        uploads = look.list_multipart_uploads(Bucket=bucket).get("Uploads", [])
+        uploads = plain_client.list_multipart_uploads(Bucket=bucket).get("Uploads", [])
         return sorted(u["Key"] for u in uploads if u["Key"].startswith((prefix, "elsewhere")))
 
     store.sweep(now - 3600)
     assert ours() == sorted(["elsewhere/b.raw", f"{prefix}/data/u/b.raw"])
     store.sweep(now + 3600 * 24 * 365 * 20)
     assert ours() == ["elsewhere/b.raw"]
-    look.abort_multipart_upload(Bucket=bucket, Key="elsewhere/b.raw", UploadId=outside["UploadId"])
+    plain_client.abort_multipart_upload(
+        Bucket=bucket, Key="elsewhere/b.raw", UploadId=outside["UploadId"]
+    )
 
 
 @pytest.mark.parametrize("parts", [1, 2])
