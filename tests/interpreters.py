@@ -383,7 +383,7 @@ def become(request, streams):
     for number, descriptor in enumerate(streams):
         os.dup2(descriptor, number)
         os.close(descriptor)
-    stream = functools.partial(os.fdopen, closefd=False)  # what it replaces is closed otherwise
+    stream = functools.partial(os.fdopen, closefd=False)  # the replaced one is closed otherwise
     sys.stdin = stream(0)
     sys.stdout = stream(1, "w", 1 if "PYTHONUNBUFFERED" in request["env"] else -1)
     sys.stderr = stream(2, "w", 1, errors="backslashreplace")

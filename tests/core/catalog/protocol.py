@@ -768,7 +768,7 @@ class Search:
         result.states = len(self._parents)
         return result
 
-    # -- what can happen next ----------------------------------------------------------------------
+    # -- possible next events ----------------------------------------------------------------------
 
     def _following(self, state, seen):
         scenario = self._scenario
@@ -1016,7 +1016,7 @@ class Search:
             self._stores.append(store)
         return self._store_numbers[key]
 
-    # -- what must never be ------------------------------------------------------------------------
+    # -- broken promises ---------------------------------------------------------------------------
 
     def _check(self, state, notes_of_all):
         if state.store not in self._records:

@@ -104,7 +104,7 @@ def terminal(environment):
             elif ended:  # and nothing has arrived since
                 break
             ended = process.poll() is not None
-        os.close(terminal_fd)  # only now: what is in the terminal may be lost with its last user
+        os.close(terminal_fd)  # only now: unread terminal output may be lost with its last user
         os.close(main_fd)
         assert process.wait(60) == 0
         return output.decode()

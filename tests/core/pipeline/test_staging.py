@@ -85,7 +85,7 @@ def test_a_release_wakes_waiters_for_room():
     assert len(seen) == 1
 
 
-PIECE = 4 * MIB  # what one thread touches at once
+PIECE = 4 * MIB  # the size that one thread touches at once
 
 
 class Gates:

@@ -8,7 +8,7 @@ network. `World` checks the invariants at each publish and each deletion.
 By hand, from the root:
 
     python -m tests.core.rounds.simulation seeds 0 10000     # these worlds
-    python -m tests.core.rounds.simulation ranks 1024 10000  # how long so many ranks take
+    python -m tests.core.rounds.simulation ranks 1024 10000  # how long these ranks take
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Plan:
     timeout_s: float = 6.0
     call_s: float = 1.0
     latency_s: float = 0.01
-    jitter_s: float = 0.0  # up to this much more, for each request anew
+    jitter_s: float = 0.0  # up to this much more, per request
     key_s: float = 0.0
     server_s: float = 0.0
     poll_s: float = 0.0  # a wait polls this often; 0: the store notifies

@@ -199,7 +199,7 @@ class Jobs:
                 self.hear(job, message)
 
     def hear(self, job, message):
-        """Take in what a rank of a job reports."""
+        """Record the report of a rank of a job."""
         rank, now_s, what = message["rank"], message["at_s"], message["what"]
         before_s, job.heard_s[rank] = job.heard_s.get(rank, now_s), now_s
         if len(job.heard_s) == len(job.pids) and job.strike_s is None:

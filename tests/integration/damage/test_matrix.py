@@ -508,7 +508,7 @@ def test_a_lost_or_cut_blob_of_a_chain_is_named_with_the_link(kind, damage, chai
     piece = chained.pieces[kind]
     path = chained.run.root / piece.name
     data = path.read_bytes()
-    either = {"open", "region"} if damage is half else set()  # of what may come before the cut
+    either = {"open", "region"} if damage is half else set()  # of data that may come before the cut
     try:
         damage(chained, path, data)
         check(chained, cells, VALUES | BOTH, piece.path, either)

@@ -163,7 +163,7 @@ def test_output_of_a_lossy_codec_is_not_rerounded(tmp_path):
 
 
 class Drift(Codec):
-    """Lossy, and rounds anew each time: the low bits of each byte count up."""
+    """Lossy, and rounds again each time: the low bits of each byte count up."""
 
     api_version = 1
     name = "drift"

@@ -250,7 +250,7 @@ def test_a_float_codec_after_one_that_makes_floats_gets_these(opened, size):
         assert ckpt.verify(1).ok
         part = ckpt.open(1)
         chains = {tuple(c.name for c in chain) for chain in part.contents.manifest.head(0).chains}
-    assert ("half", "floatsplit") in chains  # it declines what is no float
+    assert ("half", "floatsplit") in chains  # it declines non-floats
     for name, tensor in state.items():
         wanted = rounded(tensor) if tensor.dtype == torch.float32 else tensor
         assert torch.equal(tree[name], wanted), name

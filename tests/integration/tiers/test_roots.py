@@ -91,7 +91,7 @@ def test_swapped_tiers_are_refused(folders):
     folders.fast, folders.durable = folders.durable, folders.fast
     with pytest.raises(ConfigError, match=r"are swapped.*nothing was changed"):
         opened(folders)
-    save(folders, 2, roots="accept")  # unless that is what was meant
+    save(folders, 2, roots="accept")  # unless on purpose
     save(folders, 3)
     assert steps_in(right[0]) == [1, 2, 3]
     folders.fast, folders.durable = right
