@@ -94,13 +94,13 @@ def test_refuses_a_flipped_byte_of_a_blob(kind, tmp_path):
     assert f"{blob.name} is damaged" in done.stderr
 
 
-def test_refuses_a_codec_that_it_does_not_know_by_name():
+def test_refuses_an_unknown_codec_by_name():
     done = read(GOLDEN / "format-1/0.1.0/lossy")
     assert done.returncode == 1
     assert "refused: this reader does not have the codec log8 1" in done.stderr
 
 
-def test_refuses_a_feature_that_it_does_not_know_by_name(tmp_path):
+def test_refuses_an_unknown_feature_by_name(tmp_path):
     root = Path(shutil.copytree(GOLDEN / "format-1/0.1.0/one", tmp_path / "run"))
     (record,) = root.glob("commits/*.json")
     body = json.loads(record.read_bytes().partition(b"\n")[2]) | {"requires": ["tomorrow"]}
