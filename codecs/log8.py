@@ -156,7 +156,7 @@ def _parts(frame: memoryview, count: int) -> tuple[Words, Words, NDArray[np.uint
 
 @lru_cache(maxsize=1)
 def _tables() -> tuple[Words, Words]:
-    """Return the logarithm by the top bits of a mantissa, and the mantissa by its cell.
+    """Return the logarithm by a mantissa's top bits, and the mantissa by the logarithm's cell.
 
     Both have 23 bits. An entry is for the middle of the numbers that share it.
     """
