@@ -308,8 +308,8 @@ def _remarks(accelerator: Accelerator) -> Iterator[str]:
         sampler = _sampler_of(loader)
         if not hasattr(loader.base_dataloader, "state_dict"):
             yield (
-                f"data loader {number} cannot say where it is, so a resume starts its epoch again: "
-                "make the Accelerator with dataloader_config=DataLoaderConfiguration("
+                f"data loader {number} does not report its position, so a resume starts its epoch "
+                "again: make the Accelerator with dataloader_config=DataLoaderConfiguration("
                 "use_stateful_dataloader=True, use_seedable_sampler=True)"
             )
         elif (

@@ -223,7 +223,7 @@ class Reader(_Storage, StorageReader):
     _values: Mapping[str, object]
 
     def read_metadata(self) -> Metadata:
-        """Return what is stored, as DCP would name it."""
+        """Return metadata of the stored state, with DCP's names."""
         root, step = self._place()
         options: dict[str, Any] = {**self._options, "ranks": "alone"}
         with ExitStack() as stack:

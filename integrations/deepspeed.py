@@ -84,7 +84,7 @@ def use(engine: Any, url: str | Path | None = None, **options: Any) -> PenstockE
         msg = f"the engine has a {name} already: call `use` once, and configure no writer of files"
         raise ConfigError(msg)
     if engine.use_node_local_storage():
-        msg = "with use_node_local_storage no rank sees all files: take it out of the config"
+        msg = "with use_node_local_storage no rank sees all files: remove it from the config"
         raise ConfigError(msg)
     if engine.zero_nvme_offload_optimizer():
         msg = "DeepSpeed itself copies an optimizer offloaded to NVMe, and bypasses Penstock"
@@ -356,7 +356,7 @@ class PenstockEngine(CheckpointEngine):  # type: ignore[misc] # DeepSpeed has no
             log.warning(
                 "DeepSpeed stores neither random numbers nor the place in the data, and no "
                 "gradients between two steps of the optimizer: for an exact resume, save between "
-                "steps, and give the rest to save_checkpoint(client_state=) (said once)"
+                "steps, and give the rest to save_checkpoint(client_state=) (logged once)"
             )
         self._warned = True
 

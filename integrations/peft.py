@@ -31,7 +31,7 @@ def state_of(model: Any, adapter: str | None = None) -> dict[str, Any]:
         The tensors themselves, not copies.
 
     Raises:
-        UnsupportedStateError: `model` is no `PeftModel`.
+        UnsupportedStateError: `model` is not a `PeftModel`.
     """
     if not isinstance(model, PeftModel):
         msg = f"state_of takes a peft.PeftModel, not a {type(model).__name__}: unwrap it first"

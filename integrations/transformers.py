@@ -175,7 +175,7 @@ class PenstockTrainerMixin(Trainer):  # type: ignore[misc]  # transformers may n
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if self.is_deepspeed_enabled or getattr(plugin, "fsdp_version", 2) != 2:  # noqa: PLR2004
             msg = (
-                "a Trainer with DeepSpeed or FSDP1 is not saved: take FSDP2, with "
+                "a Trainer with DeepSpeed or FSDP1 is not saved: use FSDP2, with "
                 'fsdp_config={"version": 2}, or penstock.integrations.deepspeed for the engine'
             )
             raise ConfigError(msg)
@@ -215,14 +215,14 @@ class PenstockTrainerMixin(Trainer):  # type: ignore[misc]  # transformers may n
         if self.args.save_strategy != "no" and (steps := run.ckpt.steps()):
             msg = (
                 f"{url} has checkpoints up to step {steps[-1]}: train(resume_from_checkpoint=True) "
-                "continues from there; to begin again, delete them or take another output_dir"
+                "continues from there; to begin again, delete them or use another output_dir"
             )
             raise StepExistsError(msg)
         if resume and not Path(resume, "trainer_state.json").is_file():
             msg = (
-                f"{resume} is no checkpoint of transformers: it has no trainer_state.json. For a "
-                f"checkpoint in {url}, pass True or its step as a number. To continue another run "
-                f"of Penstock, copy its checkpoint first: penstock copy OTHER {url}"
+                f"{resume} is not a checkpoint of transformers: it has no trainer_state.json. For "
+                f"a checkpoint in {url}, pass True or its step as a number. To continue another "
+                f"run of Penstock, copy its checkpoint first: penstock copy OTHER {url}"
             )
             raise ConfigError(msg)
         return resume or None
@@ -373,7 +373,7 @@ def patch(trainer: T, url: str | Path | None = None, **options: Any) -> T:
         The same trainer.
 
     Raises:
-        ConfigError: `trainer` is no `Trainer`.
+        ConfigError: `trainer` is not a `Trainer`.
     """
     if not isinstance(trainer, Trainer):
         msg = f"patch takes a transformers.Trainer, not a {type(trainer).__name__}"
@@ -392,7 +392,7 @@ def _reasons(trainer: Any) -> list[str]:
     reasons = {
         "save_only_model leaves out the optimizer and random state": args.save_only_model,
         "ignore_data_skip reads the data from the beginning": args.ignore_data_skip,
-        "enable_jit_checkpoint saves in the middle of a step: take penstock.Preemption instead": (
+        "enable_jit_checkpoint saves in the middle of a step: use penstock.Preemption instead": (
             getattr(args, "enable_jit_checkpoint", False)
         ),
         "use_seedable_sampler=False draws another order of the data": (

@@ -121,7 +121,7 @@ class StatefulProvider(StateProvider):
         root = (*path, _WHOLE) if node.meta.get("whole") else path
         _place_sharded(placed, value, root, context)
         result.absorb(placed)
-        # An optimizer with a state dict of its own loads by the numbers of parameters, and torch
+        # An optimizer with its own state dict loads by the numbers of parameters, and torch
         # compares no shapes: core must not restore it while a parameter is skipped.
         result.numbered = [path] if _is_optimizer(value) else []
         make = placed.finish

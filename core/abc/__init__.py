@@ -1,10 +1,10 @@
 """The three contracts: `StateProvider`, `Codec`, `Backend`, and the records that cross them.
 
-Here: what plugins promise and what core promises them, with slow but correct defaults; and
+Here: the promises of plugins, and those of core to them, with slow but correct defaults; and
 `Coordination`, the contract by which ranks agree, which is passed in and never looked up. Not here:
-any code that calls a plugin. Each contract of plugins carries an API version; the registry refuses
-a class of another one. Conformance suites ship in `penstock.testing`. Everything may import
-this package.
+any code that calls a plugin. Each plugin contract has an API version; the registry refuses a class
+with another version. Conformance suites ship in `penstock.testing`. Everything may import this
+package.
 """
 
 from penstock.core.abc.backend import Backend, BlobWriter, check_blob_name

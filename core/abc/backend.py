@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _SEGMENT = re.compile(r"[A-Za-z0-9._-]{1,255}")
-_MOST_CHARACTERS = 800  # object stores allow 1,024 bytes, the prefix of the root included
+_MOST_CHARACTERS = 800  # object stores allow 1,024 bytes, including the root's prefix
 _SHOWN = 100
 
 
@@ -34,7 +34,7 @@ def check_blob_name(name: str, /, *, prefix: bool = False) -> None:
 
     Args:
         name: Blob name, or the beginning of one.
-        prefix: Whether `name` is a prefix: then its last segment may be empty.
+        prefix: Whether `name` is a prefix, whose last segment may be empty.
 
     Raises:
         StorageError: The name is malformed, longer than 800 characters, or has a segment `.` or
@@ -47,24 +47,24 @@ def check_blob_name(name: str, /, *, prefix: bool = False) -> None:
         return
     shown = repr(name if len(name) <= _SHOWN else f"{name[:_SHOWN]}...")
     msg = (
-        f"{shown} is not a blob name: use relative segments of at most 255 of A-Z a-z 0-9 . _ - "
-        f"(no '..'), {_MOST_CHARACTERS} characters in all"
+        f"{shown} is not a blob name: use relative segments of 1 to 255 characters A-Z a-z 0-9 . "
+        f"_ - (no '..'), at most {_MOST_CHARACTERS} in all"
     )
     raise StorageError(msg)
 
 
 class BlobWriter(ABC):
-    """One blob being written. It exists for readers only after `seal`; used by one save."""
+    """One blob being written, by one save. Readers see it only after `seal`."""
 
     @abstractmethod
     def write(self, requests: Sequence[WriteRequest], /) -> None:
         """Hand all bytes of `requests` to the store; they are durable only after `seal`.
 
-        Core guarantees that offsets ascend within a batch and from each batch to the one that it
-        submits next, that no two requests overlap, and that no two requests touch one
+        Core guarantees that offsets ascend within a batch and from each batch to the next one that
+        it submits, that no two requests overlap, and that no two requests touch the same
         `Capabilities.offset_alignment` unit. Bytes never written read as zero. Several threads may
-        call it at once, so batches may come in another order than they were submitted in; where
-        `Capabilities.ordered` says so, each comes only once the one before it has returned.
+        call it at once, so batches may arrive in another order than that of submission; with
+        `Capabilities.ordered`, each arrives only after the previous one has returned.
 
         The buffers belong to the backend until this returns (or raises), never after.
 
@@ -86,13 +86,12 @@ class BlobWriter(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Give the blob up; idempotent, never raises, allowed after a failed `seal`.
+        """Give up the blob; idempotent, never raises, allowed after a failed `seal`.
 
         Returns only when the store no longer uses any submitted buffer. Whether the partial blob
-        stays behind is unspecified; `delete` removes it. Removes only what this writer has made:
-        after a `delete`, another writer or another process may have a blob of the same name, and
-        this writer may be aborted long after that. A store that cannot tell the two apart leaves
-        the name alone.
+        remains is unspecified; `delete` removes it. Removes only what this writer has made: after
+        a `delete`, another writer or process may have a blob of the same name, and this writer may
+        be aborted long after that. A store that cannot distinguish the two leaves the name alone.
         """
 
 
@@ -100,9 +99,9 @@ class Backend(ABC):
     """Blobs and small records under one root. Thread-safe.
 
     Names are relative and `/`-separated, with segments of `[A-Za-z0-9._-]` other than `.` and
-    `..`; every method refuses others with a StorageError, as does every method after `close`.
-    Blocking methods over batches; how much runs in parallel inside a batch is the backend's own
-    business. `name` is the entry-point name; `Config` its options.
+    `..`. Every method raises a StorageError for other names, and for any call after `close`.
+    Methods block and take batches; the backend decides how much of a batch runs in parallel.
+    `name` is the entry-point name; `Config` has its options.
     """
 
     api_version: ClassVar[int] = API_VERSION
@@ -111,7 +110,7 @@ class Backend(ABC):
 
     _pool: Pool | None = None
     _lanes: WeakKeyDictionary[BlobWriter, Lane] | None = None
-    _pool_lock: ClassVar[threading.Lock] = threading.Lock()  # guards making the two
+    _pool_lock: ClassVar[threading.Lock] = threading.Lock()  # guards their creation
 
     @classmethod
     def from_url(cls, url: str, options: dict[str, str], /) -> PluginConfig:
@@ -141,7 +140,7 @@ class Backend(ABC):
 
     @abstractmethod
     def __init__(self, config: Any, /) -> None:
-        """Open the root, which the first write may make; `config` is an instance of `Config`.
+        """Open the root, which the first write may create; `config` is an instance of `Config`.
 
         Raises:
             StorageError: The root cannot be used.
@@ -150,7 +149,7 @@ class Backend(ABC):
     @property
     @abstractmethod
     def url(self) -> str:
-        """The place as messages show it; never holds credentials."""
+        """The place as messages show it; never contains credentials."""
 
     @property
     @abstractmethod
@@ -162,7 +161,7 @@ class Backend(ABC):
         """Begin a new blob, and create its folders as needed.
 
         Args:
-            name: Blob name; core never creates one name twice.
+            name: Blob name; core never creates the same name twice.
             size_hint: Expected bytes, for layout only; may be wrong.
 
         Raises:
@@ -192,7 +191,7 @@ class Backend(ABC):
         Raises:
             BlobExistsError: `exclusive` and the name is taken; nothing was changed.
             UnsyncedError: The record is visible, but may not survive a power cut.
-            StorageError: Unknown outcome: the record may or may not be there, but is never torn.
+            StorageError: Unknown outcome: the record may or may not exist, but is never torn.
         """
 
     @abstractmethod
@@ -212,14 +211,14 @@ class Backend(ABC):
 
     @abstractmethod
     def delete(self, names: Sequence[str], /) -> None:
-        """Delete in the given order, durable on return; names that do not exist are skipped.
+        """Delete in the given order, durably on return; skip names that do not exist.
 
-        A power cut in the middle may spare any of the names: the order holds between calls only.
-        Folders left empty may be removed.
+        A power cut in the middle may spare any name: the order holds only between calls. Empty
+        folders may be removed.
         """
 
     def close(self) -> None:
-        """Release everything, after waiting for all that is in flight. Idempotent."""
+        """Wait for all calls in flight, then release everything. Idempotent."""
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.shutdown(wait=True)
@@ -270,8 +269,7 @@ class Backend(ABC):
     def direct_io(self) -> bool:
         """The same as `capabilities.direct_io`, for callers that only read.
 
-        Overridden where finding out the other capabilities takes requests that a reader does not
-        need.
+        Overridden where the other capabilities cost requests that a reader does not need.
         """
         return self.capabilities.direct_io
 
@@ -279,13 +277,13 @@ class Backend(ABC):
     def tiers(self) -> tuple[Tier, ...]:
         """The places of this backend, the fastest first; empty for a single place.
 
-        Core saves to one of these, copies from each to the next, and reads another copy where one
-        is damaged.
+        Core saves to one of these, copies from each to the next, and reads another copy if one is
+        damaged.
         """
         return ()
 
     def free_bytes(self) -> int | None:
-        """Return how many more bytes fit, as far as the store can tell; None if it cannot.
+        """Return how many more bytes fit, as far as the store knows; None if it does not.
 
         Raises:
             StorageError: The store does not answer.
@@ -293,10 +291,10 @@ class Backend(ABC):
         return None
 
     def check_writable(self) -> None:  # noqa: B027 - most stores can only be tried
-        """Raise if it is certain, without writing anything, that nothing can be written here.
+        """Raise if this root certainly cannot be written; writes nothing to find out.
 
-        Core calls it when a run is opened, so that a user learns of a read-only root before the
-        first save. The default never raises.
+        Core calls it when a run is opened, so that users learn of a read-only root before the first
+        save. The default never raises.
 
         Raises:
             StorageError: The root cannot be written; the message says why.
@@ -305,12 +303,12 @@ class Backend(ABC):
     def sweep(self, before_s: float, /) -> None:  # noqa: B027 - most stores hide nothing
         """Remove remains of crashes that have no name: temporary files, empty folders.
 
-        Removes only what has not changed since `before_s` (by the store's clock). `prune` calls it.
+        Removes only those unchanged since `before_s` (by the store's clock). `prune` calls it.
         The default removes nothing.
         """
 
     def store_time_s(self) -> float:
-        """Return the store's time (Unix time); the default takes that of a record it publishes."""
+        """Return the store's time (Unix time); the default publishes a record to learn it."""
         probe = f"clock/{secrets.token_hex(8)}"
         self.publish(probe, b"")
         try:
@@ -328,7 +326,7 @@ class Backend(ABC):
     def _executor(self) -> Pool:
         with Backend._pool_lock:
             if self._pool is None:
-                # Two threads, so that one batch moves while the next is handed over.
+                # Two threads, so that one batch moves while the next is submitted.
                 stuck_s = current_timing().batch_stuck_s
                 self._pool = Pool(2, f"penstock-{self.name}", stuck_s=stuck_s)
             return self._pool

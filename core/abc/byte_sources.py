@@ -22,7 +22,7 @@ class MemoryKey(NamedTuple):
     Attributes:
         device: `"cpu"`, `"cuda:0"`, ...
         storage: Address of the storage.
-        offset: Bytes from there to the first element.
+        offset: Bytes from `storage` to the first element.
         shape: Elements along each dimension.
         strides: Bytes from one element to the next along each dimension.
         dtype: The type of the elements, which distinguishes two readings of the same bytes.
@@ -37,7 +37,7 @@ class MemoryKey(NamedTuple):
 
 
 class Lines(NamedTuple):
-    """Some bytes of an object that are compared, evenly spread over it.
+    """The bytes of an object that are compared, evenly spread over it.
 
     There are `steps` lines, the first at the first byte, and one more that ends with the last byte.
 
@@ -57,7 +57,7 @@ class Lines(NamedTuple):
 
 
 class PendingCopy(ABC):
-    """A device copy under way into host memory."""
+    """A device copy in flight into host memory."""
 
     @abstractmethod
     def wait(self) -> None:
@@ -77,8 +77,8 @@ class ByteSource(ABC):
     Attributes:
         nbytes: Raw bytes.
         device: `"cpu"`, `"cuda:0"`, ...
-        address: Host address when the bytes lie contiguously in host memory, else None. Other
-            threads read it, too: it is right while the memory is held (see `hold`).
+        address: Host address if the bytes are contiguous in host memory, else None. Other threads
+            read it too; it is valid while the memory is held (see `hold`).
         memory: Identity of the memory, None for values and empty tensors.
     """
 
@@ -90,15 +90,15 @@ class ByteSource(ABC):
 
     @abstractmethod
     def view(self) -> memoryview | None:
-        """Return a flat view without copying, not to be written; None if there is no `address`."""
+        """Return a flat view without copying; callers never write it. None without `address`."""
 
     @abstractmethod
     def copy_out(self, start: int, out: memoryview, /) -> PendingCopy | None:
         """Copy bytes `[start, start + len(out))` to `out`.
 
         `start` and `len(out)` are multiples of the itemsize. None: complete on return. A pending
-        copy runs after all device work that the thread which *described* the object had issued by
-        then; `out` and the source stay in use until `wait` returns. Releases the GIL.
+        copy runs after all device work that the *describing* thread had issued by then; `out` and
+        the source stay in use until `wait` returns. Releases the GIL.
         """
 
     @classmethod
@@ -107,48 +107,48 @@ class ByteSource(ABC):
     ) -> Callable[[], Sequence[bytes]]:
         """Begin to copy a few lines of each source of this class that has no view.
 
-        Called by the thread that has described them, which may change the memory afterwards: copies
-        from a device run after all device work that the thread has issued, and before its later
-        work. It should wait for no device, since `save` calls it.
+        The thread that described them calls this, and may change the memory afterwards: copies from
+        a device run after all device work that the thread has issued, and before its later work.
+        This should not wait for a device, since `save` calls it.
 
         Returns:
             A function that waits for the copies, on any thread, and returns the bytes of the lines
             of each source, one after the other.
         """
-        taken = []
+        samples = []
         pending = []
-        for source, of in zip(sources, lines, strict=True):
-            starts = of.starts(source.nbytes)
-            data = bytearray(len(starts) * of.width)
+        for source, chosen in zip(sources, lines, strict=True):
+            starts = chosen.starts(source.nbytes)
+            data = bytearray(len(starts) * chosen.width)
             view = memoryview(data)
             for number, start in enumerate(starts):
-                at = number * of.width
-                pending.append(source.copy_out(start, view[at : at + of.width]))
-            taken.append(data)
+                at = number * chosen.width
+                pending.append(source.copy_out(start, view[at : at + chosen.width]))
+            samples.append(data)
 
         def read() -> list[bytes]:
             for copy in pending:
                 if copy is not None:
                     copy.wait()
-            return [bytes(data) for data in taken]
+            return [bytes(data) for data in samples]
 
         return read
 
     def pieces(self) -> Sequence[ByteSource]:
-        """Return the sources whose bytes these are, one after the other; itself, if it has memory.
+        """Return the sources that make up this one, in order; itself, if it has memory.
 
-        A source of several has neither an `address` nor a `memory`.
+        A source made of several has neither `address` nor `memory`.
         """
         return (self,)
 
     def version(self) -> int | None:
-        """Return a counter that rises with every tracked change; None where none is kept."""
+        """Return a counter that rises with every tracked change; None if there is none."""
         return None
 
     def steady(self) -> bool:
         """Return whether the bytes may be hashed, and then written, from live memory.
 
-        That needs a `version` that shows a change in between, and no other process that could make
+        This needs a `version` that shows a change in between, and no other process that could make
         such a change.
         """
         return self.version() is not None
@@ -156,10 +156,10 @@ class ByteSource(ABC):
     def is_rounded(self, other: ByteSource, /) -> bool:
         """Return whether these are the elements of `other`, each rounded to nearest even.
 
-        The two have equal regions, `other` is of float32, and core holds the memory of both (see
-        `hold`). The answer is right for each bit, as `convert_floats` rounds, NaN included; False
-        where the source cannot tell. It takes little memory, and ends at the first difference. On a
-        device it is ordered as `copy_out`, and complete on return. Releases the GIL.
+        The two have equal regions, `other` is float32, and core holds the memory of both (see
+        `hold`). The answer is exact to the bit, as `convert_floats` rounds, including NaN; False if
+        the source cannot decide. It takes little memory, and ends at the first difference. On a
+        device it is ordered like `copy_out`, and complete on return. Releases the GIL.
         """
         del other
         return False
@@ -170,16 +170,16 @@ class ByteSource(ABC):
 
     @classmethod
     def version_each(cls, sources: Sequence[ByteSource], /) -> Sequence[int | None]:
-        """Return what `version` returns of each of several sources of this class."""
+        """Return the `version` of each source; all are of this class."""
         return [source.version() for source in sources]
 
     @classmethod
     def locate_each(cls, sources: Sequence[ByteSource], /) -> Sequence[int | None]:
-        """Return what `locate` returns of each of several sources of this class."""
+        """Return the result of `locate` of each source; all are of this class."""
         return [source.locate() for source in sources]
 
     def keep(self) -> None:  # noqa: B027 - most memory is never freed by hand
-        """Make an attempt to free the memory from now on raise an error.
+        """Make later attempts to free the memory raise an error.
 
         Called for large objects that are captured while the caller continues, before `hold`.
         """
@@ -196,7 +196,7 @@ class ByteSource(ABC):
 
     @staticmethod
     def still(sources: Sequence[ByteSource], action: Callable[[], T], /) -> T:
-        """Run `action`, which takes milliseconds, while no memory of such sources moves."""
+        """Run `action`, which takes milliseconds, while no memory of these sources moves."""
         del sources
         return action()
 
@@ -206,12 +206,12 @@ def _nothing() -> None:
 
 
 def versions_of(sources: Iterable[ByteSource]) -> list[int | None]:
-    """Return what `version` returns of each source."""
+    """Return the `version` of each source."""
     return _of_each(sources, attrgetter("version_each"))
 
 
 def places_of(sources: Iterable[ByteSource]) -> list[int | None]:
-    """Return what `locate` returns of each source."""
+    """Return the result of `locate` of each source."""
     return _of_each(sources, attrgetter("locate_each"))
 
 
@@ -219,17 +219,17 @@ def _of_each(
     sources: Iterable[ByteSource],
     method: Callable[[type[ByteSource]], Callable[[Sequence[ByteSource]], Sequence[int | None]]],
 ) -> list[int | None]:
-    """Return what a class method returns of each source; it is asked once for a run of a class."""
-    found: list[int | None] = []
-    for kind, alike in groupby(sources, type):
-        found += method(kind)([*alike])
-    return found
+    """Return the results for all sources; calls the class method once per run of a class."""
+    results: list[int | None] = []
+    for kind, run in groupby(sources, type):
+        results += method(kind)([*run])
+    return results
 
 
 class ByteSink(ABC):
-    """Memory that takes an object's raw bytes, row-major over its region.
+    """Memory that receives an object's raw bytes, row-major over its region.
 
-    Attributes as those of `ByteSource`. Targets of tied objects share one sink: fill it once.
+    Attributes as in `ByteSource`. Targets of tied objects share one sink: fill it once.
     """
 
     __slots__ = ()
@@ -244,7 +244,7 @@ class ByteSink(ABC):
 
     @abstractmethod
     def copy_in(self, start: int, data: memoryview, /) -> None:
-        """Copy `data` to bytes `[start, start + len(data))`; `data` is free again on return.
+        """Copy `data` to bytes `[start, start + len(data))`; `data` is free on return.
 
         `start` and the length are multiples of the itemsize.
         """
@@ -256,15 +256,15 @@ class ByteSink(ABC):
         """Do for several sinks of this class what `copy_in` does for one.
 
         Args:
-            copies: Each says `(sink, start, low, high)`: bytes `[low, high)` of `data` go to the
-                sink, from its byte `start` on.
-            data: Flat bytes, free again on return.
+            copies: Each is `(sink, start, low, high)`: bytes `[low, high)` of `data` go to the
+                sink, starting at its byte `start`.
+            data: Flat bytes, free on return.
         """
         for sink, start, low, high in copies:
             sink.copy_in(start, data[low:high])
 
     def opened(self) -> None:  # noqa: B027 - most sinks have nothing to do
-        """Called once, before the first byte changes: bump versions, so that a capture sees it."""
+        """Called once, before the first byte changes: bump versions, so that captures see it."""
 
     def written(self) -> None:  # noqa: B027 - most sinks have nothing to do
         """Called once, after all bytes are in place and verified (bump versions, free scratch)."""

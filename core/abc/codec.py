@@ -14,34 +14,34 @@ from penstock.core.abc.plugin import API_VERSION, PluginConfig
 
 
 class Declined(Enum):
-    """The type of `DECLINED`. It is no number, so that no wrong length is taken for it."""
+    """The type of `DECLINED`. It is not a number, so that no wrong length can equal it."""
 
     DECLINED = "declined"
 
 
 DECLINED: Final = Declined.DECLINED
-"""The answer of `Codec.encode` for a chunk that it leaves to the rest of the chain."""
+"""The result of `Codec.encode` for a chunk that it leaves to the rest of the chain."""
 
 
 @dataclass(frozen=True, slots=True)
 class CodecContext:
     """The facts about a chunk that a codec may use.
 
-    A later codec of a chain gets the output of the codec before it for a chunk, and the facts that
-    this codec says of its output (`Codec.output`).
+    A later codec of a chain gets the previous codec's output as its chunk, with the facts that the
+    previous codec reports about it (`Codec.output`).
 
     Attributes:
         dtype: Dtype name of the elements; `"uint8"` for values.
         itemsize: Bytes per element.
-        shape: Shape of the region the chunk was cut from. Of a slab, which holds several small
-            objects of one dtype with zeros between them, and of an output that is not
+        shape: Shape of the region that the chunk was cut from. For a slab, which holds several
+            small objects of one dtype with zeros between them, and for an output that is not
             elementwise: `(raw_length // itemsize,)`.
         start: Byte offset of the chunk in that region.
         raw_length: Bytes that go into `encode` and come out of `decode`.
         base: The same chunk of an earlier checkpoint, if the codec declared `needs_base` and there
-            is one. Else None.
-        version: Version of the codec that wrote the frame, for `decode` and for the `output` that
-            goes with it; for `encode` that of the codec itself.
+            is one; else None.
+        version: For `decode` and its `output`, the version of the codec that wrote the frame; for
+            `encode`, that of the codec itself.
     """
 
     dtype: str
@@ -61,7 +61,7 @@ class CodecOutput:
         dtype: Dtype name of the elements.
         itemsize: Bytes per element.
         elementwise: Whether the output has one element for each element of the chunk, in the same
-            order, and nothing else. The next codec then sees the shape and the place of the chunk;
+            order, and nothing else. The next codec then sees the shape and place of the chunk;
             otherwise it sees one row of elements.
     """
 
@@ -73,12 +73,12 @@ class CodecOutput:
 class Codec(ABC):
     """Encodes chunks into frames that decode alone. Thread-safe; holds no per-chunk state.
 
-    `name` is the entry-point name. `version` goes into the manifest: frames of the versions from
-    `oldest_readable` to `version` are given to `decode`, all others are refused before any data is
-    read. `config` round-trips through the manifest as JSON. Releases the GIL for anything longer
-    than 1 ms. Never changes its input. A codec that declares `lossless = False` may decode to other
-    bytes than it encoded, yet to the same bytes each time; it never gets a value (a number, a
-    text). A codec that declares `needs_base` is first in its chain.
+    `name` is the entry-point name. `version` goes into the manifest: `decode` gets frames of the
+    versions `oldest_readable` to `version`; core refuses all others before it reads any data.
+    `config` round-trips through the manifest as JSON. A codec releases the GIL for anything longer
+    than 1 ms, and never changes its input. With `lossless = False` it may decode to other bytes
+    than it encoded, but to the same bytes each time; it then never gets a value (a number, a text).
+    A codec that declares `needs_base` is first in its chain.
     """
 
     api_version: ClassVar[int] = API_VERSION
@@ -94,9 +94,9 @@ class Codec(ABC):
         self.config: PluginConfig = config
 
     def load(self) -> None:  # noqa: B027 - most have nothing to load
-        """Load what `encode` works with, if that takes long: libraries, code that is compiled.
+        """Load what `encode` needs, if that takes long: libraries, compiled code.
 
-        Called in the background of each save before its first chunk, so it must be quick when all
+        Called in the background of each save before its first chunk, so it must be quick once all
         is loaded. A long wait in `encode` counts as a save without progress.
         """
 
@@ -105,7 +105,7 @@ class Codec(ABC):
         """Return the most bytes that `encode` needs for any chunk of `raw_length` bytes."""
 
     def output(self, context: CodecContext, /) -> CodecOutput:
-        """Return the elements that `encode` makes of an accepted chunk; the default: bytes.
+        """Return the elements that `encode` makes of an accepted chunk; by default bytes.
 
         Depends on the options and on `context` alone, which never has a base here: readers call it
         without the chunk.
@@ -119,9 +119,9 @@ class Codec(ABC):
     ) -> int | Declined:
         """Encode `chunk` into `out` (at least `max_encoded_size` bytes) and return the length.
 
-        Or return `DECLINED` for a chunk that this codec cannot use (another dtype, nothing to
-        gain, no base where one is needed); then the contents of `out` do not matter. The rest of
-        the chain stores the chunk, and decodes it alone.
+        Return `DECLINED` for a chunk that this codec cannot use (another dtype, no gain, no base
+        although it needs one); the contents of `out` do not matter then. The rest of the chain
+        stores the chunk, and decodes it alone.
 
         Raises:
             CodecError: The chunk cannot be encoded; the save fails.
@@ -129,7 +129,7 @@ class Codec(ABC):
 
     @abstractmethod
     def decode(self, frame: memoryview, out: memoryview, /, *, context: CodecContext) -> None:
-        """Fill `out` (exactly `context.raw_length` bytes) from `frame`; trusts nothing.
+        """Fill `out` (exactly `context.raw_length` bytes) from `frame`, which is untrusted.
 
         Raises:
             CodecError: The frame is not what `encode` makes, or decodes to another length.

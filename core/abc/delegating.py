@@ -41,36 +41,35 @@ Operation: TypeAlias = Literal[
 """Every operation of a backend or its writer, by the name of the method or property."""
 
 _IN_WORDS: Mapping[Operation, str] = {
-    "url": "say where it is",
-    "capabilities": "say what it can do",
-    "direct_io": "say what it can do",
+    "url": "return its URL",
+    "capabilities": "return its capabilities",
+    "direct_io": "return its capabilities",
     "read_record": "read",
     "submit_write": "write",
     "submit_read": "read",
-    "tiers": "name its tiers",
-    "free_bytes": "say how much is free",
-    "check_writable": "say whether it can be written",
-    "store_time_s": "tell the time",
+    "tiers": "return its tiers",
+    "free_bytes": "return its free space",
+    "check_writable": "check whether it can be written",
+    "store_time_s": "return its time",
 }
 
 
 def in_words(operation: Operation, /) -> str:
-    """Return the operation in words that follow "cannot": `read`, `say how much is free`."""
+    """Return the operation in words that follow "cannot": `read`, `return its free space`."""
     return _IN_WORDS.get(operation, operation)
 
 
 class DelegatingBackend(Backend):
     """Delegates everything to `inner`, each call through one hook, `around`.
 
-    A subclass overrides the hook to change every call, or single methods. The background twins
-    `submit_read` and `submit_write` are delegated as well: a subclass that changes what `read` or
-    a writer's `write` does has to change these too, or take over those of `Backend`, which call
-    the former on threads of their own.
+    A subclass overrides the hook to change every call, or single methods. `submit_read` and
+    `submit_write` are delegated as well: a subclass that changes `read` or a writer's `write` must
+    change these too, or use those of `Backend`, which call `read` and `write` on their own threads.
     """
 
     name: ClassVar[str] = "delegating"
     writer_class: ClassVar[type[DelegatingWriter]]
-    """The class that `create` puts around writers of `inner`: `DelegatingWriter`, or below it."""
+    """The class in which `create` wraps writers of `inner`: `DelegatingWriter` or a subclass."""
 
     def __init__(self, inner: Backend, /) -> None:
         """Wrap `inner`; closing the wrapper closes `inner`."""
@@ -82,11 +81,11 @@ class DelegatingBackend(Backend):
         return self._delegate
 
     def around(self, operation: Operation, names: tuple[str, ...], call: Callable[[], T], /) -> T:
-        """Carry out one call, which may be changed by overriding this.
+        """Run one call; a subclass overrides this to change it.
 
         Args:
             operation: The name of the operation; `write`, `seal` and `abort` are those of a writer.
-            names: The blobs and records of the call; of `list` the prefix.
+            names: The blobs and records of the call; for `list`, the prefix.
             call: Calls the wrapped backend.
 
         Returns:
@@ -112,7 +111,7 @@ class DelegatingBackend(Backend):
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
-        """The wrapped backend's tiers, not wrapped: calls of a tier itself bypass the hook."""
+        """The wrapped backend's tiers, not wrapped: calls of a tier bypass the hook."""
         return self.around("tiers", (), lambda: self.inner.tiers)
 
     def create(self, name: str, /, *, size_hint: int | None = None) -> BlobWriter:
@@ -130,8 +129,8 @@ class DelegatingBackend(Backend):
         return self.around("read_record", (name,), call)
 
     def submit_write(self, writer: BlobWriter, requests: Sequence[WriteRequest], /) -> Future[None]:
-        """As the contract says: by the wrapped backend, for writers of `writer_class`."""
-        # A subclass may return writers of its own, whose `write` has to be called.
+        """As the contract says; the wrapped backend does it for writers of `writer_class`."""
+        # A subclass may return its own writers, whose `write` must be called.
         if not isinstance(writer, DelegatingWriter):
             return super().submit_write(writer, requests)
         call = lambda: self.inner.submit_write(writer.inner, requests)  # noqa: E731
@@ -199,7 +198,7 @@ class DelegatingWriter(BlobWriter):
         self.backend.around("seal", (self.name,), lambda: self.inner.seal(length))
 
     def abort(self) -> None:
-        """As the contract says, as far as the hook does not raise either."""
+        """As the contract says, if the hook does not raise."""
         self.backend.around("abort", (self.name,), self.inner.abort)
 
 

@@ -30,10 +30,10 @@ class PluginConfig(BaseModel):
 
 
 def without_credentials(url: str, /) -> str:
-    """Return `url` without user, password, query and fragment, to be shown.
+    """Return `url` without user, password, query and fragment, for messages.
 
-    A password may hold `/`, `?`, `#` and `@`, though these should be quoted. So if an `@` follows
-    the host, and a password may precede it, only the text after the last `@` is shown.
+    A password may contain `/`, `?`, `#` and `@`, though these should be quoted. So if an `@`
+    follows the host, and a password may precede it, only the text after the last `@` is returned.
     """
     scheme, found, rest = url.partition("://")
     if not found:
@@ -55,7 +55,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_size(value: object) -> object:
-    """Return the bytes of a text such as `"4 GiB"`; leaves what is not a string to pydantic.
+    """Return the bytes of a text such as `"4 GiB"`, or another type unchanged, for pydantic.
 
     Raises:
         ValueError: The text is not a number with a known unit.

@@ -28,15 +28,15 @@ class StateObject(NamedTuple):  # a frozen dataclass takes three times as long, 
         kind: Tensor, or a value frozen to bytes (then `spec` is `uint8` of its length).
         spec: Dtype and global shape.
         regions: The rectangles of the object that this rank holds: the source has the bytes of
-            each, row-major, one rectangle after the other. All of it is one rectangle; empty where
-            this rank holds nothing.
+            each, row-major, one rectangle after the other. One rectangle for the whole object;
+            empty if this rank holds nothing.
         role: Purpose of the object in training.
         form: Name of a leaf form that a provider can rebuild (`"tensor"`, `"ndarray"`, `"json"`).
         source: The bytes of the object.
         same_as: Set by core when an earlier object has the same memory (tied weights). A provider
-            sets it of a piece without elements, which has no memory, where other ranks tie it.
-        replica: Which of the ranks that hold these bytes this rank is. None: every rank that has
-            the object at all holds all of it, alike.
+            sets it for a piece without elements, which has no memory, if other ranks tie it.
+        replica: The place of this rank among those that hold these bytes. None: every rank that has
+            the object holds all of it, with equal bytes.
     """
 
     path: ObjectPath
@@ -52,7 +52,7 @@ class StateObject(NamedTuple):  # a frozen dataclass takes three times as long, 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A container or composite in the tree, with all that `load` needs to build it again.
+    """A container or composite in the tree, with all that `load` needs to rebuild it.
 
     Attributes:
         path: Its place in the tree; the root has `()`.
@@ -66,12 +66,12 @@ class Node:
 
 
 def ranks_node(path: ObjectPath, count: int, /) -> Node:
-    """Return the node of what each of `count` ranks stores for itself, below its number."""
+    """Return the node for objects of each of `count` ranks, each rank's below its number."""
     return Node(path, "dict", {"ranks": count})
 
 
 def ranks_of(node: Node | None, /) -> int | None:
-    """Return how many ranks have stored something of their own there; None: another node."""
+    """Return how many ranks have stored their own objects there; None for other nodes."""
     count = None if node is None or node.form != "dict" else node.meta.get("ranks")
     return count if type(count) is int and count > 0 else None
 
@@ -112,7 +112,7 @@ class Difference:
         stored: What the checkpoint has, in a few words (`"shape [3]"`).
         here: What the template has, in a few words.
         sentences: The difference as whole sentences for an error, each naming its path.
-        skippable: Whether `strict=False` may leave the live object as it is.
+        skippable: Whether `strict=False` may leave the live object unchanged.
         advice: What else to do about the difference, as the end of a sentence; may be empty.
     """
 
@@ -129,9 +129,8 @@ class Placement:
     """A provider's plan of a restore. Before `finish` only the memory of targets changes.
 
     Attributes:
-        targets: Memory to fill, of one object in one target or in several. Core compares each with
-            the stored object: without one it is missing; another kind, dtype or shape is a
-            mismatch.
+        targets: Memory to fill; an object has one target or several. Core compares each with the
+            stored object: without one it is missing; another kind, dtype or shape is a mismatch.
         values: Paths of value objects that were used (for the report and for `missing`).
         missing: Further paths that the template has and the checkpoint lacks.
         problems: Whole sentences on any other difference, each naming its path.
@@ -151,19 +150,19 @@ class Placement:
     numbered: list[ObjectPath] = field(default_factory=list)
     """Optimizers that load all of their state by the numbers of parameters.
 
-    No part of it can be left out, so it is not restored while `strict=False` skips a parameter.
+    No part of that state can be left out, so none is restored if `strict=False` skips a parameter.
     """
     passed_over: list[ObjectPath] = field(default_factory=list)
-    """Paths at and below which stored objects are known, and not restored: those of other ranks.
+    """Paths at and below which objects belong to other ranks, and are not restored.
 
-    They are not reported as unexpected.
+    These objects are not reported as unexpected.
     """
     tied: dict[ObjectPath, ObjectPath] = field(default_factory=dict)
-    """Missing paths of memory that is filled all the same, from the other path; set by core."""
+    """Missing paths whose memory is still filled, from the other path; set by core."""
     replaces: bool = False
     """Whether `finish` returns another object than the live one (a read-only array's copy).
 
-    A tuple cannot take another object; core finds that before anything is written. Not set for
+    A tuple cannot take another object; core detects that before it writes anything. Not set for
     values.
     """
     settle: list[Callable[[], object]] = field(default_factory=list)
@@ -175,7 +174,7 @@ class Placement:
         self.problems += difference.sentences
 
     def absorb(self, other: Placement) -> None:
-        """Take over everything of `other` but its `finish`, and whether it replaces."""
+        """Add everything of `other` except `finish`, `tied` and `replaces`."""
         self.targets += other.targets
         self.values += other.values
         self.missing += other.missing
@@ -192,14 +191,14 @@ class Placement:
 
 
 class DescribeContext(ABC):
-    """What a provider may call while it describes.
+    """The calls that a provider may make while it describes.
 
     Attributes:
         allow_pickle: Whether values may be pickled.
         rank: The number of this rank among those that save together.
-        world_size: How many there are.
-        role: The role of all that `describe_all` is asked for, where the caller gives one. An
-            object that has it need not be made again.
+        world_size: The number of these ranks.
+        role: The role of all objects of a `describe_all` call, if the caller gives one. An object
+            that has it need not be created again.
     """
 
     allow_pickle: bool
@@ -211,7 +210,7 @@ class DescribeContext(ABC):
     def describe(
         self, value: object, path: ObjectPath, /, *, role: Role | None = None
     ) -> Iterator[StateObject | Node]:
-        """Describe a child by whichever provider claims it; `role` overrides the leaves' roles.
+        """Describe a child by the provider that claims it; `role` overrides the leaves' roles.
 
         Raises:
             UnsupportedStateError: No provider can store it; the message names the full path.
@@ -220,9 +219,9 @@ class DescribeContext(ABC):
     def describe_each(
         self, values: Sequence[object], paths: Sequence[ObjectPath], roles: Sequence[Role | None], /
     ) -> Sequence[Sequence[StateObject | Node]]:
-        """Describe several children, as `describe` does one; the entries of each, in order.
+        """Describe several children as `describe` does; return the entries of each, in order.
 
-        For thousands of tensors it takes a fraction of the time.
+        For thousands of tensors this takes a fraction of the time.
 
         Raises:
             UnsupportedStateError: As for `describe`.
@@ -232,7 +231,7 @@ class DescribeContext(ABC):
 
     @abstractmethod
     def parameter_names(self, tensor: object, /) -> Sequence[str]:
-        """Return the names that modules of the tree give to this very tensor, best first."""
+        """Return the names that modules of the tree give to this tensor object, best first."""
 
     def of_this_rank(self, path: ObjectPath, /) -> None:
         """Declare that at and below `path` each rank has its own objects, which others may lack.
@@ -243,14 +242,14 @@ class DescribeContext(ABC):
         del path
 
     def recall(self, place: Hashable, basis: object, make: Callable[[], T], /) -> T:
-        """Return what `make` returned in the last save if its basis was equal, else call it.
+        """Return the last save's result of `make` if its basis was equal; else call `make`.
 
         For paths, nodes and the like, which are the same in each save of a job. Core keeps basis
-        and result until the next save: both are never changed, and hold no state.
+        and result until the next save: neither may change, or hold state.
 
         Args:
-            place: Says what is made, and for which part of the tree.
-            basis: All that the result follows from, besides `place`: names, shapes, numbers.
+            place: Identifies the result, and its part of the tree.
+            basis: All that determines the result, besides `place`: names, shapes, numbers.
             make: Makes the result.
         """
         del place, basis
@@ -258,14 +257,14 @@ class DescribeContext(ABC):
 
 
 class PlaceContext(ABC):
-    """What a provider may call while it plans a restore. Paths are the template's.
+    """The calls that a provider may make while it plans a restore. Paths are the template's.
 
     Attributes:
         allow_pickle: Whether stored pickles may be loaded.
         named_optimizers: Whether `rebuild` names the parameters of an optimizer, instead of
             numbering them.
         rank: The number of this rank among those that restore together.
-        world_size: How many there are.
+        world_size: The number of these ranks.
     """
 
     allow_pickle: bool
@@ -277,8 +276,8 @@ class PlaceContext(ABC):
     def takes(self, spec: TensorSpec, stored: TensorSpec, /) -> bool:
         """Return whether core fills memory of `spec` with a tensor of the spec `stored`.
 
-        They are equal, or `restore(cast=True)` lets core convert floats. A target keeps the dtype
-        of its memory.
+        It does if they are equal, or if `restore(cast=True)` lets it convert floats. A target keeps
+        the dtype of its memory.
         """
 
     @abstractmethod
@@ -302,18 +301,18 @@ class PlaceContext(ABC):
 
     @abstractmethod
     def nodes(self, path: ObjectPath, /) -> Sequence[Node]:
-        """Return the stored nodes right below `path`, selected or not, in stored order."""
+        """Return the stored nodes directly below `path`, selected or not, in stored order."""
 
     @abstractmethod
     def provider_version(self, name: str, /) -> int | None:
-        """Return the version of provider `name` that wrote the checkpoint; None if it took no part.
+        """Return the version of provider `name` that wrote the checkpoint; None if none did.
 
-        Never above the version of the installed provider: core refuses such a checkpoint before.
+        Never above the version of the installed provider: core refuses such a checkpoint earlier.
         """
 
     @abstractmethod
     def children(self, path: ObjectPath, /) -> Sequence[str]:
-        """Return the next segments of all that is *selected* below `path`, in stored order.
+        """Return the next segments of all *selected* paths below `path`, in stored order.
 
         These lead to stored objects and to empty containers.
         """
@@ -340,20 +339,20 @@ class PlaceContext(ABC):
 
     @abstractmethod
     def whole(self, path: ObjectPath, /) -> PlaceContext:
-        """Return a context in which all that is stored at and below `path` is selected.
+        """Return a context in which everything stored at and below `path` is selected.
 
-        For a provider that has to know what the selection leaves out. What this context plans is
-        not part of the restore: objects are planned by the context that `place` was given.
+        For a provider that must know what the selection leaves out. Plans of this context are not
+        part of the restore; plan objects with the context that `place` got.
         """
 
     @abstractmethod
     def parameter_names(self, tensor: object, /) -> Sequence[str]:
-        """Return the names that modules of the template give to this very tensor, best first."""
+        """Return the names that modules of the template give to this tensor object, best first."""
 
     def tied_names(self, tensor: object, /) -> Sequence[str]:
-        """Return the names of what the checkpoint has tied to this very tensor.
+        """Return the names that the checkpoint has tied to this tensor object.
 
-        The template may hold it apart: of tied weights each stage of a pipeline has a copy.
+        The template may hold them separately: each stage of a pipeline has a copy of tied weights.
         """
         del tensor
         return ()
@@ -365,11 +364,11 @@ class StateProvider(ABC):
     Attributes:
         name: Entry-point name.
         version: Version of what the provider stores. Recorded with each checkpoint; `place` and
-            `rebuild` learn it by `PlaceContext.provider_version`. An earlier version never gets
-            what a later one has stored.
+            `rebuild` get it from `PlaceContext.provider_version`. An earlier version never gets
+            state that a later one has stored.
         forms: Leaf and node forms that `rebuild` understands; unique among all providers.
         describes_last: Whether its values are described after all other values in dicts, lists and
-            tuples of the tree, since describing the others may change them (random state).
+            tuples of the tree, because describing the others may change them (random state).
     """
 
     api_version: ClassVar[int] = API_VERSION
@@ -380,7 +379,7 @@ class StateProvider(ABC):
 
     @abstractmethod
     def claims(self, kind: type, /) -> int | None:
-        """Return the priority with which this provider claims values of that type; None for no.
+        """Return the priority with which this provider claims values of `kind`; None for no claim.
 
         Providers of Penstock use 10 (anything with `state_dict`) to 50 (exact types). A tie is an
         error.
@@ -392,8 +391,8 @@ class StateProvider(ABC):
     ) -> Iterable[StateObject | Node]:
         """Describe `value` as objects and nodes at and below `path`, without copying tensors.
 
-        A node comes before its children. Plain Python data is frozen to bytes here and now. A value
-        that is one object is described fastest by a tuple of that object.
+        A node comes before its children. This call freezes plain Python data to bytes. For a value
+        that is one object, a tuple of that object is the fastest result.
 
         Raises:
             UnsupportedStateError: Something in it cannot be stored; names the path.
@@ -402,12 +401,12 @@ class StateProvider(ABC):
     def describe_all(
         self, values: Sequence[Any], paths: Sequence[ObjectPath], /, *, context: DescribeContext
     ) -> Iterable[StateObject | Node]:
-        """Describe values of one type, each at its path, in order: as `describe` of each does.
+        """Describe values of one type, each at its path, in order, as `describe` does.
 
-        Core calls it for the children of a container, which may be fifty thousand, where the class
-        that has `describe` or a subclass of it overrides this, and none of `claimed_memory`,
+        Core calls it for the children of a container (there may be fifty thousand) if the class
+        that has `describe`, or a subclass of it, overrides this, and none of `claimed_memory`,
         `unsteady_memory` and `left_out`. A list with one object for each value is the fastest
-        answer.
+        result.
 
         Raises:
             UnsupportedStateError: Something in them cannot be stored; names the path.
@@ -422,12 +421,12 @@ class StateProvider(ABC):
     def place_all(
         self, values: Sequence[Any], paths: Sequence[ObjectPath], /, *, context: PlaceContext
     ) -> list[Target] | None:
-        """Plan the restore of values of one type, each at its path, as `place` of each does.
+        """Plan the restore of values of one type, each at its path, as `place` does.
 
-        Only of values that are memory to be filled, and stay where they are: the answer is the
-        targets of those that are selected, in order. Core calls it for the children of a container,
-        which may be fifty thousand, where the class that has `place` or a subclass of it overrides
-        this, and not where values differ between ranks by nature.
+        Only for values that are memory to fill in place: the result is the targets of the selected
+        values, in order. Core calls it for the children of a container (there may be fifty
+        thousand) if the class that has `place`, or a subclass of it, overrides this, and the values
+        do not differ between ranks by nature.
 
         Returns:
             The targets; None: core calls `place` for each value.
@@ -440,7 +439,7 @@ class StateProvider(ABC):
     ) -> Placement | None:
         """Plan the restore of what `rebuild` would build from `node` into a dict of the template.
 
-        The dict may have another shape than that of the stored objects, such as one by numbers.
+        The dict may have another layout than the stored objects, such as numbers as keys.
 
         Returns:
             The plan; its `finish` returns `value`. None: each item of the dict is restored from
@@ -456,19 +455,19 @@ class StateProvider(ABC):
         """Plan building a value of one of `forms` with no template; `finish()` returns it."""
 
     def on_other_ranks(self, kind: type, /) -> Literal["error", "keep"] | None:
-        """Return whether values of a type it claims differ between ranks by nature.
+        """Return whether values of a claimed type differ between ranks by nature.
 
-        Core then stores the value of each rank, as if it were in a `penstock.PerRank`.
+        Core then stores the value of each rank, like a `penstock.PerRank`.
 
         Returns:
-            None if they do not, and must be equal on all ranks. Otherwise what a restore on another
-            number of ranks does: raise an error, or keep the live value with a warning.
+            None if they do not, and must be equal on all ranks. Otherwise the action of a restore
+            on another number of ranks: raise an error, or keep the live value with a warning.
         """
         del kind
         return None
 
     def parameters(self, value: Any, /) -> Iterable[tuple[str, object]]:
-        """Return `(name, tensor)` for every parameter of `value`; optimizers name theirs by it."""
+        """Return `(name, tensor)` for every parameter of `value`; optimizers use these names."""
         del value
         return ()
 
@@ -480,11 +479,11 @@ class StateProvider(ABC):
     def claimed_values(self, value: Any, /) -> Sequence[object] | None:
         """Return the values of the tree whose memory makes up all of `claimed_memory`.
 
-        Core has just described them, so it knows their memory, and takes a fraction of the time.
+        Core has just described them and knows their memory, so this takes a fraction of the time.
 
         Returns:
-            The very objects that `describe` gave to `describe_each`; None: core asks
-            `claimed_memory`, as it does where one of them was not described so.
+            The same objects that `describe` gave to `describe_each`. None: core calls
+            `claimed_memory`, as it also does if one of them was not given to `describe_each`.
         """
         del value
         return None
@@ -495,9 +494,9 @@ class StateProvider(ABC):
         return ()
 
     def left_out(self, value: Any, /) -> Iterable[tuple[str, object]]:
-        """Return `(name, object)` of what belongs to `value` and is not stored with it.
+        """Return `(name, object)` of objects that belong to `value` and are not stored with it.
 
-        Such as the parameters of an optimizer, or the optimizer of an engine that is stored as a
+        Examples: the parameters of an optimizer; the optimizer of an engine that is stored as a
         module. Core warns of objects that are not in the tree either, and of tensors whose memory
         no object of the tree has.
         """
@@ -521,7 +520,7 @@ def claims_by_values(kind: type[StateProvider], /) -> bool:
 
 
 def _has_faster(kind: type[StateProvider], method: str, *, than: str) -> bool:
-    # Not where a subclass has overridden the slower one alone: what it does would be left out.
+    # False if a subclass overrides only the slower method: its override would not be called.
     for base in kind.__mro__:
         if method in vars(base):
             return base is not StateProvider
@@ -531,8 +530,8 @@ def _has_faster(kind: type[StateProvider], method: str, *, than: str) -> bool:
 
 
 def breach_of_priority(claim: object, kind: type, /) -> str | None:
-    """Return how an answer of `claims(kind)` is wrong, as a clause; None if it is not."""
-    # `isinstance` would take True, which means "yes", for the priority 1.
+    """Return how a result of `claims(kind)` is wrong, as a clause; None if it is not."""
+    # `isinstance` would accept True, which means "yes", as the priority 1.
     if claim is None or type(claim) is int:
         return None
     return (

@@ -1,8 +1,8 @@
 """The tiers of a backend, and the record that identifies the root of each.
 
 The record names this root, and the roots of all other tiers. A tier may be replaced without notice:
-by the empty folder below a file system that is not mounted, by an older backup, by another tier's
-root. `docs/format.md` describes the bytes of the record.
+by the empty folder below an unmounted file system, by an older backup, by another tier's root.
+`docs/format.md` describes the bytes of the record.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _LIMIT_BYTES = 1 << 16
 _MAX_OPENED = (1 << 62) - 1
 _ID = re.compile(r"[0-9a-f]{32}")
 _ACCEPT = (
-    'To take this configuration as it is, save or drain once with roots = "accept" in the options '
-    "of its backend (reading notes nothing), for example: penstock drain "
+    'To accept this configuration, save or drain once with roots = "accept" in the options of its '
+    "backend (reading records nothing), for example: penstock drain "
     "'tiered://?fast=...&durable=...&roots=accept'"
 )
 
@@ -52,14 +52,14 @@ class Tier:
         backend: The backend of the place.
         drain_every: Copy every N-th save to the next tier; 0 copies none automatically.
         drain_bytes_per_s: Most bytes per second to copy to the next tier; None sets no limit.
-        drain_in: Where the copy to the next tier runs: `thread` of this process, or `process` of
-            its own; `auto` takes a process for large checkpoints, where it can open the tiers.
+        drain_in: Where the copy to the next tier runs: a `thread` of this process, or a separate
+            `process`; `auto` uses a process for large checkpoints, if it can open the tiers.
         keep_last: The number of checkpoints that stay here although the next tier has them; None
             keeps all that fit.
         on_full: What a save does when this tier has no room, even after eviction, and the next tier
             does not answer.
         durable: Whether a save counts as durable once it is whole here.
-        accept_root: Whether to take this place for the run's, whatever its root record says.
+        accept_root: Whether to accept this place for the run, whatever its root record says.
     """
 
     name: str
@@ -74,10 +74,10 @@ class Tier:
 
 
 def first_whole(tiers: Iterable[Tier], read: Callable[[Tier], T]) -> T | None:
-    """Return the result of `read` for the first tier where it finds no damage; None: for none.
+    """Return the result of `read` for the first tier where it finds no damage; None if none is.
 
-    A backend of several tiers reads around a missing blob itself. Damage is found by checksums,
-    after the call of the backend returned, so the engine calls this to read around it.
+    A backend of several tiers reads around a missing blob itself. Checksums find damage only after
+    the backend's call has returned, so the engine calls this to read around it.
 
     Args:
         tiers: The tiers in the order in which they are tried.
@@ -97,7 +97,7 @@ class RootRecord:
         run: The run: 32 hex digits, the same in all roots of the run.
         root: The root: 32 hex digits, drawn when the root was first used.
         opened: How many processes have saved or drained with this root.
-        tiers: All roots of the last use, this one included, the fastest first; each with its
+        tiers: All roots of the last use, including this one, the fastest first; each with its
             `opened` at that time.
     """
 
@@ -119,7 +119,7 @@ def encode_root(record: RootRecord) -> bytes:
         "run": record.run,
         "root": record.root,
         "opened": record.opened,
-        "tiers": [list(one) for one in record.tiers],
+        "tiers": [list(entry) for entry in record.tiers],
     }
     return json.dumps(body, indent=1).encode() + b"\n"
 
@@ -128,7 +128,7 @@ def decode_root(data: bytes) -> RootRecord:
     """Read and validate a root record.
 
     Raises:
-        FormatError: `data` is no root record.
+        FormatError: `data` is not a root record.
     """
     try:
         body = json.loads(data)
@@ -147,7 +147,7 @@ def decode_root(data: bytes) -> RootRecord:
 
 def _check_version(body: object) -> None:
     if type(body) is not dict or body.get("penstock") != _VERSION:
-        msg = "it is of another version"
+        msg = "it has another version"
         raise ValueError(msg)
 
 
@@ -160,7 +160,7 @@ def _checked_id(value: object) -> str:
 
 def _checked_count(value: object) -> int:
     if type(value) is not int or not 0 <= value <= _MAX_OPENED:
-        msg = "a count is no integer within bounds"
+        msg = "a count is not an integer within bounds"
         raise ValueError(msg)
     return value
 
@@ -186,24 +186,24 @@ def misplaced_roots(
 ) -> dict[int, str]:
     """Return the tiers to leave alone for now, by number, each with the reason.
 
-    Looks only at the tier in which a checkpoint counts as durable, and at slower ones: what a
-    faster tier has lost with its machine is elsewhere. A tier without a record that has checkpoints
-    is not the empty folder below a file system that is not mounted.
+    Looks only at the fastest durable tier and at slower ones: data that a faster tier has lost with
+    its machine is elsewhere. A tier with checkpoints but no record is not the empty folder below an
+    unmounted file system.
 
     Args:
         tiers: The tiers, the fastest first.
         found: The records of all tiers that have answered; None for a tier without a record.
-        has_checkpoints: Says whether the tier of that number lists any checkpoint; called only for
-            suspicious tiers.
+        has_checkpoints: Returns whether the tier with a number lists any checkpoint; called only
+            for suspicious tiers.
 
     Raises:
-        StorageError: A tier does not say whether it is empty.
+        StorageError: A tier does not list its checkpoints.
         ConfigError: Two tiers are one place, are swapped, or belong to two runs.
     """
     known = {number: record for number, record in sorted(found.items()) if record is not None}
     shown = {number: f"tier {tier.name} ({tier.backend.url})" for number, tier in enumerate(tiers)}
-    for one, other in combinations(known, 2):
-        _check_pair(known, shown, one, other)
+    for first, second in combinations(known, 2):
+        _check_pair(known, shown, first, second)
     for record in known.values():
         ids = [root for root, _ in record.tiers]
         order = [number for number in known if known[number].root in ids]
@@ -225,8 +225,8 @@ def misplaced_roots(
                 continue
             reasons[blank] = (
                 f"{shown[blank]} is not the place to which {shown[number]} was copied so far: "
-                f"no run has used it yet. Is its file system mounted? Until it is back nothing is "
-                f"read from there, nor copied there. {_ACCEPT}"
+                f"no run has used it yet. Is its file system mounted? Until it is back, nothing is "
+                f"read from it or copied to it. {_ACCEPT}"
             )
     return reasons
 
@@ -237,18 +237,18 @@ def first_durable(tiers: Sequence[Tier]) -> int:
 
 
 def _check_pair(
-    known: Mapping[int, RootRecord], shown: Mapping[int, str], one: int, other: int
+    known: Mapping[int, RootRecord], shown: Mapping[int, str], first: int, second: int
 ) -> None:
-    if known[one].root == known[other].root:
+    if known[first].root == known[second].root:
         msg = (
-            f"{shown[one]} and {shown[other]} are one place, perhaps by way of the network, or one "
-            "is a copy of the other: what is evicted from the faster one could be lost. Give each "
-            f"a place of its own, or delete {ROOT_NAME} in the one that is a copy."
+            f"{shown[first]} and {shown[second]} are one place, perhaps over the network, or one "
+            "is a copy of the other: data evicted from the faster one could be lost. Give each its "
+            f"own place, or delete {ROOT_NAME} in the copy."
         )
         raise ConfigError(msg)
-    if known[one].run != known[other].run:
+    if known[first].run != known[second].run:
         msg = (
-            f"{shown[one]} and {shown[other]} belong to two runs: nothing was changed. Give each "
-            f"run places of its own. {_ACCEPT}"
+            f"{shown[first]} and {shown[second]} belong to two runs. Nothing was changed. Give "
+            f"each run its own places. {_ACCEPT}"
         )
         raise ConfigError(msg)

@@ -488,7 +488,7 @@ class Catalog:
     def _damaged(self, step: int, error: PenstockError) -> str:
         return (
             f"the checkpoint of step {step} on {self._backend.url} is damaged: {error}; restore "
-            "another step: `penstock verify --all` says which are whole, and "
+            "another step: `penstock verify --all` shows which are whole, and "
             "`restore(on_damage='fallback')` takes the newest"
         )
 

@@ -290,7 +290,7 @@ def _prune_one(backend: Backend, how: _How) -> PruneReport:
         len(survey.data),
         len(survey.data.keys() & survey.needed.union(stays)),
     )
-    probes = backend.list(CLOCK_PREFIX)  # records that a killed `store_time_s` left behind
+    probes = backend.list(CLOCK_PREFIX)  # records that a killed `store_time_s` left
     if not how.dry_run:
         backend.delete([probe.name for probe in probes if probe.modified_s < limit_s])
         backend.sweep(limit_s)

@@ -53,7 +53,7 @@ TASKS = {
         "copy": ("commands.copy", "Copy checkpoints to another place."),
         "export": ("commands.files", "Write a checkpoint as files of another tool."),
         "import": ("commands.files", "Save files of another tool as a checkpoint."),
-        "drain": ("commands.drain", "Copy to slower tiers what is still to be copied."),
+        "drain": ("commands.drain", "Copy pending checkpoints to slower tiers."),
     },
     "Keep": {
         "annotate": ("commands.annotate", "Add metadata to a checkpoint."),
@@ -71,7 +71,7 @@ TASKS = {
         "schema": ("commands.plugins", "Print the schema of configurations."),
     },
     "Delete": {
-        "prune": ("commands.delete", "Delete what crashed saves left behind."),
+        "prune": ("commands.delete", "Delete the leftovers of crashed saves."),
         "delete": ("commands.delete", "Delete checkpoints."),
         "compact": ("commands.compact", "Make checkpoints of a chain stand alone."),
     },
@@ -351,7 +351,7 @@ def ask(question: str, *, yes: bool) -> None:
     if yes:
         return
     question = visible(question)
-    # Input from a pipe does not count: a user, or `--yes`, decides what is deleted.
+    # Input from a pipe does not count: only a user, or `--yes`, may decide to delete.
     if sys.stdin is None or not sys.stdin.isatty():
         msg = f"there is no terminal to ask, so pass --yes, or try --dry-run: {question}?"
         raise typer.BadParameter(msg)

@@ -10,7 +10,7 @@ _MANY = 50_000
 """If a hold makes more objects, they become old at once: the collector would visit each 3 times."""
 
 _STARTUP = 1_000
-"""At most as many objects are frozen when Python 3.12 starts; a user freezes far more of them."""
+"""Python 3.12 freezes at most this many objects at startup; a user freezes far more."""
 
 
 class _CollectionHold:
@@ -39,7 +39,7 @@ class _CollectionHold:
             self._holders -= 1
             if not self._holders and self._enabled:
                 if gc.get_count()[0] > _MANY and gc.get_freeze_count() < _STARTUP:
-                    # Both only join lists: what is young is of the oldest generation now.
+                    # Both only join lists: young objects are in the oldest generation now.
                     gc.freeze()
                     gc.unfreeze()
                 gc.enable()

@@ -1,7 +1,7 @@
 """Deadlines, watchdogs, and calls of a store that may never return.
 
 Store calls cannot be cancelled: the kernel, or a library, holds the thread. So code that must not
-hang with a store makes the call on a daemonic thread of its own, and waits for it until a deadline.
+hang with a store makes the call on a separate daemonic thread, and waits for it until a deadline.
 Then it leaves the thread behind, with everything that the call uses. A daemonic thread does not
 keep the interpreter from exiting.
 """

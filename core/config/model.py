@@ -104,7 +104,7 @@ def _list_of_codecs(value: object) -> object:
     elif isinstance(value, Mapping):
         msg = 'Input should be a list: [{"type": "zstd", "level": 3}]'
     elif isinstance(value, list | tuple) and AUTO in value:
-        msg = f'"{AUTO}" stands alone, without a list: codecs = "{AUTO}"'
+        msg = f'"{AUTO}" must not be in a list: codecs = "{AUTO}"'
     if msg:
         raise ValueError(msg)
     return value
@@ -343,8 +343,8 @@ class CheckpointerConfig(_Model):
         io_timeout_s: Seconds that one request may take before the store counts as stuck, and the
             save, restore or call ends with `StorageTimeoutError`.
         ranks: `"auto"`: the ranks of torch.distributed save one checkpoint together. `"alone"`:
-            each process saves for itself, to a root of its own.
-        rank_timeout_s: Seconds that a rank may make no progress before the others give the save up
+            each process saves alone, to its own root.
+        rank_timeout_s: Seconds that a rank may make no progress before the others give up the save
             with a `RankError`.
         read_once_per_host: Whether one rank of each host reads what several of them need in a
             restore, and hands it to the others through shared memory.

@@ -179,7 +179,7 @@ class Compactor:
     def compact(
         self, record: CommitRecord, on_progress: Callable[[Progress], None] | None = None
     ) -> CompactedStep:
-        """Replace a checkpoint by one that borrows nothing: same objects, metadata and codecs.
+        """Replace a checkpoint with one that borrows nothing: same objects, metadata and codecs.
 
         Raises:
             CheckpointGoneError: It was deleted or saved again meanwhile, and stays so.

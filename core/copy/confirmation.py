@@ -106,7 +106,7 @@ def _has_all_data(target: Backend, record: CommitRecord, sizes: Mapping[str, int
 def check_same_manifest(target: Backend, there: CommitRecord, record: CommitRecord) -> None:
     """Refuse a commit record of the target that has the uid of `record`, but names other data.
 
-    A uid is no secret. A user who can write the source could give a checkpoint the uid of one that
+    A uid is not secret. A user who can write the source could give a checkpoint the uid of one that
     the target has, and have the target's data replaced as if it were a damaged copy.
 
     Raises:

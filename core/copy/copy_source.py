@@ -166,7 +166,7 @@ class _BlobRanges:
     def agree(self, blob: BlobRecord) -> None:
         """Raise if another part records another length for this blob."""
         if blob.length != self.blob.length:
-            msg = f"two parts say that {blob.name} has {self.blob.length} and {blob.length} bytes"
+            msg = f"two parts give {blob.name} {self.blob.length} and {blob.length} bytes"
             raise FormatError(msg, [blob.name])
 
     def add(self, frame: Frame, block_bytes: int) -> None:

@@ -1,6 +1,6 @@
 """The files of a copy at its target: which may exist already, and how they are published.
 
-A uid is no secret: a user who can write the source could give a checkpoint the uid of another
+A uid is not secret: a user who can write the source could give a checkpoint the uid of another
 checkpoint of the target, or of a save in flight there, and make a copy destroy that data.
 """
 

@@ -51,7 +51,7 @@ class Change:
         path: The shown path of the object or container; for metadata, the key.
         what: `only_a`, `only_b`; `type` (kind, dtype, shape or form), `tie` (tied or not, or to
             another object), `bytes` (of a tensor), `value`; `container`; `metadata`.
-        a: A short description of it in the first checkpoint; None if it is not there.
+        a: Its short description in the first checkpoint; None if it is not there.
         b: The same in the second checkpoint.
         norms: The norms of the difference of two tensors, if requested.
     """

@@ -329,7 +329,7 @@ def decode_digests(data: bytes) -> npt.NDArray[np.uint32]:
 def hosts_together(
     sets: Sequence[tuple[int, ...]], rank: int
 ) -> tuple[Sequence[tuple[int, ...]], int]:
-    """Return the at most `MOST_HOSTS` hosts that share with that of `rank`, and its place there.
+    """Return the hosts, at most `MOST_HOSTS`, that share with that of `rank`, and its place there.
 
     Args:
         sets: The ranks of each host, the same on every rank.

@@ -142,7 +142,7 @@ class Meeting:
                     line.close()
                 else:
                     lines[member] = line
-            # Checked after each connection: a stranger who keeps connecting must not block us.
+            # Checked after each connection: a stranger that keeps connecting must not block us.
             if len(held) < len(self._ranks) and gives_up():
                 return None
         ends = self._socket_pairs(fds)

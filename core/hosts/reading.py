@@ -105,7 +105,7 @@ class JobReading:
                 Census.announce(self._group)
 
     def share(self, jobs: Sequence[FrameJob[CodecChain]]) -> SharedReading | None:
-        """Agree with the other ranks on who reads what.
+        """Agree with the other ranks on the reads of each.
 
         Args:
             jobs: What this rank needs, possibly nothing.
@@ -186,7 +186,7 @@ class JobReading:
         sets: Sequence[tuple[int, ...]],
         opened: ExitStack,
     ) -> Ways | None:
-        """Agree with other hosts on who reads what; None if this host continues without them."""
+        """Agree with other hosts on the reads of each; None if this host continues alone."""
         hosts, place_here = hosts_together(sets, self._group.place.rank)
         if len(hosts) == 1:
             return None

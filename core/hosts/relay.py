@@ -257,7 +257,7 @@ class Relay:
             source.pool.join(deadline.left_s())
         self._server.join(deadline)
 
-    # -- whom this rank reads for ------------------------------------------------------------------
+    # -- ranks that this rank reads for ------------------------------------------------------------
 
     def _credentials(self, rank: int) -> Credentials | None:
         known = rank in self._recipients
@@ -308,7 +308,7 @@ class Relay:
             self._changed.notify_all()
         self._server.disconnect(rank)
         if recipient is not None and recipient.waited:
-            self.warn(f"rank {rank} reads alone what this rank was to pass on: {why}")
+            self.warn(f"rank {rank} reads bytes itself that this rank should pass on: {why}")
 
     # -- both --------------------------------------------------------------------------------------
 
@@ -454,7 +454,7 @@ class RelayedStore(DelegatingBackend):
         error = future.exception()
         if error is not None:
             if not isinstance(error, BlobNotFoundError):
-                self._relay.warn(f"what rank {rank} was to pass on is read here: {error}")
+                self._relay.warn(f"bytes that rank {rank} should pass on are read here: {error}")
             return False
         with self._lock:
             self._received[_place(request)].append(rank)

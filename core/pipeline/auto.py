@@ -213,7 +213,7 @@ class ChainChoices:
         return captured, []
 
     def measure(self, raw_written: Callable[[], tuple[int, float]]) -> None:
-        """Measure the store's rate, or decide to write as many bytes raw again.
+        """Measure the store's rate, or decide to write the same amount raw again.
 
         Args:
             raw_written: Waits until no raw bytes are in flight; returns the raw bytes that this
@@ -257,7 +257,7 @@ class ChainChoices:
         for index, result in results.items():
             if self._is_open(index):
                 stored[self._class(index)] += result.length
-        unmeasured = CodecChoice("", None, "raw: all of it was needed to measure the store", 0, 0)
+        unmeasured = CodecChoice("", None, "raw: all bytes were needed to measure the store", 0, 0)
         return tuple(
             replace(
                 self._choices.get(name, unmeasured),
@@ -303,7 +303,7 @@ class ChainChoices:
         codec = codecs.pop() if len(codecs) == 1 else None
         if codec is None:
             return CodecChoice("", None, "raw: too few bytes to gain anything", 0, 0)
-        return CodecChoice("", codec, f"{codec}: too few bytes for a blob of their own", 0, 0)
+        return CodecChoice("", codec, f"{codec}: too few bytes for a separate blob", 0, 0)
 
     def _choose(self, name: str, item: Captured, store_bytes_per_s: float) -> CodecChoice:
         """Make the workers encode the middle of a chunk with each codec, then choose."""

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock")
 
-# The most messages without an answer. They, and as many answers, fit into a socket's buffer, so
-# that no two processes wait for each other because an answer has no room.
+# The most messages without an answer. These and their answers fit into a socket's buffer, so that
+# no two processes wait for each other because an answer has no room.
 _MOST_UNANSWERED = 16
 _MOST_RECORDS = 256
 _HEADER = struct.Struct("<BI")  # the kind of the message, and its number

@@ -140,7 +140,7 @@ def decode_link(
     codec: Codec, source: memoryview, target: memoryview, context: CodecContext
 ) -> None:
     """Call `Codec.decode`; raise CodecError if it fails, MemoryError if memory is short."""
-    # Too little memory is no flaw of the frame.
+    # Too little memory is not a flaw of the frame.
     with _calling(
         codec, lambda: f"failed on a frame of {source.nbytes} bytes", passing=MemoryError
     ):

@@ -112,7 +112,7 @@ class _OpenBlob:
         return self._name, length
 
     def abort(self) -> None:
-        """Give the blob up; nothing may be in flight."""
+        """Give up the blob; nothing may be in flight."""
         self._writer.abort()
 
 
@@ -164,7 +164,7 @@ class _EncodedBlob:
             return self._blob.seal(self._base + self._filled)
 
     def abort(self) -> None:
-        """Wait until nothing is in flight, then give the blob up."""
+        """Wait until nothing is in flight, then give up the blob."""
         for flight in self._flights:
             if flight is not None:
                 flight.exception()
@@ -374,7 +374,7 @@ class FrameWriter:
         return blobs
 
     def abort(self) -> None:
-        """Give both blobs up; on return the store uses no memory of the save."""
+        """Give up both blobs; on return the store uses no memory of the save."""
         for batch in self._batches:
             for future in batch.futures:
                 future.exception()

@@ -106,7 +106,7 @@ def one_copy(shape: Sequence[int], regions: Sequence[Region]) -> list[int] | Non
 
 
 class _TooLongError(Exception):
-    """A search has checked as many regions as it may."""
+    """A search has reached its limit of regions."""
 
 
 class _Search:

@@ -367,8 +367,8 @@ def replicas_of(entry: StateObject) -> object:
         return replica.place
     if replica.count == 1:
         return 1
-    # Sharding by hand does not name these ranks: another object with as many replicas may be on
-    # other ranks.
+    # Sharding by hand does not name these ranks: another object with the same number of replicas
+    # may be on other ranks.
     return replica.ranks or (replica, entry.path)
 
 

@@ -108,7 +108,7 @@ def chunks_of_rank(
 
 
 def bytes_of_rank(plan: SavePlan) -> tuple[int, int]:
-    """Return the raw bytes that ranks of equal structure hold alike, and this rank's other bytes.
+    """Return the raw bytes that ranks of equal structure share, and this rank's other bytes.
 
     Data shared with the ranks of a mesh counts in part, so the other bytes of all ranks add up to
     the bytes stored.

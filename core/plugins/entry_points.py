@@ -155,14 +155,14 @@ def _breach_of_facts(cls: Any) -> str | None:
         oldest: object = cls.oldest_readable
         if type(oldest) is not int or not 1 <= oldest <= cls.version:
             return (
-                f"says {oldest!r} for oldest_readable: it must be an integer from 1 to its "
+                f"declares oldest_readable = {oldest!r}: it must be an integer from 1 to its "
                 f"version, {cls.version}"
             )
         for fact in ("lossless", "needs_base"):
             value = getattr(cls, fact, None)
             if not isinstance(value, bool):
-                said = "does not say whether it is" if value is None else f"says {value!r} for"
-                return f"{said} {fact}: write `{fact} = True` or `{fact} = False` into the class"
+                flaw = f"does not declare {fact}" if value is None else f"has {fact} = {value!r}"
+                return f"{flaw}: write `{fact} = True` or `{fact} = False` into the class"
     if issubclass(cls, StateProvider) and not _declares(cls, "forms"):
         return (
             "does not declare its forms: list in `forms` what its `rebuild` accepts, or write "
@@ -189,8 +189,8 @@ def _breach_of_versions(cls: Any, contract: Any, distribution: str) -> str | Non
         )
     if not says_its_version(cls):
         return (
-            f"does not say for which version of the {contract.__name__} contract it was written: "
-            f"write `api_version = {API_VERSION}` into the class"
+            f"does not declare its version of the {contract.__name__} contract: write "
+            f"`api_version = {API_VERSION}` into the class"
         )
     return None
 
@@ -227,14 +227,14 @@ def _breach_of_codec(codec: Codec) -> str | None:
     chunk = bytes(range(250)) * 4
     size: object = codec.max_encoded_size(len(chunk))
     if type(size) is not int or size < 0:
-        return f"says {size!r} for max_encoded_size({len(chunk)}): it must be an int"
+        return f"returned {size!r} from max_encoded_size({len(chunk)}): it must be an int"
     if not isinstance(codec.config, codec.Config):
         return "does not keep its options as `config`: they are stored with each checkpoint"
     base = memoryview(chunk[::-1]) if codec.needs_base else None
     context = CodecContext("uint8", 1, (len(chunk),), 0, len(chunk), base, codec.version)
     output: object = codec.output(replace(context, base=None))
     if not isinstance(output, CodecOutput):
-        return f"says {output!r} for its output: it must be a CodecOutput"
+        return f"returned {output!r} from output: it must be a CodecOutput"
     try:
         return _breach_of_frames(codec, chunk, memoryview(bytearray(size)), context)
     except CodecError as error:
@@ -261,7 +261,7 @@ def _breach_of_backend(backend: Backend) -> str | None:
         url: object = backend.url
         capabilities: object = backend.capabilities
     if not isinstance(url, str) or not url:
-        return f"says {url!r} for its url: it must be a string that shows where it is"
+        return f"has {url!r} as its url: it must be a string that shows its location"
     if not isinstance(capabilities, Capabilities):
         return f"has capabilities of type {type(capabilities).__name__}: it must be Capabilities"
     return None

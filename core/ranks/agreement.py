@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock")
 
-# Errors of rank 0 that all ranks raise unchanged: `except StepExistsError` must work alike on all.
+# Errors of rank 0 that all ranks raise unchanged: `except StepExistsError` must work on all.
 _ALIKE: tuple[type[SaveError], ...] = (BusyError, StepExistsError)
 
 _FINAL = frozenset({Step.DONE, Step.CLEAN_UP, Step.KEEP, Step.REPORT_UNKNOWN, Step.REPORT_STOPPED})
@@ -126,7 +126,7 @@ class SaveAgreement(RankSession[SaveRound]):
         self._assumed: RankPlaces | None = None
         self._indices: Mapping[str, Sequence[int]] = {}
         self.structures: Sequence[str] = ()
-        """The digests of the structures of all ranks, in order, once they arrive; rank 0 alone."""
+        """The digests of all ranks' structures, in order, once they arrive; only on rank 0."""
 
     @property
     def terms(self) -> Mapping[str, Any]:
@@ -151,7 +151,7 @@ class SaveAgreement(RankSession[SaveRound]):
         self.start()
 
     def gather(self) -> dict[int, Mapping[str, Any]]:
-        """Wait until all ranks are here; return the `arrive` post of each; rank 0 alone.
+        """Wait until all ranks are here; return the `arrive` post of each; only on rank 0.
 
         Raises:
             PenstockError: The save is given up.
@@ -163,11 +163,11 @@ class SaveAgreement(RankSession[SaveRound]):
         return {0: self._arrival, **self.tell(lambda r: dict(r.others.arrived))}
 
     def skip(self, reason: str) -> None:
-        """Tell all ranks that this step is skipped, which is no failure; rank 0 alone."""
+        """Report to all ranks that this step is skipped, not failed; only on rank 0."""
         self.tell(lambda r: r.refuse(reason, {"skipped": True}))
 
     def go(self, arrivals: Mapping[int, Mapping[str, Any]], terms: Mapping[str, Any]) -> None:
-        """Tell all ranks to write; rank 0 alone."""
+        """Order all ranks to write; only on rank 0."""
         posts = [arrivals[rank] for rank in range(self.world_size)]
         try:
             self._indices = indices_of([post.get("shared", {}) for post in posts])
@@ -206,9 +206,9 @@ class SaveAgreement(RankSession[SaveRound]):
         self.group.places.note(self._brought.key, places, assumed=self._assumed)
         if self._assumed is not None and self._assumed != places:
             msg = (
-                f"step {self._step}: the state of another rank has another structure than when it "
-                "was saved last, and this rank has captured its share for the old one. The next "
-                "save is planned for the new one"
+                f"step {self._step}: the state of another rank has another structure than at its "
+                "last save, and this rank has captured its share for the old one. The next save is "
+                "planned for the new one"
             )
             raise SaveError(msg)
         return places
@@ -275,7 +275,7 @@ class SaveAgreement(RankSession[SaveRound]):
         return self.tell(lambda r: dict(r.others.parts))
 
     def check_values(self, parts: Mapping[int, Mapping[str, Any]]) -> frozenset[str]:
-        """Compare the values that must be equal on ranks; rank 0 alone.
+        """Compare the values that must be equal on ranks; only on rank 0.
 
         Returns:
             The shown paths of values that mark an empty place of a rank; see `nothing_in`.
@@ -313,7 +313,7 @@ class SaveAgreement(RankSession[SaveRound]):
         return load_values([piece or b"" for piece in posts], f"the values of rank {rank}")
 
     def merged(self) -> None:
-        """Ask for the commit, and wait for the right to publish; rank 0 alone.
+        """Ask for the commit, and wait for the right to publish; only on rank 0.
 
         Raises:
             PenstockError: The save is given up.
@@ -322,7 +322,7 @@ class SaveAgreement(RankSession[SaveRound]):
         self._next(Step.PUBLISH)
 
     def published(self, result: Result, cause: str = "", totals: Sequence[int] = ()) -> None:
-        """Report the result of the publish; rank 0 alone."""
+        """Report the result of the publish; only on rank 0."""
         self.tell(lambda r: r.published(result, cause, totals))
 
     @property
@@ -332,7 +332,7 @@ class SaveAgreement(RankSession[SaveRound]):
         return () if result is None else result.totals
 
     def give_up(self, error: BaseException) -> BaseException:
-        """Tell the others that this rank has failed, and wait until the end of the round is known.
+        """Report this rank's failure to the others; wait until the end of the round is known.
 
         Returns:
             The error to report: `error`, or an error that names the first rank to fail.
@@ -476,7 +476,7 @@ class AgreementOfOne:
         """Do nothing: no other rank can fail."""
 
     def seal(self, part: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
-        """Tell the table of the save that all data is durable."""
+        """Report to the table of the save that all data is durable."""
         del part
         self._commit.feed(Event.SEALED)
         return {}
@@ -502,7 +502,7 @@ class AgreementOfOne:
 
 def _not_shared(url: str, tier: str | None) -> str:
     """Return the message of a rank that does not see what rank 0 has published at `url`."""
-    what = f"what rank 0 has published is not on {url} as this rank sees it"
+    what = f"this rank does not see on {url} what rank 0 has published there"
     if tier is None:
         return f"{what}: is the folder shared by all hosts? {SEVERAL_CHECKPOINTERS}"
     # `what` first: the cause that other ranks get is cut.

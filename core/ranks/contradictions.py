@@ -105,17 +105,16 @@ def _form(node: Node | None) -> str:
 
 
 def _contradiction(path: ObjectPath, two: tuple[_Object | _Container, _Container]) -> SaveError:
-    one, other = sorted(two, key=lambda each: each.ranks[0])
+    first, second = sorted(two, key=lambda entry: entry.ranks[0])
     return SaveError(
-        f"{show_path(path)} is {_in_words(one)} on {shown_ranks(one.ranks)}, and "
-        f"{_in_words(other)} on {shown_ranks(other.ranks)}: one path has to be of one kind on all "
-        "ranks that have it; give what differs keys of its own, or None to ranks that have nothing "
-        "there"
+        f"{show_path(path)} is {_in_words(first)} on {shown_ranks(first.ranks)}, and "
+        f"{_in_words(second)} on {shown_ranks(second.ranks)}: a path must be of one kind on all "
+        "ranks that have it; use different keys, or None on ranks that have nothing there"
     )
 
 
-def _in_words(one: _Object | _Container) -> str:
-    if isinstance(one, _Object):
-        return f"a {one.kind}"
-    more = " of objects" if one.form in CONTAINERS else ""
-    return f"{with_article(one.form)}{more}"
+def _in_words(entry: _Object | _Container) -> str:
+    if isinstance(entry, _Object):
+        return f"a {entry.kind}"
+    more = " of objects" if entry.form in CONTAINERS else ""
+    return f"{with_article(entry.form)}{more}"

@@ -1,6 +1,6 @@
-"""Tells all ranks when their checkpoint is durable: how the copies to slower tiers end.
+"""Reports to all ranks when their checkpoint is durable: how the copies to slower tiers end.
 
-Rank 0 alone copies. It posts the end of each copy, and beats while others wait for a copy. If it is
+Only rank 0 copies. It posts the end of each copy, and beats while others wait for a copy. If it is
 silent for the time-out, they count it as dead and stop waiting.
 """
 

@@ -205,7 +205,7 @@ class RankGroup:
             coordination: The store where they agree; the group closes it.
             timeout_s: A rank that makes no progress for this long counts as dead.
             host: The name of this machine, for messages; default: its host name.
-            writer_bytes: The least bytes that one of several replicas writes; alike on all ranks.
+            writer_bytes: The least bytes that one of several replicas writes; equal on all ranks.
             members: Their numbers in the job, in order; empty if they are the whole job.
             name: The name under which they meet, if any.
             timing: How long to wait, and the clock that counts the silence of others; None: the
@@ -260,7 +260,7 @@ class RankGroup:
         return hashlib.blake2b(seed, digest_size=16).hexdigest()
 
     def give_up(self, number: int, cause: str) -> None:
-        """Tell all ranks that this rank cannot take part, since it failed before it began.
+        """Report to all ranks that this rank cannot take part, since it failed before it began.
 
         On a separate thread: the caller is about to raise an error.
         """
@@ -271,7 +271,7 @@ class RankGroup:
     def refuse(
         self, number: int, kind: Kind, reason: str, terms: Mapping[str, Any] | None = None
     ) -> None:
-        """Tell all ranks that rank 0 does not begin; on a separate thread."""
+        """Report to all ranks that rank 0 does not begin; on a separate thread."""
         post = GoPost(kind, terms or {}, stop=reason)
         self._send(lambda: self.coordination.post(go_key(number), encode(post)))
         self.ended(number)
@@ -294,8 +294,8 @@ class RankGroup:
         if self.place.rank:
             self._send(self._parting.post)
 
-    def follow(self, number: int, told: Callable[[DrainedPost], None]) -> None:
-        """Call `told` with the end of the copies of a round's checkpoint, as `FollowedDrains`.
+    def follow(self, number: int, on_end: Callable[[DrainedPost], None]) -> None:
+        """Call `on_end` with the end of the copies of a round's checkpoint, as `FollowedDrains`.
 
         This rank needs the store for that round until then.
         """
@@ -304,7 +304,7 @@ class RankGroup:
         def release(post: DrainedPost) -> None:
             self._parting.release(number)
             self._send(self._parting.post)
-            told(post)
+            on_end(post)
 
         self.followed_drains.follow(number, release)
 
@@ -315,7 +315,7 @@ class RankGroup:
     def close(self, error: BaseException | None = None) -> None:
         """Close the coordination; on rank 0 after the others know how the last round ended.
 
-        Waits for them at most as long as a rank may stand still. Tells them that this rank has
+        Waits for them at most as long as a rank may stand still. Reports to them that this rank has
         closed, so that no rank waits for it. No thread of this group is left on return, unless the
         store hangs. Idempotent.
 
@@ -338,7 +338,7 @@ class RankGroup:
             self._send(self._take_seats_of_lost)
         if self.place.rank:
             self._parting.leave()
-            with suppress(CoordinationError):  # rank 0 waits for as long as it may stand still
+            with suppress(CoordinationError):  # rank 0 then waits as long as a rank may stand still
                 self._parting.post()
         else:
             self._parting.wait(self.lost, deadline, self.timing.rank_left_poll_s)
@@ -394,7 +394,7 @@ class RanksOfJob:
             name: The name under which the ranks meet, instead of a count of checkpointers.
 
         Raises:
-            ConfigError: The name is empty or no string, or `given` are no numbers of ranks.
+            ConfigError: The name is empty or not a string, or `given` has no ranks.
         """
         if name is not None and (type(name) is not str or not name):
             msg = f"name must be a string, not empty, the same on all ranks; not {show_value(name)}"

@@ -116,7 +116,7 @@ class AgreedStop:
                 continue
             if found is not None:
                 level = logging.INFO if place.rank else logging.WARNING
-                log.log(level, "%s: training is to stop", found.decode())
+                log.log(level, "%s: training must stop", found.decode())
                 return True
 
     def _agree(self) -> int:
@@ -264,7 +264,7 @@ class Preemption:
                 self._passed = step
                 return False
             self._stop = self._passed
-            log.warning("%s: training is to stop", self._asked.get())
+            log.warning("%s: training must stop", self._asked.get())
         return step > self._stop
 
     def _install(self, number: signal.Signals) -> None:
@@ -295,7 +295,7 @@ def _signal(name: str | int) -> signal.Signals:
     try:
         return signal.Signals[name] if isinstance(name, str) else signal.Signals(name)
     except (KeyError, ValueError) as error:
-        msg = f"{show_value(name)} is no signal: use names such as 'SIGTERM'"
+        msg = f"{show_value(name)} is not a signal: use names such as 'SIGTERM'"
         raise ConfigError(msg) from error
 
 

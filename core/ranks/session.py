@@ -109,7 +109,7 @@ class RankSession(Generic[R]):
         return self._thread is not None
 
     def finish(self) -> bool:
-        """Wait until the others can learn all that they need of this rank; return whether they can.
+        """Wait until the others can read all they need from this rank; return whether they can.
 
         Waits for the end of the thread, at most as long as a rank may stand still. After that this
         rank no longer needs the store of the job for this round.

@@ -181,7 +181,7 @@ def structure_digest(
 
     Args:
         entries: Objects and nodes of the state.
-        own_paths: Paths below which each rank has objects of its own, which do not count.
+        own_paths: Paths below which each rank has its own objects, which do not count.
         masters: The objects that may be derived, each with its masters. They determine the writers:
             ranks that disagree could each leave an object to the other.
     """

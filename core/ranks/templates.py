@@ -128,7 +128,7 @@ class TemplatesOfRanks:
         return _judged(fit, _read(verdict, "rank 0's verdict on templates", _WORD))
 
     def end(self) -> None:
-        """Find the objects that no rank's template has, once all have restored; rank 0 alone.
+        """Find the objects that no rank's template has, once all have restored; only on rank 0.
 
         Ranks with another selection do not count. If the store of the job can no longer be read,
         they are all objects that this rank's template lacks.
@@ -168,7 +168,7 @@ class TemplatesOfRanks:
         """Return the posts of the other ranks; waits for all of them."""
         others = range(1, self._group.place.world_size)
         found = self._wait([template_key(self._number, rank, 0) for rank in others])
-        return [_read(data, "what a rank says of its template", _FITS) for data in found]
+        return [_read(data, "a rank's post about its template", _FITS) for data in found]
 
     def _bits_of(self, post: Fields, size: int) -> NDArray[np.uint8]:
         rank, count = post.integer("rank"), post.integer("pieces")
@@ -176,7 +176,7 @@ class TemplatesOfRanks:
             return np.zeros(size, np.uint8)
         keys = [template_key(self._number, rank, number + 1) for number in range(count)]
         data = b"".join(piece or b"" for piece in self._group.coordination.read(keys))
-        bits = decompress(data, f"what rank {rank} says of its template", raw_length=size)
+        bits = decompress(data, f"rank {rank}'s post about its template", raw_length=size)
         return np.frombuffer(bits, np.uint8)
 
     def _wait(self, keys: Sequence[str]) -> list[bytes]:
@@ -205,7 +205,7 @@ class TemplatesOfRanks:
             if ended:
                 msg = "the round of the ranks ended while this one waited for the others"
                 raise RoundOverError(msg)
-            session.moved(0, 0)  # waiting for others is no standstill
+            session.moved(0, 0)  # waiting for others is not a standstill
             time.sleep(max(timing.rank_look_first_s, all_ask_s))
 
 

@@ -139,7 +139,7 @@ class Checkpoint:
     def specs(self) -> Mapping[str, ObjectSpec]:
         """Return the spec of each object by shown path, in tree order, without reading data.
 
-        Builds no tensor and needs no torch. Looking one path up reads only the part of the manifest
+        Builds no tensor and needs no torch. Looking up one path reads only the part of the manifest
         that finds it; iterating reads the whole manifest.
         """
         return Specs(self.contents)
@@ -493,8 +493,8 @@ def _as_region(region: object, shape: tuple[int, ...], path: str) -> Region:
         slices = [item for item in items if isinstance(item, slice)]
         if len(slices) < len(items):
             msg = (
-                f"{region!r} is no region of {path}: pass slices of the leading dimensions, such "
-                "as (slice(0, 1),) for the first row, or a penstock.Region"
+                f"{region!r} is not a region of {path}: pass slices of the leading dimensions, "
+                "such as (slice(0, 1),) for the first row, or a penstock.Region"
             )
             raise SelectionError(msg)
         if len(slices) > len(shape) or any(s.step not in (None, 1) for s in slices):

@@ -124,7 +124,7 @@ class Contents:
         """Return the object that a derived object is derived from; any other object itself.
 
         Raises:
-            FormatError: The master is missing, or is no object to derive from.
+            FormatError: The master is missing, or cannot be derived from.
         """
         path = record.derived
         if path is None:
@@ -281,7 +281,7 @@ class Contents:
         return {values[hashed] for hashed in values.keys() - set(table.hashes.tolist())}
 
     def _nodes_at(self, paths: Collection[ObjectPath]) -> list[NodeRecord]:
-        """Return the nodes at paths, of any part. Nothing is below, so no object led there."""
+        """Return the nodes at paths, of any part. No object is below, so none led there."""
         nodes: dict[ObjectPath, NodeRecord] = {}
         for part in range(len(self.manifest.parts)) if paths else ():
             for section in self.manifest.sections(part):

@@ -14,6 +14,7 @@ from penstock.core.abc import StateObject
 from penstock.core.errors import (
     CheckpointNotFoundError,
     DamagedError,
+    FormatError,
     RestoreError,
     RestoreMismatchError,
     UnsupportedStateError,
@@ -32,6 +33,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock")
 
 T = TypeVar("T")
+
+RESTORE_OLDER = (
+    "Restore an older step: `penstock verify --all` shows which are whole, and "
+    "`restore(on_damage='fallback')` takes the newest."
+)
 
 
 class Candidates:
@@ -66,6 +72,8 @@ class Candidates:
             except DamagedError as error:
                 self.skip(step, error)
                 if not self._remaining:
+                    if isinstance(error, FormatError):  # of a record, which does not name its step
+                        error.add_note(f"Step {step} is damaged. {RESTORE_OLDER}")
                     raise
         if self._damage is not None:
             raise self._damage

@@ -27,6 +27,7 @@ from penstock.core.plan.reads import ObjectRequest
 from penstock.core.ranks.templates import RoundOverError
 from penstock.core.reporting.progress import Meter
 from penstock.core.restore.contents import Contents
+from penstock.core.restore.fallback import RESTORE_OLDER
 from penstock.core.suggest import LISTED
 from penstock.core.tree.select import Selection
 from penstock.core.tree.stored_tree import StoredTree
@@ -388,7 +389,4 @@ def _way_out(checkpoint: Opened, blobs: Collection[str]) -> str:
             return broken_chain(Catalog(checkpoint.backend), record, uids)
     except StorageError as error:
         log.warning("the chain of step %d cannot be read: %s", record.step, str(error))
-    return (
-        "Restore an older step: `penstock verify --all` says which are whole, and "
-        "`restore(on_damage='fallback')` takes the newest."
-    )
+    return RESTORE_OLDER

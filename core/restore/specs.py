@@ -66,8 +66,8 @@ class Rounding:
 
     Attributes:
         lossy: Names of the lossy codecs, which have rounded values; sorted.
-        unknown: Names of the codecs that are not installed or cannot be loaded, so that nobody
-            knows whether they round; sorted.
+        unknown: Names of the codecs that are not installed or cannot be loaded, so that it
+            is unknown whether they round; sorted.
     """
 
     lossy: tuple[str, ...] = ()
@@ -136,7 +136,7 @@ class ObjectSpec:
 class Specs(Mapping[str, ObjectSpec]):
     """The specs of all objects by shown path, in tree order; each is made on access.
 
-    Looking one path up reads the index and one section. Iterating reads the whole manifest.
+    Looking up one path reads the index and one section. Iterating reads the whole manifest.
     """
 
     def __init__(self, contents: Contents) -> None:

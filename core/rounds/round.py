@@ -274,7 +274,7 @@ class Round:
         self._gathers = self._leads
 
     def go(self, terms: Mapping[str, Any]) -> None:
-        """Tell all ranks to begin, under `terms`; rank 0 alone.
+        """Tell all ranks to begin, under `terms`; only on rank 0.
 
         Raises:
             FormatError: The terms are too large for a post; nothing has changed.
@@ -309,7 +309,7 @@ class Round:
         self._happen(Happening.SEALED)
 
     def merged(self) -> None:
-        """Report that the parts are whole; rank 0 alone."""
+        """Report that the parts are whole; only on rank 0."""
         self._happen(Happening.MERGED)
 
     def fail(self, cause: str) -> None:
@@ -561,7 +561,7 @@ class SaveRound(Round):
     tables = SAVE_RANK_0, SAVE_OTHERS
 
     def published(self, result: Result, cause: str = "", totals: Sequence[int] = ()) -> None:
-        """Report the result of the publish; rank 0 alone."""
+        """Report the result of the publish; only on rank 0."""
         self.result = ResultPost(result, cause, tuple(totals))
         self.outbox.put(result_key(self.number), self.result)
         self._happen(_OF_RESULT[result])

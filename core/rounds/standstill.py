@@ -111,7 +111,7 @@ class OtherRanks(Standstill):
 
     @property
     def all_here(self) -> bool:
-        """Whether rank 0 has heard of every other rank in this round; rank 0 alone."""
+        """Whether rank 0 has heard of every other rank in this round; only on rank 0."""
         return len(self.arrived) == len(self._moved_s)
 
     @property

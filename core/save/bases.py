@@ -191,10 +191,10 @@ class SaveBases:
         return self.references
 
     def confirm(self) -> None:
-        """Give the base up if its record is gone. Call this once the intent is published.
+        """Give up the base if its record is gone. Call this once the intent is published.
 
         A deletion that begins later finds the intent and leaves the base's data alone. A save
-        never refers to files that the base has lost otherwise: nobody could read them.
+        never refers to files that the base has lost otherwise: no reader could read them.
         """
         record, backend = self._record, self._backend
         if record is None or backend is None:
@@ -375,7 +375,7 @@ class SaveBases:
     # ------------------------------------------------------------------------------------------
 
     def _read(self, stored: StoredFrame, context: CodecContext) -> memoryview | None:
-        """Return a frame's chunk from the store; on failure give the base up, return None."""
+        """Return a frame's chunk from the store; on failure give up the base, return None."""
         backend = self._backend
         assert backend is not None
         out = self._memory.take(context.raw_length)

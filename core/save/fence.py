@@ -63,8 +63,8 @@ def _before_step(optimizer: Optimizer, *_: object) -> None:
     if not _pending:
         return
     for job, timeout_s in list(_pending.items()):
-        # The step of another trainer is no fence for this job's tensors: an operation on them may
-        # be running, and only the check before the commit would see it.
+        # The step of another trainer does not fence this job's tensors: an operation on them may be
+        # running, and only the check before the commit would see it.
         passes = job.is_changed_by(partial(_storages, optimizer))
         if job.fence(timeout_s, passes=passes) and passes:
             disarm(job)

@@ -427,7 +427,7 @@ class Finish:
             self._raise_if_failed()
 
     def _divide(self, places: RankPlaces) -> None:
-        """Choose this rank's share of the chunks that several ranks hold alike."""
+        """Choose this rank's share of the chunks that several ranks hold."""
         agreement, plan = self._agreement, self.request.plan
         chunks = chunks_of_rank(plan, places, writer_bytes=agreement.writer_bytes)
         plan.spans.update(spans_of_rank(plan, chunks))

@@ -181,7 +181,7 @@ class SaveJob:
         self._may_return.wait()
 
     def interrupt(self, error: BaseException) -> None:
-        """Give the save up because `error` hit the caller of `save` as it waited or prepared."""
+        """Give up the save because `error` hit the caller of `save` as it waited or prepared."""
         if self._may_capture.acquire(blocking=False):
             self._capture_over.open()  # the capture has not begun, and now cannot
         interrupted = SaveAbortedError(f"step {self.request.step}: interrupted")
@@ -275,7 +275,7 @@ class SaveJob:
                 raise self.ending.error
 
     def fail(self, error: BaseException) -> None:
-        """Give the save up: `captured` resolves first, then the other futures."""
+        """Give up the save: `captured` resolves first, then the other futures."""
         self._fail_because(lambda: error)
 
     def _fail_because(self, why: Callable[[], BaseException]) -> None:
@@ -385,7 +385,7 @@ class SaveJob:
                     self._surroundings = None  # it holds the checkpointer, which holds this job
 
     def _skip(self, error: SaveSkippedError) -> None:
-        """Mark the save as skipped by rank 0, which is no failure that a user has to see."""
+        """Mark the save as skipped by rank 0, which is not a failure that users must see."""
         self.handle.skipped = True
         self.handle.error_seen = True
         log.debug("%s", str(error))
@@ -424,7 +424,7 @@ class SaveJob:
         has_started = True
 
     def _watch(self) -> None:
-        """Give the save up when the store makes no progress for `io_timeout_s`."""
+        """Give up the save when the store makes no progress for `io_timeout_s`."""
         if not self._may_watch.acquire(blocking=False):
             return
         watchdog = self._finish.watchdog

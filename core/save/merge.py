@@ -82,7 +82,7 @@ class KnownParts:
 
 
 class PartsOfRanks:
-    """The parts of a save whose ranks have all sealed; rank 0 alone."""
+    """The parts of a save whose ranks have all sealed; only on rank 0."""
 
     def __init__(
         self,

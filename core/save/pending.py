@@ -186,7 +186,7 @@ class Pending:
     def unseen_error(self) -> BaseException | None:
         """Return, once, the error of an ended background save if the user has not seen it."""
         handle, self._unseen = self._unseen, None
-        # A copy to a slower tier that fails after the commit is no failure of the save: the log,
+        # A copy to a slower tier that fails after the commit is not a failure of the save: the log,
         # the future `durable` and `penstock ls` report it.
         if handle is None or handle.error_seen or not handle.committed.done():
             waits = handle is not None and not handle.committed.done()

@@ -149,7 +149,7 @@ def plan_state(  # noqa: PLR0913 - options, each by name
             is_exact=table.is_exact,
             counts=lambda entry: place is None or _is_alike(entry, own_paths),
         )
-    # Ranks share the chunks of what they hold alike, so all have to cut alike.
+    # Ranks share the chunks of data that they all hold, so all must make the same cuts.
     even = share or place is not None
     plan = plan_save(
         objects, chunk_bytes=config.chunk_bytes, masters=masters, even_cuts=even, known=known
@@ -211,7 +211,7 @@ def state_left_out(description: Description, known: Collection[ObjectPath]) -> I
                 _storage(tensor) or 0 for _, tensor in child.provider.parameters(child.value)
             )
     for seen in unchecked:
-        with naming(seen, "naming what is not stored with it"):
+        with naming(seen, "naming objects that are not stored with it"):
             items = list(seen.provider.left_out(seen.value))
         tensors = [storage for _, item in items if (storage := _storage(item)) is not None]
         count = sum(storage not in stored for storage in tensors)

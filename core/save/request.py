@@ -220,17 +220,17 @@ class Onward(Protocol):
     """The way of a checkpoint from its commit until it is durable, through slower tiers."""
 
     def prepare(self, record: CommitRecord) -> None:
-        """Store that the checkpoint must be copied on; called before the commit, by rank 0."""
+        """Store that the checkpoint must be copied; called before the commit, by rank 0."""
         ...
 
     def begin(self) -> None:
         """Note that the checkpoint is committed; `go` follows after the user's callbacks."""
         ...
 
-    def go(self, told: Callable[[BaseException | None], None]) -> None:
-        """Start to copy the committed checkpoint on.
+    def go(self, on_end: Callable[[BaseException | None], None]) -> None:
+        """Start to copy the committed checkpoint.
 
-        `told` is called once: with None when the checkpoint is durable, or with the error that
+        `on_end` is called once: with None when the checkpoint is durable, or with the error that
         prevents it.
         """
         ...

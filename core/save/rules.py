@@ -98,7 +98,7 @@ class ChainTable:
             ]
             if unused:
                 log.warning(
-                    "%s: %s in step %d, so no codec is used for it (said once)",
+                    "%s: %s in step %d, so no codec is used for it (logged once)",
                     rule.shown,
                     "; ".join(nothing_for(pattern, paths) for pattern in unused),
                     step,
@@ -226,7 +226,7 @@ def _warn_of_useless_deltas(
 ) -> None:
     """Warn about options for chains of deltas that no rule makes.
 
-    This is no error: jobs may share a file, its rules may be off for a while, and reading a run
+    This is not an error: jobs may share a file, its rules may be off for a while, and reading a run
     needs neither.
     """
     if "deltas" in config.model_fields_set and not any(c and c.needs_base for c in chains):

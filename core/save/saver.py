@@ -291,7 +291,7 @@ class Saver(SaveSurroundings):
     def _take_turn(self, turn: SaveTurn) -> bool:
         """Wait for the save under way; False: skip this save.
 
-        With several ranks, rank 0 alone decides.
+        With several ranks, only rank 0 decides.
         """
         on_busy = self._config.on_busy
         if not (isinstance(turn, RankTurn) and turn.rank):
@@ -388,7 +388,7 @@ class Saver(SaveSurroundings):
         return watching
 
     def _wait(self, job: SaveJob, wait: Callable[[], None]) -> None:
-        """Wait for `job`; an interrupt of the wait, such as Ctrl-C, gives the save up."""
+        """Wait for `job`; an interrupt of the wait, such as Ctrl-C, gives up the save."""
         try:
             self.pending.outlast(wait)
         except BaseException as error:
@@ -421,7 +421,7 @@ class Saver(SaveSurroundings):
         warn_of_forms(description, self._registry.providers)
         level = logging.INFO if place is not None and place.rank else logging.WARNING
         for sentence in state_left_out(description, self._scanned):
-            log.log(level, "%s (said once)", sentence)
+            log.log(level, "%s (logged once)", sentence)
         self._scanned.update(seen.path for seen in description.seen)
         request = plan_state(
             description,
@@ -474,7 +474,7 @@ class Saver(SaveSurroundings):
                 "optimizer in the state claims tensors. Put the torch.optim.Optimizer itself into "
                 "the state (the inner one, if yours is a wrapper that Penstock does not know); "
                 "capturable optimizers and shared memory are not claimed. You can name tensors "
-                'that change only after the fence: defer="ema/**" (said once)',
+                'that change only after the fence: defer="ema/**" (logged once)',
                 request.step,
             )
 
@@ -508,7 +508,7 @@ class Saver(SaveSurroundings):
             if missing > 0:  # else only its gaps did not fit
                 self._warn_once(
                     "staging is too small for the state: in step %d training was blocked until the "
-                    "store had written %s that did not fit; raise staging_bytes (said once)",
+                    "store had written %s that did not fit; raise staging_bytes (logged once)",
                     report.step,
                     size_text(missing),
                 )

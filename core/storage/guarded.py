@@ -35,7 +35,7 @@ def _is_number(found: object) -> TypeGuard[float]:
 _ANSWERS: Mapping[Operation, tuple[Callable[[object], bool], str]] = {
     "url": (
         lambda found: isinstance(found, str) and bool(found),
-        "a str that shows people where it is",
+        "a str that shows its location",
     ),
     "capabilities": (lambda found: isinstance(found, Capabilities), "Capabilities"),
     "direct_io": (lambda found: isinstance(found, bool), "True or False"),

@@ -1,6 +1,6 @@
 """Several places for one run: drains, eviction, outages, repairs.
 
-Here: the way of a committed checkpoint from a fast place to a durable place. Not here: a single
-copy (`copy`), nor reads from the first place that has a blob (`penstock.backends.tiered`). Only the
+Here: moving a committed checkpoint from a fast place to a durable place. Not here: a single copy
+(`copy`), or reads from the first place that has a blob (`penstock.backends.tiered`). Only the
 facade and the commands import it.
 """

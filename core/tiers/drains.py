@@ -1,8 +1,7 @@
 """Copies checkpoints from tier to tier in the background.
 
 Training never waits for these copies, and never fails because of them. The tier to copy from has a
-mark for each copy that is still to be made (see `whereabouts`), so the next process continues after
-a crash.
+mark for each pending copy (see `whereabouts`), so the next process continues after a crash.
 """
 
 from __future__ import annotations
@@ -56,8 +55,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock")
 
 _LEFT = (
-    "it is whole in a faster tier, where the next process that saves there, or `penstock drain`, "
-    "goes on with it; it was not copied to the durable one yet"
+    "it is whole in a faster tier, but not copied to the durable one yet; the next process that "
+    "saves there, or `penstock drain`, continues"
 )
 
 
@@ -80,11 +79,11 @@ class Drains:
             tiers: The tiers, the fastest first.
             workers: Threads for checksums and for background tasks.
             grace_s: The grace time of `prune`.
-            stuck_s: No wait for a store lasts longer than this without progress.
+            stuck_s: The longest wait for a store without progress.
             backend: The configuration from which another process can open the same tiers; None if
                 threads of this process have to copy.
-            leads: Returns whether this process copies, evicts and repairs: of several ranks, rank 0
-                alone does.
+            leads: Returns whether this process copies, evicts and repairs: of several ranks, only
+                rank 0 does.
         """
         self._leads = leads
         self._tiers = tiers
@@ -150,8 +149,8 @@ class Drains:
             StorageFullError: No tier has room, and the configuration says `raise`.
             StorageError: A tier does not answer, and the step is to be overwritten.
         """
-        # Looked up before this save writes anything: a checkpoint that another process commits
-        # from now on is not replaced.
+        # Looked up before this save writes anything, so that it does not replace a checkpoint that
+        # another process commits meanwhile.
         replaces = self._uids_at(request.step) if request.generation else frozenset()
         self.resume_once()
         number = self.room.place(request.step, request.plan.raw_bytes)
@@ -160,7 +159,7 @@ class Drains:
         return Destination(self._tiers[number].backend, DrainOfSave(self, replaces, number))
 
     def destination_of_ranks(self, request: SaveRequest, turn: RankTurn) -> Destination:
-        """Return the destination of a save of several ranks, whose tier rank 0 chooses later.
+        """Return the destination of a save of several ranks; rank 0 chooses its tier later.
 
         Raises:
             StorageError: A tier does not answer, and the step is to be overwritten; on rank 0.
@@ -183,7 +182,7 @@ class Drains:
             number: The number of the tier.
             uid: The uid of the checkpoint.
             step: The step of the checkpoint.
-            replaces: As for `mark`.
+            replaces: As in `mark`.
 
         Returns:
             Whether the checkpoint is marked.
@@ -210,12 +209,12 @@ class Drains:
         Raises:
             StorageError: A tier does not answer.
         """
-        found: set[str] = set()
+        uids: set[str] = set()
         for number, tier in enumerate(self._tiers):
             look = partial(at_step, tier.backend, step)
             records = self._outages.ask(number, look, despite_pause=True)
-            found.update(record.uid for record in records)
-        return frozenset(found)
+            uids.update(record.uid for record in records)
+        return frozenset(uids)
 
     def committed(self, number: int, record: CommitRecord, on_end: OnEnd, *, marked: bool) -> None:
         """Queue the copy of a checkpoint that was committed in a tier, if it is marked.
@@ -223,7 +222,7 @@ class Drains:
         Args:
             number: The number of the tier.
             record: The commit record.
-            on_end: Called once, with the end of its copies up to the durable tier.
+            on_end: Called once, when its copies up to the durable tier have ended.
             marked: The result of `prepare`.
         """
         waits = marked and number < self.durable
@@ -239,13 +238,13 @@ class Drains:
             self._links[number].add(record)
 
     def having(self, record: CommitRecord) -> tuple[str, ...]:
-        """Return the names of the tiers that have a checkpoint, of those that answer."""
-        found = []
+        """Return the names of the tiers that answer and have a checkpoint."""
+        names = []
         for number, tier in enumerate(self._tiers):
             with suppress(Exception):  # of any kind: the save itself has succeeded
                 if self._outages.ask(number, partial(_holds, tier.backend, record)):
-                    found.append(tier.name)
-        return tuple(found)
+                    names.append(tier.name)
+        return tuple(names)
 
     # -- what earlier processes left -------------------------------------------------------------
 
@@ -253,7 +252,7 @@ class Drains:
         """Begin to `resume`, in the background, unless this process has begun before.
 
         Raises:
-            ConfigError: The tiers are no tiers of one run in this order.
+            ConfigError: The tiers are not those of one run in this order.
         """
         if not self._resumed:
             self.roots.register()
@@ -263,26 +262,24 @@ class Drains:
     def _resume(self) -> None:
         try:
             self.reconcile()
-        except (
-            PenstockError
-        ) as error:  # checkpoints that are marked already are copied all the same
-            log.error("the tiers are not compared: %s", str(error))  # noqa: TRY400 - its text says it
+        except PenstockError as error:  # checkpoints that are already marked are copied anyway
+            log.error("tiers are not compared: %s", str(error))  # noqa: TRY400 - its text says it
         self.resume()
 
     def resume(self) -> int:
         """Queue the copies that earlier processes left; return how many."""
-        found = 0
+        count = 0
         for number, link in enumerate(self._links):
             try:
                 left = pending(self._tiers[number].backend)
             except StorageError as error:
                 log.warning(
-                    "tier %s: what is left to copy: %s", self._tiers[number].name, str(error)
+                    "tier %s: cannot list pending copies: %s", self._tiers[number].name, str(error)
                 )
                 continue
             for record in left:
-                found += link.add(record)
-        return found
+                count += link.add(record)
+        return count
 
     def reconcile(self) -> tuple[list[CommitRecord], dict[str, str]]:
         """Mark the checkpoints that slower tiers have lost; see `mark_lost`."""
@@ -294,15 +291,15 @@ class Drains:
     def withdraw(self, uids: Collection[str]) -> None:
         """Cancel the copies of these checkpoints, before they are deleted.
 
-        On return none of them is being copied: else a copy could publish its commit record after
-        the deletion of its data.
+        On return none of them is being copied: a copy could publish its commit record after the
+        deletion of its data.
         """
         self.repairs.withdraw(uids)
         for link in self._links:
             link.withdraw(uids)
 
     def reinstate(self, uids: Collection[str]) -> None:
-        """Copy withdrawn checkpoints after all, as far as they are marked: deleting them failed."""
+        """Copy withdrawn checkpoints if they are still marked: deleting them failed."""
         self.repairs.reinstate(uids)
         for link in self._links:
             link.reinstate(uids)
@@ -321,7 +318,7 @@ class Drains:
             self.end(record, None)
 
     def send_again(self, number: int, record: CommitRecord) -> bool:
-        """Queue another copy to tier `number`, which has lost a checkpoint it was to copy on.
+        """Queue another copy to tier `number`, which lost a checkpoint before copying it further.
 
         Returns:
             Whether a faster tier has the checkpoint and copies it; else it is gone, or about to be
@@ -336,45 +333,45 @@ class Drains:
                 self._out_of_turn.add(record.uid)
                 mark(backend, record.uid, record.step)
                 self._links[faster].add(record)
-                with self._lock:  # after `add`: `settle`, which compares this, then finds the copy
+                with self._lock:  # after `add`: `settle` compares this, and then sees the copy
                     self._sent_again += 1
-                # A deletion that came before `add` found no copy there, so it called no `on_end`.
+                # A deletion before `add` found no copy there, so it did not call `on_end`.
                 return not self.repairs.is_withdrawn(record.uid)
         return False
 
     def end(self, record: CommitRecord, error: BaseException | None) -> None:
-        """Call the `on_end` of a checkpoint, if it has one that was not called yet."""
+        """Call the `on_end` of a checkpoint, if there is one and it was not called yet."""
         self._out_of_turn.discard(record.uid)
         with self._lock:
             on_end = self._callbacks.pop(record.uid, None)
             self._callback_threads = [t for t in self._callback_threads if t.is_alive()]
             if on_end is not None:
-                # On a thread of its own: users' callbacks may do anything, even wait for the link.
+                # On its own thread: users' callbacks may do anything, even wait for the link.
                 thread = self._workers.spawn("told", partial(_call_back, on_end, error))
                 self._callback_threads.append(thread)
 
     def end_gone(self, number: int, record: CommitRecord) -> None:
-        """End a checkpoint that is gone, and was to be copied to tier `number`.
+        """End a checkpoint that is gone before its copy to tier `number`.
 
-        A compaction of it in a durable tier has all of its objects. It deletes the older generation
-        in the faster tiers, where that may be waiting to be copied.
+        Its compaction in a durable tier has all of its objects. The compaction deletes the older
+        generation in faster tiers, where that generation may be waiting to be copied.
         """
         newer: list[CommitRecord] = []
         for at, tier in enumerate(self._tiers):
             with suppress(StorageError):
                 look = partial(at_step, tier.backend, record.step)
-                found = self._outages.ask(at, look)
-                if at >= self.durable and any(one.compacts == record.uid for one in found):
+                there = self._outages.ask(at, look)
+                if at >= self.durable and any(r.compacts == record.uid for r in there):
                     self.end(record, None)
                     return
-                newer += [one for one in found if one.generation > record.generation]
-        is_replaced = any(not self.repairs.is_withdrawn(one.uid) for one in newer)
+                newer += [r for r in there if r.generation > record.generation]
+        is_replaced = any(not self.repairs.is_withdrawn(r.uid) for r in newer)
         what = "replaced by an overwrite" if is_replaced else "deleted"
         msg = f"step {record.step} was {what} before it was in tier {self._tiers[number].name}"
         self.end(record, CheckpointGoneError(msg))
 
     def _replace_damaged(self, record: CommitRecord, good: int, bad: int) -> None:
-        """Replace a damaged copy; if that is cut short, the link copies it, since it is marked."""
+        """Replace a damaged copy; if that is interrupted, the link copies it, as it is marked."""
 
         def failed() -> None:
             with suppress(StorageError):  # then the next process finds the mark
@@ -386,13 +383,13 @@ class Drains:
     # -- state and end ---------------------------------------------------------------------------
 
     def is_silent(self) -> bool:
-        """Return whether a tier did not answer a while ago, and is not asked for now."""
+        """Return whether the calls of a tier are paused, since it did not answer."""
         return self._outages.is_any_paused()
 
     def failing(self) -> str:
-        """Return why waiting for the copies makes no sense; empty if it does.
+        """Return why callers should not wait for the copies; empty if they may.
 
-        So it is once a tier has failed for long, or a store is stuck.
+        That is so once a tier has failed for long, or a store is stuck.
         """
         if not any(link.is_failing() for link in self._links):
             return ""
@@ -400,11 +397,11 @@ class Drains:
         return f"{_LEFT}: {why}"
 
     def is_stuck(self) -> bool:
-        """Return whether a store is stuck; it may use the memory of its call at any later time."""
+        """Return whether a store is stuck; it may still use the memory of its call at any time."""
         return self.repairs.is_stuck() or any(link.is_stuck() for link in self._links)
 
     def states(self) -> list[DrainState]:
-        """Return the state of each link, from the fastest tier on."""
+        """Return the state of each link, that of the fastest tier first."""
         return [link.state() for link in self._links]
 
     def settle(self, timeout_s: float | None = None) -> bool:
@@ -420,7 +417,7 @@ class Drains:
                 return settled and self._join_callbacks(deadline)
 
     def _join_callbacks(self, deadline: Deadline) -> bool:
-        """Wait for callbacks. One of them may call this, and does not wait for itself."""
+        """Wait for callbacks. A callback that calls this does not wait for itself."""
         with self._lock:
             threads = [t for t in self._callback_threads if t is not threading.current_thread()]
         for thread in threads:
@@ -428,7 +425,7 @@ class Drains:
         return not any(thread.is_alive() for thread in threads)
 
     def close(self) -> None:
-        """Cancel all copies, and end each checkpoint that is not durable with NotDrainedError."""
+        """Cancel all copies; end each checkpoint that is not durable with a NotDrainedError."""
         self._warn_of_unfinished()
         for link in self._links:
             link.close()
@@ -442,8 +439,8 @@ class Drains:
         for state in self.states():
             if steps := state.unfinished():
                 log.warning(
-                    "not copied from tier %s to %s: %s, step %s. `penstock drain` copies what is "
-                    "left, or the next process that saves there",
+                    "not copied from tier %s to %s: %s, step %s. `penstock drain`, or the next "
+                    "process that saves there, copies the rest",
                     state.source,
                     state.target,
                     counted(len(steps), "checkpoint"),

@@ -1,8 +1,8 @@
-"""The eviction of checkpoints from a tier, once a later tier was found to have their data.
+"""Evicts checkpoints from a tier, once a later tier was found to have their data.
 
 A commit record proves that a checkpoint was whole when it was published. Its blobs may have been
 lost, cut off or damaged since. So before a copy is deleted, the names and lengths of the later copy
-are compared with its manifest; and all of it is read, unless this process has written it.
+are compared with its manifest, and all of it is read, unless this process has written it.
 
 Tested in `tests/core/tiers/test_drains.py`.
 """
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock")
 
 MARGIN_BYTES = 8 << 20
-"""Room that stays beside a save: part, index, records, and the overhead of a file system."""
+"""Room to leave besides a save: part, index, records, and the overhead of a file system."""
 
 Verify: TypeAlias = "Callable[[Backend, CommitRecord], bool]"
 """Reads all of a copy and compares every checksum, or returns False if it did not.
@@ -57,12 +57,12 @@ class Eviction:
         """
         self._tiers = tiers
         self._on_damage = on_damage
-        # Both sets are changed by single operations, which the interpreter makes atomic.
+        # Only single operations change the two sets; the interpreter makes these atomic.
         self._verified: set[tuple[int, str]] = set()  # copies that this process wrote, or has read
         self._damaged: set[tuple[int, str]] = set()  # copies that were reported
 
     def note_verified(self, number: int, record: CommitRecord) -> None:
-        """Note that this process has written the copy in tier `number`, and compared checksums."""
+        """Record that this process wrote the copy in tier `number`, and compared checksums."""
         self._verified.add((number, record.uid))
         self._damaged.discard((number, record.uid))
 
@@ -94,7 +94,7 @@ class Eviction:
                 return True
 
     def trim(self, number: int, *, verify: Verify) -> None:
-        """Evict all but the newest `keep_last` checkpoints of those that a later tier has.
+        """Evict checkpoints that a later tier has, except the newest `keep_last` ones here.
 
         Raises:
             StorageError: A tier does not answer.
@@ -110,7 +110,7 @@ class Eviction:
         """Delete one tier's copy: its record first, durably, then its data.
 
         Deletes nothing if the tier's record of that name has another uid, or, with `unreadable`, if
-        that record can be read: another save has published it meanwhile.
+        that record can be read: then another save has published it meanwhile.
         """
         tier = self._tiers[number]
         name = commit_name(record.step, record.generation)
@@ -120,22 +120,22 @@ class Eviction:
         log.debug("evicted step %d from tier %s", record.step, tier.name)
 
     def _carry_notes(self, number: int, record: CommitRecord) -> None:
-        """Carry notes to the tiers that keep a copy: an annotation that failed left them here."""
-        for other, tier in enumerate(self._tiers):
-            with suppress(StorageError):  # a tier that is away holds up no eviction
-                if other != number and is_whole(tier.backend, record):
+        """Copy notes to the tiers that keep a copy: a failed annotation may have left them here."""
+        for keeper, tier in enumerate(self._tiers):
+            with suppress(StorageError):  # a tier that is away must not block eviction
+                if keeper != number and is_whole(tier.backend, record):
                     carry_notes(self._tiers[number].backend, tier.backend, record)
 
     def _evictable(
         self, number: int, here: Sequence[CommitRecord], verify: Verify
     ) -> Iterator[CommitRecord]:
-        """Yield the checkpoints of `here` that are not marked, and that a later tier has whole.
+        """Yield the unmarked checkpoints of `here` that a later tier has whole.
 
-        Asks later tiers for these checkpoints alone: they may hold many more.
+        Asks later tiers only for these checkpoints: they may hold many more.
         """
         backend = self._tiers[number].backend
         for record in here:
-            # The mark is looked for after the later copy was verified, which may take long: a
+            # The mark is checked after the verification of the later copy, which may take long: a
             # repair of another tier may set the mark meanwhile, since it needs this copy.
             if self._is_elsewhere(number, record, verify) and not is_marked(backend, record.uid):
                 yield record
@@ -163,14 +163,13 @@ class Eviction:
     def _report_damage(
         self, number: int, later: int, record: CommitRecord, error: DamagedError
     ) -> None:
-        """Warn that tier `number` keeps its copy, and have the damaged one replaced; both once."""
+        """Warn once that tier `number` keeps its copy, and have the damaged copy replaced."""
         self._verified.discard((later, record.uid))
         if (later, record.uid) in self._damaged:
             return
         self._damaged.add((later, record.uid))
         log.warning(
-            "step %d stays in tier %s: tier %s lists it, but its copy is damaged, and is replaced: "
-            "%s",
+            "step %d stays in tier %s: the copy that tier %s lists is damaged, and is replaced: %s",
             record.step,
             self._tiers[number].name,
             self._tiers[later].name,
@@ -183,7 +182,7 @@ def _check_data(backend: Backend, record: CommitRecord) -> None:
     """Compare the names and lengths of a copy with its manifest.
 
     Raises:
-        FormatError: Something is missing, or cut off.
+        FormatError: Data is missing, or cut off.
         CheckpointGoneError: The copy was deleted meanwhile.
     """
     if has_all_data(backend, record):
@@ -192,5 +191,5 @@ def _check_data(backend: Backend, record: CommitRecord) -> None:
     if not is_whole(backend, record):
         msg = f"{name} on {backend.url} was deleted meanwhile"
         raise CheckpointGoneError(msg)
-    msg = f"{backend.url} has {name}, but has lost some of its data"
+    msg = f"{backend.url} has {name}, but lost some of its data"
     raise FormatError(msg, [name])

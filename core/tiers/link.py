@@ -1,6 +1,6 @@
 """One link between two neighboring tiers: copies the marked checkpoints to the slower one.
 
-A copy runs in a process of its own, or on threads.
+A copy runs in a separate process, or on threads.
 
 Tested in `tests/core/tiers/test_drains.py`.
 """
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock")
 
 _PERMANENT = (LostRaceError, StepExistsError, DamagedError)
-"""Errors that no later try can mend: the same bytes meet the same target."""
+"""Errors that no later try can fix: the same bytes meet the same target."""
 
 _TRIES = 2  # failures in the process, after which threads copy
 WORTH_BYTES = 64 << 20
@@ -67,9 +67,9 @@ class DrainState:
         step: The step that is being copied; None if none is.
         bytes_done: Bytes of this step that were copied.
         bytes_total: Bytes of this step.
-        bytes_moved: Bytes that this process has copied in all.
+        bytes_moved: Bytes that this process has copied in total.
         waiting: The queued steps, in order.
-        error: Why the last try failed, if it is repeated; else empty.
+        error: Why the last try failed, if it will be repeated; else empty.
         lost: Why a step cannot be copied at all, by step.
     """
 
@@ -93,9 +93,9 @@ class _Failure:
     """Why the last copy failed.
 
     Attributes:
-        text: The error; empty: it did not fail.
-        lasting: Over when it has failed for so long that no caller waits for it.
-        next_log: Over when the same error is logged again.
+        text: The error; empty if it did not fail.
+        lasting: Over when copies have failed for so long that no caller should wait.
+        next_log: Over when the same error may be logged again.
     """
 
     text: str = ""
@@ -141,7 +141,7 @@ class DrainLink:
         self._withdrawn: set[str] = set()
 
     def add(self, record: CommitRecord) -> bool:
-        """Queue a checkpoint, unless it is queued or withdrawn; return whether this was done."""
+        """Queue a checkpoint, unless it is queued or withdrawn; return whether it was added."""
         with self._changed:
             current = [] if self._current is None else [self._current]
             if (
@@ -158,14 +158,14 @@ class DrainLink:
             return True
 
     def withdraw(self, uids: Collection[str]) -> None:
-        """Drop the copies of these checkpoints, and wait for the end of one in flight."""
+        """Drop the copies of these checkpoints, and wait until one in flight has ended."""
         with self._changed:
             self._withdrawn.update(uids)
-            gone = [record for record in self._queue if record.uid in uids]
+            dropped = [record for record in self._queue if record.uid in uids]
             self._queue = deque(record for record in self._queue if record.uid not in uids)
             current = self._current
             self._changed.notify_all()
-        for record in gone:  # else `result()` of their saves would wait until the run is closed
+        for record in dropped:  # else `result()` of their saves would wait until `close`
             self._drains.end_gone(self._number + 1, record)
         if current is None or current.uid not in uids:
             return
@@ -196,7 +196,7 @@ class DrainLink:
             )
 
     def settle(self, deadline: Deadline) -> bool:
-        """Wait until no copy is left, or they are failing; return whether that was in time."""
+        """Wait until no copy is left, or copies are failing; return whether that was in time."""
         with self._changed:
             while not (self._closed or self._idle() or self.is_failing()):
                 if deadline.is_over():
@@ -218,7 +218,7 @@ class DrainLink:
         """Evict from the source tier in the background, after reading the later copies.
 
         Args:
-            need_bytes: The room to make, besides evicting what exceeds `keep_last`.
+            need_bytes: The room to make, besides evicting all that exceeds `keep_last`.
         """
         with self._changed:
             if self._tidying or self._closed:
@@ -254,7 +254,7 @@ class DrainLink:
                 self._copy_with_retries(record)
             except BaseException as error:  # noqa: BLE001 - a task's boundary: the next copy begins
                 log.error(  # noqa: TRY400 - a record with the exception would hold its frames
-                    "step %d: copying it to tier %s ended with %s; the next process goes on",
+                    "step %d: copying it to tier %s ended with %s; the next process continues",
                     record.step,
                     self._target.name,
                     repr(error),
@@ -278,7 +278,7 @@ class DrainLink:
             return record
 
     def _copy_with_retries(self, record: CommitRecord) -> None:
-        """Copy one checkpoint, with as many tries as it takes, and ever longer pauses."""
+        """Copy one checkpoint; retry without limit, with longer and longer pauses."""
         pause_s = self._timing.drain_retry_first_s
         while not self.is_closed():
             began = time.monotonic()
@@ -300,7 +300,7 @@ class DrainLink:
                     self._drains.end(record, error)
                     return
                 with self._changed:
-                    # Random, so that the nodes of a run do not all return to a store at once.
+                    # Random, so that not all nodes of a run return to a store at once.
                     delay_s = pause_s * random.uniform(0.5, 1.0)  # noqa: S311 - no secret
                     self._changed.wait_for(lambda: self._is_over(record), delay_s)
                 pause_s = min(2 * pause_s, self._timing.drain_retry_most_s)
@@ -318,14 +318,14 @@ class DrainLink:
 
         if not has(source, record):
             retract(target, record)
-            # Another process may have copied it there, and evicted it here since.
+            # Another process may have copied it there and then evicted it here.
             return is_whole(target, record)
         self._drains.roots.check(self._number + 1)
         if not confirmed(target, record, first=verify_source):
             try:
                 missing = missing_borrowed(target, record, listed_by=source)
                 lent = sum(blob.length for blob in missing)
-            except DamagedError:  # the copy tells whether it is damaged, or was deleted just now
+            except DamagedError:  # the copy finds out whether it is damaged or was just deleted
                 lent = record.bytes_borrowed
             self._drains.eviction.make_room(
                 self._number + 1, record.bytes_stored + lent, verify=self._verify
@@ -347,10 +347,10 @@ class DrainLink:
             except StepExistsError:
                 if not compacted(target, record):
                     raise
-            if not record.references:  # else the copy has kept blobs there without reading them
+            if not record.references:  # else the copy may have kept blobs there unread
                 self._drains.eviction.note_verified(self._number + 1, record)
         carry_notes(source, target, record)
-        # Once more: a file system that was unmounted during the copy took the data with it.
+        # Again: a file system that was unmounted during the copy took the data with it.
         self._drains.roots.check(self._number + 1)
         source.delete([mark_name(record.uid)])
         return True
@@ -363,9 +363,9 @@ class DrainLink:
     def _succeeded(self, record: CommitRecord, seconds: float) -> None:
         with self._changed:
             self._failure = _Failure()
-            self._prepared = ""  # if the next tier loses it, the next copy has to mark it again
+            self._prepared = ""  # if the next tier loses it, the next copy must mark it again
         log.info(
-            "step %d is in tier %s now: %s in %.2f s",
+            "step %d is now in tier %s: %s in %.2f s",
             record.step,
             self._target.name,
             size_text(record.bytes_stored),
@@ -386,9 +386,9 @@ class DrainLink:
             if need_bytes:
                 eviction.make_room(self._number, need_bytes, verify=self._verify)
             eviction.trim(self._number, verify=self._verify)
-        except Exception as error:  # noqa: BLE001 - a task's boundary: nothing is evicted then
+        except Exception as error:  # noqa: BLE001 - a task's boundary: eviction stops
             if not self._closed:
-                log.warning("tier %s is not tidied: %s", self._source.name, str(error))
+                log.warning("eviction from tier %s failed: %s", self._source.name, str(error))
         finally:
             with self._changed:
                 self._tidying = False
@@ -399,7 +399,7 @@ class DrainLink:
     ) -> bool:
         """Verify a copy if it is small; else append it to `large`.
 
-        Reading a large one here would delay `arrived`, and `result()` of the save with it.
+        Reading a large one here would delay `arrived`, and thus `result()` of the save.
         """
         if record.bytes_stored < WORTH_BYTES:
             return self._verify(backend, record)
@@ -407,7 +407,7 @@ class DrainLink:
         return False
 
     def _verify(self, backend: Backend, record: CommitRecord) -> bool:
-        """Read all of a copy and compare checksums; return True, which `Eviction` asks for."""
+        """Read all of a copy and compare checksums; return True, as `Eviction` expects."""
 
         def stop_if_closed() -> None:
             if self._closed:
@@ -426,12 +426,12 @@ class DrainLink:
 
     @contextmanager
     def _failures_logged(self, record: CommitRecord) -> Iterator[None]:
-        """Log an error in the block, and continue: the copy is already whole."""
+        """Log an error in the block and continue: the copy is already whole."""
         try:
             yield
         except PenstockError as error:
             step, name = record.step, self._target.name
-            log.warning("after step %d came to tier %s: %s", step, name, str(error))
+            log.warning("after step %d was copied to tier %s: %s", step, name, str(error))
 
     def _failed(self, record: CommitRecord, error: Exception) -> None:
         text = (
@@ -479,8 +479,8 @@ class TierCopier:
         self._workers = workers
         self._grace_s = grace_s
         self._process = process  # None: threads copy
-        self._unsuitable = 0  # how often in a row
-        self._failed = ("", 0)  # the uid that failed in the process last, and how often
+        self._unsuitable = 0  # number of such errors in a row
+        self._failed = ("", 0)  # the last uid that failed in the process, and how often
         self._lock = threading.Lock()  # guards `_in_flight`
         self._in_flight: tuple[str, CheckpointCopy | ProcessCopy] | None = None
 
@@ -497,12 +497,12 @@ class TierCopier:
         Args:
             record: The commit record.
             replace: The uids of checkpoints at that step that may be replaced.
-            may_begin: Says before each try whether the copy is still wanted: a cancellation that
-                comes while none is in flight reaches no copy.
-            on_progress: As for `CheckpointCopy.run`.
+            may_begin: Returns, before each try, whether the copy is still wanted: a cancellation
+                while no copy is in flight reaches none.
+            on_progress: As in `CheckpointCopy.run`.
 
         Raises:
-            CheckpointGoneError: The tier does not have the checkpoint any more.
+            CheckpointGoneError: The tier no longer has the checkpoint.
         """
         options: dict[str, Any] = {
             "grace_s": self._grace_s,
@@ -511,13 +511,13 @@ class TierCopier:
         }
         if self._process is not None and self._is_for_process(record):
             try:
-                elsewhere = ProcessCopy(self._process, record, workers=self._workers, **options)
-                self._run(record, elsewhere, may_begin, on_progress)
+                remote = ProcessCopy(self._process, record, workers=self._workers, **options)
+                self._run(record, remote, may_begin, on_progress)
                 self._check_seen(record)
-            # The trainer sees the right place: it has checked that before.
+            # The trainer sees the right place: it has already checked that.
             except (UnsuitableError, WrongPlaceError) as error:
                 if not has(self._source.backend, record):
-                    msg = f"step {record.step} is not in tier {self._source.name} any more"
+                    msg = f"step {record.step} is no longer in tier {self._source.name}"
                     raise CheckpointGoneError(msg) from error
                 self._note_unsuitable(error)
             except StorageTimeoutError:
@@ -542,7 +542,7 @@ class TierCopier:
     # ------------------------------------------------------------------------------------------
 
     def _is_for_process(self, record: CommitRecord) -> bool:
-        """Return whether the copy is large enough, and has not failed there too often."""
+        """Return whether the copy is large enough, and has not failed in a process too often."""
         wanted = self._source.drain_in == "process" or record.bytes_stored >= WORTH_BYTES
         return wanted and self._failed != (record.uid, _TRIES)
 
@@ -550,17 +550,17 @@ class TierCopier:
         level = logging.DEBUG if self._unsuitable else logging.WARNING
         log.log(level, "threads of the trainer copy to %s: %s", self._target.name, str(error))
         self._unsuitable += 1
-        if self._unsuitable == _TRIES:  # no passing reason, such as too little memory
+        if self._unsuitable == _TRIES:  # the reason does not pass, as a lack of memory would
             self._process = None
 
     def _check_seen(self, record: CommitRecord) -> None:
-        """Make sure that the process has copied to the place that this process sees.
+        """Verify that the process has copied to the place that this process sees.
 
-        It may have a memory store, or a mount, of its own under the same URL.
+        The other process may have its own memory store or mount under the same URL.
         """
         if not is_whole(self._target.backend, record):
             url = self._target.backend.url
-            msg = f"what another process copies to {url} is not seen here"
+            msg = f"this process does not see what another one copies to {url}"
             raise UnsuitableError(msg)
 
     def _run(
@@ -572,7 +572,7 @@ class TierCopier:
     ) -> None:
         with self._lock:
             if not may_begin():
-                msg = "the run was closed, or the step deleted"
+                msg = "the run was closed, or the step was deleted"
                 raise SaveAbortedError(msg)
             self._in_flight = record.uid, copy
         try:

@@ -1,7 +1,7 @@
 """Losses of tiers: checkpoints that slower tiers have lost, and blobs that any tier has lost.
 
-Neither makes a read or a save fail: another tier has the data. So without this search no user would
-hear of a loss, and no copy or repair would begin.
+Neither makes a read or a save fail: another tier has the data. So without this search users would
+not learn of a loss, and no copy or repair would begin.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ left_log = logging.getLogger(__name__)  # names what is never copied: `penstock 
 
 
 def mark_lost(tiers: Sequence[Tier], roots: TierRoots) -> tuple[list[CommitRecord], dict[str, str]]:
-    """Mark the checkpoints that slower tiers have lost, so that they are copied once more.
+    """Mark the checkpoints that slower tiers have lost, so that they are copied again.
 
     A tier may have been restored from an older backup, or replaced by an empty one.
 
     Returns:
-        The checkpoints that were marked, and the tiers that do not answer with the reason.
+        The marked checkpoints; and the tiers that do not answer, each with the reason.
     """
     marked: list[CommitRecord] = []
     silent: dict[str, str] = {}
@@ -52,13 +52,13 @@ def mark_lost(tiers: Sequence[Tier], roots: TierRoots) -> tuple[list[CommitRecor
             for record in lost:
                 mark(tier.backend, record.uid, record.step)
         except StorageError as error:
-            log.debug("tier %s: what slower tiers have lost: %s", tier.name, str(error))
+            log.debug("tier %s: cannot compare slower tiers: %s", tier.name, str(error))
             silent |= _silent(tiers[number:])
             continue
         marked += lost
         if lost:
             log.warning(
-                "no tier behind %s has step %s any more: copied there once more. Was it "
+                "no tier slower than %s has step %s any more: it is copied again. Was a tier "
                 "restored from an older backup, or replaced?",
                 tier.name,
                 _steps(lost),
@@ -75,19 +75,19 @@ def _not_lost(
         if roots.is_before_older(number):
             return ()
         staying = _saved_behind_since(tiers, number, lost)
-        why = "was deleted behind it, where others have saved since"
+        why = "was deleted from slower tiers, to which others have saved since"
     elif tier.drain_every and not any(one.backend.list(COMMIT_PREFIX) for one in slower):
-        # `drain_every` never leaves out the first save. So nothing was ever copied from here, and
-        # nothing was left out: the slower tiers are new.
+        # `drain_every` never leaves out the first save. So nothing was copied from here or left
+        # out: the slower tiers are new.
         return ()
     else:
-        # Earlier versions did not note which saves `drain_every` has left out.
+        # Earlier versions did not record which saves `drain_every` has left out.
         staying = list(lost)
-        why = "counts as left out by an earlier version, which did not note that"
+        why = "counts as left out by an earlier version, which did not record that"
     if staying:
         left_log.warning(
-            "step %s is in tier %s, and %s: it is not copied on. `penstock copy` does, if that "
-            "is wrong",
+            "step %s is in tier %s, and %s: it is not copied to a slower tier. If that is wrong, "
+            "use `penstock copy`",
             _steps(staying),
             tier.name,
             why,
@@ -96,9 +96,9 @@ def _not_lost(
 
 
 def _lost_behind(tiers: Sequence[Tier], number: int, behind: Collection[str]) -> list[CommitRecord]:
-    """Return the checkpoints that tier `number` has copied, and that no slower tier has any more.
+    """Return the checkpoints that tier `number` has copied and all slower tiers have lost.
 
-    Checkpoints with a note that they stay are left out, if it was made for the roots `behind`.
+    Leaves out checkpoints with a note that they stay, if it was made for the roots `behind`.
     """
     backend = tiers[number].backend
     here = {info.name for info in backend.list(COMMIT_PREFIX)}
@@ -113,7 +113,7 @@ def _lost_behind(tiers: Sequence[Tier], number: int, behind: Collection[str]) ->
     for name in sorted(here - slower):
         step, generation = parsed.get(name, (-1, -1))
         if newest.get(step) != generation:
-            continue  # an overwrite has replaced it, or it is no commit record
+            continue  # an overwrite has replaced it, or it is not a commit record
         with suppress(BlobNotFoundError, FormatError):
             record = read_commit(backend, name)
             if not is_marked(backend, record.uid) and not stays(backend, record.uid, behind):
@@ -124,9 +124,9 @@ def _lost_behind(tiers: Sequence[Tier], number: int, behind: Collection[str]) ->
 def _saved_behind_since(
     tiers: Sequence[Tier], number: int, records: Collection[CommitRecord]
 ) -> list[CommitRecord]:
-    """Return those of `records`, all of tier `number`, that are older than a save to slower tiers.
+    """Return those of tier `number`'s `records` that are older than a save to slower tiers.
 
-    Another node that saved to a slower tier has seen its checkpoints; so a checkpoint that is
+    Another node that saved to a slower tier has seen its checkpoints. So a checkpoint that is
     missing there, and is older than that save, was deleted on purpose.
     """
     if not records:
@@ -162,11 +162,11 @@ def lost_by_tiers(
     *,
     known: Collection[str] = (),
 ) -> list[tuple[str, str]]:
-    """Return the blobs and records that tiers have lost of a checkpoint they list; warn of them.
+    """Return the blobs and records of a checkpoint that tiers list but have lost; warn of them.
 
     A tier that does not list the checkpoint has evicted it, and has lost nothing. Looks only at
-    tiers in front of the first one that has all data: a read has fallen through these. Each tier is
-    listed once, as long as it has lost nothing.
+    tiers before the first one that has all data: a read has fallen through these. Lists each tier
+    once, unless it has lost data.
 
     Args:
         backend: The backend that was read; one without tiers raises instead of falling through.
@@ -187,8 +187,8 @@ def lost_by_tiers(
         lost |= missing
         if news := sorted(missing.difference(known)):
             log.warning(
-                "step %d: tier %s lists it, but has lost %s, or the end of it; the next tier that "
-                "has it was read",
+                "step %d: tier %s lists it, but has lost %s, or the end of it; the next tier with "
+                "a copy was read",
                 record.step,
                 tier.name,
                 listed(news),
@@ -202,14 +202,14 @@ def _lost_by(tier: Tier, record: CommitRecord, lengths: Mapping[str, int]) -> se
         missing = _missing(tier.backend, record, lengths)
         if missing:
             # Eviction deletes the commit record first, and a copy publishes it last. So data that
-            # is missing between two readings of the record was lost, not evicted.
+            # is missing between two reads of the record was lost, not evicted.
             if not is_whole(tier.backend, record):
                 return None
             missing = _missing(tier.backend, record, lengths)
             if not is_whole(tier.backend, record):
                 return None
     except StorageError as error:  # the read has warned of it
-        log.debug("step %d: what tier %s has lost: %s", record.step, tier.name, str(error))
+        log.debug("step %d: cannot check tier %s: %s", record.step, tier.name, str(error))
         return None
     return missing
 

@@ -1,4 +1,4 @@
-"""Calls of tiers that may hang, made for callers that must not hang with them."""
+"""Calls tiers, which may hang, for callers that must not hang with them."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class NotAskedError(StorageTimeoutError):
 class Outages:
     """Calls tiers with a deadline, and pauses the calls of a tier that was slow to fail.
 
-    The training thread makes such calls: without the pause each save would lose the length of the
-    deadline while a tier hangs.
+    The training thread makes such calls: without the pause, a tier that hangs would cost each save
+    the length of the deadline.
     """
 
     def __init__(self, tiers: Sequence[Tier], workers: Workers, limit_s: float) -> None:
@@ -38,7 +38,7 @@ class Outages:
         self._tiers = tiers
         self._workers = workers
         self._limit_s = limit_s
-        # Both are changed by single operations, which the interpreter makes atomic.
+        # Only single operations change the two; the interpreter makes these atomic.
         self._pauses: dict[int, tuple[float, float]] = {}  # the end of each pause, and its length
         self._warned_s: dict[int, dict[str, float]] = {}  # the time of each warning, by its reason
 
@@ -48,7 +48,7 @@ class Outages:
         Args:
             number: Number of the tier that `call` asks.
             call: A call of the tier's backend; abandoned on its own thread if it hangs.
-            despite_pause: Make the call during a pause, too.
+            despite_pause: Make the call even during a pause.
 
         Raises:
             NotAskedError: The calls of this tier are paused.
@@ -56,7 +56,7 @@ class Outages:
         """
         timing = self._workers.timing
         if not despite_pause and self._is_paused(number):
-            msg = "it did not answer a while ago, and is not asked again yet"
+            msg = "it did not answer a while ago, and its calls are paused"
             raise NotAskedError(msg)
 
         def late() -> StorageTimeoutError:
@@ -66,7 +66,7 @@ class Outages:
         try:
             return call_with_deadline("ask", call, deadline, late, timing=timing, patience_s=0.0)
         except StorageError:
-            # A quick error costs the caller nothing, so the next save may ask again.
+            # A quick error costs the caller no time, so the next save may ask again.
             if deadline.taken_s() > min(timing.tier_quick_error_s, self._limit_s):
                 self._begin_pause(number)
             raise
@@ -85,7 +85,7 @@ class Outages:
         if now_s - warned_s.get(str(error), -math.inf) >= timing.repeat_log_s:
             warned_s[str(error)] = now_s
             name = self._tiers[number].name
-            log.warning("tier %s does not answer, going on without it: %s", name, str(error))
+            log.warning("tier %s does not answer, continuing without it: %s", name, str(error))
 
     def end(self, number: int) -> None:
         """End the outage of a tier: its calls are not paused, and its next error is logged."""
@@ -93,7 +93,7 @@ class Outages:
         self._pauses.pop(number, None)
 
     def entries(self, *, strict: bool) -> dict[int, list[str]]:
-        """Return the same as `Catalog.entries`, of all tiers that answer; warn of the others.
+        """Return the result of `Catalog.entries` for all tiers that answer; warn of the others.
 
         Raises:
             StorageError: No tier answers, or (`strict`) one does not.
@@ -103,15 +103,15 @@ class Outages:
         answers = 0
         for number, tier in enumerate(self._tiers):
             try:
-                found = self.ask(number, Catalog(tier.backend).entries, despite_pause=strict)
+                entries = self.ask(number, Catalog(tier.backend).entries, despite_pause=strict)
             except StorageError as error:
                 failure = error
                 self.warn(number, error)
                 continue
             self.end(number)
             answers += 1
-            for step, some in found.items():
-                names.setdefault(step, set()).update(some)
+            for step, records in entries.items():
+                names.setdefault(step, set()).update(records)
         if failure is not None and (strict or not answers):
             raise failure
         return {step: sorted(names[step], key=_generation) for step in sorted(names)}

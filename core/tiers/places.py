@@ -1,4 +1,4 @@
-"""The root records of one run's tiers: written by savers and drains, checked around each copy.
+"""The root records of one run's tiers: savers and drains write them; copies check them.
 
 `core/abc/tiers.py` describes the record. Reading a run never writes one.
 
@@ -43,7 +43,7 @@ log = logging.getLogger("penstock")
 
 
 class TierRoots:
-    """The roots of one run's tiers, as this process has found them. Thread-safe."""
+    """The roots of one run's tiers, as this process knows them. Thread-safe."""
 
     def __init__(self, tiers: Sequence[Tier], outages: Outages) -> None:
         """Prepare; no tier is asked yet."""
@@ -56,15 +56,15 @@ class TierRoots:
         self._before_older: set[int] = set()
 
     def register(self, *, despite_pause: bool = False) -> None:
-        """Write a root record to each tier that answers: its identity, and those of all others.
+        """Write a root record to each tier that answers: its identity and those of all others.
 
         A tier is registered once per process.
 
         Args:
-            despite_pause: Ask tiers whose calls are paused (see `Outages.ask`), too.
+            despite_pause: Ask even tiers whose calls are paused (see `Outages.ask`).
 
         Raises:
-            ConfigError: The tiers are no tiers of one run in this order; nothing was written.
+            ConfigError: The tiers are not those of one run in this order; nothing was written.
         """
         with self._lock:
             if len(self._known) == len(self._tiers):
@@ -84,22 +84,22 @@ class TierRoots:
             self._write_all(usable, damaged)
 
     def was_used_before(self, number: int) -> bool:
-        """Return whether earlier processes noted in this tier what is not to be copied from it."""
+        """Return whether earlier processes recorded in this tier which saves not to copy on."""
         return number in self._used_before
 
     def is_before_older(self, number: int) -> bool:
-        """Return whether a slower tier is new, or older than this tier has recorded it."""
+        """Return whether a slower tier is new, or older than this tier's record of it."""
         return number in self._before_older
 
     def behind(self, number: int) -> frozenset[str]:
         """Return the registered roots of the tiers that are slower than tier `number`."""
-        return frozenset(root for other, root in self._known.items() if other > number)
+        return frozenset(root for known, root in self._known.items() if known > number)
 
     def check(self, number: int) -> None:
         """Verify that a tier still has the root that this process registered.
 
-        A copy is checked before and after: the file system may be unmounted meanwhile. Tiers in
-        front of the durable one are not checked, since they may lose everything and continue.
+        Copies check it before and after: the file system may be unmounted meanwhile. Tiers faster
+        than the durable one are not checked, since they may lose everything and continue.
 
         Raises:
             WrongPlaceError: The tier has another root, or none.
@@ -109,8 +109,8 @@ class TierRoots:
             return
         backend = self._tiers[number].backend
         if number not in self._known:
-            # `register` reports no outage to its caller. So the tier is read first: while it is
-            # away, users shall read the store's error, not that its root is not registered.
+            # `register` does not raise for an outage. So the tier is read first: while it is away,
+            # users must see the store's error, not that its root is not registered.
             with suppress(FormatError):  # `register` replaces a damaged record
                 read_root(backend)
             self.register(despite_pause=True)
@@ -125,10 +125,10 @@ class TierRoots:
             raise StorageError(msg)
         if record is None or record.root != self._known[number]:
             msg = (
-                f"{backend.url} is not the place any more that it was when this process began: "
-                f"its {ROOT_NAME} is {'gone' if record is None else 'that of another'}. Was its "
-                "file system unmounted, or the folder replaced? Nothing is copied there until it "
-                "is back, or the run was opened anew."
+                f"{backend.url} is no longer the place that it was when this process began: "
+                f"its {ROOT_NAME} is {'gone' if record is None else 'that of another place'}. Was "
+                "its file system unmounted, or the folder replaced? Nothing is copied there until "
+                "it is back, or the run is opened again."
             )
             raise WrongPlaceError(msg)
 
@@ -145,23 +145,23 @@ class TierRoots:
 
     def _read_all(self, *, despite_pause: bool) -> tuple[dict[int, RootRecord | None], set[int]]:
         """Return the records of all tiers that answer, and the numbers of damaged records."""
-        found: dict[int, RootRecord | None] = {}
+        records: dict[int, RootRecord | None] = {}
         damaged: set[int] = set()
         for number, tier in enumerate(self._tiers):
             try:
-                found[number] = self._outages.ask(
+                records[number] = self._outages.ask(
                     number, partial(read_root, tier.backend), despite_pause=despite_pause
                 )
             except FormatError as error:
-                log.warning("tier %s: %s; it is written anew", tier.name, str(error))
-                found[number] = None
+                log.warning("tier %s: %s; it is rewritten", tier.name, str(error))
+                records[number] = None
                 damaged.add(number)
             except StorageError as error:
                 self._outages.warn(number, error)
-        return found, damaged
+        return records, damaged
 
     def _warn_of_older(self, found: Mapping[int, RootRecord | None]) -> None:
-        """Warn of roots that other tiers have recorded with more uses than they have themselves."""
+        """Warn of roots for which other tiers have recorded more uses than they have themselves."""
         for number, record in found.items():
             if record is None or number in self._known:
                 continue
@@ -169,9 +169,9 @@ class TierRoots:
                 recorded = dict(other.tiers).get(record.root, 0) if other is not None else 0
                 if recorded > record.opened:
                     log.warning(
-                        "tier %s (%s) is older than another tier has seen it: was it restored "
-                        "from a backup? What a faster tier has of what is missing there is "
-                        "copied once more",
+                        "tier %s (%s) is older than another tier's record of it: was it restored "
+                        "from a backup? Checkpoints that are missing there, but are in a faster "
+                        "tier, are copied again",
                         self._tiers[number].name,
                         self._tiers[number].backend.url,
                     )
@@ -180,8 +180,8 @@ class TierRoots:
     def _write_all(self, found: Mapping[int, RootRecord | None], damaged: Collection[int]) -> None:
         """Write the records, the slowest tier first.
 
-        In this order a crash leaves no tier that names a root which has no record of its own yet:
-        that one would look like the empty folder below a file system that is not mounted.
+        In this order a crash leaves no tier that names a root without a record: such a root would
+        look like the empty folder below an unmounted file system.
         """
         present = [found[number] for number in sorted(found, reverse=True)]
         run = next((r.run for r in present if r is not None), secrets.token_hex(16))
@@ -197,14 +197,14 @@ class TierRoots:
                 misplaced_roots(
                     self._tiers, {**found, number: record}, has_checkpoints=self._has_checkpoints
                 )
-            run = record.run  # else the next tier would be of a run of its own
+            run = record.run  # else the next tier would get another run
             self._check_distinct(number, record, mine)
             mine[number] = record
         self._warn_of_new(found, mine)
         order = [(mine[n].root, mine[n].opened + 1) for n in sorted(mine)]
         for number in sorted(mine, reverse=True):
             record = mine[number]
-            # A tier that is away now keeps its place in the records of the others.
+            # A tier that is away now keeps its place in the other tiers' records.
             whole = len(mine) == len(self._tiers)
             tiers = tuple(order) if whole else merged_order(record.tiers, order)
             updated = replace(record, opened=record.opened + 1, tiers=tiers)
@@ -219,14 +219,14 @@ class TierRoots:
     def _check_distinct(
         self, number: int, record: RootRecord, slower: Mapping[int, RootRecord]
     ) -> None:
-        """Refuse a tier that has the root of a slower one: their URLs need not show it."""
+        """Refuse a tier that has the root of a slower one; their URLs need not show it."""
         if all(record.root != other.root for other in slower.values()):
             return
         name, url = self._tiers[number].name, self._tiers[number].backend.url
         msg = (
-            f"tier {name} ({url}) is the same place as a slower tier, perhaps by way of the "
-            "network: what is evicted from it would be lost. Give each a place of its own. If it "
-            f"is a copy that somebody has made, delete {ROOT_NAME} in it."
+            f"tier {name} ({url}) is the same place as a slower tier, perhaps over the network: "
+            "data evicted from it would be lost. Give each its own place. If it is a copy that a "
+            f"user made, delete {ROOT_NAME} in it."
         )
         raise ConfigError(msg)
 
@@ -235,8 +235,8 @@ class TierRoots:
         backend = self._tiers[number].backend
         record = RootRecord(run, secrets.token_hex(16))
         try:
-            # The tier has just been read, so a pause is not heeded: else a tier that is back would
-            # get no root record, and so no copy, until the pause is over.
+            # The tier has just been read, so a pause is ignored: else a tier that is back would get
+            # no root record, and thus no copy, until the pause is over.
             publish = partial(_publish_root, backend, record, exclusive=exclusive)
             return self._outages.ask(number, publish, despite_pause=True)
         except (StorageError, FormatError) as error:
@@ -246,13 +246,13 @@ class TierRoots:
     def _warn_of_new(
         self, found: Mapping[int, RootRecord | None], mine: Mapping[int, RootRecord]
     ) -> None:
-        """Warn of tiers that have a new root, although the run has other roots already."""
+        """Warn of tiers that have a new root, although the run already has other roots."""
         for number, record in mine.items():
             before = found[number]
             if any(found.values()) and (before is None or before.root != record.root):
                 log.warning(
-                    "tier %s (%s) is new to this run; what an earlier place of that tier had "
-                    "alone is not there",
+                    "tier %s (%s) is new to this run; it lacks checkpoints that only an earlier "
+                    "place of that tier had",
                     self._tiers[number].name,
                     self._tiers[number].backend.url,
                 )
@@ -261,17 +261,17 @@ class TierRoots:
 def _is_known(record: RootRecord) -> bool:
     """Return whether a process has used this root together with others.
 
-    A root without others may hold saves of an earlier version, which did not note which saves are
-    not to be copied. The last tier of a run counts as well: it may become a faster tier later, and
-    so far no save was left out of any copy from it.
+    A root without others may hold saves of an earlier version, which did not record which saves
+    must not be copied. The last tier of a run counts as well: it may become a faster tier later,
+    and so far no copy from it has left out a save.
     """
     return len(record.tiers) > 1
 
 
 def _is_before_older(number: int, found: Mapping[int, RootRecord | None]) -> bool:
     record = found[number]
-    # Roots that were faster than this one are not looked at: they lack what was evicted there,
-    # which no process has deleted.
+    # Ignores roots that were faster than this one: they lack evicted checkpoints, which no process
+    # has deleted.
     behind = record.slower() if record is not None else []
     recorded = dict(record.tiers) if record is not None else {}
     recorded = {root: recorded[root] for root in behind}
@@ -296,7 +296,7 @@ def merged_order(
 
 
 def _publish_root(backend: Backend, record: RootRecord, *, exclusive: bool) -> RootRecord | None:
-    """Publish a new record, and return the one that the tier has then."""
+    """Publish a new record; return the one that the tier has afterwards."""
     exclusive = exclusive and backend.capabilities.exclusive_publish
     with suppress(BlobExistsError):  # another process was faster, or another tier is the same place
         backend.publish(ROOT_NAME, encode_root(record), exclusive=exclusive)

@@ -1,9 +1,9 @@
-"""Copies one checkpoint in another process, so that the copy takes only what training leaves over.
+"""Copies one checkpoint in another process, which uses only resources that training leaves idle.
 
-A copy on threads of the trainer holds the GIL for moments of each piece, and slows training with
-each change of the memory map. The trainer pickles a call of `copy_for_trainer` to the standard
-input of the process, and reads from a pipe how many bytes were copied, then None or the error.
-`SIGTERM` cancels the copy; the kernel sends it when the trainer ends.
+A copy on threads of the trainer briefly holds the GIL for each piece, and slows training with each
+change of the memory map. The trainer pickles a call of `copy_for_trainer` to the standard input of
+the process, and reads the numbers of copied bytes from a pipe, then None or the error. `SIGTERM`
+cancels the copy; the kernel sends it when the trainer ends.
 
 Tested in `tests/integration/tiers/test_copy_process.py`.
 """
@@ -62,7 +62,7 @@ pickle.load(sys.stdin.buffer)()
 
 
 class UnsuitableError(Exception):
-    """No process can make the copy: none can be started, or it does not see the same tiers."""
+    """No process can make the copy: none can start, or it does not see the same tiers."""
 
 
 # -- the trainer's side ------------------------------------------------------------------------
@@ -77,13 +77,13 @@ def _working_folder() -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class ProcessSetup:
-    """What the processes that copy from one tier to the next have in common.
+    """The settings that processes copying from one tier to the next have in common.
 
     Attributes:
         backend: The configuration from which the tiers were opened.
         number: The number of the tier to copy from.
-        stuck_s: A process is killed if its copy makes no progress for so long.
-        folder: The working directory at the time when the tiers were opened; None if it is gone.
+        stuck_s: A process is killed if its copy makes no progress for this long.
+        folder: The working directory when the tiers were opened; None if it is gone.
     """
 
     backend: str | dict[str, Any] = field(repr=False)  # it may hold secrets
@@ -98,14 +98,14 @@ class ProcessCopy:
     def __init__(
         self, setup: ProcessSetup, record: CommitRecord, *, workers: Workers, **options: object
     ) -> None:
-        """Prepare a copy by as many threads; `options` are those of `CheckpointCopy`."""
+        """Prepare a copy with `workers.count` threads; `options` are as in `CheckpointCopy`."""
         self._setup = setup
         self._timing = workers.timing
         name = commit_name(record.step, record.generation)
         call = partial(copy_for_trainer, setup, name, record.uid, workers=workers.count)
         self._call = partial(call, level=log.getEffectiveLevel(), **options)
         self._process: subprocess.Popen[bytes] | None = None
-        self._began = False  # whether the process has imported all that it needs
+        self._began = False  # whether the process has imported everything that it needs
         self._cancelled = False
 
     def run(self, *, on_progress: Callable[[int], None]) -> None:
@@ -135,7 +135,7 @@ class ProcessCopy:
 
     def _started(self, writer: Connection) -> subprocess.Popen[bytes]:
         if not sys.executable or getattr(sys, "frozen", False):
-            msg = "a process for it cannot be started: where Python is, is not known"
+            msg = "a process for it cannot be started: the path of Python is not known"
             raise UnsuitableError(msg)
         folder = self._setup.folder
         try:
@@ -146,14 +146,14 @@ class ProcessCopy:
                 pass_fds=[writer.fileno()],
                 # Python 3.13.0 cannot be used in a folder that is gone.
                 cwd=folder or "/",
-                start_new_session=True,  # Ctrl-C reaches the trainer alone, which ends the process
+                start_new_session=True,  # Ctrl-C reaches only the trainer, which ends the process
             )
         except (OSError, ValueError) as error:
             msg = f"a process for it cannot be started: {error}"
             raise UnsuitableError(msg) from error
         log.debug("process %d copies", process.pid)
-        # "" means the working directory; where that is gone, the process is in another one.
-        entries: list[object] = [*sys.path]  # Python ignores those that are no text
+        # "" means the working directory; if that is gone, the process is in another one.
+        entries: list[object] = [*sys.path]  # Python ignores those that are not strings
         path = [entry for entry in entries if isinstance(entry, str) and (entry or folder)]
         call = partial(
             self._call,
@@ -172,13 +172,13 @@ class ProcessCopy:
         reports: Connection,
         on_progress: Callable[[int], None],
     ) -> None:
-        """Return when the copy is made; raise the error that ended it."""
+        """Return when the copy is complete; raise the error that ended it."""
         # Counts polls instead of reading the time: a debugger or SIGSTOP that stops this process
-        # stops the other one as well, and that time is no silence of the other one.
+        # also stops the other one, and the other one is not silent during that time.
         clock = CountedClock()
         silent, ending = Deadline(self._timing.process_start_s, clock), NEVER
         while True:
-            # A fork of the process may hold the other end of the pipe: then EOF never comes.
+            # A fork of the process may hold the other end of the pipe: then there is no EOF.
             is_over = process.poll() is not None
             if reports.poll(0 if is_over else self._timing.poll_s):
                 try:
@@ -209,11 +209,11 @@ class ProcessCopy:
 
     def _failure(self, why: str, kind: type[StorageError] = StorageError) -> Exception:
         if self._cancelled:
-            msg = "the copy was given up; copy again to continue from where it ended"
+            msg = "the copy was given up; copy again to continue it"
             return SaveAbortedError(msg)
         if not self._began:
             return UnsuitableError(f"a process for it does not start: {why}")
-        return kind(f"{why}; what it had sealed is not copied again")
+        return kind(f"{why}; blobs that it sealed are not copied again")
 
     def _end(self, process: subprocess.Popen[bytes]) -> int:
         """Make the process end, by force after `process_end_s`; return its exit code."""
@@ -223,13 +223,13 @@ class ProcessCopy:
                 return process.wait(self._timing.process_end_s)
             except subprocess.TimeoutExpired:
                 process.kill()
-        # The kernel holds the process in a call that does not end, as that of a dead mount.
-        log.warning("process %d, which copies, cannot be killed: it is left behind", process.pid)
+        # The kernel holds the process in a call that does not return, as on a dead mount.
+        log.warning("copying process %d cannot be killed, and is abandoned", process.pid)
         return -signal.SIGKILL
 
 
 def _flags() -> list[str]:
-    """Return the options by which the other interpreter ignores the same settings as this one."""
+    """Return the options with which the other interpreter ignores the same settings as this one."""
     flags = sys.flags
     if flags.isolated:
         return ["-I"]
@@ -253,21 +253,21 @@ def copy_for_trainer(
     reports: int,
     **options: Any,
 ) -> None:
-    """Make the copy that a trainer wants, report it, and end the process.
+    """Make a copy for a trainer, report it, and end the process.
 
     Args:
         setup: The tiers.
         name: The name of the commit record.
-        uid: The uid that this record has.
+        uid: The uid of this record.
         workers: The number of threads.
         level: The level of the trainer's log.
-        end_s: The process is killed if a cancelled copy has not ended after so long.
+        end_s: The process is killed if a cancelled copy has not ended after this time.
         trainer: The process id of the trainer.
         reports: The descriptor of the pipe for reports.
         options: The options of `CheckpointCopy`.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != trainer:  # it ended before: another trainer may copy by now
+    if os.getppid() != trainer:  # it has already ended: another trainer may be copying now
         os._exit(1)
     with suppress(OSError):
         os.nice(_NICE)
@@ -301,7 +301,7 @@ def _opened(
     source, target = (tier.backend for tier in backend.tiers[setup.number :][:2])
     record = read_listed(source, name)
     if record is None or record.uid != uid:
-        msg = f"another process does not see what is on {source.url}"
+        msg = f"another process does not see the checkpoint on {source.url}"
         raise UnsuitableError(msg)
     return CheckpointCopy(source, target, record, workers=Workers(workers), **options)
 

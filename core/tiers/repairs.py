@@ -1,4 +1,4 @@
-"""Replaces damaged copies of checkpoints in tiers by good copies of other tiers.
+"""Replaces damaged copies of checkpoints in tiers with good copies from other tiers.
 
 Tested in `tests/integration/tiers/test_repair.py`.
 """
@@ -61,9 +61,9 @@ class TierRepairs:
         eviction: Evicts damaged copies.
         workers: Threads for checksums and for background tasks.
         grace_s: The grace time of `prune`.
-        stuck_s: A store that makes no progress for so long is not waited for.
-        leads: Returns whether this process repairs what its reads find: of several ranks, rank 0
-            alone does.
+        stuck_s: The longest wait for a store without progress.
+        leads: Returns whether this process repairs the damage that its reads find: of several
+            ranks, only rank 0 does.
     """
 
     def __init__(
@@ -87,11 +87,11 @@ class TierRepairs:
         self._watchdog = Watchdog(stuck_s, self._timing.clock)
         self._ended = threading.Condition()  # guards the three below
         self._withdrawn: set[str] = set()
-        self._copies: dict[str, CheckpointCopy] = {}  # those in flight, by uid
-        self._claimed: set[str] = set()  # uids whose copies are verified or replaced now
+        self._copies: dict[str, CheckpointCopy] = {}  # in flight, by uid
+        self._claimed: set[str] = set()  # uids whose copies are being verified or replaced
 
     def begin(self, damaged: Sequence[tuple[str, str]]) -> None:
-        """Replace, in the background, copies that a read has found to be damaged.
+        """Replace, in the background, copies that a read found damaged.
 
         Args:
             damaged: The blobs and records, each with the name of the tier whose copy is good.
@@ -132,9 +132,9 @@ class TierRepairs:
         unreadable: bool = False,
         on_progress: Callable[[int], None] | None = None,
     ) -> None:
-        """Replace one tier's copy of a checkpoint, which that tier does not list meanwhile.
+        """Replace one tier's copy of a checkpoint; the tier does not list it meanwhile.
 
-        The mark of a checkpoint that is to be copied on from there stays.
+        The mark of a checkpoint that must be copied from there to the next tier stays.
 
         Args:
             record: The commit record.
@@ -153,14 +153,14 @@ class TierRepairs:
             if record.uid in self._withdrawn:
                 return
             if record.uid in self._claimed:
-                msg = f"step {record.step}: a copy of it is brought anew already: wait for it"
+                msg = f"step {record.step}: a copy of it is already being replaced: wait for it"
                 raise BusyError(msg)
             self._claimed.add(record.uid)
         set_here: list[Tier] = []  # tiers with a mark that this repair has set
         try:
-            # The marks come before the verification: from then on no process evicts a good copy
-            # because the bad tier lists the checkpoint. And after a crash that leaves no copy in
-            # the bad tier, the next process finds the mark and copies the checkpoint there.
+            # Marks before the verification: from then on no process evicts a good copy because the
+            # bad tier lists the checkpoint. After a crash that leaves no copy in the bad tier, the
+            # next process finds the mark and copies the checkpoint there.
             for tier in self._tiers_to_mark(record, good, bad):
                 mark(tier.backend, record.uid, record.step)
                 set_here.append(tier)
@@ -195,11 +195,11 @@ class TierRepairs:
             return uid in self._withdrawn
 
     def is_stuck(self) -> bool:
-        """Return whether a repair is in flight that makes no progress."""
+        """Return whether a repair in flight makes no progress."""
         return self._watchdog.is_over() and any(thread.is_alive() for thread in self._running)
 
     def settle(self, deadline: Deadline) -> None:
-        """Wait until each background repair is over or stuck, or the deadline has come."""
+        """Wait until each background repair is over or stuck, or until the deadline."""
         for thread in self._running:
             while thread.is_alive() and not self.is_stuck():
                 if deadline.is_over():
@@ -209,7 +209,7 @@ class TierRepairs:
     # ------------------------------------------------------------------------------------------
 
     def _replace_read(self, damaged: Mapping[str, str]) -> None:
-        """Replace the copies that a read has passed over: all in front of the good one."""
+        """Replace the copies that a read passed over: all in tiers before the good one."""
         numbers = {tier.name: number for number, tier in enumerate(self._tiers)}
         try:
             for name, tier in damaged.items():
@@ -222,11 +222,11 @@ class TierRepairs:
                 best = max((numbers[damaged[name]] for name in names), default=0)
                 for number in where.tiers if best in where.tiers else ():
                     # A blob that several checkpoints need is replaced with the first of them.
-                    found = {(number, name) for name in names} - replaced
+                    bad = {(number, name) for name in names} - replaced
                     # Replacing deletes the record, and the copy to the next tier may be in flight.
-                    if found and number < best and number not in where.waiting:
+                    if bad and number < best and number not in where.waiting:
                         self.replace_copy(where.record, best, number)
-                        replaced |= found
+                        replaced |= bad
         except Exception as error:  # noqa: BLE001 - a task's boundary: reading continues without it
             log.warning("repairing a damaged copy failed: %s", str(error))
 
@@ -234,14 +234,14 @@ class TierRepairs:
         self._watchdog.moved()
 
     def _replace_unreadable(self, name: str, good: int) -> None:
-        """Replace unreadable commit records of one name in all tiers in front of `good`.
+        """Replace unreadable commit records of one name in all tiers before `good`.
 
         A copy with a mark is left alone: the mark would be deleted with it.
         """
         record = read_commit(self._tiers[good].backend, name)
         for number, tier in enumerate(self._tiers[:good]):
-            found = uids_named(tier.backend, [name])
-            if found == {name: None} and not is_marked(tier.backend, record.uid):
+            uids = uids_named(tier.backend, [name])
+            if uids == {name: None} and not is_marked(tier.backend, record.uid):
                 self.replace_copy(record, good, number, unreadable=True)
 
     def _check_good(
@@ -252,13 +252,13 @@ class TierRepairs:
         on_progress: Callable[[int], None],
         set_here: Sequence[Tier],
     ) -> None:
-        """Verify all of a copy, and that it still exists; else take back the marks."""
+        """Verify all of a copy, and that it still exists; else remove the marks."""
         source = self._tiers[good].backend
         try:
-            # Before anything is deleted: if both copies are damaged, in different blobs, reading
-            # finds all of the checkpoint between them.
+            # Before any deletion: if both copies are damaged, in different blobs, a read can still
+            # combine them into a whole checkpoint.
             verify_blobs(source, record, workers=self.workers, on_progress=on_progress)
-            # Once more: a drain may have found the bad copy listed meanwhile, and deleted the mark.
+            # Again: a drain may have seen the bad copy listed meanwhile, and deleted the mark.
             for tier in set_here:
                 mark(tier.backend, record.uid, record.step)
             _check_still_there(source, record)
@@ -305,8 +305,8 @@ class TierRepairs:
     def _tiers_to_mark(self, record: CommitRecord, good: int, bad: int) -> list[Tier]:
         """Return the unmarked tiers to mark while a slower copy is replaced.
 
-        These are the good tier, and the last one in front of the bad tier that has a copy, whose
-        link copies to the bad tier or is on the way there.
+        These are the good tier, and the last tier with a copy before the bad one, whose link copies
+        to the bad tier or to a tier on the way there.
         """
         having = [n for n in range(good, bad) if is_whole(self._tiers[n].backend, record)]
         numbers = sorted({*having[:1], *having[-1:]})
@@ -318,7 +318,7 @@ class TierRepairs:
 def _needs(record: CommitRecord, name: str, places: Sequence[Backend]) -> bool:
     """Return whether a file of the run is a checkpoint's own, or a blob that it borrows.
 
-    Without a place whose table of borrowed blobs is good the checkpoint cannot be replaced anyway.
+    If no place has a good table of borrowed blobs, the checkpoint cannot be replaced anyway.
     """
     if (uid := data_uid(name)) == record.uid:
         return True
@@ -329,7 +329,7 @@ def _needs(record: CommitRecord, name: str, places: Sequence[Backend]) -> bool:
 
 
 def _check_still_there(source: Backend, record: CommitRecord) -> None:
-    """Look for the record once more: open files can be read after they were deleted."""
+    """Look for the record again: open files can be read after their deletion."""
     if not is_whole(source, record):
         msg = f"step {record.step} on {source.url} was deleted while it was verified"
         raise CheckpointGoneError(msg)
@@ -337,7 +337,7 @@ def _check_still_there(source: Backend, record: CommitRecord) -> None:
 
 def _unmark(record: CommitRecord, tiers: Sequence[Tier]) -> None:
     for tier in tiers:
-        with suppress(StorageError):  # then the next process verifies that copy, and unmarks it
+        with suppress(StorageError):  # then the next process verifies that copy and unmarks it
             tier.backend.delete([mark_name(record.uid)])
 
 
@@ -348,15 +348,15 @@ def verify_and_repair(
     deep: bool,
     on_progress: Callable[[Progress], None] | None,
 ) -> VerifyReport:
-    """Verify as `Checkpoint.verify` does, and replace every bad copy by a good one, if one exists.
+    """Verify as `Checkpoint.verify` does; replace every bad copy with a good one, if one exists.
 
-    A tier without the checkpoint has evicted it, and stays without. A bad copy is deleted only
-    after all of the good one was read and compared, whatever `deep` says.
+    A tier without the checkpoint has evicted it, and gets no copy. A bad copy is deleted only
+    after all of the good one was read and compared, whatever `deep` is.
 
     Args:
         checkpoint: The checkpoint.
         repairs: The repairs of the run; None if the run is in one place.
-        deep: As for `Checkpoint.verify`.
+        deep: As in `Checkpoint.verify`.
         on_progress: Called with the progress of the verification, then of each repair.
 
     Raises:
@@ -365,7 +365,7 @@ def verify_and_repair(
     """
     if repairs is None or not checkpoint.backend.tiers:
         msg = (
-            f"{checkpoint.backend.url} is one place: repairing takes another copy. Name the run "
+            f"{checkpoint.backend.url} is one place: a repair needs another copy. Name the run "
             "with all its tiers, or copy a good checkpoint there"
         )
         raise ConfigError(msg)
@@ -374,11 +374,11 @@ def verify_and_repair(
         copies = checkpoint.verify_copies(meter, deep=deep)
         repair = _CheckpointRepair(checkpoint, repairs, meter, copies, deep=deep)
         done = tuple(repair.of(number) for number in range(len(copies)) if repair.needs(number))
-        found = checkpoint.report_of(copies, deep=deep, began=began)
+        report = checkpoint.report_of(copies, deep=deep, began=began)
         return replace(
-            found,
-            ok=not repair.late and all(one.error is None for one in done),
-            damaged=(*found.damaged, *repair.late),
+            report,
+            ok=not repair.late and all(outcome.error is None for outcome in done),
+            damaged=(*report.damaged, *repair.late),
             repairs=done,
         )
 
@@ -396,7 +396,7 @@ class _CheckpointRepair:
         deep: bool,
     ) -> None:
         self.late: list[Damage] = []
-        """Damage of copies that the verification had found good, found by the repair."""
+        """Damage that the repair found in copies that the verification had found good."""
         self._checkpoint = checkpoint
         self._record = checkpoint.contents.record
         self._repairs = repairs
@@ -412,17 +412,17 @@ class _CheckpointRepair:
         return copy is not None and bool(copy.damaged)
 
     def of(self, bad: int) -> Repair:
-        """Replace the copy in one tier by the fastest good one, and return the outcome."""
+        """Replace the copy in one tier with the fastest good one, and return the outcome."""
         tier = self._checkpoint.backend.tiers[bad]
         if not self._is_this_one(bad):
             return Repair(tier.name, None, "it is of another save, which no other tier has")
         error = (
-            "no other tier has a good copy. If reading finds all of it between them, `penstock "
-            "copy --raw` makes a whole one elsewhere"
+            "no other tier has a good copy. If the copies together have all data, `penstock copy "
+            "--raw` makes a whole one elsewhere"
         )
         for good in tuple(self._good):
             if good == bad or (bad in self._good and self.needs(good)):
-                continue  # of both nothing but notes is damaged
+                continue  # only notes are damaged, in both copies
             try:
                 self._replace(good, bad)
             except DamagedError as damage:
@@ -446,7 +446,7 @@ class _CheckpointRepair:
         return all(notes_origin(damage.what) for damage in copy.damaged)
 
     def _is_this_one(self, number: int) -> bool:
-        """Return whether a tier's copy is of the same save, as far as its record can be read."""
+        """Return whether a tier's copy is of the same save; a damaged record counts as yes."""
         copy = self._copies[number]
         assert copy is not None
         name = commit_name(self._record.step, self._record.generation)
@@ -455,11 +455,11 @@ class _CheckpointRepair:
         return copy.uid == self._record.uid
 
     def _replace(self, good: int, bad: int) -> None:
-        """Replace a copy on a thread of its own, as a store may hang.
+        """Replace a copy on a separate thread, as a store may hang.
 
         Raises:
             StorageTimeoutError: A store is stuck.
-            PenstockError: As `TierRepairs.replace_copy`.
+            PenstockError: As in `TierRepairs.replace_copy`.
         """
         timing = self._repairs.workers.timing
         watchdog = Watchdog(self._repairs.stuck_s, timing.clock)
@@ -478,8 +478,7 @@ class _CheckpointRepair:
         def stuck() -> StorageTimeoutError:
             return StorageTimeoutError(
                 f"no progress for {watchdog.taken_s():.0f} s (io_timeout_s={watchdog.limit_s:g}) "
-                "while a copy was brought anew, which may still happen; the good one is left as it "
-                "is"
+                "while a copy was being replaced, which may still happen; the good one is unchanged"
             )
 
         call_with_deadline(
@@ -498,9 +497,9 @@ class _CheckpointRepair:
         )
 
     def _damage_left(self, number: int) -> str | None:
-        """Verify a copy that was replaced; return what is still wrong with it, if anything."""
+        """Verify a replaced copy; return what is still wrong with it, if anything."""
         tier = self._checkpoint.backend.tiers[number]
         copy = self._checkpoint.verify_copy(tier, self._meter, deep=self._deep)
         if copy is None:
-            return "it is not there any more: deleted meanwhile, or evicted"
+            return "it no longer exists: deleted or evicted meanwhile"
         return next((damage.detail for damage in copy.damaged), None)

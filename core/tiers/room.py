@@ -1,4 +1,4 @@
-"""The room in tiers: which of them a save writes to."""
+"""The room in tiers: chooses the tier that a save writes to."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class TierRoom:
             outages: Asks the tiers.
             roots: Checks that slower tiers are the right places.
             eviction: Makes room.
-            timing: Has the times to wait.
-            tidy: Called with a tier and the bytes that have to fit, if later copies have to be read
-                before anything is evicted there; evicts in the background.
+            timing: The times to wait.
+            tidy: Called with a tier and the bytes that must fit, if later copies must be read
+                before eviction there; evicts in the background.
         """
         self.tiers = tiers
         self._outages = outages
@@ -64,7 +64,7 @@ class TierRoom:
         Tiers after the first one that answers are not asked.
         """
         left_alone = self.left_alone()
-        found = []
+        names = []
         for number, tier in enumerate(self.tiers):
             if tier.name not in left_alone:
                 try:
@@ -73,16 +73,16 @@ class TierRoom:
                     self._outages.warn(number, error)
                 else:
                     break
-            found.append(tier.name)
-        return found
+            names.append(tier.name)
+        return names
 
     def leave_alone(self, number: int) -> None:
-        """Save to other tiers for a while: with several ranks, one could not write to this one."""
+        """Save to other tiers for a while: a rank of several could not write to this one."""
         timing = self._timing
         self._rests[number] = Deadline(timing.tier_rest_first_s, timing.clock)
 
     def left_alone(self) -> list[str]:
-        """Return the names of the tiers that are to be left alone for now."""
+        """Return the names of the tiers to leave alone for now."""
         rests = dict(self._rests)
         return [self.tiers[number].name for number in rests if not rests[number].is_over()]
 
@@ -98,9 +98,9 @@ class TierRoom:
 
         Args:
             step: The step of the save.
-            need_bytes: The bytes that it stores at most.
-            refused: Tiers that cannot be taken, by name, each with the reason.
-            wait: Called again and again while no tier has room; may raise to give up.
+            need_bytes: The most bytes that it may store.
+            refused: Tiers that cannot be used, by name, each with the reason.
+            wait: Called repeatedly while no tier has room; may raise to give up.
 
         Raises:
             StorageFullError: No tier has room, and the configuration says `raise`.
@@ -121,7 +121,7 @@ class TierRoom:
                     why.append(f"tier {tier.name} does not answer: {error}")
             msg = (
                 f"no tier has room for the {need_bytes} bytes of step {step}: {'; '.join(why)}. "
-                "What is only in the fast tier is not given up for it."
+                "Checkpoints that only the fast tier has are not deleted for it."
             )
             policy = self.tiers[0].on_full
             if policy == "raise":
@@ -146,7 +146,8 @@ class TierRoom:
 
     def _make_room(self, number: int, need_bytes: int) -> bool:
         if number:
-            # A store that cannot tell its room has room even while it is away, so it is listed.
+            # A store that cannot report its room counts as having room even while it is away. So it
+            # is listed.
             self.tiers[number].backend.list(CLOCK_PREFIX)
             self._roots.check(number)
         unverified = False
@@ -157,6 +158,6 @@ class TierRoom:
             return False
 
         fits = self._eviction.make_room(number, need_bytes, verify=verify)
-        if unverified:  # reading them takes long: a background thread does, training goes on
+        if unverified:  # reading them takes long: a background thread does, so training continues
             self._tidy(number, need_bytes)
         return fits

@@ -1,4 +1,4 @@
-"""The way of one save to the tier that it writes to, and on from there to slower tiers.
+"""The way of one save to the tier that it writes to, and from there to slower tiers.
 
 Tested in `tests/integration/ranks/test_tiers.py`.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from penstock.core.tiers.room import TierRoom
 
 OnEnd: TypeAlias = "Callable[[BaseException | None], None]"
-"""Called once: with None when a checkpoint is as durable as it is to be, else with the reason."""
+"""Called once: with None when a checkpoint is as durable as configured, else with the reason."""
 
 
 class DrainOfSave:
@@ -36,20 +36,20 @@ class DrainOfSave:
         self._marked = False
 
     def prepare(self, record: CommitRecord) -> None:
-        """Mark the checkpoint, if it is to be copied."""
+        """Mark the checkpoint, if it must be copied."""
         self._record = record
         self._marked = self._drains.prepare(self._number, record.uid, record.step, self._replaces)
 
     def begin(self) -> None:
         """Do nothing: no other rank waits for the end of the copies."""
 
-    def go(self, told: OnEnd) -> None:
+    def go(self, on_end: OnEnd) -> None:
         """Queue the copy, if the checkpoint is marked."""
         assert self._record is not None
-        self._drains.committed(self._number, self._record, told, marked=self._marked)
+        self._drains.committed(self._number, self._record, on_end, marked=self._marked)
 
     def tiers(self) -> tuple[str, ...]:
-        """Return the names of the tiers that have the checkpoint by now."""
+        """Return the names of the tiers that have the checkpoint now."""
         assert self._record is not None
         return self._drains.having(self._record)
 
@@ -70,7 +70,7 @@ class TierOfRanks:
         self._arrival = {"raw": list(bytes_of_rank(request.plan)), "away": sorted(away)}
 
     def arrival(self) -> Mapping[str, Any]:
-        """Return how much this rank has to store, and the tiers that it cannot use."""
+        """Return how much this rank must store, and the tiers that it cannot use."""
         return self._arrival
 
     def choose(
@@ -78,21 +78,21 @@ class TierOfRanks:
     ) -> tuple[str, Backend] | None:
         """Return name and backend of the fastest tier that has room, and that all ranks can use.
 
-        None: no tier has room, and the save is to be skipped.
+        None: no tier has room, and the save is skipped.
 
         Args:
-            arrivals: What each rank has posted, by its number.
-            wait: Called again and again while no tier has room; may raise to give up.
+            arrivals: The posts of all ranks, by rank number.
+            wait: Called repeatedly while no tier has room; may raise to give up.
 
         Raises:
             StorageFullError: No tier has room, and the configuration says `raise`.
         """
-        alike: dict[str, int] = {}
+        shared_bytes: dict[str, int] = {}
         total = 0
         lacking: dict[str, list[int]] = {}
         for rank, arrival in sorted(arrivals.items()):
             shared, own = arrival.get("raw", (0, 0))
-            alike.setdefault(str(arrival.get("structure")), shared)
+            shared_bytes.setdefault(str(arrival.get("structure")), shared)
             total += own
             for name in arrival.get("away", ()):
                 lacking.setdefault(name, []).append(rank)
@@ -100,7 +100,7 @@ class TierOfRanks:
             name: f"cannot be used by rank {listed([str(rank) for rank in ranks])}"
             for name, ranks in lacking.items()
         }
-        total += sum(alike.values())
+        total += sum(shared_bytes.values())
         self.number = self._room.place(self._step, total, refused=refused, wait=wait)
         if self.number is None:
             return None
@@ -124,7 +124,7 @@ class TierOfRanks:
         raise ConfigError(msg)
 
     def failed(self, error: BaseException) -> None:
-        """Leave the tier alone for a while if it has failed: else each next save would fail."""
+        """Leave the tier alone for a while if it failed: else each later save would fail."""
         if self.number is not None and isinstance(error, StorageError):
             self._room.leave_alone(self.number)
 
@@ -142,27 +142,27 @@ class LeadingDrain(DrainOfSave):
         self._found: tuple[str, ...] | None = None
 
     def prepare(self, record: CommitRecord) -> None:
-        """Mark the checkpoint in the tier that was chosen, if it is to be copied."""
+        """Mark the checkpoint in the chosen tier, if it must be copied."""
         assert self._choice.number is not None
         self._number = self._choice.number
         super().prepare(record)
 
     def begin(self) -> None:
-        """Tell the others from now on that this rank lives."""
+        """Begin to report to the others that this rank is alive."""
         self._told.begin(self._round, self._drains.failing)
 
-    def go(self, told: OnEnd) -> None:
+    def go(self, on_end: OnEnd) -> None:
         """Queue the copy, and report its end to the others before the user's callbacks."""
 
-        def told_all(error: BaseException | None) -> None:
+        def report(error: BaseException | None) -> None:
             if error is None:
                 post = DrainedPost(self.tiers())
             else:
                 post = DrainedPost(kind=type(error).__name__, error=str(error))
             self._told.end(self._round, post)
-            told(error)
+            on_end(error)
 
-        super().go(told_all)
+        super().go(report)
 
     def tiers(self) -> tuple[str, ...]:
         """Return the names of the tiers that had the checkpoint when it became durable."""
@@ -172,7 +172,7 @@ class LeadingDrain(DrainOfSave):
 
 
 class FollowedDrain:
-    """The drain of a save of several ranks, on a rank that learns from rank 0 how it ends."""
+    """The drain of a save of several ranks, on a rank that learns its end from rank 0."""
 
     def __init__(self, turn: RankTurn) -> None:
         self._group = turn.group
@@ -185,17 +185,17 @@ class FollowedDrain:
     def begin(self) -> None:
         """Do nothing: this rank follows once the callbacks of the user have returned."""
 
-    def go(self, told: OnEnd) -> None:
+    def go(self, on_end: OnEnd) -> None:
         """Follow the copies of rank 0."""
 
         def learned(post: DrainedPost) -> None:
             self._found = post.tiers
-            told(_error_of(post) if post.kind else None)
+            on_end(_error_of(post) if post.kind else None)
 
         self._group.follow(self._round, learned)
 
     def tiers(self) -> tuple[str, ...]:
-        """Return the names of the tiers that have the checkpoint, as rank 0 has found them."""
+        """Return the names of the tiers that have the checkpoint, as rank 0 reported them."""
         return self._found
 
     def check(self) -> None:

@@ -1,9 +1,9 @@
 """Checkpoints in several tiers: where each is whole, and which have yet to be copied.
 
 A tier holds a checkpoint if the tier itself lists its commit record, which a copy publishes last;
-so no journal of what is where is needed. Only a copy that is still to be made is recorded: the mark
-`data/<uid>/drain.json` stands beside the data in the tier to copy from, from before the commit
-until the next tier has the checkpoint.
+so no journal of locations is needed. Only pending copies are recorded: the mark
+`data/<uid>/drain.json` is next to the data in the tier to copy from, from before the commit until
+the next tier has the checkpoint.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _NOTE_LIMIT_BYTES = 1 << 20
 
 
 def mark(backend: Backend, uid: str, step: int, replaces: Collection[str] | None = None) -> None:
-    """Record that a save is to be copied to the next tier, before it is committed.
+    """Record, before the commit of a save, that it must be copied to the next tier.
 
     Args:
         backend: The tier to copy from.
         uid: The uid of the save.
         step: The step of the save.
-        replaces: The uids of the checkpoints of that step that the saver knew, and meant to
-            replace; None if that is not known.
+        replaces: The uids of the checkpoints of that step that the saver knew and meant to replace;
+            None if not known.
     """
     _publish_note(backend, mark_name(uid), uid, step, replaces=replaces)
 
@@ -49,17 +49,17 @@ def mark(backend: Backend, uid: str, step: int, replaces: Collection[str] | None
 def note_staying(
     backend: Backend, uid: str, step: int, behind: Collection[str] | None = None
 ) -> None:
-    """Record that a save is not to be copied to the next tier.
+    """Record that a save must not be copied to the next tier.
 
-    A checkpoint with neither a mark nor this note was copied: if no slower tier has it, it was lost
-    there.
+    A checkpoint with neither a mark nor this note was copied: if no slower tier has it, slower
+    tiers have lost it.
 
     Args:
         backend: The tier that has the checkpoint.
         uid: The uid of the save.
         step: The step of the save.
-        behind: The slower roots from which this was concluded: the note does not count for another
-            root. None if the saver wants it so, to whichever root it would be copied.
+        behind: The slower roots from which this was concluded: the note does not count for other
+            roots. None if the saver decided it, for any root.
     """
     _publish_note(backend, staying_name(uid), uid, step, roots=behind)
 
@@ -68,7 +68,7 @@ def _publish_note(
     backend: Backend, name: str, uid: str, step: int, **ids: Collection[str] | None
 ) -> None:
     body: dict[str, object] = {"uid": uid, "step": step}
-    body |= {key: sorted(some) for key, some in ids.items() if some is not None}
+    body |= {key: sorted(uids) for key, uids in ids.items() if uids is not None}
     backend.publish(name, seal(body))
 
 
@@ -80,14 +80,14 @@ def _read_note(backend: Backend, name: str, key: str) -> frozenset[str] | None:
         FormatError: The note cannot be read.
         StorageError: The tier does not answer.
     """
-    found = unseal(backend.read_record(name, limit_bytes=_NOTE_LIMIT_BYTES), name)
-    if type(found) is not dict or key not in found:
+    body = unseal(backend.read_record(name, limit_bytes=_NOTE_LIMIT_BYTES), name)
+    if type(body) is not dict or key not in body:
         return None
-    return frozenset(check_texts(found[key], name))
+    return frozenset(check_texts(body[key], name))
 
 
 def stays(backend: Backend, uid: str, behind: Collection[str]) -> bool:
-    """Return whether a note excludes a save from copies to the current slower roots."""
+    """Return whether a note excludes a save from copies to the slower roots `behind`."""
     try:
         noted = _read_note(backend, staying_name(uid), "roots")
     except BlobNotFoundError:
@@ -98,7 +98,7 @@ def stays(backend: Backend, uid: str, behind: Collection[str]) -> bool:
 
 
 def marked_replaces(backend: Backend, uid: str) -> frozenset[str] | None:
-    """Return the uids that a marked save replaces; None if its mark does not say, or is gone.
+    """Return the uids that a marked save replaces; None if its mark has none, or is gone.
 
     Raises:
         StorageError: The tier does not answer.
@@ -115,19 +115,19 @@ def at_step(backend: Backend, step: int) -> list[CommitRecord]:
     Raises:
         StorageError: The store does not answer.
     """
-    found = []
+    records = []
     for info in backend.list(commit_name(step, 0).rpartition("-")[0] + "-"):
         with suppress(BlobNotFoundError, FormatError):
-            found.append(read_commit(backend, info.name))
-    return sorted(found, key=lambda record: record.generation)
+            records.append(read_commit(backend, info.name))
+    return sorted(records, key=lambda record: record.generation)
 
 
 def replaceable(source: Backend, target: Backend, record: CommitRecord) -> frozenset[str]:
     """Return the uids of checkpoints at the target that `record`, an overwrite, may replace.
 
-    A higher generation alone does not allow that: a node may have left it while it was away, and
-    another node has overwritten the same step at the target meanwhile. So `record` replaces only
-    checkpoints that its saver knew.
+    A higher generation alone does not allow that: it may be a leftover of a node that was away
+    while another node overwrote the same step at the target. So `record` replaces only checkpoints
+    that its saver knew.
 
     Raises:
         StorageError: A store does not answer.
@@ -135,7 +135,7 @@ def replaceable(source: Backend, target: Backend, record: CommitRecord) -> froze
     known = marked_replaces(source, record.uid)
     if known is not None:
         return known
-    # Marks of earlier versions, and of repairs, name no uids: then the time of the save decides.
+    # Marks of earlier versions and of repairs name no uids: then the time of the save decides.
     return frozenset(r.uid for r in at_step(target, record.step) if r.created <= record.created)
 
 
@@ -229,8 +229,8 @@ def pending(backend: Backend) -> list[CommitRecord]:
 
 def _marked(backend: Backend) -> set[str]:
     infos = backend.list(DATA_PREFIX)
-    found = {(data_uid(info.name), info.name) for info in infos}
-    return {uid for uid, name in found if uid is not None and name == mark_name(uid)}
+    names = {(data_uid(info.name), info.name) for info in infos}
+    return {uid for uid, name in names if uid is not None and name == mark_name(uid)}
 
 
 def by_age(backend: Backend) -> list[CommitRecord]:

@@ -332,7 +332,7 @@ def tuple_class(value: tuple[Any, ...], path: ObjectPath) -> str | None:
     """Return the stored name of a named tuple's class, `module:qualified.name`; None for a tuple.
 
     Raises:
-        UnsupportedStateError: It is no named tuple, or cannot be imported by that name.
+        UnsupportedStateError: It is not a named tuple, or cannot be imported by that name.
     """
     kind = type(value)
     if kind is tuple:
@@ -351,7 +351,7 @@ def make_tuple(items: list[Any], name: object, path: ObjectPath) -> tuple[Any, .
     """Build what `tuple_class` described; never imports a module because a checkpoint names it.
 
     Raises:
-        UnsupportedStateError: The class is not loaded, or is no named tuple.
+        UnsupportedStateError: The class is not loaded, or is not a named tuple.
         FormatError: The fields of the class differ from the stored ones.
     """
     if name is None:

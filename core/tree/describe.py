@@ -663,7 +663,7 @@ def _owner(entry: StateObject, owners: dict[tuple[object, ...], ObjectPath]) -> 
 
 
 def _implements_more(kind: type[StateProvider]) -> bool:
-    """Return whether providers of this class name claimed memory, or what is left out."""
+    """Return whether providers of this class name claimed memory, or objects left out."""
     return (
         kind.claimed_memory is not StateProvider.claimed_memory
         or kind.unsteady_memory is not StateProvider.unsteady_memory

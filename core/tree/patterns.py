@@ -156,7 +156,7 @@ _NAMES_NOTHING = frozenset("*?/._-")
 
 def is_catch_all(text: str) -> bool:
     """Return whether a pattern has only wildcards, sets and separators, and no word."""
-    # A set is no name: `[a-z]*` matches nearly every path, and so does `*.*` in a module.
+    # A set is not a name: `[a-z]*` matches nearly every path, and so does `*.*` in a module.
     pieces = _PATTERN_PIECE.findall(text)
     return all(piece in _NAMES_NOTHING or piece[0] == "[" for piece in pieces)
 

@@ -388,7 +388,7 @@ class Placing(Rebuilding):
             live = value.value
             if chosen is live or not _is_stateful(live):
                 return replace(value, value=chosen)
-            # Replacing it in the state would leave the object that training uses as it was.
+            # Replacing it in the state would leave the object that training uses unchanged.
             try:
                 live.load_state_dict(chosen)
             except Exception as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import mmap
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -82,6 +83,7 @@ class _StreamPlanner(DefaultSavePlanner):
     def __init__(self) -> None:
         super().__init__()
         self._streams: dict[int, tuple[torch.Tensor, Streamed]] = {}  # by the stand-in, kept alive
+        self._memory = memoryview(b"")
 
     @property
     def tensors(self) -> list[Streamed]:
@@ -102,6 +104,13 @@ class _StreamPlanner(DefaultSavePlanner):
             return tree_map_only(Streamed, _in_memory, tree)
         return tree
 
+    def begin_file(self, size_bytes: int) -> None:
+        """Map memory for the chunks of a file.
+
+        The C library keeps what it allocates: its heap grew to 80 % of the model in some exports.
+        """
+        self._memory = memoryview(mmap.mmap(-1, size_bytes + 1))  # a map of no bytes is an error
+
     def create_local_plan(self) -> SavePlan:
         """Return the plan of DCP, with the tensors in chunks."""
         plan = super().create_local_plan()
@@ -117,9 +126,17 @@ class _StreamPlanner(DefaultSavePlanner):
         chunk = write_item.tensor_data.chunk
         strides = empty_like(tensor).stride()
         first = sum(o * s for o, s in zip(chunk.offsets, strides, strict=True))
-        data = _read(tensor, first, chunk.sizes)
+        data = self._allocate(chunk.sizes, dtype_of(tensor))
+        _read(tensor, first, data)
         self.written.add(data.nbytes)
         return data
+
+    def _allocate(self, sizes: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        size = math.prod(sizes) * dtype.itemsize
+        if not size:
+            return torch.empty(sizes, dtype=dtype)
+        memory, self._memory = self._memory[:size], self._memory[_aligned(size) :]
+        return torch.frombuffer(memory, dtype=dtype).reshape(sizes)
 
     def _stream(self, item: WriteItem) -> Streamed | None:
         stream = self._streams.get(id(self.state_dict[item.index.fqn]))
@@ -142,8 +159,10 @@ class _BatchWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the chunks of a plan, some to each file."""
+        assert isinstance(planner, _StreamPlanner)
         results: list[WriteResult] = []
-        for number, items in enumerate(_batches(plan.items)):
+        for number, (items, size_bytes) in enumerate(_batches(plan.items)):
+            planner.begin_file(size_bytes)
             prefix = replace(plan.storage_data, prefix=f"{plan.storage_data.prefix}{number}_")
             part = replace(plan, items=items, storage_data=prefix)
             written = super().write_data(part, planner).wait()
@@ -157,32 +176,37 @@ class _BatchWriter(FileSystemWriter):
 
 
 def _in_memory(tensor: Streamed) -> torch.Tensor:
-    return _read(tensor, 0, tensor.shape)
-
-
-def _read(tensor: Streamed, first: int, sizes: Sequence[int]) -> torch.Tensor:
-    data = torch.empty(tuple(sizes), dtype=dtype_of(tensor))
-    if data.numel():
-        out = data.reshape(-1).view(torch.uint8).numpy().data
-        tensor.read(first * data.itemsize, out)
+    data = torch.empty(tensor.shape, dtype=dtype_of(tensor))
+    _read(tensor, 0, data)
     return data
 
 
-def _batches(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
+def _read(tensor: Streamed, first: int, data: torch.Tensor) -> None:
+    if data.numel():
+        out = data.reshape(-1).view(torch.uint8).numpy().data
+        tensor.read(first * data.itemsize, out)
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // 64) * 64
+
+
+def _batches(items: Sequence[WriteItem]) -> Iterator[tuple[list[WriteItem], int]]:
+    """Yield the chunks of each file, and how much memory they need together."""
     batch: list[WriteItem] = []
     filled = 0
     for item in items:
         size = 0
         if item.tensor_data is not None:
             chunk, properties = item.tensor_data.chunk, item.tensor_data.properties
-            size = math.prod(chunk.sizes) * properties.dtype.itemsize
+            size = _aligned(math.prod(chunk.sizes) * properties.dtype.itemsize)
         if batch and filled + size > _FILE_BYTES:
-            yield batch
+            yield batch, filled
             batch, filled = [], 0
         batch.append(item)
         filled += size
     if batch:
-        yield batch
+        yield batch, filled
 
 
 def _rectangles(

@@ -207,7 +207,7 @@ class _MetadataReader:
         except FormatError:
             raise
         except Exception as error:  # noqa: BLE001 - a damaged pickle raises nearly anything
-            self._refuse(f"is no metadata of a checkpoint: {error}")
+            self._refuse(f"is not the metadata of a checkpoint: {error}")
 
     def entries(self, folder: Path) -> list[tuple[str, tuple[str | int, ...], Entry]]:
         """Return all objects."""

@@ -70,7 +70,7 @@ def _tagged(folder: Path) -> Path:
     with latest.open("rb") as file:
         tag = file.read(_MAX_TAG_BYTES).decode(errors="replace").strip()
     if tag in {"", ".", ".."} or {"/", "\0"} & set(tag) or not (folder / tag).is_dir():
-        msg = f"{latest} names {tag!r}, which is no folder beside it: is the checkpoint whole?"
+        msg = f"{latest} names {tag!r}, which is not a folder beside it: is the checkpoint whole?"
         raise FormatError(msg, [str(latest)])
     return folder / tag
 
@@ -350,6 +350,6 @@ def _load(path: Path) -> dict[str, Any]:
     with torch.serialization.safe_globals(_STAND_INS):
         content = load_safely(path, str(path), mmap=True)
     if not isinstance(content, dict):
-        msg = f"{path} holds a {type(content).__name__}, not a dict: it is no file of DeepSpeed"
+        msg = f"{path} holds a {type(content).__name__}, not a dict: it is not a file of DeepSpeed"
         raise FormatError(msg, [str(path)])
     return content

@@ -103,10 +103,10 @@ def export_checkpoint(  # noqa: PLR0913 - options, each by name
 
 def _check(options: ExportOptions, to: str) -> None:
     if to not in FORMATS:
-        msg = f"to={to!r} is no format to export to: give one of {', '.join(FORMATS)}"
+        msg = f"to={to!r} is not an export format: give one of {', '.join(FORMATS)}"
         raise ConfigError(msg)
     if options.cast not in (None, *FLOATS):
-        msg = f"cast={options.cast!r} is no dtype to convert to: give one of {', '.join(FLOATS)}"
+        msg = f"cast={options.cast!r} is not a dtype to convert to: give one of {', '.join(FLOATS)}"
         raise ConfigError(msg)
     if options.shard_bytes < 1:
         msg = f"shard_bytes is {options.shard_bytes}: give at least 1"

@@ -115,5 +115,5 @@ def _weight_map(index: Path) -> dict[str, str]:
         raise wrong(index, "has no weight_map")
     for name, file in weight_map.items():
         if not isinstance(file, str) or file in {"", ".", ".."} or {"/", "\0"} & set(file):
-            raise wrong(index, f"puts {name!r} into {file!r}, which is no name of a file beside it")
+            raise wrong(index, f"puts {name!r} into {file!r}, which does not name a file beside it")
     return weight_map

@@ -67,7 +67,7 @@ def import_checkpoint(  # noqa: PLR0913 - options, each by name
     path = Path(source)
     kind = _format_of(path) if format == "auto" else format
     if kind not in FORMATS:
-        msg = f"format={format!r} is no format to import: give one of {', '.join(FORMATS)}"
+        msg = f"format={format!r} is not an import format: give one of {', '.join(FORMATS)}"
         raise ConfigError(msg)
     try:
         tree = _read(path, kind)

@@ -87,8 +87,8 @@ def _names_of(tree: dict[str, Any], source: str) -> _Names:
             names.setdefault(_identity(name, tensor), (name, tuple(tensor.shape)))
     if not names:
         msg = (
-            f"names_from={source!r} (--names-from) is no path of a model in the files, no file of "
-            "torch.save or run with one, and no JSON file with a list of names. Safetensors, DCP "
+            f"names_from={source!r} (--names-from) is not the path of a model in the files, a file "
+            "of torch.save or run with one, or a JSON file with a list of names. Safetensors, DCP "
             "and DeepSpeed do not keep the order of a model"
         )
         raise ConfigError(msg)
@@ -101,7 +101,7 @@ def _read_list(path: Path) -> list[str]:
     except ValueError:
         names = None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        msg = f"{path} is no JSON list of names"
+        msg = f"{path} is not a JSON list of names"
         raise FormatError(msg, [str(path)])
     return names
 
@@ -143,7 +143,7 @@ def _with_names(optimizer: dict[str, Any], names: _Names, source: str) -> dict[s
     elif sum(bool(group["params"]) for group in groups) > 1:
         msg = (
             f"names_from={source!r} (--names-from): the optimizer has {len(groups)} groups, whose "
-            "order the model does not say: give a JSON file with the list of names, in the order "
+            "order the model does not show: give a JSON file with the list of names, in the order "
             "of the groups"
         )
         raise ConfigError(msg)

@@ -131,7 +131,9 @@ def _check_free(out: Path, *, is_folder: bool, overwrite: bool) -> None:
         msg = f"{out} exists: export to another place, or replace it with overwrite (--overwrite)"
         raise ConfigError(msg)
     if out.is_symlink() or out.is_dir() != is_folder:
-        msg = f"{out} is no {'folder' if is_folder else 'file'}, so it is not replaced; remove it"
+        msg = (
+            f"{out} is not a {'folder' if is_folder else 'file'}, so it is not replaced; remove it"
+        )
         raise ConfigError(msg)
     if not is_folder:
         return

@@ -109,7 +109,7 @@ def _read_header(path: Path) -> list[_StoredTensor]:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or not 2 <= length <= min(size - 8, _MAX_HEADER_BYTES):  # noqa: PLR2004 - the length, and `{}`
-            raise wrong(path, "is no safetensors file, or is cut short: its header is not there")
+            raise wrong(path, "is not a safetensors file, or is cut short: its header is not there")
         header = parse_object(path, file.read(length))
     header.pop("__metadata__", None)
     if not header:
@@ -163,8 +163,8 @@ def parse_object(path: Path, text: bytes) -> dict[str, Any]:
     try:
         content = json.loads(text.decode(), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
-        msg = f"{path} has a header that is no JSON: {error}"
+        msg = f"{path} has a header that is not JSON: {error}"
         raise FormatError(msg, [str(path)]) from error
     if not isinstance(content, dict):
-        raise wrong(path, "has a header that is no JSON object")
+        raise wrong(path, "has a header that is not a JSON object")
     return content

@@ -23,9 +23,9 @@ class PenstockIO(TorchCheckpointIO):  # type: ignore[misc]  # the host is chosen
     """Stores what `ModelCheckpoint` and `Trainer.save_checkpoint` save as Penstock checkpoints.
 
     Each path becomes a folder that is a separate run. A save is captured at once and written in
-    the background; a removal waits for the saves before it. Lightning hands over state dicts on
-    rank 0 alone, so optimizer state is stored by number and nothing is deferred:
-    Use `PenstockCallback` instead if you can.
+    the background; a removal waits for the saves before it. Lightning hands over state dicts only
+    on rank 0, so optimizer state is stored by number and nothing is deferred. Use
+    `PenstockCallback` instead if you can.
     """
 
     def __init__(self, **options: Any) -> None:

@@ -150,8 +150,8 @@ def remarks(trainer: Any) -> Iterator[str]:
     loader = trainer.fit_loop._combined_loader
     if len(loader_states(trainer)) < len(loader.flattened):
         yield (
-            "the training data loader cannot say where it is, so a resume in the middle of an "
-            "epoch gets other samples: use torchdata.stateful_dataloader.StatefulDataLoader"
+            "the training data loader does not report its position, so a resume in the middle of "
+            "an epoch gets other samples: use torchdata.stateful_dataloader.StatefulDataLoader"
         )
     if len(loader.flattened) > 1 and "cycle" in loader._mode:
         yield "several loaders of different lengths: which of them began again is not restored"

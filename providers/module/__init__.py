@@ -250,7 +250,7 @@ class ModulePlacer:
 
     def _place_unloaded(self, item: object, path: ObjectPath, *, live: bool) -> None:
         """Plan the restore of an object that no code of the module loads: in place, or refused."""
-        what = "made by a state-dict hook and is no part of the module"
+        what = "made by a state-dict hook and is not part of the module"
         if live:
             placed = self._context.place(item, path)
             if path not in placed.values and not placed.replaces:

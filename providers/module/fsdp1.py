@@ -102,7 +102,7 @@ def place_flat(value: torch.nn.Module, path: ObjectPath, context: PlaceContext) 
     module = unwrap(value)
     if LoadHooks(module).present:
         msg = (
-            f"{show_path(path)} is sharded by FSDP1, and its modules have code of their own that "
+            f"{show_path(path)} is sharded by FSDP1, and its modules have their own code that "
             "loads state: use fully_shard"
         )
         raise UnsupportedStateError(msg)

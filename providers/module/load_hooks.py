@@ -1,4 +1,4 @@
-"""The load hooks of a module: code of its own that runs when a state dict is loaded.
+"""The load hooks of a module: its own code that runs when a state dict is loaded.
 
 A restore writes into the memory of a module's tensors, and such code would not notice: values
 derived from the tensors would stay stale, and state that only this code sets would be lost. So if

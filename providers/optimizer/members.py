@@ -30,7 +30,7 @@ FORM = "optimizer"
 PARAMETER_FORM = "optimizer.parameter"
 
 MEMBERSHIP = frozenset({"params", "param_names"})
-"""Keys of a group that say which parameters it has; they are no options."""
+"""Keys of a group that list its parameters; they are not options."""
 
 MAX_PARAMETERS = 1 << 20
 """Most parameters of one optimizer: a stored count of a few bytes becomes a list of numbers."""
@@ -325,4 +325,4 @@ def index_of(text: str, path: ObjectPath) -> int:
 def malformed(path: ObjectPath) -> FormatError:
     """Return the error for nodes and objects that do not make an optimizer."""
     shown = show_path(path)
-    return FormatError(f"{shown} is not stored as an optimizer is", [shown])
+    return FormatError(f"{shown} is not a valid stored optimizer", [shown])

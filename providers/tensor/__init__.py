@@ -367,7 +367,7 @@ def _last_cut(tensor: DTensor, like: torch.Tensor | None) -> int | None:
 def new_like(parameter: torch.Tensor, stored: StoredObject) -> torch.Tensor | None:
     """Return a new DTensor that is placed like `parameter`, to read its state into.
 
-    None if the parameter is no DTensor, or the stored tensor has another shape.
+    None if the parameter is not a DTensor, or the stored tensor has another shape.
     """
     if not is_sharded(parameter) or stored.spec.shape != tuple(parameter.shape):
         return None
@@ -544,7 +544,7 @@ def describe_streamed(value: Streamed, path: ObjectPath) -> StateObject:
     """
     dtype = vars(torch).get(value.dtype)
     if not isinstance(dtype, torch.dtype):
-        msg = f"{show_path(path)} is a Streamed of {value.dtype!r}, which is no dtype of torch"
+        msg = f"{show_path(path)} is a Streamed of {value.dtype!r}, which is not a torch dtype"
         raise UnsupportedStateError(msg)
     shape = tuple(value.shape)
     spec = TensorSpec(str(dtype).removeprefix("torch."), dtype.itemsize, shape)

@@ -1,7 +1,7 @@
 """Rectangles of tensors that are cut by hand: `penstock.Shard`, and Megatron's `ShardedTensor`.
 
 The fields of a `ShardedTensor` of Megatron's `dist_checkpointing` identify it: nothing is imported.
-It says where its local tensor is in the whole one. Axes that Megatron puts in front number
+It has the place of its local tensor in the whole one. Axes that Megatron puts in front number
 tensors, such as layers of a pipeline: each number is a separate object below the path.
 """
 
@@ -256,7 +256,7 @@ def describe_megatron(
             within the whole one.
     """
     here, shape, regions = _place(value, path)
-    # Megatron counts replicas by coordinates, and does not say how many there are.
+    # Megatron identifies replicas by coordinates, and does not give their number.
     is_main = not any(_numbers(value.replica_id))
     local = value.data if is_main else value.data.new_empty(0)
     entry = _described_piece(local, path, shape, context=context)

@@ -54,8 +54,8 @@ def parts_of(tensor: Any, path: ObjectPath) -> tuple[dict[str, torch.Tensor], ob
     for name, part in parts.items():
         if not isinstance(part, torch.Tensor) or getattr(tensor, name) is not part:
             msg = (
-                f"{show_path(path)} is a {global_name(type(tensor))} whose part {name!r} is no "
-                "tensor of its own: install a state provider for it"
+                f"{show_path(path)} is a {global_name(type(tensor))} whose part {name!r} is not a "
+                "separate tensor: install a state provider for it"
             )
             raise UnsupportedStateError(msg)
     return parts, context
@@ -165,7 +165,7 @@ def rebuild_parts(node: Node, *, device: str | None, context: PlaceContext) -> P
             names, shape, kind = [], [], None
     if not isinstance(kind, type) or not issubclass(kind, torch.Tensor) or not has_parts(kind):
         shown = show_path(path)
-        msg = f"{shown} is not stored as a tensor of parts is"
+        msg = f"{shown} is not a valid tensor of parts"
         raise FormatError(msg, [shown])
     made = decode_context(meta.get("context"), path)
     result = Placement()
@@ -305,7 +305,7 @@ def decode_context(data: Any, path: ObjectPath) -> Any:
         case {"form": "value", "value": value}:
             return decode_value(json.dumps(value).encode(), path)
     shown = show_path(path)
-    msg = f"{shown} is not stored as a tensor of parts is"
+    msg = f"{shown} is not a valid tensor of parts"
     raise FormatError(msg, [shown])
 
 

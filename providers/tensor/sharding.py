@@ -283,8 +283,8 @@ def _cuts(tensor: DTensor, path: ObjectPath) -> list[Order]:
         _refuse(
             tensor,
             path,
-            "its dimensions are cut in an order of its own. Use what its `.redistribute` returns "
-            "in the default order, called on every rank",
+            "its dimensions are not cut in the default order. Use what its `.redistribute` returns "
+            "in that order, called on every rank",
         )
     return [tuple(each) for each in cuts]
 

@@ -75,7 +75,7 @@ def field_names(kind: type) -> tuple[str, ...] | None:
     No code of the class runs, since a checkpoint may name any class.
     """
     fields = inspect.getattr_static(kind, "__dataclass_fields__", None)
-    # A class with a `__new__` of its own has more content, as a subclass of dict does.
+    # A class with its own `__new__` has more content, as a subclass of dict does.
     made = inspect.getattr_static(kind, "__new__", None)
     if type(fields) is not dict or made is not object.__dict__["__new__"]:
         return None

@@ -187,7 +187,7 @@ def test_lz4_block_length_beyond_the_frame_is_refused():
 def test_lz4_block_of_another_length_is_refused():
     short = lz4.block.compress(b"z" * 71, store_size=False)
     frame = struct.pack("<I", len(short)) + short
-    with pytest.raises(CodecError, match="holds 71 bytes where 72"):
+    with pytest.raises(CodecError, match="holds 71 bytes instead of 72"):
         _decode(Lz4Codec(Lz4Config()), frame, 72)
 
 

@@ -55,7 +55,7 @@ def test_a_rule_without_a_match_is_reported_once_with_nearest_paths(tmp_path, ca
     saved_with(rules, [state(), state(), state()], tmp_path)
     (text,) = warnings_of(caplog)
     assert text.startswith("rules[1]: pattern 'modle/**' matches nothing; nearest: model")
-    assert "in step 0, so no codec is used for it (said once)" in text
+    assert "in step 0, so no codec is used for it (logged once)" in text
 
 
 # -- reading -------------------------------------------------------------------------------------
@@ -64,7 +64,7 @@ def test_a_rule_without_a_match_is_reported_once_with_nearest_paths(tmp_path, ca
 @pytest.mark.parametrize("region", [(0,), 0, [0], "first", (slice(0, 1), 2)])
 def test_an_invalid_region_error_shows_the_right_form(ckpt, region):
     text = message(SelectionError, lambda: ckpt.open().read("model/weight", region))
-    assert f"{region!r} is no region of model/weight" in text
+    assert f"{region!r} is not a region of model/weight" in text
     assert "(slice(0, 1),)" in text
 
 

@@ -187,7 +187,7 @@ def copy(  # noqa: PLR0913 - its options
         )
         raise typer.BadParameter(msg)
     if sum((codec is not None, raw, rules is not None)) > 1:
-        msg = "--codec, --raw and --rules each say how to encode; pass one of them"
+        msg = "--codec, --raw and --rules each choose the encoding; pass one of them"
         raise typer.BadParameter(msg)
     wanted = wanted_rules(codec, rules, raw=raw)
     encodes = bool(include or exclude or flatten) or wanted is not None

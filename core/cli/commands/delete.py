@@ -350,7 +350,7 @@ def _print_pruned(report: PruneReport, superseded_bytes: int, grace_s: float) ->
         for problem in report.refused:
             print_line(f"  {problem}")
         if not no_record:
-            print_line("delete that checkpoint, or bring back its record, and prune again")
+            print_line("delete that checkpoint, or recover its record, and prune again")
         return
     if report.unrecorded:
         print_line(

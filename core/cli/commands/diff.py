@@ -71,7 +71,7 @@ def diff(
     """Show what differs between two checkpoints, of one run or of two.
 
     Objects that only one of them has; kinds, dtypes and shapes; bytes, by their stored checksums
-    where these tell, else by reading both; values, kinds of containers, metadata. Exits with 0
+    where these suffice, else by reading both; values, kinds of containers, metadata. Exits with 0
     if nothing differs, 1 if something does, 2 after an error. It does not look for damage:
     `penstock verify` does.
 

@@ -30,7 +30,7 @@ from penstock.core.cli.output.runs_on_disk import (
     quiet,
     tiers_quiet,
 )
-from penstock.core.config.plugin_choice import shown_url
+from penstock.core.config.plugin_choice import BackendConfig, scheme_of, shown_url
 from penstock.core.errors import (
     ConfigError,
     DamagedError,
@@ -67,7 +67,7 @@ _NOT_A_DISK = {
     "tmpfs": _IN_MEMORY,
     "ramfs": _IN_MEMORY,
     "overlay": "a container layer, slow and deleted with it: mount a volume for checkpoints",
-    "9p": "a folder shared with a virtual machine, slow, with a weak fsync: use a disk of its own",
+    "9p": "a folder shared with a virtual machine, slow, with a weak fsync: use its own disk",
     "nfs": _ON_NETWORK,
     "nfs4": _ON_NETWORK,
     "cifs": "a network file system without POSIX links: exclusive publishing may not work",
@@ -81,6 +81,8 @@ _URING = {
     "ENOMEM": "raise RLIMIT_MEMLOCK (ulimit -l), which limits rings before Linux 5.12",
 }
 """The advice, by part of the reason why io_uring does not work."""
+
+_USES_URING = {"uring", "lustre"}
 _UNRECORDED = (
     "if the run was copied, copy the files of its folder `commits` too; if saves broke off right "
     "before their commit, the next checkpoint proves their data to be garbage"
@@ -146,7 +148,7 @@ def doctor(
     try:
         with no_warning, tiers_quiet(), closing(open_backend(url)) as backend:
             shown = backend.url
-            if not _may_use_uring(given, backend):
+            if not _may_use_uring(given):
                 why = f"not used for {backend.name}: {checks[0].found}"
                 checks = [replace(checks[0], status="info", found=why, advice=None)]
             checks += _check_backend(backend, probe_bytes)
@@ -227,11 +229,14 @@ def _check_place(backend: Backend, probe_bytes: int) -> list[Check]:
     return checks
 
 
-def _may_use_uring(given: object, backend: Backend) -> bool:
-    """Return whether io_uring could serve a place of the run: a folder, not opened as posix://."""
-    places = [tier.backend for tier in backend.tiers] or [backend]
-    threads = isinstance(given, str) and given.startswith("posix://")
-    return not threads and any(named_root(place) is not None for place in places)
+def _may_use_uring(spec: Any) -> bool:
+    """Return whether a place of the run, as it is configured, uses io_uring where that works."""
+    if isinstance(spec, BackendConfig):
+        spec = {"type": spec.type, **spec.options}
+    if isinstance(spec, dict):
+        tiers = [spec[name] for name in ("fast", "durable") if name in spec]
+        return spec["type"] in _USES_URING or any(map(_may_use_uring, tiers))
+    return scheme_of(str(spec)) in {"", "file", *_USES_URING}
 
 
 def _uring() -> Check:
@@ -401,7 +406,7 @@ def _memory() -> Check:
     found = f"{size_text(available)} available"
     if limit is None or limit >= available:
         return Check("memory", "ok", found, values=values)
-    found += f", of which this container may still use {size_text(limit)}"
+    found += f"; this container may still use {size_text(limit)}"
     if limit < available // 2:
         advice = (
             "set staging_bytes to at most half of what the container may use: the default is up to "
@@ -484,7 +489,7 @@ def _clock(backend: Backend) -> Check:
         advice = "a save cannot write there: fix this first"
         return Check("write a record", "fail", str(error), advice, {"skew_s": None})
     after_s = time.time()
-    # The store read its clock between both times, so an offset between these bounds is no skew.
+    # The store read its clock between both times, so an offset between these bounds is not a skew.
     # Neither are a few milliseconds: kernels round file times down.
     early, late = store_s - after_s, store_s - before_s
     skew_s = 0.0 if early <= 0 <= late else min(early, late, key=abs)
@@ -507,7 +512,7 @@ def _checkpoints(backend: Backend, root: Path | None) -> Check:
     values = {"steps": len(records), "damaged": damaged, "newest_bytes": size}
     if damaged:
         listed = ", ".join(map(str, damaged))
-        advice = "bring their commit records back, or `penstock delete` them: until then `prune`"
+        advice = "recover their commit records, or `penstock delete` them: until then `prune`"
         found = f"{len(records)}; the records of {listed} cannot be read"
         return Check("checkpoints", "warn", found, f"{advice} deletes nothing", values)
     if size is None:
@@ -549,7 +554,7 @@ def _leftovers(backend: Backend, root: Path | None) -> Check:
         oldest = age_text(time.time() - min(status.st_mtime for status in files))
         parts.append(f"{len(files)} temporary files, the oldest from {oldest} ago")
     found = "; ".join(parts) or "none"
-    if waiting:  # may be checkpoints whose records are yet to be copied: advise no deletion
+    if waiting:  # may be checkpoints whose records will be copied: advise no deletion
         return Check("leftovers", "warn", found, _UNRECORDED, values)
     if report.uids:
         return Check("leftovers", "warn", found, "free it: penstock prune", values)

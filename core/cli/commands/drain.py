@@ -108,10 +108,10 @@ def drain(
     ] = None,
     as_json: Json = False,
 ) -> bool:
-    r"""Copy the checkpoints that saves have left to be copied in a run's faster tiers.
+    r"""Copy the pending checkpoints in a run's faster tiers to slower ones.
 
-    A process that saves there does the same in the background; use this if none will. It leaves
-    out what such a process is just copying. Exits with 1 if something is still left.
+    A process that saves there does the same in the background; use this if none will. Leaves out
+    checkpoints that such a process is copying. Exits with 1 if something is still left.
 
     Examples:
       penstock drain penstock.toml
@@ -146,8 +146,8 @@ def drain(
         )
     else:
         _print(outcome)
-    # A tier that does not answer, or an empty folder in its place, has no marks: only if every tier
-    # was read is nothing left.
+    # A tier that does not answer, or an empty folder in its place, shows no marks. So every tier
+    # must be read before nothing counts as left.
     return not (outcome.left or outcome.silent or outcome.stuck)
 
 
@@ -160,21 +160,21 @@ def _drain(backend: Backend, workers: Workers, deadline: CommandDeadline) -> Dra
     with _quiet_copies():
         try:
             with suppress(StorageTimeoutError):
-                found = deadline.ask("looking for what is left", drains.resume)
+                found = deadline.ask("looking for pending copies", drains.resume)
                 # Finds checkpoints that are marked as copied but that the next tier has lost. Runs
                 # after the first copies are queued, since reading every tier may take long.
                 marked, away = deadline.ask("comparing the tiers", drains.reconcile)
                 before += marked
-                found += deadline.ask("looking for what is left", drains.resume)
+                found += deadline.ask("looking for pending copies", drains.resume)
             _watch(drains, sum(record.bytes_needed for record in before), deadline)
         finally:
             states = drains.states()
             try:
-                deadline.ask("ending what is under way", drains.close, ending=True)
+                deadline.ask("ending the copy in flight", drains.close, ending=True)
             except StorageTimeoutError:
                 stuck = True
     steps = {step for state in states for step in (*state.unfinished(), *state.lost)}
-    left = [record for record in before if record.step in steps]  # unless the tiers say more
+    left = [record for record in before if record.step in steps]  # if the tiers do not answer
     in_the_way: dict[int, tuple[str, str]] = {}
     if not stuck:
         known = silent.copy()

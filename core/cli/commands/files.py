@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 _Rename = Annotated[
     list[str] | None,
     typer.Option(
-        "--rename", metavar="OLD=NEW", help="Replace OLD by NEW at the start of paths; repeatable."
+        "--rename",
+        metavar="OLD=NEW",
+        help="Replace OLD with NEW at the start of paths; repeatable.",
     ),
 ]
 

@@ -522,7 +522,7 @@ def chains(facts: RunFacts) -> Chart:
 def tiers(facts: RunFacts) -> Chart:
     """Return which tiers have which checkpoint."""
     traces = []
-    for name, color, wanted in (("whole", _BLUE, False), ("to be copied on", _OCHRE, True)):
+    for name, color, wanted in (("whole", _BLUE, False), ("to be copied", _OCHRE, True)):
         points = [
             (str(one.step), tier)
             for one in facts.listed

@@ -55,7 +55,7 @@ def test_a_step_that_cannot_be_compacted_is_reported_and_skipped(call, chained):
     done = call("compact", chained)
     assert (done.code, done.err) == (1, "")  # printed once: no log repeats it
     assert "step 3 is not compacted: " in done.out
-    assert "`penstock verify --all` says which are whole" in done.out
+    assert "`penstock verify --all` shows which are whole" in done.out
     assert borrowing(call, chained) == [3]
     assert list(call("compact", chained, "--json").json["failed"]) == ["3"]
 

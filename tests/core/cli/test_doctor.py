@@ -138,8 +138,17 @@ def test_doctor_gives_no_advice_on_io_uring_for_a_store_that_never_uses_it(
     found = checks_of(call("doctor", url.format(tmp_path), "--no-probe", "--json"))["io_uring"]
     assert (found["status"], found["advice"]) == ("info", None)
     assert found["found"].startswith("not used for ")
-    found = checks_of(call("doctor", f"file://{tmp_path}/run", "--no-probe", "--json"))
-    assert "PENSTOCK_DISABLE_URING" in found["io_uring"]["advice"]
+    config = tmp_path / "run.toml"
+    config.write_text(f"backend = {{type = 'posix', path = '{tmp_path}/run'}}")
+    found = checks_of(call("doctor", str(config), "--no-probe", "--json"))["io_uring"]
+    assert found["advice"] is None
+    fast = "{type = 'posix', path = '%s/fast'}"
+    config.write_text(
+        f"backend = {{type='tiered', fast={fast % tmp_path}, durable='{tmp_path}/run'}}"
+    )
+    for uses_it in (f"file://{tmp_path}/run", str(config)):
+        found = checks_of(call("doctor", uses_it, "--no-probe", "--json"))["io_uring"]
+        assert "PENSTOCK_DISABLE_URING" in found["advice"]
 
 
 @pytest.mark.parametrize("command", ["verify", "copy", "compact"])

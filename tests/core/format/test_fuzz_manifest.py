@@ -220,7 +220,7 @@ def test_a_blob_outside_the_root_is_refused(stored):
             return value
 
         stored.put(forge(stored.files, change))
-        with pytest.raises(FormatError, match=r"not the name of a blob|not of this save"):
+        with pytest.raises(FormatError, match=r"not the name of a blob|neither of this save"):
             stored.ckpt.load(STEP)
 
 

@@ -179,7 +179,7 @@ def test_sections_of_two_ranks_with_shards_round_trip():
     data = part.data[: entry.head_length]
     (name, length) = f"data/{manifests.OTHER}/blobs/00001-0.enc", 10
     for borrowed in ([], [BlobRecord(name, length + 1)], [BlobRecord(name[:-3] + "raw", length)]):
-        with pytest.raises(FormatError, match="nor as the commit record borrows it"):
+        with pytest.raises(FormatError, match="nor borrowed by the commit record"):
             read_head(data, entry, **binding, borrowed=borrowed)
     head = read_head(data, entry, **binding, borrowed=[BlobRecord(name, length)])
     info = head.sections[0]
@@ -371,9 +371,9 @@ def test_a_lie_is_named():
         (lie(0, "frames", "chain", 0, 1), "no checksum of its content"),
         (lie(0, "frames", "checksums", 0, "00" * 8), "checksum for each"),
         (lie(0, "frames", "checksums", 0, "0g" * 24), "checksum for each"),
-        (lie(0, "frames", "raw_length", 0, 1), "more than a raw frame"),
+        (lie(0, "frames", "raw_length", 0, 1), "fields of an encoded frame"),
         (lie(0, "frames", "raw_length", 0, 1 << 31), "integers"),
-        (lie(0, "objects", "shards", 0, 0, 0, 2, 1), "other than its shape"),
+        (lie(0, "objects", "shards", 0, 0, 0, 2, 1), "unlike its shape"),
         (lie(0, "objects", "shards", 0, 0, 0, 0, 7), "beyond frame 7"),
         (lie(0, "objects", "shards", 0, 0, 0, 1, 4), "beyond frame"),
         (lie(0, "objects", "shards", 0, []), "0 shards"),
@@ -409,9 +409,9 @@ def test_one_lie_among_objects_checked_together_is_named(position):
         ([0, -4, length], [size], "integers"),
         ([1, offset, length], [size], "beyond frame 1"),
         ([0, end - length + 1, length], [size], "beyond frame 0"),
-        ([0, offset, length - 1], [size], "other than its shape"),
+        ([0, offset, length - 1], [size], "unlike its shape"),
         ([0, offset, 0], [0], "empty chunk"),
-        ([0, offset, length], [size + 1], "other than its shape"),
+        ([0, offset, length], [size + 1], "unlike its shape"),
         ([0, offset, length], [float(size)], "integers"),
         ([0, offset, length], [size] + [1] * 64, "65 dimensions"),
     ]:
@@ -428,7 +428,7 @@ def test_one_lie_among_objects_checked_together_is_named(position):
 def test_a_lie_about_a_derived_object_is_named():
     for derived, shards, complaint in [
         ([[0, ["model", "x"]]], None, "has shards"),
-        ([[0, ["model", "wte.weight"]]], [], "of itself"),
+        ([[0, ["model", "wte.weight"]]], [], "to itself"),
         ([[99, ["model", "x"]]], None, "integers"),
         ([[0, ["x"]], [0, ["y"]]], [], "object twice"),
         ([[0, 7]], [], "list"),
@@ -450,11 +450,11 @@ def test_a_lie_about_errors_is_named():
         ([7], "list"),
         ([[99, 1.0, 1.0]], "integers"),
         ([[0, 1.0, 1.0], [0, 2.0, 2.0]], "object twice"),
-        ([[0, -1.0, 1.0]], "negative"),
-        ([[0, 1.0, "1"]], "no number"),
-        ([[0, True, 1.0]], "no number"),
-        ([[0, 1.0, float("inf")]], "not finite"),
-        ([[0, float("nan"), 1.0]], "not finite"),
+        ([[0, -1.0, 1.0]], "finite number"),
+        ([[0, 1.0, "1"]], "finite number"),
+        ([[0, True, 1.0]], "finite number"),
+        ([[0, 1.0, float("inf")]], "finite number"),
+        ([[0, float("nan"), 1.0]], "finite number"),
     ]:
         made = manifests.example()
         body = load_json(made.writers[0].dump(), "")

@@ -180,23 +180,21 @@ def rank_0_waits_in_vain(meeting, begun):
     return thread
 
 
-def connected(meeting):
-    """A socket to rank 0, once it listens."""
-    line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+def connect(line, meeting):
+    """Connect to rank 0, once it listens."""
     while True:
         try:
-            line.connect(meeting._address)
+            return line.connect(meeting._address)
         except ConnectionRefusedError:
             time.sleep(0.01)
-        else:
-            return line
 
 
 def test_a_silent_connection_holds_up_no_rank():
     meeting = Meeting(secret_of_a_job(), (0, 1), 0, window_bytes=WINDOW, timing=Timing())
     begun = threading.Event()
     thread = rank_0_waits_in_vain(meeting, begun)
-    with connected(meeting):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
+        connect(line, meeting)
         begun.set()
         thread.join(PATIENCE_S / 2)
         assert not thread.is_alive()

@@ -5,7 +5,7 @@ import os
 import socket
 import threading
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from http import HTTPStatus
 from http.client import HTTPConnection, RemoteDisconnected
 
@@ -161,8 +161,7 @@ def test_a_rank_that_never_asks_is_abandoned_and_others_are_served():
 
 def test_a_rank_that_stalls_while_taking_is_abandoned():
     clock = ShiftedClock()
-    with relays({0: one_way(1)[0]}, clock=clock) as found:
-        line = connected(found[0], 1)
+    with relays({0: one_way(1)[0]}, clock=clock) as found, connected(found[0], 1) as line:
         line.putrequest("GET", "/a.raw")
         line.putheader("Authorization", authorization(0, 1))
         line.putheader("Range", f"bytes=3-{3 + SIZE - 1}")
@@ -172,7 +171,6 @@ def test_a_rank_that_stalls_while_taking_is_abandoned():
             time.sleep(0.01)
         hurry(clock)
         outlast(found[0], given)
-        line.close()
 
 
 def test_no_rank_waits_for_a_closed_rank():
@@ -246,14 +244,15 @@ def authorization(server, client, secret=b"secret"):
     return f"Bearer {client}.{Credentials.of(secret, server, client).token}"
 
 
-def connected(relay, rank, given=None):
+@contextmanager
+def connected(relay, rank):
     """An authenticated connection to a relay of rank 0 as `rank`."""
-    line = HTTPConnection(*relay.at, timeout=PATIENCE_S / 2)
-    line.request("GET", "/", headers={"Authorization": given or authorization(0, rank)})
-    answer = line.getresponse()
-    answer.read()
-    assert answer.status == HTTPStatus.OK
-    return line
+    with closing(HTTPConnection(*relay.at, timeout=PATIENCE_S / 2)) as line:
+        line.request("GET", "/", headers={"Authorization": authorization(0, rank)})
+        answer = line.getresponse()
+        answer.read()
+        assert answer.status == HTTPStatus.OK
+        yield line
 
 
 def test_silent_strangers_block_no_member():
@@ -270,6 +269,7 @@ def test_silent_strangers_block_no_member():
 def test_strangers_do_not_displace_a_rank_slow_to_identify():
     with relays({0: one_way(1)[0]}, clock=CountedClock()) as found, ExitStack() as opened:
         line = HTTPConnection(*found[0].at, timeout=PATIENCE_S / 2)
+        opened.callback(line.close)
         line.connect()
         for _ in range(200):
             opened.enter_context(socket.create_connection(found[0].at, 10))
@@ -278,7 +278,6 @@ def test_strangers_do_not_displace_a_rank_slow_to_identify():
         time.sleep(0.5)  # for those that would take the place of the first
         line.request("GET", "/", headers={"Authorization": authorization(0, 1)})
         assert line.getresponse().status == HTTPStatus.OK
-        line.close()
 
 
 def test_a_silent_stranger_is_disconnected():
@@ -295,11 +294,13 @@ def test_a_silent_stranger_is_disconnected():
 
 
 def test_a_replayed_hello_opens_no_connection():
-    with relays({0: one_way(1)[0]}) as found:
-        line = connected(found[0], 1)
+    with relays({0: one_way(1)[0]}) as found, connected(found[0], 1) as line:
         for _ in range(2):
-            with pytest.raises((AssertionError, RemoteDisconnected)):
-                connected(found[0], 1)
+            with (
+                pytest.raises((AssertionError, RemoteDisconnected)),
+                connected(found[0], 1),
+            ):
+                pass
             line.close()
             while found[0]._recipients:
                 time.sleep(0.01)

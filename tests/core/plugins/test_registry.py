@@ -115,11 +115,11 @@ BROKEN = {
     "no_name": (_codec("bad") + "    del Good.name", "calls itself None, not 'bad'"),
     "not_lossless_nor_lossy": (
         _codec("bad").replace("lossless = True", "bound = 3"),
-        "does not say whether it is lossless: write `lossless = True` or `lossless = False`",
+        "does not declare lossless: write `lossless = True` or `lossless = False`",
     ),
     "lossless_by_a_word": (
         _codec("bad").replace("lossless = True", "lossless = 'yes'"),
-        "says 'yes' for lossless",
+        "has lossless = 'yes'",
     ),
     "version_zero": (_codec("bad", 0), "has the version 0: it must be an integer, at least 1"),
     "other_config": (_codec("bad") + "    Good.Config = dict", "not a subclass of PluginConfig"),
@@ -536,7 +536,7 @@ def test_backend_with_a_name_invalid_in_urls_is_refused_uncreated(plugin_site, n
 def test_an_impossible_oldest_readable_version_is_refused(plugin_site, oldest):
     source = _codec("acme", version=2) + f"        oldest_readable = {oldest!r}\n"
     _add_codec(plugin_site, "acme-codecs", "acme", module="acme_codec", source=source)
-    with pytest.raises(PluginError, match=rf"says {oldest!r} for oldest_readable.* its version, 2"):
+    with pytest.raises(PluginError, match=rf"oldest_readable = {oldest!r}: .* its version, 2"):
         Registry().codec("acme", {})
 
 

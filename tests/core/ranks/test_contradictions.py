@@ -40,7 +40,7 @@ def test_one_path_has_one_kind_on_all_ranks():
         if one == other or {one, other} <= OBJECTS or frozenset({one, other}) in TOGETHER:
             assert found(one, other) == set(), (one, other)
             continue
-        words = rf"^x is {one} on ranks 0, 4, and {other} on ranks 1, 5: one path has to be of one "
+        words = rf"^x is {one} on ranks 0, 4, and {other} on ranks 1, 5: a path must be of one "
         with pytest.raises(SaveError, match=words):
             found(one, other)
 

@@ -7,6 +7,7 @@ from penstock.core.abc import StateObject, Target
 from penstock.core.errors import (
     CheckpointNotFoundError,
     DamagedError,
+    FormatError,
     RestoreError,
     RestoreMismatchError,
     StorageError,
@@ -52,6 +53,17 @@ def test_error_comes_from_the_last_step():
         steps.use(damaged_above(0))
     with pytest.raises(CheckpointNotFoundError):
         candidates().use(damaged_above(0))
+
+
+def test_damaged_record_names_the_step_and_what_to_restore():
+    def attempt(step, open_step):
+        message = "data/a/parts/00000.json.zst: its sha256 is not the one recorded"
+        raise FormatError(message)
+
+    with pytest.raises(FormatError) as raised:
+        candidates(7).use(attempt)
+    (note,) = raised.value.__notes__
+    assert note.startswith("Step 7 is damaged. Restore an older step: ")
 
 
 def test_errors_other_than_damage_end_the_search():

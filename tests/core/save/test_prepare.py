@@ -20,7 +20,7 @@ def warned(caplog):
                 ckpt.save(state, step, mode="blocking")
             ckpt.check(state)
         texts = [record.getMessage() for record in caplog.records]
-        return [text for text in texts if text.endswith("(said once)")]
+        return [text for text in texts if text.endswith("(logged once)")]
 
     return run
 
@@ -39,7 +39,7 @@ def test_optimizer_is_named_when_it_joins(caplog):
     model = nn.Linear(3, 3)
     with checkpointer(memory()) as ckpt:
         ckpt.check({"model": model})
-        assert "said once" not in caplog.text
+        assert "logged once" not in caplog.text
         ckpt.check({"model": model, "opt": torch.optim.SGD(masters_of(model))})
     assert "opt: 2 of the tensors" in caplog.text
 

@@ -216,7 +216,7 @@ def test_an_optimizer_of_more_parameters_than_memory_is_refused():
     store = forged({"optimizer": optimizer}, change)
     with (
         checkpointer(store) as ckpt,
-        pytest.raises(FormatError, match="optimizer is not stored as an optimizer is"),
+        pytest.raises(FormatError, match="optimizer is not a valid stored optimizer"),
     ):
         ckpt.load()
 

@@ -133,7 +133,7 @@ def test_other_contradictions_are_refused_by_name_on_all_ranks(words):
     assert list(map(type, errors)) == [SaveError, RankError]
     for error in errors:
         assert f"x is {words}" in str(error)
-        assert "on rank 1: one path has to be of one kind" in str(error)
+        assert "on rank 1: a path must be of one kind" in str(error)
     with checkpointer(store) as ckpt:
         assert ckpt.steps() == []
 

@@ -170,7 +170,7 @@ def test_extra_state_and_buffers_restore_and_load_hooks_are_refused():
             assert torch.equal(found.weight, saved.weight)
             assert (found.count, found.seen.tolist()) == (5, [1.0, 1.0])
             # The rank that first learns of the other's refusal does not reach its own.
-            refused = pytest.raises((UnsupportedStateError, RankError), match="code of their own")
+            refused = pytest.raises((UnsupportedStateError, RankError), match="their own code")
             with refused:
                 ckpt.restore({"model": sharded(Counted(hook=True))})
 

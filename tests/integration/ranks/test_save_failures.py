@@ -184,7 +184,7 @@ def test_a_root_not_shared_by_hosts_is_found():
     stores = [memory(), memory()]
     job = Job(2, lambda rank: stores[rank])
     errors = job.save(lambda rank: {"w": Shard(torch.ones(4, 3), (8, 3), (4 * rank, 0))})
-    assert "what rank 0 has published is not on memory:" in str(errors[0])
+    assert "this rank does not see on memory:" in str(errors[0])
     assert "is the folder shared by all hosts?" in str(errors[1])
     assert [names(store) for store in stores] == [[], []]
 

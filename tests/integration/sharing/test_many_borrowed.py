@@ -211,6 +211,6 @@ def test_a_part_borrows_only_from_saves_named_by_the_record(root):
     with penstock.Checkpointer(root) as ckpt:
         assert ckpt._catalog.record(LAST).references[0] != blob_uid(first.name)
         with pytest.raises(
-            DamagedError, match=f"borrows nothing of the save of data/{blob_uid(first.name)}/"
+            DamagedError, match=f"borrows nothing from the save of data/{blob_uid(first.name)}/"
         ):
             ckpt.load(LAST)

@@ -298,7 +298,7 @@ def test_two_repairs_of_one_step_do_not_delete_each_others_work():
     fast = Meanwhile(places.other_fast(), lambda: results.append(ckpt.verify(1, repair=True)))
     with places.open(fast=fast) as ckpt:
         assert ckpt.verify(1, deep=False, repair=True).ok
-        assert "brought anew already" in results[0].repairs[0].error
+        assert "already being replaced" in results[0].repairs[0].error
         assert ckpt.verify(1).ok
     assert not is_marked(places.fast, Catalog(places.fast).record(1).uid)
 

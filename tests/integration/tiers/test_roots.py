@@ -199,7 +199,7 @@ def rewound(folders, tmp_path, waits):
 
 def test_steps_rewound_by_another_node_stay_deleted(rewound, caplog):
     save(rewound, 4)
-    assert "step 3 is in tier fast, and was deleted behind it" in caplog.text
+    assert "step 3 is in tier fast, and was deleted from slower tiers" in caplog.text
     assert steps_in(rewound.durable) == [1, 2, 4]
     assert steps_in(rewound.fast) == [1, 2, 3, 4]
 

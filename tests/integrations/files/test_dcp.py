@@ -312,7 +312,7 @@ def test_a_pickle_cannot_change_the_stand_in_classes(tmp_path, refused):
         state = (None, {"__iter__": 1, "__setstate__": 2, "state": 3})
         program += pickle.dumps(state, 4)[2:-1] + pickle.BUILD + pickle.STOP
         (folder / ".metadata").write_bytes(program)
-        with refused(penstock.FormatError, "is no metadata") as root:
+        with refused(penstock.FormatError, "is not the metadata") as root:
             penstock.import_checkpoint(folder, root, step=2)
         penstock.import_checkpoint(good, f"memory://{tmp_path}/{name}")
 
@@ -475,7 +475,7 @@ def test_a_key_of_a_crafted_pickle_does_not_end_the_process(tmp_path, refused):
     (tmp_path / "d").mkdir()
     for crafted in (b"}%bNs.", b"(%bNd.", b"\x8f(%b\x90.", b"(%b\x91."):
         (tmp_path / "d" / ".metadata").write_bytes(b"\x80\x04" + crafted % nested)
-        with refused(penstock.FormatError, "is no metadata") as root:
+        with refused(penstock.FormatError, "is not the metadata") as root:
             penstock.import_checkpoint(tmp_path / "d", root, step=2)
 
 

@@ -75,7 +75,7 @@ def test_the_tag_folder_suffices_and_latest_stays_inside(folder, tmp_path, refus
     assert penstock.import_checkpoint(folder / "t1", tmp_path / "run").objects > 10
     for tag in ("../t1", "", "t2", "/etc"):
         (folder / "latest").write_text(tag)
-        with refused(penstock.FormatError, "which is no folder beside it") as root:
+        with refused(penstock.FormatError, "which is not a folder beside it") as root:
             penstock.import_checkpoint(folder, root, step=2)
 
 

@@ -166,8 +166,8 @@ def test_config_and_tokenizer_are_copied_and_weights_and_code_are_not(tmp_path, 
 
 def test_wrong_options_are_refused_before_anything_is_written(tmp_path, run):
     for options, match in [
-        ({"to": "gguf"}, "no format to export to"),
-        ({"cast": "int8"}, "no dtype to convert to"),
+        ({"to": "gguf"}, "not an export format"),
+        ({"cast": "int8"}, "not a dtype to convert to"),
         ({"shard_bytes": 0}, "at least 1"),
         ({"config_from": "nowhere"}, "no config.json"),
         ({"config_from": ".", "to": "torch"}, "folder of safetensors"),
@@ -210,7 +210,7 @@ def test_overwrite_replaces_an_earlier_export_as_a_whole(tmp_path, run):
 def test_a_link_at_out_is_not_followed(tmp_path, run):
     (tmp_path / "real.safetensors").write_text("mine")
     (tmp_path / "o.safetensors").symlink_to("real.safetensors")
-    with pytest.raises(penstock.ConfigError, match="is no file"):
+    with pytest.raises(penstock.ConfigError, match="is not a file"):
         penstock.export_checkpoint(
             run, tmp_path / "o.safetensors", to="safetensors", overwrite=True
         )
@@ -382,10 +382,10 @@ BAD = {
     "no tensors": (header({}, data=0), "has no tensors"),
     "header cut short": (header({"a": f32(0, 8)}, length=10_000), "header is not there"),
     "huge header": (header({"a": f32(0, 8)}, length=1 << 62), "header is not there"),
-    "no json": (header(None, text=b"{nonsense"), "no JSON"),
-    "deep json": (header(None, text=b"[" * 100_000), "no JSON"),
-    "no utf-8": (header(None, text=b'{"\xff": 1}'), "no JSON"),
-    "no object": (header([1]), "no JSON object"),
+    "no json": (header(None, text=b"{nonsense"), "is not JSON"),
+    "deep json": (header(None, text=b"[" * 100_000), "is not JSON"),
+    "no utf-8": (header(None, text=b'{"\xff": 1}'), "is not JSON"),
+    "no object": (header([1]), "not a JSON object"),
     "data cut short": (header({"a": f32(0, 8)}, data=7), "its header says"),
     "bytes left over": (header({"a": f32(0, 8)}, data=9), "its header says"),
     "gap": (header({"a": f32(0, 4), "b": f32(8, 12)}, data=12), "'b' follows a gap"),
@@ -422,12 +422,12 @@ def sharded(folder, weight_map, files):
 
 A, B = "a.safetensors", "b.safetensors"
 BAD_INDEXES = {
-    "leaves the folder": ({"x": f"../f/{A}"}, {A: "x"}, "no name of a file"),
-    "absolute": ({"x": "/etc/passwd"}, {A: "x"}, "no name of a file"),
-    "dots": ({"x": ".."}, {A: "x"}, "no name of a file"),
-    "folder": ({"x": f"sub/{A}"}, {A: "x"}, "no name of a file"),
-    "no name": ({"x": ""}, {A: "x"}, "no name of a file"),
-    "number": ({"x": 3}, {A: "x"}, "no name of a file"),
+    "leaves the folder": ({"x": f"../f/{A}"}, {A: "x"}, "not name a file"),
+    "absolute": ({"x": "/etc/passwd"}, {A: "x"}, "not name a file"),
+    "dots": ({"x": ".."}, {A: "x"}, "not name a file"),
+    "folder": ({"x": f"sub/{A}"}, {A: "x"}, "not name a file"),
+    "no name": ({"x": ""}, {A: "x"}, "not name a file"),
+    "number": ({"x": 3}, {A: "x"}, "not name a file"),
     "nothing": ({}, {A: "x"}, "no weight_map"),
     "missing shard": ({"x": A, "y": B}, {A: "x"}, f"names {B}, which is not there"),
     "twice": ({"x": A, "y": B}, {A: "x", B: "xy"}, f"'x' twice, in {A} and in {B}"),
@@ -496,7 +496,7 @@ def test_missing_files_and_unknown_formats_are_refused(tmp_path, refused):
     ):
         with refused(penstock.ConfigError, match) as root:
             penstock.import_checkpoint(tmp_path / name, root, step=2)
-    with refused(penstock.ConfigError, "no format to import") as root:
+    with refused(penstock.ConfigError, "not an import format") as root:
         penstock.import_checkpoint(tmp_path / "text", root, step=2, format="gguf")
     with refused(penstock.StorageError, "cannot be read") as root:
         penstock.import_checkpoint(tmp_path / "nothing", root, step=2, format="safetensors")

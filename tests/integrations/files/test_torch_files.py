@@ -164,7 +164,7 @@ def test_old_folders_of_hugging_face_are_read_with_and_without_index(tmp_path, m
         with penstock.Checkpointer(tmp_path / run) as ckpt:
             assert_same(ckpt.load()["model"], model)
     index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "../x.bin")}))
-    with refused(penstock.FormatError, "no name of a file") as root:
+    with refused(penstock.FormatError, "not name a file") as root:
         penstock.import_checkpoint(folder, root, step=2)
     torch.save({"w": torch.ones(1), "epoch": 3}, folder / "x.bin")
     index.write_text(json.dumps({"weight_map": {"w": "x.bin"}}))
@@ -240,7 +240,7 @@ def test_ambiguous_numbers_of_parameters_are_refused(tmp_path, refused):
             penstock.import_checkpoint(tmp_path / "x.pt", root, step=2, names_from="state_dict")
     (tmp_path / "n.json").write_text('["a"]')
     for source, match in (
-        ("n.json", "has 1 names, but the optimizer 2"), ("nothing", "is no path of a model")
+        ("n.json", "has 1 names, but the optimizer 2"), ("nothing", "is not the path of a model")
     ):  # fmt: skip
         with refused(penstock.PenstockError, match) as root:
             penstock.import_checkpoint(

@@ -124,7 +124,7 @@ def test_gradients_are_saved_again_right_after_a_restore(tmp_path):
 def test_first_save_lists_unresumed_state_and_refuses_engines(tmp_path):
     ended = run(PLAIN, tmp_path)
     assert ended.returncode == 0, ended.text
-    assert ended.text.count("data loader 0 cannot say where it is") == 1
+    assert ended.text.count("data loader 0 does not report its position") == 1
     assert ended.text.count("data loader 0 shuffles by a RandomSampler") == 1
     assert "refused: penstock.integrations.accelerate cannot save" in ended.text
 

@@ -193,7 +193,7 @@ def test_a_kill_between_the_commit_and_latest_leaves_a_whole_checkpoint(tag, tmp
         f'engine.save_checkpoint("checkpoints", tag={tag!r})',
     )
     unbroken = run(program, tmp_path / "unbroken", ranks=2)
-    assert unbroken.text.count("(said once)") == 1
+    assert unbroken.text.count("(logged once)") == 1
     program = DIE + (BEFORE_THE_TAG_LEADS_THERE if tag else BEFORE_LATEST) + program
     killed = run(program, tmp_path / "killed", ranks=2)
     assert set(killed.losses) == {1, 2, 3, 4}, killed.text

@@ -209,7 +209,7 @@ def test_trainers_of_pytorch_lightning_accept_it(tmp_path):
 def test_first_save_lists_unresumed_state(tmp_path):
     ended = run(INEXACT, tmp_path)
     assert ended.returncode == 0, ended.text
-    assert ended.text.count("the training data loader cannot say where it is") == 1
+    assert ended.text.count("the training data loader does not report its position") == 1
     assert ended.text.count("Lightning stores no sums of self.log(on_epoch=True)") == 1
     also = run(ALSO_INEXACT, tmp_path / "also")
     assert also.returncode == 0, also.text
