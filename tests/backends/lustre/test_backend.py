@@ -249,7 +249,7 @@ def test_a_url_names_no_program(tmp_path):
         LustreBackend.from_url(f"lustre://{tmp_path}", {"lfs": "/any/program"})
 
 
-def test_lfs_does_not_follow_a_folder_made_a_link(open_lustre, lfs, tmp_path, monkeypatch):
+def test_lfs_does_not_follow_a_swapped_in_link(open_lustre, lfs, tmp_path, monkeypatch):
     """Between its opening and the call of `lfs`."""
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()

@@ -997,7 +997,7 @@ TestRun = Run.TestCase
 TestRun.settings = settings(max_examples=examples(80), stateful_step_count=40)
 
 
-def test_only_the_given_names_are_deleted():
+def test_only_confirmed_steps_are_deleted():
     """Another process may save the step again during the prompt."""
     backend = memory()
     with checkpointer(backend) as ckpt:

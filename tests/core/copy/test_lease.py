@@ -60,7 +60,7 @@ def test_a_lease_unrefreshed_for_long_is_lost_even_if_the_store_has_it():
         lease.check()
 
 
-def test_only_the_own_lease_is_removed():
+def test_only_its_own_lease_is_removed():
     target = memory()
     lease = Lease(target, UID, Timing())
     lease.take()

@@ -117,7 +117,7 @@ def test_checkpoint_with_a_damaged_note_is_never_deleted(caplog):
         assert "a note is ignored" in caplog.text
 
 
-def test_best_checkpoint_keeps_its_lenders():
+def test_best_checkpoint_keeps_borrowed_data():
     """A step that others need goes, its data stays."""
     rules = [{"match": "**", "codecs": ["delta", "zstd"]}]
     retention = {"keep_best": 1, "best_metric": "loss", "best_mode": "min"}

@@ -181,7 +181,7 @@ def test_a_missing_host_is_named_with_its_extra(monkeypatch):
 
 
 @pytest.mark.process
-def test_creating_a_sink_imports_its_host():
+def test_sinks_import_their_host_on_creation():
     code = (
         "import sys, penstock.integrations.events\n"
         "hosts = {'wandb', 'opentelemetry', 'tensorboard', 'torch', 'prometheus_client'}\n"
