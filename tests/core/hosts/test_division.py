@@ -276,7 +276,7 @@ def test_needs_of_one_host_stay_with_it():
     assert found[0].blobs[found[0].components[component, 0]] == "a"
 
 
-def test_hosts_with_several_users_do_not_share():
+def test_hosts_with_unequal_users_do_not_share():
     one = [job("a", 0, [(0, LENGTH)])]
     assert [len(way) for way in agreed([[one, []], [[], one]])[2]] == [0, 0]
     assert [len(way) for way in agreed([[one], [one, []]])[2]] == [0, 0]

@@ -293,7 +293,7 @@ def test_a_silent_stranger_is_disconnected():
         assert line.recv(10) == b""
 
 
-def test_a_replayed_hello_opens_no_connection():
+def test_a_replayed_token_opens_no_connection():
     with relays({0: one_way(1)[0]}) as found, connected(found[0], 1) as line:
         for _ in range(2):
             with (

@@ -183,7 +183,7 @@ def test_a_stalled_taker_that_lends_nothing_keeps_its_lent_pieces(members):
     assert one.memory[:1] == b"\7"
 
 
-def test_a_dead_taker_frees_its_loans_and_its_own_pieces_are_unread(members):
+def test_a_dead_peer_frees_its_loans_and_its_pieces_are_left_to_read(members):
     one, two = members(2, pages=1)
     pieces = [share(n, 1) for n in range(3)]
     awaited = share(9)

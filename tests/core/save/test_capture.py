@@ -800,7 +800,7 @@ class Settling(Host):
         return lambda: None
 
 
-def test_small_memory_kept_only_by_a_hold_is_held():
+def test_small_memory_valid_only_in_a_hold_is_held():
     sources = [Settling(100, seed=seed) for seed in range(6)]
     run = Run(*((source, NOW) for source in sources))
     assert len(run.plan.chunks) == 1

@@ -96,7 +96,7 @@ def test_overwrite_replaces_marked_saves(fast, durable):
     assert replaceable(fast, durable, record) == {uid(1)}
 
 
-def test_overwrite_with_an_empty_mark_replaces_older_saves(fast, durable):
+def test_overwrite_with_an_empty_mark_spares_newer_saves(fast, durable):
     record = put(fast, 4, generation=3, created="2026-11-21T03:36:10Z")
     put(durable, 1, created="2026-11-21T03:36:09Z")
     put(durable, 2, generation=1, created="2026-11-21T03:36:11Z")
