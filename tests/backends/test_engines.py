@@ -430,7 +430,7 @@ def test_a_zero_byte_write_is_an_error(tmp_path):
     backend.close()
 
 
-def test_missing_package_says_so(tmp_path, monkeypatch):
+def test_missing_package_fails(tmp_path, monkeypatch):
     monkeypatch.delenv("PENSTOCK_DISABLE_URING", raising=False)
     monkeypatch.setitem(__import__("sys").modules, "liburing", None)
     with pytest.raises(CapabilityError, match="liburing cannot be imported"):

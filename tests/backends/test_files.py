@@ -152,7 +152,7 @@ def test_writing_survives_deletion_of_the_folder(open_files, tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="needs a user whom permissions stop; root passes")
-def test_a_forbidden_root_says_so(open_files, tmp_path):
+def test_a_forbidden_root_fails(open_files, tmp_path):
     (tmp_path / "root").mkdir(mode=0o500)
     with pytest.raises(StorageError, match=r"EACCES.*permissions"):
         open_files(tmp_path / "root").publish("a.json", b"x")

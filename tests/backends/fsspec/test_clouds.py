@@ -97,7 +97,7 @@ def test_it_conforms(cloud):
     )
 
 
-def test_a_run_lives_there(cloud):
+def test_a_run_works_there(cloud):
     backend = {"type": "fsspec", **cloud}
     state = {"w": torch.randn(5_000_000), "small": [torch.arange(10), 3, "x"]}
     with penstock.Checkpointer(backend, retention={"keep_last": 2}) as ckpt:

@@ -80,7 +80,7 @@ def test_the_example_records_match_the_page(example, record):
         assert frame.checksums == (xxhash.xxh3_64_intdigest(stored),)
 
 
-def test_example_note_is_what_a_writer_writes(example):
+def test_example_note_matches_the_writer(example):
     origin = "0123456789abcdef" * 2
     note = NoteRecord(origin, 1, "00112233445566ff", {"val_loss": 2.31})
     assert decode_note(example["note"], note.name) == note

@@ -32,7 +32,7 @@ def test_a_master_has_the_weight_name_in_its_path():
             assert found(half("model", "wte.weight", dtype=dtype), full(*path)) == {0: (1,)}
 
 
-def test_others_are_no_masters():
+def test_no_others_are_masters():
     for other in [
         full("master", "wpe.weight"),
         full("master", "wte.weight.x"),

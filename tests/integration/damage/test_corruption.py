@@ -201,7 +201,7 @@ def unknown_version(run, checkpoint):
     ("damage", "asked"),
     [(missing_part, "latest"), (unknown_version, STEP)],
 )
-def test_fallback_takes_the_newest_whole_checkpoint_and_says_so(damage, asked, run, ckpt, caplog):
+def test_fallback_takes_the_newest_whole_checkpoint_and_logs_it(damage, asked, run, ckpt, caplog):
     damage(run, ckpt.open(STEP))
     target = blank(make_state())
     with caplog.at_level(logging.WARNING, logger="penstock"):

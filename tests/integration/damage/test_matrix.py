@@ -612,7 +612,7 @@ def test_verify_reports_damage_of_every_kind_at_once(stage):
 
 
 @pytest.mark.parametrize("kind", ["commit body", "section", "index block", "encoded slab"])
-def test_fallback_takes_the_older_step_and_says_so(kind, stage, caplog):
+def test_fallback_takes_the_older_step_and_logs_it(kind, stage, caplog):
     piece = stage.pieces[kind]
     at = (piece.start + piece.stop) // 2
     stage.run.flip(piece.name, at)

@@ -532,7 +532,7 @@ def test_on_busy_raise_starts_nothing(store, gate):
 # -- ends ------------------------------------------------------------------------------------------
 
 
-def test_a_closed_checkpointer_says_so(store):
+def test_a_closed_checkpointer_refuses(store):
     ckpt = Checkpointer(store, **SMALL)
     loop = Loop(ckpt)
     loop.save()

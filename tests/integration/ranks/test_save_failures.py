@@ -415,7 +415,7 @@ def test_a_rank_that_alone_is_busy_joins_once_idle():
     assert job.run(work) == [(2, True), (2, True)]
 
 
-def test_a_process_alone_refuses_a_piece_of_a_tensor():
+def test_one_process_refuses_a_piece_of_a_tensor():
     with Checkpointer(memory()) as ckpt, pytest.raises(UnsupportedStateError, match="is a piece"):
         ckpt.save({"w": Shard(torch.ones(4, 3), (8, 3), (0, 0))}, 1)
 

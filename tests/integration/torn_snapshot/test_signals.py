@@ -514,7 +514,7 @@ def test_a_handler_that_interrupts_the_wait_for_a_capture_saves(on_signal):
         assert ckpt.steps() == [1, 9]
 
 
-def test_a_handler_may_be_told_to_skip(on_signal):
+def test_a_handler_may_choose_to_skip(on_signal):
     handles = []
     on_signal(lambda: handles.append(ckpt.save({"last": 1}, 9)))
     with Checkpointer("memory://", on_busy="skip") as ckpt:
