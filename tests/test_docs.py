@@ -116,7 +116,7 @@ scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 300)
 
 def train_one_step(batch):
     if step == kill_at:
-        ckpt.wait()  # so that it is known which checkpoint is the newest
+        ckpt.wait()  # so the newest checkpoint is known
         os.kill(os.getpid(), signal.SIGKILL)
     loss = model(batch).square().mean()
     loss.backward()

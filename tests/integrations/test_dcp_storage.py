@@ -263,7 +263,7 @@ def main():
     for one, other in zip(cut[0].local_shards(), cut[1].local_shards()):
         assert torch.equal(one.tensor, other.tensor)
 
-    # Each rank for itself, and a part of the ranks.
+    # Each rank alone, and some of the ranks.
     own = f"{sys.argv[1]}-of-{rank}"
     dcp.save({"n": rank}, checkpoint_id=f"{own}/1", storage_writer=Writer(), no_dist=True)
     with penstock.Checkpointer(own, ranks="alone") as ckpt:
@@ -271,7 +271,7 @@ def main():
     group = dist.new_group([1])
     if rank == 1:
         save({"n": 6}, 6, process_group=group)
-    # A rank that fails tells the other at once, and the next save is not harmed.
+    # A failed rank tells the other at once, and the next save is unharmed.
     class Failing(DefaultSavePlanner):
         def resolve_data(self, item):
             if rank:

@@ -96,7 +96,7 @@ import atexit
 from penstock.testing.coordination import MemoryBoard, MemoryCoordination
 from penstock.core.ranks.group import RankGroup
 from penstock.core.rounds.posts import SlotPost, decode, slot_key
-import penstock.core.save.pending  # closes groups that nobody has closed
+import penstock.core.save.pending  # closes groups that are still open
 
 board = MemoryBoard()
 group = RankGroup(1, 2, MemoryCoordination(board))

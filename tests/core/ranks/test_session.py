@@ -224,7 +224,7 @@ worked = 0
 while True:
     step = session.next_step(0.1)
     worked += bool(round_.terms)
-    session.tell(lambda r: r.moved())  # slow, but moving: nobody ever seals
+    session.tell(lambda r: r.moved())  # slow, with progress: no rank ever seals
     if worked == 15:  # rank 0 has seen by now that it does
         print("works", flush=True)
     if step is Step.CLEAN_UP:

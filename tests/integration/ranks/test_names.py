@@ -34,7 +34,7 @@ def saved(ckpt, step):
     return ckpt.save({"w": half}, step, mode="blocking").result().step
 
 def act(number, what, name, step):
-    if what == "save late":  # once the other rank has done its part, and left
+    if what == "save late":  # once the other rank has finished and left
         store.wait([f"done/{1 - rank}/{number}"], datetime.timedelta(seconds=250))
     if what == "fail":
         return "failed before it opened"

@@ -85,7 +85,7 @@ WORKERS = """
 import multiprocessing, os, pydoc, signal, sys, time, warnings
 warnings.simplefilter("ignore")  # of torchdata
 import torch, penstock
-os.setsid()  # as torchrun does for a rank
+os.setsid()  # like torchrun for a rank
 loader = pydoc.locate(sys.argv[2])(range(10_000), num_workers=2)
 with penstock.Preemption() as leaving:
     child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))

@@ -20,7 +20,7 @@ import torch, torch.distributed as dist
 import penstock
 
 rank, count, port, root = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-store = dist.TCPStore("127.0.0.1", port, is_master=False)  # as with torchrun, an agent hosts it
+store = dist.TCPStore("127.0.0.1", port, is_master=False)  # an agent hosts it, as with torchrun
 dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
 torch.manual_seed(0)
 """
@@ -55,7 +55,7 @@ with penstock.Checkpointer(root) as ckpt:
     for number, mode in enumerate(["blocking", "async", "lazy"], 1):
         step()
         expected = tensors()
-        net(torch.ones(4, 5))  # leaves gathered parameters behind
+        net(torch.ones(4, 5))  # leaves gathered parameters
         handle = ckpt.save(state, number, mode=mode)
         if rank == 0:
             torch.save(expected, f"{root}-{number}.pt")
@@ -67,7 +67,7 @@ dist.destroy_process_group()
 
 GROUPS = """
 from torch.distributed.tensor import DTensor, Replicate
-group = dist.new_group([2, 0])  # rank 2 of the job is rank 1 of the group, whatever the order here
+group = dist.new_group([2, 0])  # rank 2 of the job is rank 1 of the group in any order
 # The first that holds this is rank 1, which is left out.
 mesh = dist.DeviceMesh("cpu", [1, 0, 2])
 replicated = DTensor.from_local(torch.arange(4.0), mesh, [Replicate()])
@@ -80,7 +80,7 @@ if rank == 1:
     with penstock.Checkpointer(f"{root}-alone", ranks="alone") as ckpt:
         ckpt.save({"rank": rank}, 1, mode="blocking")
 else:
-    if rank == 0:  # repairs and checks by itself, which is no part of what the ranks agree on
+    if rank == 0:  # repairs and checks alone, without the other ranks
         with penstock.Checkpointer(root, group=group) as ckpt:
             ckpt.check({"w": half()}, 1)
         tiers = {"type": "tiered", "fast": f"{root}-fast", "durable": f"{root}-durable"}
@@ -89,7 +89,7 @@ else:
                 ckpt.verify(repair=True)
             except penstock.CheckpointNotFoundError:
                 pass
-    for step in (1, 2):  # one checkpointer after the other, in the same order on both
+    for step in (1, 2):  # one checkpointer at a time, in the same order on both
         with penstock.Checkpointer(root, group=group, rank_timeout_s=20) as ckpt:
             state = {"w": half(), "on all": replicated}
             print(ckpt.save(state, step).result(300).ranks, flush=True)
@@ -127,7 +127,7 @@ try:
 except penstock.RankError as error:
     print(error.rank, error.cause.partition(" s ")[0], sep="|", flush=True)
     print(ckpt.latest(), flush=True)
-except penstock.SaveError as error:  # of the rank that the others have given up
+except penstock.SaveError as error:  # of the rank that the others gave up on
     print("since this one stood still" in str(error), flush=True)
     Hanging.gate.set()
     ckpt.wait()

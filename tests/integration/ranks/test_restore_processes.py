@@ -63,7 +63,7 @@ with penstock.Checkpointer(root) as ckpt:
     assert (report.step, other["epoch"]) == (3, 1)
     losses = [step(other), step(other)]
 
-# Replicas, as if each process was on a host of its own.
+# Replicas, as if each process were on its own host.
 full = torch.arange(1 << 20)
 options = {"read_once_per_host": False, "read_once_per_job": True, "chunk_bytes": 1 << 20}
 with penstock.Checkpointer(f"{root}-{dist.get_world_size()}", **options) as ckpt:

@@ -23,7 +23,7 @@ warnings.simplefilter("ignore", DeprecationWarning)
 import torch
 from penstock.core.plugins.registry import default_registry
 from tests.integration.faults.test_real_faults import OPTIONS, make
-default_registry().listing()  # imports every plugin, so that no child has to
+default_registry().listing()  # imports every plugin, so no child has to
 for line in sys.stdin:
     request = json.loads(line)
     if "wait" in request:
@@ -146,7 +146,7 @@ def holds(url, *steps):
 def test_default_sigterm_loses_only_the_pending_save(run, url):
     body = """
 handle = held_save(ckpt, 2)
-assert not handle.durable.wait(0.3)  # nothing of it can be there yet
+assert not handle.durable.wait(0.3)  # it cannot exist yet
 say("ready")
 time.sleep(300)
 """

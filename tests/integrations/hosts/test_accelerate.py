@@ -19,7 +19,7 @@ class Noisy(torch.utils.data.Dataset):
     def __len__(self):
         return 20
     def __getitem__(self, index):
-        if torch.utils.data.get_worker_info():  # what workers draw is not restored
+        if torch.utils.data.get_worker_info():  # draws of workers are not restored
             return torch.full((4,), float(index))
         return torch.randn(4) + index + random.random()
 

@@ -136,7 +136,7 @@ with penstock.Checkpointer("saved/last.ckpt") as ckpt:
     assert ckpt.steps() == [15], ckpt.steps()
     assert torch.equal(ckpt.load()["state_dict"]["layer.weight"], model.layer.weight)
     created = ckpt.info().created
-# What a kill leaves after the save of a new training, and before the deletion of the old one's.
+# The leftovers of a kill between the save of a new training and the deletion of the old one's.
 with penstock.Checkpointer("saved/last.ckpt") as ckpt:
     while created == time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()):
         time.sleep(0.1)
