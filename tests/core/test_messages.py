@@ -164,7 +164,7 @@ def test_an_existing_step_error_names_overwrite_and_rewind(ckpt):
     found = message(StepExistsError, lambda: ckpt.save(state(), step=3))
     assert "to save this step anyway, pass overwrite=True;" in found
     assert "is before the latest step 5. To continue from the latest step, call resume" in found
-    assert "first call rewind(1), which forgets all later steps." in found
+    assert "first call rewind(1), which deletes all later steps." in found
 
 
 class Pair:

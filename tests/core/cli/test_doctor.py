@@ -105,7 +105,7 @@ def test_doctor_finds_leftovers_and_damaged_checkpoints(call, tmp_path):
     }
     (tmp_path / "commits" / "00000007-0.json").write_bytes(b"nonsense\n")
     found = checks_of(call("doctor", tmp_path, "--no-probe", "--json"))["checkpoints"]
-    assert (found["status"], found["values"]["damaged"]) == ("warn", [7])
+    assert (found["status"], found["values"]["damaged"]) == ("fail", [7])
 
 
 @contextmanager

@@ -189,7 +189,17 @@ def test_an_existing_out_is_refused_and_kept(tmp_path, run):
     assert names_in(tmp_path) == ["o"]
 
 
-@pytest.mark.parametrize("names", [["config.json"], [], ["model.safetensors", "notes.md"]])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["config.json"],
+        [],
+        ["model.safetensors", "notes.md"],
+        ["model.safetensors", "other.safetensors"],
+        ["config.json", "model.safetensors", "tokenizer.json"],  # a downloaded model
+        ["model.safetensors", "notes.txt"],
+    ],
+)
 def test_overwrite_accepts_only_earlier_exports(tmp_path, run, names):
     (tmp_path / "o").mkdir()
     for name in names:
