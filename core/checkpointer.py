@@ -45,7 +45,7 @@ from penstock.core.tiers.drains import Drains
 from penstock.core.types import show_value, valid_step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
     from types import TracebackType
 
@@ -256,7 +256,7 @@ class Checkpointer:
         )
         job = self._saver.job
         if job is not None and job.handle is handle:
-            self._recorder.begin(job.uid, handle.step, state)
+            self._recorder.begin_after_save(job.uid, handle.step, state, job.handle.committed)
         return handle
 
     def log(self, state: Mapping[str, Any], step: int) -> bool:
@@ -433,7 +433,6 @@ class Checkpointer:
         whole: bool,
     ) -> RestoreReport:
         """Restore a checkpoint, and replay the log that leads from it to `step`."""
-        self._recorder.flush()
         base, wanted = step, None
         if step != "latest" and (number := valid_step(step)) not in (
             steps := self._catalog.steps()
@@ -443,14 +442,14 @@ class Checkpointer:
         self._saver.restored_from = report.step
         record = self._catalog.record(report.step)
         if (step != "latest" and wanted is None) or report.fell_back_from:
-            self._recorder.begin(record.uid, report.step, state)
+            self._recorder.begin_after_restore(record.uid, report.step, state)
             return report
-        entries = StoredLog(self._backend.inner, record.uid, 0).whole(up_to=wanted)
+        entries = self._log_of(report.step).whole(up_to=wanted)
         if wanted is not None and (not entries or entries[-1].header.step != wanted):
             msg = f"step {wanted} on {self._backend.url} is neither saved nor logged"
             raise CheckpointNotFoundError(msg)
         if not entries:
-            self._recorder.begin(record.uid, report.step, state)
+            self._recorder.begin_after_restore(record.uid, report.step, state)
             return report
         replayer = Replayer(self._backend.inner, self._config, self._registry, self._workers)
         try:
@@ -460,10 +459,10 @@ class Checkpointer:
                 "the log cannot be replayed to step %d, so step %d is restored: %s",
                 entries[-1].header.step, report.step, str(error),
             )  # fmt: skip
-            self._recorder.begin(record.uid, report.step, state)
+            self._recorder.begin_after_restore(record.uid, report.step, state)
             return restore(report.step) if whole else report
         last = entries[-1].header
-        self._recorder.begin(record.uid, report.step, state, last=last.step, previous=last.digest)
+        self._recorder.begin_after_restore(record.uid, last.step, state, previous=last.digest)
         times = {**report.seconds, "replay": seconds}
         return replace(report, step=last.step, replayed_steps=len(entries), seconds=times)
 
@@ -528,16 +527,17 @@ class Checkpointer:
         called = time.monotonic()
         self._check_open()
         self._end_save_of_ranks()
-        return self._reader.load(
-            step,
-            include=include,
-            exclude=exclude,
-            device=device,
-            named_optimizers=named_optimizers,
-            on_damage=on_damage,
-            on_progress=on_progress,
-            called=called,
-        )
+        with self._noting_logged(step):
+            return self._reader.load(
+                step,
+                include=include,
+                exclude=exclude,
+                device=device,
+                named_optimizers=named_optimizers,
+                on_damage=on_damage,
+                on_progress=on_progress,
+                called=called,
+            )
 
     def steps(self) -> list[int]:
         """Return the committed steps, ascending; damaged ones included."""
@@ -554,9 +554,7 @@ class Checkpointer:
         newest = self._catalog.latest()
         if newest is None:
             return None
-        self._recorder.flush()
-        stored = StoredLog(self._backend.inner, self._catalog.record(newest).uid, 0)
-        return stored.latest() or newest
+        return self._log_of(newest).latest() or newest
 
     def info(self, step: int | str = "latest") -> CheckpointInfo:
         """Return the facts from the commit record of `step`, and the notes on it."""
@@ -565,7 +563,8 @@ class Checkpointer:
     def open(self, step: int | str = "latest") -> Checkpoint:
         """Return a read-only view of one checkpoint, which reads lazily."""
         self._check_open()
-        return self._reader.open(step)
+        with self._noting_logged(step):
+            return self._reader.open(step)
 
     def verify(
         self,
@@ -664,6 +663,7 @@ class Checkpointer:
         self._check_open()
         self.wait()  # a save in flight would commit a step that is about to be deleted
         gone = self._catalog.rewind(valid_step(step))
+        self._recorder.forget(self._catalog.record(valid_step(step)).uid)
         if gone:
             self._events.emit(DeleteEvent("deleted", tuple(gone), "rewind"))
         return gone
@@ -806,6 +806,26 @@ class Checkpointer:
             self._saver.pending.check_may_wait()
             job.handle.committed.exception()
         self._catalog.annotate(number, metadata, tags)
+
+    @contextlib.contextmanager
+    def _noting_logged(self, step: int | str) -> Iterator[None]:
+        """Add a note to the error for a step that is logged, but not saved."""
+        try:
+            yield
+        except CheckpointNotFoundError as error:
+            if isinstance(step, int):
+                base = max((s for s in self._catalog.steps() if s < step), default=None)
+                if base is not None and step in self._log_of(base).steps:
+                    error.add_note(
+                        f"Step {step} is logged: restore(state, {step}) replays it. To read it "
+                        f"without a template, save it then; step {base} is saved."
+                    )
+            raise
+
+    def _log_of(self, step: int) -> StoredLog:
+        """Return the log that continues a saved step."""
+        self._recorder.flush()
+        return StoredLog(self._backend.inner, self._catalog.record(step).uid, 0)
 
     def _check_open(self) -> None:
         if self._closed:

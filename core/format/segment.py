@@ -160,6 +160,6 @@ def segment_name(base: str, rank: int, number: int) -> str:
     return f"{log_prefix(base, rank)}{number:08}.log"
 
 
-def log_prefix(base: str, rank: int) -> str:
-    """Return the beginning of the names of a rank's segments."""
-    return f"data/{base}/log/{rank:05}-"
+def log_prefix(base: str, rank: int | None = None) -> str:
+    """Return the beginning of the names of a rank's segments, or of all ranks."""
+    return f"data/{base}/log/" + ("" if rank is None else f"{rank:05}-")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import threading
 from dataclasses import dataclass, replace
 from queue import Queue
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.core.abc import ByteSource, StateObject
 from penstock.core.config.model import load_config
 from penstock.core.errors import ConfigError, PenstockError
-from penstock.core.format.segment import FIRST
+from penstock.core.format.segment import FIRST, log_prefix
 from penstock.core.log.segments import SegmentWriter
 from penstock.core.log.steps import NotLoggedError, Step, StepWatch, digest_of, stored_step
 from penstock.core.save.job import SaveJob
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from penstock.core.concurrency.workers import Workers
     from penstock.core.config.model import CheckpointerConfig
     from penstock.core.plugins.registry import Registry
+    from penstock.core.reporting.reports import Outcome
     from penstock.core.tree.describe import Description
     from penstock.core.types import ObjectPath
 
@@ -46,7 +46,6 @@ log = logging.getLogger("penstock")
 STATE, STEPS = "state", "steps"
 """The keys of an entry: what no optimizer changes, and the steps."""
 
-_IN_FLIGHT = 2  # entries whose gradients are held
 _DIGEST_EVERY = 64  # entries; the first has one, so that a wrong engine shows at the first replay
 
 
@@ -83,8 +82,21 @@ class _Entry:
     steps: Sequence[tuple[str, Step]]
 
 
+@dataclass(eq=False, slots=True)
+class _Log:
+    """The log since one checkpoint, which may not be committed yet."""
+
+    uid: str
+    writer: SegmentWriter
+    committed: Outcome[Any] | None = None
+
+
 class Recorder:
-    """Logs the steps since the newest checkpoint. For the training thread."""
+    """Logs the steps since the newest checkpoint. For the training thread.
+
+    While a checkpoint is not committed yet, entries go to the log before it as well: a crash loses
+    no step that was logged, and a failed save does not end the log.
+    """
 
     def __init__(
         self, backend: Backend, config: CheckpointerConfig, registry: Registry, workers: Workers
@@ -95,8 +107,7 @@ class Recorder:
         self._registry = registry
         self._workers = workers
         self._watch = StepWatch()
-        self._base: tuple[str, int] | None = None  # uid and step
-        self._previous = FIRST
+        self._logs: list[_Log] = []
         self._last = -1
         self._logged = 0
         self._writing: _Writing | None = None
@@ -105,40 +116,50 @@ class Recorder:
         self.ended = "no checkpoint was saved or restored yet"
         """Why steps are not logged; empty while they are."""
 
-    def begin(
-        self,
-        uid: str,
-        step: int,
-        state: Mapping[str, Any],
-        *,
-        last: int | None = None,
-        previous: bytes = FIRST,
+    def begin_after_save(
+        self, uid: str, step: int, state: Mapping[str, Any], committed: Outcome[Any]
     ) -> None:
-        """Log from now on what follows a checkpoint.
+        """Log from now on what follows a save.
+
+        Args:
+            uid: The uid of the save.
+            step: Its step.
+            state: The state tree.
+            committed: Resolves when the checkpoint exists, or has failed.
+        """
+        self._settle()
+        if self._logs and self._watch.keeps and not self.ended and not committed.done():
+            self.log(state, step)
+        elif self._logs:
+            self._drop(self._logs)
+        if self.ended:
+            self._drop(self._logs)
+        self._begin(_Log(uid, self._writer(uid, FIRST), committed), step, state)
+
+    def begin_after_restore(
+        self, uid: str, step: int, state: Mapping[str, Any], *, previous: bytes = FIRST
+    ) -> None:
+        """Log from now on what follows a restored step.
 
         Args:
             uid: The uid of the checkpoint.
-            step: Its step.
+            step: The restored step.
             state: The state tree.
-            last: The step of the entry that was replayed last; None: none was.
-            previous: The digest of that entry.
+            previous: The digest of the entry that was replayed last.
         """
-        self._finish()
-        self._base, self._previous = (uid, step), previous
-        self._last = step if last is None else last
-        self._logged = 0
+        self._drop(self._logs)
         self._stored.clear()
-        self.ended = ""
-        if "torch" in sys.modules:
-            self._watch.start(optimizers_of(state, self._registry).values())
+        # A run that has a log will have one again: the next save must not be its first call.
+        self._watch.keeps = self._watch.keeps or previous != FIRST
+        self._begin(_Log(uid, self._writer(uid, previous)), step, state)
 
     def log(self, state: Mapping[str, Any], step: int) -> bool:
         """See `Checkpointer.log`."""
         number = valid_step(step)
         self._watch.keeps = True
+        self._settle()
         if self.ended:
             return False
-        assert self._base is not None
         if number <= self._last:
             msg = f"step {number} is not after step {self._last}, which is saved or logged"
             raise ConfigError(msg)
@@ -148,14 +169,13 @@ class Recorder:
             self.end(str(error))
             return False
         if self._writing is None:
-            writer = SegmentWriter(self._backend, self._base[0], 0, 1, previous=self._previous)
-            self._writing = _Writing(self, writer, self._workers, self._config, self._registry)
-        self._writing.put(entry)
+            self._writing = _Writing(self, self._workers, self._config, self._registry)
+        self._writing.put(entry, [log.writer for log in self._logs])
         self._last = number
         return not self.ended
 
     def end(self, reason: str) -> None:
-        """End the log: training goes on, and the next save begins a new one."""
+        """End the log: training continues, and the next save begins a new one."""
         if not self.ended:
             self.ended = reason
             log.warning(
@@ -163,9 +183,18 @@ class Recorder:
                 self._last, reason,
             )  # fmt: skip
 
+    def forget(self, uid: str) -> None:
+        """Delete the log since the checkpoint `uid`, from which training continues."""
+        self._drop(self._logs)
+        self.ended = "training was rewound: restore first"
+        self._backend.delete([info.name for info in self._backend.list(log_prefix(uid))])
+
     def close(self) -> None:
         """Wait until all entries are durable."""
-        self._finish()
+        self._drop(self._logs)
+        if self._writing is not None:
+            self._writing.close()
+            self._writing = None
         self._watch.stop()
         self.ended = "the checkpointer is closed"
 
@@ -174,11 +203,38 @@ class Recorder:
         if self._writing is not None:
             self._writing.flush()
 
-    def _finish(self) -> None:
-        if self._writing is not None:
-            self._writing.close()
-            self._writing = None
-        self._watch.clear()
+    def _writer(self, uid: str, previous: bytes) -> SegmentWriter:
+        return SegmentWriter(self._backend, uid, 0, 1, previous=previous)
+
+    def _begin(self, begun: _Log, step: int, state: Mapping[str, Any]) -> None:
+        self._logs = [*self._logs, begun]
+        self._last = step
+        self._logged = 0
+        self.ended = ""
+        if "torch" in sys.modules:
+            self._watch.start(optimizers_of(state, self._registry).values())
+
+    def _settle(self) -> None:
+        """Keep the log since the newest checkpoint, and those before it until it is committed."""
+        for number in reversed(range(1, len(self._logs))):
+            committed = self._logs[number].committed
+            assert committed is not None
+            if not committed.done():
+                continue
+            if committed.exception() is None:
+                self._drop(self._logs[:number])
+                return
+            self._drop([self._logs[number]])
+
+    def _drop(self, logs: Sequence[_Log]) -> None:
+        """Write no more to these logs."""
+        self.flush()
+        for old in logs:
+            try:
+                old.writer.close()
+            except PenstockError as error:
+                log.warning("the end of the log of gradients may be lost: %s", str(error))
+        self._logs = [kept for kept in self._logs if kept not in logs]
 
     def _entry(self, state: Mapping[str, Any], number: int) -> _Entry:
         steps = self._watch.steps
@@ -242,17 +298,11 @@ class _Writing:
     """The thread that encodes and appends entries."""
 
     def __init__(
-        self,
-        recorder: Recorder,
-        writer: SegmentWriter,
-        workers: Workers,
-        config: CheckpointerConfig,
-        registry: Registry,
+        self, recorder: Recorder, workers: Workers, config: CheckpointerConfig, registry: Registry
     ) -> None:
         self._recorder = recorder
-        self._writer = writer
         self._workers = workers
-        self._queue: Queue[_Entry | threading.Event | None] = Queue(_IN_FLIGHT)
+        self._queue: Queue[tuple[_Entry, Sequence[SegmentWriter]] | None] = Queue()
         self._config = load_config(
             {
                 "backend": "memory://",
@@ -266,40 +316,38 @@ class _Writing:
         self._staging = KeptStaging(self._config, workers, Pending())
         self._thread = workers.spawn("log", self._run)
 
-    def put(self, entry: _Entry) -> None:
-        """Queue an entry; waits while two are under way."""
-        self._queue.put(entry)
+    def put(self, entry: _Entry, writers: Sequence[SegmentWriter]) -> None:
+        """Append an entry in the background, once the last one is durable.
+
+        So a crash loses at most one logged step.
+        """
+        self._queue.join()
+        self._queue.put((entry, writers))
 
     def flush(self) -> None:
-        """Wait until all queued entries are durable."""
-        done = threading.Event()
-        self._queue.put(done)
-        done.wait()
+        """Wait until all entries are durable."""
+        self._queue.join()
 
     def close(self) -> None:
-        """Make all queued entries durable, and end the thread."""
+        """End the thread."""
         self._queue.put(None)
         self._thread.join()
         self._staging.close()
 
     def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            try:
-                if isinstance(item, threading.Event):
-                    self._writer.sync()
-                    item.set()
-                elif not self._recorder.ended:
-                    files = self._encode(item)
-                    self._writer.append(item.step, files, sync_every=1)
-            except Exception as error:  # noqa: BLE001 - ends the log; training goes on
-                self._recorder.end(str(error))
-                if isinstance(item, threading.Event):
-                    item.set()
-            del item
-        try:
-            self._writer.close()
-        except PenstockError as error:
-            self._recorder.end(str(error))
+        while (work := self._queue.get()) is not None:
+            if not self._recorder.ended:
+                try:
+                    self._append(*work)
+                except Exception as error:  # noqa: BLE001 - recorded: training continues
+                    self._recorder.end(str(error))
+            del work
+            self._queue.task_done()
+
+    def _append(self, entry: _Entry, writers: Sequence[SegmentWriter]) -> None:
+        files = self._encode(entry)
+        for writer in writers:
+            writer.append(entry.step, files, sync_every=1)
 
     def _encode(self, entry: _Entry) -> dict[str, bytes]:
         """Save an entry in memory; return its files."""

@@ -114,6 +114,11 @@ class StoredLog:
                 return chosen[:number]
         return chosen
 
+    @property
+    def steps(self) -> list[int]:
+        """The logged steps, ascending."""
+        return [entry.header.step for entry in self.entries]
+
     def latest(self) -> int | None:
         """Return the step of the last whole entry; reads only the last ones."""
         for entry in reversed(self.entries):

@@ -12,7 +12,7 @@ import math
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakSet, ref
 
 import xxhash
@@ -331,14 +331,14 @@ def _grad(parameter: Any, row: Sequence[Any], left: dict[str, Any]) -> torch.Ten
 
         mesh, placements = parameter.device_mesh, parameter.placements
         size, stride = parameter.size(), parameter.stride()
-        made: torch.Tensor = DTensor.from_local(local, mesh, placements, shape=size, stride=stride)
-        return made
+        made: Any = DTensor.from_local(local, mesh, placements, shape=size, stride=stride)
+        return cast("torch.Tensor", made)
     if tuple(shape) != tuple(parameter.shape):
         msg = (
             f"a gradient of the log has shape {list(shape)}, its parameter {list(parameter.shape)}"
         )
         raise NotLoggedError(msg)
-    return local
+    return cast("torch.Tensor", local)
 
 
 @contextmanager

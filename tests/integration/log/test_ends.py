@@ -36,11 +36,6 @@ def momentum(training):
     training.step()
 
 
-def another_group(training):
-    training.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
-    training.step()
-
-
 def twice(training):
     training.step()
     training.step()
@@ -69,10 +64,9 @@ def lbfgs(training):
         (in_place, "a parameter or the state of AdamW was changed outside a step"),
         (clamped, "a parameter or the state of AdamW was changed outside a step"),
         (momentum, "a parameter or the state of AdamW was changed outside a step"),
-        (another_group, "a parameter or the state of AdamW was changed outside a step"),
         (twice, "AdamW stepped twice without a call of log"),
         (zeroed, "a gradient was changed between the step and its copy"),
-        (outside, "SGD, which is not in the state, changed it"),
+        (outside, "a parameter or the state of AdamW was changed outside a step"),
         (lbfgs, "steps of LBFGS cannot be replayed"),
     ],
 )
@@ -94,6 +88,26 @@ def test_log_ends_by_name_and_the_next_save_begins_another(tmp_path, caplog, act
     with penstock.Checkpointer(tmp_path) as ckpt:
         assert ckpt.restore(other.state).step == 6
     assert equal(bits, other.bits())
+
+
+def test_optimizer_that_is_not_in_the_state_ends_the_log(tmp_path, caplog):
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], 0.1)
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        ckpt.save({"weight": weight}, 1)
+        weight.grad = torch.ones(3)
+        optimizer.step()
+        assert not ckpt.log({"weight": weight}, 2)
+    assert "SGD, which is not in the state, changed it" in caplog.text
+
+
+def test_another_group_of_parameters_ends_the_log(tmp_path, caplog):
+    training, ckpt = begun(tmp_path)
+    with ckpt:
+        training.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+        training.optimizer.step()
+        assert not ckpt.log(training.state, 3)
+    assert "AdamW was changed outside a step" in caplog.text
 
 
 def test_first_call_after_zero_grad_ends_the_log(tmp_path, caplog):

@@ -1,0 +1,42 @@
+"""A training that is killed at any moment resumes at the very step, and repeats the same losses."""
+
+import random
+import signal
+import subprocess
+
+import pytest
+from tests import interpreters
+
+pytestmark = pytest.mark.process
+
+LAST, SAVE_EVERY = 40, 10
+
+
+def train(root, kill_after=None):
+    """Train, and kill the training after so many lines; return its lines."""
+    command = ("-m", "tests.integration.log.train", str(root), str(LAST), str(SAVE_EVERY))
+    process = interpreters.start(*command, stdout=subprocess.PIPE)
+    lines = []
+    for line in process.stdout:
+        lines.append(line.split())
+        if len(lines) == kill_after:
+            process.send_signal(signal.SIGKILL)
+            break
+    process.communicate()
+    return lines
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3))])
+def test_killed_training_loses_at_most_the_step_that_was_not_yet_durable(tmp_path, seed):
+    choice = random.Random(seed)
+    whole = dict(train(tmp_path / "whole")[1:])
+    assert len(whole) == LAST
+    reached = -1
+    while reached < LAST - 1:
+        lines = train(tmp_path / "killed", choice.randrange(2, 14))
+        first = int(lines[0][1])
+        # The entry of the last step may not be written yet.
+        assert first >= reached
+        for step, loss in lines[1:]:
+            assert loss == whole[step]
+            reached = max(reached, int(step))
