@@ -153,4 +153,4 @@ def test_what_will_not_do_is_refused_at_once(error):
 
 def test_that_it_is_not_there_is_said(at_once, caplog):
     Places("far").tiered().close()
-    assert "going on without it until it can be: far does not answer" in caplog.text
+    assert "continuing without it for now: far does not answer" in caplog.text
