@@ -358,7 +358,7 @@ def test_a_ring_that_breaks_down_resolves_nothing_that_the_kernel_still_fills(
 )
 def test_forbidden_ring_says_why(value, says, tmp_path, monkeypatch):
     monkeypatch.setenv(ring_module.DISABLE_VARIABLE, value)
-    with pytest.raises(CapabilityError, match=f"io_uring_queue_init says {says}"):
+    with pytest.raises(CapabilityError, match=f"io_uring_queue_init: {says}"):
         UringBackend(UringConfig(path=str(tmp_path)))
 
 
