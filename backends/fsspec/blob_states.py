@@ -54,7 +54,7 @@ def settle(futures: Collection[Future[None]]) -> None:
     """Wait until none of `futures` is running, then raise the first error.
 
     If one fails or the wait is interrupted, cancels those that have not begun. Waits for running
-    ones, since they may still write into the caller's memory.
+    ones, which may still write into the caller's memory.
     """
     try:
         _, pending = wait(futures, return_when=FIRST_EXCEPTION)
@@ -222,13 +222,13 @@ class StoreWriter(BlobWriter):
     def _check_process(self, what: str) -> None:
         # Before any lock: a thread of the parent may have held it at the fork.
         if os.getpid() != self._pid:
-            msg = f"{self._where(what)}: it was begun in another process (fork)"
+            msg = f"{self._where(what)}: it belongs to another process (fork)"
             raise StorageError(msg)
 
     def _check_alive(self) -> None:
         if self._stop.is_set():
             why = f" ({self._cause})" if self._cause else ""
-            msg = f"{self._where('write')}: it was given up{why}"
+            msg = f"{self._where('write')}: it was abandoned{why}"
             raise StorageError(msg)
 
     def _check_open(self, what: str) -> None:

@@ -329,9 +329,9 @@ class FileStore(Store):
     def _walk(self, top: str) -> dict[str, Any]:
         """Return all files below `top`, by path; empty if `top` is no folder.
 
-        Not by fsspec's `find`: most file systems inherit one that takes a folder for empty when its
-        listing fails, even by a broken connection. A checkpoint whose commit record is not listed
-        seems not to exist, and `prune` would delete its data.
+        Not by fsspec's `find`: in most file systems it treats a folder as empty if its listing
+        fails, even by a broken connection. A checkpoint whose commit record is not listed seems not
+        to exist, and `prune` would delete its data.
         """
         files: dict[str, Any] = {}
         folders = [top]
@@ -355,7 +355,7 @@ class FileStore(Store):
     def _check_is_listing(self, folder: str, entries: Sequence[dict[str, Any]]) -> None:
         """Refuse a page that only seems to list an empty folder, such as the login of a gateway.
 
-        fsspec takes any answer over HTTP for a listing, and ignores all but links. A run that seems
+        fsspec reads any answer over HTTP as a listing, and ignores all but links. A run that seems
         to have no checkpoints would start from scratch.
         """
         if any(_ENTRY.fullmatch(entry["name"], len(folder)) for entry in entries):
@@ -363,7 +363,7 @@ class FileStore(Store):
         if not _LISTING.search(self._fs.cat_file(folder)):
             msg = (
                 "the server answers, but not with a page that lists files: does a gateway answer "
-                "for it? It has to show folders as pages of links."
+                "for it? It must show folders as pages of links."
             )
             raise RefusedAnswerError(msg)
 
@@ -441,7 +441,7 @@ class StreamWriter(StoreWriter):
         self._position = 0
 
     def _take(self, request: WriteRequest, batch: Batch) -> None:
-        del batch  # the stream has taken the bytes over when this returns
+        del batch  # the stream owns the bytes when this returns
         if not request.length:
             return
         if request.offset < self._position:

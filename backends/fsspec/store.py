@@ -53,7 +53,7 @@ class Store(ABC):
 
     @cached_property
     def capabilities(self) -> Capabilities:
-        """The capabilities, found at the first use."""
+        """The capabilities, determined once."""
         return self.find_capabilities()
 
     @abstractmethod

@@ -153,7 +153,7 @@ class FileWriter(BlobWriter):
             is_full = isinstance(self._cause, StorageFullError)
             raise StorageFullError(msg) if is_full else StorageError(msg)
         if os.getpid() != self._pid:
-            msg = f"cannot {what} {self._blob.name}: it was begun in another process (fork)"
+            msg = f"cannot {what} {self._blob.name}: it belongs to another process (fork)"
             raise StorageError(msg)
 
     def _describe(self) -> str:

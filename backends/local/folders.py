@@ -61,7 +61,7 @@ class Ownership:
             if status.st_uid not in {0, os.geteuid()}:
                 msg = (
                     f"{entrance} belongs to user {status.st_uid}, not to you ({os.geteuid()}), and "
-                    "lies in a folder where every user can create one: its owner could replace "
+                    "is in a folder where every user can create one: its owner could replace "
                     f"the checkpoints in {self._root}. Use your own folder, such as "
                     f'{os.path.dirname(entrance)}/${{USER}}-run, or set owner = "any" in the '
                     "options of the backend if you trust that user"

@@ -172,7 +172,7 @@ class Transfer:
         direct: Whether `fd` bypasses the page cache; then all offsets are whole pages.
         offset: The offset in the file.
         stripe_bytes: The stripe size of the blob.
-        needed: The bytes from `offset` that have to be moved; the last page of a read may be short.
+        needed: The bytes from `offset` that must be moved; the last page of a read may be short.
         parts: The caller's memory, or pages of the slot, in file order.
         length: The bytes of the file that the parts cover.
         slot_bytes: The bytes of the slot that the parts use.

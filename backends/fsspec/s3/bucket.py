@@ -217,7 +217,7 @@ class S3Store(Store):
         """Run one operation of botocore, which must be safe to repeat, and return its answer.
 
         An answer without all of `needs` is cut off, or comes from a gateway, so it counts as a
-        failed attempt: botocore accepts any XML, and takes missing fields for empty.
+        failed attempt: botocore accepts any XML, and reads missing fields as empty.
 
         Args:
             operation: The method of botocore's client.
@@ -357,7 +357,7 @@ def _body(views: Sequence[memoryview]) -> dict[str, Any]:
 
 def _check_whole(answer: dict[str, Any], needs: Collection[str]) -> None:
     missing = [name for name in needs if name not in answer]
-    # http.client takes any end of a connection for the end of the head.
+    # To http.client, any end of a connection ends the head.
     if str(answer.get("ETag", "")).count('"') == 1:
         missing.append("the end of its ETag")
     if missing:

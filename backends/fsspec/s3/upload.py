@@ -179,7 +179,7 @@ class S3Writer(StoreWriter):
                 lender.release(error)
 
         def done(sent: Future[dict[str, Any]]) -> None:
-            error = StorageError("given up") if sent.cancelled() else sent.exception()
+            error = StorageError("aborted") if sent.cancelled() else sent.exception()
             if error is not None:
                 self._die(error)
             release(error)
@@ -209,7 +209,7 @@ class S3Writer(StoreWriter):
             )
             self._give(part)
             self._abort_upload()  # the size hint announced more than one part
-        self._drop_open()  # the rest lies after the end
+        self._drop_open()  # the rest is after the end
 
     def _finish_parts(self, count: int, length: int) -> None:
         last = length - (count - 1) * self._part_bytes
