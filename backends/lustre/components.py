@@ -206,7 +206,7 @@ def _plain(order: str, data: bytes, *, strict: bool) -> Component:
         _unpack(order, _OBJECT, data, at + n * _OBJECT_BYTES)[1] for n in range(min(objects, room))
     )
     if osts and not stripe_bytes:
-        _refuse("stripes of 0 bytes")
+        _refuse("stripes of no bytes")
     return Component(
         stripe_count=ALL_STRIPES if count >= _ALL_STRIPES_FROM else count,
         stripe_bytes=stripe_bytes,
