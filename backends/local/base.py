@@ -367,7 +367,7 @@ def is_virtio(folder: str, sys: str = "/sys/dev/block") -> bool:
     not care. False if the disk is unknown, as for file systems without a device.
 
     Args:
-        folder: The folder; if missing, its first ancestor parent counts.
+        folder: The folder; if missing, its first existing parent counts.
         sys: Where the kernel describes devices by number; tests have their own.
     """
     number = _device_of(folder)

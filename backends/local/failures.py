@@ -60,8 +60,8 @@ def storage_error(error: OSError, what: str, name: str, root: str) -> StorageErr
         where = f"{root}: cannot {what} {name or 'it'}"
     if number == errno.ENOENT and what in _MAKING:
         msg = (
-            f"{root}: cannot {what} {name}: its folder cannot be created (ENOENT): the root is in "
-            "no real file system (/proc), or another process keeps removing it"
+            f"{root}: cannot {what} {name}: its folder cannot be created (ENOENT): it is in no "
+            "real file system, such as /proc, or something keeps removing it"
         )
         return StorageError(msg)
     if number == errno.ENOENT:

@@ -1,6 +1,6 @@
 """Writes one blob of S3: cuts it into parts by offset, and uploads them while later ones fill.
 
-A part refers to the caller's memory while that is lent; bytes that remain are then copied.
+A part refers to the caller's memory while that is lent; bytes not yet sent are then copied.
 """
 
 from __future__ import annotations
