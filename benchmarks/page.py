@@ -146,7 +146,7 @@ def numbers(run):
     state, many = run.rows("state"), run.rows("5,000 tensors")
     gb, tensors = run.option("state", "gb"), run.option("5,000 tensors", "small")
     pairs = {
-        f"the call to save {gb:g} GB in the background takes": (
+        f"the call to save {gb:g} GB in the background (lazy) takes": (
             state["Penstock, lazy"]["later call, s"],
             state[KEPT]["later call, s"],
         ),
@@ -368,16 +368,16 @@ def page(run, recorded):
     """The page's text. `{{table NAME}}`, `{{rounds PART}}` and `{{PART: OPTION}}` are replaced."""
 
     def filled(match):
-        kind, _, name = match[1].partition(" ")
+        kind, _, name = " ".join(match[1].split()).partition(" ")  # a line may end in it
         if kind == "table":
             return gpu(recorded) if name == "gpu" else TABLES[name](run)
         if kind == "rounds":
             return run.rounds(*name.split("; "))
-        part, _, option = match[1].partition(": ")
+        part, _, option = f"{kind} {name}".partition(": ")
         return f"{run.option(part, option):,g}"
 
     text = (HERE / "page.md").read_text(encoding="utf-8")
-    return re.sub(r"\n{3,}", "\n\n", re.sub(r"\{\{(.+?)\}\}", filled, text))
+    return re.sub(r"\n{3,}", "\n\n", re.sub(r"\{\{(.+?)\}\}", filled, text, flags=re.DOTALL))
 
 
 def made(paths):

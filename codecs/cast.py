@@ -1,7 +1,7 @@
-"""The `cast` codec: floats rounded to a narrower float format. Lossy, so only where a rule asks.
+"""The `cast` codec rounds floats to a narrower float format. Lossy: used only where a rule asks.
 
-A frame is one element of the narrow format for each element of the chunk, in order, and nothing
-else. Decoding widens each exactly.
+A frame has one narrow element for each element of the chunk, in order, and nothing else. Decoding
+widens each exactly.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock")
 
-_PIECE = 256 << 10  # elements whose overflow is looked at together
+_PIECE = 256 << 10  # elements that are checked for overflow at once
 
-# By format: the largest number, and the bits, without the sign, of one that is too large.
+# By format: the largest number, and the bits of a larger one, without the sign.
 _LARGEST = {
     "float32": ((2 - 2.0**-23) * 2.0**127, 0x7F80_0000),
     "bfloat16": ((2 - 2.0**-7) * 2.0**127, 0x7F80),
@@ -41,7 +41,7 @@ _LARGEST = {
     "float8_e4m3fnuz": (240.0, 0x80),
     "float8_e5m2fnuz": (57344.0, 0x80),
 }
-_E4M3FN_ROUNDED = 464.0  # up to here a number is rounded to 448, whose bits stand for all beyond
+_E4M3FN_ROUNDED = 464.0  # numbers up to this round to 448; larger ones get its bits too
 _INFINITE = {"float32", "bfloat16", "float16", "float8_e5m2"}
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
@@ -50,9 +50,9 @@ class CastConfig(PluginConfig):
     """Options of the `cast` codec.
 
     Attributes:
-        to: The format that is stored; chunks of formats with more bytes per element are cast.
-        saturate: Whether a number that is too large for `to` becomes its largest one. If not, a
-            chunk that holds such a number is not cast at all, and is stored as it is.
+        to: The stored format; chunks of formats with more bytes per element are cast.
+        saturate: Whether a number that is too large for `to` becomes its largest number. If not, a
+            chunk with such a number is not cast, and is stored as it is.
     """
 
     to: Literal[
@@ -68,11 +68,11 @@ class CastConfig(PluginConfig):
 
 
 class CastCodec(Codec):
-    """Rounds floats to nearest even, into a narrower format.
+    """Rounds floats to a narrower format, to nearest even.
 
-    A number that is too large never becomes infinite: its chunk is left as it is, or, with
-    `saturate`, it becomes the largest number of the format. NaN stays NaN, infinities stay where
-    the format has any, and count as too large where it has none.
+    A number that is too large never becomes infinite: its chunk is stored as it is or, with
+    `saturate`, the number becomes the largest of the format. NaN stays NaN. Infinities stay if
+    the format has them; else they count as too large.
     """
 
     name: ClassVar[str] = "cast"
@@ -89,7 +89,7 @@ class CastCodec(Codec):
         self._warned = False
 
     def max_encoded_size(self, raw_length: int, /) -> int:
-        """Return half of the raw length: every format that is cast has twice as many bytes."""
+        """Return half of the raw length: a format that is cast has at least twice the bytes."""
         return raw_length // 2
 
     def output(self, context: CodecContext, /) -> CodecOutput:
@@ -100,7 +100,7 @@ class CastCodec(Codec):
     def encode(
         self, chunk: memoryview, out: memoryview, /, *, context: CodecContext
     ) -> int | Declined:
-        """Encode a chunk as `Codec.encode`; decline what is no wider float, or is too large."""
+        """Encode a chunk as `Codec.encode`; decline other dtypes and numbers that overflow."""
         source = flat_view(chunk)
         if not self._takes(context) or source.nbytes % context.itemsize:
             return DECLINED
@@ -124,7 +124,7 @@ class CastCodec(Codec):
             raise CodecError(msg)
         if source.nbytes * context.itemsize != target.nbytes * self._width:
             msg = (
-                f"cast: {source.nbytes} bytes of {self._to} are not as many elements as "
+                f"cast: {source.nbytes} bytes of {self._to} do not decode to "
                 f"{target.nbytes} bytes of {context.dtype}"
             )
             raise CodecError(msg)
@@ -143,7 +143,7 @@ class CastCodec(Codec):
         for start in range(0, len(codes), _PIECE):
             piece = codes[start : start + _PIECE]
             suspect = (piece & (magnitude | code)) == code
-            if not suspect.any():  # as nearly always, so the rest may be slow
+            if not suspect.any():  # nearly always, so the rest may be slow
                 continue
             wide = np.empty(len(piece))
             part = source[start * size : (start + len(piece)) * size]
@@ -160,7 +160,7 @@ class CastCodec(Codec):
         return count
 
     def _is_too_large(self, wide: NDArray[np.float64]) -> NDArray[np.bool_]:
-        """Return which numbers are too large, of those that got the bits of such."""
+        """Return which numbers with the bits of an overflow are too large."""
         if self._to == "float8_e4m3fn":
             return np.abs(wide) > _E4M3FN_ROUNDED
         if self._to in _INFINITE:
@@ -169,10 +169,10 @@ class CastCodec(Codec):
 
     def _warn(self, count: int, elements: int) -> None:
         if not self._warned:
-            self._warned = True  # two threads may both say it, which does no harm
+            self._warned = True  # two threads may both log it, which is harmless
             log.warning(
                 "%d of %d numbers of a chunk are too large for %s, so it is stored without the "
-                "codec cast, as any such chunk (said once); saturate=true would make them the "
+                "codec cast, like any such chunk (said once); saturate=true would make them the "
                 "largest number of that format",
                 count,
                 elements,

@@ -1,7 +1,7 @@
 """The loops of `plain`, compiled by numba: one pass over the data where numpy takes several.
 
-Importing this module takes numba, which is an extra, and 0.4 s; or a few seconds if numba has not
-kept what it compiled, or cannot write to a folder of its own.
+Importing this module needs numba, which is an extra, and takes 0.4 s; or a few seconds if numba has
+not cached the compiled code, or has no folder to write to.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ if TYPE_CHECKING:
 
 
 def given(element: Any) -> Any:
-    """Return the type of arrays that are read; frames and chunks begin at any address."""
+    """Return the type of an input array; frames and chunks begin at any address."""
     return types.Array(element, 1, "C", readonly=True, aligned=False)
 
 
 def filled(element: Any) -> Any:
-    """Return the type of arrays that are written."""
+    """Return the type of an output array."""
     return types.Array(element, 1, "C", aligned=False)
 
 
 def compiled(*signatures: Any) -> Callable[[Function], Function]:
-    """Compile a function for the signatures, and keep it on disk where that is possible."""
+    """Compile a function for the signatures, and cache it on disk if possible."""
 
     def compile_(function: Function) -> Function:
         try:
-            made: Function = numba.njit(list(signatures), nogil=True, cache=True)(function)
-        except RuntimeError:  # there is no folder that numba may write to
-            made = numba.njit(list(signatures), nogil=True)(function)
-        return made
+            jitted: Function = numba.njit(list(signatures), nogil=True, cache=True)(function)
+        except RuntimeError:  # numba has no folder to write to
+            jitted = numba.njit(list(signatures), nogil=True)(function)
+        return jitted
 
     return compile_
 
@@ -70,9 +70,9 @@ def add(differences: Any, old: Any, out: Any) -> None:
         out[i] = old[i] + ((zigzag >> _ONE) ^ (-(zigzag & _ONE)))
 
 
-# A kind of split as numbers, so that the loops have no branches; the columns are those of `Halves`.
+# Each kind of split as numbers, so that the loops have no branches; the columns are the `Halves`.
 # The first plane is `d >> shift`, the second `d & low | d >> 8 & sign`, where `d` is the top of an
-# element less what is predicted. `extended` is the top bit of the first plane if `d` may be
+# element minus its prediction. `extended` is the top bit of the first plane if `d` may be
 # negative. No bit of `unsigned` may be set in the top, none of `near` in `d + 2**13`. `kept` are
 # the bits of an element that was predicted.
 _SHIFT = np.array([7, 7, 8, 6], np.uint16)
@@ -86,13 +86,13 @@ _EIGHT, _REACH = np.uint16(8), np.uint16(1 << 13)
 _GRID = (types.int64, given(_U2), given(_U2), types.int64)  # kind; terms, and the first cell
 
 _NOTHING: Words = np.empty(0, np.uint16)
-_ROW = 4096  # elements at once where none are predicted
+_ROW = 4096  # elements at once without prediction
 
 
-# LLVM makes a loop of its own for each outcome of `predicted`, and numba leaves out what `below`
-# rules out.
+# LLVM makes a separate loop for each value of `predicted`; numba drops branches that `below` rules
+# out.
 def _splitter(word: Any, below: Any) -> Function:
-    """Return the split of elements whose top 16 bits have `below` others below them: 0 or 16."""
+    """Return the split of elements that have `below` bits, 0 or 16, below their top 16."""
 
     @compiled((given(word), *_GRID, filled(_U1), filled(_U1), filled(_U2)))
     def split(
@@ -125,7 +125,7 @@ def _splitter(word: Any, below: Any) -> Function:
 
 
 def _joiner(word: Any, below: Any) -> Function:
-    """Return the way back from what `_splitter` splits."""
+    """Return the inverse of what `_splitter` returns."""
 
     @compiled((given(_U1), given(_U1), given(_U2), *_GRID, filled(word)))
     def join(
@@ -206,18 +206,18 @@ def _place(kind: Halves, grid: Grid | None) -> tuple[int, Words, Words, int]:
 
 @compiled((given(_U1), given(_U1), filled(_U1)))
 def _scatter(used: Any, values: Any, plane: Any) -> None:
-    taken, whole = np.uint32(0), plane.size // 8
+    next_value, whole = np.uint32(0), plane.size // 8
     for number in range(whole):
         byte = np.uint32(used[number])
         if byte:
             for i in range(8):
                 bit = (byte >> np.uint32(7 - i)) & np.uint32(1)
-                plane[8 * number + i] = values[taken] * np.uint8(bit)
-                taken += bit
+                plane[8 * number + i] = values[next_value] * np.uint8(bit)
+                next_value += bit
     for i in range(8 * whole, plane.size):
         bit = (np.uint32(used[whole]) >> np.uint32(7 - i % 8)) & np.uint32(1)
-        plane[i] = values[taken] * np.uint8(bit)
-        taken += bit
+        plane[i] = values[next_value] * np.uint8(bit)
+        next_value += bit
 
 
 def scatter(used: Bytes, values: Bytes, plane: Bytes) -> None:

@@ -1,8 +1,8 @@
 """The `delta` codec: stores elements as their differences from an earlier checkpoint.
 
-Bits of elements are compared as integers. Neighbouring floats have neighbouring bits, so a small
-step of training gives small differences; zigzag coding makes those of both signs small unsigned
-numbers, which the next codec of the chain stores in a few bits.
+The bits of elements are compared as integers. Neighboring floats have neighboring bits, so a small
+step of training gives small differences. Zigzag coding makes them small unsigned numbers, which the
+next codec of the chain stores in a few bits.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from penstock.core.types import flat_view
 if TYPE_CHECKING:
     from penstock.codecs.plain import Elements
 
-_RUN = 256  # elements of a sample that follow each other
-_LEAST_SAVED = 0.1  # of the bits that the elements take by themselves
+_RUN = 256  # consecutive elements of a sample
+_LEAST_SAVED = 0.1  # of the bits that the elements take without a base
 _WORDS = (1, 2, 4, 8)
 
 
 class DeltaConfig(PluginConfig):
-    """The `delta` codec has no options; `deltas` of the configuration says how long chains get."""
+    """The `delta` codec has no options; `deltas` of the configuration sets how long chains get."""
 
 
 class Comparison(IntEnum):
@@ -42,7 +42,7 @@ class Comparison(IntEnum):
 class DeltaCodec(Codec):
     """Replaces the elements of a chunk by their differences from the same chunk saved earlier.
 
-    A frame has the elements, then one more, whose number says how they were compared.
+    A frame has the differences, then one more element, the number of the `Comparison`.
     """
 
     name: ClassVar[str] = "delta"
@@ -52,15 +52,15 @@ class DeltaCodec(Codec):
     Config: ClassVar[type[PluginConfig]] = DeltaConfig
 
     def load(self) -> None:
-        """Have numba compile the loops, where it has not kept them on disk: seconds."""
+        """Compile the loops if numba has not cached them on disk; takes seconds."""
         kernels()
 
     def max_encoded_size(self, raw_length: int, /) -> int:
-        """Return the length of the chunk, and of the longest element."""
+        """Return the length of the chunk plus the longest element."""
         return raw_length + _WORDS[-1]
 
     def output(self, context: CodecContext, /) -> CodecOutput:
-        """Return that a frame is a row of unsigned integers as long as the elements."""
+        """Return unsigned integers of the size of the elements."""
         size = _word_size(context)
         return CodecOutput(f"uint{8 * size}", size)
 
@@ -70,7 +70,7 @@ class DeltaCodec(Codec):
         """Encode a chunk as `Codec.encode`.
 
         Declines a chunk without a base, and one whose differences would take nearly as many bits as
-        the chunk itself: each link of a chain has to be read again by every restore.
+        the chunk itself: every restore has to read each link of a chain.
         """
         size = _word_size(context)
         if context.base is None or not chunk.nbytes or chunk.nbytes % size:
@@ -93,19 +93,19 @@ class DeltaCodec(Codec):
         """Decode a frame as `Codec.decode`."""
         size = _word_size(context)
         if context.base is None:
-            msg = "delta: the frame was encoded against an earlier chunk, and none is recorded"
+            msg = "delta: the frame was encoded against an earlier chunk, but none is recorded"
             raise CodecError(msg)
         if frame.nbytes != out.nbytes + size or context.base.nbytes != out.nbytes:
             msg = (
-                f"delta: a frame of {frame.nbytes} bytes on a base of {context.base.nbytes} is no "
-                f"chunk of {out.nbytes} bytes of {context.dtype}"
+                f"delta: a frame of {frame.nbytes} bytes on a base of {context.base.nbytes} does "
+                f"not decode to {out.nbytes} bytes of {context.dtype}"
             )
             raise CodecError(msg)
         source, old, target = _words(frame, size), _words(context.base, size), _words(out, size)
         try:
             how = Comparison(int(source[-1]))
         except ValueError:
-            msg = f"delta: elements were compared in an unknown way, {int(source[-1])}"
+            msg = f"delta: the frame names an unknown comparison, {int(source[-1])}"
             raise CodecError(msg) from None
         if how is Comparison.XOR:
             np.bitwise_xor(source[:-1], old, out=target)
@@ -114,7 +114,7 @@ class DeltaCodec(Codec):
 
 
 def _word_size(context: CodecContext) -> int:
-    """Return the bytes that are compared at once: an element, or less if it is no machine word."""
+    """Return the bytes of a compared word: an element, or 1 if it is not a machine word."""
     size = context.itemsize
     return size if size in _WORDS else 1
 
@@ -131,21 +131,21 @@ def _compare(new: Elements, old: Elements, how: Comparison, out: Elements) -> No
 
 
 def _chosen(new: Elements, old: Elements) -> Comparison | None:
-    """Return the comparison whose result takes the fewest bits in a sample; None: none pays."""
+    """Return the comparison with the fewest bits in a sample, or None if neither pays."""
     at = sampled(new.size, _RUN)
-    some, before = new[at], old[at]
-    itself = _bits(_exponent_first(some))
-    taken = {}
+    sample, base = new[at], old[at]
+    own_bits = _bits(_exponent_first(sample))
+    bits = {}
     for how in Comparison:
-        found = np.empty_like(some)
-        _compare(some, before, how, found)
-        taken[how] = _bits(found)
-    best = min(taken, key=lambda how: taken[how])
-    return best if taken[best] < (1 - _LEAST_SAVED) * itself else None
+        result = np.empty_like(sample)
+        _compare(sample, base, how, result)
+        bits[how] = _bits(result)
+    best = min(bits, key=lambda how: bits[how])
+    return best if bits[best] < (1 - _LEAST_SAVED) * own_bits else None
 
 
 def _exponent_first(words: Elements) -> Elements:
-    """Return the bits of floats with the sign moved below, so that one byte is the exponent."""
+    """Return the bits of floats with the sign moved last, so that one byte is the exponent."""
     if words.itemsize == 1:
         return words
     return (words << np.uint8(1)) | (words >> np.uint8(8 * words.itemsize - 1))

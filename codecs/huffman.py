@@ -1,12 +1,12 @@
-"""The coding of a plane as a zstd frame of Huffman codes, by numba.
+"""The coding of a plane as a zstd frame of Huffman codes, compiled by numba.
 
 Any zstd decoder reads the frame (RFC 8878). zstd itself takes 1.7 times as long to write one, since
-it looks up single bytes, and not pairs of them.
+it looks up single bytes, not pairs.
 
-All blocks of a frame share one code, have no sequences, and four streams of codes each. The first
-block tells the code by a weight for each byte: 0 for one that is not used, else
-`longest + 1 - bits`. Weights are stored in FSE codes whose shares are fixed, where zstd counts: the
-tables are constants then, and some ten bytes are lost.
+All blocks of a frame share one code. Each has four streams of codes, and no sequences. The first
+block stores the code as a weight for each byte: 0 for an unused byte, else `longest + 1 - bits`.
+Weights are stored in FSE codes with fixed shares, where zstd counts: this makes the tables
+constant, and costs about ten bytes.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from penstock.codecs.plain import Bytes
 
 LEAST_BYTES = 16 << 10
-"""Below this size of a plane, setting up the tables costs more than is gained."""
+"""For a smaller plane, setting up the tables costs more than it gains."""
 
 _BLOCK_BYTES = 128 << 10  # the most that zstd allows
-_LONGEST = 11  # bits of a code, as zstd allows
-_SPILL = 64  # bytes after a stream that may be written before the end of memory is noticed
-_MOST_WEIGHTS = 127  # bytes of all weights, as zstd allows
+_LONGEST = 11  # bits of a code; zstd's limit
+_SPILL = 64  # bytes that may be written after a stream before the end of memory is noticed
+_MOST_WEIGHTS = 127  # bytes of all weights; zstd's limit
 
-# Shares of the weights 0 to 11: most bytes are not used. They add up to a power of two.
+# Shares of the weights 0 to 11: most bytes are unused. The shares add up to a power of two.
 _SHARES = (40, 4, 3, 3, 3, 3, 2, 2, 1, 1, 1, 1)
 _STATES, _STATE_BITS = 64, 6
 
@@ -58,12 +58,12 @@ def _described() -> Bytes:
 
 
 def _states() -> tuple[Bytes, Bytes, Bytes, Bytes]:
-    """Return the tables by which weights are coded, from the last one to the first.
+    """Return the tables that code weights, from the last weight to the first.
 
     Returns:
-        By weight: the state of a decoder that reads it last. By weight and the state that shall
-        follow: the state of a decoder that reads it. By state: the bits that the decoder reads to
-        come to the next state, and the lowest next state.
+        By weight: the state in which a decoder reads it last. By weight and next state: the state
+        in which a decoder reads it. By state: the bits that the decoder reads to get to the next
+        state, and the lowest next state.
     """
     weights = np.empty(_STATES, np.uint8)
     at = 0
@@ -79,8 +79,8 @@ def _states() -> tuple[Bytes, Bytes, Bytes, Bytes]:
             low = (number << bits) - _STATES
             before[weight, low : low + (1 << bits)] = state
             width[state], lowest[state] = bits, low
-        # The first one: it asks for a bit at least, and that there is none tells the decoder
-        # that it has come to the end.
+        # The first state needs at least one more bit. That bit is missing, which shows the decoder
+        # the end.
         final[weight] = np.argmax(weights == weight)
     return final, before, width, lowest
 
@@ -96,8 +96,8 @@ _inner: Callable[[Any], Any] = numba.njit(nogil=True)
 @_inner
 def _count(plane: Any, words: Any, pairs: Any, counts: Any) -> None:
     """Count how often each byte occurs in the plane; `pairs` is zero before and after."""
-    # Equal bytes follow each other, and each addition waits for the last one to the same place:
-    # of pairs there are half as many.
+    # Equal bytes follow each other, and each addition waits for the last one to the same place.
+    # Counting pairs halves the additions.
     whole = plane.size // 8 * 8
     for i in range(0, whole, 8):
         word = words[i]
@@ -108,17 +108,17 @@ def _count(plane: Any, words: Any, pairs: Any, counts: Any) -> None:
     for i in range(whole, plane.size):
         counts[plane[i]] += 1
     for second in range(256):
-        behind = np.uint32(0)
+        total = np.uint32(0)
         for first in range(256):
-            behind += pairs[256 * second + first]
+            total += pairs[256 * second + first]
             counts[first] += pairs[256 * second + first]
             pairs[256 * second + first] = np.uint32(0)
-        counts[second] += behind
+        counts[second] += total
 
 
 @_inner
 def _sort(counts: Any, order: Any, total: Any) -> Any:
-    """List the used bytes by rising counts, and these; return how many there are."""
+    """List the used bytes by rising counts, and the counts; return the number of bytes."""
     n = 0
     for byte in range(256):
         if counts[byte]:
@@ -134,12 +134,12 @@ def _sort(counts: Any, order: Any, total: Any) -> Any:
 
 @_inner
 def _fit(per_length: Any) -> None:
-    """Make codes longer until there is space for all of those that were cut to the longest."""
+    """Lengthen codes until there is space for all codes that were cut to the longest."""
     space = 0
     for length in range(1, _LONGEST + 1):
         space += per_length[length] << (_LONGEST - length)
     while space > 1 << _LONGEST:
-        # One code becomes two that are a bit longer: for its byte, and for one of the longest.
+        # One code becomes two that are one bit longer: for its byte, and for a longest code's.
         length = _LONGEST - 1
         while not per_length[length]:
             length -= 1
@@ -151,13 +151,13 @@ def _fit(per_length: Any) -> None:
 
 @_inner
 def _choose(counts: Any, bits: Any) -> Any:
-    """Give each used byte a number of bits; return the most, or 0 if fewer than two are used."""
+    """Give each used byte a code length; return the longest, or 0 for fewer than two bytes."""
     order, total = np.empty(256, np.int64), np.zeros(512, np.int64)
     n = _sort(counts, order, total)
     bits[:] = 0
     if n < 2:  # noqa: PLR2004
         return 0
-    # The tree: leaves by rising counts, then the nodes above them, which come by rising counts.
+    # The tree: leaves by rising counts, then the nodes above them, also by rising counts.
     above, depth = np.zeros(512, np.int64), np.zeros(512, np.int64)
     leaf, inner = 0, n
     for node in range(n, 2 * n - 1):
@@ -187,7 +187,7 @@ def _choose(counts: Any, bits: Any) -> Any:
 
 @_inner
 def _tabulate(bits: Any, longest: Any, codes: Any, pairs: Any) -> None:
-    """Fill tables of codes: from the top bit of an entry down, and their length in its low bits."""
+    """Fill tables: an entry has a code from its top bit down, and its length in the low bits."""
     code = 0
     used = np.empty(256, np.int64)
     n = 0
@@ -201,19 +201,19 @@ def _tabulate(bits: Any, longest: Any, codes: Any, pairs: Any) -> None:
         code >>= 1
     for i in range(n):
         second = used[i]
-        behind = codes[second] & ~_SIX_BITS
+        second_code = codes[second] & ~_SIX_BITS
         for j in range(n):
             first = used[j]
             both = _U64(bits[first]) + _U64(bits[second])
-            before = codes[first]
+            first_code = codes[first]
             pairs[256 * second + first] = (
-                behind >> (before & _SIX_BITS) | before & ~_SIX_BITS | both
+                second_code >> (first_code & _SIX_BITS) | first_code & ~_SIX_BITS | both
             )
 
 
 @_inner
 def _store_weights(bits: Any, longest: Any, out: Any, at: Any) -> Any:
-    """Write the weights from `out[at]` on; return where they end, or 0 if zstd does not take so."""
+    """Write the weights at `out[at]`; return where they end, or 0 if zstd cannot read them."""
     last = 255
     while not bits[last]:
         last -= 1
@@ -224,8 +224,8 @@ def _store_weights(bits: Any, longest: Any, out: Any, at: Any) -> Any:
     for i in range(_SHARES_STORED.size):
         out[at] = _SHARES_STORED[i]
         at += 1
-    # The decoder has two states in turn, and reads from the end. The last weight follows from all
-    # others.
+    # The decoder alternates between two states, and reads from the end. The last weight follows
+    # from the others.
     states = np.zeros(2, np.int64)
     kept, held = _U64(0), 0
     for i in range(last - 1, -1, -1):
@@ -259,13 +259,13 @@ def _store_weights(bits: Any, longest: Any, out: Any, at: Any) -> Any:
 def _store_stream(
     plane: Any, words: Any, start: Any, stop: Any, codes: Any, pairs: Any, out: Any, at: Any
 ) -> Any:
-    """Write codes of the bytes from the last to the first; return where they end; 0: no room.
+    """Write codes of the bytes from last to first; return where they end, or 0 without room.
 
-    `out` has a 64-bit word at each address. The bits that are still to be written are the top
-    `held` ones of `kept`; what lies below means nothing.
+    `out` has a 64-bit word at each address. The top `held` bits of `kept` are still to be written;
+    the lower bits mean nothing.
     """
     kept, held, here, room = _U64(0), _U64(0), _U64(at), _U64(out.size - _SPILL)
-    # Unsigned numbers throughout: numba takes a negative index for one from the end.
+    # Unsigned numbers throughout: numba counts a negative index from the end.
     for number in range((stop - start) // 8):
         if here > room:
             return 0
@@ -276,7 +276,7 @@ def _store_stream(
         lower = three >> (four & _SIX_BITS) | four
         upper_bits, lower_bits = (one + two) & _SIX_BITS, (three + four) & _SIX_BITS
         bits = upper_bits + lower_bits
-        # Entries have their lengths in the low bits, which must not come under `held`.
+        # Entries have their lengths in the low bits, which must not get into the `held` bits.
         if bits <= _U64(48):
             kept = kept >> bits | (upper >> lower_bits | lower)
             held += bits
@@ -326,9 +326,9 @@ def _store(plane: Any, words: Any, out: Any, out_words: Any, counted: Any, pairs
     for byte in range(256):
         total += counts[byte] * bits[byte]
     blocks = -(-plane.size // _BLOCK_BYTES)
-    # Whatever follows it, a frame of this length writes at most `_SPILL` bytes further.
+    # The most bytes that a frame of these codes writes, with the `_SPILL` after it.
     most = total // 8 + 32 * blocks + _MOST_WEIGHTS + _SPILL
-    # Next to one byte alone: zstd stores whole blocks of it in a byte, and a code takes a bit each.
+    # Almost all bytes are equal: zstd stores a block of them in a byte, codes take a bit for each.
     few = total < plane.size + plane.size // 4
     if not longest or few or most > min(plane.size, out.size):
         return 0
@@ -358,7 +358,7 @@ def _store(plane: Any, words: Any, out: Any, out_words: Any, counted: Any, pairs
             at = end
         if at + 1 - begin > stop - start:
             return 0
-        kind = 3 if number else 2  # whether the code is that of the last block
+        kind = 3 if number else 2  # 3: with the code of the block before
         _put(out, begin + 3, kind | 3 << 2 | (stop - start) << 4 | (at - begin - 8) << 22, 5)
         out[at] = _U8(0)  # no sequences
         at += 1
@@ -379,10 +379,10 @@ _tables = _PairTables()
 
 
 def store_codes(plane: Bytes, out: Bytes) -> int:
-    """Write a frame into the beginning of `out`; return its length, or 0: it is left to zstd.
+    """Write a frame at the beginning of `out`; return its length, or 0 to leave it to zstd.
 
-    Left to it are planes of one byte alone, those that hardly get smaller, and those whose code
-    cannot be told in this way. What is behind the frame in `out` may be changed.
+    Leaves planes to zstd that repeat one byte, that hardly get smaller, or whose code cannot be
+    stored this way. May change `out` after the frame.
     """
     if plane.size < LEAST_BYTES or out.size < LEAST_BYTES:
         return 0

@@ -1,7 +1,7 @@
-"""The loops of codecs that numba compiles where it is installed, and their twins in numpy.
+"""The loops of codecs: compiled by numba where it is installed, else in numpy.
 
-`kernels` returns one of two tables. Both give the same results, but that numpy leaves Huffman codes
-to zstd.
+`kernels` returns one of two tables. Both give the same results, except that numpy leaves Huffman
+codes to zstd.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class Kernels:
 
     Attributes:
         subtract: Writes the differences of elements from older ones, in zigzag order.
-        add: Writes what `subtract` took apart.
-        split_block: Writes the planes of a block, as `split_block`.
+        add: Reverses `subtract`.
+        split_block: Writes the planes of a block, as `plain.split_block`.
         join_block: Writes a block from its planes.
-        scatter: Writes values to some places, and zero elsewhere, as `scatter`.
-        store_codes: Writes a zstd frame of Huffman codes; returns its length, or 0: zstd itself is
-            to write it.
+        scatter: Writes values to some places, and zero elsewhere, as `plain.scatter`.
+        store_codes: Writes a zstd frame of Huffman codes; returns its length, or 0 to leave the
+            frame to zstd.
     """
 
     subtract: Callable[[Elements, Elements, Elements], None]
@@ -71,7 +71,7 @@ def kernels() -> Kernels:
 
 
 def _store_codes(plane: Bytes, out: Bytes) -> int:
-    # Imported late: that loop takes seconds to compile, and decoding does without.
+    # Imported late: the loop takes seconds to compile, and decoding does not need it.
     from penstock.codecs.huffman import store_codes  # noqa: PLC0415
 
     return store_codes(plane, out)

@@ -1,26 +1,26 @@
 """The `log8` codec: positive floats as 8-bit steps of their logarithm, by blocks. Lossy.
 
-It is made for second moments (Adam's `exp_avg_sq`), of which the relative error counts, and which
-must not become zero: an update is divided by their root.
+It is made for second moments (Adam's `exp_avg_sq`). Their relative error counts, and they must not
+become zero: an update is divided by their root.
 
-A block of 256 elements is stored as the smallest and the largest of its numbers that are not zero,
-and each element as one of 255 equal steps of the logarithm between these. The code 0 is zero alone.
-The logarithm is a fixed-point number: the exponent's bits, and the middle of one of 4096 cells that
-a table gives for the upper bits of the mantissa. The table is made of integer square roots, and all
-else is integer arithmetic as well, so a frame decodes to the same bits on every machine.
+A block of 256 elements is stored as its smallest and largest nonzero numbers, and each element as
+one of 255 equal steps of the logarithm between these. Only zero has the code 0. The logarithm is a
+fixed-point number: the exponent's bits, and the middle of one of 4096 cells that a table gives for
+the upper bits of the mantissa. The table is made of integer square roots, and the rest is integer
+arithmetic too, so a frame decodes to the same bits on every machine.
 
-A frame is, for n elements (as float32) in b = ceil(n / 256) blocks:
+A frame of n elements (as float32) in b = ceil(n / 256) blocks has:
 
-    4 b bytes   bits of the smallest number of each block but zero, little-endian; 0: all are zero
+    4 b bytes   bits of the smallest nonzero number of each block, little-endian; 0: all are zero
     4 b bytes   bits of its largest number
     n bytes     codes
 
-An element of code q > 0 has the logarithm log(low) + (q - 1) step, and becomes low or high if its
+An element of code q > 0 has the logarithm log(low) + (q - 1) step. It becomes low or high if its
 cell is theirs or beyond, else the number in the middle of the cell. With R = log(high) - log(low),
-step is max(1, ceil(R / 254)), but 2049 where that is 2048.
+step is max(1, ceil(R / 254)), but 2049 instead of 2048.
 
-What was once rounded is not changed by a second pass: of the steps, the nearest to the middle of a
-cell is the one that led there, or lies in the cell as well.
+A second pass does not change rounded numbers: the step nearest to the middle of a cell is the one
+that led there, or is in the same cell.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ if TYPE_CHECKING:
 
 _BLOCK = 256
 _STEPS = 254
-_BATCH = 256  # blocks that are worked on at once, so that they stay in the cache
+_BATCH = 256  # blocks that are coded at once, so that they stay in the cache
 _INFINITY = 0x7F80_0000
 _MANTISSA = 0x7F_FFFF
 _CELL_BITS = 12
 _SHIFT = 23 - _CELL_BITS
 _MIDDLE = (1 << _SHIFT - 1) - 1
-_FINE_BITS = 14  # of a mantissa: so fine that each cell has some of them
-_PRECISION = 96  # fractional bits with which the table is computed
+_FINE_BITS = 14  # of a mantissa: enough for each cell to get an entry
+_PRECISION = 96  # fractional bits in the computation of the table
 _DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -75,11 +75,11 @@ _memory = _BatchMemory()
 
 
 class Log8Codec(Codec):
-    """Stores positive floats in 8 bits, with about the same relative error for each of a block.
+    """Stores positive floats in 8 bits, with about the same relative error across a block.
 
-    Denormal numbers are kept less exactly. Zero stays zero, and nothing else becomes zero. What was
-    rounded once is not changed by a second pass. A chunk that holds a negative number (-0.0 is
-    one), an infinity or NaN is declined, and so stored as it is: what has such is no second moment.
+    Denormal numbers are less exact. Zero stays zero, and nothing else becomes zero. A second pass
+    does not change rounded numbers. A chunk with a negative number (-0.0 is one), an infinity or
+    NaN is not a second moment: the codec declines it, so it is stored as it is.
     """
 
     name: ClassVar[str] = "log8"
@@ -87,13 +87,13 @@ class Log8Codec(Codec):
     lossless: ClassVar[bool] = False
 
     def max_encoded_size(self, raw_length: int, /) -> int:
-        """Return what elements of two bytes need: those of four are half as many."""
+        """Return what two-byte elements need; four-byte elements are half as many."""
         return _frame_length(raw_length // 2)
 
     def encode(
         self, chunk: memoryview, out: memoryview, /, *, context: CodecContext
     ) -> int | Declined:
-        """Encode a chunk as `Codec.encode`; decline what is no second moment."""
+        """Encode a chunk as `Codec.encode`; decline all but second moments."""
         source, target = flat_view(chunk), flat_view(out)
         itemsize = _DTYPES.get(context.dtype)
         if itemsize is None or itemsize != context.itemsize or source.nbytes % itemsize:
@@ -111,10 +111,9 @@ class Log8Codec(Codec):
             flat = bits.reshape(-1)
             piece = source[at * itemsize : stop * itemsize]
             convert_floats(piece, context.dtype, flat[: stop - at].view(np.uint8).data, "float32")
-            flat[stop - at :] = flat[
-                stop - at - 1
-            ]  # the last block is filled with its last element
-            if flat.max() >= _INFINITY:  # a sign, which is the top bit, is above it as well
+            # The last block is padded with its last element.
+            flat[stop - at :] = flat[stop - at - 1]
+            if flat.max() >= _INFINITY:  # or has a sign, which is the top bit
                 return DECLINED
             _encode(bits, lows[blocks], highs[blocks], codes[at:stop])
         return length
@@ -128,7 +127,7 @@ class Log8Codec(Codec):
             raise CodecError(msg)
         count = target.nbytes // itemsize
         if source.nbytes != _frame_length(count):
-            msg = f"log8: {source.nbytes} bytes are no frame of {count} elements"
+            msg = f"log8: {source.nbytes} bytes are not a frame of {count} elements"
             raise CodecError(msg)
         lows, highs, codes = _parts(source, count)
         if np.any(lows > highs) or (len(highs) and highs.max() >= _INFINITY):
@@ -157,9 +156,9 @@ def _parts(frame: memoryview, count: int) -> tuple[Words, Words, NDArray[np.uint
 
 @lru_cache(maxsize=1)
 def _tables() -> tuple[Words, Words]:
-    """Return the logarithm by the top bits of a mantissa, and the mantissa by the cell of that.
+    """Return the logarithm by a mantissa's top bits, and the mantissa by the logarithm's cell.
 
-    Both as 23 bits. An entry belongs to the middle of the numbers that share it.
+    Both have 23 bits. An entry is for the middle of the numbers that share it.
     """
     one = 1 << _PRECISION
     root = 2 * one
@@ -183,7 +182,7 @@ def _tables() -> tuple[Words, Words]:
 def _through(
     table: Words, shift: int, numbers: Words, indices: NDArray[np.intp], out: Words
 ) -> None:
-    """Replace the mantissas of `numbers` by what the table has for them; spoils `numbers`."""
+    """Write `numbers` with mantissas from the table to `out`; overwrites `numbers`."""
     np.bitwise_and(numbers, np.uint32(_MANTISSA), out=out)
     np.right_shift(out, np.uint32(shift), out=out)
     np.copyto(indices, out)
@@ -204,12 +203,12 @@ def _scale(lows: Words, highs: Words) -> tuple[Words, Words, Words]:
         ends.append(np.empty(len(bits), np.uint32))
         _logarithms(bits.copy(), np.empty(len(bits), np.intp), ends[-1])
     steps = np.maximum((ends[1] - ends[0] + np.uint32(_STEPS - 1)) // np.uint32(_STEPS), 1)
-    # With half of 2048 the middle of a cell would lie as near to the next step.
+    # With steps of 2048, the middle of a cell would be as near to the next step.
     return ends[0], ends[1], (steps + (steps == 1 << _SHIFT)).astype(np.uint32)
 
 
 def _encode(bits: Words, lows: Words, highs: Words, codes: NDArray[np.uint8]) -> None:
-    """Write the codes of whole blocks, less what the last one was filled with."""
+    """Write the codes of whole blocks, without the padding of the last block."""
     count = len(bits)
     less, floats, whole = _memory.less[:count], _memory.floats[:count], _memory.codes[:count]
     np.subtract(bits, np.uint32(1), out=less)  # zero becomes the largest number

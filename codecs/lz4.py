@@ -1,6 +1,6 @@
 """The `lz4` codec: LZ4 blocks, each at most 4 MiB raw, each after its stored length.
 
-A frame is, for each 4 MiB of the chunk in order, the length of the block as a little-endian
+For each 4 MiB of the chunk in order, a frame has the length of the block as a little-endian
 32-bit number, then the block (LZ4 block format, without the size that some libraries prepend).
 The frame of an empty chunk is empty.
 """
@@ -29,7 +29,7 @@ class Lz4Config(PluginConfig):
 
     Attributes:
         acceleration: 1 gives the smallest frames; more is faster, and larger.
-        level: 1 to 12 take the slow "high compression" mode instead, which decodes as fast.
+        level: 1 to 12 use the slow "high compression" mode instead, which decodes as fast.
     """
 
     acceleration: int = Field(default=1, ge=1, le=65537)
@@ -99,7 +99,7 @@ class Lz4Codec(Codec):
                 raise CodecError(msg)
             _decode_block(block, piece)
         if at != source.nbytes:
-            msg = f"lz4: a frame of {source.nbytes} bytes has {source.nbytes - at} too many"
+            msg = f"lz4: a frame of {source.nbytes} bytes is {source.nbytes - at} too long"
             raise CodecError(msg)
 
 
@@ -110,6 +110,6 @@ def _decode_block(block: memoryview, target: memoryview) -> None:
         msg = f"lz4: a block of {block.nbytes} bytes is not valid: {error}"
         raise CodecError(msg) from error
     if len(data) != target.nbytes:
-        msg = f"lz4: a block holds {len(data)} bytes where {target.nbytes} belong"
+        msg = f"lz4: a block holds {len(data)} bytes instead of {target.nbytes}"
         raise CodecError(msg)
     target[:] = data

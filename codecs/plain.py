@@ -1,12 +1,12 @@
 """The loops of codecs in numpy.
 
-They work on whole blocks that fit into the L2 cache, and write into memory that their thread uses
-again: numpy splits 256 Ki elements at three times the speed of 4 Mi elements.
+They work on whole blocks that fit into the L2 cache, and write into memory that their thread
+reuses: numpy splits 256 Ki elements at three times the speed of 4 Mi elements.
 
-The top 16 bits of an element become two planes of bytes. Of a float the first holds the exponent (8
-bits from below the sign; of float16 the last three are mantissa, of float64 its last three exponent
-bits are in the other plane), which compresses, and the second the next 7 bits with the sign, which
-seldom do. The bits below stay together as they are, or become planes of one byte each.
+The top 16 bits of an element become two planes of bytes. The first plane of floats holds the
+exponent, which compresses: the 8 bits below the sign. (In float16 the last three are mantissa; the
+last three exponent bits of float64 are in the other plane.) The second plane holds the next 7 bits
+and the sign, which seldom compress. The bits below stay together, or become one plane per byte.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ if TYPE_CHECKING:
     Elements: TypeAlias = NDArray[np.unsignedinteger]
 
 BLOCK_ELEMENTS = 256 << 10
-"""The most elements of a block."""
+"""The maximum elements of a block."""
 
 _SUBTRACTED = 64 << 10  # elements that are compared at once
 
 
 class Halves(IntEnum):
-    """How the top 16 bits of the elements of a block, less what is predicted, are split."""
+    """How the top 16 bits of a block's elements, minus the prediction, are split."""
 
     SIGNED = 0
-    """Floats of both signs: 8 bits below the sign; then the sign and the other 7."""
+    """Floats of both signs: 8 bits below the sign; then the sign and the next 7."""
     UNSIGNED = 1
-    """Floats whose sign bit is zero: the second plane has the other 7 bits."""
+    """Floats whose sign bit is zero: the second plane has the next 7 bits."""
     INTEGER = 2
     """Two bytes as they are. Nothing is predicted."""
     NEAR = 3
-    """Differences of -2**13 to 2**13 - 1 from what is predicted: 8 bits, and the 6 lowest.
+    """Differences of -2**13 to 2**13 - 1 from the prediction: 8 bits, and the 6 lowest.
 
-    Such differences have few distinct exponents. Huffman codes take a whole bit for each, so they
-    waste less on symbols that hold one bit more: 8.7 instead of 9.0 bits for second moments.
+    Such differences have few distinct exponents. Huffman codes take whole bits, so they waste less
+    on symbols that hold one bit more: 8.7 instead of 9.0 bits for second moments.
     """
 
 
@@ -54,10 +54,10 @@ UNUSED_BITS = {Halves.UNSIGNED: 1, Halves.NEAR: 2}
 
 
 class _PlaneMemory(threading.local):
-    """Memory of one thread for the planes of one block, and for what lies between."""
+    """Memory of one thread for the planes of one block, and for intermediate results."""
 
     def __init__(self) -> None:
-        n = BLOCK_ELEMENTS  # the pages that small chunks do not need are never touched
+        n = BLOCK_ELEMENTS  # small chunks do not touch the pages that they do not need
         self.word = np.empty(n, np.uint64)
         self.top = np.empty(n, np.uint16)
         self.one = np.empty(n, np.uint16)
@@ -77,14 +77,14 @@ def subtract(new: Elements, old: Elements, out: Elements) -> None:
         part = out[at : at + _SUBTRACTED]
         sign = scratch.word.view(new.dtype)[: part.size]
         np.subtract(new[at : at + part.size], old[at : at + part.size], out=part)
-        # Zigzag: all bits move up by one and are inverted below a negative sign.
+        # Zigzag: all bits move up by one, and are inverted if the sign is negative.
         np.right_shift(part.view(signed), bits - 1, out=sign.view(signed))
         np.left_shift(part, 1, out=part)
         np.bitwise_xor(part, sign, out=part)
 
 
 def add(differences: Elements, old: Elements, out: Elements) -> None:
-    """Write into `out` the elements whose differences from `old`, by `subtract`, are these."""
+    """Reverse `subtract`: write `old` plus the zigzag `differences` into `out`."""
     for at in range(0, old.size, _SUBTRACTED):
         part = out[at : at + _SUBTRACTED]
         difference = differences[at : at + part.size]
@@ -101,13 +101,14 @@ def split_block(block: Elements, planes: list[Elements], kind: Halves, grid: Gri
 
     Args:
         block: Elements of 2, 4 or 8 bytes; left as they are.
-        planes: Receive the parts of each element, from the top. They have the lengths of `block`,
+        planes: Receive the parts of each element, from the top. They have the length of `block`,
             and may begin at any address; none is `top`, `one`, `two` or `word` of `scratch`.
-        kind: How the top 16 bits are split.
-        grid: What is subtracted from the top 16 bits, from the block's first element on; or None.
+        kind: How to split the top 16 bits.
+        grid: The prediction to subtract from the top 16 bits, from the block's first element; or
+            None.
 
     Returns:
-        Whether the elements can be split so. If not, the contents of `planes` mean nothing.
+        Whether `kind` can split the elements. If not, the contents of `planes` mean nothing.
     """
     n, shift = len(block), 8 * block.itemsize - 16
     word = scratch.word.view(block.dtype)[:n]
@@ -151,14 +152,14 @@ def _split_top(top: Words, planes: list[Elements], kind: Halves, grid: Grid | No
 
 
 def join_block(planes: list[Elements], kind: Halves, grid: Grid | None, block: Elements) -> None:
-    """Write into `block` what `split_block` took apart."""
+    """Reverse `split_block`: write the elements into `block`."""
     n, shift = len(block), 8 * block.itemsize - 16
     if not shift:
         _join_top(planes, kind, grid, block)
         return
     top = scratch.top[:n]
     _join_top(planes, kind, grid, top)
-    # The lowest plane goes straight to its place, which costs one pass less than a mask.
+    # The lowest plane goes straight to its place, which saves one pass over a mask.
     np.copyto(block, planes[-1])
     word = scratch.word.view(block.dtype)[:n]
     for plane in (top, *planes[2:-1]):
@@ -172,7 +173,7 @@ def _join_top(planes: list[Elements], kind: Halves, grid: Grid | None, top: Elem
     n, first, second = len(top), planes[0], planes[1]
     one = scratch.one[:n]
     if kind is Halves.SIGNED:
-        # Widened with its sign, the byte has the sign in bit 15 as well: one pass saved.
+        # Sign extension puts the sign into bit 15 too, which saves one pass.
         np.copyto(one.view(np.int16), second.view(np.int8))
         np.bitwise_and(one, 0x807F, out=one)
     else:
@@ -190,11 +191,11 @@ def _join_top(planes: list[Elements], kind: Halves, grid: Grid | None, top: Elem
 
 
 def scatter(used: Bytes, values: Bytes, plane: Bytes) -> None:
-    """Write `values` to those bytes of `plane` whose bits are set in `used`, and zero elsewhere.
+    """Write `values` to the bytes of `plane` whose bits are set in `used`, and zero elsewhere.
 
     Args:
         used: One bit for each byte, the highest of a byte first.
-        values: One for each bit that is set, and one more.
+        values: One for each set bit, and one more.
         plane: Receives the bytes.
     """
     plane.fill(0)
@@ -202,6 +203,6 @@ def scatter(used: Bytes, values: Bytes, plane: Bytes) -> None:
 
 
 def store_codes(plane: Bytes, out: Bytes) -> int:
-    """Write nothing, and return 0: zstd itself is to write the frame."""
+    """Write nothing, and return 0, which leaves the frame to zstd."""
     del plane, out
     return 0

@@ -1,4 +1,4 @@
-"""Samples of chunks, by which codecs decide."""
+"""Samples of chunks, for codecs' decisions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _RUNS = 64
 
 
 def sampled(elements: int, run: int) -> NDArray[np.intp]:
-    """Return the numbers of sampled elements: all of few, 64 runs of `run` elements of many."""
+    """Return the indices of sampled elements: all if few, else 64 runs of `run` elements."""
     if elements <= _RUNS * run:
         return np.arange(elements)
     starts = np.linspace(0, elements - run, _RUNS).astype(np.intp)
@@ -21,10 +21,10 @@ def sampled(elements: int, run: int) -> NDArray[np.intp]:
 
 
 def entropy_bits(sample: NDArray[np.uint8], *, biased: bool = False) -> float:
-    """Return the order-0 entropy of what `sample` was drawn from, in bits per byte.
+    """Return the order-0 entropy of the source of `sample`, in bits per byte.
 
-    A small sample looks less random than its source (Miller and Madow, 1954), which is made good
-    unless `biased`: the entropies of two samples of one size are compared without that.
+    A small sample looks less random than its source (Miller and Madow, 1954). This is corrected
+    unless `biased`: comparing two samples of one size needs no correction.
     """
     counts = np.bincount(sample.reshape(-1), minlength=256)
     counts = counts[counts > 0]

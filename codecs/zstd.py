@@ -20,11 +20,11 @@ _MIN_WINDOW_LOG = 10
 # The library copies its results under the GIL. Pieces of 4 MiB keep such stalls at 0.4 ms.
 # `ZstdCompressor.stream_reader` would write into the caller's buffer, but it compresses the
 # last 128 KiB under the GIL (zstandard 0.25): 0.1 s at level 22. `ZstdCompressor.compress` is up to
-# a third faster, and takes a second buffer of the chunk's size for each worker: only small chunks
-# go through it.
+# a third faster, but needs a second buffer of the chunk's size for each worker: only small chunks
+# use it.
 PIECE_BYTES = 4 << 20
 
-# If zstd could not allocate memory the library gives zstd's text in its error, and no number.
+# If zstd cannot allocate memory, the library's error has zstd's text but no number.
 _NO_MEMORY = "Allocation error"
 
 # RFC 8878, section 3.1.1.2: a block header has three bytes; a block of this type stores one byte.
@@ -60,8 +60,8 @@ class ZstdCodec(Codec):
         """Create the codec from its options; contexts of zstd are created per thread."""
         super().__init__(config)
         self._level = config.level
-        # A context serves one thread at a time, and making one costs more than a small chunk: one
-        # per call decodes 64 KiB at 0.8 of the speed.
+        # A context serves one thread at a time. Making one costs more than a small chunk: one per
+        # call decodes 64 KiB at 0.8 of the speed.
         self._local = _PerThread()
 
     def max_encoded_size(self, raw_length: int, /) -> int:
@@ -96,18 +96,18 @@ class ZstdCodec(Codec):
 def decode_frame(
     decompressor: zstandard.ZstdDecompressor, source: memoryview, target: memoryview, /
 ) -> None:
-    """Fill `target` from `source`, which is one frame that says how much it holds.
+    """Fill `target` from `source`, which is one frame with its content size.
 
     Raises:
         CodecError: `source` is not such a frame, or holds another length. Do not use
             `decompressor` again.
-        MemoryError: zstd got no memory, which says nothing about the frame.
+        MemoryError: zstd got no memory; the frame may be valid.
     """
     try:
         _check_frame(source, target.nbytes)
         _decode(decompressor, source, target)
     except zstandard.ZstdError as error:
-        # Not damage: a restore would fall back to an older checkpoint, past a whole one.
+        # Not damage: it would make a restore skip a whole checkpoint for an older one.
         if _NO_MEMORY in str(error):
             raise MemoryError(str(error)) from error
         msg = f"zstd: a frame of {source.nbytes} bytes is not valid: {error}"
@@ -131,13 +131,13 @@ def _pieces(compressor: zstandard.ZstdCompressor, source: memoryview) -> Iterato
         return
     chunker = compressor.chunker(source.nbytes, PIECE_BYTES)
     yield from chunker.compress(source)
-    yield from chunker.finish()  # type: ignore[no-untyped-call]  # the stub says no type
+    yield from chunker.finish()  # type: ignore[no-untyped-call]  # the stub has no type
 
 
 def _decode(
     decompressor: zstandard.ZstdDecompressor, source: memoryview, target: memoryview
 ) -> None:
-    """Decode a frame that `_check_frame` passed.
+    """Decode a frame that `_check_frame` accepted.
 
     zstd decodes a complete frame straight into an output with room for it: it allocates no window,
     and refuses a frame that holds more or less than its header says.
@@ -146,8 +146,8 @@ def _decode(
         length = reader.readinto(target or bytearray(1))
     if length != target.nbytes:
         msg = (
-            f"zstd: a frame of {source.nbytes} bytes holds {length} bytes where "
-            f"{target.nbytes} belong"
+            f"zstd: a frame of {source.nbytes} bytes holds {length} bytes instead "
+            f"of {target.nbytes}"
         )
         raise CodecError(msg)
 
@@ -167,7 +167,7 @@ def _check_frame(source: memoryview, raw_length: int) -> None:
             size = None
         msg = (
             f"zstd: a frame says it holds {size} bytes "
-            f"(dictionary {parameters.dict_id}) where {raw_length} belong"
+            f"(dictionary {parameters.dict_id}) instead of {raw_length}"
         )
         raise CodecError(msg)
     # A forged frame may ask for a window of gigabytes; one larger than the chunk is never needed.
@@ -192,8 +192,8 @@ def _check_frame(source: memoryview, raw_length: int) -> None:
 def _frame_end(source: memoryview, parameters: zstandard.FrameParameters) -> int:
     """Return the end of the frame, by its block headers; beyond `source` if it is cut off.
 
-    The library's reader does not tell how much of its input it used, and so accepts bytes behind
-    the frame. 16 MiB have some 130 to 260 blocks, which takes less than 0.1 ms.
+    The library's reader does not report how much of its input it used, so it accepts bytes after
+    the frame. 16 MiB have 130 to 260 blocks, which take less than 0.1 ms.
     """
     position = zstandard.frame_header_size(source)
     last = False

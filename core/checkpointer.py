@@ -90,7 +90,7 @@ class Checkpointer:
                 and `PruneEvent`; for saves mostly on background threads. Its exceptions are logged,
                 not raised.
             group: The process group of torch.distributed whose ranks save together, or a list of
-                their numbers in the job; default: the default group, if it is initialised.
+                their numbers in the job; default: the default group, if it is initialized.
             name: The name under which the ranks of the job meet, the same on all of them. Without a
                 name the n-th checkpointers that the ranks use belong together. So a checkpointer
                 that a rank leaves out, or that fails there before its first use, shifts all later
@@ -623,7 +623,7 @@ class Checkpointer:
             on_progress: As for `save`; for one checkpoint after the other.
 
         Raises:
-            ConfigError: `steps` are no steps, or are given together with `everything`.
+            ConfigError: `steps` are not steps, or are given together with `everything`.
             CheckpointNotFoundError: One of the steps does not exist; nothing was changed.
             CheckpointGoneError: A step was deleted or overwritten while it was compacted.
             DamagedError: Stored bytes differ from the written bytes; that step is unchanged.
@@ -647,8 +647,8 @@ class Checkpointer:
         if dry_run:
             return compactor.plan(chosen)
         before = compactor.needed_bytes()
-        done = tuple(compactor.compact(record, on_progress) for record in chosen)
-        return CompactReport(done, before, compactor.needed_bytes())
+        reports = tuple(compactor.compact(record, on_progress) for record in chosen)
+        return CompactReport(reports, before, compactor.needed_bytes())
 
     def close(self) -> None:
         """Wait for the pending save, then release all resources. Idempotent.
@@ -675,7 +675,7 @@ class Checkpointer:
                 self._drains.close()
             self._ranks.settle()
         except BaseException:
-            self._closing = False  # Ctrl-C: the next `close` has to do all of it
+            self._closing = False  # Ctrl-C: the next `close` must do all of it
             raise
         self._ranks.close(sys.exc_info()[1])
         self._closed = True  # not before: callbacks of the pending save may still read the run
@@ -686,7 +686,7 @@ class Checkpointer:
                 self._backend.close_inner()
             else:
                 # A stuck store, or a callback of the pending save called `close`: waiting here
-                # would block the caller for ever.
+                # would block the caller forever.
                 late = partial(_close_late, self._backend.inner, self._saver.job)
                 self._workers.spawn("close", late)
         self._saver.close()
@@ -770,7 +770,7 @@ def _valid_steps(steps: object) -> list[int]:
     """Return `steps` as integers.
 
     Raises:
-        ConfigError: They are no collection of steps.
+        ConfigError: They are not a collection of steps.
     """
     if isinstance(steps, str) or not isinstance(steps, Iterable):
         msg = f"steps must be a list such as [100, 200], not {show_value(steps)}"

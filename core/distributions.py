@@ -69,7 +69,7 @@ def _find_installed(
     path: Sequence[str] | None = None,
     target: ModuleType | None = None,
 ) -> ModuleSpec | None:
-    """Do the same as Python's own finder, but look in other folders within `installed_only`.
+    """Do the same as Python's finder, but look in other folders within `installed_only`.
 
     Changing `sys.path` instead would hide the user's modules from imports of other threads. A
     finder in front of Python's finder could not keep it from searching the working directory. A
@@ -88,7 +88,7 @@ def _search_path() -> list[str]:
     """Return `sys.path` without the working directory, unless it was put there on purpose."""
     here = {folder for folder in (_began_in, _working_directory()) if folder is not None}
     every: Sequence[object] = sys.path  # programs put paths of other types there
-    path = [p for p in every if isinstance(p, str)]  # Python looks in no others
+    path = [p for p in every if isinstance(p, str)]  # Python ignores others
     # Relative entries follow each change of the working directory.
     doubtful = {p for p in path if p[:1] != os.sep or os.path.realpath(p) in here}
     if not doubtful:

@@ -1,4 +1,4 @@
-"""Limits of the stored format. Writers and readers take them from here, so that they agree.
+"""Limits of the stored format. Writers and readers share them, so that they agree.
 
 A reader refuses anything beyond a limit before it allocates memory. A writer refuses it before it
 stores anything, since no reader would accept it. `docs/format.md` lists the limits.
@@ -105,7 +105,7 @@ MAX_INDEX_HEAD_BYTES = 64 << 20
 
 FEW_KEYS = 256
 MAX_STEPS = 128
-"""Most steps, on average, in which a key of a set or dict with more than few keys finds a slot."""
+"""Most steps, on average, to a slot for a key of a set or dict with more than `FEW_KEYS` keys."""
 
 
 def max_decompressed(stored_bytes: int) -> int:

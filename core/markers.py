@@ -54,12 +54,12 @@ class PerRank:
     on_change: str | Callable[[list[Any]], Any] = "error"
 
     def __post_init__(self) -> None:
-        """Refuse an `index` or `count` that is no place among ranks."""
-        given = self.index is not None and self.count is not None
-        if given and not 0 <= operator.index(self.index) < operator.index(self.count):  # type: ignore[arg-type]
+        """Refuse an `index` or `count` that is not a place among ranks."""
+        has_both = self.index is not None and self.count is not None
+        if has_both and not 0 <= operator.index(self.index) < operator.index(self.count):  # type: ignore[arg-type]
             msg = f"penstock.PerRank has index={self.index} of count={self.count}"
             raise UnsupportedStateError(msg)
-        if not given and (self.index is not None or self.count is not None):
+        if not has_both and (self.index is not None or self.count is not None):
             msg = "penstock.PerRank takes index= and count= together, or neither"
             raise UnsupportedStateError(msg)
         if self.on_change not in {"error", "keep"} and not callable(self.on_change):
@@ -151,7 +151,7 @@ class Shard:
     def regions(self) -> tuple[Region, ...]:
         """The rectangles that this rank holds: one for `offsets`, none if the piece is empty."""
         if not math.prod(self.global_shape):
-            return (Region.whole(self.global_shape),)  # without elements, so every piece is all
+            return (Region.whole(self.global_shape),)  # no elements, so every piece is the whole
         if self.flat_range is not None:
             return tuple(regions_of_range(self.global_shape, *self.flat_range))
         assert self.offsets is not None
@@ -245,7 +245,7 @@ class Leaves:
         lengths: The lengths of the lists, by path, the same on all ranks.
 
     Raises:
-        UnsupportedStateError: A path is no such tuple, or leads through a list without a length.
+        UnsupportedStateError: A path is not such a tuple, or leads through a list without a length.
     """
 
     items: Mapping[tuple[str | int, ...], Any]

@@ -53,18 +53,18 @@ T = TypeVar("T")
 
 _Rescued: TypeAlias = tuple[tuple[str, str], ...]
 
-# Blobs that a rank reports to rank 0, which repairs each checkpoint as a whole.
-_MOST_TOLD = 16
+# Most blobs that a rank reports to rank 0, which repairs whole checkpoints.
+_MOST_REPORTED = 16
 
 
 @dataclass(frozen=True, slots=True)
 class _RestoreTurn:
-    """The turn of this rank in the round in which all restore.
+    """The turn of this rank in a restore round of all ranks.
 
     Attributes:
         group: The ranks.
         number: The number of the round.
-        called: When this rank was called, on the monotonic clock; None if unknown.
+        called: Time of this rank's call, on the monotonic clock; None if unknown.
     """
 
     group: RankGroup
@@ -168,7 +168,7 @@ class Reader:
             report = replace(report, unexpected=unexpected)
             warn_of_unexpected(report.step, unexpected)
         report = replace(report, fell_back_from=skipped, rescued=rescued)
-        return self._tell_read("restore", report)
+        return self._report_read("restore", report)
 
     def load(
         self,
@@ -195,7 +195,7 @@ class Reader:
         ((tree, report), rescued), skipped = self._read(
             "load", step, on_damage, attempt, on_progress, round_
         )
-        self._tell_read("load", replace(report, fell_back_from=skipped, rescued=rescued))
+        self._report_read("load", replace(report, fell_back_from=skipped, rescued=rescued))
         return tree
 
     def open(self, step: int | str = "latest") -> Checkpoint:
@@ -233,14 +233,14 @@ class Reader:
         )
 
     def _begin_round(self, called: float | None) -> _RestoreTurn | None:
-        """Return the turn of this rank in the round in which all restore; None if it is alone.
+        """Return the turn of this rank in a restore round of all ranks; None if it is alone.
 
         Called before anything can fail: the number must be the same on all ranks.
         """
         group = self._ranks()
         return None if group is None else _RestoreTurn(group, group.next_number(), called)
 
-    def _read(  # noqa: PLR0917 - what both have got from the caller
+    def _read(  # noqa: PLR0917 - the arguments of both callers
         self,
         verb: str,
         step: int | str,
@@ -254,22 +254,22 @@ class Reader:
 
         Args:
             verb: `restore` or `load`.
-            step: As the caller says.
-            on_damage: As the caller says.
+            step: As for the caller.
+            on_damage: As for the caller.
             attempt: Reads an open checkpoint.
-            on_progress: As the caller says.
+            on_progress: As for the caller.
             round_: The turn of this rank in a round of several; None if this process is alone.
-            templates: The templates of the ranks, for a restore of several.
+            templates: The templates of the ranks, for a restore of several ranks.
 
         Returns:
             The result of `attempt`, with the blobs and records that came from another tier, and
             the damaged steps that were skipped.
         """
-        # Views that `open` returned may have noted damage of any step before.
+        # Views that `open` returned may have noted earlier damage in any step.
         earlier = len(self._rescued)
         trying: int | None = None
 
-        def one(number: int, open_step: Callable[[], Opened]) -> tuple[T, _Rescued]:
+        def try_step(number: int, open_step: Callable[[], Opened]) -> tuple[T, _Rescued]:
             nonlocal trying, earlier
             trying = number
             self._events.emit(RestoreEvent(f"{verb}_started", number))
@@ -294,11 +294,11 @@ class Reader:
         if round_ is None:
             candidates = Candidates(self._candidates(step, on_damage))
             trying = candidates.first
-            read = partial(_read_alone, candidates, one)
+            read = partial(_read_alone, candidates, try_step)
         else:
             with _giving_up(round_):
                 together = self._together(
-                    round_.group, verb, step, on_damage, one, templates=templates
+                    round_.group, verb, step, on_damage, try_step, templates=templates
                 )
             on_progress = together.listen(on_progress)
             read = partial(self._read_together, together, round_)
@@ -317,7 +317,7 @@ class Reader:
         verb: str,
         step: int | str,
         on_damage: str,
-        one: Callable[[int, Callable[[], Opened]], tuple[T, _Rescued]],
+        try_step: Callable[[int, Callable[[], Opened]], tuple[T, _Rescued]],
         *,
         templates: TemplatesOfRanks | None,
     ) -> RestoreTogether[tuple[T, _Rescued]]:
@@ -329,9 +329,9 @@ class Reader:
             fallback=on_damage == "fallback",
             candidates=lambda: Candidates(self._candidates(step, on_damage)),
             follow=self._follow,
-            attempt=lambda opened: one(opened.step, lambda: opened),
+            attempt=lambda opened: try_step(opened.step, lambda: opened),
             templates=templates,
-            tell=lambda found: {"rescued": found[1][:_MOST_TOLD]},
+            tell=lambda result: {"rescued": result[1][:_MOST_REPORTED]},
             sharing=Sharing(self._config.read_once_per_host, self._config.read_once_per_job),
             network=self._config.rank_network,
         )
@@ -367,7 +367,7 @@ class Reader:
             raise RestoreError(msg)
         return self._open_record(record)
 
-    def _tell_read(self, verb: str, report: RestoreReport) -> RestoreReport:
+    def _report_read(self, verb: str, report: RestoreReport) -> RestoreReport:
         rescued = dict.fromkeys(self._rescued)
         self._rescued.clear()
         if rescued and self._repairs is not None:
@@ -378,7 +378,7 @@ class Reader:
     def _candidates(self, step: int | str, on_damage: str) -> Mapping[int, Callable[[], Opened]]:
         """Return the steps to try, in order, each with a function that opens it.
 
-        With fallback these are all older steps as well. The steps are listed once, and each commit
+        With fallback these include all older steps. The steps are listed once, and each commit
         record is read at most once.
         """
         if on_damage not in {"raise", "fallback"}:
@@ -415,9 +415,9 @@ def _giving_up(round_: _RestoreTurn | None) -> Iterator[None]:
 
 
 def _read_alone(
-    candidates: Candidates, one: Callable[[int, Callable[[], Opened]], T]
+    candidates: Candidates, try_step: Callable[[int, Callable[[], Opened]], T]
 ) -> tuple[T, tuple[int, ...]]:
-    return candidates.use(one), tuple(candidates.skipped)
+    return candidates.use(try_step), tuple(candidates.skipped)
 
 
 def _note(rescued: list[tuple[str, str]], name: str, good: str) -> None:

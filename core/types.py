@@ -234,7 +234,7 @@ class Capabilities:
         """Refuse values that core cannot divide or count by.
 
         Raises:
-            CapabilityError: An alignment is no power of two, or a preference is below 1.
+            CapabilityError: An alignment is not a power of two, or a preference is below 1.
         """
         for name in ("memory_alignment", "offset_alignment"):
             value = getattr(self, name)
@@ -290,7 +290,7 @@ def collide(keys: Collection[object]) -> bool:
 
 
 def _crowd(hashes: NDArray[np.uint64], slots: int) -> bool:
-    """Return whether a table takes too many steps; each step looks at `slots` adjacent slots."""
+    """Return whether a table takes too many steps; each step tries `slots` adjacent slots."""
     size = 2 * FEW_KEYS
     while size <= 4 * len(hashes):
         early = hashes[: size * 2 // 3]  # with more keys the table grows
@@ -308,9 +308,9 @@ def _walk(hashes: NDArray[np.uint64], size: int, slots: int) -> int:
     """
     import numpy as np  # noqa: PLC0415 - as above
 
-    taken = bytearray(size) + bytes([1]) * (slots - 1)
-    is_taken = np.frombuffer(taken, np.uint8)
-    first = np.empty(len(taken), np.intp)  # of the keys that look at a slot
+    occupied = bytearray(size) + bytes([1]) * (slots - 1)
+    is_occupied = np.frombuffer(occupied, np.uint8)
+    first = np.empty(len(occupied), np.intp)  # of the keys that try a slot
     steps = 0
     length = max(1024, len(hashes) // 16)
     for start in range(0, len(hashes), length):
@@ -321,8 +321,8 @@ def _walk(hashes: NDArray[np.uint64], size: int, slots: int) -> int:
             for offset in range(slots):
                 here = at[waiting].astype(np.intp) + offset
                 first[here[::-1]] = waiting[::-1]
-                gets = (is_taken[here] == 0) & (first[here] == waiting)
-                is_taken[here[gets]] = 1
+                gets = (is_occupied[here] == 0) & (first[here] == waiting)
+                is_occupied[here[gets]] = 1
                 waiting = waiting[~gets]
                 if not len(waiting):
                     break
@@ -330,13 +330,13 @@ def _walk(hashes: NDArray[np.uint64], size: int, slots: int) -> int:
             rest = rest[waiting] >> np.uint64(5)
             at = (at[waiting] * np.uint64(5) + rest + np.uint64(1)) & np.uint64(size - 1)
         for left, place in zip(rest.tolist(), at.tolist(), strict=True):
-            while (free := taken.find(0, place, place + slots)) < 0:
+            while (free := occupied.find(0, place, place + slots)) < 0:
                 steps += 1
                 if steps > MAX_STEPS * len(hashes):
                     return steps
                 left >>= 5  # noqa: PLW2901 - one key walks on
                 place = (5 * place + left + 1) & (size - 1)  # noqa: PLW2901 - as above
-            taken[free] = 1
+            occupied[free] = 1
     return steps
 
 
@@ -360,16 +360,16 @@ def loaded_class(name: str) -> type | None:
     module, no proxy of a module or class.
     """
     module_name, _, qualname = name.partition(":")
-    found: object = sys.modules.get(module_name)
-    if type(found) is not ModuleType:
+    member: object = sys.modules.get(module_name)
+    if type(member) is not ModuleType:
         return None
-    members: Any = object.__getattribute__(found, "__dict__")
+    members: Any = object.__getattribute__(member, "__dict__")
     for part in qualname.split("."):
-        found = members.get(part)
-        if not issubclass(type(found), type):  # `isinstance` would ask the object itself
+        member = members.get(part)
+        if not issubclass(type(member), type):  # `isinstance` would ask the object itself
             return None
-        members = _class_members(found)
-    return cast("type", found)
+        members = _class_members(member)
+    return cast("type", member)
 
 
 def show_segment(segment: str) -> str:
@@ -390,7 +390,7 @@ def show_value(value: object) -> str:
     """Return the `repr` of a value for a message, or its type if the `repr` fails or is long."""
     try:
         text = repr(value)
-    except Exception:  # noqa: BLE001 - code of the value's class; long integers have none either
+    except Exception:  # noqa: BLE001 - code of the value's class; long integers have no `repr`
         return f"<{type(value).__name__}>"
     return text if len(text) <= _SHOWN_CHARS else f"<{type(value).__name__}>"
 
@@ -421,7 +421,7 @@ def valid_step(step: object) -> int:
     """`step` as an integer from 0 to 2^62 - 1, the range that records hold.
 
     Raises:
-        ConfigError: `step` is no such integer.
+        ConfigError: `step` is not such an integer.
     """
     number = -1
     if isinstance(step, SupportsIndex) and not isinstance(step, bool):

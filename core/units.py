@@ -31,7 +31,7 @@ def seconds_of(text: str) -> float:
     """Parse a time such as `90s`, `30min`, `24h` or `7d`, and return its seconds.
 
     Raises:
-        ValueError: `text` is no such time.
+        ValueError: `text` is not such a time.
     """
     match = _DURATION.fullmatch(text.strip())
     if match is None or match[2] not in SECONDS:

@@ -30,7 +30,7 @@ console = Console()
 
 
 class Trainer:
-    """A trainer in a process of its own, followed by its JSON lines."""
+    """A trainer in its own process, followed through its JSON lines."""
 
     def __init__(self, run: Path) -> None:
         self.run = run
@@ -40,11 +40,11 @@ class Trainer:
             [sys.executable, TRAINER, run, f"--steps={STEPS}", f"--save-every={SAVE_EVERY}"],
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},  # as fast when other work is about
+            env={**os.environ, "OMP_NUM_THREADS": "1"},  # stays fast on a busy machine
         )
 
     def follow(self, bar: Progress, task: int, kill_in_save: int | None = None) -> str:
-        """Read its lines to the end; returns how it ended."""
+        """Read the lines to the end; return how the trainer ended."""
         for line in self.process.stdout:
             fact = json.loads(line)
             self.facts[fact["event"]] = fact
@@ -59,7 +59,7 @@ class Trainer:
         return "finished"
 
     def kill(self) -> str:
-        """SIGKILL as soon as bytes of the new, uncommitted checkpoint are in a file."""
+        """Send SIGKILL once bytes of the new, uncommitted checkpoint are in a file."""
         while not (torn := unfinished(self.run)):
             time.sleep(0)
         os.kill(self.process.pid, signal.SIGKILL)
@@ -68,7 +68,7 @@ class Trainer:
 
 
 def unfinished(run: Path) -> set[str]:
-    """Saves that have blobs but no commit record."""
+    """Return saves that have blobs but no commit record."""
     started = {path.parts[-3] for path in run.glob("data/*/blobs/*")}
     records = "".join(path.read_text() for path in run.glob("commits/*.json"))
     return {uid for uid in started if uid not in records}
@@ -108,10 +108,10 @@ def main() -> None:
             proofs,
             "no torn checkpoint",
             KILL_IN_SAVE not in steps or not torn,
-            f"committed then: {steps}; the half one has no commit record, so it does not exist",
+            f"committed then: {steps}; the torn one has no commit record, so it does not exist",
         )
-        again = {**victim.losses, **heir.losses}
-        same = sum(again.get(step) == loss for step, loss in reference.losses.items())
+        combined = {**victim.losses, **heir.losses}
+        same = sum(combined.get(step) == loss for step, loss in reference.losses.items())
         check(
             proofs,
             "exact resume",
@@ -130,7 +130,7 @@ def main() -> None:
 
 
 def show_losses(reference: Trainer, victim: Trainer, heir: Trainer) -> None:
-    """A table of losses at every save."""
+    """Print the losses at every save."""
     table = Table(title="Losses", title_justify="left")
     for name in ("step", "undisturbed", "killed", "resumed", "bits"):
         table.add_column(name, justify="right")
@@ -145,7 +145,7 @@ def show_losses(reference: Trainer, victim: Trainer, heir: Trainer) -> None:
 
 
 def restore_optimizer(run: Path, proofs: Table) -> None:
-    """Restore only the optimizer, into a fresh one, and count the bytes that are read for it."""
+    """Restore only the optimizer, into a fresh one, and count the bytes read for it."""
     with penstock.Checkpointer(run) as ckpt:
         fresh = build(STEPS, seed=99)
         before = [p.clone() for p in fresh["model"].parameters()]
@@ -179,7 +179,7 @@ def restore_optimizer(run: Path, proofs: Table) -> None:
 
 
 def check(table: Table, name: str, holds: bool, detail: str) -> None:
-    """One row; a promise that does not hold ends the demo with status 1."""
+    """Add a row; a broken promise ends the demo with status 1."""
     table.add_row("yes" if holds else "[red]NO", name, detail)
     if not holds:
         console.print(table)

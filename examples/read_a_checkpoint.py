@@ -1,13 +1,13 @@
-"""Read a checkpoint of Penstock without Penstock: what the page "Storage format" says, as code.
+"""Read a checkpoint of Penstock without Penstock: the page "Storage format" as code.
 
     python examples/read_a_checkpoint.py RUN_FOLDER [--step N] [--only PREFIX] [--out FILE.npz]
 
 Verifies commit record, index, heads of parts, sections and frames, not the table of borrowed blobs.
 Prints path, type and shape of each object, or writes a .npz: bfloat16 and float8 as uint16 and
-uint8, since numpy has neither, values as the bytes of their JSON or pickle. Of a run in tiers, each
-root is a run folder. Without xxhash, frames go unverified. Refuses `log8` and unknown codecs.
+uint8, since numpy has neither, values as the bytes of their JSON or pickle. In a run with tiers,
+each root is a run folder. Without xxhash, frames go unverified. Refuses `log8` and unknown codecs.
 """
-# ruff: noqa: ANN001, ANN201, B905, PLR0917 - The page has the types, and says what is equally long.
+# ruff: noqa: ANN001, ANN201, B905, PLR0917 - The page has the types and the lengths.
 
 import argparse
 import hashlib
@@ -51,7 +51,7 @@ def unzstd(data, length=None):
 
 
 def decode(codec, data, length, config, dtype, itemsize, base):
-    """Returns the `length` bytes that the codec was given: elements of `dtype`, if it is first."""
+    """Returns the `length` bytes that the codec encoded; a first codec gets elements of `dtype`."""
     if codec in {"floatsplit 1", "zstd 1"}:
         return (unzstd if codec == "zstd 1" else decode_floatsplit)(data, length)
     if codec == "lz4 1":
@@ -60,7 +60,7 @@ def decode(codec, data, length, config, dtype, itemsize, base):
             at, end = end + 4, end + 4 + int.from_bytes(data[end : end + 4], "little")
             out += lz4.block.decompress(data[at:end], min(2**22, length - len(out)))
         return bytes(out)
-    if codec == "delta 1":  # one element more than the chunk has says how they were compared
+    if codec == "delta 1":  # an element after those of the chunk holds the comparison
         words, by_xor = np.split(np.frombuffer(data, f"<u{itemsize}"), [-1])
         base = np.frombuffer(base, words.dtype)  # zigzag order is 0, -1, 1, -2, ...
         return (base ^ words if by_xor[0] else base + (words >> 1 ^ 0 - (words & 1))).tobytes()
@@ -75,7 +75,7 @@ def decode_floatsplit(data, length):
     version, width, flags, _, block, columns, first, base = struct.unpack_from("<4B4I", data)
     check(version == 1 and flags < 4, f"floatsplit: unknown version {version} or flags {flags}")
     count, at, predicted = length // width, 20, flags & 1
-    if predicted:  # each row and column has a term, to be added to the top 16 bits
+    if predicted:  # a term of each row and column is added to the top 16 bits
         height = -(-(first + count) // columns)
         terms = 16 * np.frombuffer(data, np.uint8, height + columns, at).astype(np.int64)
         row_terms, column_terms, at = base + terms[:height], terms[height:], at + len(terms)
@@ -84,7 +84,7 @@ def decode_floatsplit(data, length):
     sizes = {1: [1] * width, 2: [1, 1], 4: [2, 1, 1], 8: [4, 2, 1, 1]}[1 if flags & 2 else width]
     table = np.frombuffer(data, "<u4", len(kinds) * len(sizes), at + len(kinds))
     at, out = at + len(kinds) + table.nbytes, np.zeros(count, f"<u{width}")
-    table = table.reshape(len(kinds), -1)[:, ::-1].tolist()  # it lists planes from the top
+    table = table.reshape(len(kinds), -1)[:, ::-1].tolist()  # lists planes from the top
     for start, end, kind, entries in zip(edges, edges[1:], kinds, table):
         planes = []
         for size, entry in zip(sizes, entries):
@@ -127,14 +127,14 @@ def decode_plane(method, data, size, kind):
 
 def read_commit(root, step):
     names = [re.fullmatch(r"(\d{8,})-(\d+)\.json", p.name) for p in (root / "commits").iterdir()]
-    found = {(int(m[1]), int(m[2])): m[0] for m in names if m and step in {None, int(m[1])}}
-    check(found, f"{root} has no checkpoint of step {'any' if step is None else step}")
-    where = root / "commits" / found[max(found)]  # of one step, the highest generation counts
+    files = {(int(m[1]), int(m[2])): m[0] for m in names if m and step in {None, int(m[1])}}
+    check(files, f"{root} has no checkpoint of step {'any' if step is None else step}")
+    where = root / "commits" / files[max(files)]  # the highest generation of a step counts
     line, _, body = where.read_bytes().partition(b"\n")
     check(json.loads(line)["penstock"] == 1, f"{where} has an unknown version")
     commit = json.loads(verified(body, json.loads(line)["sha256"], where))
     check(not commit.get("requires"), f"{where} requires {commit.get('requires')}")
-    check((commit["step"], commit["generation"]) == max(found), f"{where} has a wrong name")
+    check((commit["step"], commit["generation"]) == max(files), f"{where} has a wrong name")
     return commit
 
 
@@ -159,8 +159,8 @@ def read_index(root, commit):
 
 
 def read_objects(root, commit):
-    """Returns of each object its type, shape, regions, and what it is tied to or derived from."""
-    (parts, places), found = read_index(root, commit), {}
+    """Returns each object's type, shape and regions, and what it is tied to or derived from."""
+    (parts, places), entries = read_index(root, commit), {}
     for part, (name, at, head_sha256) in enumerate(parts):
         data = (root / name).read_bytes()
         head = json.loads(unzstd(verified(data[:at], head_sha256, name)))
@@ -180,16 +180,16 @@ def read_objects(root, commit):
                 if xxhash and (digest, part, number) not in places:
                     check(len(parts) > 1 and new[0][0] == "value", f"the index lacks {path}")
                     continue  # this rank has nothing where another has a container
-                entry = found.setdefault(path, new)
+                entry = entries.setdefault(path, new)
                 check(entry[:2] == new[:2], f"ranks describe {path} differently")
                 for chunks, *region in shards:  # equal regions have equal bytes
                     place = tuple(map(tuple, region or ([0] * len(shape), shape)))
                     entry[2].setdefault(place, (chunk, chunks))
-    return found
+    return entries
 
 
 def read_chunk(root, head, columns, number, dtype, itemsize):
-    """Returns the bytes of a frame, decoded; the dtype is that of the object that needs them."""
+    """Returns the decoded bytes of a frame; the dtype is that of the object that needs them."""
     frame = {field: column[number] for field, column in columns.items()}
     (name, _), offset, chain = head["blobs"][frame["blob"]], frame["offset"], frame["chain"]
     data = np.fromfile(root / name, np.uint8, frame["length"], offset=offset).tobytes()
@@ -202,7 +202,7 @@ def read_chunk(root, head, columns, number, dtype, itemsize):
     if (base := frame.get("base")) is not None:
         check(base < number, f"{name}: a frame has a later one as base")
         base = read_chunk(root, head, columns, base, dtype, itemsize)
-    lengths = [frame["raw_length"], *frame["lengths"]]  # of what each codec was given
+    lengths = [frame["raw_length"], *frame["lengths"]]  # of each codec's input
     for (codec, version, config), length in reversed(list(zip(head["chains"][chain], lengths))):
         data = decode(f"{codec} {version}", data, length, config, dtype, itemsize, base)
     return verified(data, frame["raw_checksum"], name) if chain else data
@@ -231,7 +231,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Read a checkpoint of Penstock without Penstock.")
     parser.add_argument("run", type=Path)
     parser.add_argument("--step", type=int, help="instead of the newest")
-    parser.add_argument("--only", default="", help="only paths that begin so")
+    parser.add_argument("--only", default="", help="only paths that begin with it")
     parser.add_argument("--out", type=Path, help="write a .npz")
     options = parser.parse_args()
     try:

@@ -60,7 +60,7 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits of shape (batch, time, 256) for bytes of shape (batch, time)."""
+        """Return logits of shape (batch, time, 256) for bytes of shape (batch, time)."""
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
         for block in self.blocks:
             x = block(x)
@@ -68,7 +68,7 @@ class GPT(nn.Module):
 
 
 class SourceLoader:
-    """Random windows of the standard library's sources; its state is where its generator stands."""
+    """Random windows of the standard library's sources; its state is that of its generator."""
 
     def __init__(self, seed: int) -> None:
         folder = Path(sysconfig.get_paths()["stdlib"])
@@ -84,11 +84,11 @@ class SourceLoader:
         return rows[:, :-1], rows[:, 1:]
 
     def state_dict(self) -> dict[str, object]:
-        """Everything that the next batch depends on."""
+        """Return everything that the next batch depends on."""
         return {"generator": self.generator.get_state(), "batches": self.batches}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Go on from `state`."""
+        """Continue from `state`."""
         self.generator.set_state(state["generator"])
         self.batches = state["batches"]
 
@@ -124,7 +124,7 @@ def train(run: str, steps: int, save_every: int) -> None:
             tokens, targets = next(state["loader"])
             loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
             loss.backward()
-            optimizer.step()  # Penstock's fence: a capture that is under way ends before this
+            optimizer.step()  # Penstock's fence: waits here until a pending capture ends
             optimizer.zero_grad()
             state["schedule"].step()
             tell(event="step", step=step, loss=loss.item().hex())

@@ -1,4 +1,4 @@
-"""What every test shares: hypothesis profiles, and skips that say what is missing."""
+"""Shared by all tests: hypothesis profiles, and skips that name what is missing."""
 
 import dataclasses
 import gc
@@ -45,14 +45,14 @@ def pytest_configure(config):
     if "not slow" in config.getoption("markexpr") and "HYPOTHESIS_PROFILE" not in os.environ:
         hypothesis.settings.load_profile("quick")
     if "gpu" not in config.getoption("markexpr"):
-        # Several ranks run on the CPU: where they see a device, torch wants one for each of them.
+        # Several ranks run on the CPU: if they see a device, torch wants one for each of them.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if config.getoption("--fast"):
         sys.addaudithook(_skip_what_leaves_this_process)
 
 
 _STARTS = {"subprocess.Popen", "tests.interpreters.start", "os.fork", "os.forkpty"}
-_running = set()  # the names of tests that run now: one, or none
+_running = set()  # the names of running tests: one, or none
 
 
 @pytest.hookimpl(wrapper=True)
@@ -66,7 +66,7 @@ def pytest_runtest_protocol(item):
 
 
 def _skip_what_leaves_this_process(event, arguments):
-    # This hears of every file that is opened, and of much else: it has to be quick.
+    # This is called for every opened file, and much else: it must be quick.
     if event not in _STARTS and (event != "time.sleep" or arguments[0] <= 0):
         return
     if _running and threading.current_thread() is threading.main_thread():
@@ -100,7 +100,7 @@ def _needs_uring(request):
 
 @pytest.fixture
 def waits():
-    """Puts other waits in force for what is opened from then on: `waits(FAST, release_s=0.01)`.
+    """Applies other waits to everything opened later: `waits(FAST, release_s=0.01)`.
 
     The first argument, if there is one, is a whole `Timing`; the others are fields of it.
     """
@@ -116,11 +116,11 @@ def waits():
 
 
 _MANY = 200  # modules; the first optimizer imports 1,000
-_frozen = [0]  # the modules there were when objects were frozen last
+_frozen = [0]  # the modules at the last freeze
 
 
 def _freeze_what_was_imported():
-    """Let the garbage collector pass over imported modules, where many are new."""
+    """Let the garbage collector skip imported modules if many are new."""
     if len(sys.modules) > _frozen[0] + _MANY:
         gc.collect()
         gc.freeze()
@@ -129,7 +129,7 @@ def _freeze_what_was_imported():
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """Collect no garbage meanwhile: there is none, but 0.5 s of looking for it each time."""
+    """Collect no garbage meanwhile: there is none, and each search takes 0.5 s."""
     gc.disable()
     try:
         return (yield)

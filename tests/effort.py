@@ -1,17 +1,17 @@
-"""How long the tests search that look for a counterexample.
+"""How long tests search for a counterexample.
 
-The profile of hypothesis decides: `quick` where slow tests are left out, as in `make test`,
-`default` in a run of all tests, or what `HYPOTHESIS_PROFILE` names.
+The profile of hypothesis decides: `quick` without slow tests, as in `make test`, `default` in a run
+of all tests, or the one in `HYPOTHESIS_PROFILE`.
 """
 
 from hypothesis import settings
 
 
 def examples(count):
-    """Return how many examples a property test takes whose full number is `count`.
+    """Return the number of examples of a property test with `count` in full.
 
-    For tests whose example costs more, or less, than the number of the profile allows for. A quick
-    search is a fifth, but of five examples at least: the first one is the simplest there is.
+    For tests whose examples cost more, or less, than the profile's number assumes. A quick search
+    is a fifth, but at least five examples: the first is the simplest.
     """
     profile = settings.get_current_profile_name()
     if profile == "quick":
@@ -20,5 +20,5 @@ def examples(count):
 
 
 def every(stride):
-    """Return the step of a search through numbered cases: `stride` where it is quick, else 1."""
+    """Return the step of a search through numbered cases: `stride` if quick, else 1."""
     return stride if settings.get_current_profile_name() == "quick" else 1

@@ -1,4 +1,4 @@
-"""Fresh environments, in which third-party distributions are installed and used."""
+"""Fresh environments in which third-party distributions are installed and used."""
 
 import importlib.util
 import json
@@ -16,7 +16,7 @@ VARIABLES = {"PYTHONDONTWRITEBYTECODE": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1
 
 
 class Environment:
-    """A virtual environment that sees the packages of the one that runs the tests."""
+    """A virtual environment that sees the packages of the tests' one."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -26,13 +26,13 @@ class Environment:
         subprocess.run(command, check=True)
         paths = self.run("-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
         self.site = Path(paths.stdout.strip())
-        # addsitedir, not the bare path: editable installs are .pth files of their own.
+        # addsitedir, not the bare path: editable installs are separate .pth files.
         parents = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
         lines = [f"import site; site.addsitedir({parent!r})" for parent in sorted(parents)]
         (self.site / "parent.pth").write_text("\n".join(lines) + "\n")
 
     def run(self, *arguments, check=True):
-        """`python arguments`, away from the sources, with nothing but the environment's path."""
+        """`python arguments`, outside the sources, with only the environment's path."""
         done = subprocess.run(
             [self.python, *arguments],
             cwd=self.folder,
@@ -49,7 +49,7 @@ class Environment:
         return self.program("-c", textwrap.dedent(source), *arguments)
 
     def program(self, *arguments):
-        """As `run`, for what needs torch anyway."""
+        """As `run`, for programs that need torch anyway."""
         done = self._with_torch(*arguments)
         assert done.returncode == 0, done.stdout + done.stderr
         return done
@@ -62,7 +62,7 @@ class Environment:
         )  # a whole suite may run inside
 
     def install(self, project, *options):
-        """With the build backend that is here, by default offline; the sources stay as they are."""
+        """With the installed build backend, by default offline; the sources do not change."""
         copy = self.folder / "build" / project.name
         ignored = shutil.ignore_patterns("build", "*.egg-info", "__pycache__", ".pytest_cache")
         shutil.copytree(project, copy, ignore=ignored)
@@ -84,6 +84,6 @@ def _variables():
 
 
 def missing_to_install():
-    """What this environment lacks for `Environment.install`; empty: nothing."""
+    """The missing requirement of `Environment.install`; empty: none."""
     needed = ("pip", "setuptools")
     return ", ".join(name for name in needed if importlib.util.find_spec(name) is None)

@@ -1,11 +1,10 @@
-"""Python programs in processes of their own, which need not import torch first.
+"""Python programs in separate processes, which need not import torch first.
 
-Importing torch takes a new interpreter 1.5 s of CPU, and the suite starts some hundred. A server,
+Importing torch costs a new interpreter 1.5 s of CPU, and the suite starts some hundred. A server,
 one for all workers of pytest-xdist, imports it once and forks a process per program; for programs
-that need other imports too, it forks a server that has these. A server has one thread and has
-only imported modules, so what it forks is like new; only options of the interpreter and variables
-that are read while it starts (`PYTHON...`, `OMP_NUM_THREADS`) are those of the server. What is to
-be tested about imports themselves needs `subprocess`.
+with more imports, it forks a server that has these. A server has one thread and has only imported
+modules, so its forks are like new; only options of the interpreter and variables read at its start
+(`PYTHON...`, `OMP_NUM_THREADS`) are the server's. Tests of imports need `subprocess`.
 
 As a script, this is the server.
 """
@@ -52,9 +51,9 @@ class Server:
         """Start it. It ends when this process does.
 
         Args:
-            python: The interpreter, which may be that of another environment.
-            imports: Modules that it imports beside torch. Such a server is forked from that of the
-                interpreter that runs the tests.
+            python: The interpreter, possibly of another environment.
+            imports: Modules that it imports beside torch. Such a server is forked from the tests'
+                own one.
         """
         sys.audit("tests.interpreters.start", python)  # `--fast` raises here, with nothing open
         if python == sys.executable and not imports and _RUN in os.environ:
@@ -69,11 +68,11 @@ class Server:
     def close(self):
         atexit.unregister(self.close)
         self._socket.close()
-        if self._process is not None:  # a shared one ends with the last worker
+        if self._process is not None:  # a shared server ends with the last worker
             self._process.wait()
 
     def start(self, *words, cwd=None, env=None, stdin=None, stdout=None, stderr=None):
-        """`python WORDS...` under way, as `subprocess.Popen` in text mode."""
+        """A running `python WORDS...`, as `subprocess.Popen` in text mode."""
         return Process(self._socket, words, cwd, env, (stdin, stdout, stderr))
 
     def run(self, *words, timeout=300, check=False, **around):
@@ -94,7 +93,7 @@ class Server:
     def run_as_torchrun(self, count, *words, timeout=300, cwd=None, env=None):
         """`python WORDS...` on N ranks, with the store and the variables that torchrun gives.
 
-        Returns a `CompletedProcess` for each rank. When one fails, the others are killed.
+        Returns a `CompletedProcess` for each rank. If one fails, the others are killed.
         """
         import torch.distributed as dist
 
@@ -134,13 +133,13 @@ class Server:
 
 
 def _started(python, requests, imports=()):
-    """A server under way, which takes its requests from a socket."""
+    """A running server, which takes its requests from a socket."""
     variables = {**os.environ}
     if python != sys.executable:
-        # Kept for our own interpreter: `tools/break_guards.py` tests a copy of the package by
-        # it, and a server without it would import the installed one, which is not broken.
+        # Kept for our own interpreter: `tools/break_guards.py` tests a copy of the package through
+        # it, and a server without it would import the installed, unbroken one.
         variables.pop("PYTHONPATH", None)
-    # More would be threads that a fork has not.
+    # A fork would lack further threads.
     variables |= {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
     if imports:
         return start(__file__, *imports, env=variables, stdin=requests)
@@ -148,7 +147,7 @@ def _started(python, requests, imports=()):
 
 
 def _connected():
-    """A connection to the server of all workers, which the first of them starts."""
+    """A connection to the server of all workers, which the first one starts."""
     # Programs of tests inherit the variable, but may be of another interpreter or package.
     where = zlib.crc32(f"{sys.executable} {__file__} {os.environ.get('PYTHONPATH')}".encode())
     path = Path(tempfile.gettempdir(), f"penstock-{os.environ[_RUN]}-{where:08x}")
@@ -158,7 +157,7 @@ def _connected():
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
                 listener.bind(str(path))
                 listener.listen()
-                # Nobody waits for it: `subprocess` would warn of that.
+                # No process waits for it: `subprocess` would warn.
                 _started(sys.executable, listener).returncode = 0
         connection.connect(str(path))
     return connection
@@ -166,7 +165,7 @@ def _connected():
 
 @contextlib.contextmanager
 def _only_one():
-    """Let no other worker look for the server, and the server not end, meanwhile."""
+    """Keep other workers from looking for the server, and the server from ending."""
     with Path(__file__).open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -191,7 +190,7 @@ def run(*words, **around):
 def run_as_torchrun(*words, **around):
     """`Server.run_as_torchrun` of the interpreter that runs the tests.
 
-    Returns what each rank has printed.
+    Returns the output of each rank.
 
     Raises:
         AssertionError: A rank has failed.
@@ -204,7 +203,7 @@ def run_as_torchrun(*words, **around):
 
 
 class Process:
-    """A program that was forked, with the attributes and methods of `subprocess.Popen`."""
+    """A forked program with the attributes and methods of `subprocess.Popen`."""
 
     def __init__(self, server, words, cwd, env, streams):
         sys.audit("tests.interpreters.start", *words)
@@ -226,7 +225,7 @@ class Process:
             )
         try:
             self.pid = int(self._line())
-        except BaseException:  # such as the time-out of a test
+        except BaseException:  # such as a test's timeout
             self._close()
             self._status.close()
             raise
@@ -248,7 +247,7 @@ class Process:
         return self.returncode
 
     def communicate(self, input=None, timeout=None):  # noqa: A002 - as subprocess calls it
-        """Both outputs to their ends, and the end of the process."""
+        """Read both outputs to the end, and wait for the process."""
         found = {}
         threads = [
             threading.Thread(target=lambda k=k, s=s: found.update({k: s.read()}), daemon=True)
@@ -264,7 +263,7 @@ class Process:
         self.wait(timeout)
         for thread in threads:
             thread.join(timeout)
-            if thread.is_alive():  # a process of its own keeps the pipe open
+            if thread.is_alive():  # one of its processes keeps the pipe open
                 raise subprocess.TimeoutExpired(self.args, timeout)
         self._close()
         return found.get("out"), found.get("err")
@@ -293,7 +292,7 @@ class Process:
                 stream.close()
 
     def _line(self):
-        """What the server says next of this process: its pid, then its status."""
+        """The server's next message on this process: its pid, then its status."""
         data = self._status.recv(64)
         if not data:
             raise RuntimeError(f"the server of interpreters has ended: {self.args}")
@@ -324,7 +323,7 @@ def _ends(stream, number, stack):
 
 
 def serve(source):
-    """Fork a process for each request. Returns in these only, with their words.
+    """Fork a process for each request. Returns only in these, with their words.
 
     Args:
         source: Where requests come from: a connection, or a socket that listens for connections.
@@ -355,7 +354,7 @@ def serve(source):
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     pid = os.fork()
     if pid:
-        # This one only waits, and passes on how the program ended.
+        # This process only waits, and reports the program's exit.
         os.write(status, str(pid).encode())
         for descriptor in (0, 1, 2, *streams):
             with contextlib.suppress(OSError):
@@ -378,13 +377,13 @@ def _end_if_unused(selector, listener):
 
 
 def become(request, streams):
-    """Make this process what a new interpreter would be, and return its program."""
+    """Turn this process into a new interpreter, and return its program."""
     sys.modules["numpy"].random.seed()  # each fork would draw the same numbers
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number, descriptor in enumerate(streams):
         os.dup2(descriptor, number)
         os.close(descriptor)
-    stream = functools.partial(os.fdopen, closefd=False)  # what it replaces is closed otherwise
+    stream = functools.partial(os.fdopen, closefd=False)  # the replaced one is closed otherwise
     sys.stdin = stream(0)
     sys.stdout = stream(1, "w", 1 if "PYTHONUNBUFFERED" in request["env"] else -1)
     sys.stderr = stream(2, "w", 1, errors="backslashreplace")
@@ -418,7 +417,7 @@ def become(request, streams):
 
 
 def main():
-    """Return what a forked process is to run."""
+    """Return the program of a forked process."""
     del sys.path[0]  # of this script
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for the tests
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)

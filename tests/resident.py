@@ -1,4 +1,4 @@
-"""How much memory of the system a test takes."""
+"""The resident memory of a test."""
 
 from pathlib import Path
 

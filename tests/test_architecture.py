@@ -1,4 +1,4 @@
-"""`docs/architecture.md` leads to files and tests that exist, and that are the right ones."""
+"""`docs/architecture.md` names existing files and tests, and the right ones."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ PAGE = (ROOT / "docs" / "architecture.md").read_text()
 ROWS = re.findall(
     r"^\| ([^|]+) \| `([\w/.]+\.py)` \| `(tests/[\w/]+\.py(?:::\w+)?)` \|$", PAGE, re.MULTILINE
 )
-# Named as the storages of DCP are, which is no public name of the core.
+# Named like the storages of DCP, and not a public name of the core.
 TWINS = {"Reader"}
 
 
 @cache
 def guarded_files():
-    """Each test that notices a broken guard, with the modules of these guards."""
+    """Each test that finds a broken guard, with the modules of its guards."""
     files = defaultdict(set)
     for section in tomllib.loads((ROOT / "tools" / "guards.toml").read_text()).values():
         for guard in section if isinstance(section, list) else ():
@@ -51,7 +51,7 @@ def test_a_rules_test_exists_and_guards_its_module():
             assert module in files, f"{rule}: that test guards {sorted(files)}"
 
 
-def test_every_guard_stands_once_in_its_module():
+def test_every_guard_is_once_in_its_module():
     for section in tomllib.loads((ROOT / "tools" / "guards.toml").read_text()).values():
         for guard in section if isinstance(section, list) else ():
             count = (ROOT / guard["file"]).read_text().count(guard["old"])
@@ -65,7 +65,7 @@ def test_the_glossary_explains_a_word_once_and_in_order():
 
 
 def classes_of(root):
-    """Each class of the product, with the files that define one of that name."""
+    """Each class name of the product, with the files that define it."""
     found = defaultdict(list)
     for path in sorted(path for folder in FOLDERS for path in (root / folder).rglob("*.py")):
         for name in re.findall(r"^class (\w+)", path.read_text(), re.MULTILINE):

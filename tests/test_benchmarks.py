@@ -1,4 +1,4 @@
-"""The page of benchmarks is what its generator makes of the JSON of one run."""
+"""The benchmarks page matches its generator's output for the JSON of one run."""
 
 import json
 import sys
@@ -24,7 +24,7 @@ def page(monkeypatch):
             del sys.modules[name]
 
 
-def test_the_page_and_its_charts_are_what_the_generator_makes_of_the_recorded_run(page):
+def test_the_page_and_its_charts_match_the_generator_and_recorded_run(page):
     pytest.importorskip("matplotlib", reason="needs matplotlib")
     edited = [
         name
@@ -41,7 +41,7 @@ def test_runs_of_two_commits_make_no_page(page):
         page.Run([one, other])
 
 
-def test_a_run_that_lacks_a_part_leaves_the_page_as_it_is(page, tmp_path):
+def test_a_run_with_a_missing_part_keeps_the_page(page, tmp_path):
     run = json.loads(RUN.read_text(encoding="utf-8"))
     del run["parts"]["loop"]
     (tmp_path / "run.json").write_text(json.dumps(run))
@@ -50,7 +50,7 @@ def test_a_run_that_lacks_a_part_leaves_the_page_as_it_is(page, tmp_path):
     assert not (tmp_path / "repository").exists()
 
 
-def test_a_contender_that_failed_keeps_its_row_and_says_why(page):
+def test_a_failed_contender_keeps_its_row_with_the_reason(page):
     run = json.loads(RUN.read_text(encoding="utf-8"))
     for part in ("state", "loop"):
         failed = {"rounds": [], "failed": "ModuleNotFoundError: No module named 'torchsnapshot'"}
@@ -94,7 +94,7 @@ print(json.dumps(bench.measure(parts, Path(sys.argv[2]))["parts"]))
 
 
 @pytest.mark.process
-def test_each_measurement_is_a_process_and_what_fails_is_reported_and_ends_nothing(tmp_path):
+def test_each_measurement_is_a_process_and_failures_only_are_reported(tmp_path):
     program = textwrap.dedent(PROGRAM)
     done = interpreters.run("-c", program, str(ROOT / "benchmarks"), str(tmp_path))
     assert done.returncode == 0, done.stderr

@@ -63,7 +63,7 @@ def test_the_reference_for_plugins_has_every_contract_and_suite():
         assert f"check_{suite.removesuffix('s')}" in members
 
 
-# The page of `test_the_quickstart_runs_again_...` runs there.
+# The page of `test_the_quickstart_reruns_...` runs there.
 ONCE = [page for page in PAGES if page.stem != "quickstart"]
 
 
@@ -78,28 +78,28 @@ def test_python_blocks_run(page, tmp_path, monkeypatch):
     names = {"__name__": f"docs.{page.stem}"}
     for block, _ in program:
         exec(block, names)
-    for block, suite in program:  # users run an example again, where it has left its checkpoints
-        if not suite:  # takes seconds, and leaves nothing
+    for block, suite in program:  # users run an example again, over its checkpoints
+        if not suite:  # takes seconds, and leaves no files
             exec(block, names)
     for name, test in list(names.items()):
         if name.startswith("test_"):
             (mark,) = test.pytestmark
-            for value in mark.args[1][:3]:  # the page has made all of these checks
+            for value in mark.args[1][:3]:  # the page makes all of these checks
                 test(value, tmp_path / name)
 
 
 @pytest.mark.process
 @pytest.mark.multirank
-def test_the_program_for_several_ranks_goes_on_with_any_number_of_them(tmp_path):
+def test_the_program_for_ranks_continues_with_any_number_of_them(tmp_path):
     page = (DOCS / "ranks.md").read_text(encoding="utf-8")
     program = "".join(code for code, rest in TORCHRUN.findall(page) if rest)
     program += 'print("ran until", step, state["data"].value["row"], flush=True)\n'
     (tmp_path / "train.py").write_text(program)
     lasts = []
     for count in (2, 2, 3):
-        told = interpreters.run_as_torchrun(count, "train.py", cwd=tmp_path)
-        lasts.append(sorted(re.findall(r"ran until (\d+ \d+)", "".join(told))))
-    assert lasts == [["2 1024", "2 24"], ["5 1048", "5 48"], ["8 72"] * 3]
+        outputs = interpreters.run_as_torchrun(count, "train.py", cwd=tmp_path)
+        lasts.append(sorted(re.findall(r"ran until (\d+ \d+)", "".join(outputs))))
+    assert lasts == [["2 1024", "2 24"], ["5 1048", "5 48"], ["8 1072", "8 2072", "8 72"]]
 
 
 README_PROGRAM = """
@@ -116,7 +116,7 @@ scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 300)
 
 def train_one_step(batch):
     if step == kill_at:
-        ckpt.wait()  # so that it is known which checkpoint is the newest
+        ckpt.wait()  # so the newest checkpoint is known
         os.kill(os.getpid(), signal.SIGKILL)
     loss = model(batch).square().mean()
     loss.backward()
@@ -129,7 +129,7 @@ def train_one_step(batch):
 
 
 @pytest.mark.process
-def test_the_loop_of_the_readme_goes_on_exactly_after_a_kill_in_an_epoch(tmp_path):
+def test_the_readme_loop_resumes_exactly_after_a_kill_in_an_epoch(tmp_path):
     pytest.importorskip("torchdata.stateful_dataloader", reason="needs torchdata")
     code = BLOCK.findall((DOCS.parent / "README.md").read_text(encoding="utf-8"))[0][0]
 
@@ -146,9 +146,7 @@ def test_the_loop_of_the_readme_goes_on_exactly_after_a_kill_in_an_epoch(tmp_pat
     assert train("killed", 2, 288) == expected[201:]
 
 
-def test_the_quickstart_runs_again_where_it_has_run_before_and_where_it_broke_off(
-    tmp_path, monkeypatch
-):
+def test_the_quickstart_reruns_after_a_full_or_interrupted_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     page = DOCS / "quickstart.md"
     code = [compile(code, str(page), "exec") for _, code in blocks(page)]
@@ -165,7 +163,7 @@ PLUGIN_PAGES = {"write-a-backend": "folder", "write-a-codec": "deflate", "write-
 TOML = re.compile(r"^```toml\n(.*?)^```\n", re.DOTALL | re.MULTILINE)
 
 
-def test_nothing_on_a_page_for_plugin_authors_is_left_out():
+def test_every_part_of_a_plugin_author_page_is_tested():
     for page in PLUGIN_PAGES:
         text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
         assert "<!-- not run" not in text
@@ -175,7 +173,7 @@ def test_nothing_on_a_page_for_plugin_authors_is_left_out():
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """`your_package` as the pages say: a module each, before the check, and the entry points."""
+    """`your_package` as on the pages: a module each, before the check, and the entry points."""
     site = tmp_path_factory.mktemp("site")
     (site / "your_package").mkdir()
     (site / "your_package" / "__init__.py").touch()

@@ -27,12 +27,12 @@ def defined_in(path):
 
 @functools.cache
 def found_in(scope, name):
-    """The first definition of `name` anywhere within `scope`; None: there is none."""
+    """The first definition of `name` anywhere in `scope`, or None."""
     return next((node for node in ast.walk(scope) if getattr(node, "name", None) == name), None)
 
 
 @pytest.mark.parametrize("path", LISTS)
-def test_every_test_that_is_named_exists(path):
+def test_every_named_test_exists(path):
     name = r"[`\"](tests/[\w/]+\.py)(?:::(\w+))?(?:::(\w+))?(?:\[[^`\"]+\])?[`\"]"
     named = re.findall(name, (ROOT / path).read_text())
     assert len(named) > 100
@@ -51,7 +51,7 @@ def test_every_promise_is_in_the_table():
 
 
 def is_slow(path, name):
-    """Whether `make test` leaves it out whole: by a mark of its own, or of its module."""
+    """Whether `make test` skips it entirely: by its own or its module's mark."""
     marks = getattr(found_in(tree_of(path), name), "decorator_list", [])
     for node in tree_of(path).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark":
@@ -62,15 +62,15 @@ def is_slow(path, name):
     return any(ast.unparse(mark) == "pytest.mark.slow" for mark in marks)
 
 
-def test_no_promise_is_left_to_slow_tests_alone():
+def test_no_promise_has_only_slow_tests():
     for row in rows():
         named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)", row)
         assert not all(is_slow(path, name) for path, name in named), row
 
 
-def test_slow_tests_are_known_by_their_marks():
+def test_slow_tests_have_their_marks():
     assert is_slow("tests/test_plugin_redis.py", "test_its_own_tests_pass")
     assert is_slow(
-        "tests/integration/lifecycle/test_copy.py", "test_copy_goes_on_after_its_process_was_killed"
+        "tests/integration/lifecycle/test_copy.py", "test_copy_resumes_after_its_process_is_killed"
     )
-    assert not is_slow("tests/test_guarantees.py", "test_slow_tests_are_known_by_their_marks")
+    assert not is_slow("tests/test_guarantees.py", "test_slow_tests_have_their_marks")

@@ -1,4 +1,4 @@
-"""The example plugin is installed like anybody's, in an environment of its own, and used there."""
+"""The example plugin is installed like any other, in a separate environment, and used there."""
 
 import os
 import shutil
@@ -29,7 +29,7 @@ EXPECTED = {
 }
 
 
-def test_it_is_installed_and_not_found_in_the_sources(environment):
+def test_it_is_installed_not_imported_from_sources(environment):
     done = environment.code("import penstock_example_plugin as p; print(p.__file__)")
     assert Path(done.stdout.strip()).is_relative_to(environment.site)
 
@@ -51,7 +51,7 @@ match = "weight"
 codecs = [{ type = "lzma", preset = 0 }]
 """
 
-# Two processes, one of which knows of the other only what is stored.
+# Two processes; the second knows only what the first stored.
 SAVE = """
     from array import array
     import penstock, torch
@@ -85,7 +85,7 @@ def test_configuration_alone_saves_and_restores_with_all_three(environment):
 
 
 def test_its_own_tests_pass(environment):
-    # The tests alone: beside the sources they could pass without being installed.
+    # Only the tests: beside the sources they could pass without an install.
     shutil.copytree(EXAMPLE / "tests", environment.folder / "tests")
     options = ("-rs", "-p", "no:cacheprovider", "-W", "error", "--rootdir", environment.folder)
     # SQLite syncs its file with each commit, and there are thousands: in memory that costs nothing.
@@ -127,7 +127,7 @@ class Provider(array.ArrayProvider):
 
 @pytest.fixture
 def foreign(environment):
-    """One distribution for a newer contract than ours, one for an older; gone afterwards."""
+    """One distribution for a newer contract than ours, one for an older; removed afterwards."""
     added = []
     for name, version in (("newer", 2), ("older", 0)):
         module = environment.site / f"{name}_plugin.py"
@@ -149,7 +149,7 @@ def foreign(environment):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def test_plugins_for_another_contract_are_listed_as_failed_and_say_why(environment, foreign):
+def test_plugins_for_another_contract_are_listed_with_the_reason(environment, foreign):
     plugins = environment.plugins("--check", check=False)
     failed = {(p["kind"], p["name"]): p["error"] for p in plugins if p["state"] == "failed"}
     kinds = ("backend", "codec", "provider")
@@ -180,17 +180,17 @@ REFUSED = """
 """
 
 
-def test_plugins_for_another_contract_break_nothing_but_what_asks_for_them(environment, foreign):
+def test_plugins_for_another_contract_break_only_their_users(environment, foreign):
     (environment.folder / "penstock.toml").write_text(CONFIG.replace("run.db", "beside.db"))
     saved = environment.code(SAVE)
     for name in foreign:
         assert saved.stderr.count(f"provider '{name}' of {name}-plugin 0.1") == 1
     assert saved.stderr.count("continuing without it") == 2
     environment.code(RESTORE)
-    said = iter(environment.code(REFUSED, *foreign).stdout.splitlines())
+    lines = iter(environment.code(REFUSED, *foreign).stdout.splitlines())
     for name, version in foreign.items():
         for kind in ("Backend", "Codec"):
-            line = next(said)
+            line = next(lines)
             assert f"{kind.lower()} '{name}' of {name}-plugin 0.1" in line
             assert f"for version {version} of the {kind} contract" in line
-    assert list(said) == []
+    assert list(lines) == []

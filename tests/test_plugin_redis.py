@@ -1,4 +1,4 @@
-"""The Redis example is installed like anybody's, and used by configuration alone."""
+"""The Redis example is installed like any other, and used by configuration alone."""
 
 import os
 import shutil
@@ -23,13 +23,13 @@ def environment(tmp_path_factory):
         pytest.skip("needs redis-server: apt-get install redis-server")
     environment = Environment(tmp_path_factory.mktemp("plugin-redis"))
     try:
-        # With what it depends on: from the index, unless redis-py is here already.
+        # With its dependencies: from the index, unless redis-py is installed.
         environment.install(EXAMPLE, "-c", ROOT / "constraints.txt")
     except AssertionError as error:
         if os.environ.get("CI") or "redis" not in str(error):
             raise
         pytest.skip("needs redis-py, which pip could not get: pip install redis")
-    # The tests alone: beside the sources they could pass without being installed.
+    # Only the tests: beside the sources they could pass without an install.
     shutil.copytree(EXAMPLE / "tests", environment.folder / "tests")
     return environment
 
@@ -51,7 +51,7 @@ url = "{url}"
 prefix = "run1"
 """
 
-# Two processes, one of which knows of the other only what is in the server.
+# Two processes; the second knows only what the first put into the server.
 SAVE = """
     import penstock, torch
 

@@ -1,4 +1,4 @@
-"""`import penstock`: everything is there, nothing heavy comes with it."""
+"""`import penstock`: it has every public name, and imports nothing heavy."""
 
 import subprocess
 import sys

@@ -1,12 +1,12 @@
-"""What tests, tools and benchmarks may not do to the product that they look at, nor to a reader.
+"""What tests, tools and benchmarks may not do to the product, or to a reader.
 
-A test that sets a constant of a module depends on where that constant stands, and says nothing of
-the product as it is. How long anything is waited for is a `Timing`, which a test puts in force;
-what else a test needs to be small or large is an argument, or the size of what it stores.
+A test that sets a constant of a module depends on the constant's place, and does not test the real
+product. Timeouts are a `Timing`, which a test applies; other sizes that a test needs small or large
+are arguments, or the size of its data.
 
-A short time-out of the product makes a test a race: a busy machine keeps a thread waiting for
-seconds. A test makes the time fly by a clock, or says in a comment, `# short: ...`, why nothing can
-be late.
+A short timeout of the product makes a test a race: a busy machine delays a thread for seconds. A
+test advances the time by a clock, or explains in a comment, `# short: ...`, why nothing can be
+late.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PLACES += (ROOT / "benchmarks").rglob("*.py")
 
 
 def constants_set(text: str) -> list[str]:
-    """Constants that a program sets in modules of `penstock`; also those of programs within it."""
+    """Constants that a program sets in modules of `penstock`; programs in it included."""
     tree = ast.parse(text)
     modules = imported_from_penstock(tree)
     found: list[str] = []
@@ -46,7 +46,7 @@ def constants_set(text: str) -> list[str]:
 
 
 def imported_from_penstock(tree: ast.AST) -> set[str]:
-    """Names under which a program has modules of `penstock`, and what is in these."""
+    """A program's names for modules of `penstock`, and their contents."""
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and is_ours(node.module or ""):
@@ -91,7 +91,7 @@ def set_by_call(call: ast.Call, modules: set[str]) -> list[str]:
 
 
 def set_within(text: str) -> list[str]:
-    """Constants that a program sets that a test runs in a process of its own."""
+    """Constants set by a program that a test runs in a separate process."""
     if "\n" not in text or "penstock" not in text:
         return []
     try:
@@ -125,7 +125,7 @@ def test_no_test_sets_a_constant_of_a_module():
         'run("""\nfrom penstock.core.save import job\njob._POLL_S = 0.0\n""")',
     ],
 )
-def test_every_way_to_set_one_is_noticed(statement):
+def test_every_way_to_set_one_is_found(statement):
     assert constants_set(
         f"from penstock import core\nfrom penstock.core.save import job\n{statement}"
     )
@@ -141,18 +141,18 @@ def test_every_way_to_set_one_is_noticed(statement):
         "waits(poll_s=0.01)",
     ],
 )
-def test_what_is_no_constant_of_ours_may_be_set(statement):
+def test_foreign_constants_may_be_set(statement):
     assert not constants_set(f"import sys\nfrom penstock.core.save import job\n{statement}")
 
 
-# -- time-outs that pass while a test runs ---------------------------------------------------------
+# -- timeouts that pass during a test --------------------------------------------------------------
 
 LEAST_S = 4.0
 TIMED = [ROOT / "tests" / "integration", ROOT / "tests" / "backends"]
 
 
 def short_timeouts(text: str) -> list[str]:
-    """Time-outs of the product, in a program, that a busy machine may miss, and no reason given."""
+    """Product timeouts in a program that a busy machine may miss, without a reason."""
     lines = text.splitlines()
     return [
         ast.unparse(keyword)

@@ -1,20 +1,20 @@
-"""The `floatsplit` codec: exponents apart from mantissas, so that only exponents are compressed.
+"""The `floatsplit` codec splits exponents from mantissas, and compresses only exponents.
 
 A sample decides how a chunk is split, then blocks are split and coded one by one: `prediction` has
 the means of rows and columns, `entropy` the coding of one plane, and `penstock.codecs.kernels` the
 split into planes.
 
-A frame is little-endian, and decodes alone:
+A frame is little-endian and self-contained:
 
 | bytes | |
 |---|---|
 | 20 | head: version, itemsize, flags, zero; elements of a block, columns, first column, base |
 | rows + columns | terms of the rows and of the columns, where elements are predicted |
-| (1 + 4 planes) blocks | of each block its kind, and of each plane its length and method |
+| (1 + 4 planes) blocks | the kind of each block, and the length and method of each plane |
 | ... | the planes, block after block, in each block the lowest first |
 
-Of elements of one byte there is one plane. Others have two planes of their top bytes as `kernels`
-splits them, then what is left: planes of 2 and 4 bytes of each element, or one for each byte.
+One-byte elements have one plane. Others have two planes of their top bytes as `kernels` splits
+them, then the lower bytes: planes of 2 and 4 bytes of each element, or one plane for each byte.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ INTEGERS = {"uint16": 2, "uint32": 4, "uint64": 8, "int16": 2, "int32": 4, "int6
 """Bytes of the elements, by dtype."""
 LEAST_ELEMENTS = 256
 
-_RUN = 64  # elements of a sample that follow each other
+_RUN = 64  # consecutive elements of a sample
 _LEAST_GAIN = 0.01  # of the chunk's bytes; less is not worth decoding
 _LEAST_PREDICTED_BITS = 0.15  # of an element; predicting costs a tenth of the speed
 _RANDOM_BITS = 6.8  # of the seven of a mantissa
@@ -73,8 +73,8 @@ class FrameLayout:
 
     Attributes:
         itemsize: Bytes of an element.
-        apart: Whether each byte below the top two has a plane of its own.
-        prediction: What is subtracted from the top 16 bits; None: nothing.
+        apart: Whether each byte below the top two has its own plane.
+        prediction: Is subtracted from the top 16 bits, if not None.
         block: Elements of a block; whole rows where elements are predicted.
     """
 
@@ -103,7 +103,7 @@ class Decision:
     Attributes:
         layout: How it is split.
         bits: Entropy of each plane in bits per byte.
-        kinds: How blocks may be split, the preferred way first. The last one is always possible.
+        kinds: How blocks may be split, the preferred way first. The last way is always possible.
     """
 
     layout: FrameLayout
@@ -112,7 +112,7 @@ class Decision:
 
 
 def decide(words: Elements, context: CodecContext, *, predict: bool) -> Decision | None:
-    """Return how a chunk is split; None: that would not make it smaller."""
+    """Return how to split a chunk, or None if that would not make it smaller."""
     size = words.itemsize
     floats = context.dtype in FLOAT_DTYPES
     sample = words[sampled(len(words), _RUN)]
@@ -134,14 +134,14 @@ def decide(words: Elements, context: CodecContext, *, predict: bool) -> Decision
             kinds = (Halves.UNSIGNED, *kinds)
         else:
             head[1] = min(8.0, head[1] + 1)  # the sign
-        # What is left after a prediction has random mantissas, even where these were not.
+        # Residuals have random mantissas, even if those of the elements are not.
         random = head[1] > _RANDOM_BITS + (not unsigned)
         prediction, left = _predict(words, context) if predict and random else (None, 0.0)
         if prediction is not None and unsigned:
             kinds = (Halves.NEAR, *kinds)
     block = BLOCK_ELEMENTS
     if prediction is not None:
-        # What is left has other bits than the sample: its first plane compresses, no other does.
+        # Residuals have other bits than the sample: only their first plane compresses.
         head = [left, 8.0]
         block = BLOCK_ELEMENTS // len(prediction.columns) * len(prediction.columns)
     if sum(head) + sum(low) > 8 * size * (1 - _LEAST_GAIN):
@@ -152,16 +152,16 @@ def decide(words: Elements, context: CodecContext, *, predict: bool) -> Decision
 
 
 def _bits(top: Words, shift: int, below: int) -> list[float]:
-    """Return the entropies of the 8 bits from `shift` on, and of those that the mask gives."""
+    """Return the entropies of the 8 bits from `shift` up, and of those in the mask `below`."""
     planes = np.right_shift(top, shift), np.bitwise_and(top, below)
     return [entropy_bits(plane.astype(np.uint8)) for plane in planes]
 
 
 def _predict(words: Elements, context: CodecContext) -> tuple[Prediction | None, float]:
-    """Return terms of rows and columns, if a sample says that they make the chunk smaller.
+    """Return terms of rows and columns, if they make the chunk smaller, judged by a sample.
 
     Returns:
-        The terms or None, and the bits that are left in the first plane.
+        The terms or None, and the residuals' bits in the first plane.
     """
     step = words.itemsize // 2
     tops = words.view("<u2")[step - 1 :: step]
@@ -172,7 +172,7 @@ def _predict(words: Elements, context: CodecContext) -> tuple[Prediction | None,
     terms = matrix.touched + width
     if width > BLOCK_ELEMENTS // 2 or terms > _MOST_TERMS * words.nbytes:
         return None, 0.0
-    # Both sides from the same cells, so that a small sample errs the same way for both.
+    # Both entropies are of the same cells, so that a small sample biases both alike.
     sample = matrix.sample()
     before, left = (_bits(top, 7, 0x7F)[0] for top in (sample, residual(sample)))
     if before - left < _LEAST_PREDICTED_BITS + 8 * terms / len(words):
@@ -204,19 +204,19 @@ class FloatsplitCodec(Codec):
         self._predict = config.predict
 
     def load(self) -> None:
-        """Have numba compile the loops, where it has not kept them on disk: seconds."""
+        """Compile the loops if numba has not cached them on disk; takes seconds."""
         nothing = np.empty(0, np.uint8)
         kernels().store_codes(nothing, nothing)
 
     def max_encoded_size(self, raw_length: int, /) -> int:
-        """Return the raw length and the largest tables: a plane never gets longer."""
+        """Return the raw length plus the largest tables: a plane never gets longer."""
         blocks = 2 * raw_length // BLOCK_ELEMENTS + 3
         return raw_length + raw_length // 64 + 33 * blocks + HEAD.size
 
     def encode(
         self, chunk: memoryview, out: memoryview, /, *, context: CodecContext
     ) -> int | Declined:
-        """Encode a chunk as `Codec.encode`; declines what is no float and what would not shrink."""
+        """Encode a chunk as `Codec.encode`; decline other dtypes, and what would not shrink."""
         size = context.itemsize
         if {**FLOAT_DTYPES, **INTEGERS}.get(context.dtype) != size:
             return DECLINED
@@ -241,7 +241,7 @@ class FloatsplitCodec(Codec):
         target = np.frombuffer(flat_view(out), np.uint8)
         layout, at = read_head(source, target.size)
         if layout.itemsize != context.itemsize:
-            msg = f"floatsplit: a frame of {layout.itemsize}-byte elements is no {context.dtype}"
+            msg = f"floatsplit: a frame of {layout.itemsize}-byte elements is not {context.dtype}"
             raise CodecError(msg)
         _read(source, at, target.view(f"<u{layout.itemsize}"), layout)
 
@@ -272,7 +272,7 @@ def _write_block(
     """Write the planes of a block into the beginning of `out`.
 
     Returns:
-        The block's kind, and of each plane, from the top, its method and length.
+        The block's kind, and each plane's method and length, from the top.
     """
     is_byte = block.itemsize == 1
     for kind in decision.kinds:
@@ -305,10 +305,10 @@ def _unused(kind: Halves, plane: int) -> int:
 
 
 def _place(planes: list[Elements], methods: list[Method], out: Bytes) -> int:
-    """Let the lowest planes, which are stored as they are, stand where they are stored.
+    """Replace the lowest planes that are stored as they are by their places in `out`.
 
     Returns:
-        The number of the first of them: the planes before it stay in scratch memory.
+        The number of the first of them; the planes before it stay in scratch memory.
     """
     at = 0
     for number in reversed(range(len(planes))):
@@ -333,7 +333,7 @@ def _read(frame: Bytes, at: int, words: Elements, layout: FrameLayout) -> None:
     methods = (table >> _LENGTH_BITS).tolist()
     at = end
     if at + sum(map(sum, lengths)) != frame.size:
-        msg = f"floatsplit: a frame of {frame.size} bytes has more or less than its planes"
+        msg = f"floatsplit: a frame of {frame.size} bytes does not match its planes"
         raise CodecError(msg)
     grid = layout.prediction.grid() if layout.prediction else None
     for number, (start, stop) in enumerate(bounds):
@@ -341,7 +341,7 @@ def _read(frame: Bytes, at: int, words: Elements, layout: FrameLayout) -> None:
         try:
             kind, how = Halves(kinds[number]), [Method(method) for method in methods[number]]
         except ValueError as error:
-            msg = f"floatsplit: a block is stored in an unknown way: {error}"
+            msg = f"floatsplit: a block has an unknown kind or method: {error}"
             raise CodecError(msg) from None
         planes = _planes(layout, block)
         _read_planes(frame[at : at + length], lengths[number], how, kind, planes)
@@ -400,10 +400,10 @@ def write_head(layout: FrameLayout, out: Bytes) -> int:
 
 
 def read_head(frame: Bytes, raw_length: int) -> tuple[FrameLayout, int]:
-    """Return how a frame is split, and where its table of blocks begins.
+    """Return the layout of a frame, and where its table of blocks begins.
 
     Raises:
-        CodecError: No frame of a chunk of `raw_length` bytes begins so.
+        CodecError: The head does not fit a chunk of `raw_length` bytes.
     """
     if frame.size < HEAD.size:
         raise cut_off(frame)

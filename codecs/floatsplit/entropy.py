@@ -28,20 +28,20 @@ if TYPE_CHECKING:
 MAX_BITS = 7.85
 """Entropy, in bits per byte, above which a plane is stored as it is."""
 
-_SPARSE_BITS = 1.6  # below this many bits, so few bytes may differ from zero that a map pays
+_SPARSE_BITS = 1.6  # below this, so few bytes may be nonzero that a map pays
 _MOST_USED = 0.4  # of the bytes of such a plane
 _MAP_LENGTH = struct.Struct("<I")
 
-_PACKED_BITS = 6.9  # below this many bits, Huffman codes take less than seven bits for each byte
+_PACKED_BITS = 6.9  # below this, Huffman codes take less than seven bits per byte
 
 # ZSTD_c_literalCompressionMode, an experimental parameter of zstd's own header (1.5): 1 is "always
-# Huffman", which levels below zero else leave out. At the lowest level nothing is searched for
-# matches, which are chance in exponents, and cost more than they save. Against level 1: 4 times as
-# fast, and 6 % smaller.
+# Huffman", which levels below zero skip by default. The lowest level does not search for matches:
+# in exponents they are chance, and cost more than they save. Compared to level 1: 4 times as fast,
+# and 6 % smaller.
 _LITERALS = 1002
 _HUFFMAN_ONLY = {int(zstd.CompressionParameter.compression_level): -131072, _LITERALS: 1}
-# For a library without it. Matches of seven bytes found through a table of 64 entries are almost
-# never found in an exponent plane: 0.6 of the speed of Huffman codes alone, and up to 4 % larger.
+# For a library without it. A search for matches of seven bytes in a table of 64 entries finds
+# almost none in exponents: 0.6 of the speed of Huffman codes alone, and up to 4 % larger.
 _NEARLY_HUFFMAN_ONLY = {
     int(zstd.CompressionParameter.compression_level): 1,
     int(zstd.CompressionParameter.strategy): int(zstd.Strategy.fast),
@@ -58,8 +58,8 @@ class Method(IntEnum):
     PACKED = 1
     ZSTD = 2
     SPARSE = 3
-    """A map of the bytes that are not zero, then these, each a zstd frame: a Huffman code takes a
-    bit for each byte at least, and most differences between late checkpoints are zero."""
+    """A map of the nonzero bytes, then these bytes, each as a zstd frame: a Huffman code takes at
+    least a bit per byte, and most differences between late checkpoints are zero."""
 
 
 class _Contexts(threading.local):
@@ -71,7 +71,7 @@ _contexts = _Contexts()
 
 
 def method_for(bits: float, *, unused: int) -> Method:
-    """Return how a plane with this many bits per byte is stored; its `unused` top bits are zero."""
+    """Return how to store a plane with this many bits per byte and `unused` top bits of zero."""
     if unused:
         return Method.ZSTD if bits < _PACKED_BITS - unused + 1 else Method.PACKED
     if bits < _SPARSE_BITS:
@@ -83,7 +83,7 @@ def encode_plane(plane: Bytes, method: Method, unused: int, out: Bytes) -> tuple
     """Write `plane` into the beginning of `out` (at least as long as it).
 
     Returns:
-        How it was stored in the end, and the bytes that it takes: a plane that does not get
+        The method that was used in the end, and the stored bytes: a plane that does not get
         smaller is stored as it is.
     """
     size = plane.size
@@ -105,7 +105,7 @@ def encode_plane(plane: Bytes, method: Method, unused: int, out: Bytes) -> tuple
 
 
 def decode_plane(source: Bytes, method: Method, unused: int, plane: Bytes) -> None:
-    """Fill `plane` from `source`, all of the stored bytes, by another method than `RAW`.
+    """Fill `plane` from `source`, all of its stored bytes, by a method other than `RAW`.
 
     Raises:
         CodecError: `source` does not hold a plane of this size.
@@ -123,7 +123,7 @@ def decode_plane(source: Bytes, method: Method, unused: int, plane: Bytes) -> No
 
 
 def _encode_sparse(plane: Bytes, out: Bytes) -> int | None:
-    """Write a plane by its bytes that are not zero; None if there are too many of them."""
+    """Write a plane as its nonzero bytes; return None if there are too many of them."""
     used = plane != 0
     count = int(np.count_nonzero(used))
     if count > _MOST_USED * plane.size:
@@ -149,7 +149,7 @@ def _decode_sparse(source: Bytes, plane: Bytes) -> None:
     if (beyond and used[plane.size // 8] & ((1 << beyond) - 1)) or (
         not count and stored.size > length
     ):
-        msg = f"floatsplit: a plane of {plane.size} bytes has more than its map says"
+        msg = f"floatsplit: a plane of {plane.size} bytes does not match its map"
         raise CodecError(msg)
     values = np.zeros(count + 1, np.uint8)
     if count:
@@ -171,7 +171,7 @@ def _decompress(source: Bytes, out: Bytes) -> None:
 
 
 def _compress_into(plane: Bytes, out: Bytes) -> int | None:
-    """Write a zstd frame into the beginning of `out`; None: it would not be smaller."""
+    """Write a zstd frame at the beginning of `out`; return None if it is not smaller."""
     length = kernels().store_codes(plane, out)
     if length:
         return length
@@ -197,7 +197,7 @@ def _compress(plane: Bytes) -> bytes:
 
 @cache
 def _options() -> dict[int, int]:
-    """Return the options that make Huffman codes alone, if the library takes them."""
+    """Return the options for Huffman codes alone, if the library accepts them."""
     sample = np.random.default_rng(0).integers(0, 8, 4096, np.uint8)
     try:
         frame = zstd.compress(sample.data, options=_HUFFMAN_ONLY)
@@ -214,14 +214,14 @@ def packed_size(size: int, unused: int) -> int:
 
 
 def pack(plane: Bytes, unused: int, packed: Bytes) -> None:
-    """Pack bytes whose top bits are zero into less room: the last part into what is unused.
+    """Pack bytes whose top bits are zero: the last part goes into the unused bits.
 
     The beginning of the plane is divided into 8 (one bit unused) or 4 (two) parts of equal size, a
     multiple of 8 bytes. Each byte of the last part is spread over the unused bits of the others,
     its lowest bits in the first part. The rest after the parts follows unchanged.
 
     Args:
-        plane: Bytes whose `unused` top bits are zero; at an address that 8 divides.
+        plane: Bytes whose `unused` top bits are zero; at an address that is a multiple of 8.
         unused: 1 or 2.
         packed: Receives `packed_size(len(plane), unused)` bytes.
     """
@@ -229,8 +229,8 @@ def pack(plane: Bytes, unused: int, packed: Bytes) -> None:
     size = len(plane) // (8 * parts) * 8
     last = plane[(parts - 1) * size : parts * size].view(np.uint64)
     spread = scratch.word[: size // 8]
-    # Shifted as words of 64 bits, since numpy shifts bytes one by one; the mask takes away what
-    # crosses from one byte into the next.
+    # Shifts words of 64 bits, since numpy shifts bytes one by one; the mask removes bits that
+    # cross into the next byte.
     mask = np.uint64(0x0101010101010101 * (0xFF >> 8 - unused << 8 - unused))
     for number in range(parts - 1):
         part = slice(number * size, (number + 1) * size)
@@ -241,7 +241,7 @@ def pack(plane: Bytes, unused: int, packed: Bytes) -> None:
 
 
 def unpack(packed: Bytes, unused: int, plane: Bytes) -> None:
-    """Write into `plane` what `pack` packed."""
+    """Reverse `pack`: write the bytes into `plane`."""
     parts = 8 // unused
     size = len(plane) // (8 * parts) * 8
     last = plane[(parts - 1) * size : parts * size]

@@ -3,9 +3,9 @@
 The bit pattern of a positive float, read as an integer, grows like its logarithm. So where the
 magnitudes of a matrix are near an outer product, as the second moments of Adam are (Shazeer and
 Stern, 2018, "Adafactor", arXiv:1804.04235), the pattern is near the sum of a term of its row and a
-term of its column, and what is left after subtracting both has few distinct exponents.
+term of its column, and the residual after subtracting both has few distinct exponents.
 
-Everything is arithmetic of integers modulo 2**16, so that every machine gives the same bytes.
+All arithmetic is on integers modulo 2**16, so that every machine gives the same bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from penstock.codecs.plain import Bytes, Words
 
 SAMPLED_COLUMNS = 32
-"""Elements whose mean is the term of a row; more narrow what is left by less than 0.5 %."""
+"""Elements whose mean is the term of a row; more shrink the residual by less than 0.5 %."""
 SAMPLED_ROWS = 64
 """Elements whose mean is the term of a column."""
 STEP = 16
@@ -32,12 +32,12 @@ _MAGNITUDE = np.uint16(0x7FFF)
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Terms whose sum predicts the top 16 bits of elements, from one of them on.
+    """Terms whose sum predicts the top 16 bits of consecutive elements.
 
     Attributes:
         rows: One term for each row that the chunk touches.
         columns: One term for each column of the matrix.
-        cell: Number of the element in these rows.
+        cell: Index of the first element in these rows.
     """
 
     rows: Words
@@ -49,11 +49,11 @@ class Grid:
         return Grid(self.rows, self.columns, self.cell + number)
 
     def terms(self, count: int, scratch: Words) -> Words:
-        """Return what is predicted of `count` elements.
+        """Return the prediction of `count` elements.
 
         Args:
             count: How many elements.
-            scratch: Memory for the result, and for what the first and the last row have beyond it.
+            scratch: Memory for the result, and for the rest of its first and last row.
         """
         width = len(self.columns)
         first, last = self.cell // width, -(-(self.cell + count) // width)
@@ -67,7 +67,7 @@ class Prediction:
     """The terms of rows and columns as they are stored.
 
     Attributes:
-        base: What is added to each row's term.
+        base: Is added to each row's term.
         rows: Terms of the rows that the chunk touches, in steps of `STEP`.
         columns: Terms of the columns, in steps of `STEP`.
         first_column: Column of the first element of the chunk.
@@ -86,12 +86,12 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """The rows of a matrix that a chunk has whole.
+    """The rows of a matrix that are whole in a chunk.
 
     Attributes:
         top: The top 16 bits of their elements, possibly with gaps between them in memory.
         first_column: Column of the first element of the chunk.
-        touched: Rows that the chunk has whole or in part.
+        touched: Number of rows that are whole or in part in the chunk.
     """
 
     top: Words
@@ -105,7 +105,7 @@ class Matrix:
 
 
 def as_matrix(top: Words, shape: tuple[int, ...], start: int) -> Matrix | None:
-    """Return the whole rows of a chunk; None: there are not enough.
+    """Return the whole rows of a chunk, or None if there are not enough.
 
     Args:
         top: The top 16 bits of all elements of the chunk.
@@ -122,14 +122,14 @@ def as_matrix(top: Words, shape: tuple[int, ...], start: int) -> Matrix | None:
     first_column = start % width
     skipped = (width - first_column) % width
     whole = (len(top) - skipped) // width
-    if whole < 4:  # noqa: PLR2004 - means of fewer say little
+    if whole < 4:  # noqa: PLR2004 - means of fewer are noisy
         return None
     rows = top[skipped : skipped + whole * width].reshape(whole, width)
     return Matrix(rows, first_column, -(-(first_column + len(top)) // width))
 
 
 def residual(sample: Words) -> Words:
-    """Return what is left of a sample after its own means of rows and columns."""
+    """Return a sample minus its own means of rows and columns."""
     values = (sample & _MAGNITUDE).astype(np.int32)
     rows = values.sum(axis=1, dtype=np.int32) // np.int32(values.shape[1])
     columns = (values - rows[:, None]).sum(axis=0, dtype=np.int32) // np.int32(len(values))
@@ -163,14 +163,14 @@ def _spread(rows: int) -> slice:
 
 
 def _runs(width: int) -> tuple[slice, slice]:
-    """Return two runs of columns: single ones would take a line of the cache each."""
+    """Return two runs of columns: single columns would take a cache line each."""
     half = SAMPLED_COLUMNS // 2
     second = half + (width - SAMPLED_COLUMNS) * 2 // 3
     return slice(half), slice(second, second + half)
 
 
 def _steps(terms: NDArray[np.int32]) -> tuple[int, Bytes]:
-    """Return terms as a base and steps of `STEP`; what is too far below the highest is clipped."""
+    """Return terms as a base and steps of `STEP`; clips terms too far below the highest."""
     base = max(int(terms.min()), int(terms.max()) - 255 * STEP)
     steps = (np.maximum(terms, base) - base + STEP // 2) // STEP
     return base, np.minimum(steps, 255).astype(np.uint8)

@@ -117,7 +117,7 @@ class Codec(ABC):
     def encode(
         self, chunk: memoryview, out: memoryview, /, *, context: CodecContext
     ) -> int | Declined:
-        """Encode `chunk` into `out` (at least `max_encoded_size` bytes) and return the length.
+        """Encode `chunk` into `out` (`max_encoded_size` bytes) and return the length.
 
         Return `DECLINED` for a chunk that this codec cannot use (another dtype, no gain, no base
         although it needs one); the contents of `out` do not matter then. The rest of the chain

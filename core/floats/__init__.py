@@ -1,6 +1,5 @@
-"""Conversions between float formats, with numpy alone, so that nothing here needs torch.
+"""Conversions between float formats, with numpy alone, without torch.
 
-Here: which formats Penstock converts, and the arithmetic, to the bit the same on every machine.
-Not here: who wants a conversion; codecs reach it through `core.abc`. It imports nothing of the
-house.
+Here: the formats that Penstock converts, and arithmetic that gives the same bits on every machine.
+Not here: the callers; codecs reach it through `core.abc`. It imports nothing else of Penstock.
 """

@@ -1,9 +1,9 @@
 """The conversion of floats by integer arithmetic and tables, block by block.
 
 Every conversion goes through float32, which holds each narrower format exactly. numpy's own casts
-serve between float32 and float64 alone, except for subnormal numbers: those to and from float16 are
-slower than the arithmetic here, and make other bits of a NaN where the processor has no instruction
-for them.
+serve only between float32 and float64, except for subnormal numbers. Its casts to and from float16
+are slower than the arithmetic here, and give other bits for a NaN if the processor has no
+instruction for them.
 
 Tested in `tests/core/floats/test_conversion.py`.
 """
@@ -35,7 +35,7 @@ _EXPONENT = 0x7F80_0000
 _QUIET_NAN = 0x7FC0_0000
 _BFLOAT16_NAN = 0xFFFF
 _UNSIGNED_NAN = 0x7F80_0001
-"""The NaN of a bfloat16 as the vectorised code of torch writes it (its other code writes 0x7FC0),
+"""The NaN of a bfloat16 as the vectorized code of torch writes it (its other code writes 0x7FC0),
 and the float32 of the NaN of a `fnuz` format."""
 
 
@@ -54,7 +54,7 @@ _scratch = _BlockScratch()
 
 
 def convert(source: memoryview, source_dtype: str, target: memoryview, target_dtype: str) -> None:
-    """Do what `conversion.convert_floats` says, without its checks."""
+    """Do what `conversion.convert_floats` does, without its checks."""
     if source_dtype == target_dtype:
         np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
         return
@@ -63,7 +63,7 @@ def convert(source: memoryview, source_dtype: str, target: memoryview, target_dt
     if not source.nbytes:
         return
     elements, results = np.frombuffer(source, read), np.frombuffer(target, written)
-    # Overflow is part of the result, and no reason to warn.
+    # Overflow is part of the result, not a reason to warn.
     with np.errstate(all="ignore"):
         for start in range(0, len(elements), _BLOCK):
             block, into = elements[start : start + _BLOCK], results[start : start + _BLOCK]
@@ -81,10 +81,10 @@ def convert(source: memoryview, source_dtype: str, target: memoryview, target_dt
 
 
 _SMALLEST = 2.0**-149
-"""The smallest float32 above zero. The bits of a subnormal one say which multiple of it it is.
+"""The smallest float32 above zero. The bits of a subnormal number count multiples of it.
 
 After `torch.set_flush_denormal(True)` the processor reads and writes zero for a subnormal number,
-in the thread that called it and in all that this one starts. So these are converted as integers.
+in the calling thread and in all threads that it starts. So these are converted as integers.
 """
 _LARGEST_SUBNORMAL = 0x7F_FFFF
 
@@ -106,7 +106,7 @@ def _float32_to_float64(block: Floats, into: Array) -> None:
     np.copyto(into, block)
     bits, words = block.view(np.uint32), _scratch.words[: len(block)]
     np.bitwise_and(bits, _MAGNITUDE, out=words)
-    np.subtract(words, 1, out=words)  # that of zero becomes the largest word
+    np.subtract(words, 1, out=words)  # zero becomes the largest word
     flags = np.less(words, _LARGEST_SUBNORMAL, out=_scratch.flags[: len(block)])
     if flags.any():
         multiples = bits[flags] & _MAGNITUDE
@@ -124,21 +124,21 @@ def _bfloat16_to_float32(block: Array, into: Floats) -> None:
 
 def _float32_to_bfloat16(block: Floats, into: Array) -> None:
     bits, words = block.view(np.uint32), _scratch.words[: len(block)]
-    # Half a unit of the last place is added, less one bit where the unit is even.
+    # Add half a unit of the last place, minus one bit if the unit is even.
     np.right_shift(bits, 16, out=words)
     np.bitwise_and(words, 1, out=words)
     np.add(words, 0x7FFF, out=words)
     np.add(words, bits, out=words)
     np.right_shift(words, 16, out=words)
     np.copyto(into, words, casting="unsafe")
-    if _holds_nan(block):  # its bits may have been carried over into those of zero
+    if _holds_nan(block):  # the carry may have made zero of it
         flags = _scratch.flags[: len(block)]
         np.isnan(block, out=flags)
         np.putmask(into, flags, _BFLOAT16_NAN)
 
 
 def _holds_nan(block: Floats) -> bool:
-    # One pass that stays in registers: the maximum of what holds a NaN is NaN.
+    # One pass that stays in registers: a maximum with a NaN is NaN.
     return bool(np.isnan(np.maximum.reduce(block)))
 
 
@@ -155,8 +155,8 @@ def _float32_to_float16(block: Floats, into: Array) -> None:
     bits, words, more = block.view(np.uint32), _scratch.words[:count], _scratch.more[:count]
     np.bitwise_and(bits, _MAGNITUDE, out=words)
     np.minimum(words, _HALF_OVERFLOW, out=words)
-    # The sum with a power of two that is 13 bits (of a subnormal: as many as it takes) above a
-    # number is rounded to that number's ten bits by the processor, to nearest even.
+    # Adding a power of two that is 13 bits above a number (more bits for a subnormal one) makes the
+    # processor round the number to ten bits, to nearest even.
     np.bitwise_and(words, _EXPONENT, out=more)
     np.maximum(more, _HALF_SMALLEST, out=more)
     np.add(more, 13 << 23, out=more)
@@ -184,13 +184,13 @@ class _Small:
     """A format of 8 or 16 bits with a table of all its numbers.
 
     Attributes:
-        mantissa: Its bits.
-        bias: Of the exponent.
+        mantissa: Bits of the mantissa.
+        bias: Bias of the exponent.
         largest: Bits of the largest finite number.
-        overflow: Bits of what is too large, without the sign.
+        overflow: Bits of a number that is too large, without the sign.
         nan: Bits of NaN, without the sign.
-        infinite: Whether it has infinities; `overflow` is one.
-        unsigned_nan: Whether the one NaN has the bits of -0.0, so that neither has a sign.
+        infinite: Whether the format has infinities; `overflow` is one.
+        unsigned_nan: Whether the only NaN has the bits of -0.0, so zero and NaN have no sign.
         sign: The bit of the sign.
     """
 
@@ -204,7 +204,7 @@ class _Small:
     sign: int = 0x80
 
     def magnitudes(self) -> NDArray[np.float64]:
-        """The finite numbers from zero up, and the one that would follow the largest."""
+        """Return the finite numbers from zero up, and the number after the largest."""
         bits = np.arange(self.largest + 2)
         exponent, mantissa = bits >> self.mantissa, bits & ((1 << self.mantissa) - 1)
         significand = np.where(exponent == 0, mantissa, mantissa + (1 << self.mantissa))
@@ -226,7 +226,7 @@ _SMALL = {
 
 @lru_cache(maxsize=len(_SMALL))
 def _small_values(dtype: str) -> Floats:
-    """Each number of the format as a float32, by its bits."""
+    """Return each number of the format as a float32, by its bits."""
     small = _SMALL[dtype]
     codes = np.arange(small.sign, dtype=np.uint32)
     mantissa = codes & ((1 << small.mantissa) - 1)
@@ -243,10 +243,10 @@ def _small_values(dtype: str) -> Floats:
 
 @lru_cache(maxsize=len(_SMALL))
 def _small_codes(dtype: str) -> NDArray[np.uint8]:
-    """The bits in the format, by the top 16 bits of a float32.
+    """Return the bits in the format, by the top 16 bits of a float32.
 
-    Bit 0 of the index also says whether any bit below is set: with it the index lies on the same
-    side of each boundary between two numbers of the format as the float32.
+    Bit 0 of the index is also set if any lower bit is set. So index and float32 are on the same
+    side of each boundary between two numbers of the format.
     """
     small = _SMALL[dtype]
     tops = np.arange(1 << 15, dtype=np.uint32)
@@ -276,7 +276,7 @@ def _narrow_small(dtype: str) -> Callable[[Floats, Array], None]:
     def narrow(block: Floats, into: Array) -> None:
         bits, words = block.view(np.uint32), _scratch.words[: len(block)]
         np.bitwise_and(bits, 0xFFFF, out=words)
-        np.add(words, 0xFFFF, out=words)  # carries where any of these bits is set
+        np.add(words, 0xFFFF, out=words)  # carries if any of these bits is set
         np.bitwise_or(words, bits, out=words)
         np.right_shift(words, 16, out=words)
         _look_up(_small_codes(dtype), words, into)
@@ -296,7 +296,7 @@ def _look_up(table: Array, codes: Array, into: Array) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Format:
-    """A format: the dtype of its bits in numpy, and its way to float32 and back."""
+    """A format: the numpy dtype of its bits, and its conversions to and from float32."""
 
     stored: type[Any]
     widen: Callable[[Array, Floats], None]

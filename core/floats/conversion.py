@@ -1,4 +1,4 @@
-"""The conversion of floats in one buffer into those of another."""
+"""The conversion of floats from one buffer to another."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ def convert_floats(
 ) -> None:
     """Fill `target` with the elements of `source`, each rounded to nearest even.
 
-    The result is what torch's `.to()` gives on a CPU, bit for bit: float64 goes through float32
-    into what is narrower, NaN stays NaN, -0.0 stays -0.0 (`fnuz` formats have none), and what is
-    too large becomes infinite, in `fnuz` formats NaN, in float8_e4m3fn the largest number. Where
-    versions of torch or its code for one processor and another disagree (the bits of a NaN, what
-    is too large for float8_e4m3fn), the result does not. It takes no memory but the scratch of
-    its thread, and holds the GIL for some microseconds at a time.
+    The result is that of torch's `.to()` on a CPU, bit for bit: float64 goes through float32 to
+    narrower formats, NaN stays NaN, -0.0 stays -0.0 (`fnuz` formats have none), and numbers that
+    are too large become infinite, in `fnuz` formats NaN, in float8_e4m3fn the largest number.
+    Where versions of torch, or its code for different processors, disagree (the bits of a NaN,
+    overflow in float8_e4m3fn), this result is always the same. Uses no memory but its thread's
+    scratch, and holds the GIL for some microseconds at a time.
 
     Args:
         source: A flat view of bytes: whole elements.
         source_dtype: One of `FLOAT_DTYPES`.
-        target: A flat, writable view for as many elements; it does not overlap `source`.
+        target: A flat, writable view for these elements; it does not overlap `source`.
         target_dtype: One of `FLOAT_DTYPES`.
 
     Raises:
-        ValueError: A dtype is none of `FLOAT_DTYPES`, `source` does not hold whole elements, or
-            `target` does not hold as many, or is read-only. Nothing was written.
+        ValueError: A dtype is not in `FLOAT_DTYPES`, `source` does not hold whole elements, or
+            `target` has another number of elements or is read-only. Nothing was written.
     """
-    # Imported late: the contracts, and so `penstock ls`, do without numpy.
+    # Imported late: the contracts, and so `penstock ls`, do not need numpy.
     from penstock.core.floats.arithmetic import convert  # noqa: PLC0415
 
     for dtype in (source_dtype, target_dtype):
         if dtype not in FLOAT_DTYPES:
-            msg = f"{dtype} is no float that Penstock converts: these are {', '.join(FLOAT_DTYPES)}"
+            msg = f"Penstock does not convert {dtype}, only {', '.join(FLOAT_DTYPES)}"
             raise ValueError(msg)
     count, rest = divmod(source.nbytes, FLOAT_DTYPES[source_dtype])
     if rest or target.nbytes != count * FLOAT_DTYPES[target_dtype] or target.readonly:

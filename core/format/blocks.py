@@ -45,16 +45,16 @@ def blocks_covering(
         length: Length of the frame.
         block_bytes: Distance between two cuts.
         ranges: Ranges within the frame, relative to its first byte; none is empty, and they ascend
-            as those of `merge_spans`.
+            like those of `merge_spans`.
     """
     phase = offset % PAGE_BYTES
     runs: list[range] = []
-    for wanted in ranges:
-        if wanted.start < 0 or wanted.stop > length:
-            msg = f"range {wanted.start}-{wanted.stop} is outside of a frame of {length} bytes"
+    for span in ranges:
+        if span.start < 0 or span.stop > length:
+            msg = f"range {span.start}-{span.stop} is outside of a frame of {length} bytes"
             raise ValueError(msg)
-        first = (phase + wanted.start) // block_bytes
-        stop = (phase + wanted.stop - 1) // block_bytes + 1
+        first = (phase + span.start) // block_bytes
+        stop = (phase + span.stop - 1) // block_bytes + 1
         if runs and first <= runs[-1].stop:
             runs[-1] = range(runs[-1].start, stop)
         else:

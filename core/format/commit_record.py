@@ -59,7 +59,7 @@ _COMMIT_KEYS = (
     "index", "parts", "codecs", "providers", "borrowed", "base", "compacts", "metadata", "penstock",
     "engine", "plugins",
 )  # fmt: skip
-_OPTIONAL_KEYS = ("plugins", "base", "compacts")  # left out where there is none
+_OPTIONAL_KEYS = ("plugins", "base", "compacts")  # left out if there is none
 _INTENT_KEYS = (
     "uid", "step", "references", "host", "pid", "started", "refreshed", "process", "place",
 )  # fmt: skip
@@ -91,7 +91,7 @@ def encode_commit(record: CommitRecord) -> bytes:
     data = seal(body)
     if len(data) > RECORD_LIMIT_BYTES:
         name = commit_name(record.step, record.generation)
-        refuse(name, f"has {len(data)} bytes, of {RECORD_LIMIT_BYTES} that a reader takes")
+        refuse(name, f"has {len(data)} bytes; a reader accepts {RECORD_LIMIT_BYTES}")
     decode_commit(data, commit_name(record.step, record.generation))
     return data
 
@@ -148,7 +148,7 @@ def decode_commit(data: bytes, name: str) -> CommitRecord:
 
 
 def encode_borrowed(blobs: Sequence[BlobRecord]) -> tuple[bytes, BorrowedTable]:
-    """Encode the table of borrowed blobs, ascending by name, which ends an index."""
+    """Encode the table of borrowed blobs, ascending by name, for the end of an index."""
     data = compress(dump_json(_rows(blobs)))
     saves: dict[str, int] = {}
     for blob in blobs:
@@ -158,7 +158,7 @@ def encode_borrowed(blobs: Sequence[BlobRecord]) -> tuple[bytes, BorrowedTable]:
 
 
 def decode_borrowed(data: bytes, record: CommitRecord) -> tuple[BlobRecord, ...]:
-    """Read and validate the table of borrowed blobs of a checkpoint whose record has none itself.
+    """Read and validate the table of borrowed blobs of a checkpoint whose record lists none.
 
     Raises:
         FormatError: The table is damaged, or differs from the commit record.
@@ -232,7 +232,7 @@ def decode_note(data: bytes, name: str) -> NoteRecord:
         FormatError: The note is damaged, too long, of an unknown version, or has another name.
     """
     if len(data) > NOTE_LIMIT_BYTES:
-        refuse(name, f"has {len(data)} bytes, of {NOTE_LIMIT_BYTES} that a reader takes")
+        refuse(name, f"has {len(data)} bytes; a reader accepts {NOTE_LIMIT_BYTES}")
     fields = Fields(unseal(data, name), name, _NOTE_KEYS)
     tags = fields.mapping("tags")
     if not all(is_tag(tag) and type(has) is bool for tag, has in tags.items()):
@@ -367,7 +367,7 @@ def read_blobs(rows: Sequence[Any], where: str) -> Iterator[BlobRecord]:
     """Read and validate a list of blobs, each `[name, length]`.
 
     Raises:
-        FormatError: An entry is no blob, or a blob is listed twice.
+        FormatError: An entry is not a blob, or a blob is listed twice.
     """
     seen: set[str] = set()
     for row in rows:
@@ -389,7 +389,7 @@ def _many_borrowed(fields: Fields, index: IndexEntry, uid: str, name: str) -> Bo
     where = f"{name}: borrowed"
     table = Fields(fields.value("borrowed"), where, ("count", "length", "sha256", "saves"))
     saves = table.mapping("saves")
-    if not saves or not all(is_hex(one, 32) for one in saves) or uid in saves:
+    if not saves or not all(is_hex(save, 32) for save in saves) or uid in saves:
         refuse(where, "saves are not uids of others")
     if list(saves) != sorted(saves):
         refuse(where, "saves are not ascending")
@@ -398,7 +398,7 @@ def _many_borrowed(fields: Fields, index: IndexEntry, uid: str, name: str) -> Bo
         table.integer("count", low=MAX_LISTED_BORROWED + 1),
         table.integer("length", high=min(index.length - index.head_length, RECORD_LIMIT_BYTES)),
         table.hexadecimal("sha256", 64),
-        {one: sizes.integer(one) for one in saves},
+        {save: sizes.integer(save) for save in saves},
     )
 
 

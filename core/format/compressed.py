@@ -12,7 +12,7 @@ import zstandard
 from penstock.core.format.strict_json import refuse
 from penstock.core.limits import MAX_FRAME_BYTES, max_decompressed
 
-# The library hands on zstd's own text, and no number, where zstd could not allocate memory.
+# If zstd cannot allocate memory, the library's error has zstd's text but no number.
 _NO_MEMORY = "Allocation error"
 
 _UNKNOWN = -1  # the size that the library returns for a frame that declares none
@@ -34,9 +34,9 @@ def decompress(data: bytes, name: str, *, raw_length: int | None = None) -> byte
         raw_length: The size that another record declares, if one does.
 
     Raises:
-        FormatError: `data` is no frame, or not of the declared size, or declares more than
+        FormatError: `data` is not a frame, or not of the declared size, or declares more than
             `MAX_FRAME_BYTES`.
-        MemoryError: The machine has too little memory, which says nothing about the frame.
+        MemoryError: The machine has too little memory; the frame may be valid.
     """
     try:
         size = zstandard.frame_content_size(data)
@@ -56,7 +56,7 @@ def decompress(data: bytes, name: str, *, raw_length: int | None = None) -> byte
 
 
 def digest(data: bytes | memoryview) -> str:
-    """Return the sha256 of `data` in hex; one record binds the next by it."""
+    """Return the sha256 of `data` in hex; with it one record binds the next."""
     return sha256(data).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""Where the shards of every object are: the table of a part, and the index over all. Sans-IO."""
+"""The places of all shards: the table of a part, and the index over all parts. Sans-IO."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ WHOLE = 0xFF
 """In place of a number of dimensions: the shard is the whole object."""
 
 NO_BYTES = 0xFE
-"""In place of a number of dimensions: the object is described there, and has no bytes there."""
+"""In place of a number of dimensions: the part describes the object, but has no bytes of it."""
 
 WHOLE_BYTES = 4 << 20
-"""An index up to this size is read at once; of a larger one only the blocks that are needed."""
+"""An index up to this size is read at once; of a larger one, only the needed blocks."""
 
 _MAGIC = b"PSIX"
 _HEADER = struct.Struct(">4sIQII")  # magic, version, numbers of shards, blocks and parts
@@ -76,12 +76,12 @@ class ShardTable:
     def regions(self) -> list[Region | None]:
         """Return the region of each shard; None for all of the object, or nothing of it."""
         bounds = iter(self.bounds.tolist())
-        found: list[Region | None] = []
+        result: list[Region | None] = []
         for dims in self.dims.tolist():
             pairs = [] if dims > MAX_DIMENSIONS else [next(bounds) for _ in range(dims)]
             region = Region(tuple(o for o, _ in pairs), tuple(n for _, n in pairs))
-            found.append(None if dims > MAX_DIMENSIONS else region)
-        return found
+            result.append(None if dims > MAX_DIMENSIONS else region)
+        return result
 
     def take(self, rows: NDArray[np.intp]) -> ShardTable:
         """Return the shards of these rows, in their order."""
@@ -98,7 +98,7 @@ class ShardTable:
         )
 
     def without(self, hashes: Iterable[int]) -> ShardTable:
-        """Return the shards of all paths but those with one of these hashes."""
+        """Return the shards of all paths except those with one of these hashes."""
         unwanted = np.sort(np.fromiter(hashes, np.uint64))
         if not len(unwanted):
             return self
@@ -111,7 +111,7 @@ class ShardTable:
             return self.bounds.reshape(len(counts), counts[0], 2)[rows].reshape(-1, 2)
         starts = np.cumsum(counts) - counts
         wanted = counts[rows]
-        # Row by row: where its bounds begin here, and which of them it is.
+        # For each bound of each row: where the row begins, and the bound's number in it.
         return self.bounds[np.repeat(starts[rows], wanted) + _within(wanted)]
 
     def cut(self, shards: int) -> Iterator[ShardTable]:
@@ -140,7 +140,7 @@ class SectionShards:
 
     Attributes:
         hashes: Hash of the object's path, for each shard.
-        regions: Its region; True for the whole object, False where it has no bytes there.
+        regions: Its region; True for the whole object, False if it has no bytes there.
         traits: A checksum of the object's description; empty: none.
     """
 
@@ -158,7 +158,7 @@ def shards_of(
 
     Args:
         paths: The path of each object.
-        regions: What is stored of it, from `regions_of`.
+        regions: Its stored regions, from `regions_of`.
         traits: Its traits, from `traits_of`; may be empty.
     """
     counts = [*map(len, regions)]
@@ -171,7 +171,7 @@ def shards_of(
 
 
 def regions_of(shards: Iterable[ShardRecord], whole: Region) -> Sequence[Region | bool]:
-    """Return what is stored of an object: a region for each shard, as in `SectionShards`."""
+    """Return the stored regions of an object, one for each shard, as in `SectionShards`."""
     regions = (shard.region for shard in shards)
     return [region is whole or region == whole or region for region in regions] or [False]
 
@@ -186,9 +186,9 @@ def traits_of(
 ) -> int:
     """Return a checksum of an object's description: equal for parts that describe it alike.
 
-    `origins` are the paths that it is tied to, and derived from. The length of a value does not
-    count: ranks compare whole values, and a save has the same table as the previous save even if
-    its values are longer.
+    `origins` are the paths that it is tied to, and derived from. Ignores the length of a value:
+    ranks compare whole values, and a save has the same table as the previous save even if its
+    values are longer.
     """
     shape = () if kind is Kind.VALUE else spec.shape
     traits = (kind, spec.dtype, spec.itemsize, role, form, shape)
@@ -196,7 +196,7 @@ def traits_of(
 
 
 def shard_table(sections: Iterable[SectionShards]) -> ShardTable:
-    """Merge the shards of the sections of one part, whose number is 0, into an ascending table."""
+    """Merge the shards of the sections of one part, with number 0, into an ascending table."""
     tables = []
     for number, section in enumerate(sections):
         count = len(section.hashes)
@@ -225,7 +225,7 @@ def merged(tables: Sequence[ShardTable]) -> ShardTable:
 
 @dataclass(frozen=True, slots=True)
 class IndexBlocks:
-    """The blocks of an index: all of it that follows from the shards alone.
+    """The blocks of an index: the bytes that depend on the shards alone.
 
     Attributes:
         shards: Number of shards.
@@ -242,7 +242,7 @@ class IndexBlocks:
 
 @dataclass(frozen=True, slots=True)
 class EncodedIndex:
-    """The bytes of an index, its entry for the commit record, and how many objects it leads to."""
+    """The bytes of an index, its entry for the commit record, and its number of objects."""
 
     data: bytes
     entry: IndexEntry
@@ -257,7 +257,7 @@ def encode_index(
     Args:
         uid: The uid of the save.
         tables: The table of each part.
-        parts: The parts, where the commit record has no room for them.
+        parts: The parts, if the commit record has no room for them.
     """
     return index_of(uid, encode_blocks(merged(tables)), parts)
 
@@ -284,7 +284,7 @@ def index_of(
         uid: The uid of the save.
         blocks: The blocks.
         parts: As for `encode_index`.
-        borrowed: The table of borrowed blobs, where the commit record has no room for them.
+        borrowed: The table of borrowed blobs, if the commit record has no room for them.
     """
     rows = blocks.rows
     counts = blocks.shards, len(rows), len(parts)
@@ -305,13 +305,13 @@ def _part_rows(parts: Sequence[PartEntry]) -> bytes:
 class IndexReader:
     """Searches an index, with as few and as small range reads as its size allows.
 
-    Whatever it returns has been verified.
+    All results are verified.
 
     Args:
         read: `read(offset, length)` returns exactly those bytes of the index.
         entry: The index, as the commit record names it.
         whole_bytes: An index up to this size is read at once.
-        borrowed: The table at its end, as the commit record describes it; it is not read here.
+        borrowed: The table at its end, as the commit record describes it; not read here.
     """
 
     def __init__(
@@ -324,7 +324,7 @@ class IndexReader:
     ) -> None:
         self._read = read
         self._entry = entry
-        self._behind = (borrowed.length, borrowed.sha256) if borrowed else None
+        self._tail = (borrowed.length, borrowed.sha256) if borrowed else None
         self._data: bytes | None = None
         if entry.length <= whole_bytes:
             self._data = self._fetch(0, entry.length)
@@ -337,7 +337,7 @@ class IndexReader:
         self._blocks: dict[int, ShardTable] = {}
 
     def parts(self, uid: str) -> tuple[PartEntry, ...]:
-        """Return the parts of the save `uid`, in order of ranks, where the index lists them."""
+        """Return the parts of the save `uid`, in order of ranks, if the index lists them."""
         columns = (self._parts[key].tolist() for key in ("rank", "length", "head_length"))
         return tuple(
             PartEntry(part_name(uid, rank), length, head_length, digest.tobytes().hex())
@@ -347,13 +347,13 @@ class IndexReader:
         )
 
     def bound(self) -> list[tuple[int, int, str]]:
-        """Return offset, length and sha256 of the pieces that the index consists of."""
+        """Return offset, length and sha256 of each piece of the index."""
         head = (0, self._entry.head_length, self._entry.head_sha256)
         digests = [row.tobytes().hex() for row in self._rows["sha256"]]
         lengths = self._rows["length"].tolist()
         bound = [head, *zip(self._starts.tolist(), lengths, digests, strict=True)]
-        if self._behind is not None:
-            bound.append((self._entry.length - self._behind[0], *self._behind))
+        if self._tail is not None:
+            bound.append((self._entry.length - self._tail[0], *self._tail))
         return bound
 
     def find_all(self, wanted: NDArray[np.uint64]) -> ShardTable:
@@ -367,12 +367,12 @@ class IndexReader:
         first = np.maximum(np.searchsorted(self._firsts, wanted, "left") - 1, 0)
         stop = np.searchsorted(self._firsts, wanted, "right")
         pairs = zip(first.tolist(), stop.tolist(), strict=True)
-        found = []
+        tables = []
         for number in sorted({number for a, b in pairs for number in range(a, b)}):
             block = self.block(number)
             nearest = np.minimum(np.searchsorted(wanted, block.hashes), len(wanted) - 1)
-            found.append(block.take(np.flatnonzero(wanted[nearest] == block.hashes)))
-        return _joined(found)
+            tables.append(block.take(np.flatnonzero(wanted[nearest] == block.hashes)))
+        return _joined(tables)
 
     def first_places(self) -> set[tuple[int, int]]:
         """Return the `(part, section)` of the first shard of each path hash.
@@ -380,21 +380,21 @@ class IndexReader:
         Raises:
             FormatError: The index is damaged.
         """
-        found: set[tuple[int, int]] = set()
+        places: set[tuple[int, int]] = set()
         last = EMPTY.hashes
         for block in self.blocks():
             hashes = np.concatenate((last, block.hashes))
             is_first = np.diff(hashes, prepend=hashes[0]) != 0
             is_first[0] = not len(last)
             rows = np.flatnonzero(is_first[len(last) :])
-            found |= set(
+            places |= set(
                 zip(block.parts[rows].tolist(), block.sections[rows].tolist(), strict=True)
             )
             last = block.hashes[-1:]
-        return found
+        return places
 
     def blocks(self) -> Iterator[ShardTable]:
-        """Yield all shards, block by block, without keeping what was not read before.
+        """Yield all shards, block by block, without keeping newly read blocks.
 
         Raises:
             FormatError: The index is damaged.
@@ -421,20 +421,20 @@ class IndexReader:
         table = load_table(decompress(data, name), name, count=int(row["shards"]))
         later = self._firsts[number + 1 :]
         if table.hashes[0] != self._firsts[number] or (len(later) and table.hashes[-1] > later[0]):
-            refuse(name, "a block does not hold the hashes that its row says")
+            refuse(name, "a block does not hold the hashes of its row")
         return table
 
     def _read_head(
         self, head: bytes, entry: IndexEntry
     ) -> tuple[NDArray[np.void], NDArray[np.void]]:
         if len(head) < _HEADER.size:
-            refuse(entry.name, f"{entry.head_length} bytes are no head of an index")
+            refuse(entry.name, f"{entry.head_length} bytes are not the head of an index")
         magic, version, shards, blocks, parts = _HEADER.unpack_from(head)
         if (magic, version) != (_MAGIC, FORMAT_VERSION):
             refuse(entry.name, f"is not an index of version {FORMAT_VERSION}")
         end = _HEADER.size + blocks * _BLOCK.itemsize
         if len(head) != end + parts * _PART.itemsize:
-            refuse(entry.name, f"its head is not of {blocks} blocks and {parts} parts")
+            refuse(entry.name, f"its head does not fit {blocks} blocks and {parts} parts")
         rows = np.frombuffer(head, _BLOCK, blocks, _HEADER.size)
         listed = np.frombuffer(head, _PART, parts, end)
         if (listed["rank"][1:] <= listed["rank"][:-1]).any():
@@ -446,7 +446,7 @@ class IndexReader:
         counts = rows["shards"]
         if (counts < 1).any() or (counts > _BLOCK_SHARDS).any() or counts.sum() != shards:
             refuse(entry.name, f"its blocks do not hold {shards} shards")
-        stop = entry.length - (self._behind[0] if self._behind else 0)
+        stop = entry.length - (self._tail[0] if self._tail else 0)
         if entry.head_length + int(rows["length"].sum(dtype=np.int64)) != stop:
             refuse(entry.name, f"its blocks do not end at byte {stop}")
         return rows, listed
@@ -533,7 +533,7 @@ def _column(data: bytes, start: int, count: int, dtype: type[T]) -> NDArray[T]:
 
 
 def _columns(regions: Sequence[Region | bool]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    if set(map(type, regions)) <= {bool}:  # as of one process
+    if set(map(type, regions)) <= {bool}:  # of one process
         kinds = np.where(np.array(regions, np.bool_), WHOLE, NO_BYTES)
         return kinds.astype(np.uint8), EMPTY.bounds
     dims: list[int] = []
@@ -560,7 +560,7 @@ def _ascending(table: ShardTable) -> ShardTable:
 
 
 def _row_bounds(dims: NDArray[np.uint8]) -> NDArray[np.intp]:
-    """Return how many bounds each shard has."""
+    """Return the number of bounds of each shard."""
     return np.where(dims > MAX_DIMENSIONS, 0, dims).astype(np.intp)
 
 

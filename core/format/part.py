@@ -66,7 +66,7 @@ _HEAD_KEYS = (
     "penstock", "uid", "rank", "world_size", "step", "block_bytes", "blobs", "chains", "shards",
     "sections",
 )  # fmt: skip
-_CHOICES_KEY = "choices"  # left out where no rule chose codecs by measurement
+_CHOICES_KEY = "choices"  # left out if no rule chose codecs by measurement
 _NO_TABLE = SectionInfo(0, 0, 0, "", 0, 0, None)  # in the head of a part that is being encoded
 _SECTION_COLUMNS = ("offset", "length", "raw_length", "sha256", "objects", "nodes", "groups")
 
@@ -96,7 +96,7 @@ def encode_part(  # noqa: PLR0913 - tables of one part, each by name
     choices: Sequence[ChoiceRecord] = (),
     world_size: int = 1,
 ) -> EncodedPart:
-    """Encode a part, and check that every reader takes it.
+    """Encode a part, and check that every reader accepts it.
 
     Args:
         sections: The sections, in order.
@@ -122,7 +122,7 @@ def encode_part(  # noqa: PLR0913 - tables of one part, each by name
     for section in sections:
         frame, info = _squeeze(section.dump(), at)
         info = replace(info, objects=section.objects, nodes=section.nodes, groups=section.groups)
-        # Read as a reader would: a section that no reader takes must not be committed.
+        # Read as a reader would: a section that readers refuse must not be committed.
         name = _section_name(info, tables)
         objects, _ = check_section(_unsqueeze(frame, info, name), tables, info, name)
         shards.append(objects.section_shards(with_traits=world_size > 1))
@@ -174,11 +174,13 @@ def decode_head(data: bytes, entry: PartEntry, record: CommitRecord) -> PartHead
         borrowed=record.borrowed if record.many_borrowed is None else None,
     )
     if record.many_borrowed is not None:
-        # No deletion takes blobs of the saves that the record names, whatever the table lists.
+        # Deletions spare blobs of the saves that the record names, whatever the table lists.
         lent = {record.uid, *record.references}
         for blob in head.blobs:
             if blob_uid(blob.name) not in lent:
-                refuse(entry.name, f"the commit record borrows nothing of the save of {blob.name}")
+                refuse(
+                    entry.name, f"the commit record borrows nothing from the save of {blob.name}"
+                )
     if head.step != record.step:
         refuse(entry.name, f"is of step {head.step} instead of {record.step}")
     return head
@@ -262,7 +264,7 @@ def _section_name(info: SectionInfo, head: PartHead) -> str:
 
 
 def decode_shards(data: bytes, head: PartHead) -> ShardTable:
-    """Read and validate the table of a part's shards, which is where `head.shards` says.
+    """Read and validate the table of a part's shards, which `head.shards` locates.
 
     Raises:
         FormatError: The table is damaged, or does not fit the head.
@@ -273,7 +275,7 @@ def decode_shards(data: bytes, head: PartHead) -> ShardTable:
     count = head.shards.objects
     table = load_table(_binary(fields, "shards", name), name, count=count)
     if (table.sections >= len(head.sections)).any() or table.parts.any():
-        refuse(name, "names sections that are not there")
+        refuse(name, "names sections that do not exist")
     if head.world_size == 1:
         return table
     return replace(table, traits=load_traits(_binary(fields, "traits", name), name, count=count))
@@ -320,7 +322,7 @@ def _infos(rows: Sequence[object], name: str, entry: PartEntry) -> list[SectionI
             if len(groups) > MAX_GROUPS:
                 refuse(where, "lists too many top-level keys")
         if fields.integer("offset") != end:
-            refuse(where, "does not begin where the one before ends")
+            refuse(where, "does not begin where the previous one ends")
         info = SectionInfo(
             offset=entry.head_length + end,
             length=fields.integer("length", low=1, high=MAX_STORED_FRAME_BYTES),
@@ -345,15 +347,17 @@ def _blobs(
 ) -> Iterable[BlobRecord]:
     known = None if borrowed is None else frozenset(borrowed)
     for blob in read_blobs(rows, f"{name}: blobs"):
-        # With its length: what the record does not list, no deletion and no copy knows about.
+        # With its length: deletions and copies know only blobs that the record lists.
         if blob_uid(blob.name) != uid and known is not None and blob not in known:
-            refuse(name, f"a blob is not of this save, nor as the commit record borrows it: {blob}")
+            refuse(
+                name, f"a blob is neither of this save nor borrowed by the commit record: {blob}"
+            )
         yield blob
 
 
 def _chains(rows: Sequence[Any], name: str) -> Iterable[Chain]:
     if not rows or rows[0] != []:
-        refuse(name, "its first chain is not the empty one")
+        refuse(name, "its first chain is not empty")
     keys = ("name", "version", "config")
     for number, row in enumerate(rows):
         where = f"{name}: chain {number}"
@@ -377,12 +381,12 @@ def _choices(fields: Fields, name: str) -> tuple[ChoiceRecord, ...]:
     if _CHOICES_KEY not in fields:
         return ()
     where, keys = f"{name}: {_CHOICES_KEY}", ("objects", "codec", "why")
-    found: dict[str, ChoiceRecord] = {}
+    choices: dict[str, ChoiceRecord] = {}
     for row in fields.items(_CHOICES_KEY):
-        one = Fields.of_row(row, where, keys)
-        raw = one.value("codec") is None
-        codec = None if raw else one.text("codec", limit=MAX_CODEC_NAME_CHARS)
-        choice = ChoiceRecord(one.text("objects"), codec, one.text("why"))
-        if found.setdefault(choice.objects, choice) is not choice:
+        entry = Fields.of_row(row, where, keys)
+        raw = entry.value("codec") is None
+        codec = None if raw else entry.text("codec", limit=MAX_CODEC_NAME_CHARS)
+        choice = ChoiceRecord(entry.text("objects"), codec, entry.text("why"))
+        if choices.setdefault(choice.objects, choice) is not choice:
             refuse(where, f"lists a class twice: {choice.objects!r}")
-    return tuple(found.values())
+    return tuple(choices.values())

@@ -1,7 +1,7 @@
 """Records of the manifest, and the names under which they are stored. Sans-IO.
 
 Their bytes are written and read by `commit_record` (intents and notes, too), `part`, `section` and
-`index`; `docs/format.md` describes every byte. Reading trusts nothing: every decoder validates
+`index`; `docs/format.md` describes every byte. Readers trust nothing: every decoder validates
 names, bounds and digests, and raises `FormatError`.
 """
 
@@ -60,7 +60,7 @@ class ChoiceRecord:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """The stored form of one chunk, as it lies in a blob.
+    """The stored form of one chunk in a blob.
 
     Attributes:
         blob: Number of the blob in the part's table.
@@ -74,7 +74,7 @@ class Frame:
         lengths: Of a chain of several codecs: the lengths between them, in encoding order.
         elements: Of an encoded slab of one dtype: its name, and the bytes of an element. Else None.
         base: Of a frame whose first codec needs a base: the frame of that chunk. Else None.
-        content: xxh3-128 of the chunk, by which a later save finds an equal one. None: unknown.
+        content: xxh3-128 of the chunk; with it a later save finds an equal one. None: unknown.
     """
 
     blob: int
@@ -119,15 +119,15 @@ class ShardRecord(NamedTuple):  # as `ChunkRef`
 class ObjectRecord(NamedTuple):  # as `ChunkRef`
     """One object as one part describes it.
 
-    With `same_as` it is tied to that object, stored there, and has no shards. Where several ranks
+    With `same_as` it is tied to that object, stored there, and has no shards. If several ranks
     save, `shards` are those of one rank, which may hold nothing of the object: the records of the
-    other parts are alike but for their shards. `frames` are those of its section, in which the
-    chunks of its shards count, and `head` is that of its part.
+    other parts differ only in their shards. `frames` are those of its section, numbered by the
+    chunks of its shards, and `head` is that of its part.
 
     With `derived` it has no shards either: its elements are those of that object, rounded to
     nearest even. `ordinal` numbers objects and nodes in the order in which the tree was described.
-    `errors` says how far lossy codecs have moved its elements; None: not at all, or they are no
-    floats. What is tied or derived has the errors of the object that it leads to.
+    `errors` are those that lossy codecs caused in its elements; None if there are none, or no
+    floats. A tied or derived object has the errors of the object that it refers to.
     """
 
     ordinal: int
@@ -156,7 +156,7 @@ class NodeRecord:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """The unit in which a part is read: some thousand objects, with the frames they use."""
+    """The unit in which a part is read: some thousand objects, with their frames."""
 
     frames: tuple[Frame, ...]
     objects: tuple[ObjectRecord, ...]
@@ -182,7 +182,7 @@ class SectionInfo:
         sha256: Digest of the stored bytes, 64 hex digits.
         objects: Number of objects in it.
         nodes: Number of nodes in it.
-        groups: Top-level keys in it; None where there are too many to list.
+        groups: Top-level keys in it; None if there are too many to list.
     """
 
     offset: int
@@ -198,7 +198,7 @@ class SectionInfo:
 class PartHead:
     """The head of a part: its tables, and where its sections and the table of its shards are.
 
-    `choices` says of each class of objects how its codec was chosen; empty without such a rule.
+    `choices` says how the codec of each class of objects was chosen; empty without such a rule.
     """
 
     uid: str
@@ -275,7 +275,7 @@ class BaseEntry:
     Attributes:
         uid: The uid of that checkpoint.
         step: Its step.
-        age: How many checkpoints the later one is away from a whole one, at least 1.
+        age: The number of checkpoints from a whole one to the later one, at least 1.
     """
 
     uid: str
@@ -302,7 +302,7 @@ class CommitRecord:
         providers: Providers used, name to version.
         borrowed: Blobs of other saves that the parts refer to, ascending by name; empty with
             `many_borrowed`. `survey.borrowed_blobs` has them in either case.
-        base: The earlier checkpoint that frames are encoded against; None: all stand alone.
+        base: The earlier checkpoint that frames are encoded against; None if there is none.
         compacts: The uid of the checkpoint of the same step that was compacted to this one; empty
             if none was.
         metadata: The user's metadata, JSON.
@@ -310,8 +310,8 @@ class CommitRecord:
         engine: Name of the engine that wrote the blobs (`"uring"`), for people.
         plugins: Third parties' plugins that took part, such as `"codec acme"`, with name and
             version of the distribution that each came from.
-        many_parts: Where the index lists the parts: their number and size.
-        many_borrowed: Where the index lists the borrowed blobs: what they are in all, by saves.
+        many_parts: If the index lists the parts: their number and size.
+        many_borrowed: If the index lists the borrowed blobs: their totals, by saves.
     """
 
     uid: str
@@ -368,7 +368,7 @@ class CommitRecord:
 
 @dataclass(frozen=True, slots=True)
 class IntentRecord:
-    """The record of a save under way. It stays for as long as the data of its uid does.
+    """The record of a save under way. It stays as long as the data of its uid.
 
     Attributes:
         uid: Name of the attempt.
@@ -378,8 +378,8 @@ class IntentRecord:
         pid: Process id of the saver there, for people.
         started: When the save began, in the form of `CommitRecord.created`.
         refreshed: When this record was last written; its age counts by the store's clock.
-        process: Identity of the saver's process among all of its machine, by which another process
-            there knows that the saver has ended. Empty: unknown, so nothing follows from it.
+        process: Identity of the saver's process among all of its machine, from which another
+            process there can tell that the saver has ended. Empty: unknown.
         place: URL under which the saver writes. The same data at another place is a copy.
     """
 
@@ -401,7 +401,7 @@ class NoteRecord:
     Attributes:
         uid: The `origin` of the checkpoint.
         number: The place among the notes on that checkpoint: later ones override earlier ones.
-        id: Random, 16 hex digits: two writers may choose one number.
+        id: Random, 16 hex digits: two writers may choose the same number.
         metadata: The user's metadata, JSON.
         tags: Whether the checkpoint has each of these tags from now on.
     """
@@ -440,7 +440,7 @@ def parse_commit_name(name: str) -> tuple[int, int] | None:
 
 
 def generation_above(names: Iterable[str]) -> int:
-    """Return the generation of an overwrite of commit records of these names, all of one step.
+    """Return the generation that overwrites commit records of these names, all of one step.
 
     It is even, and above the compaction of each of them, which is odd. So a compaction never takes
     the name of an overwrite, not even in another tier, and never hides one that has begun.
@@ -483,7 +483,7 @@ def mark_name(uid: str) -> str:
 
 
 def staying_name(uid: str) -> str:
-    """Return the name of the note that an attempt is not to be copied to the next tier."""
+    """Return the name of the note that an attempt must not be copied to the next tier."""
     return f"{data_prefix(uid)}stays.json"
 
 

@@ -58,10 +58,10 @@ if TYPE_CHECKING:
 _FRAME_KEYS = (
     "blob", "offset", "length", "raw_length", "chain", "checksums", "raw_checksum", "lengths",
 )  # fmt: skip
-_OPTIONAL_FRAME_KEYS = ("elements", "base", "content")  # left out where no frame has any
+_OPTIONAL_FRAME_KEYS = ("elements", "base", "content")  # left out if no frame has any
 
 OBJECT_KEYS = ("ordinal", "path", "type", "shape", "shards", "same_as")
-# Optional columns of objects, left out where no object is derived, or has errors.
+# Optional columns of objects, left out if no object is derived, or has errors.
 DERIVED_KEY, _ERRORS_KEY = OPTIONAL_OBJECT_KEYS = ("derived", "errors")
 _TYPE_COLUMNS = 5
 _NODE_COLUMNS = 4
@@ -90,8 +90,8 @@ def read_section(
 ) -> Section:
     """Read and validate the JSON of a section.
 
-    With `wanted`, only these objects are read: that takes longer than looking at a path. Where the
-    section has none of them, frames and nodes may be left out, too.
+    With `wanted`, only these objects are read: that takes longer than checking a path. If the
+    section has none of them, frames and nodes may be left out too.
 
     Raises:
         FormatError: The section is malformed, or does not fit the head.
@@ -135,7 +135,7 @@ def _check_whole(
     name: str,
 ) -> None:
     if (len(paths), len(nodes)) != (info.objects, info.nodes):
-        refuse(name, f"has {len(paths)} objects and {len(nodes)} nodes, unlike its head says")
+        refuse(name, f"has {len(paths)} objects and {len(nodes)} nodes, unlike its head")
     if len(set(paths)) != len(paths):
         refuse(name, "lists a path twice")
     if len({*ordinals, *(node.ordinal for node in nodes)}) != len(paths) + len(nodes):
@@ -205,9 +205,9 @@ def _read_frame(row: tuple[Any, ...], head: PartHead, before: Sequence[Frame], n
     else:
         blocks, links = block_count(offset, length, head.block_bytes), 1
         if raw_checksum is not None or raw_length != length:
-            refuse(name, "is raw, but says more than a raw frame does")
+            refuse(name, "is raw, but has fields of an encoded frame")
     if not is_hex(checksums, blocks * _CHECKSUM_DIGITS):
-        refuse(name, f"has not one checksum for each of its {blocks} blocks")
+        refuse(name, f"needs one checksum for each of its {blocks} blocks")
     return Frame(
         blob=blob,
         offset=offset,
@@ -228,7 +228,7 @@ def _read_frame(row: tuple[Any, ...], head: PartHead, before: Sequence[Frame], n
 def _read_base(
     value: object, chain: int, raw_length: int, before: Sequence[Frame], name: str
 ) -> Frame:
-    """Return the base of a frame, which comes earlier: so no chain is a circle."""
+    """Return the base of a frame. It comes earlier, so no chain is a cycle."""
     check_ints([value], f"{name}: base", high=len(before) - 1)
     base = before[cast("int", value)]
     if not chain or base.raw_length != raw_length:
@@ -240,7 +240,7 @@ def _read_base(
 
 def _read_content(value: object, name: str) -> int:
     if not is_hex(value, _CONTENT_DIGITS):
-        refuse(name, "its content is no hash")
+        refuse(name, "its content is not a hash")
     return int(cast("str", value), 16)
 
 
@@ -250,7 +250,7 @@ def _read_elements(value: object, chain: int, raw_length: int, name: str) -> tup
     check_texts([dtype], where)
     check_ints([itemsize], where, low=1, high=MAX_ITEMSIZE)
     if not chain or raw_length % itemsize:
-        refuse(where, "they are of a raw frame, or do not fill the chunk")
+        refuse(where, "belong to a raw frame, or do not fill the chunk")
     return dtype, itemsize
 
 
@@ -282,11 +282,11 @@ class _Extent(NamedTuple):
 
 
 class ObjectColumns:
-    """The objects of a section, or those of it that are wanted: checked columns, a row for each.
+    """The objects of a section, or the wanted ones: checked columns, a row for each.
 
     Nearly every object is one whole shard in one chunk. All of these are checked together, by a few
     comparisons of whole columns, and the others one by one. If a comparison fails, every object is
-    checked alone, so that the first one that is refused is named.
+    checked alone, so that the error names the first refused object.
 
     Attributes:
         frames: The frames of the section.
@@ -335,7 +335,7 @@ class ObjectColumns:
             refs[row] = None
         extents = _all_extents(numbers, shapes, types, name)
         chunks = None if extents is None else self._only_chunks(refs, extents)
-        if extents is None or chunks is None:  # the first one that is refused is found below
+        if extents is None or chunks is None:  # the loop below finds the first refused one
             extents, chunks, refs = [], ((), (), ()), [None] * len(rows)
         self._extents = extents
         self._chunks = chunks
@@ -353,7 +353,7 @@ class ObjectColumns:
         """Return the shards of the objects, as the table of the part lists them.
 
         Args:
-            with_traits: Sum up what is said of each object as well, as for several ranks.
+            with_traits: Also checksum the description of each object, as for several ranks.
         """
         whole: Sequence[Region | bool] = [True]
         regions = [
@@ -396,9 +396,9 @@ class ObjectColumns:
     def _only_chunks(
         self, refs: Sequence[list[Any] | None], extents: Sequence[_Extent]
     ) -> _Chunks | None:
-        """Return frames, offsets and lengths of `refs`, which are all there is of their objects.
+        """Return frames, offsets and lengths of `refs`, the only chunks of their objects.
 
-        None: one is refused.
+        None if one is refused.
         """
         plain = [ref for ref in refs if ref is not None]
         numbers = [*chain.from_iterable(plain)]
@@ -420,15 +420,15 @@ class ObjectColumns:
 
     def _read_shards(self, row: int, rows: Any, where: str) -> tuple[ShardRecord, ...]:
         same_as, spec = self._same_as[row], self._extents[row].spec
-        there = self._derived[row] if same_as is None else same_as
-        if there is not None:
-            if rows or there == self._paths[row]:
-                refuse(where, "is tied or derived, but has shards, or is so of itself")
+        origin = self._derived[row] if same_as is None else same_as
+        if origin is not None:
+            if rows or origin == self._paths[row]:
+                refuse(where, "is tied or derived, but has shards, or refers to itself")
             return ()
         rows = check_list(rows, where)
         if self._alone and len(rows) != 1:
             refuse(where, f"has {len(rows)} shards")
-        return tuple([self._shard(one, spec, where) for one in rows])
+        return tuple([self._shard(shard, spec, where) for shard in rows])
 
     def _shard(self, row: object, spec: TensorSpec, name: str) -> ShardRecord:
         refs, *bounds = check_list(row, name) or [None]
@@ -452,7 +452,7 @@ class ObjectColumns:
             chunks.append(ChunkRef(frame, offset, start, start + length))
             start += length
         if start != nbytes:
-            refuse(name, f"has {start} bytes, other than its shape {region.sizes} needs")
+            refuse(name, f"has {start} bytes, unlike its shape {region.sizes}")
         return ShardRecord(region, tuple(chunks))
 
     @staticmethod
@@ -478,7 +478,7 @@ def _only_ref(rows: Any) -> list[Any] | None:
 def _all_extents(
     numbers: Sequence[int], shapes: Sequence[Any], types: Sequence[_Type], name: str
 ) -> list[_Extent] | None:
-    """Return what each object is made of; None: one is refused. Thousands have few shapes."""
+    """Return the extent of each object; None if one is refused. Thousands have few shapes."""
     # Equal lists of plain integers are one shape: `[True]` and `[1.0]` equal `[1]` as well.
     if not _all_lists_of(shapes, int, limit=MAX_DIMENSIONS):
         return None
@@ -501,24 +501,24 @@ def _extent(kind: _Type, shape: Any, where: str) -> _Extent:
 
 
 def _made(kind: type[RecordT], rows: Iterable[tuple[Any, ...]]) -> Iterator[RecordT]:
-    """Make records of a kind of named tuple, which take twice as long by its own `_make`."""
+    """Make records of a kind of named tuple, in half the time of its own `_make`."""
     return map(partial(tuple.__new__, kind), rows)
 
 
 def _read_elsewhere(columns: Fields, count: int, name: str) -> dict[int, tuple[str, ObjectPath]]:
     """Return how tied and derived objects get their bytes, and from which path, by position."""
-    found: dict[int, tuple[str, ObjectPath]] = {}
+    origins: dict[int, tuple[str, ObjectPath]] = {}
     for key in ("same_as", DERIVED_KEY):
         if key not in columns:
             continue
         where = f"{name}: {key}"
         pairs = [check_list(row, where, count=2) for row in columns.items(key)]
         numbers = check_ints([pair[0] for pair in pairs], where, high=count - 1)
-        if len({*found, *numbers}) != len(found) + len(numbers):
+        if len({*origins, *numbers}) != len(origins) + len(numbers):
             refuse(where, "lists an object twice")
         for number, pair in zip(numbers, pairs, strict=True):
-            found[number] = key, _path(pair[1], where)
-    return found
+            origins[number] = key, _path(pair[1], where)
+    return origins
 
 
 def _read_errors(
@@ -531,9 +531,9 @@ def _read_errors(
     rows = [check_list(row, where, count=_ERROR_COLUMNS) for row in columns.items(_ERRORS_KEY)]
     numbers = check_ints([row[0] for row in rows], where, high=count - 1)
     if len(set(numbers)) != len(numbers) or not set(numbers).isdisjoint(elsewhere):
-        refuse(where, "lists an object twice, or one that has no bytes of its own")
+        refuse(where, "lists an object twice, or one without its own bytes")
     return {
-        n: WorstErrors(*(_read_error(one, where) for one in row[1:]))
+        n: WorstErrors(*(_read_error(error, where) for error in row[1:]))
         for n, row in zip(numbers, rows, strict=True)
     }
 
@@ -543,7 +543,7 @@ def _read_error(value: object, name: str) -> float:
     if value is None:
         return math.inf
     if type(value) not in (int, float) or not 0 <= (number := cast("float", value)) < math.inf:
-        refuse(name, "an error is no number, negative or not finite")
+        refuse(name, "an error is not a finite number of at least 0")
     return float(number)
 
 

@@ -62,7 +62,7 @@ class SectionWriter:
 
     @property
     def groups(self) -> tuple[str, ...] | None:
-        """The top-level keys, ascending; None where there are too many to list."""
+        """The top-level keys, ascending; None if there are too many to list."""
         return top_level_keys(self.columns["path"], [row[1] for row in self.node_rows])
 
     def add_node(self, ordinal: int, node: Node | NodeRecord) -> None:
@@ -83,13 +83,13 @@ class SectionWriter:
         """Add an object.
 
         Args:
-            ordinal: Its place among all that was described.
+            ordinal: Its place in the order of description.
             entry: The object; it may be tied.
             shards: For each shard its chunks, as runs of frame, offset and length; and, unless it
                 is the whole object, the offsets and sizes of its region. Frames are given by
                 their numbers in the section.
             derived: The object that this one is derived from.
-            errors: How far its bytes are from what was saved.
+            errors: The errors that lossy codecs caused in it.
         """
         columns = self.columns
         position = len(columns["path"])

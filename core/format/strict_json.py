@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 _HEX_DIGITS = frozenset("0123456789abcdef")
 
-# What holds itself is refused long before, and looking for it takes a third of the time.
+# Values that hold themselves are refused earlier, and a check takes a third of the time.
 _ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, check_circular=False)
 
 
 def refuse(name: str, reason: str) -> NoReturn:
     """Raise a `FormatError` with the reason why record `name` is refused."""
-    msg = f"{name}: {show_text(reason)}"  # it quotes the record, which may hold megabytes
+    msg = f"{name}: {show_text(reason)}"  # the reason may quote megabytes
     raise FormatError(msg, [name])
 
 
@@ -33,7 +33,7 @@ def load_json(data: bytes | memoryview, name: str) -> Any:
     Raises:
         FormatError: `data` is not JSON, or is nested too deeply.
     """
-    try:  # strings of Python may hold lone surrogates, so stored JSON may, too
+    try:  # Python strings may hold lone surrogates, so stored JSON may too
         return json.loads(bytes(data).decode("utf-8", "surrogatepass"))
     except (ValueError, RecursionError) as error:
         msg = f"{name}: not JSON: {error}"
@@ -85,7 +85,7 @@ class Fields:
         value: The decoded JSON.
         name: Name of the record, for error messages.
         keys: The keys that the object must have, and no others.
-        optional: Keys that it may have besides.
+        optional: Keys that it may also have.
     """
 
     __slots__ = ("_name", "_value")

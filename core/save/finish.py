@@ -524,11 +524,14 @@ class Finish:
         """Return captured chunks, at most a batch; wait a little if nothing is in flight."""
         batch: list[Captured] = []
         handed_on = self._capture.handed_on
+        size = 0
         try:
             if self._writer.idle:
                 batch.append(handed_on.get(timeout=self._workers.timing.capture_poll_s))
-            while sum(c.view.nbytes for c in batch) < BATCH_BYTES:
+                size = batch[0].view.nbytes
+            while size < BATCH_BYTES:
                 batch.append(handed_on.get(block=False))
+                size += batch[-1].view.nbytes
         except queue.Empty:
             pass
         if batch:

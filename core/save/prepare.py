@@ -356,7 +356,7 @@ def _step_exists(step: int, steps: Sequence[int], url: str) -> StepExistsError:
     problem = "exists" if step in steps else f"is before the latest step {steps[-1]}"
     older = [s for s in steps if s < step]
     way = (
-        f"to continue from an earlier step, first call rewind({older[-1]}), which forgets all "
+        f"to continue from an earlier step, first call rewind({older[-1]}), which deletes all "
         "later steps"
         if older
         else f"to start again, first delete step {steps[0]} and all later ones"

@@ -6,6 +6,7 @@ Tested in `tests/integration/lifecycle/test_lifecycle.py`.
 from __future__ import annotations
 
 import logging
+import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from penstock.core.abc import StateObject
 from penstock.core.catalog.retention import Housekeeper, clean_up_after
 from penstock.core.concurrency.garbage import collections_held
 from penstock.core.concurrency.watchdog import Deadline
-from penstock.core.errors import ConfigError, LostRaceError, StepExistsError
+from penstock.core.errors import ConfigError, LostRaceError, StepExistsError, UnsupportedStateError
 from penstock.core.plan.save import Capture
 from penstock.core.plan.writers import among
 from penstock.core.ranks.group import cause_of
@@ -64,6 +65,9 @@ if TYPE_CHECKING:
     from penstock.core.types import ObjectPath
 
 log = logging.getLogger("penstock")
+
+_EXIT_LOSES_SAVES = sys.version_info[:3] in {(3, 12, 0), (3, 12, 1)}
+"""Whether this Python starts no thread once it exits, as a save in flight may need."""
 
 _MODES = ("blocking", "async", "lazy")
 _BUSY = "another save was under way"
@@ -269,6 +273,13 @@ class Saver(SaveSurroundings):
         if not self._take_turn(call.turn):
             self.pending.prepared()
             return self._skipped(call.step, on_progress, _BUSY, call.turn)
+        if _EXIT_LOSES_SAVES and call.mode != "blocking" and "exit" not in self._warned:
+            self._warned.add("exit")
+            log.warning(
+                "Python %s loses a save that is in flight when the program ends: call close(), or "
+                "use 3.12.2 or later",
+                sys.version.split()[0],
+            )
         with collections_held:
             job = self._prepared(call)
             if job is None:
@@ -414,6 +425,9 @@ class Saver(SaveSurroundings):
             world_size=1 if place is None else place.world_size,
             known=known,
         )
+        if not description.entries and place is None:
+            msg = "the state is empty: there is nothing to save"
+            raise UnsupportedStateError(msg)
         if place is not None and place.members:
             members = frozenset(place.members)
             entries = tuple(_among(entry, members) for entry in description.entries)

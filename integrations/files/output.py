@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import re
 import secrets
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -18,16 +19,18 @@ from typing import TYPE_CHECKING
 from penstock import ConfigError, StorageError, StorageFullError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Iterator
+    from collections.abc import Callable, Collection, Generator, Iterable, Iterator
     from concurrent.futures import Future
     from pathlib import Path
 
-_EXPORTED = (".safetensors", ".safetensors.index.json", ".distcp", ".metadata")
-"""Endings of files by which a folder is an earlier export."""
+_EXPORTED = re.compile(
+    r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|__.*\.distcp|\.metadata"
+)
+"""The files that make a folder an export."""
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 COPIED = (".json", ".txt", ".model", ".jinja", ".tiktoken")
-"""Endings of the files beside the weights of a model."""
+"""Endings of the files beside the weights of a model, which an export may copy."""
 
 PIECE_BYTES = 16 << 20
 """The most bytes of a tensor that are read and written at once."""
@@ -77,7 +80,8 @@ def published(out: Path, *, is_folder: bool, overwrite: bool) -> Iterator[Path]:
         overwrite: Whether to replace a file, or a folder with an earlier export, at `out`.
 
     Raises:
-        ConfigError: `out` has content that must not be replaced.
+        ConfigError: `out` has content that must not be replaced. A folder may have files beside the
+            weights only if the export writes files of these names, too.
         StorageError: The place cannot be written; nothing was changed.
     """
     _check_free(out, is_folder=is_folder, overwrite=overwrite)
@@ -91,7 +95,8 @@ def published(out: Path, *, is_folder: bool, overwrite: bool) -> Iterator[Path]:
         for path in sorted(partial.rglob("*")) if is_folder else ():
             _sync(path)
         _sync(partial)
-        _check_free(out, is_folder=is_folder, overwrite=overwrite)
+        written = {path.name for path in partial.iterdir()} if is_folder else frozenset()
+        _check_free(out, is_folder=is_folder, overwrite=overwrite, written=written)
         _move(partial, out, overwrite=overwrite)
         for path in (out, *missing):
             _sync(path.parent)
@@ -124,7 +129,10 @@ def begin_write_back(file: int, start: int = 0, stop: int = PIECE_BYTES) -> None
     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _check_free(out: Path, *, is_folder: bool, overwrite: bool) -> None:
+def _check_free(
+    out: Path, *, is_folder: bool, overwrite: bool, written: Collection[str] | None = None
+) -> None:
+    """Refuse to replace anything that is not an export; `written`: what will be there, if known."""
     if not os.path.lexists(out):
         return
     if not overwrite:
@@ -138,8 +146,13 @@ def _check_free(out: Path, *, is_folder: bool, overwrite: bool) -> None:
     if not is_folder:
         return
     names = [path.name for path in out.iterdir()]
-    others = sorted(name for name in names if not name.endswith((*_EXPORTED, *COPIED)))
-    if others or not any(name.endswith(_EXPORTED) for name in names):
+    beside = [name for name in names if not _EXPORTED.fullmatch(name)]
+    others = sorted(
+        name
+        for name in beside
+        if not name.endswith(COPIED) or (written is not None and name not in written)
+    )
+    if others or len(beside) == len(names):
         has = f"it has {', '.join(others[:3])}" if others else "it has no weights"
         msg = f"{out} is not an earlier export ({has}), so it is not replaced; remove it yourself"
         raise ConfigError(msg)

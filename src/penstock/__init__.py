@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from penstock.core.distributions import installed_only
 
-if TYPE_CHECKING:  # type checkers take `as X` and `*` for exports
+if TYPE_CHECKING:  # to type checkers, `as X` and `*` are exports
     from penstock import dcp as dcp
     from penstock.core.checkpointer import Checkpointer as Checkpointer
     from penstock.core.config.model import CheckpointerConfig as CheckpointerConfig

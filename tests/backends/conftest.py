@@ -26,13 +26,13 @@ def open_backend(kind, path, **options):
 
 @pytest.fixture
 def open_root(request, tmp_path):
-    """Opens roots by name with the kind that the test is parametrized with."""
+    """Opens roots by name with the kind of the test's parameter."""
     return lambda root: open_backend(request.param, tmp_path / root)
 
 
 @pytest.fixture(params=FILE_KINDS)
 def open_files(request):
-    """Opens file backends of the kind that the test runs with; closes them."""
+    """Opens file backends of the test's kind; closes them."""
     opened = []
 
     def open_files(path, **options):

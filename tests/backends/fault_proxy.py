@@ -1,4 +1,4 @@
-"""An HTTP proxy in front of a store that fails on demand, as networks and busy stores do."""
+"""An HTTP proxy before a store that fails on demand, like networks and busy stores."""
 
 import http.client
 import socket
@@ -29,7 +29,7 @@ class ClosingServer(ThreadingHTTPServer):
 
     def __init__(self, handler):
         self._open = set()
-        self._lock = threading.Lock()  # guards `_open`: nothing in it is closed
+        self._lock = threading.Lock()  # guards `_open`: its entries are not closed
         super().__init__(("127.0.0.1", 0), handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
         self._serving = threading.Thread(target=self.serve_forever, args=(0.02,))
@@ -63,7 +63,7 @@ class Fault:
     """A failure of some requests.
 
     Attributes:
-        kind: A key of `_CODES`: the proxy answers so, and the store never gets the request.
+        kind: A key of `_CODES`: the proxy sends this answer, and the store never gets the request.
             `reset`: the connection is reset before the store gets the request. `lost`: the store
             carries it out, and the answer is lost. `lost-500`: the store carries it out, and the
             answer says that it failed. `cut`: the answer ends in the middle. `short`: the answer
@@ -84,7 +84,7 @@ class Fault:
 
 @dataclass
 class Exchange:
-    """A request that came, and the bytes of the body in its answer."""
+    """A received request, and the bytes of the body in its answer."""
 
     method: str
     path: str
@@ -100,7 +100,7 @@ class FaultProxy:
     Attributes:
         upstream: The URL of the store.
         faults: The failures that `fail` has added.
-        exchanges: All requests that came.
+        exchanges: All received requests.
         ending: Set when the proxy closes.
         lock: Guards the exchanges and the two counts.
         putting: The number of PUT requests in flight.
@@ -134,7 +134,7 @@ class FaultProxy:
         self.server.__exit__(*exc)
 
     def fail(self, kind, **where):
-        """Let requests fail from now on; return the fault, which counts them."""
+        """Let later requests fail; return the fault, which counts them."""
         fault = Fault(kind, **where)
         self.faults.append(fault)
         return fault
@@ -143,7 +143,7 @@ class FaultProxy:
         self.faults.clear()
 
     def requests(self, method, part=""):
-        """Return the requests that came so far."""
+        """Return the requests so far."""
         return [e for e in self.exchanges if e.method == method and part in f"{e.path}&"]
 
     def take(self, method, path):

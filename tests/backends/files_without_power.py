@@ -1,11 +1,11 @@
-"""What is left of real files when the power goes: only what was synced is certain.
+"""Real files after a power cut: only synced data is certain.
 
 Bytes of a file are durable after an fsync of the file, a name in a folder after an fsync of that
-folder, whatever some file systems do beyond that. All else may be lost or kept, names one by one
-and bytes by the sector.
+folder, even if some file systems do more. All else may be lost or kept, names one by one and bytes
+by the sector.
 """
 
-# ruff: noqa: PTH116 - descriptors are what is watched
+# ruff: noqa: PTH116 - descriptors are watched
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 SECTOR_BYTES = 512
-# Calls in front of which the state is noted. Writes need none: their bytes are seen later.
+# Calls before which the state is noted. Writes need none: their bytes are seen later.
 EFFECTS = ("mkdir", "rmdir", "link", "replace", "rename", "unlink", "fsync", "ftruncate")
 
 
@@ -27,7 +27,7 @@ class Node:
     """A file (versions are bytes) or folder (versions are dicts, name -> node number)."""
 
     durable: object
-    since: tuple = ()  # versions that were seen after that, the newest last
+    since: tuple = ()  # versions seen after that, the newest last
 
     @property
     def latest(self):
@@ -36,7 +36,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Moment:
-    """All that is known of the files at one moment, and what had been promised by then."""
+    """The known state of the files at one moment, and the promises until then."""
 
     nodes: dict[int, Node]
     top: int
@@ -44,7 +44,7 @@ class Moment:
     before: str
 
     def survivors(self, choice):
-        """`path -> bytes` (None for a folder) of what is left; `choice` is a `Loss`."""
+        """`path -> bytes` (None for a folder) of the surviving files; `choice` is a `Loss`."""
         left, contents = {}, {}
 
         def walk(number, path):
@@ -67,7 +67,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Loss:
-    """Which of the versions since the last sync survives; `chance` None: as the flags say."""
+    """The version since the last sync that survives; `chance` None: by the flags."""
 
     names: bool = False
     data: bool = False
@@ -97,9 +97,9 @@ DATA_KEPT = Loss(data=True)
 
 
 class Watched:
-    """Notes a `Moment` in front of every effect on the files under `base`.
+    """Notes a `Moment` before every effect on the files under `base`.
 
-    Set `promised` to whatever the caller may rely on from now on. Nothing is really synced.
+    Set `promised` to what the caller may rely on from now on. No file is really synced.
     """
 
     def __init__(self, base):
@@ -107,14 +107,14 @@ class Watched:
         self.promised = None
         self._base = str(base)
         self._nodes = {}
-        self._pins = []  # open files, so that no inode number is used twice
+        self._pins = []  # open files, so no inode number is used twice
         self._numbers = {}
         self._lock = threading.RLock()  # effects come from several threads
         self._open = os.open
         self._top = self._number(self._base)
         self._look()
         for number, node in list(self._nodes.items()):
-            self._nodes[number] = Node(node.latest)  # what was there before is durable
+            self._nodes[number] = Node(node.latest)  # earlier files are durable
 
     @contextmanager
     def watching(self):
@@ -133,7 +133,7 @@ class Watched:
             self.moments.append(Moment(dict(self._nodes), self._top, self.promised, before))
 
     def promise(self, promised):
-        """What holds from here on, since something has returned."""
+        """The promises from here on, after a call has returned."""
         self.note("a promise")
         with self._lock:
             self.promised = promised
@@ -153,7 +153,7 @@ class Watched:
         return call
 
     def _number(self, path):
-        """The node at `path`, pinned when it is new; None if it is gone by now."""
+        """The node at `path`, pinned if new; None if it is gone."""
         try:
             status = os.stat(path, follow_symlinks=False)
             identity = _identity(status)
@@ -166,7 +166,7 @@ class Watched:
             return None
         number = self._numbers[identity]
         if number not in self._nodes:
-            # All of a new file or folder comes after its making.
+            # All content of a new file or folder comes after its creation.
             self._nodes[number] = Node({} if stat.S_ISDIR(status.st_mode) else b"")
         return number
 
@@ -201,7 +201,7 @@ def _identity(status):
 
 
 def lay_out(survivors, folder):
-    """Make real files of what has survived."""
+    """Write the surviving files to disk."""
     for path, data in survivors.items():
         place = folder / path
         if data is None:

@@ -1,4 +1,4 @@
-"""S3 on loopback, as a process of its own: moto behind its real HTTP server.
+"""S3 on loopback, as a separate process: moto behind its real HTTP server.
 
 moto gets only whole requests, and one at a time. Otherwise its check of `If-None-Match` would not
 be atomic, as it is on S3.

@@ -1,4 +1,4 @@
-"""Every backend of ours keeps every promise of the contract."""
+"""Each of our backends keeps every promise of the contract."""
 
 import contextlib
 import inspect

@@ -1,4 +1,4 @@
-"""Which disk a folder is on, as the kernel says in a `/sys` that is made here."""
+"""The disk of a folder, as a `/sys` made here reports it."""
 
 import os
 
@@ -29,13 +29,13 @@ def sys_of(tmp_path):
 @pytest.mark.parametrize(
     ("device", "virtio"), [(VIRTIO, True), (f"{VIRTIO}/vda1", True), (NVME, False), (VOLUME, False)]
 )
-def test_a_disk_of_the_hypervisor_is_known_by_its_driver(device, virtio, sys_of, tmp_path):
+def test_a_hypervisor_disk_is_known_by_its_driver(device, virtio, sys_of, tmp_path):
     assert is_virtio(str(tmp_path), sys_of(device)) is virtio
     assert is_virtio(str(tmp_path / "not" / "yet"), str(tmp_path / "sys/dev/block")) is virtio
 
 
 @pytest.mark.parametrize("below", [VIRTIO, NVME])
-def test_a_volume_is_what_it_is_made_of(below, sys_of, tmp_path):
+def test_a_volume_counts_as_its_disks(below, sys_of, tmp_path):
     devices = sys_of(VOLUME)
     (tmp_path / "sys" / below).mkdir(parents=True)
     slaves = tmp_path / "sys" / VOLUME / "slaves"

@@ -1,6 +1,6 @@
-"""Direct I/O is used where it is proved, and what is said of it is true."""
+"""Direct I/O is used where it is proven, and reported correctly."""
 
-# ruff: noqa: PTH103, PTH112, PTH123, PTH208 - descriptors, flags and links are what is tested
+# ruff: noqa: PTH103, PTH112, PTH123, PTH208 - descriptors, flags and links are tested
 
 import ctypes
 import errno
@@ -49,13 +49,13 @@ def cached_pages(path):
         failed = libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(len(memory)), resident)
         del anchor
         assert not failed
-        # Cutting the file to length brings its last page in.
+        # Truncating the file to length loads its last page.
         return sum(flags & 1 for flags in resident[:-1])
 
 
 def write(backend, name="data/a.raw"):
     writer = backend.create(name)
-    # Odd address and odd length: nothing of it is aligned, and still nothing is cached.
+    # Odd address and odd length: it is fully misaligned, and still not cached.
     data = pattern(8 * MIB + 5)
     writer.write([WriteRequest(65, (memoryview(data)[1:],))])
     flags = fcntl.fcntl(writer._blob.fd, fcntl.F_GETFL)
@@ -78,7 +78,7 @@ def test_direct_writes_and_reads_leave_nothing_in_the_page_cache(open_files, dir
     assert cached_pages(path) == 0
 
 
-def test_direct_io_that_is_demanded_is_not_silently_dropped(memory_path):
+def test_required_direct_io_is_not_silently_dropped(memory_path):
     os.makedirs(memory_path)
     backend = PosixBackend(PosixConfig(path=memory_path, direct_io="on"))
     with pytest.raises(CapabilityError, match="tmpfs keeps files in memory; use direct_io='auto'"):
@@ -92,7 +92,7 @@ def test_direct_io_that_is_demanded_is_not_silently_dropped(memory_path):
 
 
 @pytest.mark.parametrize("where", ["flag", "write"])
-def test_a_refusal_is_told_and_the_page_cache_used(open_files, direct_path, monkeypatch, where):
+def test_a_refusal_is_logged_and_falls_back(open_files, direct_path, monkeypatch, where):
     if where == "flag":
         real = fcntl.fcntl
 
@@ -120,7 +120,7 @@ def test_a_refusal_is_told_and_the_page_cache_used(open_files, direct_path, monk
     assert (direct_path / "root" / "data" / "a.raw").read_bytes()[65:] == data[1:]
 
 
-def test_a_reader_that_may_not_write_still_reads_directly(direct_path, monkeypatch):
+def test_a_read_only_reader_still_reads_directly(direct_path, monkeypatch):
     write(PosixBackend(PosixConfig(path=str(direct_path / "root"))))
     path = direct_path / "root" / "data" / "a.raw"
 
@@ -139,7 +139,7 @@ def test_a_reader_that_may_not_write_still_reads_directly(direct_path, monkeypat
     backend.close()
 
 
-def test_a_probe_without_nameless_files_leaves_nothing_behind(direct_path, monkeypatch):
+def test_a_probe_without_o_tmpfile_leaves_no_files(direct_path, monkeypatch):
     real = os.open
 
     def no_tmpfile(path, flags, mode=0o777, **where):

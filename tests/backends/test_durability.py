@@ -1,6 +1,6 @@
-"""What is made durable, in which order, and what a failure leaves behind."""
+"""What is made durable, in which order, and the leftovers of a failure."""
 
-# ruff: noqa: PTH115, PTH123, PTH208, SIM115 - descriptors, flags and links are what is tested
+# ruff: noqa: PTH115, PTH123, PTH208, SIM115 - descriptors, flags and links are tested
 
 import errno
 import os
@@ -61,7 +61,7 @@ def test_seal_syncs_the_whole_file_once_and_then_every_folder(files, tmp_path, s
     syncs.events.clear()
     writer.seal(20 * MIB)
     blob = f"{root}/data/u/blobs/0.raw"
-    # Cut to length and whole before the one fsync of the file; then the folders, inside out.
+    # Truncated and complete before the one fsync of the file; then the folders, inside out.
     assert syncs.events[0] == ("fsync", blob, 20 * MIB)
     folders = [f"{root}/data/u/blobs", f"{root}/data/u", f"{root}/data", root, str(tmp_path)]
     assert syncs.paths()[1:] == folders
@@ -155,7 +155,7 @@ def test_a_publish_that_cannot_be_synced_leaves_no_record(files, syncs, exclusiv
 
 @pytest.mark.parametrize("exclusive", [True, False])
 @pytest.mark.parametrize("folder", ["/root/commits", "/root", ""])
-def test_a_publish_whose_folder_cannot_be_synced_says_that_the_record_is_there(
+def test_a_publish_with_a_failed_folder_sync_reports_the_record(
     files, syncs, exclusive, folder, tmp_path
 ):
     files.publish("commits/0.json", b"0")
@@ -166,7 +166,7 @@ def test_a_publish_whose_folder_cannot_be_synced_says_that_the_record_is_there(
     assert sorted(os.listdir(tmp_path / "root" / "commits")) == ["0.json", "1.json"]
 
 
-def test_losing_an_exclusive_publish_is_not_mistaken_for_an_unsynced_one(files, syncs):
+def test_a_lost_exclusive_publish_is_not_taken_for_an_unsynced_one(files, syncs):
     files.publish("commits/1.json", b"first", exclusive=True)
     syncs.fail_on = lambda fd: not is_file(fd)
     with pytest.raises(BlobExistsError):
@@ -174,9 +174,7 @@ def test_losing_an_exclusive_publish_is_not_mistaken_for_an_unsynced_one(files, 
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_an_abort_waits_for_a_seal_under_way_and_closes_nobody_elses_file(
-    files, syncs, tmp_path, fails
-):
+def test_an_abort_waits_for_a_running_seal_and_closes_no_other_file(files, syncs, tmp_path, fails):
     writer = files.create("data/a.raw")
     writer.write([WriteRequest(0, (memoryview(pattern(MIB)),))])
     aborting = threading.Thread(target=writer.abort)
@@ -229,13 +227,13 @@ def test_a_full_disk_says_how_much_is_free(files, monkeypatch, tmp_path):
             StorageFullError, match=r"a\.raw under .*ENOSPC.*MiB are free; make room"
         ):
             writer.seal(1)
-    # Writes that were under way meanwhile say so, too: the caller may see theirs first.
+    # Writes then in flight report it, too: the caller may see theirs first.
     with pytest.raises(StorageFullError, match=r"dead since an earlier failure .*make room"):
         writer.write([WriteRequest(9 << 20, (memoryview(b"x"),))])
     writer.abort()
 
 
-def test_surplus_of_the_space_reserved_ahead_is_given_back(open_files, tmp_path):
+def test_surplus_of_reserved_space_is_released(open_files, tmp_path):
     backend = open_files(tmp_path / "root", allocate_bytes=64 * MIB)
     writer = backend.create("a.raw")
     writer.write([WriteRequest(0, (memoryview(pattern(MIB)),))])
@@ -257,7 +255,7 @@ def test_space_is_reserved_no_further_than_the_hint(open_files, tmp_path):
     assert (tmp_path / "root" / "a.raw").read_bytes()[5 * MIB :] == pattern(MIB)
 
 
-def test_a_file_system_that_reserves_nothing_is_written_all_the_same(files, monkeypatch):
+def test_a_file_system_without_reservation_is_written(files, monkeypatch):
     def refuse(fd, offset, length):
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 

@@ -1,6 +1,6 @@
-"""The engines under short results, errors and overload, injected where the kernel answers."""
+"""The engines under short results, errors and overload, injected at the kernel's results."""
 
-# ruff: noqa: PTH118, PTH123 - descriptors, flags and links are what is tested
+# ruff: noqa: PTH118, PTH123 - descriptors, flags and links are tested
 
 import errno
 import os
@@ -155,8 +155,8 @@ def test_a_signal_does_not_fail_a_system_call_of_ours(on_user_signal):
 
 
 @pytest.mark.uring
-def test_ring_tries_again_until_the_kernel_can_start_a_worker(tmp_path, needs_uring):
-    """At the limit of processes the kernel cancels the calls that it has no thread for."""
+def test_ring_retries_until_the_kernel_starts_a_worker(tmp_path, needs_uring):
+    """At the process limit the kernel cancels calls without a thread."""
     program = """
 import errno, os, resource, sys
 from penstock.backends.uring.engine import RingEngine
@@ -196,7 +196,7 @@ def refuse_to_start(thread):
 
 
 @pytest.mark.parametrize("kind", ["posix-off", "uring-off"])
-def test_an_engine_that_gets_no_thread_says_so_and_starts_one_later(kind, tmp_path, monkeypatch):
+def test_an_engine_without_a_thread_reports_it_and_retries(kind, tmp_path, monkeypatch):
     backend = open_backend(kind, tmp_path)
     monkeypatch.setattr(threading.Thread, "start", refuse_to_start)
     writer = backend.create("a.raw")
@@ -277,7 +277,7 @@ def test_threads_finish_everything_before_a_failed_write_returns(tmp_path):
 
 
 @pytest.mark.uring
-def test_a_ring_that_breaks_down_tells_everyone(tmp_path, needs_uring):
+def test_a_broken_ring_fails_all_futures(tmp_path, needs_uring):
     backend = uring(tmp_path, BrokenRing)
     writer = backend.create("a.raw")
     with pytest.raises(StorageError, match="EBADF"):
@@ -313,7 +313,7 @@ class LaterBrokenRing(Ring):
 
 
 def pipe_read(engine, fd, target):
-    """A read that is in the kernel until something is written to the pipe."""
+    """A read that is in the kernel until a write to the pipe."""
     batch = TransferBatch("read", "/pipes")
     transfer = Transfer(batch, "pipe", fd, write=False, direct=False, offset=0)
     assert transfer.take(0, memoryview(target))
@@ -323,9 +323,7 @@ def pipe_read(engine, fd, target):
 
 @pytest.mark.uring
 @pytest.mark.parametrize("unreadable", [False, True])
-def test_a_ring_that_breaks_down_resolves_nothing_that_the_kernel_still_fills(
-    needs_uring, unreadable
-):
+def test_a_broken_ring_resolves_no_buffer_that_the_kernel_still_fills(needs_uring, unreadable):
     ring = LaterBrokenRing(4, unreadable=unreadable)
     engine = RingEngine(ring, 4)
     reader, feeder = os.pipe()
@@ -370,7 +368,7 @@ def test_forbidden_ring_says_why(value, says, tmp_path, monkeypatch):
         ("processor\t: 0\nFeatures\t: fp asimd\n", set()),  # an ARM
     ],
 )
-def test_cpu_on_which_the_package_would_kill_the_process_is_known(cpuinfo, lacked):
+def test_cpu_that_the_package_would_crash_on_is_detected(cpuinfo, lacked):
     assert ring_module.flags_lacked(cpuinfo) == lacked
 
 
@@ -408,7 +406,7 @@ def test_close_waits_for_what_was_submitted(files):
     assert all(future.done() for future in futures)
 
 
-def test_threads_try_again_when_the_kernel_says_so(tmp_path):
+def test_threads_retry_when_the_kernel_asks(tmp_path):
     answers = [errno.EINTR, errno.EAGAIN]
 
     def pwritev(fd, views, offset):
@@ -423,7 +421,7 @@ def test_threads_try_again_when_the_kernel_says_so(tmp_path):
     backend.close()
 
 
-def test_a_device_that_takes_nothing_is_an_error(tmp_path):
+def test_a_zero_byte_write_is_an_error(tmp_path):
     backend = posix(tmp_path, writev=lambda fd, views, offset: 0)
     writer = backend.create("a.raw")
     with pytest.raises(StorageError, match="EIO"):
@@ -432,7 +430,7 @@ def test_a_device_that_takes_nothing_is_an_error(tmp_path):
     backend.close()
 
 
-def test_missing_package_says_so(tmp_path, monkeypatch):
+def test_missing_package_fails(tmp_path, monkeypatch):
     monkeypatch.delenv("PENSTOCK_DISABLE_URING", raising=False)
     monkeypatch.setitem(__import__("sys").modules, "liburing", None)
     with pytest.raises(CapabilityError, match="liburing cannot be imported"):

@@ -1,4 +1,4 @@
-"""The shipped faults do what tests of engines rely on."""
+"""The shipped faults behave as tests of engines expect."""
 
 import pytest
 
@@ -49,7 +49,7 @@ def test_every_operation_can_fail(number, inner):
     assert fault.reached.is_set()
 
 
-def test_a_late_failure_is_a_lost_answer(inner):
+def test_a_late_failure_is_a_lost_reply(inner):
     faulty = FaultyBackend(inner)
     faulty.fail("publish", late=True)
     with pytest.raises(StorageError):

@@ -1,6 +1,6 @@
 """Names under a root: links, temporary files, foreign files, missing and forbidden roots."""
 
-# ruff: noqa: PTH101, PTH208 - descriptors, flags and links are what is tested
+# ruff: noqa: PTH101, PTH208 - descriptors, flags and links are tested
 
 import os
 
@@ -23,7 +23,7 @@ def store(backend, name, data=b"data"):
     writer.seal(len(data))
 
 
-def test_a_root_is_made_by_the_first_write_and_not_before(files, tmp_path):
+def test_only_the_first_write_creates_the_root(files, tmp_path):
     root = tmp_path / "root"
     assert files.list("") == []
     assert files.list("commits/") == []
@@ -85,7 +85,7 @@ def test_the_root_itself_may_be_a_link(open_files, tmp_path):
     assert (tmp_path / "disk" / "data" / "a.raw").read_bytes() == b"data"
 
 
-def test_sweep_removes_old_temporary_files_and_old_empty_folders_and_nothing_else(files, tmp_path):
+def test_sweep_removes_only_old_temporary_files_and_old_empty_folders(files, tmp_path):
     files.publish("commits/1.json", b"x")
     store(files, "data/u/blobs/0.raw")
     root = tmp_path / "root"
@@ -117,9 +117,7 @@ def test_sweep_removes_old_temporary_files_and_old_empty_folders_and_nothing_els
 
 @pytest.mark.parametrize("top", ["commits", "data"])
 @pytest.mark.parametrize("what", ["a symbolic link", "no folder"])
-def test_a_link_or_file_in_place_of_a_top_folder_is_an_error_and_no_empty_list(
-    what, top, files, tmp_path
-):
+def test_a_link_or_file_as_a_top_folder_is_an_error_not_an_empty_list(what, top, files, tmp_path):
     files.publish(f"{top}/1.json", b"x")
     place = tmp_path / "root" / top
     place.rename(tmp_path / "elsewhere")
@@ -131,7 +129,7 @@ def test_a_link_or_file_in_place_of_a_top_folder_is_an_error_and_no_empty_list(
         files.list(f"{top}/")
 
 
-def test_writing_goes_on_while_another_deletes_the_folder(open_files, tmp_path):
+def test_writing_survives_deletion_of_the_folder(open_files, tmp_path):
     import threading
 
     one, two = open_files(tmp_path / "root"), open_files(tmp_path / "root")
@@ -154,13 +152,13 @@ def test_writing_goes_on_while_another_deletes_the_folder(open_files, tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="needs a user whom permissions stop; root passes")
-def test_a_forbidden_root_says_so(open_files, tmp_path):
+def test_a_forbidden_root_fails(open_files, tmp_path):
     (tmp_path / "root").mkdir(mode=0o500)
     with pytest.raises(StorageError, match=r"EACCES.*permissions"):
         open_files(tmp_path / "root").publish("a.json", b"x")
 
 
-def test_reading_needs_no_right_to_write(open_files, tmp_path):
+def test_reading_needs_no_write_access(open_files, tmp_path):
     writer = open_files(tmp_path / "root")
     store(writer, "data/a.raw", pattern(900_000))
     os.chmod(tmp_path / "root" / "data" / "a.raw", 0o400)
@@ -192,7 +190,7 @@ def test_delete_removes_empty_folders_but_never_the_root(files, tmp_path):
     assert os.listdir(tmp_path / "root") == []
 
 
-def test_a_file_in_the_way_of_the_root_says_so(open_files, tmp_path):
+def test_a_file_in_place_of_the_root_fails(open_files, tmp_path):
     (tmp_path / "root").write_bytes(b"")
     backend = open_files(tmp_path / "root")
     with pytest.raises(StorageError, match="ENOTDIR"):
@@ -201,7 +199,7 @@ def test_a_file_in_the_way_of_the_root_says_so(open_files, tmp_path):
         backend.create("a.raw")
 
 
-def test_relative_roots_are_fixed_when_opened(open_files, tmp_path, monkeypatch):
+def test_relative_roots_resolve_when_opened(open_files, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     backend = open_files("runs/gpt")
     monkeypatch.chdir("/")
@@ -209,7 +207,7 @@ def test_relative_roots_are_fixed_when_opened(open_files, tmp_path, monkeypatch)
     assert (tmp_path / "runs" / "gpt" / "a.json").exists()
 
 
-def test_a_read_beyond_the_end_says_how_long_the_blob_is(files):
+def test_a_read_beyond_the_end_reports_the_length(files):
     store(files, "a.raw", b"12345")
     with pytest.raises(BlobTruncatedError, match=r"bytes 3 to 6 of a\.raw under .*: it has 5"):
         files.read([ReadRequest("a.raw", 3, memoryview(bytearray(3)))])

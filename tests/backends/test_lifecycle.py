@@ -1,6 +1,6 @@
 """Opening and closing leaks nothing; URLs and options; errors that cross processes."""
 
-# ruff: noqa: PTH208 - descriptors, flags and links are what is tested
+# ruff: noqa: PTH208 - descriptors, flags and links are tested
 
 import gc
 import os
@@ -21,7 +21,7 @@ from penstock.testing.expectations import pattern
 
 
 def left_since(before=None):
-    """Threads and descriptors that are there now and were not before: other tests may still end."""
+    """New threads and descriptors; those of other tests may still end."""
     links = Counter()
     for path in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):  # that of the listing itself
@@ -31,7 +31,7 @@ def left_since(before=None):
 
 
 def use(backend, name):
-    """Start the engine, and leave a writer of each fate behind."""
+    """Start the engine, and leave a writer of each fate."""
     data = memoryview(pattern(300_000))
     for fate in ("sealed", "aborted", "open"):
         writer = backend.create(f"{name}.{fate}", size_hint=64 + len(data))
@@ -60,7 +60,7 @@ def test_opening_and_closing_200_times_leaks_neither_descriptors_nor_threads(ope
     assert left_since(before) == (Counter(), Counter())
 
 
-def test_a_backend_that_is_dropped_without_close_is_cleaned_up(tmp_path, request, needs_uring):
+def test_a_backend_dropped_without_close_is_cleaned_up(tmp_path, request, needs_uring):
     gc.collect()
     before = left_since()
     for kind, config in ((PosixBackend, PosixConfig), (UringBackend, UringConfig)):
@@ -71,7 +71,7 @@ def test_a_backend_that_is_dropped_without_close_is_cleaned_up(tmp_path, request
     assert left_since(before) == (Counter(), Counter())
 
 
-def test_close_gives_up_blobs_that_were_not_sealed(files, tmp_path):
+def test_close_aborts_unsealed_blobs(files, tmp_path):
     writer = files.create("half.raw")
     writer.write([WriteRequest(0, (memoryview(b"x"),))])
     files.close()
@@ -114,7 +114,7 @@ def test_urls_carry_options():
     assert MemoryBackend.from_url("memory://", {}) == MemoryConfig()
 
 
-def test_urls_shown_to_people_lead_back(tmp_path):
+def test_shown_urls_can_be_opened(tmp_path):
     path = str(tmp_path / "run one+50%")
     backend = PosixBackend(PosixConfig(path=path))
     assert backend.url.startswith("file:///")

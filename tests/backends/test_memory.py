@@ -1,4 +1,4 @@
-"""The backend `memory`: what its conformance suite does not ask of every backend."""
+"""The backend `memory`, beyond the conformance suite."""
 
 from penstock.backends.memory import MemoryBackend, MemoryConfig
 from penstock.core.types import ReadRequest, WriteRequest

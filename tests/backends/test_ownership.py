@@ -1,4 +1,4 @@
-"""Roots below a folder where anybody can make one: whose they are, and who may write there."""
+"""Roots below a folder open to all users: their owners, and write access."""
 
 import os
 import stat
@@ -56,7 +56,7 @@ def test_a_root_of_another_user_is_refused(call, below, shared, monkeypatch):
     assert trusting.read_record("commits/x", limit_bytes=9) == b"x"
 
 
-def test_so_is_one_behind_a_link_of_another_user(shared, tmp_path, monkeypatch):
+def test_a_link_of_another_user_is_refused(shared, tmp_path, monkeypatch):
     (tmp_path / "mine").mkdir()
     (shared / "run").symlink_to(tmp_path / "mine")
     if os.geteuid() == 0:
@@ -68,7 +68,7 @@ def test_so_is_one_behind_a_link_of_another_user(shared, tmp_path, monkeypatch):
     assert not list((tmp_path / "mine").iterdir())
 
 
-def test_a_run_with_such_a_tier_does_not_open(shared, tmp_path, monkeypatch):
+def test_foreign_tiers_do_not_open(shared, tmp_path, monkeypatch):
     (shared / "run").mkdir()
     give_away(shared / "run", monkeypatch)
     places = {"fast": f"posix://{shared / 'run'}", "durable": str(tmp_path / "durable")}
@@ -76,7 +76,7 @@ def test_a_run_with_such_a_tier_does_not_open(shared, tmp_path, monkeypatch):
         Checkpointer({"type": "tiered", **places})
 
 
-def test_a_new_root_there_is_for_its_user_alone(shared):
+def test_a_new_root_is_private_to_its_user(shared):
     before = os.umask(0)
     try:
         place(shared / "run").publish("commits/x", b"x")
@@ -87,7 +87,7 @@ def test_a_new_root_there_is_for_its_user_alone(shared):
         assert stat.S_IMODE(entrance.stat().st_mode) == 0o700
 
 
-def test_a_root_that_others_can_write_is_said_once(shared, caplog):
+def test_a_root_writable_by_others_warns_once(shared, caplog):
     (shared / "run").mkdir()
     (shared / "run").chmod(0o777)
     place(shared / "run").publish("commits/x", b"x")

@@ -1,4 +1,4 @@
-"""Power that goes between any two effects on the file system: what was promised is still there."""
+"""Power cuts between any two effects on the file system: all promises hold."""
 
 import os
 import random
@@ -24,7 +24,7 @@ from penstock.core.catalog.survey import survey_records
 from penstock.core.types import WriteRequest
 from penstock.testing.expectations import pattern
 
-ROOT = "runs/gpt"  # neither is there before
+ROOT = "runs/gpt"  # neither exists before
 LIMIT = 1 << 20
 ANY = "anything"  # of a blob that is not sealed: any bytes, or nothing
 
@@ -37,13 +37,13 @@ def base(tmp_path):
 
 
 def losses(number, *, seeds=0):
-    """Ways in which a cut at moment `number` may end."""
+    """Outcomes of a cut at moment `number`."""
     chances = [Loss(chance=random.Random(f"{number} {seed}")) for seed in range(seeds)]
     return [ALL_LOST, ALL_KEPT, NAMES_KEPT, DATA_KEPT, *chances]
 
 
 def each_survivor(moments, folder, losses=losses):
-    """`(moment, root)` for all that can be left, each only once."""
+    """`(moment, root)` for all possible outcomes, each only once."""
     seen = set()
     for number, moment in enumerate(moments):
         for loss in losses(number):
@@ -58,7 +58,7 @@ def each_survivor(moments, folder, losses=losses):
 
 
 class Ledger:
-    """Name -> what may be stored under it, as long as nothing else is promised; None: nothing."""
+    """Name -> allowed contents, unless a promise differs; None: absent."""
 
     def __init__(self, backend, watched):
         self.backend = backend
@@ -90,8 +90,8 @@ class Ledger:
 
 
 def do_everything(ledger):
-    """What engines do; twice, since the first time makes folders that the second finds."""
-    left_open = ledger.begin("data/1/other")  # it has made folders, and never syncs them
+    """The calls of engines; twice, since the second run finds the first's folders."""
+    left_open = ledger.begin("data/1/other")  # it has created folders, and never syncs them
     for number in (1, 2):
         data = f"data/{number}"
         ledger.publish(f"{data}/intent", b"intent" * 200)
@@ -128,15 +128,15 @@ def check(may_hold, root):
     ],
 )
 @pytest.mark.parametrize("seeds", [0, pytest.param(4, marks=pytest.mark.slow)])
-def test_what_has_returned_survives_a_cut_at_any_effect(kind, root_is, seeds, base, tmp_path):
+def test_completed_calls_survive_a_cut_at_any_effect(kind, root_is, seeds, base, tmp_path):
     if root_is != "missing":
         (base / ROOT).parent.mkdir()
     watched = Watched(base)
     watched.promised = {}
-    small = {"allocate_bytes": 16384}  # else each cut would leave as much as is reserved ahead
+    small = {"allocate_bytes": 16384}  # or each cut would leave the reserved space
     with watched.watching(), closing(open_backend(kind, base / ROOT, **small)) as backend:
         if root_is != "missing":
-            (base / ROOT).mkdir()  # by somebody who syncs nothing
+            (base / ROOT).mkdir()  # by a writer without syncs
         do_everything(Ledger(backend, watched))
     checked = 0
     for moment, root in each_survivor(watched.moments, tmp_path, partial(losses, seeds=seeds)):
@@ -184,7 +184,7 @@ def test_a_run_in_files_survives_a_cut_at_any_effect(kind, stride, seeds, base, 
 
 
 @pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.slow)])
-def test_files_that_a_crash_leaves_go_with_a_later_prune(stride, base, tmp_path):
+def test_a_later_prune_deletes_files_of_a_crash(stride, base, tmp_path):
     watched = Watched(base)
     with (
         watched.watching(),

@@ -1,6 +1,6 @@
 """Several real processes on one root: races, forks, kills, limits, a full disk."""
 
-# ruff: noqa: PTH208 - descriptors, flags and links are what is tested
+# ruff: noqa: PTH208 - descriptors, flags and links are tested
 
 import os
 import signal
@@ -48,7 +48,7 @@ def finish(process):
     return out
 
 
-def test_of_racing_processes_exactly_one_publishes_each_name(kind, tmp_path):
+def test_exactly_one_racing_process_publishes_each_name(kind, tmp_path):
     body = """
         path, number = sys.argv[1:]
         backend = opened(path)
@@ -104,7 +104,7 @@ def test_a_killed_publisher_leaves_whole_records_only(tmp_path):
         backend.close()
 
 
-def test_a_forked_child_gets_an_engine_of_its_own(kind, tmp_path):
+def test_a_forked_child_gets_a_new_engine(kind, tmp_path):
     body = """
         import signal, threading
         signal.alarm(300)
@@ -152,7 +152,7 @@ def test_a_forked_child_gets_an_engine_of_its_own(kind, tmp_path):
         assert content[64:] == pattern(3 << 20)
 
 
-def test_a_child_cannot_give_up_what_its_parent_writes(kind, tmp_path):
+def test_a_child_cannot_abort_its_parents_blob(kind, tmp_path):
     body = """
         backend = opened(sys.argv[1])
         writer = backend.create("a.raw")

@@ -1,4 +1,4 @@
-"""Cutting requests into direct transfers: whole pages, right bytes, no copy that is not needed."""
+"""Cutting requests into direct transfers: whole pages, right bytes, no needless copy."""
 
 import random
 
@@ -33,7 +33,7 @@ phases = st.sampled_from([0, 1, 64, 4095])
 
 @st.composite
 def plans(draw):
-    """Requests on pages of their own, with buffers at odd addresses; and the file they make."""
+    """Requests on separate pages, with buffers at odd addresses; and the resulting file."""
     rng = random.Random(draw(st.integers(0, 99)))
     requests, end = [], 0
     for _ in range(draw(st.integers(1, 5))):

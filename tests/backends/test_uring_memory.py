@@ -1,4 +1,4 @@
-"""What io_uring has moved is given back."""
+"""Memory moved by io_uring is released."""
 
 import mmap
 
@@ -12,7 +12,7 @@ SIZE = 4 << 20
 
 @pytest.mark.uring
 @pytest.mark.parametrize("direct_io", ["auto", "off"])
-def test_buffers_are_given_back_once_a_call_is_over(tmp_path, direct_io):
+def test_buffers_are_returned_after_a_call(tmp_path, direct_io):
     backend = UringBackend(UringConfig(path=str(tmp_path), direct_io=direct_io))
     source, target = mmap.mmap(-1, SIZE), mmap.mmap(-1, SIZE)
     source[:] = bytes(range(256)) * (SIZE // 256)
@@ -24,5 +24,5 @@ def test_buffers_are_given_back_once_a_call_is_over(tmp_path, direct_io):
         backend.read([ReadRequest("blob", 0, view)])
     assert target[:] == source[:]
     backend.close()
-    source.close()  # BufferError while anybody holds on to it
+    source.close()  # BufferError while a reference exists
     target.close()

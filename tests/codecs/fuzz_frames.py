@@ -1,6 +1,6 @@
 """Fuzz targets for codecs.
 
-Decoders get golden frames that were changed, without any checksum before; `huffman` codes planes.
+Decoders get changed golden frames without a checksum check; `huffman` codes planes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.core.plugins.registry import Registry
 
 GOLDEN = Path(__file__).parent / "golden"
 CODECS = ("cast", "delta", "floatsplit", "log8", "lz4", "zstd")
-_LARGEST_BYTES = 200_000  # a larger chunk takes milliseconds, and shows nothing new
+_LARGEST_BYTES = 200_000  # a larger chunk takes milliseconds, and finds nothing new
 _MOST_CHANGES = 12
 _HEAD_BYTES = 64
 _GUARD = b"\xa5" * 64

@@ -1,4 +1,4 @@
-"""The chunks whose frames are kept as golden files, made the same everywhere and for ever."""
+"""The chunks of the golden frames, the same everywhere and forever."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Case:
     base: Callable[[], bytes] | None = None
 
     def chunk(self) -> tuple[bytes, CodecContext]:
-        """Return the chunk, and what codecs are told of it."""
+        """Return the chunk and its context for codecs."""
         raw = self.make()
         shape = self.shape or (len(raw) // self.itemsize,)
         base = None if self.base is None else memoryview(self.base())
@@ -108,7 +108,7 @@ def _rare(itemsize: int, mantissa: int) -> bytes:
 
 
 def sparse(itemsize: int, elements: int) -> bytes:
-    """Return elements of which few are not zero, some of them in the last places."""
+    """Return mostly zero elements, with some others in the last places."""
     words = np.zeros(elements, f"<u{itemsize}")
     values = noise(f"sparse {itemsize}", elements // 512)
     words[::512][: len(values)] = values
@@ -160,7 +160,7 @@ def cases() -> dict[str, Case]:
             found[f"{name}-{number}-text"] = Case(codecs, lambda: text(30_000))
             found[f"{name}-{number}-noise"] = Case(codecs, lambda: noise("n", 3000).tobytes())
             found[f"{name}-{number}-one"] = Case(codecs, lambda: b"\x07")
-            # More than a piece, of which both codecs cut large chunks.
+            # More than one of the pieces into which both codecs cut large chunks.
             found[f"{name}-{number}-pieces"] = Case(codecs, lambda: bytes((4 << 20) + 5) + text(50))
     return found | _of_floatsplit() | _of_lossy() | _of_delta()
 
@@ -169,8 +169,7 @@ def _of_floatsplit() -> dict[str, Case]:
     found: dict[str, Case] = {}
     plain, own = (("floatsplit", {"predict": False}),), (("floatsplit", {}),)
     for dtype, (size, *_) in FLOATS.items():
-        # Terms of rows and columns have to be worth their place: a matrix of few rows is not
-        # predicted.
+        # Terms of rows and columns must pay off: a matrix of few rows is not predicted.
         wide = (300, 301) if size == 2 else (160, 161)
         for kind in ("plain", "short"):
             found[f"floatsplit-{dtype}-{kind}"] = Case(
@@ -274,7 +273,7 @@ def earlier(itemsize: int, elements: int) -> bytes:
 
 
 def later(itemsize: int, elements: int, how: str) -> bytes:
-    """Return `earlier` after small steps up and down, or with some bits turned."""
+    """Return `earlier` after small steps up and down, or with some bits flipped."""
     words = np.frombuffer(earlier(itemsize, elements), f"<u{itemsize}").copy()
     small = noise(f"later {itemsize}", elements)
     if how == "steps":

@@ -37,7 +37,7 @@ def plane_of(seed: bytes):
 
 
 def stored(plane, room=None):
-    """The frame of a plane; b"": it is left to zstd. What lies around its memory stays as it is."""
+    """The frame of a plane; b"": it is left to zstd. Memory around it stays unchanged."""
     from penstock.codecs.huffman import store_codes
 
     room = plane.size if room is None else room
@@ -51,7 +51,7 @@ def stored(plane, room=None):
 
 
 def read(frame, size):
-    """What both libraries read from it: they do not accept what a frame does not hold."""
+    """The plane that both libraries read from it; they accept no more than the frame holds."""
     one = zstandard.ZstdDecompressor().decompress(frame)
     assert entropy.zstd.decompress(frame) == one
     assert zstandard.get_frame_parameters(frame).content_size == size == len(one)

@@ -1,4 +1,4 @@
-"""`cast` rounds as torch does, and what is too large never becomes infinite unseen."""
+"""`cast` rounds as torch does, and a too large number never becomes infinite unseen."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_elements_are_those_of_the_narrow_format():
 
 
 @pytest.mark.parametrize("to", ["float16", "float32"])
-def test_a_chunk_with_a_number_that_is_too_large_is_left_as_it_is(to, caplog):
+def test_a_chunk_with_a_too_large_number_is_unchanged(to, caplog):
     tensor = torch.randn(300_000, dtype=torch.float64)
     tensor[299_999] = -1e300
     codec = CastCodec(CastConfig(to=to))
@@ -86,7 +86,7 @@ def test_saturated_numbers_become_the_largest():
         assert back.tolist() == [largest, -largest, 1.0]
 
 
-def test_numbers_count_as_too_large_where_they_are_rounded_beyond_the_format():
+def test_numbers_that_round_beyond_the_format_are_too_large():
     for to, kept, beyond in [
         ("float16", 65519.0, 65520.0),
         ("bfloat16", 3.3895e38, 3.3962e38),
@@ -113,12 +113,12 @@ def test_nan_stays_nan_and_infinities_stay_or_keep_the_chunk():
             assert encoded(codec, odd) is DECLINED
 
 
-def test_what_is_no_wider_float_is_declined():
+def test_all_but_wider_floats_are_declined():
     for dtype in [torch.int32, torch.complex64, torch.bfloat16, torch.bool]:
         assert encoded(CastCodec(CastConfig()), torch.ones(8).to(dtype)) is DECLINED
 
 
-def test_later_codecs_are_told_of_narrow_elements():
+def test_later_codecs_get_narrow_elements():
     codec = CastCodec(CastConfig(to="float16"))
     assert codec.output(context_of(torch.ones(4))) == CodecOutput("float16", 2, elementwise=True)
 

@@ -25,7 +25,7 @@ CODECS = {
     "lz4-small": lambda: Lz4Codec(Lz4Config(level=9)),
 }
 
-# Other options of a codec that is checked anyway.
+# Other options of an already checked codec.
 VARIANTS = {"cast-float8", "zstd-fast", "zstd-small", "lz4-accelerated", "lz4-small"}
 QUICK = [name for name in CODECS if name not in VARIANTS]
 CHECKS = {name for name in vars(checks) if name.startswith("check_") and name != "check_codec"}

@@ -37,16 +37,16 @@ def decoded(frame, array, base):
     return out
 
 
-def neighbours(dtype, *, count=70_000, step=3):
+def neighbors(dtype, *, count=70_000, step=3):
     """Two arrays of bit patterns: the second differs from the first by a few units."""
     rng = np.random.default_rng(7)
     old = rng.integers(0, 1 << 8 * np.dtype(dtype).itemsize, count, np.uint64).astype(dtype)
     return old, old + rng.integers(-step, step + 1, count).astype(dtype)
 
 
-def test_neighbours_round_trip_as_small_numbers():
+def test_neighbors_round_trip_as_small_numbers():
     for dtype in ["uint8", "uint16", "uint32", "uint64"]:
-        old, new = neighbours(dtype)
+        old, new = neighbors(dtype)
         frame = encoded(new, old)
         words = np.frombuffer(frame, dtype)
         assert words[-1] == Comparison.SUBTRACT
@@ -75,7 +75,7 @@ def test_every_pattern_of_bits_round_trips(data, size, how):
     assert decoded(frame, words, base).tobytes() == words.tobytes()
 
 
-def test_what_has_nothing_to_do_with_its_base_is_declined():
+def test_chunks_unrelated_to_their_base_are_declined():
     rng = np.random.default_rng(2)
     old, new = rng.integers(0, 1 << 16, (2, 40_000), np.uint64).astype(np.uint16)
     assert encoded(new, old) is DECLINED
@@ -91,7 +91,7 @@ def test_without_a_base_it_declines_to_encode_and_refuses_to_decode():
 
 
 def test_inputs_stay_as_they_are():
-    old, new = neighbours("uint16")
+    old, new = neighbors("uint16")
     before = old.tobytes(), new.tobytes()
     decoded(encoded(new, old), new, old)
     assert (old.tobytes(), new.tobytes()) == before
@@ -99,7 +99,7 @@ def test_inputs_stay_as_they_are():
 
 @pytest.mark.parametrize("damage", ["short", "long", "unknown", "base"])
 def test_a_damaged_frame_is_refused(damage):
-    old, new = neighbours("uint32")
+    old, new = neighbors("uint32")
     frame = encoded(new, old)
     base = old
     if damage == "short":
@@ -114,7 +114,7 @@ def test_a_damaged_frame_is_refused(damage):
         decoded(frame, new, base)
 
 
-def test_elements_that_are_no_machine_words_are_compared_byte_by_byte():
+def test_elements_of_odd_sizes_are_compared_byte_by_byte():
     for itemsize in [3, 12, 16]:
         old = np.zeros(5000 * itemsize, np.uint8)
         new = old.copy()

@@ -1,4 +1,4 @@
-"""Frames of floats: bit-exact whatever the bits are, smaller where that is known, never trusted."""
+"""Frames of floats: bit-exact for any bits, smaller for known patterns, never trusted."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def bf16(array):
 WIDE = {"bfloat16": bf16, "float32": np.asarray, "float64": np.float64}
 
 
-def test_random_weights_shrink_by_what_their_exponents_hold():
+def test_random_weights_shrink_by_exponent_entropy():
     weights = normal(1024, 1024)
     assert ratio(weights.tobytes(), context_of("float32", 4, weights.tobytes())) > 1.19
     half = bf16(weights).tobytes()
@@ -85,7 +85,7 @@ def test_a_sign_that_is_always_zero_is_not_stored():
     )
 
 
-def test_one_sign_that_the_sample_did_not_see_comes_back():
+def test_one_sign_missed_by_the_sample_round_trips():
     array = np.abs(normal(1 << 20))
     array[700_001] *= -1
     raw = array.tobytes()
@@ -103,7 +103,7 @@ def few_differences(dtype, share=0.1, elements=40_000):
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32", "uint64"])
-def test_numbers_that_are_mostly_zero_take_less_than_a_bit_for_each_byte(dtype):
+def test_mostly_zero_numbers_take_under_a_bit_per_byte(dtype):
     raw = few_differences(dtype)
     itemsize = np.dtype(dtype).itemsize
     # A Huffman code of each byte plane would take a bit for each of its bytes.
@@ -111,7 +111,7 @@ def test_numbers_that_are_mostly_zero_take_less_than_a_bit_for_each_byte(dtype):
 
 
 @pytest.mark.usefixtures("loops")
-def test_bytes_of_a_sparse_plane_come_back_in_their_places():
+def test_bytes_of_a_sparse_plane_keep_their_places():
     for share, size in product((0.0, 0.001, 0.1, 0.39), (1, 63, 64, 65, 40_003)):
         rng = np.random.default_rng(size)
         plane = rng.integers(1, 256, 4096 + size).astype(np.uint8)
@@ -129,7 +129,7 @@ def expect_sparse(plane):
 
 
 @pytest.mark.usefixtures("loops")
-def test_a_sparse_plane_with_its_last_bytes_in_use_comes_back():
+def test_a_sparse_plane_with_used_last_bytes_round_trips():
     for size, used in product((1, 7, 8, 9, 1001), (0, 1, 3)):
         plane = np.zeros(4096 + size, np.uint8)
         plane[-used or plane.size :] = 9
@@ -160,7 +160,7 @@ def test_a_damaged_sparse_plane_is_refused(damage):
         decode_plane(stored, Method.SPARSE, 0, np.empty_like(plane))
 
 
-def test_zeros_take_next_to_nothing():
+def test_zeros_take_almost_nothing():
     raw = bytes(1 << 20)
     assert len(encoded(raw, context_of("float32", 4, raw))) < 1000
 
@@ -180,10 +180,10 @@ def test_chunks_of_a_matrix_may_begin_and_end_anywhere(dtype):
 
 @pytest.mark.parametrize("dtype", WORDS)
 @given(seed=st.integers(0, 2**32 - 1), elements=st.integers(0, 3000), spread=st.integers(1, 64))
-def test_every_bit_pattern_comes_back(dtype, seed, elements, spread):
+def test_every_bit_pattern_survives(dtype, seed, elements, spread):
     size = WORDS[dtype]
     rng = np.random.default_rng(seed)
-    # Few distinct top bits, so that the chunk is taken, and any bits below them.
+    # Few distinct top bits, so the chunk is accepted, and any bits below them.
     words = rng.integers(0, 1 << 63, elements, np.uint64)
     if size > 1 and elements:
         top = rng.choice(rng.integers(0, 1 << 16, spread, np.uint64), elements)
@@ -197,7 +197,7 @@ def test_every_bit_pattern_comes_back(dtype, seed, elements, spread):
         assert decoded(frame, context) == raw
 
 
-def test_special_values_come_back_bit_for_bit():
+def test_special_values_round_trip_exactly():
     special = np.array([0, -0.0, np.inf, -np.inf, np.nan, 5e-324, -5e-324, 2.2e-308])
     words = np.concatenate([special.view(np.uint64), [0x7FF0000000000001, 0xFFF8DEADBEEF0001]])
     raw = np.tile(words.astype(np.uint64), 300).tobytes()
@@ -208,11 +208,11 @@ def test_special_values_come_back_bit_for_bit():
 @pytest.mark.parametrize(
     ("dtype", "itemsize"), [("uint8", 1), ("bool", 1), ("complex64", 8), ("float32", 2)]
 )
-def test_what_is_no_float_is_declined(dtype, itemsize):
+def test_non_floats_are_declined(dtype, itemsize):
     assert encoded(bytes(4096), context_of(dtype, itemsize, bytes(4096))) is DECLINED
 
 
-def test_what_would_not_shrink_is_declined():
+def test_incompressible_data_is_declined():
     raw = random.Random(0).randbytes(1 << 18)
     assert encoded(raw, context_of("float32", 4, raw)) is DECLINED
     assert encoded(raw[:400], context_of("float32", 4, raw[:400])) is DECLINED
@@ -250,7 +250,7 @@ def test_a_sign_that_is_always_zero_is_not_stored_where_elements_are_predicted()
 
 
 @pytest.mark.parametrize("dtype", WIDE)
-def test_one_element_far_from_its_prediction_comes_back(dtype):
+def test_one_element_far_from_its_prediction_survives(dtype):
     for odd in (-1e-12, 0.0, np.inf, np.nan, 1e30):
         array = moments(512, 448)
         array[300, 5] = odd
@@ -258,7 +258,7 @@ def test_one_element_far_from_its_prediction_comes_back(dtype):
         assert ratio(raw, context_of(dtype, WORDS[dtype], raw, array.shape)) > 1
 
 
-def test_a_frame_of_any_chunk_is_hardly_longer_than_the_chunk():
+def test_a_frame_of_any_chunk_is_at_most_slightly_longer():
     rng = np.random.default_rng(3)
     for raw in (rng.bytes(1 << 20), bytes(1 << 20), moments(512, 512).tobytes()):
         for dtype, size in WORDS.items():
@@ -267,7 +267,7 @@ def test_a_frame_of_any_chunk_is_hardly_longer_than_the_chunk():
 
 
 @pytest.mark.parametrize("dtype", WIDE)
-def test_memory_of_a_thread_is_used_again(dtype):
+def test_memory_of_a_thread_is_reused(dtype):
     array = moments(4096, 512)
     raw = WIDE[dtype](array).tobytes()
     context = context_of(dtype, WORDS[dtype], raw, array.shape)
@@ -286,7 +286,7 @@ def test_memory_of_a_thread_is_used_again(dtype):
     assert back == raw
 
 
-def test_elements_at_odd_addresses_come_back():
+def test_elements_at_odd_addresses_survive():
     array = moments(300, 512)
     for dtype, words in (("float32", array), ("bfloat16", bf16(array))):
         raw = words.tobytes()
@@ -328,7 +328,7 @@ def test_numpy_reads_what_numba_writes_and_splits_alike(monkeypatch):
         context = context_of(dtype, words.itemsize, raw, array.shape, 77 * words.itemsize)
         frame = encoded(raw, context)
         with monkeypatch.context() as patch:
-            # Huffman codes alone are others: zstd is to write them here, too.
+            # Only Huffman codes differ: zstd writes them here, too.
             fast = replace(kernels(), store_codes=PLAIN.store_codes)
             for module in (floatsplit, entropy):
                 patch.setattr(module, "kernels", lambda fast=fast: fast)

@@ -1,4 +1,4 @@
-"""Frames of Huffman codes that numba writes: what zstd reads from them is the plane."""
+"""Frames of Huffman codes that numba writes: zstd reads the plane from them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_zstd_reads_the_plane_that_was_coded(seed):
 
 def test_planes_of_every_length_are_coded():
     sizes = (16384, 16391, 131071, 131072, 131073, 200_001, 262_144)
-    # From 250 on they go round to 0, as differences from a prediction do.
+    # From 250 on they wrap around to 0, like differences from a prediction.
     for size, first in product(sizes, (0, 100, 250)):
         plane = np.random.default_rng(size).geometric(0.3, size).astype(np.uint8) + np.uint8(first)
         frame = stored(plane)
@@ -33,7 +33,7 @@ def test_planes_of_every_length_are_coded():
 
 
 def test_a_code_is_never_longer_than_zstd_allows():
-    # Counts of Fibonacci's make the deepest tree.
+    # Fibonacci counts make the deepest tree.
     counts, plane = [1, 1], []
     while sum(counts) < 200_000:
         counts.append(counts[-1] + counts[-2])
@@ -59,12 +59,12 @@ def test_a_frame_is_as_short_as_that_of_zstd():
         np.resize(np.arange(256, dtype=np.uint8), 1 << 17),
         np.zeros(1000, np.uint8),
         np.zeros(0, np.uint8),
-        # One half of it gets longer than zstd allows, in a code that serves both.
+        # One half of it exceeds zstd's limit, in a code that serves both.
         (np.repeat([1, 0], 1 << 17) * (np.arange(1 << 18) % 128 + 1)).astype(np.uint8),
     ],
     ids=["one byte", "the first two", "all alike", "short", "empty", "two halves"],
 )  # fmt: skip
-def test_what_has_no_such_code_is_left_to_zstd(plane):
+def test_uncodable_planes_are_left_to_zstd(plane):
     assert stored(plane) == b""
 
 
@@ -76,7 +76,7 @@ def test_a_frame_that_has_no_room_is_left_to_zstd():
     assert len(stored(plane, length + 1000)) == length
 
 
-def test_a_plane_that_changes_while_it_is_coded_does_not_write_beyond_its_memory():
+def test_a_plane_that_changes_during_coding_stays_within_its_memory():
     # As if the bytes had been counted before they changed to those with the longest codes.
     counts, bits = np.ones(256, np.int64), np.zeros(256, np.int64)
     counts[:8] = 1 << 20

@@ -1,4 +1,4 @@
-"""What the stored frames are: bytes that stay readable, and claims in them that are not trusted."""
+"""Stored frames: bytes that stay readable, and whose claims are not trusted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.codecs.zstd import ZstdCodec, ZstdConfig
 from penstock.core.abc import CodecContext
 from penstock.core.errors import CodecError
 
-# Written by version 1 of each codec: readable for ever.
+# Written by version 1 of each codec: readable forever.
 GOLDEN = [
     (ZstdCodec(ZstdConfig()), "28b52ffd2000010000", b""),
     (ZstdCodec(ZstdConfig()), "28b52ffd20487500004070656e73746f636b01009d54b8", b"penstock" * 9),
@@ -45,7 +45,7 @@ def test_golden_frames_stay_readable():
         assert _decode(codec, bytes.fromhex(frame), len(chunk)) == chunk
 
 
-def test_zstd_frame_is_one_ordinary_frame_that_says_its_content_size():
+def test_zstd_frame_is_one_standard_frame_with_its_content_size():
     for size in [0, 1, 100_000, (4 << 20) + 1, 12 << 20]:
         chunk = bytes(range(256)) * (size // 256) + bytes(size % 256)
         frame = _encode(ZstdCodec(ZstdConfig()), chunk)
@@ -56,14 +56,14 @@ def test_zstd_frame_is_one_ordinary_frame_that_says_its_content_size():
         assert zstandard.decompress(frame) == chunk
 
 
-def test_chunks_around_a_multiple_of_the_piece_come_back():
+def test_chunks_near_a_multiple_of_the_piece_round_trip():
     for size in [4 << 20, 8 << 20, (8 << 20) + 1]:
         chunk = bytes(range(251)) * (size // 251) + bytes(size % 251)
         for codec in (ZstdCodec(ZstdConfig()), Lz4Codec(Lz4Config())):
             assert _decode(codec, _encode(codec, chunk), size) == chunk
 
 
-def test_failure_in_mid_chunk_leaves_nothing_behind():
+def test_failure_in_mid_chunk_leaves_no_state():
     for codec in [ZstdCodec(ZstdConfig()), Lz4Codec(Lz4Config())]:
         size = 9 << 20
         chunk = random.Random(5).randbytes(size)
@@ -87,7 +87,7 @@ def test_lz4_level_and_acceleration_change_the_size():
     assert sizes[0] > sizes[1] > sizes[2]
 
 
-def test_lz4_takes_level_or_acceleration_but_not_both():
+def test_lz4_takes_level_or_acceleration_not_both():
     with pytest.raises(ValidationError, match="not both"):
         Lz4Config(level=3, acceleration=2)
 
@@ -111,7 +111,7 @@ def test_zstd_frame_without_content_size_is_refused():
         _decode(ZstdCodec(ZstdConfig()), frame, 100)
 
 
-def test_zstd_frame_that_asks_for_a_large_window_is_refused():
+def test_zstd_frame_with_a_large_window_is_refused():
     # A header with window log 27 and content size 5 MiB, then 40 blocks that repeat one byte.
     size = 5 << 20
     header = b"\x28\xb5\x2f\xfd" + bytes([0b10000000, (27 - 10) << 3]) + struct.pack("<I", size)
@@ -123,7 +123,7 @@ def test_zstd_frame_that_asks_for_a_large_window_is_refused():
         _decode(ZstdCodec(ZstdConfig()), frame, size)
 
 
-def test_zstd_frame_that_holds_more_than_it_says_is_refused():
+def test_zstd_frame_above_its_content_size_is_refused():
     # The header says 5 bytes; the one block holds 100.
     header = b"\x28\xb5\x2f\xfd" + bytes([0b00100000, 5])
     frame = header + struct.pack("<I", (100 << 3) | 1)[:3] + b"y" * 100
@@ -131,7 +131,7 @@ def test_zstd_frame_that_holds_more_than_it_says_is_refused():
         _decode(ZstdCodec(ZstdConfig()), frame, 5)
 
 
-def test_zstd_frame_that_is_cut_off_or_has_a_tail_is_refused():
+def test_zstd_frame_truncated_or_with_a_tail_is_refused():
     for size in [0, 9, 300_000]:
         for checksum in [False, True]:
             codec = ZstdCodec(ZstdConfig())
@@ -147,7 +147,7 @@ def test_zstd_frame_that_is_cut_off_or_has_a_tail_is_refused():
                     _decode(codec, frame + tail, size)
 
 
-def test_zstd_frame_whose_last_block_is_missing_is_refused_though_all_bytes_are_there():
+def test_zstd_frame_without_its_last_block_is_refused_even_with_all_bytes():
     header = b"\x28\xb5\x2f\xfd" + bytes([0b00100000, 5])
     block = struct.pack("<I", 5 << 3)[:3] + b"whole"
     last = struct.pack("<I", 0b001)[:3]  # holds nothing
@@ -171,7 +171,7 @@ def test_a_zstd_decoder_that_failed_is_not_used_again():
     whole = bytes(frame)
     for at in range(12, len(frame), len(frame) // 60):
         frame[at] ^= 0x55
-        with contextlib.suppress(CodecError):  # changed literals decode, to other bytes
+        with contextlib.suppress(CodecError):  # changed literals decode to other bytes
             _decode(codec, bytes(frame), len(chunk))
         frame[at] ^= 0x55
         assert _decode(codec, whole, len(chunk)) == chunk
@@ -187,7 +187,7 @@ def test_lz4_block_length_beyond_the_frame_is_refused():
 def test_lz4_block_of_another_length_is_refused():
     short = lz4.block.compress(b"z" * 71, store_size=False)
     frame = struct.pack("<I", len(short)) + short
-    with pytest.raises(CodecError, match="holds 71 bytes where 72"):
+    with pytest.raises(CodecError, match="holds 71 bytes instead of 72"):
         _decode(Lz4Codec(Lz4Config()), frame, 72)
 
 

@@ -1,4 +1,4 @@
-"""Decoders that are given changed frames, of which no checksum has told them."""
+"""Decoders that get changed frames without a checksum check."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Frames that were once written decode for ever; nobody promises that they are written again."""
+"""Frames once written decode forever; writing the same bytes again is not promised."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GOLDEN = Path(__file__).parent / "golden"
 
 
 def folder_of(case):
-    """Where the frames lie that today's version of the first codec writes."""
+    """The folder of frames of the first codec's current version."""
     name = CASES[case].codecs[0][0]
     return GOLDEN / f"{name}-{default_registry().codec_class(name).version}"
 
@@ -45,10 +45,10 @@ def write(case):
     (folder / f"{case}.json").write_text(json.dumps(record) + "\n")
 
 
-def test_every_case_has_a_frame_of_the_version_of_today():
+def test_every_case_has_a_frame_of_the_current_version():
     for case in CASES:
         path = folder_of(case) / f"{case}.frame"
-        if rewriting() and not path.is_file():  # frames that are there stay as they are, for ever
+        if rewriting() and not path.is_file():  # existing frames never change
             write(case)
         assert read_golden(path), case
 

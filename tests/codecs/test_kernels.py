@@ -33,7 +33,7 @@ def grid_of(rng, *, predicted):
 
 
 def block_of(rng, itemsize, kind, grid):
-    """Elements that can be split so, whatever the bits below are."""
+    """Elements that can be split so, with any lower bits."""
     top = rng.integers(0, 1 << 16, ELEMENTS, np.uint16)
     if kind is Halves.UNSIGNED:
         top &= 0x7FFF
@@ -53,7 +53,7 @@ def empty_planes(itemsize, *, apart=False):
     return [np.empty(ELEMENTS * w, np.uint8).view(f"<u{w}") for w in widths]
 
 
-def test_a_block_is_joined_to_what_it_was(table):
+def test_joining_restores_a_block(table):
     for itemsize, kind, predicted, apart in product(WIDTHS, Halves, (False, True), (False, True)):
         expect_joined(table, itemsize, kind, predicted=predicted, apart=apart)
 
@@ -77,7 +77,7 @@ def expect_joined(table, itemsize, kind, *, predicted, apart):
 
 
 @pytest.mark.parametrize("kind", [Halves.UNSIGNED, Halves.NEAR])
-def test_one_element_that_does_not_fit_is_noticed(table, kind):
+def test_one_unfitting_element_is_detected(table, kind):
     for itemsize, predicted, place in product(WIDTHS, (False, True), (0, ELEMENTS - 1)):
         expect_noticed(table, kind, itemsize, place, predicted=predicted)
 
@@ -99,10 +99,10 @@ def expect_noticed(table, kind, itemsize, place, *, predicted):
     assert not table.split_block(block, empty_planes(itemsize), kind, grid)
 
 
-def test_differences_are_the_same_and_lead_back(table):
+def test_differences_are_equal_and_invertible(table):
     for size in (1, 2, 4, 8):
         rng = np.random.default_rng(size)
-        # Unaligned, as frames and chunks may be; and longer than what numpy works on at once.
+        # Unaligned, as frames and chunks may be; and longer than one step of numpy.
         new, old = (
             np.frombuffer(rng.bytes(size * 70_001 + 1), np.uint8)[1:].view(f"<u{size}")
             for _ in range(2)
@@ -125,7 +125,7 @@ def test_values_are_scattered_to_the_places_of_set_bits(table):
         assert np.array_equal(plane, expected)
 
 
-def test_packed_bytes_come_back():
+def test_packed_bytes_unpack():
     for unused, size in product((1, 2), (0, 1, 31, 32, 63, 64, 65, 1000, 4096 + 7)):
         plane = np.random.default_rng(size).integers(0, 256 >> unused, size).astype(np.uint8)
         packed = np.empty(packed_size(size, unused), np.uint8)

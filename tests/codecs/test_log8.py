@@ -1,4 +1,4 @@
-"""`log8` keeps the relative error of second moments small, and zero apart from all else."""
+"""`log8` keeps the relative error of second moments small, and zeros exact."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def test_the_relative_error_is_half_a_step():
 
             error = ((given_back(tensor) - tensor).abs() / tensor).max()
 
-            # 254 steps for so many octaves; the table has 2^12 cells for one.
+            # 254 steps for this many octaves; the table has 2^12 cells for one.
             assert error <= 2 ** (octaves / 254 / 2) - 1 + 2**-11
 
 
-def test_zero_stays_zero_and_nothing_else_becomes_zero():
+def test_exactly_zeros_become_zero():
     for dtype in [torch.float32, torch.bfloat16, torch.float16]:
         tensor = moments(5000, 20).to(dtype)
         tensor[::3] = 0
@@ -67,7 +67,7 @@ def test_zero_stays_zero_and_nothing_else_becomes_zero():
         assert (back >= 0).all()
 
 
-def test_the_ends_of_a_block_and_equal_numbers_are_exact():
+def test_block_extremes_and_equal_numbers_are_exact():
     for dtype in [torch.float32, torch.bfloat16, torch.float16]:
         tensor = moments(256, 10).to(dtype)
         back = given_back(tensor)
@@ -88,7 +88,7 @@ def test_a_second_pass_changes_nothing():
             assert torch.equal(given_back(once), once)
 
 
-def test_a_chunk_with_what_no_second_moment_is_stays_as_it_is():
+def test_a_chunk_of_impossible_second_moments_is_unchanged():
     for at in [0, 300, 69_999]:
         for odd in [-1e-9, -0.0, torch.inf, -torch.inf, torch.nan]:
             tensor = moments(70_000)
@@ -101,7 +101,7 @@ def test_other_dtypes_are_declined():
         assert encoded(torch.ones(300).to(dtype)) is DECLINED
 
 
-def test_a_block_that_no_float_fits_into_is_refused():
+def test_a_block_range_without_floats_is_refused():
     for low, high in [(2, 1), (1, 0x7F800000), (0x80000001, 0x80000002)]:
         tensor = torch.ones(3)
         frame = encoded(tensor)
@@ -110,13 +110,13 @@ def test_a_block_that_no_float_fits_into_is_refused():
             CODEC.decode(frame, memoryview(bytearray(12)), context=context_of(tensor))
 
 
-def test_the_tables_are_those_of_the_logarithm():
+def test_the_tables_match_the_logarithm():
     logarithms, mantissas = (table.astype(np.float64) / 2**23 for table in _tables())
     np.testing.assert_allclose(mantissas, np.exp2((np.arange(4096) + 0.5) / 4096) - 1, atol=2**-22)
     middles = (np.arange(1 << 14) + 0.5) / (1 << 14)
     np.testing.assert_allclose(logarithms, np.log2(1 + middles), atol=2**-13 * 1.01)
     cells = _tables()[0][_tables()[1] >> 9] >> 11
-    np.testing.assert_array_equal(cells, np.arange(4096))  # each leads back to itself
+    np.testing.assert_array_equal(cells, np.arange(4096))  # each maps back to itself
 
 
 def test_an_update_of_adam_keeps_its_size():

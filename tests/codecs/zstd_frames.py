@@ -1,4 +1,4 @@
-"""What tests ask of zstd frames, answered by the library and not by the codec."""
+"""Questions of tests on zstd frames, answered by the library, not the codec."""
 
 import zstandard
 

@@ -1,4 +1,4 @@
-"""Makes checkpoints that borrow blobs of others, out of a checkpoint that was really saved."""
+"""Makes checkpoints that borrow blobs of others from a really saved checkpoint."""
 
 from tests.core.forging import forge
 
@@ -19,7 +19,7 @@ LIMIT = 1 << 30
 def borrow(backend, base, step, *, uid, lent="raw", generation=0):
     """Commit a checkpoint with the state of step `base`, whose `lent` blobs it borrows.
 
-    The other blobs are its own. What the base itself borrows is borrowed of the same save.
+    The other blobs are its own. It borrows the base's borrowed blobs from the same save.
     """
     record = Catalog(backend).record(base)
     names = [record.index.name, *(part.name for part in record.parts)]

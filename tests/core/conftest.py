@@ -48,7 +48,7 @@ class PluginSite:
         importlib.invalidate_caches()
 
     def add_raising(self, method, error):
-        """Backend `acme` 2.5, of which one method raises: `"list(self, prefix, /)"`."""
+        """Backend `acme` 2.5 with one method that raises: `"list(self, prefix, /)"`."""
         module = f"acme_{method.partition('(')[0]}_{len(list(self.folder.iterdir()))}"
         source = RAISING.format(
             decorator="@classmethod" if "cls" in method else "", method=method, error=error

@@ -1,10 +1,10 @@
-"""Fuzz what reads stored bytes, outside of the test suite.
+"""Fuzz the readers of stored bytes, outside the test suite.
 
     python -m tests.core.fuzz manifest --seconds 600
 
-A target is a kind of record, or a codec of ours whose decoder gets frames without a checksum before
-it. With atheris (`pip install atheris`, into an environment that also sees Penstock's) cases are
-bred by coverage, otherwise they are drawn at random. A case that fails is printed as a line for
+A target is a kind of record, or one of our codecs, whose decoder gets frames without a checksum
+check. With atheris (`pip install atheris`, into an environment that also sees Penstock's) coverage
+guides the cases, otherwise they are random. A failing case is printed as a line for
 `tests/corpus/<target>.txt`, which the suite replays.
 """
 
@@ -27,7 +27,7 @@ MAX_CASE_BYTES = 48
 
 
 def bred(atheris: Any, options: argparse.Namespace, known: list[bytes]) -> None:
-    """Let libFuzzer breed cases; it ends the process itself."""
+    """Let libFuzzer generate cases; it ends the process."""
     with atheris.instrument_imports(include=["penstock"]):
         from tests.core.fuzz_targets import TARGETS
     seeds = Path(f"/tmp/penstock-fuzz-{options.target}")  # libFuzzer's scratch
@@ -44,7 +44,7 @@ def bred(atheris: Any, options: argparse.Namespace, known: list[bytes]) -> None:
 
 
 def drawn(options: argparse.Namespace, known: list[bytes]) -> None:
-    """Draw cases at random, and change those of the corpus, until one fails."""
+    """Draw random cases and mutate those of the corpus until one fails."""
     from tests.core.fuzz_targets import TARGETS
 
     chance = random.Random(options.seed)

@@ -1,4 +1,4 @@
-"""What the fuzzers run: each target turns bytes into one case, and judges the outcome."""
+"""The targets of the fuzzers: each turns bytes into one case, and checks the outcome."""
 
 import datetime as dt
 import json
@@ -50,7 +50,7 @@ _LEVELS = ("section", "section", "section", "section", "head", "body", "index", 
 
 
 def make_state():
-    """Something of every form that is stored, small."""
+    """A small value of every stored form."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(9, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
     model.add_module("tied", model[2])
@@ -73,7 +73,7 @@ def make_state():
 
 
 class Stored:
-    """One checkpoint in memory, whose files can be exchanged for others."""
+    """One checkpoint in memory with replaceable files."""
 
     def __init__(self):
         self.store = MemoryBackend(MemoryConfig())
@@ -97,7 +97,7 @@ class Stored:
             self.store.publish(name, data)
 
     def read_every_way(self):
-        """What became of each way of reading; anything but our own errors comes out as it is."""
+        """The outcome of each way of reading; errors other than ours propagate."""
         outcomes = []
 
         def attempt(way, read):
@@ -132,12 +132,12 @@ class Stored:
 
 @cache
 def stored():
-    """Made once in a process."""
+    """Created once per process."""
     return Stored()
 
 
 def manifest(data):
-    """Records that are bound by right digests and say anything; every way of reading."""
+    """Records with right digests and any content; every way of reading."""
     choices = Choices(data)
     levels = [choices.of(_LEVELS) for _ in range(1 + choices.below(2))]
 
@@ -151,7 +151,7 @@ def manifest(data):
 
 
 def records(data):
-    """The bytes of one record, bound by right digests: each decoder alone."""
+    """The bytes of one record with right digests: each decoder alone."""
     choices = Choices(data)
     files = stored().files
     (commit,) = [n for n in files if n.startswith("commits/")]
@@ -238,7 +238,7 @@ def _encoded(names, kind):
 
 
 def frames(data):
-    """Encoded frames that were changed behind the checksum: refused, or decoded to what was."""
+    """Encoded frames changed under a valid checksum: refused, or decoded correctly."""
     choices = Choices(data)
     names = choices.of(_CHAINS)
     chain, raw, frame, lengths = _encoded(names, choices.below(8))
@@ -283,7 +283,7 @@ def _encoded_values():
 
 
 def values(data):
-    """The JSON of values: decoded to something, or refused."""
+    """The JSON of values: decoded to any value, or refused."""
     choices = Choices(data)
     content = _changed(_encoded_values(), choices)
     try:

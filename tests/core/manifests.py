@@ -83,7 +83,7 @@ def frames_for(plan, results):
 
 
 class Manifest:
-    """Entries in described order, taken all the way to bytes."""
+    """Entries in described order, encoded to bytes."""
 
     def __init__(self, entries, *, chains=None, block_bytes=PAGE_BYTES, section_objects=4):
         self.entries = entries
@@ -164,7 +164,7 @@ def example():
 
 
 def section_of(records):
-    """The writer of a section that is at hand as records."""
+    """The writer of a section given as records."""
     writer = SectionWriter()
     for frame in records.frames:
         writer.frame_number(frame)

@@ -1,4 +1,4 @@
-"""Objects for the tests of plans: as described, with bytes that only have a length and a place."""
+"""Objects for plan tests: described ones whose bytes have only a length and an address."""
 
 from penstock.core.abc import ByteSource, StateObject
 from penstock.core.plan.save import Capture, PlannedObject, RawLayout
@@ -6,7 +6,7 @@ from penstock.core.types import PAGE_BYTES, Kind, Region, Role, TensorSpec
 
 
 class NoBytes(ByteSource):
-    """So many bytes at a place; nobody may ask for them."""
+    """This many bytes at an address; reading them is an error."""
 
     __slots__ = ("address", "device", "memory", "nbytes")
 
@@ -33,7 +33,7 @@ def planned(
     capture=Capture.NOW,
     dtype="uint8",
 ):
-    """The object that `source` has the bytes of; its version is taken now."""
+    """The object whose bytes `source` has; its version is taken now."""
     spec = TensorSpec(dtype, itemsize, (source.nbytes // itemsize,))
     region = Region.whole(spec.shape)
     entry = StateObject(path, Kind.TENSOR, spec, (region,), role, "tensor", source)

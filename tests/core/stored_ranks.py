@@ -1,4 +1,4 @@
-"""Stores checkpoints as several ranks would, each with the shards that it is given."""
+"""Stores checkpoints as several ranks would, each with its given shards."""
 
 import numpy as np
 from tests.core.manifests import UID, commit_record, section_of
@@ -42,7 +42,7 @@ def reshard(store, cuts, *, step=STEP):
 
     Args:
         store: Where the checkpoint is.
-        cuts: Returns what each rank holds of a tensor: `cuts(path, shape)` is a list of regions for
+        cuts: Returns each rank's share of a tensor: `cuts(path, shape)` is a list of regions for
             each rank. Values are on rank 0, and all ranks describe them.
         step: The step of the checkpoint.
     """
@@ -76,10 +76,10 @@ def store_ranks(backend, ranks, *, per_section=3, like=None):
     Args:
         backend: Where to.
         ranks: For each rank the path of every object that it describes, in order, with the whole
-            array and the regions that the rank holds; regions of None: it only describes it.
+            array and the rank's regions; regions of None: it only describes it.
         per_section: Objects of a section.
-        like: The records of the objects by path, all nodes, and the versions of providers; of
-            objects that are not there, and without it, those of arrays in dicts.
+        like: The records of the objects by path, all nodes, and the versions of providers; absent
+            objects, and all without it, get those of arrays in dicts.
     """
     like = like or DICTS
     parts, tables, stored, names = [], [], 0, set()
@@ -127,7 +127,7 @@ def part_of_rank(rank, world_size, held, *, per_section=256, like=DICTS):
     for path, _, _ in held:
         nodes |= {path[:n]: ("dict", {}) for n in range(len(path))}
     nodes |= {node.path: (node.form, node.meta) for node in stored_nodes}
-    node_records = tuple(NodeRecord(n, path, *told) for n, (path, told) in enumerate(nodes.items()))
+    node_records = tuple(NodeRecord(n, path, *rest) for n, (path, rest) in enumerate(nodes.items()))
     for at in range(0, len(held), per_section):
         frames, objects = [], []
         for ordinal, (path, array, regions) in enumerate(held[at : at + per_section], at):

@@ -1,4 +1,4 @@
-"""What lies in the working directory is not installed, unless somebody says that it is."""
+"""Files in the working directory are not installed unless a path file names them."""
 
 import importlib.util
 import os
@@ -24,7 +24,7 @@ EVIL, NONE = "['evil']", "[]"
 
 @pytest.fixture
 def run(tmp_path):
-    """A folder that brings a distribution along, and modules that shadow installed ones."""
+    """A folder with a distribution, and modules that shadow installed ones."""
     folder = tmp_path / "run"
     info = folder / "evil-1.0.dist-info"
     info.mkdir(parents=True)
@@ -34,7 +34,7 @@ def run(tmp_path):
     return folder
 
 
-def said(*arguments, cwd, **environment):
+def output_of(*arguments, cwd, **environment):
     environment = {**os.environ, **environment}
     environment = {name: value for name, value in environment.items() if value}
     done = subprocess.run(
@@ -50,15 +50,15 @@ def said(*arguments, cwd, **environment):
 
 def test_plugins_of_the_working_directory_are_not_found(run, tmp_path):
     code = textwrap.dedent(LOADS)
-    assert said("-c", code, cwd=run, PYTHONPATH="") == NONE
+    assert output_of("-c", code, cwd=run, PYTHONPATH="") == NONE
     (run / "looks.py").write_text(code)
-    assert said("-m", "looks", cwd=run, PYTHONPATH="") == NONE
-    # A session that has changed its folder since it began.
-    assert said("-c", f"import os\nos.chdir({str(run)!r})\n{code}", cwd=tmp_path) == NONE
+    assert output_of("-m", "looks", cwd=run, PYTHONPATH="") == NONE
+    # A session that has changed its folder since its start.
+    assert output_of("-c", f"import os\nos.chdir({str(run)!r})\n{code}", cwd=tmp_path) == NONE
 
 
-def test_a_folder_that_a_file_of_site_packages_names_is_searched(run, tmp_path, monkeypatch):
-    """As it is where a project is installed in place, and tested from its own root."""
+def test_a_folder_named_by_a_pth_file_is_searched(run, tmp_path, monkeypatch):
+    """As for a project installed in place and tested from its root."""
     packages = tmp_path / "site-packages"
     packages.mkdir()
     monkeypatch.setattr(sys, "path", [str(run), str(packages), *sys.path])
@@ -70,16 +70,14 @@ def test_a_folder_that_a_file_of_site_packages_names_is_searched(run, tmp_path, 
     assert "evil" in names()
 
 
-def test_the_module_that_is_the_command_imports_nothing_of_the_working_directory(run):
-    told = said("-m", "penstock", "ls", ".", cwd=run, PYTHONPATH="")
-    assert "code of the run" not in told
-    assert "no checkpoints" in told or "no checkpoint" in told
+def test_the_command_module_imports_nothing_of_the_working_directory(run):
+    output = output_of("-m", "penstock", "ls", ".", cwd=run, PYTHONPATH="")
+    assert "code of the run" not in output
+    assert "no checkpoints" in output or "no checkpoint" in output
 
 
 @pytest.mark.parametrize("entry", ["", ".", "{run}"])
-def test_imports_for_a_checkpoint_do_not_look_in_the_working_directory(
-    entry, tmp_path, monkeypatch
-):
+def test_imports_for_a_checkpoint_ignore_the_working_directory(entry, tmp_path, monkeypatch):
     run, packages = tmp_path / "run", tmp_path / "packages"
     for folder in (run, packages):
         folder.mkdir()
@@ -109,4 +107,4 @@ def test_verifying_a_run_imports_nothing_of_the_run(tmp_path):
         (run / f"{module}.py").write_text("raise SystemExit('code of the run was executed')")
     code = f"import os, penstock; os.chdir({str(run)!r})\n"
     code += "print(penstock.Checkpointer('posix://.').verify().ok)"
-    assert said("-c", code, cwd=tmp_path, PYTHONPATH="") == "True"
+    assert output_of("-c", code, cwd=tmp_path, PYTHONPATH="") == "True"

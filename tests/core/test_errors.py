@@ -1,4 +1,4 @@
-"""`errors`: they cross processes with all that they carry."""
+"""`errors` cross processes with all their fields."""
 
 import pickle
 
@@ -19,7 +19,7 @@ def test_every_error_pickles(cls):
     assert (str(again), vars(again)) == (str(error), vars(error))
 
 
-def test_what_an_error_carries_comes_along():
+def test_pickled_errors_keep_their_fields():
     for error in (
         errors.DamagedError("damaged", ["model/w"]),
         errors.RestoreMismatchError("differs", ["model/w: shape"]),

@@ -27,8 +27,8 @@ def test_tensor_without_elements_is_whole_everywhere():
         assert Shard(torch.zeros(0, 3), (0, 3), **where).regions == (Region((0, 0), (0, 3)),)
 
 
-def test_what_does_not_fit_together_is_refused():
-    for arguments, said in [
+def test_inconsistent_arguments_are_refused():
+    for arguments, message in [
         (((4, 3), (3, 0)), "elements 3:5 of dimension 0, which has 4"),
         (((4, 3), (-1, 0)), "elements -1:1 of dimension 0"),
         (((4, 3), (2,)), "2 dimensions, 1 offsets"),
@@ -43,10 +43,10 @@ def test_what_does_not_fit_together_is_refused():
     ]:
         with pytest.raises(UnsupportedStateError) as caught:
             Shard(torch.zeros(2, 3), *arguments)
-        assert said in str(caught.value)
+        assert message in str(caught.value)
 
 
-def test_flat_range_is_as_many_rectangles_as_it_takes():
+def test_flat_range_becomes_several_rectangles():
     shard = Shard(np.zeros(6), (3, 4), flat_range=np.array([3, 9]), replica=(0, 2))
     assert shard.regions == (Region((0, 3), (1, 1)), Region((1, 0), (1, 4)), Region((2, 0), (1, 1)))
     assert shard.place == Replica(0, 2)
@@ -56,8 +56,8 @@ def test_flat_range_is_as_many_rectangles_as_it_takes():
     assert Shard(torch.zeros(0), (3, 4), flat_range=(12, 12)).regions == ()
 
 
-def test_flat_range_that_does_not_fit_is_refused():
-    for shape, options, said in [
+def test_invalid_flat_range_is_refused():
+    for shape, options, message in [
         ((3, 4), {"offsets": (0, 0), "flat_range": (0, 6)}, "it takes one of them"),
         ((3, 4), {"flat_range": (7, 13)}, "which has 12"),
         ((3, 4), {"flat_range": (-1, 5)}, "flat_range=(-1, 5)"),
@@ -69,15 +69,15 @@ def test_flat_range_that_does_not_fit_is_refused():
     ]:
         with pytest.raises(UnsupportedStateError) as caught:
             Shard(torch.zeros(6), shape, **options)
-        assert said in str(caught.value)
+        assert message in str(caught.value)
 
 
-def test_what_is_no_tensor_is_refused():
+def test_non_tensors_are_refused():
     with pytest.raises(UnsupportedStateError, match="is given a list"):
         Shard([1, 2], (4,), (0,))
 
 
-def test_distributed_tensor_is_no_shard_by_hand():
+def test_distributed_tensor_is_no_manual_shard():
     def work(rank):
         mesh = init_device_mesh("cpu", (1,))
         with pytest.raises(UnsupportedStateError, match="put the DTensor itself"):
@@ -97,8 +97,8 @@ def test_shards_take_any_sequence_of_pieces_of_one_tensor():
     assert len(Shards([nothing, nothing]).pieces) == 2
 
 
-def test_pieces_that_do_not_go_together_are_refused():
-    for pieces, said in [
+def test_incompatible_pieces_are_refused():
+    for pieces, message in [
         ([], "holds nothing: give it a list of penstock.Shard"),
         ([torch.zeros(3)], "holds ['Tensor']"),
         ([piece(0, 2), piece(1, 4)], "from [0, 0] of shape [2, 3] and from [1, 0] of shape [3, 3]"),
@@ -121,10 +121,10 @@ def test_pieces_that_do_not_go_together_are_refused():
     ]:
         with pytest.raises(UnsupportedStateError) as caught:
             Shards(pieces)
-        assert said in str(caught.value)
+        assert message in str(caught.value)
 
 
-def test_overlaps_are_found_among_all_pieces_whatever_their_order():
+def test_overlaps_are_found_among_pieces_in_any_order():
     cells = [(row, column) for row in range(4) for column in range(3)]
     made = {at: Shard(torch.zeros(2, 1), (9, 3), (2 * at[0], at[1])) for at in cells}
     Shards(list(made.values())[::-1])

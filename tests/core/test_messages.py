@@ -1,4 +1,4 @@
-"""What a mistake is answered with: the message names it, and the right form."""
+"""The message on a mistake names it, and the right form."""
 
 import logging
 from functools import partial
@@ -50,7 +50,7 @@ def saved_with(rules, states, tmp_path):
             ckpt.save(one, step=step, mode="blocking")
 
 
-def test_a_rule_that_matches_nothing_is_said_once_with_the_nearest_paths(tmp_path, caplog):
+def test_a_rule_without_a_match_is_reported_once_with_nearest_paths(tmp_path, caplog):
     rules = [{"match": "epoch", "codecs": ZSTD}, {"match": "modle/**", "codecs": ZSTD}]
     saved_with(rules, [state(), state(), state()], tmp_path)
     (text,) = warnings_of(caplog)
@@ -62,20 +62,20 @@ def test_a_rule_that_matches_nothing_is_said_once_with_the_nearest_paths(tmp_pat
 
 
 @pytest.mark.parametrize("region", [(0,), 0, [0], "first", (slice(0, 1), 2)])
-def test_a_region_that_is_none_is_answered_with_the_right_form(ckpt, region):
+def test_an_invalid_region_error_shows_the_right_form(ckpt, region):
     text = message(SelectionError, lambda: ckpt.open().read("model/weight", region))
     assert f"{region!r} is not a region of model/weight" in text
     assert "(slice(0, 1),)" in text
 
 
-def test_a_part_of_a_value_is_answered_with_the_whole(ckpt):
+def test_a_region_of_a_value_error_names_the_whole(ckpt):
     for include in ("options/lr", "options/*"):
         text = message(SelectionError, lambda: ckpt.load(include=include))  # noqa: B023
         assert text.endswith("options is stored as one object, so use 'options'")
     with pytest.raises(KeyError, match="options is stored as one object; read 'options'"):
         ckpt.open()["options/lr"]
     text = message(SelectionError, lambda: ckpt.load(include="*/lr"))
-    assert "one object" not in text  # it may mean anything
+    assert "one object" not in text  # its meaning is unclear
 
 
 # -- after close ---------------------------------------------------------------------------------
@@ -97,7 +97,7 @@ CALLS = {
 }
 
 
-def test_every_call_after_close_says_that_it_is_closed(ckpt):
+def test_every_call_after_close_reports_the_close(ckpt):
     for name, call in CALLS.items():
         ckpt.close()
         assert "is closed" in message(SaverClosedError, partial(call, ckpt)), name
@@ -155,7 +155,7 @@ def test_a_wrong_option_is_named_with_its_file_and_its_place(tmp_path, text, kin
     assert words in found
 
 
-def test_a_step_that_exists_is_answered_with_overwrite_and_rewind(ckpt):
+def test_an_existing_step_error_names_overwrite_and_rewind(ckpt):
     first = message(StepExistsError, lambda: ckpt.save(state(), step=1))
     assert "to save this step anyway, pass overwrite=True;" in first
     assert "to start again, first delete step 1 and all later ones." in first
@@ -164,7 +164,7 @@ def test_a_step_that_exists_is_answered_with_overwrite_and_rewind(ckpt):
     found = message(StepExistsError, lambda: ckpt.save(state(), step=3))
     assert "to save this step anyway, pass overwrite=True;" in found
     assert "is before the latest step 5. To continue from the latest step, call resume" in found
-    assert "first call rewind(1), which forgets all later steps." in found
+    assert "first call rewind(1), which deletes all later steps." in found
 
 
 class Pair:
@@ -173,7 +173,7 @@ class Pair:
 
 
 class FailsAtTheEnd(StateProvider):
-    """Cannot put together what was restored."""
+    """Cannot assemble the restored parts."""
 
     name = "pair"
     api_version = 1
@@ -198,7 +198,7 @@ class FailsAtTheEnd(StateProvider):
 
 
 @pytest.mark.parametrize("use", ["restore", "load"])
-def test_what_fails_at_the_end_of_a_restore_is_told_with_provider_and_path(use):
+def test_a_failure_at_the_end_of_a_restore_names_provider_and_path(use):
     registry = Registry()
     registry.register(FailsAtTheEnd)
     tree = state(pairs={"first": Pair(torch.ones(2), torch.ones(2))})

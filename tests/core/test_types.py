@@ -20,7 +20,7 @@ def test_regions_of_a_range_cover_it_once_and_in_order(shape):
             assert joined == [*range(start, stop)]
 
 
-def test_the_whole_of_a_shape_has_all_of_its_elements():
+def test_the_whole_of_a_shape_has_all_its_elements():
     assert Region.whole((2, 3)) == Region((0, 0), (2, 3))
     assert (Region.whole((2, 3)).numel, Region.whole(()).numel, Region.whole((0, 3)).numel) == (
         6,

@@ -1,4 +1,4 @@
-"""Small runs, one for each way in which a checkpoint is stored, and the states that they hold.
+"""Small runs, one for each way of storing a checkpoint, and their states.
 
 States are computed without random numbers and rounding, so every machine computes the same bits.
 """
@@ -41,7 +41,7 @@ DTYPES = [
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32, step: int = 0) -> torch.Tensor:
-    """Different numbers, which move a little with each step."""
+    """Different numbers that change a little with each step."""
     count = int(np.prod(shape))
     at = torch.arange(count)
     found = (at * 37 % 31 - 15).double() + step * 2.0**-12 * (at % 7).double()
@@ -82,7 +82,7 @@ def one(step: int) -> dict[str, Any]:
 
 
 def moving(step: int) -> dict[str, Any]:
-    """Tensors that move a little."""
+    """Tensors that change a little."""
     return {
         "model": {
             "w": numbers(40, 100, step=step),
@@ -93,7 +93,7 @@ def moving(step: int) -> dict[str, Any]:
 
 
 def still(step: int) -> dict[str, Any]:
-    """The same, and more that stand still."""
+    """The same, and unchanging ones."""
     return moving(step) | {"frozen": {f"f{n}": numbers(80, 60) * (n + 1) for n in range(4)}}
 
 
@@ -104,7 +104,7 @@ def mixed(step: int) -> dict[str, Any]:
 
 
 def each_codec(step: int) -> dict[str, Any]:
-    """For each codec large and small tensors, of elements of every width."""
+    """For each codec large and small tensors with elements of every width."""
     dtypes = ("int8", "bfloat16", "float32", "float64", "complex64")
     large = {d: numbers(70, 90, dtype=getattr(torch, d), step=step) for d in dtypes}
     small = {f"s{n}": numbers(3, 5, step=n) for n in range(4)}
@@ -113,7 +113,7 @@ def each_codec(step: int) -> dict[str, Any]:
 
 
 def noise(*shape: int) -> torch.Tensor:
-    """Numbers from 1 to 2 whose mantissas no codec makes smaller."""
+    """Numbers from 1 to 2 whose mantissas no codec shrinks."""
     state = np.arange(int(np.prod(shape)), dtype=np.uint64)
     for _ in range(4):
         state = state * np.uint64(6364136223846793005) + np.uint64(1442695040888963407)
@@ -123,7 +123,7 @@ def noise(*shape: int) -> torch.Tensor:
 
 
 def predictable(step: int) -> dict[str, Any]:
-    """Moments whose sizes go with row and column: `floatsplit` predicts their exponents."""
+    """Moments whose sizes depend on row and column: `floatsplit` predicts their exponents."""
     del step
     rows, columns = torch.arange(120) * 5 % 23, torch.arange(160) * 7 % 19
     found = torch.ldexp(noise(120, 160), rows[:, None] - columns)
@@ -131,12 +131,12 @@ def predictable(step: int) -> dict[str, Any]:
 
 
 def positive(step: int) -> dict[str, Any]:
-    """Moments, which `log8` takes."""
+    """Moments, which `log8` accepts."""
     return {"m": numbers(64, 64, step=step), "v": numbers(64, 64, step=step).square()}
 
 
 def many(step: int) -> dict[str, Any]:
-    """More objects than a section of a manifest holds."""
+    """More objects than fit in a section of a manifest."""
     return {"model": {f"p{n}": numbers(3, step=n) for n in range(2100)}, "epoch": step}
 
 
@@ -146,7 +146,7 @@ ROWS = [0, 4, 7, 7, 10]  # of 10: the third rank has none
 
 
 def of_rank(rank: int) -> dict[str, Any]:
-    """What a rank holds: rows of a tensor, a range of another, and what all hold alike."""
+    """A rank's state: rows of a tensor, a range of another, and common objects."""
     whole, flat = numbers(10, 70), numbers(3, 11)
     low, high = ROWS[rank], ROWS[rank + 1]
     start, stop = 8 * rank, min(8 * rank + 8, 33) if rank < 3 else 33
@@ -159,7 +159,7 @@ def of_rank(rank: int) -> dict[str, Any]:
 
 
 def blank_of_rank(rank: int) -> dict[str, Any]:
-    """Where a rank restores it to."""
+    """The restore targets of a rank."""
     pieces = {
         name: replace(piece, tensor=torch.zeros_like(piece.tensor))
         for name, piece in of_rank(rank).items()
@@ -172,7 +172,7 @@ def blank_of_rank(rank: int) -> dict[str, Any]:
 
 
 def of_all(step: int) -> dict[str, Any]:
-    """What one process loads of it."""
+    """The load of one process."""
     del step
     return {
         "cut": numbers(10, 70),
@@ -182,16 +182,16 @@ def of_all(step: int) -> dict[str, Any]:
     }
 
 
-MANY = 66  # ranks, so that more parts and borrowed blobs are there than a commit record lists
+MANY = 66  # ranks, for more parts and borrowed blobs than a commit record lists
 
 
 def of_one_of_many(rank: int) -> dict[str, Any]:
-    """What one of many ranks holds; it stays as it is."""
+    """The state of one of many ranks; it never changes."""
     return {"own": PerRank(numbers(5, 40 + rank))}
 
 
 def of_many(step: int) -> dict[str, Any]:
-    """What one process loads of it."""
+    """The load of one process."""
     del step
     return {"own": {str(rank): numbers(5, 40 + rank) for rank in range(MANY)}}
 
@@ -201,14 +201,15 @@ def of_many(step: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Run:
-    """A run that is stored.
+    """A stored run.
 
     Attributes:
-        state: Returns what a step holds.
-        steps: The steps that are saved, in this order.
-        left: The steps that are there at the end.
+        state: Returns the state of a step.
+        steps: The saved steps, in this order.
+        left: The steps that exist at the end.
         options: Those of the checkpointer that saves, and of one that continues.
-        lossy: Whether what is loaded differs from what was saved; then digests are stored beside.
+        lossy: Whether the loaded state differs from the saved one; then digests are stored beside
+            it.
         ranks: How many ranks save it; 0: one process without ranks.
         then: Called after the saves, with the checkpointer.
         tiers: Whether it has a fast tier, which keeps one checkpoint, and a durable one.

@@ -1,6 +1,6 @@
 """The keys of every `--json` output, which programs read.
 
-PENSTOCK_REWRITE_GOLDEN=1 writes them again, after a key was added on purpose.
+PENSTOCK_REWRITE_GOLDEN=1 rewrites them, after a key was added on purpose.
 """
 
 import json
@@ -109,7 +109,7 @@ def test_keys_are_those_of_the_file(places, capsys, monkeypatch):
         done = call(*(places.get(word, word) for word in words.split()), "--json")
         assert done.out, f"{words}: {done.err}"
         document = done.json
-        # A schema is keys alone, those of what is installed: `test_schema.py` looks at them.
+        # A schema has only keys, of installed plugins: `test_schema.py` checks them.
         at = {"": document} if words == "schema" else keys(document)
         found[words] = {place: " ".join(sorted(names)) for place, names in at.items()}
     check_golden(GOLDEN, (json.dumps(found, indent=1, sort_keys=True) + "\n").encode())

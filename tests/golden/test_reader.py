@@ -1,6 +1,6 @@
-"""The example that reads checkpoints without Penstock finds in the stored runs what Penstock finds.
+"""The example that reads checkpoints without Penstock reads the stored runs like Penstock.
 
-It was written from the page on the storage format alone, so this also tests the page.
+It was written only from the page on the storage format, so this also tests the page.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def steps_in(root):
 
 
 def flat(tree, paths, path=""):
-    """Yields the objects at these paths of a state that Penstock has loaded."""
+    """Yields the objects at these paths of a state loaded by Penstock."""
     if path in paths:
         yield path, tree
     elif isinstance(tree, dict):
         for key, value in tree.items():
-            # An optimizer's state has numbers in the place of names of parameters.
+            # An optimizer's state has numbers in place of parameter names.
             name = PARAMETERS[key] if path == "optimizer/state" else key
             yield from flat(value, paths, f"{path}/{name}" if path else str(name))
     elif isinstance(tree, list):
@@ -51,7 +51,7 @@ def flat(tree, paths, path=""):
 
 
 def holds(array, leaf):
-    """Whether an array that the example has written is what Penstock has loaded."""
+    """Whether an array written by the example equals Penstock's."""
     if isinstance(leaf, torch.Tensor):
         return array.shape == tuple(leaf.shape) and array.tobytes() == bits(leaf)
     if isinstance(leaf, np.ndarray):
@@ -94,13 +94,13 @@ def test_refuses_a_flipped_byte_of_a_blob(kind, tmp_path):
     assert f"{blob.name} is damaged" in done.stderr
 
 
-def test_refuses_a_codec_that_it_does_not_know_by_name():
+def test_refuses_an_unknown_codec_by_name():
     done = read(GOLDEN / "format-1/0.1.0/lossy")
     assert done.returncode == 1
     assert "refused: this reader does not have the codec log8 1" in done.stderr
 
 
-def test_refuses_a_feature_that_it_does_not_know_by_name(tmp_path):
+def test_refuses_an_unknown_feature_by_name(tmp_path):
     root = Path(shutil.copytree(GOLDEN / "format-1/0.1.0/one", tmp_path / "run"))
     (record,) = root.glob("commits/*.json")
     body = json.loads(record.read_bytes().partition(b"\n")[2]) | {"requires": ["tomorrow"]}

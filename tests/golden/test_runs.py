@@ -1,8 +1,7 @@
-"""Runs that were once stored are read for ever, and go on.
+"""Once stored, runs are readable forever, and continue.
 
-Each lies in the folder of the release that wrote it. With PENSTOCK_REWRITE_GOLDEN=1 runs that are
-missing are written. Those that are there stay as they are, since users have such runs; a change of
-the format takes a new folder.
+Each is in the folder of the release that wrote it. PENSTOCK_REWRITE_GOLDEN=1 writes missing runs.
+Existing ones never change, since users have such runs; a format change needs a new folder.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ def digests(tree):
 
 
 def stored(name):
-    """Where a run lies, or is to be written."""
+    """The folder of a run."""
     return next(GOLDEN.glob(f"*/{name}"), GOLDEN / penstock.__version__ / name)
 
 
 def copied(name, tmp_path):
-    """A copy of a run, which may be written to."""
+    """A writable copy of a run."""
     run, root = RUNS[name], stored(name)
     if rewriting() and not root.exists():
         new = tmp_path / "new" / name
@@ -56,7 +55,7 @@ def copied(name, tmp_path):
 
 
 def plain(tree):
-    """A state with its modules, optimizers and generators as what they hold."""
+    """A state with modules, optimizers and generators replaced by their contents."""
     if isinstance(tree, torch.nn.Module | torch.optim.Optimizer):
         return plain(tree.state_dict())
     if isinstance(tree, random.Random):
@@ -133,7 +132,7 @@ def test_ranks_get_what_each_had(tmp_path):
 
 
 def test_each_way_of_storing_is_there(tmp_path):
-    """Else a run would show nothing: its chain, its shares, its second section."""
+    """Or a run would not test its chain, its shares, its second section."""
     with RUNS["chain"].opened(copied("chain", tmp_path)) as ckpt:
         assert [(b := ckpt._catalog.record(step).base) and b.step for step in (1, 2, 3, 4)] == [
             None,

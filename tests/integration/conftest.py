@@ -1,4 +1,4 @@
-"""Which file engine, a store that can be held up, and what holds it."""
+"""File engines, and a store that can be blocked."""
 
 import pytest
 from tests.integration.support import memory, uring_missing
@@ -9,7 +9,7 @@ from penstock.testing.faults import FaultyBackend
 
 @pytest.fixture(params=["posix", pytest.param("uring", marks=pytest.mark.slow)])
 def kind(request):
-    """Each engine for files that can be used here; one in the quick run, as both conform."""
+    """Each usable file engine; one in the quick run, since both conform."""
     missing = uring_missing() if request.param == "uring" else None
     if missing:
         pytest.skip(f"needs io_uring: {missing}")
@@ -24,7 +24,7 @@ def store():
 
 @pytest.fixture
 def gate():
-    """Lets go in the end of whatever it stopped."""
+    """Releases in the end all that it stopped."""
     event = Gate()
     yield event
     event.set()

@@ -1,7 +1,7 @@
-"""Small training jobs, deterministic from a seed, each with something that is easy to lose.
+"""Small training jobs, deterministic from a seed, each with state that is easy to lose.
 
 `step` trains one step and returns its loss, `state` is the tree that a user would save, and
-`snapshot` a copy of all that matters, made without Penstock.
+`snapshot` a copy of all relevant state, made without Penstock.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WIDTH = 40
 
 
 class Loader:
-    """A shuffled, endless loader as people write them; its place is part of the state."""
+    """A typical shuffled, endless loader; its position is part of the state."""
 
     def __init__(self, seed, rows=10, batch=4):
         self.data = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(1234))
@@ -78,7 +78,7 @@ class Job:
         return self.optimizer
 
     def loss(self, batch):
-        # Noise from each generator, so that losing the state of any of them shows.
+        # Noise from each generator, so losing the state of any of them shows.
         noise = random.random() + float(np.random.rand())
         return (self.model(batch) - batch).square().mean() * (1 + 0.1 * noise)
 
@@ -135,7 +135,7 @@ def with_closure(kind, **options):
 
 
 class SparseJob(Job):
-    """Sparse gradients: only rows that were used have moved."""
+    """Sparse gradients: only used rows have changed."""
 
     def make_model(self):
         return nn.Embedding(50, WIDTH, sparse=True)
@@ -195,7 +195,7 @@ class MixedOptimizer(Job):
 
 
 class Compiled(Job):
-    """Trained through `torch.compile`, saved as it is."""
+    """Trained through `torch.compile`, saved unchanged."""
 
     def __init__(self, seed, compiled=True):
         torch._dynamo.reset()
@@ -210,7 +210,7 @@ class Compiled(Job):
 
 
 class Scaled(Job):
-    """A gradient scaler whose scale moves, and that skips steps at first."""
+    """A gradient scaler whose scale changes, and that skips steps at first."""
 
     def __init__(self, seed, enabled=True):
         super().__init__(seed)
@@ -257,7 +257,7 @@ class Accumulation(Job):
 
 
 class Averaged(Job):
-    """Evaluated by its moving average, which must go on as well."""
+    """Evaluated by its moving average, which must resume as well."""
 
     def __init__(self, seed):
         super().__init__(seed)

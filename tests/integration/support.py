@@ -1,4 +1,4 @@
-"""Trees of state, comparing them bit by bit, and damaging what is stored of them."""
+"""Trees of state, bitwise comparison, and damage to their stored data."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ENCODED = {"rules": [{"match": "optimizer/**", "codecs": ["zstd"]}]}
 
 
 def uring_missing():
-    """Why io_uring cannot be used here, or None."""
+    """The reason why io_uring cannot be used here, or None."""
     if os.environ.get(DISABLE_VARIABLE):
         return f"{DISABLE_VARIABLE} is set"
     try:
@@ -41,7 +41,7 @@ def uring_missing():
 
 
 def memory():
-    """A store of its own; it outlives the checkpointers that are opened over it."""
+    """A separate store; it outlives the checkpointers opened over it."""
     return MemoryBackend(MemoryConfig())
 
 
@@ -58,7 +58,7 @@ def saved_in_memory(seed, step):
 
 
 def run_program(text, *arguments, timeout):
-    """A Python program in a process of its own, to its end; it finds what this process finds."""
+    """Run a Python program to its end in a separate process with this one's environment."""
     return interpreters.run("-c", text, *arguments, timeout=timeout, **_around())
 
 
@@ -71,7 +71,7 @@ def run_python(*words, timeout, **variables):
 
 
 def start_python(*words, wrap=(), **streams):
-    """`python WORDS...`, under way; `wrap` stands before it."""
+    """A running `python WORDS...`; `wrap` precedes it."""
     if not wrap:
         return interpreters.start(*words, **_around(), **streams)
     return subprocess.Popen([*wrap, *_command(words)], text=True, **_around(), **streams)
@@ -87,10 +87,10 @@ def _around(variables=None):
 
 
 class FlyingClock(ShiftedClock):
-    """A clock that jumps at each look while `flies` says so: what hangs then is late at once.
+    """A clock that jumps at each read while `flies` is true: a hung call is late at once.
 
-    So nothing else can be late, however slow the machine is. One jump would not do: what moves
-    after it, as the seal of another blob does, starts the time again.
+    So nothing else can be late, even on a slow machine. One jump would not suffice: later progress,
+    like the seal of another blob, restarts the time.
     """
 
     def __init__(self, flies=lambda: False):
@@ -106,7 +106,7 @@ class FlyingClock(ShiftedClock):
 
 @contextmanager
 def holding(faulty, operation, **which):
-    """Hold calls of `faulty` as `block` does; lets go at the end, whatever happened meanwhile."""
+    """Hold calls of `faulty` as `block` does; always releases them at the end."""
     event = threading.Event()
     try:
         yield faulty.block(operation, event, **which)
@@ -130,7 +130,7 @@ def make_state(seed=0):
 
 
 def blank(tree):
-    """The same tree with other contents: what a restore has to overwrite."""
+    """The same tree with other contents, for a restore to overwrite."""
     if isinstance(tree, torch.Tensor):
         return torch.zeros_like(tree)
     if isinstance(tree, dict):
@@ -186,7 +186,7 @@ class Place:
 
 
 def place_of(checkpoint, path, number=0, *, link=0):
-    """Where frame `number` of the object at `path` is; or the base of it so many links below."""
+    """The place of frame `number` of the object at `path`, or of its base `link` links below."""
     contents = checkpoint.contents
     found = contents.find(parse_path(path))
     frame = [*found.frames[found.shards[0].chunks[number].frame].links()][link]
@@ -195,7 +195,7 @@ def place_of(checkpoint, path, number=0, *, link=0):
 
 
 class Run:
-    """A run in files that can be copied, and damaged where it hurts."""
+    """A run in files that can be copied, and damaged in chosen places."""
 
     def __init__(self, root):
         self.root = Path(root)

@@ -1,7 +1,7 @@
-"""State on a CUDA device: what is stored is what was there at `save`, and it is restored in place.
+"""State on a CUDA device: the state at `save` is stored, and restored in place.
 
-Changes are queued right after `save`, on the same stream and on others. Where a copy must not have
-begun yet, the stream that it waits for is held by a `StreamGate`.
+Changes are queued right after `save`, on the same stream and on others. A `StreamGate` holds the
+stream of a copy that must not start yet.
 """
 
 from __future__ import annotations
@@ -85,12 +85,12 @@ class Job:
             self.on_host += 1
 
     def snapshot(self):
-        """Copies of all of it in host memory, made without Penstock."""
+        """Copies of all its state in host memory, made without Penstock."""
         random = [self.generator.get_state(), torch.cuda.get_rng_state()]
         return on_host([self.model.state_dict(), self.optimizer.state_dict(), random, self.on_host])
 
     def places(self):
-        """Where each tensor is."""
+        """The address of each tensor."""
         states = self.optimizer.state.values()
         moments = [t for s in states for t in s.values() if isinstance(t, torch.Tensor)]
         return [(t.device, t.data_ptr()) for t in [*self.model.state_dict().values(), *moments]]
@@ -107,7 +107,7 @@ def on_host(tree):
 
 
 class StreamGate:
-    """Makes work that a stream is given while this is closed wait until this is opened."""
+    """Makes later work of a stream wait until this is opened."""
 
     def __init__(self):
         self.stream = torch.cuda.Stream()
@@ -116,7 +116,7 @@ class StreamGate:
 
     @contextmanager
     def closed(self):
-        """Hold the stream, which is the current one within; 30 s later it is let go anyway."""
+        """Hold the stream, which is current within; after 30 s it is released anyway."""
         number = next(self._round)
         wait = ctypes.CDLL("libcuda.so.1").cuStreamWaitValue32_v2
         words = ctypes.c_void_p(self.stream.cuda_stream), ctypes.c_uint64(self._flag.data_ptr())
@@ -153,7 +153,7 @@ def keep_stream_busy():
 
 
 def save_and_resume(store, mode, optimizer="foreach", **options):
-    """Save, train on at once, and train on from the checkpoint: all of it must be the same."""
+    """Save, train on at once, and train on from the checkpoint: both must be equal."""
     job = Job(optimizer)
     with checkpointer(store, **options) as ckpt:
         ckpt.save(job.state, 1, mode=mode)
@@ -167,7 +167,7 @@ def save_and_resume(store, mode, optimizer="foreach", **options):
         resumed = Job(optimizer, seed=9)
         places = resumed.places()
         keep_stream_busy()
-        resumed.train(1)  # is still under way when the restore begins
+        resumed.train(1)  # is still in flight when the restore begins
         ckpt.restore(resumed.state, 2)
         assert not differences(resumed.snapshot(), expected)
         assert resumed.places() == places
@@ -228,7 +228,7 @@ def test_replay_of_a_captured_step_changes_no_save(mode):
 
 
 @pytest.mark.parametrize("same_stream", [True, False])
-def test_fence_orders_changes_after_copies_and_does_not_wait_for_them(stream_gate, same_stream):
+def test_fence_orders_changes_after_copies_without_waiting(stream_gate, same_stream):
     tensor = torch.zeros(1 << 20, device="cuda")
     changing = stream_gate.stream if same_stream else torch.cuda.Stream()
     with checkpointer(memory(), defer="t") as ckpt:
@@ -248,7 +248,7 @@ def test_fence_orders_changes_after_copies_and_does_not_wait_for_them(stream_gat
 
 
 @pytest.mark.parametrize("optimizer", ["foreach", "fused", "momentum"])
-def test_step_of_an_optimizer_waits_on_the_device_only(stream_gate, optimizer):
+def test_optimizer_step_waits_only_on_the_device(stream_gate, optimizer):
     model = nn.Sequential(nn.Linear(64, 300), nn.Linear(300, 64)).cuda()
     optimizer = OPTIMIZERS[optimizer](model.parameters())
     for parameter in model.parameters():
@@ -272,7 +272,7 @@ def test_step_of_an_optimizer_waits_on_the_device_only(stream_gate, optimizer):
 
 def test_memory_freed_before_its_copy_is_not_reused(stream_gate):
     stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):  # two blocks, so that the allocator need not ask the device
+    with torch.cuda.stream(stream):  # two blocks, so the allocator need not ask the device
         pair = [torch.ones(1 << 22, device="cuda") for _ in range(2)]
     tensor = min(pair, key=torch.Tensor.data_ptr)  # reused first
     del pair
@@ -302,7 +302,7 @@ def test_change_before_the_fence_fails_the_save():
 
 
 @pytest.mark.parametrize("budget", [AMPLE, TINY_BUDGET], ids=["ample", "tiny"])
-def test_async_save_is_over_with_the_device_when_it_returns(budget):
+def test_async_save_leaves_no_device_work_on_return(budget):
     tensor = torch.zeros(1 << 18, device="cuda")
     with checkpointer(memory(), **budget) as ckpt:
         for number in (1, 2):
@@ -321,7 +321,7 @@ def test_async_save_is_over_with_the_device_when_it_returns(budget):
 
 
 def every_kind():
-    """Tensors of all dtypes and layouts, and so many small ones that they fill several slabs."""
+    """Tensors of all dtypes and layouts, and enough small ones to fill several slabs."""
     base = torch.randn(30, 40, 50, device="cuda")
     numbers = torch.randn(50, 60, dtype=torch.complex64, device="cuda")
     return {
@@ -367,7 +367,7 @@ def blank(tree):
 
 @MODES
 @pytest.mark.parametrize("budget", [AMPLE, TINY_BUDGET], ids=["ample", "tiny"])
-def test_every_kind_of_tensor_comes_back(mode, budget):
+def test_every_kind_of_tensor_resumes(mode, budget):
     state = every_kind()
     expected = plain(state)
     with checkpointer(memory(), defer=["layouts/**", "small/**"], **budget) as ckpt:

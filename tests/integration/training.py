@@ -1,4 +1,4 @@
-"""Training jobs of every kind of state, and ways to hold a save at a point that a test chooses."""
+"""Training jobs of every kind of state, and ways to hold a save at a chosen point."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from penstock.core.plugins.registry import GROUPS, Registry
 from penstock.core.types import Kind, Role, TensorSpec
 from penstock.providers.tensor.sources import TensorSource
 
-# So small that some 100 KB of state have slabs and many chunks; `TINY_BUDGET` is less than that.
+# So small that some 100 KB of state have slabs and many chunks; `TINY_BUDGET` is smaller.
 SMALL = {"chunk_bytes": 16384, "block_bytes": 4096, "workers": 2}
-TINY_BUDGET = {"staging_bytes": 0}  # the least there is: two chunks
+TINY_BUDGET = {"staging_bytes": 0}  # the minimum: two chunks
 
 
-# -- state that can be changed everywhere ----------------------------------------------------------
+# -- state that can change everywhere --------------------------------------------------------------
 
 
 class Everything:
-    """One of each kind of state, small; `mutate` leaves nothing as it is."""
+    """One of each kind of state, small; `mutate` changes everything."""
 
     def __init__(self, seed=0):
         torch.manual_seed(seed)
@@ -65,7 +65,7 @@ class Everything:
         self.step()
 
     def snapshot(self):
-        """Independent copies of all of it, made without Penstock."""
+        """Independent copies of all its state, made without Penstock."""
         return {
             "model": copies(self.model.state_dict()),
             "optimizer": copies(self.optimizer.state_dict()),
@@ -78,7 +78,7 @@ class Everything:
         }
 
     def step(self):
-        """One step of training: everything that a lazy save defers changes in `optimizer.step`."""
+        """One training step: all state deferred by a lazy save changes in `optimizer.step`."""
         self.forward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -88,7 +88,7 @@ class Everything:
         self.model(torch.randn(8, 24)).square().mean().backward()
 
     def mutate_the_rest(self):
-        """Change all that a lazy save has captured when it returns, BatchNorm statistics too."""
+        """Change all that a lazy save has captured on return, BatchNorm statistics too."""
         self.forward()
         for group in self.optimizer.param_groups:
             group["lr"].mul_(0.5)
@@ -138,11 +138,11 @@ def copies(tree):
     return copy.deepcopy(tree)
 
 
-# -- holding a save where a test wants it ----------------------------------------------------------
+# -- holding a save at a chosen point --------------------------------------------------------------
 
 
 class Gate(threading.Event):
-    """An event; those that are still closed when a test fails are opened, so that it ends."""
+    """An event; those still closed when a test fails are opened, so it ends."""
 
     _all: ClassVar[weakref.WeakSet[Gate]] = weakref.WeakSet()
 
@@ -171,7 +171,7 @@ class HeldSource(TensorSource):
 
     def __init__(self, held):
         super().__init__(held.tensor)
-        self.address = None  # so that the bytes are asked for, not looked up
+        self.address = None  # so the bytes are requested, not looked up
         self._held = held
 
     def copy_out(self, start, out, /):
@@ -183,7 +183,7 @@ class HeldSource(TensorSource):
 
 
 class HeldProvider(StateProvider):
-    """As a third party's: nothing in Penstock knows of it."""
+    """Like a third party's: unknown to Penstock."""
 
     api_version = 1
     name = "held"
@@ -216,13 +216,13 @@ def registry_with_held():
 
 @contextmanager
 def held_checkpointer(backend, **options) -> Iterator[Checkpointer]:
-    """A checkpointer that stores `Held`, and defers what stands at `hold` when it is lazy."""
+    """A checkpointer that stores `Held`, and defers the value at `hold` if lazy."""
     options = {**SMALL, "defer": "hold", **options}
     with Checkpointer(backend, registry=registry_with_held(), **options) as ckpt:
         try:
             yield ckpt
         except BaseException:
-            Gate.open_all()  # or closing would wait for ever
+            Gate.open_all()  # or closing would wait forever
             raise
 
 
@@ -232,16 +232,15 @@ CAPTURE = ("penstock.core.save.job", "capture_now")
 
 @contextmanager
 def held_at(place, action) -> Iterator[None]:
-    """Run `action` on a thread; the body runs while it stands in the function `place`.
-
-    Fails if it never gets there. On leaving, `action` must end by itself.
+    """Run `action` on a thread; the body runs while it is in the function `place`. Fails if it
+    never gets there. On leaving, `action` must end unaided.
     """
     errors: list[BaseException] = []
 
     def run():
         try:
             action()
-        except BaseException as error:  # noqa: BLE001 - handed to the test below
+        except BaseException as error:  # noqa: BLE001 - passed to the test below
             errors.append(error)
 
     thread = threading.Thread(target=run, name="training")
@@ -263,7 +262,7 @@ def held_at(place, action) -> Iterator[None]:
 
 
 def wait_until_in(place, thread):
-    """Wait until `thread` stands in the function `place`, or ends."""
+    """Wait until `thread` is in the function `place`, or ends."""
     while thread.is_alive() and not _stands_in(thread, place):
         time.sleep(0.001)
 

@@ -1,4 +1,4 @@
-"""`penstock.dcp`: what DCP saves and loads through it, and that it is a checkpoint like others."""
+"""`penstock.dcp`: saves and loads of DCP through it, as normal checkpoints."""
 
 import datetime as dt
 import fractions
@@ -15,10 +15,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import penstock
-import penstock.dcp  # by this name, too
+import penstock.dcp  # also by this name
 from penstock.integrations.dcp import Reader, Writer
 
-# It says that this is one process, and that a checkpoint that is not there cannot be read.
+# It warns of a single process, and of reading a missing checkpoint.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
@@ -54,7 +54,7 @@ def everything_of(model, optimizer):
 
 
 def plain(tree):
-    """A tree that `==` compares: with dtypes and elements in place of tensors."""
+    """A tree comparable by `==`: with dtypes and elements in place of tensors."""
     if isinstance(tree, torch.Tensor):
         return str(tree.dtype), tuple(tree.shape), tree.tolist()
     if isinstance(tree, dict):
@@ -62,7 +62,7 @@ def plain(tree):
     return type(tree)(map(plain, tree)) if isinstance(tree, list | tuple) else tree
 
 
-def test_every_kind_of_state_comes_back_and_is_stored_at_its_own_path(tmp_path):
+def test_every_kind_of_state_is_restored_and_has_its_own_path(tmp_path):
     state = {
         "half": torch.arange(3, dtype=torch.bfloat16),
         "turned": torch.arange(6.0).view(2, 3).t(),
@@ -116,7 +116,7 @@ def test_checkpoints_of_dcp_and_of_live_objects_restore_into_each_other(tmp_path
     assert plain(everything_of(model, optimizer)) == plain(everything_of(other, its_optimizer))
 
 
-def test_the_end_of_a_url_may_say_the_step():
+def test_the_end_of_a_url_may_name_a_step():
     for url, step, place in [
         ("runs/gpt/step-100", None, ("runs/gpt", 100)),
         ("runs/gpt/global_step_7/", None, ("runs/gpt", 7)),
@@ -130,14 +130,14 @@ def test_the_end_of_a_url_may_say_the_step():
         assert Reader(path=url, step=step, thread_count=4)._place() == place
 
 
-def test_a_checkpoint_is_replaced_and_steps_come_in_any_order(tmp_path):
+def test_a_checkpoint_is_replaced_and_any_step_order_works(tmp_path):
     for step, value in ((5, 1), (5, 2), (3, 3)):
         save({"v": value}, tmp_path / f"{step}")
     assert [load({"v": 0}, tmp_path / f"{step}")["v"] for step in (3, 5)] == [3, 2]
     with pytest.raises(CheckpointException, match="StepExistsError"):
         save({"v": 4}, tmp_path / "5", overwrite=False)
     with pytest.raises(CheckpointException, match="StepExistsError"):
-        save({"v": 5}, tmp_path)  # as step 0 nobody would find it
+        save({"v": 5}, tmp_path)  # as step 0 no reader would find it
     assert load({"v": 0}, tmp_path)["v"] == 2
     for value in (6, 7):
         save({"v": value}, tmp_path / "one")
@@ -160,7 +160,7 @@ def test_a_writer_is_kept_and_plans_are_cached(tmp_path):
         assert ckpt.open(3).specs()["w"].codecs == ("zstd",)
 
 
-def test_what_needs_a_pickle_is_refused_by_name_unless_it_is_allowed(tmp_path):
+def test_objects_needing_pickle_are_refused_by_name_unless_allowed(tmp_path):
     state = {"options": {"odd": fractions.Fraction(1, 3), "even": 2}}
     with pytest.raises(CheckpointException, match=NEEDS_PICKLE):
         save(state, tmp_path / "1")
@@ -171,7 +171,7 @@ def test_what_needs_a_pickle_is_refused_by_name_unless_it_is_allowed(tmp_path):
     assert found == state
 
 
-def test_a_place_that_is_not_there_is_named(tmp_path):
+def test_a_missing_location_is_named(tmp_path):
     with pytest.raises(CheckpointException, match="checkpoint_id, such as"):
         dcp.save({"v": 1}, storage_writer=Writer())
     save({"v": 1}, tmp_path / "1")
@@ -179,7 +179,7 @@ def test_a_place_that_is_not_there_is_named(tmp_path):
         load({"v": 0}, tmp_path / "2")
 
 
-def test_other_ranks_than_those_of_the_group_are_refused():
+def test_ranks_outside_the_group_are_refused():
     plans = [SavePlan([], storage_data=rank) for rank in (0, 1)]
     with pytest.raises(penstock.ConfigError, match=r"ranks \[0, 1\] save, .* 3 ranks: .* group="):
         Writer("run", group=[0, 1, 2]).prepare_global_plan(plans)
@@ -263,7 +263,7 @@ def main():
     for one, other in zip(cut[0].local_shards(), cut[1].local_shards()):
         assert torch.equal(one.tensor, other.tensor)
 
-    # Each rank for itself, and a part of the ranks.
+    # Each rank alone, and some of the ranks.
     own = f"{sys.argv[1]}-of-{rank}"
     dcp.save({"n": rank}, checkpoint_id=f"{own}/1", storage_writer=Writer(), no_dist=True)
     with penstock.Checkpointer(own, ranks="alone") as ckpt:
@@ -271,7 +271,7 @@ def main():
     group = dist.new_group([1])
     if rank == 1:
         save({"n": 6}, 6, process_group=group)
-    # A rank that fails tells the other at once, and the next save is not harmed.
+    # A failed rank tells the other at once, and the next save is unharmed.
     class Failing(DefaultSavePlanner):
         def resolve_data(self, item):
             if rank:

@@ -1,4 +1,4 @@
-"""An adapter whose trainer is not installed names the extra to install."""
+"""An adapter without its trainer names the extra to install."""
 
 import importlib
 import sys

@@ -1,4 +1,4 @@
-"""Every provider, and a checkpoint in memory to send state through."""
+"""Every provider, and round trips of state through a checkpoint in memory."""
 
 import pytest
 

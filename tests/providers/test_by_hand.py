@@ -8,7 +8,7 @@ from penstock.providers.tensor.sources import TensorSource
 
 
 def made():
-    """Three pieces, flat and strided, and their elements one behind the other."""
+    """Three pieces, flat and strided, and their concatenated elements."""
     own = torch.arange(60.0).view(6, 10)
     tensors = [own[1:3], own[:, 4:7], torch.tensor([[7.0]])]
     source = PiecesSource([TensorSource(tensor) for tensor in tensors])
@@ -39,7 +39,7 @@ class LateCopy(PendingCopy):
 
 
 class LateSource(TensorSource):
-    """As of a device: the bytes arrive when they are waited for."""
+    """As on a device: the bytes arrive when awaited."""
 
     def __init__(self, tensor, copies):
         super().__init__(tensor)
@@ -51,7 +51,7 @@ class LateSource(TensorSource):
         return late
 
 
-def test_a_copy_is_complete_once_those_of_all_pieces_are():
+def test_a_copy_completes_with_those_of_all_pieces():
     tensors, _, expected = made()
     copies = []
     source = PiecesSource([LateSource(tensor, copies) for tensor in tensors])
@@ -77,7 +77,7 @@ def test_a_change_of_any_piece_counts_as_one():
     assert not unknown.steady()
 
 
-def test_pieces_are_held_where_they_are():
+def test_pieces_are_held_in_place():
     tensors, source, expected = made()
     for tensor in tensors:
         tensor.share_memory_()

@@ -1,4 +1,4 @@
-"""State as accelerate, Lightning Fabric and torchao make it."""
+"""State of accelerate, Lightning Fabric and torchao."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch import nn
 from penstock.core.errors import UnsupportedStateError
 from penstock.testing.providers import check_provider
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of their own, on being imported
+pytestmark = pytest.mark.filterwarnings("ignore")  # their own, on import
 
 
 def accelerator(**options):
@@ -84,7 +84,7 @@ def test_wrapped_optimizers_keep_the_contract(providers, wrap):
     check_provider(lambda: job(wrap)[1], change, equal, providers=providers, optional=options)
 
 
-def test_a_prepared_loader_is_refused_until_it_can_say_where_it_stands(save):
+def test_a_prepared_loader_is_refused_without_its_position(save):
     data = torch.arange(8.0)
     plain = accelerator().prepare(torch.utils.data.DataLoader(data, batch_size=2))
     with pytest.raises(UnsupportedStateError, match=r"a/loader is a DataLoaderShard.*use_stateful"):
@@ -92,7 +92,7 @@ def test_a_prepared_loader_is_refused_until_it_can_say_where_it_stands(save):
     pytest.importorskip("torchdata.stateful_dataloader", reason="needs torchdata")
     from accelerate.utils import DataLoaderConfiguration
 
-    # What the message says.
+    # The advice of the message.
     config = DataLoaderConfiguration(use_stateful_dataloader=True)
     options = {"dataloader_config": config}
 
@@ -110,7 +110,7 @@ def test_a_prepared_loader_is_refused_until_it_can_say_where_it_stands(save):
     assert [batch.tolist() for batch in other] == rest
 
 
-def test_a_loader_that_fabric_has_set_up_is_the_one_that_it_wraps(save):
+def test_a_fabric_loader_is_unwrapped(save):
     stateful = pytest.importorskip("torchdata.stateful_dataloader", reason="needs torchdata")
     reason = "needs lightning-fabric, which `pip install .[dev]` brings"
     fabric = pytest.importorskip("lightning_fabric", reason=reason).Fabric(accelerator="cpu")
@@ -152,7 +152,7 @@ CONFIGS = ["Int8WeightOnly", "Int8DynamicActivationInt8Weight", "Float8WeightOnl
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_quantized_weights_come_back_in_place_and_without_a_template(save, config):
+def test_quantized_weights_restore_in_place_and_without_template(save, config):
     quantization = torchao("torchao.quantization")
 
     def make(seed):

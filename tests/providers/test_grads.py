@@ -64,7 +64,7 @@ def test_gradients_of_another_shape_or_dtype_are_problems(save):
     assert problems[1].startswith("grads/2.weight: dtype float32 is stored")
 
 
-def test_gradients_are_made_where_there_are_none(save):
+def test_absent_gradients_are_created(save):
     stored = save({"grads": Grads(accumulated())})
     model = accumulated(parts=())
     stored.restore({"grads": Grads(model)}, include="grads/0")

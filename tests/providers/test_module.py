@@ -96,7 +96,7 @@ def wrappers(tmp_path):
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     def compile_once(module):
-        # torch does not compile twice; another wrapper around a compiled module is just as good.
+        # torch does not compile twice; any other wrapper around a compiled module will do.
         compiled = type(module).__name__ == "OptimizedModule"
         return nn.DataParallel(module) if compiled else torch.compile(module)
 
@@ -122,7 +122,7 @@ def wrap(request, tmp_path):
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, on compiling and on DDP without gradients
 @pytest.mark.parametrize("wrap", ["compile", "data parallel", "checkpoint", "ddp"], indirect=True)
-def test_wrappers_leave_no_trace_in_names(save, wrap):
+def test_wrappers_do_not_change_names(save, wrap):
     bare = Wrapped(lambda m: m)
     stored = save({"model": bare})
     for module in (wrap(bare), wrap(wrap(bare)), Wrapped(wrap), wrap(Wrapped(wrap))):
@@ -172,7 +172,7 @@ def test_extra_state_goes_through_the_module(save, state):
 
 
 class Hooked(nn.Linear):
-    """Shows its weight under another name, and a copy of its bias beside it."""
+    """Has its weight under another name in its state dict, and a copy of its bias."""
 
     def __init__(self):
         super().__init__(2, 2)
@@ -234,7 +234,7 @@ def test_tensors_written_in_forward_are_never_deferred(save):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_fsdp_is_refused_with_what_to_do(save, tmp_path):
+def test_fsdp_is_refused_with_a_remedy(save, tmp_path):
     dist = torch.distributed
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
     try:
@@ -250,7 +250,7 @@ def test_fsdp_is_refused_with_what_to_do(save, tmp_path):
 
 
 class Keeper(nn.Module):
-    """Puts a plain value into its state dict, and takes it out again."""
+    """Puts a plain value into its state dict, and loads it again."""
 
     def __init__(self, epoch):
         super().__init__()
@@ -267,7 +267,7 @@ class Keeper(nn.Module):
 
 
 class Overriding(nn.Linear):
-    """Adds to what `state_dict` gives, and takes it back in `load_state_dict`."""
+    """Adds to its `state_dict`, and loads that in `load_state_dict`."""
 
     def __init__(self, epoch):
         super().__init__(2, 2)
@@ -304,7 +304,7 @@ VALUES = [7, "text", None, True, 2.5, [1, "a"], {"a": (1, 2)}]
 
 
 @pytest.mark.parametrize("make", [Keeper, Overriding, WithHooks])
-def test_plain_values_of_a_state_dict_come_back_as_the_module_loads_them(save, make):
+def test_plain_state_dict_values_restore_through_the_module(save, make):
     for value in VALUES:
         one, other = make(value), make(0)
         placement = save({"m": one}).restore({"m": other})
@@ -313,7 +313,7 @@ def test_plain_values_of_a_state_dict_come_back_as_the_module_loads_them(save, m
         assert torch.equal(other.weight, one.weight)
 
 
-def test_nothing_is_loaded_by_the_module_before_everything_is_read(save):
+def test_the_module_loads_nothing_before_everything_is_read(save):
     stored = save({"m": Keeper(7)})
     target = Keeper(0)
     placement = stored.plan({"m": target})
@@ -323,9 +323,9 @@ def test_nothing_is_loaded_by_the_module_before_everything_is_read(save):
     assert target.epoch == 7
 
 
-def test_a_value_that_no_code_of_the_module_takes_is_refused_by_name(save):
+def test_a_value_without_loading_code_is_refused_by_name(save):
     class Shown(nn.Linear):
-        """Shows an attribute, and never takes it back."""
+        """Has an attribute in its state dict that it never loads."""
 
         value = 0
 
@@ -348,7 +348,7 @@ def test_a_value_that_no_code_of_the_module_takes_is_refused_by_name(save):
         assert torch.equal(target.weight, one.weight)
 
 
-def test_a_value_that_the_module_leaves_behind_is_an_error(save):
+def test_a_value_the_module_ignores_is_an_error(save):
     class Deaf(Keeper):
         def _load_from_state_dict(self, *args):
             nn.Module._load_from_state_dict(self, *args)
@@ -358,7 +358,7 @@ def test_a_value_that_the_module_leaves_behind_is_an_error(save):
 
 
 class Derived(nn.Module):
-    """Keeps twice its weight, made anew by a hook whenever a state dict was loaded."""
+    """Keeps twice its weight, recomputed by a hook after each load of a state dict."""
 
     def __init__(self, value):
         super().__init__()
@@ -374,7 +374,7 @@ class Derived(nn.Module):
         module.twice.copy_(module.weight.detach() * 2)
 
 
-def test_what_a_load_hook_derives_is_derived_from_what_is_restored(save):
+def test_load_hooks_derive_values_from_restored_state(save):
     stored = save({"m": nn.Sequential(Derived(1), Derived(2)), "x": 1})
     target = nn.Sequential(Derived(3), Derived(4))
     memory = target[0].weight.data_ptr()
@@ -386,7 +386,7 @@ def test_what_a_load_hook_derives_is_derived_from_what_is_restored(save):
     assert [d.calls for d in target] == [1, 1]
 
 
-def test_a_module_may_reset_itself_before_it_reads_what_is_loaded(save):
+def test_a_module_may_reset_before_it_reads_loaded_state(save):
     class Resets(nn.Linear):
         def _load_from_state_dict(self, *args):
             with torch.no_grad():
@@ -401,7 +401,7 @@ def test_a_module_may_reset_itself_before_it_reads_what_is_loaded(save):
 
 
 @pytest.mark.parametrize("inference", [False, True])
-def test_code_of_a_module_may_stand_beside_tensors_that_torch_hardly_writes(save, inference):
+def test_module_code_works_beside_tensors_torch_barely_writes(save, inference):
     def make(epoch):
         with torch.inference_mode(inference):
             module = nn.Sequential(Keeper(epoch))
@@ -415,7 +415,7 @@ def test_code_of_a_module_may_stand_beside_tensors_that_torch_hardly_writes(save
     assert target[0].weight.tolist() == make(7)[0].weight.tolist()
 
 
-def test_extra_state_that_is_not_stored_is_missing(save):
+def test_unstored_extra_state_is_missing(save):
     plain = nn.Sequential(nn.Linear(1, 1), nn.ParameterDict({"weight": torch.zeros(2)}))
     placement = save({"model": plain}).plan({"model": nn.Sequential(nn.Linear(1, 1), Extra(1))})
     assert placement.missing == [("model", "1._extra_state")]
@@ -454,7 +454,7 @@ def test_failing_load_code_of_a_module_names_its_path(save):
 
 
 class Averages(nn.Module):
-    """Has a state dict of its own making, nested and without any of torch's options."""
+    """Has its own state dict, nested and without any of torch's options."""
 
     def __init__(self, decay):
         super().__init__()
@@ -471,7 +471,7 @@ class Averages(nn.Module):
         self.decay = state["decay"]
 
 
-def test_a_state_dict_without_the_options_of_torch_comes_back(save):
+def test_a_state_dict_without_torch_options_round_trips(save):
     one, other = Averages(0.9), Averages(0.5)
     weight = other.inner.weight
     stored = save({"m": one})
@@ -481,7 +481,7 @@ def test_a_state_dict_without_the_options_of_torch_comes_back(save):
 
 
 class LiveList(nn.Module):
-    """Shows live objects that nothing loads: what is in them is restored in place."""
+    """Has live objects in its state dict that it does not load: restored in place."""
 
     def __init__(self, value):
         super().__init__()

@@ -28,7 +28,7 @@ ARRAYS = {
 def equal(one, other):
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
-    if one.dtype == np.longdouble:  # its padding is anything
+    if one.dtype == np.longdouble:  # its padding is arbitrary
         return np.array_equal(one, other)
     return one.tobytes() == other.tobytes()
 
@@ -42,7 +42,7 @@ def test_arrays_keep_the_contract(providers, kind):
     check_provider(ARRAYS[kind], wipe, equal, providers=providers)
 
 
-def test_arrays_come_back_equal_and_in_place(save):
+def test_arrays_restore_equal_and_in_place(save):
     for kind, make in ARRAYS.items():
         stored = save({"a": make()})
         assert equal(stored.load()["a"], make()), kind
@@ -66,7 +66,7 @@ def test_read_only_arrays_are_replaced(save):
     assert state["t"][0].tolist() == [0, 1, 2]
 
 
-def test_broadcast_arrays_are_restored_where_the_values_agree(save):
+def test_broadcast_arrays_restore_if_their_values_agree(save):
     row = np.arange(4.0)
     stored = save({"a": np.broadcast_to(row, (3, 4)), "b": np.arange(12.0).reshape(3, 4)})
     memory = np.zeros(4)
@@ -90,7 +90,7 @@ class Sub(np.ndarray):
         (lambda: np.ma.masked_array([1, 2], [0, 1]), "array subclass"),
     ],
 )
-def test_what_is_more_than_its_bytes_is_refused_with_its_path(save, make, reason):
+def test_arrays_beyond_plain_bytes_are_refused_with_path(save, make, reason):
     with pytest.raises(UnsupportedStateError, match=f"^x/a is a.*{reason}"):
         save({"x": {"a": make()}})
 

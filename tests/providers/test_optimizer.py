@@ -36,7 +36,7 @@ CASES = {
 
 
 class Job:
-    """A model, its optimizer, and training that is the same each time."""
+    """A model, its optimizer, and deterministic training."""
 
     def __init__(self, case, steps=0, seed=0, dtype=torch.float32):
         kind, options = case.split()[0], dict(CASES[case])
@@ -104,7 +104,7 @@ def flat(value):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_training_goes_on_bit_by_bit(save, case):
+def test_training_resumes_bit_by_bit(save, case):
     job = Job(case, steps=3)
     stored = save(job.state)
     fresh, stepped = Job(case, seed=7), Job(case, steps=2, seed=7)
@@ -206,7 +206,7 @@ def test_groups_are_restored_by_index_and_may_be_left_out(save):
     assert other.param_groups[1]["initial_lr"] == 0.25
 
 
-def test_groups_in_another_order_are_a_problem_and_not_mixed_up(save):
+def test_groups_in_another_order_are_a_problem_not_mixed_up(save):
     model = nn.Linear(3, 3)
     optimizer = groups(model)
     step(model, optimizer)
@@ -242,7 +242,7 @@ def test_state_that_the_next_step_would_miss_is_a_problem(save, kind, option, ke
     assert len(problems) == 2
     assert f"optimizer/state/weight has no {key!r}, which the template needs" in problems[0]
 
-    stored.restore(state)  # takes the options of the checkpoint, which fit its state
+    stored.restore(state)  # takes the checkpoint's options, which fit its state
     step(**state)
     stored = save(state)
     stored.restore({"model": model, "optimizer": optimizer}, exclude="optimizer/param_groups/**")
@@ -259,13 +259,13 @@ def two_modules(seed=0):
     return one, two, optimizer
 
 
-def test_names_that_clash_get_the_tree_key_in_front(save):
+def test_clashing_names_get_the_tree_key_as_prefix(save):
     one, two, optimizer = two_modules()
     stored = save({"gen": one, "disc": two, "opt": optimizer})
     names = {o.path[2] for o in stored.tree.objects if o.path[:2] == ("opt", "state")}
     assert names == {"gen.weight", "gen.bias", "disc.weight", "disc.bias"}
     a, b, other = two_modules(1)
-    # The order of parameters is another one, too.
+    # The order of parameters differs, too.
     shuffled = torch.optim.Adam([*b.parameters(), *a.parameters()])
     for parameter in (*a.parameters(), *b.parameters()):
         shuffled.state[parameter] = other.state[parameter]
@@ -274,7 +274,7 @@ def test_names_that_clash_get_the_tree_key_in_front(save):
     assert torch.equal(shuffled.state[b.bias]["exp_avg"], optimizer.state[two.bias]["exp_avg"])
 
 
-def test_matching_takes_names_with_and_without_the_tree_key(save):
+def test_names_match_with_and_without_the_tree_key(save):
     one, two, optimizer = two_modules()
     stored = save({"gen": one, "disc": two, "opt": optimizer})
     a = nn.Linear(2, 2)
@@ -335,7 +335,7 @@ def test_without_names_parameters_are_matched_by_order_with_a_warning(save):
 
 
 @pytest.mark.filterwarnings("ignore:.*by order.*")
-def test_of_several_optimizers_the_one_matched_by_order_is_told(save):
+def test_the_optimizer_matched_by_order_is_named(save):
     model, named = trained()
     stored = save({"m": model, "a": named, "b": nameless()[1], "c": named})
     other, target = trained(seed=1)
@@ -344,7 +344,7 @@ def test_of_several_optimizers_the_one_matched_by_order_is_told(save):
     assert stored.restore(state, exclude="b").notes["matched_by"] == "name"
 
 
-def test_parameters_that_the_checkpoint_does_not_know_are_missing(save):
+def test_parameters_unknown_to_the_checkpoint_are_missing(save):
     model, optimizer = nameless()
     stored = save({"model": model, "opt": optimizer})
     target = nn.Linear(2, 2)
@@ -360,7 +360,7 @@ def test_parameters_that_the_checkpoint_does_not_know_are_missing(save):
     assert set(other.state) == {target.weight, target.bias}
 
 
-def test_renamed_parameters_take_their_state_along(save):
+def test_renamed_parameters_keep_their_state(save):
     old = nn.ModuleDict({"old": nn.Linear(2, 2)})
     optimizer = torch.optim.Adam(old.parameters())
     step(old, optimizer)
@@ -381,7 +381,7 @@ class OwnStateDict(torch.optim.SGD):
         super().load_state_dict(state)
 
 
-def test_optimizers_with_a_state_dict_of_their_own_come_through_it(save):
+def test_optimizers_with_their_own_state_dict_use_it(save):
     model = nn.Linear(2, 2)
     optimizer = OwnStateDict(model.parameters(), momentum=0.9)
     step(model, optimizer)
@@ -395,7 +395,7 @@ def test_optimizers_with_a_state_dict_of_their_own_come_through_it(save):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"fused": True}, {"capturable": True}], ids=str)
-def test_step_counts_go_where_torch_wants_them(save, options):
+def test_step_counts_go_where_torch_expects(save, options):
     def make():
         torch.manual_seed(0)
         model = nn.Linear(3, 3, device="cuda")
@@ -411,7 +411,7 @@ def test_step_counts_go_where_torch_wants_them(save, options):
     assert torch.equal(model.weight, target.weight)
 
 
-def test_another_algorithm_does_not_take_over_the_state(save):
+def test_another_algorithm_does_not_reuse_the_state(save):
     """SGD would keep AdamW's moments, never use them, and step with AdamW's learning rate."""
     model = nn.Linear(3, 2)
     saved = save({"model": model, "optimizer": torch.optim.AdamW(model.parameters())})
@@ -431,7 +431,7 @@ def trained(kind=torch.optim.Adam, dtype=torch.float32, seed=0):
     return model, optimizer
 
 
-def test_load_hooks_of_an_optimizer_see_what_is_restored(save):
+def test_load_hooks_of_an_optimizer_see_restored_state(save):
     model, optimizer = trained()
     stored = save({"m": model, "o": optimizer})
     target, other = trained(seed=1)
@@ -457,7 +457,7 @@ def test_load_hooks_of_an_optimizer_see_what_is_restored(save):
 
 
 class Deriving(torch.optim.Adam):
-    """Derives something from its state whenever that is loaded, which is a copy then."""
+    """Derives a value from its state at each load, when the state is a copy."""
 
     total = None
 
@@ -503,13 +503,13 @@ class Stage(torch.nn.Module):
 
 
 def merged(one, other):
-    """What ranks have stored that describe different objects, as a reader sees it."""
-    told = {o.path: o for o in one.tree.objects}
+    """A reader's view of the save of ranks with different objects."""
+    by_path = {o.path: o for o in one.tree.objects}
     for stored in other.tree.objects:
-        if stored.path in told:  # equal on all ranks: else they could not save together
-            assert stored == told[stored.path]
+        if stored.path in by_path:  # equal on all ranks: or they could not save together
+            assert stored == by_path[stored.path]
             assert one.tree.values.get(stored.path) == other.tree.values.get(stored.path)
-    known = told.keys() | {n.path for n in one.tree.nodes}
+    known = by_path.keys() | {n.path for n in one.tree.nodes}
     tree = replace(
         one.tree,
         objects=[*one.tree.objects, *(o for o in other.tree.objects if o.path not in known)],
@@ -518,7 +518,7 @@ def merged(one, other):
     return replace(one, tree=tree, data={**other.data, **one.data})
 
 
-def test_groups_of_ranks_that_train_different_parameters_are_one_group_each(save):
+def test_groups_of_ranks_with_other_parameters_are_one_group_each(save):
     stages = [Stage(0, 1).stepped(), Stage(2).stepped()]
     stored = merged(*map(save, stages))
 
@@ -534,7 +534,7 @@ def test_groups_of_ranks_that_train_different_parameters_are_one_group_each(save
             assert torch.equal(moments[name], expected), name
     assert [group["lr"] for group in optimizer.param_groups] == [0.001, 0.5]
 
-    # By number, as `load` gives it, it goes into an optimizer with the parameters in that order.
+    # By number, as `load` gives it, it fits an optimizer with the parameters in that order.
     loaded = stored.load()["optimizer"]
     assert [group["params"] for group in loaded["param_groups"]] == [[0, 1, 2], [3, 4, 5]]
     fresh = torch.optim.AdamW(groups)
@@ -543,7 +543,7 @@ def test_groups_of_ranks_that_train_different_parameters_are_one_group_each(save
         expected = optimizer.state[parameter]["exp_avg"]
         assert torch.equal(fresh.state[parameter]["exp_avg"], expected)
 
-    # And back into one of the stages.
+    # And it fits one of the stages.
     again = Stage(2)
     its = again.layers["2"]
     optimizer = torch.optim.AdamW([{"params": [its.weight]}, {"params": [its.bias]}])
@@ -566,7 +566,7 @@ def test_state_of_a_parameter_is_restored_whole_or_not_at_all(save):
     )
 
 
-def test_an_optimizer_that_the_checkpoint_lacks_is_missing(save):
+def test_an_optimizer_not_in_the_checkpoint_is_missing(save):
     model, optimizer = nameless()
     stored = save({"model": model})
     assert stored.plan({"model": model, "opt": optimizer}).missing == [("opt",)]
@@ -575,7 +575,7 @@ def test_an_optimizer_that_the_checkpoint_lacks_is_missing(save):
     assert placement.problems == ["opt is stored as one value, but is an optimizer in the template"]
 
 
-def test_state_that_belongs_to_no_parameter_is_kept(save):
+def test_state_without_a_parameter_is_kept(save):
     model, optimizer = nameless()
     optimizer.state["global"] = {"count": 3, "t": torch.ones(2)}
     target, other = nameless(1)

@@ -21,7 +21,7 @@ def seeded():
     torch.manual_seed(3)
 
 
-def test_the_process_draws_the_same_again(save):
+def test_the_process_redraws_the_same(save):
     draw()
     stored = save({"rng": Rng()})
     expected = [draw() for _ in range(3)]
@@ -30,7 +30,7 @@ def test_the_process_draws_the_same_again(save):
 
 
 class Drawer:
-    """An object that draws while it is loaded."""
+    """An object that draws during its load."""
 
     def state_dict(self):
         return {"a": 1}
@@ -47,7 +47,7 @@ def test_random_state_is_set_after_everything_else_is_loaded(save):
 
 
 class Looker:
-    """Draws when it is asked for its state, as torchdata's loader does before its first batch."""
+    """Draws when asked for its state, like torchdata's loader before its first batch."""
 
     def __init__(self, generator=None):
         self.generator = generator
@@ -60,7 +60,7 @@ class Looker:
         pass
 
 
-def test_random_state_is_captured_after_all_that_may_draw_whatever_its_place(save):
+def test_random_state_is_captured_after_all_that_may_draw(save):
     generator = torch.Generator()
     state = {
         "rng": Rng(),
@@ -77,9 +77,9 @@ def test_random_state_is_captured_after_all_that_may_draw_whatever_its_place(sav
     assert list(tree["first"][0]) == ["state"]
 
 
-def test_random_state_inside_of_another_object_is_captured_with_it(save):
+def test_random_state_inside_another_object_is_captured_with_it(save):
     class Holder:
-        """Hands out a generator among its state."""
+        """Has a generator in its state."""
 
         def __init__(self):
             self.generator = torch.Generator()
@@ -115,7 +115,7 @@ GENERATORS = {
 
 
 @pytest.mark.parametrize("kind", GENERATORS)
-def test_generators_go_on_as_they_were(save, providers, kind):
+def test_generators_resume_exactly(save, providers, kind):
     make, use = GENERATORS[kind]
     generator = make()
     use(generator)
@@ -137,7 +137,7 @@ def use_only(use):
     return lambda generator: use(generator) and None
 
 
-def test_cuda_is_not_started_by_asking_for_its_state(save):
+def test_reading_cuda_state_does_not_start_cuda(save):
     if torch.cuda.is_initialized():
         pytest.skip("CUDA is in use already")
     stored = save({"rng": Rng()})
@@ -146,7 +146,7 @@ def test_cuda_is_not_started_by_asking_for_its_state(save):
 
 
 @pytest.mark.gpu
-def test_cuda_draws_the_same_again(save):
+def test_cuda_redraws_the_same(save):
     torch.rand(1, device="cuda")
     stored = save({"rng": Rng()})
     expected = torch.rand(4, device="cuda").tolist()

@@ -1,4 +1,4 @@
-"""Whether one tensor is another one, rounded: the answer is right for each bit."""
+"""Whether one tensor is another one, rounded: exact for each bit."""
 
 import itertools
 
@@ -28,7 +28,7 @@ def as_core_rounds(master, dtype):
 
 @pytest.mark.parametrize("dtype", HALVES)
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=300))
-def test_a_tensor_is_rounded_only_if_a_reader_gets_its_very_bits(dtype, numbers):
+def test_a_tensor_is_derived_only_if_readers_get_its_bits(dtype, numbers):
     master = of_bits(*numbers)
     rounded = as_core_rounds(master, dtype)
     assert is_rounded(rounded, master) is not bool(rounded.isnan().any())
@@ -74,7 +74,7 @@ def test_zeros_of_another_sign_and_nans_count_in_any_layout(dtype):
         assert not is_rounded(rounded, master)
 
 
-def test_memory_that_was_freed_is_not_looked_at():
+def test_freed_memory_is_not_read():
     master = torch.randn(1000)
     source, other = TensorSource(master.bfloat16()), TensorSource(master)
     assert source.is_rounded(other)

@@ -1,4 +1,4 @@
-"""Where the elements of distributed tensors really are, and where `local_shard` says they are.
+"""The real places of distributed tensors' elements, and those by `local_shard`.
 
 Each element of a whole tensor is its own number, so a local tensor shows what it holds.
 """
@@ -50,7 +50,7 @@ def numbers_of(shard):
 
 
 def held(tensor, **options):
-    """What a rank holds in truth, and what `local_shard` says, or its refusal."""
+    """A rank's real elements, and those by `local_shard`, or its refusal."""
     try:
         shard = local_shard(tensor, PATH, **options)
     except UnsupportedStateError as error:
@@ -93,8 +93,8 @@ def placements_of(mesh_dimensions, dimensions, *, strided):
     [(3,), (2, 2), *(pytest.param(m, marks=pytest.mark.slow) for m in [(2,), (3, 2), (2, 2, 2)])],
     ids=str,
 )
-def test_regions_are_what_distribute_tensor_gave(mesh):
-    """Also where it was cut by strides: refused only where another order would be others'."""
+def test_regions_match_distribute_tensor(mesh):
+    """Also for strided cuts: refused only if another order would give other elements."""
     strided, shapes = ((2, 3), SHAPES) if len(mesh) < 3 else ((2,), SHAPES[::2])
     cases = [
         (shape, placements)
@@ -122,7 +122,7 @@ def test_regions_are_what_distribute_tensor_gave(mesh):
 
 
 def may_be_of_two_orders(shape, placements, mesh):
-    """Whether a strided cut stands before another of the dimension, and not all are even."""
+    """Whether a strided cut precedes another of the dimension, and not all are even."""
     cuts = [
         (placement.dim, isinstance(placement, _StridedShard), ranks)
         for placement, ranks in zip(placements, mesh, strict=True)
@@ -156,7 +156,7 @@ def test_rank_outside_of_the_mesh_holds_nothing():
         return [*both, held(distribute_tensor(whole((5,)), few, [Shard(0)]))]
 
     rows, few = zip(*run_ranks(6, work), strict=True)
-    for stage in (0, 1):  # each stage has a tensor of its own
+    for stage in (0, 1):  # each stage has its own tensor
         shards = [shard for _, shard in rows[3 * stage : 3 * stage + 3]]
         assert [shard.replica.ranks for shard in shards] == [(3 * stage + n,) for n in range(3)]
         assert [region.sizes[0] for shard in shards for region in shard.regions] == [3, 3, 1]
@@ -176,7 +176,7 @@ class Weight(nn.Module):
 
 
 def held_by_modules(module):
-    """As `held` of the one parameter, told that `fully_shard` cut it; its gradient; a copy."""
+    """`held` of the one parameter, known to be cut by `fully_shard`; its gradient; a copy."""
     note_fully_shard(module)
     parameter = module.weight
     last_cut = last_cut_of(parameter)
@@ -190,7 +190,7 @@ def held_by_modules(module):
 @pytest.mark.parametrize(
     "mesh", [*(pytest.param(m, marks=pytest.mark.slow) for m in [(2,), (3,)]), (2, 3)], ids=str
 )
-def test_regions_are_what_fully_shard_gave(mesh):
+def test_regions_match_fully_shard(mesh):
     shapes = [(n, m) for n in (1, 2, 3, 5, 6, 7, 13) for m in (1, 3)] + [(4,), (3, 2, 5)]
 
     def work(rank):
@@ -199,7 +199,7 @@ def test_regions_are_what_fully_shard_gave(mesh):
 
     for shape, *ranks in zip(shapes, *run_ranks(math.prod(mesh), work), strict=True):
         check_ranks(shape, [known for known, _ in ranks])
-        check_ranks(shape, [unknown for _, unknown in ranks])  # there is one order only
+        check_ranks(shape, [unknown for _, unknown in ranks])  # there is only one order
 
 
 @pytest.mark.parametrize(
@@ -207,8 +207,8 @@ def test_regions_are_what_fully_shard_gave(mesh):
     [(3, 2), *(pytest.param(m, marks=pytest.mark.slow) for m in [(2, 2), (2, 3), (2, 2, 2)])],
     ids=str,
 )
-def test_regions_are_what_fully_shard_gave_behind_tensor_parallelism(mesh):
-    """A copy of a parameter is refused where its rows are not certain, on all ranks alike."""
+def test_regions_match_fully_shard_after_tensor_parallelism(mesh):
+    """A copy of a parameter with uncertain rows is refused on all ranks."""
     names = ("replicate", "dp", "tp")[-len(mesh) :]
     cases = [((n, 3), Shard(0)) for n in range(1, 14)] + [((n, 3), Shard(1)) for n in (4, 7)]
     cases += [((n, 2), _StridedShard(0, split_factor=3)) for n in (12, 13)]
@@ -231,7 +231,7 @@ def test_regions_are_what_fully_shard_gave_behind_tensor_parallelism(mesh):
         else:
             check_ranks(shape, copies)
     assert all(n % math.prod(mesh[-2:]) or isinstance(one, _StridedShard) for n, one in refused)
-    # 7 rows on 3 x 2 ranks is where torch's own offsets go wrong; they never do for dp = 2.
+    # With 7 rows on 3 x 2 ranks torch's offsets are wrong; they never are for dp = 2.
     assert ((7, Shard(0)) in refused) == (mesh == (3, 2))
 
 
@@ -244,7 +244,7 @@ def test_regions_are_what_fully_shard_gave_behind_tensor_parallelism(mesh):
     ids=str,
 )
 def test_fully_shard_cuts_after_two_dimensions_of_other_parallelism(mesh, rows):
-    """Those two from left to right: rightmost first would be other rows."""
+    """Those two from left to right: rightmost first would give other rows."""
     shapes = [(n, 2) for n in rows]
 
     def work(rank):
@@ -266,7 +266,7 @@ def test_fully_shard_cuts_after_two_dimensions_of_other_parallelism(mesh, rows):
 @pytest.mark.parametrize(
     "rows", [[7], pytest.param([1, 5, 7, 11, 12], marks=pytest.mark.slow)], ids=str
 )
-def test_fully_shard_on_a_mesh_of_all_dimensions_wherever_its_own_stand(rows):
+def test_fully_shard_on_a_mesh_with_its_dimensions_anywhere(rows):
     placements = [
         [Shard(0), Replicate(), Shard(0)],
         [Replicate(), Replicate(), Shard(0)],
@@ -289,8 +289,8 @@ def test_fully_shard_on_a_mesh_of_all_dimensions_wherever_its_own_stand(rows):
         check_ranks(shape, [known for known, _ in ranks])
 
 
-def test_seven_rows_on_three_by_two_ranks_are_all_there():
-    """Offsets of torch give the last row to nobody."""
+def test_seven_rows_on_three_by_two_ranks_are_complete():
+    """Offsets of torch give the last row to no rank."""
 
     def work(rank):
         devices = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
@@ -312,7 +312,7 @@ def test_seven_rows_on_three_by_two_ranks_are_all_there():
 
 
 def refusal(placements, *, mesh=(2,), local=None, shape=(4, 2), order=None):
-    """What rank 0 is told of a tensor that is put together by hand."""
+    """What rank 0 learns of a manually assembled tensor."""
 
     def work(rank):
         devices = init_device_mesh("cpu", mesh)
@@ -334,13 +334,13 @@ def test_pending_sums_are_refused():
     assert ".redistribute" in message
 
 
-def test_local_tensor_of_another_size_than_its_share_is_refused():
+def test_local_tensor_unlike_its_share_is_refused():
     message = refusal([Shard(0)], local=(3, 2))
     assert "shape [3, 2], where [2, 2] is its share" in message
     assert "dimension 0 to a multiple of 2" in message
 
 
-def test_order_of_cuts_that_is_not_certain_is_refused():
+def test_ambiguous_order_of_cuts_is_refused():
     message = refusal(
         [_StridedShard(0, split_factor=2), Shard(0)], mesh=(3, 2), local=(2, 2), shape=(7, 2)
     )
@@ -351,7 +351,7 @@ def test_order_of_cuts_that_is_not_certain_is_refused():
 @pytest.mark.skipif(
     not hasattr(_dtensor_spec, "ShardOrderEntry"), reason="needs a torch whose DTensor has an order"
 )
-def test_dimensions_cut_in_an_order_of_their_own_are_refused():
+def test_dimensions_cut_in_a_custom_order_are_refused():
     order = (_dtensor_spec.ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0)),)
     message = refusal([Shard(0), Shard(0)], mesh=(2, 2), local=(1, 2), order=order)
     assert "not cut in the default order" in message

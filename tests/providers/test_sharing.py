@@ -1,4 +1,4 @@
-"""Memory that is being read stays where it is, whatever torch.multiprocessing wants of it."""
+"""Memory being read does not move, even for torch.multiprocessing."""
 
 import os
 import signal
@@ -18,13 +18,13 @@ def source_of(numel=300_000):
     return tensor, TensorSource(tensor)
 
 
-def test_this_torch_has_the_table_that_holds_rest_on():
+def test_torch_has_the_table_holds_need():
     assert torch.storage._share_memory_map is holds._moves
     assert torch.storage._share_memory_lock.acquire(blocking=False)
     torch.storage._share_memory_lock.release()
 
 
-def test_who_would_move_held_memory_waits_until_it_is_let_go():
+def test_moving_held_memory_waits_until_its_release():
     tensor, source = source_of()
     first, second = TensorSource.hold([source]), TensorSource.hold([source])
     with held_at(WAITS, tensor.share_memory_):
@@ -36,7 +36,7 @@ def test_who_would_move_held_memory_waits_until_it_is_let_go():
     assert source.storage._cdata not in holds._moves
 
 
-def test_a_hold_says_where_memory_is_by_now():
+def test_a_hold_gives_the_current_address():
     tensor, source = source_of()
     described = source.address
     tensor.share_memory_()
@@ -46,7 +46,7 @@ def test_a_hold_says_where_memory_is_by_now():
     assert torch.equal(torch.frombuffer(source.view(), dtype=torch.int64), tensor)
 
 
-def test_a_look_waits_for_memory_that_is_being_moved():
+def test_a_look_up_waits_for_memory_in_motion():
     _, source = source_of()
     seen = []
     moving = holds._Hold(source.storage)
@@ -65,8 +65,8 @@ def _end(*_):
 
 
 @pytest.mark.parametrize("left_bytes", [0, 4])
-def test_freed_and_shrunk_memory_is_nowhere(left_bytes):
-    """A copy from where it was would take foreign bytes, or end the process."""
+def test_freed_or_shrunk_memory_is_absent(left_bytes):
+    """A copy from the old address would read foreign bytes, or crash the process."""
     tensor, source = source_of()
     assert source.locate() == tensor.data_ptr()
     tensor.untyped_storage().resize_(left_bytes)
@@ -77,7 +77,7 @@ def test_freed_and_shrunk_memory_is_nowhere(left_bytes):
 
 @pytest.mark.process
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_child_may_share_what_its_parent_holds():
+def test_a_forked_child_may_share_held_memory():
     tensor, source = source_of()
     let_go = TensorSource.hold([source])
     with torch.storage._share_memory_lock:

@@ -58,7 +58,7 @@ class Run:
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.*")
 @pytest.mark.filterwarnings("ignore:The epoch parameter in")  # SequentialLR of torch 2.8 passes it
 @pytest.mark.filterwarnings("ignore:.*by order.*")
-def test_learning_rates_go_on_as_if_never_stopped(save):
+def test_learning_rates_resume_exactly(save):
     for name in SCHEDULERS:
         for taken in (0, 4):
             run = Run(name, taken)
@@ -148,7 +148,7 @@ def test_a_plain_data_loader_is_refused_naming_the_stateful_one(save):
 
 @pytest.mark.filterwarnings("ignore:.*set_vital.*")
 @pytest.mark.parametrize("taken", [0, 2, 5])
-def test_torchdata_loaders_go_on_where_they_were(save, taken):
+def test_torchdata_loaders_resume_in_place(save, taken):
     stateful = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is missing")
 
     def make():

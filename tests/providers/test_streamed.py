@@ -1,4 +1,4 @@
-"""`penstock.Streamed`: tensors whose bytes a function gives while they are saved."""
+"""`penstock.Streamed`: tensors whose bytes a function yields during the save."""
 
 import threading
 
@@ -30,7 +30,7 @@ STATE = {
 
 
 @pytest.mark.parametrize("rules", [[], [{"match": "**", "codecs": ["zstd"]}]], ids=["raw", "zstd"])
-def test_streamed_tensors_are_stored_as_tensors_in_memory_are(tmp_path, rules):
+def test_streamed_tensors_are_stored_like_loaded_ones(tmp_path, rules):
     with penstock.Checkpointer(tmp_path, rules=rules, staging_bytes="32 MiB") as ckpt:
         ckpt.save({k: streamed(t) for k, t in STATE.items()}, 1, mode="blocking")
         ckpt.save(STATE, 2, mode="blocking")
@@ -46,7 +46,7 @@ def test_streamed_tensors_are_stored_as_tensors_in_memory_are(tmp_path, rules):
         assert all(torch.equal(live[name], STATE[name]) for name in STATE)
 
 
-def test_an_error_of_the_function_fails_the_save_and_nothing_is_committed(tmp_path):
+def test_a_function_error_fails_the_save_and_commits_nothing(tmp_path):
     def read(start, out):
         raise penstock.FormatError("cut short", ["t"])
 
@@ -56,7 +56,7 @@ def test_an_error_of_the_function_fails_the_save_and_nothing_is_committed(tmp_pa
         assert ckpt.steps() == []
 
 
-def test_the_caller_may_save_it_in_the_background(tmp_path):
+def test_it_can_be_saved_in_the_background(tmp_path):
     threads = set()
     tensor = torch.ones(100)
 
@@ -66,7 +66,7 @@ def test_the_caller_may_save_it_in_the_background(tmp_path):
 
     with penstock.Checkpointer(tmp_path) as ckpt:
         ckpt.save({"t": penstock.Streamed("float32", (100,), read)}, 1)
-        tensor.zero_()  # captured: the function is not called any more
+        tensor.zero_()  # captured: the function is no longer called
         ckpt.wait()
         assert torch.equal(ckpt.load()["t"], torch.ones(100))
     assert threads

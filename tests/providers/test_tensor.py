@@ -56,7 +56,7 @@ LAYOUTS = {
 }
 
 
-def test_every_dtype_comes_back_bit_by_bit(save):
+def test_every_dtype_restores_bit_by_bit(save):
     for dtype in DTYPES:
         tensor = raw(3, 5, dtype=dtype)
         stored = save({"t": tensor, "scalar": tensor[0, 0]})
@@ -97,7 +97,7 @@ def test_contiguous_cpu_memory_is_offered_without_a_copy():
 
 
 @pytest.mark.parametrize("view", ["conj", "neg", "conj neg"])
-def test_conjugate_and_negative_views_store_what_they_show(save, view):
+def test_conjugate_and_negative_views_store_values(save, view):
     tensor = raw(3, 4, dtype=torch.complex64)
     shown = {
         "conj": lambda t: t.conj(),
@@ -131,7 +131,7 @@ def test_source_keeps_the_memory_it_described_when_data_is_assigned(save):
     assert read_source(source) == bits(raw(5))
 
 
-def test_expanded_tensor_is_stored_as_it_looks_and_restored_where_values_agree(save):
+def test_expanded_tensor_is_stored_in_full_and_restored_if_values_agree(save):
     row = raw(1, 4)
     stored = save({"t": row.expand(3, 4)})
     assert len(stored.data["t",]) == 48
@@ -150,7 +150,7 @@ def test_expanded_tensor_is_stored_as_it_looks_and_restored_where_values_agree(s
     [lambda: torch.zeros(1, 4).expand(3, 4), lambda: torch.zeros(6).as_strided((3, 4), (1, 1))],
     ids=["expanded", "overlapping"],
 )
-def test_values_that_disagree_about_one_place_are_an_error_with_the_path(save, target):
+def test_values_that_disagree_on_one_address_are_an_error_with_path(save, target):
     stored = save({"x": {"t": raw(3, 4)}})
     with pytest.raises(RestoreError, match="x/t"):
         stored.restore({"x": {"t": target()}})
@@ -176,8 +176,8 @@ def test_tied_tensors_are_stored_once_and_still_tied_after(save):
     ),
     parameters=st.booleans(),
 )
-def test_tensors_that_are_described_together_are_stored_as_each_by_itself(save, picks, parameters):
-    """Whatever follows whatever: what is known of the tensor before is not taken for this one."""
+def test_tensors_described_together_are_stored_like_single_ones(save, picks, parameters):
+    """In any order: cached traits of the previous tensor are not used for this one."""
     turning = raw(3, 4, 5, dtype=torch.complex64)
     bases = [raw(3, 4, 5), raw(3, 4, 5, dtype=torch.int16), turning, turning.conj()]
     bases.append(turning.conj().imag)
@@ -186,7 +186,7 @@ def test_tensors_that_are_described_together_are_stored_as_each_by_itself(save, 
         tensors = [torch.nn.Parameter(tensor, requires_grad=False) for tensor in tensors]
     named = {str(number): tensor for number, tensor in enumerate(tensors)}
     together = save({"t": named})
-    each = save({"t": {**named, "of another type": [raw(1)]}})  # so each is described by itself
+    each = save({"t": {**named, "of another type": [raw(1)]}})  # so each is described separately
     assert together.tree.objects == each.tree.objects[: len(together.tree.objects)]
     assert together.tree.aliases == each.tree.aliases
     assert together.data == {path: each.data[path] for path in together.data}
@@ -198,12 +198,12 @@ def test_tensors_that_are_described_together_are_stored_as_each_by_itself(save, 
     picks=st.lists(st.tuples(st.sampled_from(sorted(LAYOUTS)), st.integers(0, 3)), min_size=1),
     left_out=st.sets(st.integers(0, 5)),
 )
-def test_tensors_that_are_placed_together_are_restored_as_each_by_itself(save, picks, left_out):
+def test_tensors_placed_together_are_restored_like_single_ones(save, picks, left_out):
     def tensors(seed):
         turning = raw(3, 4, 5, dtype=torch.complex64, seed=seed)
         short = raw(3, 4, 5, dtype=torch.int16, seed=seed)
         bases = [raw(3, 4, 5, seed=seed), short, turning, turning.conj()]
-        # Each has memory of its own: several views of one would have to agree.
+        # Each has its own memory: several views of one would have to agree.
         made = [LAYOUTS[layout](bases[number].clone()) for layout, number in picks]
         return {str(number): tensor for number, tensor in enumerate(made)}
 
@@ -245,7 +245,7 @@ class Strange(torch.Tensor):
 
 
 class Dispatching(torch.Tensor):
-    """Consists of another tensor, and does not say so."""
+    """Consists of another tensor without declaring it."""
 
     @staticmethod
     def __new__(cls, inner):
@@ -257,7 +257,7 @@ class Dispatching(torch.Tensor):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_what_is_no_plain_memory_is_refused_with_its_path(save):
+def test_non_plain_memory_is_refused_with_its_path(save):
     stored = save({"a": {"list": [torch.ones(3)]}})
     for make, reason in REFUSED.values():
         with pytest.raises(UnsupportedStateError, match=rf"^a/list/0 .*{reason}"):
@@ -325,14 +325,14 @@ def lines_of(data, itemsize):
 
 
 def sampled(tensors, kind=TensorSource):
-    """What is compared of tensors, gathered by the code for devices."""
+    """The compared lines of tensors, gathered by the code for devices."""
     sources = [kind(tensor) for tensor in tensors]
     lines = [lines_within(s.nbytes, s.layout.spec.itemsize) for s in sources]
     return TensorSource.sample(sources, lines)
 
 
-def test_lines_are_the_same_wherever_and_however_a_tensor_lies():
-    """Whole ones, some that one view has all lines of and others, and such with gaps."""
+def test_lines_do_not_depend_on_device_or_layout():
+    """Whole tensors, some whose lines all fit one view and others, and ones with gaps."""
     for dtype in DTYPES:
         base = raw(7, 13, 41, dtype=dtype)
         tensors = [base, base[:, 0], base[1, 2, 3], raw(16, 64, dtype=dtype)]
@@ -347,7 +347,7 @@ def test_lines_are_the_same_wherever_and_however_a_tensor_lies():
         assert read() == expected, dtype
 
 
-def test_lines_of_memory_that_was_freed_are_refused():
+def test_lines_of_freed_memory_are_refused():
     tensor = torch.ones(64, 64).t()
     source = TensorSource(tensor)
     tensor.untyped_storage().resize_(0)
@@ -357,7 +357,7 @@ def test_lines_of_memory_that_was_freed_are_refused():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["contiguous", "every other", "empty"])
-def test_cuda_lines_are_those_of_the_moment_they_were_asked_for(providers, layout):
+def test_cuda_lines_are_as_of_the_request(providers, layout):
     from penstock.core.tree.describe import describe_tree
 
     base = raw(4, 6, 8)
@@ -369,7 +369,7 @@ def test_cuda_lines_are_those_of_the_moment_they_were_asked_for(providers, layou
     tree = {"t": tensor, "other": other}
     entries = describe_tree(tree, providers=providers, allow_pickle=False).entries
     taken = TakenLines(entry for entry in entries if isinstance(entry, StateObject))
-    tensor.zero_()  # in order behind the gather
+    tensor.zero_()  # in order after the gather
     other.zero_()
     found = taken.read()
     assert found["other",] == lines_of(bits(torch.ones(1 << 20)), 4)
@@ -378,7 +378,7 @@ def test_cuda_lines_are_those_of_the_moment_they_were_asked_for(providers, layou
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["contiguous", "every other", "empty"])
-def test_cuda_source_gives_the_values_of_the_moment_it_was_described(providers, layout):
+def test_cuda_source_gives_the_values_at_its_description(providers, layout):
     from penstock.core.tree.describe import describe_tree
 
     base = raw(4, 6, 8)
@@ -390,13 +390,13 @@ def test_cuda_source_gives_the_values_of_the_moment_it_was_described(providers, 
     pending = entry.source.copy_out(0, view)
     if pending is not None:
         pending.order()
-        tensor.zero_()  # ordered behind the copy
+        tensor.zero_()  # ordered after the copy
         pending.wait()
     assert bytes(view) == expected
 
 
 @pytest.mark.gpu
-def test_cuda_copy_waits_for_what_the_describing_stream_had_queued(providers):
+def test_cuda_copy_waits_for_work_of_the_describing_stream(providers):
     from penstock.core.tree.describe import describe_tree
 
     stream = torch.cuda.Stream()
@@ -462,5 +462,5 @@ def test_another_default_device_or_dtype_changes_nothing(save):
     assert bits(loaded["t"]) == bits(tensor)
 
 
-def test_loaded_tensors_go_to_the_device_asked_for(save):
+def test_loaded_tensors_go_to_the_given_device(save):
     assert save({"t": raw(2, 0)}).load(device="meta")["t"].device.type == "meta"

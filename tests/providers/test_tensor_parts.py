@@ -1,4 +1,4 @@
-"""Tensors that consist of others: stored as these, restored in place, put together if torch may."""
+"""Tensors made of others: stored as these, restored in place, rebuilt if torch allows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Options:
 
 
 class Quantized(torch.Tensor):
-    """Integers, and by what to multiply them."""
+    """Integers and their scale."""
 
     @staticmethod
     def __new__(cls, codes, scale, context):
@@ -96,7 +96,7 @@ def test_tensors_of_parts_keep_the_contract(providers, safe):
         check_provider(deep.clone, torch.Tensor.zero_, same, providers=providers, loaded=same)
 
 
-def test_parts_are_restored_in_place_wherever_they_stand(save):
+def test_nested_parts_are_restored_in_place(save):
     def make(seed):
         module = nn.Module()
         module.weight = nn.Parameter(quantized(seed), requires_grad=False)
@@ -133,7 +133,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("what", OTHERS)
-def test_what_does_not_fit_is_told_and_left_alone(save, what):
+def test_mismatches_are_reported_and_left_alone(save, what):
     stored = save({"a": {"b": quantized()}, "x": torch.ones(1)})
     target = OTHERS[what]()
     before = repr(save({"t": target}).data)
@@ -145,7 +145,7 @@ def test_what_does_not_fit_is_told_and_left_alone(save, what):
     assert repr(save({"t": target}).data) == before
 
 
-def test_it_comes_whole_or_not_at_all(save):
+def test_restores_all_parts_or_none(save):
     stored = save({"a": quantized(), "x": 1})
     (problem,) = stored.plan({"a": quantized(1), "x": 0}, include="a/codes").problems
     assert "a comes whole or not at all, but only 1 of its 2" in problem
@@ -154,14 +154,14 @@ def test_it_comes_whole_or_not_at_all(save):
     assert equal(target, quantized(1))
 
 
-def test_without_a_template_it_is_put_together_only_if_torch_knows_it_as_safe(save):
+def test_without_a_template_only_classes_torch_trusts_are_rebuilt(save):
     stored = save({"a": {"b": quantized()}, "x": 1})
     for known in ([], SAFE[1:], SAFE[:-1]):
         with torch.serialization.safe_globals(known):
             with pytest.raises(UnsupportedStateError, match=r"^a/b consists .*add_safe_globals"):
                 stored.load()
             assert stored.load(exclude="a") == {"x": 1}
-    # What the message says.
+    # The advice of the message.
     with torch.serialization.safe_globals(SAFE):
         made = stored.load()["a"]["b"]
     assert type(made) is Quantized
@@ -169,9 +169,9 @@ def test_without_a_template_it_is_put_together_only_if_torch_knows_it_as_safe(sa
     assert made.context == CONTEXT
 
 
-def test_a_class_that_makes_its_parts_anew_is_refused(save):
+def test_a_class_that_recreates_its_parts_is_refused(save):
     class Fresh(Quantized):
-        """Gives out copies of its parts."""
+        """Returns copies of its parts."""
 
         def __getattribute__(self, name):
             item = super().__getattribute__(name)
@@ -183,7 +183,7 @@ def test_a_class_that_makes_its_parts_anew_is_refused(save):
         save({"a": tensor})
 
 
-def test_nodes_that_make_no_sense_are_refused(save, safe):
+def test_malformed_nodes_are_refused(save, safe):
     stored = save({"a": quantized()})
     (node,) = stored.tree.nodes
     for key, value in [
@@ -220,13 +220,13 @@ def shown(state):
 
 
 @pytest.mark.parametrize("mode", ["blocking", "lazy"])
-def test_training_goes_on_with_parameters_and_state_of_parts(mode):
+def test_training_resumes_with_parameters_and_state_of_parts(mode):
     with penstock.Checkpointer(memory()) as ckpt, torch.serialization.safe_globals([TwoTensor]):
         state = job(0)
         handle = ckpt.save({**state, "grads": penstock.Grads(state["m"])}, 1, mode=mode)
         saved = shown(state)
         train(state["m"], state["o"])
-        # Weight and momentum, each of two parts: a step of the optimizer is all that changes them.
+        # Weight and momentum, each of two parts: only an optimizer step changes them.
         assert handle.result().deferred_bytes == (4 * 64 if mode == "lazy" else 0)
         for steps in (0, 2):  # without optimizer state to write into, and with
             other = job(1, steps)
@@ -239,7 +239,7 @@ def test_training_goes_on_with_parameters_and_state_of_parts(mode):
             assert shown(other) == shown(state)
 
 
-def test_without_strict_a_tensor_of_which_one_part_has_another_shape_is_left_alone():
+def test_without_strict_a_tensor_with_one_mismatched_part_is_left_alone():
     other = quantized(1)
     other.scale = torch.zeros(1, 1)
     kept = other.codes.clone()

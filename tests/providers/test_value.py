@@ -27,7 +27,7 @@ from penstock.providers.values.decode import decode_value
 from penstock.providers.values.encode import encode_value
 from penstock.testing.providers import check_provider
 
-# A module of the test's own, loaded under a name that a checkpoint can find again.
+# A test module, loaded under a name that a checkpoint can find.
 HOME = types.ModuleType("penstock_test_home")
 sys.modules[HOME.__name__] = HOME
 
@@ -89,7 +89,7 @@ for kind in (Phase, Flags, Point, Space, Space.Inner, Config, Frozen, Rows):
 
 
 def same(one, other):
-    """Equal in type, order and every bit, all the way down."""
+    """Equal in type, order and every bit, recursively."""
     if type(one) is not type(other):
         return False
     if isinstance(one, dict):
@@ -148,7 +148,7 @@ VALUES = [
 ]  # fmt: skip
 
 
-def test_value_comes_back_equal_in_type_and_every_bit():
+def test_value_round_trips_in_type_and_every_bit():
     for value in VALUES:
         assert same(trip(value), value), value
         assert same(trip({"k": [value]}), {"k": [value]}), value
@@ -177,11 +177,11 @@ values = st.recursive(
 
 
 @given(values)
-def test_random_values_come_back_equal(value):
+def test_random_values_round_trip(value):
     assert same(trip(value), value)
 
 
-def test_bytes_of_what_is_nothing_are_known_to_core():
+def test_core_knows_the_bytes_of_empty_values():
     assert frozenset(encode_value(value, ()) for value in (None, {}, [], ())) == NOTHING
     assert all(map(is_nothing, (None, {}, [], ())))
     assert not any(map(is_nothing, (0, False, "", set(), OrderedDict(), [None], {"a": None})))
@@ -212,7 +212,7 @@ REFUSED = [
 ]
 
 
-def test_what_cannot_be_stored_is_refused_with_the_path_inside_the_value(save):
+def test_unstorable_values_are_refused_with_their_inner_path(save):
     for value, where in REFUSED:
         with pytest.raises(UnsupportedStateError, match=f"^{where}"):
             save({"info": value})
@@ -228,7 +228,7 @@ def test_cycles_are_refused(save):
 
 
 @pytest.mark.parametrize("wrap", [lambda v: [v], lambda v: {"k": v}, lambda v: {1: (v,)}])
-def test_depth_bombs_are_refused_and_what_is_accepted_can_be_read(save, wrap):
+def test_depth_bombs_are_refused_and_accepted_values_readable(save, wrap):
     value = 0
     for depth in range(1, 20_000):
         value = wrap(value)
@@ -295,7 +295,7 @@ def test_reading_never_imports_what_a_checkpoint_names():
         assert "antigravity" not in sys.modules, tag
 
 
-def test_a_dataclass_comes_back_by_its_fields_alone(save):
+def test_a_dataclass_round_trips_by_its_fields(save):
     config = Config()
     config.made = "later"
     stored = save({"config": config})
@@ -308,7 +308,7 @@ def test_a_dataclass_comes_back_by_its_fields_alone(save):
     assert (state["config"].layers, state["config"].made) == ([], "later")
 
 
-def test_a_dataclass_that_would_not_come_back_whole_is_refused(save):
+def test_a_dataclass_that_would_lose_state_is_refused(save):
     config = Config()
     config.cache = 1
     with pytest.raises(UnsupportedStateError, match=r"c is of the dataclass .*Config, and cache "):
@@ -409,7 +409,7 @@ ZONE = b"TZif".ljust(20, b"\0") + struct.pack(">6l", 0, 0, 0, 0, 1, 4) + bytes(6
 
 @pytest.fixture
 def tzdata(tmp_path, monkeypatch):
-    """A package tzdata that is installed, and one in the run that is the working directory."""
+    """An installed package tzdata, and one in the run, which is the working directory."""
     for name in [name for name in sys.modules if name.split(".")[0] == "tzdata"]:
         monkeypatch.delitem(sys.modules, name)
     packages, run = tmp_path / "packages", tmp_path / "run"
@@ -427,7 +427,7 @@ def tzdata(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def test_a_zone_that_nobody_has_is_refused_and_nothing_imported(tzdata):
+def test_an_unknown_zone_is_refused_and_nothing_imported(tzdata):
     for key in ("Penstock/Nowhere", "no.where/Zone", "../Zone", "", "a" * 5000):
         data = json.dumps({"$": "time", "v": "00:00:00", "fold": 0, "tz": key}).encode()
         with pytest.raises(FormatError, match="t holds a value that cannot be decoded"):
@@ -438,7 +438,7 @@ def test_a_zone_that_nobody_has_is_refused_and_nothing_imported(tzdata):
 LONG = "\x1b[31m" + "A" * 100_000
 
 
-def test_messages_quote_little_of_what_is_stored_and_escape_it():
+def test_messages_quote_few_stored_bytes_and_escape_them():
     for stored in (
         {"$": LONG, "v": 1},
         {"$": "defaultdict", "factory": LONG, "v": []},

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, with torch's own process group for that."""
+"""Ranks as threads of one process, with torch's threaded process group."""
 
 import threading
 

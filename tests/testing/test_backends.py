@@ -1,4 +1,4 @@
-"""The suite for backends catches every way that we know of to break the contract."""
+"""The backend suite catches every known way to break the contract."""
 
 import ctypes
 import os
@@ -30,7 +30,7 @@ from penstock.testing.faults import WrapperBackend
 
 
 class Good(WrapperBackend):
-    """As a third party's, around a store that keeps the contract."""
+    """Like a third party's, around a store that keeps the contract."""
 
     api_version = 1
 
@@ -57,7 +57,7 @@ class Good(WrapperBackend):
 
 
 class Files(PosixBackend):
-    """As a third party's, in files: other processes see what is in them."""
+    """Like a third party's, in files: other processes see their content."""
 
     api_version = 1
 
@@ -66,7 +66,7 @@ class Files(PosixBackend):
 
 
 class Own(MemoryBackend):
-    """Opened by its URL, as one that is installed."""
+    """Opened by its URL, like an installed one."""
 
     api_version = 1
 
@@ -78,10 +78,10 @@ def root_of(cls, tmp_path):
     return lambda root: cls(MemoryBackend(MemoryConfig(name=f"{tmp_path}/{root}")))
 
 
-# -- what the mutants consist of -----------------------------------------------------------------
+# -- parts of the mutants ------------------------------------------------------------------------
 
 DIRECT = "direct_io_leaves_the_page_cache_alone"
-# Memory of this process tells no other process anything, and says so.
+# Other processes do not see this process's memory; it declares that.
 OF_PROCESSES = (
     "what_was_sealed_or_published_outlives_a_killed_process",
     "of_processes_in_a_race_exactly_one_wins",
@@ -134,7 +134,7 @@ def done():
 
 
 def fill(writer, end):
-    """Write what is no zero up to this byte."""
+    """Write the non-zero bytes up to this byte."""
     if end > writer.end:
         write(writer, [WriteRequest(writer.end, (memoryview(b"\xff" * (end - writer.end)),))])
 
@@ -236,7 +236,7 @@ def close_once(store):
 
 
 class WishesForDirectIo(PosixBackend):
-    """Says what it was told to say, and opens its files as anybody does."""
+    """Declares the given values, and opens its files normally."""
 
     api_version = 1
 
@@ -250,7 +250,7 @@ class WishesForDirectIo(PosixBackend):
 
 
 class WritesWhenClosed(Files):
-    """Keeps records that may be replaced, and answers from memory of its own."""
+    """Keeps replaceable records, and answers from its own memory."""
 
     def __init__(self, inner):
         super().__init__(inner)
@@ -291,7 +291,7 @@ class SealsWhenClosed(Files):
 
 
 class DecidesByALock(Files):
-    """Right among threads, which is all that it was tried with."""
+    """Right among threads, as far as it was tested."""
 
     lock = threading.Lock()
 
@@ -458,28 +458,28 @@ broken(check.of_processes_in_a_race_exactly_one_wins, "FailsInARace", Files,
 
 
 def test_suite_catches(tmp_path, waits):
-    waits(store_tick_s=0.05)  # how long broken ones get
+    waits(store_tick_s=0.05)  # the timeout of broken ones
     for name, (check, mutant) in MUTANTS.items():
         with pytest.raises(AssertionError, match=r"\S+ \S+ \S+"):  # in words
             check(root_of(mutant, tmp_path / name))
 
 
-def test_no_check_is_without_a_defect_that_only_it_is_for():
+def test_every_check_has_a_defect_only_it_finds():
     assert {check for check, _ in MUTANTS.values()} == set(BACKEND_CHECKS)
 
 
-def test_failure_says_what_was_checked(tmp_path):
+def test_failure_names_its_check(tmp_path):
     with pytest.raises(AssertionError, match="the first difference is at 7") as caught:
         check_backend(root_of(MUTANTS["ShortRead"][1], tmp_path))
     note = "while checking that blob of one small request reads back"
     assert caught.value.__notes__ == [note]
 
 
-# -- what an instance does not declare ----------------------------------------------------------
+# -- undeclared features of an instance ---------------------------------------------------------
 
 
 class AppendsInOrder(Good):
-    """A store that only appends: gaps are filled, what lies before is refused."""
+    """A store that only appends: gaps are filled, earlier offsets are refused."""
 
     class Writer(Good.Writer):
         lock = threading.Lock()
@@ -505,7 +505,7 @@ class ModestAndOrdered(AppendsInOrder):
     publish = look_then_put(Good.publish)
 
 
-def test_what_is_not_declared_or_cannot_be_tried_is_left_out_by_name(tmp_path):
+def test_undeclared_or_untestable_features_are_skipped_by_name(tmp_path):
     open_root = refuses_forks(tmp_path, ModestAndOrdered)
     left_out = check_backend(open_root)
     crash = published.what_a_crash_leaves_is_listed_and_can_be_deleted
@@ -522,7 +522,7 @@ def test_what_is_not_declared_or_cannot_be_tried_is_left_out_by_name(tmp_path):
         crash(open_root)
 
 
-def test_what_is_declared_is_checked(tmp_path):
+def test_declarations_are_checked(tmp_path):
     with pytest.raises(AssertionError, match="out of order"):
         blobs.batches_from_threads_read_back(root_of(AppendsInOrder, tmp_path))
 
@@ -536,14 +536,14 @@ def test_skipped_check_is_a_failure(skip, tmp_path):
             skip()
         return root_of(Good, tmp_path)(root)
 
-    with pytest.raises(BaseException, match="was skipped") as caught:  # else this were skipped
+    with pytest.raises(BaseException, match="was skipped") as caught:  # or this would be skipped
         check_backend(open_root)
     assert caught.type is AssertionError
     assert "one small request reads back" in caught.value.__notes__[0]
 
 
 def refuses_forks(tmp_path, cls):
-    """As one whose connection belongs to the process that made it."""
+    """Like one whose connection belongs to the process that opened it."""
     parent = os.getpid()
 
     def open_root(root):
@@ -554,7 +554,7 @@ def refuses_forks(tmp_path, cls):
     return open_root
 
 
-def test_crash_of_a_process_that_a_signal_ends_is_not_tried(tmp_path):
+def test_crash_of_a_signaled_process_is_not_tried(tmp_path):
     parent = os.getpid()
 
     def open_root(root):

@@ -1,4 +1,4 @@
-"""The suite for codecs catches every way that we know of to break the contract."""
+"""The codec suite catches every known way to break the contract."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class GoodConfig(PluginConfig):
 
 
 class Silent(Codec):
-    """Deflate, as a third party would write it, but for the version of the contract."""
+    """Deflate, as a third party would write it, except for the contract version."""
 
     name = "good"
     lossless = True
@@ -100,7 +100,7 @@ class Coarse(Good):
 
 
 class OnlyFloat32(Good):
-    """Takes one dtype, in words of four bytes, and leaves what does not get smaller."""
+    """Takes one dtype, in words of four bytes, and declines chunks that do not shrink."""
 
     def encode(self, chunk, out, /, *, context):
         if context.dtype != "float32":
@@ -111,7 +111,7 @@ class OnlyFloat32(Good):
 
 
 class Plain(Good):
-    """Stores the chunk as it is, and says that the output has its elements."""
+    """Stores the chunk unchanged, and declares that the output has its elements."""
 
     def output(self, context, /):
         return CodecOutput(context.dtype, context.itemsize, elementwise=True)
@@ -128,7 +128,7 @@ class Plain(Good):
         out[:] = frame
 
 
-# -- what the mutants consist of -----------------------------------------------------------------
+# -- parts of the mutants ------------------------------------------------------------------------
 
 MUTANTS = {}
 
@@ -139,7 +139,7 @@ def broken(check, name, base=Good, /, **members):
 
 
 def encodes(change, base=Good):
-    """Encodes something else than the chunk."""
+    """Encodes other bytes than the chunk."""
     return lambda self, chunk, out, *, context: base.encode(
         self, change(chunk, context), out, context=context
     )
@@ -209,7 +209,7 @@ def one_nan(chunk, context):
 
 
 def set_first_byte(_, chunk, _out, context):
-    """As C code does that works in place: it asks nobody whether the memory may be written."""
+    """Like in-place C code: it does not check whether the memory is writable."""
     if context.dtype == "float16":
         ctypes.memset(np.frombuffer(chunk, np.uint8).ctypes.data, 1 ^ chunk[0], 1)
 
@@ -226,7 +226,7 @@ def encode_in_the_output(self, chunk, out, *, context):
 
 
 class CountsItsFrames(Good):
-    """As one that keeps a dictionary from chunk to chunk."""
+    """Like one that keeps a dictionary across chunks."""
 
     encoded = decoded = 0
 
@@ -286,7 +286,7 @@ def decode_unchecked(self, frame, out, *, context):
 
 
 def decode_believing(self, frame, out, *, context):
-    """Raises what only damaged frames make it raise."""
+    """Raises an error that only damaged frames cause."""
     try:
         Good.decode(self, frame, out, context=context)
     except CodecError as error:
@@ -318,7 +318,7 @@ def encode_later(self, chunk, out, *, context):
 
 
 def encode_holding_the_gil(self, chunk, out, *, context):
-    # In pieces too small for zlib to let the GIL go.
+    # In pieces too small for zlib to release the GIL.
     checksum = 1
     for start in range(0, len(chunk), 4096):
         checksum = zlib.adler32(chunk[start : start + 4096], checksum)
@@ -349,7 +349,7 @@ def encode_in_the_main_thread(self, chunk, out, *, context):
 
 
 class KeepsItsInput(Good):
-    """To see whether the next chunk is the same again."""
+    """Checks whether the next chunk is equal."""
 
     def __init__(self, config, /):
         super().__init__(config)
@@ -382,7 +382,7 @@ def decode_but_the_last(self, frame, out, *, context):
 
 
 class KeyedByItsProcess(Plain):
-    """Frames of another process are other bytes, as those made from the order of a set."""
+    """Frames of another process differ, as if made from the order of a set."""
 
     def encode(self, chunk, out, /, *, context):
         out[: len(chunk)] = self._keyed(chunk)
@@ -398,7 +398,7 @@ class KeyedByItsProcess(Plain):
 
 
 class KnowsOnlyWhatItEncoded(Plain):
-    """Keeps for each frame what the frame itself should hold."""
+    """Keeps data per frame that the frame should hold."""
 
     seen: ClassVar = set()
 
@@ -544,7 +544,7 @@ broken(checks.check_other_processes, "KnowsOnlyWhatItEncoded", KnowsOnlyWhatItEn
 # fmt: on
 
 
-def test_a_module_that_checks_its_codec_when_imported_starts_no_process_in_another(monkeypatch):
+def test_a_module_checking_its_codec_on_import_starts_no_nested_process(monkeypatch):
     monkeypatch.setenv("PENSTOCK_TESTING_CODEC_PROCESS", "1")
     checks.check_other_processes(KeyedByItsProcess(GoodConfig()))
 
@@ -572,12 +572,12 @@ def test_suite_catches_a_codec_that_knows_only_what_it_encoded():  # a process c
 
 def catch(name, sentence=r"\w+ \w+"):
     check, mutant = MUTANTS[name]
-    # Whatever it raises: the finding is a sentence.
+    # For any error: the finding is a sentence.
     with pytest.raises(AssertionError, match=sentence):
         check(mutant(mutant.Config()))
 
 
-def test_no_check_is_without_a_defect_that_only_it_is_for():
+def test_every_check_has_a_defect_only_it_finds():
     written = {
         check
         for name, check in inspect.getmembers(checks, inspect.isfunction)
@@ -586,12 +586,12 @@ def test_no_check_is_without_a_defect_that_only_it_is_for():
     assert {check for check, _ in MUTANTS.values()} == written
 
 
-def test_a_codec_that_says_nothing_of_its_version_is_told_what_to_write():
+def test_a_codec_without_a_version_learns_what_to_write():
     catch("InheritsItsVersion", "write `api_version = 1` into Silent")
 
 
 @pytest.mark.slow
-def test_lossy_codec_that_says_so_passes():
+def test_declared_lossy_codec_passes():
     checks.check_codec(Coarse(GoodConfig()))
 
 
@@ -601,7 +601,7 @@ def test_codec_that_takes_one_dtype_and_declines_the_rest_passes():
 
 
 class Picky(Good):
-    """Takes 32-bit floats only, and says so."""
+    """Takes only 32-bit floats, and declares it."""
 
     def encode(self, chunk, out, /, *, context):
         if context.dtype not in {"float32", "uint8"}:
@@ -609,12 +609,12 @@ class Picky(Good):
         return super().encode(chunk, out, context=context)
 
 
-def test_codec_that_refuses_a_dtype_in_words_passes():
+def test_codec_refusing_a_dtype_clearly_passes():
     checks.check_elements_come_back(Picky(GoodConfig()))
 
 
 class NoEmptyChunks(Good):
-    """As one whose library knows no block of 0 bytes; core never has one."""
+    """Like one whose library refuses blocks of 0 bytes; core never has one."""
 
     def encode(self, chunk, out, /, *, context):
         if not len(chunk):
@@ -627,7 +627,7 @@ class NoEmptyChunks(Good):
         super().decode(frame, out, context=context)
 
 
-def test_no_codec_has_to_know_empty_chunks():
+def test_codecs_need_no_empty_chunks():
     codec = NoEmptyChunks(GoodConfig())
     checks.check_declarations(codec)
     checks.check_round_trips(codec)
@@ -640,7 +640,7 @@ class RefusesItsOwn(Good):
         raise CodecError("the window is too large")
 
 
-def test_a_refused_frame_is_told_by_what_went_in_and_why():
+def test_a_refused_frame_names_its_input_and_reason():
     sentence = (
         r"decode refused the frame of \d+ bytes that encode made of a chunk of 1 bytes: "
         "CodecError: the window is too large"
@@ -672,12 +672,12 @@ FINDINGS = {
 }
 
 
-def test_finding_says_what_was_tried_and_what_came_of_it():
+def test_finding_names_the_attempt_and_its_result():
     for name, sentence in FINDINGS.items():
         catch(name, sentence)
 
 
-def test_a_codec_that_raises_for_what_does_not_suit_it_is_told_to_decline():
+def test_a_codec_that_raises_for_unsuitable_data_learns_to_decline():
     sentence = r"encode of 1 bytes of uint8: CodecError: odd \(.*return penstock.core.abc.DECLINED"
     with pytest.raises(AssertionError, match=sentence):
         checks.check_round_trips(RaisesForOddSizes(GoodConfig()))

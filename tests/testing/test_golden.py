@@ -1,4 +1,4 @@
-"""Golden files: a difference is an error that says where, and how to mean it."""
+"""Golden files: a difference is an error that says where, and how to accept it."""
 
 import pytest
 
@@ -25,7 +25,7 @@ def test_equal_bytes_pass(path):
     assert read_golden(path) == GOLDEN
 
 
-def test_a_difference_is_shown_where_it_begins(path):
+def test_the_start_of_a_difference_is_shown(path):
     for data, where in [
         (GOLDEN[:40] + b"\xff" + GOLDEN[41:], r"from byte 40 on they are ff 29 .*, not 28 29 "),
         (GOLDEN[:50], r"50 bytes are not the 64 .* from byte 50 on they are the end, not 32 33 "),
@@ -46,7 +46,7 @@ def test_a_missing_file_is_an_error_that_says_how_to_write_it(tmp_path):
         assert not list(tmp_path.iterdir())
 
 
-def test_the_variable_writes_files_anew(path, tmp_path, monkeypatch):
+def test_the_variable_rewrites_files(path, tmp_path, monkeypatch):
     monkeypatch.setenv(REWRITE_VARIABLE, "1")
     check_golden(path, b"changed")
     check_golden(tmp_path / "a" / "b" / "new.bin", b"fresh")

@@ -1,4 +1,4 @@
-"""Delays are the same in every run, whatever threads do, and change nothing else."""
+"""Delays are equal in every run, for any threads, and change nothing else."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from penstock.testing.faults import LatencyBackend
 
 @pytest.fixture
 def slept(monkeypatch):
-    """Seconds of every sleep, which then takes none."""
+    """Seconds of every sleep, which returns at once."""
     slept = []
     monkeypatch.setattr("penstock.testing.faults.time.sleep", slept.append)
     return slept

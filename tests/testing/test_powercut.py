@@ -1,4 +1,4 @@
-"""The store that loses power keeps what the contract promises, and nothing else for certain."""
+"""The store that loses power keeps only what the contract promises."""
 
 import itertools
 import random
@@ -41,7 +41,7 @@ def stored(disk):
 
 
 def outcomes(disk, tries=MANY):
-    """What is left after so many cuts, each different outcome once."""
+    """The outcomes of this many cuts, each once."""
     left = (stored(disk.cut(random.Random(seed))) for seed in range(tries))
     return {frozenset(found.items()) for found in left}
 
@@ -56,7 +56,7 @@ def test_it_conforms():
     check_backend(lambda root: PowerCut(disks.setdefault(root, Disk())))
 
 
-def test_what_has_returned_survives_every_cut(disk, store):
+def test_completed_calls_survive_every_cut(disk, store):
     seal(store, "blob", TWO_SECTORS)
     store.publish("record", b"old")
     store.publish("record", b"new")
@@ -65,7 +65,7 @@ def test_what_has_returned_survives_every_cut(disk, store):
     assert outcomes(disk) == {frozenset({("blob", TWO_SECTORS), ("record", b"new")})}
 
 
-def test_of_an_unsealed_blob_any_sectors_survive(disk, store):
+def test_any_sectors_of_an_unsealed_blob_survive(disk, store):
     store.create("blob").write([request(TWO_SECTORS)])
     assert stored(disk) == {"blob": TWO_SECTORS}, "a process that dies has handed it over"
     found = contents_of("blob", disk)
@@ -81,7 +81,7 @@ def test_of_an_unsealed_blob_any_sectors_survive(disk, store):
     assert any(0 < len(data) < len(TWO_SECTORS) for data in found if data is not None)
 
 
-def test_a_publish_under_way_is_whole_or_has_not_been():
+def test_a_publish_in_flight_is_whole_or_absent():
     disk = Disk(cut_at=2)
     store = PowerCut(disk)
     store.publish("record", b"a" * 2000)
@@ -90,7 +90,7 @@ def test_a_publish_under_way_is_whole_or_has_not_been():
     assert contents_of("record", disk) == {b"a" * 2000, b"b" * 3000}
 
 
-def test_of_a_delete_under_way_any_names_are_gone():
+def test_a_delete_in_flight_removes_any_names():
     disk = Disk(cut_at=3)
     store = PowerCut(disk)
     store.publish("a", b"a")
@@ -102,7 +102,7 @@ def test_of_a_delete_under_way_any_names_are_gone():
     }
 
 
-# -- what it is there for --------------------------------------------------------------------------
+# -- its purpose -----------------------------------------------------------------------------------
 
 
 def in_order(*steps):
@@ -162,7 +162,7 @@ BROKEN = {
 
 
 def torn_or_lost(engine_type):
-    """How many outcomes of cuts at any effect hold a record without its data, or none at all."""
+    """The count of outcomes of cuts with a record without its data, or without a record."""
     bad = 0
     for cut_at in itertools.count(1):
         disk = Disk(cut_at=cut_at)
@@ -194,6 +194,6 @@ def test_an_engine_in_the_right_order_loses_nothing_at_any_cut():
     assert torn_or_lost(Engine) == 0
 
 
-def test_an_engine_in_another_order_is_found_out():
+def test_an_engine_in_another_order_is_caught():
     for name, methods in BROKEN.items():
         assert torn_or_lost(type(name, (Engine,), methods)) > 0, name

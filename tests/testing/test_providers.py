@@ -1,4 +1,4 @@
-"""The suite for providers catches every way that we know of to break the contract."""
+"""The provider suite catches every known way to break the contract."""
 
 import copy
 import ctypes
@@ -35,7 +35,7 @@ class Mean:
 
 
 class Ring:
-    """Numbers of two bytes each, in memory of its own."""
+    """Numbers of two bytes each, in its own memory."""
 
     def __init__(self):
         self.data = bytearray(range(200))
@@ -165,7 +165,7 @@ def test_the_good_one_passes(kind):
     check(Good, kind)
 
 
-# -- what the mutants consist of -----------------------------------------------------------------
+# -- parts of the mutants ------------------------------------------------------------------------
 
 MUTANTS = {}
 
@@ -180,7 +180,7 @@ def broken(message, name, kind=Mean, /, *, source=None, sink=None, **members):
 
 
 def described(node=lambda path: (path, "good-mean"), total="total", value=lambda value: value):
-    """Describes a mean with another node, at another place or of another value."""
+    """Describes a mean with another node, place or value."""
 
     def mean(_, state, path, context):
         given = value(state)
@@ -192,7 +192,7 @@ def described(node=lambda path: (path, "good-mean"), total="total", value=lambda
 
 
 def counting(name):
-    """Describes a mean with something that counts how often that was done."""
+    """Describes a mean with a counter of its descriptions."""
 
     def mean(self, value, path, context):
         self.calls = getattr(self, "calls", 0) + 1
@@ -224,7 +224,7 @@ def placed(change):
 
 
 def finished(effect):
-    """Finishes a mean with an effect: what it returns is put into the tree."""
+    """Finishes a mean with an effect, whose result goes into the tree."""
 
     def change(placement, value, path, context):
         finish = placement.finish
@@ -297,7 +297,7 @@ def addressed(view):
 
 
 def keep_pieces(take):
-    """A sink that takes pieces late, as `take` remembers them."""
+    """A sink that takes pieces late, in the order kept by `take`."""
 
     def init(self, value):
         Good.Sink.__init__(self, value)
@@ -369,7 +369,7 @@ class RemembersACopy(Good):
 
 
 class NumpySource(ByteSource):
-    """Live, and of what numpy knows."""
+    """Live, and of a type known to numpy."""
 
     def __init__(self, tensor):
         self.array = tensor.numpy()
@@ -429,7 +429,7 @@ def add_missing(placement, value, path, context):
 
 
 def drop_missing(placement, value, path, context):
-    if context.children(path):  # of an empty checkpoint it says so
+    if context.children(path):  # it reports an empty checkpoint
         placement.missing = [p for p in placement.missing if p != (*path, "count")]
 
 
@@ -565,17 +565,17 @@ class Silent(StateProvider):
     claims, describe, place, rebuild = Good.claims, Good.describe, Good.place, Good.rebuild
 
 
-def test_a_provider_that_says_nothing_of_its_version_is_told_what_to_write():
+def test_a_provider_without_a_version_learns_what_to_write():
     with pytest.raises(AssertionError, match="write `api_version = 1` into Silent"):
         check(Silent, Mean)
 
 
-def test_a_change_that_changes_nothing_is_no_check():
+def test_a_change_without_effect_is_no_check():
     with pytest.raises(AssertionError, match="`change` changes nothing"):
         check_provider(Mean, lambda mean: mean, equal, providers=_with(Good()))
 
 
-# -- what the author gave to the suite ----------------------------------------------------------
+# -- the author's input to the suite ------------------------------------------------------------
 
 
 def refuses(*_):
@@ -593,28 +593,28 @@ SLIPS = {
 }
 
 
-def test_slip_of_the_author_is_said_in_words():
+def test_author_mistakes_are_explained():
     for complaint, slip in SLIPS.items():
         given = {"change": change, "equal": equal} | slip
         with pytest.raises(AssertionError, match=complaint):
             check_provider(Mean, providers=_with(Good()), **given)
 
 
-def test_truth_of_torch_is_an_answer_too():
+def test_torch_booleans_are_accepted():
     check_provider(
         Mean, change, lambda a, b: (a.total == b.total).all() & (a.count == b.count),
         providers=_with(Good()),
     )  # fmt: skip
 
 
-def test_load_that_gives_another_type_is_found_unless_it_is_meant():
+def test_load_of_another_type_is_found_unless_declared():
     lists = type("LoadsAList", (Good,), {"rebuild": rebuilt(lambda mean: [mean])})
     with pytest.raises(AssertionError, match=r"load gives a list for a Mean: .* as `loads`"):
         check_provider(Mean, change, equal, providers=_with(lists()))
     check_provider(Mean, change, equal, providers=_with(lists()), loads=list)
 
 
-def test_values_that_give_out_copies_may_say_so():
+def test_values_returning_copies_may_say_so():
     lender = MUTANTS["ClonesItsTensor"][2]
     check_provider(Mean, change, equal, providers=_with(lender()), copies=True)
 
@@ -631,7 +631,7 @@ class RefusesHalves(Good):
         return super().place_mean(value, path, context)
 
 
-def test_what_is_refused_in_words_is_no_breach():
+def test_an_explained_refusal_is_no_breach():
     check(RefusesHalves, Mean)
 
 

@@ -1,4 +1,4 @@
-"""Each suite finds methods that core cannot call as the contract has them."""
+"""Each suite finds methods that core cannot call by the contract."""
 
 import random
 
@@ -37,8 +37,8 @@ class NarrowBackend(MemoryBackend):
 
 
 def test_each_suite_finds_a_method_that_core_cannot_call():
-    said = r"NarrowCodec\.decode\(self, frame, /\) cannot be called .*, \*, context\): too many"
-    with pytest.raises(AssertionError, match=said):
+    message = r"NarrowCodec\.decode\(self, frame, /\) cannot be called .*, \*, context\): too many"
+    with pytest.raises(AssertionError, match=message):
         check_declarations(NarrowCodec(NarrowCodec.Config()))
     with pytest.raises(AssertionError, match=r"NarrowProvider\.describe\(self, value, path, /\)"):
         declarations_are_sane(random.Random(0), StaticProviders([NarrowProvider()]))
@@ -65,7 +65,7 @@ def open_without_options(cls, config, /):
         ("read", lambda self, *arguments: None, None),
     ],
 )
-def test_a_member_that_core_cannot_call_is_told_with_both_signatures(name, member, complaint):
+def test_an_uncallable_member_is_reported_with_both_signatures(name, member, complaint):
     odd = type("Odd", (MemoryBackend,), {name: member})(MemoryConfig())
     if complaint is None:
         expect_signatures(odd, Backend)

@@ -513,8 +513,8 @@ def _checkpoints(backend: Backend, root: Path | None) -> Check:
     if damaged:
         listed = ", ".join(map(str, damaged))
         advice = "recover their commit records, or `penstock delete` them: until then `prune`"
-        found = f"{len(records)}; the records of {listed} cannot be read"
-        return Check("checkpoints", "warn", found, f"{advice} deletes nothing", values)
+        found = f"{len(records)}; the commit records of steps {listed} cannot be read"
+        return Check("checkpoints", "fail", found, f"{advice} deletes nothing", values)
     if size is None:
         return Check("checkpoints", "info", "none yet", values=values)
     found = f"{len(records)}, the newest of {size_text(size)}"

@@ -1,4 +1,4 @@
-"""Promises that only this backend makes, and that the suite cannot know."""
+"""Promises of this backend that the suite cannot know."""
 
 import signal
 

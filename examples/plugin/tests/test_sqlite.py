@@ -1,4 +1,4 @@
-"""Promises that only this backend makes, and that the suite cannot know."""
+"""Promises of this backend that the suite cannot know."""
 
 import multiprocessing
 import signal
@@ -33,7 +33,7 @@ def test_memory_is_bounded_by_a_piece(tmp_path):
     assert peak < 4 * PIECE_BYTES
 
 
-def test_full_store_says_so_and_takes_no_half(tmp_path):
+def test_full_store_is_reported_and_keeps_no_part(tmp_path):
     backend = opened(tmp_path / "run.db")
     backend.publish("a.json", b"{}")
     with backend.transaction("limit", "the file", writing=False) as db:
@@ -57,7 +57,7 @@ def test_waiting_for_another_writer_ends(tmp_path):
     two.close()
 
 
-def test_what_is_not_a_database_is_refused(tmp_path):
+def test_file_that_is_no_database_is_refused(tmp_path):
     (tmp_path / "run.db").write_bytes(b"something else" * 1000)
     with pytest.raises(StorageError, match="not a database"):
         opened(tmp_path / "run.db")
@@ -65,17 +65,17 @@ def test_what_is_not_a_database_is_refused(tmp_path):
 
 def publish_all(path, start, number):
     start.wait()
-    with_many = opened(path)
+    backend = opened(path)
     for turn in range(20):
-        with_many.publish(f"{number}/{turn}.json", b"{}")
-    with_many.close()
+        backend.publish(f"{number}/{turn}.json", b"{}")
+    backend.close()
 
 
 def test_processes_may_open_a_new_file_together(tmp_path):
-    spawn = multiprocessing.get_context("fork")
-    start = spawn.Barrier(4)
+    context = multiprocessing.get_context("fork")
+    start = context.Barrier(4)
     path = tmp_path / "run.db"
-    processes = [spawn.Process(target=publish_all, args=(path, start, n)) for n in range(4)]
+    processes = [context.Process(target=publish_all, args=(path, start, n)) for n in range(4)]
     for process in processes:
         process.start()
     for process in processes:
@@ -97,7 +97,7 @@ def write_until_killed(path, ready):
         signal.pause()
 
 
-def test_killed_writer_leaves_what_was_published_and_a_listed_rest(tmp_path):
+def test_killed_writer_leaves_published_and_listed_blobs(tmp_path):
     fork = multiprocessing.get_context("fork")
     ready = fork.Event()
     process = fork.Process(target=write_until_killed, args=(tmp_path / "run.db", ready))

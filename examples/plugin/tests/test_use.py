@@ -1,4 +1,4 @@
-"""Saving and restoring; nothing but the configuration names the plugins."""
+"""Saving and restoring; only the configuration names the plugins."""
 
 import sqlite3
 from array import array, typecodes

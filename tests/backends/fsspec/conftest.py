@@ -60,7 +60,7 @@ def folder():
 
 
 @pytest.fixture
-def look(s3_url):
+def plain_client(s3_url):
     """A plain client, which shows the objects that are really stored."""
     with closing(s3_server.client(s3_url)) as client:
         yield client
@@ -85,7 +85,7 @@ def store(opened, folder, s3_url):
 
 @pytest.fixture
 def behind_proxy(proxy, folder, opened):
-    """Open a backend behind the proxy, which knows that conditional puts work."""
+    """Open a backend behind the proxy that knows that conditional puts work."""
     # In this order: the proxy lasts until the backend has aborted the uploads that a test left.
     return functools.partial(
         opened,

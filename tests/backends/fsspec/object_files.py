@@ -1,4 +1,4 @@
-"""A file system of the kind that gcsfs, adlfs and others are: a file is stored by its close."""
+"""A file system like gcsfs, adlfs and others: a file is stored by its close."""
 
 import io
 import threading
@@ -11,8 +11,8 @@ never = threading.Event()
 reached = threading.Event()  # once a call hangs
 hanging = set()  # the operations that hang: "write", "read", "delete"
 conditions = set()  # the modes of `pipe_file` that the store obeys: "create"
-lost_answers = set()  # names for which the client loses an answer to a put, and retries
-denied = set()  # names that can be put, but not read
+lost_answers = set()  # names whose put loses its answer at the client, which retries
+denied = set()  # names that can be put but not read
 _putting = threading.Lock()  # makes check and put of a condition one step, as in a store
 
 

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 
 class ScriptedServer:
-    """Runs `scripts` on the connections in the order in which they come; the last one for all more.
+    """Runs `scripts` on the connections in order; the last one on all further ones.
 
     A script gets the server and the connection; it may read a request by `head_of`.
     """
@@ -38,8 +38,8 @@ class ScriptedServer:
         _shut_down(self._listener)
         for thread in self._threads:
             thread.join()
-        # Only now: a script might still use the number of its socket, which by then may be that of
-        # another one.
+        # Only now: a script might still use the number of its socket, which may by then belong to
+        # another.
         for connection in [*self._open, self._listener]:
             connection.close()
 
@@ -48,7 +48,7 @@ class ScriptedServer:
         return f"{'https' if self._tls else 'http'}://{self.netloc}"
 
     def head_of(self, connection):
-        """Return the lines of the next request; its body, if any, is still to be read."""
+        """Return the lines of the next request; its body, if any, stays unread."""
         data = b""
         while not data.endswith(b"\r\n\r\n"):
             byte = connection.recv(1)
@@ -76,7 +76,7 @@ class ScriptedServer:
 
     def _take(self, connection):
         """Return the connection for the script, which `__exit__` closes in any case."""
-        # Wrapping moves the socket into another object, so it excludes `__exit__`, which would
+        # Wrapping moves the socket into another object, so it locks out `__exit__`, which would
         # miss that object. The handshake waits for the client, so it comes afterwards.
         with self._lock:
             self._open.append(connection)
@@ -95,7 +95,7 @@ class ScriptedServer:
 def _shut_down(connection):
     """Wake all threads that wait for the socket; the socket itself stays open."""
     with suppress(OSError):
-        # `SSLSocket.shutdown` would drop the TLS session, and a script that uses it in this moment
+        # `SSLSocket.shutdown` would drop the TLS session, and a script using it at that moment
         # would fail with an AttributeError instead of an OSError.
         socket.socket.shutdown(connection, socket.SHUT_RDWR)
 

@@ -63,7 +63,7 @@ def google():
     command = [sys.executable, "-m", "gcp_storage_emulator", "start", "--in-memory"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--default-bucket", CONTAINER]
     with serving(command, port), pytest.MonkeyPatch.context() as patch:
-        # Else gcsfs asks by gRPC over TLS for the kind of the bucket, for a minute each time.
+        # Or gcsfs asks by gRPC over TLS for the kind of the bucket, for a minute each time.
         patch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
         endpoint = f"http://127.0.0.1:{port}"
         yield "gs", {"endpoint_url": endpoint, "token": "anon", "project": "tests"}
@@ -97,7 +97,7 @@ def test_it_conforms(cloud):
     )
 
 
-def test_a_run_lives_there(cloud):
+def test_a_run_works_there(cloud):
     backend = {"type": "fsspec", **cloud}
     state = {"w": torch.randn(5_000_000), "small": [torch.arange(10), 3, "x"]}
     with penstock.Checkpointer(backend, retention={"keep_last": 2}) as ckpt:
@@ -114,7 +114,7 @@ def test_a_run_lives_there(cloud):
         assert ckpt.load(include="small")["small"][1:] == [3, "x"]
 
 
-def test_azure_decides_between_savers(azure):
+def test_azure_arbitrates_savers(azure):
     scheme, options = azure
     backend = {"type": "fsspec", "url": f"{scheme}://{CONTAINER}/race", "options": options}
     start, won, lost = threading.Barrier(4), [], []

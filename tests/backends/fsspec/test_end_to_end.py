@@ -57,7 +57,7 @@ def test_round_trip(config, mode, codecs):
         assert checkpointer.verify(5, deep=True).ok
 
 
-def test_several_steps_retention_delete_and_prune(config, look, folder):
+def test_several_steps_retention_delete_and_prune(config, plain_client, folder):
     with penstock.Checkpointer.from_config(
         {**config, "retention": {"keep_last": 2}}
     ) as checkpointer:
@@ -71,11 +71,11 @@ def test_several_steps_retention_delete_and_prune(config, look, folder):
         assert checkpointer.load()["x"].tolist() == [3] * 10
         checkpointer.delete(3)
     bucket, _, prefix = folder.partition("/")
-    left = look.list_objects_v2(Bucket=bucket, Prefix=prefix).get("Contents", [])
+    left = plain_client.list_objects_v2(Bucket=bucket, Prefix=prefix).get("Contents", [])
     assert [e["Key"] for e in left if "/blobs/" in e["Key"] or "/commits/" in e["Key"]] == []
 
 
-def test_lost_answer_to_the_commit_is_a_checkpoint(config, proxy):
+def test_lost_reply_to_the_commit_is_a_checkpoint(config, proxy):
     fault = proxy.fail("lost", method="PUT", part="/commits/")
     with penstock.Checkpointer.from_config(config) as checkpointer:
         report = checkpointer.save({"x": torch.arange(9)}, step=1, mode="blocking").result()
@@ -84,7 +84,7 @@ def test_lost_answer_to_the_commit_is_a_checkpoint(config, proxy):
     assert fault.seen == 1
 
 
-def test_of_two_savers_of_one_step_one_wins(config, proxy):
+def test_one_of_two_savers_of_a_step_wins(config, proxy):
     with (
         penstock.Checkpointer.from_config(config) as one,
         penstock.Checkpointer.from_config(config) as two,
@@ -112,7 +112,7 @@ def test_store_without_conditional_puts_is_reported(config):
         assert checkpointer.steps() == [1]
 
 
-def test_looking_at_s3_imports_neither_fsspec_nor_torch(config, folder, s3_url):
+def test_inspecting_s3_imports_no_fsspec_or_torch(config, folder, s3_url):
     with penstock.Checkpointer.from_config(config) as checkpointer:
         checkpointer.save({"x": torch.arange(9)}, step=1, mode="blocking").result()
     code = (

@@ -76,7 +76,7 @@ def http_head(length):
         ("listing", "200 OK"),
     ],
 )
-def test_an_answer_over_http_that_does_not_end_is_given_up(opened, status, what):
+def test_an_endless_http_response_is_abandoned(opened, status, what):
     pytest.importorskip("aiohttp", reason="fsspec's http needs aiohttp")
     most_bytes = 64 << 20 if what == "listing" else 0
     chunk = b"10000\r\n" + b"a" * (1 << 16) + b"\r\n"
@@ -104,7 +104,7 @@ def test_an_answer_over_http_that_does_not_end_is_given_up(opened, status, what)
 
 
 @pytest.mark.parametrize("headers", [{}, {"X-Api-Key": "hunter3"}])
-def test_headers_of_the_options_are_not_taken_to_another_origin(opened, headers):
+def test_option_headers_are_not_sent_to_another_origin(opened, headers):
     pytest.importorskip("aiohttp", reason="fsspec's http needs aiohttp")
     body = b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\nConnection: close\r\n\r\n"
 
@@ -143,7 +143,7 @@ def test_headers_of_the_options_are_not_taken_to_another_origin(opened, headers)
         ("204 No Content", "text/html", b""),
     ],
 )
-def test_page_that_is_no_listing_is_not_taken_for_a_run_without_checkpoints(status, kind, body):
+def test_a_page_without_a_listing_is_not_an_empty_run(status, kind, body):
     pytest.importorskip("aiohttp", reason="fsspec's http needs aiohttp")
 
     def answer(server, connection):
@@ -173,7 +173,7 @@ def test_checkpoint_can_be_read_over_http(web, tmp_path):
             checkpointer.save(state, step=4, mode="blocking").result()
 
 
-def test_missing_and_short_blobs_are_told_over_http(web, opened, tmp_path):
+def test_missing_and_short_blobs_fail_over_http(web, opened, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "r").write_bytes(b"12345")
     backend = opened(f"{web}/run", attempts=1)
@@ -222,7 +222,7 @@ def odd(opened, monkeypatch):
     return opened("odd://run")
 
 
-def test_streams_that_take_little_and_have_no_fileno_are_written_whole(odd):
+def test_short_writing_streams_without_fileno_are_written_whole(odd):
     data = bytes(range(256)) * 100
     writer = odd.create("b.raw")
     writer.write([WriteRequest(5000, (memoryview(data), memoryview(b"end")))])
@@ -230,7 +230,7 @@ def test_streams_that_take_little_and_have_no_fileno_are_written_whole(odd):
     assert odd.read_record("b.raw", limit_bytes=1 << 20) == bytes(5000) + data + b"end"
 
 
-def test_blob_of_which_a_file_system_keeps_a_part_only_is_not_sealed(odd, monkeypatch):
+def test_blob_kept_only_in_part_by_a_file_system_is_not_sealed(odd, monkeypatch):
     info = OddFileSystem.info
 
     def short(self, path, **options):
@@ -245,7 +245,7 @@ def test_blob_of_which_a_file_system_keeps_a_part_only_is_not_sealed(odd, monkey
 
 
 @pytest.mark.parametrize(
-    ("error", "kind", "told"),
+    ("error", "kind", "text"),
     [
         (OSError(28, "No space left"), StorageFullError, "make room or raise the quota"),
         (PermissionError("nope"), StorageError, "check credentials and permissions"),
@@ -254,15 +254,15 @@ def test_blob_of_which_a_file_system_keeps_a_part_only_is_not_sealed(odd, monkey
         (RuntimeError("boom"), StorageError, "RuntimeError: boom"),
     ],
 )
-def test_errors_of_file_systems_become_ours(odd, monkeypatch, error, kind, told):
+def test_errors_of_file_systems_are_mapped(odd, monkeypatch, error, kind, text):
     monkeypatch.setattr(OddFileSystem, "fails_with", error)
     writer = odd.create("b.raw")
-    with pytest.raises(kind, match=f"b.raw on odd://run.*{told}"):
+    with pytest.raises(kind, match=f"b.raw on odd://run.*{text}"):
         writer.write([WriteRequest(0, (memoryview(b"x"),))])
     writer.abort()
 
 
-def test_reads_are_tried_again_and_writes_are_not(odd, monkeypatch):
+def test_reads_are_retried_and_writes_are_not(odd, monkeypatch):
     odd.publish("r.json", b"x")
     seen = []
     info = OddFileSystem.info
@@ -347,14 +347,14 @@ def test_writing_over_http_is_refused(web, opened):
             call()
 
 
-def test_streams_that_cannot_be_cut_are_written_again(odd):
+def test_streams_without_truncate_are_rewritten(odd):
     writer = odd.create("b.raw")
     writer.write([WriteRequest(0, (memoryview(b"123456"),))])
     writer.seal(3)
     assert odd.read_record("b.raw", limit_bytes=9) == b"123"
 
 
-def test_listing_is_never_remembered(tmp_path, opened):
+def test_listings_are_not_cached(tmp_path, opened):
     one, two = opened(f"file://{tmp_path}/run"), opened(f"file://{tmp_path}/run")
     assert one.list("") == []
     two.publish("r.json", b"x")
@@ -363,7 +363,7 @@ def test_listing_is_never_remembered(tmp_path, opened):
     assert one.list("") == []
 
 
-def test_file_system_that_is_not_installed_is_said():
+def test_missing_file_system_is_reported():
     fsspec.register_implementation(
         "absent", "absent_package.AbsentFileSystem", errtxt="install absent-package", clobber=True
     )
@@ -381,7 +381,7 @@ def test_a_package_that_a_scheme_needs_is_named(monkeypatch):
         FsspecBackend(FsspecConfig(url="remote://x"))
 
 
-def test_a_server_without_ranges_damages_nothing(tmp_path, web, monkeypatch):
+def test_a_server_without_ranges_is_read_right(tmp_path, web, monkeypatch):
     with penstock.Checkpointer(tmp_path / "run") as ckpt:
         ckpt.save({"w": torch.ones(1000)}, step=1).result()
     monkeypatch.setattr(RangeHandler, "do_GET", http.server.SimpleHTTPRequestHandler.do_GET)

@@ -1,4 +1,4 @@
-"""A forked child can go on using a backend, and cannot disturb its parent."""
+"""A forked child can keep using a backend, and cannot disturb its parent."""
 
 import functools
 import http.server
@@ -37,8 +37,8 @@ def in_child(task):
             sys.stderr.flush()
             os._exit(code)
     os.close(write)
-    with os.fdopen(read, "rb") as told:
-        text = told.read().decode()
+    with os.fdopen(read, "rb") as report:
+        text = report.read().decode()
     _, status = os.waitpid(child, 0)
     assert status == 0, text or f"the child ended with status {status}"
 

@@ -24,7 +24,7 @@ def backend(opened):
     _registry.pop("gs", None)
 
 
-def test_a_blob_that_nobody_ended_is_not_stored_when_it_is_forgotten(backend):
+def test_an_unfinished_blob_is_not_stored_when_collected(backend):
     """By then another saver may have stored a blob of that name."""
     writer = backend.create("blob")
     data = memoryview(bytes(20 << 20))
@@ -47,7 +47,7 @@ def test_an_aborted_blob_is_not_stored_over_another_of_its_name(backend):
     assert object_files.stored["bucket/run/blob"][0] == b"another's"
 
 
-def test_a_store_that_decides_between_publishers_is_found_out(backend):
+def test_a_store_with_conditional_puts_is_detected(backend):
     object_files.conditions.add("create")
     assert backend.capabilities.exclusive_publish
     backend.publish("commits/1.json", b"one", exclusive=True)
@@ -57,8 +57,8 @@ def test_a_store_that_decides_between_publishers_is_found_out(backend):
     assert [info.name for info in backend.list("")] == ["commits/1.json"]
 
 
-def test_of_publishers_that_looked_at_once_one_wins(backend, monkeypatch):
-    """Without `refuse_taken`, as if all had looked before one of them put."""
+def test_one_of_several_racing_publishers_wins(backend, monkeypatch):
+    """Without `refuse_taken`, as if all had checked before one of them put."""
     object_files.conditions.add("create")
     monkeypatch.setattr(backend._store(), "refuse_taken", lambda *_: None)
     won = []
@@ -69,20 +69,20 @@ def test_of_publishers_that_looked_at_once_one_wins(backend, monkeypatch):
     assert won == [0]
 
 
-def test_one_that_ignores_the_condition_is_found_out(backend):
+def test_a_store_ignoring_conditions_is_detected(backend):
     assert not backend.capabilities.exclusive_publish
     assert "ignores the condition of a put" in " ".join(backend.capabilities.notes)
     assert backend.list("") == []
 
 
-def test_only_what_is_known_to_heed_conditions_is_believed_to(opened):
+def test_only_stores_known_to_obey_conditions_are_trusted(opened):
     fsspec.register_implementation("oss", object_files.ObjectFiles, clobber=True)
     other = opened("oss://bucket/run", conditional_put="yes")
     assert not other.capabilities.exclusive_publish
     _registry.pop("oss", None)
 
 
-def test_a_record_that_an_earlier_try_of_the_client_has_put_is_not_taken_for_anothers(backend):
+def test_a_record_put_by_an_earlier_try_counts_as_our_own(backend):
     object_files.conditions.add("create")
     assert backend.capabilities.exclusive_publish
     object_files.lost_answers.add("bucket/run/commits/1.json")
@@ -130,7 +130,7 @@ print("closed", flush=True)
 
 
 @pytest.mark.parametrize("what", ["write", "read", "delete"])
-def test_a_store_that_hangs_lets_the_run_be_closed_and_the_interpreter_exit(what):
+def test_a_hung_store_lets_the_run_close_and_the_interpreter_exit(what):
     done = run_program(PROGRAM, what, timeout=300)
     error = "RestoreError" if what == "read" else "StorageTimeoutError"
     assert (done.returncode, done.stdout.splitlines()) == (0, [error, "closed"]), done.stderr

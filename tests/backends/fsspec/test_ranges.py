@@ -35,7 +35,7 @@ def test_every_target_is_filled_and_every_span_is_bounded(ranges, piece, gap):
         assert bytes(request.target) == content[request.name][request.offset : stop]
 
 
-def test_many_small_ranges_far_apart_do_not_drag_their_gaps_along():
+def test_many_distant_small_ranges_do_not_read_their_gaps():
     _, spans = planned([("a", n * 1000, 1) for n in range(20)], 1 << 20, 999)
     assert sum(s.stop - s.start for s in spans) <= 20 + 10 * 999
     assert len(spans) == 10

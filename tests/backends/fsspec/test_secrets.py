@@ -29,7 +29,7 @@ def everything(error):
 
 @pytest.mark.s3
 @pytest.mark.parametrize("kind", ["denied", "reset", "cut"])
-def test_nothing_of_a_run_shows_the_credentials(proxy, folder, look, caplog, kind):
+def test_no_output_of_a_run_shows_credentials(proxy, folder, plain_client, caplog, kind):
     caplog.set_level(logging.DEBUG, "penstock")
     config = {
         "backend": {
@@ -40,36 +40,36 @@ def test_nothing_of_a_run_shows_the_credentials(proxy, folder, look, caplog, kin
         }
     }
     with penstock.Checkpointer.from_config(config) as checkpointer:
-        told = [repr(checkpointer), str(checkpointer)]
+        texts = [repr(checkpointer), str(checkpointer)]
         handle = checkpointer.save({"a": torch.arange(10)}, step=1, mode="blocking")
-        told.append(repr(handle.result()))
-        told.append(repr(checkpointer.info(1)))
-        told.append(repr(checkpointer.restore({"a": torch.zeros(10, dtype=torch.int64)})))
+        texts.append(repr(handle.result()))
+        texts.append(repr(checkpointer.info(1)))
+        texts.append(repr(checkpointer.restore({"a": torch.zeros(10, dtype=torch.int64)})))
         proxy.fail(kind, times=1000)
         with pytest.raises(PenstockError) as caught:
             checkpointer.verify(1)
-        told.append(everything(caught.value))
+        texts.append(everything(caught.value))
         proxy.heal()
     bucket, _, prefix = folder.partition("/")
-    for entry in look.list_objects_v2(Bucket=bucket, Prefix=prefix)["Contents"]:
-        told.append(entry["Key"])
-        body = look.get_object(Bucket=bucket, Key=entry["Key"])["Body"]
-        told.append(body.read().decode("latin-1"))
-    told.append(caplog.text)
+    for entry in plain_client.list_objects_v2(Bucket=bucket, Prefix=prefix)["Contents"]:
+        texts.append(entry["Key"])
+        body = plain_client.get_object(Bucket=bucket, Key=entry["Key"])["Body"]
+        texts.append(body.read().decode("latin-1"))
+    texts.append(caplog.text)
     assert any(e.headers["Authorization"].find(SECRETS[0]) > 0 for e in proxy.exchanges)
-    assert shown(" ".join(told)) == []
+    assert shown(" ".join(texts)) == []
 
 
-def test_config_and_backend_do_not_show_them():
+def test_config_and_backend_hide_secrets():
     config = FsspecConfig(url="s3://bucket/run", options=OPTIONS)
     backend = FsspecBackend(config)
-    told = f"{config!r} {config} {backend!r} {backend} {backend.url} {vars(backend)}"
+    texts = f"{config!r} {config} {backend!r} {backend} {backend.url} {vars(backend)}"
     backend.close()
-    assert shown(told) == []
+    assert shown(texts) == []
     assert backend.url == "s3://bucket/run"
 
 
-def test_refusals_do_not_show_them():
+def test_refusals_hide_secrets():
     for spec in [
         f"s3://{SECRETS[0]}:{SECRETS[1]}@bucket/run",
         f"s3://bucket/run?secret={SECRETS[1]}",
@@ -83,7 +83,7 @@ def test_refusals_do_not_show_them():
         assert shown(everything(caught.value)) == []
 
 
-def test_url_of_any_file_system_is_shown_without_them():
+def test_url_of_any_file_system_hides_secrets():
     config = FsspecConfig(url=f"http://user:{SECRETS[2]}@127.0.0.1:9/run")
     with FsspecConfigured(config, attempts=1) as backend:
         assert backend.url == "http://127.0.0.1:9/run"
@@ -111,7 +111,7 @@ def test_names_of_credentials_are_known():
         assert is_secret_name(name)
 
 
-def test_every_text_of_the_options_is_hidden_but_what_is_known_to_be_harmless():
+def test_option_texts_are_hidden_unless_known_to_be_harmless():
     options = {
         "headers": {"X-Whatever": "hunter2"},
         "of_some_store": ["swordfish"],
@@ -157,7 +157,7 @@ class FsspecConfigured:
         self.backend.close()
 
 
-def test_scrubber_takes_out_secrets_users_and_queries():
+def test_scrubber_removes_secrets_users_and_queries():
     scrub = Scrubber(("abc", "abcdef"))
     assert scrub("ftp://me:p/w@host/path") == "ftp://host/path"
     assert scrub("http://host:80/a@b") == "http://host:80/a@b"
@@ -166,7 +166,7 @@ def test_scrubber_takes_out_secrets_users_and_queries():
 
 
 def test_credentials_in_the_endpoint_are_refused_unseen():
-    # Made before: a traceback shows the lines that raise.
+    # Created before: a traceback shows the raising lines.
     config = FsspecConfig(url="s3://bucket/run", options={"endpoint_url": "http://me:pw123@host"})
     with pytest.raises(ConfigError, match="do not belong in it") as caught:
         FsspecBackend(config)

@@ -1,4 +1,4 @@
-"""A file system that says it is Lustre, with an `lfs` that behaves as documented."""
+"""A file system that claims to be Lustre, with an `lfs` that behaves as documented."""
 
 import errno
 import json
@@ -38,7 +38,7 @@ class StandInClient(LustreClient):
 
 
 class StandIn:
-    """The program, the file system as it shows it, and the calls that it got."""
+    """The program, its view of the file system, and the calls that it got."""
 
     def __init__(self, folder):
         self.path = folder / "lfs"
@@ -79,7 +79,7 @@ def lfs(tmp_path):
 
 @pytest.fixture
 def open_lustre(lfs, tmp_path):
-    """Opens `lustre` over a folder that says it is on Lustre; closes it."""
+    """Opens `lustre` over a folder that claims to be on Lustre; closes it."""
     opened = []
 
     def open_lustre(root="root", *, cls=LustreBackend, shows_layouts=True, **options):

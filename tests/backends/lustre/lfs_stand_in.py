@@ -82,7 +82,7 @@ def give_birth(state, path, parts, *, size, osts, pool):
     if not osts or any(index not in known or known[index].get("full") for index in osts):
         code = errno.ENOSPC if all(index in known for index in osts) else errno.EINVAL
         message = f"error: setstripe error for '{path}': {os.strerror(code)}"
-        return complain(code, message)  # as the real one: the file stays behind
+        return complain(code, message)  # as the real one: the file stays
     value = plain(len(osts), size, osts, pool)
     if len(parts) > 1:
         head = plain(0, 65536, [], pattern=0x100)

@@ -1,4 +1,4 @@
-"""`lustre` over a folder that says it is on Lustre, with a program in the place of `lfs`."""
+"""`lustre` over a folder that claims to be on Lustre, with a program in place of `lfs`."""
 
 import errno
 import os
@@ -47,7 +47,7 @@ def put(backend, name=BLOB, data=b"penstock", size_hint=None):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["posix", pytest.param("uring", marks=pytest.mark.uring)])
-def test_on_another_file_system_it_conforms(engine, tmp_path):
+def test_conforms_on_another_file_system(engine, tmp_path):
     check_backend(
         lambda root: LustreBackend(
             LustreConfig(path=str(tmp_path / root), not_lustre="warn", engine=engine)
@@ -56,7 +56,7 @@ def test_on_another_file_system_it_conforms(engine, tmp_path):
 
 
 @pytest.mark.slow
-def test_with_layouts_set_it_conforms(open_lustre, lfs):
+def test_conforms_with_layouts_set(open_lustre, lfs):
     # Records too are placed, and blobs striped over named OSTs: every path that differs.
     lfs.set(default_count=-1)
     check_backend(lambda root: open_lustre(root, writers=2, shows_layouts=False, records="dom"))
@@ -74,7 +74,7 @@ def test_another_file_system_is_refused_by_name(tmp_path):
 # -- layouts are set ------------------------------------------------------------------------------
 
 
-def test_a_blob_has_its_layout_before_its_first_byte(open_lustre, lfs, tmp_path):
+def test_a_blob_gets_its_layout_before_any_byte(open_lustre, lfs, tmp_path):
     backend = open_lustre()
     writer = backend.create(BLOB, size_hint=GIB)
     path = tmp_path / "root" / BLOB
@@ -98,7 +98,7 @@ def test_ranks_share_the_osts_evenly(open_lustre, tmp_path):
     assert sorted(taken) == list(range(8))
 
 
-def test_the_osts_are_asked_for_once_not_per_blob(open_lustre, lfs):
+def test_osts_are_queried_once_not_per_blob(open_lustre, lfs):
     backend = open_lustre()
     for number in range(5):
         put(backend, f"data/u/blobs/{number}.raw", size_hint=GIB)
@@ -106,7 +106,7 @@ def test_the_osts_are_asked_for_once_not_per_blob(open_lustre, lfs):
     assert {name: calls.count(name) for name in calls} == {"setstripe": 5, "df": 1, "getstripe": 1}
 
 
-def test_records_get_one_stripe_where_the_default_is_wide(open_lustre, lfs, tmp_path):
+def test_records_get_one_stripe_if_the_default_is_wide(open_lustre, lfs, tmp_path):
     root = tmp_path / "root"
     root.mkdir()
     os.setxattr(root, ATTRIBUTE, plain(count=0xFFFF))
@@ -126,16 +126,14 @@ def test_records_get_one_stripe_where_the_default_is_wide(open_lustre, lfs, tmp_
 @pytest.mark.parametrize(
     "state", [{"unknown_options": ["S"]}, {"not_lustre": True}, {"ioctl_fails": True}]
 )
-def test_where_no_layout_can_be_set_a_plain_file_is_written(
-    open_lustre, lfs, tmp_path, caplog, state
-):
+def test_a_plain_file_is_written_if_layouts_fail(open_lustre, lfs, tmp_path, caplog, state):
     lfs.set(**state)
     backend = open_lustre()
     put(backend)
     put(backend, "data/u/blobs/2.raw")
     assert (tmp_path / "root" / BLOB).read_bytes() == b"penstock"
-    said = [r.message for r in caplog.records if "layouts cannot be set" in r.message]
-    assert len(said) == 1
+    warnings = [r.message for r in caplog.records if "layouts cannot be set" in r.message]
+    assert len(warnings) == 1
 
 
 def test_without_lfs_plain_files_are_written(open_lustre, tmp_path, caplog):
@@ -145,7 +143,7 @@ def test_without_lfs_plain_files_are_written(open_lustre, tmp_path, caplog):
     assert "option 'lfs'" in caplog.text
 
 
-def test_an_lfs_that_hangs_is_given_up(open_lustre, lfs, tmp_path):
+def test_a_hung_lfs_is_abandoned(open_lustre, lfs, tmp_path):
     backend = open_lustre()
     backend._client._timeout_s = 0.2
     lfs.set(hangs=True)
@@ -158,7 +156,7 @@ def test_an_lfs_that_hangs_is_given_up(open_lustre, lfs, tmp_path):
 
 
 class Recording(LustreBackend):
-    """Moves bytes by threads whose system calls are written down, and may fail."""
+    """Moves bytes by threads whose system calls are recorded, and may fail."""
 
     requests: list
     fails_at = None
@@ -184,7 +182,7 @@ class Recording(LustreBackend):
     ("direct_io", "stripe", "start"),
     [("auto", 4 * MIB, 4096), ("auto", 16 * MIB, 5 * MIB + 64), ("off", 4 * MIB, 5 * MIB + 64)],
 )
-def test_no_request_concerns_two_osts(open_lustre, direct_io, stripe, start):
+def test_no_request_spans_two_osts(open_lustre, direct_io, stripe, start):
     backend = open_lustre(cls=Recording, direct_io=direct_io, stripe_bytes=stripe)
     data = at_phase(os.urandom(40 * MIB), start % 4096)
     writer = backend.create(BLOB, size_hint=GIB)
@@ -226,14 +224,14 @@ def test_no_request_concerns_two_osts(open_lustre, direct_io, stripe, start):
         ([Component(on_mdt=True, stripe_count=0, stripe_bytes=8 * MIB)], 0),
     ],
 )
-def test_requests_are_cut_where_stripes_are_worth_it(components, cut):
+def test_requests_are_split_at_large_stripes(components, cut):
     assert cut_bytes(Layout(tuple(components))) == cut
 
 
 # -- errors and warnings --------------------------------------------------------------------------
 
 
-def test_a_full_ost_is_named_by_the_write_that_met_it(open_lustre, lfs, tmp_path):
+def test_a_failed_write_names_the_full_ost(open_lustre, lfs, tmp_path):
     backend = open_lustre(cls=Recording)
     writer = backend.create(BLOB, size_hint=GIB)
     osts = layout_of(tmp_path / "root" / BLOB)[0].osts
@@ -251,8 +249,8 @@ def test_a_url_names_no_program(tmp_path):
         LustreBackend.from_url(f"lustre://{tmp_path}", {"lfs": "/any/program"})
 
 
-def test_a_folder_swapped_for_a_link_leads_lfs_nowhere(open_lustre, lfs, tmp_path, monkeypatch):
-    """Between the moment at which it was opened and the call of `lfs`."""
+def test_lfs_does_not_follow_a_swapped_in_link(open_lustre, lfs, tmp_path, monkeypatch):
+    """Between its opening and the call of `lfs`."""
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     folder = (tmp_path / "root" / BLOB).parent
@@ -269,7 +267,7 @@ def test_a_folder_swapped_for_a_link_leads_lfs_nowhere(open_lustre, lfs, tmp_pat
     assert list(elsewhere.iterdir()) == []
 
 
-def test_any_other_failure_names_the_ost_without_asking_for_space(open_lustre, lfs, tmp_path):
+def test_other_failures_name_the_ost_without_querying_space(open_lustre, lfs, tmp_path):
     backend = open_lustre(cls=Recording)
     writer = backend.create(BLOB, size_hint=GIB)
     backend.fails_at, backend.number = 0, errno.EIO
@@ -280,7 +278,7 @@ def test_any_other_failure_names_the_ost_without_asking_for_space(open_lustre, l
     writer.abort()
 
 
-def test_a_layout_that_makes_no_sense_stops_nobody(open_lustre, tmp_path, caplog):
+def test_a_malformed_layout_stops_no_write(open_lustre, tmp_path, caplog):
     backend = open_lustre()
     put(backend, data=bytes(2 * MIB))
     os.setxattr(tmp_path / "root" / BLOB, ATTRIBUTE, b"nonsense")

@@ -1,9 +1,9 @@
-"""Options that come from the environment: the ranks, as launchers set them."""
+"""Options from the environment: the ranks, as launchers set them."""
 
 from penstock.backends.lustre import LustreConfig
 
 
-def test_launchers_are_believed_where_they_make_sense():
+def test_consistent_launcher_variables_are_used():
     for environment, ranks in [
         ({}, (1, 0)),
         ({"WORLD_SIZE": "8", "RANK": "3"}, (8, 3)),

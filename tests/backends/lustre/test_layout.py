@@ -1,4 +1,4 @@
-"""Layouts as the kernel shows them: every kind is read, and nothing else is believed."""
+"""Layouts as the kernel shows them: every kind is read, and all else is refused."""
 
 import pytest
 from hypothesis import given
@@ -40,7 +40,7 @@ def test_the_documented_example_of_two_components():
     assert [layout.ost_at(n * MIB) for n in range(4)] == [0, 0, 1, 0]
 
 
-def test_a_mirror_that_is_stale_serves_no_reads():
+def test_a_stale_mirror_serves_no_reads():
     layout = parse_layout(
         composite(
             (0x10001, INIT | STALE, 0, EOF, plain([4])),
@@ -52,7 +52,7 @@ def test_a_mirror_that_is_stale_serves_no_reads():
     assert layout.osts == (4, 9)
 
 
-def test_what_is_no_layout_is_refused():
+def test_non_layouts_are_refused():
     for data, what in [
         (b"", "no magic"),
         (b"\x00\x00\xd1\x0b" + bytes(60), "unknown kind"),
@@ -101,7 +101,7 @@ ANY = PLAIN | st.lists(PART, max_size=4).map(lambda parts: composite(*parts))
 
 
 @given(ANY | st.binary(max_size=300), st.data())
-def test_no_bytes_at_all_do_any_harm(data, draw):
+def test_any_input_bytes_are_safe(data, draw):
     data = bytearray(data)
     for _ in range(draw.draw(st.integers(0, 3)) if data else 0):
         data[draw.draw(st.integers(0, len(data) - 1))] = draw.draw(st.integers(0, 255))
@@ -125,6 +125,6 @@ def test_no_bytes_at_all_do_any_harm(data, draw):
     st.integers(1, 64).map(lambda n: n * 65536),
     st.integers(0, 1 << 40),
 )
-def test_every_byte_is_where_raid_0_puts_it(osts, size, offset):
+def test_every_byte_is_placed_as_raid_0(osts, size, offset):
     layout = parse_layout(plain(osts, size=size))
     assert layout.ost_at(offset) == osts[(offset // size) % len(osts)]

@@ -12,7 +12,7 @@ from penstock.core.types import WriteRequest
 
 _counted = None
 
-# Audit events of calls that a Lustre client takes to its metadata server; "open" also of folders.
+# Audit events of calls that a Lustre client sends to its metadata server; "open" also of folders.
 CALLS = {"open", "os.mkdir", "os.link", "os.remove", "os.rename", "os.scandir", "os.rmdir"}
 
 
@@ -27,11 +27,11 @@ def _hear(event, arguments):
         _counted[event] += 1
 
 
-sys.addaudithook(_hear)  # there is no way to take one away; it hears only where `_counted` is set
+sys.addaudithook(_hear)  # hooks cannot be removed; it counts only while `_counted` is set
 
 
 def counting(action):
-    global _counted  # noqa: PLW0603 - what the hook sees
+    global _counted  # noqa: PLW0603 - read by the hook
     _counted = Counter()
     try:
         action()
@@ -48,7 +48,7 @@ def count_calls(backend, tensors):
         return counting(lambda: ckpt.save(state, 2, mode="blocking").result())
 
 
-def test_a_rank_makes_its_blob_and_its_part_with_a_fixed_number_of_calls(open_lustre, tmp_path):
+def test_a_rank_creates_its_blob_and_part_in_a_fixed_number_of_calls(open_lustre, tmp_path):
     if refusal := DirectAccess("auto", str(tmp_path)).refusal:
         pytest.skip(f"needs a file system with direct I/O: {refusal}")
     backend = open_lustre(writers=2)

@@ -1,4 +1,4 @@
-"""The page on Lustre speaks of the options there are."""
+"""The page on Lustre lists the existing options."""
 
 import re
 from pathlib import Path
@@ -9,15 +9,15 @@ from penstock.backends.lustre import LustreConfig
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "lustre.md"
 
 
-def test_the_table_of_options_is_complete_and_says_the_defaults():
+def test_the_option_table_is_complete_with_defaults():
     rows = re.findall(r"^\| (`[^|]*) \| ([^|]*) \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    said = {name: default for names, default in rows for name in re.findall(r"`(\w+)`", names)}
+    defaults = {name: default for names, default in rows for name in re.findall(r"`(\w+)`", names)}
     fields = {
         n: f for n, f in LustreConfig.model_fields.items() if n not in LocalConfig.model_fields
     }
-    assert said.keys() == fields.keys()
+    assert defaults.keys() == fields.keys()
     for name, field in fields.items():
-        default = said[name].strip('`"')
+        default = defaults[name].strip('`"')
         assert default == (
             "none"
             if field.default == ""

@@ -12,14 +12,14 @@ STRIPED = Layout((Component(stripe_count=2, stripe_bytes=16 * MIB, osts=(3, 26))
 OSTS = (Ost(3, 500 * 10**9), Ost(26, 1_500_000), Ost(7, 900 * 10**9))
 
 
-def test_a_full_ost_is_named_with_what_it_has():
+def test_a_full_ost_is_named_with_free_space():
     text = about_osts(errno.ENOSPC, STRIPED, ByteRange(16 * MIB, 32 * MIB), OSTS)
     assert "OST 26 (OST001a) with 1.5 MB free" in text
     assert "OST 3 " not in text
     assert "OST 7 (OST0007) with 900,000.0 MB free has the most" in text
 
 
-def test_where_no_ost_is_to_blame_or_known_nothing_is_said():
+def test_no_ost_is_named_without_a_known_culprit():
     for number, layout in [
         (errno.EDQUOT, STRIPED),
         (errno.ENOSPC, None),
@@ -36,6 +36,6 @@ ALWAYS = {"blob_bytes": 64 << 30, "blobs_inherit": True, "records_inherit": True
 
 
 def test_a_wide_default_hurts_records():
-    for count, said in [(ALL_STRIPES, "every OST"), (16, "many OSTs")]:
-        assert said in about_default(default(count), **ALWAYS)
+    for count, advice in [(ALL_STRIPES, "every OST"), (16, "many OSTs")]:
+        assert advice in about_default(default(count), **ALWAYS)
         assert about_default(default(count), **ALWAYS | {"records_inherit": False}) == ""

@@ -1,4 +1,4 @@
-"""Properties of the layouts that are chosen, for any number of ranks and OSTs."""
+"""Properties of the chosen layouts, for any number of ranks and OSTs."""
 
 from collections import Counter
 from fractions import Fraction
@@ -50,7 +50,7 @@ osts = st.lists(
 
 
 @given(demands, osts)
-def test_every_layout_is_one_that_lustre_takes(demand, known):
+def test_every_layout_is_valid_for_lustre(demand, known):
     striping = plan_striping(demand, known)
     assert 1 <= striping.stripe_count <= MAX_STRIPES
     assert striping.stripe_bytes % STRIPE_UNIT == 0
@@ -61,7 +61,7 @@ def test_every_layout_is_one_that_lustre_takes(demand, known):
 
 
 @given(demands, osts)
-def test_no_blob_goes_to_an_ost_that_is_closed_or_has_no_room(demand, known):
+def test_no_blob_goes_to_a_closed_or_full_ost(demand, known):
     free = {ost.index: ost for ost in known}
     for index in plan_striping(demand, known).osts:
         assert not set(free[index].flags) & set("NRSI")
@@ -70,7 +70,7 @@ def test_no_blob_goes_to_an_ost_that_is_closed_or_has_no_room(demand, known):
 
 
 @given(demands, st.integers(1, 200))
-def test_stripes_are_never_more_than_useful(demand, count):
+def test_stripe_counts_stay_useful(demand, count):
     striping = plan_striping(demand, ring(count))
     blob = GIB if demand.blob_bytes is None else demand.blob_bytes
     assert striping.stripe_count <= min(count, WIDEST)
@@ -80,7 +80,7 @@ def test_stripes_are_never_more_than_useful(demand, count):
 
 
 def blobs_per_ost(writers, count, **changes):
-    """Blobs' worth of bytes on each OST, over all writers, and the stripe counts there are."""
+    """Blobs' worth of bytes on each OST, over all writers, and the stripe counts in use."""
     known = ring(count)
     striped = [
         plan_striping(Demand(64 * GIB, writers, writer, salt=99, **changes), known)
@@ -103,7 +103,7 @@ def test_ranks_load_all_osts_alike(writers, count):
 
 
 @given(st.integers(2, 400), st.integers(1, 120))
-def test_the_busiest_ost_has_hardly_more_than_any_layout_would_give_it(writers, count):
+def test_the_busiest_ost_has_little_more_than_under_any_layout(writers, count):
     spread, counts = blobs_per_ost(writers, count)
     useful = useful_stripes(Demand(64 * GIB), count)
     rounds, rest = divmod(writers, count)
@@ -116,7 +116,7 @@ def test_the_busiest_ost_has_hardly_more_than_any_layout_would_give_it(writers, 
         assert max(spread.values()) <= max(reachable * SEPARATE_SLACK, Fraction(1, 64))
     else:
         assert len(set(spread.values())) == 1 or max(spread.values()) <= reachable * SLACK
-    # And with no more stripes than that takes.
+    # And with no more stripes than that needs.
     if rounds and rest:
         fewer = [rounds + load(rest, count, n) for n in range(1, counts[-1])]
         assert all(value > reachable * SLACK for value in fewer)
@@ -124,7 +124,7 @@ def test_the_busiest_ost_has_hardly_more_than_any_layout_would_give_it(writers, 
 
 
 @given(st.integers(1, 60), st.integers(1, 4))
-def test_every_round_of_writers_meets_every_ost_once(count, rounds):
+def test_every_round_of_writers_uses_each_ost_once(count, rounds):
     spread, stripes = blobs_per_ost(count * rounds, count)
     if count * rounds > 1:
         assert stripes == [1]

@@ -1,4 +1,4 @@
-"""The output of new and old versions of `lfs` is read alike; nonsense is refused."""
+"""The output of new and old versions of `lfs` reads the same; nonsense is refused."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -87,7 +87,7 @@ def test_a_plain_file_reads_the_same_in_both_forms():
 
 
 @given(st.text(max_size=400) | st.sampled_from([PLAIN, YAML, COMPOSITE]), st.data())
-def test_no_text_at_all_does_any_harm(text, draw):
+def test_any_input_text_is_safe(text, draw):
     if text:
         at = draw.draw(st.integers(0, len(text) - 1))
         text = (

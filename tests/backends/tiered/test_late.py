@@ -1,4 +1,4 @@
-"""A run in tiers one of which cannot be opened yet."""
+"""A run in tiers with one that cannot be opened yet."""
 
 import itertools
 import threading
@@ -37,13 +37,13 @@ class Places:
 
 @pytest.fixture
 def at_once(waits):
-    """Whenever anybody looks, twice as much time has passed: longer than the last try took."""
+    """At each read twice as much time has passed: more than the last try took."""
     looks = itertools.count(10)
     waits(tier_reopen_s=0.0, clock=ShiftedClock(lambda: 2.0 ** next(looks)))
 
 
 @pytest.mark.parametrize("name", ["near", "far"])
-def test_a_tier_that_does_not_answer_keeps_nobody_from_the_other(name, at_once):
+def test_an_unresponsive_tier_does_not_block_the_other(name, at_once):
     places = Places(name)
     backend = places.tiered()
     with pytest.raises(StorageError, match=f"tier {'fast' if name == 'near' else 'durable'} .*"):
@@ -51,12 +51,12 @@ def test_a_tier_that_does_not_answer_keeps_nobody_from_the_other(name, at_once):
     (other,) = places.open.values()
     other.publish("commits/x", b"x")
     assert backend.read_record("commits/x", limit_bytes=9) == b"x"
-    assert not backend.capabilities.exclusive_publish  # of one of them it is not known
+    assert not backend.capabilities.exclusive_publish  # unknown for one of them
     assert backend.direct_io is False
     backend.close()
 
 
-def test_it_is_opened_when_it_answers_and_closed_with_the_others(at_once):
+def test_an_absent_tier_opens_later_and_closes_with_the_rest(at_once):
     places = Places("near")
     backend = places.tiered()
     assert backend.url.startswith("tiered(a folder (not open yet), memory://")
@@ -77,8 +77,8 @@ def test_it_is_opened_when_it_answers_and_closed_with_the_others(at_once):
             one.list("")
 
 
-def test_closing_does_not_wait_for_a_try_that_hangs(at_once):
-    """What it opens all the same is closed."""
+def test_closing_does_not_wait_for_a_hung_try(at_once):
+    """A tier that still opens is closed."""
     places = Places("near")
     backend = places.tiered()
     places.away.clear()
@@ -89,8 +89,8 @@ def test_closing_does_not_wait_for_a_try_that_hangs(at_once):
         goes_on.wait()
 
     backend.tiers[0].backend.check = hold
-    said = Future()
-    calling = threading.Thread(target=fulfil, args=(said, backend.free_bytes))
+    outcome = Future()
+    calling = threading.Thread(target=fulfil, args=(outcome, backend.free_bytes))
     calling.start()
     assert begun.wait(300)
     closing = threading.Thread(target=backend.close)
@@ -101,13 +101,13 @@ def test_closing_does_not_wait_for_a_try_that_hangs(at_once):
     closing.join(300)
     assert not waited
     with pytest.raises(StorageError, match="is closed"):
-        said.result(300)
+        outcome.result(300)
     calling.join(300)
     with pytest.raises(StorageError, match="closed"):
         places.open["near"].list("")
 
 
-def test_one_that_turns_out_to_be_the_other_place_is_not_used(at_once, tmp_path):
+def test_a_tier_with_the_root_of_the_other_is_not_used(at_once, tmp_path):
     away = True
 
     def open_backend(spec):
@@ -124,7 +124,7 @@ def test_one_that_turns_out_to_be_the_other_place_is_not_used(at_once, tmp_path)
     backend.close()
 
 
-def test_it_is_not_tried_again_by_each_call(waits):
+def test_not_every_call_retries_it(waits):
     waits(tier_reopen_s=3600.0)
     places = Places("near")
     backend = places.tiered()
@@ -137,13 +137,13 @@ def test_it_is_not_tried_again_by_each_call(waits):
         backend.free_bytes()
 
 
-def test_where_none_answers_nothing_is_opened():
+def test_without_any_reply_opening_fails():
     with pytest.raises(StorageError, match="near does not answer"):
         Places("near", "far").tiered()
 
 
 @pytest.mark.parametrize("error", [CapabilityError, ConfigError])
-def test_what_will_not_do_is_refused_at_once(error):
+def test_invalid_tiers_fail_at_once(error):
     places = Places("far", error=error)
     with pytest.raises(error):
         places.tiered()
@@ -151,6 +151,6 @@ def test_what_will_not_do_is_refused_at_once(error):
         places.open["near"].list("")
 
 
-def test_that_it_is_not_there_is_said(at_once, caplog):
+def test_absent_tier_is_logged(at_once, caplog):
     Places("far").tiered().close()
     assert "continuing without it for now: far does not answer" in caplog.text

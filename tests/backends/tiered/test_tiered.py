@@ -79,7 +79,7 @@ def test_each_blob_is_read_from_the_fastest_tier_that_has_it():
         backend.stat("data/a/z")
 
 
-def test_a_fast_tier_that_fails_is_passed_over_but_its_error_is_what_is_told():
+def test_a_failing_fast_tier_is_skipped_but_its_error_is_raised():
     broken = FaultyBackend(memory())
     broken.add(Fault("read", times=None, error=StorageError("the disk is on fire")))
     broken.add(Fault("stat", times=None, error=StorageError("the disk is on fire")))
@@ -95,7 +95,7 @@ def test_a_fast_tier_that_fails_is_passed_over_but_its_error_is_what_is_told():
             call()
 
 
-def test_blob_that_is_evicted_while_it_is_looked_up_comes_from_the_next_tier():
+def test_blob_evicted_during_its_look_up_comes_from_the_next_tier():
     fast, durable = MemoryBackend(MemoryConfig()), memory()
     for place in (fast, durable):
         put(place, "data/a/x", b"same")
@@ -112,7 +112,7 @@ def test_blob_that_is_evicted_while_it_is_looked_up_comes_from_the_next_tier():
     assert get(tiered(Evicting(fast), durable), "data/a/x", "data/a/y") == [b"same", b"only"]
 
 
-def test_truncated_blob_is_not_looked_for_in_other_tiers():
+def test_truncated_blob_is_not_sought_in_other_tiers():
     fast, durable = memory(), memory()
     put(fast, "data/a/x", b"cut")
     put(durable, "data/a/x", b"whole")
@@ -122,15 +122,15 @@ def test_truncated_blob_is_not_looked_for_in_other_tiers():
             read([ReadRequest("data/a/x", 0, memoryview(bytearray(5)))])
 
 
-def test_a_listing_without_one_tier_is_no_listing():
-    """Whoever decides what may go has to know all."""
+def test_a_listing_needs_every_tier():
+    """A decision on deletions needs all tiers."""
     broken = FaultyBackend(memory())
     broken.add(Fault("list", times=None, error=StorageError("no answer")))
     with pytest.raises(StorageError, match="no answer"):
         tiered(durable=broken).list("commits/")
 
 
-def test_a_listing_has_what_moves_to_the_slower_tier_meanwhile():
+def test_a_listing_has_blobs_moving_to_the_slower_tier():
     fast, durable = memory(), memory()
     fast.publish("commits/x", b"1")
     faulty = FaultyBackend(fast)
@@ -143,7 +143,7 @@ def test_a_listing_has_what_moves_to_the_slower_tier_meanwhile():
         assert [info.name for info in listed.result(30)] == ["commits/x"]
 
 
-def test_a_name_that_another_tier_has_is_taken():
+def test_a_name_of_another_tier_is_taken():
     durable = memory()
     durable.publish("commits/x", b"1")
     backend = tiered(durable=durable)
@@ -170,7 +170,7 @@ def test_deleting_begins_with_the_most_durable_tier():
     assert backend.list("") == []
 
 
-def test_nested_tiers_stand_in_one_row():
+def test_nested_tiers_are_flattened():
     shm = {"type": "tiered", "fast": "memory://", "durable": "memory://", "keep_fast": 1}
     backend = open_backend(
         {"type": "tiered", "fast": shm, "durable": "memory://", "drain_every": 10}
@@ -188,7 +188,7 @@ def test_nested_tiers_stand_in_one_row():
     backend.close()
 
 
-def test_what_was_opened_is_closed_when_the_rest_cannot_be(tmp_path):
+def test_opened_tiers_close_if_the_rest_fail(tmp_path):
     closed = []
 
     class Closing(MemoryBackend):

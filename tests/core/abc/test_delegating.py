@@ -1,4 +1,4 @@
-"""The backend around a backend: all of the contract passes its hook, and none is forgotten."""
+"""The delegating backend: each method of the contract passes through its hook."""
 
 from contextlib import closing
 from typing import get_args
@@ -42,7 +42,7 @@ def public(cls):
 
 
 def test_no_method_of_the_contract_is_forgotten():
-    """A method that the base class gets later would else be the base's own, not the inner's."""
+    """Or a method added to the base class later would be the base's, not the inner backend's."""
     asked = public(Backend) - OF_THE_CLASS
     assert asked <= public(DelegatingBackend)
     assert public(BlobWriter) <= public(DelegatingWriter)
@@ -55,7 +55,7 @@ def read(store, name):
     return bytes(target)
 
 
-def test_each_call_passes_the_hook_once_and_reaches_the_inner_backend(store):
+def test_each_call_runs_the_hook_once_and_reaches_the_inner_backend(store):
     inner = store.inner
     target, later = bytearray(3), bytearray(3)
     writer = store.create("blob", size_hint=3)
@@ -95,7 +95,7 @@ def test_each_call_passes_the_hook_once_and_reaches_the_inner_backend(store):
 
 
 class Doubling(BlobWriter):
-    """A writer of a subclass's own: what it changes holds for background batches, too."""
+    """A writer of a subclass also handles background batches."""
 
     def __init__(self, inner):
         self._inner = inner
@@ -110,7 +110,7 @@ class Doubling(BlobWriter):
         self._inner.abort()
 
 
-def test_a_writer_of_a_subclass_is_used_for_background_batches_too(store):
+def test_background_batches_use_the_writer_of_a_subclass(store):
     writer = Doubling(store.create("blob"))
     store.submit_write(writer, [WriteRequest(0, (memoryview(b"ab"),))]).result(60)
     writer.seal(2)

@@ -1,10 +1,10 @@
 """Tries every order in which savers, deleters, pruners and readers can meet. No threads.
 
-What runs is the engine's own code: `SaveJob._run` and `Finish` with `Publisher` and the table,
+It runs the engine's own code: `SaveJob._run` and `Finish` with `Publisher` and the table,
 `prune` and `Catalog`. Each store operation is one atomic step on a `MemoryBackend`. An actor is a
-function of what the store has answered so far; so it is run again from its beginning with those
-answers, and stopped at the first operation that has none yet. That makes a state of everything a
-value that can be hashed: the store, the time, and what each actor has been answered.
+function of the store's answers so far: it runs again from its start with those answers, and stops
+at the first operation without one. So the whole state is a hashable value: the store, the time, and
+each actor's answers.
 """
 
 from __future__ import annotations
@@ -83,19 +83,19 @@ from penstock.core.save.request import Destination, SaveTurn
 from penstock.core.types import Capabilities
 
 _NOW = "2026-01-01T00:00:00Z"
-_decode = lru_cache(None)(decode_commit)  # what it says is a function of the bytes
+_decode = lru_cache(None)(decode_commit)  # its content is a function of the bytes
 
 
 class ViolationError(AssertionError):
-    """Something that must never be; the message shows how it came about."""
+    """A broken promise; the message shows how it happened."""
 
 
 class _Pause(BaseException):
-    """The actor has come to an operation that has not been answered."""
+    """The actor has reached an operation without an answer."""
 
 
 class Turn(Backend):
-    """What one actor sees of the store in one run from its beginning."""
+    """One actor's view of the store in one run from its start."""
 
     name = "turn"
 
@@ -105,7 +105,7 @@ class Turn(Backend):
         self._timeless = not scenario.ticks
         self._notes = {}
         self.stop = None  # the operation that has no answer, with the notes of that moment
-        self.beside = None  # on a rank: the round of its job, whose operations may come in between
+        self.beside = None  # on a rank: the round of its job, whose operations may be interleaved
 
     @property
     def url(self):
@@ -116,7 +116,7 @@ class Turn(Backend):
         return Capabilities(exclusive_publish=self._exclusive, local=True)
 
     def note(self, **notes):
-        """What the actor knows, is, or was told, from here on."""
+        """What the actor knows and is from here on."""
         self._notes = {**self._notes, **notes}
 
     def ask(self, *operation):
@@ -130,7 +130,7 @@ class Turn(Backend):
         return _unless_error(self._ask(operation))
 
     def wait(self):
-        """Let the round beside go on by one operation; the actor itself has nothing to do."""
+        """Advance the round by one operation; the actor has nothing to do."""
         other = self.beside.pending()
         assert other is not None, "a rank waits for a round that does nothing"
         self.beside.hear(self._ask(("either", None, other))[1])
@@ -185,27 +185,27 @@ def _unless_error(answer):
 
 
 class Actor:
-    """What moves in a search; `run` is a function of what its turn has been answered."""
+    """An actor of a search; `run` is a function of the answers of its turn."""
 
-    words = frozenset()  # what it may be told
+    words = frozenset()  # answers that it may get
     saves = False
     deletes = False  # whether it may delete a step
-    tires = True  # whether it ends even if no other actor ever goes on
+    tires = True  # whether it ends even if all others stop
 
     def violations(self, store, records):
-        """Yield what is wrong with a store, as far as it concerns this actor."""
+        """Yield the errors of a store that concern this actor."""
         return ()
 
     def violations_at_the_end(self, store, notes):
-        """Yield what is wrong with a store once nothing happens any more."""
+        """Yield the errors of a store at the end."""
         return ()
 
 
 class _Writer:
-    """In place of the writer of frames: one blob that appears when it is sealed."""
+    """Replaces the frame writer: one blob that appears when it is sealed."""
 
     idle = True
-    blob_names = ()  # what `list` shows is all there is
+    blob_names = ()  # `list` shows everything
 
     def __init__(self, turn, uid):
         self._turn = turn
@@ -226,7 +226,7 @@ class _Writer:
 
 
 class ModelClock(Clock):
-    """Time is the model's, and stands still for an actor whose clock is stopped."""
+    """Uses the model's time, which stops for an actor with a stopped clock."""
 
     def __init__(self, turn, *, stopped):
         self._turn = turn
@@ -240,7 +240,7 @@ class ModelClock(Clock):
 
 
 class _Bases:
-    """In place of the bases of a save: all of one checkpoint, if its record is there in the end."""
+    """Replaces the bases of a save: all of one checkpoint, if its record still exists."""
 
     chosen = None
 
@@ -271,14 +271,14 @@ class _Bases:
 
 
 class _Part(RankManifest):
-    """In place of a part whose frames later saves refer to."""
+    """Replaces a part whose frames later saves reference."""
 
     def stored_frames(self, block_bytes):
         return ()
 
 
 class _Finish(Finish):
-    """The engine's save from intent to clean-up; only what captures and writes is small."""
+    """The engine's save from intent to clean-up; only capture and writing are stubs."""
 
     def __init__(
         self, turn, clock, ending, *, uid, generation, grace_s, batches, borrowed, base,
@@ -348,7 +348,7 @@ class _Finish(Finish):
 
 
 class _Capture:
-    """In place of a capture: all is captured."""
+    """Replaces a capture: all is captured."""
 
     def __init__(self, chunks):
         self.derived = {}
@@ -367,7 +367,7 @@ class _Capture:
 
 
 class Job(SaveJob):
-    """The engine's save on one thread, which is the actor's."""
+    """The engine's save on the actor's thread."""
 
     def __init__(self, turn, clock, surroundings, *, step, place=None, **finish):
         self._turn = turn
@@ -471,7 +471,7 @@ silent = SimpleNamespace(emit=lambda event: None)
 
 
 def note_looks(publisher, turn):
-    """Note when a publisher has looked at its intent, and its record is still to land."""
+    """Note that a publisher has checked its intent, and its record has yet to land."""
     publish, read_back = publisher.publish_commit, publisher._read_back
     check_data = publisher._check_data
 
@@ -496,7 +496,7 @@ def note_looks(publisher, turn):
 class Pruner(Actor):
     """`prune`, by another process or (`own`) by a saver's; then perhaps `delete` of a step.
 
-    It takes all that it ever takes, so that what else protects data is put to the test.
+    It deletes as much as it may, to test the other protections of data.
     """
 
     grace_s: float = 4.0
@@ -506,7 +506,7 @@ class Pruner(Actor):
 
     @property
     def deletes(self):
-        """`prune` itself deletes no step."""
+        """`prune` deletes no step."""
         return self.then_delete is not None
 
     def run(self, turn):
@@ -539,7 +539,7 @@ class Deleter(Actor):
 
 
 class _Mover:
-    """In place of the mover of blobs: each blob appears when it is sealed."""
+    """Replaces the mover of blobs: each blob appears when it is sealed."""
 
     def __init__(self, copy, turn):
         self._copy = copy
@@ -567,7 +567,7 @@ class _Mover:
 
 @dataclass(frozen=True)
 class Copier(Actor):
-    """Copies a checkpoint from a source that stays as it is; its leases never end by themselves."""
+    """Copies a checkpoint from a source that does not change; its leases never expire."""
 
     words = frozenset({"copied", "busy", "aborted", "unknown", "lost"})
 
@@ -583,7 +583,7 @@ class Copier(Actor):
 
 
 def copy_by(turn, source, target, record, **how):
-    """Copy a checkpoint, whose data the source is taken to have as long as it lives."""
+    """Copy a checkpoint; assumes that the source keeps its data."""
     clock = ModelClock(turn, stopped=True)
     made = partial(_named_lease, f"copy of step {record.step}")
     with patch.object(blob_sites, "Lease", made):
@@ -611,7 +611,7 @@ def _named_lease(token, backend, uid, timing):
 
 @dataclass(frozen=True)
 class Reader(Actor):
-    """Reads all that a checkpoint has, in the order in which a restore does."""
+    """Reads all of a checkpoint in the order of a restore."""
 
     words = frozenset({"whole", "gone", "none"})
 
@@ -649,15 +649,15 @@ def needed_names(record):
 
 @dataclass(frozen=True)
 class Scenario:
-    """Who meets, over what, and what can go wrong.
+    """The actors, the store, and the possible faults.
 
-    `faults`: how many answers of publishes of commit records can get lost; `ticks`: how far time
-    can go, one second each; `nap`: ticks that may pass between a saver's look at its intent and
-    the landing of its record (the engine's assumption: less than half the grace time); `late`:
-    whether a record whose answer was lost may land after that; `alone`: nobody else moves then;
-    `scattered`: a call that deletes several names does so in any order, not only in one.
-    Of ranks (see `ranks.py`): `cuts` is how often one cannot reach the others for a whole time-out,
-    `full` how often one has no room for its data.
+    `faults`: how many responses to publishes of commit records can get lost; `ticks`: how far time
+    can advance, one second each; `nap`: ticks that may pass between a saver's check of its intent
+    and the landing of its record (the engine's assumption: less than half the grace time); `late`:
+    whether a record with a lost response may land later; `alone`: no other actor moves then;
+    `scattered`: a call that deletes several names does so in any order, not only in one. For ranks
+    (see `ranks.py`): `cuts` is how often one cannot reach the others for a whole timeout, `full`
+    how often one has no room for its data.
     """
 
     actors: tuple
@@ -673,15 +673,15 @@ class Scenario:
     scattered: bool = False
     cuts: int = 0
     full: int = 0
-    store: dict | None = None  # what is stored at first, in place of `stored`
-    # Whether an actor goes on to where it lists, publishes or deletes commit records before any
-    # other moves: what it does with its own data in between changes nothing for the others.
+    store: dict | None = None  # the initial store, in place of `stored`
+    # Whether an actor runs until it lists, publishes or deletes commit records before any other
+    # moves: its operations on its own data change nothing for the others.
     records_only: bool = False
 
 
-class _Actor(NamedTuple):  # made a million times: a dataclass takes three times as long
+class _Actor(NamedTuple):  # created a million times: a dataclass takes three times as long
     history: int = 0
-    left: frozenset | None = None  # names that a deletion under way has yet to delete
+    left: frozenset | None = None  # names that a running deletion has yet to delete
     slept: int = 0
     dead: bool = False
 
@@ -690,20 +690,20 @@ class _State(NamedTuple):
     store: int
     now: int
     actors: tuple[_Actor, ...]
-    flying: tuple = ()  # publishes without an answer that may still land: (operation, slept)
+    flying: tuple = ()  # publishes without a response that may still land: (operation, slept)
     faults: int = 0
     crashes: int = 0
     cuts: int = 0
     full: int = 0
-    deleted: frozenset = frozenset()  # names of commit records that somebody deleted
+    deleted: frozenset = frozenset()  # names of deleted commit records
 
 
 @dataclass
 class Explored:
-    """What a search has seen."""
+    """The results of a search."""
 
     states: int = 0
-    told: set = field(default_factory=set)  # what all actors together were told at an end
+    told: set = field(default_factory=set)  # all answers that the actors have at an end
 
 
 class Search:
@@ -718,18 +718,18 @@ class Search:
         self._history_numbers = {}
         self._runs = {}
         self._folds = {}
-        self._steps_before = None  # the steps that had a checkpoint at the beginning
+        self._steps_before = None  # the steps with a checkpoint at the start
         by_name = [a for a in scenario.actors if isinstance(a, Deleter | Pruner)]
         self._empties = any(actor.deletes for actor in by_name)
         self._applied = {}
         self._parents = {}
-        self._records = {}  # of a store, by its number
+        self._records = {}  # errors of a store, by its number
 
     def run(self):
-        """Return what was seen. The search can be run once: it forgets all that it knew.
+        """Return the results. A search runs only once: it then drops its state.
 
-        Errors that it keeps refer to it by their tracebacks, so it would live until the next full
-        collection of garbage, with up to a gigabyte.
+        The tracebacks of its errors refer to it, so it would keep up to a gigabyte until the next
+        full garbage collection.
         """
         try:
             with _small_engine(), _no_collection():
@@ -768,7 +768,7 @@ class Search:
         result.states = len(self._parents)
         return result
 
-    # -- what can happen next ----------------------------------------------------------------------
+    # -- possible next events ----------------------------------------------------------------------
 
     def _following(self, state, seen):
         scenario = self._scenario
@@ -806,7 +806,7 @@ class Search:
 
     @staticmethod
     def _aside(state, seen):
-        """Return an actor whose next operation is of no record; None if there is none."""
+        """Return an actor whose next operation concerns no record, or None."""
         for number, actor in enumerate(state.actors):
             operation, _ = seen[number]
             if operation is not None and not actor.dead and not _is_of_records(operation):
@@ -814,7 +814,7 @@ class Search:
         return None
 
     def _deletions(self, state):
-        """The numbers of the actors that are deleting now."""
+        """The numbers of the actors in a deletion."""
         return {
             number
             for number, actor in enumerate(state.actors)
@@ -837,7 +837,7 @@ class Search:
         yield "time passes", state._replace(now=state.now + 1, actors=actors, flying=flying)
 
     def _steps_of_rank(self, state, number, actor, own, other):
-        """A rank has two threads: the one of its save, and the one that agrees with the others."""
+        """A rank has two threads: the save thread and the thread of its round."""
         if own is not None:
             yield from self._steps(state, number, actor, own, threads=True)
         kind, name, *rest = other
@@ -923,9 +923,9 @@ class Search:
         return self._with(state, number, actor, store=store, **changes)
 
     def _folded(self, number, actor, *, dead=False):
-        """Return the actor, with the same history as all that ended, or died, with its notes.
+        """Return the actor with one common history for all that ended, or died, with its notes.
 
-        How it came to that changes nothing any more, and there are many ways.
+        Its path no longer matters, and there are many.
         """
         operation, notes = self._peek(number, actor.history)
         if not dead and operation is not None:
@@ -941,7 +941,7 @@ class Search:
     # -- actors and store --------------------------------------------------------------------------
 
     def _peek(self, number, history):
-        """What an actor asks for after all its answers, or None at its end; and its notes."""
+        """An actor's next operation after all its answers, or None at its end; and its notes."""
         key = number, history
         found = self._runs.get(key)
         if found is None:
@@ -956,7 +956,7 @@ class Search:
                 self.actor.run(turn)
             except _Pause:
                 pass
-            except Exception as error:  # noqa: BLE001 - told to whoever called
+            except Exception as error:  # noqa: BLE001 - reported to the caller
                 turn.note(told=word_of(error))
             turn.end()
             found = self._runs[key] = turn.stop
@@ -1016,7 +1016,7 @@ class Search:
             self._stores.append(store)
         return self._store_numbers[key]
 
-    # -- what must never be ------------------------------------------------------------------------
+    # -- broken promises ---------------------------------------------------------------------------
 
     def _check(self, state, notes_of_all):
         if state.store not in self._records:
@@ -1041,11 +1041,11 @@ class Search:
                 self._fail(state, f"ranks were told {sorted(words)} of {name}")
 
     def _check_store(self, state):
-        """The records that are there, of which all must have what they need."""
+        """The stored records, which must all have their data."""
         store = self._stores[state.store]
         records = {}
         for name, (data, _) in store.items():
-            place, prefix, rest = name.rpartition("commits/")  # a tier, or none
+            place, prefix, rest = name.rpartition("commits/")  # a tier, or nothing
             if prefix and parse_commit_name(prefix + rest) is not None:
                 record = records[name] = _decode(data, prefix + rest)
                 missing = [n for n in needed_names(record) if place + n not in store]
@@ -1121,7 +1121,7 @@ def _shown(values):
 
 @contextmanager
 def _no_collection():
-    """Nothing that a search makes is garbage before its end, and there are millions of it."""
+    """None of a search's millions of objects is garbage before its end."""
     gc.disable()
     try:
         yield
@@ -1131,7 +1131,7 @@ def _no_collection():
 
 @contextmanager
 def _small_engine():
-    """What logs, reads `/proc`, or encodes or decodes the same again is quick."""
+    """Speed up logging, reading `/proc`, and repeated encoding and decoding."""
     with (
         patch.object(publishing, "decode_commit", _decode),
         patch.object(publishing, "encode_commit", _by_text(publishing.encode_commit)),
@@ -1150,7 +1150,7 @@ def _small_engine():
 
 
 def _by_text(encode):
-    """`encode`, which is a function of what the record says."""
+    """`encode`, which is a function of the record."""
     encoded = {}
 
     def known(record):
@@ -1171,7 +1171,7 @@ def _stored(checkpoints):
 
 @lru_cache(None)
 def one_stored(*checkpoint):
-    """All that a checkpoint has, and the name of its record."""
+    """All data of a checkpoint, and the name of its record."""
     *place, uid = [item for item in checkpoint if not isinstance(item, tuple)]
     lent = next((item for item in checkpoint if isinstance(item, tuple)), ())
     store = {f"data/{uid}/blobs/0.raw": (uid.encode(), 0.0)}

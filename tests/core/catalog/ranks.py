@@ -1,14 +1,13 @@
 """The ranks of a job as actors of the search in `protocol.py`.
 
-What runs is the product's own: the round of each rank, its table, the table of its save, and on
-rank 0 the claim of a step, `Publisher` and the clean-up. `_Engine` stands for the thread of a save,
-and `_Conducted` for the thread that carries the round out. A rank is both; the search chooses which
-of them goes on.
+It runs the product's own code: the round of each rank, its table, the table of its save, and on
+rank 0 the claim of a step, `Publisher` and the clean-up. `_Engine` models the save thread, and
+`_Conducted` the thread of the round. A rank is both; the search chooses which of them continues.
 
-The search has the clock of the time-outs: a rank that waits may have waited for a whole time-out at
-any moment, whether the others are dead, asleep or only slow. So it also does too early what it does
-after a time-out, and a rank that sleeps is one that has no turn meanwhile. Beats are left out: they
-change nothing but when a time-out is over. An abort is the same whoever asks for it, and why.
+The search owns the clock of the timeouts: a waiting rank may time out at any moment, whether the
+others are dead, asleep or only slow. So a rank may also time out too early, and a sleeping rank is
+one without a turn. Heartbeats are left out: they only postpone timeouts. Neither the requester nor
+the reason of an abort matters.
 """
 
 from __future__ import annotations
@@ -64,20 +63,20 @@ from penstock.core.rounds.table import ENDS, Phase, Step
 from penstock.core.save.prepare import claim_generation
 
 _TIMEOUT_S = 8.0
-_LEAP_S = _TIMEOUT_S / 4  # the most that counts between two looks
+_LEAP_S = _TIMEOUT_S / 4  # the longest time that counts between two polls
 _ROUND = 0
-_ABORT = encode(Verdict(commit=False))  # whoever asks for it, and why
+_ABORT = encode(Verdict(commit=False))  # for any requester and reason
 _PART = {"bytes": 32}
 _WATCHING = frozenset({Phase.WAITING, Phase.WORKING, Phase.SEALED, Phase.PUBLISHING})
 
 
 def board_name(job, key):
-    """The name under which the model's store has what the ranks of a job post and decide."""
+    """The name in the model's store of the posts and decisions of a job's ranks."""
     return f"board/{job}/{key}"
 
 
 class _Conducted:
-    """In place of `RankSession`: hands what a round asks for to the search, one after the other.
+    """Replaces `RankSession`: hands the requests of a round to the search, one by one.
 
     A read that finds nothing new is no step of the search; it is answered here.
     """
@@ -90,18 +89,18 @@ class _Conducted:
         self._posted = {}
         self._seen = {}
         self._looked = None  # the phase of the last read
-        self._waited = None  # the phase in which a time-out has passed, and changed nothing
+        self._waited = None  # the phase in which a timeout passed without effect
         self._told = self._rests = False
         self._operations = round_.operations(0.0)
         self._operation = next(self._operations)
 
     def tell(self, what):
-        """Call `what` with the round, as the thread of the save does."""
+        """Call `what` with the round, as the save thread does."""
         what(self._round)
         self._told = True
 
     def pending(self):
-        """Return the operation to come; None: none before the save has told something."""
+        """Return the next operation, or None while the round waits for the save."""
         while (operation := self._operation) is not None:
             match operation:
                 case Post(key, value):
@@ -127,7 +126,7 @@ class _Conducted:
         return None
 
     def hear(self, answer):
-        """Go on with what the search has answered."""
+        """Continue with the search's answer."""
         kind, *rest = answer
         operation = self._operation
         if kind == "cut":
@@ -156,13 +155,13 @@ class _Conducted:
         return "look", names[0], seen, names[1], patient
 
     def _wide(self, keys):
-        """What this rank looks at in the course of a time-out."""
+        """What this rank reads during a timeout."""
         place = self._round.place
         others = range(1, place.world_size) if place.rank == 0 else ()
         return tuple(dict.fromkeys([*keys, *map(slot_key, others)]))
 
     def _settled(self, key, value):
-        """Return what a post says but for the time; None: nothing that anybody asks for."""
+        """Return a post without its time; None: no rank needs it."""
         if not key.startswith("slots/"):
             return value
         post = decode(SlotPost, value)
@@ -171,7 +170,7 @@ class _Conducted:
         return encode(replace(post, moves=0, done=0, total=0))
 
     def _leap(self, board):
-        """Let a time-out pass, with `board` as it is, or (None) with no answer to anything."""
+        """Let a timeout pass with an unchanged `board`, or (None) without any answer."""
         phase, until_s = self._round.phase, self._now_s + 2 * _TIMEOUT_S
         while self._operation is not None and self._round.phase is phase and self._now_s < until_s:
             operation = self._operation
@@ -200,7 +199,7 @@ class _Conducted:
 
 
 class _Engine:
-    """In place of the thread of a save: one blob and one part on each rank."""
+    """Replaces the save thread: one blob and one part on each rank."""
 
     def __init__(self, turn, actor):
         self._turn = turn
@@ -237,7 +236,7 @@ class _Engine:
 
     def _next_step(self):
         while True:
-            self._beside.pending()  # goes on with all that needs no answer
+            self._beside.pending()  # continues until it needs an answer
             if self.round.steps:
                 return self.round.steps.popleft()
             self._turn.wait()
@@ -247,7 +246,7 @@ class _Engine:
             work()
         except PenstockError as error:
             commit, cause = self._commit, str(error)
-            # Its intent was too old: what it has sealed is left to `prune`, whatever is decided.
+            # Its intent was too old: `prune` deletes its sealed data, whatever the decision.
             pruned = commit.state is State.ABORTED and not commit.may_delete_own_data
             self._turn.note(pruned=pruned)
             self._beside.tell(lambda r: r.fail(cause))
@@ -273,7 +272,7 @@ class _Engine:
         self._beside.tell(lambda r: r.go(terms))
 
     def _chosen(self, catalog):
-        """Publish the intent; return the base as all ranks learn it, as `Finish` and its bases."""
+        """Publish the intent; return the base that all ranks learn, like `Finish`."""
         like, base = self._actor.like, None
         if like is not None:
             with suppress(CheckpointNotFoundError):
@@ -404,7 +403,7 @@ _TOLD = {
 
 
 def lent_by(base):
-    """The blobs that a save borrows of a checkpoint."""
+    """The blobs that a save borrows from a checkpoint."""
     return BlobRecord(f"data/{base.uid}/blobs/0.raw", 32), *base.borrowed
 
 
@@ -415,7 +414,7 @@ def blob_name(uid, rank):
 
 @dataclass(frozen=True)
 class Rank(Actor):
-    """One rank of a job that saves a step; the others of the job are actors of their own."""
+    """One rank of a job that saves a step; the other ranks are separate actors."""
 
     rank: int
     world_size: int
@@ -426,9 +425,9 @@ class Rank(Actor):
     keep_last: int | None = None
     grace_s: float = 4.0
     stopped_clock: bool = False
-    at_once: bool = False  # whether blob and part appear, and go, in one step: fewer states
-    like: int | None = None  # the step that it borrows from, as far as it finds it
-    tires: bool = True  # whether it ever waits for so long that it counts others as dead
+    at_once: bool = False  # whether blob and part appear and vanish in one step: fewer states
+    like: int | None = None  # the step that it borrows from, if found
+    tires: bool = True  # whether it ever waits until it counts others as dead
 
     words = frozenset({"success", "lost", "unknown", "aborted", "refused"})
     saves = True
@@ -442,11 +441,11 @@ class Rank(Actor):
         return self.keep_last is not None
 
     def own_names(self):
-        """The data that this rank writes, and may delete; rank 0 has intent and index as well."""
+        """The data that this rank writes and may delete; rank 0 also has intent and index."""
         return [blob_name(self.uid, self.rank), part_name(self.uid, self.rank)]
 
     def violations(self, store, records):
-        """What a record of this job needs beside its data: all parts, and the register's word."""
+        """What a record of this job also needs: all parts, and the register's decision."""
         end = store.get(board_name(self.job, end_key(_ROUND)))
         for name, record in records.items():
             if record.uid != self.uid:
@@ -457,7 +456,7 @@ class Rank(Actor):
                 yield f"{name} is there without the parts of all ranks"
 
     def violations_at_the_end(self, store, notes):
-        """An abort that was decided lets each rank delete its own data at once."""
+        """A decided abort lets each rank delete its own data at once."""
         verdict = notes.get("verdict")
         if verdict is not None and not verdict.commit and not notes.get("pruned"):
             left = [name for name in self.own_names() if name in store]

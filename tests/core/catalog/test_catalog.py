@@ -1,4 +1,4 @@
-"""Which checkpoints exist, and how they go away: nothing that is still needed is ever deleted."""
+"""Which checkpoints exist, and their deletion: no data still needed is ever deleted."""
 
 import secrets
 from dataclasses import replace
@@ -163,7 +163,7 @@ def catalog(store):
 # -- looking ------------------------------------------------------------------------------------
 
 
-def test_steps_ascend_by_number_also_beyond_eight_digits(store, catalog):
+def test_steps_sort_by_number_beyond_eight_digits(store, catalog):
     for step in (1_000_000_000, 7, 99_999_999, 0):
         commit(store, step)
     assert catalog.steps() == [0, 7, 99_999_999, 1_000_000_000]
@@ -178,7 +178,7 @@ def test_the_highest_generation_of_a_step_counts(store, catalog):
     assert catalog.next_generation(6) == 0
 
 
-def test_a_step_that_is_not_there_is_an_error_that_lists_what_is(store, catalog):
+def test_a_missing_step_is_an_error_that_lists_existing_steps(store, catalog):
     for step in (10, 20):
         commit(store, step)
     with pytest.raises(CheckpointNotFoundError, match="steps there: 10, 20"):
@@ -234,7 +234,7 @@ def test_a_record_deleted_while_others_are_read_is_left_out(store, catalog):
     assert [step for step, _ in records] == [30]
 
 
-def test_a_record_that_is_listed_but_never_found_is_damaged_and_stops_prune(store):
+def test_a_listed_record_that_cannot_be_found_is_damage_and_stops_prune(store):
     commit(store, 10)
     write_data(store, uid_of(1))
     store.now_s += 2 * DAY
@@ -252,7 +252,7 @@ def test_a_record_that_is_listed_but_never_found_is_damaged_and_stops_prune(stor
     assert "is listed" in catalog.prune().refused[0]
 
 
-def test_a_record_that_is_deleted_and_published_again_while_it_is_read_stops_nothing(store):
+def test_a_record_deleted_and_republished_during_a_read_stops_nothing(store):
     commit(store, 10)
     write_data(store, uid_of(1))
     store.now_s += 2 * DAY
@@ -263,7 +263,7 @@ def test_a_record_that_is_deleted_and_published_again_while_it_is_read_stops_not
         def read_record(self, wanted, /, *, limit_bytes):
             if wanted == name:
                 reads.append(wanted)
-                if len(reads) % 2:  # deleted since the listing, and here again behind this
+                if len(reads) % 2:  # deleted since the listing, and published again after this
                     raise BlobNotFoundError(name)
             return self.inner.read_record(wanted, limit_bytes=limit_bytes)
 
@@ -278,7 +278,7 @@ def has_record(backend, store):
     return has(backend, survey_records(store).records[commit_name(10, 0)])
 
 
-def test_what_a_reader_misses_is_gone_when_the_record_is(store, catalog):
+def test_a_reader_reports_gone_when_the_record_is_gone(store, catalog):
     error = BlobNotFoundError("blob x")
     uid = commit(store, 10)
     assert isinstance(catalog.gone_or_damaged(10, uid, error), DamagedError)
@@ -312,7 +312,7 @@ def test_records_go_lowest_generation_first_and_all_before_any_data(store):
     assert all(data_uid(name) for name in deleted[3:])
 
 
-def test_data_that_another_checkpoint_references_stays(store, catalog):
+def test_data_referenced_by_another_checkpoint_stays(store, catalog):
     old = commit(store, 10)
     commit(store, 20, references=[old])
     catalog.delete(10)
@@ -320,7 +320,7 @@ def test_data_that_another_checkpoint_references_stays(store, catalog):
     assert store.names(f"data/{old}/") == blobs_named(old)
 
 
-def test_data_that_a_save_under_way_references_stays(store, catalog):
+def test_data_referenced_by_a_save_in_flight_stays(store, catalog):
     old = commit(store, 10)
     write_data(store, uid_of(1), references=[old])
     catalog.delete(10)
@@ -355,7 +355,7 @@ def test_borrowed_blobs_go_with_the_last_checkpoint_that_borrows_them(store, cat
     assert data_names(newest) <= store.names() or how == "rewind"
 
 
-def test_an_overwrite_keeps_the_blobs_that_it_borrows_of_what_it_replaces(store, catalog):
+def test_overwrite_keeps_blobs_borrowed_from_the_replaced_generation(store, catalog):
     old = commit(store, 10)
     commit(store, 10, generation=1, references=[old])
     catalog.delete_older_generations(10)
@@ -370,7 +370,7 @@ def test_a_uid_that_another_record_names_keeps_its_manifest(store, catalog):
     assert {intent_name(uid), *data_names(uid)} <= store.names()
 
 
-def test_lent_data_of_which_a_copy_may_be_in_flight_is_left_to_prune(store, catalog):
+def test_lent_data_with_a_possible_copy_in_flight_is_left_to_prune(store, catalog):
     commit(store, 10)
     write_data(store, uid_of(1))
     commit(store, 20, references=[uid_of(1)])
@@ -394,7 +394,7 @@ def test_a_lease_outlives_the_manifest_beside_it_and_goes_before_the_blobs(store
 
 
 @pytest.mark.parametrize("there", ["whole", "missing", "cut off"])
-def test_a_checkpoint_has_its_data_only_with_the_blobs_that_it_borrows(store, there):
+def test_a_checkpoint_without_its_borrowed_blobs_lacks_data(store, there):
     base = commit(store, 10)
     commit(store, 20, references=[base])
     (blob,) = blobs_named(base)
@@ -417,7 +417,7 @@ def test_a_checkpoint_of_many_ranks_has_its_data_only_with_all_parts(store, cata
 
 
 @pytest.mark.parametrize("victim", ["record", "intent", "stray"])
-def test_no_data_is_deleted_while_something_cannot_be_read(store, catalog, victim):
+def test_no_data_is_deleted_while_a_record_is_unreadable(store, catalog, victim):
     uid = commit(store, 10)
     commit(store, 20)
     write_data(store, uid_of(1))
@@ -450,7 +450,7 @@ def test_a_damaged_checkpoint_can_be_deleted_and_its_data_pruned_later(store, ca
     assert store.names() == set()
 
 
-def test_rewind_forgets_later_steps_newest_first(store):
+def test_rewind_deletes_later_steps_newest_first(store):
     for step in (10, 20, 30, 40):
         commit(store, step)
     damage(store, commit_name(30, 0))
@@ -463,7 +463,7 @@ def test_rewind_forgets_later_steps_newest_first(store):
 
 
 @pytest.mark.parametrize("forget", [Catalog.delete, Catalog.rewind])
-def test_a_step_that_is_not_there_is_neither_deleted_nor_rewound_to(store, catalog, forget):
+def test_a_missing_step_is_neither_deleted_nor_rewound_to(store, catalog, forget):
     commit(store, 10)
     with pytest.raises(CheckpointNotFoundError, match="steps there: 10"):
         forget(catalog, 5)
@@ -603,7 +603,7 @@ def test_retention_does_not_count_a_step_that_lacks_a_borrowed_blob(store, catal
 # -- prune --------------------------------------------------------------------------------------
 
 
-def test_prune_takes_old_data_that_nobody_names(store, catalog):
+def test_prune_deletes_old_unreferenced_data(store, catalog):
     keep = commit(store, 10)
     write_data(store, uid_of(1))
     store.now_s += 2 * DAY
@@ -614,7 +614,7 @@ def test_prune_takes_old_data_that_nobody_names(store, catalog):
     assert store.names("data/") == {intent_name(keep), *data_names(keep)}
 
 
-def test_prune_ends_an_overwrite_that_a_crash_cut_short(store, catalog):
+def test_prune_finishes_an_interrupted_overwrite(store, catalog):
     commit(store, 10)
     commit(store, 20, generation=0)
     commit(store, 20, generation=2)
@@ -631,9 +631,7 @@ def test_prune_ends_an_overwrite_that_a_crash_cut_short(store, catalog):
 
 
 @pytest.mark.parametrize("dry_run", [True, False])
-def test_prune_takes_what_only_a_dead_attempt_and_an_older_generation_needed(
-    store, catalog, dry_run
-):
+def test_prune_deletes_data_of_only_a_dead_attempt_and_an_old_generation(store, catalog, dry_run):
     base = commit(store, 10)
     older = commit(store, 20, references=[base])
     catalog.delete(10)
@@ -653,7 +651,7 @@ def two_tiers(fast, durable):
     return Catalog(TieredBackend(config, fast=fast, durable=durable))
 
 
-def test_a_checkpoint_is_whole_only_if_one_tier_has_both_its_record_and_its_data():
+def test_a_whole_checkpoint_has_record_and_data_in_one_tier():
     fast, durable = Store(), Store()
     uid = commit(durable, 10)
     write_data(fast, uid)
@@ -663,7 +661,7 @@ def test_a_checkpoint_is_whole_only_if_one_tier_has_both_its_record_and_its_data
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_prune_takes_what_another_tier_needs_only_if_that_has_it(lost):
+def test_prune_deletes_what_another_tier_needs_only_if_present(lost):
     """The attempt had kept the base in the fast tier when its borrowers were evicted there."""
     fast, durable = Store(), Store()
     base = commit(durable, 10)
@@ -683,7 +681,7 @@ def test_prune_takes_what_another_tier_needs_only_if_that_has_it(lost):
     assert {intent_name(base), index_name(base)} <= durable.names()
 
 
-def test_prune_takes_nothing_of_any_tier_while_one_has_a_record_that_none_can_read():
+def test_prune_deletes_nothing_in_any_tier_while_a_record_is_unreadable():
     fast, durable = Store(), Store()
     commit(durable, 10)
     damage(durable, commit_name(10, 0))
@@ -695,7 +693,7 @@ def test_prune_takes_nothing_of_any_tier_while_one_has_a_record_that_none_can_re
     assert intent_name(uid_of(1)) in fast.names()
 
 
-def test_prune_takes_old_data_of_a_tier_without_checkpoints_if_another_has_one():
+def test_prune_deletes_old_data_of_an_empty_tier_if_another_tier_has_some():
     fast, durable = Store(), Store()
     commit(durable, 10)
     write_data(fast, uid_of(1))
@@ -704,7 +702,7 @@ def test_prune_takes_old_data_of_a_tier_without_checkpoints_if_another_has_one()
     assert not fast.names()
 
 
-def test_prune_stops_at_a_record_that_cannot_be_read_once_it_has_ended_an_overwrite():
+def test_prune_finishes_an_overwrite_then_stops_at_an_unreadable_record():
     class Damaging(Store):
         def delete(self, names, /):
             super().delete(names)
@@ -723,7 +721,7 @@ def test_prune_stops_at_a_record_that_cannot_be_read_once_it_has_ended_an_overwr
     assert intent_name(uid_of(1)) in store.names()
 
 
-def test_prune_ends_no_overwrite_while_its_newest_record_cannot_be_read(store, catalog):
+def test_prune_finishes_no_overwrite_with_an_unreadable_newest_record(store, catalog):
     commit(store, 20)
     commit(store, 20, generation=1)
     store.publish(commit_name(20, 1), b"rubbish")
@@ -732,8 +730,8 @@ def test_prune_ends_no_overwrite_while_its_newest_record_cannot_be_read(store, c
     assert commit_name(20, 0) in store.names()
 
 
-def test_prune_takes_nothing_of_a_run_without_a_record_unless_told_to(store, catalog):
-    """Copied data first, or its records were moved away."""
+def test_prune_deletes_nothing_of_a_run_without_records_unless_asked(store, catalog):
+    """Its data was copied first, or its records were moved away."""
     write_data(store, uid_of(1))
     store.publish(blob_name(uid_of(2), 0, 0, "raw"), b"x")
     store.now_s += 2 * DAY
@@ -747,7 +745,7 @@ def test_prune_takes_nothing_of_a_run_without_a_record_unless_told_to(store, cat
     assert store.names() == set()
 
 
-def test_prune_leaves_what_lacks_only_its_record_until_a_later_one_exists(store, catalog):
+def test_prune_keeps_data_lacking_only_its_record_until_a_later_one(store, catalog):
     commit(store, 10)
     for number, step in enumerate((9, 11)):
         write_data(store, uid_of(number), step=step)
@@ -762,7 +760,7 @@ def test_prune_leaves_what_lacks_only_its_record_until_a_later_one_exists(store,
     assert (report.uids, report.unrecorded) == ((uid_of(1),), ())
 
 
-def test_prune_leaves_young_data_by_the_stores_clock(store, catalog):
+def test_prune_keeps_young_data_by_the_stores_clock(store, catalog):
     commit(store, 10)
     write_data(store, uid_of(1))
     store.now_s += DAY - 1
@@ -770,7 +768,7 @@ def test_prune_leaves_young_data_by_the_stores_clock(store, catalog):
     assert catalog.prune(grace_s=DAY / 2).uids == (uid_of(1),)
 
 
-def test_prune_leaves_a_save_that_refreshes_its_intent(store, catalog):
+def test_prune_spares_a_save_that_refreshes_its_intent(store, catalog):
     write_data(store, uid_of(1))
     for _ in range(5):
         store.now_s += DAY / 2
@@ -780,7 +778,7 @@ def test_prune_leaves_a_save_that_refreshes_its_intent(store, catalog):
     assert data_names(uid_of(1)) <= store.names()
 
 
-def test_prune_leaves_what_is_referenced_or_our_own(store, catalog):
+def test_prune_keeps_referenced_and_own_data(store, catalog):
     commit(store, 10, references=[uid_of(1)])
     write_data(store, uid_of(1))
     write_data(store, uid_of(2), references=[uid_of(3)])
@@ -796,21 +794,21 @@ def test_prune_leaves_what_is_referenced_or_our_own(store, catalog):
     assert {n for n in store.names() if data_uid(n) == uid_of(1)} == blobs_named(uid_of(1))
 
 
-def test_prune_finishes_a_deletion_killed_behind_its_record(store, catalog):
-    """What the deleted one had borrowed is needed no more; its own blobs still are."""
+def test_prune_finishes_a_deletion_killed_after_its_record(store, catalog):
+    """The deleted one's borrowed blobs are no longer needed; its own still are."""
     commit(store, 10, references=[uid_of(1)])
     write_data(store, uid_of(1), references=[uid_of(2)])
     write_data(store, uid_of(2))
     store.now_s += 2 * DAY
-    told = catalog.prune(dry_run=True)
-    assert told.uids == (uid_of(1), uid_of(2))
-    assert catalog.prune() == replace(told, dry_run=False)
+    planned = catalog.prune(dry_run=True)
+    assert planned.uids == (uid_of(1), uid_of(2))
+    assert catalog.prune() == replace(planned, dry_run=False)
     assert {n for n in store.names() if data_uid(n) == uid_of(1)} == blobs_named(uid_of(1))
     assert not {n for n in store.names() if data_uid(n) == uid_of(2)}
     assert catalog.prune().uids == ()
 
 
-def test_prune_leaves_the_intent_of_a_young_save_that_lends(store, catalog):
+def test_prune_keeps_the_intent_of_a_young_lender(store, catalog):
     commit(store, 10, references=[uid_of(1)])
     write_data(store, uid_of(1), references=[uid_of(2)])
     write_data(store, uid_of(2))
@@ -819,7 +817,7 @@ def test_prune_leaves_the_intent_of_a_young_save_that_lends(store, catalog):
     assert data_names(uid_of(1)) | data_names(uid_of(2)) <= store.names()
 
 
-def test_prune_leaves_names_that_are_not_ours_alone(store, catalog):
+def test_prune_ignores_foreign_names(store, catalog):
     commit(store, 10)
     foreign = {"data/readme.txt", "notes/readme.txt"}
     for name in foreign:
@@ -841,7 +839,7 @@ def test_prune_deletes_the_intent_first(store):
     assert set(deleted) == {intent_name(uid_of(1)), *data_names(uid_of(1))}
 
 
-def test_prune_spares_a_saver_that_came_back_while_it_looked(store):
+def test_prune_spares_a_saver_that_wakes_during_the_scan(store):
     commit(store, 10)
     write_data(store, uid_of(1))
     store.now_s += 2 * DAY
@@ -857,7 +855,7 @@ def test_prune_spares_a_saver_that_came_back_while_it_looked(store):
 
 
 def test_intents_are_read_after_records(store):
-    """The order on which the safety of references rests (see `survey`)."""
+    """The order that makes references safe (see `survey`)."""
     commit(store, 10)
     write_data(store, uid_of(1))
     calls = FaultyBackend(store)
@@ -912,7 +910,7 @@ class Run(RuleBasedStateMachine):
     def publish(self, uid, data):
         references, refreshed = self.open.pop(uid)
         if self.store.now_s - refreshed > DAY / 2 or intent_name(uid) not in self.store.names():
-            return  # a saver that slept, or whose intent is gone, never publishes
+            return  # a saver that slept, or lost its intent, never publishes
         steps = self.catalog.steps()
         step = data.draw(
             st.sampled_from(steps)
@@ -985,8 +983,8 @@ class Run(RuleBasedStateMachine):
             self.catalog.prune(everything=True)
         assert self.catalog.entries() == {step: [name] for step, name in newest.items()}
         needed = needed_data(self.store)
-        # An attempt that crashed keeps its intent while others use its data, and so what the intent
-        # references.
+        # A crashed attempt keeps its intent while others use its data, and so the data that the
+        # intent references.
         names = self.store.names("data/")
         left = {data_uid(n) for n in names}
         for uid in [uid for uid in left if intent_name(uid) in names]:
@@ -999,8 +997,8 @@ TestRun = Run.TestCase
 TestRun.settings = settings(max_examples=examples(80), stateful_step_count=40)
 
 
-def test_only_what_was_asked_about_is_deleted():
-    """Another process may save the step again while the user is being asked."""
+def test_only_confirmed_steps_are_deleted():
+    """Another process may save the step again during the prompt."""
     backend = memory()
     with checkpointer(backend) as ckpt:
         ckpt.save(make_state(1), 1).result()
@@ -1013,7 +1011,7 @@ def test_only_what_was_asked_about_is_deleted():
         assert ckpt.steps() == []
 
 
-def test_a_checkpoint_takes_only_so_many_notes(store, catalog):
+def test_notes_per_checkpoint_are_limited(store, catalog):
     uid = commit(store, 10)
     for number in range(MAX_NOTES):
         store.publish(f"{notes_prefix(uid)}{number}", b"")
@@ -1022,7 +1020,7 @@ def test_a_checkpoint_takes_only_so_many_notes(store, catalog):
 
 
 @pytest.mark.parametrize("tag", ["", "a b", "x" * 65, "é", None, 7])
-def test_what_is_no_tag_is_refused(tag):
+def test_invalid_tags_are_refused(tag):
     with checkpointer(memory()) as ckpt:
         ckpt.save(make_state(1), 1).result()
         for call in (ckpt.pin, ckpt.unpin):
@@ -1031,7 +1029,7 @@ def test_what_is_no_tag_is_refused(tag):
         assert ckpt.info(1).tags == ()
 
 
-def test_a_note_that_was_replaced_by_a_link_is_damage(tmp_path):
+def test_a_note_replaced_by_a_link_is_damage(tmp_path):
     with checkpointer(f"posix://{tmp_path}/run") as ckpt:
         ckpt.save(make_state(1), 1, mode="blocking")
         ckpt.annotate(1, {"loss": 1.0})

@@ -19,7 +19,7 @@ STARTED = [Event.SEALED, Event.PUBLISH_STARTED]
 
 
 def histories(length):
-    """Every sequence of events that can happen, with the commit it led to and its actions."""
+    """Every possible sequence of events, with its commit and actions."""
     open_ends = [((), (), Commit())]
     for _ in range(length):
         longer = []
@@ -60,7 +60,7 @@ def test_every_pair_is_in_the_table_or_refused_without_a_change():
             assert not commit.may_delete_own_data
 
 
-def test_what_may_come_from_another_thread_is_legal_in_every_state():
+def test_events_from_other_threads_are_legal_in_every_state():
     assert {(s, e) for s in State for e in FAILURES} <= TABLE.keys()
 
 
@@ -68,7 +68,7 @@ def test_every_state_can_be_reached(every_history):
     assert {commit.state for _, _, commit in every_history} | {State.WRITING} == set(State)
 
 
-def test_nothing_is_deleted_once_a_rank_has_sealed_unless_nobody_can_publish_it_any_more(
+def test_sealed_data_is_kept_while_any_rank_can_still_publish_it(
     every_history,
 ):
     for events, actions, commit in every_history:
@@ -79,7 +79,7 @@ def test_nothing_is_deleted_once_a_rank_has_sealed_unless_nobody_can_publish_it_
             assert Action.FAIL_MAY_DELETE not in actions or aborted, events
 
 
-def test_sealed_data_may_be_deleted_where_nobody_can_publish_it_any_more():
+def test_sealed_data_may_be_deleted_once_no_rank_can_publish_it():
     for history in [
         [Event.SEALED, Event.ABORT_DECIDED],
         [Event.SEALED, Event.COMMIT_DECIDED, Event.NEVER_PUBLISHED],
@@ -88,7 +88,7 @@ def test_sealed_data_may_be_deleted_where_nobody_can_publish_it_any_more():
         assert replay(history).may_delete_own_data
 
 
-def test_a_record_that_was_tried_may_come_unless_the_store_has_refused_it():
+def test_an_attempted_record_may_appear_unless_the_store_refused_it():
     for history, never in [
         ([Event.SEALED, Event.INTENT_GONE], True),
         ([*STARTED, Event.PUBLISH_OK], False),
@@ -99,28 +99,28 @@ def test_a_record_that_was_tried_may_come_unless_the_store_has_refused_it():
         assert replay(history).never_published is never
 
 
-def test_an_abort_that_was_decided_cannot_follow_a_publish_nor_be_followed_by_one(every_history):
+def test_a_decided_abort_neither_follows_nor_precedes_a_publish(every_history):
     for events, actions, _ in every_history:
         if (Event.ABORT_DECIDED, Action.FAIL_MAY_DELETE) in zip(events, actions, strict=True):
             assert Action.PUBLISH not in actions, events
             assert Event.COMMIT_DECIDED not in events, events
 
 
-def test_an_unknown_decision_deletes_nothing_and_reads_the_record():
+def test_unknown_decision_deletes_nothing_and_reads_the_record():
     commit = replay([Event.SEALED])
     assert commit.feed(Event.DECISION_UNKNOWN) is Action.RESOLVE
     assert commit.feed(Event.RECORD_ABSENT) is Action.FAIL_UNKNOWN
     assert not commit.may_delete_own_data
 
 
-def test_own_data_may_be_deleted_when_a_save_fails_before_it_has_sealed():
+def test_a_save_that_fails_before_its_seal_may_delete_its_data():
     for failure in FAILURES:
         commit = Commit()
         assert commit.feed(failure) is Action.FAIL_MAY_DELETE
         assert commit.may_delete_own_data
 
 
-def test_nothing_is_published_after_the_intent_was_gone_or_too_old(every_history):
+def test_nothing_is_published_once_the_intent_is_gone_or_stale(every_history):
     for events, actions, _ in every_history:
         for position, event in enumerate(events):
             if event in FAILURES:
@@ -134,7 +134,7 @@ def test_the_record_is_published_at_most_once_and_only_when_sealed(every_history
             assert Event.SEALED in events[: actions.index(Action.PUBLISH)], events
 
 
-def test_committed_is_reached_only_by_the_stores_yes_or_our_own_record(every_history):
+def test_committed_needs_the_stores_success_or_our_own_record(every_history):
     proofs = {Event.PUBLISH_OK, Event.RECORD_IS_OURS}
     for events, actions, commit in every_history:
         assert (commit.state is State.COMMITTED) == bool(proofs & set(events)), events
@@ -149,7 +149,7 @@ def test_committed_and_aborted_are_final():
 
 
 @pytest.mark.parametrize("state", [State.PUBLISHING, State.AWAITING])
-def test_who_waits_for_a_publish_never_counts_as_failed_without_looking(state):
+def test_pending_publish_never_counts_as_failed_without_a_look_up(state):
     never = {Event.NEVER_PUBLISHED} if state is State.AWAITING else set()
     for event in set(Event) - never:
         following, action = TABLE.get((state, event), (state, Action.NONE))
@@ -164,7 +164,7 @@ def test_an_absent_record_proves_nothing():
     assert commit.feed(Event.RECORD_IS_OURS) is Action.DONE
 
 
-def test_a_taken_name_may_be_our_own_earlier_try():
+def test_a_taken_name_may_be_our_earlier_attempt():
     commit = replay(STARTED)
     assert commit.feed(Event.PUBLISH_LOST) is Action.RESOLVE
     assert commit.feed(Event.RECORD_IS_OURS) is Action.DONE

@@ -1,4 +1,4 @@
-"""What commit records tell of chains of deltas."""
+"""What commit records show of delta chains."""
 
 from tests.core.manifests import commit_record
 from tests.integration.support import memory
@@ -43,17 +43,17 @@ def record(number, *borrowed, base=None, step=None):
     )
 
 
-def test_a_save_whose_step_is_there_with_another_uid_was_replaced():
+def test_a_save_whose_step_has_another_uid_was_replaced():
     records = [record(4, blob(3), base=3), record(9, step=3)]
     assert find_lenders(records, [uid(3)]) == {uid(3): LendingSave(uid(3), 3, "replaced")}
 
 
-def test_deleted_lenders_are_those_that_no_record_names():
+def test_lenders_without_a_record_are_deleted_lenders():
     one, two, three = record(1), record(2, blob(1), blob(7)), record(3, blob(7))
     assert borrowers_of_deleted_saves([one, two, three]) == {uid(7): [two, three]}
 
 
-def test_of_a_broken_chain_the_newest_older_step_without_the_damaged_save_is_named():
+def test_broken_chain_names_newest_older_step_without_the_damaged_save():
     store, chain = memory(), record(4, blob(3), base=3)
     for one in (record(3), chain):
         store.publish(commit_name(one.step, 0), encode_commit(one))

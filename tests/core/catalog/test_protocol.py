@@ -1,6 +1,6 @@
-"""Every order in which savers, deleters, pruners and readers can meet, over the engine's own code.
+"""Every interleaving of savers, deleters, pruners and readers, over the engine's own code.
 
-See `protocol.py` for how, and `docs/design/commit-protocol.md` for what was found.
+See `protocol.py` for how, and `docs/design/commit-protocol.md` for the results.
 """
 
 from dataclasses import replace
@@ -69,16 +69,16 @@ SCENARIOS = {
     "a chain, a reader and delete": Scenario(
         (Reader(2), Deleter(1), Deleter(2)), CHAIN, scattered=True
     ),
-    "a chain that goes on, and delete": Scenario(
+    "a growing chain, and delete": Scenario(
         (Saver(A, 3, like=2), Deleter(1, then_delete=2)), CHAIN, faults=1
     ),
-    "a chain that goes on twice, and delete": Scenario(
+    "a chain that grows twice, and delete": Scenario(
         (Saver(A, 3, like=2), Saver(B, 4, like=2), Deleter(2)), CHAIN
     ),
     "the last borrowers are deleted": Scenario(
         (Deleter(1, then_delete=2), Deleter(3)), (*CHAIN, (3, 0, B, (OLD,)))
     ),
-    "a chain that goes on, and retention": Scenario(
+    "a growing chain, and retention": Scenario(
         (Saver(A, 3, like=2, keep_last=1), Reader(2), Reader(3)), CHAIN, faults=1
     ),
     "a chain that overwrites its base, and delete": Scenario(
@@ -88,7 +88,7 @@ SCENARIOS = {
     "a copy, the last borrower is deleted, and a reader": Scenario(
         (Copier(A, 3, (OLD,)), Deleter(2), Reader(3)), LENT
     ),
-    "a copy of the base, which a killed deletion has left": Scenario(
+    "a copy of the base left by a killed deletion": Scenario(
         (Copier(OLD, 1), Deleter(1)), ONE, crashes=1
     ),
     "a copy, and a killed deletion of the last borrower": Scenario(
@@ -99,17 +99,17 @@ SCENARIOS = {
         (Copier(OLD, 1), Deleter(2)), LENT, faults=1
     ),
     "copies of the base and of a borrower": Scenario((Copier(OLD, 1), Copier(A, 3, (OLD,))), LENT),
-    "a chain that goes on, prune and delete": Scenario(
+    "a growing chain, prune and delete": Scenario(
         (replace(SLEEPY, step=3, like=2), Pruner(1.5, then_delete=2)), CHAIN, ticks=2
     ),
     "a reference and overwrite": Scenario(
         (Saver(A, 2, like=1), Saver(B, 1, overwrite=True)), ONE
     ),
     "prune and a saver that may sleep": Scenario((SLEEPY, PRUNER), ticks=3, faults=1),
-    "prune that spares what may lack its record, and a saver that may sleep": Scenario(
+    "prune that spares recordless data, and a saver that may sleep": Scenario(
         (SLEEPY, replace(PRUNER, everything=False)), ONE, ticks=2, faults=1
     ),
-    "prune of what an overwrite left": Scenario(
+    "prune of overwrite leftovers": Scenario(
         (Pruner(), Reader(1), Reader(1)), ((1, 0, OLD), (1, 1, RUBBISH))
     ),
     "prune by the saver's own process": Scenario(
@@ -130,22 +130,22 @@ SCENARIOS = {
     "tiers: drain and compaction of one checkpoint": Scenario(
         (Drainer(RUBBISH, 2, (OLD,)), CompactingProcess(B, 2)), store=WAITING
     ),
-    "tiers: overwrite and compaction of what waits to be drained": Scenario(
+    "tiers: overwrite and compaction of an undrained step": Scenario(
         (TierSaver(A, 2), CompactingProcess(B, 2)), store=WAITING, records_only=True
     ),
 }  # fmt: skip
 
 # Left to the run of all tests.
 LARGE = {
-    "a chain that goes on, and retention",
+    "a growing chain, and retention",
     "a chain, a reader and delete",
-    "a chain that goes on, prune and delete",
-    "a chain that goes on twice, and delete",
+    "a growing chain, prune and delete",
+    "a chain that grows twice, and delete",
     "a chain that overwrites its base, and delete",
     "a copy, and a killed deletion of the last borrower",
     "a copy, and its base is deleted",
     "a copy of the base, and the last borrower is deleted",
-    "a copy of the base, which a killed deletion has left",
+    "a copy of the base left by a killed deletion",
     "a reference and delete",
     "a reference and delete, in any order",
     "a reference and overwrite",
@@ -161,7 +161,7 @@ LARGE = {
     "the last borrowers are deleted",
     "tiers: drain and compaction of one checkpoint",
     "tiers: overwrite, drain and compaction",
-    "tiers: overwrite and compaction of what waits to be drained",
+    "tiers: overwrite and compaction of an undrained step",
     "tiers: overwrite, drain and compaction, one dies",
     "two copies of one blob",
 }
@@ -173,7 +173,7 @@ def scenario(name):
 
 
 @pytest.mark.parametrize("scenario", [scenario(name) for name in SCENARIOS])
-def test_no_order_of_steps_breaks_a_promise(scenario):
+def test_no_interleaving_breaks_a_promise(scenario):
     explored = Search(scenario).run()
     assert explored.states > 100
     print(f"{explored.states} states; told at the end: {sorted(explored.told)}")
@@ -192,7 +192,7 @@ def data_first(backend, names):
 
 
 def without_data_check(backend, names):
-    """Deletes the data of a record whoever else refers to it."""
+    """Deletes the data of a record despite other references."""
     uids = {survey.read_commit(backend, name).uid for name in names}
     for name in names:
         backend.delete([name])
@@ -200,7 +200,7 @@ def without_data_check(backend, names):
 
 
 def delete_lent(backend, surveys, lent, *, gone):
-    """Deletes what a deleted checkpoint had borrowed whoever else borrows it."""
+    """Deletes what a deleted checkpoint had borrowed despite other borrowers."""
     for uid in sorted(lent):
         deletion.delete_data(backend, uid, backend.list(data_prefix(uid)))
 
@@ -235,7 +235,7 @@ def instead(*where):
     return lambda patch: patch.setattr(*where)
 
 
-# What is broken, and the scenario that shows it.
+# The broken guard, and the scenario that shows it.
 BROKEN = {
     "data goes first": (
         instead(catalog, "delete_records", data_first),
@@ -248,21 +248,21 @@ BROKEN = {
     "lent blobs": (instead(deletion, "delete_lent", delete_lent), "the last borrowers are deleted"),
     "borrowed blobs go with their manifest": (
         instead(deletion, "delete_manifest", deletion.delete_data),
-        "a chain that goes on, and delete",
+        "a growing chain, and delete",
     ),
     "half of the grace time": (
         instead(Publisher, "_check_intent", check_intent),
         "prune in a shorter time, and a saver that may sleep",
     ),
-    "absence after a lost answer counts as not published": (
+    "absence after a lost reply counts as not published": (
         in_table(State.UNKNOWN, Event.RECORD_ABSENT, State.ABORTED, Action.FAIL_MAY_DELETE),
         "prune by the saver's own process",
     ),
-    "a lost answer counts as a failure without a look": (
+    "a lost reply is a failure without a look-up": (
         in_table(State.PUBLISHING, Event.PUBLISH_ANSWER_LOST, State.ABORTED, Action.FAIL_LOST_RACE),
         "same step",
     ),
-    "a name that is taken counts as ours": (
+    "a taken name counts as ours": (
         instead(Publisher, "_read_back", lambda self, name: Event.RECORD_IS_OURS),
         "same step",
     ),
@@ -284,7 +284,7 @@ BROKEN = {
         instead(survey, "decode_intent", gone_intent),
         "a reference and delete",
     ),
-    "an overwrite takes a generation as a compaction does": (
+    "an overwrite takes a generation like a compaction": (
         instead(
             prepare,
             "generation_above",
@@ -292,11 +292,11 @@ BROKEN = {
         ),
         "tiers: overwrite, drain and compaction",
     ),
-    "a drain replaces what its saver knew, and no compaction of that": (
+    "a drain replaces saves its saver knew, but no compaction": (
         instead(CheckpointCopy, "_makes_way", lambda self, there: there.uid in self._replace),
         "tiers: overwrite, drain and compaction",
     ),
-    "what is gone counts as deleted, though a compaction of it is there": (
+    "a gone step counts as deleted despite its compaction": (
         instead(drains, "at_step", lambda backend, step: []),
         "tiers: drain and compaction of one checkpoint",
     ),
@@ -312,7 +312,7 @@ ONLY_BROKEN = {
 SLOW = {
     "half of the grace time",
     "own uids",
-    "a drain replaces what its saver knew, and no compaction of that",
+    "a drain replaces saves its saver knew, but no compaction",
 }
 
 
@@ -336,7 +336,7 @@ def test_the_assumption_is_needed_that_a_record_lands_within_half_the_grace_time
 # -- the table -------------------------------------------------------------------------------------
 
 
-def test_the_page_shows_the_table_as_it_is():
+def test_the_page_matches_the_table():
     page = Path(__file__).parents[3] / "docs/design/commit-protocol.md"
     assert table() in page.read_text()
 
@@ -351,7 +351,7 @@ def table():
     return "\n".join(lines)
 
 
-def test_from_every_state_of_the_table_a_save_can_end():
+def test_a_save_can_end_from_every_state():
     ends = {Action.DONE, Action.FAIL_MAY_DELETE, Action.FAIL_KEEP, Action.FAIL_LOST_RACE}
     ends |= {Action.FAIL_UNKNOWN}
     ending = {State.COMMITTED, State.ABORTED}

@@ -1,4 +1,4 @@
-"""Publishing: what a lost or half answer of the store means."""
+"""Publishing: what a lost or partial response of the store means."""
 
 import threading
 from dataclasses import replace
@@ -44,7 +44,7 @@ def store():
     backend.close()
 
 
-def test_a_lost_answer_is_success_if_the_record_is_ours(store):
+def test_a_lost_reply_is_success_if_the_record_is_ours(store):
     store.add(_fault(StorageError("connection reset"), late=True))
     with penstock.Checkpointer(store) as ckpt:
         assert ckpt.save({"w": torch.ones(3)}, 1).result().step == 1
@@ -60,7 +60,7 @@ def test_a_record_that_may_not_survive_a_power_cut_is_not_called_durable(store):
         assert ckpt.verify(1).ok  # and nothing of it was deleted
 
 
-def test_no_answer_and_no_record_leaves_the_outcome_open_and_the_data_in_place(store):
+def test_without_reply_or_record_the_outcome_is_unknown_and_data_stays(store):
     store.add(_fault(StorageError("connection reset"), late=False))
     with penstock.Checkpointer(store) as ckpt:
         handle = ckpt.save({"w": torch.ones(3)}, 1)
@@ -74,7 +74,7 @@ FOREIGN = [StorageError("gone"), MemoryError(), ZeroDivisionError("in a plugin")
 
 
 @pytest.mark.parametrize("error", FOREIGN, ids=lambda e: type(e).__name__)
-def test_a_look_behind_the_commit_that_fails_makes_no_failure_of_it(store, error, caplog):
+def test_a_failed_look_up_after_the_commit_does_not_fail_it(store, error, caplog):
     with penstock.Checkpointer(store) as ckpt:
         ckpt.save({"w": torch.ones(3)}, 1).result()
         looks = sum("intent" in names[0] for call, names in store.calls if call == "stat")
@@ -86,7 +86,7 @@ def test_a_look_behind_the_commit_that_fails_makes_no_failure_of_it(store, error
 
 
 @pytest.mark.parametrize("error", FOREIGN, ids=lambda e: type(e).__name__)
-def test_a_lost_answer_that_cannot_be_looked_up_leaves_the_outcome_open(store, error):
+def test_an_unresolvable_lost_reply_leaves_the_outcome_open(store, error):
     store.add(_fault(StorageError("connection reset"), late=True))
     store.fail("read", error, match="commits/")
     with penstock.Checkpointer(store) as ckpt:
@@ -97,7 +97,7 @@ def test_a_lost_answer_that_cannot_be_looked_up_leaves_the_outcome_open(store, e
         assert ckpt.verify(1).ok
 
 
-def test_an_intent_that_was_pruned_does_not_come_back(store):
+def test_a_pruned_intent_is_not_republished(store):
     uid = "a" * 32
     clock = ShiftedClock()
     publisher = Publisher(store, Commit(), uid=uid, step=1, grace_s=100, clock=clock)
@@ -109,7 +109,7 @@ def test_an_intent_that_was_pruned_does_not_come_back(store):
     assert store.list("data/") == []
 
 
-def test_an_intent_counts_for_half_the_grace_time(store):
+def test_an_intent_lasts_half_the_grace_time(store):
     clock = ShiftedClock()
     publisher = Publisher(store, Commit(), uid="a" * 32, step=1, grace_s=100, clock=clock)
     publisher.publish_intent()
@@ -150,7 +150,7 @@ def test_a_commit_record_that_no_reader_accepts_is_not_published(store):
     begin = partial(commit.feed, Event.PUBLISH_STARTED)
     with pytest.raises(SaveError, match="no reader would accept"):
         publisher.publish_commit(replace(record, world_size=0), begin=begin)
-    assert commit.state is State.SEALED  # so it counts as failed, and not as unknown
+    assert commit.state is State.SEALED  # so it counts as failed, not as unknown
     assert Catalog(store).steps() == []
 
 
@@ -168,7 +168,7 @@ def test_a_refreshed_intent_keeps_its_references(store):
 
 
 @pytest.mark.parametrize("there", ["missing", "shorter", "whole"])
-def test_a_commit_whose_borrowed_blobs_are_gone_is_taken_back(store, there):
+def test_a_commit_with_missing_borrowed_blobs_is_withdrawn(store, there):
     uid, base = "a" * 32, "b" * 32
     blob = BlobRecord(blob_name(base, 0, 0, "enc"), 7)
     if there != "missing":
@@ -192,7 +192,7 @@ def test_a_commit_whose_borrowed_blobs_are_gone_is_taken_back(store, there):
     assert intent_name(uid) in {info.name for info in store.list("data/")}
 
 
-def test_a_save_that_is_given_up_behind_its_last_blob_is_not_committed(store, waits):
+def test_a_save_abandoned_after_its_last_blob_is_not_committed(store, waits):
     clock = ShiftedClock()
     waits(FAST, clock=clock)
     with (
@@ -208,7 +208,7 @@ def test_a_save_that_is_given_up_behind_its_last_blob_is_not_committed(store, wa
         assert ckpt.steps() == []
 
 
-def test_close_returns_when_the_save_under_way_has_ended(store):
+def test_close_returns_once_the_save_in_flight_ends(store):
     with holding(store, "publish", match="commits/") as held:
         ckpt = penstock.Checkpointer(store)
         handle = ckpt.save({"w": torch.ones(3)}, 1)

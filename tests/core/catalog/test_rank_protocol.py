@@ -1,6 +1,6 @@
-"""Every order in which the ranks of a job, and whoever else uses the root, can meet.
+"""Every interleaving of the ranks of a job and other users of the root.
 
-See `ranks.py` for how, and `docs/design/ranks.md` for what was found.
+See `ranks.py` for how, and `docs/design/ranks.md` for the results.
 """
 
 import pytest
@@ -26,7 +26,7 @@ A, B, OLD = "a" * 32, "b" * 32, "c" * 32
 ONE = ((1, 0, OLD),)
 
 TWO = ranks(2, A, 2)
-# With others on the root: what a rank writes appears at once, as far as that cannot matter.
+# With others on the root: a rank's writes appear at once where that cannot matter.
 PAIR = ranks(2, A, 2, at_once=True)
 PATIENT = ranks(2, A, 2, at_once=True, tires=False)
 THREE = ranks(3, A, 2, at_once=True)
@@ -36,7 +36,7 @@ SLEEPY = ranks(2, A, 2, at_once=True, grace_s=GRACE_S)
 FAITHFUL = Rank(0, 2, A, 2, at_once=True, grace_s=GRACE_S, tires=False)
 
 SCENARIOS = {
-    "all that can go wrong, once": Scenario(PAIR, ONE, faults=1, crashes=1, cuts=1, full=1),
+    "every fault, once": Scenario(PAIR, ONE, faults=1, crashes=1, cuts=1, full=1),
     "overwrite, and one dies": Scenario(
         ranks(2, A, 1, overwrite=True, at_once=True), ONE, crashes=1
     ),
@@ -50,10 +50,10 @@ LARGE = {
     "prune": Scenario(
         (*ranks(2, A, 2, at_once=True, grace_s=GRACE_S, tires=False), Pruner(GRACE_S)), ONE, ticks=1
     ),
-    "a late record, and the one in its place is deleted": Scenario(
+    "a late record, and its replacement is deleted": Scenario(
         (*PATIENT, Saver(B, 2), Deleter(2)), faults=1
     ),
-    "all that can go wrong, once, and files are seen late": Scenario(
+    "every fault, once, and files seen late": Scenario(
         TWO, ONE, faults=1, crashes=1, cuts=1, full=1
     ),
     "three ranks, one dies, and an answer is lost": Scenario(THREE, ONE, faults=1, crashes=1),
@@ -75,13 +75,13 @@ LARGE = {
     ),
     "two deaths": Scenario(TWO, ONE, faults=1, crashes=2, full=1),
     "cut off twice": Scenario(TWO, ONE, faults=1, cuts=2),
-    "three ranks, and all that can go wrong": Scenario(THREE, ONE, crashes=1, cuts=1, full=1),
+    "three ranks, and every fault": Scenario(THREE, ONE, crashes=1, cuts=1, full=1),
     "two jobs at one step": Scenario((*PAIR, *ranks(2, B, 2, job="next", at_once=True)), ONE),
     "a restart with fewer ranks, and a cut": Scenario(
         (*TWO, Saver(B, 2)), ONE, crashes=1, cuts=1
     ),
     "the latest is deleted, and one is cut off": Scenario((*PAIR, Deleter(1)), ONE, cuts=1),
-    "the step that they borrow from is deleted, and one dies": Scenario(
+    "their lender is deleted, and one dies": Scenario(
         (*ranks(2, A, 2, at_once=True, like=1), Deleter(1)), ONE, crashes=1
     ),
     "prune, and ranks that may sleep and tire": Scenario(
@@ -100,7 +100,7 @@ ALL = [
 
 
 @pytest.mark.parametrize("scenario", ALL)
-def test_no_order_of_the_steps_of_ranks_breaks_a_promise(scenario):
+def test_no_interleaving_of_ranks_breaks_a_promise(scenario):
     explored = Search(scenario, limit=1_200_000).run()
     told = {word for words in explored.told for word in words}
     assert {"success", "aborted"} <= told
@@ -143,13 +143,13 @@ def break_silent_leaders(patch):
 
 
 def break_absent_records(patch):
-    """A record that is not there yet counts as one that never comes."""
+    """A record that has not landed yet counts as one that never lands."""
     may_delete = (State.ABORTED, Action.FAIL_MAY_DELETE)
     patch.setitem(TABLE, (State.UNKNOWN, Event.RECORD_ABSENT), may_delete)
 
 
 def break_the_register(patch):
-    """Whoever asks the register counts as answered."""
+    """A rank that asks the register counts as answered."""
 
     def hear(self, data):
         self.verdict = self._wish() if self.phase in _ASKING else decode(Verdict, data)
@@ -160,7 +160,7 @@ def break_the_register(patch):
 
 
 def break_watching(patch):
-    """Nobody watches rank 0."""
+    """No rank watches rank 0."""
     real = OtherRanks.hear
 
     def hear(self, rank, data):
@@ -170,13 +170,13 @@ def break_watching(patch):
 
 
 def break_deleting(patch):
-    """What was sealed is left to `prune` after an abort that was decided."""
+    """A decided abort leaves sealed data to `prune`."""
     for state in (State.WRITING, State.SEALED):
         patch.setitem(TABLE, (state, Event.ABORT_DECIDED), (State.ABORTED, Action.FAIL_KEEP))
 
 
 def break_references(patch):
-    """The intent does not say what the ranks borrow."""
+    """The intent does not list what the ranks borrow."""
     real = Publisher.publish_intent
     patch.setattr(Publisher, "publish_intent", lambda self, references: real(self))
 

@@ -1,8 +1,8 @@
 """Savers to two tiers, drains and compactions as actors of the search in `protocol.py`.
 
-What runs is the product's own: the claim of a generation, the mark, the save, the clean-up, one
-copy by a link, the look for what has become of a checkpoint that is gone, and of a compaction what
-comes before and after its commit. Both tiers are in one store, each below a prefix.
+It runs the product's own code: the claim of a generation, the mark, the save, the clean-up, one
+copy by a link, the look-up of a checkpoint that is gone, and of a compaction the steps before and
+after its commit. Both tiers are in one store, each below a prefix.
 """
 
 from __future__ import annotations
@@ -109,12 +109,12 @@ def clean_up(report, run):
 
 
 class _Drained(Actor):
-    """An actor whose checkpoint must come to the durable tier, or stay there as a compaction."""
+    """An actor whose checkpoint must reach the durable tier, or stay there as a compaction."""
 
     words = frozenset({"success", "durable"})
 
     def drain(self, turn, record):
-        """Copy a checkpoint on as its link does, and note what its handle would say."""
+        """Copy a checkpoint as its link does, and note what its handle would report."""
         fast, durable, run = places_of(turn)
         ended = []
         drains = Drains.__new__(Drains)
@@ -189,7 +189,7 @@ class TierSaver(_Drained):
 
 @dataclass(frozen=True)
 class Drainer(_Drained):
-    """Drains a checkpoint that waits in the fast tier."""
+    """Drains a checkpoint waiting in the fast tier."""
 
     uid: str
     step: int
@@ -246,7 +246,7 @@ class CompactingProcess(Actor):
 
 
 def copied_in_the_end(link, record):
-    """Copy a checkpoint; what another try can mend is tried once more."""
+    """Copy a checkpoint; retry once what a retry can fix."""
     try:
         return link._copy_once(record)
     except _PERMANENT:

@@ -4,7 +4,7 @@ import json
 
 
 def figures(save=100.0, restore=100.0, partial_s=0.01, cores=0.1):
-    """What one round measured."""
+    """The figures of one round."""
     return {
         "save_bytes_per_s": save,
         "restore_bytes_per_s": restore,

@@ -1,4 +1,4 @@
-"""Runs the command in this process, which is ten times faster than a process of its own."""
+"""Runs the command in this process, which is ten times faster than a new one."""
 
 import pytest
 from tests.core.cli.command import caller

@@ -1,4 +1,4 @@
-"""`penstock bench` and `penstock tune`: the figures, the choice, and that nothing stays behind."""
+"""`penstock bench` and `penstock tune`: the figures, the choice, and no leftovers."""
 
 import os
 import re
@@ -44,7 +44,7 @@ def measured(tmp_path):
 # -- bench ----------------------------------------------------------------------------------------
 
 
-def test_bench_measures_the_engine_and_the_raw_limit_and_leaves_nothing(call, tmp_path):
+def test_bench_measures_engine_and_raw_limit_and_leaves_no_files(call, tmp_path):
     with penstock.Checkpointer(f"posix://{tmp_path}") as ckpt:
         ckpt.save({"number": 1}, step=1, mode="blocking")
     before = tree_of(tmp_path)
@@ -66,7 +66,7 @@ def test_bench_measures_the_engine_and_the_raw_limit_and_leaves_nothing(call, tm
     assert after.keys() == before.keys()
 
 
-def test_bench_draws_a_table_and_says_what_limits(call, tmp_path):
+def test_bench_draws_a_table_and_names_the_limit(call, tmp_path):
     done = call("bench", f"posix://{tmp_path}/run", *SMALL)
     assert (done.code, done.err) == (0, "")
     assert "posix" in done.out.splitlines()[0]
@@ -86,7 +86,7 @@ def test_bench_of_a_store_without_files_uses_its_backend(call):
 
 
 @pytest.mark.parametrize("given", ["url", "table"])
-def test_options_that_the_user_has_set_are_kept(tmp_path, given):
+def test_options_set_by_the_user_are_kept(tmp_path, given):
     spec = f"posix://{tmp_path}?direct_io=off&parallel=8"
     if given == "table":
         spec = BackendConfig(type="posix", path=str(tmp_path), direct_io="off", parallel=8)
@@ -115,14 +115,14 @@ def test_bench_refuses_a_run_in_tiers_and_names_them(call, tmp_path):
     assert "one by one" in done.err
 
 
-def test_bench_refuses_a_size_for_which_there_is_no_room(call, tmp_path):
+def test_bench_refuses_a_size_without_room(call, tmp_path):
     done = call("bench", f"posix://{tmp_path}/run", "--size", "4TiB")
     assert done.code == 1
     assert "do not fit into" in done.err
     assert list(tmp_path.iterdir()) == []
 
 
-def test_bench_of_a_file_fails_and_leaves_it_alone(call, tmp_path):
+def test_bench_of_a_file_fails_without_touching_it(call, tmp_path):
     (tmp_path / "file").write_text("mine")
     done = call("bench", f"posix://{tmp_path}/file", *SMALL)
     assert done.code == 1
@@ -135,7 +135,7 @@ class _Failing(MemoryBackend):
         raise KeyError("no such shelf")
 
 
-def test_a_loop_that_fails_leaves_nothing():
+def test_a_failed_loop_leaves_no_files():
     backend = _Failing(MemoryConfig())
     with pytest.raises(KeyError, match="no such shelf"):
         measure_limit(backend, 1 << 20, root=None, blobs=2, stuck_s=60)
@@ -152,13 +152,13 @@ def save_in_place(url, error):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, penstock.StorageError])
-def test_what_is_in_the_place_goes_after_an_error(tmp_path, error):
+def test_the_place_is_cleared_after_an_error(tmp_path, error):
     with pytest.raises(error):
         save_in_place(f"posix://{tmp_path}/run", error)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_place_that_was_not_removed_is_garbage_of_the_run(tmp_path):
+def test_a_leftover_place_is_garbage_of_the_run(tmp_path):
     with penstock.Checkpointer(f"posix://{tmp_path}") as ckpt:
         ckpt.save({"number": 1}, step=1, mode="blocking")
         with scratch_place(f"posix://{tmp_path}") as (backend, prefix):
@@ -174,7 +174,7 @@ def test_a_place_that_was_not_removed_is_garbage_of_the_run(tmp_path):
 
 @pytest.mark.process
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_bench_that_is_told_to_end_leaves_nothing_behind(tmp_path, number):
+def test_terminated_bench_leaves_no_files(tmp_path, number):
     root = tmp_path / "not" / "there"
     process = interpreters.start(
         "-c",
@@ -221,7 +221,7 @@ def test_limit_is_named(measured, default, rows, what, why):
     assert ("raise --seconds" in text) == (what.startswith("waiting"))
 
 
-def test_waiting_comes_with_advice_that_fits_what_was_tried(measured):
+def test_wait_advice_fits_the_options_tried(measured):
     tried = row("engine", "chunk_bytes", 4 << 20, *[figures()] * 2)
     text = limit_of(_read(*measured(tried, default=[figures()] * 2)))
     assert text.endswith(
@@ -229,7 +229,7 @@ def test_waiting_comes_with_advice_that_fits_what_was_tried(measured):
     )
 
 
-def test_advice_names_only_the_work_that_waits(measured):
+def test_advice_names_only_waiting_work(measured):
     tried = row("engine", "chunk_bytes", 4 << 20, *[figures(100, 150)] * 2)
     text = limit_of(_read(*measured(tried, default=[figures()] * 2)))
     assert "the configuration limits restores" in text
@@ -241,7 +241,7 @@ def test_advice_names_only_the_work_that_waits(measured):
 # -- tune -----------------------------------------------------------------------------------------
 
 
-def test_tune_sets_what_was_better_and_says_why(call, measured, tmp_path):
+def test_tune_sets_better_options_and_says_why(call, measured, tmp_path):
     file, url = measured(
         row("engine", "chunk_bytes", 4 << 20, figures(120), figures(130), figures(125)),
         row("engine", "chunk_bytes", 64 << 20, figures(140), figures(150), figures(145)),
@@ -272,13 +272,13 @@ def test_tune_sets_what_was_better_and_says_why(call, measured, tmp_path):
             [row("engine", "workers", 1, *[figures(104)] * 3)],
             "None of these was better by more than 5% and the noise: workers = 1.",
         ),
-        (  # one round says nothing of the noise
+        (  # one round does not show the noise
             [row("engine", "workers", 1, figures(500))],
             "No option was measured twice, so none is set: raise --seconds.",
         ),
     ],
 )
-def test_tune_sets_nothing_where_nothing_is_better(call, measured, rows, why):
+def test_tune_sets_nothing_if_nothing_is_better(call, measured, rows, why):
     file, url = measured(*rows)
     done = call("tune", url, "--from", file)
     assert done.code == 0
@@ -309,18 +309,18 @@ def test_tune_replaces_a_file_only_with_force(call, measured, tmp_path):
     assert load_config(out).backend == url
 
 
-def test_tune_refuses_what_bench_did_not_print(call, measured, tmp_path):
+def test_tune_refuses_input_not_from_bench(call, measured, tmp_path):
     file, _ = measured()
     other = call("tune", f"posix://{tmp_path}/other", "--from", file)
     assert (other.code, other.out) == (1, "")
     assert f"measurements of file://{tmp_path}/run, not of" in other.err
     for text, why in [("{}", "missing or wrong are .*url"), ("x", "it is not JSON")]:
         file.write_text(text)
-        said = call("tune", f"posix://{tmp_path}/run", "--from", file).err
-        assert re.search(rf"`penstock bench --json` prints: {why}", said)
+        printed = call("tune", f"posix://{tmp_path}/run", "--from", file).err
+        assert re.search(rf"`penstock bench --json` prints: {why}", printed)
 
 
-def test_tune_measures_by_itself(call, tmp_path):
+def test_tune_can_run_bench(call, tmp_path):
     done = call("tune", f"posix://{tmp_path}/run", *SMALL, "--json")
     assert (done.code, done.err) == (0, "")
     assert f'backend = "posix://{tmp_path}/run' in done.json["configuration"]

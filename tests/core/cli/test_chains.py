@@ -1,4 +1,4 @@
-"""What the commands say of chains of deltas."""
+"""What the commands print on delta chains."""
 
 import re
 import shlex
@@ -40,7 +40,7 @@ def test_ls_shows_the_base_of_each_checkpoint_and_what_it_needs(call, chained):
     )
 
 
-def test_delete_names_who_needs_the_data_that_stays(call, tmp_path):
+def test_delete_names_the_users_of_kept_data(call, tmp_path):
     root = tmp_path / "run"
     run_of(f"posix://{root}", range(4), deltas={"every": 3})
     for more in ("--dry-run", "--yes"):
@@ -50,7 +50,7 @@ def test_delete_names_who_needs_the_data_that_stays(call, tmp_path):
     assert last.endswith("freed; 1 checkpoint is left")
 
 
-def test_show_lists_the_links_and_what_restoring_reads_of_each(call, chained):
+def test_show_lists_each_link_with_the_bytes_a_restore_reads(call, chained):
     found = call("show", chained, "--step", 3, "--json").json
     chain = found["chain"]
     assert [(link["step"], link["state"]) for link in chain] == [
@@ -68,7 +68,7 @@ def test_show_lists_the_links_and_what_restoring_reads_of_each(call, chained):
     assert {one["path"]: one["links"] for one in found["objects"]}["model/odd"] == 3
 
 
-def test_verify_lists_a_damaged_link_once_and_who_needs_it(call, tmp_path):
+def test_verify_lists_a_damaged_link_once_with_its_users(call, tmp_path):
     root = tmp_path / "run"
     run_of(f"posix://{root}", range(4), deltas={"every": 9})
     with penstock.Checkpointer(f"posix://{root}") as ckpt:
@@ -90,8 +90,8 @@ def test_verify_lists_a_damaged_link_once_and_who_needs_it(call, tmp_path):
     assert [report["links"] for report in reports] == [[], [], [link], [link]]
 
 
-def test_advice_to_compact_names_the_run_as_the_user_did(call, tmp_path):
-    """The URL that a backend calls itself is no argument: `tiered(posix:///a, posix:///b)`."""
+def test_advice_to_compact_names_the_run_as_given(call, tmp_path):
+    """The URL in a backend's name is not an argument: `tiered(posix:///a, posix:///b)`."""
     url = f"tiered://?fast=posix://{tmp_path}/fast&durable=posix://{tmp_path}/durable"
     run_of(url, range(3), deltas={"every": 9})
     deleted = call("delete", url, 0, "--yes").out.splitlines()[-1]
@@ -126,7 +126,7 @@ def test_show_prints_the_chain_above_the_objects(call, chained):
     assert any(columns(line)[-1] == "LINKS" for line in links)
 
 
-def test_what_is_shared_is_borrowed_and_not_stored(call, tmp_path):
+def test_shared_data_is_borrowed_not_stored(call, tmp_path):
     root, still = tmp_path / "run", torch.randn(300_000)
     with penstock.Checkpointer(f"posix://{root}", share=True) as ckpt:
         for step in (1, 2):

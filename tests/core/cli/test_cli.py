@@ -45,7 +45,7 @@ EVIL = "\x1b[31mred\x07 [bold]not bold[/] \u202egnorw"
 
 @pytest.fixture
 def environment(plugin_site):
-    """Of a process that finds Penstock's own plugins, and those of the test."""
+    """The environment of a process that finds Penstock's plugins and those of the test."""
     plugin_site.add_penstock()
     path = [str(plugin_site.folder), str(ROOT / "src"), *filter(None, sys.path)]
     kept = {k: v for k, v in os.environ.items() if k not in {"COLUMNS", "LINES", "FORCE_COLOR"}}
@@ -56,8 +56,8 @@ def environment(plugin_site):
 def penstock(environment, capsys, monkeypatch):
     """Runs the command with its output in pipes.
 
-    In this process, unless something in it must be new: what is installed, what is replaced
-    (`before` runs first), how logging is set up; in a new interpreter if `fresh`.
+    In this process, unless something in it must be new: installed packages, replacements (`before`
+    runs first), logging; in a new interpreter if `fresh`.
     """
     call = caller(capsys, monkeypatch)
 
@@ -69,7 +69,7 @@ def penstock(environment, capsys, monkeypatch):
         if not fresh:
             server = interpreters.server("penstock.core.cli.main")
             return server.run("-c", code, *arguments, env=environment)
-        return subprocess.run(  # it looks at what is imported
+        return subprocess.run(  # it checks the imports
             [sys.executable, "-c", code, *map(str, arguments)],
             env=environment,
             capture_output=True,
@@ -83,7 +83,7 @@ def penstock(environment, capsys, monkeypatch):
 
 @pytest.fixture
 def terminal(environment):
-    """Runs the command in a terminal of some width; gives its lines without colours."""
+    """Runs the command in a terminal of some width; gives its lines without colors."""
 
     def run(*arguments, width=120, variables=None):
         main_fd, terminal_fd = pty.openpty()
@@ -101,10 +101,10 @@ def terminal(environment):
             ready, _, _ = select.select([main_fd], [], [], 0.02)
             if ready:
                 output += os.read(main_fd, 65536)
-            elif ended:  # and nothing has come since
+            elif ended:  # and nothing has arrived since
                 break
             ended = process.poll() is not None
-        os.close(terminal_fd)  # only now: what is in the terminal may be lost with its last user
+        os.close(terminal_fd)  # only now: unread terminal output may be lost with its last user
         os.close(main_fd)
         assert process.wait(60) == 0
         return output.decode()
@@ -136,7 +136,7 @@ def _record(step, *, generation=0, created=None, **changes):
 
 @pytest.fixture
 def run_folder(tmp_path):
-    """A run of which `ls` can read all there is to read."""
+    """A run that `ls` can read completely."""
     root = tmp_path / "run"
     backend = PosixBackend(PosixBackend.Config(path=str(root)))
     for record in (
@@ -171,14 +171,14 @@ def test_ls_lists_every_step_with_its_newest_generation_and_state(penstock, run_
     assert "is not a record of Penstock" in rest[0] or "commits/00000070-0.json" in rest[0]
 
 
-def test_ls_of_an_empty_run_says_so(penstock, tmp_path):
+def test_ls_reports_an_empty_run(penstock, tmp_path):
     (tmp_path / "run").mkdir()
     done = penstock("ls", tmp_path / "run")
     assert (done.returncode, done.stdout) == (0, f"no checkpoints under file://{tmp_path}/run\n")
     assert json.loads(penstock("ls", tmp_path / "run", "--json").stdout)["checkpoints"] == []
 
 
-def test_a_wrong_option_is_shown_with_the_forms_that_are_right(penstock, run_folder):
+def test_a_wrong_option_is_shown_with_the_valid_forms(penstock, run_folder):
     for arguments, words in [
         (
             ("show", "--step", "abc"),
@@ -225,7 +225,7 @@ def test_a_run_is_not_copied_onto_itself(penstock, tmp_path):
 
 
 @pytest.mark.parametrize("command", ["ls", "show", "verify"])
-def test_looking_at_a_folder_that_is_not_there_makes_none(penstock, tmp_path, command):
+def test_inspecting_a_missing_folder_creates_none(penstock, tmp_path, command):
     done = penstock(command, tmp_path / "absent")
     assert done.returncode == 1
     assert done.stdout == ""
@@ -237,9 +237,7 @@ def test_looking_at_a_folder_that_is_not_there_makes_none(penstock, tmp_path, co
 
 
 @pytest.mark.process
-def test_control_characters_and_markup_never_reach_the_terminal_as_such(
-    penstock, terminal, run_folder
-):
+def test_control_characters_and_markup_are_escaped_for_the_terminal(penstock, terminal, run_folder):
     for output in (penstock("ls", run_folder).stdout, terminal("ls", run_folder, width=200)):
         assert r"note=\x1b[31mred\x07 [bold]not bold[/] \u202egnorw" in output
         assert "\x1b[31mred" not in output
@@ -247,22 +245,22 @@ def test_control_characters_and_markup_never_reach_the_terminal_as_such(
         assert "\u202e" not in output
 
 
-def test_nothing_that_is_printed_steers_a_terminal(capsys):
-    """Whatever forgot to look at what it prints."""
+def test_no_output_steers_the_terminal(capsys):
+    """Output that was not escaped."""
     print_line(EVIL)
     print_table([Column("A", lambda cell: cell)], [EVIL, Cell(EVIL, "red")])
     assert capsys.readouterr().out.count(r"\x1b[31mred\x07") == 3
 
 
-def test_a_line_break_in_a_name_makes_no_line_of_a_message():
-    told = "w: ok\npenstock: everything is fine\u2028step 1 is whole"
-    assert visible_lines(f"penstock: {told} is damaged\n  its blob: a") == [
+def test_a_line_break_in_a_name_is_escaped_in_messages():
+    printed = "w: ok\npenstock: everything is fine\u2028step 1 is whole"
+    assert visible_lines(f"penstock: {printed} is damaged\n  its blob: a") == [
         r"penstock: w: ok\npenstock: everything is fine\u2028step 1 is whole is damaged",
         "  its blob: a",
     ]
 
 
-def test_logs_are_made_harmless_too(capsys, monkeypatch):
+def test_logs_are_escaped_too(capsys, monkeypatch):
     monkeypatch.setattr(logging.root, "handlers", [])
     monkeypatch.setattr(logging.root, "level", logging.WARNING)
     log_visibly()
@@ -270,14 +268,14 @@ def test_logs_are_made_harmless_too(capsys, monkeypatch):
     logging.getLogger("somebody").warning("step 1: %s", f"{EVIL}\npenstock: all is well")
     error = ValueError(EVIL)
     logging.getLogger("somebody").error("failed", exc_info=error)
-    told = capsys.readouterr().err
-    assert told.count(r"\x1b[31mred\x07 [bold]not bold[/] \u202egnorw") == 2
-    assert not {"\x1b", "\x07", "\u202e"} & {*told}
-    assert "\npenstock" not in told
-    assert told.count("WARNING:somebody:") == 1  # by one handler
+    printed = capsys.readouterr().err
+    assert printed.count(r"\x1b[31mred\x07 [bold]not bold[/] \u202egnorw") == 2
+    assert not {"\x1b", "\x07", "\u202e"} & {*printed}
+    assert "\npenstock" not in printed
+    assert printed.count("WARNING:somebody:") == 1  # by one handler
 
 
-def test_error_messages_are_made_harmless_too(penstock, tmp_path):
+def test_error_messages_are_escaped_too(penstock, tmp_path):
     done = penstock("ls", f"{tmp_path}/\x1b[2Jabsent\u202e")
     assert done.returncode == 1
     assert done.stderr == f"penstock: there is no folder {tmp_path}/\\x1b[2Jabsent\\u202e\n"
@@ -405,7 +403,7 @@ def test_verify_names_damaged_objects_and_exits_with_1(penstock, damaged_run):
     assert penstock("verify", damaged_run, "--step", "3").returncode == 0
 
 
-def test_quick_verify_reads_no_frames_but_sees_a_blob_that_was_cut(penstock, damaged_run):
+def test_quick_verify_reads_no_frames_but_finds_a_truncated_blob(penstock, damaged_run):
     assert penstock("verify", damaged_run, "--quick").returncode == 0
     for blob in damaged_run.glob("data/*/blobs/*.raw"):
         os.truncate(blob, blob.stat().st_size - 1)
@@ -434,7 +432,7 @@ def test_wrong_calls_exit_with_2(penstock, arguments):
 
 
 @pytest.mark.process
-def test_error_that_nobody_expected_is_one_message_too(penstock, tmp_path):
+def test_unexpected_error_is_one_message_too(penstock, tmp_path):
     broken = (
         "import penstock.core.cli.commands.ls as ls\n"
         "def run(*_, **__): raise ZeroDivisionError('\x1b[31m')\n"
@@ -481,7 +479,7 @@ def imported(penstock, heavy, *commands):
 
 
 @pytest.mark.process
-def test_what_only_looks_at_a_real_run_does_not_import_torch(penstock, saved_run):
+def test_read_only_commands_on_a_run_do_not_import_torch(penstock, saved_run):
     run = str(saved_run)
     commands = [
         ("show", run), ("verify", run), ("prune", run), ("delete", run, "8", "--dry-run"),
@@ -491,7 +489,7 @@ def test_what_only_looks_at_a_real_run_does_not_import_torch(penstock, saved_run
 
 
 @pytest.mark.process
-def test_commands_that_only_look_import_neither_torch_nor_numpy(penstock, run_folder):
+def test_read_only_commands_import_neither_torch_nor_numpy(penstock, run_folder):
     commands = [
         ("--help",),
         ("ls", str(run_folder)),
@@ -532,21 +530,21 @@ def test_ls_of_a_folder_inside_a_run_names_the_run(penstock, run_folder, inside)
     ]
 
 
-def test_ls_of_an_empty_folder_beside_runs_says_nothing_of_them(penstock, run_folder, tmp_path):
+def test_ls_of_an_empty_folder_beside_runs_names_none(penstock, run_folder, tmp_path):
     shutil.copytree(run_folder, tmp_path / "gpt")
     (tmp_path / "gpt" / "notes").mkdir()
     done = penstock("ls", tmp_path / "gpt" / "notes")
     assert done.stdout == f"no checkpoints under file://{tmp_path}/gpt/notes\n"
 
 
-def test_json_may_stand_before_the_command(penstock, run_folder):
+def test_json_may_precede_the_command(penstock, run_folder):
     assert (
         penstock("--json", "ls", run_folder).stdout == penstock("ls", run_folder, "--json").stdout
     )
     assert penstock("--json").returncode == 2
 
 
-def test_the_latest_step_can_be_asked_for_by_that_name(penstock, tmp_path):
+def test_latest_names_the_latest_step(penstock, tmp_path):
     with penstock_package.Checkpointer(f"posix://{tmp_path}/run") as ckpt:
         for step in (1, 2):
             ckpt.save({"epoch": step}, step=step, mode="blocking")
@@ -554,7 +552,7 @@ def test_the_latest_step_can_be_asked_for_by_that_name(penstock, tmp_path):
     assert json.loads(named)["checkpoint"]["step"] == 2
 
 
-def test_ratios_of_ls_and_show_are_told_apart(penstock, tmp_path):
+def test_ratios_of_ls_and_show_are_labeled(penstock, tmp_path):
     with penstock_package.Checkpointer(f"posix://{tmp_path}/run") as ckpt:
         state = {f"part{n}": torch.ones(100) for n in range(50)}  # a page for each
         ckpt.save(state, step=1, mode="blocking")
@@ -581,13 +579,13 @@ def test_show_takes_patterns(penstock, saved_run):
 
 
 @pytest.mark.parametrize("command", ["show", "verify"])
-def test_step_that_is_not_there_says_which_are(penstock, saved_run, command):
+def test_missing_step_lists_the_existing_ones(penstock, saved_run, command):
     done = penstock(command, saved_run, "--step", "4")
     assert (done.returncode, done.stdout) == (1, "")
     assert "steps there: 3, 8" in done.stderr
 
 
-def test_verify_names_a_few_of_what_a_missing_blob_hits_and_all_in_json(penstock, tmp_path):
+def test_verify_names_some_objects_of_a_missing_blob_and_all_in_json(penstock, tmp_path):
     import torch
 
     import penstock as package

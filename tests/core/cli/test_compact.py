@@ -1,4 +1,4 @@
-"""`penstock compact`, and copies that stand alone."""
+"""`penstock compact`, and copies without a base."""
 
 import shutil
 
@@ -21,7 +21,7 @@ def chained_once(tmp_path_factory):
 
 @pytest.fixture
 def chained(chained_once, tmp_path):
-    """Steps 0 to 3 in a chain, of which 0 is deleted."""
+    """Steps 0 to 3 in a chain; 0 is deleted."""
     return shutil.copytree(chained_once, tmp_path / "run")
 
 
@@ -50,17 +50,17 @@ def test_a_dry_run_of_compact_changes_nothing(call, chained):
     assert tree_of(chained) == before
 
 
-def test_a_step_that_cannot_be_compacted_is_told_and_the_others_are_compacted(call, chained):
+def test_a_step_that_cannot_be_compacted_is_reported_and_skipped(call, chained):
     damage(chained, 3)
     done = call("compact", chained)
-    assert (done.code, done.err) == (1, "")  # said once: no log repeats it
+    assert (done.code, done.err) == (1, "")  # printed once: no log repeats it
     assert "step 3 is not compacted: " in done.out
     assert "`penstock verify --all` shows which are whole" in done.out
     assert borrowing(call, chained) == [3]
     assert list(call("compact", chained, "--json").json["failed"]) == ["3"]
 
 
-def test_a_flat_copy_stands_alone(call, chained, tmp_path):
+def test_a_flat_copy_has_no_base(call, chained, tmp_path):
     done = call("copy", chained, tmp_path / "flat", "--flatten")
     assert done.code == 0
     assert "step 3, the latest, is encoded again" in done.out
@@ -77,8 +77,8 @@ def bases(call, root):
     return {one["step"]: one["base"] and one["base"]["step"] for one in listed}
 
 
-def test_copies_that_encode_differences_are_a_chain_of_their_own(call, chained, tmp_path):
-    """Step 3 is not encoded against step 2 before that is there: a copy alone has no base."""
+def test_copies_encoded_as_deltas_are_a_separate_chain(call, chained, tmp_path):
+    """Step 3 is not encoded against step 2 before that exists: a single copy has no base."""
     copied = tmp_path / "copied"
     assert call("copy", chained, copied, "--step", 3, *DELTAS).code == 0
     assert bases(call, copied) == {3: None}
@@ -93,7 +93,7 @@ def test_copies_that_encode_differences_are_a_chain_of_their_own(call, chained, 
     assert call("verify", copied, "--all").code == 0
 
 
-def test_a_run_that_is_encoded_anew_in_its_place_refers_to_no_replaced_generation(call, chained):
+def test_a_run_re_encoded_in_place_refers_to_no_replaced_generation(call, chained):
     assert call("compact", chained).code == 0
     assert call("copy", chained, chained, "--step", "all", "--overwrite", *DELTAS).code == 0
     assert bases(call, chained) == {1: None, 2: 1, 3: 2}
@@ -115,7 +115,7 @@ def test_compact_of_a_missing_step_changes_nothing(call, chained):
     assert call("compact", chained, 1, "--all").code == 2
 
 
-def test_a_copy_whose_differences_no_codec_makes_smaller_is_refused(call, chained, tmp_path):
+def test_a_copy_whose_deltas_no_codec_shrinks_is_refused(call, chained, tmp_path):
     done = call("copy", chained, tmp_path / "copied", "--codec", "delta")
     assert (done.code, done.out) == (1, "")
     assert "--codec delta --codec floatsplit" in done.err
@@ -132,7 +132,7 @@ def test_copies_by_the_rules_of_a_file_have_its_deltas(call, chained, tmp_path):
     assert bases(call, target) == {1: None, 2: 1, 3: None}
 
 
-def test_a_copy_of_a_chain_says_what_it_brought_with_borrowed_blobs(call, chained, tmp_path):
+def test_a_copy_of_a_chain_reports_its_borrowed_blobs(call, chained, tmp_path):
     alone = tmp_path / "alone"
     first, second, third = call("ls", chained, "--json").json["checkpoints"]
     (one,) = call("copy", chained, alone, "--step", 1, "--json").json["copies"]

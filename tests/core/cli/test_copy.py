@@ -1,4 +1,4 @@
-"""`penstock copy`: which steps, how, and what it says."""
+"""`penstock copy`: which steps, how, and its output."""
 
 import shutil
 from contextlib import closing
@@ -84,7 +84,7 @@ def test_one_step_or_all_are_copied(call, run, target):
         (["--include", "**"], {"zstd"}),
     ],
 )
-def test_copy_is_encoded_as_it_was_asked_for(call, run, tmp_path, options, used):
+def test_copy_is_encoded_as_requested(call, run, tmp_path, options, used):
     target = tmp_path / "target"
     call("copy", run, tmp_path / "encoded", "--codec", "zstd")
     done = call("copy", tmp_path / "encoded", target, *options)
@@ -97,10 +97,10 @@ def test_copy_is_encoded_as_it_was_asked_for(call, run, tmp_path, options, used)
 
 
 @pytest.mark.parametrize("trust", [False, True])
-def test_interrupted_copy_is_looked_at_again_unless_it_is_trusted(call, run, target, trust):
+def test_interrupted_copy_is_verified_again_unless_trusted(call, run, target, trust):
     call("copy", run, target)
     (record,) = (target / "commits").iterdir()
-    record.unlink()  # as if it had ended before the last step
+    record.unlink()  # as if it had stopped before the last step
     with open_run(run) as ckpt:
         uid = ckpt.info().uid
     blobs = [f"data/{uid}/blobs/{path.name}" for path in target.rglob("*.raw")]
@@ -114,7 +114,7 @@ def test_interrupted_copy_is_looked_at_again_unless_it_is_trusted(call, run, tar
     assert call("verify", target).code == int(trust)
 
 
-def test_other_checkpoint_stands_unless_it_is_to_be_replaced(call, run, target):
+def test_other_checkpoint_stays_unless_replace_is_given(call, run, target):
     with open_run(target) as ckpt:
         ckpt.save({"other": 1}, step=30, mode="blocking")
     before = tree_of(target)
@@ -144,7 +144,7 @@ def test_other_checkpoint_stands_unless_it_is_to_be_replaced(call, run, target):
         ["--trust", "--codec", "zstd"],
     ],
 )
-def test_options_that_make_no_sense_are_refused(call, run, target, options):
+def test_contradictory_options_are_refused(call, run, target, options):
     done = call("copy", run, target, *options)
     assert done.code == 2
     assert options[0] in done.err
@@ -174,7 +174,7 @@ def test_second_copy_does_nothing(call, run, target):
     assert records(target) == listed
 
 
-def test_rules_of_a_file_are_taken(call, run, target, tmp_path):
+def test_rules_of_a_file_are_used(call, run, target, tmp_path):
     rules = tmp_path / "penstock.toml"
     rules.write_text('backend = "x"\n[[rules]]\nmatch = "model"\ncodecs = ["lz4"]\n')
     assert call("copy", run, target, "--rules", rules).code == 0
@@ -185,7 +185,7 @@ def test_rules_of_a_file_are_taken(call, run, target, tmp_path):
     ("text", "complaint"),
     [("x = 1", "has no [[rules]]"), ("[[", "rules.toml is not valid: "), (None, "cannot be read")],
 )
-def test_rules_that_cannot_be_used_are_refused(call, run, tmp_path, text, complaint):
+def test_unusable_rules_are_refused(call, run, tmp_path, text, complaint):
     target = tmp_path / "target"
     rules = tmp_path / "rules.toml"
     if text is not None:
@@ -196,7 +196,7 @@ def test_rules_that_cannot_be_used_are_refused(call, run, tmp_path, text, compla
     assert not target.exists()
 
 
-def test_only_what_is_selected_is_copied(call, run, target):
+def test_only_the_selection_is_copied(call, run, target):
     assert call("copy", run, target, "--include", "model", "--exclude", "model/b").code == 0
     with open_run(target) as ckpt:
         assert ckpt.open().keys() == ["model/w"]
@@ -231,7 +231,7 @@ def test_damaged_step_among_all_fails_alone(call, run, target):
 
 
 @pytest.mark.parametrize("options", [["--step", "7"], ["--codec", "nonsense"]])
-def test_what_is_not_there_is_an_error(call, run, target, options):
+def test_missing_source_is_an_error(call, run, target, options):
     done = call("copy", run, target, *options)
     assert done.code == 1
     assert options[1] in done.err
@@ -245,7 +245,7 @@ def test_what_is_not_there_is_an_error(call, run, target, options):
         ("zstd", ""),
     ],
 )
-def test_a_misspelt_codec_is_named_as_the_option_that_it_is(call, run, target, codec, words):
+def test_a_misspelled_codec_is_reported_with_its_option(call, run, target, codec, words):
     done = call("copy", run, target, "--codec", codec)
     assert done.code == (1 if words else 0)
     assert words in done.err
@@ -264,7 +264,7 @@ def test_a_misspelt_codec_is_named_as_the_option_that_it_is(call, run, target, c
         ),
     ],
 )
-def test_what_is_wrong_in_a_file_of_rules_is_named_with_the_file(call, run, target, text, words):
+def test_errors_in_a_rules_file_name_the_file(call, run, target, text, words):
     file = target.with_name("rules.toml")
     file.write_text(f"[[rules]]\n{text}\n")
     done = call("copy", run, target, "--rules", file)

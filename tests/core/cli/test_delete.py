@@ -1,4 +1,4 @@
-"""`penstock delete` and `penstock prune`: what goes, what stays, and who is asked."""
+"""`penstock delete` and `penstock prune`: what goes, what stays, and when they ask."""
 
 import os
 import shutil
@@ -55,7 +55,7 @@ def age(folder, seconds):
 
 
 def broken_save(root, uid, *, seconds):
-    """What a save leaves that is killed before it commits."""
+    """The leftovers of a save killed before its commit."""
     blobs = root / "data" / uid / "blobs"
     blobs.mkdir(parents=True)
     (blobs / "00000-0.raw").write_bytes(bytes(3000))
@@ -90,7 +90,7 @@ def publish(root, *records):
 # -- delete -------------------------------------------------------------------------------------
 
 
-def test_delete_takes_the_steps_and_says_what_that_freed(call, run):
+def test_delete_removes_steps_and_reports_freed_bytes(call, run):
     done = call("delete", run, 3, 1, 1, "--yes")
     assert (done.code, done.err) == (0, "")
     assert "step 1 deleted: " in done.out
@@ -104,18 +104,18 @@ def test_delete_takes_the_steps_and_says_what_that_freed(call, run):
     assert stored(run) == 0
 
 
-def test_delete_dry_run_says_the_same_and_changes_nothing(call, run):
+def test_delete_dry_run_prints_the_same_changes_nothing(call, run):
     before = tree_of(run)
-    said = call("delete", run, 1, 2, "--dry-run", "--json").json
+    printed = call("delete", run, 1, 2, "--dry-run", "--json").json
     assert tree_of(run) == before
-    assert said["dry_run"] is True
+    assert printed["dry_run"] is True
     assert "would be freed; 1 checkpoint is left" in call("delete", run, 1, 2, "--dry-run").out
     did = call("delete", run, 1, 2, "--yes", "--json").json
-    assert {**said, "dry_run": False} == did
+    assert {**printed, "dry_run": False} == did
     assert did["bytes_freed"] > 40_000
 
 
-def test_delete_where_nobody_can_be_asked_wants_yes(call, run, monkeypatch):
+def test_delete_without_a_terminal_needs_yes(call, run, monkeypatch):
     with Path(os.devnull).open() as nothing:
         monkeypatch.setattr("sys.stdin", nothing)
         done = call("delete", run, 1)
@@ -134,7 +134,7 @@ def test_delete_refuses_the_last_checkpoint_without_force(call, run):
     assert steps(run) == []
 
 
-def test_damaged_checkpoint_does_not_count_as_one_that_is_left(call, run):
+def test_damaged_checkpoint_does_not_count_as_remaining(call, run):
     (run / "commits" / "00000003-0.json").write_bytes(b"nonsense\n")
     assert call("delete", run, 1, 2, "--yes").code == 1
     assert steps(run) == [1, 2, 3]
@@ -161,15 +161,15 @@ OLD, YOUNG = "1" * 32, "2" * 32
 DAY_S = 86400
 
 
-def test_prune_takes_old_leftovers_and_leaves_young_ones(call, run):
+def test_prune_deletes_old_leftovers_and_keeps_young(call, run):
     broken_save(run, OLD, seconds=DAY_S + 100)
     broken_save(run, YOUNG, seconds=DAY_S - 100)
     before = tree_of(run)
-    said = call("prune", run, "--dry-run")
-    assert said.code == 0
-    assert f"  data/{OLD}\n" in said.out
-    assert "2.9 KiB would be freed: 1 attempt with 1 file" in said.out
-    assert "1 attempt younger than 24 h (2.9 KiB)" in said.out
+    printed = call("prune", run, "--dry-run")
+    assert printed.code == 0
+    assert f"  data/{OLD}\n" in printed.out
+    assert "2.9 KiB would be freed: 1 attempt with 1 file" in printed.out
+    assert "1 attempt younger than 24 h (2.9 KiB)" in printed.out
     assert {p: v for p, v in tree_of(run).items() if v} == {p: v for p, v in before.items() if v}
     report = call("prune", run, "--json").json
     assert (report["uids"], report["names"], report["size_bytes"]) == ([OLD], 1, 3000)
@@ -181,11 +181,11 @@ def test_prune_takes_old_leftovers_and_leaves_young_ones(call, run):
     assert call("verify", run, "--all").code == 0
 
 
-def test_prune_with_a_short_grace_wants_yes_before_it_takes_anything(call, run, monkeypatch):
+def test_prune_with_a_short_grace_needs_yes_to_delete_anything(call, run, monkeypatch):
     broken_save(run, YOUNG, seconds=3700)
     with Path(os.devnull).open() as nothing:
         monkeypatch.setattr("sys.stdin", nothing)
-        assert call("prune", run, "--grace", "2h").code == 0  # takes nothing, so asks nothing
+        assert call("prune", run, "--grace", "2h").code == 0  # deletes nothing, so asks nothing
         done = call("prune", run, "--grace", "1h")
     assert done.code == 2
     assert "--yes" in done.err
@@ -194,7 +194,7 @@ def test_prune_with_a_short_grace_wants_yes_before_it_takes_anything(call, run, 
     assert not (run / "data" / YOUNG).exists()
 
 
-def test_prune_takes_nothing_while_a_record_is_unreadable(call, run):
+def test_prune_deletes_nothing_if_a_record_is_unreadable(call, run):
     broken_save(run, OLD, seconds=DAY_S * 2)
     (run / "commits" / "00000002-0.json").write_bytes(b"nonsense\n")
     done = call("prune", run)
@@ -206,7 +206,7 @@ def test_prune_takes_nothing_while_a_record_is_unreadable(call, run):
     assert (run / "data" / OLD).exists()
 
 
-def test_a_run_that_is_copied_data_first_loses_nothing_to_prune(call, run, tmp_path):
+def test_a_run_copied_data_first_loses_nothing_to_prune(call, run, tmp_path):
     age(run, 3 * DAY_S)
     target = tmp_path / "copy"
     shutil.copytree(run / "data", target / "data")
@@ -215,24 +215,26 @@ def test_a_run_that_is_copied_data_first_loses_nothing_to_prune(call, run, tmp_p
     assert (done.code, tree_of(target)) == (1, before)
     assert "data of 3 attempts to save, but no commit record" in done.out
     assert "--all" in done.out
-    said = call("ls", target).out
-    assert "3 attempts to save (step 1, 2, 3) lack only the commit record" in said
+    printed = call("ls", target).out
+    assert "3 attempts to save (step 1, 2, 3) lack only the commit record" in printed
     assert sorted(call("ls", target, "--json").json["unrecorded"].values()) == [1, 2, 3]
     doctor = call("doctor", target, "--no-probe").out
     assert "3 saves that lack a commit record, as all do" in doctor
     assert "copy the files of its folder `commits`" in doctor
-    assert "penstock prune" not in said + doctor
-    # The first record is there, the others are on their way.
+    assert "penstock prune" not in printed + doctor
+    # The first record has arrived, the others are in flight.
     shutil.copytree(run / "commits", target / "commits", ignore=lambda *_: ["00000003-0.json"])
-    said = call("prune", target, "--yes")
-    assert said.code == 0
-    assert "may still come: 1 attempt; prunable after a later checkpoint, or with --all" in said.out
+    printed = call("prune", target, "--yes")
+    assert printed.code == 0
+    assert (
+        "may still come: 1 attempt; prunable after a later checkpoint, or with --all" in printed.out
+    )
     shutil.copytree(run / "commits", target / "commits", dirs_exist_ok=True)
     assert call("verify", target, "--all").code == 0
     assert call("ls", target, "--json").json["unrecorded"] == {}
 
 
-def test_prune_all_asks_and_takes_what_may_lack_its_record(call, run, monkeypatch):
+def test_prune_all_asks_and_deletes_possible_orphans(call, run, monkeypatch):
     age(run, 3 * DAY_S)
     shutil.rmtree(run / "commits")
     with Path(os.devnull).open() as nothing:
@@ -243,8 +245,8 @@ def test_prune_all_asks_and_takes_what_may_lack_its_record(call, run, monkeypatc
     assert not stored(run)
 
 
-def test_delete_refuses_the_last_step_that_has_its_data(call, run):
-    """The newer ones are listed, and have lost a blob."""
+def test_delete_refuses_the_last_step_with_its_data(call, run):
+    """The newer ones are listed, but have lost a blob."""
     with penstock.Checkpointer(f"posix://{run}") as ckpt:
         for step in (2, 3):
             next((run / "data" / ckpt.info(step).uid).glob("blobs/*")).unlink()
@@ -256,14 +258,14 @@ def test_delete_refuses_the_last_step_that_has_its_data(call, run):
     assert steps(run) == [1]
 
 
-def test_grace_that_is_no_time_is_a_wrong_call(call, tmp_path):
+def test_invalid_grace_time_is_a_wrong_call(call, tmp_path):
     for text in ["", "h", "-1h", "1w", "1 h 30 min", "1e3", "nan"]:
         done = call("prune", tmp_path, f"--grace={text}")
         assert done.code == 2
         assert "--grace" in done.err
 
 
-def test_delete_of_a_step_that_is_not_there_deletes_none(call, run):
+def test_delete_of_a_missing_step_deletes_none(call, run):
     done = call("delete", run, 1, 7, "--yes")
     assert done.code == 1
     assert "no checkpoint of step 7" in done.err
@@ -278,7 +280,7 @@ def test_delete_frees_nothing_while_another_record_is_unreadable(call, run):
     assert steps(run) == [2, 3]
 
 
-def test_delete_takes_every_generation_of_a_step(call, tmp_path):
+def test_delete_drops_every_generation_of_a_step(call, tmp_path):
     uids = ("a" * 32, "b" * 32, "c" * 32)
     publish(
         tmp_path,
@@ -294,7 +296,7 @@ def test_delete_takes_every_generation_of_a_step(call, tmp_path):
     assert steps(tmp_path) == [2]
 
 
-def test_prune_counts_what_overwritten_generations_free(call, tmp_path):
+def test_prune_counts_bytes_of_overwritten_generations(call, tmp_path):
     root, before = tmp_path / "run", tmp_path / "before"
     with penstock.Checkpointer(f"posix://{root}") as ckpt:
         old = ckpt.save({"w": torch.zeros(500)}, 1, mode="blocking").result().uid
@@ -302,9 +304,9 @@ def test_prune_counts_what_overwritten_generations_free(call, tmp_path):
         ckpt.save({"w": torch.ones(500)}, 1, mode="blocking", overwrite=True)
     shutil.copytree(before, root, dirs_exist_ok=True)  # a crash came before the deletion
     size = sum(path.stat().st_size for path in (before / "data").rglob("*") if path.is_file())
-    said = call("prune", root, "--dry-run", "--json").json
-    assert said["superseded"] == ["commits/00000001-0.json"]
-    assert (said["superseded_bytes"], said["younger"]) == (size, [])
+    printed = call("prune", root, "--dry-run", "--json").json
+    assert printed["superseded"] == ["commits/00000001-0.json"]
+    assert (printed["superseded_bytes"], printed["younger"]) == (size, [])
     assert call("prune", root).out.endswith(" freed: 1 overwritten generation\n")
     assert not (root / "data" / old).exists()
 

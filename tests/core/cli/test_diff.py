@@ -1,4 +1,4 @@
-"""`penstock diff`: what differs, and with what it exits."""
+"""`penstock diff`: the differences and its exit code."""
 
 import shutil
 
@@ -26,7 +26,7 @@ def run(tmp_path_factory):
 
 
 @pytest.fixture
-def other(run, tmp_path):
+def other_run(run, tmp_path):
     return shutil.copytree(run, tmp_path / "other")
 
 
@@ -47,12 +47,12 @@ def test_two_newest_of_one_run_are_compared_by_default(call, run):
     assert "2 of 4 objects that both have differ, 0 are in one only" in done.out
 
 
-def test_steps_are_chosen(call, run, other):
-    done = call("diff", run, other, "--step-a", "1", "--step-b", "2")
+def test_steps_are_chosen(call, run, other_run):
+    done = call("diff", run, other_run, "--step-a", "1", "--step-b", "2")
     assert done.code == 1
     assert ["late", "only", "in", "B", "-", "float32", "2x3"] in lines(done)
     assert call("diff", run, "--step-b", "2").out.startswith("A: step 1 of ")
-    assert call("diff", run, other, "--step-a", "2", "--step-b", "2").code == 0
+    assert call("diff", run, other_run, "--step-a", "2", "--step-b", "2").code == 0
 
 
 def test_norms_are_those_of_the_difference(call, run):
@@ -85,7 +85,7 @@ def test_norms_are_those_of_the_difference(call, run):
     ],
     ids=" ".join,
 )
-def test_trouble_is_another_exit_code_than_a_difference(call, run, arguments):
+def test_trouble_and_difference_differ_in_exit_code(call, run, arguments):
     done = call("diff", *(a.replace("RUN", str(run)) for a in arguments))
     assert done.code == 2
     assert done.err
@@ -93,46 +93,46 @@ def test_trouble_is_another_exit_code_than_a_difference(call, run, arguments):
     assert call("ls", run / "nothing").code == 1  # other commands keep theirs
 
 
-def test_damage_where_bytes_have_to_be_read_is_trouble(call, run, other):
-    for blob in other.rglob("*.raw"):
+def test_damage_in_bytes_that_must_be_read_is_trouble(call, run, other_run):
+    for blob in other_run.rglob("*.raw"):
         data = bytearray(blob.read_bytes())
         data[len(data) // 2] ^= 1
         blob.write_bytes(data)
-    done = call("diff", run, other, "--step-a", "2", "--norms")
+    done = call("diff", run, other_run, "--step-a", "2", "--norms")
     assert done.code == 2
     assert "is damaged" in done.err
 
 
-def test_same_checkpoint_of_two_runs_does_not_differ(call, run, other):
-    done = call("diff", run, other)
+def test_same_checkpoint_of_two_runs_does_not_differ(call, run, other_run):
+    done = call("diff", run, other_run)
     assert done.code == 0
     assert done.out.splitlines()[2] == "nothing differs in 4 objects, 0 B read"
     assert call("diff", run, "--step-a", "2", "--step-b", "2").code == 0
 
 
-def test_only_what_is_selected_is_compared(call, run):
+def test_only_the_selection_is_compared(call, run):
     assert call("diff", run, "--include", "model/b").code == 0
     assert call("diff", run, "--exclude", "model/w", "--exclude", "epoch").code == 0
     assert call("diff", run, "--include", "model").code == 1
 
 
-def test_an_object_that_is_in_one_only_has_no_norms(call, run):
+def test_an_object_of_one_side_only_has_no_norms(call, run):
     done = call("diff", run, "--step-a", "1", "--step-b", "2", "--norms")
     assert (done.code, done.err) == (1, "")
     assert ["late", "only", "in", "B", "-", "float32", "2x3"] in lines(done)
 
 
-def test_a_configuration_file_stands_for_its_backend(call, run, other, tmp_path):
+def test_a_configuration_file_names_its_backend(call, run, other_run, tmp_path):
     config = tmp_path / "run.toml"
     config.write_text(f'backend = "posix://{run}"\n')
-    assert call("diff", config, other).code == 0
-    assert call("diff", other, config).code == 0
+    assert call("diff", config, other_run).code == 0
+    assert call("diff", other_run, config).code == 0
     assert call("copy", config, tmp_path / "copied").code == 0
     assert call("diff", tmp_path / "copied", config).code == 0
 
 
 @pytest.mark.parametrize("command", ["diff", "ls"])
-def test_a_configuration_file_that_is_not_there_is_said(call, command):
+def test_a_missing_configuration_file_is_reported(call, command):
     done = call(command, "missing.toml")
     assert "configuration missing.toml cannot be read" in done.err
     assert done.code == (2 if command == "diff" else 1)

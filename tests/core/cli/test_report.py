@@ -28,7 +28,7 @@ def call(capsys, monkeypatch):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Steps 1 to 4, of which 3 is deleted and 4 has no event; names are those of an attacker."""
+    """Steps 1 to 4; 3 is deleted and 4 has no event; an attacker chose the names."""
     folder = tmp_path_factory.mktemp("report")
     state = {"model": {EVIL: torch.randn(20000), **{f"b{n}": torch.ones(3) for n in range(40)}}}
     rules = [{"match": "x/**", "codecs": ["delta", "floatsplit"]}]
@@ -47,7 +47,7 @@ def saved(tmp_path_factory):
     return folder
 
 
-def test_times_are_those_of_events_and_of_records_elsewhere(saved):
+def test_times_come_from_events_or_else_from_records(saved):
     facts = gather(f"posix://{saved}/run", None, [str(saved / "events.jsonl")])
     lines = (saved / "events.jsonl").read_text().splitlines()
     durable = {e["step"]: e for e in map(json.loads, lines[:-1]) if e["kind"] == "durable"}
@@ -68,7 +68,7 @@ def test_times_are_those_of_events_and_of_records_elsewhere(saved):
     assert [step for step, _ in report.gaps_of(facts)] == [2, 4]
 
 
-def test_lines_that_are_no_events_are_counted(tmp_path):
+def test_lines_other_than_events_are_counted(tmp_path):
     file = tmp_path / "events.jsonl"
     file.write_text('[]\n{"kind": "durable", "uid": "a"}\n{"kind": "started"}\nx\n')
     assert read_events([str(file)]) == ({}, 3)
@@ -97,7 +97,7 @@ def test_without_plotly_the_extra_is_named(call, saved, tmp_path, monkeypatch):
     assert not [*tmp_path.iterdir()]
 
 
-def test_what_is_at_out_is_kept_unless_it_is_to_be_replaced(call, saved, tmp_path):
+def test_an_existing_out_is_kept_unless_replace_is_given(call, saved, tmp_path):
     out = tmp_path / "out.html"
     out.write_text("mine")
     done = call("report", saved / "run", out)
@@ -135,7 +135,7 @@ def test_browser_shows_every_chart_and_stored_names_as_text(call, saved, tmp_pat
     title = re.search(r"<title>(.*?)</title>", dom)[1]
     assert title == f"Report on file://{saved}/run"
     body = re.sub(r"<script.*?</script>", "", dom, flags=re.DOTALL)
-    assert not re.findall(r"<(?:img|a)\b", body)  # plotly makes links of texts, if it is let to
+    assert not re.findall(r"<(?:img|a)\b", body)  # plotly turns texts into links if allowed
     assert body.count("&lt;img src=x&gt;") >= 4  # the box, and the metadata of each row
     charts_shown = {*re.findall(r'id="chart-(\d)"', dom)}
     assert len(charts_shown) == 5  # sizes by path, over steps, times, gaps, chains

@@ -1,4 +1,4 @@
-"""`penstock schema`: the configuration's schema with the options of what is installed."""
+"""`penstock schema`: the configuration's schema with the options of installed plugins."""
 
 import json
 
@@ -35,7 +35,7 @@ def test_schema_holds_the_options_of_every_installed_backend_and_codec(call):
     assert set(schema["properties"]) >= {"backend", "rules", "retention", "staging_bytes"}
 
 
-def test_every_reference_in_the_schema_leads_somewhere():
+def test_every_reference_in_the_schema_resolves():
     schema = full_schema(default_registry())
     found = list(references(schema))
     assert "#/$defs/backend.posix" in found

@@ -50,7 +50,7 @@ def saved(tmp_path_factory):
 # -- the tree -----------------------------------------------------------------------------------
 
 
-def test_show_tree_indents_objects_and_sums_up_what_is_below(call, saved):
+def test_show_tree_indents_objects_and_sums_subtrees(call, saved):
     done = call("show", saved, "--tree", "--include", "model")
     assert done.code == 0
     table = done.out.splitlines()[4:-2]
@@ -103,7 +103,7 @@ def test_sums_by_each_grouping_add_up_to_the_checkpoint(call, saved, tmp_path):
 # -- verify --all, ls --metadata ------------------------------------------------------------------
 
 
-def test_verify_all_goes_on_behind_a_damaged_checkpoint(call, saved, tmp_path):
+def test_verify_all_continues_past_a_damaged_checkpoint(call, saved, tmp_path):
     root = shutil.copytree(saved, tmp_path / "run")
     assert call("verify", root, "--all").out.endswith("2 checkpoints verified, 0 damaged\n")
     (root / "commits" / "00000010-0.json").write_bytes(b"nonsense\n")
@@ -176,7 +176,7 @@ def test_stats_are_those_of_the_tensors(call, saved):
     }  # fmt: skip
 
 
-def test_stats_read_only_what_is_selected_and_say_what_is_damaged(call, saved, tmp_path):
+def test_stats_read_only_the_selection_and_report_damage(call, saved, tmp_path):
     root = shutil.copytree(saved, tmp_path / "run")
     for blob in root.glob("data/*/blobs/*.raw"):
         blob.write_bytes(bytes(blob.stat().st_size))

@@ -1,4 +1,4 @@
-"""Commands on a run in tiers, one of which cannot be opened, or hangs."""
+"""Commands on a run with a tier that cannot be opened, or hangs."""
 
 import sys
 
@@ -43,7 +43,7 @@ SHELF = """
 
 @pytest.fixture
 def state_of_shelf(plugin_site, monkeypatch):
-    """A backend of a third party, `shelf`, that is `down` or `hangs` when it is told to."""
+    """A third-party backend, `shelf`, that is `down` or `hangs` on demand."""
     plugin_site.add_penstock()
     plugin_site.add("shelf", {"penstock.backends": {"shelf": "shelf:Shelf"}}, shelf=SHELF)
     default_registry.cache_clear()
@@ -71,7 +71,7 @@ def run(tmp_path, state_of_shelf):
 
 
 @pytest.mark.parametrize("tier", ["fast", "durable"])
-def test_ls_lists_what_the_tier_that_opens_has(call, run, state_of_shelf, tier):
+def test_ls_lists_steps_of_the_opened_tier(call, run, state_of_shelf, tier):
     state_of_shelf("down")
     done = call("ls", run(tier))
     assert done.code == 0
@@ -83,11 +83,11 @@ def test_ls_lists_what_the_tier_that_opens_has(call, run, state_of_shelf, tier):
     assert [c["step"] for c in found.json["checkpoints"]] == [1]
 
 
-# These would never end, but for the limit that is given.
+# These would never end without the given limit.
 
 
 def time_passes_once(hang, waits):
-    """Lets a minute pass once so many calls of the shelf hang."""
+    """Lets a minute pass once this many calls of the shelf hang."""
 
     def ahead_s():
         # The command imports it, on another thread.
@@ -97,7 +97,7 @@ def time_passes_once(hang, waits):
     waits(clock=ShiftedClock(ahead_s), poll_s=0.02)
 
 
-def test_drain_ends_where_the_tier_to_copy_from_hangs(call, run, state_of_shelf, waits):
+def test_drain_ends_if_the_source_tier_hangs(call, run, state_of_shelf, waits):
     url = run("fast")
     state_of_shelf("hangs")
     time_passes_once(1, waits)
@@ -107,7 +107,7 @@ def test_drain_ends_where_the_tier_to_copy_from_hangs(call, run, state_of_shelf,
     assert "asking shelf://there did not end within the 60 s of --timeout" in done.out
 
 
-def test_drain_says_which_tier_it_cannot_ask(call, run, state_of_shelf):
+def test_drain_names_an_unreachable_tier(call, run, state_of_shelf):
     state_of_shelf("down")
     done = call("drain", run("fast"))
     assert (done.code, done.err) == (1, "")
@@ -119,7 +119,7 @@ def test_drain_says_which_tier_it_cannot_ask(call, run, state_of_shelf):
     assert found.json["silent"] == {"fast": "nobody opens the shelf"}
 
 
-def test_drain_ends_where_the_tier_to_copy_to_hangs(call, run, state_of_shelf, waits):
+def test_drain_ends_if_the_target_tier_hangs(call, run, state_of_shelf, waits):
     url = run("durable")
     state_of_shelf("hangs")
     time_passes_once(2, waits)  # one that compares the tiers, and one that copies
@@ -130,7 +130,7 @@ def test_drain_ends_where_the_tier_to_copy_to_hangs(call, run, state_of_shelf, w
     assert "still to be copied: steps 1" in done.out
 
 
-def test_deleting_in_one_tier_does_not_ask_the_others_in_vain(call, run, state_of_shelf):
+def test_deleting_in_one_tier_queries_no_other_in_vain(call, run, state_of_shelf):
     state_of_shelf("down")
     done = call("delete", run("fast"), "1", "--tier", "durable", "--force", "--yes")
     assert (done.code, done.err) == (0, "")
@@ -163,7 +163,7 @@ def test_damage_is_grouped_by_the_blob_of_a_tier():
     ("tier", "meanwhile"),
     [("fast", "saves go to the next tier"), ("durable", "saves stay in faster tiers")],
 )
-def test_doctor_says_once_that_a_tier_does_not_answer(call, run, state_of_shelf, tier, meanwhile):
+def test_doctor_reports_an_unresponsive_tier_once(call, run, state_of_shelf, tier, meanwhile):
     state_of_shelf("down")
     done = call("doctor", run(tier), "--json", "--no-probe")
     assert done.code == 0

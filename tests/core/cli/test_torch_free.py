@@ -1,4 +1,4 @@
-"""No command of those that only look waits for torch, whose import takes more than a second."""
+"""No read-only command waits for torch, whose import takes more than a second."""
 
 import subprocess
 import sys

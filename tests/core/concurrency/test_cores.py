@@ -38,13 +38,13 @@ def test_a_container_may_have_fewer_cores_than_the_machine(files, cores, tmp_pat
 @pytest.mark.parametrize(
     ("cores", "ranks", "workers"), [(1, 1, 1), (3, 1, 3), (64, 1, 4), (8, 4, 2), (2, 8, 1)]
 )
-def test_there_is_a_worker_for_each_core_up_to_four(cores, ranks, workers, tmp_path, monkeypatch):
+def test_each_core_up_to_four_gets_a_worker(cores, ranks, workers, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     assert default_workers(str(tmp_path)) == workers
 
 
-def test_tasks_run_side_by_side_in_the_calling_thread_too():
+def test_tasks_run_concurrently_in_the_calling_thread_too():
     meet = threading.Barrier(3)
 
     def task():
@@ -61,7 +61,7 @@ def test_tasks_run_side_by_side_in_the_calling_thread_too():
         assert outcomes == [threading.current_thread()] * 3
 
 
-def test_tasks_side_by_side_are_all_run_though_some_fail():
+def test_concurrent_tasks_all_run_even_if_some_fail():
     def fail():
         raise ZeroDivisionError
 
@@ -75,7 +75,7 @@ def test_tasks_side_by_side_are_all_run_though_some_fail():
     ]
 
 
-def test_tasks_side_by_side_need_no_more_threads(monkeypatch):
+def test_concurrent_tasks_need_no_more_threads(monkeypatch):
     ran = []
     started = threading.Thread.start
 

@@ -1,4 +1,4 @@
-"""What a hold on the garbage collector leaves behind."""
+"""The effects of a hold on the garbage collector."""
 
 import gc
 import weakref
@@ -12,7 +12,7 @@ MANY = 120_000
 
 @pytest.fixture
 def visited():
-    """The objects that the collector may visit in the generations that it visits often."""
+    """The objects in the generations that the collector visits often."""
     frozen = gc.get_freeze_count()  # conftest freezes what was imported
     gc.unfreeze()
     gc.collect()
@@ -29,7 +29,7 @@ class Node:
         self.me = self
 
 
-def test_many_objects_of_a_hold_are_not_visited_behind_it(visited):
+def test_objects_of_a_hold_are_not_visited_after_it(visited):
     with collections_held:
         made = [[] for _ in range(MANY)]
         cycle = weakref.ref(Node())
@@ -41,7 +41,7 @@ def test_many_objects_of_a_hold_are_not_visited_behind_it(visited):
     assert cycle() is None
 
 
-def test_what_the_user_has_frozen_stays_frozen(visited):
+def test_objects_the_user_froze_stay_frozen(visited):
     gc.freeze()
     frozen = gc.get_freeze_count()
     with collections_held:

@@ -1,4 +1,4 @@
-"""Latches: everyone passes once they are open, and Ctrl-C in the middle harms nobody."""
+"""Latches: every waiter passes an open one, and Ctrl-C during a wait is harmless."""
 
 import gc
 import sys
@@ -12,7 +12,7 @@ from penstock.core.concurrency.latch import Latch
 from penstock.core.reporting.reports import Outcome
 
 
-def test_it_opens_once_for_all_who_wait_and_for_who_comes_later():
+def test_it_opens_once_for_all_present_and_later_waiters():
     latch = Latch()
     assert not latch.is_open
     assert not latch.wait(0)
@@ -31,8 +31,8 @@ def test_it_opens_once_for_all_who_wait_and_for_who_comes_later():
 def interrupted_at(number, wait, then):
     """Whether `wait` was still running when its `number`-th bytecode raised KeyboardInterrupt.
 
-    Calls `then` with the thread in which that was, as an executor: before that thread ends, since
-    the next one may get its number, by which a lock knows its owner.
+    Calls `then` with the interrupted thread as an executor: before that thread ends, since the next
+    one may get its number, which identifies a lock's owner.
     """
     left = number
 
@@ -59,8 +59,8 @@ def interrupted_at(number, wait, then):
             sys.settrace(None)
         return False
 
-    # A thread of its own: an exception at such a place may stay "the one being handled" in it.
-    # No collection meanwhile: an interrupt in one of its callbacks goes nowhere.
+    # A separate thread: an exception at such a place may stay "the one being handled" in it. No
+    # collection meanwhile: an interrupt in one of its callbacks is lost.
     gc.disable()
     try:
         with ThreadPoolExecutor(1) as pool:
@@ -72,7 +72,7 @@ def interrupted_at(number, wait, then):
 
 
 @pytest.mark.parametrize("kind", ["latch", "outcome"])
-def test_an_interrupted_wait_never_keeps_others_from_ending_it(kind):
+def test_an_interrupted_wait_never_blocks_other_waiters(kind):
     """Ctrl-C at every single bytecode of a wait."""
     number = 0
     interrupted = True

@@ -1,4 +1,4 @@
-"""A pool of threads that calls which never return neither use up nor keep open."""
+"""A thread pool that hung calls neither exhaust nor keep open."""
 
 import threading
 
@@ -10,7 +10,7 @@ from penstock.core.concurrency.timing import Timing
 QUICK = Timing(poll_s=0.01)
 
 
-def test_an_error_goes_to_who_waits_and_the_thread_goes_on():
+def test_an_error_reaches_the_waiter_and_the_thread_lives():
     pool = Pool(1, "one")
 
     def fail():
@@ -22,7 +22,7 @@ def test_an_error_goes_to_who_waits_and_the_thread_goes_on():
     pool.shutdown(wait=True)
 
 
-def test_task_of_a_call_that_failed_never_runs(monkeypatch):
+def test_task_of_a_failed_call_never_runs(monkeypatch):
     pool, ran = Pool(1, "one"), []
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", lambda _: pool.no_such_thing)
@@ -34,7 +34,7 @@ def test_task_of_a_call_that_failed_never_runs(monkeypatch):
 
 
 @pytest.mark.parametrize("stuck_s", [-1.0, float("inf")], ids=["stuck", "patient"])
-def test_calls_that_hang_do_not_use_up_the_pool_for_ever(stuck_s):
+def test_hung_calls_do_not_exhaust_the_pool_forever(stuck_s):
     """Once they count as stuck: here either at once, or never."""
     pool = Pool(2, "two", stuck_s=stuck_s, timing=QUICK)
     gate, begun = threading.Event(), threading.Semaphore(0)
@@ -62,7 +62,7 @@ def test_calls_that_hang_do_not_use_up_the_pool_for_ever(stuck_s):
         future.result(60)
 
 
-def test_a_pool_that_is_dropped_runs_what_is_queued_and_ends_its_threads():
+def test_a_dropped_pool_runs_queued_tasks_and_ends_its_threads():
     pool = Pool(2, "dropped")
     gate = threading.Event()
     futures = [pool.submit(lambda: gate.wait(60)) for _ in range(2)]

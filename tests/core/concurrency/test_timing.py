@@ -1,4 +1,4 @@
-"""The lengths of waits, and the clocks."""
+"""Timeouts and clocks."""
 
 import threading
 
@@ -6,7 +6,7 @@ from penstock.core.concurrency.timing import Timing, current_timing, timing_in_f
 from penstock.testing.hasty import FAST
 
 
-def test_a_timing_is_in_force_within_its_block_and_in_all_threads():
+def test_a_timing_applies_within_its_block_in_all_threads():
     default = current_timing()
     seen = []
     with timing_in_force(FAST) as outer, timing_in_force(Timing(poll_s=7)) as inner:

@@ -1,4 +1,4 @@
-"""Calls that may never return, and what notices that."""
+"""Calls that may never return, and their watchdog."""
 
 import gc
 import signal
@@ -25,7 +25,7 @@ class LateError(Exception):
 
 @pytest.fixture
 def hang():
-    """A call that hangs until the test is over; `begun` says that it does."""
+    """A call that hangs until the test ends; `begun` is set once it does."""
     gate = threading.Event()
 
     def call():
@@ -37,11 +37,11 @@ def hang():
     gate.set()
 
 
-def left_behind(name):
+def abandoned(name):
     return [thread for thread in threading.enumerate() if thread.name == f"penstock-{name}"]
 
 
-def test_a_deadline_comes_once_and_a_watchdog_is_put_off_by_each_progress():
+def test_a_deadline_fires_once_and_progress_postpones_a_watchdog():
     clock = ShiftedClock()
     deadline, watchdog = Deadline(10.0, clock), Watchdog(10.0, clock)
     clock.ahead_s = 9.0
@@ -57,21 +57,21 @@ def test_a_deadline_comes_once_and_a_watchdog_is_put_off_by_each_progress():
     assert watchdog.is_over()
 
 
-def test_a_call_that_hangs_ends_at_its_deadline_and_leaves_its_thread_behind(hang):
+def test_a_hung_call_ends_at_its_deadline_and_abandons_its_thread(hang):
     clock = ShiftedClock(lambda: 1000.0 if hang.begun.is_set() else 0.0)
     deadline = Deadline(60, clock)
-    cancelled, others = [], {*left_behind("ask")}  # those of other tests
+    cancelled, others = [], {*abandoned("ask")}  # those of other tests
     with pytest.raises(LateError) as caught:
         call_with_deadline(
             "ask", hang, deadline, LateError, timing=QUICK, cancel=lambda: cancelled.append(1)
         )
     assert caught.value.__notes__ == ["penstock: a stuck ask was left behind"]
     assert cancelled == [1]
-    (thread,) = {*left_behind("ask")} - others
+    (thread,) = {*abandoned("ask")} - others
     assert thread.daemon  # no interpreter waits for it
 
 
-def test_a_call_that_moves_is_not_given_up():
+def test_a_progressing_call_is_awaited():
     clock = ShiftedClock()
     watchdog = Watchdog(10.0, clock)
     looks = threading.Semaphore(0)
@@ -124,7 +124,7 @@ def test_ctrl_c_cancels_the_call_and_waits_for_its_end():
 
 
 @pytest.mark.parametrize("how", ["one", "all"])
-def test_an_error_keeps_nothing_alive_once_it_was_handled(how):
+def test_a_handled_error_keeps_nothing_alive(how):
     class Held:
         pass
 
@@ -143,7 +143,7 @@ def test_an_error_keeps_nothing_alive_once_it_was_handled(how):
         else:
             call_all_with_deadline("x", [lambda held=held: fail(held)], Deadline(60), LateError)
         del held
-        for thread in left_behind("x"):
+        for thread in abandoned("x"):
             thread.join(60)
         assert ref() is None
     finally:

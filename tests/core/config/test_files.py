@@ -22,18 +22,18 @@ def test_a_text_is_filled():
         ("$$5 and $${BUCKET}", "$5 and ${BUCKET}"),
         ("plain $ and { and } and 5$ and $5", "plain $ and { and } and 5$ and $5"),
         ("$$HOME and $${", "$HOME and ${"),
-        ("${MONEY}", "$BUCKET ${BUCKET}"),  # what comes in is not looked at again
+        ("${MONEY}", "$BUCKET ${BUCKET}"),  # inserted text is not expanded again
     ]:
         assert filled(text, SET, what="file") == expected
 
 
-def test_texts_are_filled_at_any_depth_and_nothing_else_changes():
+def test_only_texts_are_filled_at_any_depth():
     value = {"a": [{"b": "${LEVEL}"}, 5, None, True], "${BUCKET}": 1.5}
     expected = {"a": [{"b": "3"}, 5, None, True], "${BUCKET}": 1.5}
     assert filled(value, SET, what="file") == expected
 
 
-def test_every_variable_that_is_missing_is_named_with_its_place():
+def test_each_missing_variable_is_named_with_its_place():
     value = {"backend": {"url": "s3://${A}/x"}, "rules": [{"match": "${B}"}, "${not a name}"]}
     with pytest.raises(ConfigError) as caught:
         filled(value, SET, what="configuration run.toml")
@@ -57,7 +57,7 @@ def test_a_variable_without_braces_is_refused_with_the_right_form(text):
 
 
 @pytest.mark.parametrize("suffix", ["toml", "json", "yaml"])
-def test_a_file_is_filled_from_the_environment(suffix, tmp_path, monkeypatch):
+def test_a_file_gets_environment_variables(suffix, tmp_path, monkeypatch):
     monkeypatch.setenv("RUN_ROOT", str(tmp_path))
     monkeypatch.setenv("WORKERS", "2")
     texts = {

@@ -65,7 +65,7 @@ def test_mapping_becomes_a_configuration():
 # -- refusing -----------------------------------------------------------------------------------
 
 
-def test_wrong_values_are_named_by_their_place():
+def test_wrong_values_are_reported_by_place():
     for changes, line in [
         ({"mod": "lazy"}, "mod: unknown key; did you mean mode?"),
         ({"zzz": 1}, "zzz: unknown key; known are allow_pickle, backend"),
@@ -146,7 +146,7 @@ def test_messages_never_show_values():
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
-def test_file_that_is_wrong_is_refused_by_name(tmp_path):
+def test_wrong_file_is_refused_by_name(tmp_path):
     for name, text, complaint in [
         ("a.toml", "mode = ", "is not valid"),
         ("a.json", "{", "is not valid"),
@@ -165,7 +165,7 @@ def test_file_that_is_wrong_is_refused_by_name(tmp_path):
         assert complaint in str(caught.value)
 
 
-def test_an_error_in_yaml_quotes_nothing_of_the_file(tmp_path):
+def test_a_yaml_error_does_not_quote_the_file(tmp_path):
     (tmp_path / "a.yaml").write_text('backend:\n  options:\n    secret: "hunter2SECRET\n')
     with pytest.raises(ConfigError, match=r"is not valid.* in line 4, column 1") as caught:
         load_config(tmp_path / "a.yaml")
@@ -181,8 +181,8 @@ def test_a_configuration_shows_no_credentials():
         "sftp://user:SECRET@host/run",
     ):
         config = load_config({"backend": backend})
-        told = f"{config!r} {config} {config.backend!s} {config.backend!r}"
-        assert "SECRET" not in (told if isinstance(backend, dict) else f"{config!r} {config}")
+        shown = f"{config!r} {config} {config.backend!s} {config.backend!r}"
+        assert "SECRET" not in (shown if isinstance(backend, dict) else f"{config!r} {config}")
     assert "type='fsspec', options=['options', 'url']" in repr(load_config({"backend": table}))
 
 
@@ -278,7 +278,7 @@ def _skip_without_uring(opened, tmp_path):
 
 
 @pytest.mark.parametrize("form", ["path", "Path", "file", "table", "config"])
-def test_every_form_of_a_local_folder_leads_there(opened, tmp_path, form):
+def test_every_form_of_a_local_folder_opens_it(opened, tmp_path, form):
     root = tmp_path / "a run%20"
     spec = {
         "path": str(root),
@@ -442,7 +442,7 @@ def test_importing_the_configuration_imports_neither_torch_nor_plugins(tmp_path)
     assert done.stdout.strip() == "[]"
 
 
-def test_from_config_takes_what_no_file_can_hold(tmp_path, monkeypatch):
+def test_from_config_takes_live_objects(tmp_path, monkeypatch):
     class Own(ZstdCodec):
         api_version = 1
         name = "own"

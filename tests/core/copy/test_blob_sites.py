@@ -1,4 +1,4 @@
-"""Copies of checkpoints that borrow blobs: each blob comes once, and nothing else's is touched."""
+"""Copies of checkpoints that borrow blobs: each blob is copied once, and no other is touched."""
 
 import threading
 from contextlib import closing, suppress
@@ -45,7 +45,7 @@ def workers():
 
 
 def made_chain():
-    """A store with a base (1), one that borrows of it (2), and one that borrows of both (3)."""
+    """A store with a base (1), one that borrows from it (2), and one that borrows from both (3)."""
     backend = memory()
     with checkpointer(backend, **ENCODED) as ckpt:
         ckpt.save(STATE, 1, mode="blocking")
@@ -80,7 +80,7 @@ def whole_at(target, *steps):
 
 
 def bury(target):
-    """Make all copies that hold leases there look killed."""
+    """Make all lease holders there look killed."""
     for info in target.list("data/"):
         if info.name.endswith("copy.json"):
             lease = unseal(target.read_record(info.name, limit_bytes=1 << 20), info.name)
@@ -92,9 +92,7 @@ def written(faulty):
     return {name for what, names in faulty.calls if what == "create" for name in names}
 
 
-def test_a_copy_brings_the_blobs_that_the_checkpoint_borrows_and_nothing_else_of_them(
-    chain, workers
-):
+def test_a_copy_includes_exactly_the_blobs_the_checkpoint_borrows(chain, workers):
     target, moved = memory(), []
     report = copy_of(chain, target, workers, 3).run(on_progress=moved.append)
     whole_at(target, 3)
@@ -154,10 +152,8 @@ def test_a_copy_that_is_killed_anywhere_is_resumed_and_never_listed_in_part(
 
 
 @pytest.mark.parametrize("killed", [1, 2])
-def test_what_a_killed_copy_has_brought_keeps_no_other_from_being_copied(
-    chain, workers, tmp_path, killed
-):
-    """What two checkpoints need is brought by whichever copy comes first."""
+def test_leftovers_of_a_killed_copy_block_no_other_copy(chain, workers, tmp_path, killed):
+    """The first copy brings the blobs that two checkpoints need."""
     for at in range(1, 12, every(5)):
         with closing(files(tmp_path / str(at))) as target:
             with pytest.raises(SimulatedCrashError):
@@ -171,9 +167,8 @@ def test_what_a_killed_copy_has_brought_keeps_no_other_from_being_copied(
 
 
 def kill_and_free_the_base(chain, target, workers, at):
-    """Kill a copy of step 2 where it publishes something; return whether its index is there.
-
-    Then its base is copied and deleted there, so that its blobs stay for the dead copy's sake.
+    """Kill a copy of step 2 at a publish; return whether its index exists. Then its base is copied
+    and deleted there, so its blobs stay for the dead copy.
     """
     with suppress(SimulatedCrashError):
         copy_of(chain, CrashAt(target, at, operations=["publish"]), workers, 2).run()
@@ -183,8 +178,8 @@ def kill_and_free_the_base(chain, target, workers, at):
     return bool(target.list(Catalog(chain).record(2).index.name))
 
 
-def test_what_a_copy_needs_that_was_killed_behind_its_index_is_left_alone(chain, workers, tmp_path):
-    """Its commit record may still be on its way, and then the base has to be there."""
+def test_data_of_a_copy_killed_after_its_index_is_left_alone(chain, workers, tmp_path):
+    """Its commit record may still be in flight, and then needs the base."""
     for at in range(1, 40):
         with closing(files(tmp_path / str(at))) as target:
             if kill_and_free_the_base(chain, target, workers, at):
@@ -197,7 +192,7 @@ def test_what_a_copy_needs_that_was_killed_behind_its_index_is_left_alone(chain,
     assert 5 < at < 39
 
 
-def test_a_copy_leaves_alone_what_another_one_under_way_relies_on(chain, workers):
+def test_a_copy_spares_data_that_a_concurrent_copy_needs(chain, workers):
     target = memory()
     copy_of(chain, target, workers, 1).run()
     faulty = FaultyBackend(target)
@@ -214,7 +209,7 @@ def test_a_copy_leaves_alone_what_another_one_under_way_relies_on(chain, workers
     whole_at(target, 1, 2)
 
 
-def test_two_copies_that_need_one_blob_do_not_both_write_it(chain, workers):
+def test_two_copies_write_a_shared_blob_once(chain, workers):
     target = memory()
     faulty = FaultyBackend(target)
     with holding(faulty, "create", match="00000-0.raw") as held:
@@ -249,7 +244,7 @@ class Meanwhile(WrapperBackend):
 
 
 @pytest.mark.parametrize("before", [intent_name(LATER), commit_name(3, 0)])
-def test_a_base_that_is_deleted_during_a_copy_keeps_what_the_copy_needs(chain, workers, before):
+def test_a_base_deleted_during_a_copy_keeps_what_the_copy_needs(chain, workers, before):
     target = memory()
     for step in (1, 2):
         copy_of(chain, target, workers, step).run()
@@ -268,7 +263,7 @@ def test_a_base_that_is_deleted_during_a_copy_keeps_what_the_copy_needs(chain, w
     ids=str,
 )
 @pytest.mark.parametrize("after", [False, True])
-def test_what_a_killed_deletion_has_left_holds_up_no_copy(chain, workers, doomed, after):
+def test_leftovers_of_a_killed_deletion_block_no_copy(chain, workers, doomed, after):
     for at in range(1, 30, every(3)):
         target = memory()
         for step in (1, 2, 3):
@@ -286,9 +281,7 @@ def test_what_a_killed_deletion_has_left_holds_up_no_copy(chain, workers, doomed
 
 
 @pytest.mark.parametrize("what", ["good", "other bytes", "cut off"])
-def test_blobs_of_which_nobody_knows_whether_they_are_durable_are_brought_anew(
-    chain, workers, what
-):
+def test_blobs_of_unknown_durability_are_copied_again(chain, workers, what):
     target = memory()
     name = f"{data_prefix(base_of(chain))}blobs/00000-0.raw"
     data = chain.read_record(name, limit_bytes=1 << 30)
@@ -298,15 +291,15 @@ def test_blobs_of_which_nobody_knows_whether_they_are_durable_are_brought_anew(
     copy_of(chain, faulty, workers, 2).run()
     assert name in written(faulty)
     whole_at(target, 2)
-    # The others of that uid are durable no more than this was.
+    # The others of that uid are no more durable than this was.
     assert [i.name for i in target.list("data/") if "copy.json" in i.name] == [
         lease_name(base_of(chain))
     ]
 
 
 @pytest.mark.parametrize("of", [1, 2])
-def test_a_copy_waits_for_the_end_of_a_deletion_that_is_under_way(chain, workers, of):
-    """Else it would keep, or bring, blobs that are deleted behind its commit."""
+def test_a_copy_waits_for_a_deletion_in_progress(chain, workers, of):
+    """Or it would keep, or copy, blobs that are deleted after its commit."""
     target = memory()
     copy_of(chain, target, workers, 1).run()
     faulty = FaultyBackend(target)
@@ -326,8 +319,8 @@ def test_a_copy_waits_for_the_end_of_a_deletion_that_is_under_way(chain, workers
     whole_at(target, of)
 
 
-def test_a_copy_that_is_given_up_while_it_waits_leaves_no_trace(chain, workers):
-    """A trace would make a copy's, for the next copy, what a deletion is about to take."""
+def test_a_copy_cancelled_while_waiting_leaves_no_trace(chain, workers):
+    """With a trace the next copy would take data of a running deletion for a copy's."""
     target = memory()
     name = f"{data_prefix(base_of(chain))}blobs/00000-0.raw"
     target.publish(name, chain.read_record(name, limit_bytes=1 << 30))
@@ -340,7 +333,7 @@ def test_a_copy_that_is_given_up_while_it_waits_leaves_no_trace(chain, workers):
     whole_at(target, 1)
 
 
-def test_orphans_that_may_be_all_that_exists_are_kept_if_the_source_is_damaged(workers):
+def test_orphans_that_may_be_the_last_copy_are_kept_if_the_source_is_damaged(workers):
     source, target = made_chain(), memory()
     name = f"{data_prefix(base_of(source))}blobs/00000-0.raw"
     data = source.read_record(name, limit_bytes=1 << 30)
@@ -353,7 +346,7 @@ def test_orphans_that_may_be_all_that_exists_are_kept_if_the_source_is_damaged(w
 
 
 @pytest.mark.parametrize("whose", ["its own", "another's"])
-def test_blobs_that_a_save_under_way_may_need_are_left_alone(chain, workers, whose):
+def test_blobs_that_a_save_in_flight_may_need_stay(chain, workers, whose):
     target, base = memory(), base_of(chain)
     name = f"{data_prefix(base)}blobs/00000-0.raw"
     target.publish(name, b"of a save")
@@ -368,10 +361,9 @@ def test_blobs_that_a_save_under_way_may_need_are_left_alone(chain, workers, who
     assert Catalog(target).steps() == []
 
 
-def test_no_lease_is_taken_beside_the_intent_of_a_save_that_has_no_blob_yet(chain, workers):
-    """Beside a lease that save would look like a copy that has ended, and what it needs like free.
-
-    Then a third copy would replace under its hands what the save is going to borrow.
+def test_no_lease_is_taken_beside_the_intent_of_a_save_without_blobs(chain, workers):
+    """Beside a lease that save would look like a finished copy, and its needed data unused. Then a
+    third copy would replace what the save is about to borrow.
     """
     target, base, other = memory(), base_of(chain), "a" * 32
     intent = IntentRecord(base, 9, (other,), "host", 1, TIME, TIME)
@@ -384,8 +376,8 @@ def test_no_lease_is_taken_beside_the_intent_of_a_save_that_has_no_blob_yet(chai
 
 
 @pytest.mark.parametrize("lent", ["cut off", "other bytes"])
-def test_a_blob_that_others_need_is_never_replaced_by_a_copy(chain, workers, lent):
-    """Else a forged record could take a uid of the target, and destroy what others borrow."""
+def test_a_copy_never_replaces_a_blob_that_others_need(chain, workers, lent):
+    """Or a forged record could take a uid of the target, and destroy borrowed data."""
     target = memory()
     copy_of(chain, target, workers, 2).run()
     name = f"{data_prefix(base_of(chain))}blobs/00000-0.raw"
@@ -426,7 +418,7 @@ def test_a_repair_of_a_base_spares_the_blobs_that_others_borrow(chain, workers):
     whole_at(target, 1, 2)
 
 
-def test_a_target_that_lost_a_borrowed_blob_does_not_have_the_checkpoint(chain, workers):
+def test_a_target_without_a_borrowed_blob_lacks_the_checkpoint(chain, workers):
     target = memory()
     copy_of(chain, target, workers, 2).run()
     assert confirmed(target, Catalog(chain).record(2))
@@ -436,7 +428,7 @@ def test_a_target_that_lost_a_borrowed_blob_does_not_have_the_checkpoint(chain, 
     whole_at(target, 2)
 
 
-def test_a_borrowed_blob_that_vanishes_before_the_commit_keeps_the_copy_from_it(chain, workers):
+def test_a_borrowed_blob_that_vanishes_before_the_commit_prevents_it(chain, workers):
     target = memory()
     name = f"{data_prefix(base_of(chain))}blobs/00000-0.raw"
     index = Catalog(chain).record(2).index.name
@@ -448,7 +440,7 @@ def test_a_borrowed_blob_that_vanishes_before_the_commit_keeps_the_copy_from_it(
     whole_at(target, 2)
 
 
-def test_a_copy_that_lost_the_lease_of_a_borrowed_uid_commits_nothing(chain, workers):
+def test_a_copy_that_lost_a_borrowed_lease_commits_nothing(chain, workers):
     target = memory()
     lease, index = lease_name(base_of(chain)), Catalog(chain).record(2).index.name
     losing = Meanwhile(target, index, lambda: target.delete([lease]))
@@ -469,14 +461,14 @@ class Noting(WrapperBackend):
         super().publish(name, data, exclusive=exclusive)
 
 
-def test_a_lease_over_data_of_others_lists_it_as_durable_from_the_first(chain, workers):
-    """A later copy deletes what a lease does not list, though a third one may rely on it."""
+def test_a_lease_lists_data_of_others_as_durable_at_once(chain, workers):
+    """A later copy deletes what a lease does not list, even if a third one relies on it."""
     target = memory()
     for step in (1, 2):
         copy_of(chain, target, workers, step).run()
     base = base_of(chain)
     raw, enc = (f"{data_prefix(base)}blobs/00000-0.{kind}" for kind in ("raw", "enc"))
-    target.delete([raw])  # lost: the copy of step 3 has to bring it
+    target.delete([raw])  # lost: the copy of step 3 must include it
     noting = Noting(target)
     copy_of(chain, noting, workers, 3).run()
     sealed = [unseal(d, n)["sealed"] for n, d in noting.versions if n == lease_name(base)]

@@ -1,4 +1,4 @@
-"""A copied checkpoint is the same byte for byte, or it is not there; and what was copied stays."""
+"""A copied checkpoint is identical byte for byte, or absent; and copied data stays."""
 
 import os
 import threading
@@ -70,8 +70,8 @@ def saved():
 
 
 @pytest.fixture
-def own():
-    """The same, for one test alone."""
+def unshared():
+    """The same, for only one test."""
     backend = memory()
     save(backend, STEP, seed=3)
     return backend
@@ -87,7 +87,7 @@ def files(folder):
 
 
 def contents(backend):
-    """All that a store holds of checkpoints; intents say when, and so differ."""
+    """All checkpoint data of a store, without intents, which contain times."""
     return {
         info.name: backend.read_record(info.name, limit_bytes=1 << 30)
         for info in backend.list("")
@@ -106,19 +106,19 @@ def blobs_of(backend, step=STEP):
 
 
 def rewrite(backend, name, data):
-    """Put other bytes in the place of a blob or record."""
+    """Replace the bytes of a blob or record."""
     backend.delete([name])
     backend.publish(name, bytes(data))
 
 
 def release_lease(backend, uid):
-    """What a copy leaves that failed before anything was sealed."""
+    """The leftovers of a copy that failed before any seal."""
     lease = {"token": "", "host": "node7", "pid": 1, "process": "", "sealed": []}
     backend.publish(lease_name(uid), seal(lease))
 
 
 def bury(backend, uid):
-    """Make the process that copied look dead, as it is after a crash."""
+    """Make the copying process look dead, as after a crash."""
     name = lease_name(uid)
     if name not in {info.name for info in backend.list(name)}:
         return
@@ -164,7 +164,7 @@ def test_source_is_only_read(saved, workers):
 
 
 @pytest.mark.parametrize("buffer_bytes", [1, 3 * 4096, SMALL, 1 << 20])
-def test_memory_stays_within_the_buffers_and_is_given_back(saved, workers, buffer_bytes):
+def test_memory_stays_within_the_buffers_and_is_returned(saved, workers, buffer_bytes):
     copy, allocated = None, []
 
     def look(_):
@@ -188,18 +188,18 @@ def test_record_comes_last_and_blobs_before_the_manifest(saved, workers):
     assert all(n > last_seal for n, (_, name) in enumerate(effects) if "/parts/" in name)
 
 
-def test_copy_that_is_there_already_is_left_alone(saved, workers):
+def test_existing_copy_is_left_alone(saved, workers):
     target = memory()
     copy_of(saved, target, workers).run()
     before = dict(target._store.blobs)
     report = copy_of(saved, target, workers).run()
     assert report.already_there
     name = commit_name(STEP, 0)
-    assert target._store.blobs[name].data == before[name].data  # confirmed, since nobody knows
+    assert target._store.blobs[name].data == before[name].data  # confirmed, since it is unknown
     assert target._store.blobs | {name: None} == before | {name: None}
 
 
-def test_copy_of_what_lost_its_data_at_the_target_is_made_again(saved, workers):
+def test_copy_that_lost_its_data_at_the_target_is_made_again(saved, workers):
     target = memory()
     copy_of(saved, target, workers).run()
     blob = next(name for name in target._store.blobs if "/blobs/" in name)
@@ -240,7 +240,7 @@ def test_many_blobs_are_copied_and_few_of_them_sealed_at_once(workers):
                 assert not running.done()
             created = [what for what, _ in target.calls].count("create")
         running.result(30)
-    assert created <= 8  # four that are being sealed, and what is just under way
+    assert created <= 8  # four being sealed, and those in flight
     assert sorted(mover_calls) == [blob.name for blob in blobs]
     assert contents(target) == contents(source)
 
@@ -250,51 +250,53 @@ def test_many_blobs_are_copied_and_few_of_them_sealed_at_once(workers):
 
 @pytest.mark.parametrize("kind", ["raw", "enc"])
 @pytest.mark.parametrize("where", [0, 3, 6])
-def test_damage_in_a_frame_is_named_and_nothing_is_committed(own, workers, kind, where):
-    (name,) = [n for n in blobs_of(own) if n.endswith(kind)]
-    blob = next(b for b in CopySource(own, Catalog(own).record(STEP)).read() if b.name == name)
+def test_damage_in_a_frame_is_named_and_nothing_is_committed(unshared, workers, kind, where):
+    (name,) = [n for n in blobs_of(unshared) if n.endswith(kind)]
+    blob = next(
+        b for b in CopySource(unshared, Catalog(unshared).record(STEP)).read() if b.name == name
+    )
     which = where * (len(blob.starts) - 1) // 6
     at = int(blob.starts[which]) + where * (int(blob.lengths[which]) - 1) // 6
-    data = bytearray(contents(own)[name])
+    data = bytearray(contents(unshared)[name])
     data[at] ^= 0x10
-    rewrite(own, name, data)
-    with checkpointer(own) as ckpt:
+    rewrite(unshared, name, data)
+    with checkpointer(unshared) as ckpt:
         expected = {damage.what for damage in ckpt.verify(STEP).damaged}
     target = memory()
     with pytest.raises(DamagedError, match="was not copied") as caught:
-        copy_of(own, target, workers).run()
+        copy_of(unshared, target, workers).run()
     assert set(caught.value.damaged) == expected
     assert Catalog(target).steps() == []
 
 
 @pytest.mark.parametrize("place", ["parts/00000.json.zst", "index"])
-def test_damage_anywhere_in_the_manifest_is_found(own, workers, place):
-    name = data_prefix(Catalog(own).record(STEP).uid) + place
-    whole = contents(own)[name]
+def test_damage_anywhere_in_the_manifest_is_found(unshared, workers, place):
+    name = data_prefix(Catalog(unshared).record(STEP).uid) + place
+    whole = contents(unshared)[name]
     for at in {*range(0, len(whole), max(1, len(whole) // 40)), len(whole) - 1}:
         data = bytearray(whole)
         data[at] ^= 1
-        rewrite(own, name, data)
+        rewrite(unshared, name, data)
         target = memory()
         with pytest.raises(DamagedError) as caught:
-            copy_of(own, target, workers).run()
+            copy_of(unshared, target, workers).run()
         assert name in str(caught.value)
         assert target.list("") == []
 
 
-def test_source_that_is_deleted_meanwhile_is_gone_and_not_damaged(own, workers):
-    watched, target = FaultyBackend(own), FaultyBackend(memory())
+def test_source_deleted_meanwhile_is_gone_not_damaged(unshared, workers):
+    watched, target = FaultyBackend(unshared), FaultyBackend(memory())
     copy = copy_of(watched, target, workers)
     with failing(copy, target, "create", error=CheckpointGoneError):
-        Catalog(own).delete(STEP)
+        Catalog(unshared).delete(STEP)
 
 
-# -- going on -----------------------------------------------------------------------------------
+# -- resuming -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-def test_copy_goes_on_wherever_it_crashed(saved, workers, tmp_path, after):
-    """Crashes at every change of the target, which never lists half of a checkpoint."""
+def test_copy_resumes_after_any_crash(saved, workers, tmp_path, after):
+    """Crashes at every change of the target, which never lists a partial checkpoint."""
     uid, whole, crashes, kept = Catalog(saved).record(STEP).uid, contents(saved), 0, 0
     while True:
         with closing(files(tmp_path / str(crashes))) as target:
@@ -309,7 +311,7 @@ def test_copy_goes_on_wherever_it_crashed(saved, workers, tmp_path, after):
             bury(target, uid)
             kept += copy_of(saved, target, workers).run().bytes_kept > 0
             found = contents(target)
-            found.pop(lease_name(uid), None)  # a crash in between leaves it, and it means nothing
+            found.pop(lease_name(uid), None)  # a crash in between leaves it, without a meaning
             assert found == whole
         crashes += every(2)
     assert crashes > 10
@@ -330,7 +332,7 @@ def test_sealed_blob_is_read_but_not_copied_again(saved, workers):
 
 
 @pytest.mark.parametrize("kind", ["raw", "enc"])
-def test_sealed_blob_that_was_damaged_since_is_copied_again(saved, workers, kind):
+def test_sealed_blob_damaged_since_is_copied_again(saved, workers, kind):
     target = FaultyBackend(memory())
     target.fail("publish", match="/parts/")
     with pytest.raises(StorageError):
@@ -345,7 +347,7 @@ def test_sealed_blob_that_was_damaged_since_is_copied_again(saved, workers, kind
     assert contents(target) == contents(saved)
 
 
-def test_blob_of_which_nobody_knows_whether_it_is_durable_is_copied_again(saved, workers):
+def test_blob_of_unknown_durability_is_copied_again(saved, workers):
     target = memory()
     release_lease(target, Catalog(saved).record(STEP).uid)
     for name in blobs_of(saved):
@@ -355,7 +357,7 @@ def test_blob_of_which_nobody_knows_whether_it_is_durable_is_copied_again(saved,
     assert contents(target) == contents(saved)
 
 
-def test_what_prune_may_take_at_any_moment_is_not_built_on(saved, workers, tmp_path):
+def test_data_that_prune_may_delete_is_not_reused(saved, workers, tmp_path):
     with closing(files(tmp_path)) as inner:
         target = FaultyBackend(inner)
         target.fail("publish", match="/parts/")
@@ -368,7 +370,7 @@ def test_what_prune_may_take_at_any_moment_is_not_built_on(saved, workers, tmp_p
         assert contents(target) == contents(saved)
 
 
-def test_cancelled_copy_ends_leaves_no_record_and_can_go_on(saved, workers):
+def test_cancelled_copy_leaves_no_record_and_can_resume(saved, workers):
     target = FaultyBackend(memory())
     copy = copy_of(saved, target, workers)
     with failing(copy, target, "write", nth=3, error=SaveAbortedError, text="copy again"):
@@ -378,7 +380,7 @@ def test_cancelled_copy_ends_leaves_no_record_and_can_go_on(saved, workers):
     assert contents(target) == contents(saved)
 
 
-def test_copy_that_is_cancelled_right_before_the_record_is_not_committed(saved, workers):
+def test_copy_cancelled_right_before_the_record_is_not_committed(saved, workers):
     target = FaultyBackend(memory())
     copy = copy_of(saved, target, workers)
     with failing(
@@ -391,7 +393,7 @@ def test_copy_that_is_cancelled_right_before_the_record_is_not_committed(saved, 
 @pytest.mark.parametrize(
     "operation", ["create", "write", "seal", "publish", "read", "stat", "list"]
 )
-def test_failing_target_leaves_no_record_and_the_next_copy_goes_on(saved, workers, operation):
+def test_failing_target_leaves_no_record_and_the_next_copy_resumes(saved, workers, operation):
     target = FaultyBackend(memory())
     match = {"publish": "/index", "read": "copy.json"}.get(operation, "")
     target.fail(operation, match=match, times=None)
@@ -399,7 +401,7 @@ def test_failing_target_leaves_no_record_and_the_next_copy_goes_on(saved, worker
         copy_of(saved, target, workers).run()
     target.clear()
     assert Catalog(target).steps() == []
-    bury(target, Catalog(saved).record(STEP).uid)  # it could not say that it had ended
+    bury(target, Catalog(saved).record(STEP).uid)  # it could not report its end
     copy_of(saved, target, workers).run()
     assert contents(target) == contents(saved)
 
@@ -420,7 +422,7 @@ def test_blob_that_vanishes_before_the_record_is_noticed(saved, workers):
 # -- others at the same time --------------------------------------------------------------------
 
 
-def test_prune_at_the_target_leaves_a_copy_under_way_alone(saved, workers):
+def test_prune_at_the_target_spares_a_copy_in_flight(saved, workers):
     target = FaultyBackend(memory())
     with ThreadPoolExecutor(1) as pool:
         with holding(target, "seal") as fault:
@@ -444,7 +446,7 @@ def test_copy_whose_intent_was_pruned_is_not_committed(saved, workers):
         target.inner.delete([intent_name(Catalog(saved).record(STEP).uid)])
 
 
-def test_second_copy_at_the_same_time_is_refused(saved, workers):
+def test_concurrent_second_copy_is_refused(saved, workers):
     target = FaultyBackend(memory())
     with ThreadPoolExecutor(1) as pool:
         with holding(target, "write", nth=2) as fault:
@@ -467,8 +469,8 @@ def lease_of_another_machine(uid):
     return lease_name(uid), seal(lease)
 
 
-@pytest.mark.parametrize("age_s", [SILENT_S + 60, -SILENT_S - 60], ids=["old", "of the future"])
-def test_silent_lease_of_another_machine_ends_by_itself(saved, workers, tmp_path, age_s):
+@pytest.mark.parametrize("age_s", [SILENT_S + 60, -SILENT_S - 60], ids=["old", "future"])
+def test_silent_lease_of_another_machine_expires(saved, workers, tmp_path, age_s):
     name, lease = lease_of_another_machine(Catalog(saved).record(STEP).uid)
     with closing(files(tmp_path)) as target:
         target.publish(name, lease)
@@ -510,10 +512,10 @@ def test_copy_that_lost_its_lease_after_its_last_blob_is_not_committed(saved, wo
         target.inner.publish(name, lease)
 
 
-def test_copy_whose_store_went_away_holds_up_nobody_of_its_own_process(saved, workers):
+def test_copy_that_lost_its_store_blocks_nothing_in_its_process(saved, workers):
     target = FaultyBackend(memory())
     target.fail("seal", times=None)
-    target.fail("publish", nth=2, times=None, match="copy.json")  # nor can it say so
+    target.fail("publish", nth=2, times=None, match="copy.json")  # nor can it report so
     with pytest.raises(StorageError):
         copy_of(saved, target, workers).run()
     assert lease_name(Catalog(saved).record(STEP).uid) in target.inner._store.blobs
@@ -522,7 +524,7 @@ def test_copy_whose_store_went_away_holds_up_nobody_of_its_own_process(saved, wo
     assert contents(target) == contents(saved)
 
 
-def test_unreadable_lease_holds_nobody_up_and_proves_nothing(saved, workers):
+def test_unreadable_lease_blocks_nothing_and_proves_nothing(saved, workers):
     target = memory()
     target.publish(lease_name(Catalog(saved).record(STEP).uid), b"\xff nonsense")
     assert copy_of(saved, target, workers).run().bytes_kept == 0
@@ -532,7 +534,7 @@ def test_unreadable_lease_holds_nobody_up_and_proves_nothing(saved, workers):
 # -- what the target has at that step -------------------------------------------------------------
 
 
-def test_other_checkpoint_at_that_step_stands(saved, workers):
+def test_other_checkpoint_at_that_step_stays(saved, workers):
     target = memory()
     save(target, STEP, seed=9)
     before = contents(target)
@@ -541,28 +543,28 @@ def test_other_checkpoint_at_that_step_stands(saved, workers):
     assert contents(target) == before
 
 
-def test_higher_generation_replaces_what_is_there(own, workers):
+def test_higher_generation_replaces_a_lower_one(unshared, workers):
     target = memory()
-    copy_of(own, target, workers).run()
-    save(own, STEP, seed=4, overwrite=True)
-    report = copy_of(own, target, workers).run()
+    copy_of(unshared, target, workers).run()
+    save(unshared, STEP, seed=4, overwrite=True)
+    report = copy_of(unshared, target, workers).run()
     assert report.generation == 2
-    assert contents(target) == contents(own)
+    assert contents(target) == contents(unshared)
 
 
-def test_generation_that_the_target_has_replaced_is_refused(own, workers):
+def test_generation_replaced_at_the_target_is_refused(unshared, workers):
     target = memory()
     save(target, STEP, seed=1)
     save(target, STEP, seed=2, overwrite=True)
     with pytest.raises(StepExistsError):
-        copy_of(own, target, workers).run()
+        copy_of(unshared, target, workers).run()
 
 
 # -- what else at the target has that uid ---------------------------------------------------------
 
 
 def forged(saved, **changes):
-    """A store with another checkpoint under the uid of `saved`'s, and records that fit it."""
+    """A store with another checkpoint under the uid of `saved`, and matching records."""
     made, uid = memory(), Catalog(saved).record(STEP).uid
     save(made, STEP, seed=8)
     record = Catalog(made).record(STEP)
@@ -587,37 +589,37 @@ def refused_without_a_trace(source, target, workers, error, *, step, match):
 
 
 @pytest.mark.parametrize("crashed", [False, True], ids=["", "its copy left a lease"])
-def test_a_uid_that_the_target_has_at_another_step_is_refused(own, workers, crashed):
+def test_a_uid_that_the_target_has_at_another_step_is_refused(unshared, workers, crashed):
     if crashed:
-        release_lease(own, Catalog(own).record(STEP).uid)
-    evil = forged(own, step=200)
+        release_lease(unshared, Catalog(unshared).record(STEP).uid)
+    evil = forged(unshared, step=200)
     refused_without_a_trace(
-        evil, own, workers, StepExistsError, step=200, match="commits/00000007-0.json uses it"
+        evil, unshared, workers, StepExistsError, step=200, match="commits/00000007-0.json uses it"
     )
 
 
-def test_a_uid_of_which_the_target_has_data_that_no_copy_brought_is_refused(own, workers):
-    """It may be that of a save that is under way there."""
-    evil = forged(own)
-    own.delete([commit_name(STEP, 0)])
-    refused_without_a_trace(evil, own, workers, BusyError, step=STEP, match="no copy wrote it")
+def test_a_uid_with_target_data_from_no_copy_is_refused(unshared, workers):
+    """It may belong to a save in flight there."""
+    evil = forged(unshared)
+    unshared.delete([commit_name(STEP, 0)])
+    refused_without_a_trace(evil, unshared, workers, BusyError, step=STEP, match="no copy wrote it")
 
 
-def test_another_checkpoint_with_the_uid_of_the_targets_is_refused(own, workers):
+def test_another_checkpoint_with_the_target_uid_is_refused(unshared, workers):
     refused_without_a_trace(
-        forged(own), own, workers, StepExistsError, step=STEP, match="tampered with"
+        forged(unshared), unshared, workers, StepExistsError, step=STEP, match="tampered with"
     )
-    data = contents(own)
+    data = contents(unshared)
     with pytest.raises(StepExistsError, match="tampered with"):
-        confirmed(own, Catalog(forged(own)).record(STEP))
-    assert contents(own) == data
+        confirmed(unshared, Catalog(forged(unshared)).record(STEP))
+    assert contents(unshared) == data
 
 
 @pytest.mark.parametrize(
     ("comes_as", "before"),
     [("intent.json", "/copy.json"), ("intent.json", "/intent.json"), ("index", "/parts/")],
 )
-def test_what_comes_while_a_copy_takes_its_lease_is_not_replaced(saved, workers, comes_as, before):
+def test_data_that_appears_during_lease_acquisition_stays(saved, workers, comes_as, before):
     uid = Catalog(saved).record(STEP).uid
     name = f"{data_prefix(uid)}{comes_as}"
 
@@ -632,7 +634,7 @@ def test_what_comes_while_a_copy_takes_its_lease_is_not_replaced(saved, workers,
         copy_of(saved, target, workers).run()
     assert target.read_record(name, limit_bytes=100) == b"of a save"
     left = {info.name for info in target.list("")} - {name}
-    assert comes_as == "index" or not left  # nor does a lease stay, which would make it a copy's
+    assert comes_as == "index" or not left  # nor does a lease stay, which would mark it as a copy's
 
 
 def blob_named(store, ending):
@@ -646,8 +648,8 @@ def spoil(store, name):
     store._store.blobs[name] = replace(blob, data=data)
 
 
-def test_a_copy_is_not_given_up_for_a_source_that_is_damaged_itself(saved, workers):
-    """Each has lost another blob: what is left of both is all that there is."""
+def test_a_good_copy_is_kept_if_the_source_is_damaged(saved, workers):
+    """Each has lost another blob: only both together are complete."""
     source, target = memory(), memory()
     copy_of(saved, source, workers).run()
     copy_of(saved, target, workers).run()
@@ -659,7 +661,7 @@ def test_a_copy_is_not_given_up_for_a_source_that_is_damaged_itself(saved, worke
     assert target._store.blobs == before
 
 
-def test_another_run_of_a_lower_generation_is_replaced_only_where_that_is_wanted(saved, workers):
+def test_another_run_of_a_lower_generation_is_replaced_only_on_request(saved, workers):
     target = memory()
     with checkpointer(target) as ckpt:
         ckpt.save(make_state(3), STEP).result()
@@ -672,7 +674,7 @@ def test_another_run_of_a_lower_generation_is_replaced_only_where_that_is_wanted
     assert Catalog(target).record(STEP).uid == record.uid
 
 
-def test_copy_confirms_a_record_that_an_earlier_try_could_not_sync(saved, workers):
+def test_copy_confirms_a_record_that_an_earlier_try_failed_to_sync(saved, workers):
     target = FaultyBackend(memory())
     target.fail("publish", UnsyncedError("no sync"), match="commits/", late=True)
     with pytest.raises(CommitUnknownError):
@@ -684,15 +686,15 @@ def test_copy_confirms_a_record_that_an_earlier_try_could_not_sync(saved, worker
 
 
 @pytest.mark.parametrize("kind", ["raw", "enc"])
-def test_blob_that_is_cut_off_or_missing_is_damage(own, workers, kind):
-    (name,) = [n for n in blobs_of(own) if n.endswith(kind)]
-    data = contents(own)[name]
+def test_truncated_or_missing_blob_is_damage(unshared, workers, kind):
+    (name,) = [n for n in blobs_of(unshared) if n.endswith(kind)]
+    data = contents(unshared)[name]
     for bytes_left in (data[:-1], None):
-        own.delete([name])
+        unshared.delete([name])
         if bytes_left is not None:
-            own.publish(name, bytes_left)
+            unshared.publish(name, bytes_left)
         with pytest.raises(DamagedError) as caught:
-            copy_of(own, memory(), workers).run()
+            copy_of(unshared, memory(), workers).run()
         assert caught.value.damaged == (name,)
 
 
@@ -707,7 +709,7 @@ def test_sealed_blob_may_be_trusted(saved, workers):
     assert contents(target) == contents(saved)
 
 
-def test_copy_that_was_cancelled_before_does_nothing(saved, workers):
+def test_copy_cancelled_beforehand_does_nothing(saved, workers):
     target = FaultyBackend(memory())
     copy = copy_of(saved, target, workers)
     copy.cancel()
@@ -716,11 +718,11 @@ def test_copy_that_was_cancelled_before_does_nothing(saved, workers):
     assert target.calls == []
 
 
-def test_record_may_be_copied_as_a_higher_generation(own, workers):
+def test_record_may_be_copied_as_a_higher_generation(unshared, workers):
     target = memory()
     save(target, STEP, seed=9)
-    record = replace(Catalog(own).record(STEP), generation=1)
-    CheckpointCopy(own, target, record, workers=workers, grace_s=GRACE_S).run()
+    record = replace(Catalog(unshared).record(STEP), generation=1)
+    CheckpointCopy(unshared, target, record, workers=workers, grace_s=GRACE_S).run()
     assert list(Catalog(target).entries().values()) == [[commit_name(STEP, 1)]]
     with checkpointer(target) as ckpt:
         assert same(ckpt.load(STEP), make_state(3))
@@ -738,8 +740,8 @@ def test_cancel_ends_a_copy_that_waits_for_its_turn(saved, workers):
     assert Catalog(target).steps() == []
 
 
-def test_a_record_that_is_known_to_be_durable_is_not_published_again(saved, workers):
-    """It could replace what was saved at that step since it was looked at."""
+def test_a_record_known_to_be_durable_is_not_published_again(saved, workers):
+    """It could replace a save of that step since the check."""
     target = FaultyBackend(memory())
     copy_of(saved, target, workers).run()
     before = len(target.calls)

@@ -22,14 +22,14 @@ def store():
     return saved_in_memory(1, step=1)
 
 
-def test_what_is_whole_is_a_copy(store):
+def test_a_whole_step_is_a_copy(store):
     record = Catalog(store).record(1)
     assert {i.name for i in store.list("data/")} == {f"data/{record.uid}/{n}" for n in DATA}
     assert confirmed(store, record)
     assert Catalog(store).steps() == [1]
 
 
-def test_a_record_whose_copy_never_had_the_answer_is_published_once_more(store):
+def test_a_record_with_a_lost_response_is_published_again(store):
     record = Catalog(store).record(1)
     store.publish(lease_name(record.uid), b"{}")
     watched = FaultyBackend(store)
@@ -42,23 +42,23 @@ def test_a_record_whose_copy_never_had_the_answer_is_published_once_more(store):
     ("lacking", "how"),
     [(name, "gone") for name in DATA] + [(name, "short") for name in DATA[1:]],
 )
-def test_a_record_that_lacks_some_of_its_data_is_no_copy_and_goes(lacking, how, store):
+def test_a_record_lacking_data_is_no_copy_and_is_deleted(lacking, how, store):
     record = Catalog(store).record(1)
     name = f"data/{record.uid}/{lacking}"
     data = store.read_record(name, limit_bytes=1 << 30)
     store.delete([name])
     if how == "short":
         store.publish(name, data[:-1])
-    store.publish(lease_name(record.uid), b"{}")  # else nothing would be published in any case
+    store.publish(lease_name(record.uid), b"{}")  # or nothing would be published in any case
     watched = FaultyBackend(store)
     assert not confirmed(watched, record)
     assert Catalog(store).steps() == []
     assert "publish" not in {operation for operation, _ in watched.calls}
 
 
-def test_a_record_that_is_deleted_while_it_is_confirmed_does_not_come_back(store):
+def test_a_record_deleted_during_confirmation_is_not_republished(store):
     record = Catalog(store).record(1)
-    store.publish(lease_name(record.uid), b"{}")  # its copy never had the answer
+    store.publish(lease_name(record.uid), b"{}")  # its copy never got the response
 
     class Racing(WrapperBackend):
         def publish(self, name, data, /, *, exclusive=False):

@@ -16,7 +16,7 @@ from penstock.testing.hasty import ShiftedClock
 UID = "a" * 32
 
 
-def test_second_copy_waits_for_the_end_of_the_first_and_learns_what_it_sealed():
+def test_second_copy_waits_for_the_first_and_learns_what_it_sealed():
     target = memory()
     first, second = (Lease(target, UID, Timing()) for _ in range(2))
     assert not second.is_abandoned()
@@ -49,8 +49,8 @@ def test_lease_is_published_again_only_when_it_is_due():
         lease.refresh()
 
 
-def test_a_lease_that_was_not_refreshed_for_long_is_lost_whatever_the_store_shows():
-    """A request to refresh it may have landed on top of the lease of the next copy."""
+def test_a_lease_unrefreshed_for_long_is_lost_even_if_the_store_has_it():
+    """A refresh may have overwritten the lease of the next copy."""
     clock = ShiftedClock()
     lease = Lease(memory(), UID, Timing(clock=clock))
     lease.take()
@@ -60,7 +60,7 @@ def test_a_lease_that_was_not_refreshed_for_long_is_lost_whatever_the_store_show
         lease.check()
 
 
-def test_no_lease_is_removed_but_the_own_one():
+def test_only_its_own_lease_is_removed():
     target = memory()
     lease = Lease(target, UID, Timing())
     lease.take()
@@ -70,7 +70,7 @@ def test_no_lease_is_removed_but_the_own_one():
 
 
 @pytest.mark.process
-def test_the_lease_of_a_process_that_nobody_has_waited_for_yet_does_not_hold(tmp_path):
+def test_the_lease_of_a_zombie_process_does_not_hold(tmp_path):
     target = PosixBackend(PosixConfig(path=str(tmp_path), direct_io="off"))
     copier = os.fork()
     if copier == 0:

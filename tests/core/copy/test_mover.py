@@ -1,6 +1,5 @@
-"""The parts of a mover that know nothing of stores: checksums of passing bytes, and a steady rate.
-
-The mover itself is tested by copies, in `test_checkpoint_copy.py`.
+"""The store-independent parts of a mover: checksums of passing bytes, and a steady rate.
+`test_checkpoint_copy.py` tests the mover.
 """
 
 from itertools import pairwise
@@ -23,7 +22,7 @@ offsets = st.lists(st.integers(0, 300), max_size=8)
     offsets,
     offsets,
 )
-def test_every_damaged_byte_is_seen_however_the_bytes_come(gaps_and_lengths, tail, damage, cuts):
+def test_every_damaged_byte_is_found_in_any_stream_order(gaps_and_lengths, tail, damage, cuts):
     """Padding between ranges has no checksum."""
     ranges, end = [], 0
     for gap, length in gaps_and_lengths:
@@ -52,7 +51,7 @@ def test_every_damaged_byte_is_seen_however_the_bytes_come(gaps_and_lengths, tai
     assert compared <= len(ranges)
 
 
-def test_throttle_spreads_bytes_and_saves_nothing_up():
+def test_throttle_spreads_bytes_without_bursts():
     clock = CountedClock()
     throttle = Throttle(100.0, clock)
     assert throttle.take(50) == 0.0

@@ -1,4 +1,4 @@
-"""Stores that change while a copy is in flight, and buffers that are in use at its end."""
+"""Stores that change during a copy, and buffers in use at its end."""
 
 import os
 import threading
@@ -56,8 +56,8 @@ def test_a_record_that_changes_after_it_was_verified_is_not_copied(which, source
     assert Catalog(target).steps() == []
 
 
-def test_a_copy_that_fails_is_over_when_nothing_uses_its_buffers(source):
-    """An abort, which comes behind that, must not meet a write that is under way."""
+def test_a_failed_copy_ends_once_its_buffers_are_unused(source):
+    """A later abort must not meet a write in flight."""
     go, met = threading.Event(), []
 
     class Slow(BlobWriter):
@@ -88,7 +88,7 @@ def test_a_copy_that_fails_is_over_when_nothing_uses_its_buffers(source):
 
     def let_go():
         fault.reached.wait(30)
-        go.wait(0.3)  # gives an abort that does not wait the time to come
+        go.wait(0.3)  # gives an abort that does not wait time to arrive
         go.set()
 
     letting_go = threading.Thread(target=let_go)
@@ -117,7 +117,7 @@ def contents(backend):
 
 
 class Stopping(WrapperBackend):
-    """Reads the beginnings of blobs, and what follows only when it is let go."""
+    """Reads the starts of blobs, and the rest only once released."""
 
     def __init__(self, inner):
         super().__init__(inner)
@@ -131,7 +131,7 @@ class Stopping(WrapperBackend):
 
 @contextmanager
 def stopping(source, late, where):
-    """The source of a copy that stops in the middle of a blob, or before any is sealed."""
+    """The source of a copy that stops within a blob, or before any seal."""
     if where == "seal":
         with holding(late, "seal", match="blobs/"):
             yield source
@@ -145,10 +145,10 @@ def stopping(source, late, where):
 
 @pytest.mark.parametrize("opened", [on_files, by_fsspec])
 @pytest.mark.parametrize("stopped_in", ["read", "seal"])
-def test_a_copy_that_wakes_late_leaves_the_blobs_of_the_next_one_alone(
+def test_a_copy_that_wakes_late_spares_the_blobs_of_the_next_one(
     opened, stopped_in, source, tmp_path
 ):
-    """Its writers are given up when its store is closed, long after it has lost its lease."""
+    """Its writers are aborted when its store closes, long after it lost its lease."""
     lease = tmp_path / lease_name(Catalog(source).record(7).uid)
     with ThreadPoolExecutor(1) as pool, closing(opened(tmp_path)) as after:
         with closing(FaultyBackend(opened(tmp_path))) as late:
@@ -167,8 +167,8 @@ def test_a_copy_that_wakes_late_leaves_the_blobs_of_the_next_one_alone(
         assert contents(after) == contents(source)
 
 
-def test_a_copy_whose_lease_took_too_long_to_be_noted_deletes_nothing(source, waits):
-    """It was about to delete what an earlier copy left unfinished."""
+def test_a_copy_whose_lease_was_published_late_deletes_nothing(source, waits):
+    """It was about to delete an unfinished earlier copy."""
     target = memory()
     failing = FaultyBackend(target)
     failing.fail("publish", nth=1, match="/index")
@@ -185,7 +185,7 @@ def test_a_copy_whose_lease_took_too_long_to_be_noted_deletes_nothing(source, wa
             nonlocal noted
             super().publish(name, data, exclusive=exclusive)
             noted += name == lease_name(uid)
-            if noted == 2:  # the first takes the lease of the earlier copy over
+            if noted == 2:  # the first takes over the earlier copy's lease
                 clock.ahead_s = SILENT_S
 
     with pytest.raises(BusyError, match="not refreshed"):
@@ -193,7 +193,7 @@ def test_a_copy_whose_lease_took_too_long_to_be_noted_deletes_nothing(source, wa
     assert [info.name for info in target.list(f"{data_prefix(uid)}blobs/")] == blobs
 
 
-def test_a_copy_ends_no_lease_but_its_own(source):
+def test_a_copy_ends_only_its_own_lease(source):
     target = memory()
     lease = Lease(target, "a" * 32, Timing())
     lease.take()

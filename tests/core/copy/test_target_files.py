@@ -1,4 +1,4 @@
-"""The files of a copy at its target: whose they may be, and what is replaced."""
+"""The files of a copy at its target: their owners, and which are replaced."""
 
 from contextlib import closing
 
@@ -90,7 +90,7 @@ def test_data_beside_the_lease_of_an_earlier_copy_is_replaced(target, record):
     assert target.read_record(record.index.name, limit_bytes=100) == b"whole"
 
 
-def test_what_a_deletion_has_left_is_replaced_and_nothing_that_came_since(target, record, copied):
+def test_leftovers_of_a_deletion_are_replaced_but_newer_data_stays(target, record, copied):
     part = record.parts[0].name
     copied(commit_name(STEP, 0), intent_name(record.uid), part)
     files, lease = files_of(target, record)
@@ -104,7 +104,7 @@ def test_what_a_deletion_has_left_is_replaced_and_nothing_that_came_since(target
     assert target.read_record(part, limit_bytes=100) == b"of another save"
 
 
-def test_intent_is_taken_back_unless_an_earlier_copy_left_data(target, record):
+def test_intent_is_withdrawn_unless_an_earlier_copy_left_data(target, record):
     files, lease = files_of(target, record)
     lease.take()
     files.begin()

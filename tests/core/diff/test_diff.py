@@ -1,4 +1,4 @@
-"""What differs is found, by checksums or by reading, and nothing else is."""
+"""Exactly the differences are found, by checksums or by reading."""
 
 import itertools
 from contextlib import closing
@@ -71,8 +71,8 @@ def encoded(tree):
     return {name: stored(tree, **options) for name, options in ENCODINGS.items()}
 
 
-def test_encoding_makes_no_difference_but_to_what_is_read(workers):
-    stores = encoded(state())  # the same memory: raw frames begin where that does within a page
+def test_encoding_affects_only_the_bytes_that_are_read(workers):
+    stores = encoded(state())  # the same memory: raw frames have its offset within a page
     for one, other in itertools.product(stores, stores):
         result = diff(workers, stores[one], stores[other])
         assert result.same, (one, other)
@@ -81,7 +81,7 @@ def test_encoding_makes_no_difference_but_to_what_is_read(workers):
             assert result.bytes_read == 0, (one, other)
 
 
-def test_one_bit_is_found_however_it_is_encoded(workers):
+def test_one_bit_is_found_under_any_encoding(workers):
     changed = state()
     changed["large"].view(torch.int32)[17_123] ^= 1
     changed["small"][2].view(torch.int32)[49] ^= 1
@@ -91,10 +91,10 @@ def test_one_bit_is_found_however_it_is_encoded(workers):
         assert found(result) == {"large": "bytes", "small/2": "bytes"}, (one, other)
 
 
-def test_checksums_tell_of_what_is_stored_alike(workers):
+def test_checksums_compare_equal_encodings(workers):
     tree = {"one": torch.zeros(30_000), "other": torch.zeros(30_000)}
     before = stored(tree)
-    tree["one"][20_000] = 1  # where it is, so that its frames begin where they began
+    tree["one"][20_000] = 1  # in place, so that its frames begin at the same offset
     result = diff(workers, before, stored(tree))
     assert found(result) == {"one": "bytes"}
     assert result.bytes_read == 0
@@ -115,7 +115,7 @@ def test_checksums_tell_of_what_is_stored_alike(workers):
     ],
     ids=str,
 )
-def test_what_differs_is_named(workers, changed, expected):
+def test_differences_are_named(workers, changed, expected):
     one, other = stored(state()), stored(state(**changed))
     assert found(diff(workers, one, other)) == expected
     mirrored = {path: what.replace("only_b", "only_a") for path, what in expected.items()}
@@ -124,7 +124,7 @@ def test_what_differs_is_named(workers, changed, expected):
 
 @given(one=states, other=states, first=settings_of_a_save, second=settings_of_a_save)
 @settings(max_examples=examples(25), suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_trees_differ_where_their_objects_do(workers, one, other, first, second):
+def test_trees_differ_if_their_objects_do(workers, one, other, first, second):
     a, b = memory(), memory()
     mixed = {**other, **dict(list(one.items())[:2])}
     assume(len({str(key) for key in mixed}) == len(mixed))  # `None` and "None" are written alike

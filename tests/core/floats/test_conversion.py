@@ -33,7 +33,7 @@ def every(dtype: str) -> np.ndarray:
 
 
 def wide_cases(dtype: str) -> np.ndarray:
-    """Random bits, all numbers of the narrow formats, and what lies beside and between these."""
+    """Random bits, all numbers of the narrow formats, and their neighbors and midpoints."""
     generator = np.random.default_rng(5)
     stored = BITS[FLOAT_DTYPES[dtype]]
     values = [
@@ -66,7 +66,7 @@ def cases(dtype: str) -> np.ndarray:
 
 
 def defined(elements: np.ndarray, source: str, target: str) -> np.ndarray:
-    """Leaves out what torch's versions disagree on: too large for float8_e4m3fn."""
+    """Leaves out numbers on which torch versions disagree: too large for float8_e4m3fn."""
     if target != "float8_e4m3fn":
         return elements
     values = torch.from_numpy(elements).view(getattr(torch, source)).double().abs().numpy()
@@ -74,7 +74,7 @@ def defined(elements: np.ndarray, source: str, target: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("source", FLOAT_DTYPES)
-def test_every_conversion_is_torchs_to_the_bit(source):
+def test_every_conversion_equals_torchs_bits(source):
     numbers = cases(source)
     for target in FLOAT_DTYPES:
         elements = defined(numbers, source, target)
@@ -87,8 +87,8 @@ def test_every_conversion_is_torchs_to_the_bit(source):
 
 
 @pytest.mark.parametrize("source", FLOAT_DTYPES)
-def test_subnormal_numbers_are_converted_in_a_thread_that_flushes_them(source):
-    """As workers do that start after `torch.set_flush_denormal(True)`."""
+def test_subnormals_are_converted_in_a_thread_that_flushes_them(source):
+    """As in workers started after `torch.set_flush_denormal(True)`."""
     numbers = cases(source)
     elements = {target: defined(numbers, source, target) for target in FLOAT_DTYPES}
     if not torch.set_flush_denormal(False):
@@ -109,7 +109,7 @@ def test_subnormal_numbers_are_converted_in_a_thread_that_flushes_them(source):
 
 
 @pytest.mark.parametrize("source", ["float64", "float32", "float16", "bfloat16"])
-def test_what_is_too_large_for_e4m3fn_becomes_its_largest_number(source):
+def test_values_too_large_for_e4m3fn_become_its_maximum(source):
     values = torch.tensor([465.0, 1e9, -1e9, torch.inf, -torch.inf]).to(getattr(torch, source))
     elements = values.view(getattr(torch, f"uint{8 * FLOAT_DTYPES[source]}")).numpy()
 

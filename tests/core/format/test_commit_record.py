@@ -65,13 +65,13 @@ def resigned(data, change):
 
 
 @given(metadata, st.integers(0, 10**10), st.integers(0, 50))
-def test_a_commit_record_comes_back(user, step, generation):
+def test_commit_record_round_trips(user, step, generation):
     made = record(metadata=user, step=step, generation=generation, borrowed=BORROWED)
     assert decode_commit(encode_commit(made), commit_name(step, generation)) == made
 
 
 @pytest.mark.parametrize("data", [encode_commit(record()), encode_intent(INTENT)])
-def test_no_flipped_bit_goes_unseen(data):
+def test_every_flipped_bit_is_found(data):
     decode = decode_commit if b"generation" in data else decode_intent
     name = NAME if b"generation" in data else intent_name(UID)
     good = decode(data, name)
@@ -85,7 +85,7 @@ def test_no_flipped_bit_goes_unseen(data):
 
 
 @given(data=st.data())
-def test_cut_off_or_prolonged_it_is_refused(data):
+def test_truncated_or_extended_is_refused(data):
     good = encode_commit(record())
     cut = data.draw(st.integers(0, len(good) - 1))
     for bad in (good[:cut], good + b" ", b"", b"\n", good[cut:] + good[:cut] if cut else b"x"):
@@ -93,14 +93,14 @@ def test_cut_off_or_prolonged_it_is_refused(data):
             decode_commit(bad, NAME)
 
 
-def test_an_unknown_version_is_refused_before_anything_else_is_looked_at():
+def test_an_unknown_version_is_refused_before_other_checks():
     good = encode_commit(record())
     newer = good.replace(b'"penstock": 1', b'"penstock": 7, "new": 1', 1)[:-20]
     with pytest.raises(FormatError, match="version 7"):
         decode_commit(newer, NAME)
 
 
-def test_a_feature_that_is_unknown_and_required_is_named_and_an_optional_one_is_ignored():
+def test_an_unknown_required_feature_is_named_and_an_optional_one_ignored():
     good = encode_commit(record())
     newer = resigned(good, lambda body: body.update(requires=["logs", "tape"]))
     with pytest.raises(FormatError, match=r"requires 'logs', 'tape'.* use a newer one"):
@@ -118,7 +118,7 @@ def test_the_record_of_another_name_is_refused(name):
         decode_commit(encode_commit(record()), name)
 
 
-def test_a_lie_that_is_signed_is_named():
+def test_a_signed_lie_is_named():
     for change, complaint in [
         (lambda b: b.update(uid="A" * 32), "uid"),
         (lambda b: b.update(step=-1), "step"),
@@ -162,7 +162,7 @@ def test_a_lie_that_is_signed_is_named():
 
 
 def of_many(ranks, links):
-    """A record of many ranks at the end of a chain, and the table of what it borrows."""
+    """A record of many ranks at the end of a chain, and its table of borrowed blobs."""
     uids = [f"{n + 1:032x}" for n in range(links)]
     names = [
         blob_name(uid, rank, 0, kind)
@@ -199,7 +199,7 @@ def test_a_record_with_a_malformed_table_is_refused():
 
 
 @pytest.mark.parametrize("what", ["cut", "flipped", "counted", "other"])
-def test_a_table_that_the_record_does_not_bind_is_damage(what):
+def test_a_table_not_bound_by_the_record_is_damage(what):
     made, data, blobs = of_many(33, 2)
     table = made.many_borrowed
     if what == "cut":
@@ -215,13 +215,13 @@ def test_a_table_that_the_record_does_not_bind_is_damage(what):
         decode_borrowed(data, made)
 
 
-def test_a_record_refers_to_each_save_once_that_it_borrows_from():
+def test_a_record_lists_each_lending_save_once():
     third = "ff" * 16
     borrowed = (*BORROWED, BlobRecord(blob_name(third, 0, 0, "raw"), 1))
     assert record(borrowed=borrowed).references == (OTHER, third)
 
 
-def test_a_record_that_could_not_be_read_is_never_written():
+def test_an_unreadable_record_is_never_written():
     with pytest.raises(FormatError, match="created"):
         encode_commit(record(created=""))
     with pytest.raises(FormatError, match="host"):

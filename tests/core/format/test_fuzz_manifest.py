@@ -1,4 +1,4 @@
-"""Manifests whose digests are right and whose content is not: what stands behind the digest."""
+"""Manifests with right digests and wrong content: the checks after the digest."""
 
 import os
 import sys
@@ -26,7 +26,7 @@ def stored():
     return stored
 
 
-def test_an_untouched_forgery_reads_as_what_it_was(stored):
+def test_an_unchanged_forgery_reads_as_original(stored):
     stored.put(forge(stored.files, untouched))
     outcomes = stored.read_every_way()
     assert {outcome for _, outcome in outcomes} <= {"read", "SelectionError", "KeyError"}
@@ -34,11 +34,11 @@ def test_an_untouched_forgery_reads_as_what_it_was(stored):
 
 @given(st.binary(max_size=48))
 @settings(max_examples=examples(40))
-def test_a_forged_manifest_leads_to_our_own_errors_only(case):
+def test_a_forged_manifest_raises_only_our_errors(case):
     fuzz_targets.manifest(case)
 
 
-def test_manifests_of_the_corpus_lead_to_our_own_errors_only():
+def test_manifests_of_the_corpus_raise_only_our_errors():
     for case in corpus("manifest")[:: every(4)]:
         fuzz_targets.manifest(case)
 
@@ -109,7 +109,7 @@ def frame_of(section, *path):
 
 
 def a_tebibyte_of_one_frame(level, value):
-    """A blob that is said to be large, a frame of 1 GiB in it, and a tensor of 1024 such."""
+    """A blob declared large, with a frame of 1 GiB, and a tensor of 1024 such frames."""
     if level == "head":
         for blob in value["blobs"]:
             blob[1] = 1 << 60
@@ -175,7 +175,7 @@ MALICE = {
 
 
 @pytest.mark.parametrize("name", MALICE)
-def test_a_manifest_that_makes_no_sense_is_refused(name, stored):
+def test_an_inconsistent_manifest_is_refused(name, stored):
     stored.put(forge(stored.files, MALICE[name]))
     with pytest.raises((DamagedError, RestoreError)):
         stored.ckpt.load(STEP)
@@ -183,14 +183,14 @@ def test_a_manifest_that_makes_no_sense_is_refused(name, stored):
 
 
 @pytest.mark.parametrize("form_of", [nodes_of_form, leaves_of_form])
-def test_a_form_that_nobody_has_is_named(form_of, stored):
+def test_an_unknown_form_is_named(form_of, stored):
     stored.put(forge(stored.files, form_of("nothing")))
     with pytest.raises(PluginError, match="nothing"):
         stored.ckpt.load(STEP)
     stored.read_every_way()
 
 
-def test_an_object_that_leads_only_to_itself_has_no_values_to_give(stored):
+def test_an_object_that_refers_only_to_itself_has_no_values(stored):
     stored.put(forge(stored.files, MALICE["tied to each other"]))
     for read in (stored.ckpt.load, lambda step: stored.ckpt.open(step)["big"]):
         with pytest.raises(FormatError, match="tied"):
@@ -199,18 +199,18 @@ def test_an_object_that_leads_only_to_itself_has_no_values_to_give(stored):
     assert {"big", "chained"} <= {damage.what for damage in report.damaged}
 
 
-def test_an_encoded_frame_is_no_longer_than_its_codecs_make_it(stored):
+def test_an_encoded_frame_is_within_its_codecs_bound(stored):
     stored.put(forge(stored.files, an_encoded_frame_of_a_pebibyte))
     with pytest.raises(DamagedError, match=r"codecs make at most \d+ of"):
         stored.ckpt.load(STEP)
 
 
-def test_a_piece_of_what_is_built_whole_is_read_as_it_stands(stored):
+def test_a_piece_of_a_composite_is_read_as_stored(stored):
     piece = stored.ckpt.open(STEP)["opt/state/0.weight"]
     assert {"exp_avg", "exp_avg_sq", "step"} <= piece.keys()
 
 
-def test_a_blob_outside_of_the_root_is_refused(stored):
+def test_a_blob_outside_the_root_is_refused(stored):
     for name in ("../../etc/passwd", "/etc/passwd", "data/x/blobs/a", "a\0b", "data/" + "x" * 9999,
                  f"data/{'0' * 32}/blobs/00000-0.raw"):  # fmt: skip
 
@@ -220,7 +220,7 @@ def test_a_blob_outside_of_the_root_is_refused(stored):
             return value
 
         stored.put(forge(stored.files, change))
-        with pytest.raises(FormatError, match=r"not the name of a blob|not of this save"):
+        with pytest.raises(FormatError, match=r"not the name of a blob|neither of this save"):
             stored.ckpt.load(STEP)
 
 
@@ -248,7 +248,7 @@ def stored_size(stored):
 
 
 def test_claims_of_size_are_refused_within_bounded_memory():
-    """Nothing that a few stored kilobytes claim makes a reader take as much as `LIMIT_BYTES`."""
+    """No claim of a few stored kilobytes makes a reader use `LIMIT_BYTES`."""
     names = [
         "a_tebibyte_of_one_frame", "a_tebibyte_as_a_value", "an_encoded_frame_of_a_pebibyte",
         "a_path_of_a_million_segments", "a_head_of_thirty_million_lists",

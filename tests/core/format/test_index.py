@@ -74,8 +74,8 @@ def expected_rows(per_part):
     return sorted(rows, key=lambda row: row[:2])  # stable: shards of a section keep their order
 
 
-def said(table):
-    """The rows as they were given: True for whole objects, False where there are no bytes."""
+def rows_of(table):
+    """The given rows: True for whole objects, False without bytes."""
     return [
         (h, place, region if isinstance(region, Region) else dims == 0xFF)
         for h, place, dims, region in listed(table)
@@ -90,10 +90,10 @@ def test_a_search_finds_every_shard_with_its_region(per_part, others, at_once):
     assert sum(map(len, reader.blocks())) == len(rows)
     wanted = {row[0] for row in rows}
     for one in [*wanted, *others]:
-        assert said(find(reader, one)) == [row for row in rows if row[0] == one]
+        assert rows_of(find(reader, one)) == [row for row in rows if row[0] == one]
     every = np.array([*wanted, *others], np.uint64)
-    assert said(reader.find_all(every)) == rows
-    assert [row for block in reader.blocks() for row in said(block)] == rows
+    assert rows_of(reader.find_all(every)) == rows
+    assert [row for block in reader.blocks() for row in rows_of(block)] == rows
 
 
 def test_one_path_of_a_large_index_takes_the_head_and_one_block():
@@ -116,7 +116,7 @@ def test_a_thousand_regular_shards_take_less_than_two_bytes_each():
 
 
 @given(st.data())
-def test_no_flipped_bit_goes_unseen(data):
+def test_every_flipped_bit_is_found(data):
     encoded = encode_index(UID, [table_of([whole(range(20))])])
     at = data.draw(st.integers(0, len(encoded.data) * 8 - 1))
     bad = bytearray(encoded.data)
@@ -126,7 +126,7 @@ def test_no_flipped_bit_goes_unseen(data):
 
 
 @pytest.mark.parametrize("change", [{"head_length": 0}, {"length": 10**6}, {"head_length": 30}])
-def test_a_head_that_does_not_fit_its_index_is_refused(change):
+def test_a_head_that_contradicts_its_index_is_refused(change):
     encoded = encode_index(UID, [table_of([whole(range(20))])])
     reads = Reads(encoded)
     reads.entry = replace(encoded.entry, **change)
@@ -134,14 +134,14 @@ def test_a_head_that_does_not_fit_its_index_is_refused(change):
         reads.reader()
 
 
-def test_an_index_that_a_store_cuts_short_is_refused():
+def test_an_index_truncated_by_a_store_is_refused():
     encoded = encode_index(UID, [table_of([whole(range(50_000))])])
     with pytest.raises(FormatError, match="read whole"):
         find(Reads(encoded, encoded.data[:1000]).reader(whole_bytes=0), 49_999)
 
 
 @given(st.lists(st.lists(shards, max_size=9), max_size=5))
-def test_a_table_comes_back(sections):
+def test_table_round_trips(sections):
     table = table_of(sections)
     again = load_table(dump_table(table), "x", count=len(table))
     assert listed(again) == listed(table)
@@ -158,7 +158,7 @@ def test_a_table_comes_back(sections):
         (3 * 17, 0x40, "out of bounds"),
     ],
 )
-def test_a_table_that_lies_is_refused(at, byte, complaint):
+def test_a_lying_table_is_refused(at, byte, complaint):
     table = table_of([[(1, Region((5,), (6,))), (2, True)], [(3, False)]])
     raw = bytearray(dump_table(table))
     raw[at] = byte

@@ -1,4 +1,4 @@
-"""The bytes of a note: strict, bound to its name, the same for ever."""
+"""The bytes of a note: strict, bound to its name, always the same."""
 
 import json
 from dataclasses import replace
@@ -15,7 +15,7 @@ NOTE = NoteRecord(UID, 7, "00ff" * 4, {"loss": 2.5, "of": ["é", None]}, {"best"
 BODY = {"uid": UID, "number": 7, "id": "00ff" * 4, "metadata": {}, "tags": {}}
 
 
-def test_note_comes_back_as_it_was_written():
+def test_note_round_trips():
     assert decode_note(encode_note(NOTE), NOTE.name) == NOTE
     assert NOTE.name == f"notes/{UID}/00000007-{'00ff' * 4}.json"
     assert (notes_origin(NOTE.name), note_number(NOTE.name)) == (UID, 7)
@@ -48,16 +48,16 @@ def test_each_flipped_byte_of_a_note_is_found():
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"[" * 10_000, seal([]), seal(BODY)[:-1]])
-def test_what_is_no_note_is_refused(data):
+def test_invalid_notes_are_refused(data):
     with pytest.raises(FormatError):
         decode_note(data, NOTE.name)
 
 
-def test_note_that_is_too_long_is_neither_written_nor_read():
+def test_too_long_note_is_neither_written_nor_read():
     long = {"text": "x" * NOTE_LIMIT_BYTES}
-    with pytest.raises(FormatError, match="of 65536 that a reader takes"):
+    with pytest.raises(FormatError, match="a reader accepts 65536"):
         encode_note(replace(NOTE, metadata=long))
-    with pytest.raises(FormatError, match="of 65536 that a reader takes"):
+    with pytest.raises(FormatError, match="a reader accepts 65536"):
         decode_note(seal(BODY | {"metadata": long}), NOTE.name)
 
 

@@ -1,4 +1,4 @@
-"""The worked examples of docs/format.md are checkpoints: they are read, and hold what it says."""
+"""The worked examples of docs/format.md are checkpoints that read as the page says."""
 
 import base64
 import json
@@ -25,7 +25,7 @@ PAGE = Path(__file__).resolve().parents[3] / "docs" / "format.md"
 
 
 def undump(text):
-    """The bytes of a hexdump in which `*` stands for repeated lines."""
+    """The bytes of a hexdump in which `*` means repeated lines."""
     data = bytearray()
     for line in text.splitlines():
         if line == "*":
@@ -59,11 +59,11 @@ def record(example):
     return decode_commit(example["commit"], commit_name(100, 0))
 
 
-def test_the_page_is_about_the_version_that_is_written():
+def test_the_page_describes_the_written_version():
     assert f"**version {FORMAT_VERSION}**" in PAGE.read_text()
 
 
-def test_the_records_of_the_example_are_what_the_page_shows(example, record):
+def test_the_example_records_match_the_page(example, record):
     entry = record.parts[0]
     head = decode_head(example["part"][: entry.head_length], entry, record)
     assert decompress(example["part"][: entry.head_length], "head") == example["head"]
@@ -80,7 +80,7 @@ def test_the_records_of_the_example_are_what_the_page_shows(example, record):
         assert frame.checksums == (xxhash.xxh3_64_intdigest(stored),)
 
 
-def test_note_of_the_example_is_what_a_writer_writes(example):
+def test_example_note_matches_the_writer(example):
     origin = "0123456789abcdef" * 2
     note = NoteRecord(origin, 1, "00112233445566ff", {"val_loss": 2.31})
     assert decode_note(example["note"], note.name) == note
@@ -113,7 +113,7 @@ def test_the_example_loads(example, record):
 
 
 @pytest.fixture(scope="module")
-def of_two_ranks(found):
+def two_ranks(found):
     """Returns a store with the checkpoint that two ranks saved as a delta, and its record."""
     record = decode_commit(found["commit_101"].encode(), commit_name(101, 0))
     backend = MemoryBackend(MemoryConfig())
@@ -129,8 +129,8 @@ def of_two_ranks(found):
     return backend, record
 
 
-def test_the_records_of_two_ranks_are_what_the_page_shows(found, of_two_ranks):
-    record = of_two_ranks[1]
+def test_the_records_of_two_ranks_match_the_page(found, two_ranks):
+    record = two_ranks[1]
     entry, data = record.parts[1], base64.b64decode(found["part_1"])
     head = decode_head(data[: entry.head_length], entry, record)
     assert decompress(data[: entry.head_length], "head") == found["head_1"].encode()
@@ -139,8 +139,8 @@ def test_the_records_of_two_ranks_are_what_the_page_shows(found, of_two_ranks):
         assert decompress(stored, name) == found[name].encode()
 
 
-def test_the_checkpoint_of_two_ranks_loads(of_two_ranks):
-    with penstock.Checkpointer(of_two_ranks[0]) as checkpointer:
+def test_the_checkpoint_of_two_ranks_loads(two_ranks):
+    with penstock.Checkpointer(two_ranks[0]) as checkpointer:
         assert checkpointer.verify().ok
         tree = checkpointer.load()
     assert tree["epoch"] == 101

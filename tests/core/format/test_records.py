@@ -1,4 +1,4 @@
-"""Bytes of parts and sections: round trips, and refusal of everything else."""
+"""Bytes of parts and sections: round trips, and refusals."""
 
 import copy
 from dataclasses import replace
@@ -90,7 +90,7 @@ def flat(sections):
 @given(described(), st.integers(1, 6), st.integers(1, 3))
 @example(([manifests.tensor(("\ud83d\ude00",))], {}), 1, 1)
 @example(([manifests.tensor((name,)) for name in "ab"], {0: 1, 1: 1}), 1, 1)
-def test_what_was_described_comes_back(case, section_objects, pages):
+def test_descriptions_round_trip(case, section_objects, pages):
     entries, chains = case
     block_bytes = pages * PAGE_BYTES
     made = manifests.Manifest(
@@ -110,7 +110,7 @@ def test_what_was_described_comes_back(case, section_objects, pages):
                 Frame(
                     int(chunk.chain > 0), r.offset, r.length, chunk.length, chunk.chain,
                     r.checksums, r.raw_checksum, r.lengths,
-                    # What a reader cannot tell from the objects: of several in an encoded slab.
+                    # What a reader cannot infer from the objects: several in an encoded slab.
                     (chunk.dtype, chunk.itemsize)
                     if chunk.chain and len(chunk.pieces) > 1 and chunk.dtype != "uint8"
                     else None,
@@ -144,7 +144,7 @@ def test_path_hashes_lead_to_the_section_that_holds_the_path(case, section_objec
     assert got == sorted(want)
 
 
-def test_sections_of_two_ranks_with_several_shards_come_back():
+def test_sections_of_two_ranks_with_shards_round_trip():
     spec = TensorSpec("bfloat16", 2, (8, 6))
     frames = (Frame(0, 4160, 48, 48, 0, (1,)), Frame(1, 0, 10, 24, 1, (2,), 3))
     shards = (
@@ -179,7 +179,7 @@ def test_sections_of_two_ranks_with_several_shards_come_back():
     data = part.data[: entry.head_length]
     (name, length) = f"data/{manifests.OTHER}/blobs/00001-0.enc", 10
     for borrowed in ([], [BlobRecord(name, length + 1)], [BlobRecord(name[:-3] + "raw", length)]):
-        with pytest.raises(FormatError, match="nor as the commit record borrows it"):
+        with pytest.raises(FormatError, match="nor borrowed by the commit record"):
             read_head(data, entry, **binding, borrowed=borrowed)
     head = read_head(data, entry, **binding, borrowed=[BlobRecord(name, length)])
     info = head.sections[0]
@@ -189,7 +189,7 @@ def test_sections_of_two_ranks_with_several_shards_come_back():
     assert decode_section(data, info, head) == replace(section, objects=records)
 
 
-def test_a_slab_whose_objects_fall_into_two_sections_is_listed_in_both():
+def test_a_slab_with_objects_in_two_sections_is_listed_in_both():
     entries = [manifests.tensor(("m", str(n)), (4,)) for n in range(6)]
     made = manifests.Manifest(entries, section_objects=4)
     first, second = made.sections()
@@ -218,7 +218,7 @@ def read_all(made):
 
 
 @given(data=st.data())
-def test_no_flipped_bit_of_a_part_goes_unseen(data):
+def test_every_flipped_bit_of_a_part_is_found(data):
     made = manifests.example()
     good = made.part.data
     at = data.draw(st.integers(0, len(good) * 8 - 1))
@@ -269,7 +269,7 @@ replacements = (
 
 
 @st.composite
-def vandalised(draw, body):
+def mutated(draw, body):
     for _ in range(draw(st.integers(1, 2))):
         path = draw(st.sampled_from(list(nodes_of(body))))
         if path and draw(st.booleans()):
@@ -282,11 +282,11 @@ def vandalised(draw, body):
 
 
 @given(data=st.data())
-def test_vandalised_and_signed_again_a_section_is_refused_or_makes_sense(data):
+def test_mutated_and_re_signed_section_is_refused_or_consistent(data):
     made = manifests.example()
     head = made.head()
     number = data.draw(st.integers(0, len(made.writers) - 1))
-    body = data.draw(vandalised(load_json(made.writers[number].dump(), "")))
+    body = data.draw(mutated(load_json(made.writers[number].dump(), "")))
     try:
         section = read_section(dump_json(body), head, head.sections[number], "x")
     except FormatError as error:
@@ -315,7 +315,7 @@ def test_vandalised_and_signed_again_a_section_is_refused_or_makes_sense(data):
         ("shards", [[0, 0, 1]]),
     ],
 )
-def test_a_part_with_what_no_reader_takes_is_not_encoded(column, value):
+def test_a_part_that_no_reader_accepts_is_not_encoded(column, value):
     made = manifests.example()
     drafts = [copy.deepcopy(draft) for draft in made.writers]
     drafts[0].columns[column][0] = value
@@ -328,10 +328,10 @@ def test_a_part_with_what_no_reader_takes_is_not_encoded(column, value):
 
 
 @given(data=st.data())
-def test_vandalised_and_signed_again_a_head_is_refused_or_makes_sense(data):
+def test_mutated_and_re_signed_head_is_refused_or_consistent(data):
     made = manifests.example()
     good = load_json(decompress(made.part.data[: made.part.entry.head_length], ""), "")
-    body = data.draw(vandalised(good))
+    body = data.draw(mutated(good))
     raw = compress(dump_json(body))
     length = made.part.entry.length - made.part.entry.head_length + len(raw)
     entry = PartEntry(made.part.entry.name, length, len(raw), digest(raw))
@@ -351,7 +351,7 @@ def test_vandalised_and_signed_again_a_head_is_refused_or_makes_sense(data):
 
 
 def lie(number, *path):
-    """A change of one field of the example's section, and back to the decoder."""
+    """A change of one field of the example's section, then decoded."""
     *where, new = path
 
     def check():
@@ -371,9 +371,9 @@ def test_a_lie_is_named():
         (lie(0, "frames", "chain", 0, 1), "no checksum of its content"),
         (lie(0, "frames", "checksums", 0, "00" * 8), "checksum for each"),
         (lie(0, "frames", "checksums", 0, "0g" * 24), "checksum for each"),
-        (lie(0, "frames", "raw_length", 0, 1), "more than a raw frame"),
+        (lie(0, "frames", "raw_length", 0, 1), "fields of an encoded frame"),
         (lie(0, "frames", "raw_length", 0, 1 << 31), "integers"),
-        (lie(0, "objects", "shards", 0, 0, 0, 2, 1), "other than its shape"),
+        (lie(0, "objects", "shards", 0, 0, 0, 2, 1), "unlike its shape"),
         (lie(0, "objects", "shards", 0, 0, 0, 0, 7), "beyond frame 7"),
         (lie(0, "objects", "shards", 0, 0, 0, 1, 4), "beyond frame"),
         (lie(0, "objects", "shards", 0, []), "0 shards"),
@@ -396,7 +396,7 @@ def test_a_lie_is_named():
 
 
 @pytest.mark.parametrize("position", [0, 3, 8])
-def test_one_lie_among_objects_that_are_checked_together_is_named(position):
+def test_one_lie_among_objects_checked_together_is_named(position):
     entries = [manifests.tensor(("m", str(n)), (n // 2 + 1,)) for n in range(9)]
     made = manifests.Manifest(entries, section_objects=9)
     info, good = made.head().sections[0], load_json(made.writers[0].dump(), "")
@@ -409,9 +409,9 @@ def test_one_lie_among_objects_that_are_checked_together_is_named(position):
         ([0, -4, length], [size], "integers"),
         ([1, offset, length], [size], "beyond frame 1"),
         ([0, end - length + 1, length], [size], "beyond frame 0"),
-        ([0, offset, length - 1], [size], "other than its shape"),
+        ([0, offset, length - 1], [size], "unlike its shape"),
         ([0, offset, 0], [0], "empty chunk"),
-        ([0, offset, length], [size + 1], "other than its shape"),
+        ([0, offset, length], [size + 1], "unlike its shape"),
         ([0, offset, length], [float(size)], "integers"),
         ([0, offset, length], [size] + [1] * 64, "65 dimensions"),
     ]:
@@ -428,7 +428,7 @@ def test_one_lie_among_objects_that_are_checked_together_is_named(position):
 def test_a_lie_about_a_derived_object_is_named():
     for derived, shards, complaint in [
         ([[0, ["model", "x"]]], None, "has shards"),
-        ([[0, ["model", "wte.weight"]]], [], "of itself"),
+        ([[0, ["model", "wte.weight"]]], [], "to itself"),
         ([[99, ["model", "x"]]], None, "integers"),
         ([[0, ["x"]], [0, ["y"]]], [], "object twice"),
         ([[0, 7]], [], "list"),
@@ -450,11 +450,11 @@ def test_a_lie_about_errors_is_named():
         ([7], "list"),
         ([[99, 1.0, 1.0]], "integers"),
         ([[0, 1.0, 1.0], [0, 2.0, 2.0]], "object twice"),
-        ([[0, -1.0, 1.0]], "negative"),
-        ([[0, 1.0, "1"]], "no number"),
-        ([[0, True, 1.0]], "no number"),
-        ([[0, 1.0, float("inf")]], "not finite"),
-        ([[0, float("nan"), 1.0]], "not finite"),
+        ([[0, -1.0, 1.0]], "finite number"),
+        ([[0, 1.0, "1"]], "finite number"),
+        ([[0, True, 1.0]], "finite number"),
+        ([[0, 1.0, float("inf")]], "finite number"),
+        ([[0, float("nan"), 1.0]], "finite number"),
     ]:
         made = manifests.example()
         body = load_json(made.writers[0].dump(), "")
@@ -487,7 +487,7 @@ def head_with(**changes):
     return read_head(raw, entry, uid=manifests.UID, rank=0, world_size=1)
 
 
-def test_a_feature_that_a_part_requires_is_named_and_an_optional_one_is_ignored():
+def test_an_unknown_required_feature_of_a_part_is_named_an_optional_ignored():
     with pytest.raises(FormatError, match=r"parts/00000.* requires 'tape'.* use a newer one"):
         head_with(requires=["tape"])
     plain, hinted = head_with(), head_with(requires=[], optional={"hints": 1})
@@ -518,7 +518,7 @@ def test_a_frame_beyond_the_limit_is_refused_before_it_is_decompressed():
 @pytest.mark.parametrize(
     "data", [b"", b"junk", compress(b"abc") + b"x", compress(b"abc") * 2, compress(b"abcdefg")[:-1]]
 )
-def test_what_is_not_exactly_one_frame_is_refused(data):
+def test_input_other_than_one_frame_is_refused(data):
     with pytest.raises(FormatError):
         decompress(data, "x")
 
@@ -532,11 +532,11 @@ def test_deeply_nested_json_is_refused():
 
 
 @given(st.sets(st.integers(0, 50), min_size=1), st.integers(0, 50))
-def test_a_compaction_is_above_its_checkpoint_and_below_each_overwrite_that_knew_it(present, late):
+def test_a_compaction_ranks_between_its_checkpoint_and_later_overwrites(present, late):
     overwrite = generation_above(commit_name(7, generation) for generation in present)
     for generation in present:
         assert generation < compacted_generation(generation) < overwrite
-    # Whatever the two knew, they never take one name.
+    # Whatever the two know, they never choose one name.
     assert compacted_generation(late) != overwrite
 
 

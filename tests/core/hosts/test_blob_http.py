@@ -1,4 +1,4 @@
-"""A server lends ranges of blobs to clients with a token, and to nobody else."""
+"""A server lends ranges of blobs only to clients with a token."""
 
 import ipaddress
 import os
@@ -58,7 +58,7 @@ def read(client, name, start, size):
     return bytes(target)
 
 
-def test_ranges_come_over_one_connection():
+def test_ranges_share_one_connection():
     with server() as found:
         client = client_of(found)
         client.connect()
@@ -71,7 +71,7 @@ def test_ranges_come_over_one_connection():
 @pytest.mark.parametrize(
     ("name", "start"), [("b.raw", 0), ("../a.raw", 0), ("folder/a.raw", len(DATA) - 1)]
 )
-def test_a_range_that_is_not_lent_is_not_found_and_the_connection_lasts(name, start):
+def test_a_range_that_is_not_lent_is_not_found_and_connection_stays(name, start):
     with server() as found:
         client = client_of(found)
         client.connect()
@@ -105,7 +105,7 @@ def test_strangers_are_not_admitted(number, known):
 
 
 @pytest.mark.parametrize("given", [None, "bytes=5-3", "bytes=-5", "bytes=0-1,4-5", "lines=0-1"])
-def test_what_is_no_single_range_is_refused(given):
+def test_all_but_single_ranges_are_refused(given):
     with server() as found:
         line = HTTPConnection(*found.server_address, timeout=PATIENCE_S)
         headers = {"Authorization": f"Bearer 7.{KNOWN.token}"} | ({"Range": given} if given else {})
@@ -147,11 +147,11 @@ HELLO = answer(KNOWN.proof, 0, b"", "200 OK")
     [
         [answer("", 0, b"", "200 OK")],
         [answer(Credentials.of(b"another secret", 0, 7).proof, 0, b"", "200 OK")],
-        [answer(KNOWN.token, 0, b"", "200 OK")],  # knows only what the client has said
+        [answer(KNOWN.token, 0, b"", "200 OK")],  # knows only what the client has sent
         [HELLO, answer("", 10, b"x" * 10)],
     ],
 )
-def test_nothing_is_taken_from_a_server_that_does_not_know_the_secret(answers):
+def test_bytes_of_a_server_without_the_secret_are_rejected(answers):
     with pretender(*answers) as address:
         client = BlobClient(address, 7, KNOWN, connect_s=PATIENCE_S)
         target = bytearray(10)
@@ -195,7 +195,7 @@ def test_a_read_ends_when_another_thread_closes_the_connection():
         client.dispose()
 
 
-def test_connections_are_closed_with_the_server():
+def test_the_server_closes_its_connections():
     with server() as found:
         client = client_of(found)
         client.connect()
@@ -205,14 +205,14 @@ def test_connections_are_closed_with_the_server():
         client.dispose()
 
 
-def test_the_address_is_the_one_on_the_way_to_the_store_of_the_job():
+def test_the_address_is_on_the_route_to_the_job_store():
     for address in ("127.0.0.1", "::1"):
         assert own_address(address, None) == address
     assert ipaddress.ip_address(own_address("localhost", None)).is_loopback
     ipaddress.ip_address(own_address(None, None))
 
 
-def test_the_address_is_of_the_network_that_is_named():
+def test_the_address_is_of_the_named_network():
     assert own_address(None, "127.0.0.0/8") == "127.0.0.1"
     assert own_address("203.0.113.1", "127.1.2.3/8") == "127.0.0.1"
     with pytest.raises(OSError, match=r"203\.0\.113\.0/24"):

@@ -1,4 +1,4 @@
-"""Which ranks are on one host: all learn the same, once for each job."""
+"""Which ranks are on one host: all learn the same, once per job."""
 
 import threading
 from base64 import b64encode
@@ -15,7 +15,7 @@ from penstock.testing.coordination import MemoryBoard, MemoryCoordination
 
 
 def census_of(rank, count, board, *, host="a", limit_s=60.0, failed=False):
-    """What a rank asks in a restore, which another rank may have ended."""
+    """A rank's question in a restore that another rank may have ended."""
     coordination = MemoryCoordination(board)
     group = RankGroup(rank, count, coordination, host=host, timeout_s=limit_s)
     session = RankSession(group, RestoreRound(group.place, 0, timeout_s=limit_s))
@@ -25,7 +25,7 @@ def census_of(rank, count, board, *, host="a", limit_s=60.0, failed=False):
 
 
 def ask(hosts, *, limit_s=60.0, absent=(), board=None, failed=False):
-    """What each rank is told of the ranks of its host, by threads."""
+    """What each rank learns of the ranks of its host, by threads."""
     board, found = board or MemoryBoard(), {}
 
     def one(rank):
@@ -55,18 +55,18 @@ def test_many_ranks_of_one_host_read_in_parts():
 
 
 @pytest.mark.parametrize("absent", [0, 1])
-def test_while_one_has_not_come_nobody_reads_with_others_and_later_all_do(absent):
+def test_no_rank_shares_reads_until_all_have_joined(absent):
     board = MemoryBoard()
     found = ask(["a"] * 3, absent=(absent,), limit_s=0.2, board=board)
     assert [one for rank, one in enumerate(found) if rank != absent] == [(), ()]
     assert ask(["a"] * 3, board=board) == [(0, 1, 2)] * 3
 
 
-def test_nobody_waits_once_all_have_given_up():
+def test_no_rank_waits_once_all_have_failed():
     assert ask(["a"] * 2, absent=(1,), failed=True) == [(), None]
 
 
-def test_post_that_is_no_text_is_the_name_of_another_host():
+def test_binary_post_counts_as_another_host():
     board = MemoryBoard()
     MemoryCoordination(board).post("host/00001", b"\xff")
     assert census_of(0, 2, board).sets() == ((0,), (1,))
@@ -80,7 +80,7 @@ def test_hosts_that_cannot_be_read_are_refused(post):
         census_of(1, 2, board).sets()
 
 
-def test_rank_0_waits_for_no_rank_that_has_said_before_where_it_is():
+def test_rank_0_does_not_wait_for_ranks_with_a_known_host():
     board = MemoryBoard()
     for rank in (1, 2):
         Census.announce(census_of(rank, 3, board)._group)
@@ -93,7 +93,7 @@ def test_it_is_asked_once():
     assert census.sets() == ((0, 1),)
 
 
-def test_a_rank_that_cannot_share_memory_keeps_the_others_of_its_host_from_meeting_it():
+def test_a_rank_without_shared_memory_is_excluded_by_its_host():
     board = MemoryBoard()
     one, other, elsewhere = (census_of(rank, 3, board) for rank in range(3))
     assert not one.are_apart((0, 1))

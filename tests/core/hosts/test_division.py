@@ -1,4 +1,4 @@
-"""Who of a host, and of several hosts, reads which bytes: each once, by one that needs it."""
+"""Which rank of one or several hosts reads which bytes: each once, by one that needs it."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ LENGTH = 80  # of each frame
 
 
 def job(blob, frame, spans, *, chain=None):
-    """A frame of a blob, of which a rank needs `spans`."""
+    """A frame of a blob; a rank needs its `spans`."""
     ranges = tuple(ByteRange(*span) for span in spans)
     found = FrameJob(Frame(0, frame * LENGTH, LENGTH, LENGTH, 0, ()), blob, BLOCK, chain)
     found.ranges = ranges if chain is None else (ByteRange(0, LENGTH),)
@@ -42,7 +42,7 @@ def divided(jobs_by_member, most_bytes=LENGTH):
 
 
 def read_by(division, me):
-    """`(blob, byte)` for each byte that a member reads, with the bytes that it reads twice."""
+    """`(blob, byte)` for each byte that a member reads, and the bytes that it reads twice."""
     jobs = [*division.alone, *(p.job for p in division.pieces if p.reader == me)]
     return [
         (job.blob, job.frame.offset + byte)
@@ -59,7 +59,7 @@ def needed_by(jobs):
 
 
 def got_by(division):
-    """What a member has in the end, by itself or from others."""
+    """The bytes that a member has in the end, read or taken."""
     pieces = {
         (p.job.blob, p.job.frame.offset + byte)
         for p in division.pieces
@@ -90,7 +90,7 @@ def needs(draw):
 
 @given(members=needs())
 @settings(max_examples=12)
-def test_each_byte_is_read_once_by_one_that_needs_it_and_all_agree(members):
+def test_each_byte_is_read_once_by_one_user_and_all_agree(members):
     found = divided(members)
     read = [byte for me, division in enumerate(found) for byte in read_by(division, me)]
     needed = [needed_by(jobs) for jobs in members]
@@ -99,25 +99,25 @@ def test_each_byte_is_read_once_by_one_that_needs_it_and_all_agree(members):
     for me, division in enumerate(found):
         assert needed[me] <= got_by(division)
         for piece in division.pieces:
-            told = (piece.job.blob, piece.job.frame.offset, piece.span, piece.reader, piece.takers)
+            facts = (piece.job.blob, piece.job.frame.offset, piece.span, piece.reader, piece.takers)
             of_all = {piece.reader, *piece.takers}
             assert me in of_all
             assert piece.reader not in piece.takers
-            known.setdefault(piece.number, (told, of_all, []))[2].append(me)
-            assert known[piece.number][0][:4] == told[:4]
+            known.setdefault(piece.number, (facts, of_all, []))[2].append(me)
+            assert known[piece.number][0][:4] == facts[:4]
     for _, of_all, members_of in known.values():
         assert sorted(of_all) == sorted(members_of)
 
 
 @pytest.mark.slow
 @given(members=needs())
-def test_of_many_needs_each_byte_is_read_once(members):
-    test_each_byte_is_read_once_by_one_that_needs_it_and_all_agree.hypothesis.inner_test(members)
+def test_each_byte_of_many_needs_is_read_once(members):
+    test_each_byte_is_read_once_by_one_user_and_all_agree.hypothesis.inner_test(members)
 
 
 @given(members=needs())
 @settings(max_examples=12)
-def test_each_use_lies_within_one_range_that_is_read_or_taken(members):
+def test_each_use_lies_within_one_read_or_taken_range(members):
     for jobs, division in zip(members, divided(members), strict=True):
         parts = [*division.alone, *(p.job for p in division.pieces)]
         for one in jobs:
@@ -129,8 +129,8 @@ def test_each_use_lies_within_one_range_that_is_read_or_taken(members):
 
 @pytest.mark.slow
 @given(members=needs())
-def test_of_many_needs_each_use_lies_within_one_range(members):
-    test_each_use_lies_within_one_range_that_is_read_or_taken.hypothesis.inner_test(members)
+def test_each_use_of_many_needs_is_in_one_range(members):
+    test_each_use_lies_within_one_read_or_taken_range.hypothesis.inner_test(members)
 
 
 def test_replicas_share_the_bytes_evenly():
@@ -153,7 +153,7 @@ def test_large_frames_are_spread_over_the_ranks_that_need_them():
     assert [sum(p.reader == me for p in found[0].pieces) for me in range(4)] == [2, 2, 2, 2]
 
 
-def test_who_reads_much_alone_reads_less_for_others():
+def test_heavy_private_readers_read_less_for_others():
     both = [job("a", 0, [(0, LENGTH)])]
     alone = [job("b", 0, [(0, LENGTH)])]
     found = divided([[*both, *alone], both])
@@ -169,20 +169,20 @@ def test_an_encoded_frame_is_shared_as_a_whole_chunk():
     assert piece.job.ranges == (ByteRange(0, LENGTH),)
 
 
-def test_a_chunk_that_is_too_large_for_the_window_is_read_by_each_alone():
+def test_a_chunk_too_large_for_the_window_is_read_by_each_rank():
     found = divided([[job("a", 0, [(0, LENGTH)])]] * 2, most_bytes=LENGTH - 1)
     assert [len(division.alone) for division in found] == [1, 1]
     assert not found[0].pieces
 
 
-def test_two_jobs_of_one_rank_for_the_same_bytes_get_them_both():
+def test_two_jobs_of_one_rank_for_the_same_bytes_get_them():
     mine = [job("a", 0, [(0, 20)]), job("a", 0, [(10, 30)])]
     found = divided([mine, [job("a", 0, [(0, 30)])]])
     (piece,) = found[0].pieces
     assert len(piece.job.uses) == 2
 
 
-def test_a_plan_with_a_blob_that_it_does_not_name_is_refused():
+def test_a_plan_with_an_unnamed_blob_is_refused():
     rows = np.array([[1, 0, 0, 0, 1]], np.int64)
     with pytest.raises(ValueError, match="not listed"):
         ReadPlan.decode(ReadPlan(("a",), rows).encode())
@@ -193,17 +193,17 @@ def needs_of(members):
 
 
 def agreed(hosts):
-    """The needs of each host, the ranks of each, and what each comes to."""
+    """The needs of each host, its ranks, and its results."""
     found = [needs_of(members) for members in hosts]
     ranks, first = [], 0
     for members in hosts:
         ranks.append(tuple(range(first, first + len(members))))
         first += len(members)
-    told = {
+    facts = {
         number: decode_digests(encode_digests(bucket_digests(component_numbers(one))))
         for number, one in enumerate(found)
     }
-    ways = [relayed(one, told, ranks, here) for here, one in enumerate(found)]
+    ways = [relayed(one, facts, ranks, here) for here, one in enumerate(found)]
     return found, ranks, ways
 
 
@@ -216,7 +216,7 @@ def jobs_of_hosts(draw):
 
 @given(hosts=jobs_of_hosts())
 @settings(max_examples=12)
-def test_what_crosses_the_network_is_read_by_one_that_needs_it_and_all_agree(hosts):
+def test_network_bytes_are_read_by_one_user_and_all_agree(hosts):
     found, ranks, ways = agreed(hosts)
     readers, recipients, sources = {}, {}, {}
     for here, (host, way) in enumerate(zip(found, ways, strict=True)):
@@ -239,26 +239,24 @@ def test_what_crosses_the_network_is_read_by_one_that_needs_it_and_all_agree(hos
 
 @pytest.mark.slow
 @given(hosts=jobs_of_hosts())
-def test_of_many_jobs_what_crosses_the_network_is_read_by_one_that_needs_it(hosts):
-    test_what_crosses_the_network_is_read_by_one_that_needs_it_and_all_agree.hypothesis.inner_test(
-        hosts
-    )
+def test_network_bytes_of_many_jobs_are_read_by_one_user(hosts):
+    test_network_bytes_are_read_by_one_user_and_all_agree.hypothesis.inner_test(hosts)
 
 
 @given(hosts=jobs_of_hosts())
 @settings(max_examples=12)
-def test_all_that_equal_hosts_need_crosses_the_network(hosts):
+def test_all_needs_of_equal_hosts_cross_the_network(hosts):
     found, _, ways = agreed([hosts[0], *hosts])
     assert len(ways[0]) == len(found[0].components)
 
 
 @pytest.mark.slow
 @given(hosts=jobs_of_hosts())
-def test_of_many_jobs_all_that_equal_hosts_need_crosses_the_network(hosts):
-    test_all_that_equal_hosts_need_crosses_the_network.hypothesis.inner_test(hosts)
+def test_many_jobs_of_equal_hosts_share_all_over_the_network(hosts):
+    test_all_needs_of_equal_hosts_cross_the_network.hypothesis.inner_test(hosts)
 
 
-def test_hosts_read_evenly_of_what_all_need():
+def test_hosts_share_common_reads_evenly():
     members = [[job("a", n, [(0, LENGTH)]) for n in range(64)] for _ in range(2)]
     _, _, ways = agreed([members] * 4)
     loads = {}
@@ -270,7 +268,7 @@ def test_hosts_read_evenly_of_what_all_need():
     assert set(loads.values()) == {8}
 
 
-def test_what_one_host_needs_alone_stays_with_it():
+def test_needs_of_one_host_stay_with_it():
     both, own = job("a", 0, [(0, LENGTH)]), job("b", 0, [(0, LENGTH)])
     found, _, ways = agreed([[[both, own]], [[both]]])
     assert [len(way) for way in ways] == [1, 1]
@@ -278,7 +276,7 @@ def test_what_one_host_needs_alone_stays_with_it():
     assert found[0].blobs[found[0].components[component, 0]] == "a"
 
 
-def test_hosts_whose_other_members_need_it_do_not_share():
+def test_hosts_with_unequal_users_do_not_share():
     one = [job("a", 0, [(0, LENGTH)])]
     assert [len(way) for way in agreed([[one, []], [[], one]])[2]] == [0, 0]
     assert [len(way) for way in agreed([[one], [one, []]])[2]] == [0, 0]
@@ -292,7 +290,7 @@ def test_many_hosts_share_in_parts():
     assert (hosts[here], len(hosts)) == ((2, 3), 64)
 
 
-def test_digests_fit_into_a_post_and_bad_ones_are_refused():
+def test_digests_fit_a_post_and_bad_ones_are_refused():
     rows = np.random.default_rng(0).integers(1, 1 << 62, 1_000_000).astype(np.uint64)
     assert len(encode_digests(bucket_digests(rows * np.uint64(4)))) < 40_000
     with pytest.raises(FormatError):

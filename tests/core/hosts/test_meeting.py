@@ -25,17 +25,17 @@ def plan(rank):
 
 
 def secret_of_a_job():
-    """Another one each time: ranks of another run of the tests could be met, too."""
+    """A new one each time: or ranks of another test run could meet these."""
     return secrets.token_hex(16)
 
 
 def late(limit_s):
-    """Says when a rank waits for others no longer."""
+    """Ends a rank's wait for others."""
     return Deadline(limit_s).is_over
 
 
 def meet(ranks, *, jobs=(0,), limit_s=PATIENCE_S, absent=()):
-    """What each rank gets, by threads; the ranks are of the `jobs` in turn."""
+    """The result of each rank, by threads; the ranks are of the `jobs` in turn."""
     found, secret = {}, {job: secret_of_a_job() for job in jobs}
 
     def one(rank):
@@ -58,7 +58,7 @@ def part(found):
             met.part()
 
 
-def test_all_get_the_plans_of_all_and_see_each_others_memory():
+def test_all_get_all_plans_and_see_each_others_memory():
     ranks = (4, 5, 6)
     found = meet(ranks)
     try:
@@ -80,7 +80,7 @@ def test_all_get_the_plans_of_all_and_see_each_others_memory():
         part(found)
 
 
-def test_others_cannot_write_into_a_window_or_cut_it_off():
+def test_others_cannot_write_to_a_window_or_truncate_it():
     found = meet((0, 1))
     try:
         _, _, window = found[0].others[0]
@@ -101,24 +101,24 @@ def descriptors():
     return {one for one in found if one[0].startswith(("socket:", "/memfd:penstock"))}
 
 
-def test_nothing_is_left_behind():
+def test_no_files_are_left():
     before = descriptors()
     part(meet((0, 1, 2)))
     assert descriptors() <= before
 
 
-def test_the_place_where_a_rank_waited_is_free_again():
+def test_the_slot_of_a_waiting_rank_is_freed():
     meeting = Meeting(secret_of_a_job(), (0, 1), 0, window_bytes=WINDOW, timing=Timing())
     assert meeting.hold(plan(0), lambda: True) is None
     assert meeting._address.replace("\0", "@") not in Path("/proc/self/net/unix").read_text()
 
 
-def test_without_one_of_them_nobody_meets():
+def test_no_rank_meets_if_one_is_absent():
     assert meet((0, 1, 2), absent=(2,), limit_s=0.3) == {0: None, 1: None}
     assert meet((0, 1, 2), absent=(0,), limit_s=0.3) == {1: None, 2: None}
 
 
-def test_nobody_waits_once_all_have_given_up():
+def test_no_rank_waits_once_all_have_failed():
     assert meet((0, 1), absent=(1,), limit_s=0.0) == {0: None}
     assert meet((0, 1), absent=(0,), limit_s=0.0) == {1: None}
 
@@ -127,7 +127,7 @@ def test_two_jobs_do_not_meet():
     assert meet((0, 1), jobs=("one", "another"), limit_s=0.3) == {0: None, 1: None}
 
 
-def test_a_stranger_who_connects_is_sent_away_and_the_others_meet():
+def test_a_stranger_is_disconnected_and_the_ranks_meet():
     secret = secret_of_a_job()
     meeting = Meeting(secret, (0, 1), 0, window_bytes=WINDOW, timing=Timing())
     stop, tries = threading.Event(), []
@@ -165,10 +165,9 @@ def test_a_stranger_who_connects_is_sent_away_and_the_others_meet():
     part(found)
 
 
-def rank_0_meets_nobody(meeting, begun):
-    """The thread in which rank 0 waits for others in vain.
-
-    Its time is over once it has looked around for some times, from when `begun` is set.
+def rank_0_waits_in_vain(meeting, begun):
+    """The thread in which rank 0 waits for others in vain. Its time ends after some polls once
+    `begun` is set.
     """
     looks = []
 
@@ -190,10 +189,10 @@ def connect(line, meeting):
             time.sleep(0.01)
 
 
-def test_one_that_connects_and_says_nothing_holds_nobody_up():
+def test_a_silent_connection_holds_up_no_rank():
     meeting = Meeting(secret_of_a_job(), (0, 1), 0, window_bytes=WINDOW, timing=Timing())
     begun = threading.Event()
-    thread = rank_0_meets_nobody(meeting, begun)
+    thread = rank_0_waits_in_vain(meeting, begun)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
         connect(line, meeting)
         begun.set()
@@ -201,7 +200,7 @@ def test_one_that_connects_and_says_nothing_holds_nobody_up():
         assert not thread.is_alive()
 
 
-def test_strangers_who_connect_all_the_time_keep_nobody_beyond_its_time():
+def test_constant_strangers_delay_no_rank_past_its_deadline():
     meeting = Meeting(secret_of_a_job(), (0, 1), 0, window_bytes=WINDOW, timing=Timing())
     stop, begun = threading.Event(), threading.Event()
 
@@ -216,7 +215,7 @@ def test_strangers_who_connect_all_the_time_keep_nobody_beyond_its_time():
     crowd = [threading.Thread(target=disturb) for _ in range(3)]
     for one in crowd:
         one.start()
-    thread = rank_0_meets_nobody(meeting, begun)
+    thread = rank_0_waits_in_vain(meeting, begun)
     thread.join(PATIENCE_S / 2)
     alive = thread.is_alive()
     stop.set()
@@ -225,7 +224,7 @@ def test_strangers_who_connect_all_the_time_keep_nobody_beyond_its_time():
     assert not alive
 
 
-def test_rank_0_that_is_stopped_behind_a_full_queue_keeps_nobody_beyond_its_time():
+def test_stopped_rank_0_with_a_full_queue_delays_none_past_deadline():
     meeting = Meeting(secret_of_a_job(), (0, 1), 1, window_bytes=WINDOW, timing=Timing())
     with ExitStack() as opened:
         listener = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))

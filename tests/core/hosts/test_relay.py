@@ -1,4 +1,4 @@
-"""A relay carries bytes to all that need them, and waits for nobody for long."""
+"""A relay carries bytes to all ranks that need them, and waits for none for long."""
 
 import itertools
 import os
@@ -18,13 +18,13 @@ from penstock.core.hosts.relay import Relay, RelayedBytes
 from penstock.core.types import ReadRequest
 from penstock.testing.hasty import ShiftedClock
 
-PATIENCE_S = 200.0  # twice what a test waits, so what comes meanwhile comes at once
+PATIENCE_S = 200.0  # twice a test's wait, so bytes that come meanwhile come at once
 SIZE = 20 << 20
 LARGE = os.urandom(SIZE)
 
 
 def hurry(clock):
-    """Let each look at the clock be a little later; by leaps a relay would seem to be asleep."""
+    """Advance the clock a little at each read; after leaps a relay would seem asleep."""
     clock.ahead_s = map((PATIENCE_S / 400).__mul__, itertools.count()).__next__
 
 
@@ -34,7 +34,7 @@ def place(number, size=SIZE):
 
 @contextmanager
 def relays(relayed, *, address="127.0.0.1", secrets=None, ended=lambda: False, clock=None):
-    """Relays by rank, for what each takes and hands on."""
+    """Relays by rank, each with its takes and gives."""
     with ExitStack() as opened:
         timing = Timing(poll_s=0.01, clock=clock or ShiftedClock())
         found = {
@@ -49,7 +49,7 @@ def relays(relayed, *, address="127.0.0.1", secrets=None, ended=lambda: False, c
 
 
 def one_way(*recipients, numbers=range(10), size=SIZE):
-    """What rank 0 reads for others."""
+    """The bytes that rank 0 reads for others."""
     given = [RelayedBytes(place(n, size), None, recipients) for n in numbers]
     taken = [RelayedBytes(place(n, size), 0, ()) for n in numbers]
     return {0: given, **dict.fromkeys(recipients, taken)}
@@ -61,7 +61,7 @@ def fetch(relay, source, number, size=SIZE):
 
 
 def failure(relay, future):
-    """The error of what was fetched, once the relay has waited for it."""
+    """The error of a fetch, once the relay has waited for it."""
     waited = threading.Thread(target=relay.wait, args=(future.done,))
     waited.start()
     waited.join(PATIENCE_S / 2)
@@ -78,7 +78,7 @@ def outlast(relay, offer):
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
 @pytest.mark.parametrize("first", ["ask", "offer"])
-def test_all_that_need_bytes_get_them_whoever_speaks_first(address, first):
+def test_all_ranks_get_their_bytes_in_any_order(address, first):
     with relays(one_way(1, 2), address=address) as found:
         if first == "offer":
             given = found[0].offer(place(3), (1, 2), memoryview(LARGE))
@@ -115,7 +115,7 @@ def test_ranks_take_from_each_other_at_once():
             assert set(target) == {number}
 
 
-def test_what_is_refused_or_never_comes_is_answered_at_once():
+def test_refused_or_missing_bytes_are_answered_at_once():
     with relays(one_way(1)) as found:
         _, waiting = fetch(found[1], 0, 3)
         found[0].refuse(place(3))
@@ -123,7 +123,7 @@ def test_what_is_refused_or_never_comes_is_answered_at_once():
             assert isinstance(failure(found[1], future), BlobNotFoundError)
 
 
-def test_bytes_that_are_listed_twice_are_handed_on_twice():
+def test_bytes_listed_twice_are_delivered_twice():
     with relays(one_way(1, numbers=(3, 3))) as found:
         for fill in (b"a", b"b"):
             target, future = fetch(found[1], 0, 3)
@@ -133,7 +133,7 @@ def test_bytes_that_are_listed_twice_are_handed_on_twice():
         assert isinstance(failure(found[1], fetch(found[1], 0, 3)[1]), BlobNotFoundError)
 
 
-def test_a_rank_that_never_offers_is_given_up_and_nothing_of_it_comes_later():
+def test_a_rank_that_never_offers_is_abandoned_for_good():
     clock = ShiftedClock()
     with relays(one_way(1), clock=clock) as found:
         target, future = fetch(found[1], 0, 3)
@@ -145,7 +145,7 @@ def test_a_rank_that_never_offers_is_given_up_and_nothing_of_it_comes_later():
         assert isinstance(failure(found[1], fetch(found[1], 0, 4)[1]), StorageError)
 
 
-def test_a_rank_that_never_asks_is_given_up_and_the_others_get_theirs():
+def test_a_rank_that_never_asks_is_abandoned_and_others_are_served():
     clock = ShiftedClock()
     with relays(one_way(1, 2), clock=clock) as found:
         given = found[0].offer(place(3), (1, 2), memoryview(LARGE))
@@ -159,7 +159,7 @@ def test_a_rank_that_never_asks_is_given_up_and_the_others_get_theirs():
         assert isinstance(failure(found[2], fetch(found[2], 0, 4)[1]), StorageError)
 
 
-def test_a_rank_that_stands_still_while_it_takes_is_given_up():
+def test_a_rank_that_stalls_while_taking_is_abandoned():
     clock = ShiftedClock()
     with relays({0: one_way(1)[0]}, clock=clock) as found, connected(found[0], 1) as line:
         line.putrequest("GET", "/a.raw")
@@ -173,7 +173,7 @@ def test_a_rank_that_stands_still_while_it_takes_is_given_up():
         outlast(found[0], given)
 
 
-def test_a_rank_that_closes_is_not_waited_for():
+def test_no_rank_waits_for_a_closed_rank():
     relayed = one_way(1)
     relayed[1] = [*relayed[1], RelayedBytes(place(4), None, (2,))]
     relayed[2] = [RelayedBytes(place(4), 1, ())]
@@ -189,7 +189,7 @@ def test_a_rank_that_closes_is_not_waited_for():
         outlast(found[1], found[1].offer(place(5), (2,), memoryview(LARGE)))
 
 
-def test_ranks_of_two_jobs_take_nothing_from_each_other():
+def test_ranks_of_two_jobs_share_nothing():
     clock = ShiftedClock()
     with relays(one_way(1), secrets={0: b"one", 1: b"two"}, clock=clock) as found:
         given = found[0].offer(place(3), (1,), memoryview(LARGE))
@@ -200,7 +200,7 @@ def test_ranks_of_two_jobs_take_nothing_from_each_other():
         outlast(found[0], given)
 
 
-def test_sources_that_say_nothing_cost_one_wait_however_many_they_are():
+def test_any_number_of_silent_sources_cost_one_wait():
     clock = ShiftedClock()
     with ExitStack() as opened:
         silent = [opened.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(4)]
@@ -215,11 +215,11 @@ def test_sources_that_say_nothing_cost_one_wait_however_many_they_are():
         hurry(clock)
         assert isinstance(failure(relay, fetch(relay, 0, 0)[1]), StorageError)
         clock.ahead_s = clock.ahead_s()
-        for n in (1, 2, 3):  # as one batch after the other needs them
+        for n in (1, 2, 3):  # as batch after batch needs them
             assert isinstance(failure(relay, fetch(relay, n, n)[1]), StorageError)
 
 
-def test_nobody_waits_once_all_have_given_up():
+def test_no_rank_waits_once_all_have_failed():
     over = threading.Event()
     with relays(one_way(1), ended=over.is_set) as found:
         _, future = fetch(found[1], 0, 3)
@@ -229,7 +229,7 @@ def test_nobody_waits_once_all_have_given_up():
         outlast(found[0], given)
 
 
-def test_after_its_end_a_relay_refuses_and_keeps_nothing():
+def test_a_closed_relay_refuses_and_keeps_nothing():
     with relays(one_way(1)) as found:
         for relay in found.values():
             relay.close()
@@ -246,7 +246,7 @@ def authorization(server, client, secret=b"secret"):
 
 @contextmanager
 def connected(relay, rank):
-    """A connection to a relay of rank 0 as `rank`, which has proved its identity."""
+    """An authenticated connection to a relay of rank 0 as `rank`."""
     with closing(HTTPConnection(*relay.at, timeout=PATIENCE_S / 2)) as line:
         line.request("GET", "/", headers={"Authorization": authorization(0, rank)})
         answer = line.getresponse()
@@ -255,7 +255,7 @@ def connected(relay, rank):
         yield line
 
 
-def test_strangers_who_connect_and_say_nothing_keep_nobody_out():
+def test_silent_strangers_block_no_member():
     with relays(one_way(1)) as found, ExitStack() as opened:
         for _ in range(100):
             opened.enter_context(socket.create_connection(found[0].at, 10))
@@ -266,7 +266,7 @@ def test_strangers_who_connect_and_say_nothing_keep_nobody_out():
         outlast(found[0], given)
 
 
-def test_a_rank_that_is_slow_to_say_who_it_is_is_not_driven_out_by_strangers():
+def test_strangers_do_not_displace_a_rank_slow_to_identify():
     with relays({0: one_way(1)[0]}, clock=CountedClock()) as found, ExitStack() as opened:
         line = HTTPConnection(*found[0].at, timeout=PATIENCE_S / 2)
         opened.callback(line.close)
@@ -280,7 +280,7 @@ def test_a_rank_that_is_slow_to_say_who_it_is_is_not_driven_out_by_strangers():
         assert line.getresponse().status == HTTPStatus.OK
 
 
-def test_a_stranger_who_says_nothing_is_sent_away():
+def test_a_silent_stranger_is_disconnected():
     clock = ShiftedClock()
     with (
         relays({0: one_way(1)[0]}, clock=clock) as found,
@@ -293,7 +293,7 @@ def test_a_stranger_who_says_nothing_is_sent_away():
         assert line.recv(10) == b""
 
 
-def test_what_one_has_said_does_not_open_another_connection():
+def test_a_replayed_token_opens_no_connection():
     with relays({0: one_way(1)[0]}) as found, connected(found[0], 1) as line:
         for _ in range(2):
             with (

@@ -1,4 +1,4 @@
-"""A store that takes from other ranks what they read, and reads itself what does not come."""
+"""A store that takes bytes read by other ranks, and reads missing ones from its own store."""
 
 import pytest
 from tests.core.hosts.test_relay import hurry, relays
@@ -26,14 +26,14 @@ def stored():
 
 
 def halves(sources, recipients):
-    """The halves of the blob, each with the rank that it comes from, and those that it goes to."""
+    """The halves of the blob, each with its source rank and its targets."""
     return [
         RelayedBytes(BlobRange("a.raw", n * HALF, HALF), sources[n], recipients[n]) for n in (0, 1)
     ]
 
 
 def begun(store, *starts):
-    """A read of halves, and what it fills."""
+    """A read of halves, and its targets."""
     targets = [bytearray(HALF) for _ in starts]
     requests = [
         ReadRequest("a.raw", start, memoryview(target))
@@ -42,7 +42,7 @@ def begun(store, *starts):
     return store.submit_read(requests), targets, requests
 
 
-# Two ranks, each of which reads one half for both.
+# Two ranks; each reads one half for both.
 TWO = {0: halves((None, 1), ((1,), ())), 1: halves((0, None), ((), (0,)))}
 
 
@@ -61,7 +61,7 @@ def test_each_half_is_read_by_one_rank_for_both():
             assert store.bytes_received == HALF
 
 
-def test_a_second_read_of_the_same_place_is_of_the_store():
+def test_a_second_read_of_a_range_goes_to_the_store():
     with relays(TWO) as found:
         stores = two(found, [stored(), stored()])
         for _ in range(2):
@@ -71,7 +71,7 @@ def test_a_second_read_of_the_same_place_is_of_the_store():
         assert [store.bytes_received for store in stores] == [HALF, HALF]
 
 
-def test_what_does_not_come_is_read_from_the_store():
+def test_missing_bytes_are_read_from_the_store():
     clock = ShiftedClock()
     with relays(TWO, clock=clock) as found:
         found[1].close()
@@ -83,7 +83,7 @@ def test_what_does_not_come_is_read_from_the_store():
         assert store.bytes_received == 0
 
 
-def test_once_the_caller_has_left_nothing_is_read_any_more():
+def test_nothing_is_read_after_the_caller_leaves():
     with relays(TWO) as found:
         store = two(found, [stored(), stored()])[0]
         future, targets, _ = begun(store, HALF)
@@ -94,20 +94,20 @@ def test_once_the_caller_has_left_nothing_is_read_any_more():
 
 
 @pytest.mark.parametrize("error", [StorageError("the cable is cut"), BlobNotFoundError("gone")])
-def test_a_store_that_fails_is_the_error_of_that_rank_and_the_other_reads_for_itself(error):
+def test_a_failing_store_is_that_ranks_error_and_the_other_reads_itself(error):
     clock = ShiftedClock()
     with relays(TWO, clock=clock) as found:
         broken = FaultyBackend(stored(), Fault("read", error=error, times=None))
         stores = two(found, [broken, stored()])
         (failed, _, _), (future, targets, _) = [begun(store, 0, HALF) for store in stores]
-        hurry(clock)  # the rank that fails may never ask for what the other one offers
+        hurry(clock)  # the failed rank may never ask for the other's offer
         future.result(PATIENT_S)
         assert b"".join(targets) == DATA
         with pytest.raises(type(error)):
             failed.result(PATIENT_S)
 
 
-def test_what_came_damaged_is_there_again_as_a_tier_and_nothing_else_is():
+def test_only_bytes_that_arrived_damaged_are_reread_as_a_tier():
     with relays(TWO) as found:
         stores = two(found, [stored(), stored()])
         (future, targets, (own, received)), other = [begun(store, 0, HALF) for store in stores]
@@ -123,8 +123,8 @@ def test_what_came_damaged_is_there_again_as_a_tier_and_nothing_else_is():
                 again.read([request])
 
 
-def test_bytes_that_came_damaged_twice_are_read_again_twice():
-    """As a base that several chunks are decoded with."""
+def test_bytes_damaged_twice_are_read_again_twice():
+    """Like a base of several chunks."""
     place = BlobRange("a.raw", HALF, HALF)
     twice = {0: [RelayedBytes(place, 1, ())] * 2, 1: [RelayedBytes(place, None, (0,))] * 2}
     with relays(twice) as found:

@@ -35,12 +35,12 @@ def test_a_store_that_is_faster_than_the_cores_gets_raw_bytes():
     )
 
 
-def test_encoding_and_writing_take_turns_where_no_core_is_spare():
+def test_encoding_and_writing_alternate_without_a_spare_core():
     assert chosen(1.25e9, floatsplit=Sample(1.24, 1.7e9)).codec is None
     assert chosen(1.25e9, floatsplit=Sample(1.24, 1.7e9), spare=True).codec == "floatsplit"
 
 
-def test_a_faster_codec_is_chosen_where_a_smaller_one_cannot_keep_up():
+def test_a_faster_codec_is_chosen_if_a_smaller_one_is_too_slow():
     samples = {"floatsplit": FLOATSPLIT, "lz4": LZ4}
     assert chosen(3e9, 1, spare=True, **samples).codec == "lz4"
     assert chosen(3e9, 4, spare=True, **samples).codec == "floatsplit"
@@ -51,7 +51,7 @@ def test_a_gain_of_a_few_percent_is_not_worth_decoding(ratio, codec):
     assert chosen(0.001e9, floatsplit=Sample(ratio, 1e9)).codec == codec
 
 
-def test_what_gets_no_smaller_stays_raw():
+def test_incompressible_data_stays_raw():
     choice = chosen(0.1e9, floatsplit=Sample(1.0, 1e9))
     assert choice.codec is None
     assert choice.why == "raw: no codec makes it smaller; the store takes 0.10 GB/s"
@@ -63,9 +63,7 @@ def test_what_gets_no_smaller_stays_raw():
     spare=st.booleans(),
     figures=st.lists(st.tuples(st.floats(0.9, 100), st.floats(1e6, 1e11)), max_size=3),
 )
-def test_what_is_chosen_is_expected_to_be_faster_than_raw_and_as_fast_as_any(
-    store, cores, spare, figures
-):
+def test_the_choice_is_expected_to_be_faster_than_raw_and_any_other(store, cores, spare, figures):
     samples = {f"c{n}": Sample(*pair) for n, pair in enumerate(figures)}
     choice = chosen(store, cores, spare=spare, **samples)
     whole = max if spare else lambda *parts: sum(parts)
@@ -83,14 +81,14 @@ def test_what_is_chosen_is_expected_to_be_faster_than_raw_and_as_fast_as_any(
 def test_choices_are_made_again_when_the_rate_changes_by_a_factor_of_two(factor):
     choice = replace(chosen(1e8, floatsplit=FLOATSPLIT), bytes_raw=64 * MIB)
     store = StoreChoices(1e8, {NAME: choice})
-    store.note_save(int(4e6), 0.09)  # too short to say anything
+    store.note_save(int(4e6), 0.09)  # too short to measure
     store.note_save(int(1e8 * factor), 1.0)
     has_changed = not 0.5 < factor < 2
     assert store.by_class[NAME].bytes_raw == (0 if has_changed else 64 * MIB)
     assert store.bytes_per_s == pytest.approx(1e8 * factor if has_changed else 1e8)
 
 
-def test_a_save_that_was_raw_as_a_whole_measures_the_store():
+def test_an_all_raw_save_measures_the_store():
     store = StoreChoices()
     store.note_save(64 * MIB, 0.5)
     assert store.bytes_per_s == 128 * MIB

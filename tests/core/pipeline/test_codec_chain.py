@@ -24,7 +24,7 @@ from penstock.core.types import ByteRange, WorstErrors
 
 
 class _Recording(Codec):
-    """Stores the chunk reversed behind one byte; keeps the contexts it is given."""
+    """Stores the chunk reversed after one byte; keeps the contexts it gets."""
 
     name = "recording"
     lossless = True
@@ -59,7 +59,7 @@ class _Rounding(_Recording):
 
 
 class _Declining(_Recording):
-    """Takes no chunk, and leaves the output as a codec may that finds out late."""
+    """Takes no chunk, and leaves the output like a codec that declines late."""
 
     def encode(self, chunk, out, /, *, context):
         self.contexts.append(context)
@@ -68,7 +68,7 @@ class _Declining(_Recording):
 
 
 class _Uniform(_Recording):
-    """Takes only chunks of one byte over and over, so one byte is all that it needs."""
+    """Takes only chunks of one repeated byte, so it needs one byte."""
 
     def max_encoded_size(self, raw_length, /):
         return min(raw_length, 1)
@@ -109,7 +109,7 @@ class _Halving(_Recording):
 
 
 class _Against(_Recording):
-    """Needs a base; declines without one, or where it is told to."""
+    """Needs a base; declines without one, or on demand."""
 
     needs_base = True
 
@@ -171,7 +171,7 @@ CHAINS = [
 ]
 
 
-def test_chain_gives_back_what_it_encoded():
+def test_chain_round_trips():
     for makers in CHAINS:
         for size in [0, 1, 5, 4096, 200_000]:
             chain = CodecChain([make() for make in makers])
@@ -185,13 +185,13 @@ def test_chain_gives_back_what_it_encoded():
 
 
 @given(st.binary(max_size=3000), st.lists(st.sampled_from([_zstd, _lz4, _Recording]), min_size=1))
-def test_any_chain_gives_back_what_it_encoded(chunk, makers):
+def test_any_chain_round_trips(chunk, makers):
     chain = CodecChain([make() for make in makers])
     frame, stored = _encode(chain, chunk)
     assert _decode(chain, stored, len(chunk), lengths=frame.lengths) == chunk
 
 
-def test_the_raw_checksum_of_a_lossy_chain_is_that_of_what_decoding_gives():
+def test_the_raw_checksum_of_a_lossy_chain_covers_decoded_bytes():
     chain = CodecChain([_Rounding(), _zstd()])
     frame, stored = _encode(chain, b"\x01\x02\x03")
     assert not chain.lossless
@@ -204,7 +204,7 @@ def test_the_raw_checksum_of_a_lossy_chain_is_that_of_what_decoding_gives():
     st.binary(min_size=1, max_size=3000),
     st.lists(st.sampled_from([_zstd, _lz4, _Recording, _Rounding, _Declining]), min_size=1),
 )
-def test_a_frame_is_decoded_by_the_chain_of_those_that_did_not_decline(chunk, makers):
+def test_a_frame_is_decoded_by_the_codecs_that_did_not_decline(chunk, makers):
     codecs = sorted((make() for make in makers), key=lambda codec: codec.lossless)
     frame, stored = _encode(CodecChain(codecs), chunk)
     declined, lossy = [], 0
@@ -227,7 +227,7 @@ def test_a_frame_is_decoded_by_the_chain_of_those_that_did_not_decline(chunk, ma
     assert decoded == chunk or not CodecChain(left).lossless
 
 
-def test_there_is_room_for_what_a_codec_declines_that_would_have_made_it_small():
+def test_there_is_room_for_a_chunk_that_a_shrinking_codec_declines():
     for chunk in [bytes(3000), random.Random(5).randbytes(3000)]:
         for makers in [[_Uniform, _zstd], [_lz4, _Uniform], [_Uniform, _Uniform]]:
             codecs = [make() for make in makers]
@@ -237,7 +237,7 @@ def test_there_is_room_for_what_a_codec_declines_that_would_have_made_it_small()
                 assert _decode(CodecChain(left), stored, len(chunk), lengths=frame.lengths) == chunk
 
 
-def test_first_codec_sees_the_chunk_as_it_is_and_later_ones_flat_bytes():
+def test_first_codec_sees_the_chunk_and_later_ones_flat_bytes():
     first, second = _Recording(), _Recording()
     chain = CodecChain([first, second])
     frame, stored = _encode(chain, bytes(40))
@@ -247,7 +247,7 @@ def test_first_codec_sees_the_chunk_as_it_is_and_later_ones_flat_bytes():
 
 
 @pytest.mark.parametrize("start", [0, 240])
-def test_the_codec_behind_an_elementwise_one_sees_its_elements_in_their_place(start):
+def test_the_codec_after_an_elementwise_one_sees_its_elements(start):
     halving, behind = _Halving(), _Recording()
     chunk = random.Random(1).randbytes(400)
     context = _context(400, shape=(10, 24), start=start)
@@ -257,13 +257,13 @@ def test_the_codec_behind_an_elementwise_one_sees_its_elements_in_their_place(st
     decoded = bytearray(400)
     stored = memoryview(out)[: frame.length]
     chain.decode(stored, memoryview(decoded), context=context, lengths=frame.lengths)
-    # Three times: what a lossy chain has encoded is decoded at once, for its checksum.
+    # Three times: a lossy chain decodes its output at once, for the checksum.
     assert halving.contexts == [context] * 3
     assert behind.contexts == [CodecContext("bfloat16", 2, (10, 24), start // 2, 200)] * 3
 
 
 class _Says(_Recording):
-    """Says of its output what it is told to."""
+    """Declares the given output."""
 
     def __init__(self, says):
         super().__init__()
@@ -273,7 +273,7 @@ class _Says(_Recording):
         return self._says(context)
 
 
-def test_an_output_that_cannot_be_is_a_breach_of_contract():
+def test_an_impossible_output_breaches_the_contract():
     for output in [
         None,
         "float32",
@@ -294,20 +294,20 @@ def test_an_output_that_cannot_be_is_a_breach_of_contract():
 @pytest.mark.parametrize(
     "output", [CodecOutput("uint16", 2), CodecOutput("float32", 4, elementwise=True)]
 )
-def test_an_output_that_is_no_whole_elements_is_a_breach_of_contract(output):
+def test_output_of_partial_elements_breaches_the_contract(output):
     with pytest.raises(CodecError, match=r"recording claims to make .* wrote 41 bytes"):
         _encode(CodecChain([_Says(lambda context: output), _zstd()]), bytes(40))
 
 
 @pytest.mark.parametrize("length", [0, 198, 202, 400])
-def test_a_length_that_is_not_that_of_the_elements_is_refused_before_decoding(length):
+def test_a_length_that_contradicts_the_elements_is_refused_early(length):
     chain = CodecChain([_Halving(), _Recording()])
     with pytest.raises(CodecError, match=rf"100 elements of bfloat16.*wrote {length} bytes"):
         _decode(chain, bytes(201), 400, lengths=[length])
     assert chain.codecs[1].contexts == []
 
 
-def test_a_codec_that_needs_a_base_stands_first():
+def test_a_codec_that_needs_a_base_is_first():
     assert CodecChain([_Against(), _zstd()]).needs_base
     for before in (_Recording(), _Against()):
         with pytest.raises(CodecError, match="cannot come after recording: put recording first"):
@@ -347,14 +347,14 @@ def test_foreign_error_of_a_codec_becomes_a_codec_error():
 
 
 @pytest.mark.parametrize("length", [-1, 12])
-def test_length_beyond_the_bound_is_a_breach_of_contract(length):
+def test_length_beyond_the_bound_breaches_the_contract(length):
     chain = CodecChain([_Faulty(lambda chunk, out: length)])
     with pytest.raises(CodecError, match="broke its contract"):
         _encode(chain, bytes(10))
 
 
 @pytest.mark.parametrize("lengths", [(), (1, 2), (-1,), (1 << 40,)])
-def test_lengths_between_codecs_are_checked_before_memory_is_taken(lengths):
+def test_lengths_between_codecs_are_checked_before_allocation(lengths):
     with pytest.raises(CodecError, match="cannot have lengths"):
         _decode(CodecChain([_lz4(), _zstd()]), b"", 100, lengths=lengths)
 
@@ -418,14 +418,14 @@ def test_the_worst_of_each_kind_is_found(dtype):
 
 
 @pytest.mark.parametrize("at", [0, 65_535, 65_536, 199_999])
-def test_an_error_is_found_wherever_it_is(at):
+def test_an_error_is_found_at_any_index(at):
     saved = torch.ones(200_000)
     given = saved.clone()
     given[at] = 0.75
     assert compared(saved, given) == WorstErrors(0.25, 0.25)
 
 
-def test_odd_numbers_count_as_what_they_are():
+def test_special_floats_count_correctly():
     for saved, restored, errors in [
         ([1.0, NAN, INF, -INF, 0.0, -0.0], [1.0, NAN, INF, -INF, -0.0, 0.0], WorstErrors(0, 0)),
         ([NAN, NAN], [NAN, NAN], WorstErrors(0, 0)),
@@ -445,12 +445,12 @@ def test_odd_numbers_count_as_what_they_are():
         assert compared(saved, restored) == errors
 
 
-def test_a_lossy_codec_behind_a_lossless_one_is_refused():
+def test_a_lossy_codec_after_a_lossless_one_is_refused():
     with pytest.raises(CodecError, match="put recording first"):
         CodecChain([_zstd(), _Rounding()])
 
 
-def test_a_lossy_codec_and_one_that_needs_a_base_are_refused_whatever_their_order():
+def test_a_lossy_codec_with_one_that_needs_a_base_is_refused_in_any_order():
     cast, against = CastCodec(CastConfig()), _Against()
     for codecs in ([cast, against], [against, cast], [cast, _zstd(), against]):
         with pytest.raises(CodecError, match="no rule can have both: leave out cast or recording"):
@@ -477,7 +477,7 @@ def test_empty_chain_is_refused():
         CodecChain([])
 
 
-def test_an_error_while_a_codec_says_its_output_is_a_codec_error():
+def test_an_error_in_a_codecs_output_method_is_a_codec_error():
     def fail(context):
         raise KeyError("boom")
 

@@ -1,4 +1,4 @@
-"""What one process lends to others: nothing before it is verified, nothing overwritten too soon."""
+"""Lending between processes: no unverified bytes, none overwritten too soon."""
 
 import itertools
 import mmap
@@ -22,7 +22,7 @@ PAGE = 4096
 
 
 class Member:
-    """One process of several, here as an object: its window, and the sockets to the others."""
+    """One process of several, as an object: its window, and the sockets to the others."""
 
     def __init__(self, pages, clock):
         self.timing = Timing(poll_s=0.01, clock=clock)
@@ -54,7 +54,7 @@ class Member:
 
 @pytest.fixture
 def members(request):
-    """Members that know each other, and wait for each other for so long."""
+    """Connected members, with a timeout."""
     made = []
 
     def make(count=2, *, pages=4, limit_s=60.0, clock=SYSTEM_CLOCK):
@@ -86,7 +86,7 @@ def never():
     return False
 
 
-def test_what_one_lends_all_takers_place(members):
+def test_all_takers_place_lent_pieces(members):
     one, two, three = members(3)
     pieces = [share(n, 1, 2) for n in range(20)]  # five times the window
     for taker in (two, three):
@@ -102,7 +102,7 @@ def test_what_one_lends_all_takers_place(members):
     assert one.exchange.wait(never) == []
 
 
-def test_memory_is_not_written_anew_before_all_have_taken_it(members):
+def test_memory_is_not_reused_before_all_takers_finish(members):
     one, two, three = members(3, pages=1)
     slow = threading.Event()
     three.hold = lambda _: slow.wait(30)
@@ -123,7 +123,7 @@ def test_memory_is_not_written_anew_before_all_have_taken_it(members):
     assert {n: data[0] for n, data in three.placed.items()} == {0: 7, 1: 8}
 
 
-def test_memory_that_one_copies_is_not_written_anew_because_it_lends_no_more_itself(members):
+def test_memory_being_copied_is_not_reused_when_its_taker_stops_lending(members):
     reader, taker = members(2, pages=1)
     first, second = share(0, 1), share(1, 1)
     many = [share(number, 0) for number in range(10, 30_000)]  # more than a socket holds
@@ -149,10 +149,10 @@ def test_memory_that_one_copies_is_not_written_anew_because_it_lends_no_more_its
     assert taker.placed[0] == bytes([1]) * PAGE
 
 
-def test_who_takes_beside_one_that_stands_still_is_told_at_once_to_read_by_itself(members):
+def test_a_taker_beside_a_stalled_one_is_sent_to_the_store_at_once(members):
     reader, stuck, taker = members(3, pages=64)
     reader.peers[0].quiet = Watchdog(0.3)  # of the one that is stuck
-    first = [share(number, 1, 2) for number in range(16)]  # as many as go without an answer
+    first = [share(number, 1, 2) for number in range(16)]  # as many as fit without an answer
     last, back = share(16, 1, 2), share(17, 0)
     reader.begin(own=[*first, last], taken=[(2, back)])
     taker.begin(own=[back], taken=[(0, piece) for piece in (*first, last)])
@@ -169,7 +169,7 @@ def test_who_takes_beside_one_that_stands_still_is_told_at_once_to_read_by_itsel
     assert stuck.exchange is None
 
 
-def test_a_taker_that_stands_still_while_it_lends_nothing_keeps_what_it_was_lent(members):
+def test_a_stalled_taker_that_lends_nothing_keeps_its_lent_pieces(members):
     clock = ShiftedClock()
     one, _ = members(2, pages=1, clock=clock)
     pieces = [share(0, 1), share(1, 1)]
@@ -183,7 +183,7 @@ def test_a_taker_that_stands_still_while_it_lends_nothing_keeps_what_it_was_lent
     assert one.memory[:1] == b"\7"
 
 
-def test_what_a_dead_process_was_lent_is_free_and_its_own_is_left_to_read(members):
+def test_a_dead_peer_frees_its_loans_and_its_pieces_are_left_to_read(members):
     one, two = members(2, pages=1)
     pieces = [share(n, 1) for n in range(3)]
     awaited = share(9)
@@ -196,7 +196,7 @@ def test_what_a_dead_process_was_lent_is_free_and_its_own_is_left_to_read(member
     assert one.exchange.wait(never) == [awaited.job]
 
 
-def test_a_piece_outside_of_the_window_is_not_read(members):
+def test_a_piece_outside_the_window_is_not_read(members):
     one, two = members(2, pages=1)
     taken = share(0, length=2 * PAGE)
     two.begin(taken=[(0, taken)])
@@ -206,8 +206,8 @@ def test_a_piece_outside_of_the_window_is_not_read(members):
     assert not two.placed
 
 
-def test_a_target_that_fails_ends_the_lending_of_that_process_at_once(members):
-    """What it has lent itself is in use: it would wait for memory that nobody frees."""
+def test_a_failed_target_ends_lending_of_that_process_at_once(members):
+    """Its own loans are in use: it would wait for memory that no process frees."""
     one, two = members(2, pages=1)
 
     def fail(_):
@@ -215,7 +215,7 @@ def test_a_target_that_fails_ends_the_lending_of_that_process_at_once(members):
 
     two.hold = fail
     two.begin(own=[held := share(1, 0), share(2, 0)], taken=[(0, share(0))])
-    lend(two, held, 2)  # all of its window; the other one does not take it
+    lend(two, held, 2)  # all of its window; the other does not take it
     one.exchange = Exchange(
         Staging(len(one.memory), one.memory), one.peers,
         own=[piece := share(0, 1)], taken=[], place=one._place, timing=one.timing,
@@ -226,7 +226,7 @@ def test_a_target_that_fails_ends_the_lending_of_that_process_at_once(members):
     one.exchange.start()  # so that it can be closed
 
 
-def test_many_small_pieces_in_both_directions_never_block_each_other(members):
+def test_many_small_pieces_both_ways_never_deadlock(members):
     count = 1500
     one, two = members(2, pages=count)
     for me, member in enumerate((one, two)):

@@ -1,4 +1,4 @@
-"""Frames -> verified bytes in sinks, frame by frame and by hand."""
+"""Frames -> verified bytes in sinks, frame by frame."""
 
 import gc
 import random
@@ -35,7 +35,7 @@ BLOCK = 4096
 
 
 class Sink(ByteSink):
-    """Takes bytes; with `direct` it lends its memory, too."""
+    """Takes bytes; with `direct` it also lends its memory."""
 
     def __init__(self, nbytes, *, direct):
         self.nbytes = nbytes
@@ -54,7 +54,7 @@ class Sink(ByteSink):
 
 
 class Store:
-    """A store to which frames are written by hand."""
+    """A store with frames written by the test."""
 
     def __init__(self):
         self.backend = MemoryBackend(MemoryConfig())
@@ -93,7 +93,7 @@ class Store:
         return self.job(frame, name), data
 
     def chained(self, length, links):
-        """A frame and its bases, each in a blob of its own, the lowest raw; and the bytes."""
+        """A frame and its bases, each in its own blob, the lowest raw; and the bytes."""
         delta, data = CodecChain([DeltaCodec(DeltaCodec.Config())]), self._chance.randbytes(length)
         context = CodecContext("uint8", 1, (length,), 0, length)
         bases = []
@@ -163,7 +163,7 @@ def test_a_whole_frame_arrives_verified(kind, direct, store, loader):
 
 
 @pytest.mark.parametrize("by_copy", [True, False])
-def test_a_target_has_only_verified_bytes_where_whole_frames_are_copied(by_copy, store, workers):
+def test_a_target_gets_only_verified_bytes_of_whole_frames(by_copy, store, workers):
     job, data = store.raw(20_000)
     large, rest = store.raw(200_000, name="large")  # longer than its share of the scratch memory
     sink, other = Sink(20_000, direct=True), Sink(200_000, direct=True)
@@ -179,7 +179,7 @@ def test_a_target_has_only_verified_bytes_where_whole_frames_are_copied(by_copy,
     assert (sink.data == b"\xee" * 20_000) is by_copy
 
 
-def test_what_is_copied_is_read_in_pieces_of_whole_blocks(store, workers):
+def test_copies_are_read_in_pieces_of_whole_blocks(store, workers):
     job, data = store.raw(20_000)  # from 64 on: it has blocks of 4032, 4096, ... and 3584 bytes
     sink = Sink(21_000, direct=True)
     blocks = frame_blocks(64, 20_000, BLOCK)
@@ -201,16 +201,16 @@ def test_what_is_copied_is_read_in_pieces_of_whole_blocks(store, workers):
     assert sink.data[bad[1] :] == data[blocks[4].start :]
 
 
-def test_only_flat_memory_gets_pieces(store, workers):
+def test_only_flat_memory_is_split(store, workers):
     job, data = store.raw(20_000)
-    sink = Sink(20_000, direct=False)  # as of a strided tensor, which takes whole elements
+    sink = Sink(20_000, direct=False)  # as for a strided tensor, which takes whole elements
     loader = Loader(store.backend, workers)
     loader.by_copy, loader.piece_bytes = True, BLOCK
     assert not loader.run([using(job, ChunkUse(sink, 0, 0, 20_000))]).damaged
     assert (sink.data, sink.copies) == (data, 1)
 
 
-def test_only_the_ranges_asked_for_are_read_and_placed(store, loader):
+def test_only_requested_ranges_are_read_and_placed(store, loader):
     job, data = store.raw(20_000)
     blocks = frame_blocks(64, 20_000, BLOCK)
     ranges = (
@@ -219,7 +219,7 @@ def test_only_the_ranges_asked_for_are_read_and_placed(store, loader):
     )
     sink = Sink(20_000, direct=True)
     inside = [ByteRange(10, 500), ByteRange(blocks[3].start + 5, blocks[4].stop - 5)]
-    store.corrupt("raw", 64 + blocks[1].start)  # nobody looks there
+    store.corrupt("raw", 64 + blocks[1].start)  # no reader checks there
     stats = loader.run(
         [using(job, *(ChunkUse(sink, r.start, r.start, r.length) for r in inside), ranges=ranges)]
     )
@@ -277,7 +277,7 @@ def test_a_frame_that_does_not_decode_is_damage(store, loader):
     assert "does not decode" in damage[1]
 
 
-def test_missing_and_cut_blobs_are_damage_of_their_frames_only(store, loader):
+def test_missing_or_short_blobs_damage_only_their_frames(store, loader):
     sinks = [Sink(9000, direct=True) for _ in range(3)]
     jobs = []
     for number, name in enumerate(["whole", "gone", "cut"]):
@@ -293,7 +293,7 @@ def test_missing_and_cut_blobs_are_damage_of_their_frames_only(store, loader):
     assert sinks[0].data == expected
 
 
-def test_every_frame_arrives_however_little_scratch_there_is(store, workers):
+def test_every_frame_arrives_with_minimal_scratch(store, workers):
     loader = Loader(store.backend, workers)
     loader.scratch_bytes = 8192
     jobs, sinks = [], []
@@ -320,7 +320,7 @@ def test_an_error_of_the_store_is_raised_and_the_next_run_works(store, workers):
 
 
 class Failing(WrapperBackend):
-    """Holds on to no error, unlike one that is told what to raise."""
+    """Keeps no error, unlike one with an error to raise."""
 
     def read(self, requests, /):
         raise StorageError("no")
@@ -352,7 +352,7 @@ def test_after_an_error_no_cycle_of_references_keeps_targets_alive(store, worker
         gc.enable()
 
 
-def test_after_an_error_nothing_is_in_flight_when_the_caller_gets_his_memory_back(store, workers):
+def test_an_error_returns_memory_only_when_nothing_is_in_flight(store, workers):
     faulty = FaultyBackend(store.backend)
     loader = Loader(faulty, workers)
     job, _ = store.raw(9000)
@@ -370,7 +370,7 @@ def test_after_an_error_nothing_is_in_flight_when_the_caller_gets_his_memory_bac
     faulty.close()
 
 
-def test_ctrl_c_is_raised_only_when_nothing_is_in_flight_any_more(store):
+def test_ctrl_c_is_raised_only_once_nothing_is_in_flight(store):
     workers = Workers(2, Timing(interrupt_s=60.0))
     faulty = FaultyBackend(store.backend)
     loader = Loader(faulty, workers)
@@ -402,7 +402,7 @@ def test_ctrl_c_is_raised_only_when_nothing_is_in_flight_any_more(store):
     workers.close()
 
 
-def test_ctrl_c_does_not_wait_for_ever_for_a_stuck_store(store):
+def test_ctrl_c_does_not_wait_forever_for_a_stuck_store(store):
     workers = Workers(2, Timing(interrupt_s=0.3))
     faulty = FaultyBackend(store.backend)
     loader = Loader(faulty, workers)
@@ -436,14 +436,14 @@ LENGTH, LINKS = 20_000, 5
 
 @pytest.fixture
 def by_links(store, workers):
-    """A loader to which every chain is too large to be read together."""
+    """A loader for which every chain is too large to read at once."""
     loader = Loader(store.backend, workers)
     loader.together_bytes = LENGTH
     return loader
 
 
 @pytest.mark.parametrize("direct", [True, False])
-def test_a_chain_that_is_read_link_by_link_decodes_to_the_same(direct, store, by_links, loader):
+def test_a_chain_read_link_by_link_decodes_to_the_same(direct, store, by_links, loader):
     job, data = store.chained(LENGTH, LINKS)
     (other, more), sinks = store.raw(9000), [Sink(LENGTH, direct=direct) for _ in range(2)]
     for sink, reader in zip(sinks, (by_links, loader), strict=True):
@@ -459,7 +459,7 @@ def test_a_chain_that_is_read_link_by_link_decodes_to_the_same(direct, store, by
         assert stats.bytes_read == sum(seen) == 2 * 9000 + sum(o.frame.length for o in job.links)
 
 
-def test_links_that_are_damaged_in_different_tiers_still_make_a_chunk(store, workers):
+def test_links_damaged_in_different_tiers_still_give_a_chunk(store, workers):
     other = Store()
     job, data = store.chained(LENGTH, LINKS)
     other.chained(LENGTH, LINKS)
@@ -472,17 +472,19 @@ def test_links_that_are_damaged_in_different_tiers_still_make_a_chunk(store, wor
         def tiers(self):
             return (Tier("fast", store.backend), Tier("slow", other.backend))
 
-    told = []
-    loader = Loader(TwoTiers(store.backend), workers, on_failover=lambda *what: told.append(what))
+    reported = []
+    loader = Loader(
+        TwoTiers(store.backend), workers, on_failover=lambda *what: reported.append(what)
+    )
     loader.together_bytes = LENGTH
     sink = Sink(LENGTH, direct=True)
     assert not loader.run([using(job, ChunkUse(sink, 0, 0, LENGTH))]).damaged
     assert sink.data == data
-    assert told == [("link-0", "slow"), ("link-2", "slow")]
+    assert reported == [("link-0", "slow"), ("link-2", "slow")]
 
 
 @measured
-def test_a_long_chain_of_large_chunks_takes_the_memory_of_a_few(store, loader):
+def test_a_long_chain_of_large_chunks_uses_memory_for_a_few(store, loader):
     length, links = 8 << 20, 40
     job, data = store.chained(length, links)
     sink = Sink(length, direct=False)
@@ -500,7 +502,7 @@ def test_a_long_chain_of_large_chunks_takes_the_memory_of_a_few(store, loader):
     assert out == data
 
 
-def test_a_batch_is_waited_for_though_a_later_one_is_done(store, workers):
+def test_a_batch_is_awaited_even_if_a_later_one_is_done(store, workers):
     faulty = FaultyBackend(store.backend)
     loader = Loader(faulty, workers)
     loader.scratch_bytes = 24 << 10  # the batches have one frame each

@@ -1,4 +1,4 @@
-"""Staging: blocks never overlap, phases are kept, and everything comes back."""
+"""Staging: blocks never overlap, phases are kept, and all memory is returned."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ steps = st.lists(st.one_of(requests, st.integers(0, 50)), max_size=60)
 
 
 @given(steps=steps, budget=st.integers(1, 40).map(lambda n: n * 64 * 1024))
-def test_blocks_never_overlap_keep_their_phase_and_stay_in_the_budget(steps, budget):
+def test_blocks_never_overlap_keep_phase_and_stay_in_budget(steps, budget):
     staging = Staging(budget)
     held = []
     for step in steps:
@@ -52,7 +52,7 @@ def test_blocks_never_overlap_keep_their_phase_and_stay_in_the_budget(steps, bud
     assert staging._used == 0
 
 
-def test_a_forked_child_has_no_part_in_an_arena():
+def test_a_forked_child_does_not_use_an_arena():
     staging = Staging(1 << 20)
     block = staging.acquire(1 << 20, 0)
     block.view[:] = b"\x07" * block.view.nbytes
@@ -66,7 +66,7 @@ def test_a_forked_child_has_no_part_in_an_arena():
     assert bytes(block.view) == b"\x07" * block.view.nbytes
 
 
-def test_a_release_wakes_who_waits_for_room():
+def test_a_release_wakes_waiters_for_room():
     staging = Staging(MIB)
     block = staging.acquire(MIB, 0)
     waiting, seen = threading.Event(), []
@@ -85,11 +85,11 @@ def test_a_release_wakes_who_waits_for_room():
     assert len(seen) == 1
 
 
-PIECE = 4 * MIB  # what one thread touches at once
+PIECE = 4 * MIB  # the size that one thread touches at once
 
 
 class Gates:
-    """Touches pieces of an arena when it is told to, the lower of two first."""
+    """Touches pieces of an arena on demand, the lower of two first."""
 
     def __init__(self, *, can=True):
         self.can, self.touched, self.may_go_on = can, [], threading.Event()
@@ -119,7 +119,7 @@ def waited_for(staging, length):
     return block
 
 
-def test_only_touched_memory_is_room_while_the_rest_is_touched():
+def test_only_touched_memory_is_room_during_touching():
     gates = Gates()
     staging = touched(gates)
     first = waited_for(staging, PIECE)
@@ -133,7 +133,7 @@ def test_only_touched_memory_is_room_while_the_rest_is_touched():
     assert sorted(gates.touched) == [(first.address + n * PIECE, PIECE) for n in range(3)]
 
 
-def test_touching_changes_no_byte_and_gives_every_page_its_memory():
+def test_touching_maps_every_page_and_changes_no_byte():
     staging = touched(budget=64 * MIB, expected=64 * MIB)
     block = waited_for(staging, PIECE)
     block.view[:] = b"\x07" * PIECE
@@ -147,7 +147,7 @@ def test_touching_changes_no_byte_and_gives_every_page_its_memory():
     assert pages.all()
 
 
-def test_memory_that_cannot_be_touched_is_used_as_it_is():
+def test_untouchable_memory_is_used_unprepared():
     gates = Gates(can=False)
     gates.may_go_on.set()
     staging = touched(gates)
@@ -155,7 +155,7 @@ def test_memory_that_cannot_be_touched_is_used_as_it_is():
     assert len(gates.touched) <= 2
 
 
-def test_only_what_is_missing_within_the_budget_is_touched():
+def test_only_memory_missing_in_the_budget_is_touched():
     gates = Gates()
     gates.may_go_on.set()
     staging = touched(gates, budget=2 * PIECE, expected=9 * PIECE)
@@ -165,7 +165,7 @@ def test_only_what_is_missing_within_the_budget_is_touched():
     assert staging.allocated_bytes == 2 * PIECE
 
 
-def test_no_more_is_touched_than_asked_for_and_the_rest_is_used_as_it_is():
+def test_only_the_requested_memory_is_touched_before_use():
     gates = Gates()
     gates.may_go_on.set()
     staging = touched(gates, nbytes=2 * PIECE)
@@ -173,7 +173,7 @@ def test_no_more_is_touched_than_asked_for_and_the_rest_is_used_as_it_is():
     assert sum(length for _, length in gates.touched) == 2 * PIECE
 
 
-def test_memory_for_device_copies_is_mapped_and_not_touched_since_cuda_does_so():
+def test_memory_for_device_copies_is_mapped_but_cuda_touches_it():
     gates = Gates()
     staging = Staging(2 * PIECE, populate=gates.populate)
     staging.expect(2 * PIECE, copied_from="cuda:0")
@@ -182,7 +182,7 @@ def test_memory_for_device_copies_is_mapped_and_not_touched_since_cuda_does_so()
     assert not staging.is_being_touched
 
 
-def test_staging_that_is_closed_is_touched_no_further():
+def test_touching_ends_when_staging_closes():
     gates = Gates()
     staging = touched(gates, budget=9 * PIECE, expected=9 * PIECE)
     staging.release(waited_for(staging, 1))
@@ -195,7 +195,7 @@ def test_staging_that_is_closed_is_touched_no_further():
     assert len(gates.touched) <= 3
 
 
-def test_forked_child_does_not_wait_for_threads_that_it_has_not():
+def test_forked_child_does_not_wait_for_parent_threads():
     gates = Gates()
     staging = touched(gates)
     waited_for(staging, PIECE)
@@ -208,7 +208,7 @@ def test_forked_child_does_not_wait_for_threads_that_it_has_not():
 
 
 @pytest.mark.parametrize(("state", "ranks"), [(10, 1), (1 << 60, 1), (1 << 60, 8)])
-def test_the_default_budget_is_the_state_or_a_rank_s_share_of_half_the_memory(state, ranks):
+def test_the_default_budget_is_the_state_or_a_share_of_half_the_memory(state, ranks):
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     total = next(int(li.split()[1]) << 10 for li in lines if li.startswith("MemTotal"))
     budget = default_budget(state, ranks)
@@ -216,8 +216,8 @@ def test_the_default_budget_is_the_state_or_a_rank_s_share_of_half_the_memory(st
 
 
 @given(steps=steps, budget=st.integers(1, 20).map(lambda n: n * 64 * 1024))
-def test_a_block_is_refused_only_where_no_gap_holds_it(steps, budget):
-    """Released neighbours are joined at once: no memory is lost to the allocator."""
+def test_a_block_is_refused_only_if_no_gap_fits_it(steps, budget):
+    """Released neighbors are joined at once: no memory is lost to the allocator."""
     staging = Staging(budget)
     staging.expect(budget)  # one arena
     held = []
@@ -287,8 +287,8 @@ def is_pinned(address):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("end", ["closed", "dropped", "outgrown"])
-def test_memory_for_device_copies_is_pinned_until_it_is_given_back(end):
-    """CUDA would go on writing to the old pages when other memory is mapped at their address."""
+def test_memory_for_device_copies_is_pinned_until_returned(end):
+    """CUDA would keep writing to the old pages when other memory is mapped at their address."""
     staging = Staging(2 * MIB)
     staging.expect(MIB, copied_from="cuda:0")
     block = staging.acquire(MIB, 0)
@@ -307,7 +307,7 @@ def test_memory_for_device_copies_is_pinned_until_it_is_given_back(end):
 
 
 @pytest.mark.gpu
-def test_memory_that_cannot_be_pinned_leaves_no_error_to_others():
+def test_failed_pinning_leaves_no_pending_cuda_error():
     import torch
 
     memory = map_memory(MIB)

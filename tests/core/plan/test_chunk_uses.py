@@ -1,4 +1,4 @@
-"""Regions of tensors that several ranks hold, put together from shards of any shape."""
+"""Regions of tensors of several ranks, assembled from shards of any shape."""
 
 import re
 from itertools import combinations
@@ -69,7 +69,7 @@ def stored_as(shards, shape, itemsize, per_part=1, block_bytes=4096):
 
 
 def give(shard, use, data, step):
-    """Bring the bytes that a use asks for, `step` elements at once, and nothing else."""
+    """Deliver only the bytes that a use asks for, `step` elements at once."""
     size = data.itemsize * data.shape[-1]
     stored = memoryview(cut(data, shard.region))
     end = use.at + use.length
@@ -78,7 +78,7 @@ def give(shard, use, data, step):
 
 
 @given(st.data())
-def test_any_region_is_put_together_from_any_shards(data):
+def test_any_region_is_assembled_from_any_shards(data):
     shape = tuple(data.draw(st.lists(st.integers(1, 6), max_size=4)))
     itemsize = data.draw(st.sampled_from([1, 2, 3, 4, 8, 16]))
     shards = data.draw(splits(Region.whole(shape)))
@@ -110,7 +110,7 @@ def test_any_region_is_put_together_from_any_shards(data):
         ),
         ([Region((0, 0), (6, 2)), Region((0, 2), (6, 1))], "no shard has elements [0:6, 3:4]"),
         ([Region((1, 0), (5, 4))], "no shard has elements [0:1, 0:4]"),
-        # As many elements twice as are missing.
+        # As many duplicate elements as missing ones.
         ([Region((0, 0), (4, 4)), Region((0, 0), (2, 4))], "no shard has elements [4:6, 0:4]"),
         (
             [Region((0, 0), (6, 1)), Region((0, 1), (6, 2)), Region((0, 2), (6, 1))],
@@ -119,11 +119,11 @@ def test_any_region_is_put_together_from_any_shards(data):
         ([], "no shard has elements [0:6, 0:4]"),
     ],
 )
-def test_shards_that_leave_out_or_repeat_elements_are_refused(shards, why):
+def test_shards_that_omit_or_repeat_elements_are_refused(shards, why):
     stored = stored_as(shards, (6, 4), 1)
     (whole,) = stored_as([Region.whole((6, 4))], (6, 4), 1)
     request = ObjectRequest(whole, BytesSink(24))
     with pytest.raises(FormatError, match=re.escape(f"w from (0, 0) on: {why}")):
         list(chunk_uses(request, stored))
-    # To verify them nothing is put together.
+    # Verification assembles nothing.
     assert len(list(chunk_uses(request._replace(sink=None), stored))) == len(stored)

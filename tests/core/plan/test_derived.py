@@ -21,7 +21,7 @@ def found(*objects, lossy=()):
     return find_masters(objects, is_exact=lambda chain: chain not in lossy)
 
 
-def test_a_master_has_the_name_of_the_weight_in_its_path():
+def test_a_master_has_the_weight_name_in_its_path():
     for path in [
         ("master", "wte.weight"),
         ("optimizer", "state", "wte.weight", "master_param"),
@@ -32,7 +32,7 @@ def test_a_master_has_the_name_of_the_weight_in_its_path():
             assert found(half("model", "wte.weight", dtype=dtype), full(*path)) == {0: (1,)}
 
 
-def test_others_are_no_masters():
+def test_no_others_are_masters():
     for other in [
         full("master", "wpe.weight"),
         full("master", "wte.weight.x"),
@@ -58,7 +58,7 @@ def test_a_master_does_not_change_before_the_two_are_compared(one, other, fits):
     assert bool(found(half("model", "w", capture=one), full("master", "w", capture=other))) is fits
 
 
-def test_a_name_that_many_share_leads_to_none_of_them():
+def test_a_name_shared_by_many_matches_none():
     layers = [str(n) for n in range(20)]
     weights = [half("model", layer, "weight") for layer in layers]
     masters = [full("master", layer, "weight") for layer in layers]
@@ -67,7 +67,7 @@ def test_a_name_that_many_share_leads_to_none_of_them():
     assert not found(*weights, *nested)
 
 
-def test_objects_that_may_be_derived_come_last_and_in_no_slab():
+def test_derivable_objects_come_last_and_in_no_slab():
     objects = [half("model", "w"), full("master", "w"), full("model", "x", count=10)]
     plan = plan_save(objects, chunk_bytes=1 << 20, masters={0: (1,)})
     assert plan.masters == {0: (1,)}

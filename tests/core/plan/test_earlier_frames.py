@@ -1,4 +1,4 @@
-"""Frames of an earlier checkpoint by their content: only what a reader decodes to the same."""
+"""Frames of an earlier checkpoint by content: only those that a reader decodes to the same."""
 
 import pytest
 from tests.core.planned import NoBytes, planned
@@ -28,7 +28,7 @@ def find(frames, content=7, context=PLAIN, *, elements=None, chain=(ZSTD,)):
     return EarlierFrames(shared=frames).equal(content, context, elements, chain)
 
 
-def test_key_of_a_chunk_says_where_its_bytes_are_in_the_whole_tensor():
+def test_chunk_key_locates_its_bytes_in_the_whole_tensor():
     """Two ranks hold the halves of a tensor; neither half may be the base of the other."""
     keys = []
     for offset in (0, 50):
@@ -57,11 +57,11 @@ def test_a_frame_is_found_by_content_context_and_chain():
         CodecContext("float32", 4, (100,), 0, LENGTH + 1),
     ],
 )
-def test_a_chunk_that_codecs_would_see_in_another_way_is_not_equal(context):
+def test_a_chunk_that_codecs_would_see_differently_is_not_equal(context):
     assert find([(PLAIN, stored())], context=context) is None
 
 
-def test_a_slab_that_readers_know_by_its_elements_is_no_single_tensor():
+def test_a_slab_that_readers_know_by_element_is_no_single_tensor():
     elements = ("float32", 4)
     assert find([(PLAIN, stored(elements=elements))]) is None
     assert find([(PLAIN, stored())], elements=elements) is None
@@ -79,12 +79,12 @@ def test_a_slab_that_readers_know_by_its_elements_is_no_single_tensor():
         ((CodecRecord("zstd", 1, {"level": 9}),), (ZSTD,), False),
     ],
 )
-def test_the_codecs_are_those_that_would_encode_it_now(has, wanted, fits):
+def test_the_codecs_are_those_of_the_current_rules(has, wanted, fits):
     assert (find([(PLAIN, stored(chain=has))], chain=wanted) is not None) is fits
 
 
 @pytest.mark.parametrize(("length", "worth"), [(500, True), (499, False)])
-def test_a_save_of_which_less_than_half_is_used_is_not_kept_alive(length, worth):
+def test_a_save_less_than_half_used_is_not_kept_alive(length, worth):
     old = stored(length=length)
     own = stored(8, where=blob(NEW), length=1000)
     assert (find([(PLAIN, old), (PLAIN, own)]) is not None) is worth

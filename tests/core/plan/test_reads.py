@@ -94,7 +94,7 @@ def whole(record):
 def execute(jobs, blobs):
     for read in jobs:
         frame = read.frame
-        chunk = bytearray(b"\xee" * frame.raw_length)  # what is not fetched must not be used
+        chunk = bytearray(b"\xee" * frame.raw_length)  # unfetched bytes must not be used
         for block in read.ranges:
             at = frame.offset + block.start
             got = blobs[frame.blob][at : at + block.length]
@@ -115,9 +115,7 @@ def stores(draw):
 
 
 @given(data=st.data(), store_of=stores(), block_pages=st.integers(1, 3))
-def test_any_ranges_of_any_objects_are_read_right_and_only_their_blocks(
-    data, store_of, block_pages
-):
+def test_any_ranges_are_read_correctly_and_only_their_blocks(data, store_of, block_pages):
     sizes, chunk_bytes, chains = store_of
     blobs, frames, refs = store(sizes, chunk_bytes, chains)
     block_bytes = block_pages * PAGE_BYTES
@@ -199,7 +197,7 @@ def cut(array, region):
 
 
 @given(regions(), st.integers(0, 20))
-def test_runs_are_exactly_the_bytes_of_a_region_with_small_gaps_joined(case, gap):
+def test_runs_are_the_bytes_of_a_region_with_small_gaps_joined(case, gap):
     shape, region, itemsize = case
     whole = tensor(shape, itemsize).tobytes()
     exact = region_runs(shape, region, itemsize)
@@ -233,7 +231,7 @@ def elements(region):
 
 
 def spans_of(dimensions):
-    """Rectangles within 5 elements along each dimension, none of them empty."""
+    """Non-empty rectangles within 5 elements along each dimension."""
     ends = st.tuples(st.integers(0, 4), st.integers(0, 4)).map(sorted)
     spans = st.lists(ends, min_size=dimensions, max_size=dimensions)
     return spans.map(lambda s: Region([a for a, _ in s], [b - a + 1 for a, b in s]))
@@ -273,7 +271,7 @@ def across(dimensions, size, dimension):
         yield Region(*zip(*bounds, strict=True))
 
 
-def test_few_shards_of_many_dimensions_are_judged_in_little_memory():
+def test_few_shards_of_many_dimensions_need_little_memory():
     lone = Region((1,) * 64, (1,) * 64)
     assert "no shard has elements [0:1, 0:1" in flaw_of_cover((3,) * 64, [lone])
     crossed = [region for d in range(40) for region in across(40, 3, d)]
@@ -281,7 +279,7 @@ def test_few_shards_of_many_dimensions_are_judged_in_little_memory():
     assert one_copy((3,) * 40, crossed) is None
 
 
-def test_a_search_for_copies_that_leads_nowhere_ends():
+def test_a_futile_search_for_copies_ends():
     size = 300
     rows = [Region((n,), (1,)) for n in range(size)]
     windows = [Region((n,), (size // 2,)) for n in range(size // 2)]
@@ -290,7 +288,7 @@ def test_a_search_for_copies_that_leads_nowhere_ends():
 
 
 @given(regions(), st.data())
-def test_a_piece_of_a_region_is_copied_out_of_any_range_that_holds_it(case, data):
+def test_a_piece_of_a_region_is_copied_from_any_range_with_it(case, data):
     shape, region, itemsize = case
     count = math.prod(shape)
     start, stop = sorted((data.draw(st.integers(0, count)), data.draw(st.integers(0, count))))
@@ -309,7 +307,7 @@ def test_a_piece_of_a_region_is_copied_out_of_any_range_that_holds_it(case, data
 
 
 @given(regions(), st.data())
-def test_a_cover_is_said_of_exactly_those_regions_that_are_all_of_some_whole_copy(case, data):
+def test_exactly_the_regions_of_whole_copies_are_covered(case, data):
     shape, region, _ = case
     held = [region, *data.draw(st.lists(regions().map(lambda other: other[1]), max_size=3))]
     held = [one for one in held if len(one.sizes) == len(shape)]

@@ -120,7 +120,7 @@ def test_slabs_hold_only_whole_small_objects_of_one_kind(items, chunk_bytes, **s
 
 
 @given(**saves)
-def test_frozen_comes_before_now_before_deferred_and_else_in_described_order(items, **sizes):
+def test_order_is_frozen_now_deferred_else_as_described(items, **sizes):
     plan = plan_save(items, **sizes)
     keys = [(ORDER.index(c.capture), c.pieces[0].item, c.pieces[0].start) for c in plan.chunks]
     assert keys == sorted(keys)
@@ -130,7 +130,7 @@ def test_frozen_comes_before_now_before_deferred_and_else_in_described_order(ite
 
 
 @given(phase=st.integers(0, 1023).map(lambda n: n * 4), pages=st.integers(1, 9))
-def test_a_large_object_keeps_its_phase_and_is_cut_at_pages_of_its_memory(phase, pages):
+def test_a_large_object_keeps_its_phase_and_is_cut_at_memory_pages(phase, pages):
     nbytes = 40 * PAGE_BYTES
     plan = plan_save(
         [item(nbytes, phase=phase)], chunk_bytes=pages * PAGE_BYTES, slab_limit_bytes=0
@@ -152,7 +152,7 @@ def test_a_large_object_keeps_its_phase_and_is_cut_at_pages_of_its_memory(phase,
     nbytes=st.integers(1, 30_000).map(lambda n: n * 12),
     itemsize=st.sampled_from([4, 12]),
 )
-def test_even_cuts_do_not_depend_on_where_the_memory_lies(phase, pages, nbytes, itemsize):
+def test_even_cuts_do_not_depend_on_the_address(phase, pages, nbytes, itemsize):
     def cut(phase, chain=0):
         one = item(nbytes, phase=phase, itemsize=itemsize, chain=chain)
         sizes = {"chunk_bytes": pages * PAGE_BYTES, "slab_limit_bytes": 0}
@@ -167,7 +167,7 @@ def test_even_cuts_do_not_depend_on_where_the_memory_lies(phase, pages, nbytes, 
     assert [c.pieces for c in cut(phase, 1).chunks] == [c.pieces for c in cut(0, 1).chunks]
 
 
-def test_an_object_whose_address_is_not_aligned_to_its_elements_gets_phase_zero():
+def test_an_object_at_a_misaligned_address_gets_phase_zero():
     plan = plan_save([item(8192, phase=66)], chunk_bytes=4096, slab_limit_bytes=0)
     assert [c.phase for c in plan.chunks] == [0, 0]
 
@@ -187,12 +187,12 @@ def test_an_object_at_the_slab_limit_is_not_gathered():
     assert [c.slab for c in plan.chunks] == [False, True]
 
 
-def test_the_next_object_that_does_not_fit_opens_a_new_slab():
+def test_an_object_that_does_not_fit_opens_a_new_slab():
     plan = plan_save([item(3000), item(3000), item(1000)], chunk_bytes=4096)
     assert [[p.item for p in c.pieces] for c in plan.chunks] == [[0], [1, 2]]
 
 
-def test_chunks_beyond_what_the_format_allows_are_refused():
+def test_chunks_beyond_the_format_limit_are_refused():
     with pytest.raises(ConfigError, match="at most"):
         plan_save([item(4)], chunk_bytes=2 * MAX_CHUNK_BYTES)
 
@@ -227,7 +227,7 @@ def test_blocks_cover_a_frame_and_are_cut_at_pages_of_the_blob(offset, length, b
 
 
 @given(st.lists(st.tuples(st.integers(1, 64 << 20), st.integers(1, 50)), min_size=1, max_size=8))
-def test_blocks_fit_the_pieces_and_take_little_of_the_manifest(sizes):
+def test_blocks_fit_the_pieces_and_keep_the_manifest_small(sizes):
     items = [item(4 * nbytes // 4) for nbytes, count in sizes for _ in range(count)]
     plan = plan_save(items, chunk_bytes=16 << 20)
     block = plan.fitting_block_bytes()
@@ -245,7 +245,7 @@ def test_blocks_of_nothing_have_a_size():
 
 
 @given(data=st.data(), **frames)
-def test_covering_blocks_are_exactly_those_that_a_range_touches(data, offset, length, block_bytes):
+def test_covering_blocks_are_exactly_those_a_range_touches(data, offset, length, block_bytes):
     bound = st.integers(0, length)
     pairs = data.draw(st.lists(st.tuples(bound, bound).map(sorted), max_size=4))
     ranges = merge_spans(pairs)
@@ -279,7 +279,7 @@ def test_a_range_beyond_its_frame_is_refused():
         blocks_covering(0, 100, 4096, [ByteRange(50, 101)])
 
 
-def test_merging_joins_what_touches_and_drops_what_is_empty():
+def test_merging_joins_touching_ranges_and_drops_empty_ones():
     spans = [(5, 9), (0, 3), (3, 4), (6, 7), (4, 4)]
     assert list(merge_spans(spans)) == [ByteRange(0, 4), ByteRange(5, 9)]
 
@@ -301,8 +301,8 @@ cuttings = st.fixed_dictionaries(
     first=cuttings,
     second=cuttings,
 )
-def test_cuts_that_are_known_are_those_that_would_be_made(items, first, second):
-    """Some objects stay as they were, as between two saves of one job; some are alike."""
+def test_known_cuts_equal_freshly_made_cuts(items, first, second):
+    """Some objects are unchanged, as between two saves of one job; some are equal."""
     items = [one[:3] for one in items for _ in range(one[3])]
     known = None
     before = [old for old, _, _ in items]
@@ -315,13 +315,13 @@ def test_cuts_that_are_known_are_those_that_would_be_made(items, first, second):
         assert plan_save(objects, known=Known(known), **how).chunks is plan.chunks
 
 
-def test_plans_that_come_between_each_other_get_their_own_cuts():
-    """A signal handler that plans, or another thread, may come before any line of a plan."""
+def test_interleaved_plans_get_their_own_cuts():
+    """A planning signal handler, or another thread, may run before any line of a plan."""
     one, other = [item(1000), item(8)], [item(5000), item(40), item(8)]
     small, large = (plan_save(objects, chunk_bytes=PAGE_BYTES) for objects in (one, other))
 
     def interrupted(number, last):
-        """Plan `one`, and `other` before line `number`; return the latter, None: no such line."""
+        """Plan `one`, and `other` before line `number`; return the latter, None if no such line."""
         lines, within = itertools.count(), None
 
         def trace(frame, event, arg):

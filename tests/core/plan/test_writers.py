@@ -1,4 +1,4 @@
-"""Which chunks each of several ranks writes, and which rectangles come of them."""
+"""Which chunks each of several ranks writes, and the resulting rectangles."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -38,7 +38,7 @@ def plans_of(ranks):
 
 
 def stored(plans, mine):
-    """What all ranks store, by path."""
+    """The regions that all ranks store, by path."""
     found = {}
     for plan, chunks in zip(plans, mine, strict=True):
         spans = spans_of_rank(plan, chunks)
@@ -56,7 +56,7 @@ shapes = st.lists(
 
 
 @given(shapes, st.integers(1, 5), st.integers(1, 100_000))
-def test_replicas_store_each_byte_once_wherever_their_memory_lies(sizes, count, writer_bytes):
+def test_replicas_store_each_byte_once_at_any_address(sizes, count, writer_bytes):
     ranks = [
         [of_shape((f"t{n}",), s, phase=64 * (rank + n)) for n, s in enumerate(sizes)]
         for rank in range(count)
@@ -74,7 +74,7 @@ def test_replicas_store_each_byte_once_wherever_their_memory_lies(sizes, count, 
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, unique=True), st.integers(1, 100_000))
-def test_what_ranks_outside_hold_as_well_is_stored_by_those_that_save(members, writer_bytes):
+def test_data_also_held_by_other_ranks_is_stored_by_saving_ranks(members, writer_bytes):
     plans = []
     for rank in members:
         replica = among(Replica(rank, 6, ranks=(0, 1, 2, 3, 4, 5)), members)
@@ -83,7 +83,7 @@ def test_what_ranks_outside_hold_as_well_is_stored_by_those_that_save(members, w
     assert sorted(n for chunks in mine for n in chunks) == list(range(len(plans[0].chunks)))
 
 
-def test_writers_have_at_least_so_many_bytes_and_share_evenly():
+def test_writers_have_a_minimum_of_bytes_and_share_evenly():
     objects = [of_shape((f"t{n}",), (256, 64)) for n in range(16)]  # 64 KiB each
     plans = plans_of([objects] * 8)
     for writer_bytes, writers in [(1 << 18, 4), (1 << 20, 1), (1 << 10, 8)]:
@@ -97,7 +97,7 @@ def test_writers_have_at_least_so_many_bytes_and_share_evenly():
         assert max(sizes) - min(sizes[:writers]) <= CHUNK
 
 
-def test_values_are_written_by_the_first_rank_and_shards_by_whoever_holds_them():
+def test_values_are_written_by_the_first_rank_and_shards_by_holders():
     def rank_objects(rank):
         half = Region((16 * rank, 0), (16, 64))
         return [
@@ -136,7 +136,7 @@ def test_objects_of_other_replicas_never_share_a_slab():
 
 
 @given(st.lists(st.integers(1, 70), min_size=1, max_size=9), st.integers(1, 4), st.data())
-def test_what_may_be_derived_goes_to_the_rank_that_writes_its_master(rows, count, data):
+def test_derivable_objects_go_to_the_rank_writing_their_master(rows, count, data):
     masters = [of_shape((f"master{n}",), (r, 64)) for n, r in enumerate(rows)]
     weights = [of_shape((f"weight{n}",), (r, 32)) for n, r in enumerate(rows)]
     pairs = {len(rows) + n: (n,) for n in range(len(rows)) if data.draw(st.booleans())}

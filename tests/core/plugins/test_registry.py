@@ -72,7 +72,7 @@ def test_third_party_codec_is_found_loaded_and_configured(plugin_site):
     assert codec.config.model_dump() == {"level": 4}
 
 
-def test_nothing_is_imported_before_it_is_asked_for(plugin_site):
+def test_nothing_is_imported_before_first_use(plugin_site):
     _add_codec(plugin_site, "acme-codecs", "acme", module="acme_codec")
     registry = Registry()
     assert "acme" in registry.names("codec")
@@ -82,7 +82,7 @@ def test_nothing_is_imported_before_it_is_asked_for(plugin_site):
     assert "acme_codec" in sys.modules
 
 
-def test_own_codecs_are_found_by_the_entry_points_that_pyproject_declares(plugin_site):
+def test_own_codecs_are_found_by_entry_points_of_pyproject(plugin_site):
     plugin_site.add_penstock()
     registry = Registry()
     for name in ("zstd", "lz4"):
@@ -91,7 +91,7 @@ def test_own_codecs_are_found_by_the_entry_points_that_pyproject_declares(plugin
     assert {"module", "optimizer", "tensor", "value"} <= set(registry.names("provider"))
 
 
-def test_unknown_name_says_the_nearest_and_what_is_installed(plugin_site):
+def test_unknown_name_lists_the_nearest_and_installed_ones(plugin_site):
     _add_codec(plugin_site, "acme-codecs", "acme", module="acme_codec")
     with pytest.raises(PluginError, match=r"no codec called 'acne'.*did you mean acme") as caught:
         Registry().codec_class("acne")
@@ -133,7 +133,7 @@ def test_broken_plugins_are_reported_with_their_distributions_and_break_no_other
     _add_codec(plugin_site, "acme-codecs", "acme", module="acme_codec")
     registry = Registry()
     for name, (_, complaint) in BROKEN.items():
-        for _ in range(2):  # the second answer is the remembered one
+        for _ in range(2):  # the second answer is cached
             with pytest.raises(PluginError, match=rf"'{name}' of {name}-codecs 2\.1") as caught:
                 registry.codec_class(name)
             assert complaint.replace("bad", name) in str(caught.value)
@@ -145,7 +145,7 @@ def test_broken_plugins_are_reported_with_their_distributions_and_break_no_other
         assert complaint.replace("bad", name) in states[name].error
 
 
-def test_two_that_claim_one_name_are_an_error_naming_both(plugin_site):
+def test_two_plugins_of_one_name_are_an_error_naming_both(plugin_site):
     _add_codec(plugin_site, "first-codecs", "same", module="first_codec")
     _add_codec(plugin_site, "second-codecs", "same", module="second_codec", version="2.0")
     _add_codec(plugin_site, "acme-codecs", "acme", module="acme_codec")
@@ -168,7 +168,7 @@ def _shipped_codec_and(plugin_site, *more):
     return [e for e in _installed() if e.group == "penstock.codecs"]
 
 
-def test_a_shipped_name_that_another_claims_is_an_error_that_keeps_ours_by_one_line(plugin_site):
+def test_claiming_a_shipped_name_is_an_error_with_a_one_line_fix(plugin_site):
     registry = Registry(_shipped_codec_and(plugin_site, "acme-codecs"))
     with pytest.raises(PluginError, match=r"zstd.*acme-codecs 1\.0 \(acme_codecs:Good\)") as caught:
         registry.codec_class("zstd")
@@ -178,7 +178,7 @@ def test_a_shipped_name_that_another_claims_is_an_error_that_keeps_ours_by_one_l
     assert states == {"penstock": "conflict", "acme-codecs": "conflict"}
 
 
-def test_of_several_the_preferred_one_is_taken(plugin_site):
+def test_the_preferred_plugin_is_used(plugin_site):
     entries = _shipped_codec_and(plugin_site, "acme-codecs", "Other_Codecs")
     for given, module in (
         ("acme-codecs", "acme_codecs"),
@@ -221,7 +221,7 @@ def test_a_class_is_registered_at_run_time(plugin_site):
         (lambda names: type("Own", (names["Good"],), {"version": "1"}), "has the version '1'"),
     ],
 )
-def test_what_breaks_the_contract_cannot_be_registered(made, complaint):
+def test_contract_breaking_classes_are_not_registered(made, complaint):
     names = {}
     exec(textwrap.dedent(_codec("mine")), names)
     with pytest.raises(PluginError, match=complaint):
@@ -237,7 +237,7 @@ def test_a_registered_provider_is_asked_from_then_on():
     assert registry.providers.for_type(dict).name == "mine"
 
 
-# -- looking closely ----------------------------------------------------------------------------
+# -- close checks -------------------------------------------------------------------------------
 
 
 NOT_USABLE = {
@@ -270,7 +270,7 @@ NOT_USABLE = {
 }
 
 
-def test_providers_that_only_fail_in_use_are_listed_as_failed_and_say_why(plugin_site):
+def test_providers_that_fail_only_in_use_are_listed_with_the_reason(plugin_site):
     for name, (source, _) in NOT_USABLE.items():
         named = source.replace("bad", name)
         _add_provider(plugin_site, f"p-{name}", name, module=f"p_{name}", source=named)
@@ -282,7 +282,7 @@ def test_providers_that_only_fail_in_use_are_listed_as_failed_and_say_why(plugin
     assert listed["good"].state == "ok"
 
 
-def test_providers_that_declare_one_form_are_a_conflict_and_the_others_are_not(plugin_site):
+def test_providers_declaring_one_form_conflict_and_others_do_not(plugin_site):
     for name, forms in (("one", ["a", "both"]), ("two", ["b", "both"]), ("three", ["c"])):
         source = _provider(name, forms=forms)
         _add_provider(plugin_site, f"p-{name}", name, module=f"p_{name}", source=source)
@@ -316,9 +316,7 @@ def test_versions_before_the_oldest_readable_one_are_refused(plugin_site):
         ("acme", 1, {"speed": 1}, "acme-codecs 1.0 cannot read what was written with these"),
     ],
 )
-def test_recorded_codec_that_cannot_be_had_is_refused(
-    plugin_site, name, version, config, complaint
-):
+def test_unavailable_recorded_codec_is_refused(plugin_site, name, version, config, complaint):
     _add_codec(plugin_site, "acme-codecs", "acme", module="acme_codec")
     with pytest.raises(PluginError, match=complaint):
         Registry().codec_from_record(name, version, config)
@@ -334,7 +332,7 @@ def _installed():
 
 
 def _third_party_only():
-    """A registry of what the test itself installed."""
+    """A registry of the distributions that the test installed."""
     return Registry([e for e in _installed() if e.dist.name.startswith("p-")])
 
 
@@ -363,7 +361,7 @@ def test_tie_is_an_error_naming_both_distributions_for_that_type_only(plugin_sit
     assert providers.for_type(set).name == "two"
 
 
-def test_of_a_tie_with_a_shipped_provider_that_one_is_taken(plugin_site, caplog):
+def test_a_tie_with_a_shipped_provider_selects_it(plugin_site, caplog):
     source = _provider("greedy", claims="50", forms=["tensor", "own"])
     _add_provider(plugin_site, "p-greedy", "greedy", module="p_greedy", source=source)
     entries = [e for e in _installed() if e.name in {"greedy", "ndarray"}]
@@ -378,7 +376,7 @@ def test_of_a_tie_with_a_shipped_provider_that_one_is_taken(plugin_site, caplog)
     assert len(caplog.records) == 1
 
 
-def test_a_shipped_form_is_never_taken_away(plugin_site, caplog):
+def test_a_shipped_form_is_never_replaced(plugin_site, caplog):
     source = _provider("greedy", forms=["ndarray", "own"])
     _add_provider(plugin_site, "p-greedy", "greedy", module="p_greedy", source=source)
     registry = Registry([e for e in _installed() if e.name in {"greedy", "ndarray"}])
@@ -389,7 +387,7 @@ def test_a_shipped_form_is_never_taken_away(plugin_site, caplog):
     assert states == {"greedy": "conflict", "ndarray": "ok"}
 
 
-def test_broken_third_party_provider_is_left_out_with_one_warning(plugin_site, caplog):
+def test_broken_third_party_provider_is_skipped_with_one_warning(plugin_site, caplog):
     broken = "import no_such_module_anywhere"
     _add_provider(plugin_site, "p-bad", "bad", module="p_bad", source=broken)
     _add_provider(plugin_site, "p-good", "good", module="p_good", source=_provider("good", "1"))
@@ -401,9 +399,7 @@ def test_broken_third_party_provider_is_left_out_with_one_warning(plugin_site, c
     assert "provider 'bad' of p-bad 1.0" in caplog.text
 
 
-def test_third_party_provider_whose_claims_fail_is_passed_over_with_one_warning(
-    plugin_site, caplog
-):
+def test_third_party_provider_with_failing_claims_is_skipped_with_one_warning(plugin_site, caplog):
     _add_provider(plugin_site, "p-bad", "bad", module="p_bad", source=_provider("bad", "1 // 0"))
     _add_provider(plugin_site, "p-good", "good", module="p_good", source=_provider("good", "1"))
     providers = _third_party_only().providers
@@ -433,7 +429,7 @@ def test_form_is_rebuilt_by_the_provider_that_declares_it(plugin_site):
         providers.for_form("bothe")
 
 
-def test_instances_are_created_once_though_threads_ask_together(plugin_site):
+def test_concurrent_threads_create_one_instance(plugin_site):
     source = _provider("slow") + (
         "        made = []\n"
         "        def __init__(self):\n"
@@ -462,18 +458,18 @@ def test_threads_get_names_while_a_signal_handler_interrupts_the_loading(plugin_
         "        def __init__(self):\n            import p_hook; p_hook.interrupt()\n"
     )
     _add_provider(plugin_site, "p-slow", "slow", module="p_slow", source=source)
-    registry, said = _third_party_only(), []
+    registry, answers = _third_party_only(), []
 
-    def interrupt():  # as a handler that saves, and waits for the thread that writes the record
+    def interrupt():  # like a saving handler that waits for the thread that writes the record
         asker = threading.Thread(
-            target=lambda: said.append(registry.shipper("provider slow")), daemon=True
+            target=lambda: answers.append(registry.shipper("provider slow")), daemon=True
         )
         asker.start()
         asker.join(10)
 
     monkeypatch.setitem(sys.modules, "p_hook", SimpleNamespace(interrupt=interrupt))
     registry.providers.all()
-    assert said == ["p-slow 1.0"]
+    assert answers == ["p-slow 1.0"]
 
 
 def test_a_provider_that_cannot_be_imported_yet_is_tried_again(plugin_site):
@@ -488,7 +484,7 @@ def test_a_provider_that_cannot_be_imported_yet_is_tried_again(plugin_site):
         del sys.modules["p_later"]
 
 
-def test_a_conflict_of_two_others_says_how_to_settle_it(plugin_site):
+def test_a_conflict_of_two_plugins_names_the_remedy(plugin_site):
     for name in ("first", "second"):
         _add_codec(plugin_site, f"{name}-codecs", "same", module=f"{name}_codec")
     hint = (
@@ -498,7 +494,7 @@ def test_a_conflict_of_two_others_says_how_to_settle_it(plugin_site):
         Registry().codec_class("same")
 
 
-def test_a_taken_name_is_registered_only_where_that_is_said():
+def test_a_taken_name_is_registered_only_on_request():
     names = {}
     exec(textwrap.dedent(_codec("zstd")), names)
     registry = Registry()
@@ -527,7 +523,7 @@ def _listed(name):
 
 
 @pytest.mark.parametrize("name", ["Ev-Upper", "ev_under"])
-def test_backend_whose_name_no_url_can_begin_with_is_refused_without_making_one(plugin_site, name):
+def test_backend_with_a_name_invalid_in_urls_is_refused_uncreated(plugin_site, name):
     target = {"penstock.backends": {name: "acme_store:Store"}}
     plugin_site.add("acme-store", target, acme_store=BACKEND.format(name=name))
     assert f"is called {name!r}, which no URL can begin with" in _listed(name).error
@@ -537,7 +533,7 @@ def test_backend_whose_name_no_url_can_begin_with_is_refused_without_making_one(
 
 
 @pytest.mark.parametrize("oldest", [0, 3, "1", True])
-def test_an_oldest_readable_version_that_cannot_be_is_refused(plugin_site, oldest):
+def test_an_impossible_oldest_readable_version_is_refused(plugin_site, oldest):
     source = _codec("acme", version=2) + f"        oldest_readable = {oldest!r}\n"
     _add_codec(plugin_site, "acme-codecs", "acme", module="acme_codec", source=source)
     with pytest.raises(PluginError, match=rf"oldest_readable = {oldest!r}: .* its version, 2"):
@@ -545,7 +541,7 @@ def test_an_oldest_readable_version_that_cannot_be_is_refused(plugin_site, oldes
 
 
 @pytest.mark.parametrize("claim", ["'always'", "2.5", "True"])
-def test_claim_that_is_no_priority_is_an_error_that_names_the_provider(plugin_site, claim):
+def test_claim_of_an_invalid_priority_is_an_error_naming_the_provider(plugin_site, claim):
     bad = _provider("bad", claims=f"{claim} if kind is dict else None")
     _add_provider(plugin_site, "p-bad", "bad", module="p_bad", source=bad)
     _add_provider(plugin_site, "p-good", "good", module="p_good", source=_provider("good", "1"))
@@ -555,7 +551,7 @@ def test_claim_that_is_no_priority_is_an_error_that_names_the_provider(plugin_si
     assert providers.for_type(list).name == "good"
 
 
-def test_unknown_name_that_is_near_to_none_lists_what_is_installed_once(plugin_site):
+def test_unknown_name_near_to_none_lists_installed_ones_once(plugin_site):
     plugin_site.add_penstock()
     with pytest.raises(PluginError) as caught:
         Registry().codec_class("brotli")

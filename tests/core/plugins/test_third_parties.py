@@ -1,4 +1,4 @@
-"""What a checkpoint says of the plugins that wrote it, and what a reader without them is told."""
+"""What a checkpoint records of its plugins, and the errors of a reader without them."""
 
 import sys
 
@@ -66,7 +66,7 @@ def install(plugin_site, version):
 
 @pytest.fixture
 def store(plugin_site):
-    """A checkpoint that version 2 of the plugins has written."""
+    """A checkpoint written by version 2 of the plugins."""
     registry, acme = install(plugin_site, 2)
     store = MemoryBackend(MemoryConfig())
     rules = [{"match": "w", "codecs": ["own"]}]
@@ -98,12 +98,12 @@ def bare():
 
 @pytest.fixture
 def without(store, bare):
-    """The same, where nothing of a third party is installed."""
+    """The same without any third-party distribution."""
     with penstock.Checkpointer(store, registry=bare) as ckpt:
         yield ckpt
 
 
-def test_the_record_names_the_distributions_of_third_parties_only(store):
+def test_the_record_names_only_third_party_distributions(store):
     record = Catalog(store).record(1)
     assert record.plugins == {
         "codec own": "acme-penstock 0.2",
@@ -114,14 +114,14 @@ def test_the_record_names_the_distributions_of_third_parties_only(store):
         assert ckpt.info(1).plugins == {}
 
 
-def test_a_missing_codec_is_told_with_what_to_install(without):
+def test_a_missing_codec_error_says_what_to_install(without):
     with pytest.raises(
         PluginError, match=r"no codec called 'own'.* written with acme-penstock 0\.2"
     ):
         without.load(include="w")
 
 
-def test_a_missing_provider_is_told_with_path_distribution_and_how_to_do_without(without):
+def test_a_missing_provider_error_has_path_distribution_and_workaround(without):
     with pytest.raises(PluginError) as caught:
         without.load(include="ema")
     text = str(caught.value)
@@ -131,7 +131,7 @@ def test_a_missing_provider_is_told_with_path_distribution_and_how_to_do_without
     assert without.load(exclude=["ema/of", "w"])["raw"].tolist() == [1.0, 1.0]
 
 
-def test_a_subtree_below_what_a_provider_builds_is_read_without_it(plugin_site, bare):
+def test_a_subtree_of_a_composite_is_read_without_its_provider(plugin_site, bare):
     registry, acme = install(plugin_site, 3)
     state = {"ema": {"of": acme.Ema({"a": torch.ones(2), "b": [1, 2]})}}
     store = MemoryBackend(MemoryConfig())
@@ -152,7 +152,7 @@ def test_a_subtree_below_what_a_provider_builds_is_read_without_it(plugin_site, 
 
 
 @pytest.mark.parametrize("use", ["load", "restore"])
-def test_what_a_later_version_of_a_provider_stored_is_refused(store, plugin_site, use):
+def test_data_of_a_later_provider_version_is_refused(store, plugin_site, use):
     registry, acme = install(plugin_site, 1)
     template = {"ema": {"of": acme.Ema(torch.zeros(5))}}
     with penstock.Checkpointer(store, registry=registry) as ckpt:
@@ -160,9 +160,9 @@ def test_what_a_later_version_of_a_provider_stored_is_refused(store, plugin_site
             "load": lambda: ckpt.load(include="ema"),
             "restore": lambda: ckpt.restore(template, include="ema"),
         }
-        said = r"ema/of was written by version 2 of provider 'ema' of acme-penstock 0\.2, but "
+        message = r"ema/of was written by version 2 of provider 'ema' of acme-penstock 0\.2, but "
         with pytest.raises(
-            PluginError, match=said + r"acme_1\.EmaProvider .*has version 1: upgrad"
+            PluginError, match=message + r"acme_1\.EmaProvider .*has version 1: upgrad"
         ):
             calls[use]()
     assert template["ema"]["of"].shadow.tolist() == [0.0] * 5

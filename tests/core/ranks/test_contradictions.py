@@ -1,4 +1,4 @@
-"""Ranks of different structures have things at one path that go together, or are refused."""
+"""Ranks of different structures have compatible objects at one path, or are refused."""
 
 import itertools
 
@@ -35,7 +35,7 @@ def found(*whats, nothing=()):
     return contradictions.absent
 
 
-def test_one_path_is_of_one_kind_on_all_ranks():
+def test_one_path_has_one_kind_on_all_ranks():
     for one, other in itertools.product(WHAT, WHAT):
         if one == other or {one, other} <= OBJECTS or frozenset({one, other}) in TOGETHER:
             assert found(one, other) == set(), (one, other)
@@ -45,7 +45,7 @@ def test_one_path_is_of_one_kind_on_all_ranks():
             found(one, other)
 
 
-def test_value_of_a_rank_that_has_nothing_there_is_absent_beside_a_container():
+def test_an_empty_value_is_absent_beside_another_ranks_container():
     for container in WHAT.keys() - OBJECTS:
         assert found("a value", container, nothing={"x"}) == {HERE}, container
         assert found(container, "a value", nothing={"x"}) == {HERE}, container
@@ -58,12 +58,12 @@ def test_contradiction_above_the_container_is_found():
         contradictions.add([1], {BELOW: Kind.VALUE}, [])
 
 
-def test_third_rank_is_compared_with_what_goes_together():
+def test_third_rank_is_compared_with_the_merged_kinds():
     with pytest.raises(SaveError, match=r"^x is a dict .* on ranks 0, 4, and a list .* ranks 2, 6"):
         found("a dict of objects", "a module", "a list of objects")
 
 
-def test_none_inside_of_a_provider_s_object_is_no_absence():
+def test_none_inside_a_provider_s_object_is_no_absence():
     """Its provider would build the same from both."""
     contradictions = Contradictions({"x/a"})
     contradictions.add([0], {("x", "a", "b"): Kind.TENSOR}, [Node(HERE, "stateful")])

@@ -128,7 +128,7 @@ def test_the_suite_notices(broken):
 # -- the store of torch ----------------------------------------------------------------------------
 
 
-def test_behind_a_call_that_hangs_others_wait_a_share_of_their_time_until_it_answers(tcp_store):
+def test_after_a_hung_call_others_wait_a_fraction_of_their_timeout(tcp_store):
     with closing(SlowLink(tcp_store.port)) as link:
         client = dist.TCPStore("127.0.0.1", link.port, is_master=False)
         with TorchCoordination(client, prefix="hangs", call_s=1.0) as member:
@@ -149,7 +149,7 @@ def test_behind_a_call_that_hangs_others_wait_a_share_of_their_time_until_it_ans
                 member.read(["key"])
 
 
-def test_a_store_that_is_slow_is_heard_again_after_a_call_that_took_too_long(tcp_store):
+def test_a_slow_store_is_used_again_after_a_timed_out_call(tcp_store):
     with closing(SlowLink(tcp_store.port)) as link:
         client = dist.TCPStore("127.0.0.1", link.port, is_master=False)
         with TorchCoordination(client, prefix="slow", call_s=2.0) as member:
@@ -159,7 +159,7 @@ def test_a_store_that_is_slow_is_heard_again_after_a_call_that_took_too_long(tcp
             link.delay_s = 1.2
             with pytest.raises(CoordinationError, match="did not answer in 2 s"):
                 member.read(["key"])
-            link.delay_s = 0.4  # longer than a call gets after one that hangs
+            link.delay_s = 0.4  # longer than the timeout after a hung call
             answers, deadline = [], Deadline(60.0)
             while not answers and not deadline.is_over():
                 with suppress(CoordinationError):
@@ -172,7 +172,7 @@ def test_a_store_that_cannot_be_cloned_is_refused():
         TorchCoordination(dist.Store(), prefix="job")
 
 
-def test_without_a_store_it_takes_that_of_the_default_group():
+def test_without_a_store_the_default_groups_is_used():
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
@@ -185,25 +185,25 @@ def test_without_a_store_it_takes_that_of_the_default_group():
         dist.destroy_process_group()
 
 
-def test_prefixes_differ_from_restart_to_restart_and_from_instance_to_instance(monkeypatch):
+def test_prefixes_differ_between_restarts_and_instances(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
     first, second = job_prefix(), job_prefix()
     assert first.startswith("penstock/3/")
     assert first != second
 
 
-def test_ranks_whose_nodes_count_restarts_differently_meet_in_the_store_of_this_one(monkeypatch):
-    """torchrun counts on each node the failures of its own processes alone."""
+def test_ranks_of_nodes_with_other_restart_counts_meet_in_this_store(monkeypatch):
+    """torchrun counts on each node only the failures of its own processes."""
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
     for restarts in "03":
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
         assert job_prefix().startswith("penstock/0/")
 
 
-def test_a_register_may_be_empty_in_the_store_and_still_be_free(tcp_store):
+def test_a_register_that_is_empty_in_the_store_is_free(tcp_store):
     with TorchCoordination(tcp_store, prefix=f"{next(NUMBERS)}/touched") as member:
         keys = [f"end/{n}" for n in range(100)]
-        member.read(keys)  # appends nothing to each, so that they can be read together
+        member.read(keys)  # appends nothing to each, to read them in one call
         assert not member.wait(keys[0], 0.0)
         assert member.decide(keys[0], b"x" * COORDINATION_VALUE_BYTES)[:2] == b"xx"
         assert member.decide(keys[0], b"y")[:2] == b"xx"

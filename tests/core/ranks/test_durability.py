@@ -1,4 +1,4 @@
-"""All ranks learn how the copies of rank 0 to slower tiers end, or that it is not known."""
+"""All ranks learn the outcome of rank 0's copies to slower tiers, or that it is unknown."""
 
 from contextlib import contextmanager
 from queue import SimpleQueue
@@ -14,47 +14,47 @@ PATIENCE_S = 60.0
 
 @contextmanager
 def ranks(*, timeout_s=PATIENCE_S):
-    """What rank 0 reports, and what another rank learns."""
+    """The reports of rank 0, and what another rank learns."""
     board = MemoryBoard()
-    told = ToldDrains(MemoryCoordination(board), timeout_s)
+    posted = ToldDrains(MemoryCoordination(board), timeout_s)
     followed = FollowedDrains(MemoryCoordination(board), timeout_s, Timing())
     try:
-        yield told, followed
+        yield posted, followed
     finally:
         followed.close()
-        told.close()
+        posted.close()
 
 
 def making_progress():
     return ""
 
 
-def test_each_checkpoint_is_reported_once_in_whatever_order_they_end():
+def test_each_checkpoint_is_reported_once_in_any_order():
     ends = SimpleQueue()
-    with ranks() as (told, followed):
+    with ranks() as (posted, followed):
         for number in (0, 1):
-            told.begin(number, making_progress)
+            posted.begin(number, making_progress)
             followed.follow(number, ends.put)
         for number, tier in ((1, "second"), (0, "first")):
-            told.end(number, DrainedPost((tier,)))
+            posted.end(number, DrainedPost((tier,)))
             assert ends.get(timeout=PATIENCE_S) == DrainedPost((tier,))
         followed.settle()
     assert ends.empty()
 
 
-def test_nobody_waits_while_the_copies_of_rank_0_fail_and_their_end_is_still_reported():
+def test_no_rank_waits_for_failing_copies_and_their_end_is_reported():
     ends = SimpleQueue()
-    with ranks() as (told, followed):
-        told.begin(0, lambda: "the durable tier is away")
+    with ranks() as (posted, followed):
+        posted.begin(0, lambda: "the durable tier is away")
         followed.follow(0, ends.put)
         followed.settle()
         assert followed.failing == "the durable tier is away"
         assert ends.empty()
-        told.end(0, DrainedPost(("durable",)))
+        posted.end(0, DrainedPost(("durable",)))
         assert ends.get(timeout=PATIENCE_S).tiers == ("durable",)
 
 
-def test_a_rank_0_that_is_silent_is_not_waited_for():
+def test_a_silent_rank_0_is_not_awaited():
     ends = SimpleQueue()
     with ranks(timeout_s=0.2) as (_, followed):
         followed.follow(0, ends.put)
@@ -64,10 +64,10 @@ def test_a_rank_0_that_is_silent_is_not_waited_for():
     assert "was silent for 0.2 s" in end.error
 
 
-def test_what_is_not_known_at_close_is_reported_as_not_durable():
+def test_unknown_outcome_at_close_is_reported_as_not_durable():
     ends = SimpleQueue()
-    with ranks() as (told, followed):
-        told.begin(0, making_progress)
+    with ranks() as (posted, followed):
+        posted.begin(0, making_progress)
         followed.follow(0, ends.put)
         followed.close()
         assert "the run was closed before" in ends.get(timeout=PATIENCE_S).error

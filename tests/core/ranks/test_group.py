@@ -1,4 +1,4 @@
-"""The group of ranks: what it leaves behind when it is closed."""
+"""The group of ranks, and its state after close."""
 
 import threading
 import time
@@ -22,7 +22,7 @@ class Slow(MemoryCoordination):
         return super().decide(key, value)
 
 
-def test_a_rank_that_closes_has_told_before_that_it_has_failed():
+def test_a_rank_reports_its_failure_before_it_closes():
     board, others = MemoryBoard(), {*threading.enumerate()}
     group = RankGroup(1, 2, Slow(board))
     group.give_up(0, "failed")
@@ -36,14 +36,14 @@ def test_a_rank_that_closes_has_told_before_that_it_has_failed():
     group.close()
 
 
-def test_places_that_were_relied_on_wrongly_have_to_stay_the_same_for_longer():
+def test_positions_once_mispredicted_must_be_stable_for_longer():
     known = KnownPlaces()
     together, alone = RankPlaces(Replica(1, 2)), RankPlaces()
     relied = []
     for places in (together, together, alone, alone, together, *[alone] * 5):
         relied.append(known.of("key"))
         known.note("key", places, assumed=known.of("key"))
-    # Wrong at the third save, and at the fifth: two saves alike were not enough, then four are.
+    # Wrong at the third save and at the fifth: two equal saves were not enough, then four are.
     assert relied == [None, together, together, None, alone, *[None] * 4, alone]
     assert known.of("another") is None
     known.forget()
@@ -61,7 +61,7 @@ def waits(leader, *lost):
     return deadline.is_over()
 
 
-def test_rank_0_waits_until_no_other_rank_needs_the_store():
+def test_rank_0_waits_until_no_rank_needs_the_store():
     board = MemoryBoard()
     leader, one, two = (parting_of(rank, board) for rank in range(3))
     assert not waits(leader)  # there was no round
@@ -69,7 +69,7 @@ def test_rank_0_waits_until_no_other_rank_needs_the_store():
         parting.ended(0)
         parting.ended(1)
     assert waits(leader)
-    two.need(1)  # how its copies end is not known
+    two.need(1)  # the outcome of its copies is unknown
     one.post()
     two.post()
     assert waits(leader)
@@ -96,7 +96,7 @@ import atexit
 from penstock.testing.coordination import MemoryBoard, MemoryCoordination
 from penstock.core.ranks.group import RankGroup
 from penstock.core.rounds.posts import SlotPost, decode, slot_key
-import penstock.core.save.pending  # closes groups that nobody has closed
+import penstock.core.save.pending  # closes groups that are still open
 
 board = MemoryBoard()
 group = RankGroup(1, 2, MemoryCoordination(board))
@@ -105,7 +105,7 @@ raise ValueError("the loss is no number")
 """
 
 
-def test_a_program_that_an_exception_ends_tells_the_others_of_it():
+def test_a_program_ended_by_an_exception_reports_it():
     ended = interpreters.run("-c", ENDS_BY_AN_EXCEPTION)
     assert ended.stdout == (
         "closed its checkpointer (because of ValueError: the loss is no number)\n"

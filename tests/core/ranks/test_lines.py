@@ -19,24 +19,24 @@ LAYOUTS = {
 }
 
 
-def brought(state):
+def lines_of(state):
     description = describe_tree(state, providers=PROVIDERS, allow_pickle=False)
     return Brought.of(description.entries, (), {})
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranks_compare_what_a_tensor_was_when_save_was_called(layout):
-    """Training goes on right after it, and not at the same pace everywhere."""
+def test_ranks_compare_a_tensor_as_of_the_call_of_save(layout):
+    """Training continues right after it, at different paces."""
     one, other = (LAYOUTS[layout](torch.ones(64, 64)) for _ in range(2))
-    of_one, of_other = brought({"w": one}), brought({"w": other})
+    of_one, of_other = lines_of({"w": one}), lines_of({"w": other})
     one += 1
     assert of_one.digests() == of_other.digests()
-    assert of_one.digests() != brought({"w": one}).digests()
+    assert of_one.digests() != lines_of({"w": one}).digests()
 
 
-def test_the_order_of_a_tensor_in_memory_is_no_difference():
+def test_the_memory_order_of_a_tensor_is_no_difference():
     values = torch.arange(4096.0).view(64, 64)
     turned = values.t().contiguous().t()
     assert turned.stride() != values.stride()
-    of_values, of_turned = brought({"w": values}), brought({"w": turned})
+    of_values, of_turned = lines_of({"w": values}), lines_of({"w": turned})
     assert of_values.digests() == of_turned.digests()

@@ -18,7 +18,7 @@ PATIENCE_S = 300.0
 
 @pytest.fixture
 def stops():
-    """Makes the stop of each rank; all are closed in the end."""
+    """Creates the stop of each rank; closes all in the end."""
     job, made = Job(2, memory()), []
 
     def make(rank, limit_s=PATIENCE_S, **group):
@@ -38,13 +38,13 @@ def stops():
 
 
 def holds(stop):
-    """Wait until a rank passes no further step by itself."""
+    """Wait until a rank passes no further step."""
     while not (stop._holds or stop._known.is_open):
         stop._known.wait(0.01)
 
 
 @pytest.mark.parametrize("asked", [0, 1])
-def test_ranks_stop_after_the_furthest_step_that_one_has_passed(stops, asked):
+def test_ranks_stop_after_the_furthest_step_of_any_rank(stops, asked):
     ahead, back = stops(0), stops(1)
     assert not any(ahead.is_past(step) for step in range(6))
     assert not any(back.is_past(step) for step in range(3))
@@ -55,7 +55,7 @@ def test_ranks_stop_after_the_furthest_step_that_one_has_passed(stops, asked):
     assert ahead.is_past(6)
 
 
-def test_rank_that_begins_late_stops_where_the_others_do(stops):
+def test_rank_that_begins_late_stops_with_the_others(stops):
     early = stops(0)
     early.is_past(0)
     early.ask("SIGTERM")
@@ -65,7 +65,7 @@ def test_rank_that_begins_late_stops_where_the_others_do(stops):
     assert [late.is_past(0), late.is_past(1), early.is_past(1)] == [False, True, True]
 
 
-def test_rank_that_is_asked_when_another_has_ended_its_loop_goes_on_to_the_end(stops):
+def test_rank_runs_to_the_end_once_another_has_ended_its_loop(stops):
     ended, other = stops(0), stops(1)
     ended.is_past(9)
     ended.close()
@@ -75,8 +75,8 @@ def test_rank_that_is_asked_when_another_has_ended_its_loop_goes_on_to_the_end(s
     assert not other.is_past(9)
 
 
-def test_ranks_that_do_not_agree_in_time_go_on(stops, caplog):
-    other = stops(1, limit_s=0.1)  # short: rank 0 never comes
+def test_ranks_that_time_out_continue(stops, caplog):
+    other = stops(1, limit_s=0.1)  # short: rank 0 never arrives
     other.ask("SIGTERM")
     holds(other)
     assert not other.is_past(0)
@@ -102,7 +102,7 @@ def test_step_does_not_wait_for_a_store_that_hangs(stops):
     Hanging.released.set()
 
 
-def test_rank_0_parts_when_the_others_know_of_the_stop(stops):
+def test_rank_0_leaves_when_all_others_know_the_stop(stops):
     """The store of the job may be in its process."""
 
     class Late(MemoryCoordination):
@@ -126,7 +126,7 @@ def test_rank_0_parts_when_the_others_know_of_the_stop(stops):
     assert other.is_past(1)
 
 
-def test_one_process_leaves_after_a_signal_and_earlier_handlers_run_and_come_back():
+def test_one_process_leaves_after_a_signal_and_runs_earlier_handlers():
     ran = []
 
     def earlier(number, _):

@@ -1,4 +1,4 @@
-"""Real threads, and real processes that are really killed, go through rounds."""
+"""Rounds of real threads, and of real processes that are really killed."""
 
 import os
 import signal
@@ -112,7 +112,7 @@ def test_all_ranks_commit_together(kind):
 
 @pytest.mark.parametrize("kind", ["memory", "tcp"])
 @pytest.mark.parametrize("make_round", [save_round, restore_round])
-def test_one_rank_that_fails_ends_it_for_all_by_name(kind, make_round):
+def test_one_failed_rank_fails_all_by_name(kind, make_round):
     ends, rounds, published = go_through(members_of(kind), make_round, broken=2)
     assert ends == dict.fromkeys(range(WORLD), Step.CLEAN_UP)
     assert not published
@@ -151,7 +151,7 @@ class Gone(MemoryCoordination):
     post = decide = wait = lambda self, *_: self.read([])
 
 
-def test_a_store_that_is_gone_ends_the_round_of_a_rank_that_has_not_sealed():
+def test_a_lost_store_ends_the_round_of_an_unsealed_rank():
     commit = Commit()
     group = RankGroup(1, 2, Gone(MemoryBoard()))
     session = RankSession(group, SaveRound(group.place, 0, commit=commit, timeout_s=0.2))
@@ -224,7 +224,7 @@ worked = 0
 while True:
     step = session.next_step(0.1)
     worked += bool(round_.terms)
-    session.tell(lambda r: r.moved())  # slow, but moving: nobody ever seals
+    session.tell(lambda r: r.moved())  # slow, with progress: no rank ever seals
     if worked == 15:  # rank 0 has seen by now that it does
         print("works", flush=True)
     if step is Step.CLEAN_UP:
@@ -239,7 +239,7 @@ group.close()
 @pytest.mark.process
 @pytest.mark.multirank
 @pytest.mark.parametrize(("victim", "how"), [(2, signal.SIGKILL), (0, signal.SIGSTOP)])
-def test_all_others_learn_who_was_killed_or_stopped(victim, how):
+def test_all_others_learn_which_rank_was_lost(victim, how):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     limit_s = 5
     processes = [
@@ -252,13 +252,13 @@ def test_all_others_learn_who_was_killed_or_stopped(victim, how):
         os.kill(processes[victim].pid, how)
         began_s = time.monotonic()
         others = [p for rank, p in enumerate(processes) if rank != victim]
-        told = [process.communicate(timeout=100)[0] for process in others]
+        outputs = [process.communicate(timeout=100)[0] for process in others]
         print(f"known after {time.monotonic() - began_s:.2f} s of {limit_s} s")
         words = (
             f"{victim}|node{victim}|stood still for {limit_s} s while it wrote: "
             "it is dead or stuck; if it only pauses, raise rank_timeout_s\n"
         )
-        assert told == [words, words]
+        assert outputs == [words, words]
     finally:
         for process in processes:
             process.kill()

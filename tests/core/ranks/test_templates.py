@@ -1,4 +1,4 @@
-"""What ranks tell of their templates, and what rank 0 makes of it: threads as ranks."""
+"""What ranks post of their templates, and what rank 0 concludes: threads as ranks."""
 
 import threading
 
@@ -15,7 +15,7 @@ TIMEOUT_S = 60.0  # never passes: each test needs far less CPU time than that
 
 
 class Counted(MemoryCoordination):
-    """Counts the bytes of what is posted on templates."""
+    """Counts the bytes of posts on templates."""
 
     def __init__(self, board):
         super().__init__(board)
@@ -28,7 +28,7 @@ class Counted(MemoryCoordination):
 
 
 def judge_all(fits, *, failing=()):
-    """The templates of each rank, after its fit was judged; those that fail give the round up."""
+    """The templates of each rank after its fit was checked; failed ones end the round."""
     board, results = MemoryBoard(), [None] * len(fits)
 
     def one(rank):
@@ -66,8 +66,8 @@ def fit_of(*, patterns=(), unused=(), idle=False, stored=10, extra=()):
     return TemplateFit(patterns, unused, idle, stored, extra)
 
 
-def test_what_every_rank_lacks_is_found_among_many_objects():
-    """Bits without a pattern, which no compression makes fit for one post."""
+def test_objects_that_all_ranks_lack_are_found_among_many():
+    """Bits without a pattern, which no compression fits into one post."""
     count, drawn = 600_000, np.random.default_rng(1)
     lacks = [np.flatnonzero(drawn.integers(0, 2, count)).tolist() for _ in range(3)]
     results = judge_all([fit_of(stored=count, extra=extra) for extra in lacks])
@@ -86,13 +86,13 @@ def test_stages_of_many_objects_post_little():
     assert max(sum(sizes) for _, _, sizes in results) <= 512
 
 
-def test_ranks_whose_template_fits_post_a_few_bytes_and_wait_for_none():
+def test_ranks_with_a_fitting_template_post_little_and_do_not_wait():
     results = judge_all([fit_of()] * 3)
     assert [len(sizes) for _, _, sizes in results] == [1] * 3
     assert max(sum(sizes) for _, _, sizes in results) <= 128
 
 
-def test_ranks_with_another_selection_do_not_count():
+def test_ranks_with_another_selection_are_ignored():
     here = fit_of(patterns=["w"], unused=[0], extra=[1, 2])
     there = fit_of(patterns=["v"], unused=[], extra=[])
     results = judge_all([here, there])
@@ -100,6 +100,6 @@ def test_ranks_with_another_selection_do_not_count():
     assert (judged.unused, lacked) == ([0], [0, 1])
 
 
-def test_rank_that_waits_ends_with_the_round():
+def test_waiting_rank_ends_with_the_round():
     results = judge_all([fit_of(idle=True), fit_of(), fit_of(idle=True)], failing=[1])
     assert [type(one) for one in results] == [RoundOverError, type(None), RoundOverError]

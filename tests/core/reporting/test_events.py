@@ -1,4 +1,4 @@
-"""`on_event`: what a caller is told of its checkpoints."""
+"""`on_event`: the events of a caller's checkpoints."""
 
 import json
 import logging
@@ -22,7 +22,7 @@ def backend():
     store.close()
 
 
-def test_a_save_is_told_step_by_step_and_in_order(backend):
+def test_a_save_emits_its_events_in_order(backend):
     events = []
     with penstock.Checkpointer(backend, on_event=events.append) as ckpt:
         report = ckpt.save({"w": torch.ones(3)}, step=4).result()
@@ -77,8 +77,8 @@ READS = {
 
 
 @pytest.fixture
-def told(backend):
-    """A checkpointer with two checkpoints, and the events that come from now on."""
+def watched(backend):
+    """A checkpointer with two checkpoints, and later events."""
     events = []
     with penstock.Checkpointer(backend, on_event=events.append) as ckpt:
         for step in (4, 6):
@@ -89,8 +89,8 @@ def told(backend):
 
 
 @pytest.mark.parametrize("what", READS)
-def test_a_restore_or_load_is_told_with_its_report(what, told):
-    ckpt, events = told
+def test_a_restore_or_load_emits_its_report(what, watched):
+    ckpt, events = watched
     result = READS[what](ckpt)
     started, done = events
     assert started == penstock.RestoreEvent(f"{what}_started", 6)
@@ -101,8 +101,8 @@ def test_a_restore_or_load_is_told_with_its_report(what, told):
         assert done.report is result
 
 
-def test_a_verification_and_a_pruning_are_told_with_their_reports(told):
-    ckpt, events = told
+def test_verify_and_prune_emit_their_reports(watched):
+    ckpt, events = watched
     reports = [ckpt.verify(), ckpt.prune()]
     assert [e.kind for e in events] == ["verified", "pruned"]
     assert [e.report for e in events] == reports
@@ -110,7 +110,7 @@ def test_a_verification_and_a_pruning_are_told_with_their_reports(told):
     assert events[0].step == 6
 
 
-def test_what_is_deleted_is_told_and_why(backend):
+def test_deletions_emit_their_reason(backend):
     events = []
     keep = {"keep_last": 2}
     with penstock.Checkpointer(backend, on_event=events.append, retention=keep) as ckpt:
@@ -128,8 +128,8 @@ def test_what_is_deleted_is_told_and_why(backend):
     ]
 
 
-def test_every_event_is_also_plain_data(told, backend):
-    ckpt, events = told
+def test_every_event_is_also_plain_data(watched, backend):
+    ckpt, events = watched
     report = ckpt.save({"w": torch.ones(3), "e": 1}, step=8, mode="blocking").result()
     ckpt._saver.job.released.wait()
     ckpt.restore({"w": torch.ones(3), "e": 1})
@@ -151,7 +151,7 @@ def test_every_event_is_also_plain_data(told, backend):
     assert found["deleted"] == {"kind": "deleted", "steps": [6, 8], "why": "rewind"}
 
 
-def test_what_the_callback_raises_goes_no_further_than_the_log(backend, caplog):
+def test_callback_errors_reach_only_the_log(backend, caplog):
     def angry(event):
         raise RuntimeError(event.kind)
 
@@ -183,7 +183,7 @@ def act(ckpt, action):
         ("committed", "close", "blocking"),
     ],
 )
-def test_a_callback_that_the_save_waits_for_may_not_wait_for_the_save(
+def test_a_callback_of_a_running_save_may_not_wait_for_that_save(
     backend, kind, action, mode, caplog
 ):
     def on_event(event):
@@ -201,7 +201,7 @@ def test_a_callback_that_the_save_waits_for_may_not_wait_for_the_save(
 
 @pytest.mark.parametrize("action", ["close", "wait", "save", "fence"])
 @pytest.mark.parametrize("kind", ["durable", "failed"])
-def test_when_a_save_has_ended_a_callback_may_do_anything(backend, kind, action, waits):
+def test_a_callback_after_a_save_may_do_anything(backend, kind, action, waits):
     waits(release_s=1e6)  # so that waiting for it would hang
     done = threading.Event()
 
@@ -210,7 +210,7 @@ def test_when_a_save_has_ended_a_callback_may_do_anything(backend, kind, action,
             try:
                 act(ckpt, action)
             except StorageError:
-                assert kind == "failed"  # seen here, as nobody else has
+                assert kind == "failed"  # seen here, since no caller has
             done.set()
 
     ckpt = penstock.Checkpointer(backend, on_event=on_event)
@@ -223,15 +223,13 @@ def test_when_a_save_has_ended_a_callback_may_do_anything(backend, kind, action,
     ckpt.close()
 
 
-def test_a_save_never_raises_its_own_error_as_that_of_an_earlier_one(backend):
+def test_a_save_never_raises_its_own_error_as_an_earlier_one(backend):
     with penstock.Checkpointer(backend) as ckpt:
         backend.fail("create", StorageError("no"))
         handle = ckpt.save({"w": torch.ones(3)}, step=4)
         assert handle.durable.wait(60)
         backend.clear()
-        ckpt._saver.pending.begin(
-            ckpt._saver.job
-        )  # as its callback does, when it saves in another thread
+        ckpt._saver.pending.begin(ckpt._saver.job)  # like its callback that saves in another thread
         ckpt._saver.pending.raise_earlier(ckpt._saver.job)
         with pytest.raises(StorageError) as raised:
             ckpt.save({"w": torch.ones(3)}, step=5)

@@ -1,4 +1,4 @@
-"""What is logged: a line per save and restore, details for whoever looks for them, only text."""
+"""Logs: a line per save and restore, details at lower levels, only text."""
 
 import logging
 
@@ -22,7 +22,7 @@ def store():
 
 @pytest.fixture
 def lines(caplog):
-    """Messages of a level so far, which are then forgotten."""
+    """The messages of a level so far, which are then dropped."""
     caplog.set_level(logging.DEBUG, "penstock")
 
     def take(level):
@@ -34,7 +34,7 @@ def lines(caplog):
 
 
 def settle(ckpt):
-    """Until what follows a commit is over, too."""
+    """Until the work after a commit is over, too."""
     ckpt.wait()
     ckpt._saver.job.released.wait()
     ckpt._saver.job._capture_over.wait()
@@ -52,11 +52,11 @@ def test_each_save_restore_and_load_is_one_line(store, lines):
     assert third.startswith("loaded 1 objects of step 4: 156.2 KiB in ")
 
 
-def angry(told):
-    raise RuntimeError(str(told)) from ValueError("and why")
+def angry(event):
+    raise RuntimeError(str(event)) from ValueError("and why")
 
 
-def test_what_is_logged_is_text_and_holds_nothing_alive(store, caplog):
+def test_logs_are_text_and_keep_nothing_alive(store, caplog):
     caplog.set_level(logging.DEBUG, "penstock")
     with penstock.Checkpointer(store, on_event=angry, retention={"keep_last": 1}) as ckpt:
         for step in (1, 2):
@@ -76,7 +76,7 @@ def test_what_is_logged_is_text_and_holds_nothing_alive(store, caplog):
         ckpt.rewind(4)
         ckpt.prune()
         ckpt.delete(4)
-    said = " ".join(r.getMessage() for r in caplog.records)
+    text = " ".join(r.getMessage() for r in caplog.records)
     for kind in (
         "durable",
         "failed",
@@ -86,9 +86,9 @@ def test_what_is_logged_is_text_and_holds_nothing_alive(store, caplog):
         "deleted",
         "pruned",
     ):
-        assert f"on_event raised at {kind}" in said
-    assert "cleaning up after step 4 failed: no" in said
-    assert "on_progress of the save of step 1 raised" in said
+        assert f"on_event raised at {kind}" in text
+    assert "cleaning up after step 4 failed: no" in text
+    assert "on_progress of the save of step 1 raised" in text
     for record in caplog.records:
         assert record.exc_info is None
         assert not record.args or all(isinstance(a, str | int | float) for a in record.args), record

@@ -1,4 +1,4 @@
-"""`on_progress`: how far a save, a restore, a load or a verification is."""
+"""`on_progress`: the progress of a save, a restore, a load or a verification."""
 
 import logging
 import threading
@@ -14,9 +14,9 @@ STATE = {"w": torch.arange(40_000.0), "m": torch.ones(30_000), "epoch": 7}
 SMALL = {"chunk_bytes": 4096, "block_bytes": 4096}
 LONG = {**STATE, "w": torch.arange(1_500_000.0)}  # a batch has at most 256 frames: six batches
 READS = {
-    "restore": lambda ckpt, told: ckpt.restore({**LONG}, on_progress=told),
-    "load": lambda ckpt, told: ckpt.load(on_progress=told),
-    "verify": lambda ckpt, told: ckpt.verify(on_progress=told),
+    "restore": lambda ckpt, reports: ckpt.restore({**LONG}, on_progress=reports),
+    "load": lambda ckpt, reports: ckpt.load(on_progress=reports),
+    "verify": lambda ckpt, reports: ckpt.verify(on_progress=reports),
 }
 PHASES = {
     "restore": ["plan", "read", "place", "done"],
@@ -50,35 +50,35 @@ def saved():
 
 @pytest.fixture
 def reading(saved, waits):
-    """Reads many batches, each of which is told."""
+    """Reads many batches, and reports each."""
     waits(progress_interval_s=0.0)
     with penstock.Checkpointer(saved, **SMALL) as ckpt:
         yield ckpt
 
 
-def phases(told):
-    return list(dict.fromkeys(p.phase for p in told))
+def phases(reports):
+    return list(dict.fromkeys(p.phase for p in reports))
 
 
 # -- reading ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("what", READS)
-def test_reading_tells_its_phases_and_all_of_its_bytes(what, reading):
-    told = []
-    report = READS[what](reading, told.append)
-    assert phases(told) == PHASES[what]
-    done = [p.bytes_done for p in told]
+def test_reading_reports_its_phases_and_all_its_bytes(what, reading):
+    reports = []
+    report = READS[what](reading, reports.append)
+    assert phases(reports) == PHASES[what]
+    done = [p.bytes_done for p in reports]
     assert done == sorted(done)
     assert len(set(done)) > 5
-    assert all(p.bytes_done <= p.bytes_total for p in told)
-    assert told[-1].bytes_done == told[-1].bytes_total > 6_000_000
+    assert all(p.bytes_done <= p.bytes_total for p in reports)
+    assert reports[-1].bytes_done == reports[-1].bytes_total > 6_000_000
     if what == "restore":
-        assert told[-1].bytes_total == report.bytes_read
+        assert reports[-1].bytes_total == report.bytes_read
 
 
 @pytest.mark.parametrize("what", ["restore", "verify"])
-def test_calls_never_overlap_and_come_from_the_caller_or_from_who_reads(what, reading):
+def test_calls_never_overlap_and_use_the_caller_or_reader_thread(what, reading):
     inside = threading.Lock()
     threads = set()
 
@@ -95,7 +95,7 @@ def test_calls_never_overlap_and_come_from_the_caller_or_from_who_reads(what, re
 
 
 @pytest.mark.parametrize("what", ["restore", "verify"])
-def test_no_lock_is_held_while_it_is_called(what, reading):
+def test_no_lock_is_held_in_a_callback(what, reading):
     found = []
 
     def on_progress(now):
@@ -108,7 +108,7 @@ def test_no_lock_is_held_while_it_is_called(what, reading):
 
 
 @pytest.mark.parametrize("what", ["restore", "verify"])
-def test_what_it_raises_harms_nothing_and_is_logged_once_as_text(what, reading, caplog):
+def test_a_callback_error_harms_nothing_and_is_logged_once(what, reading, caplog):
     called = []
 
     def angry(now):

@@ -1,4 +1,4 @@
-"""`ProgressBar`: a bar for whoever watches, a line now and then for a log."""
+"""`ProgressBar`: a bar for a terminal, occasional lines for a log."""
 
 import io
 import subprocess
@@ -42,13 +42,13 @@ def pipe(clock):
 # -- in a pipe ----------------------------------------------------------------------------------
 
 
-def test_what_is_over_soon_leaves_no_line_in_a_pipe(pipe):
+def test_short_work_prints_no_line_to_a_pipe(pipe):
     pipe(START)
     pipe(HALF, 2)
     assert pipe(DONE, 2.9) == []
 
 
-def test_in_a_pipe_there_is_a_line_every_few_seconds_and_one_at_the_end(pipe):
+def test_a_pipe_gets_a_line_every_few_seconds_and_at_the_end(pipe):
     pipe(START)
     pipe(HALF, 4)
     pipe(HALF, 1)
@@ -62,7 +62,7 @@ def test_in_a_pipe_there_is_a_line_every_few_seconds_and_one_at_the_end(pipe):
 
 
 @pytest.mark.process
-def test_rich_is_not_imported_where_nobody_watches():
+def test_rich_is_not_imported_without_a_viewer():
     code = (
         "import sys, penstock; bar = penstock.ProgressBar('x')\n"
         "bar(penstock.Progress(0, 1, 'read')); bar(penstock.Progress(1, 1, 'done'))\n"

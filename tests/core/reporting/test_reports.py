@@ -36,7 +36,7 @@ def futures(handle):
 
 @pytest.mark.parametrize("name", ["captured", "committed", "durable"])
 @pytest.mark.parametrize("look", ["result", "exception"])
-def test_whoever_asks_any_future_has_seen_the_error(name, look, handle):
+def test_asking_any_future_marks_the_error_as_seen(name, look, handle):
     error = SaveError("no")
     for future in futures(handle):
         future.set_exception(error)
@@ -50,7 +50,7 @@ def test_whoever_asks_any_future_has_seen_the_error(name, look, handle):
     assert handle.error_seen
 
 
-def test_looking_without_asking_does_not_count_as_seeing(handle):
+def test_polling_without_asking_is_not_seeing(handle):
     error = SaveError("no")
     assert not wait([handle.durable], timeout=0).done
     for future in futures(handle):
@@ -63,7 +63,7 @@ def test_looking_without_asking_does_not_count_as_seeing(handle):
     assert not handle.error_seen
 
 
-def test_nobody_can_cancel_a_save_by_its_futures(handle):
+def test_futures_cannot_cancel_a_save(handle):
     for future in futures(handle):
         assert future.cancel() is False
         assert not future.cancelled()

@@ -1,4 +1,4 @@
-"""Reading checkpoints that borrow blobs: what is missing is named, with the step it belongs to."""
+"""Reading checkpoints that borrow blobs: missing blobs are named, with their step."""
 
 import pytest
 from tests.core.borrowing import borrow
@@ -28,7 +28,7 @@ def lose(store):
     return blob.name
 
 
-def test_a_checkpoint_is_read_without_the_one_that_it_borrows_from(store):
+def test_a_checkpoint_is_read_without_its_lender(store):
     with checkpointer(store) as ckpt:
         ckpt.delete(1)
         assert ckpt.verify(2).ok
@@ -48,7 +48,7 @@ def test_a_missing_borrowed_blob_is_damage_that_names_it_and_its_step(store, del
         assert name in {damage.what for damage in ckpt.verify(2, deep=False).damaged}
 
 
-def test_a_reader_whose_own_record_is_gone_says_so(store):
+def test_a_reader_reports_that_its_record_is_gone(store):
     class Deleting(WrapperBackend):
         def read(self, requests, /):
             if any("/blobs/" in request.name for request in requests):

@@ -46,7 +46,7 @@ def checkpoint(store):
     return Checkpoint.open(store, 5)
 
 
-def test_it_can_be_opened_without_a_checkpointer(store, checkpoint):
+def test_a_reader_needs_no_checkpointer(store, checkpoint):
     assert checkpoint.step == 5
     assert checkpoint["epoch"] == 7
     with pytest.raises(CheckpointNotFoundError, match="5, 8"):
@@ -62,7 +62,7 @@ def test_opening_reads_the_commit_record_only(store):
     assert checkpoint.info.step == 5
 
 
-def test_info_is_what_the_record_says(checkpoint):
+def test_info_matches_the_record(checkpoint):
     info = checkpoint.info
     assert (info.step, info.generation, info.world_size) == (5, 0, 1)
     assert info.metadata == {"loss": 2.5, "tags": ["x"]}
@@ -104,7 +104,7 @@ def test_a_subtree_is_read_by_the_path_of_its_container(checkpoint):
 
 
 @pytest.mark.parametrize("path", ["nothing", "net/w/deeper", "list/9", "ne", "net/"])
-def test_a_path_without_anything_is_an_error(path, checkpoint):
+def test_a_path_without_objects_is_an_error(path, checkpoint):
     with pytest.raises((KeyError, SelectionError)):
         checkpoint[path]
     with pytest.raises((KeyError, SelectionError)):
@@ -144,7 +144,7 @@ def test_a_plain_value_has_no_regions(region, checkpoint):
 @pytest.mark.parametrize(
     "region", [(slice(0, 1),) * 3, slice(0, 10, 2), Region((59, 0), (2, 100)), 5], ids=str
 )
-def test_what_is_no_region_of_a_tensor_is_refused(region, checkpoint):
+def test_invalid_regions_of_a_tensor_are_refused(region, checkpoint):
     with pytest.raises(SelectionError, match="net/w"):
         checkpoint.read("net/w", region)
 
@@ -154,7 +154,7 @@ def test_a_path_is_one_string(checkpoint):
         checkpoint[("net", "w")]
 
 
-def test_still_there_tells_a_replaced_checkpoint_from_this_one():
+def test_still_there_detects_a_replaced_checkpoint():
     store = MemoryBackend(MemoryConfig())
     with Checkpointer(store) as ckpt:
         ckpt.save({"x": 1}, 1, mode="blocking")
@@ -167,7 +167,7 @@ def test_still_there_tells_a_replaced_checkpoint_from_this_one():
         assert not checkpoint.still_there()
 
 
-def test_verify_counts_what_it_looked_at(checkpoint):
+def test_verify_counts_what_it_checked(checkpoint):
     seen = []
     report = checkpoint.verify(on_progress=seen.append)
     assert report.ok
@@ -183,7 +183,7 @@ def test_verify_counts_what_it_looked_at(checkpoint):
     assert shallow.frames == 0
 
 
-def test_a_codec_that_is_not_installed_is_named_and_raw_objects_can_still_be_read(store):
+def test_a_missing_codec_is_named_and_raw_objects_stay_readable(store):
     entries = [
         entry for entries in default_registry()._entries("provider").values() for entry in entries
     ]
@@ -192,7 +192,7 @@ def test_a_codec_that_is_not_installed_is_named_and_raw_objects_can_still_be_rea
     with pytest.raises(PluginError, match="zstd"):
         _ = checkpoint["list/0"]
     report = checkpoint.verify()
-    assert report.ok  # as far as that can be told from the stored bytes
+    assert report.ok  # as far as the stored bytes show it
     assert "zstd" in report.not_decoded[0]
 
 
@@ -203,7 +203,7 @@ class Odd:
         self.number = 4
 
 
-def test_a_pickle_is_read_only_where_it_is_allowed():
+def test_a_pickle_is_read_only_if_allowed():
     store = MemoryBackend(MemoryConfig())
     with Checkpointer(store, allow_pickle=True) as ckpt:
         ckpt.save({"odd": {"inside": Odd()}, "plain": 1}, 1, mode="blocking")

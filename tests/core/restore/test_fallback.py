@@ -1,4 +1,4 @@
-"""Which checkpoint is tried next, and what damaged ones have left half-written."""
+"""Which checkpoint is tried next, and the half-written targets of damaged ones."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def damaged_above(whole):
     return attempt
 
 
-def test_newest_whole_step_is_taken_and_the_others_are_reported(caplog):
+def test_newest_whole_step_is_used_and_others_are_reported(caplog):
     steps = candidates(7, 5, 3)
     assert steps.first == 7
     assert steps.use(damaged_above(3)) == "step 3"
@@ -45,7 +45,7 @@ def test_newest_whole_step_is_taken_and_the_others_are_reported(caplog):
     assert "step 7 is damaged, trying an older one" in caplog.text
 
 
-def test_error_is_that_of_the_last_step():
+def test_error_comes_from_the_last_step():
     steps = candidates(7, 5)
     with pytest.raises(DamagedError, match="step 5"):
         steps.use(damaged_above(0))
@@ -66,7 +66,7 @@ def test_damaged_record_names_the_step_and_what_to_restore():
     assert note.startswith("Step 7 is damaged. Restore an older step: ")
 
 
-def test_another_error_than_damage_ends_the_search():
+def test_errors_other_than_damage_end_the_search():
     def fails(step, open_step):
         message = "away"
         raise StorageError(message)
@@ -102,17 +102,17 @@ def test_older_step_that_fills_all_that_a_damaged_one_began_is_whole():
     seen.check_left(earlier, targets(state).values(), 5)
 
 
-def test_older_step_that_lacks_what_a_damaged_one_began_names_it():
+def test_older_step_lacking_objects_of_a_damaged_one_names_them():
     state = {"a": torch.zeros(3), "b": torch.zeros(3)}
     seen = overwritten(state)
     seen.begin(targets(state).values())
     rest = [targets(state)["a",]]
-    with pytest.raises(RestoreError, match="undefined now: b") as told:
+    with pytest.raises(RestoreError, match="undefined now: b") as raised:
         seen.check_left(seen.begin(rest), rest, 5)
-    assert "step 5 is restored instead of a damaged one" in str(told.value)
+    assert "step 5 is restored instead of a damaged one" in str(raised.value)
 
 
-def test_tensors_that_were_dropped_meanwhile_are_not_named():
+def test_dropped_tensors_are_not_named():
     state = {"a": torch.zeros(3), "b": torch.zeros(3)}
     seen = overwritten(state)
     seen.begin(targets(state).values())
@@ -127,6 +127,6 @@ def test_mismatch_after_damage_does_not_claim_that_nothing_was_changed():
     mismatch = RestoreMismatchError("step 5 does not fit; nothing was changed", ["a"])
     seen.check_mismatch(mismatch)
     seen.begin(targets(state).values())
-    with pytest.raises(RestoreError, match="undefined now: a") as told:
+    with pytest.raises(RestoreError, match="undefined now: a") as raised:
         seen.check_mismatch(mismatch)
-    assert "nothing was changed" not in str(told.value)
+    assert "nothing was changed" not in str(raised.value)

@@ -1,4 +1,4 @@
-"""The records of a manifest are read once, few at a time, and only if they are what was written."""
+"""The records of a manifest are read once, few at a time, and only if unchanged."""
 
 import numpy as np
 import pytest
@@ -35,7 +35,7 @@ def reads(store):
     return [names for operation, names in store.calls if operation == "read"]
 
 
-def test_sections_that_follow_each_other_are_one_read(stored, manifest):
+def test_adjacent_sections_are_one_read(stored, manifest):
     head = manifest.head(2)
     before = len(reads(stored[0]))
     sections = [*manifest.sections(2)]
@@ -49,14 +49,14 @@ def test_sections_that_follow_each_other_are_one_read(stored, manifest):
     assert not manifest.kept
 
 
-def test_what_is_read_ahead_takes_one_batch_of_heads_and_one_of_sections(stored, manifest):
+def test_read_ahead_takes_one_batch_of_heads_and_one_of_sections(stored, manifest):
     places = [(part, number) for part in range(RANKS) for number in range(3)]
     manifest.read_ahead(places)
     assert [len(names) for names in reads(stored[0])] == [RANKS, 3 * RANKS]
     assert manifest.kept.keys() == {*places}
 
 
-def test_reading_ahead_skips_a_part_that_is_missing_and_its_reader_names_it(stored, manifest):
+def test_read_ahead_skips_a_missing_part_and_its_reader_names_it(stored, manifest):
     name = manifest.parts[3].name
     stored[0].delete([name])
     manifest.read_ahead([(0, 0), (3, 0)])
@@ -67,14 +67,14 @@ def test_reading_ahead_skips_a_part_that_is_missing_and_its_reader_names_it(stor
 
 
 @pytest.mark.parametrize("place", [(RANKS, 0), (0, 3)])
-def test_a_section_that_is_not_there_is_damage_of_the_index(manifest, place):
+def test_a_missing_section_is_damage_of_the_index(manifest, place):
     assert manifest.checked_place((0, 2)) == (0, 2)
     with pytest.raises(FormatError, match="which does not exist") as error:
         manifest.checked_place(place)
     assert error.value.damaged == (manifest.record.index.name,)
 
 
-def test_an_object_is_found_by_the_one_section_that_has_it(stored):
+def test_an_object_is_found_through_its_one_section(stored):
     contents = Contents(*stored, None)
     assert contents.find(PATHS[4]).path == PATHS[4]
     assert contents.find(("w", "none")) is None

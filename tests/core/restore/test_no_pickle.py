@@ -1,4 +1,4 @@
-"""With `allow_pickle` off nothing leads to `pickle`, whatever a checkpoint says."""
+"""With `allow_pickle` off no checkpoint leads to `pickle`."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ from tests import interpreters
 pytestmark = pytest.mark.process
 ROOT = Path(__file__).parents[3]
 
-# Everything that can make or read a pickle, replaced after Penstock and torch are imported.
+# Everything that can write or read a pickle, replaced after Penstock and torch are imported.
 _TRAP = """
 import _pickle, copyreg, marshal, pickle, shelve, sys
 import torch
@@ -124,15 +124,15 @@ def run(program):
 
 
 @pytest.mark.parametrize("program", [_EVERYTHING, _HOSTILE], ids=["everything", "hostile records"])
-def test_nothing_leads_to_pickle(program):
+def test_no_path_leads_to_pickle(program):
     run(program)
 
 
-def test_a_fallback_pickles_nothing_of_the_template():
+def test_fallback_does_not_pickle_the_template():
     run(_FALLBACK)
 
 
-def test_the_trap_is_one():
+def test_the_trap_works():
     with pytest.raises(AssertionError, match=r"pickle\.loads was called"):
         run("__import__('pickle').loads(b'')")
 

@@ -35,7 +35,7 @@ def arrays(draw):
 
 @st.composite
 def jobs(draw):
-    """A state, and what each of some ranks holds of it."""
+    """A state, and each rank's share of it."""
     count = draw(st.integers(2, 4) | st.just(20))
     state = {("a", f"w{n}"): array for n, array in enumerate(draw(st.lists(arrays(), max_size=4)))}
     state["b",] = np.arange(3, dtype=np.int64)
@@ -70,7 +70,7 @@ def walk(tree):
 
 @settings(deadline=None, max_examples=examples(40))
 @given(jobs(), st.data())
-def test_what_ranks_stored_comes_back_whole_and_in_part(job, data):
+def test_data_of_ranks_is_restored_whole_and_in_part(job, data):
     state, ranks = job
     store = memory()
     store_ranks(store, ranks, per_section=data.draw(st.integers(1, 3)))
@@ -102,7 +102,7 @@ def by_columns():
     return [[(("w",), ARRAY, [columns(rank)])] for rank in range(4)]
 
 
-def test_shards_that_leave_out_elements_are_damage_that_names_the_object():
+def test_shards_that_omit_elements_are_damage_naming_the_object():
     store = memory()
     store_ranks(store, by_columns()[:3])
     with checkpointer(store) as ckpt:
@@ -114,7 +114,7 @@ def test_shards_that_leave_out_elements_are_damage_that_names_the_object():
         assert not ckpt.verify().ok
 
 
-def test_elements_that_the_only_part_lacks_are_damage_to_every_reader():
+def test_elements_missing_in_the_only_part_are_always_damage():
     store = memory()
     store_ranks(store, [*by_columns()[:1], []])
     with checkpointer(store) as ckpt:
@@ -125,7 +125,7 @@ def test_elements_that_the_only_part_lacks_are_damage_to_every_reader():
         assert ckpt.verify(deep=False).damaged == (damage,)
 
 
-def test_section_with_a_shard_more_than_its_table_is_damage_beside_all_other():
+def test_section_with_more_shards_than_its_table_is_reported_as_damage():
     def change(level, value):
         if level == "section":
             shards = value["objects"]["shards"][0]
@@ -145,7 +145,7 @@ def test_section_with_a_shard_more_than_its_table_is_damage_beside_all_other():
     assert {damage.what for damage in blocks} == {"w"}
 
 
-def test_ranks_that_describe_an_object_differently_are_refused_by_name():
+def test_inconsistent_descriptions_of_ranks_are_refused_by_name():
     store = memory()
     ranks = by_columns()
     ranks[2] = [(("w",), ARRAY.view(np.int32), [columns(2)])]
@@ -158,7 +158,7 @@ def test_ranks_that_describe_an_object_differently_are_refused_by_name():
         assert not ckpt.verify().ok
 
 
-def test_a_region_reads_the_parts_that_hold_it_and_no_others():
+def test_a_region_reads_only_the_parts_that_hold_it():
     store = memory()
     ranks = [[(("w",), ARRAY, [Region((16 * rank, 0), (16, 32))])] for rank in range(4)]
     ranks[0].append((("v",), ARRAY, [Region.whole(ARRAY.shape)]))

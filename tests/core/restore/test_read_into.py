@@ -36,7 +36,7 @@ def expected(view, path):
     return value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def test_all_bytes_and_some_bytes_are_those_of_the_tensor(run):
+def test_whole_and_partial_reads_match_the_tensor(run):
     for path in ["raw", "zstd", "column", "half", "array", "tied/1", "empty"]:
         with penstock.Checkpointer(run) as ckpt:
             view = ckpt.open()
@@ -50,7 +50,7 @@ def test_all_bytes_and_some_bytes_are_those_of_the_tensor(run):
             assert piece == whole[start:stop]
 
 
-def test_bytes_that_are_not_whole_elements_are_refused(tmp_path):
+def test_partial_elements_are_refused(tmp_path):
     with penstock.Checkpointer(tmp_path) as ckpt:
         ckpt.save({"t": torch.ones(2)}, 1, mode="blocking")
         for start, length in [(1, 4), (0, 3), (-4, 4), (8, 4), (4, 8), (0, 16)]:
@@ -64,7 +64,7 @@ def test_a_plain_value_is_not_read_into_memory(run):
         ckpt.open().read_into("epoch", bytearray(1))
 
 
-def test_streamed_tree_reads_nothing_until_it_is_saved_elsewhere(run, tmp_path):
+def test_streamed_tree_reads_only_when_it_is_saved_elsewhere(run, tmp_path):
     with penstock.Checkpointer(run) as ckpt:
         view = ckpt.open()
         tree = view.load(streamed=True)
@@ -84,7 +84,7 @@ def test_streamed_tree_reads_nothing_until_it_is_saved_elsewhere(run, tmp_path):
             view.load(streamed=True, device="cpu")
 
 
-def test_streamed_bytes_are_verified_when_they_are_read(run, tmp_path):
+def test_streamed_bytes_are_verified_on_read(run, tmp_path):
     shutil.copytree(run, tmp_path / "run")
     with penstock.Checkpointer(tmp_path / "run") as ckpt:
         tree = ckpt.open().load(streamed=True)

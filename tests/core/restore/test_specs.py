@@ -25,7 +25,7 @@ def store():
     return store
 
 
-def test_a_spec_says_what_an_object_is_and_how_it_is_stored(store):
+def test_a_spec_describes_an_object_and_its_storage(store):
     specs = Checkpoint.open(store, 1).specs()
     weight = specs["net/w"]
     assert (weight.path, weight.kind, weight.form) == (("net", "w"), "tensor", "tensor")

@@ -1,6 +1,6 @@
 """All ranks of a job restore one checkpoint, or all raise: threads as ranks, one folder each.
 
-The folders are copies of one run, so that a fault in one is what one rank sees.
+The folders are copies of one run, so only one rank sees a fault in one.
 """
 
 import re
@@ -75,7 +75,7 @@ def on_ranks(work, ranks, patience_s=PATIENCE_S):
 
 
 def restore_all(runs, call, *, timeout_s=PATIENCE_S, absent=()):
-    """What `call(rank, reader, state)` came to on each rank: the state, or the error."""
+    """The result of `call(rank, reader, state)` on each rank: the state, or the error."""
     board = MemoryBoard()
     results = [None] * WORLD
 
@@ -86,7 +86,7 @@ def restore_all(runs, call, *, timeout_s=PATIENCE_S, absent=()):
         try:
             report = call(rank, reader_of(runs[rank], group), state)
             results[rank] = state, report
-        except BaseException as error:  # noqa: BLE001 - looked at by the test
+        except BaseException as error:  # noqa: BLE001 - checked by the test
             results[rank] = error
 
     on_ranks(one, {*range(WORLD)} - {*absent})
@@ -109,19 +109,19 @@ def restored(results, step):
         assert state["step"] == step == report.step
 
 
-def test_all_restore_what_rank_0_takes_for_the_latest(runs):
+def test_all_restore_the_latest_step_of_rank_0(runs):
     for run in runs[1:]:
-        with run.open() as ckpt:  # saved since rank 0 has looked, say
+        with run.open() as ckpt:  # saved since rank 0's check, say
             ckpt.save(state_of(300), 300, mode="blocking")
     results = restore_all(runs, latest)
     restored(results, 200)
 
 
-def test_all_restore_the_step_that_all_were_called_for(runs):
+def test_all_restore_the_requested_step(runs):
     restored(restore_all(runs, lambda _, reader, state: reader.restore(state, np.int64(100))), 100)
 
 
-def test_damage_on_one_rank_is_an_error_of_all_that_names_it(runs):
+def test_damage_on_one_rank_fails_all_and_names_it(runs):
     damage(runs[2], 200)
     *others, own = restore_all(runs, latest)
     assert isinstance(own, DamagedError)
@@ -131,7 +131,7 @@ def test_damage_on_one_rank_is_an_error_of_all_that_names_it(runs):
         assert str(error).startswith("step 200 was not restored: rank 2 on node2 found damage: ")
 
 
-def test_damage_on_one_rank_leads_all_to_the_older_checkpoint(runs):
+def test_damage_on_one_rank_makes_all_fall_back(runs):
     damage(runs[2], 200)
     results = restore_all(runs, lambda _, r, state: r.restore(state, on_damage="fallback"))
     restored(results, 100)
@@ -146,12 +146,12 @@ def test_no_older_checkpoint_is_damage_on_all(runs):
 
 
 def test_no_checkpoint_is_the_same_error_on_all(tmp_path):
-    """A job that begins from scratch then does so on every rank."""
+    """A job then begins from scratch on every rank."""
     results = restore_all([Run(tmp_path)] * WORLD, latest)
     assert [type(error) for error in results] == [CheckpointNotFoundError] * WORLD
 
 
-def test_folder_that_is_not_shared_is_found(runs):
+def test_unshared_folder_is_detected(runs):
     runs[1].remove(runs[1].commit(200))
     error, own, other = restore_all(runs, latest)
     assert isinstance(own, RestoreError)
@@ -169,7 +169,7 @@ def test_another_checkpoint_of_the_same_step_is_refused(runs):
     assert [type(error) for error in results] == [RankError, RestoreError, RankError]
 
 
-def test_template_of_one_rank_that_does_not_fit_is_an_error_of_all(runs):
+def test_unfitting_template_of_one_rank_fails_all(runs):
     def call(rank, reader, state):
         if rank == 1:
             state["w"] = np.zeros(4, np.float32)
@@ -182,7 +182,7 @@ def test_template_of_one_rank_that_does_not_fit_is_an_error_of_all(runs):
         assert "RestoreMismatchError" in error.cause
 
 
-def test_rank_may_hold_nothing_of_what_the_others_restore(runs, caplog):
+def test_rank_may_hold_no_object_that_others_restore(runs, caplog):
     def call(rank, reader, state):
         template = {"w": state["w"]} if rank else {}
         return reader.restore(template, include="w")
@@ -203,8 +203,8 @@ def test_nothing_in_common_on_all_ranks_is_the_same_error_on_each(runs):
 
 
 @pytest.mark.parametrize("owner", range(WORLD))
-def test_pattern_may_match_the_template_of_one_rank_alone(runs, owner):
-    """A new head to leave alone stands on the last stage of a pipeline only."""
+def test_pattern_may_match_only_the_template_of_one_rank(runs, owner):
+    """Only the last stage of a pipeline has the new head to leave alone."""
 
     def call(rank, reader, state):
         if rank == owner:
@@ -216,7 +216,7 @@ def test_pattern_may_match_the_template_of_one_rank_alone(runs, owner):
     assert results[owner][0]["head"].tolist() == [1, 1, 1]
 
 
-def test_pattern_that_matches_nothing_on_any_rank_is_the_same_error_and_changes_nothing(runs):
+def test_pattern_without_a_match_on_any_rank_is_one_error_changing_nothing(runs):
     states = {}
 
     def call(rank, reader, state):
@@ -229,7 +229,7 @@ def test_pattern_that_matches_nothing_on_any_rank_is_the_same_error_and_changes_
         assert not states[rank]["w"].any()
 
 
-def test_what_stages_hold_of_each_other_is_not_unexpected(runs, caplog):
+def test_objects_of_other_stages_are_not_unexpected(runs, caplog):
     def call(rank, reader, state):
         key = "step" if rank == 2 else "w"
         return reader.restore({key: state[key]})
@@ -255,7 +255,7 @@ def test_what_stages_hold_of_each_other_is_not_unexpected(runs, caplog):
         ),
     ],
 )
-def test_ranks_that_are_called_for_different_things_are_told_so(runs, other, words):
+def test_ranks_with_contradicting_calls_are_reported(runs, other, words):
     def call(rank, reader, state):
         return other(reader, state) if rank == 2 else reader.restore(state)
 
@@ -263,12 +263,12 @@ def test_ranks_that_are_called_for_different_things_are_told_so(runs, other, wor
     for error in results:
         assert isinstance(error, RankError)
         assert error.rank == 2
-        # A rank that has not heard of a step before the end does not name it.
+        # A rank that did not learn of a step before the end does not name it.
         assert re.match("step 200 was not (restored|loaded)|no checkpoint was restored", str(error))
         assert str(error).partition(": ")[2].startswith(f"rank 2 on {error.host} {words}")
 
 
-def test_call_that_is_wrong_on_one_rank_ends_the_restore_of_all_at_once(runs):
+def test_wrong_call_on_one_rank_ends_the_restore_of_all_at_once(runs):
     def call(rank, reader, state):
         return reader.restore(state, include="w[" if rank == 1 else None)
 
@@ -294,7 +294,7 @@ def test_interrupt_of_one_rank_ends_the_restore_of_all(runs):
     assert [(e.rank, "KeyboardInterrupt" in e.cause) for e in others] == [(0, True)] * 2
 
 
-def test_rank_that_does_not_come_is_named(runs):
+def test_absent_rank_is_named(runs):
     results = restore_all(runs, latest, timeout_s=3.0, absent=[1])
     for error in (results[0], results[2]):
         assert isinstance(error, RankError)
@@ -302,7 +302,7 @@ def test_rank_that_does_not_come_is_named(runs):
         assert "has not begun to restore" in str(error)
 
 
-def test_rank_that_is_slow_and_moves_is_waited_for(runs):
+def test_slow_rank_with_progress_is_awaited(runs):
     def call(rank, reader, state):
         def slow(_progress):
             time.sleep(0.5)  # some seven times
@@ -312,7 +312,7 @@ def test_rank_that_is_slow_and_moves_is_waited_for(runs):
     restored(restore_all(runs, call, timeout_s=2.5), 200)
 
 
-def test_further_restores_of_the_same_ranks_have_rounds_of_their_own(runs):
+def test_later_restores_of_the_same_ranks_have_separate_rounds(runs):
     def call(_rank, reader, state):
         with pytest.raises(CheckpointNotFoundError):
             reader.restore(state, 150)
@@ -346,7 +346,7 @@ class Lost(MemoryCoordination):
             raise CoordinationError("the store is gone")
 
 
-def test_rank_that_cannot_learn_the_decision_says_so(runs):
+def test_rank_that_misses_the_decision_reports_it(runs):
     board, errors = MemoryBoard(), []
 
     def one(rank):
@@ -375,7 +375,7 @@ class Noting(MemoryCoordination):
         super().post(key, value)
 
 
-def test_a_rank_says_where_it_is_before_it_plans(runs):
+def test_a_rank_posts_its_host_before_it_plans(runs):
     noting = Noting(board := MemoryBoard())
 
     def one(rank):
@@ -387,14 +387,14 @@ def test_a_rank_says_where_it_is_before_it_plans(runs):
 
 
 class Server(MemoryCoordination):
-    """The store of the job lives in the process of rank 0: notes what others had told by then."""
+    """The store of the job lives in the process of rank 0: notes what others had posted by then."""
 
     def close(self):
         self.left = self.read([f"left/{rank:05d}" for rank in range(1, WORLD)])
         super().close()
 
 
-def test_rank_0_closes_the_store_of_the_job_when_all_know_that_they_have_restored(runs):
+def test_rank_0_closes_the_job_store_once_all_have_finished_the_restore(runs):
     board = MemoryBoard()
     server = Server(board)
 
@@ -403,9 +403,9 @@ def test_rank_0_closes_the_store_of_the_job_when_all_know_that_they_have_restore
         group = RankGroup(rank, WORLD, member, timeout_s=PATIENCE_S, host=f"node{rank}")
         for _ in range(2):
             reader_of(runs[rank], group).restore(blank())
-        if rank == 0:  # a rank that closes tells that it has left all rounds
+        if rank == 0:  # a closing rank posts that it has left all rounds
             group.close()
 
     on_ranks(one, range(WORLD), 2 * PATIENCE_S)
-    # The number of the last round, or one beyond all: a rank that closes takes part in no other.
+    # The number of the last round, or one beyond all: a closing rank joins no other.
     assert [int(number) >= 1 for number in server.left] == [True, True]

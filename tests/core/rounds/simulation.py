@@ -1,14 +1,14 @@
 """Many ranks, a store and a root on a virtual clock, with faults drawn from a seed.
 
-The rounds are the product's own code: what they yield is carried out by a model of a store, which
-loses requests and answers, and delays both. A small engine stands for the save of each rank: it
-writes for a while, seals, merges, publishes. Ranks die, stop (SIGSTOP), wake up later, hang, fail,
-come late, lose the network. `World` checks what must hold at each publish and each deletion.
+The rounds are the product's own code: a model of a store carries out what they yield, and loses or
+delays requests and answers. A small engine models the save of each rank: it writes for a while,
+seals, merges, publishes. Ranks die, stop (SIGSTOP), wake up later, hang, fail, come late, lose the
+network. `World` checks the invariants at each publish and each deletion.
 
 By hand, from the root:
 
     python -m tests.core.rounds.simulation seeds 0 10000     # these worlds
-    python -m tests.core.rounds.simulation ranks 1024 10000  # how long so many ranks take
+    python -m tests.core.rounds.simulation ranks 1024 10000  # how long these ranks take
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class BrokenPromiseError(AssertionError):
 
 @dataclass
 class Fault:
-    """What goes wrong with one rank: at a time, or soon after it has reached a phase."""
+    """The fault of one rank: at a time, or soon after it reaches a phase."""
 
     kind: str  # die, stop, fail, hang, cut, leave
     rank: int
@@ -64,7 +64,7 @@ class Fault:
 
 @dataclass
 class Plan:
-    """One world, before it begins."""
+    """One world before its start."""
 
     seed: int = 0
     world_size: int = 2
@@ -73,10 +73,10 @@ class Plan:
     timeout_s: float = 6.0
     call_s: float = 1.0
     latency_s: float = 0.01
-    jitter_s: float = 0.0  # up to this much more, for each request anew
+    jitter_s: float = 0.0  # up to this much more, per request
     key_s: float = 0.0
     server_s: float = 0.0
-    poll_s: float = 0.0  # a wait asks this often; 0: the store tells
+    poll_s: float = 0.0  # a wait polls this often; 0: the store notifies
     lost: float = 0.0  # the share of requests that get no answer in time
     work_s: tuple[float, float] = (1.0, 5.0)
     tick_s: float = 0.5  # between two signs of progress
@@ -85,8 +85,8 @@ class Plan:
     publish_s: float = 0.02
     publish: str = "ok"
     refuse: bool = False
-    gathers: bool = False  # rank 0 waits for all ranks before it says go, as saves do
-    hosted: bool = False  # the store is in the process of rank 0, as it is without torchrun
+    gathers: bool = False  # rank 0 waits for all ranks before it starts them, as saves do
+    hosted: bool = False  # the store is in the process of rank 0, as without torchrun
     late_s: float = 0.0  # from the call to the round of rank 0, which cleans up meanwhile
     differs: int | None = None  # the rank that is at another step
     restores: int | None = None  # the rank that restores while the others save
@@ -106,7 +106,7 @@ class World:
         self.values = {}
         self._waiters = {}
         self._server_free_s = 0.0
-        self.rounds = {}  # number -> what became of it in the root
+        self.rounds = {}  # number -> its outcome in the root
         self.ranks = [Rank(self, rank) for rank in range(plan.world_size)]
         self.requests = 0
 
@@ -141,7 +141,7 @@ class World:
     # -- the store -----------------------------------------------------------------------------
 
     def request(self, rank, operation, answer):
-        """Carry an operation out; `answer(value, error)` comes back to the rank."""
+        """Carry out an operation; the rank gets `answer(value, error)`."""
         plan, self.requests = self.plan, self.requests + 1
         if isinstance(operation, WaitFor):
             self._wait_for(rank, operation, answer)
@@ -221,7 +221,7 @@ class World:
             self.after(operation.timeout_s, lambda: wake(False))
 
     def _is_refused(self):
-        """Whether the store's process has ended, so that calls end at once; not: they hang."""
+        """Whether the store's process has ended, so calls end at once; if not, they hang."""
         return self.plan.hosted and self.ranks[0].dead
 
     def register(self, number):
@@ -251,16 +251,16 @@ class World:
 
     def _check_end(self):
         for number in range(self.plan.rounds):
-            told = {r.rank: r.told[number] for r in self.ranks if number in r.told}
-            words = {word for word, _, _ in told.values()}
+            outcomes = {r.rank: r.outcomes[number] for r in self.ranks if number in r.outcomes}
+            words = {word for word, _, _ in outcomes.values()}
             for rank in self.ranks:
-                ended = rank.rank in told or rank.dead or rank.hangs
+                ended = rank.rank in outcomes or rank.dead or rank.hangs
                 self.hold(ended, f"rank {rank.rank} never ends")
             self.hold(not {"committed", "aborted"} <= words, f"told {words} of one checkpoint")
             self.hold("stopped" not in words or words <= {"stopped", "aborted"}, f"told {words}")
             self._check_root(number, words)
-            self._check_blame(number, told)
-            self._check_known(number, told)
+            self._check_blame(number, outcomes)
+            self._check_known(number, outcomes)
         if not self.plan.faults and self.plan.lost == 0.0 and self.plan.publish == "ok":
             self._check_sound()
 
@@ -275,24 +275,24 @@ class World:
         self.hold("aborted" not in words or not published, "told aborted, and published")
         self.hold("stopped" not in words or not root.data, "told stopped, and something written")
 
-    def _check_blame(self, number, told):
-        """Nobody is accused who is not the cause, as long as the store answers."""
+    def _check_blame(self, number, outcomes):
+        """Only the causing rank is accused while the store answers."""
         verdict = self.register(number)
         if verdict is None or verdict.commit or self.plan.lost:
             return
         guilty = {fault.rank for fault in self.plan.faults if fault.came_s is not None}
-        if self.plan.hosted and 0 in guilty:  # the others could not tell that they gave up
+        if self.plan.hosted and 0 in guilty:  # the others could not report that they gave up
             return
         guilty |= {self.plan.differs, self.plan.restores}
         if self.plan.restores == 0:  # then each of the others sees that it does something else
             guilty |= set(range(self.plan.world_size))
         self.hold(verdict.rank in guilty, f"rank {verdict.rank} is accused: {verdict.cause}")
-        for word, _, error in told.values():
+        for word, _, error in outcomes.values():
             if word == "aborted" and error is not None:
                 self.hold(error.rank == verdict.rank, "another rank is named than was decided on")
 
-    def _check_known(self, number, told):
-        """All know in time of the one that is lost, if nothing else is wrong."""
+    def _check_known(self, number, outcomes):
+        """All know of the lost rank in time, if nothing else is wrong."""
         plan = self.plan
         alone = len(plan.faults) == 1 and (plan.differs, plan.restores) == (None, None)
         swift = plan.lost == 0.0 and plan.latency_s + plan.jitter_s <= plan.timeout_s / 100
@@ -305,7 +305,7 @@ class World:
         since_s = max([fault.came_s, *(rank.called_s[number] for rank in others)])
         since_s += max(0.0, plan.late_s - plan.timeout_s / 4)
         for rank in others:
-            word, told_s, _ = told[rank.rank]
+            word, told_s, _ = outcomes[rank.rank]
             in_time = word == "committed" or told_s - since_s <= 1.25 * plan.timeout_s
             self.hold(in_time, f"rank {rank.rank} knew after {told_s - since_s:.2f} s: {word}")
 
@@ -313,23 +313,23 @@ class World:
         sound = self.plan.differs is None and self.plan.restores is None
         for rank in self.ranks:
             for number in range(self.plan.rounds):
-                word = rank.told[number][0]
+                word = rank.outcomes[number][0]
                 expected = "stopped" if self.plan.refuse else "committed"
                 self.hold(
                     not sound or word == expected, f"all was well, and rank {rank.rank}: {word}"
                 )
 
     def known_s(self):
-        """Seconds from the first fault until the last rank that suffers none has an end."""
+        """Seconds from the first fault to the end of the last faultless rank."""
         began_s = min(f.came_s for f in self.plan.faults if f.came_s is not None)
         struck = {f.rank for f in self.plan.faults}
-        ends = [r.told[0][1] for r in self.ranks if r.rank not in struck and 0 in r.told]
+        ends = [r.outcomes[0][1] for r in self.ranks if r.rank not in struck and 0 in r.outcomes]
         return max(ends) - began_s
 
 
 @dataclass
 class Root:
-    """What the root has of one round."""
+    """The root's data of one round."""
 
     data: dict = field(default_factory=dict)
     uids: set = field(default_factory=set)
@@ -344,7 +344,7 @@ class Rank:
         self.world = world
         self.rank = rank
         self.number = -1
-        self.told = {}
+        self.outcomes = {}
         self.called_s = []  # by round
         self.dead = False
         self.hangs = False
@@ -380,7 +380,7 @@ class Rank:
         return self.world.now < self.cut_until_s
 
     def deliver(self, delay_s, event):
-        """Let something happen to this rank: when it wakes up, if it is stopped."""
+        """Schedule an action of this rank: when it wakes up, if it is stopped."""
 
         def come():
             if self.dead:
@@ -500,7 +500,7 @@ class Rank:
             if cleans and self.commit.may_delete_own_data:
                 world.delete(number, self.rank)
             word = TOLD[step]
-            self.told[number] = (word, world.now, self.round.error("step 100 was not saved"))
+            self.outcomes[number] = (word, world.now, self.round.error("step 100 was not saved"))
             if self.commit is not None and word == "committed":
                 world.hold(
                     self.commit.state is State.COMMITTED, "told committed, the table says no"
@@ -572,7 +572,7 @@ PHASES = [
 
 
 def drawn(seed, *, most_ranks=200):
-    """Draw a world from a seed: as a rule few ranks, one or two faults, a store that is so-so."""
+    """Draw a world from a seed: usually few ranks, one or two faults, a mediocre store."""
     pick = random.Random(seed * 7919 + 1)
     share = pick.random()
     high = 5 if share < 0.85 else 20 if share < 0.99 else most_ranks
@@ -615,18 +615,18 @@ def _fault(pick, plan):
 
 
 def explore(seeds, **options):
-    """Run the worlds of many seeds; return how often each end was told."""
-    told = {}
+    """Run the worlds of many seeds; return the count of each outcome."""
+    outcomes = {}
     for seed in seeds:
         world = World(drawn(seed, **options)).run()
         for rank in world.ranks:
-            for word, _, _ in rank.told.values():
-                told[word] = told.get(word, 0) + 1
-    return told
+            for word, _, _ in rank.outcomes.values():
+                outcomes[word] = outcomes.get(word, 0) + 1
+    return outcomes
 
 
 def measured(world_size, merge_s=0.03):
-    """How long a save of many ranks takes that all seal at the same moment.
+    """The duration of a save of many ranks that all seal at the same moment.
 
     The store takes 10 ms for each request, its one thread 20 us, and 14 us for each key of a read;
     ranks that wait ask as often as `TorchCoordination` does.
@@ -644,7 +644,7 @@ def measured(world_size, merge_s=0.03):
     )
     world = World(plan).run()
     root = world.root(0)
-    known_s = max(rank.told[0][1] for rank in world.ranks) - root.last_seal_s
+    known_s = max(rank.outcomes[0][1] for rank in world.ranks) - root.last_seal_s
     commit_s = root.published_s - root.last_seal_s
     posts_most = max(rank.posts[0] for rank in world.ranks)
     bytes_most = max(map(len, world.values.values()))
@@ -664,8 +664,8 @@ def main():
             print(measured(int(number), merge_s=4.2), flush=True)
         return
     first, last = map(int, numbers)
-    told = explore(range(first, last))
-    print(f"seeds {first} to {last - 1}: no promise broken; ranks were told {told}; ", end="")
+    outcomes = explore(range(first, last))
+    print(f"seeds {first} to {last - 1}: no promise broken; ranks were told {outcomes}; ", end="")
     print(f"{time.monotonic() - began_s:.0f} s")
 
 

@@ -1,4 +1,4 @@
-"""What ranks post: round trips, bounds, and bytes that nobody posted."""
+"""Posts of ranks: round trips, bounds, and malformed bytes."""
 
 import pickle
 
@@ -28,13 +28,13 @@ PART = {"length": 1 << 40, "head": DIGEST, "hashes": DIGEST, "bytes": 1 << 40, "
 
 
 @given(st.builds(SlotPost, COUNTS, KINDS, st.sampled_from(At), COUNTS, st.text(max_size=30)))
-def test_slots_come_back(post):
+def test_slots_decode(post):
     if len(post.host.encode("utf-8", "surrogatepass")) < 50:
         assert posts.decode(SlotPost, posts.encode(post)) == post
 
 
 @given(st.text())
-def test_whatever_the_cause_a_decision_has_at_most_512_bytes(text):
+def test_a_decision_has_at_most_512_bytes(text):
     data = posts.encode(Verdict(commit=False, rank=9999, host=text, cause=text))
     assert len(data) <= posts.POST_BYTES
     read = posts.decode(Verdict, data)
@@ -43,7 +43,7 @@ def test_whatever_the_cause_a_decision_has_at_most_512_bytes(text):
 
 
 @given(st.text())
-def test_whatever_the_cause_a_result_has_at_most_512_bytes(text):
+def test_a_result_has_at_most_512_bytes(text):
     data = posts.encode(ResultPost(Result.UNKNOWN, text))
     assert len(data) <= posts.POST_BYTES
     assert posts.decode(ResultPost, data).result is Result.UNKNOWN
@@ -54,7 +54,7 @@ def test_a_slot_of_a_sealed_rank_has_at_most_512_bytes():
     assert len(posts.encode(post)) <= posts.POST_BYTES
 
 
-def test_terms_come_back_and_those_that_are_too_large_are_refused():
+def test_terms_round_trip_and_too_large_ones_are_refused():
     post = GoPost("save", {"step": 100, "uid": "0" * 32, "retention": {"keep_last": 3}})
     assert posts.decode(GoPost, posts.encode(post)) == post
     with pytest.raises(FormatError, match="more than the 16384"):
@@ -62,7 +62,7 @@ def test_terms_come_back_and_those_that_are_too_large_are_refused():
 
 
 @pytest.mark.parametrize("kind", [SlotPost, GoPost, Verdict, ResultPost, DrainsPost, DrainedPost])
-def test_bytes_that_nobody_posted_are_refused(kind):
+def test_malformed_bytes_are_refused(kind):
     for data in (b"", b"{}", b"[1]", b"\xff", b'{"v":1}', b'{"v":0,"commit":1}'):
         with pytest.raises(FormatError):
             posts.decode(kind, data)
@@ -74,7 +74,7 @@ def test_another_version_is_refused_with_the_remedy():
         posts.decode(Verdict, data)
 
 
-def test_an_error_of_a_rank_is_one_of_saves_and_restores_and_crosses_processes():
+def test_a_rank_error_is_a_save_and_restore_error_and_pickles():
     error = RankError("step 3 was not saved: rank 17", 17, "node3", "No space left")
     copy = pickle.loads(pickle.dumps(error))
     assert isinstance(copy, SaveError)
@@ -87,7 +87,7 @@ def test_an_error_of_a_rank_is_one_of_saves_and_restores_and_crosses_processes()
     )
 
 
-def test_time_counts_up_to_a_limit_between_two_looks():
+def test_time_between_two_polls_counts_up_to_a_limit():
     looks = CountedLooks(2.0)
     watched = Standstill(looks, [1], 5.0)
     for now_s in (100.0, 101.0, 900.0, 901.5):
@@ -100,7 +100,7 @@ def test_time_counts_up_to_a_limit_between_two_looks():
     assert not watched.is_over(1)
 
 
-def test_what_is_posted_waits_until_the_store_has_taken_it():
+def test_posts_wait_until_the_store_takes_them():
     outbox = Outbox(7, SlotPost(0, "save", At.HERE, done=1, total=2))
     assert outbox.is_empty
     outbox.put_slot()
@@ -115,7 +115,7 @@ def test_what_is_posted_waits_until_the_store_has_taken_it():
     assert outbox.is_empty
 
 
-def test_a_part_that_fits_now_and_not_at_later_beats_is_refused():
+def test_a_part_that_will_not_fit_at_later_beats_is_refused():
     outbox = Outbox(0, SlotPost(0, "save", At.WORKING))
     room = posts.NEW_STRUCTURE_BYTES - len(posts.encode(outbox.fitting(At.SEALED, {"x": ""})))
     with pytest.raises(FormatError, match="16384"):

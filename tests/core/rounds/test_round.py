@@ -1,4 +1,4 @@
-"""A round on one rank whose store of the job answers some kinds of calls, and refuses others."""
+"""A round on one rank whose job store answers some kinds of calls, and refuses others."""
 
 import pytest
 
@@ -34,7 +34,7 @@ class Rank:
     """One of two ranks on a virtual clock, in which calls take no time at all."""
 
     def __init__(self, kind, rank, until):
-        """The other rank is there, moves, and seals; this one goes on to the phase `until`."""
+        """The other rank makes progress and seals; this one runs to the phase `until`."""
         place = RankPlace(rank, 2)
         if kind == "save":
             self.round = SaveRound(place, 0, commit=Commit(), timeout_s=TIMEOUT_S)
@@ -70,7 +70,7 @@ class Rank:
         while self.round.steps:
             step = self.round.steps.popleft()
             if self.round.phase is self._until:
-                continue  # here it stays, if nobody else does anything
+                continue  # here it stays without other actions
             if step is Step.WORK:
                 self.round.seal({})
             elif step is Step.MERGE:
@@ -108,7 +108,7 @@ class Rank:
 
 
 def begun(kind, rank, phase):
-    """A rank that is asked to give up where that is the phase."""
+    """A rank asked to give up in that phase."""
     made = Rank(kind, rank, phase)
     if phase is Phase.GIVING_UP:
         made.round.fail("failed")
@@ -123,7 +123,7 @@ DEAF = [
 ]
 
 
-def test_a_rank_that_can_post_and_hears_nothing_ends_in_time():
+def test_a_rank_that_posts_but_hears_nothing_ends_in_time():
     for case in DEAF:
         found = begun(*case)
         found.run(["read", "decide", "wait"], 100 * TIMEOUT_S)
@@ -132,14 +132,14 @@ def test_a_rank_that_can_post_and_hears_nothing_ends_in_time():
 
 
 @pytest.mark.parametrize("broken", [["wait"], ["post"], ["read", "wait"], ["post", "read", "wait"]])
-def test_a_store_that_refuses_calls_at_once_is_not_asked_without_a_pause(broken):
+def test_a_store_that_refuses_at_once_is_asked_with_pauses(broken):
     for case in DEAF:
         found = begun(*case)
         found.run(broken, TIMEOUT_S)
         assert found.now_s >= TIMEOUT_S or found.round.phase in ENDS, case
 
 
-def test_a_rank_whose_posts_are_refused_goes_on_as_long_as_it_hears():
+def test_a_rank_with_refused_posts_continues_while_it_hears():
     found = begun("save", 1, Phase.WORKING)
     found.run(["post"], 10 * TIMEOUT_S)
     assert found.round.phase is Phase.WORKING

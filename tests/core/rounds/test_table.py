@@ -1,4 +1,4 @@
-"""The tables of rounds: every pair, and every history, by what may follow what."""
+"""The tables of rounds: every pair, and every history of allowed transitions."""
 
 import itertools
 from collections import deque
@@ -39,7 +39,7 @@ def round_of(table):
 
 
 def paths(table):
-    """Every way from the beginning to an end, as happenings and steps."""
+    """Every path from the start to an end, as events and steps."""
     todo = deque([(Phase.WAITING, (), ())])
     while todo:
         phase, happenings, steps = todo.popleft()
@@ -87,7 +87,7 @@ def phases_of(table, happenings):
 
 
 @every_table
-def test_success_follows_only_a_decision_to_commit_or_the_record(table):
+def test_success_needs_a_commit_decision_or_the_record(table):
     proofs = {Happening.COMMIT_DECIDED, Happening.RECORD_IS_OURS}
     for phase, happenings, _ in paths(table):
         if phase is Phase.COMMITTED:
@@ -95,14 +95,14 @@ def test_success_follows_only_a_decision_to_commit_or_the_record(table):
 
 
 @every_table
-def test_own_data_goes_only_after_an_abort_or_before_it_was_sealed(table):
+def test_own_data_is_deleted_only_after_an_abort_or_unsealed(table):
     final = {Happening.ABORT_DECIDED, Happening.NEVER}
     for _, happenings, steps in paths(table):
         if Step.CLEAN_UP in steps:
             assert final & set(happenings) or Happening.SEALED not in happenings, happenings
 
 
-def test_rank_0_publishes_only_behind_all_parts_and_the_decision():
+def test_rank_0_publishes_only_after_all_parts_and_the_decision():
     for _, happenings, steps in paths(SAVE_RANK_0):
         if Step.PUBLISH in steps:
             before = happenings[: steps.index(Step.PUBLISH) + 1]
@@ -114,14 +114,14 @@ def test_rank_0_publishes_only_behind_all_parts_and_the_decision():
             )
 
 
-def test_what_a_rank_seals_after_it_has_given_up_is_never_posted():
+def test_a_seal_after_giving_up_is_never_posted():
     tried = SaveRound(RankPlace(1, 2), 0, commit=Commit(), timeout_s=1.0)
     tried._hear_go(GoPost("save", {"step": 100}))
     tried.fail("rank 0 sleeps")
     tried.seal({"bytes": 1})  # its engine was about to
     operations = tried.operations(0.0)
     answers = [Answer(n / 10, error=CoordinationError("no answer")) for n in range(1, 6)]
-    posted = [next(operations), *map(operations.send, answers)]  # and beats go on
+    posted = [next(operations), *map(operations.send, answers)]  # and beats continue
     slots = [decode(SlotPost, p.value) for p in posted if isinstance(p, Post)]
     assert len(slots) >= 2
     assert {slot.at for slot in slots} == {At.WORKING}
@@ -129,7 +129,7 @@ def test_what_a_rank_seals_after_it_has_given_up_is_never_posted():
 
 
 @pytest.mark.parametrize("junk", [b"{}", b'{"v":7}'])
-def test_a_rank_whose_post_cannot_be_read_is_named(junk):
+def test_a_rank_with_an_unreadable_post_is_named(junk):
     leader = SaveRound(RankPlace(0, 3), 0, commit=Commit(), timeout_s=1.0)
     leader.go({"step": 100})
     leader._hear([slot_key(1), slot_key(2)], [None, junk])
@@ -138,7 +138,7 @@ def test_a_rank_whose_post_cannot_be_read_is_named(junk):
     assert leader._blame.cause.startswith("posted unreadable data")
 
 
-def test_a_part_that_is_too_large_to_post_is_refused_before_anything_changes():
+def test_a_part_too_large_to_post_is_refused_before_any_change():
     tried = SaveRound(RankPlace(0, 2), 0, commit=(commit := Commit()), timeout_s=1.0)
     tried.go({"step": 100})
     with pytest.raises(FormatError, match="16384"):
@@ -147,20 +147,20 @@ def test_a_part_that_is_too_large_to_post_is_refused_before_anything_changes():
     assert commit.state is State.WRITING
 
 
-def test_nobody_but_rank_0_publishes_or_asks_for_a_commit():
+def test_only_rank_0_publishes_or_asks_for_a_commit():
     for table in (SAVE_OTHERS, RESTORE_OTHERS):
         steps = {step for _, step in table.values()}
         assert not {Step.PUBLISH, Step.MERGE, Step.DECIDE_COMMIT} & steps
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_the_page_shows_the_tables_as_they_are(name):
+def test_the_page_matches_the_tables(name):
     page = Path(__file__).parents[3] / "docs/design/ranks.md"
     assert shown(TABLES[name]) in page.read_text()
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_the_page_says_what_a_rank_does_in_each_phase(name):
+def test_the_page_lists_rank_actions_in_each_phase(name):
     page = (Path(__file__).parents[3] / "docs/design/ranks.md").read_text()
     for following, step in TABLES[name].values():
         (row,) = [
@@ -174,7 +174,7 @@ def cell(following, step):
 
 
 def shown(table):
-    """One row for each happening, one column for each phase, and in the cells the next phase."""
+    """One row per event, one column per phase, and in the cells the next phase."""
     phases = dict.fromkeys(phase for phase, _ in table)
     lines = ["|  | " + " | ".join(phases) + " |", "|---" * (len(phases) + 1) + "|"]
     for happening in Happening:

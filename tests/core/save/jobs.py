@@ -38,7 +38,7 @@ def request_of(config, mode="blocking", state=STATE):
 
 
 def job_of(backend, *, mode="blocking", surroundings=None, onward=None, state=STATE, **options):
-    """A job that has not begun."""
+    """A job that has not started."""
     config = load_config({"backend": backend, "chunk_bytes": 4096, **options})
     request = request_of(config, mode, state)
     return SaveJob(
@@ -53,7 +53,7 @@ def job_of(backend, *, mode="blocking", surroundings=None, onward=None, state=ST
 
 
 def run(job):
-    """Run the job to its end; return the error, or None."""
+    """Run the job; return the error, or None."""
     job.begin_capture()
     job.capture_now()
     assert job.finished(PATIENCE_S)
@@ -62,5 +62,5 @@ def run(job):
 
 
 def stored(backend):
-    """The names of all that is stored."""
+    """The names of all stored data."""
     return sorted(info.name for info in backend.list(""))

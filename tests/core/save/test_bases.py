@@ -1,4 +1,4 @@
-"""The base of a save: which checkpoint it is, and which of its frames serve a chunk."""
+"""The base of a save: which checkpoint, and which of its frames serve a chunk."""
 
 from dataclasses import replace
 
@@ -60,7 +60,7 @@ def bases_of(
 
 
 def found(store, **options):
-    """Bases that were chosen, confirmed and found."""
+    """Chosen, confirmed and looked-up bases."""
     bases = bases_of(**options)
     bases.choose(store)
     bases.confirm()
@@ -69,7 +69,7 @@ def found(store, **options):
 
 
 def kept_of(store, data):
-    """The chunks of a process that has saved the checkpoint itself, and has `data` in memory."""
+    """The chunks of the process that saved the checkpoint, with `data` in memory."""
     (stored,) = EARLIER.frames(store, Catalog(store).record(STEP)).values()
     frame = replace(stored.frame, content=content_hash(memoryview(DATA).cast("B")))
     frames = {planned_keys(plan_of(1), [0])[0]: replace(stored, frame=frame)}
@@ -111,7 +111,7 @@ def test_save_has_no_base(store, options):
     assert bases.entry() is None
 
 
-def test_checkpoint_that_is_due_to_be_whole_still_shares(store):
+def test_due_whole_checkpoint_still_shares(store):
     bases = found(store, kept=kept_of(store, DATA), share=True, every=1)
     assert bases.chosen == BASE._replace(encodes=False)
     assert bases.base_of(0) is None
@@ -120,13 +120,13 @@ def test_checkpoint_that_is_due_to_be_whole_still_shares(store):
     assert bases.shared(0, content + 1, 0) is None
 
 
-def test_store_that_does_not_list_costs_the_base_alone(store, caplog):
+def test_store_without_listing_costs_only_the_base(store, caplog):
     store.add(Fault("list", times=None, error=StorageError("away")))
     assert bases_of().choose(store) == ()
     assert "refers to no earlier checkpoint: away" in caplog.text
 
 
-def test_base_that_was_deleted_before_the_intent_is_given_up(store):
+def test_base_deleted_before_the_intent_is_dropped(store):
     bases = bases_of()
     bases.choose(store)
     store.delete([commit_name(STEP, 0)])
@@ -143,7 +143,7 @@ def test_frames_in_a_lost_or_truncated_blob_are_no_bases(store, caplog):
         assert f"step {STEP} has lost some of its files" in caplog.text
 
 
-def test_damaged_base_is_given_up_by_the_whole_save(store, caplog):
+def test_damaged_base_is_dropped_by_the_whole_save(store, caplog):
     bases = found(store)
     put(store, OTHER.tobytes())
     assert bases.base_of(0) is None
@@ -156,7 +156,7 @@ def test_raw_frame_with_other_blocks_is_no_base(store):
     assert found(store, block_bytes=2 * BLOCK_BYTES).base_of(0) is None
 
 
-def test_chunk_in_memory_is_a_base_only_if_the_store_has_the_same(store):
+def test_chunk_in_memory_is_a_base_only_if_the_store_matches(store):
     same = found(store, kept=kept_of(store, DATA))
     changed = found(store, kept=kept_of(store, OTHER))
     assert bytes(changed.base_of(0)[1]) == DATA.tobytes()
@@ -165,7 +165,7 @@ def test_chunk_in_memory_is_a_base_only_if_the_store_has_the_same(store):
     assert changed.base_of(0) is None
 
 
-def test_rank_adopts_only_the_base_that_rank_0_has_named(store):
+def test_rank_adopts_only_the_base_named_by_rank_0(store):
     for other in (BASE._replace(uid="f" * 32), BASE._replace(step=STEP + 1)):
         bases = bases_of()
         bases.adopt(store, other)
@@ -176,8 +176,8 @@ def test_rank_adopts_only_the_base_that_rank_0_has_named(store):
     assert bytes(bases.base_of(0)[1]) == DATA.tobytes()
 
 
-def test_rank_shares_no_chunk_whose_blob_is_truncated_or_lost(store, caplog):
-    """It has stored the chunk itself, so it would refer to it without reading it."""
+def test_rank_shares_no_chunk_of_a_truncated_or_lost_blob(store, caplog):
+    """It stored the chunk, so it would reference it without reading it."""
     kept, content = kept_of(store, DATA), content_hash(memoryview(DATA).cast("B"))
 
     def shared():

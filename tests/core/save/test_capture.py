@@ -1,4 +1,4 @@
-"""Capture: what is copied, what is lent, in which order it is handed on, and who waits for whom."""
+"""Capture: copies, loans, the order of delivery, and the waits."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Host(ByteSource):
             self.address = None
 
     def move(self, *, phase):
-        """Take the same bytes to other memory."""
+        """Move the same bytes to other memory."""
         whole = np.zeros(self._array.nbytes + 2 * PAGE_BYTES, np.uint8)
         start = (phase - whole.ctypes.data) % PAGE_BYTES
         moved = whole[start : start + self._array.nbytes]
@@ -77,7 +77,7 @@ class Broken(Host):
 
 
 class Device(Host):
-    """Copies are under way until somebody waits for them."""
+    """Copies are in flight until a thread waits for them."""
 
     __slots__ = ("copies",)
 
@@ -107,7 +107,7 @@ class Flight(PendingCopy):
 
 
 class Refusing(Device):
-    """Nothing can wait for its copies, as while a CUDA graph is being captured."""
+    """Its copies cannot be awaited, as during the capture of a CUDA graph."""
 
     __slots__ = ()
 
@@ -121,7 +121,7 @@ class RefusingFlight(Flight):
 
 
 class Run:
-    """A capture of `(source, when)` pairs, and what it handed on."""
+    """A capture of `(source, when)` pairs, and its delivered chunks."""
 
     def __init__(
         self,
@@ -155,14 +155,14 @@ class Run:
 
     @property
     def captured(self):
-        """Chunks that were handed on, in their order, and not given back yet."""
+        """Delivered chunks in order, not returned yet."""
         with suppress(Empty):
             while True:
                 self._captured.append(self.capture.handed_on.get(block=False))
         return self._captured
 
     def contents(self):
-        """Bytes of each object, as they came."""
+        """Bytes of each object, as delivered."""
         found = {}
         for captured in self.captured:
             for piece in self.plan.chunks[captured.index].pieces:
@@ -172,20 +172,20 @@ class Run:
         return [found.get(number, b"") for number in range(len(self.sources))]
 
     def give_back(self, first=0):
-        """What the pipeline does with chunks that it has written."""
+        """Return chunks as the pipeline does after writing."""
         taken, self.captured[first:] = self.captured[first:], []
         for captured in taken:
             self.capture.release(captured)
 
 
 def in_background(action):
-    """Run `action` on a thread; the second of the pair gives its error, None, or its result."""
+    """Run `action` on a thread; the second of the pair returns its error, None, or its result."""
     outcome = []
 
     def run():
         try:
             outcome.append(action())
-        except Exception as error:  # noqa: BLE001 - handed to the test
+        except Exception as error:  # noqa: BLE001 - passed to the test
             outcome.append(error)
 
     thread = threading.Thread(target=run)
@@ -201,7 +201,7 @@ def in_background(action):
 # -- copies ----------------------------------------------------------------------------------------
 
 
-def test_chunks_are_handed_on_in_plan_order_what_is_deferred_last():
+def test_chunks_are_delivered_in_plan_order_deferred_last():
     sources = [Host(40_000, seed=n, flat=n % 2 == 0) for n in range(4)]
     run = Run(*zip(sources, (DEFERRED, NOW, DEFERRED, FROZEN), strict=True))
     run.capture.take_now()
@@ -216,7 +216,7 @@ def test_chunks_are_handed_on_in_plan_order_what_is_deferred_last():
     assert not run.writer_needed.is_set()
 
 
-def test_staged_bytes_are_a_copy_and_lie_at_the_planned_phase():
+def test_staged_bytes_are_a_copy_at_the_planned_phase():
     source = Host(40_000, phase=320)
     run = Run((source, NOW))
     run.capture.take_now()
@@ -228,7 +228,7 @@ def test_staged_bytes_are_a_copy_and_lie_at_the_planned_phase():
         assert address % PAGE_BYTES == run.plan.chunks[captured.index].phase
 
 
-def test_gaps_in_a_slab_are_zero_whatever_the_memory_held_before():
+def test_gaps_in_a_slab_are_zero_in_used_memory():
     sources = [Host(10, seed=1), Host(20, seed=2, flat=False)]
     run = Run(*((source, NOW) for source in sources))
     (chunk,) = run.plan.chunks
@@ -244,7 +244,7 @@ def test_gaps_in_a_slab_are_zero_whatever_the_memory_held_before():
 
 
 class Moved(Host):
-    """Memory that other threads move to another place, as long as nothing keeps it still."""
+    """Memory that other threads move unless it is held."""
 
     __slots__ = ("_lost", "_still")
 
@@ -293,7 +293,7 @@ class Strided(Host):
 
 
 @pytest.mark.parametrize("length", [1, 64, 100])
-def test_small_objects_are_copied_together_from_where_they_are_by_now(length):
+def test_small_objects_are_copied_together_from_current_places(length):
     moved = [Moved(length, seed=n) for n in range(2500)]
     others = [Host(length, seed=n) if n % 2 else Strided(length, seed=n) for n in range(10)]
     odd = [Host(n, seed=n) for n in range(101, 110)]
@@ -303,7 +303,7 @@ def test_small_objects_are_copied_together_from_where_they_are_by_now(length):
     assert run.contents() == [source.bytes() for source in sources]
 
 
-def test_small_object_whose_memory_was_freed_fails_the_save_by_name():
+def test_small_object_with_freed_memory_fails_the_save_by_name():
     sources = [Moved(64, seed=n, lost=n == 5) for n in range(9)]
     run = Run(*((source, NOW) for source in sources))
     with pytest.raises(TornSnapshotError, match=r"^g/5 changed"):
@@ -320,7 +320,7 @@ def test_bytes_of_a_slab_are_counted_without_its_gaps():
     assert run.capture.deferred_bytes == 30
 
 
-def test_a_caller_that_waits_anyway_has_flat_memory_lent_and_the_rest_copied():
+def test_a_blocking_caller_lends_flat_memory_and_the_rest_is_copied():
     flat, other = Host(40_000, seed=1), Host(40_000, seed=2, flat=False)
     run = Run((flat, NOW), (other, NOW), straight_first=True)
     thread, join = in_background(run.capture.take_now)
@@ -337,7 +337,7 @@ def test_a_caller_that_waits_anyway_has_flat_memory_lent_and_the_rest_copied():
     assert join() is None
 
 
-def test_what_has_no_room_in_staging_is_lent_and_waited_for():
+def test_data_beyond_staging_is_lent_and_awaited():
     source = Host(10 * CHUNK)
     run = Run((source, NOW), staging_bytes=2 * CHUNK)
     thread, join = in_background(run.capture.take_now)
@@ -353,7 +353,7 @@ def test_what_has_no_room_in_staging_is_lent_and_waited_for():
 
 @pytest.mark.parametrize("when", [NOW, DEFERRED])
 def test_training_waits_only_until_staging_has_room_for_the_rest(when):
-    """What the writer has not given back is not copied to; it has enough to do, so none is lent."""
+    """Blocks still at the writer are not reused; the writer is busy, so none is lent."""
     source = Host(20 * CHUNK)
     run = Run((source, when), staging_bytes=6 * CHUNK)
     run.capture.fence(0)
@@ -383,7 +383,7 @@ def test_training_waits_only_until_staging_has_room_for_the_rest(when):
 
 
 def test_nothing_is_lent_while_staging_is_being_touched():
-    """A store that hangs would hold training as long, and there will soon be room."""
+    """A hung store would block training as long, and there will soon be room."""
     may_go_on, both, begun = threading.Event(), threading.Barrier(2), []
 
     def populate(address, length):
@@ -414,12 +414,12 @@ def test_nothing_is_lent_while_staging_is_being_touched():
     [Host(6 * CHUNK, flat=False), Host(6 * CHUNK, version=None)],
     ids=["not flat", "without a version"],
 )
-def test_what_cannot_be_lent_waits_for_staging(source):
-    """Hashed and written apart: a change in between that no version shows would be damage."""
+def test_unlendable_data_waits_for_staging(source):
+    """Hashed and written separately: a change in between without a version bump would be damage."""
     run = Run((source, NOW), staging_bytes=2 * CHUNK)
     expected, got = source.bytes(), b""
     thread, join = in_background(run.capture.take_now)
-    run.writer_needed.wait(60)  # else chunks may go back before staging is ever full
+    run.writer_needed.wait(60)  # or chunks may return before staging is ever full
     while thread.is_alive() or run.captured:
         if run.captured:
             assert run.captured[0].block
@@ -430,7 +430,7 @@ def test_what_cannot_be_lent_waits_for_staging(source):
     assert run.writer_needed.is_set()
 
 
-def test_raw_bytes_at_another_phase_than_planned_are_not_lent():
+def test_raw_bytes_at_an_unplanned_phase_are_not_lent():
     source = Host(40_000, phase=64)
     run = Run((source, NOW), straight_first=True)
     source.move(phase=128)
@@ -454,7 +454,7 @@ def test_encoded_bytes_are_lent_at_any_phase():
 # -- the fence -------------------------------------------------------------------------------------
 
 
-def test_deferred_memory_is_lent_only_behind_the_fence():
+def test_deferred_memory_is_lent_only_after_the_fence():
     source = Host(10 * CHUNK)
     run = Run((source, DEFERRED), staging_bytes=2 * CHUNK)
     run.capture.take_now()
@@ -497,7 +497,7 @@ def test_the_fence_of_a_capture_without_deferred_parts_is_open():
 # -- devices ---------------------------------------------------------------------------------------
 
 
-def test_device_copies_start_before_save_returns_and_are_handed_on_when_they_have_landed():
+def test_device_copies_start_before_save_returns_and_are_delivered_on_landing():
     device = Device(3 * CHUNK)
     run = Run((Host(40_000), NOW), (device, DEFERRED))
     run.capture.take_now()
@@ -510,7 +510,7 @@ def test_device_copies_start_before_save_returns_and_are_handed_on_when_they_hav
     assert run.contents()[1] == device.bytes()
 
 
-def test_the_fence_orders_device_copies_instead_of_waiting_for_them():
+def test_the_fence_orders_device_copies_without_waiting():
     device = Device(3 * CHUNK)
     run = Run((device, DEFERRED))
     run.capture.take_now()
@@ -520,8 +520,8 @@ def test_the_fence_orders_device_copies_instead_of_waiting_for_them():
     assert not any(copy.landed for copy in device.copies)
 
 
-def test_who_waits_for_staging_hands_on_device_copies_first():
-    """They hold staging that only the writer frees."""
+def test_waiting_for_staging_delivers_device_copies_first():
+    """They hold staging memory that only the writer frees."""
     device = Device(6 * CHUNK)
     run = Run((device, NOW), staging_bytes=2 * CHUNK)
     thread, join = in_background(run.capture.take_now)
@@ -534,7 +534,7 @@ def test_who_waits_for_staging_hands_on_device_copies_first():
     assert got == device.bytes()
 
 
-def test_order_is_kept_where_host_chunks_follow_device_chunks():
+def test_order_is_kept_for_host_chunks_after_device_chunks():
     pairs = [(Device(40_000), NOW), (Host(40_000, seed=1), NOW), (Device(40_000, seed=2), NOW)]
     run = Run(*pairs)
     run.capture.take_now()
@@ -545,7 +545,7 @@ def test_order_is_kept_where_host_chunks_follow_device_chunks():
 # -- versions --------------------------------------------------------------------------------------
 
 
-def test_a_change_since_it_was_described_is_found():
+def test_a_change_after_the_description_is_found():
     source = Host(40_000)
     run = Run((source, NOW))
     source.change()
@@ -553,7 +553,7 @@ def test_a_change_since_it_was_described_is_found():
         run.capture.take_now()
 
 
-def test_a_change_before_the_fence_is_found_by_whoever_looks_first():
+def test_a_change_before_the_fence_is_found_by_the_first_check():
     for look in ("take_deferred", "fence"):
         source = Host(40_000)
         run = Run((source, DEFERRED))
@@ -589,7 +589,7 @@ SIZES = [1, 2, 3, 7, 8, 63, 64, 65, 100, 130, 999, 40_000]
 
 
 @pytest.mark.parametrize("when", ["before it is copied", "before the fence", "before the commit"])
-def test_change_that_no_version_counts_is_found_at_both_ends(when):
+def test_change_without_a_version_bump_is_found_at_both_ends(when):
     for nbytes in SIZES:
         for at in (0, nbytes - 1):
             sources = [Host(nbytes, seed=n) for n in range(3)]
@@ -606,7 +606,7 @@ def test_change_that_no_version_counts_is_found_at_both_ends(when):
                 look(None) if when == "before the fence" else look()
 
 
-def test_change_between_the_samples_is_found_if_it_was_counted():
+def test_change_between_samples_is_found_if_counted():
     source = Host(40_000)
     run = Run((source, DEFERRED))
     run.capture.take_now()
@@ -616,7 +616,7 @@ def test_change_between_the_samples_is_found_if_it_was_counted():
         run.capture.check()
 
 
-def test_samples_do_not_reach_beyond_the_object():
+def test_samples_stay_within_the_object():
     for nbytes in SIZES:
         whole = Host(nbytes + 128)
         inner = Host(nbytes)
@@ -641,8 +641,8 @@ def test_after_the_fence_memory_may_change_in_any_way():
     run.capture.check()
 
 
-def test_fence_for_memory_of_others_only_waits():
-    """Another trainer's step: an operation on this one's tensors may still be under way."""
+def test_fence_for_foreign_memory_only_waits():
+    """Another trainer's step: an operation on this one's tensors may still be running."""
     source = Host(40_000)
     run = Run((source, DEFERRED))
     run.capture.take_now()
@@ -682,7 +682,7 @@ def test_cancel_opens_the_fence():
     assert join() is True
 
 
-def test_close_gives_back_what_device_copies_hold_once_they_have_landed():
+def test_close_returns_memory_of_device_copies_once_they_land():
     device = Device(3 * CHUNK)
     run = Run((device, DEFERRED))
     run.capture.take_now()
@@ -694,7 +694,7 @@ def test_close_gives_back_what_device_copies_hold_once_they_have_landed():
 
 
 @pytest.mark.parametrize("when", [NOW, DEFERRED])
-def test_a_source_that_fails_leaves_no_staging_behind(when):
+def test_a_failed_source_leaves_no_staging(when):
     run = Run((Host(40_000), NOW), (Broken(40_000, flat=False), when))
     if when is DEFERRED:
         run.capture.take_now()
@@ -717,7 +717,7 @@ class Gone(Host):
 
 
 @pytest.mark.parametrize("when", [NOW, DEFERRED])
-def test_freed_memory_that_training_waits_for_leaves_no_staging_behind(when):
+def test_freed_memory_that_training_awaits_leaves_no_staging(when):
     run = Run((Gone(5 * CHUNK), when))
     run.capture.fence(0)
     if when is DEFERRED:
@@ -743,7 +743,7 @@ class Gated(Host):
         return lambda: None
 
 
-def test_the_fence_waits_for_copies_side_by_side():
+def test_the_fence_waits_for_concurrent_copies():
     source = Gated(5 * CHUNK)
     source.reached, source.may_go_on, source.kept = threading.Event(), threading.Event(), False
     run = Run((source, DEFERRED))
@@ -763,7 +763,7 @@ def test_the_fence_waits_for_copies_side_by_side():
 
 
 class Lent(Host):
-    """Counts the holds on it; its memory cannot be looked at once it is held."""
+    """Counts the holds on it; its memory cannot be read once it is held."""
 
     __slots__ = ("held",)
 
@@ -800,7 +800,7 @@ class Settling(Host):
         return lambda: None
 
 
-def test_small_memory_that_only_a_hold_keeps_is_held():
+def test_small_memory_valid_only_in_a_hold_is_held():
     sources = [Settling(100, seed=seed) for seed in range(6)]
     run = Run(*((source, NOW) for source in sources))
     assert len(run.plan.chunks) == 1
@@ -809,7 +809,7 @@ def test_small_memory_that_only_a_hold_keeps_is_held():
     run.give_back()
 
 
-def test_memory_that_cannot_be_lent_after_all_is_let_go():
+def test_memory_that_proves_unlendable_is_released():
     source = Lent(40_000)
     run = Run((source, NOW), straight_first=True)
     with pytest.raises(ZeroDivisionError):
@@ -817,7 +817,7 @@ def test_memory_that_cannot_be_lent_after_all_is_let_go():
     assert source.held == 0
 
 
-def test_memory_of_a_slab_goes_back_only_when_copies_under_way_have_landed():
+def test_memory_of_a_slab_is_returned_only_after_its_copies_land():
     device = Device(100)
     run = Run((device, NOW), (Broken(100, flat=False), NOW), device="fake:0")
     assert len(run.plan.chunks) == 1
@@ -831,7 +831,7 @@ def test_memory_of_a_slab_goes_back_only_when_copies_under_way_have_landed():
 
 
 class Twin(Host):
-    """Derived from what has the same bytes."""
+    """Derived from a master with the same bytes."""
 
     __slots__ = ()
 
@@ -840,7 +840,7 @@ class Twin(Host):
 
 
 class Swapped(Twin):
-    """Has other bytes, as its master has, while the two are compared."""
+    """Has other bytes during the comparison, like its master."""
 
     __slots__ = ("master",)
 
@@ -861,7 +861,7 @@ class Swapped(Twin):
 
 
 class OfDevice(Device):
-    """Counts how often it was compared."""
+    """Counts its comparisons."""
 
     __slots__ = ("compared",)
 
@@ -883,7 +883,7 @@ def test_a_derived_object_is_compared_with_its_masters_and_not_captured(straight
     assert run.plan.chunks[-1].pieces[0].item == 0
 
 
-def test_each_chunk_of_a_derived_object_is_handed_on_without_bytes():
+def test_each_chunk_of_a_derived_object_has_no_bytes():
     run = Run((Twin(40_000), NOW), (Host(40_000), NOW), masters={0: (1,)}, staging_bytes=1 << 20)
     run.capture.take_now()
     assert [c.index for c in run.captured] == list(range(len(run.plan.chunks)))
@@ -895,14 +895,14 @@ def test_each_chunk_of_a_derived_object_is_handed_on_without_bytes():
     assert run.staging._used == 0
 
 
-def test_an_object_that_is_none_of_its_masters_rounded_is_captured():
+def test_an_object_unequal_to_its_rounded_masters_is_captured():
     run = Run((Twin(40_000, seed=1), NOW), (Host(40_000), NOW), masters={0: (1,)})
     run.capture.take_now()
     assert not run.capture.derived
     assert run.contents() == [source.bytes() for source in run.sources]
 
 
-def test_a_derived_object_that_changes_while_it_is_captured_is_found():
+def test_a_derived_object_changing_during_capture_is_found():
     run = Run((Twin(40_000), NOW), (Host(40_000), NOW), masters={0: (1,)})
     for source in run.sources:
         source.change()
@@ -910,14 +910,14 @@ def test_a_derived_object_that_changes_while_it_is_captured_is_found():
         run.capture.take_now()
 
 
-def test_a_change_of_both_that_is_undone_right_after_the_comparison_is_found():
+def test_a_change_of_both_undone_right_after_the_comparison_is_found():
     run = Run((Swapped(40_000), DEFERRED), (Host(40_000), DEFERRED), masters={0: (1,)})
     run.capture.take_now()
     with pytest.raises(TornSnapshotError, match="g/0, g/1"):
         run.capture.take_deferred()
 
 
-def test_no_comparison_on_a_device_holds_up_the_return_of_save():
+def test_no_comparison_on_a_device_delays_save():
     sources = [OfDevice(40_000), Device(40_000)]
     run = Run(*((s, DEFERRED) for s in sources), masters={0: (1,)})
     run.capture.take_now()
@@ -928,7 +928,7 @@ def test_no_comparison_on_a_device_holds_up_the_return_of_save():
     assert run.capture.derived == {0: 1}
 
 
-def test_copy_that_cannot_be_waited_for_keeps_only_its_own_memory(caplog):
+def test_copy_that_cannot_be_awaited_keeps_only_its_own_memory(caplog):
     refusing, other = Refusing(CHUNK), Device(CHUNK, seed=1)
     run = Run((refusing, NOW), (other, NOW), device="fake:0")
     with pytest.raises(ZeroDivisionError):
@@ -950,7 +950,7 @@ def test_a_wait_for_lent_chunks_ends_with_the_last_of_them():
     assert lent.wait(0)
 
 
-def test_a_wait_for_lent_chunks_ends_when_the_save_is_given_up():
+def test_a_wait_for_lent_chunks_ends_if_the_save_fails():
     lent = LentChunks()
     lent.lend()
     _, join = in_background(lambda: lent.wait(None))

@@ -1,4 +1,4 @@
-"""The manifest of a save whose blobs are sealed: what is published when, and what stops it."""
+"""The manifest of a save with sealed blobs: what is published when, and what stops it."""
 
 from types import SimpleNamespace
 
@@ -22,7 +22,7 @@ from penstock.testing.faults import FaultyBackend
 
 
 class Watched(AgreementOfOne):
-    """Keeps the results that it is to post."""
+    """Keeps the results instead of posting them."""
 
     def __init__(self, commit):
         super().__init__(commit)
@@ -33,7 +33,7 @@ class Watched(AgreementOfOne):
 
 
 class Sealed:
-    """A save of one process whose blobs are sealed."""
+    """A save of one process with sealed blobs."""
 
     def __init__(self, name, *, begin=lambda: None, check=lambda: None):
         config = load_config({"backend": memory(name), "chunk_bytes": 4096})
@@ -94,7 +94,7 @@ def test_part_index_and_record_are_published_in_this_order():
     assert save.state.state is State.COMMITTED
 
 
-def test_rank_that_does_not_lead_publishes_its_part_alone():
+def test_rank_other_than_0_publishes_only_its_part():
     save = Sealed("committer-follows")
     save.agreement.leads = save.agreement.alone = False
     save.commit()
@@ -102,7 +102,7 @@ def test_rank_that_does_not_lead_publishes_its_part_alone():
     assert save.marked == save.agreement.results == []
 
 
-def test_commit_that_may_not_begin_is_reported_as_one_that_never_comes():
+def test_a_forbidden_commit_is_reported_as_never_coming():
     def refuse():
         raise SaveError("given up")
 
@@ -113,7 +113,7 @@ def test_commit_that_may_not_begin_is_reported_as_one_that_never_comes():
     assert save.agreement.results == [Result.NEVER]
 
 
-def test_save_that_was_given_up_publishes_nothing_more():
+def test_abandoned_save_publishes_nothing_more():
     def given_up():
         raise SaveError("given up")
 
@@ -123,7 +123,7 @@ def test_save_that_was_given_up_publishes_nothing_more():
     assert save.published == []
 
 
-def test_manifest_that_no_reader_takes_is_refused_before_the_seal(monkeypatch):
+def test_unreadable_manifest_is_refused_before_the_seal(monkeypatch):
     def refused(*_, **__):
         raise FormatError("too many objects")
 

@@ -1,4 +1,4 @@
-"""The hook that holds back optimizer steps: one per process, armed only while it is needed."""
+"""The hook that blocks optimizer steps: one per process, armed only while needed."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_save_that_defers_nothing_is_not_fenced(ckpt, outside):
     assert outside.steps == 1
 
 
-def test_there_is_one_hook_per_process_however_many_saves(ckpt):
+def test_any_number_of_saves_share_one_hook(ckpt):
     hold, handle = pending_save(ckpt)
     installed = hooks()
     hold.let_go.set()
@@ -104,7 +104,7 @@ def test_a_save_that_has_ended_leaves_nothing_armed(ckpt, outside):
         outside.step()
 
 
-def test_a_timeout_lets_the_step_go_and_gives_the_save_up(outside):
+def test_a_timeout_releases_the_step_and_fails_the_save(outside):
     with held_checkpointer(memory(), fence_timeout_s=0.01) as ckpt:
         hold, handle = pending_save(ckpt)
         outside.step()
@@ -142,7 +142,7 @@ def test_torch_compile_does_not_trace_the_hook(ckpt):
 
 
 @pytest.mark.process
-def test_the_hook_is_installed_without_the_compiler_of_torch():
+def test_the_hook_is_installed_without_torchs_compiler():
     """To import dynamo took 2.7 s of the first lazy save."""
     arm = "import sys; from penstock.core.save import fence; fence.arm(object(), 1.0)"
     loaded = f"{arm}; sys.exit('torch._dynamo' in sys.modules)"
@@ -158,7 +158,7 @@ def test_a_forked_child_is_not_fenced_even_if_the_lock_was_held(ckpt, outside):
         if child == 0:
             signal.alarm(10)  # rather than hang
             outside.step()
-            fence.fence_all()  # as a restore of the child's own
+            fence.fence_all()  # like a restore in the child
             os._exit(40 + outside.steps)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 41

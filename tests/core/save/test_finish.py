@@ -1,4 +1,4 @@
-"""From the intent to the commit record: the order of the calls, and what a failure leaves."""
+"""From the intent to the commit record: the order of the calls, and leftovers of failures."""
 
 import weakref
 
@@ -35,7 +35,7 @@ def test_failure_before_the_seal_deletes_all_own_data(failing):
     assert stored(backend) == []
 
 
-def test_manifest_that_no_reader_would_take_leaves_nothing(monkeypatch):
+def test_unreadable_manifest_leaves_no_data(monkeypatch):
     def refused(*_, **__):
         raise FormatError("too many objects")
 
@@ -55,7 +55,7 @@ def test_failure_after_the_seal_leaves_the_data_to_prune():
     assert commit_name(3, 0) not in stored(backend)
 
 
-def test_lost_answer_of_the_commit_deletes_nothing():
+def test_lost_reply_to_the_commit_deletes_nothing():
     backend = FaultyBackend(memory("finish-lost"))
     backend.fail("publish", StorageError("no answer"), match=commit_name(3, 0))
     backend.fail("read", StorageError("no answer"), match=commit_name(3, 0), times=None)

@@ -1,4 +1,4 @@
-"""The life of one save: which latch opens when, and how a save that is given up ends."""
+"""The life of one save: which latch opens when, and how an abandoned save ends."""
 
 import threading
 
@@ -12,7 +12,7 @@ from penstock.testing.faults import FaultyBackend
 
 
 @pytest.mark.parametrize("mode", ["blocking", "async", "lazy"])
-def test_save_commits_and_gives_its_memory_back(mode):
+def test_save_commits_and_returns_its_memory(mode):
     backend = memory(f"job-{mode}")
     job = job_of(backend, mode=mode)
     assert job.progress().phase == "capture"
@@ -22,7 +22,7 @@ def test_save_commits_and_gives_its_memory_back(mode):
     assert job.request.entries == ()
 
 
-def test_save_that_was_interrupted_before_its_capture_ends_and_stores_nothing():
+def test_save_interrupted_before_its_capture_stores_nothing():
     backend = memory("job-interrupted")
     job = job_of(backend, mode="async")
     job.interrupt(KeyboardInterrupt())
@@ -32,7 +32,7 @@ def test_save_that_was_interrupted_before_its_capture_ends_and_stores_nothing():
     assert stored(backend) == []
 
 
-def test_save_that_is_begun_twice_runs_once():
+def test_save_started_twice_runs_once():
     backend = FaultyBackend(memory("job-twice"))
     job = job_of(backend, mode="async")
     job.begin_capture()
@@ -50,7 +50,7 @@ def test_async_save_writes_nothing_before_its_capture_is_over():
     assert job._finish.may_write.is_open
 
 
-def test_store_that_stands_still_ends_the_save():
+def test_stalled_store_ends_the_save():
     gate = threading.Event()
     backend = FaultyBackend(memory("job-stuck"))
     backend.block("seal", gate)
@@ -82,7 +82,7 @@ class Cleaning(SaveSurroundings):
 
 
 class Onward:
-    """The way to a slower tier; the test says when it ends."""
+    """The copy to a slower tier; the test ends it."""
 
     def prepare(self, record):
         self.record = record
@@ -90,8 +90,8 @@ class Onward:
     def begin(self):
         pass
 
-    def go(self, told):
-        self.told = told
+    def go(self, callback):
+        self.callback = callback
 
     def tiers(self):
         return ("fast", "slow")
@@ -107,6 +107,6 @@ def test_committed_save_is_over_before_it_is_durable():
     assert job.handle.committed.done()
     assert not job.handle.durable.done()
     assert job.progress().phase == "drain"
-    onward.told(None)
+    onward.callback(None)
     assert job.handle.durable.result().tiers == ("fast", "slow")
     assert surroundings.called == ["before write", "before commit", "after commit", "after commit"]

@@ -1,4 +1,4 @@
-"""Memory that saves use one after the other, and a thread that prepares it for the next."""
+"""Memory that successive saves reuse, and a thread that prepares it for the next."""
 
 from types import SimpleNamespace
 
@@ -11,7 +11,7 @@ MIB = 1 << 20
 
 
 class Late(Workers):
-    """Keeps the tasks of threads of their own, to be run later."""
+    """Keeps the tasks of separate threads, to run them later."""
 
     def __init__(self):
         super().__init__(1)
@@ -34,7 +34,7 @@ def test_memory_is_prepared_for_the_next_save():
     staging.close()
 
 
-def test_memory_of_a_save_that_has_begun_meanwhile_is_left_alone():
+def test_memory_of_a_save_begun_meanwhile_is_left_alone():
     staging, tasks = kept()
     staging.touch(64 * MIB)
     request = SimpleNamespace(staging_bytes=8 * MIB, copied_from=None, mode="blocking")

@@ -1,4 +1,4 @@
-"""Rank 0 takes over the index of the save before if, and only if, the parts list the same."""
+"""Rank 0 reuses the index of the previous save if, and only if, the parts list the same."""
 
 from types import SimpleNamespace
 
@@ -24,7 +24,7 @@ def rows(start, stop, width=5):
 
 
 def share():
-    """What three ranks hold of each object; rank 0 does not have the last."""
+    """The shares of three ranks in each object; rank 0 lacks the last."""
     return [
         {W: [rows(0, 3)], B: [Region((0,), (4,))]},
         {W: [rows(3, 6)], B: None, HERE: [rows(0, 3, 2)]},
@@ -33,13 +33,13 @@ def share():
 
 
 class Saves:
-    """Saves of ranks, merged one after the other by a rank 0 that knows the one before."""
+    """Successive saves of ranks, merged by a rank 0 that knows the previous one."""
 
     def __init__(self):
         self.known = KnownParts()
 
     def merge(self, held=None, shapes=None, *, spoil=None, entries=None, seed=0):
-        """Return the index blocks of a save, and the index that a reader of it would compute."""
+        """Return the index blocks of a save, and the index that its reader would compute."""
         held, shapes = held or share(), shapes or SHAPES
         arrays = {path: np.random.default_rng(seed).random(shape) for path, shape in shapes.items()}
         store, posts, parts = memory(), {}, []
@@ -73,7 +73,7 @@ class Saves:
         return found
 
 
-def test_other_bytes_of_the_same_shards_take_the_index_over():
+def test_new_bytes_of_the_same_shards_reuse_the_index():
     saves = Saves()
     first = saves.merge()
     assert saves.merge(seed=1) is first
@@ -112,17 +112,17 @@ def missing_row_of_another_stage(held):
     "change",
     [missing_row, stored_twice, missing_shard, missing_part, missing_row_of_another_stage],
 )
-def test_other_shards_are_judged_anew(change):
+def test_other_shards_are_rechecked(change):
     saves = Saves()
     first = saves.merge()
     held = share()
     change(held)
     with pytest.raises(SaveError, match=r"(model/w|of/stage), of shape"):
         saves.merge(held)
-    assert saves.merge() is first  # what failed is not known
+    assert saves.merge() is first  # a failed save is not known
 
 
-def test_other_shards_that_hold_everything_get_an_index_of_their_own():
+def test_other_complete_shards_get_a_new_index():
     saves = Saves()
     first = saves.merge()
     held = share()
@@ -140,7 +140,7 @@ def test_a_larger_shape_of_the_same_shards_is_found():
         saves.merge(shapes=SHAPES | {W: (10, 5)})
 
 
-def test_an_object_that_needs_bytes_by_now_is_found():
+def test_an_object_that_now_needs_bytes_is_found():
     saves, held = Saves(), [{W: [rows(0, 9)], B: None}, {B: None}]
     entries = [tensor(W, (9, 5)), tied(B, tensor(W, (9, 5)))]
     saves.merge(held, entries=entries)
@@ -149,14 +149,14 @@ def test_an_object_that_needs_bytes_by_now_is_found():
 
 
 def test_a_larger_shape_that_rank_0_does_not_have_is_found():
-    """The tables of the parts sum up what is said of an object."""
+    """The tables of the parts summarize an object."""
     saves = Saves()
     saves.merge()
     with pytest.raises(SaveError, match=r"of/stage, of shape \[7, 2\]: no shard has elements \[6:"):
         saves.merge(shapes=SHAPES | {HERE: (7, 2)})
 
 
-def test_a_larger_shape_that_rank_0_alone_says_is_found():
+def test_a_larger_shape_only_on_rank_0_is_found():
     saves = Saves()
     saves.merge()
     entries = [tensor(W, (10, 5)), tensor(B, (4,))]
@@ -200,7 +200,7 @@ def damaged(at):
     ],
     ids=["cut off", "gone", "without its blob", "damaged head", "damaged table"],
 )
-def test_parts_of_a_known_structure_are_read_back_all_the_same(spoil, error):
+def test_parts_of_a_known_structure_are_still_read_back(spoil, error):
     saves = Saves()
     first = saves.merge()
     with pytest.raises(error):
@@ -208,7 +208,7 @@ def test_parts_of_a_known_structure_are_read_back_all_the_same(spoil, error):
     assert saves.merge() is first
 
 
-def test_an_object_that_rank_0_has_and_no_part_lists_is_refused_though_the_parts_are_known():
+def test_an_object_of_rank_0_in_no_part_is_refused_even_for_known_parts():
     saves = Saves()
     saves.merge()
     entries = [tensor(path, SHAPES[path]) for path in (W, B)] + [tensor(("left",), (2, 2))]

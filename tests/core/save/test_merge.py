@@ -74,7 +74,7 @@ W = ("model", "w")
 ENTRY = tensor(W, (9, 5))
 
 
-def test_what_is_missing_or_stored_twice_is_named():
+def test_missing_or_duplicate_data_is_named():
     for ranks, flaw in [
         ([[rows(0, 4)], [rows(4, 9)]], None),
         ([[rows(4, 9)], [], [rows(0, 4)]], None),
@@ -100,12 +100,12 @@ def test_what_is_missing_or_stored_twice_is_named():
         assert f"step 7: model/w, of shape [9, 5]: {flaw}" in str(info.value)
 
 
-def test_an_object_without_bytes_of_its_own_needs_none():
+def test_an_object_without_own_bytes_needs_none():
     entries = [ENTRY, tied(("tied",), ENTRY), tensor(("empty",), (0, 5))]
     check(entries, [{W: [True], ("tied",): [False], ("empty",): [False]}])
 
 
-def test_a_value_is_stored_whole_however_long_it_is():
+def test_a_value_of_any_length_is_stored_whole():
     entries = [value(("v",), 3)]
     check(entries, [{("v",): [True]}, {("v",): [True]}])
     with pytest.raises(SaveError, match=r"v, of shape .*another number of dimensions"):
@@ -113,7 +113,7 @@ def test_a_value_is_stored_whole_however_long_it_is():
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=5))
-def test_rows_are_judged_as_regions_are(spans):
+def test_rows_are_checked_like_regions(spans):
     regions = [rows(min(a, b), max(a, b)) for a, b in spans]
     flaw = flaw_of_cover((9, 5), regions)
     ranks = [{W: [region]} for region in regions]
@@ -165,14 +165,14 @@ UNLIKE = {
 
 
 @pytest.mark.parametrize("what", UNLIKE)
-def test_how_ranks_describe_one_object_differently_is_said(what):
+def test_differing_descriptions_of_ranks_are_explained(what):
     one, other, message = UNLIKE[what]
     nothing = shard_table([SectionShards((), ())])
     with pytest.raises(SaveError, match=f"step 7: model/w is a float32 parameter .*{message}"):
         parts_of(one, other).merge(nothing, [])
 
 
-def test_many_objects_are_told_apart():
+def test_many_objects_are_separated():
     paths = [("model", str(n)) for n in range(50)]
     entries = [tensor(path, (8, 5)) for path in paths]
     ranks = [{path: [rows(2 * rank, 2 * rank + 2)] for path in paths} for rank in range(4)]
@@ -183,14 +183,14 @@ def test_many_objects_are_told_apart():
     assert np.unique([path_hash(path) for path in paths]).size == 50
 
 
-def test_what_rank_0_has_and_no_part_lists_is_named():
+def test_objects_of_rank_0_in_no_part_are_named():
     left = tensor(("model", "left"), (9, 5))
     for ranks in ([[True]], [[rows(0, 4)], [rows(4, 9)]], [[]]):
         with pytest.raises(SaveError, match="no rank has stored model/left, which rank 0 has"):
             check([ENTRY, left] if ranks[0] else [left], [{W: regions} for regions in ranks])
 
 
-def test_what_a_rank_borrows_is_there_and_protected():
+def test_borrowed_data_exists_and_is_protected():
     blob = BlobRecord(blob_name(OTHER, 1, 0, "enc"), 9)
     _, part = read([blob], lent=[blob], references={OTHER})
     assert (part.borrowed, part.bytes_stored) == ((blob,), 0)

@@ -1,4 +1,4 @@
-"""Metadata of a user: what becomes of it, and what is refused."""
+"""User metadata: its stored form, and refusals."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.save.metadata import check_metadata
 
 
-def test_metadata_is_checked_as_it_will_be_read_back():
+def test_metadata_is_checked_as_it_will_be_read():
     assert check_metadata({"a": (1, 2), "3": None}) == {"a": [1, 2], "3": None}
     nan = check_metadata({"loss": float("nan")})["loss"]
     assert nan != nan  # noqa: PLR0124
@@ -43,7 +43,7 @@ def test_keys_of_metadata_are_text(bad):
 
 
 @pytest.mark.parametrize("bad", [{"a": object()}, {"a": b"x"}, {(1, 2): 3}])
-def test_metadata_that_is_not_json_is_refused(bad):
+def test_non_json_metadata_is_refused(bad):
     with pytest.raises(ConfigError, match="metadata"):
         check_metadata(bad)
 
@@ -59,7 +59,7 @@ def test_metadata_that_is_not_json_is_refused(bad):
         ({"a": b"x"}, "metadata['a'] is a bytes: metadata is stored as JSON"),
     ],
 )
-def test_what_is_not_json_in_metadata_is_named(bad, complaint):
+def test_non_json_metadata_values_are_named(bad, complaint):
     with pytest.raises(ConfigError) as caught:
         check_metadata(bad)
     assert str(caught.value).startswith(complaint)

@@ -1,4 +1,4 @@
-"""State that nothing in the tree holds is named by the first check or save, and nothing else is."""
+"""The first check or save names exactly the state missing in the tree."""
 
 import logging
 
@@ -10,7 +10,7 @@ from torch import nn
 
 @pytest.fixture
 def warned(caplog):
-    """Returns what is logged of what a check, two saves and another check leave out."""
+    """Returns the logs of a check, two saves and another check on missing state."""
 
     def run(state):
         caplog.set_level(logging.INFO, "penstock")
@@ -29,13 +29,13 @@ def masters_of(model):
     return [p.detach().float().clone().requires_grad_() for p in model.parameters()]
 
 
-def test_masters_that_nothing_in_the_tree_holds_are_counted_once(warned):
+def test_masters_missing_in_the_tree_are_counted_once(warned):
     model = nn.Linear(3, 3).bfloat16()
     (text,) = warned({"model": model, "optimizer": torch.optim.AdamW(masters_of(model))})
     assert text.startswith("optimizer: 2 of the tensors that it changes are not stored")
 
 
-def test_optimizer_that_joins_later_is_named_then(caplog):
+def test_optimizer_is_named_when_it_joins(caplog):
     model = nn.Linear(3, 3)
     with checkpointer(memory()) as ckpt:
         ckpt.check({"model": model})
@@ -98,12 +98,12 @@ def empty_and_frozen(model):
     ],
     ids=lambda make: make.__name__,
 )
-def test_parameters_whose_memory_is_in_the_tree_are_not_named(warned, make):
+def test_parameters_with_memory_in_the_tree_are_not_named(warned, make):
     assert warned(make(nn.Linear(3, 3))) == []
 
 
 class Engine(nn.Module):
-    """As engines of other libraries: a module that keeps the rest of the training beside it."""
+    """Like engines of other libraries: a module that keeps the rest of the training beside it."""
 
     def __init__(self):
         super().__init__()
@@ -115,6 +115,6 @@ class Engine(nn.Module):
         self.config = {"lr": 0.1}
 
 
-def test_what_an_engine_keeps_beside_its_module_is_named(warned):
+def test_engine_state_beside_its_module_is_named(warned):
     (text,) = warned({"e": Engine()})
     assert text.startswith("e is stored without e.optimizer (SGD), e.lr_scheduler (StepLR): ")

@@ -24,7 +24,7 @@ class Comparing(ZstdCodec):
     needs_base = True
 
 
-def test_auto_chooses_among_lossless_codecs_that_need_no_base():
+def test_auto_chooses_lossless_codecs_without_a_base():
     config = load_config({"backend": "x", "rules": [{"match": "**", "codecs": "auto"}]})
     assert list(ChainTable(config, Registry()).auto.candidates) == ["floatsplit", "lz4", "zstd"]
     registry = Registry()
@@ -38,7 +38,7 @@ def test_auto_chooses_among_lossless_codecs_that_need_no_base():
 @pytest.mark.parametrize(
     ("codecs", "most", "mode"), [(["delta", "floatsplit"], 1, "async"), ("auto", 6, "lazy")]
 )
-def test_codecs_add_next_to_nothing_to_what_training_waits_for(mode, codecs, most):
+def test_codecs_add_almost_nothing_to_the_training_pause(mode, codecs, most):
     layers = [torch.nn.Parameter(torch.randn(4, 4)) for _ in range(100)]
     optimizer = torch.optim.AdamW(layers)
     for parameter in layers:
@@ -58,7 +58,7 @@ def test_codecs_add_next_to_nothing_to_what_training_waits_for(mode, codecs, mos
         with penstock.Checkpointer(store, mode=mode, rules=rules) as ckpt:
             for step in range(3):  # the first save imports, and has no base
                 calls = 0
-                sys.setprofile(count)  # of this thread alone
+                sys.setprofile(count)  # of this thread only
                 try:
                     handle = ckpt.save(state, step=step)
                 finally:
@@ -78,7 +78,7 @@ def test_codecs_add_next_to_nothing_to_what_training_waits_for(mode, codecs, mos
         ([{"match": "w", "codecs": ["delta", "floatsplit"]}], False),
     ],
 )
-def test_options_of_deltas_without_a_rule_that_makes_any_are_warned_of(rules, warned, caplog):
+def test_delta_options_without_a_delta_rule_cause_a_warning(rules, warned, caplog):
     with penstock.Checkpointer("memory://", rules=rules, deltas={"every": 4}):
         assert ("the option deltas has no effect" in caplog.text) == warned
         assert ('as in ["delta", "floatsplit"]' in caplog.text) == warned
@@ -87,7 +87,7 @@ def test_options_of_deltas_without_a_rule_that_makes_any_are_warned_of(rules, wa
         assert not caplog.text
 
 
-def test_differences_that_no_codec_makes_smaller_are_warned_of(caplog):
+def test_deltas_that_no_codec_shrinks_cause_a_warning(caplog):
     for codecs, count in ((["delta"], 1), (["delta", "floatsplit"], 0), (["floatsplit"], 0)):
         caplog.clear()
         with penstock.Checkpointer("memory://", rules=[{"match": "**", "codecs": codecs}]):

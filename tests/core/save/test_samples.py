@@ -1,4 +1,4 @@
-"""Changes before a capture: what versions find, what samples of the memory find, and until when."""
+"""Changes before a capture: those found by versions and by memory samples, and until when."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ NAMES = ("now", "later")
 
 
 class Watched:
-    """One object that is captured at once, and a deferred one."""
+    """One object captured at once, and a deferred one."""
 
     def __init__(self):
         self.sources = [Counted(20_000), Counted(20_000)]
@@ -43,7 +43,7 @@ class Watched:
         self.check.sample()
 
 
-def test_versions_are_compared_of_the_objects_that_are_asked_for():
+def test_versions_of_the_requested_objects_are_compared():
     watched = Watched()
     watched.sources[1].number += 1
     watched.check.check(deferred=False)
@@ -51,7 +51,7 @@ def test_versions_are_compared_of_the_objects_that_are_asked_for():
         watched.check.check(deferred=True)
 
 
-def test_samples_find_a_change_that_no_version_counts():
+def test_samples_find_a_change_without_a_version_bump():
     watched = Watched()
     watched.sources[1].array[0] += 1
     watched.check.check(deferred=True)
@@ -61,7 +61,7 @@ def test_samples_find_a_change_that_no_version_counts():
         watched.check.check_items([1])
 
 
-def test_copy_is_compared_with_the_samples_though_the_memory_is_as_it_was():
+def test_copy_is_compared_with_samples_even_if_memory_is_unchanged():
     watched = Watched()
     copy = watched.sources[1].array.copy()
     watched.check.check_copies({1: copy.ctypes.data})
@@ -87,7 +87,7 @@ def test_each_of_several_copies_is_compared(bad):
         check.check_copies(places)
 
 
-def test_deferred_memory_may_change_once_the_fence_was_passed():
+def test_deferred_memory_may_change_after_the_fence():
     watched = Watched()
     watched.check.passed = True
     for source in watched.sources:
@@ -97,7 +97,7 @@ def test_deferred_memory_may_change_once_the_fence_was_passed():
         watched.check.check(deferred=False)
 
 
-def test_nothing_is_compared_or_held_once_the_save_is_over():
+def test_nothing_is_compared_or_held_after_the_save():
     watched = Watched()
     assert watched.check.deferred_sources() == [watched.sources[1]]
     watched.check.forget()
@@ -106,7 +106,7 @@ def test_nothing_is_compared_or_held_once_the_save_is_over():
     assert watched.check.deferred_sources() == []
 
 
-def test_comparison_goes_on_while_the_save_ends():
+def test_comparison_continues_as_the_save_ends():
     watched = Watched()
     check = TornCheck(watched.plan.chunks, watched.plan.objects, now=[], deferred=[0, 1])
 

@@ -14,7 +14,7 @@ WHOLE = b"whole"
 
 
 def two_tiers(fast, durable):
-    """A run of two tiers, whose copies of one record are these; None: the tier has none."""
+    """A run of two tiers with these copies of one record; None: the tier has none."""
     tiers = [FaultyBackend(MemoryBackend(MemoryConfig())) for _ in range(2)]
     for tier, copy in zip(tiers, (fast, durable), strict=True):
         if copy is not None:
@@ -31,7 +31,7 @@ def read(backend):
     return data
 
 
-def test_whole_record_is_read_once_and_reported_to_nobody():
+def test_whole_record_is_read_once_without_a_report():
     backend, (_, durable) = two_tiers(WHOLE, WHOLE)
     durable.add(Fault("read", times=None, error=StorageError("not to be asked")))
     failovers = []
@@ -41,7 +41,7 @@ def test_whole_record_is_read_once_and_reported_to_nobody():
     assert failovers == []
 
 
-def test_damaged_record_is_read_from_the_next_tier_and_the_observer_hears_of_it(caplog):
+def test_damaged_record_is_read_from_the_next_tier_and_reported(caplog):
     backend, _ = two_tiers(b"flipped", WHOLE)
     failovers = []
     observed = ObservedBackend(backend, lambda *what: failovers.append(what))
@@ -52,7 +52,7 @@ def test_damaged_record_is_read_from_the_next_tier_and_the_observer_hears_of_it(
 
 
 @pytest.mark.parametrize("durable", [b"also", None])
-def test_error_is_that_of_the_fastest_tier_where_no_copy_is_whole(durable):
+def test_error_is_the_fastest_tiers_if_no_copy_is_whole(durable):
     backend, _ = two_tiers(b"flipped", durable)
     with pytest.raises(DamagedError, match="flipped"):
         from_any_tier(backend, "record", read)

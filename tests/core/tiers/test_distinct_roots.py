@@ -1,4 +1,4 @@
-"""Two tiers in one place: evicting from the one would take the other's."""
+"""Two tiers in one place: an eviction would delete the other's data."""
 
 import ctypes
 import os
@@ -10,7 +10,7 @@ from penstock import Checkpointer, ConfigError
 
 
 @pytest.mark.parametrize("how", ["same", "link", "engine", "not there yet", "parent is a link"])
-def test_one_folder_is_no_two_tiers(how, tmp_path):
+def test_one_folder_is_one_tier(how, tmp_path):
     fast = durable = str(tmp_path / "run")
     if how != "not there yet":
         (tmp_path / "run").mkdir()
@@ -26,13 +26,13 @@ def test_one_folder_is_no_two_tiers(how, tmp_path):
         Checkpointer({"type": "tiered", "fast": fast, "durable": durable})
 
 
-def test_one_bucket_is_no_two_tiers():
+def test_one_bucket_is_one_tier():
     url = "s3://bucket/run?endpoint_url=http://127.0.0.1:1"
     with pytest.raises(ConfigError, match="one place"):
         Checkpointer({"type": "tiered", "fast": url, "durable": url})
 
 
-def test_neighbours_are(tmp_path):
+def test_siblings_are(tmp_path):
     places = {"fast": str(tmp_path / "a"), "durable": str(tmp_path / "b")}
     with Checkpointer({"type": "tiered", **places}) as ckpt:
         ckpt.save({"x": 1}, 1).result(60)
@@ -41,7 +41,7 @@ def test_neighbours_are(tmp_path):
 
 @contextmanager
 def dead_mount(folder):
-    """A FUSE mount whose server is gone: every call answers ENOTCONN."""
+    """A FUSE mount without its server: every call fails with ENOTCONN."""
     folder.mkdir()
     libc = ctypes.CDLL(None, use_errno=True)
     try:
@@ -62,12 +62,12 @@ def dead_mount(folder):
 
 @contextmanager
 def out_of_reach(folder):
-    """A path at which nothing can be looked up, as at a dead mount, without any right."""
+    """A path without access rights: look-ups fail as at a dead mount."""
     yield folder / ("x" * 300)
 
 
 @pytest.mark.parametrize("gone", [dead_mount, out_of_reach])
-def test_a_run_opens_though_one_tier_is_at_a_dead_mount(gone, tmp_path, waits):
+def test_a_run_opens_with_one_tier_on_a_dead_mount(gone, tmp_path, waits):
     waits(drain_failing_s=0.0)
     with gone(tmp_path / "mount") as folder:
         places = {"fast": str(tmp_path / "fast"), "durable": str(folder / "run")}

@@ -1,4 +1,4 @@
-"""Copies from tier to tier, without training: what goes on, what stops it, what is left."""
+"""Copies from tier to tier, without training: progress, interruptions, leftovers."""
 
 import threading
 import time
@@ -66,11 +66,11 @@ def drains_of(*tiers):
 
 @pytest.fixture(autouse=True)
 def hasty(waits):
-    # A tier whose errors are slow is left alone for a minute: none is, on whatever machine.
+    # A tier with slow errors is paused for a minute: here none is, on any machine.
     waits(FAST, drain_failing_s=0.2, tier_quick_error_s=1000.0)
 
 
-class Told:
+class Waiter:
     def __init__(self):
         self.answers = []
         self.over = threading.Event()
@@ -85,13 +85,13 @@ class Told:
         return error
 
 
-def test_a_marked_checkpoint_goes_to_the_next_tier_and_whoever_waits_is_told():
+def test_a_marked_checkpoint_goes_to_the_next_tier_and_waiters_learn():
     fast, durable = memory(), memory()
     (record,) = saved(fast, 1)
     with drains_of(Tier("fast", fast), Tier("durable", durable, durable=True)) as drains:
-        told = Told()
-        drains.committed(0, record, told, marked=is_marked(fast, record.uid))
-        assert told.get() is None
+        waiter = Waiter()
+        drains.committed(0, record, waiter, marked=is_marked(fast, record.uid))
+        assert waiter.get() is None
         assert drains.settle(30)
     assert steps_of(durable) == [1]
     assert pending(fast) == []
@@ -100,7 +100,7 @@ def test_a_marked_checkpoint_goes_to_the_next_tier_and_whoever_waits_is_told():
         assert ckpt.verify(1).ok
 
 
-def test_what_a_process_left_is_found_by_the_next_lowest_step_first():
+def test_leftovers_of_a_process_are_found_lowest_step_first():
     fast, durable = memory(), FaultyBackend(memory())
     saved(fast, 1, 2, 3)
     order = []
@@ -125,9 +125,9 @@ def test_through_three_tiers():
     (record,) = saved(one, 1)
     tiers = Tier("a", one), Tier("b", two), Tier("c", three, durable=True)
     with drains_of(*tiers) as drains:
-        told = Told()
-        drains.committed(0, record, told, marked=is_marked(one, record.uid))
-        assert told.get() is None
+        waiter = Waiter()
+        drains.committed(0, record, waiter, marked=is_marked(one, record.uid))
+        assert waiter.get() is None
         assert drains.settle(30)
         assert [steps_of(b) for b in (one, two, three)] == [[1], [1], [1]]
         assert whereabouts(tiers)[record.uid].tiers == (0, 1, 2)
@@ -135,21 +135,21 @@ def test_through_three_tiers():
 
 
 @pytest.mark.parametrize("every", [1, 2])
-def test_what_the_middle_tier_loses_before_it_was_copied_on_comes_from_the_fast_one(every):
-    """Such as memory of another machine that was begun anew."""
+def test_a_loss_of_the_middle_tier_is_copied_from_the_fast_one(every):
+    """Such as memory of a restarted machine."""
     one, two, three = memory(), memory(), FaultyBackend(memory())
     event = threading.Event()
     held = three.block("create", event)
     (record,) = saved(one, 1)
     middle = Tier("b", two, drain_every=every)
     with drains_of(Tier("a", one), middle, Tier("c", three, durable=True)) as drains:
-        told = Told()
-        drains.committed(0, record, told, marked=True)
+        waiter = Waiter()
+        drains.committed(0, record, waiter, marked=True)
         assert held.reached.wait(30)
         two.delete([info.name for info in two.list("")])
         three.add(Fault("create", error=StorageError("its source is gone")))
         event.set()
-        assert told.get() is None
+        assert waiter.get() is None
         assert drains.settle(30)
         assert [steps_of(b) for b in (one, two, three)] == [[1], [1], [1]]
         assert [pending(b) for b in (one, two)] == [[], []]
@@ -157,30 +157,30 @@ def test_what_the_middle_tier_loses_before_it_was_copied_on_comes_from_the_fast_
 
 @contextmanager
 def sending_back():
-    """A middle tier has lost what it was to copy on, and the mark of the fast one is being put."""
+    """A middle tier has lost a step to copy, while the fast one's mark is being published."""
     fast, middle = FaultyBackend(memory()), FaultyBackend(memory())
     goes_on = threading.Event()
     (record,) = saved(fast, 1, marked=False)
     held = fast.block("publish", goes_on)
     tiers = (Tier("a", fast), Tier("b", middle), Tier("c", memory(), durable=True))
     with drains_of(*tiers) as drains:
-        told = Told()
-        drains.committed(1, record, told, marked=True)
+        waiter = Waiter()
+        drains.committed(1, record, waiter, marked=True)
         assert held.reached.wait(30)
         try:
-            yield drains, record, told, middle, goes_on
+            yield drains, record, waiter, middle, goes_on
         finally:
             goes_on.set()
 
 
-def test_who_waits_while_something_is_sent_back_waits_for_that_too():
-    with sending_back() as (drains, _, told, middle, goes_on):
+def test_waiters_also_wait_for_copies_sent_back():
+    with sending_back() as (drains, _, waiter, middle, goes_on):
         copies = threading.Event()
         copying = middle.block("create", copies)
         settled = []
         waiting = threading.Thread(target=lambda: settled.append(drains.settle(60)))
         waiting.start()
-        waiting.join(0.2)  # by then it has seen that the first link has nothing to do
+        waiting.join(0.2)  # by then it knows that the first link is idle
         goes_on.set()
         assert copying.reached.wait(30)
         waiting.join(0.2)
@@ -189,32 +189,32 @@ def test_who_waits_while_something_is_sent_back_waits_for_that_too():
         waiting.join(30)
         assert early == []
         assert settled == [True]
-        assert told.get() is None
+        assert waiter.get() is None
 
 
-def test_what_is_deleted_while_it_is_sent_back_is_gone():
-    with sending_back() as (drains, record, told, _, goes_on):
+def test_a_step_deleted_while_sent_back_is_gone():
+    with sending_back() as (drains, record, waiter, _, goes_on):
         withdrawing = threading.Thread(target=drains.withdraw, args=([record.uid],))
         withdrawing.start()
         until(lambda: drains.repairs.is_withdrawn(record.uid))
-        withdrawing.join(0.2)  # by then the first link has heard of it
+        withdrawing.join(0.2)  # by then the first link knows of it
         goes_on.set()
         withdrawing.join(30)
-        assert isinstance(told.get(), CheckpointGoneError)
+        assert isinstance(waiter.get(), CheckpointGoneError)
 
 
-def test_what_is_deleted_in_the_queue_is_gone_and_is_copied_after_all_if_that_failed():
+def test_a_step_deleted_in_the_queue_is_gone_or_copied_if_that_failed():
     fast, durable = memory(), FaultyBackend(memory())
     copied, queued = saved(fast, 1, 2)
     event = threading.Event()
     held = durable.block("create", event)
     with drains_of(Tier("fast", fast), Tier("durable", durable, durable=True)) as drains:
-        told = Told()
-        drains.committed(0, copied, Told(), marked=True)
-        drains.committed(0, queued, told, marked=True)
+        waiter = Waiter()
+        drains.committed(0, copied, Waiter(), marked=True)
+        drains.committed(0, queued, waiter, marked=True)
         assert held.reached.wait(30)
         drains.withdraw([queued.uid])
-        assert isinstance(told.get(), CheckpointGoneError)
+        assert isinstance(waiter.get(), CheckpointGoneError)
         event.set()
         assert drains.settle(30)
         assert steps_of(durable) == [1]
@@ -222,20 +222,20 @@ def test_what_is_deleted_in_the_queue_is_gone_and_is_copied_after_all_if_that_fa
         until(lambda: steps_of(durable) == [1, 2])
 
 
-def test_a_tier_that_is_away_is_tried_again_until_it_is_back(caplog):
+def test_an_absent_tier_is_retried_until_it_is_back(caplog):
     fast, durable = memory(), FaultyBackend(memory())
     for operation in ("list", "publish", "create", "read", "stat"):
         durable.add(Fault(operation, times=None, error=StorageError("no route to host")))
     (record,) = saved(fast, 1)
     with drains_of(Tier("fast", fast), Tier("durable", durable, durable=True)) as drains:
-        told = Told()
-        drains.committed(0, record, told, marked=is_marked(fast, record.uid))
-        assert drains.settle(30)  # it fails, so waiting makes no sense
+        waiter = Waiter()
+        drains.committed(0, record, waiter, marked=is_marked(fast, record.uid))
+        assert drains.settle(30)  # it fails, so waiting is useless
         assert drains.failing()
         assert "no route to host" in drains.states()[0].error
-        assert not told.over.is_set()
+        assert not waiter.over.is_set()
         durable.clear()
-        assert told.get() is None
+        assert waiter.get() is None
         assert drains.settle(30)
         assert drains.states()[0].error == ""
     assert steps_of(durable) == [1]
@@ -244,19 +244,19 @@ def test_a_tier_that_is_away_is_tried_again_until_it_is_back(caplog):
     assert "will be tried again" in errors[0].getMessage()
 
 
-def test_who_waits_is_told_when_the_run_is_closed_before():
+def test_waiters_learn_that_the_run_was_closed():
     fast, durable = memory(), FaultyBackend(memory())
     durable.add(Fault("list", times=None, error=StorageError("no route to host")))
     (record,) = saved(fast, 1)
-    told = Told()
+    waiter = Waiter()
     with drains_of(Tier("fast", fast), Tier("durable", durable, durable=True)) as drains:
-        drains.committed(0, record, told, marked=is_marked(fast, record.uid))
+        drains.committed(0, record, waiter, marked=is_marked(fast, record.uid))
         assert drains.settle(30)
-    assert isinstance(told.get(), NotDrainedError)
+    assert isinstance(waiter.get(), NotDrainedError)
     assert [r.step for r in pending(fast)] == [1]
 
 
-def set_behind_cancel(copier, event):
+def set_after_cancel(copier, event):
     """Set `event` once the copy in flight was cancelled."""
     cancel = copier.cancel
 
@@ -267,17 +267,17 @@ def set_behind_cancel(copier, event):
     copier.cancel = cancel_and_set
 
 
-def test_closing_ends_a_copy_that_is_under_way():
+def test_closing_ends_a_copy_in_flight():
     fast, durable = memory(), FaultyBackend(memory())
     (record,) = saved(fast, 1)
     event = threading.Event()
     held = durable.block("create", event)
-    told = Told()
+    waiter = Waiter()
     with drains_of(Tier("fast", fast), Tier("durable", durable, durable=True)) as drains:
-        drains.committed(0, record, told, marked=is_marked(fast, record.uid))
+        drains.committed(0, record, waiter, marked=is_marked(fast, record.uid))
         assert held.reached.wait(30)
-        set_behind_cancel(drains._links[0]._copier, event)
-    assert isinstance(told.get(), NotDrainedError)
+        set_after_cancel(drains._links[0]._copier, event)
+    assert isinstance(waiter.get(), NotDrainedError)
     assert steps_of(durable) == []
     with drains_of(Tier("fast", fast), Tier("durable", durable, durable=True)) as drains:
         assert drains.resume() == 1
@@ -286,7 +286,7 @@ def test_closing_ends_a_copy_that_is_under_way():
 
 
 @pytest.mark.parametrize("why", ["damaged", "another's"])
-def test_what_can_never_be_copied_is_told_once_and_stops_nothing_else(why, caplog):
+def test_an_uncopyable_step_is_reported_once_and_stops_no_other(why, caplog):
     fast, durable = memory(), memory()
     first, second = saved(fast, 1, 2)
     if why == "damaged":
@@ -296,22 +296,22 @@ def test_what_can_never_be_copied_is_told_once_and_stops_nothing_else(why, caplo
         fast._store.blobs[blob] = replace(fast._store.blobs[blob], data=bytes(data))
     else:
         saved(durable, 1, marked=False)
-    tolds = Told(), Told()
+    waiters = Waiter(), Waiter()
     with drains_of(Tier("fast", fast), Tier("durable", durable, durable=True)) as drains:
-        for record, told in zip((first, second), tolds, strict=True):
-            drains.committed(0, record, told, marked=is_marked(fast, record.uid))
-        assert tolds[1].get() is None
+        for record, waiter in zip((first, second), waiters, strict=True):
+            drains.committed(0, record, waiter, marked=is_marked(fast, record.uid))
+        assert waiters[1].get() is None
         error = DamagedError if why == "damaged" else StepExistsError
-        assert isinstance(tolds[0].get(), error)
+        assert isinstance(waiters[0].get(), error)
         assert drains.settle(30)
         assert list(drains.states()[0].lost) == [1]
     assert len([r for r in caplog.records if r.levelname == "ERROR"]) == 1
     assert 2 in steps_of(durable)
-    assert [r.step for r in pending(fast)] == [1]  # nobody evicts it
+    assert [r.step for r in pending(fast)] == [1]  # it is not evicted
 
 
-def test_a_drain_replaces_no_data_of_another_step_that_has_the_same_uid():
-    """Who can write the fast tier could have put it there."""
+def test_a_drain_replaces_no_data_of_another_step_with_the_same_uid():
+    """Any writer of the fast tier could have put it there."""
     fast, durable = memory(), memory()
     (genuine,) = saved(durable, 7)
     (record,) = saved(fast, 200, marked=False)
@@ -322,9 +322,9 @@ def test_a_drain_replaces_no_data_of_another_step_that_has_the_same_uid():
     fast.publish(commit_name(200, 0), encode_commit(forged))
     before = durable._store.blobs.copy()
     with drains_of(Tier("fast", fast), Tier("durable", durable, durable=True)) as drains:
-        told = Told()
-        drains.committed(0, forged, told, marked=True)
-        assert isinstance(told.get(), StepExistsError)
+        waiter = Waiter()
+        drains.committed(0, forged, waiter, marked=True)
+        assert isinstance(waiter.get(), StepExistsError)
         assert drains.settle(30)
     after = {name: blob for name, blob in durable._store.blobs.items() if name != ROOT_NAME}
     assert after == before
@@ -334,7 +334,7 @@ def test_a_drain_replaces_no_data_of_another_step_that_has_the_same_uid():
 
 
 def two_copies():
-    """A checkpoint that is damaged in the fast of two tiers, and the call that repairs it."""
+    """A checkpoint damaged in the fast of two tiers, and the repairing call."""
     fast, durable = memory(), memory()
     (record,) = saved(fast, 1, marked=False)
     with closing(Workers(2)) as workers:
@@ -350,7 +350,7 @@ def two_copies():
     return fast, durable, record, [(blob, "durable")], is_damaged
 
 
-def test_a_damaged_copy_that_waits_to_be_copied_keeps_its_mark():
+def test_a_damaged_copy_in_the_queue_keeps_its_mark():
     fast, durable, record, damaged, is_damaged = two_copies()
     mark(fast, record.uid, 1)
     with drains_of(Tier("fast", fast), Tier("durable", durable, durable=True)) as drains:
@@ -360,7 +360,7 @@ def test_a_damaged_copy_that_waits_to_be_copied_keeps_its_mark():
     assert is_marked(fast, record.uid)
 
 
-def test_what_is_deleted_while_its_source_is_verified_is_not_repaired():
+def test_a_step_deleted_during_verification_is_not_repaired():
     fast, durable, record, damaged, is_damaged = two_copies()
     slow, event = FaultyBackend(durable), threading.Event()
     held = slow.block("read", event, match="blobs/")
@@ -379,7 +379,7 @@ def test_what_is_deleted_while_its_source_is_verified_is_not_repaired():
 
 
 class Small(WrapperBackend):
-    """Has so many bytes of room in all."""
+    """Has this many bytes of room in total."""
 
     room = 0
 
@@ -400,7 +400,7 @@ def size_of_one():
     return sum(i.size_bytes for i in backend.list("data/"))
 
 
-def test_room_is_made_of_what_the_next_tier_has_oldest_first():
+def test_eviction_takes_steps_of_the_next_tier_oldest_first():
     size = size_of_one()
     fast, durable = small(memory(), int(3.5 * size)), memory()
     saved(fast, 1, 2, 3)
@@ -412,7 +412,7 @@ def test_room_is_made_of_what_the_next_tier_has_oldest_first():
     assert steps_of(durable) == [1, 2, 3]
 
 
-def test_what_only_the_fast_tier_has_is_never_evicted():
+def test_fast_tier_only_steps_are_never_evicted():
     size = size_of_one()
     fast, durable = small(memory(), int(2.5 * size)), memory()
     saved(fast, 1, marked=False)
@@ -422,7 +422,7 @@ def test_what_only_the_fast_tier_has_is_never_evicted():
     assert steps_of(fast) == [1, 2]
 
 
-def test_what_the_next_tier_has_lost_is_not_evicted():
+def test_steps_lost_downstream_are_not_evicted():
     size = size_of_one()
     fast, durable = small(memory(), int(1.5 * size)), memory()
     saved(fast, 1)
@@ -458,7 +458,7 @@ def rewrite_a_blob(backend, uid, change):
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-def test_what_the_next_tier_has_lost_in_part_is_replaced_only_from_a_good_source(damaged):
+def test_a_partly_lost_copy_is_replaced_only_from_a_good_source(damaged):
     fast, durable = memory(), memory()
     (record,) = saved(fast, 1)
     tiers = Tier("fast", fast), Tier("durable", durable, durable=True)
@@ -481,7 +481,7 @@ def test_what_the_next_tier_has_lost_in_part_is_replaced_only_from_a_good_source
 
 
 @pytest.mark.parametrize("spoil", [lose_all, cut_a_blob, flip_a_byte])
-def test_the_last_good_copy_is_not_evicted_though_the_next_tier_lists_the_step(spoil, caplog):
+def test_the_last_good_copy_stays_even_if_the_next_tier_lists_the_step(spoil, caplog):
     fast, durable = memory(), memory()
     (record,) = saved(fast, 1)
     tiers = Tier("fast", fast, keep_last=0), Tier("durable", durable, durable=True)
@@ -495,14 +495,14 @@ def test_the_last_good_copy_is_not_evicted_though_the_next_tier_lists_the_step(s
         assert drains.settle(30)
     assert "step 1 stays in tier fast" in caplog.text
     assert second.step not in steps_of(fast)
-    with checkpointer(durable) as ckpt:  # and it was brought there anew
+    with checkpointer(durable) as ckpt:  # and it was copied there again
         assert ckpt.verify(1).ok
         assert same(ckpt.load(1), make_state(1))
     with checkpointer(fast) as ckpt:
         assert same(ckpt.load(1), make_state(1))
 
 
-def test_what_this_process_has_copied_is_looked_at_but_not_read_again():
+def test_copies_of_this_process_are_checked_but_not_reread():
     fast, durable = memory(), FaultyBackend(memory())
     saved(fast, 1, 2)
     tiers = Tier("fast", fast, keep_last=1), Tier("durable", durable, durable=True)
@@ -519,8 +519,8 @@ def test_what_this_process_has_copied_is_looked_at_but_not_read_again():
     assert not [name for names in read for name in names if "/blobs/" in name]
 
 
-def test_what_waits_to_be_copied_is_not_evicted_though_the_next_tier_lists_it():
-    """Whoever published that record may never have had an answer."""
+def test_queued_steps_are_not_evicted_even_if_the_next_tier_lists_them():
+    """The publisher of that record may never have got a response."""
     size = size_of_one()
     fast, durable = small(memory(), int(1.5 * size)), memory()
     (record,) = saved(fast, 1)
@@ -536,7 +536,7 @@ def test_what_waits_to_be_copied_is_not_evicted_though_the_next_tier_lists_it():
     assert steps_of(fast) == []
 
 
-def test_no_save_waits_while_a_copy_is_read_that_another_process_has_made():
+def test_no_save_waits_for_reading_a_copy_of_another_process():
     size = size_of_one()
     fast, durable = small(memory(), int(1.5 * size)), FaultyBackend(memory())
     (record,) = saved(fast, 1, marked=False)

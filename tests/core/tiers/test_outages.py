@@ -1,4 +1,4 @@
-"""Calls of tiers that hang or fail: what the caller gets, and when the tier is asked again."""
+"""Hung or failing calls of tiers: what the caller gets, and when the tier is used again."""
 
 import threading
 from contextlib import closing
@@ -36,7 +36,7 @@ def outages(waits, clock, tiers):
 
 
 def failing(clock, seconds):
-    """A call that takes so long, and fails."""
+    """A call that takes this long, then fails."""
 
     def call():
         clock.advance(seconds)
@@ -45,7 +45,7 @@ def failing(clock, seconds):
     return call
 
 
-def test_tier_that_was_slow_to_fail_is_not_asked_for_a_while_and_then_longer(outages, clock):
+def test_tier_that_fails_slowly_is_paused_for_growing_times(outages, clock):
     for pause_s in (60.0, 100.0):  # twice the first pause, and at most `tier_rest_most_s`
         with pytest.raises(StorageError, match="no route"):
             outages.ask(0, failing(clock, 2.0))
@@ -60,7 +60,7 @@ def test_tier_that_was_slow_to_fail_is_not_asked_for_a_while_and_then_longer(out
         assert outages.ask(0, list) == []
 
 
-def test_quick_error_begins_no_pause_and_an_answer_ends_one(outages, clock):
+def test_quick_error_starts_no_pause_and_a_reply_ends_one(outages, clock):
     with pytest.raises(StorageError):
         outages.ask(0, failing(clock, 0.5))
     assert outages.ask(0, list) == []
@@ -70,7 +70,7 @@ def test_quick_error_begins_no_pause_and_an_answer_ends_one(outages, clock):
     assert not outages.is_any_paused()
 
 
-def test_call_that_hangs_is_left_behind(outages, clock):
+def test_hung_call_is_abandoned(outages, clock):
     event = threading.Event()
 
     def hang():
@@ -85,7 +85,7 @@ def test_call_that_hangs_is_left_behind(outages, clock):
     assert outages.is_any_paused()
 
 
-def test_each_reason_is_logged_once_and_again_after_a_while(outages, clock, caplog):
+def test_each_reason_is_logged_once_per_interval(outages, clock, caplog):
     for reason in ("a", "a", "b"):
         outages.warn(0, StorageError(reason))
     outages.warn(0, NotAskedError("c"))
@@ -98,7 +98,7 @@ def test_each_reason_is_logged_once_and_again_after_a_while(outages, clock, capl
     assert len(caplog.records) == 4
 
 
-def test_entries_are_those_of_all_tiers_that_answer(outages, tiers, caplog):
+def test_entries_come_from_all_responsive_tiers(outages, tiers, caplog):
     fast, durable = (tier.backend for tier in tiers)
     for backend, *names in (fast, (2, 0), (3, 1)), (durable, (1, 0), (3, 0)):
         for step, generation in names:

@@ -47,7 +47,7 @@ def clock():
 
 @pytest.fixture
 def room_of(waits, clock):
-    """Makes the room of some tiers; appends the calls of `tidy` to `tidied`."""
+    """Creates the room of some tiers; appends the calls of `tidy` to `tidied`."""
     waits(FAST, clock=clock, repeat_log_s=50.0, tier_rest_first_s=50.0)
     with closing(Workers(1)) as workers:
 
@@ -69,7 +69,7 @@ def two(fast, durable, **options):
     return Tier("fast", fast, **options), Tier("durable", durable, durable=True)
 
 
-def test_full_tier_is_bypassed_with_a_warning_now_and_then(room_of, clock, caplog):
+def test_full_tier_is_bypassed_with_rare_warnings(room_of, clock, caplog):
     room = room_of(*two(limited(100), memory()))
     assert room.place(1, 100) == 0
     assert not caplog.records
@@ -89,7 +89,7 @@ def test_tier_that_a_rank_cannot_use_is_bypassed_with_its_reason(room_of, caplog
 
 
 @pytest.mark.parametrize("policy", ["skip", "raise", "block"])
-def test_without_any_room_the_policy_decides(room_of, policy, caplog):
+def test_without_room_the_policy_decides(room_of, policy, caplog):
     durable = FaultyBackend(memory())
     times = 5 if policy == "block" else None
     durable.add(Fault("list", times=times, error=StorageError("no route to host")))
@@ -105,7 +105,7 @@ def test_without_any_room_the_policy_decides(room_of, policy, caplog):
         assert caplog.text.count("the save of step 1 waits") == 1
 
 
-def test_caller_of_a_save_that_waits_for_room_can_give_up(room_of):
+def test_caller_can_abandon_a_save_that_waits_for_room(room_of):
     room = room_of(*two(limited(10), limited(10), on_full="block"))
     looks = []
 
@@ -119,7 +119,7 @@ def test_caller_of_a_save_that_waits_for_room_can_give_up(room_of):
     assert looks == [0, 1, 2]
 
 
-def test_away_names_the_tiers_before_the_first_that_answers(room_of):
+def test_away_names_the_tiers_before_the_first_reply(room_of):
     fast = FaultyBackend(memory())
     room = room_of(*two(fast, memory()))
     assert room.away() == []
@@ -127,7 +127,7 @@ def test_away_names_the_tiers_before_the_first_that_answers(room_of):
     assert room.away() == ["fast"]
 
 
-def test_tier_that_is_left_alone_counts_as_away_for_a_while(room_of, clock):
+def test_paused_tier_counts_as_away(room_of, clock):
     room = room_of(*two(memory(), memory()))
     room.leave_alone(0)
     assert room.left_alone() == room.away() == ["fast"]
@@ -135,7 +135,7 @@ def test_tier_that_is_left_alone_counts_as_away_for_a_while(room_of, clock):
     assert room.left_alone() == room.away() == []
 
 
-def test_later_copy_that_has_to_be_read_first_is_left_to_the_background(room_of, workers):
+def test_later_copy_needing_a_read_first_is_left_to_the_background(room_of, workers):
     fast, durable = memory(), memory()
     with checkpointer(fast) as ckpt:
         ckpt.save(make_state(1), 1, mode="blocking")

@@ -1,4 +1,4 @@
-"""Marks and notes beside the data of a tier, and what they say about copies between tiers."""
+"""Marks and notes beside the data of a tier, which record copies between tiers."""
 
 import pytest
 from tests.core.manifests import commit_record
@@ -58,7 +58,7 @@ def durable():
     return memory()
 
 
-def test_mark_names_what_its_save_replaces(fast):
+def test_mark_names_replaced_saves(fast):
     mark(fast, uid(1), 7, [uid(3), uid(2)])
     assert is_marked(fast, uid(1))
     assert marked_replaces(fast, uid(1)) == {uid(2), uid(3)}
@@ -70,7 +70,7 @@ def test_mark_names_what_its_save_replaces(fast):
     assert marked_replaces(fast, uid(2)) is None
 
 
-def test_note_that_a_save_stays_holds_for_the_roots_that_it_names(fast):
+def test_a_retention_note_applies_to_the_roots_it_names(fast):
     assert not stays(fast, uid(1), ["a"])
     note_staying(fast, uid(1), 7, ["a", "b"])
     assert stays(fast, uid(1), ["a"])
@@ -81,14 +81,14 @@ def test_note_that_a_save_stays_holds_for_the_roots_that_it_names(fast):
     assert stays(fast, uid(2), ["a"])
 
 
-def test_records_of_a_step_are_listed_without_those_of_others_and_damaged_ones(fast):
+def test_only_undamaged_records_of_the_step_are_listed(fast):
     put(fast, 1, step=10)
     records = [put(fast, 3, generation=2), put(fast, 2)]
     fast.publish(commit_name(1, 1), b"damaged")
     assert at_step(fast, 1) == records[::-1]
 
 
-def test_overwrite_replaces_what_its_mark_names(fast, durable):
+def test_overwrite_replaces_marked_saves(fast, durable):
     record = put(fast, 4, generation=3)
     put(durable, 1)
     put(durable, 2, generation=1)
@@ -96,7 +96,7 @@ def test_overwrite_replaces_what_its_mark_names(fast, durable):
     assert replaceable(fast, durable, record) == {uid(1)}
 
 
-def test_overwrite_whose_mark_names_nothing_replaces_what_is_not_newer(fast, durable):
+def test_overwrite_with_an_empty_mark_spares_newer_saves(fast, durable):
     record = put(fast, 4, generation=3, created="2026-11-21T03:36:10Z")
     put(durable, 1, created="2026-11-21T03:36:09Z")
     put(durable, 2, generation=1, created="2026-11-21T03:36:11Z")
@@ -104,7 +104,7 @@ def test_overwrite_whose_mark_names_nothing_replaces_what_is_not_newer(fast, dur
     assert replaceable(fast, durable, record) == {uid(1)}
 
 
-def test_other_save_of_the_step_is_in_the_way_unless_it_may_be_replaced(fast, durable):
+def test_other_save_of_the_step_conflicts_unless_replaceable(fast, durable):
     record = put(fast, 4, generation=2)
     assert in_the_way(fast, durable, record) is None
     known = put(durable, 1)
@@ -118,7 +118,7 @@ def test_other_save_of_the_step_is_in_the_way_unless_it_may_be_replaced(fast, du
     assert in_the_way(fast, durable, record) == higher
 
 
-def test_compaction_counts_as_the_save_that_it_was_made_from(fast, durable):
+def test_compaction_counts_as_its_original_save(fast, durable):
     record = put(fast, 1)
     assert not compacted(durable, record)
     put(durable, 2, generation=1, compacts=record.uid)
@@ -126,9 +126,7 @@ def test_compaction_counts_as_the_save_that_it_was_made_from(fast, durable):
     assert in_the_way(fast, durable, record) is None
 
 
-def test_whereabouts_are_the_tiers_that_list_a_save_and_those_that_have_yet_to_copy_it(
-    fast, durable
-):
+def test_whereabouts_are_the_tiers_with_a_save_and_those_yet_to_copy_it(fast, durable):
     first, second = put(fast, 2, step=2), put(fast, 1, step=1)
     put(durable, 2, step=2)
     for record in (first, second):

@@ -1,4 +1,4 @@
-"""Elements of one float dtype that are placed into memory of another."""
+"""Elements of one float dtype, placed into memory of another."""
 
 import random
 import tracemalloc
@@ -37,7 +37,7 @@ def filled(inner, stored, into, step):
         (torch.float64, torch.bfloat16, 300_000, True),
     ],
 )
-def test_pieces_arrive_where_they_belong_whatever_the_memory(one, other, step, strided):
+def test_pieces_arrive_in_place_in_any_memory(one, other, step, strided):
     stored = torch.randn(COUNT, generator=torch.Generator().manual_seed(1)).to(one)
     target = (
         torch.zeros(COUNT, 2, dtype=other)[:, 1] if strided else torch.zeros(COUNT, dtype=other)

@@ -71,19 +71,19 @@ TREES = {
 }
 
 
-def test_tree_is_built_again_as_it_was():
+def test_tree_round_trips():
     for name, tree in TREES.items():
         assert same(save(tree).load(), tree), name
 
 
-def test_tree_is_restored_into_itself_without_a_difference():
+def test_tree_restores_into_itself_without_a_difference():
     for name, tree in TREES.items():
         stored = save(tree)
         stored.restore(tree)
         assert save(tree).data == stored.data, name
 
 
-def test_dicts_with_string_keys_need_no_node_and_everything_else_has_one():
+def test_only_dicts_with_string_keys_have_no_node():
     nodes = save(TREES["nested"] | TREES["ordered"] | {"n": TREES["integer keys"]}).tree.nodes
     assert nodes == [
         Node(("a", "b"), "list", {"length": 2}),
@@ -125,7 +125,7 @@ trees = dicts(
 
 
 @given(trees)
-def test_random_trees_come_back(tree):
+def test_any_tree_round_trips(tree):
     stored = save(tree)
     assert same(stored.load(), tree)
     stored.restore(tree)
@@ -159,7 +159,7 @@ MAPPINGS = {
 
 
 @pytest.mark.parametrize("kind", MAPPINGS.values(), ids=MAPPINGS)
-def test_values_right_in_a_root_that_takes_none_are_found_before_anything_is_written(kind):
+def test_values_directly_in_a_root_without_values_are_found_before_writing(kind):
     stored = save({"a": t(1), "epoch": 7})
     target = kind({"a": t(0), "epoch": 8})
     if kind is not MappingProxyType:
@@ -179,7 +179,7 @@ def flat_tensors(value):
             yield from flat_tensors(item)
 
 
-def test_trees_that_cannot_be_built_again_are_refused():
+def test_trees_that_cannot_be_rebuilt_are_refused():
     for state, reason in [
         ({1: t(1), "1": t(2)}, "the state has two keys that are both written '1'"),
         ({"a": {None: t(1), "None": 1}}, "a has two keys that are both written 'None'"),
@@ -232,7 +232,7 @@ def test_other_kinds_are_problems():
         assert found.startswith(problem)
 
 
-def test_all_that_is_missing_is_listed_and_only_within_the_selection():
+def test_all_missing_paths_of_the_selection_are_listed():
     stored = save({"a": t(1), "l": [t(1)]})
     template = {"a": t(0), "b": t(1), "c": 5, "l": [t(0), t(0), "x"], "d": {"e": t(1)}}
     placement = stored.plan(template)
@@ -253,7 +253,7 @@ def test_nothing_changes_before_finish():
     assert state["l"][0] == 1
 
 
-def test_planning_a_restore_takes_calls_in_proportion_to_the_values():
+def test_planning_a_restore_takes_calls_linear_in_the_values():
     assert calls_of_a_restore(400) < 2.2 * calls_of_a_restore(200)
 
 
@@ -287,7 +287,7 @@ def calls_of_a_restore(count):
         Node(("p",), "list", {"length": 1}),
     ],
 )
-def test_nodes_that_do_not_fit_are_a_format_error(node):
+def test_mismatched_nodes_are_a_format_error(node):
     stored = save({"p": {"x": t(1)}})
     tree = StoredTree(stored.tree.objects, [node])
     placing = Placing(PROVIDERS, tree, lambda _: True, allow_pickle=False)
@@ -315,7 +315,7 @@ class Twice:
 
 
 class Describes(TensorProvider):
-    """What it yields for a `Twice` is what a test sets."""
+    """Yields what a test sets for a `Twice`."""
 
     name = "describes"
     forms = ("twice",)
@@ -338,7 +338,7 @@ def meta(value):
 
 
 class Own(StateObject):
-    """A subclass, which nothing would store."""
+    """A subclass, which no provider would store."""
 
 
 HOLDS_ITSELF = {}
@@ -383,7 +383,7 @@ BROKEN_ENTRIES = {
 }
 
 
-def test_what_a_provider_must_not_describe_is_refused_and_names_it_and_the_path():
+def test_a_forbidden_description_is_refused_with_provider_and_path():
     for entries, complaint in BROKEN_ENTRIES.values():
         blamed = rf"a/b: provider 'describes' \(.*Describes\) broke its contract: .*{complaint}"
         with pytest.raises(PluginError, match=blamed):
@@ -391,7 +391,7 @@ def test_what_a_provider_must_not_describe_is_refused_and_names_it_and_the_path(
 
 
 @pytest.mark.parametrize("root", [[t(1)], t(1), torch.nn.Linear(1, 1), None])
-def test_a_root_that_is_no_dict_is_refused(root):
+def test_a_non_dict_root_is_refused(root):
     with pytest.raises(UnsupportedStateError, match="pass a dict of named parts"):
         save(root)
     with pytest.raises(UnsupportedStateError, match="pass a dict of named parts"):
@@ -406,7 +406,7 @@ def test_deep_trees_are_refused_not_crashed():
         save(state)
 
 
-def test_named_tuples_are_not_imported_on_loading():
+def test_loading_imports_no_named_tuples():
     stored = save({"p": Pair(t(1), t(2))})
     node = Node(("p",), "tuple", {"length": 2, "class": "antigravity:X"})
     tree = StoredTree(stored.tree.objects, [node])

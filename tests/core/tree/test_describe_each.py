@@ -1,4 +1,4 @@
-"""Children that a provider describes at once are stored as each by itself."""
+"""Children that a provider describes in a batch are stored like single ones."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ ROLES = [None, Role.OPTIMIZER, Role.BUFFER, Role.PARAMETER, Role.OTHER]
 
 
 @given(picks=st.lists(st.tuples(st.sampled_from(ITEMS), st.sampled_from(ROLES)), max_size=12))
-def test_children_described_at_once_are_stored_as_each_by_itself(picks):
+def test_children_described_at_once_are_stored_alike(picks):
     items, roles = [item for item, _ in picks], [role for _, role in picks]
     at_once, each = (stored(items, roles, together=together) for together in (True, False))
     assert at_once.tree.objects == each.tree.objects
@@ -79,9 +79,9 @@ def test_children_described_at_once_are_stored_as_each_by_itself(picks):
     ("bad", "error"),
     [
         (torch.ones(2).to_sparse(), UnsupportedStateError),
-        (torch._efficientzerotensor(2), PluginError),  # whose address torch refuses to tell
+        (torch._efficientzerotensor(2), PluginError),  # whose address torch refuses to give
     ],
 )
-def test_a_child_that_cannot_be_stored_is_named_among_many(bad, error):
+def test_an_unstorable_child_is_named_among_many(bad, error):
     with pytest.raises(error, match="box/1"):
         stored([torch.ones(2), bad, torch.ones(2)], [None] * 3, together=True)

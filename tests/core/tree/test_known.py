@@ -1,4 +1,4 @@
-"""What a save knows of the one before it: never a stale answer, and no memory of the user."""
+"""What a save caches from the previous one: no stale results, and no user memory."""
 
 import gc
 import weakref
@@ -19,7 +19,7 @@ from penstock.providers.tensor.sources import TensorSource, memory_key
 from penstock.testing.stored import StaticProviders
 
 
-def test_result_is_recalled_while_its_basis_is_equal_and_made_again_else():
+def test_result_is_reused_while_its_basis_is_equal():
     made = []
 
     def make(result):
@@ -31,11 +31,11 @@ def test_result_is_recalled_while_its_basis_is_equal_and_made_again_else():
     second = Known(first)
     assert second.recall("a", [1], make("not made")) == "one"
     assert second.recall("b", [2], make("new")) == "new"
-    # A place that the second save did not come to is forgotten, and one that it made is known.
+    # A place that the second save did not visit is dropped, and one that it created is known.
     third = Known(Known(second))
     assert third.recall("a", [1], make("again")) == "again"
     assert Known(second).recall("b", [2], make("not made")) == "new"
-    # Who describes at the same time knows what both follow.
+    # Concurrent descriptions know their common predecessor.
     assert Known(first).recall("b", [1], make("not made")) == "of b"
     assert made == ["one", "of b", "new", "again"]
 
@@ -48,7 +48,7 @@ def test_failure_is_not_kept():
 
 
 class Job:
-    """A model and its optimizer, which have been trained for a step, and more."""
+    """A model and its optimizer after a training step, and more."""
 
     def __init__(self):
         self.model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
@@ -69,7 +69,7 @@ class Job:
 
 
 def shown(job, known=None):
-    """Return all that a description says, without what it holds."""
+    """Return all data of a description without the objects it holds."""
     providers = default_registry().providers
     found = describe_tree(job.state, providers=providers, allow_pickle=False, known=known)
     lines = []
@@ -355,7 +355,7 @@ UNSEEN = {"parameter_is_frozen", "module_is_wrapped"}
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_is_known_is_described_as_if_nothing_were(name):
+def test_cached_objects_are_described_like_new(name):
     job, known = Job(), Known()
     assert shown(job, known) == (before := shown(job)) == shown(job, known := Known(known))
     CHANGES[name](job)
@@ -365,8 +365,8 @@ def test_what_is_known_is_described_as_if_nothing_were(name):
     assert shown(job, Known(known)) == after
 
 
-def test_each_of_many_tensors_is_described_as_it_is_alone():
-    """Neighbors that differ in one way of being laid out; most tensors share all."""
+def test_many_tensors_are_described_like_single_ones():
+    """Neighbors that differ in one layout trait; most tensors share all."""
     plain, other = torch.ones(3, 3), torch.ones(3, 3, dtype=torch.complex64)
     alike = [
         plain,
@@ -391,7 +391,7 @@ def test_each_of_many_tensors_is_described_as_it_is_alone():
 
 
 class OwnClaims(OptimizerProvider):
-    """A provider of another's, which claims by memory."""
+    """A third-party provider that claims by memory."""
 
     def claimed_memory(self, value, /):
         return self.answer if self.answer is not None else super().claimed_memory(value)
@@ -407,7 +407,7 @@ def deferrable(job, provider):
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_the_same_is_claimed_by_values_and_by_memory(name):
+def test_values_and_memory_make_equal_claims(name):
     job = Job()
     CHANGES[name](job)
     claimed = deferrable(job, OptimizerProvider())
@@ -415,14 +415,14 @@ def test_the_same_is_claimed_by_values_and_by_memory(name):
     assert claimed or name == "steps_are_captured"
 
 
-def test_a_subclass_that_claims_less_is_obeyed():
+def test_a_subclass_may_claim_less():
     job, own = Job(), OwnClaims()
     own.answer = [memory_key(job.model[0].bias)]
     assert deferrable(job, own) == {("model", "0.bias")}
 
 
 class Box:
-    """A value whose provider answers as a test sets."""
+    """A value whose provider returns what a test sets."""
 
 
 def test_third_party_is_asked_each_time_and_checked_each_time():
@@ -473,7 +473,7 @@ def test_third_party_is_asked_each_time_and_checked_each_time():
         described(((), {"more": 1}), (("x" * 100_000,), {}))
 
 
-def test_nodes_and_names_that_a_third_party_gets_are_its_own():
+def test_third_parties_get_their_own_nodes_and_names():
     class Counts(OptimizerProvider):
         def describe(self, value, path, /, *, context):
             assert not isinstance(context.parameter_names(torch.ones(1)), list)
@@ -492,7 +492,7 @@ def test_nodes_and_names_that_a_third_party_gets_are_its_own():
     assert counts[0] == counts[1]
 
 
-def test_sources_of_a_class_of_their_own_are_asked_one_by_one():
+def test_sources_of_a_custom_class_are_asked_one_by_one():
     class Own(TensorSource):
         def version(self):
             return 42
@@ -508,7 +508,7 @@ def test_sources_of_a_class_of_their_own_are_asked_one_by_one():
     assert versions_of([TensorSource(frozen)]) == [None]
 
 
-def test_what_is_known_keeps_no_state_alive(tmp_path):
+def test_the_cache_keeps_no_state_alive(tmp_path):
     job = Job()
     with Checkpointer(tmp_path) as ckpt:
         for step, mode in enumerate(["async", "lazy", "blocking", "lazy"]):

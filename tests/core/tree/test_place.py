@@ -1,4 +1,4 @@
-"""Children that a provider places at once are restored as each by itself."""
+"""Children that a provider places in a batch are restored like single ones."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Answers(TensorProvider):
         return self._answer
 
 
-def test_answer_that_is_no_list_is_an_error_that_names_the_provider():
+def test_non_list_result_is_an_error_naming_the_provider():
     stored = saved({"t": named()}, Answers(Placement()))
     with pytest.raises(PluginError, match=r"t: provider 'tensor'.*place_all returned Placement"):
         stored.plan({"t": named()})
 
 
-def test_answer_with_other_targets_than_one_for_each_path_is_an_error():
+def test_result_without_one_target_per_path_is_an_error():
     first, second, _ = saved({"t": named()}).plan({"t": named()}).targets
     for answer in ([], [first, second], [first, first, second], [None], ["x", "y", "z"]):
         stored = saved({"t": named()}, Answers(answer))
@@ -48,11 +48,11 @@ def test_answer_with_other_targets_than_one_for_each_path_is_an_error():
             stored.plan({"t": named()})
 
 
-def test_answer_none_asks_for_each():
+def test_none_makes_single_calls():
     assert len(saved({"t": named()}, Answers(None)).plan({"t": named()}).targets) == 3
 
 
-def test_provider_that_overrides_place_alone_is_asked_for_each():
+def test_provider_overriding_only_place_gets_single_calls():
     class Upper(TensorProvider):
         def place(self, value, path, /, *, context):
             placed.append(path)
@@ -63,14 +63,14 @@ def test_provider_that_overrides_place_alone_is_asked_for_each():
     assert placed == [("t", "0"), ("t", "1"), ("t", "2")]
 
 
-def test_what_a_later_version_of_a_provider_stored_is_refused():
+def test_data_of_a_later_provider_version_is_refused():
     stored = saved({"t": named()})
     tree = replace(stored.tree, providers={"tensor": TensorProvider.version + 1})
     with pytest.raises(PluginError, match=r"^t/0 was written by version .*: upgrade it"):
         replace(stored, tree=tree).plan({"t": named()})
 
 
-def test_values_that_differ_between_ranks_by_nature_are_placed_each():
+def test_rank_specific_values_are_placed_one_by_one():
     class OfEachRank(TensorProvider):
         def on_other_ranks(self, kind, /):
             return "keep"
@@ -84,7 +84,7 @@ def test_values_that_differ_between_ranks_by_nature_are_placed_each():
     assert all(torch.equal(live["t"][name], tensor) for name, tensor in named().items())
 
 
-def test_tensor_whose_memory_was_freed_is_named_among_many():
+def test_tensor_with_freed_memory_is_named_among_many():
     stored, live = saved({"t": named()}), named()
     live["1"].untyped_storage().resize_(0)
     with pytest.raises(UnsupportedStateError, match="t/1 "):
@@ -99,7 +99,7 @@ def test_tensors_in_a_tuple_are_filled_in_place():
     assert [tensor[0].item() for tensor in live] == [1, 2]
 
 
-def test_other_shape_among_many_is_the_difference():
+def test_one_other_shape_among_many_is_reported():
     placement = saved({"t": named()}).plan({"t": {**named(), "1": torch.zeros(5)}})
     assert [difference.path for difference in placement.differences] == [("t", "1")]
     assert [target.path[1] for target in placement.targets] == ["0", "2"]
@@ -112,18 +112,18 @@ def groups(*tensors):
     return [sorted(int(target.path[1]) for target in group) for group in overlapping(plan.targets)]
 
 
-def test_memory_that_targets_share_is_found_whatever_their_layout():
+def test_memory_shared_by_targets_is_found_in_any_layout():
     base = torch.zeros(8)
     assert groups(base[:4], base[4:], torch.zeros(3), torch.empty(0)) == []
     assert groups(base, torch.zeros(3), base[5:6]) == [[0, 2]]
     assert groups(base[:5], torch.zeros(3), base[4:]) == [[0, 2]]
-    # The sink of an expanded tensor has scratch memory, and names the memory that it expands.
+    # The sink of an expanded tensor has scratch memory, and names the expanded memory.
     assert groups(base[:1].expand(5), torch.zeros(3), base) == [[0, 2]]
 
 
-def test_memory_that_a_third_partys_sink_names_counts_wherever_its_bytes_are():
+def test_memory_named_by_a_third_party_sink_counts_anywhere():
     class Buffered(TensorSink):
-        """Takes the bytes elsewhere, and puts them into the memory that it names at last."""
+        """Takes the bytes into other memory, then puts them into the memory that it names."""
 
         def __init__(self, tensor):
             super().__init__(tensor)

@@ -104,7 +104,7 @@ segments = st.sampled_from(["a", "b", "a.b", "a.b.c", "ab", "\u00e9", '"', "a/b"
     st.lists(patterns, max_size=2),
     st.lists(segments, min_size=1, max_size=4).map(tuple),
 )
-def test_what_a_pattern_takes_lies_where_a_selection_looks(include, exclude, path):
+def test_pattern_matches_lie_in_the_selections_prefixes(include, exclude, path):
     selection = Selection(include, exclude or None)
     taken = [p for p in (*include, *exclude) if Selection(p).selects(path)]
     touched = any(selection_of(p, path) for p in (*include, *exclude))
@@ -118,15 +118,15 @@ def test_what_a_pattern_takes_lies_where_a_selection_looks(include, exclude, pat
 
 
 def selection_of(pattern, path):
-    """Whether the pattern takes the path, or something above it."""
+    """Whether the pattern matches the path, or a path above it."""
     return any(Selection(pattern).selects(path[:depth]) for depth in range(1, len(path) + 1))
 
 
-def test_a_selection_narrows_where_something_lies_outside_of_its_patterns():
+def test_a_selection_narrows_if_some_path_is_outside_its_patterns():
     assert Selection("a").narrows
     assert Selection("a/**", "b").narrows
     assert not Selection().narrows
-    assert not Selection(None, "a").narrows  # `exclude` alone takes all the rest
+    assert not Selection(None, "a").narrows  # `exclude` alone selects all the rest
     assert not Selection("**/a").narrows
 
 
@@ -145,7 +145,7 @@ def test_rename_by_callable_gets_shown_paths():
     assert Rename().identity
 
 
-def test_rename_that_cannot_be_is_refused():
+def test_impossible_rename_is_refused():
     for spec, reason in [
         ({"a": "b"}, "both 'a' and 'b' to 'b'|both 'b' and 'a' to 'b'"),
         ({"zzz": "y"}, "'zzz' matches nothing"),

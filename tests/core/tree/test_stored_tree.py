@@ -1,4 +1,4 @@
-"""Paths as a tree: what is below each, in memory that grows with their text."""
+"""Paths as a tree: the entries below each, in memory linear in their text."""
 
 import tracemalloc
 
@@ -11,7 +11,7 @@ paths = st.lists(st.lists(st.sampled_from("abc"), min_size=1, max_size=5).map(tu
 
 
 @given(paths, st.lists(st.sampled_from("abc"), max_size=6).map(tuple))
-def test_it_knows_what_stands_below_every_path_in_order(known, asked):
+def test_entries_below_every_path_are_in_order(known, asked):
     tree = PathTree(known)
     for path in [asked, *known, *(p[:2] for p in known)]:
         depth = len(path)
@@ -21,7 +21,7 @@ def test_it_knows_what_stands_below_every_path_in_order(known, asked):
         assert tree.has(path) == any(p[:depth] == path for p in known)
 
 
-def test_deep_paths_take_no_memory_by_the_square_of_their_depth():
+def test_deep_paths_take_no_quadratic_memory():
     alone = [(f"{number}", *["x"] * 1000) for number in range(50)]
     pairs = [(f"{number}", *["x"] * 1000, end) for number in range(5) for end in "ab"]
     tracemalloc.start()

@@ -1,4 +1,4 @@
-"""Things that are done to a run while it may crash, and what may be left of it then."""
+"""Actions on a run that may crash, and the allowed states after that."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ ENCODED = {"rules": [{"match": "**", "codecs": ["zstd"]}]}
 BOTH = {"rules": [{"match": "optimizer/**", "codecs": ["zstd"]}]}
 CHAINED = {"rules": [{"match": "optimizer/**", "codecs": ["delta", "zstd"]}]}
 DAY_S = 86400.0
-SAVED = 9  # the step that is saved to go on
+SAVED = 9  # the step saved to continue
 
 
 @functools.cache
 def pattern(*shape):
-    """What tensors hold besides their number: without it no difference would be worth storing."""
+    """The content of tensors besides their number: without it no delta would be worth storing."""
     chance = torch.Generator().manual_seed(math.prod(shape))
     return torch.randint(1 << 15, 1 << 16, shape, generator=chance).float()
 
@@ -68,7 +68,7 @@ class Job:
         self.state["number"] = number
 
     def number(self):
-        """What it carries; torn states carry several."""
+        """Its number; torn states have several."""
         return only_number({"tensors": dict(enumerate(self.tensors())), **self.state})
 
 
@@ -83,7 +83,7 @@ def only_number(tree):
 
 @functools.cache
 def job():
-    """One for all: making optimizers is slow. Fill it before use."""
+    """One for all: creating optimizers is slow. Fill it before use."""
     return Job()
 
 
@@ -103,7 +103,7 @@ def opened(backend, **options):
 
 @contextmanager
 def mortal():
-    """Whoever uses a store without power dies, threads without a word; all have ended then."""
+    """A user of a store without power dies, threads silently; all have ended then."""
     report = threading.excepthook
 
     def unless_dead(args):
@@ -139,7 +139,7 @@ def three_links(disk):
 
 
 def two_links(disk):
-    """The process died after the record of step 1, the base of the others, was deleted."""
+    """The process died after it deleted the record of step 1, the base of the others."""
     three_links(disk)
     dying = CrashAt(PowerCut(disk), 1, after=True, operations=["delete"])
     with mortal(), opened(dying) as ckpt:
@@ -149,14 +149,14 @@ def two_links(disk):
 
 @dataclass
 class Scenario:
-    """Something that is done to a run.
+    """An action on a run.
 
     Attributes:
-        act: Does it; calls its second argument with the index of the `end` that is reached.
+        act: Does it; calls its second argument with the index of the reached `end`.
         ends: What the run may hold, step -> number, from before to after.
-        prepare: Makes the run, on an empty disk.
-        options: Of the checkpointer that acts.
-        wrap: Makes the store that it acts on of the one that may die.
+        prepare: Creates the run on an empty disk.
+        options: Options of the acting checkpointer.
+        wrap: Wraps the store that may die.
     """
 
     name: str
@@ -172,13 +172,13 @@ class Scenario:
         return disk.copy()
 
     def run(self, backend):
-        """Do it, dying if the store does; the index of the end that was promised by then."""
+        """Do it, dying if the store does; the index of the end promised by then."""
         reached = [0]
         with mortal(), opened(self.wrap(backend), **self.options) as ckpt:
             self.act(ckpt, reached.append)
             ckpt.wait()
             if ckpt._saver.job is not None:
-                ckpt._saver.job.released.wait()  # what follows the commit is over, too
+                ckpt._saver.job.released.wait()  # work after the commit is over, too
         return max(reached)
 
 
@@ -193,7 +193,7 @@ def half_overwritten(disk):
 
 
 def littered(disk):
-    """As that, and what two saves left when their process died."""
+    """The same, with leftovers of two saves of a dead process."""
     half_overwritten(disk)
     for effect in (4, 7):
         with mortal(), opened(CrashAt(PowerCut(disk), effect, operations=EFFECTS), **BOTH) as ckpt:
@@ -250,7 +250,7 @@ SCENARIOS = [
         prepare=half_overwritten,
     ),
     Scenario(
-        "retention",  # what an earlier process did not come to goes first
+        "retention",  # an earlier process's unfinished work goes first
         lambda ckpt, reached: save(ckpt, 4, 4, mode="async") and reached(2),
         [BEFORE, without(BEFORE, 1), without(AFTER, 1), without(AFTER, 1, 2)],
         options={"retention": {"keep_last": 2}},
@@ -339,17 +339,17 @@ def each_scenario(*quick):
 # -- what must hold --------------------------------------------------------------------------------
 
 
-_numbers = {}  # by all that is stored of a checkpoint: nothing is read twice to the same end
+_numbers = {}  # by all stored data of a checkpoint: no state is read twice
 
 
 def contents(ckpt):
-    """Step -> number, of checkpoints that are all whole."""
+    """Step -> number of checkpoints, which are all whole."""
     return {step: number_stored(ckpt, step) for step in ckpt.steps()}
 
 
 def number_stored(ckpt, step):
-    """The number that a checkpoint carries: loaded, verified, and restored."""
-    stored = all_that_is_stored(ckpt, step)
+    """The number of a checkpoint: loaded, verified, and restored."""
+    stored = all_stored_data(ckpt, step)
     if stored not in _numbers:
         tree = ckpt.load(step)
         assert set(tree) == {"model", "optimizer", "number"}
@@ -363,7 +363,7 @@ def number_stored(ckpt, step):
     return _numbers[stored]
 
 
-def all_that_is_stored(ckpt, step):
+def all_stored_data(ckpt, step):
     backend, info = ckpt._backend, ckpt.info(step)
     names = [f"commits/{step:08d}-{info.generation}.json"]
     uids = [info.uid, *ckpt._catalog.record(step).references]
@@ -372,7 +372,7 @@ def all_that_is_stored(ckpt, step):
 
 
 def check_run(disk, ends):
-    """The run is one of `ends`, and can go on: save, prune, nothing left over."""
+    """The run is one of `ends`, and can continue: save, prune, no leftovers."""
     with opened(PowerCut(disk)) as ckpt:
         found = contents(ckpt)
         assert found in ends, f"holds {found}, which is none of {ends}"
@@ -395,8 +395,8 @@ def check_no_garbage(backend, *, steps):
     assert not survey.unreadable
     assert len(survey.records) == steps, "an older generation is still there"
     names = [info.name for info in backend.list("")]
-    names = [name for name in names if not name.startswith("tier/")]  # which places belong together
-    # Of a deleted checkpoint from which others borrow only the blobs.
+    names = [name for name in names if not name.startswith("tier/")]  # which tiers belong together
+    # Of a deleted checkpoint with borrowers only the blobs.
     needed = {n for n in names if data_uid(n) in survey.named or blob_uid(n) in survey.used}
     origins = {record.origin for record in survey.records.values()}
     needed |= {n for n in names if notes_origin(n) in origins}

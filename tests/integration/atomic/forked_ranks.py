@@ -1,4 +1,4 @@
-"""The ranks of a job as forked processes, which are killed, stopped and woken by `rank_jobs`."""
+"""The ranks of a job as forked processes, which `rank_jobs` kills, stops and wakes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def serve(report):
     return store
 
 
-def serve_for_ever(report):
+def serve_forever(report):
     """Host the store of a job, as torchrun's agent does, until killed."""
     store = serve(report)
     threading.Event().wait()
@@ -47,7 +47,7 @@ def reach(port):
 
 
 def shard(state, rank, world_size):
-    """What a rank holds of the state: some elements of the large tensors, all else whole."""
+    """A rank's share of the state: some elements of the large tensors, all else whole."""
     found = dict(state)
     for name in _CUT:
         whole = state[name]
@@ -62,7 +62,7 @@ def held(state):
 
 
 class Rank:
-    """One rank of a job: restores and saves in turn, as all of them do, until one is lost."""
+    """One rank of a job: restores and saves in turn, like all others, until one is lost."""
 
     def __init__(self, url, store, name, *, rank, world_size, seed, say, grace_s):
         self.rank, self.world_size, self.say = rank, world_size, say
@@ -78,7 +78,7 @@ class Rank:
         self.ckpt = Checkpointer(url, group=group, **options)
 
     def run(self):
-        """Go on until an error says that a rank is lost; then end."""
+        """Continue until an error reports a lost rank; then end."""
         with self.ckpt:
             self.say("ready", rank=self.rank)
             while True:
@@ -99,7 +99,7 @@ class Rank:
                     return
                 except CommitUnknownError as error:
                     self.say("unknown", cause=str(error))
-                except PenstockError as error:  # its own, told to the others
+                except PenstockError as error:  # its own, posted to the others
                     if "since this one" in str(error):
                         self.say("woken", rank=self.rank)
                         return
@@ -126,6 +126,6 @@ class Rank:
         self.say("started", step=self.step, number=number)
         handle = self.ckpt.save(state, self.step, mode=mode, metadata={"number": number})
         for name in _CUT:
-            state[name].tensor.fill_(-1)  # captured already: what is stored must not see it
+            state[name].tensor.fill_(-1)  # captured already: the stored state must not see it
         report = handle.result()
         self.say("durable", step=self.step, number=number, uid=report.uid)

@@ -1,7 +1,7 @@
-"""Forks savers that are killed, or that race each other. Run as a script, or by `Forker`.
+"""Forks savers that are killed, or race each other. Run as a script, or by `Forker`.
 
 One JSON request per line, one JSON answer. The script imports torch once and never has a second
-thread, so that a fork of it is whole.
+thread, so its forks are whole.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LIMIT_S = 300  # a child that hangs is ended, and the test fails
 
 
 class Forker:
-    """The script in a process of its own. A context manager."""
+    """The script in a separate process. A context manager."""
 
     def __enter__(self):
         self._process = start_python(__file__, stdin=PIPE, stdout=PIPE)
@@ -54,17 +54,17 @@ class Forker:
 
 
 def fill(state, number):
-    """Every tensor and value of the state carries `number`, but for the one that stands still."""
+    """Every tensor and value of the state carries `number`, except for the unchanging one."""
     for tensor in (state["raw"], *state["small"]):
         tensor.fill_(number)
-    state["encoded"].copy_(_PATTERN + number)  # else no difference would be worth storing
+    state["encoded"].copy_(_PATTERN + number)  # or no delta would be worth storing
     state["number"] = number
 
 
 def make(number):
     state = {
         "raw": torch.empty(12_000),
-        "still": torch.arange(20_000.0),  # most of what is raw: crumbs are not shared
+        "still": torch.arange(20_000.0),  # most of the raw data: crumbs are not shared
         "encoded": torch.empty(6_000, dtype=torch.int64),
         "small": [torch.empty(()), torch.empty(3, dtype=torch.float64)],
     }
@@ -91,7 +91,7 @@ def save_until_killed(request, report):
                 metadata={"number": number},
             )
             following = number + 1
-            fill(state, following)  # captured already: what is stored must not see it
+            fill(state, following)  # captured already: the stored state must not see it
             handle.result()
             os.write(report, f"done {number}\n".encode())
             number = following
@@ -111,7 +111,7 @@ def fork(body):
 
 
 def kill_one(request):
-    """Fork a saver, let it commit so many times, wait a moment, kill it; what it got to."""
+    """Fork a saver, let it commit this many times, wait a moment, kill it; its progress."""
     readable, writable = os.pipe()
     pid = fork(lambda: save_until_killed(request, writable))
     os.close(writable)
@@ -136,7 +136,7 @@ def kill_one(request):
 
 
 def save_in_a_race(request, number, ready, go, report):
-    """Save; with `hold`, all but the commit before anyone goes on to that."""
+    """Save; with `hold`, every saver reaches its commit before any commits."""
     backend = FaultyBackend(open_backend(request["url"]))
     state = make(number)
     with Checkpointer(backend, **OPTIONS) as ckpt:
@@ -163,7 +163,7 @@ def save_in_a_race(request, number, ready, go, report):
 
 
 def race(request):
-    """Let two savers save one step at the same time; what each says of it."""
+    """Let two savers save one step at the same time; the report of each."""
     ready, is_ready = os.pipe()
     may_go, go = os.pipe()
     readable, report = os.pipe()
@@ -187,7 +187,7 @@ def race(request):
 
 def main():
     registry = default_registry()
-    registry.listing()  # imports every plugin, so that no child has to
+    registry.listing()  # imports every plugin, so no child has to
     assert registry.providers
     for line in sys.stdin:
         assert len(list(Path("/proc/self/task").iterdir())) == 1, "a fork would not be whole"

@@ -48,7 +48,7 @@ def fork(who, reports, body):
         faulthandler.register(signal.SIGUSR1)
         body()
         status = 0
-    except BaseException as error:  # noqa: BLE001 - the parent must hear of it
+    except BaseException as error:  # noqa: BLE001 - the parent must learn of it
         text = f"{who}: {type(error).__name__}: {error}"[:MOST_CHARS]
         reports.say("problem", who=who, text=text)
     finally:

@@ -1,12 +1,12 @@
-"""Jobs of several ranks on one root, of which one rank each is killed or stopped at random.
+"""Jobs of several ranks on one root; one rank of each is killed or stopped at random.
 
     python -m tests.integration.atomic.rank_jobs --kills 100 --seconds 600
 
 Two jobs of two to four ranks save and restore on one root. A rank of each, often rank 0, is killed
 (SIGKILL) or stopped (SIGSTOP) at a random moment; the others must name it, a job of fewer ranks
-begins at once, and a stopped rank is woken later. A pruner and a reader work at the same time, and
+starts at once, and a stopped rank is woken later. A pruner and a reader work at the same time, and
 are killed and replaced. In half of the jobs rank 0 hosts the store of the job, as without torchrun.
-Ends with 1 where anything was wrong.
+Exits with 1 on any error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-# The C++ library prints a stack at each call to a store that went with its rank 0.
+# The C++ library prints a stack at each call to a store that ended with its rank 0.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 
 from tests.integration.atomic import forked_ranks
@@ -44,24 +44,24 @@ from penstock.core.plugins.registry import default_registry
 KEEP_EVERY = 10  # retention keeps the multiples of it
 GRACE_S = 2.0
 JOBS = 2
-# A rank that reports nothing for so long hangs. The promise is 1.25 times the time-out, but many
+# A rank without a report for this long hangs. The promise is 1.25 times the timeout, but many
 # processes share few cores here.
 LIMIT_S = 20 * forked_ranks.RANK_TIMEOUT_S
 
 
 @dataclass
 class Job:
-    """A job of several ranks, one of which is struck by a signal.
+    """A job of several ranks; a signal strikes one.
 
     Attributes:
         name: Its name in messages and on its hosts.
         server: The process that hosts its store, as an agent does; None: rank 0 does.
         pids: The processes of its ranks that have not ended.
-        victim: The rank that is struck.
+        victim: The struck rank.
         how: The signal.
         strike_s: When to strike; None: not all ranks are ready yet.
         struck_s: When it was struck; None: not yet.
-        heard_s: When each rank reported something last, or was woken.
+        heard_s: When each rank last reported, or was woken.
         wake_s: When the victim is woken; None: it does not sleep.
     """
 
@@ -77,7 +77,7 @@ class Job:
 
     @property
     def lacks_one(self):
-        """Whether its victim is not back, and other ranks have yet to notice."""
+        """Whether its victim is still out, and other ranks have yet to notice."""
         is_back = self.how is signal.SIGSTOP and self.wake_s is None
         return self.struck_s is not None and not is_back and bool(self.pids.keys() - {self.victim})
 
@@ -114,10 +114,10 @@ class Jobs:
         self.helpers = {}  # pid: body, when to kill it
         self.started, self.kept = set(), {}  # (step, number); step: (number, uid)
         self.counts, self.strikes, self.problems = Counter(), Counter(), []
-        self.known = []  # seconds until a rank knew of the lost one, and why it did
+        self.known = []  # seconds until a rank knew of the lost one, and the reason
 
     def run(self, kills, seconds):
-        """Strike so many times, or for so long."""
+        """Strike this many times, or for this long."""
         end_s = time.monotonic() + seconds
         while self.strikes.total() < kills and time.monotonic() < end_s and not self.problems:
             while sum(job.struck_s is None for job in self.jobs.values()) < JOBS:
@@ -129,7 +129,7 @@ class Jobs:
                 pid = fork(body.__name__, self.reports, partial(self.help, body))
                 self.helpers[pid] = body, time.monotonic() + 10 * self.chance.random()
             self.look(self.jobs)
-        # All notice who is lost: else those that know late would be counted the least often.
+        # All notice the lost rank: or late ones would be counted too rarely.
         end_s = time.monotonic() + 2 * forked_ranks.RANK_TIMEOUT_S
         while time.monotonic() < end_s and not self.problems:
             if not (lost := {name: job for name, job in self.jobs.items() if job.lacks_one}):
@@ -167,9 +167,7 @@ class Jobs:
             return fork(f"rank {rank} of {name}", self.reports, body)
 
         alone = self.chance.random() < 0.5
-        first = start(
-            0, partial(forked_ranks.serve_for_ever, is_ready) if alone else partial(be, 0)
-        )
+        first = start(0, partial(forked_ranks.serve_forever, is_ready) if alone else partial(be, 0))
         port = int(os.read(ready, 16))
         os.close(ready)
         os.close(is_ready)
@@ -201,7 +199,7 @@ class Jobs:
                 self.hear(job, message)
 
     def hear(self, job, message):
-        """Take in what a rank of a job reports."""
+        """Record the report of a rank of a job."""
         rank, now_s, what = message["rank"], message["at_s"], message["what"]
         before_s, job.heard_s[rank] = job.heard_s.get(rank, now_s), now_s
         if len(job.heard_s) == len(job.pids) and job.strike_s is None:
@@ -215,12 +213,12 @@ class Jobs:
         if what == "lost":
             if message["host"] not in {f"{job.name}-{message['named']}", ""}:
                 self.problems.append(f"rank {rank} of {job.name} names a wrong host: {message}")
-            # A rank that gets no time of a busy machine stands still like one that was stopped.
+            # A rank without CPU time on a busy machine stalls like a stopped one.
             named = {job.victim: "the lost rank", -1: "nobody"}.get(message["named"], "another")
             self.counts[f"named {named}"] += 1
 
     def look(self, jobs):
-        """Listen for a moment, then strike, wake, and see which ranks have ended or hang."""
+        """Listen for a moment, then strike, wake, and check which ranks have ended or hang."""
         self.listen(0.02)
         for job in list(jobs.values()):
             now_s = time.monotonic()
@@ -259,11 +257,11 @@ class Jobs:
             os.waitpid(pid, 0)
             del job.pids[job.victim]
         if fewer > 1:
-            self.start_job(fewer)  # while the others find out, and a stopped one sleeps
+            self.start_job(fewer)  # while the others notice, and a stopped one sleeps
 
     def check(self):
-        """Add everything that is wrong with the run that was left."""
-        time.sleep(0.05)  # longer than the clock of the file system stands still
+        """Add all errors of the remaining run."""
+        time.sleep(0.05)  # longer than a tick of the file system's clock
         with Checkpointer(f"posix://{self.root}", **OPTIONS, grace_s=1e-6) as ckpt:
             self.check_steps(ckpt)
             report = ckpt.prune(everything=True)
@@ -298,7 +296,7 @@ class Jobs:
 def garbage(root, ckpt):
     """Return files and empty folders that no commit record explains."""
     survey = survey_run(ckpt._backend)
-    lent = survey.used - survey.named  # of deleted checkpoints that later ones are encoded against
+    lent = survey.used - survey.named  # of deleted checkpoints that are bases of later ones
     left = []
     for folder, folders, files in os.walk(root):
         names = Path(folder).relative_to(root).parts

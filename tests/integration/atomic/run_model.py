@@ -1,4 +1,4 @@
-"""What a run may hold after its processes were killed, by what they reported before."""
+"""The allowed contents of a run after its processes were killed, by their reports."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ KEEP_EVERY = 10
 
 @dataclass
 class Model:
-    """What a run may hold, by the reports of its processes."""
+    """The allowed contents of a run, by the reports of its processes."""
 
     # The numbers of saves that each step may hold; None: it may be missing.
     may: dict[int, set[int | None]] = field(default_factory=lambda: defaultdict(lambda: {None}))
-    # All numbers that were ever saved at a step, and that which was reported durable.
+    # All numbers ever saved at a step, and the one reported durable.
     begun: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
     durable: dict[int, int] = field(default_factory=dict)
 
     def hear(self, report, *, beside: bool):
-        """Take in what a trainer did; `beside`: another process compacts at that time."""
+        """Record a trainer's actions; `beside`: another process compacts at that time."""
         what, step = report["what"], report.get("step", 0)
         if what == "saving":
             self.may[step].add(report["number"])
@@ -40,7 +40,7 @@ class Model:
             self.may[step] = {None, *(self.may[step] if what == "deleting" or beside else ())}
 
     def hear_crowd(self, report):
-        """Take in what a process of a crowd did, and return what is wrong with it."""
+        """Record the actions of a process of a crowd, and return its errors."""
         what, step, number = (report.get(key) for key in ("what", "step", "number"))
         if what == "saving":
             self.begun[step].add(number)
@@ -53,12 +53,12 @@ class Model:
         return []
 
     def loosen(self, steps):
-        """Take in that these steps may be lost, or hold any of their saves."""
+        """Record that these steps may be lost, or hold any of their saves."""
         for step in steps:
             self.may[step].update({None}, self.begun[step])
 
     def lose_fast(self):
-        """Take in that the whole fast tier is lost."""
+        """Record that the whole fast tier is lost."""
         self.loosen([s for s, may in self.may.items() if may - {None} != {self.durable.get(s)}])
 
     def settle(self, found):

@@ -17,7 +17,7 @@ from penstock.testing.faults import WrapperBackend
 
 
 class AppendOnly(WrapperBackend):
-    """Refuses what comes out of order, or while another write of the blob is under way."""
+    """Refuses writes out of order, or during another write of the blob."""
 
     api_version = 1
 
@@ -39,7 +39,7 @@ class _Appending(BlobWriter):
         if not self.busy.acquire(blocking=False):
             raise StorageError("two writes at once")
         try:
-            time.sleep(0.001)  # gives another write the time to come
+            time.sleep(0.001)  # gives another write time to arrive
             for request in requests:
                 if request.offset < self.end:
                     raise StorageError(f"{request.offset} comes after {self.end}")
@@ -90,7 +90,7 @@ def test_every_blob_is_written_in_order(mode, staging_bytes, store):
     assert same(got["model"]["weight"], state["model"].weight.detach())
 
 
-def test_a_blob_whose_write_hangs_holds_up_no_other(store):
+def test_a_hung_write_of_a_blob_blocks_no_other(store):
     event, begun = threading.Event(), threading.Event()
 
     class Hanging(_Appending):

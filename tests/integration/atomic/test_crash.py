@@ -1,4 +1,4 @@
-"""A process that dies at any effect on the store: old or new, whole, and nothing left for ever."""
+"""A process that dies at any effect on the store: old or new, whole, no permanent leftovers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.integration.atomic.crash_scenarios import (
 from penstock.testing.faults import EFFECTS, CrashAt
 from penstock.testing.powercut import Disk, PowerCut
 
-# Of each kind of call one; `test_power_cut` has others in the quick run.
+# One of each kind of call; `test_power_cut` has others in the quick run.
 QUICK = ["save lazy both", "first save", "rewind two generations", "end of a chain"]
 
 
@@ -38,11 +38,11 @@ def test_a_crash_before_any_effect_leaves_old_or_new(scenario, operations):
         points += 1
     assert points, "there was nothing to crash at"
     print(f"{scenario.name}: {points} crash points")
-    # Every end was met: the crashes were where things are decided.
+    # Every end was reached: the crashes were at the decisive points.
     assert all(end in found for end in scenario.ends)
 
 
-def test_a_probe_of_the_stores_clock_goes_with_the_next_prune():
+def test_a_clock_probe_is_deleted_by_the_next_prune():
     disk = Disk()
     littered(disk)
     dying = CrashAt(PowerCut(disk), 1, after=True, operations=["publish"])

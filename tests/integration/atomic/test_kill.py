@@ -1,4 +1,4 @@
-"""Processes really killed while they save: what is listed afterwards is whole, old or new."""
+"""Processes really killed during saves: all listed steps are whole, old or new."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def killer():
 
 
 class Watch:
-    """A run, one saver after the other, and what it must hold after each was killed."""
+    """A run of successive savers, and its required contents after each kill."""
 
     def __init__(self, root, kind, *, overwrite=False, share=False):
         self.url = f"{kind}://{root}"
@@ -43,9 +43,9 @@ class Watch:
         self.done = None
         self.in_the_middle = 0
         self.olds = self.news = 0
-        self.most = 0  # steps there were at once
+        self.most = 0  # steps that existed at once
         self.collected = ()
-        self.borrowed = set()  # kinds of blobs that checkpoints have borrowed
+        self.borrowed = set()  # kinds of borrowed blobs
 
     def kill(self, killer, **how):
         request = {"commits": 0, "delay_s": 0.0, "crash": None, **how}
@@ -58,7 +58,7 @@ class Watch:
         self.check(answer["started"])
 
     def check(self, started):
-        """`started` is the number of the last save that began, None where none did."""
+        """`started` is the number of the last started save, None without one."""
         with checkpointer(f"posix://{self.root}") as ckpt:
             steps = ckpt.steps()
             for step in steps:
@@ -87,7 +87,7 @@ class Watch:
             self.number = max(latest, started or 0) + 1
 
     def save_on(self):
-        """A following process saves, and collects what the dead ones have left."""
+        """A following process saves, and deletes the leftovers of dead ones."""
         with checkpointer(self.url, grace_s=1e-6) as ckpt:
             report = ckpt.prune(everything=True)
             self.collected = report.uids
@@ -124,16 +124,14 @@ def test_a_saver_killed_at_any_call_of_the_store_leaves_the_old_or_the_new(
     assert watch.in_the_middle >= 3
     watch.save_on()
     assert watch.collected, "no saver was killed while it wrote"
-    # What stands still is raw, what moves a little is encoded.
+    # Unchanged data is raw, slightly changed data is encoded.
     assert watch.borrowed == ({"raw", "enc"} if watch.share else {"enc"})
 
 
 @pytest.mark.parametrize(
     "overwrite", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["retention", "overwrite"]
 )
-def test_what_exists_is_decided_by_the_publish_of_the_commit_record(
-    overwrite, kind, killer, tmp_path
-):
+def test_publishing_the_commit_record_decides_existence(overwrite, kind, killer, tmp_path):
     watch = Watch(tmp_path / "root", kind, overwrite=overwrite)
     watch.kill(killer, commits=2)
     for number, record in enumerate(["intent", "part", "index", "commit record"], start=1):
@@ -161,7 +159,7 @@ def test_a_saver_killed_at_a_random_moment_leaves_the_old_or_the_new(
     watch.save_on()
 
 
-def test_the_check_itself_finds_a_torn_checkpoint(tmp_path):
+def test_the_check_finds_a_torn_checkpoint(tmp_path):
     watch = Watch(tmp_path / "root", "posix")
     torn = make(4)
     torn["raw"][1000:] = 5
@@ -196,7 +194,7 @@ def test_the_model_of_a_run_finds_a_lost_and_a_wrong_checkpoint():
     assert model.settle({3: 33}) == []
 
 
-def test_the_model_of_a_crowd_finds_a_step_that_two_have_won():
+def test_the_model_of_a_crowd_finds_a_step_won_twice():
     model = Model()
     for number in (1, 2):
         model.hear_crowd({"what": "saving", "step": KEEP_EVERY, "number": number})
@@ -226,7 +224,7 @@ def test_savers_a_pruner_a_deleter_and_a_reader_killed_at_random_leave_a_whole_r
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["one", "tiers"])
-def test_operations_crossed_at_random_and_killed_leave_what_a_dict_says(kind, tmp_path):
+def test_interleaved_and_killed_operations_match_a_dict(kind, tmp_path):
     printed = run_for_some_seconds(
         "tools/kill.py", "--kind", kind, "--seconds", "20", "--root", tmp_path
     )
@@ -235,7 +233,7 @@ def test_operations_crossed_at_random_and_killed_leave_what_a_dict_says(kind, tm
 
 @pytest.mark.slow
 @pytest.mark.multirank
-def test_ranks_killed_stopped_and_woken_at_random_leave_a_whole_run_and_nobody_waits(tmp_path):
+def test_ranks_killed_stopped_and_woken_at_random_leave_a_whole_run(tmp_path):
     module = "tests.integration.atomic.rank_jobs"
     printed = run_for_some_seconds(
         "-m", module, "--kills", "5", "--seconds", "20", "--root", tmp_path

@@ -1,4 +1,4 @@
-"""A run that is used, crashed and cut from its power at will, against a plain dict."""
+"""A run that is used, crashed and cut off from power at will, against a plain dict."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ retentions = st.sampled_from(
 )
 picks = st.integers(0, 7)
 marks = st.integers(0, 3)
-# Seeds of what survives a power cut; None: only the process dies.
+# Seeds of the survivors of a power cut; None: only the process dies.
 powers = st.none() | st.integers(0, 1 << 30)
 
 
@@ -58,10 +58,9 @@ def run_of_three_steps():
 
 
 class Runs(RuleBasedStateMachine):
-    """`run` is what there must be: step -> the number that all of its state carries.
-
-    How many effects a save has depends on threads, so what dies when does, too: no rule has a
-    precondition, as hypothesis would have to find the same ones enabled again.
+    """`run` is the required content: step -> the number that all of its state carries. The number
+    of effects of a save depends on threads, so the time of deaths does, too: no rule has a
+    precondition, since hypothesis would have to find the same ones enabled again.
     """
 
     @initialize(chains=rules, retention=retentions, empty=st.booleans())
@@ -70,7 +69,7 @@ class Runs(RuleBasedStateMachine):
         self.disk = Disk() if empty else run_of_three_steps().copy()
         self.run = {} if empty else BEFORE
         self.number = len(self.run)
-        self.marks = {} if empty else {2: 2}  # by number, which no two saves have in common
+        self.marks = {} if empty else {2: 2}  # by number, which is unique per save
         self.open()
 
     def open(self):
@@ -83,17 +82,18 @@ class Runs(RuleBasedStateMachine):
             self.ckpt.close()
 
     def pick(self, number):
-        """Some step that there is; None where there is none."""
+        """Some existing step, or None."""
         return sorted(self.run)[number % len(self.run)] if self.run else None
 
     def next_step(self, skipped=0):
         return max(self.run, default=0) + 1 + skipped
 
-    # -- what an action does to the dict: all that the run may hold on the way, the last for good --
+    #
+    # -- an action's effect on the dict: all contents allowed on the way, the last one permanent ---
 
     def after_save(self, step):
         ends = [self.run]
-        if not self.has_saved:  # retention that an earlier process did not come to
+        if not self.has_saved:  # overdue retention of an earlier process
             for doomed in self.doomed(self.run, protected={step, self.restored_from}):
                 ends.append({s: n for s, n in ends[-1].items() if s != doomed})
         self.has_saved = True
@@ -121,7 +121,7 @@ class Runs(RuleBasedStateMachine):
             kept |= {*sorted(marked, key=lambda s: (self.marks[run[s]], s))[-keep["keep_best"] :]}
         return [s for s in steps if s not in kept and not (every and s % every == 0)]
 
-    # -- actions that come to their end ---------------------------------------------------------
+    # -- completed actions ----------------------------------------------------------------------
 
     @rule(mode=modes, skipped=st.integers(0, 1))
     def save(self, mode, skipped):
@@ -144,7 +144,7 @@ class Runs(RuleBasedStateMachine):
         self.disk.advance(age_s)
         self.ckpt.prune()
         if age_s:
-            # What a crash left right before its record stays else, and all before the first one.
+            # Or leftovers of a crash right before its record stay, and all before the first record.
             assert not self.ckpt.prune(everything=True).refused
             check_no_garbage(PowerCut(self.disk), steps=len(self.run))
 
@@ -178,7 +178,7 @@ class Runs(RuleBasedStateMachine):
         return act, ends
 
     def overwriting(self, step, **options):
-        """Also of a step that there is not."""
+        """Also of a missing step."""
         step = self.next_step() if step is None else step
         return self.saving(step, overwrite=True, **options)
 
@@ -193,7 +193,7 @@ class Runs(RuleBasedStateMachine):
         later = sorted((s for s in self.run if s > step), reverse=True)
         return lambda: self.ckpt.rewind(step), self.after_deletes(later)
 
-    # -- actions that do not --------------------------------------------------------------------
+    # -- interrupted actions --------------------------------------------------------------------
 
     @rule(mode=modes, effect=st.integers(1, 12), power=powers)
     def die_in_save(self, mode, effect, power):
@@ -249,7 +249,7 @@ class Runs(RuleBasedStateMachine):
         self.go_on(power)
 
     def go_on(self, power):
-        """Another process opens what is left."""
+        """Another process opens the remains."""
         dead = self.disk
         left = dead.copy() if power is None else dead.cut(random.Random(power))
         self.close()
@@ -257,11 +257,11 @@ class Runs(RuleBasedStateMachine):
         self.open()
 
     def contents(self):
-        """By another process: retention spares what its own has restored from."""
+        """By another process: retention spares the step that its own process restored."""
         with opened(PowerCut(self.disk)) as ckpt:
             return contents(ckpt)
 
-    # -- looking --------------------------------------------------------------------------------
+    # -- checks ---------------------------------------------------------------------------------
 
     @rule(pick=picks, part=st.sampled_from([None, "model", "optimizer", "number"]))
     def restore(self, pick, part):
@@ -291,7 +291,7 @@ class Runs(RuleBasedStateMachine):
 
     @rule(step=st.integers(0, 12))
     def refuse(self, step):
-        """What is not there cannot be used, and what is there not be saved again."""
+        """A missing step cannot be used, and an existing one not be saved again."""
         if step not in self.run:
             for use in (self.ckpt.load, self.ckpt.delete, self.ckpt.rewind, self.ckpt.verify):
                 with pytest.raises(CheckpointNotFoundError):
@@ -328,10 +328,10 @@ def explore(count, steps, **options):
     )
 
 
-def test_a_run_holds_what_a_dict_says_whatever_dies():
+def test_a_run_matches_a_dict_after_any_death():
     explore(5, 15, derandomize=True)
 
 
 @pytest.mark.slow
-def test_a_run_holds_what_a_dict_says_for_longer():
+def test_a_run_matches_a_dict_in_long_runs():
     explore(40, 20, derandomize=False)

@@ -1,4 +1,4 @@
-"""A process that dies while metadata is added: old or new, and never a damaged checkpoint."""
+"""A process that dies while adding metadata: old or new, and never a damaged checkpoint."""
 
 from __future__ import annotations
 

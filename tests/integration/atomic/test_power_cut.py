@@ -1,4 +1,4 @@
-"""Power that goes during any effect on the store: old or new, whole, and nothing left for ever."""
+"""A power cut during any effect on the store: old or new, whole, no permanent leftovers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.testing.powercut import PowerCut
 JITTER = {"write": 0.002, "seal": 0.002}
 
 
-# Of each kind of call one; `test_crash` has others in the quick run.
+# One of each kind of call; `test_crash` has others in the quick run.
 QUICK = ["save async encoded", "retention", "delete two generations", "prune"]
 
 

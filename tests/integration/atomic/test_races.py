@@ -1,4 +1,4 @@
-"""What happens to the store between a look at it and what was decided by that look."""
+"""Changes of the store between a check and the decision based on it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def files(root):
 
 
 @pytest.mark.parametrize("replaced", [False, True], ids=["removed", "replaced"])
-def test_a_root_that_vanishes_before_the_commit_is_no_success(replaced, tmp_path):
+def test_a_root_vanishing_before_the_commit_is_a_failure(replaced, tmp_path):
     root = tmp_path / "run"
 
     def vanish():
@@ -57,12 +57,12 @@ def test_a_root_that_vanishes_before_the_commit_is_no_success(replaced, tmp_path
     with checkpointer(Between(files(root), "publish", "commits/", vanish)) as ckpt:
         with pytest.raises(CommitUnknownError, match=r"its data is no longer on"):
             ckpt.save(make_state(1), 1, mode="blocking")
-        assert ckpt.steps() == []  # the record that came too late is gone again
+        assert ckpt.steps() == []  # the late record is gone again
         ckpt.save(make_state(2), 2, mode="blocking")
         assert same(ckpt.load(2), make_state(2))
 
 
-def test_a_race_is_lost_though_the_winner_has_been_deleted_since():
+def test_a_race_is_lost_even_if_the_winner_was_deleted():
     store = memory()
 
     def win():
@@ -82,7 +82,7 @@ def test_a_race_is_lost_though_the_winner_has_been_deleted_since():
 
 
 def saved_again(store):
-    """Delete step 1 and save it again, as who resumes from an earlier one may."""
+    """Delete step 1 and save it again, like a resume from an earlier one."""
 
     def action():
         with checkpointer(store) as other:
@@ -101,7 +101,7 @@ def run_of(*steps):
     return store
 
 
-def test_retention_spares_a_step_that_was_saved_again_since_it_looked():
+def test_retention_spares_a_step_resaved_since_its_scan():
     store = run_of(1)
     with checkpointer(store) as ckpt:
         ckpt.save(make_state(2), 2, mode="blocking")
@@ -111,7 +111,7 @@ def test_retention_spares_a_step_that_was_saved_again_since_it_looked():
             other.rewind(1)
         saved_again(store)()
 
-    # Between its look at all records, and at what it keeps, and the deletion of the first.
+    # Between its scan of all records, its choice of the kept ones, and the first deletion.
     backend = Between(store, "list", "commits/", once_more, after=True, number=3)
     assert Catalog(backend).apply_retention(Retention(keep_last=1)) == []
     assert backend.action is None
@@ -120,9 +120,9 @@ def test_retention_spares_a_step_that_was_saved_again_since_it_looked():
         assert ckpt.verify(1).ok
 
 
-def test_a_delayed_rewind_spares_a_step_that_was_saved_again():
+def test_a_delayed_rewind_spares_a_resaved_step():
     store = run_of(0, 1)
-    # After its look at whose record it is, and before it looks again to delete it.
+    # After its check of the record's owner, and before the check for the deletion.
     backend = Between(store, "read", "commits/00000001", saved_again(store), after=True)
     Catalog(backend).rewind(0)
     with checkpointer(store) as ckpt:
@@ -142,7 +142,7 @@ def test_a_dry_run_of_prune_writes_nothing():
     assert report.uids == ("d" * 32,)
 
 
-def test_a_save_that_failed_leaves_no_folders_behind(tmp_path):
+def test_a_failed_save_leaves_no_folders(tmp_path):
     root = tmp_path / "run"
 
     def fail():
@@ -158,7 +158,7 @@ def test_a_save_that_failed_leaves_no_folders_behind(tmp_path):
 
 
 @pytest.mark.parametrize("form", ["link", "pipe", "folder"])
-def test_a_record_that_was_replaced_is_damage_until_it_is_deleted(form, tmp_path):
+def test_a_replaced_record_is_damage_until_it_is_deleted(form, tmp_path):
     root = tmp_path / "run"
     with checkpointer(files(root)) as ckpt:
         for step in (1, 2):

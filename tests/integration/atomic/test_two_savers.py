@@ -1,4 +1,4 @@
-"""Two savers of one step: one wins, the other is told; and answers that get lost on the way."""
+"""Two savers of one step: one wins, the other learns it; and lost responses."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def url(kind, tmp_path):
 
 
 @pytest.mark.parametrize("overwrite", [False, True], ids=["new step", "overwrite"])
-def test_of_two_that_publish_at_the_same_moment_exactly_one_wins(overwrite, url, forker):
+def test_exactly_one_of_two_concurrent_publishers_wins(overwrite, url, forker):
     with checkpointer(url) as ckpt:
         ckpt.save(make(1), 1, mode="blocking")
         ckpt.save(make(2), 2, mode="blocking")
@@ -52,14 +52,14 @@ def test_of_two_that_publish_at_the_same_moment_exactly_one_wins(overwrite, url,
         with checkpointer(url) as ckpt:
             assert ckpt.steps() == [*range(1, step + 2)]
             assert same(ckpt.load(step), make(won["number"]))
-            assert same(ckpt.load(step + 1), make(lost["number"]))  # it went on, and lost nothing
+            assert same(ckpt.load(step + 1), make(lost["number"]))  # it continued, and lost nothing
             for earlier in range(1, min(step, 3)):
                 assert same(ckpt.load(earlier), make(earlier))
             assert all(ckpt.verify(s).ok for s in ckpt.steps())
         step = step if overwrite else step + 2
 
 
-def test_of_two_that_start_at_the_same_moment_exactly_one_wins(url, forker):
+def test_exactly_one_of_two_concurrent_savers_wins(url, forker):
     for step in (2, 4, 6):
         answers = forker.ask(
             "race", url=url, step=step, numbers=[10, 20], hold=False, overwrite=False
@@ -97,7 +97,7 @@ class Overtaken(WrapperBackend):
 
 
 class Appending(Overtaken):
-    """A store that decides nothing by itself, as some object stores do."""
+    """A store without arbitration, like some object stores."""
 
     @property
     def capabilities(self):
@@ -114,7 +114,7 @@ def save_step_two_to(store):
         assert report.exclusive is True
 
 
-def test_who_is_overtaken_keeps_his_earlier_steps_and_his_data(store):
+def test_an_overtaken_saver_keeps_its_steps_and_data(store):
     backend = Overtaken(store)
     with checkpointer(backend) as ckpt:
         ckpt.save(make(1), 1, mode="blocking")
@@ -128,14 +128,14 @@ def test_who_is_overtaken_keeps_his_earlier_steps_and_his_data(store):
         assert same(ckpt.load(2), make(20))
         ckpt._saver.job.released.wait()
         there = {i.name.split("/")[1] for i in store.list("data/")}
-        assert there == {ckpt.info(1).uid, ckpt.info(2).uid}  # what lost is gone at once
+        assert there == {ckpt.info(1).uid, ckpt.info(2).uid}  # the loser's data is gone at once
         with pytest.raises(StepExistsError):
             ckpt.save(make(10), 2)
         ckpt.save(make(3), 3, mode="blocking")
         assert same(ckpt.load(), make(3))
 
 
-def test_one_of_several_processes_that_save_alone_is_told_so_when_it_lost(store, monkeypatch):
+def test_a_losing_solo_process_of_several_learns_why_it_lost(store, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     backend = Overtaken(store)
 
@@ -149,8 +149,8 @@ def test_one_of_several_processes_that_save_alone_is_told_so_when_it_lost(store,
     assert "has ranks='alone', and WORLD_SIZE is 4" in raised.value.__notes__[0]
 
 
-def test_a_store_without_conditional_put_says_so_and_still_refuses_what_it_sees(store):
-    backend = Appending(store, at="index")  # behind the claim, before the look
+def test_a_store_without_conditional_put_warns_and_refuses_visible_steps(store):
+    backend = Appending(store, at="index")  # after the claim, before the check
     with checkpointer(backend) as ckpt:
         report = ckpt.save(make(1), 1, mode="blocking").result()
         assert report.exclusive is False
@@ -161,8 +161,8 @@ def test_a_store_without_conditional_put_says_so_and_still_refuses_what_it_sees(
         assert same(ckpt.load(2), make(20))
 
 
-def test_a_store_without_conditional_put_reads_back_whose_record_it_is(store):
-    """Both saw that the name was free; the other's record came last, so it is the other's."""
+def test_a_store_without_conditional_put_reads_the_record_back(store):
+    """Both saw the free name; the other's record came last, so the step is the other's."""
     record = None
 
     class Late(Appending):
@@ -186,13 +186,14 @@ def test_a_store_without_conditional_put_reads_back_whose_record_it_is(store):
     assert isinstance(record, CommitRecord)
 
 
-# -- lost answers ----------------------------------------------------------------------------------
+#
+# -- lost responses --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "error", [StorageError("no answer"), BlobExistsError("a retry met itself")]
 )
-def test_a_lost_answer_of_a_publish_that_happened_is_resolved_as_success(error, store):
+def test_a_lost_reply_to_a_completed_publish_resolves_to_success(error, store):
     faulty = FaultyBackend(store)
     with checkpointer(faulty) as ckpt:
         faulty.fail("publish", error, match="commits/", late=True)
@@ -202,8 +203,8 @@ def test_a_lost_answer_of_a_publish_that_happened_is_resolved_as_success(error, 
         ckpt.save(make(2), 2, mode="blocking")
 
 
-def test_data_stays_when_whose_record_took_the_name_cannot_be_read(store):
-    """It may be our own: an earlier try of the store's client, whose answer was lost."""
+def test_data_stays_if_the_winning_record_cannot_be_read(store):
+    """It may be our own: an earlier try of the store's client with a lost response."""
     faulty = FaultyBackend(store)
     with checkpointer(faulty) as ckpt:
         faulty.fail("publish", BlobExistsError("a retry met itself"), match="commits/", late=True)
@@ -215,7 +216,7 @@ def test_data_stays_when_whose_record_took_the_name_cannot_be_read(store):
         assert same(ckpt.load(1), make(1))
 
 
-def test_a_publish_without_answer_or_trace_is_unknown_and_its_data_stays(store):
+def test_a_publish_without_reply_or_trace_is_unknown_and_data_stays(store):
     faulty = FaultyBackend(store)
     with checkpointer(faulty) as ckpt:
         ckpt.save(make(1), 1, mode="blocking")
@@ -237,7 +238,7 @@ def test_a_publish_without_answer_or_trace_is_unknown_and_its_data_stays(store):
         assert same(other.load(1), make(1))
 
 
-def test_what_nobody_can_read_back_stays_unknown_though_it_was_published(store):
+def test_a_published_record_that_is_unreadable_stays_unknown(store):
     faulty = FaultyBackend(store)
     with checkpointer(faulty) as ckpt:
         faulty.fail("publish", match="commits/", late=True)
@@ -246,14 +247,14 @@ def test_what_nobody_can_read_back_stays_unknown_though_it_was_published(store):
             ckpt.save(make(1), 1, mode="blocking")
         faulty.clear()
         ckpt._saver.job.finished(None)
-        assert ckpt.steps() == [1]  # it does exist, and nothing of it was deleted
+        assert ckpt.steps() == [1]  # it exists, and no data of it was deleted
         assert ckpt.verify(1).ok
         assert same(ckpt.load(1), make(1))
 
 
 @pytest.mark.parametrize("by", ["prune", "overwrite"])
 def test_an_overwrite_that_lands_after_its_data_was_pruned_leaves_the_older_generation(by, store):
-    """It was held up for longer than the grace time between its last look and its record."""
+    """It was delayed for more than the grace time between its last check and its record."""
     faulty = FaultyBackend(store)
     with checkpointer(store) as ckpt:
         ckpt.save(make(1), 1, mode="blocking")

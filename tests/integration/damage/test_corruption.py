@@ -1,4 +1,4 @@
-"""Damage to what is stored is found, named, and never becomes a value."""
+"""Damage to stored data is found, named, and never becomes a value."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ENCODED_PATHS = {path for path in ALL if path.startswith("optimizer/")}
 
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory):
-    """Steps 1 and 2 of one layout with other contents, and what was saved as step 2."""
+    """Steps 1 and 2 of one layout with other contents, and the state of step 2."""
     run = Run(tmp_path_factory.mktemp("pristine") / "root")
     state = make_state(1)
     with run.open(**ENCODED) as ckpt:
@@ -67,7 +67,7 @@ def damage_of(ckpt, step=STEP):
 
 
 def step_of(ckpt, step):
-    """What the names of a step's data begin with."""
+    """The prefixes of a step's data."""
     return f"data/{ckpt.open(step).info.uid}"
 
 
@@ -86,7 +86,7 @@ def flip_in_an_encoded_frame(run, checkpoint):
     return {"optimizer/moment"}
 
 
-def test_damage_elsewhere_does_not_keep_whole_objects_from_being_read(run, ckpt, saved):
+def test_undamaged_objects_are_readable_despite_other_damage(run, ckpt, saved):
     flip_in_a_raw_block(run, ckpt.open(STEP))
     tree = ckpt.load(STEP, exclude="model/weight")
     assert same(tree["optimizer"], saved["optimizer"])
@@ -95,7 +95,7 @@ def test_damage_elsewhere_does_not_keep_whole_objects_from_being_read(run, ckpt,
     assert same(target["table"], saved["table"])
 
 
-def test_a_region_is_read_while_other_blocks_of_the_tensor_are_damaged(run, ckpt, saved):
+def test_a_region_is_readable_despite_damage_in_other_blocks(run, ckpt, saved):
     place = place_of(ckpt.open(STEP), "model/weight", 3)
     run.flip(place.blob, place.offset + place.length - 1)
     checkpoint = ckpt.open(STEP)
@@ -109,7 +109,7 @@ def test_a_region_is_read_while_other_blocks_of_the_tensor_are_damaged(run, ckpt
 
 
 def frames_of(checkpoint):
-    """`(start, stop)` of every frame by blob, those included that others are encoded against."""
+    """`(start, stop)` of every frame by blob, bases included."""
     contents = checkpoint.contents
     found = {}
     for record in contents.objects():
@@ -152,7 +152,7 @@ def test_any_flipped_bit_is_found_or_harmless(count, run, ckpt, saved):
     assert ckpt.verify(STEP).ok
 
 
-# -- what a failed restore leaves ------------------------------------------------------------------
+# -- effects of a failed restore -------------------------------------------------------------------
 
 
 def test_a_mismatch_leaves_the_template_untouched(ckpt, saved):
@@ -171,7 +171,7 @@ def test_a_mismatch_leaves_the_template_untouched(ckpt, saved):
             assert tensor._version == versions[path]
 
 
-def test_damage_touches_nothing_that_was_not_selected_and_assigns_no_value(run, ckpt):
+def test_damage_leaves_unselected_targets_and_values_unchanged(run, ckpt):
     flip_in_an_encoded_frame(run, ckpt.open(STEP))
     target = make_state(9)
     with pytest.raises(DamagedError) as caught:
@@ -201,7 +201,7 @@ def unknown_version(run, checkpoint):
     ("damage", "asked"),
     [(missing_part, "latest"), (unknown_version, STEP)],
 )
-def test_fallback_takes_the_newest_whole_checkpoint_and_says_so(damage, asked, run, ckpt, caplog):
+def test_fallback_takes_the_newest_whole_checkpoint_and_logs_it(damage, asked, run, ckpt, caplog):
     damage(run, ckpt.open(STEP))
     target = blank(make_state())
     with caplog.at_level(logging.WARNING, logger="penstock"):
@@ -214,7 +214,7 @@ def test_fallback_takes_the_newest_whole_checkpoint_and_says_so(damage, asked, r
     assert same(ckpt.load(asked, on_damage="fallback"), make_state(1))
 
 
-def test_fallback_never_goes_forward_or_to_what_was_not_asked_for(run, ckpt, saved):
+def test_fallback_never_goes_forward_or_beyond_the_request(run, ckpt, saved):
     flip_in_a_raw_block(run, ckpt.open(1))
     with pytest.raises(DamagedError):
         ckpt.restore(blank(saved), 1, on_damage="fallback")
@@ -229,7 +229,7 @@ def test_with_everything_damaged_fallback_raises(run, ckpt, saved):
         ckpt.restore(blank(saved), on_damage="fallback")
 
 
-def test_only_damage_in_what_is_selected_makes_it_fall_back(run, ckpt, saved):
+def test_only_damage_in_the_selection_causes_fallback(run, ckpt, saved):
     flip_in_a_raw_block(run, ckpt.open(STEP))
     target = {"optimizer": blank(saved["optimizer"])}
     report = ckpt.restore(target, include="optimizer", on_damage="fallback")
@@ -248,7 +248,7 @@ def fallback_to_fewer_objects(run):
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_a_fallback_never_passes_off_what_the_damaged_one_left_behind(strict, tmp_path):
+def test_a_fallback_never_keeps_values_of_the_damaged_one(strict, tmp_path):
     run = Run(tmp_path / "root")
     fallback_to_fewer_objects(run)
     target = {"a": torch.zeros(9000), "b": torch.full((9000,), 5.0)}

@@ -1,4 +1,4 @@
-"""A storage root in which somebody else writes: nothing outside of it is read or changed."""
+"""A storage root that others can write: nothing outside it is read or changed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NAMES = [
 
 @pytest.fixture
 def outside(tmp_path):
-    """What a hostile root would like to get at."""
+    """The target of a hostile root."""
     folder = tmp_path / "outside"
     folder.mkdir()
     (folder / "secret").write_bytes(SECRET)
@@ -41,7 +41,7 @@ def outside(tmp_path):
 
 @pytest.fixture
 def untouched(outside):
-    """Whatever a test does, everything outside of the root is as it was."""
+    """After any test everything outside the root is unchanged."""
     before = listing(outside)
     yield
     assert listing(outside) == before
@@ -82,7 +82,7 @@ def uid_of(root, step):
 
 
 @pytest.mark.usefixtures("untouched")
-def test_a_name_that_leads_elsewhere_is_refused_by_every_operation(root):
+def test_every_operation_refuses_a_name_outside_the_root(root):
     backend = PosixBackend(PosixConfig(path=str(root), direct_io="off"))
     before = listing(root)
     operations = [
@@ -116,7 +116,7 @@ ELSEWHERE = ["../../outside/secret", "/etc/passwd", "\0", "a" * 70_000]
     ],
 )
 @pytest.mark.usefixtures("untouched")
-def test_a_record_that_names_something_elsewhere_is_refused(name, field, root):
+def test_a_record_naming_data_elsewhere_is_refused(name, field, root):
     files = {n: (root / n).read_bytes() for n in files_of(root)}
 
     def change(level, value):
@@ -147,7 +147,7 @@ def files_of(root):
     return [p.relative_to(root).as_posix() for p in root.rglob("*") if p.is_file()]
 
 
-# -- links that were planted -----------------------------------------------------------------------
+# -- planted links ---------------------------------------------------------------------------------
 
 
 PLANTED = {
@@ -192,7 +192,7 @@ def test_a_planted_link_is_not_followed(what, to, root, outside):
                 got = use()
             except PenstockError:
                 continue
-            if isinstance(got, dict):  # nobody needs these two to read it all
+            if isinstance(got, dict):  # reading it all needs neither of these
                 assert what in {"intent", "index"}
                 assert same(got, make_state(2))
         assert listing(outside) == before
@@ -216,7 +216,7 @@ def test_nothing_is_written_through_a_link_in_place_of_a_folder(tmp_path, outsid
 
 
 @pytest.mark.usefixtures("untouched")
-def test_links_among_the_data_are_damage_and_not_pruned_through(root, outside):
+def test_links_in_the_data_are_damage_and_prune_ignores_them(root, outside):
     for number, target in enumerate([outside, outside / "secret", root, root / "data"]):
         (root / f"data/{number:032x}").symlink_to(target)
         (root / f"commits/{number + 10:08d}-0.json").symlink_to(target)
@@ -244,7 +244,7 @@ def exchange(one, other):
 
 @contextmanager
 def swapping(one, other):
-    """Exchange two names over and over while the block runs; they are as before in the end."""
+    """Exchange two names repeatedly while the block runs; restore them in the end."""
     stop, done, failed = threading.Event(), [0], []
 
     def loop():
@@ -270,8 +270,8 @@ def swapping(one, other):
     "what",
     ["attempt", *(pytest.param(w, marks=pytest.mark.slow) for w in ("commits", "blobs", "raw"))],
 )
-def test_a_folder_swapped_for_a_link_while_it_is_read_leads_nowhere(what, root, outside):
-    """The link leads to a copy in which every value is another: reading it would be seen."""
+def test_a_folder_swapped_for_a_link_during_a_read_is_refused(what, root, outside):
+    """The link points to a copy in which every value differs: reading it would show."""
     place = root / PLANTED[what](uid_of(root, 2))
     elsewhere = outside / "other"
     if place.is_dir():
@@ -296,7 +296,7 @@ def test_a_folder_swapped_for_a_link_while_it_is_read_leads_nowhere(what, root, 
             try:
                 got = ckpt.load(2)
             except PenstockError as error:
-                # Were bytes of the copy read, it would be their checksums that do not match.
+                # If bytes of the copy were read, their checksums would not match.
                 assert "checksum" not in str(error)  # noqa: PT017 - it may be read
                 outcomes["refused"] += 1
             else:
@@ -310,7 +310,7 @@ def test_a_folder_swapped_for_a_link_while_it_is_read_leads_nowhere(what, root, 
 
 
 @pytest.mark.parametrize("what", ["data", pytest.param("commits", marks=pytest.mark.slow)])
-def test_a_folder_swapped_for_a_link_while_it_is_written_leads_nowhere(what, root, outside):
+def test_a_folder_swapped_for_a_link_during_a_write_is_refused(what, root, outside):
     link = root / "link"
     link.symlink_to(outside)
     try:
@@ -333,10 +333,10 @@ def test_a_folder_swapped_for_a_link_while_it_is_written_leads_nowhere(what, roo
             assert same(ckpt.load(step), make_state(step))
 
 
-# -- records that are not what they say ------------------------------------------------------------
+# -- lying records ---------------------------------------------------------------------------------
 
 
-def test_a_record_larger_than_any_may_be_is_refused_unread(root):
+def test_a_record_above_the_size_limit_is_refused_unread(root):
     path = root / "commits/00000002-0.json"
     with path.open("r+b") as file:
         file.truncate(1 << 40)  # sparse
@@ -345,7 +345,7 @@ def test_a_record_larger_than_any_may_be_is_refused_unread(root):
 
 
 @pytest.mark.parametrize("name", ["commits", "commits/00000002-0.json", "commits/x", "data"])
-def test_pipes_and_sockets_in_the_way_hang_nobody(name, root):
+def test_pipes_and_sockets_hang_no_reader(name, root):
     place = root / name
     if place.is_dir():
         shutil.rmtree(place)
@@ -359,7 +359,7 @@ def test_pipes_and_sockets_in_the_way_hang_nobody(name, root):
                 assert str(error)  # noqa: PT017 - it may be read
 
 
-def test_metadata_of_a_hostile_record_is_data_only(root):
+def test_metadata_of_a_hostile_record_is_only_data(root):
     files = {n: (root / n).read_bytes() for n in files_of(root)}
     evil = {"$": "enum", "class": "os:system", "__class__": "os", "a": ["\x1b[2J", "\u202e"]}
 
@@ -373,8 +373,8 @@ def test_metadata_of_a_hostile_record_is_data_only(root):
         assert same(ckpt.load(2), make_state(2))
 
 
-def test_a_blob_of_a_save_that_is_not_referenced_is_refused():
-    """Whoever can write one save of a run cannot make it read another's blobs by their names."""
+def test_a_blob_of_an_unreferenced_save_is_refused():
+    """A writer of one save of a run cannot make it read another's blobs by name."""
     store = memory()
     with checkpointer(store) as ckpt:
         ckpt.save({"secret": torch.arange(9.0)}, 1, mode="blocking")
@@ -394,14 +394,14 @@ def test_a_blob_of_a_save_that_is_not_referenced_is_refused():
             ckpt.load(2)
 
 
-def test_what_is_missing_is_told_from_what_is_refused(root):
+def test_missing_data_is_distinguished_from_refused(root):
     backend = PosixBackend(PosixConfig(path=str(root), direct_io="off"))
     with pytest.raises(BlobNotFoundError):
         backend.stat("data/nothing")
     backend.close()
 
 
-def test_every_test_that_the_security_page_names_is_there():
+def test_every_test_named_by_the_security_page_exists():
     tests = Path(__file__).parents[2]
     page = (tests.parent / "docs" / "security.md").read_text()
     files = {path.relative_to(tests).as_posix(): path.read_text() for path in tests.rglob("*.py")}

@@ -1,4 +1,4 @@
-"""Records with right digests that claim, or hold, what would exhaust a reader."""
+"""Records with right digests whose claims, or content, would exhaust a reader."""
 
 import importlib.util
 import random
@@ -25,7 +25,7 @@ PRIME = (1 << 61) - 1  # Python hashes integers modulo this
 
 
 def forged(state, change):
-    """A store with one checkpoint of `state`, in which `change` has been busy."""
+    """A store with one checkpoint of `state`, changed by `change`."""
     store = memory()
     with checkpointer(store) as ckpt:
         ckpt.save(state, 1, mode="blocking")
@@ -35,7 +35,7 @@ def forged(state, change):
     return store
 
 
-def test_an_object_in_a_great_many_tiny_chunks_is_refused():
+def test_an_object_in_too_many_tiny_chunks_is_refused():
     def change(level, value):
         if level == "section":
             value["objects"]["shards"][0] = [[[0, 0, 1] * 40_000]]
@@ -49,10 +49,10 @@ def test_an_object_in_a_great_many_tiny_chunks_is_refused():
         assert not ckpt.verify().ok
 
 
-def test_pieces_of_a_part_that_hold_much_in_little_are_bounded_all_together():
+def test_pieces_of_a_part_have_a_total_expansion_limit():
     def change(level, value):
         if level == "head":
-            value["shards"][2] = value["sections"][0][2] = 9 << 20  # each alone may have so much
+            value["shards"][2] = value["sections"][0][2] = 9 << 20  # each alone may have this much
         return value
 
     complaint = f"{18 << 20} bytes once decompressed"
@@ -73,7 +73,7 @@ def test_pieces_of_a_part_that_hold_much_in_little_are_bounded_all_together():
         ("raw_section", 3 << 30, "raw_length is not an integer"),
     ],
 )
-def test_a_length_that_nothing_can_have_is_refused_before_memory_is_taken(field, number, complaint):
+def test_an_impossible_length_is_refused_before_allocation(field, number, complaint):
     def change(level, value):
         if level == "body" and field == "index":
             value["index"].update(length=4 << 30, head_length=number)
@@ -105,7 +105,7 @@ def test_too_little_memory_for_a_record_is_no_damage():
                 ckpt.verify()
 
 
-def test_an_index_that_names_one_section_a_thousand_times_has_it_searched_once(monkeypatch):
+def test_a_section_listed_a_thousand_times_is_searched_once(monkeypatch):
     def change(level, value):
         if level == "index":
             return b"".join(value[n : n + 1] * 1000 for n in range(17))
@@ -131,7 +131,7 @@ def lack_a_path(level, value):
     return value
 
 
-def test_an_index_that_lacks_a_path_is_damage_that_verify_names():
+def test_an_index_without_a_path_is_damage_named_by_verify():
     store = forged({"a": 1, "b": torch.ones(2), "c": torch.ones(3)}, lack_a_path)
     with checkpointer(store) as ckpt:
         report = ckpt.verify()
@@ -140,7 +140,7 @@ def test_an_index_that_lacks_a_path_is_damage_that_verify_names():
         assert "does not lead to every path" in damage.detail
 
 
-def test_a_table_of_other_paths_is_damage_that_verify_names():
+def test_verify_names_a_table_of_other_paths_as_damage():
     def change(level, value):
         if level == "section":
             value["objects"]["path"][0] = ["z"]
@@ -150,7 +150,7 @@ def test_a_table_of_other_paths_is_damage_that_verify_names():
         assert "its table does not list the shards" in str(ckpt.verify().damaged)
 
 
-def test_all_objects_can_be_read_although_the_index_lacks_one():
+def test_all_objects_are_readable_if_the_index_lacks_one():
     store = forged({"a": 1, "b": torch.ones(2), "c": torch.ones(3)}, lack_a_path)
     with checkpointer(store) as ckpt:
         view = ckpt.open()
@@ -162,7 +162,7 @@ def test_all_objects_can_be_read_although_the_index_lacks_one():
 TAGS = ["set", "frozenset", "dict", "Counter", "OrderedDict", "defaultdict"]
 
 
-def test_values_whose_hashes_collide_are_refused_before_a_set_of_them_is_built():
+def test_values_with_colliding_hashes_are_refused_before_building_a_set():
     for tag in TAGS:
         pairs = tag not in {"set", "frozenset"}
         for numbers in (range(300), range(0, 300 * PRIME, PRIME)):
@@ -178,7 +178,7 @@ def test_values_whose_hashes_collide_are_refused_before_a_set_of_them_is_built()
                     decode_value(data, ("v",))
 
 
-def test_keys_of_one_hash_are_refused_by_the_save_that_would_store_them():
+def test_save_refuses_keys_with_equal_hashes():
     many = range(0, 300 * PRIME, PRIME)
     with checkpointer(memory()) as ckpt:
         for state in (
@@ -191,7 +191,7 @@ def test_keys_of_one_hash_are_refused_by_the_save_that_would_store_them():
         assert ckpt.steps() == []
 
 
-def test_container_keys_whose_hashes_collide_are_refused():
+def test_colliding_container_keys_are_refused():
     def change(level, value):
         if level == "section":
             for number, path in enumerate(value["objects"]["path"]):
@@ -239,7 +239,7 @@ def walking(size, walkers):
     return arc + numbers
 
 
-def test_numbers_that_walk_over_the_table_are_too_many():
+def test_numbers_probing_the_whole_table_are_refused():
     numbers = walking(1 << 11, 300)
     assert len(set(map(hash, numbers))) == len(set(numbers))
     assert collide(numbers)
@@ -265,7 +265,7 @@ def test_numbers_of_any_size_and_pairs_of_them_do_not_collide():
 
 
 class Proxy:
-    """Stands in place of something, and runs code when it is looked at."""
+    """A proxy that runs code at any access."""
 
     @property
     def __class__(self):
@@ -275,7 +275,7 @@ class Proxy:
         pytest.fail(f"code of a proxy ran for {name}")
 
 
-def test_no_code_runs_because_a_checkpoint_names_what_is_loaded_lazily(tmp_path, monkeypatch):
+def test_no_code_runs_because_a_checkpoint_names_a_lazy_module(tmp_path, monkeypatch):
     file = tmp_path / "penstock_lazy.py"
     file.write_text("raise AssertionError('executed')\n")
     spec = importlib.util.spec_from_file_location("penstock_lazy", file)

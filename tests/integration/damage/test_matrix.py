@@ -23,7 +23,7 @@ READERS = sorted({*VALUES, *BOTH, "ls"})
 
 
 class Stage:
-    """Step 1, and step 2 in its second generation; what the first one stored is kept aside."""
+    """Step 1, and step 2 in its second generation; the first one's data is kept aside."""
 
     def __init__(self, folder):
         self.run = Run(folder / "root")
@@ -42,7 +42,7 @@ class Stage:
             self.older = pieces_of(self.old, old.open(STEP), 0)
 
     def outcomes(self, path):
-        """What each reader finds: nothing, or the names of what is damaged."""
+        """The findings of each reader: none, or the names of damaged objects."""
         ckpt, saved = self.ckpt, self.saved
         found = {}
 
@@ -71,7 +71,7 @@ class Stage:
                 report = ckpt.verify(STEP, deep=deep)
             except CheckpointNotFoundError:
                 return None
-            except DamagedError as error:  # the commit record: there is nothing to verify by
+            except DamagedError as error:  # the commit record: nothing verifies it
                 return set(error.damaged)
             assert report.ok is (not report.damaged)
             assert all(damage.detail for damage in report.damaged)
@@ -105,10 +105,10 @@ class Piece:
     Attributes:
         name: The file.
         start: First byte.
-        stop: Behind the last one.
-        sees: Readers that have to notice when they change.
-        path: The object that is read alone.
-        twin: Where there are others of the same kind in this file.
+        stop: After the last one.
+        sees: Readers that must notice a change.
+        path: The object read alone.
+        twin: The place of others of the same kind in this file.
     """
 
     name: str
@@ -120,7 +120,7 @@ class Piece:
 
 
 def pieces_of(run, checkpoint, generation):
-    """One of each kind of bytes that a checkpoint is stored in."""
+    """One of each kind of stored bytes of a checkpoint."""
     uid = checkpoint.info.uid
     contents = checkpoint.contents
     intent, commit = intent_name(uid), run.commit(checkpoint.step, generation)
@@ -151,7 +151,7 @@ def pieces_of(run, checkpoint, generation):
         "section": Piece(part, section.offset, section.offset + section.length, everyone),
         "index head": Piece(index, 0, index_head, BOTH | {"open", "region"}),
         "index block": Piece(index, index_head, len(run.read(index)), BOTH | {"open", "region"}),
-        "raw frame": Piece(  # within the rows that are read as a region
+        "raw frame": Piece(  # within the rows read as a region
             numbers[0].blob,
             numbers[0].offset + 700,
             numbers[0].offset + 1700,
@@ -169,7 +169,7 @@ def pieces_of(run, checkpoint, generation):
 
 
 def padding_of(checkpoint, place):
-    """Bytes of a slab that belong to none of its objects."""
+    """Bytes of a slab outside its objects."""
     contents, used = checkpoint.contents, []
     section = contents.manifest.section(0, 0)
     for record in section.objects:
@@ -203,7 +203,7 @@ def stage(tmp_path_factory):
 
 
 def moved(number):
-    """A state whose optimizer moves a little, and whose table moves; the model stands still."""
+    """A state whose optimizer changes a little, and whose table changes; the model does not."""
     state, drift = make_state(0), make_state(1)["optimizer"]
     for name, tensor in state["optimizer"].items():
         tensor.add_(drift[name], alpha=1e-6 * number)
@@ -211,9 +211,8 @@ def moved(number):
 
 
 class Chained(Stage):
-    """Step 2 is encoded against its older generation, which is gone, and that against step 1.
-
-    Of that it also has what stands still. Step 0 has nothing of all that.
+    """Step 2 is encoded against its older generation, which is gone, and that against step 1. It
+    also borrows unchanged data from step 1. Step 0 shares no data with them.
     """
 
     def __init__(self, folder):
@@ -233,7 +232,7 @@ class Chained(Stage):
 
 
 def pieces_of_chain(run, ckpt):
-    """What of step 2 lies in the blobs of others, by whose it is; and what of these it is not."""
+    """The parts of step 2 in the blobs of others, by owner; and the other parts of these blobs."""
     checkpoint, deep = ckpt.open(STEP), VALUES | {"verify"}
     uid, table = ckpt.open(1).info.uid, place_of(ckpt.open(1), "table")
 
@@ -275,16 +274,15 @@ def chained(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def cells():
-    """Counts the cells by outcome, and says so in the end."""
+    """Counts the cells by outcome, and prints them in the end."""
     counted = Counter()
     yield counted
     print(f"\ncells: {sum(counted.values())} {dict(counted)}")
 
 
 def check(stage, cells, expected, path="model/weight", either=frozenset()):
-    """Run every reader; exactly those of `expected` notice, all others return what was saved.
-
-    What those of `either` need may lie elsewhere: they do one or the other.
+    """Run every reader; exactly those of `expected` notice, all others return the saved state. The
+    data of those in `either` may be elsewhere: they do one or the other.
     """
     found = stage.outcomes(path)
     assert sorted(found) == READERS
@@ -329,7 +327,7 @@ def of_an_older_generation(stage, kind, data, piece):
 
 def _spliced(run, data, piece, other):
     new = run.read(other.name)[other.start : other.stop]
-    if "blobs" in piece.name:  # what follows stays where it is
+    if "blobs" in piece.name:  # the rest stays in place
         new = new[: piece.stop - piece.start].ljust(piece.stop - piece.start, b"\0")
     return data[: piece.start] + new + data[piece.stop :]
 
@@ -353,7 +351,7 @@ WITHIN = [
     ids=["two", "all"],
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_changed_bytes_are_named_by_whoever_needs_them(kind, damages, stage, cells):
+def test_changed_bytes_are_named_by_every_reader(kind, damages, stage, cells):
     piece = stage.pieces[kind]
     data = stage.run.read(piece.name)
     changed = 0
@@ -424,14 +422,14 @@ def pairs(files, damages, quick):
     ("what", "damage"),
     pairs(FILES, [*CUT, appended, *REPLACED], quick=[missing, half, appended]),
 )
-def test_a_file_that_is_cut_or_replaced_is_named(what, damage, stage, cells):
+def test_a_cut_or_replaced_file_is_named(what, damage, stage, cells):
     kind, expected = FILES[what]
     piece = stage.pieces[kind]
     path = stage.run.root / piece.name
     data = path.read_bytes()
     object_path = piece.path
     if damage is appended and what not in {"commit", "intent"}:
-        expected = BOTH  # readers do not look behind the end of what is recorded
+        expected = BOTH  # readers do not read past the recorded end
     cut_blob = damage in CUT and what.endswith("blob")
     either = {"open", "region"} if cut_blob else set()  # of an object that may come before the cut
     try:
@@ -445,7 +443,7 @@ def test_a_file_that_is_cut_or_replaced_is_named(what, damage, stage, cells):
         path.write_bytes(data)
 
 
-# -- what a checkpoint has in the blobs of others --------------------------------------------------
+# -- data of a checkpoint in the blobs of others ---------------------------------------------------
 
 TOLD = {
     "own": "Restore an older step",
@@ -455,7 +453,7 @@ TOLD = {
     "step 2, step 2 (replaced), step 1. Restore step 0, the newest older one that does not need it",
     "nobody": "",
 }
-LENT = {  # by whose blob it lies in, or whether the step needs it at all
+LENT = {  # by the owner of its blob, or whether the step needs it at all
     "own differences": "own", "own slab of differences": "own",
     "link": "replaced", "link of a slab": "replaced",
     "last link": "step 1", "shared raw frame": "step 1", "shared slab": "step 1",
@@ -469,8 +467,8 @@ def of_another_link(stage, kind, data, piece):
     return _spliced(stage.run, data, piece, other)
 
 
-def check_told(chained, owner):
-    """Every reader told the link, the chain and the step to go back to; so did `verify`."""
+def check_errors(chained, owner):
+    """Every reader named the link, the chain and the step to fall back to; so did `verify`."""
     assert all(TOLD[owner] in text for text in chained.told), chained.told
     assert chained.links == LINKS[owner]
     chained.told.clear()
@@ -499,7 +497,7 @@ def test_changed_bytes_of_a_chain_are_named_with_the_link_and_the_step_to_restor
             check(chained, cells, piece.sees, piece.path)
         finally:
             chained.run.write(piece.name, data)
-        check_told(chained, owner)
+        check_errors(chained, owner)
 
 
 @pytest.mark.parametrize(
@@ -510,7 +508,7 @@ def test_a_lost_or_cut_blob_of_a_chain_is_named_with_the_link(kind, damage, chai
     piece = chained.pieces[kind]
     path = chained.run.root / piece.name
     data = path.read_bytes()
-    either = {"open", "region"} if damage is half else set()  # of what may come before the cut
+    either = {"open", "region"} if damage is half else set()  # of data that may come before the cut
     try:
         damage(chained, path, data)
         check(chained, cells, VALUES | BOTH, piece.path, either)
@@ -518,16 +516,14 @@ def test_a_lost_or_cut_blob_of_a_chain_is_named_with_the_link(kind, damage, chai
         if path.is_dir():
             shutil.rmtree(path)
         path.write_bytes(data)
-    check_told(chained, LENT[kind])
+    check_errors(chained, LENT[kind])
 
 
 @pytest.mark.parametrize(
     ("kind", "fell_back"),
     [("own differences", (2,)), ("link", (2,)), ("last link", (2, 1)), ("shared slab", (2, 1))],
 )
-def test_fallback_takes_the_newest_step_that_does_without_the_damaged_link(
-    kind, fell_back, chained
-):
+def test_fallback_takes_the_newest_step_without_the_damaged_link(kind, fell_back, chained):
     piece = chained.pieces[kind]
     at = (piece.start + piece.stop) // 2
     chained.run.flip(piece.name, at)
@@ -542,10 +538,10 @@ def test_fallback_takes_the_newest_step_that_does_without_the_damaged_link(
     assert chained.ckpt.verify(STEP).ok
 
 
-# -- names, and records of an earlier time ---------------------------------------------------------
+# -- names, and records of earlier times -----------------------------------------------------------
 
 
-def test_the_record_of_an_older_generation_beside_the_newer_one_is_not_looked_at(stage, cells):
+def test_the_record_of_an_older_generation_is_not_read(stage, cells):
     name = stage.older["commit body"].name
     stage.run.write(name, stage.old.read(name))
     try:
@@ -557,7 +553,7 @@ def test_the_record_of_an_older_generation_beside_the_newer_one_is_not_looked_at
 @pytest.mark.parametrize(
     "name", [f"commits/{STEP:08d}-4.json", "commits/00000003-0.json"], ids=["generation", "step"]
 )
-def test_a_record_under_a_name_that_is_not_its_own_is_damage(name, stage, cells):
+def test_a_record_under_another_name_is_damage(name, stage, cells):
     stage.run.write(name, stage.run.read(stage.pieces["commit body"].name))
     try:
         if "-4" in name:
@@ -570,7 +566,7 @@ def test_a_record_under_a_name_that_is_not_its_own_is_damage(name, stage, cells)
         stage.run.remove(name)
 
 
-def test_data_under_another_uid_is_missing_where_it_belongs(stage, cells):
+def test_data_under_another_uid_is_missing(stage, cells):
     folder = (stage.run.root / stage.pieces["section"].name).parents[1]
     folder.rename(folder.with_name("0" * 32))
     try:
@@ -579,8 +575,8 @@ def test_data_under_another_uid_is_missing_where_it_belongs(stage, cells):
         folder.with_name("0" * 32).rename(folder)
 
 
-def test_a_whole_older_generation_put_back_under_its_names_reads_as_what_it_was(stage):
-    """Replay of a whole, old checkpoint is not defended against: no digest can tell."""
+def test_a_restored_whole_older_generation_reads_as_before(stage):
+    """Replay of a whole, old checkpoint is not detected: no digest can show it."""
     names = [n for n in stage.old.names("**/*") if (stage.old.root / n).is_file()]
     newest = stage.pieces["commit body"].name
     data = stage.run.read(newest)
@@ -616,7 +612,7 @@ def test_verify_reports_damage_of_every_kind_at_once(stage):
 
 
 @pytest.mark.parametrize("kind", ["commit body", "section", "index block", "encoded slab"])
-def test_fallback_takes_the_older_step_and_says_so(kind, stage, caplog):
+def test_fallback_takes_the_older_step_and_logs_it(kind, stage, caplog):
     piece = stage.pieces[kind]
     at = (piece.start + piece.stop) // 2
     stage.run.flip(piece.name, at)

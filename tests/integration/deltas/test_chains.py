@@ -18,7 +18,7 @@ RULES = [{"match": "**", "codecs": ["delta", "floatsplit"]}]
 
 
 @functools.cache
-def starts_and_drifts():
+def drifting():
     generator = torch.Generator().manual_seed(3)
     shapes = {"large": (600, 700), "odd": (1231, 77), **{f"small{n}": (40, 5) for n in range(5)}}
     return {
@@ -28,10 +28,8 @@ def starts_and_drifts():
 
 
 def weights(step):
-    """A state whose tensors move a little with each step: large ones, and a slab of small ones."""
-    state = {
-        name: start + 1e-6 * step * drift for name, (start, drift) in starts_and_drifts().items()
-    }
+    """A state whose tensors change slightly per step: large ones, and a slab of small ones."""
+    state = {name: start + 1e-6 * step * drift for name, (start, drift) in drifting().items()}
     state["half"] = state["large"].bfloat16()
     return {"model": state, "epoch": step}
 
@@ -62,13 +60,13 @@ def test_later_checkpoints_are_small_and_every_one_restores(tmp_path):
     assert bases_of(tmp_path, range(5)) == [None, (0, 1), (1, 2), (2, 3), (3, 4)]
 
 
-def test_a_whole_checkpoint_comes_after_every_so_many(tmp_path):
+def test_every_nth_checkpoint_is_whole(tmp_path):
     run_of(tmp_path, range(5), deltas={"every": 2})
     assert bases_of(tmp_path, range(5)) == [None, (0, 1), None, (2, 1), None]
     check(tmp_path, range(5))
 
 
-def test_no_chain_gets_longer_than_it_may(tmp_path):
+def test_no_chain_exceeds_its_limit(tmp_path):
     run_of(tmp_path, range(5), deltas={"every": 9, "max_chain": 1})
     with penstock.Checkpointer(tmp_path) as ckpt:
         for step in range(1, 5):
@@ -81,7 +79,7 @@ def test_no_chain_gets_longer_than_it_may(tmp_path):
 
 
 @pytest.mark.parametrize("memory", [None, 0])
-def test_another_process_goes_on_with_the_chain(tmp_path, memory):
+def test_another_process_continues_the_chain(tmp_path, memory):
     deltas = {"memory_bytes": memory}
     for step in range(4):
         run_of(tmp_path, [step], deltas=deltas)
@@ -89,13 +87,13 @@ def test_another_process_goes_on_with_the_chain(tmp_path, memory):
     check(tmp_path, range(4))
 
 
-def test_a_raw_base_stays_one_when_the_state_of_an_optimizer_joins_it(tmp_path):
+def test_a_raw_base_stays_valid_when_optimizer_state_joins(tmp_path):
     made = torch.Generator().manual_seed(4)
     words = {n: torch.randint(-(2**31), 2**31, (1 << 19,), generator=made).int() for n in "ab"}
     steps = {str(n): torch.ones(()) for n in range(100)}
     with penstock.Checkpointer(tmp_path, rules=RULES) as ckpt:
         first = ckpt.save(words, step=0, mode="blocking").result()
-        assert first.bytes_stored >= 4 << 20  # nothing that the codecs could make smaller
+        assert first.bytes_stored >= 4 << 20  # no data that the codecs could shrink
         for tensor in words.values():
             tensor[::99] += 1
         state = {"steps": steps, **words}
@@ -114,7 +112,7 @@ def test_a_later_step_is_no_base(tmp_path):
 
 
 @pytest.mark.parametrize("found_by", ["restore", "verify"])
-def test_after_damage_was_found_the_next_save_does_not_depend_on_it(tmp_path, found_by):
+def test_the_save_after_found_damage_does_not_depend_on_it(tmp_path, found_by):
     with penstock.Checkpointer(tmp_path, rules=RULES) as ckpt:
         for step in range(3):
             ckpt.save(weights(step), step=step, mode="blocking")
@@ -145,7 +143,7 @@ def test_a_failed_save_is_no_base(tmp_path):
 
 
 @pytest.mark.parametrize("codecs", [["delta", "floatsplit"], ["delta"]], ids=["encoded", "raw"])
-def test_kept_memory_that_changes_by_itself_is_no_base(tmp_path, codecs):
+def test_corrupted_kept_memory_is_no_base(tmp_path, codecs):
     rules = [{"match": "**", "codecs": codecs}]  # `delta` alone leaves the first checkpoint raw
     with penstock.Checkpointer(tmp_path, rules=rules) as ckpt:
         ckpt.save(weights(0), step=0, mode="blocking")
@@ -158,7 +156,7 @@ def test_kept_memory_that_changes_by_itself_is_no_base(tmp_path, codecs):
     check(tmp_path, [0, 1])
 
 
-def test_a_base_that_is_deleted_during_the_save_keeps_its_data(tmp_path):
+def test_a_base_deleted_during_the_save_keeps_its_data(tmp_path):
     store = FaultyBackend(open_backend(tmp_path))
     with penstock.Checkpointer(store, rules=RULES) as ckpt:
         ckpt.save(weights(0), step=0, mode="blocking")
@@ -221,7 +219,7 @@ def uid_of(root, step):
         return ckpt._catalog.record(step).uid
 
 
-def test_damage_in_the_middle_of_a_chain_is_told_with_the_step_to_fall_back_to(tmp_path):
+def test_damage_in_a_chain_error_names_the_step_to_fall_back_to(tmp_path):
     run_of(tmp_path, range(5), deltas={"every": 9})
     damage(tmp_path, 2)
     with penstock.Checkpointer(tmp_path) as ckpt:
@@ -230,17 +228,17 @@ def test_damage_in_the_middle_of_a_chain_is_told_with_the_step_to_fall_back_to(t
         with pytest.raises(DamagedError) as one:
             ckpt.open(4)["model"]
         for error in (load, one):
-            told = str(error.value)
-            assert "in the blobs of step 2, which step 4 is encoded against" in told
-            assert "its chain is step 4, step 3, step 2, step 1, step 0." in told
-            assert "Restore step 1, the newest older one that does not need it" in told
+            message = str(error.value)
+            assert "in the blobs of step 2, which step 4 is encoded against" in message
+            assert "its chain is step 4, step 3, step 2, step 1, step 0." in message
+            assert "Restore step 1, the newest older one that does not need it" in message
         target = weights(9)
         report = ckpt.restore(target, on_damage="fallback")
         assert (report.step, report.fell_back_from) == (1, (4, 3, 2))
         assert same(target, weights(1))
 
 
-def test_a_lost_blob_of_a_deleted_base_is_told_and_older_steps_still_restore(tmp_path):
+def test_a_lost_blob_of_a_deleted_base_fails_but_older_steps_restore(tmp_path):
     run_of(tmp_path, range(4), deltas={"every": 9})
     lost = uid_of(tmp_path, 2)
     with penstock.Checkpointer(tmp_path) as ckpt:
@@ -255,7 +253,7 @@ def test_a_lost_blob_of_a_deleted_base_is_told_and_older_steps_still_restore(tmp
         assert (report.step, report.fell_back_from) == (1, (3,))
 
 
-def test_where_every_older_step_needs_the_damaged_one_the_error_says_so(tmp_path):
+def test_error_says_if_every_older_step_needs_the_damaged_one(tmp_path):
     run_of(tmp_path, range(3))
     damage(tmp_path, 0)
     with penstock.Checkpointer(tmp_path) as ckpt:

@@ -1,4 +1,4 @@
-"""Compaction: checkpoints of a chain become whole, whatever else happens to the run meanwhile."""
+"""Compaction: checkpoints of a chain become whole despite concurrent changes of the run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RULES = [{"match": "**", "codecs": ["delta", "floatsplit"]}]
 
 
 def state_of(step):
-    """A state that moves a little with each step, with an object that no codec takes."""
+    """A state that changes a little with each step, with an object that no codec takes."""
     generator = torch.Generator().manual_seed(5)
     start, drift = (torch.randn(90, 70, generator=generator) for _ in range(2))
     return {"model": {"w": start + 1e-6 * step * drift}, "step": step}
@@ -47,7 +47,7 @@ def save(root, steps, *, of=state_of, **options):
 
 
 def check(root, steps, *, of=state_of):
-    """Exactly these steps are there, whole, and restore to what was saved."""
+    """Exactly these steps exist, whole, and restore to the saved state."""
     with penstock.Checkpointer(root) as ckpt:
         assert ckpt.steps() == [*steps]
         for step in steps:
@@ -73,10 +73,10 @@ def another(step):
     return {"model": {"w": torch.full((90, 70), float(step))}, "step": -step}
 
 
-# -- what it does ---------------------------------------------------------------------------------
+# -- effects --------------------------------------------------------------------------------------
 
 
-def test_a_compacted_checkpoint_borrows_nothing_and_is_the_same(tmp_path):
+def test_a_compacted_checkpoint_is_equal_and_borrows_nothing(tmp_path):
     save(tmp_path, range(4), metadata={"loss": 2.5})
     before = records(tmp_path)
     with penstock.Checkpointer(tmp_path) as ckpt:
@@ -89,7 +89,7 @@ def test_a_compacted_checkpoint_borrows_nothing_and_is_the_same(tmp_path):
     assert done.bytes_before == before[2].bytes_stored < done.bytes_after == after[2].bytes_stored
     assert {step: after[step] for step in (0, 1, 3)} == {s: before[s] for s in (0, 1, 3)}
     check(tmp_path, range(4))
-    # Step 3 borrows of the older generation, so its blobs stay, and nothing else of it.
+    # Step 3 borrows from the older generation, so only its blobs stay.
     kept = tmp_path / "data" / before[2].uid
     assert [path.name for path in kept.iterdir()] == ["blobs"]
 
@@ -108,7 +108,7 @@ def test_without_steps_the_data_of_deleted_checkpoints_is_freed(tmp_path):
     check(tmp_path, [1, 3, 4])
 
 
-def test_without_steps_a_run_that_keeps_nothing_deleted_is_left_alone(tmp_path):
+def test_without_steps_a_run_without_kept_deleted_data_is_unchanged(tmp_path):
     save(tmp_path, range(3))
     before = records(tmp_path)
     with penstock.Checkpointer(tmp_path) as ckpt:
@@ -118,7 +118,7 @@ def test_without_steps_a_run_that_keeps_nothing_deleted_is_left_alone(tmp_path):
     check(tmp_path, range(3))
 
 
-def test_a_whole_step_is_left_alone_and_a_missing_one_is_an_error(tmp_path):
+def test_a_whole_step_is_unchanged_and_a_missing_one_an_error(tmp_path):
     save(tmp_path, range(2))
     before = records(tmp_path)
     with penstock.Checkpointer(tmp_path) as ckpt:
@@ -133,21 +133,21 @@ def test_a_whole_step_is_left_alone_and_a_missing_one_is_an_error(tmp_path):
     assert records(tmp_path) == before
 
 
-def test_a_dry_run_changes_nothing_and_says_about_what_it_would_take(tmp_path):
+def test_a_dry_run_changes_nothing_and_estimates_the_size(tmp_path):
     save(tmp_path, range(4))
     with penstock.Checkpointer(tmp_path) as ckpt:
         ckpt.delete(0)
         before = records(tmp_path)
-        told = ckpt.compact(dry_run=True)
+        planned = ckpt.compact(dry_run=True)
         assert records(tmp_path) == before
         done = ckpt.compact()
-    assert told.dry_run
-    assert [one.step for one in told.steps] == [one.step for one in done.steps] == [1, 2, 3]
-    assert told.bytes_before == done.bytes_before
-    assert told.bytes_after == pytest.approx(done.bytes_after, rel=0.02)
+    assert planned.dry_run
+    assert [one.step for one in planned.steps] == [one.step for one in done.steps] == [1, 2, 3]
+    assert planned.bytes_before == done.bytes_before
+    assert planned.bytes_after == pytest.approx(done.bytes_after, rel=0.02)
 
 
-def test_what_a_lossy_codec_made_is_not_rounded_again(tmp_path):
+def test_output_of_a_lossy_codec_is_not_rerounded(tmp_path):
     moments = torch.rand(64, 64, generator=torch.Generator().manual_seed(1)) ** 9
     rules = [{"match": "v", "codecs": ["log8"]}, *RULES]
     with penstock.Checkpointer(tmp_path, rules=rules) as ckpt:
@@ -163,7 +163,7 @@ def test_what_a_lossy_codec_made_is_not_rounded_again(tmp_path):
 
 
 class Drift(Codec):
-    """Lossy, and rounds anew each time: the low bits of each byte count up."""
+    """Lossy, and rounds again each time: the low bits of each byte count up."""
 
     api_version = 1
     name = "drift"
@@ -183,7 +183,7 @@ class Drift(Codec):
         out[:] = bytes(byte & 0xFC | byte + 1 & 3 for byte in bytes(frame))
 
 
-def test_a_codec_that_would_round_anew_is_left_out(tmp_path):
+def test_a_codec_that_would_reround_is_skipped(tmp_path):
     registry = Registry()
     registry.register(Drift)
     rules = [{"match": "v", "codecs": ["drift"]}, *RULES]
@@ -197,7 +197,7 @@ def test_a_codec_that_would_round_anew_is_left_out(tmp_path):
         assert same(ckpt.load(1), before)
 
 
-def test_the_next_save_goes_on_from_a_compacted_checkpoint(tmp_path):
+def test_the_next_save_builds_on_a_compacted_checkpoint(tmp_path):
     save(tmp_path, range(2))
     with penstock.Checkpointer(tmp_path, rules=RULES) as ckpt:
         ckpt.save(state_of(2), step=2, mode="blocking")
@@ -219,7 +219,7 @@ def test_a_damaged_chain_is_not_compacted(tmp_path):
     assert folders(tmp_path) == {record.uid for record in before.values()}
 
 
-def test_of_a_run_in_tiers_the_last_one_gets_the_whole_checkpoint(tmp_path):
+def test_the_last_tier_gets_the_whole_checkpoint(tmp_path):
     run = {"type": "tiered", "fast": f"posix://{tmp_path}/fast", "durable": f"posix://{tmp_path}/d"}
     save(run, range(3))
     with penstock.Checkpointer(run) as ckpt:
@@ -229,7 +229,7 @@ def test_of_a_run_in_tiers_the_last_one_gets_the_whole_checkpoint(tmp_path):
     check(tmp_path / "d", range(3))
 
 
-# -- what goes wrong meanwhile ---------------------------------------------------------------------
+# -- concurrent faults -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -263,11 +263,11 @@ def test_a_crash_before_any_effect_leaves_every_step_whole(operations, count):
             break
         points += 1
     assert points > 5
-    assert compacted == {*range(1, len(steps) + 1)}  # step 0 is whole from the beginning
+    assert compacted == {*range(1, len(steps) + 1)}  # step 0 is whole from the start
 
 
 def compaction(root, step, operation, match, meanwhile, *, store=None):
-    """Compact a step; do something while that is held at a call of the store."""
+    """Compact a step; act while that is held at a call of the store."""
     store = store or FaultyBackend(open_backend(root))
     with penstock.Checkpointer(store) as ckpt, ThreadPoolExecutor(1) as pool:
         with holding(store, operation, match=match) as held:
@@ -278,7 +278,7 @@ def compaction(root, step, operation, match, meanwhile, *, store=None):
         return done.result()
 
 
-def test_a_step_that_is_deleted_meanwhile_does_not_come_back(tmp_path):
+def test_a_step_deleted_meanwhile_stays_deleted(tmp_path):
     save(tmp_path, range(4))
     with pytest.raises(CheckpointGoneError, match="step 3 was deleted or saved again"):
         compaction(tmp_path, 3, "publish", "parts/", lambda other: other.delete(3))
@@ -289,7 +289,7 @@ def test_a_step_that_is_deleted_meanwhile_does_not_come_back(tmp_path):
 
 
 @pytest.mark.parametrize("match", ["parts/", "commits/"])
-def test_a_step_that_is_saved_anew_meanwhile_is_not_hidden(tmp_path, match):
+def test_a_step_resaved_meanwhile_is_not_hidden(tmp_path, match):
     def anew(other):
         other.delete(3)
         other.save(another(3), step=3, mode="blocking")
@@ -318,7 +318,7 @@ def test_an_overwrite_meanwhile_wins(tmp_path, match):
     assert folders(tmp_path) == {record.uid for record in records(tmp_path).values()}
 
 
-def test_an_overwrite_that_has_begun_wins_though_the_compaction_commits_first(tmp_path):
+def test_a_started_overwrite_wins_even_if_the_compaction_commits_first(tmp_path):
     save(tmp_path, range(4))
     store = FaultyBackend(open_backend(tmp_path))
     with penstock.Checkpointer(store) as ckpt:
@@ -335,7 +335,7 @@ def test_an_overwrite_that_has_begun_wins_though_the_compaction_commits_first(tm
     assert folders(tmp_path) == {record.uid for record in records(tmp_path).values()}
 
 
-def test_an_overwrite_wins_also_if_the_compaction_breaks_off_at_its_commit(tmp_path):
+def test_an_overwrite_wins_if_the_compaction_dies_at_its_commit(tmp_path):
     save(tmp_path, range(4))
     store = FaultyBackend(open_backend(tmp_path))
 
@@ -350,7 +350,7 @@ def test_an_overwrite_wins_also_if_the_compaction_breaks_off_at_its_commit(tmp_p
         assert same(ckpt.load(3), another(3))
 
 
-def test_a_pruner_that_finishes_the_overwrite_does_no_harm(tmp_path):
+def test_a_pruner_may_finish_the_overwrite(tmp_path):
     save(tmp_path, range(4))
     report = compaction(
         tmp_path,
@@ -363,7 +363,7 @@ def test_a_pruner_that_finishes_the_overwrite_does_no_harm(tmp_path):
     check(tmp_path, range(4))
 
 
-def test_deleting_what_it_borrows_meanwhile_leaves_it_whole(tmp_path):
+def test_deleting_its_lender_meanwhile_leaves_it_whole(tmp_path):
     save(tmp_path, range(4))
 
     def delete(other):
@@ -375,7 +375,7 @@ def test_deleting_what_it_borrows_meanwhile_leaves_it_whole(tmp_path):
     assert folders(tmp_path) == {records(tmp_path)[3].uid}
 
 
-def test_a_save_that_is_encoded_against_the_older_generation_meanwhile_is_whole(tmp_path):
+def test_a_save_encoded_against_the_older_generation_meanwhile_is_whole(tmp_path):
     save(tmp_path, range(3))
     store = FaultyBackend(open_backend(tmp_path))
     with penstock.Checkpointer(store, rules=RULES) as ckpt:
@@ -398,7 +398,7 @@ penstock.Checkpointer(store).compact([2])
 """
 
 
-def test_what_a_killed_compaction_had_written_goes_with_the_next_one(tmp_path):
+def test_the_next_compaction_deletes_data_of_a_killed_one(tmp_path):
     save(tmp_path / "run", range(4))
     for n in itertools.count(2):
         root = shutil.copytree(tmp_path / "run", tmp_path / f"run{n}")
@@ -406,7 +406,7 @@ def test_what_a_killed_compaction_had_written_goes_with_the_next_one(tmp_path):
         done = interpreters.run("-c", COMPACT, root, n)
         assert done.returncode == -signal.SIGKILL
         left = [root / "data" / uid for uid in folders(root) - before]
-        # With an index its commit record may be on its way, and all of it would be left to `prune`.
+        # With an index its commit record may be in flight, and all of it would be left to `prune`.
         assert left
         assert not any((folder / "index").exists() for folder in left)
         blobs = sum(len([*folder.glob("blobs/*")]) for folder in left)

@@ -1,4 +1,4 @@
-"""Chains, and what else goes on in a process: forks, Ctrl-C, and stores that hang."""
+"""Chains in a process with forks, Ctrl-C, and hung stores."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ with penstock.Checkpointer(root, rules=RULES, workers=2) as ckpt:
 """
 
 
-def test_a_forked_child_goes_on_with_the_chain_and_its_parent_with_that(tmp_path):
+def test_a_forked_child_extends_the_chain_and_its_parent_continues(tmp_path):
     done = run_program(FORKING, str(tmp_path), timeout=300)
     assert done.returncode == 0, done.stderr
     assert bases_of(tmp_path, range(6)) == [None, (0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]
@@ -50,9 +50,7 @@ def store(tmp_path):
     return FaultyBackend(open_backend(tmp_path))
 
 
-def test_a_worker_that_hangs_in_the_base_of_a_save_given_up_spoils_no_later_one(
-    tmp_path, store, waits
-):
+def test_a_worker_hung_in_the_base_of_a_failed_save_spoils_no_later_one(tmp_path, store, waits):
     clock = FlyingClock()
     waits(FAST, clock=clock, release_s=0.01)
     released = threading.Event()

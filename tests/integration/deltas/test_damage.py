@@ -31,7 +31,7 @@ def state(step):
 
 @pytest.fixture(scope="module")
 def saved():
-    """Files of steps 0 to 2, each but the first encoded against the one before."""
+    """Files of steps 0 to 2, each but the first encoded against the previous one."""
     store = memory()
     with Checkpointer(store, rules=RULES, **OPTIONS) as ckpt:
         for step in STEPS:
@@ -91,7 +91,7 @@ def swap(files, name, other, _at):
 @pytest.mark.parametrize(
     "step", [pytest.param(s, marks=() if s == 1 else pytest.mark.slow) for s in STEPS]
 )
-def test_damage_of_any_file_of_any_link_is_found_by_all_that_need_it(step, kind, store, saved):
+def test_damage_in_any_file_of_any_link_is_found_by_its_readers(step, kind, store, saved):
     for damage in (flip, cut, remove, swap):
         put(store, saved)
         check_damage(step, kind, damage, store)
@@ -108,13 +108,13 @@ def check_damage(step, kind, damage, store):
             assert place.blob == name
             at = place.offset + place.length // 2
         needing = {step}
-        if kind == "encoded":  # manifests, and raw blobs, are needed by their own step alone
+        if kind == "encoded":  # only their own step needs manifests and raw blobs
             needing = {s for s in STEPS if s >= step}
         if damage is swap:
             needing |= {s for s in STEPS if kind == "encoded" and s >= (step + 1) % 3}
             needing |= {(step + 1) % 3}
             if files[name] == files[other]:
-                needing = set()  # an index has hashes of paths alone
+                needing = set()  # an index has only hashes of paths
         damage(files, name, other, at)
         put(store, files)
         for one in STEPS:
@@ -124,7 +124,7 @@ def check_damage(step, kind, damage, store):
                 assert (kind, damage, one) == ("record", remove, step)
             except DamagedError as error:
                 assert one in needing
-                assert error.damaged  # noqa: PT017 - `load` may also return what was saved
+                assert error.damaged  # noqa: PT017 - `load` may also return the saved state
                 assert all(what in str(error) for what in error.damaged)  # noqa: PT017
             else:
                 assert same(tree, state(one))
@@ -136,7 +136,7 @@ def check_damage(step, kind, damage, store):
                 assert one in needing
 
 
-def test_the_newest_whole_checkpoint_is_restored_where_a_link_is_damaged(store):
+def test_damaged_link_restores_the_newest_whole_checkpoint(store):
     with Checkpointer(store, **OPTIONS) as ckpt:
         place = place_of(ckpt.open(1), TENSOR)
         files = files_of(store)
@@ -147,7 +147,7 @@ def test_the_newest_whole_checkpoint_is_restored_where_a_link_is_damaged(store):
         assert same(target, state(0))
 
 
-# -- records that are bound by right digests, and lie ----------------------------------------------
+# -- lying records with right digests --------------------------------------------------------------
 
 
 def forged(store, change, step=2):
@@ -155,7 +155,7 @@ def forged(store, change, step=2):
 
 
 def refused(store, step=2, match=None):
-    """Nothing of the forged step is read as a value, and no blob for it; the others are whole."""
+    """No byte of the forged step is read as a value, and no blob for it; the others are whole."""
     faulty = FaultyBackend(store)
     with Checkpointer(faulty, **OPTIONS) as ckpt:
         for read in (ckpt.load, lambda s: ckpt.open(s)[TENSOR]):
@@ -165,7 +165,7 @@ def refused(store, step=2, match=None):
         target = state(9)
         with pytest.raises(DamagedError, match=match):
             ckpt.restore(target, step)
-        with suppress(DamagedError):  # of the commit record itself
+        with suppress(DamagedError):  # of the commit record
             assert not ckpt.verify(step).ok
         for one in set(STEPS) - {step}:
             assert same(ckpt.load(one), state(one))
@@ -227,14 +227,14 @@ FORGED_BASES = {
 }
 
 
-def test_a_base_that_cannot_be_is_refused(store, saved):
+def test_an_impossible_base_is_refused(store, saved):
     for change in FORGED_BASES.values():
         put(store, saved)
         forged(store, change)
         refused(store)
 
 
-def test_a_base_longer_than_its_codecs_can_make_it_is_refused_unread(store):
+def test_a_base_beyond_its_codecs_bound_is_refused_unread(store):
     """Its memory is allocated before it is read."""
 
     def change(level, value):
@@ -250,7 +250,7 @@ def test_a_base_longer_than_its_codecs_can_make_it_is_refused_unread(store):
     refused(store, match="its codecs make at most")
 
 
-def test_a_chain_longer_than_any_may_be_is_refused():
+def test_a_chain_above_the_limit_is_refused():
     store = memory()
     count = MAX_LINKS + 1
     tensor = torch.randn(count, 2048, generator=torch.Generator().manual_seed(1))
@@ -307,7 +307,7 @@ FORGED_LOANS = {
 }
 
 
-def test_borrowed_blobs_that_cannot_be_are_refused(store, saved):
+def test_impossible_borrowed_blobs_are_refused(store, saved):
     for change in FORGED_LOANS.values():
         put(store, saved)
         forged(store, borrowed(change))
@@ -315,7 +315,7 @@ def test_borrowed_blobs_that_cannot_be_are_refused(store, saved):
 
 
 @pytest.mark.parametrize("lie", ["longer", "elsewhere"])
-def test_borrowed_blobs_that_record_and_part_lie_about_alike_are_found(lie, store):
+def test_consistent_lies_about_borrowed_blobs_are_found(lie, store):
     with Checkpointer(store, **OPTIONS) as ckpt:
         uid = ckpt._catalog.record(0).uid
 
@@ -344,16 +344,16 @@ def test_borrowed_blobs_that_record_and_part_lie_about_alike_are_found(lie, stor
         assert any((uid if lie == "longer" else "0" * 32) in d.what for d in report.damaged)
         try:
             assert same(ckpt.load(2), state(2))
-            assert lie == "longer"  # the bytes that are needed are there, and are the right ones
+            assert lie == "longer"  # the needed bytes are there, and are right
         except DamagedError:
             assert lie == "elsewhere"
         assert same(ckpt.load(1), state(1))
 
 
-def test_a_base_whose_codec_is_missing_is_told_before_data_is_read(store):
+def test_a_missing_codec_of_a_base_fails_before_data_is_read(store):
     def change(level, value):
         if level == "head":
-            # The base of all was encoded without `delta`, by a chain of its own.
+            # The base of all was encoded without `delta`, by another chain.
             (chain,) = [c for c in value["chains"] if [link[0] for link in c] == ["zstd"]]
             chain[0][0] = "acme"
         return value

@@ -1,4 +1,4 @@
-"""A save of a chain that shares fails at any call: what was there stays, and the next one comes."""
+"""A sharing save of a chain fails at any call: earlier steps stay, and the next save succeeds."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ OPTIONS = {
     "rules": [{"match": "model/**", "codecs": ["delta", "zstd"]}],
     "share": True,
 }
-FAILING = 2  # the step that fails
+FAILING = 2  # the failing step
 FOREIGN = [ZeroDivisionError(), asyncio.CancelledError(), SystemExit(3)]
 
 
 @functools.cache
 def state(step):
-    """Encoded chunks and a slab that move a little, raw ones that stand still, and a value."""
+    """Slightly changing encoded chunks and a slab, unchanging raw ones, and a value."""
     chance = torch.Generator().manual_seed(4)
 
     def moved(*shape):
@@ -39,7 +39,7 @@ def state(step):
 
 
 def fail_one_call(operation, nth, error, *, late, mode, memory_bytes):
-    """Save two steps, one whose call fails, and another; return whether there is such a call."""
+    """Save two steps, one with a failing call, and another; return whether that call exists."""
     inner = memory()
     store = FaultyBackend(inner)
     with Checkpointer(store, **OPTIONS, deltas={"memory_bytes": memory_bytes}) as ckpt:
@@ -51,8 +51,8 @@ def fail_one_call(operation, nth, error, *, late, mode, memory_bytes):
         failed = None
         try:
             ckpt.save(state(FAILING), FAILING, mode=mode).result(300)
-        except (PenstockError, *map(type, FOREIGN)) as told:  # `save` itself calls the store, too
-            failed = told
+        except (PenstockError, *map(type, FOREIGN)) as raised:  # `save` calls the store, too
+            failed = raised
         ckpt.wait()
         store.clear()
         steps = [0, 1] if failed else [0, 1, FAILING]
@@ -80,9 +80,7 @@ def fail_one_call(operation, nth, error, *, late, mode, memory_bytes):
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("stride", [11, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_save_of_a_chain_that_fails_at_any_call_costs_that_save_alone(
-    operation, memory_bytes, stride
-):
+def test_failure_at_any_call_of_a_chain_save_loses_only_that_save(operation, memory_bytes, stride):
     for nth in itertools.count(1, stride):
         odd, memory = nth % 2 == 1, {"memory_bytes": memory_bytes}
         foreign = FOREIGN[nth % len(FOREIGN)]

@@ -1,4 +1,4 @@
-"""Runs whose checkpoints depend on earlier ones, used and damaged at will, against a plain dict."""
+"""Runs with dependent checkpoints, used and damaged at will, against a plain dict."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ powers = st.none() | st.integers(0, 1 << 30)
 
 @functools.cache
 def state(number, shape=0):
-    """A state whose tensors differ a little from number to number; one comes in two shapes."""
+    """A state whose tensors differ a little between numbers; one has two shapes."""
     chance = torch.Generator().manual_seed(5)
 
     def tensor(*sizes):
@@ -75,16 +75,16 @@ def state(number, shape=0):
     return tree
 
 
-def told(tree):
-    """Which state a loaded tree says that it is."""
+def number_of(tree):
+    """The state number of a loaded tree."""
     return tree["number"], tree["model"]["odd"].shape[0] - 31
 
 
 class Chains(RuleBasedStateMachine):
-    """`run` is what there must be: step -> number and shape of its state.
+    """`run` is the required content: step -> number and shape of its state.
 
-    No rule has a precondition: how many effects a save has depends on threads, so what dies when
-    does, too, and hypothesis would have to find the same rules enabled again.
+    No rule has a precondition: the number of effects of a save depends on threads, so the time of
+    deaths does, too, and hypothesis would have to find the same rules enabled again.
     """
 
     @initialize(
@@ -110,7 +110,7 @@ class Chains(RuleBasedStateMachine):
         self.disks = [Disk(), Disk()] if tiered else [Disk()]
         self.elsewhere = Disk()
         self.run = {}
-        self.copied = {}  # what there must be elsewhere, whatever happens to the run
+        self.copied = {}  # the required content elsewhere, whatever happens to the run
         self.number = 0
         self.checked = {}
         self.open()
@@ -140,7 +140,7 @@ class Chains(RuleBasedStateMachine):
     def next_step(self, skipped=0):
         return max(self.run, default=-1) + 1 + skipped
 
-    # -- actions that come to their end ---------------------------------------------------------
+    # -- completed actions ----------------------------------------------------------------------
 
     @rule(mode=modes, shape=shapes, skipped=st.integers(0, 1))
     def save(self, mode, shape, skipped):
@@ -206,7 +206,7 @@ class Chains(RuleBasedStateMachine):
 
     @rule(pick=picks, flat=st.booleans())
     def copy(self, pick, flat):
-        """To another root: with what the step borrows, or stored whole."""
+        """To another root: with the borrowed blobs of the step, or stored whole."""
         if self.run:
             step = self.pick(pick)
             self.make_way(step)
@@ -241,7 +241,7 @@ class Chains(RuleBasedStateMachine):
             disk.advance(age_s)
         self.ckpt.prune()
         if age_s:
-            with self.another() as other:  # its own last save is sacred to each process
+            with self.another() as other:  # each process keeps its own last save
                 assert not other.prune(everything=True).refused
             for disk in self.disks:
                 store = PowerCut(disk)
@@ -262,7 +262,7 @@ class Chains(RuleBasedStateMachine):
 
     @rule(seed=st.integers(0, 1 << 30), saved=st.booleans())
     def damage(self, seed, saved):
-        """One byte of one blob: found by those that need it, and none of them returns it."""
+        """One byte of one blob: found by its readers, and none of them returns it."""
         chance = random.Random(seed)
         disk = chance.choice(self.disks)
         blobs = [b for b in disk.listed("data/") if "/blobs/" in b.name and b.size_bytes]
@@ -283,19 +283,19 @@ class Chains(RuleBasedStateMachine):
                     named = {record.uid, *record.references}
                     assert blob.name.split("/")[1] in named
                 else:
-                    assert same(tree, state(*told(tree)))
+                    assert same(tree, state(*number_of(tree)))
         if saved and len(self.disks) == 1:
             self.number += 1
             step = self.next_step()
             options = {"deltas": {"memory_bytes": 0}, "share": False, "retention": None}
             with self.another(**options) as other:
                 other.save(state(self.number), step, mode="blocking")
-                # Bases are read, so the damage was seen, or was of no consequence.
+                # Bases are read, so the damage was found, or was harmless.
                 assert same(other.load(step), state(self.number))
             self.run = {**self.run, step: (self.number, 0)}
         file.data = good
 
-    # -- actions that do not --------------------------------------------------------------------
+    # -- interrupted actions --------------------------------------------------------------------
 
     @rule(mode=modes, effect=st.integers(1, 14), power=powers, slower=st.booleans())
     def die_in_save(self, mode, effect, power, slower):
@@ -356,7 +356,7 @@ class Chains(RuleBasedStateMachine):
         self.elsewhere = dead.copy() if power is None else dead.cut(random.Random(power))
         may = {**self.copied, step: self.run[step]}
         with Checkpointer(PowerCut(self.elsewhere), **OPTIONS) as alone:
-            found = {s: told(alone.load(s)) for s in alone.steps()}
+            found = {s: number_of(alone.load(s)) for s in alone.steps()}
         assert found.items() <= may.items() | self.copied.items()
         assert deleting or self.copied.items() <= found.items()
         self.copied = found
@@ -391,20 +391,20 @@ class Chains(RuleBasedStateMachine):
         if ckpt._saver.job is not None:
             ckpt._saver.job.released.wait()
         if ckpt._drains is not None:
-            ckpt._drains.settle(300)  # and retention behind it
+            ckpt._drains.settle(300)  # and retention after it
 
-    # -- looking --------------------------------------------------------------------------------
+    # -- checks ---------------------------------------------------------------------------------
 
     def numbers(self):
-        """Number and shape of what each step of the run holds, as another process sees it."""
+        """Number and shape of the state of each step, as another process sees it."""
         with self.another(retention=None) as other:
             found = {}
             for step in other.steps():
-                found[step] = told(other.load(step))
+                found[step] = number_of(other.load(step))
             return found
 
     def found_after(self, run, *, since=None, may_go=()):
-        """Take over what is left of `run`: retention and what died may have deleted the rest."""
+        """Adopt the remains of `run`: retention and dead processes may have deleted the rest."""
         found = self.numbers()
         keep = self.options["retention"]
         if keep is not None and since is not None:
@@ -426,20 +426,20 @@ class Chains(RuleBasedStateMachine):
         self.look_at(self.elsewhere, self.copied)
 
     def look_at(self, disk, run):
-        """Each place by itself: what it lists is there, bit for bit."""
+        """Each place separately: all listed steps exist, bit for bit."""
         with Checkpointer(PowerCut(disk), **OPTIONS) as alone:
             for step in alone.steps():
-                stored = self.all_that_is_stored(disk, alone._catalog.record(step))
+                stored = self.all_stored_data(disk, alone._catalog.record(step))
                 if stored not in self.checked:
                     report = alone.verify(step)
                     assert report.ok, report.damaged
                     tree = alone.load(step)
-                    assert same(tree, state(*told(tree)))
-                    self.checked[stored] = told(tree)
+                    assert same(tree, state(*number_of(tree)))
+                    self.checked[stored] = number_of(tree)
                 if run is not None:
                     assert self.checked[stored] == run[step]
 
-    def all_that_is_stored(self, disk, record):
+    def all_stored_data(self, disk, record):
         digest = hashlib.sha256(repr(record).encode())
         for uid in sorted({record.uid, *record.references}):
             for blob in disk.listed(f"data/{uid}/"):
@@ -484,11 +484,11 @@ def hasty(waits):
     waits(FAST, drain_failing_s=0.1)
 
 
-def test_chains_hold_what_a_dict_says_whatever_dies():
+def test_chains_match_a_dict_after_any_death():
     explore(3, 12, derandomize=True)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_chains_hold_what_a_dict_says_for_longer():
+def test_chains_match_a_dict_in_long_runs():
     explore(150, 30, derandomize=False)

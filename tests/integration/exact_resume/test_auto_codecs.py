@@ -1,4 +1,4 @@
-"""Rules with `codecs = "auto"`: what they choose is reported, stored as reported, and restored."""
+"""Rules with `codecs = "auto"`: their choice is reported, stored as reported, and restored."""
 
 import os
 
@@ -18,7 +18,7 @@ MIB = 1 << 20
 
 
 def slow(inner=None):
-    """A store that any codec is faster than; the first 4 MiB tell it so in 0.2 s."""
+    """A store slower than any codec; the first 4 MiB show it in 0.2 s."""
     return LatencyBackend(inner or memory(), bytes_per_s=20e6)
 
 
@@ -29,12 +29,12 @@ def checkpointer(store, **options):
 
 
 def squeezable(elements=3 * MIB):
-    """12 MiB of floats that every codec makes smaller."""
+    """12 MiB of floats that every codec shrinks."""
     return {"w": torch.arange(elements, dtype=torch.float32) // 4096, "epoch": 7}
 
 
 def noise():
-    """Bytes that no codec makes smaller."""
+    """Bytes that no codec shrinks."""
     return {"w": torch.frombuffer(bytearray(os.urandom(12 * MIB)), dtype=torch.uint8)}
 
 
@@ -69,7 +69,7 @@ def test_a_slow_store_gets_encoded_bytes_from_the_first_save_on(mode):
     assert (first.blobs, second.blobs) == (2, 1), "few bytes go where all others are"
 
 
-def test_what_no_codec_makes_smaller_is_stored_as_by_no_rule():
+def test_incompressible_data_is_stored_as_without_rules():
     state = noise()
     with checkpointer(slow()) as ckpt, checkpointer(memory(), rules=[]) as plain:
         report = ckpt.save(state, step=1, mode="blocking").result()
@@ -81,7 +81,7 @@ def test_what_no_codec_makes_smaller_is_stored_as_by_no_rule():
     assert choice.why.startswith("raw: no codec makes it smaller; the store takes 0.0")
 
 
-def test_a_class_that_is_no_longer_what_was_sampled_is_sampled_again():
+def test_a_class_that_differs_from_its_sample_is_resampled():
     with checkpointer(slow()) as ckpt:
         ckpt.save({"w": torch.zeros(12 * MIB, dtype=torch.uint8)}, step=1, mode="blocking")
         kept, new = (
@@ -98,7 +98,7 @@ def test_a_small_state_is_raw():
     assert report.codecs[0].why == "raw: too few bytes to gain anything"
 
 
-def test_classes_are_chosen_for_one_by_one():
+def test_each_class_gets_its_own_choice():
     model = torch.nn.Linear(1024, 1024, bias=False)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 1024)).sum().backward()
@@ -139,7 +139,7 @@ def test_a_codec_that_refuses_samples_is_never_chosen():
 
 
 @pytest.mark.parametrize("blob", [".raw", ".enc"])
-def test_a_save_that_fails_gives_all_memory_back(blob):
+def test_a_failed_save_returns_all_memory(blob):
     store = FaultyBackend(memory())
     state = squeezable()
     with checkpointer(slow(store), staging_bytes=4 * MIB) as ckpt:
@@ -153,7 +153,7 @@ def test_a_save_that_fails_gives_all_memory_back(blob):
         assert is_same(ckpt.load(2), state)
 
 
-def test_the_reason_goes_along_with_the_codecs(tmp_path, capsys, monkeypatch):
+def test_the_reason_comes_with_the_codecs(tmp_path, capsys, monkeypatch):
     run, call = tmp_path / "run", caller(capsys, monkeypatch)
     state = {**squeezable(), "still": torch.arange(MIB)}
     rules = [{"match": "still", "codecs": ["zstd"]}, AUTO]

@@ -49,7 +49,7 @@ class Half(Codec):
 
 
 class Careless(Half):
-    """Lossy, and takes whatever it is given."""
+    """Lossy, and takes any chunk."""
 
     name = "careless"
 
@@ -65,7 +65,7 @@ class Careless(Half):
 
 
 class Against(Careless):
-    """Needs a base, which core has not."""
+    """Needs a base, which core does not have."""
 
     name = "against"
     lossless = True
@@ -73,7 +73,7 @@ class Against(Careless):
 
 
 class Never(Half):
-    """Declines every chunk, after it has written to the output."""
+    """Declines every chunk after writing to the output."""
 
     name = "never"
     lossless = True
@@ -131,7 +131,7 @@ def opened(tmp_path, registry):
 
 
 def rounded(tensor):
-    """What the lossy codec makes of float32."""
+    """The lossy codec's result for float32."""
     return ((tensor.view(torch.int32) >> 16) << 16).view(torch.float32)
 
 
@@ -139,7 +139,7 @@ def rounded(tensor):
     ("chain", "size"),
     [(["half"], 100), (["half", "zstd"], 10_000), (["careless"], 10_000)],  # a slab, and chunks
 )
-def test_what_a_lossy_codec_wrote_is_read_with_its_neighbours(opened, chain, size):
+def test_lossy_data_is_read_with_its_neighbors(opened, chain, size):
     torch.manual_seed(0)
     state = {"w": torch.randn(size), "other": torch.ones(3), "epoch": 7}
     with opened(("w", *chain), **SMALL) as ckpt:
@@ -153,7 +153,7 @@ def test_what_a_lossy_codec_wrote_is_read_with_its_neighbours(opened, chain, siz
         assert ckpt.verify(1).ok
 
 
-def test_a_weight_is_never_derived_from_what_a_lossy_codec_makes_of_its_master(opened):
+def test_a_weight_is_never_derived_from_a_lossy_master(opened):
     master = torch.randn(300, 300)
     state = {"model": {"w": master.bfloat16()}, "master": {"w": master}}
     with opened(("master", "half"), share=True) as ckpt:
@@ -189,8 +189,8 @@ def test_a_tensor_of_no_dimensions_never_goes_through_a_lossy_codec(opened):
         ("model", [{"type": "cast", "to": "float8_e5m2"}]),
     ],
 )
-def test_tied_tensor_is_rounded_only_if_each_of_its_names_is(tmp_path, first, codecs_of_model):
-    """`state_dict()` gives the memory of the model itself, so "best" is no copy of the model."""
+def test_tied_tensor_is_rounded_only_if_every_name_is(tmp_path, first, codecs_of_model):
+    """`state_dict()` returns the model's own memory, so "best" is no copy of the model."""
     model = torch.nn.Linear(300, 3)
     state = {"best": model.state_dict(), "model": model}
     rules = [{"match": "best", "codecs": [{"type": "cast", "to": "bfloat16"}]}]
@@ -211,14 +211,14 @@ def test_tied_tensor_is_rounded_if_equal_codecs_round_each_of_its_names(opened):
         assert torch.equal(ckpt.load(1)["b"], rounded(weight))
 
 
-def test_a_lossy_codec_is_refused_where_a_rule_names_nothing(opened):
+def test_a_lossy_codec_is_refused_if_a_rule_names_nothing(opened):
     for pattern in ("**", "?*/**", "[a-z]*", "[!x]*/[]a-z_]*", "**/*.*", "*_*"):
         with pytest.raises(ConfigError, match=r"codec half is lossy, .* names nothing"):
             opened((pattern, "half", "zstd"))
 
 
 @pytest.mark.parametrize("sizes", [[300, 300, 300], [30_001]])
-def test_what_all_codecs_decline_is_stored_as_it_is(opened, sizes):
+def test_chunks_that_all_codecs_decline_are_raw(opened, sizes):
     state = {f"{n}": torch.randn(size) for n, size in enumerate(sizes)}
     with opened(("**", "never"), **SMALL) as ckpt:
         ckpt.save(state, step=1, mode="blocking")
@@ -230,18 +230,18 @@ def test_what_all_codecs_decline_is_stored_as_it_is(opened, sizes):
     assert torch.equal(part, state["0"][10:20])
 
 
-def test_the_rest_of_a_chain_stores_what_one_codec_declines(opened):
+def test_the_rest_of_a_chain_stores_a_declined_chunk(opened):
     state = {"zeros": torch.zeros(9000, dtype=torch.int64), "w": torch.randn(9000)}
     with opened((list(state), "half", "zstd"), **SMALL) as ckpt:
         report = ckpt.save(state, step=1, mode="blocking").result()
         tree = ckpt.load(1)
     assert torch.equal(tree["zeros"], state["zeros"])
     assert torch.equal(tree["w"], rounded(state["w"]))
-    assert report.bytes_stored < report.bytes_raw / 2  # zstd took what `half` did not
+    assert report.bytes_stored < report.bytes_raw / 2  # zstd took the chunks that `half` declined
 
 
 @pytest.mark.parametrize("size", [300, 10_001])
-def test_a_codec_for_floats_behind_one_that_makes_floats_works_on_these(opened, size):
+def test_a_float_codec_after_one_that_makes_floats_gets_these(opened, size):
     torch.manual_seed(0)
     state = {"w": torch.randn(size), "m": torch.randn(70, 90), "n": torch.arange(9000)}
     with opened((list(state), "half", "floatsplit"), **SMALL) as ckpt:
@@ -250,14 +250,14 @@ def test_a_codec_for_floats_behind_one_that_makes_floats_works_on_these(opened, 
         assert ckpt.verify(1).ok
         part = ckpt.open(1)
         chains = {tuple(c.name for c in chain) for chain in part.contents.manifest.head(0).chains}
-    assert ("half", "floatsplit") in chains  # it declines what is no float
+    assert ("half", "floatsplit") in chains  # it declines non-floats
     for name, tensor in state.items():
         wanted = rounded(tensor) if tensor.dtype == torch.float32 else tensor
         assert torch.equal(tree[name], wanted), name
 
 
 class First(Careless):
-    """Version 1 of a codec: stores the chunk as it is."""
+    """Version 1 of a codec: stores the chunk unchanged."""
 
     name = "grown"
     lossless = True
@@ -281,7 +281,7 @@ class Second(First):
 
 
 class Third(Second):
-    """Version 3, which does not read version 1 any more."""
+    """Version 3, which no longer reads version 1."""
 
     version = 3
     oldest_readable = 2
@@ -333,7 +333,7 @@ def test_a_version_that_cannot_be_read_is_refused_before_any_data_is_read(
         with with_codec(tmp_path, version) as ckpt:
             ckpt.save(state, number, mode="blocking")
     for blob in (tmp_path / "run").glob("data/*/blobs/*"):
-        blob.unlink()  # whoever looks for data finds none
+        blob.unlink()  # a reader of data finds none
     target = {"w": torch.ones(9000)}
     with with_codec(tmp_path, codec) as ckpt:
         for read in (ckpt.load, lambda step: ckpt.restore(target, step)):
@@ -342,7 +342,7 @@ def test_a_version_that_cannot_be_read_is_refused_before_any_data_is_read(
     assert torch.equal(target["w"], torch.ones(9000))
 
 
-def test_too_little_memory_while_decoding_is_no_damage(opened):
+def test_too_little_memory_in_decoding_is_no_damage(opened):
     with opened(("w", "zstd")) as ckpt:
         ckpt.save({"w": torch.ones(5000)}, step=1, mode="blocking")
     with opened(("w", "starved")) as ckpt:
@@ -352,7 +352,7 @@ def test_too_little_memory_while_decoding_is_no_damage(opened):
         assert not isinstance(raised.value, DamagedError)
 
 
-def test_what_zstd_says_of_memory_is_told_from_damage(monkeypatch):
+def test_zstd_memory_errors_are_not_damage(monkeypatch):
     from penstock.codecs.zstd import ZstdCodec, ZstdConfig
     from penstock.core.abc import CodecContext
     from penstock.core.format.compressed import decompress
@@ -371,7 +371,7 @@ def test_what_zstd_says_of_memory_is_told_from_damage(monkeypatch):
         codec.decode(memoryview(frame), memoryview(bytearray(100)), context=context)
 
 
-def saved_with_a_codec_that_is_gone(tmp_path):
+def saved_with_a_missing_codec(tmp_path):
     class Own(ZstdCodec):
         api_version = 1
         name = "own"
@@ -385,9 +385,9 @@ def saved_with_a_codec_that_is_gone(tmp_path):
     return tmp_path / "run"
 
 
-def test_verify_goes_on_behind_a_codec_that_is_missing(capsys, monkeypatch, tmp_path):
+def test_verify_continues_past_a_missing_codec(capsys, monkeypatch, tmp_path):
     call = caller(capsys, monkeypatch)
-    run = saved_with_a_codec_that_is_gone(tmp_path)
+    run = saved_with_a_missing_codec(tmp_path)
     blobs = sorted((tmp_path / "run").glob("data/*/blobs/*.enc"), key=os.path.getmtime)
     blobs[1].write_bytes(blobs[1].read_bytes()[:-1] + b"?")
     found = call("verify", run, "--all")

@@ -1,4 +1,4 @@
-"""Weights that are the rounded master weights: stored without bytes of their own, and read back."""
+"""Weights that are rounded master weights: stored without their own bytes, and read back."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def restored(backend, state, **which):
         ("lazy", torch.bfloat16, ["zstd"]),
     ],
 )
-def test_a_rounded_weight_takes_no_bytes_and_comes_back_to_the_bit(mode, dtype, codecs):
+def test_a_rounded_weight_takes_no_bytes_and_restores_exactly(mode, dtype, codecs):
     state = mixed(dtype, epoch=3)
     rules = [{"match": "**", "codecs": codecs}]
     backend, report = saved(state, mode=mode, rules=rules, defer="**")
@@ -75,7 +75,7 @@ def test_a_rounded_weight_takes_no_bytes_and_comes_back_to_the_bit(mode, dtype, 
         assert ckpt.verify(1).ok
 
 
-def test_sharing_is_asked_for():
+def test_sharing_is_opt_in():
     assert not derived(saved(mixed(), share=False)[0])
 
 
@@ -106,12 +106,12 @@ def has_a_nan(weight):
     weight[7, 7] = torch.nan
 
 
-# How the values are compared does not depend on the mode, only when they are.
+# The comparison of values does not depend on the mode, only its time does.
 @pytest.mark.parametrize(
     ("change", "mode"),
     [(differs_in_one_bit, "blocking"), (has_another_zero, "async"), (has_a_nan, "lazy")],
 )
-def test_a_weight_that_is_not_its_rounded_master_is_stored(change, mode):
+def test_a_weight_unequal_to_its_rounded_master_is_stored(change, mode):
     state = mixed()
     state["master"]["a.weight"][0, 0] = 0.0
     state["model"]["a.weight"][0, 0] = 0.0
@@ -121,7 +121,7 @@ def test_a_weight_that_is_not_its_rounded_master_is_stored(change, mode):
     assert same(restored(backend, state)[0], state)
 
 
-def test_a_weight_of_another_layout_is_compared_element_by_element():
+def test_a_weight_of_another_layout_is_compared_per_element():
     state = mixed()
     state["model"]["a.weight"] = state["model"]["a.weight"].t().contiguous().t()
     state["master"]["b.weight"] = state["master"]["b.weight"].t().contiguous().t()
@@ -130,13 +130,13 @@ def test_a_weight_of_another_layout_is_compared_element_by_element():
     assert same(restored(backend, state)[0], state)
 
 
-def test_a_weight_whose_master_may_change_before_it_is_compared_is_stored():
+def test_a_weight_whose_master_may_change_before_comparison_is_stored():
     state = mixed()
     backend, _ = saved(state, mode="lazy", defer="model/a.weight")
     assert derived(backend) == {"model/b.weight": "master/b.weight"}
 
 
-def test_a_weight_that_is_captured_before_its_deferred_master_is_derived():
+def test_a_weight_captured_before_its_deferred_master_is_derived():
     state = mixed()
     backend, _ = saved(state, mode="lazy", defer="master/**")
     assert len(derived(backend)) == 2

@@ -47,7 +47,7 @@ JOBS = {
 needs_torchdata = pytest.mark.skipif(
     importlib.util.find_spec("torchdata") is None, reason="needs torchdata"
 )
-# Other optimizers have state like that of AdamW: the tests of the provider have each of them.
+# Other optimizers have state like AdamW's: the provider's tests have each of them.
 SLOW = {"adamw", "compiled", "scaler disabled"}  # AdamW goes through every mode, below
 
 
@@ -77,7 +77,7 @@ guards_warn = pytest.mark.filterwarnings("ignore:Guards may run slower:RuntimeWa
         pytest.param(StatefulLoader, id="torchdata loader", marks=needs_torchdata),
     ],
 )
-def test_training_goes_on_as_if_it_had_never_stopped(make):
+def test_training_continues_as_if_never_stopped(make):
     losses, end = uninterrupted(make)
     assert len(set(losses)) == STEPS
     with penstock.Checkpointer(memory(), **SMALL) as ckpt:
@@ -87,7 +87,7 @@ def test_training_goes_on_as_if_it_had_never_stopped(make):
         assert [job.step() for _ in range(STEPS - AT)] == losses[AT:], "saving disturbed training"
         assert not differences(job.snapshot(), end)
         ckpt.wait()
-        for seed, trained in ((1, 0), (2, 2)):  # never stepped, and with a state of its own
+        for seed, trained in ((1, 0), (2, 2)):  # never stepped, and with its own state
             fresh = make(seed)
             for _ in range(trained):
                 fresh.step()
@@ -179,7 +179,7 @@ def test_loader_of_torchdata_resumes_exactly_from_any_place_of_an_epoch(at):
 
 def test_a_fallback_to_an_older_checkpoint_leaves_random_state_as_stored(tmp_path):
     class Draws:
-        """Draws whenever its state is asked for."""
+        """Draws each time its state is requested."""
 
         def state_dict(self):
             torch.rand(1)

@@ -1,4 +1,4 @@
-"""A save whose structure is that of the save before takes over its cuts, and nothing else."""
+"""A save with the structure of the previous save reuses only its cuts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import penstock
 from penstock.core.plan import save as plan_module
 
 CHUNK_BYTES = 1 << 16
-LARGE = 44_000  # elements: cut into chunks of their own
+LARGE = 44_000  # elements: cut into separate chunks
 
 
 class Net(torch.nn.Module):
@@ -186,7 +186,7 @@ def equal(one, two):
 
 
 def known_and_new(job, change, options):
-    """Return what is loaded of a save that knows a structure, and of one that knows none."""
+    """Return the loads of a save with a known structure, and of one without."""
     with penstock.Checkpointer(memory(), **options) as ckpt:
         ckpt.save(job.state, step=1).result()
         change(job)
@@ -204,7 +204,7 @@ def known_and_new(job, change, options):
         pytest.param(("zstd",), id="encoded", marks=pytest.mark.slow),
     ],
 )
-def test_a_changed_structure_is_stored_as_it_is(codecs):
+def test_a_changed_structure_is_stored_exactly(codecs):
     rules = [{"match": ["many", "large"], "codecs": list(codecs)}] if codecs else []
     for change in CHANGES:
         job = Job()
@@ -217,7 +217,7 @@ def test_a_changed_structure_is_stored_as_it_is(codecs):
 
 
 @pytest.mark.parametrize("mode", ["blocking", "async", "lazy"])
-def test_a_structure_that_is_known_is_not_cut_again(mode, monkeypatch):
+def test_a_known_structure_is_not_cut_again(mode, monkeypatch):
     job, cuts = Job(), []
     cut = plan_module._chunks
     monkeypatch.setattr(plan_module, "_chunks", lambda *each: cuts.append(step) or cut(*each))

@@ -1,4 +1,4 @@
-"""What `save` takes, `load` gives back: every bit, at the limits of every kind of state."""
+"""`load` returns what `save` accepts: every bit, at the limits of every kind of state."""
 
 import datetime as dt
 import enum
@@ -29,7 +29,7 @@ class Color(enum.Enum):
 
 
 def same(one, other):
-    """Equal in type, order and every bit, all the way down."""
+    """Equal in type, order and every bit, recursively."""
     if type(one) is not type(other):
         return False
     match one:
@@ -47,7 +47,7 @@ def same(one, other):
             alike = getattr(one, "maxlen", 0) == getattr(other, "maxlen", 0)
             return alike and len(one) == len(other) and all(map(same, one, other))
         case set() | frozenset():
-            found = [any(same(a, b) for b in other) for a in one]  # some have no repr to sort by
+            found = [any(same(a, b) for b in other) for a in one]  # some have no repr for sorting
             return len(one) == len(other) and all(found)
         case float() | complex():
             parts = [struct.pack("<dd", v.real, v.imag) for v in (one, other)]
@@ -103,7 +103,7 @@ def shrunk(count, kept_bytes):
 PAYLOAD_NAN = struct.unpack("<d", bytes.fromhex("010000000000f8ff"))[0]
 HUGE = 10**5000
 
-huge = st.sampled_from([1, -1]).map(lambda sign: sign * 10**5000)  # of which Python has no repr
+huge = st.sampled_from([1, -1]).map(lambda sign: sign * 10**5000)  # without a repr in Python
 texts = st.one_of(
     st.text(st.characters(codec=None), max_size=6),
     st.sampled_from(["", "\0", "a\0", "\ud83d\ude00", "$", "a/b", "%00"]),
@@ -219,7 +219,7 @@ steps = st.one_of(
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
 @given(tree=trees, value=values, tensor=st.one_of(tensors, odd_tensors))
-def test_what_save_takes_of_a_composite_load_gives_back_bit_by_bit(tree, value, tensor):
+def test_composites_accepted_by_save_load_bit_by_bit(tree, value, tensor):
     with Checkpointer(memory(), workers=1, mode="blocking") as ckpt:
         state = {"h": Holder({"x": tree}), "m": Module(tensor, value), "o": optimizer(value)}
         try:
@@ -235,19 +235,19 @@ def test_what_save_takes_of_a_composite_load_gives_back_bit_by_bit(tree, value, 
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow])
-@given(tree=trees, step=steps, said=st.one_of(st.just({}), metadata))
-def test_whatever_save_takes_load_gives_back_bit_by_bit(tree, step, said):
+@given(tree=trees, step=steps, user_metadata=st.one_of(st.just({}), metadata))
+def test_everything_save_accepts_loads_bit_by_bit(tree, step, user_metadata):
     store = memory()
     with Checkpointer(store, workers=1, mode="blocking") as ckpt:
         try:
-            ckpt.save({"a": tree}, step, metadata=said)
+            ckpt.save({"a": tree}, step, metadata=user_metadata)
         except REFUSALS:
             assert ckpt.steps() == []
             return
         assert ckpt.latest() == step
         assert same(ckpt.load()["a"], tree)
         assert ckpt.verify().ok
-        assert ckpt.info().metadata == json.loads(json.dumps(said, ensure_ascii=False))
+        assert ckpt.info().metadata == json.loads(json.dumps(user_metadata, ensure_ascii=False))
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_whatever_save_takes_load_gives_back_bit_by_bit(tree, step, said):
     ],
     ids=lambda value: value if isinstance(value, str) and len(value) < 40 else "",
 )
-def test_what_no_reader_would_take_is_refused_by_save_with_its_path(state, path, complaint):
+def test_save_refuses_unreadable_objects_with_their_path(state, path, complaint):
     store = memory()
     with Checkpointer(store, retention={"keep_last": 1}, mode="blocking") as ckpt:
         ckpt.save({"a": 1}, 1)
@@ -285,7 +285,7 @@ def test_a_tensor_whose_storage_was_freed_or_shrunk_is_refused(mode, kept_bytes)
         assert ckpt.steps() == [1]
 
 
-def test_a_storage_that_is_freed_before_it_is_captured_is_not_read():
+def test_a_storage_freed_before_its_capture_is_not_read():
     held = torch.arange(100, dtype=torch.float32)
     flat, strided = TensorSource(held), TensorSource(held[::2])
     held.untyped_storage().resize_(40)
@@ -296,7 +296,7 @@ def test_a_storage_that_is_freed_before_it_is_captured_is_not_read():
             source.copy_out(0, memoryview(bytearray(200)))
 
 
-def test_nothing_is_written_into_a_tensor_whose_storage_was_freed():
+def test_nothing_is_written_to_a_tensor_with_freed_storage():
     with Checkpointer(memory(), mode="blocking") as ckpt:
         ckpt.save({"w": torch.ones(100)}, 1)
         with pytest.raises(UnsupportedStateError, match="w has a storage of 0 bytes"):
@@ -315,7 +315,7 @@ def test_nothing_is_written_beyond_a_tensor():
     assert not whole[:10].any()
 
 
-def test_metadata_that_would_not_come_back_is_refused_by_save():
+def test_save_refuses_metadata_that_would_not_load():
     with Checkpointer(memory(), mode="blocking") as ckpt:
         for metadata, complaint in (
             (nested(900, lambda v: {"a": v}, 1), "nested more than 100 levels"),
@@ -328,7 +328,7 @@ def test_metadata_that_would_not_come_back_is_refused_by_save():
         assert ckpt.steps() == []
 
 
-def test_a_manifest_that_no_reader_would_take_is_not_committed_and_is_no_damage(monkeypatch):
+def test_an_unreadable_manifest_is_not_committed_and_is_no_damage(monkeypatch):
     monkeypatch.setattr("penstock.core.format.compressed.max_decompressed", lambda stored: 300)
     store = memory()
     with Checkpointer(store, workers=1) as ckpt:
@@ -342,7 +342,7 @@ def test_a_manifest_that_no_reader_would_take_is_not_committed_and_is_no_damage(
     assert list(store.list("")) == []
 
 
-def test_what_is_nested_as_deep_as_save_takes_is_restored_too():
+def test_the_deepest_nesting_that_save_accepts_restores():
     depth = limits.MAX_SAVED_SEGMENTS - 1
     state = {"a": nested(depth, lambda v: [v], torch.ones(2))}
     target = {"a": nested(depth, lambda v: [v], torch.zeros(2))}
@@ -353,7 +353,7 @@ def test_what_is_nested_as_deep_as_save_takes_is_restored_too():
     assert same(target, state)
 
 
-def test_a_view_of_what_is_left_of_a_storage_is_stored():
+def test_a_view_of_a_shrunk_storage_is_stored():
     tensor = torch.arange(100, dtype=torch.float32)
     kept, gone = tensor[:10], tensor[5:11]
     tensor.untyped_storage().resize_(40)
@@ -364,7 +364,7 @@ def test_a_view_of_what_is_left_of_a_storage_is_stored():
             ckpt.save({"w": gone}, 2)
 
 
-def test_options_that_no_reader_would_take_are_refused_when_it_is_opened():
+def test_options_making_unreadable_saves_are_refused_on_open():
     for option, complaint in (
         ({"block_bytes": "2 GiB"}, "block_bytes"),
         ({"chunk_bytes": 2 << 30}, "chunk_bytes"),

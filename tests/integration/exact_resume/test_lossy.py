@@ -1,4 +1,4 @@
-"""Lossy checkpoints say how far each object is from what was saved, and stay near to it."""
+"""Lossy checkpoints report each object's distance from the saved one, and stay close."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def opened(tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["blocking", "async", "lazy"])
-def test_updates_of_adam_stay_near_and_all_else_is_exact(opened, mode):
+def test_adam_moments_stay_close_and_all_else_is_exact(opened, mode):
     job, other = trained(), trained(1)
     with opened(chunk_bytes=65536) as ckpt:
         ckpt.save(job, 1, mode=mode).result()
@@ -86,7 +86,7 @@ def test_the_manifest_has_the_worst_errors_of_each_object(opened):
             assert 0 < found.relative < 0.02
 
 
-def test_objects_of_one_slab_have_errors_of_their_own(opened):
+def test_objects_of_one_slab_have_separate_errors(opened):
     state = {"part": {"exact": torch.ones(100), "near": torch.full((100,), 1 + 2**-10)}}
     with opened([{"match": "part", "codecs": ["cast"]}]) as ckpt:
         ckpt.save(state, 1, mode="blocking")
@@ -95,7 +95,7 @@ def test_objects_of_one_slab_have_errors_of_their_own(opened):
     assert errors["part/near"].absolute == 2**-10
 
 
-def test_a_frozen_tensor_has_errors_in_each_checkpoint_that_shares(opened):
+def test_a_frozen_tensor_has_errors_in_each_sharing_checkpoint(opened):
     state = {"w": torch.full((3000,), 1 + 2**-10), "other": torch.ones(3000)}
     with opened([{"match": "w", "codecs": ["cast"]}], share=True) as ckpt:
         for step in (1, 2):
@@ -110,7 +110,7 @@ def run(capsys, monkeypatch):
     return caller(capsys, monkeypatch)
 
 
-def test_a_copy_that_is_encoded_anew_keeps_the_errors(opened, tmp_path, run):
+def test_a_re_encoded_copy_keeps_the_errors(opened, tmp_path, run):
     state = {"w": torch.full((100,), 1 + 2**-10), "x": torch.ones(100)}
     with opened([{"match": "w", "codecs": ["cast"]}]) as ckpt:
         ckpt.save(state, 1, mode="blocking")

@@ -1,4 +1,4 @@
-"""A live optimizer and its state dicts, of torch and of torch.distributed.checkpoint, are one."""
+"""A live optimizer and its state dicts, of torch and of DCP, are interchangeable."""
 
 import copy
 from itertools import cycle
@@ -46,8 +46,8 @@ CASES = {
 }
 
 
-# What an optimizer's options and state are like does not depend on the form, on how often it
-# stepped, or on its groups: one optimizer goes through all of these, the others through one each.
+# An optimizer's options and state do not depend on the form, the number of steps, or the groups:
+# one optimizer goes through all of these, the others through one each.
 OTHERS = [case for case in CASES if case != "AdamW"]
 
 
@@ -99,7 +99,7 @@ def state_of(optimizer):
 
 
 def dicts(value):
-    """All tensors of a state dict, by the keys that lead there."""
+    """All tensors of a state dict, by their keys."""
     if not isinstance(value, dict):
         return {}
     found = {}
@@ -162,7 +162,7 @@ def test_a_live_optimizer_restores_into_a_state_dict(ckpt, form, case, groups):
     ckpt.save({"model": model, "optimizer": optimizer}, 1).result()
     other, target = make(1, case=case, groups=groups, lr=7.0)
     template = form(other, target)
-    # Of the parameter that never gets a gradient, torch.distributed.checkpoint makes state.
+    # DCP creates state for the parameter that never gets a gradient.
     before = {keys: t for keys, t in dicts(template).items() if "idle" not in str(keys)}
     report = ckpt.restore({"model": other, "optimizer": template})
     after = dicts(template)
@@ -173,8 +173,7 @@ def test_a_live_optimizer_restores_into_a_state_dict(ckpt, form, case, groups):
     if form is numbered:
         fresh.load_state_dict(template)
     else:
-        # torch.distributed.checkpoint does not take its own dict of a parameter that never got a
-        # gradient, unless it needs none.
+        # DCP refuses its own dict of a parameter that never got a gradient, unless it needs none.
         last.idle.requires_grad_(requires_grad=False)
         options = FLAT if form is flattened else None
         set_optimizer_state_dict(last, fresh, template, options=options)
@@ -184,7 +183,7 @@ def test_a_live_optimizer_restores_into_a_state_dict(ckpt, form, case, groups):
 @pytest.mark.parametrize(
     ("case", "groups", "steps"), [("AdamW", 1, 0), ("AdamW tensor lr", 3, 2), ("Adafactor", 3, 2)]
 )
-def test_load_gives_the_names_that_torch_distributed_takes(ckpt, case, groups, steps):
+def test_load_gives_names_accepted_by_torch_distributed(ckpt, case, groups, steps):
     model, optimizer = make(0, case=case, groups=groups, steps=steps)
     ckpt.save({"model": model, "optimizer": optimizer}, 1).result()
     loaded = ckpt.load(include="optimizer", named_optimizers=True)["optimizer"]
@@ -208,7 +207,7 @@ def test_a_state_dict_without_groups_takes_the_state(ckpt):
     assert "optimizer/param_groups/0/lr" in report.unexpected
 
 
-def by_names_of_its_own(steps=2, seed=0):
+def by_own_names(steps=2, seed=0):
     torch.manual_seed(seed)
     model = Net()
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.3)
@@ -219,7 +218,7 @@ def by_names_of_its_own(steps=2, seed=0):
 
 
 def test_names_beside_the_numbers_match_by_name(ckpt):
-    model, optimizer = by_names_of_its_own()
+    model, optimizer = by_own_names()
     ckpt.save({"optimizer": optimizer.state_dict()}, 1).result()
     other = Net()
     target = torch.optim.AdamW([*other.parameters()][::-1])
@@ -229,14 +228,14 @@ def test_names_beside_the_numbers_match_by_name(ckpt):
     for name, parameter in model.named_parameters():
         found = target.state.get(other.get_parameter(name), {})
         assert same(found, optimizer.state.get(parameter, {})), name
-    template = by_names_of_its_own(seed=1)[1].state_dict()
+    template = by_own_names(seed=1)[1].state_dict()
     ckpt.save({"model": model, "optimizer": optimizer}, 2).result()
     assert ckpt.restore({"optimizer": template}, include="optimizer").matched_by == "name"
     assert same(template, optimizer.state_dict())
 
 
 class Wider(Net):
-    """Other shapes in the middle, and a parameter more."""
+    """Other shapes in the middle, and one more parameter."""
 
     def __init__(self):
         super().__init__()
@@ -269,7 +268,7 @@ def test_all_shapes_and_counts_that_differ_are_one_error_and_nothing_changes(ckp
 
 @by_order
 @pytest.mark.parametrize("form", FORMS)
-def test_a_template_that_does_not_fit_is_one_error_and_nothing_changes(ckpt, form):
+def test_an_unfitting_template_is_one_error_and_nothing_changes(ckpt, form):
     model, optimizer = make(0)
     ckpt.save({"model": model, "optimizer": optimizer}, 1).result()
     torch.manual_seed(1)
@@ -290,7 +289,7 @@ def test_a_template_that_does_not_fit_is_one_error_and_nothing_changes(ckpt, for
         assert "optimizer/state/more.0: not in the checkpoint" in text
 
 
-def test_numbers_are_no_match_for_a_template_without_state(ckpt):
+def test_numbers_do_not_match_a_template_without_state(ckpt):
     model, optimizer = make(0)
     ckpt.save({"model": model, "optimizer": optimizer}, 1).result()
     template = make(1, steps=0)[1].state_dict()
@@ -337,7 +336,7 @@ def test_flattened_options_that_are_tensors_have_to_agree(ckpt):
     assert same(target.param_groups[0]["lr"], torch.tensor(0.3))
 
 
-def test_nested_state_is_flattened_and_nested_again(ckpt):
+def test_nested_state_round_trips_flattened(ckpt):
     model, optimizer = make(0)
     for state in optimizer.state.values():
         state["factors"] = {"left": state.pop("exp_avg"), "right": {"0": state.pop("exp_avg_sq")}}
@@ -353,7 +352,7 @@ def test_nested_state_is_flattened_and_nested_again(ckpt):
 
 
 @by_order
-def test_numbers_are_no_match_for_state_of_unknown_shapes(ckpt):
+def test_numbers_do_not_match_state_of_unknown_shapes(ckpt):
     _, optimizer = make(0)
     for state in optimizer.state.values():
         state.update(exp_avg=torch.zeros(5), exp_avg_sq=torch.zeros(7))
@@ -368,11 +367,11 @@ def test_numbers_are_no_match_for_state_of_unknown_shapes(ckpt):
 @pytest.mark.parametrize("form", [named, numbered])
 def test_state_in_one_value_may_be_left_out(ckpt, form):
     model, optimizer = make(0, case="SGD")
-    optimizer.param_groups[0]["lr"] = torch.tensor(0.3)  # so that the dict is no value as a whole
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.3)  # so the dict as a whole is no value
     for parameter in model.parameters():
         optimizer.state[parameter] = {"count": 3}
     ckpt.save({"optimizer": form(model, optimizer)}, 1).result()
-    assert "optimizer/state" in ckpt.open(1).keys()  # noqa: SIM118 - a method of ours
+    assert "optimizer/state" in ckpt.open(1).keys()  # noqa: SIM118 - our method
     other, target = make(1, case="SGD")
     target.state[other.up.weight] = {"count": 5}
     state = {"model": other, "optimizer": target}
@@ -430,7 +429,7 @@ def test_numbers_warn_that_they_match_by_order(ckpt):
 
 
 @by_order
-def test_load_gives_no_names_where_none_are_stored(ckpt):
+def test_load_gives_no_names_if_none_are_stored(ckpt):
     _, optimizer = make(0)
     ckpt.save({"a": optimizer, "b": 1}, 1).result()
     with pytest.raises(RestoreMismatchError, match="a is stored without parameter names: load it"):

@@ -1,4 +1,4 @@
-"""Any part of a checkpoint alone: only what it needs is read, only what it names is touched."""
+"""Any part of a checkpoint alone: only its data is read, only its targets are touched."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCK = 65536
 
 
 class Counting(WrapperBackend):
-    """Counts bytes that are read of blobs, and of everything else."""
+    """Counts the bytes read from blobs, and from everything else."""
 
     def __init__(self, inner):
         super().__init__(inner)
@@ -37,7 +37,7 @@ class Counting(WrapperBackend):
 
 
 class Model(nn.Module):
-    """A language model in small: tied embedding, two layers, a norm with statistics."""
+    """A small language model: tied embedding, two layers, a norm with statistics."""
 
     def __init__(self, width=160, words=2000):
         super().__init__()
@@ -84,7 +84,7 @@ def moments(state):
 
 @pytest.fixture(scope="module")
 def saved():
-    """A store with step 1, and the state that was saved: three steps trained."""
+    """A store with step 1, and the saved state: three steps trained."""
     store, state = memory(), make(0, steps=3)
     with checkpointer(store, **DEFAULTS) as ckpt:
         ckpt.save(state, 1, mode="blocking")
@@ -102,7 +102,7 @@ def ckpt(backend):
         yield ckpt
 
 
-# -- how much is read ------------------------------------------------------------------------------
+# -- bytes read ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("part", "codecs"), [("optimizer", []), ("model", ["zstd"])])
@@ -148,7 +148,7 @@ def large():
         yield backend, checkpoint, tensor
 
 
-def test_of_a_region_at_most_one_block_more_at_each_end_is_read(large):
+def test_a_region_reads_at_most_one_extra_block_at_each_end(large):
     backend, checkpoint, tensor = large
     for rows in ((0, 1), (0, 1500), (370, 380), (374, 375), (1000, 1499), (1499, 1500), (7, 7)):
         backend.reset()
@@ -158,7 +158,7 @@ def test_of_a_region_at_most_one_block_more_at_each_end_is_read(large):
         assert part.numel() or not backend.blobs
 
 
-def test_little_more_is_read_of_a_tensor_of_average_size_than_the_rows_that_are_wanted():
+def test_rows_of_an_average_tensor_are_read_with_little_overhead():
     backend = Counting(memory())
     state = {name: torch.randn(512, 1024) for name in "abc"}  # 2 MiB
     with checkpointer(backend, chunk_bytes=16 << 20, block_bytes=None) as ckpt:
@@ -177,7 +177,7 @@ def test_a_region_of_columns_reads_the_blocks_that_hold_them_once(large):
     assert backend.blobs <= 300 * 700 * 4 + 2 * BLOCK
 
 
-# -- what is selected ------------------------------------------------------------------------------
+# -- selections ------------------------------------------------------------------------------------
 
 EVERYTHING = {
     "model/embed.weight", "model/layers.0.weight", "model/layers.0.bias", "model/layers.1.weight",
@@ -244,7 +244,7 @@ HEADS = {
 }
 
 
-def test_what_only_the_template_has_can_be_excluded():
+def test_template_only_objects_can_be_excluded():
     with checkpointer(memory()) as ckpt:
         ckpt.save({"a": torch.ones(1)}, 1, mode="blocking")
         for name, head in HEADS.items():
@@ -257,7 +257,7 @@ def test_what_only_the_template_has_can_be_excluded():
 
 
 @pytest.mark.parametrize("steps", [0, 2])
-def test_only_the_optimizer_into_a_fresh_or_a_used_one_goes_on_exactly(steps, ckpt, saved):
+def test_restoring_only_the_optimizer_resumes_exactly(steps, ckpt, saved):
     original, target = make(0, steps=3), make(5, steps=steps)
     target["model"].load_state_dict(original["model"].state_dict())
     report = ckpt.restore(target, include="optimizer")
@@ -270,7 +270,7 @@ def test_only_the_optimizer_into_a_fresh_or_a_used_one_goes_on_exactly(steps, ck
     assert same(moments(target), moments(original))
 
 
-# -- what does not fit -----------------------------------------------------------------------------
+# -- mismatches ------------------------------------------------------------------------------------
 
 
 def test_all_differences_are_listed_in_one_error_before_anything_is_read(ckpt, backend):
@@ -294,11 +294,11 @@ def test_all_differences_are_listed_in_one_error_before_anything_is_read(ckpt, b
         assert word in named.replace("(", "[").replace(")", "]")
     assert len(caught.value.problems) == 7
     assert same(weights(target), before)
-    assert backend.blobs < 4096 + (4 << 20)  # values at most, never weights
+    assert backend.blobs < 4096 + (4 << 20)  # at most values, never weights
     assert not any(t._version > 1 for t in target["model"].buffers())
 
 
-def test_what_was_renamed_is_shown_with_the_remedy(ckpt):
+def test_renames_are_shown_with_the_remedy(ckpt):
     with pytest.raises(RestoreMismatchError) as caught:
         ckpt.restore({"net": make(5)["model"]})
     assert all("net/" in problem for problem in caught.value.problems)
@@ -306,13 +306,13 @@ def test_what_was_renamed_is_shown_with_the_remedy(ckpt):
     assert "rename={'old': 'new'}" in str(caught.value)
 
 
-def test_an_optimizer_without_its_module_is_one_problem_not_one_per_parameter(ckpt):
+def test_an_optimizer_without_its_module_is_one_problem_in_total(ckpt):
     with pytest.raises(RestoreMismatchError, match="put the module into the tree") as caught:
         ckpt.restore({"optimizer": make(5)["optimizer"]})
     assert len(caught.value.problems) == 1
 
 
-def test_without_strict_what_is_missing_is_reported_and_left_alone(ckpt, saved):
+def test_without_strict_missing_objects_are_reported_and_kept(ckpt, saved):
     target = make(5)
     target["model"].extra = nn.Linear(2, 2)
     target["new"] = "mine"
@@ -355,7 +355,7 @@ def test_without_strict_other_shapes_are_left_alone_with_their_state(ckpt, saved
 
 
 class Numbered(torch.optim.SGD):
-    """Has a state dict of its own, so it is stored whole."""
+    """Has its own state dict, so it is stored whole."""
 
     def state_dict(self):
         return super().state_dict() | {"more": 1}
@@ -389,13 +389,15 @@ def test_another_shape_is_one_problem_and_never_a_new_name(ckpt):
     target["optimizer"] = torch.optim.AdamW(target["model"].parameters())
     with pytest.raises(RestoreMismatchError) as caught:
         ckpt.restore(target, include=["model", "optimizer/state"])
-    told = [p for p in caught.value.problems if "layers.0.weight" in p]
-    assert len(told) == 2
-    assert told[0].startswith(
+    listed = [p for p in caught.value.problems if "layers.0.weight" in p]
+    assert len(listed) == 2
+    assert listed[0].startswith(
         "optimizer/state/layers.0.weight is the state of a parameter of shape"
     )
-    assert told[1].startswith("model/layers.0.weight: shape [160, 160] is stored, the template has")
-    assert all(problem.endswith(" (strict=False leaves it alone)") for problem in told)
+    assert listed[1].startswith(
+        "model/layers.0.weight: shape [160, 160] is stored, the template has"
+    )
+    assert all(problem.endswith(" (strict=False leaves it alone)") for problem in listed)
     hint = str(caught.value).splitlines()[-1]
     assert "norm.weight" in hint
     assert "layers" not in hint
@@ -435,7 +437,7 @@ def test_without_strict_the_options_of_other_groups_stay(swapped):
 
 
 @pytest.mark.filterwarnings("ignore:.*matched by order")
-def test_without_strict_another_shape_is_still_an_error_where_only_the_order_tells():
+def test_without_strict_another_shape_still_fails_a_match_by_order():
     def nameless(*shapes):
         parameters = [torch.ones(shape, requires_grad=True) for shape in shapes]
         optimizer = torch.optim.AdamW(parameters)
@@ -486,7 +488,7 @@ def test_a_model_is_loaded_to_meta_without_reading_a_tensor(ckpt, backend, saved
     assert backend.blobs == 0
 
 
-def test_a_template_that_ties_what_was_stored_apart_is_restored_if_what_is_stored_agrees():
+def test_a_template_tying_untied_objects_is_restored_if_their_bytes_agree():
     with checkpointer(memory()) as ckpt:
         ckpt.save({"a": torch.arange(3.0), "b": torch.arange(3.0)}, 1, mode="blocking")
         tied = torch.zeros(3)
@@ -495,7 +497,7 @@ def test_a_template_that_ties_what_was_stored_apart_is_restored_if_what_is_store
     assert report.restored == ("a", "b")
 
 
-def test_a_template_that_ties_what_was_stored_apart_is_refused():
+def test_a_template_tying_differing_objects_is_refused():
     a, b = torch.zeros(3), torch.ones(3)
     with checkpointer(memory()) as ckpt:
         ckpt.save({"a": a, "b": b}, 1, mode="blocking")
@@ -523,7 +525,7 @@ VIEWS = {
 
 
 @pytest.mark.parametrize("base", [lambda w: w, lambda w: w[:, :119]], ids=["whole", "strided"])
-def test_views_of_one_memory_are_restored_if_what_is_stored_agrees(base):
+def test_views_of_one_memory_are_restored_if_stored_bytes_agree(base):
     with checkpointer(memory()) as ckpt:
         for step, (name, view) in enumerate(VIEWS.items()):
             whole, target = torch.randn(200, 120), torch.zeros(200, 120)
@@ -536,7 +538,7 @@ def test_views_of_one_memory_are_restored_if_what_is_stored_agrees(base):
 
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-def test_views_of_one_memory_are_left_alone_if_what_is_stored_disagrees(view):
+def test_views_of_one_memory_are_left_alone_if_stored_bytes_differ(view):
     whole, other = torch.randn(200, 120), torch.randn(200, 120)
     other[4] = whole[4]  # the expanded view alone would agree
     if view is VIEWS["expanded"]:
@@ -606,18 +608,18 @@ def test_a_graph_built_before_a_restore_refuses_to_run_backward(ckpt):
         loss.backward()
 
 
-# -- what is not selected ------------------------------------------------------------------------
+# -- unselected objects --------------------------------------------------------------------------
 
 
 class Secret(nn.Module):
-    """A module that nobody may look into."""
+    """A module that must not be inspected."""
 
     def state_dict(self, *args, **kwargs):
         raise AssertionError
 
 
 @pytest.mark.parametrize("include", ["m/one", "m/o*", ["m/one", "m/two"]])
-def test_what_is_not_selected_is_not_looked_at(include):
+def test_unselected_objects_are_not_checked(include):
     state = {"m": {"one": torch.ones(3), "two": torch.ones(3)}, "other": torch.ones(9)}
     with checkpointer(memory()) as ckpt:
         ckpt.save(state, 1, mode="blocking")
@@ -639,13 +641,13 @@ def test_what_is_not_selected_is_not_looked_at(include):
         {"include": "model/head.weight"},
     ],
 )
-def test_errors_name_what_is_not_selected_as_well(options):
+def test_errors_also_name_unselected_objects(options):
     state = {"model": {"weight": torch.ones(2)}, "mode": {"x": 1, "t": torch.ones(1)}}
     target = {"model": {"weight": torch.ones(3), "head.weight": torch.ones(1)}, "other": 1}
     messages = []
     with checkpointer(memory()) as ckpt:
         ckpt.save(state, 1, mode="blocking")
-        # A selection that leaves nothing out looks at everything.
+        # A selection without exclusions checks everything.
         for wide in ({}, {"rename": lambda path: path}):
             with pytest.raises((SelectionError, RestoreMismatchError)) as caught:
                 ckpt.restore(target, **options, **wide)
@@ -665,7 +667,7 @@ def test_a_tied_tensor_whose_owner_is_not_selected_is_restored_alone():
         assert ckpt.open()["b"]["w"].equal(shared)
 
 
-def test_a_region_that_does_not_lie_within_the_tensor_is_refused(large):
+def test_a_region_outside_the_tensor_is_refused(large):
     backend, checkpoint, _ = large
     for region in (
         (slice(0, 3), slice(0, 3), slice(0, 3)),
@@ -679,7 +681,7 @@ def test_a_region_that_does_not_lie_within_the_tensor_is_refused(large):
     assert not backend.blobs
 
 
-def test_more_groups_than_stored_are_told_with_what_to_do_and_no_talk_of_names():
+def test_extra_groups_are_an_error_with_a_remedy_not_about_names():
     with checkpointer(memory()) as ckpt:
         ckpt.save(unfrozen(groups=1), 1, mode="blocking")
         target = unfrozen(groups=2)
@@ -696,7 +698,7 @@ def test_more_groups_than_stored_are_told_with_what_to_do_and_no_talk_of_names()
         assert report.mismatched == ()
 
 
-def test_a_mistyped_name_of_what_only_the_template_has_is_an_error():
+def test_a_mistyped_name_of_a_template_only_object_is_an_error():
     with checkpointer(memory()) as ckpt:
         ckpt.save({"a": torch.ones(1)}, 1, mode="blocking")
         with pytest.raises(SelectionError, match="'haed' matches nothing; nearest: head"):
@@ -710,7 +712,7 @@ def test_a_rename_that_matches_nothing_or_collides_is_an_error(ckpt):
         ckpt.restore(make(5), rename={"model/layers.0": "model/layers.1"})
 
 
-def test_an_array_that_overlaps_itself_is_refused_if_what_is_stored_disagrees():
+def test_a_self_overlapping_array_is_refused_if_stored_bytes_differ():
     base = np.zeros(6)
     window = np.lib.stride_tricks.as_strided(base, (5, 2), (8, 8))
     with checkpointer(memory()) as ckpt:
@@ -719,7 +721,7 @@ def test_an_array_that_overlaps_itself_is_refused_if_what_is_stored_disagrees():
             ckpt.restore({"a": window})
 
 
-def test_memory_that_an_overlapping_array_shares_with_another_target_is_never_filled_twice():
+def test_memory_an_overlapping_array_shares_with_a_target_is_filled_once():
     for shared in (np.zeros(4), torch.zeros(4, dtype=torch.float64)):
         rows = np.lib.stride_tricks.as_strided(np.asarray(shared), (2, 4), (0, 8))
         with checkpointer(memory()) as ckpt:

@@ -1,4 +1,4 @@
-"""Any state tree comes back bit by bit, whatever it was cut into, and whoever reads it."""
+"""Any state tree round-trips bit by bit, for any cuts and any reader."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ values = st.recursive(
 
 
 def unambiguous(tree):
-    """Without keys that are written alike, as `1` and `"1"` are."""
+    """Without keys that are written alike, like `1` and `"1"`."""
     kept = {}
     for key, value in tree.items():
         kept.setdefault(key if isinstance(key, str) else repr(key), (key, value))
@@ -194,7 +194,7 @@ def root_template(state):
 
 
 def plain(tree):
-    """What comes back: parameters as tensors."""
+    """The loaded tree: parameters as tensors."""
     if isinstance(tree, torch.nn.Parameter):
         return tree.detach()
     if isinstance(tree, dict):
@@ -205,7 +205,7 @@ def plain(tree):
 
 
 def at(tree, path):
-    """What stands at `path`, wherever lists of which only a part was loaded became dicts.
+    """The value at `path`; partially loaded lists became dicts.
 
     Raises:
         KeyError: Nothing.
@@ -266,7 +266,7 @@ def test_a_part_of_any_tree_is_that_part_and_touches_nothing_else(state, setting
     chosen = data.draw(st.sets(st.sampled_from(sorted(everything)), min_size=1))
 
     def selected(path):
-        """As the design has it: the subtree, and what goes on behind a dot."""
+        """By the design: the subtree, and names that continue after a dot."""
         for wish in chosen:
             above, last = wish[:-1], wish[-1]
             if path[: len(wish)] == wish:
@@ -294,7 +294,7 @@ def test_a_part_of_any_tree_is_that_part_and_touches_nothing_else(state, setting
 
 
 def escaped(path):
-    """The pattern that means exactly this path."""
+    """The pattern that matches exactly this path."""
     return "".join("\\" + char if char in "*?[]\\" else char for char in show_path(path))
 
 
@@ -322,7 +322,7 @@ def test_one_engine_reads_what_another_wrote(state, writer, tmp_path):
     root = tmp_path / uuid.uuid4().hex
     with Checkpointer(f"posix://{root}", **writer.options) as ckpt:
         ckpt.save(state, 1, mode=writer.mode)
-    with Checkpointer(root) as ckpt:  # io_uring where there is one
+    with Checkpointer(root) as ckpt:  # io_uring if available
         assert same(ckpt.load(), plain(state))
         ckpt.save(state, 2, mode="lazy")
     with Checkpointer(f"posix://{root}?direct_io=off") as ckpt:
@@ -344,7 +344,7 @@ def test_keys_that_look_like_paths_stay_apart():
 
 
 @pytest.mark.parametrize("mode", ["blocking", "async", "lazy"])
-def test_memory_that_was_saved_restored_or_loaded_can_be_resized_and_freed(tmp_path, mode):
+def test_memory_can_be_resized_and_freed_after_save_restore_or_load(tmp_path, mode):
     saved = {"large": torch.ones(1 << 18), "small": torch.ones(3)}
     target = {"large": torch.zeros(1 << 18), "small": torch.zeros(3)}
     with Checkpointer(tmp_path) as checkpointer:
@@ -357,10 +357,10 @@ def test_memory_that_was_saved_restored_or_loaded_can_be_resized_and_freed(tmp_p
             tensor.untyped_storage().resize_(0)
 
 
-def test_memory_that_is_captured_behind_the_back_of_training_is_not_freed_meanwhile(tmp_path):
+def test_memory_captured_in_the_background_is_not_freed_meanwhile(tmp_path):
     deferred, now = torch.ones(1 << 19), torch.ones(1 << 19)
     with Checkpointer(tmp_path, mode="lazy", defer="deferred") as checkpointer:
         checkpointer.save({"deferred": deferred, "now": now}, step=1).result()
-    with pytest.raises(RuntimeError, match="not resizable"):  # else: a segmentation fault
+    with pytest.raises(RuntimeError, match="not resizable"):  # or a segmentation fault
         deferred.untyped_storage().resize_(0)
     now.untyped_storage().resize_(0)

@@ -1,6 +1,6 @@
-/* Preloaded into a process: lets chosen calls of the C library fail, as a broken store would.
+/* Preloaded into a process: fails chosen calls of the C library, like a broken store.
  *
- * `fail_calls` says which, from then on; `failed_calls` how many did since.
+ * `fail_calls` sets which, from then on; `failed_calls` returns how many have failed since.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -37,7 +37,7 @@ int failed_calls(void) {
     return count;
 }
 
-/* Where `name` in the folder `fd` is, or `fd` itself without a name. */
+/* The path of `name` in the folder `fd`, or of `fd` without a name. */
 static void locate(int fd, const char *name, char *out) {
     char link[64];
     out[0] = 0;
@@ -53,7 +53,7 @@ static void locate(int fd, const char *name, char *out) {
         strncat(out, name, PATH_MAX - 1 - strlen(out));
 }
 
-/* 0: go on; 1: fail instead of the call; 2: fail after it. */
+/* 0: continue; 1: fail instead of the call; 2: fail after it. */
 static int verdict(const char *call, int fd, const char *name) {
     char path[PATH_MAX];
     int answer = 0;
@@ -90,7 +90,7 @@ static int verdict(const char *call, int fd, const char *name) {
         return result; \
     } while (0)
 
-/* CPython calls those with flags where there are such. */
+/* CPython calls the variants with flags if they exist. */
 #define VECTORED(name, symbol) \
     ssize_t symbol(int fd, const struct iovec *vector, int count, off_t at, int flags) { \
         REAL(ssize_t, #symbol, int, const struct iovec *, int, off_t, int); \

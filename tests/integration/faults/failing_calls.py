@@ -1,7 +1,7 @@
-"""Saves and reads in a process whose C library lets chosen calls fail (`failing_calls.c`).
+"""Saves and reads in a process whose C library fails chosen calls (`failing_calls.c`).
 
-Started by `test_failing_calls.py` with a kind of backend, a folder, and what to do; tells as one
-JSON object what came of each case.
+Started by `test_failing_calls.py` with a kind of backend, a folder, and the actions; prints the
+outcome of each case as one JSON object.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ OPTIONS = {
 
 @dataclass(frozen=True)
 class Case:
-    """Calls that fail while one thing is done with a run that holds step 1.
+    """Calls that fail during one action on a run with step 1.
 
     Attributes:
         does: `save`, or a way of reading or deleting step 1.
-        call: Of the C library; `creat` is an open that makes a file.
-        part: Of the names that are hit.
+        call: Of the C library; `creat` is an open that creates a file.
+        part: Of the matching names.
         number: Error number, by name.
-        first: Of the calls that match, which is the first to fail.
-        late: Whether the call is carried out, and only its answer is lost.
+        first: The first of the matching calls to fail.
+        late: Whether the call is carried out, and only its result is lost.
     """
 
     does: str
@@ -106,9 +106,8 @@ CASES = {str(case): case for case in (*SAVES, *READS, *DELETES)}
 
 
 def cases(kind, what):
-    """All for `posix`; for `uring`, which makes the same calls, one of each error number.
-
-    A ring moves the bytes of blobs without calls of the C library.
+    """All for `posix`; for `uring`, with the same calls, one of each error number. A ring moves
+    blob bytes without calls of the C library.
     """
     found = {name: case for name, case in CASES.items() if case.does in what}
     if kind == "posix":
@@ -143,7 +142,7 @@ def open_files():
     return sorted(link for link in links if link.startswith("/") and "memfd:" not in link)
 
 
-def told(error):
+def causes_of(error):
     """An error and its causes, as `(names of its classes, message)`."""
     chain = []
     while error is not None:
@@ -153,7 +152,7 @@ def told(error):
 
 
 def run(case, kind, root):
-    """What came of one case."""
+    """The outcome of one case."""
     library = ctypes.CDLL(None)
     seen = {}
     with Checkpointer(f"{kind}://{root}", **OPTIONS) as ckpt:
@@ -178,11 +177,11 @@ def run(case, kind, root):
         error = None
         try:
             work()
-        except Exception as failure:  # noqa: BLE001 - told to the test
+        except Exception as failure:  # noqa: BLE001 - reported to the test
             error = failure
         seen["hits"] = library.failed_calls()
         library.fail_calls(b"", b"", b"", 0, 0, 0, 0)
-        seen["error"] = told(error)
+        seen["error"] = causes_of(error)
         del error
         ckpt.wait()
         seen["files"] = [before, open_files()]
@@ -191,7 +190,7 @@ def run(case, kind, root):
         seen["whole"] = [s for s in ckpt.steps() if is_whole(ckpt, s)]
         seen["latest"] = ckpt.load()["number"] if ckpt.steps() else None
         ckpt.save(make(3), 3).result()
-    for _ in range(100):  # until the clock of the file system has gone on
+    for _ in range(100):  # until the file system's clock has ticked
         prune(root)
         if len(list((root / "data").iterdir())) <= len(seen["whole"]) + 1:
             break

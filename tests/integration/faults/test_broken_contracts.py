@@ -1,4 +1,4 @@
-"""Plugins that return what they must not: one sentence says whose fault it is, and where."""
+"""Plugins with forbidden results: one sentence names the plugin at fault, and the place."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def installed():
 
 
 def registry_with(monkeypatch, kind, cls):
-    """Everything that is installed, and `cls` as a third party's."""
+    """Everything installed, and `cls` as a third party's."""
     module = "somebodys_plugin"
     made = types.ModuleType(module)
     made.Plugin = cls
@@ -111,7 +111,7 @@ def test_a_backend_by_its_name(attribute, value, complaint, monkeypatch):
 
 
 def answers(value):
-    """A method that returns `value`, whatever it is asked."""
+    """A method that always returns `value`."""
     return lambda self, *arguments, **options: value
 
 
@@ -149,7 +149,7 @@ def ask(backend, attribute):
     calls.get(attribute, lambda: getattr(backend, attribute))()
 
 
-def test_what_a_backend_answers_is_looked_at(monkeypatch):
+def test_backend_results_are_checked(monkeypatch):
     for attribute, value, complaint in ANSWERS:
         odd = type("Odd", (MemoryBackend,), {"api_version": 1, "name": "odd", attribute: value})
         registry = registry_with(monkeypatch, "backend", odd)
@@ -160,7 +160,7 @@ def test_what_a_backend_answers_is_looked_at(monkeypatch):
             ask(backend, attribute)
 
 
-def test_a_list_that_is_none_fails_by_name_whatever_was_asked(monkeypatch):
+def test_a_malformed_list_fails_by_name_in_every_call(monkeypatch):
     odd = type("Odd", (MemoryBackend,), {"api_version": 1, "name": "odd", "list": answers(None)})
     registry = registry_with(monkeypatch, "backend", odd)
     with Checkpointer({"type": "odd"}, registry=registry) as ckpt:
@@ -169,7 +169,7 @@ def test_a_list_that_is_none_fails_by_name_whatever_was_asked(monkeypatch):
                 ask()
 
 
-# -- what is mistaken for a run --------------------------------------------------------------------
+# -- paths mistaken for a run ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("there", [False, True])

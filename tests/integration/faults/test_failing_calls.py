@@ -1,7 +1,7 @@
-"""A store that breaks below the C library: each call in turn fails as a broken disk makes it fail.
+"""A store that breaks below the C library: each call in turn fails as on a broken disk.
 
-A library that is preloaded into a process of its own makes single calls fail, real files take
-the rest. What `uring` moves by its ring cannot be had this way; its other calls can.
+A library preloaded into a separate process makes single calls fail, real files serve the rest. This
+cannot reach transfers of `uring`'s ring, only its other calls.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def library(tmp_path_factory):
 
 @pytest.fixture
 def check_each(kind, library, tmp_path):
-    """Run all cases that do one of some things in one process, and look at what came of each."""
+    """Run all cases of some actions in one process, and check the outcome of each."""
 
     def check_each(check, *what):
         words = ["-m", "tests.integration.faults.failing_calls", kind, tmp_path, *what]
@@ -57,7 +57,7 @@ def check_each(kind, library, tmp_path):
             try:
                 assert seen["hits"] == 1, "the call never came"
                 check(CASES[name], seen)
-                check_nothing_is_left(seen)
+                check_no_leftovers(seen)
             except AssertionError as error:
                 error.add_note(name)
                 raise
@@ -65,18 +65,18 @@ def check_each(kind, library, tmp_path):
     return check_each
 
 
-def check_nothing_is_left(seen):
+def check_no_leftovers(seen):
     before, after = seen["files"]
     assert after == before
     assert seen["staging"] == 0
     assert seen["whole"] == seen["steps"]
     assert seen["latest"] == (seen["steps"][-1] if seen["steps"] else None)
     assert seen["at last"] == [*seen["steps"], 3]
-    assert len(seen["data"]) == len(seen["at last"])  # whatever was left behind, prune took
+    assert len(seen["data"]) == len(seen["at last"])  # prune deleted all leftovers
 
 
 def failed_save(case, seen):
-    if case.late:  # the link was made, and that can be seen
+    if case.late:  # the link was made, visibly
         assert seen["error"] == []
         assert seen["steps"] == [1, 2]
         return
@@ -96,7 +96,7 @@ def failed_save(case, seen):
         assert causes[-1][0][0] == "OSError"
 
 
-def test_a_call_that_fails_costs_that_save_and_nothing_else(check_each):
+def test_a_failed_call_loses_only_that_save(check_each):
     check_each(failed_save, "save")
 
 
@@ -114,7 +114,7 @@ def failed_read(case, seen):
     assert seen["steps"] == [1]
 
 
-def test_a_call_that_fails_while_reading_is_an_outage_and_no_damage(check_each):
+def test_a_failed_read_call_is_an_outage_not_damage(check_each):
     check_each(failed_read, "restore", "load", "verify")
 
 
@@ -128,5 +128,5 @@ def failed_deletion(case, seen):
     assert seen["steps"] == ([1] if kept else [])
 
 
-def test_a_call_that_fails_while_deleting_leaves_what_is_named_whole(check_each):
+def test_a_failed_delete_call_leaves_listed_steps_whole(check_each):
     check_each(failed_deletion, "delete", "prune")

@@ -1,4 +1,4 @@
-"""A problem with a checkpoint never stops training, is told once, and costs nothing else."""
+"""A checkpoint failure never stops training, is raised once, and harms nothing else."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ WAIT = ("penstock.core.save.job", "wait_durable")
 
 
 class Loop:
-    """A model of several chunks that is trained; `saved` is what each save should hold."""
+    """A trained model of several chunks; `saved` is the expected state of each save."""
 
     def __init__(self, ckpt, mode="async"):
         torch.manual_seed(0)
@@ -84,7 +84,7 @@ class Loop:
         return copies([dict(self.model.state_dict()), self.optimizer.state_dict()])
 
     def check(self, *steps):
-        """Exactly these steps are there, and hold what was there at their save."""
+        """Exactly these steps exist, and hold the state at their save."""
         assert self.ckpt.steps() == list(steps)
         for step in steps:
             fresh = Loop(self.ckpt)
@@ -103,9 +103,9 @@ def assert_nothing_is_held(ckpt):
 
 @pytest.fixture
 def impatient(waits):
-    """Look often whether a store is stuck, and do not wait for it to give memory back.
+    """Check often for a stuck store, and do not wait for it to return memory.
 
-    Returns the clock, which flies when the test says so.
+    Returns the clock, which the test can let fly.
     """
     clock = FlyingClock()
     waits(clock=clock, poll_s=0.05, release_s=0.01)
@@ -117,7 +117,7 @@ def mode(request):
     return request.param
 
 
-# -- real and simulated disasters ------------------------------------------------------------------
+# -- real and simulated faults ---------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -142,15 +142,13 @@ def small_disk(tmp_path):
     [({}, "async"), pytest.param(ENCODED, "lazy", marks=pytest.mark.slow)],
     ids=["raw", "encoded"],
 )
-def test_a_full_disk_costs_the_saves_that_do_not_fit_and_nothing_else(
-    small_disk, engine, rules, mode, caplog
-):
+def test_a_full_disk_loses_only_the_saves_that_do_not_fit(small_disk, engine, rules, mode, caplog):
     with Checkpointer(f"{engine}://{small_disk}", **SMALL, **rules) as ckpt:
         loop = Loop(ckpt, mode)
         handles = []
         for _ in range(20):
             handles.append(loop.save())
-            if handles[-1].durable.exception() is not None:  # which counts as seen
+            if handles[-1].durable.exception() is not None:  # and so counts as seen
                 break
         full = loop.step
         assert 3 <= full < 20
@@ -168,7 +166,7 @@ def test_a_full_disk_costs_the_saves_that_do_not_fit_and_nothing_else(
         assert_nothing_is_held(ckpt)
 
 
-def test_a_stuck_disk_is_given_up_after_the_timeout(store, gate, mode, caplog, impatient):
+def test_a_stuck_disk_fails_after_the_timeout(store, gate, mode, caplog, impatient):
     with Checkpointer(store, **SMALL) as ckpt:
         loop = Loop(ckpt, mode)
         loop.save().result()
@@ -181,7 +179,7 @@ def test_a_stuck_disk_is_given_up_after_the_timeout(store, gate, mode, caplog, i
             handle.result()
         loop.train()
         ckpt.wait()
-        store.clear()  # it answers again, but the stuck write is still in the air
+        store.clear()  # it answers again, but the stuck write is still in flight
         loop.save().result()
         loop.check(1, 3)
         gate.set()
@@ -193,8 +191,8 @@ def test_a_stuck_disk_is_given_up_after_the_timeout(store, gate, mode, caplog, i
     store.close()
 
 
-def test_a_disk_that_is_stuck_with_little_staging_lets_save_return(store, gate, impatient):
-    """Then `save` itself waits for the disk, at most until the timeout."""
+def test_a_stuck_disk_with_little_staging_lets_save_return(store, gate, impatient):
+    """Then `save` waits for the disk, at most until the timeout."""
     fault = store.block("write", gate)
     impatient.flies = lambda: fault.reached.is_set() and not gate.is_set()
     with Checkpointer(store, **SMALL, **TINY_BUDGET) as ckpt:
@@ -208,7 +206,7 @@ def test_a_disk_that_is_stuck_with_little_staging_lets_save_return(store, gate, 
         loop.check(2)
 
 
-def test_a_commit_that_is_stuck_is_unknown_until_the_store_answers(store, gate, impatient):
+def test_a_stuck_commit_is_unknown_until_the_store_answers(store, gate, impatient):
     fault = store.block("publish", gate, match="commits/")
     with Checkpointer(store, **SMALL) as ckpt:
         loop = Loop(ckpt)
@@ -240,10 +238,10 @@ OPERATIONS = [
 FOREIGN = [ZeroDivisionError("in a plugin"), asyncio.CancelledError(), SystemExit(3)]
 
 
-# Each operation dies of one error here, and of the others in the slow run.
+# Each operation fails with one error here, and with the others in the slow run.
 @pytest.mark.parametrize("turn", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
 @pytest.mark.parametrize("budget", [{}, TINY_BUDGET], ids=["ample", "tiny"])
-def test_a_writer_that_dies_of_anything_fails_its_save_only(store, budget, turn, caplog):
+def test_any_error_of_a_writer_fails_only_its_save(store, budget, turn, caplog):
     with Checkpointer(store, **SMALL, **ENCODED, **budget) as ckpt:
         loop = Loop(ckpt)
         loop.save().result()
@@ -268,7 +266,7 @@ def test_a_writer_that_dies_of_anything_fails_its_save_only(store, budget, turn,
     [(StorageError("lost"), False), *((e, True) for e in (StorageError("lost"), *FOREIGN))],
     ids=lambda value: str(value) if isinstance(value, bool) else type(value).__name__,
 )
-def test_a_commit_whose_answer_is_lost_is_looked_up(store, error, late):
+def test_a_commit_with_a_lost_reply_is_looked_up(store, error, late):
     store.fail("publish", error, match="commits/", late=late)
     with Checkpointer(store, **SMALL) as ckpt:
         loop = Loop(ckpt)
@@ -283,7 +281,7 @@ def test_a_commit_whose_answer_is_lost_is_looked_up(store, error, late):
         loop.save().result()
 
 
-def test_a_clean_up_that_fails_hides_nothing(store, caplog):
+def test_failed_clean_up_hides_nothing(store, caplog):
     store.fail("write")
     store.fail("delete", ZeroDivisionError())
     with Checkpointer(store, **SMALL) as ckpt:
@@ -297,7 +295,7 @@ def test_a_clean_up_that_fails_hides_nothing(store, caplog):
     assert any("stays until prune" in r.getMessage() for r in caplog.records)
 
 
-def test_retention_that_fails_is_no_failure_of_the_save(store, caplog):
+def test_failed_retention_does_not_fail_the_save(store, caplog):
     with Checkpointer(store, retention={"keep_last": 1}, **SMALL) as ckpt:
         loop = Loop(ckpt)
         loop.save().result()
@@ -309,7 +307,7 @@ def test_retention_that_fails_is_no_failure_of_the_save(store, caplog):
     assert any("cleaning up after step 2 failed" in r.getMessage() for r in caplog.records)
 
 
-def test_a_provider_that_fails_in_the_background_fails_its_save_only(store, caplog):
+def test_a_provider_failing_in_the_background_fails_only_its_save(store, caplog):
     for error in (ZeroDivisionError("in a provider"), SystemExit(3)):
         hold = Held()
         hold.error = error
@@ -327,12 +325,13 @@ def test_a_provider_that_fails_in_the_background_fails_its_save_only(store, capl
     assert len(errors_logged(caplog)) == 2
 
 
-# -- who hears of it -------------------------------------------------------------------------------
+#
+# -- who learns of it ------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def failed(store):
-    """A loop whose last save failed in the background, and nobody looked."""
+    """A loop whose last save failed unseen in the background."""
     with Checkpointer(store, **SMALL) as ckpt:
         loop = Loop(ckpt)
         loop.save().result()
@@ -388,7 +387,7 @@ def test_looking_at_a_future_is_seeing(failed, future):
     failed.ckpt.wait()
 
 
-def test_wait_within_too_short_a_time_raises_and_the_save_goes_on(store, gate):
+def test_wait_timeout_raises_and_the_save_continues(store, gate):
     store.block("seal", gate)
     with Checkpointer(store, **SMALL) as ckpt:
         loop = Loop(ckpt)
@@ -407,7 +406,7 @@ def test_progress_is_not_seeing(failed):
         failed.ckpt.wait()
 
 
-def test_close_hides_no_exception_that_is_on_its_way(failed):
+def test_close_hides_no_exception_in_flight(failed):
     with pytest.raises(KeyError, match="the user's"), failed.ckpt:
         raise KeyError("the user's")
 
@@ -433,14 +432,14 @@ def test_close_in_an_except_clause_hides_nothing(failed):
         (-1, {"x": 1}, PenstockError),
     ],
 )
-def test_a_save_that_is_refused_does_not_swallow_an_unseen_failure(failed, step, state, error):
+def test_a_refused_save_does_not_swallow_an_unseen_failure(failed, step, state, error):
     with pytest.raises(error):
         failed.ckpt.save(state, step)
     with pytest.raises(StorageError, match="simulated failure of seal"):
         failed.ckpt.wait()
 
 
-def test_a_blocking_save_that_fails_does_not_swallow_an_unseen_failure(failed, store):
+def test_a_failed_blocking_save_does_not_swallow_an_unseen_failure(failed, store):
     store.fail("seal", StorageError("the second"))
     heard = []
     for call in (lambda: failed.save(mode="blocking"), failed.ckpt.wait):
@@ -465,7 +464,7 @@ def test_a_blocking_save_raises_its_own_failure_and_counts_as_seen(store, caplog
 
 @pytest.mark.parametrize("fails", [None, "write", "publish"])
 def test_futures_resolve_in_order(store, gate, mode, fails):
-    store.block("create", gate)  # until all callbacks are there
+    store.block("create", gate)  # until all callbacks have run
     if fails:
         store.fail(fails, match="parts/" if fails == "publish" else "")
     order = []
@@ -477,7 +476,7 @@ def test_futures_resolve_in_order(store, gate, mode, fails):
         for name in ("durable", "committed", "captured"):
             getattr(handle, name).add_done_callback(lambda _, name=name: order.append(name))
         hold.let_go.set()
-        concurrent.futures.wait([handle.captured])  # which is not looking
+        concurrent.futures.wait([handle.captured])  # which does not count as seeing
         gate.set()
         ckpt._saver.job.finished(None)
         assert order == ["captured", "committed", "durable"]
@@ -533,7 +532,7 @@ def test_on_busy_raise_starts_nothing(store, gate):
 # -- ends ------------------------------------------------------------------------------------------
 
 
-def test_a_closed_checkpointer_says_so(store):
+def test_a_closed_checkpointer_refuses(store):
     ckpt = Checkpointer(store, **SMALL)
     loop = Loop(ckpt)
     loop.save()
@@ -548,14 +547,14 @@ def test_a_closed_checkpointer_says_so(store):
 
 
 def in_a_child(action):
-    """What `action` returns in a forked child, or what it raises."""
+    """The result of `action` in a forked child, or its error."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         try:
             signal.alarm(300)  # a child that hangs must not outlive the test
             answer = repr(action())
-        except BaseException as error:  # noqa: BLE001 - told to the parent
+        except BaseException as error:  # noqa: BLE001 - reported to the parent
             answer = f"{type(error).__name__}: {error}"
         finally:
             os.write(writing, answer.encode())
@@ -577,12 +576,12 @@ def test_a_forked_child_neither_saves_nor_waits_for_the_parents_capture(store):
         hold.reached.wait()
 
         def child():
-            loop.train()  # does not stand at the parent's fence
+            loop.train()  # does not wait at the parent's fence
             ckpt.save(loop.state, 2)
 
         assert in_a_child(child).startswith("SaverClosedError: a Checkpointer cannot be used in a")
         assert in_a_child(loop.train) == "None"
-        assert in_a_child(ckpt.close) == "None"  # does not wait for threads that are not there
+        assert in_a_child(ckpt.close) == "None"  # does not wait for missing threads
 
         def leave():
             with ckpt:
@@ -598,7 +597,7 @@ def test_a_forked_child_neither_saves_nor_waits_for_the_parents_capture(store):
 
 @contextmanager
 def ctrl_c_in(place, after=None):
-    """SIGINT reaches the body once it stands in the function `place`, and `after` is set."""
+    """SIGINT reaches the body once it is in the function `place`, and `after` is set."""
     main = threading.current_thread()
 
     def interrupt():
@@ -607,7 +606,7 @@ def ctrl_c_in(place, after=None):
         wait_until_in(place, main)
         while not over.is_set():
             signal.pthread_kill(main.ident, signal.SIGINT)
-            over.wait(10)  # lost where Python cannot raise: in a finalizer, for instance
+            over.wait(10)  # lost where Python cannot raise, for instance in a finalizer
 
     over = threading.Event()
     thread = threading.Thread(target=interrupt)
@@ -618,7 +617,7 @@ def ctrl_c_in(place, after=None):
     thread.join()
 
 
-def test_an_interrupt_while_save_captures_gives_that_save_up(store, caplog):
+def test_an_interrupt_during_capture_fails_that_save(store, caplog):
     hold = Held()
     with held_checkpointer(store, defer=()) as ckpt:
         loop = Loop(ckpt)
@@ -627,7 +626,7 @@ def test_an_interrupt_while_save_captures_gives_that_save_up(store, caplog):
             ckpt.save({**loop.state, "hold": hold}, 2)
         loop.train()
         hold.let_go.set()
-        ckpt.wait()  # whoever was interrupted knows; the handle was never returned
+        ckpt.wait()  # the interrupted caller knows; the handle was never returned
         assert_nothing_is_held(ckpt)
         assert ckpt.steps() == [1]
         loop.step = 2
@@ -636,7 +635,7 @@ def test_an_interrupt_while_save_captures_gives_that_save_up(store, caplog):
     assert errors_logged(caplog) == ["save of step 2 failed: step 2: interrupted"]
 
 
-def test_an_interrupt_before_the_capture_begins_gives_that_save_up(store, caplog):
+def test_an_interrupt_before_the_capture_fails_that_save(store, caplog):
     def on_event(event):
         if (event.kind, event.step) == ("started", 2):
             raise KeyboardInterrupt
@@ -654,7 +653,7 @@ def test_an_interrupt_before_the_capture_begins_gives_that_save_up(store, caplog
     assert errors_logged(caplog) == ["save of step 2 failed: step 2: interrupted"]
 
 
-def test_an_interrupt_while_a_blocking_save_waits_lets_it_go_on(store, gate):
+def test_an_interrupt_of_a_blocking_save_lets_it_continue(store, gate):
     store.block("seal", gate)
     with Checkpointer(store, **SMALL) as ckpt:
         loop = Loop(ckpt, "blocking")
@@ -693,19 +692,19 @@ assert not handle.done()
         assert ckpt.verify(1).ok
 
 
-# -- nothing is lost on the way --------------------------------------------------------------------
+# -- nothing is lost in between --------------------------------------------------------------------
 
 
 def join_threads_of_saves():
-    """Those of its own that each save starts; hangs where one does not end."""
+    """The threads that each save starts; hangs if one does not end."""
     for thread in threading.enumerate():
         if thread.name in {"penstock-save", "penstock-watch", "penstock-capture"}:
             thread.join()
 
 
-def test_a_save_that_failed_holds_its_memory_until_the_store_lets_go_of_it(store, gate):
+def test_a_failed_save_holds_its_memory_until_the_store_releases_it(store, gate):
     state = {"w": torch.ones(2 * BATCH_BYTES // 4)}
-    with Checkpointer(store, chunk_bytes=BATCH_BYTES) as ckpt:  # each chunk is a write of its own
+    with Checkpointer(store, chunk_bytes=BATCH_BYTES) as ckpt:  # each chunk is a separate write
         failing = store.fail("write", match=".raw")
         held = store.block("write", gate, nth=2, match=".raw")
         handle = ckpt.save(state, 1)
@@ -723,12 +722,12 @@ def test_a_save_that_failed_holds_its_memory_until_the_store_lets_go_of_it(store
     "budget",
     [pytest.param({}, id="ample", marks=pytest.mark.slow), pytest.param(TINY_BUDGET, id="tiny")],
 )
-def test_many_saves_leave_no_threads_and_no_staging_behind(store, budget):
+def test_many_saves_leave_no_threads_or_staging(store, budget):
     before = len(penstock_threads())
     with Checkpointer(store, **SMALL, **ENCODED, **budget) as ckpt:
         loop = Loop(ckpt)
         allocated = None
-        # Its own, with helpers, and the backend's; all grow when they want.
+        # Its own, with helpers, and the backend's; all grow on demand.
         pools = 2 * ckpt._workers.count - 1 + 2
         for number in range(25):
             loop.mode = ("async", "lazy", "blocking")[number % 3]
@@ -748,7 +747,7 @@ def test_many_saves_leave_no_threads_and_no_staging_behind(store, budget):
 
 
 @pytest.mark.parametrize("mode", ["async", "lazy", "blocking"])
-def test_a_state_that_grows_beyond_the_budget_bit_by_bit_never_deadlocks(store, mode):
+def test_a_state_growing_beyond_the_budget_never_deadlocks(store, mode):
     """Arenas of earlier, smaller states must not eat up the budget for chunks of later ones."""
     with Checkpointer(store, mode=mode, **SMALL, **TINY_BUDGET) as ckpt:
         for step in range(1, 12):
@@ -770,14 +769,14 @@ def test_a_state_that_grows_beyond_the_budget_bit_by_bit_never_deadlocks(store, 
 
 
 def assert_movable(tensor):
-    """Nobody keeps `tensor` from going to shared memory."""
+    """`tensor` is free to move to shared memory."""
     mover = threading.Thread(target=tensor.share_memory_, daemon=True)
     mover.start()
     mover.join(300)
     assert tensor.is_shared()
 
 
-def test_a_store_that_hangs_keeps_no_memory_that_it_has_not_been_given(store, gate, impatient):
+def test_a_hung_store_keeps_only_memory_that_it_was_given(store, gate, impatient):
     tensor = torch.zeros(300_000)
     with Checkpointer(store, mode="blocking") as ckpt:
         impatient.flies = store.block("publish", gate, match="intent").reached.is_set
@@ -787,7 +786,7 @@ def test_a_store_that_hangs_keeps_no_memory_that_it_has_not_been_given(store, ga
         gate.set()
 
 
-def test_a_save_for_whose_encoded_frames_there_is_no_memory_lets_go_of_all(store, monkeypatch):
+def test_a_save_without_memory_for_encoded_frames_releases_all(store, monkeypatch):
     tensor = torch.zeros(300_000)
     rules = [{"match": "**", "codecs": ["zstd"]}]
     real = mmap.mmap

@@ -1,6 +1,6 @@
-"""Plugins that raise what they must not: an error of ours says whose it is, all else is whole.
+"""Plugins with forbidden errors: one of our errors names the plugin, all else is whole.
 
-Codec, provider and backend are third parties' here: nothing in Penstock knows of them.
+Codec, provider and backend are third-party here: Penstock does not know them.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from penstock.core.types import Kind, Region, Role, TensorSpec
 from penstock.testing.faults import WrapperBackend
 
 OPTIONS = {**SMALL, "rules": [{"match": "encoded", "codecs": ["acme"]}], "grace_s": 3600}
-PLAN: dict[str, BaseException] = {}  # what a method, or a method on some blob, raises
+PLAN: dict[str, BaseException] = {}  # the error of a method, or of a method on some blob
 HITS: list[str] = []
 
 
 class Odd(BaseException):
-    """As a plugin's own way out of a thread."""
+    """Like a plugin's own way to exit a thread."""
 
 
 KINDS = [RuntimeError, MemoryError, Odd]
@@ -217,7 +217,7 @@ def make(number):
         "box": Box(bytes([number]) * 20_000),
         "encoded": torch.arange(9000.0) + number,
         "raw": torch.arange(9000.0) - number,
-        "optimizer": torch.optim.SGD(model.parameters()),  # asks everybody for names
+        "optimizer": torch.optim.SGD(model.parameters()),  # asks all for names
         "model": model,
         "number": number,
     }
@@ -278,7 +278,7 @@ TABLE = {
         "place": (PluginError, "box", "provider 'box'"),
         "parameters": (PluginError, "box", "provider 'box'"),
     },
-    "load": {"settle": PLACE["settle"], "rebuild": (RestoreError, "box")},  # reads as restore does
+    "load": {"settle": PLACE["settle"], "rebuild": (RestoreError, "box")},  # reads like restore
     "verify": {**READ, "stat .raw": (StorageError, "backend 'acme'", ".raw")},
     "prune": {
         "store_time_s": (StorageError, "backend 'acme'"),
@@ -310,7 +310,7 @@ DO = {
 
 @pytest.fixture(autouse=True)
 def working():
-    """Every plugin works, before and after."""
+    """Every plugin works before and after."""
     PLAN.clear()
     HITS.clear()
     yield
@@ -330,7 +330,7 @@ def root_of(error):
     return error
 
 
-def check_the_run_goes_on(ckpt, *steps):
+def check_run_continues(ckpt, *steps):
     PLAN.clear()
     ckpt.wait()
     assert ckpt._saver.memory.staging is None or ckpt._saver.memory.staging._used == 0
@@ -344,7 +344,7 @@ def check_the_run_goes_on(ckpt, *steps):
 
 
 def fail_once(ckpt, does, method, kind):
-    """Let one call fail, and see whose error it becomes."""
+    """Let one call fail, and check the resulting error."""
     expected, *texts = TABLE[does][method]
     error = PLAN[method] = kind("boom")
     with pytest.raises((PenstockError, Odd)) as caught:
@@ -363,10 +363,10 @@ def fail_once(ckpt, does, method, kind):
     assert ckpt.steps() == [1]
 
 
-# Each place meets one kind of error here, and the other kinds in the slow run.
+# Each place gets one kind of error here, and the other kinds in the slow run.
 @pytest.mark.parametrize("turn", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
 @pytest.mark.parametrize("does", TABLE)
-def test_what_a_plugin_raises_is_told_as_ours_and_costs_nothing_else(does, turn, store):
+def test_plugin_errors_are_mapped_and_harm_nothing_else(does, turn, store):
     before = penstock_threads()
     with Checkpointer(AcmeBackend(store), registry=registry(), **OPTIONS) as ckpt:
         for number, method in enumerate(TABLE[does], start=turn):
@@ -375,9 +375,9 @@ def test_what_a_plugin_raises_is_told_as_ours_and_costs_nothing_else(does, turn,
             except BaseException as error:
                 error.add_note(f"{does}, {method}")
                 raise
-        check_the_run_goes_on(ckpt, 1)
+        check_run_continues(ckpt, 1)
     gc.collect()
-    pools = OPTIONS["workers"] + 2  # of the store: they stay until it is closed
+    pools = OPTIONS["workers"] + 2  # of the store: they live until it is closed
     assert len(penstock_threads()) <= len(before) + pools
 
 
@@ -391,7 +391,7 @@ def test_what_a_plugin_raises_is_told_as_ours_and_costs_nothing_else(does, turn,
     ],
     ids=repr,
 )
-def test_only_exceptions_that_are_not_ours_are_mapped(error, mapped):
+def test_only_foreign_exceptions_are_mapped(error, mapped):
     with closing(memory()) as inner, closing(guarded(AcmeBackend(inner))) as backend:
         PLAN["list"] = error
         with pytest.raises((StorageError, Odd)) as caught:
@@ -403,8 +403,8 @@ def test_only_exceptions_that_are_not_ours_are_mapped(error, mapped):
 
 
 @pytest.mark.parametrize("does", ["restore", "load", "verify"])
-def test_a_codec_that_fails_to_decode_is_named_with_the_object(does, store):
-    """What it raises of itself is its verdict on the frame; want of memory, or an exit, is none."""
+def test_a_failed_decode_names_codec_and_object(does, store):
+    """Its own errors are its verdict on the frame; a lack of memory, or an exit, is none."""
     with Checkpointer(AcmeBackend(store), registry=registry(), **OPTIONS) as ckpt:
         for kind in (MemoryError, Odd):
             error = PLAN["decode"] = kind("boom")
@@ -420,10 +420,10 @@ def test_a_codec_that_fails_to_decode_is_named_with_the_object(does, store):
             with pytest.raises(DamagedError, match="codec acme") as caught:
                 DO[does](ckpt)
             assert caught.value.damaged == ("encoded",)
-        check_the_run_goes_on(ckpt, 1)
+        check_run_continues(ckpt, 1)
 
 
-def test_a_store_that_fails_to_close_says_so(store):
+def test_a_failing_close_is_reported(store):
     ckpt = Checkpointer(AcmeBackend(store), registry=registry(), **OPTIONS)
     ckpt._owns_backend = True
     error = PLAN["close"] = RuntimeError("boom")
@@ -434,7 +434,7 @@ def test_a_store_that_fails_to_close_says_so(store):
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, Odd])
-def test_a_clean_up_that_fails_hides_no_reason(kind, store):
+def test_a_failed_clean_up_hides_no_reason(kind, store):
     with Checkpointer(AcmeBackend(store), registry=registry(), **OPTIONS) as ckpt:
         first = PLAN["seal .raw"] = kind("boom")
         PLAN["delete data/"] = kind("of the clean-up")
@@ -444,11 +444,11 @@ def test_a_clean_up_that_fails_hides_no_reason(kind, store):
         ckpt.wait()
         ckpt._saver.job.released.wait(300)
         assert HITS == ["seal .raw", "delete data/"]
-        check_the_run_goes_on(ckpt, 1)
+        check_run_continues(ckpt, 1)
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, Odd])
-def test_a_writer_that_cannot_even_abort_costs_that_save_only(kind, store):
+def test_a_writer_that_cannot_abort_loses_only_that_save(kind, store):
     with Checkpointer(AcmeBackend(store), registry=registry(), **OPTIONS) as ckpt:
         first = PLAN["write .raw"] = kind("boom")
         PLAN["abort"] = kind("of the abort")
@@ -458,4 +458,4 @@ def test_a_writer_that_cannot_even_abort_costs_that_save_only(kind, store):
         ckpt.wait()
         ckpt._saver.job.released.wait(300)
         assert HITS == ["write .raw", "abort", "abort"]  # of the raw and of the encoded blob
-        check_the_run_goes_on(ckpt, 1)
+        check_run_continues(ckpt, 1)

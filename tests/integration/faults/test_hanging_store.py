@@ -1,4 +1,4 @@
-"""A store that never answers again: the save is given up, training goes on, everything ends."""
+"""A store that never answers again: the save fails, training continues, everything ends."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ OPERATIONS = [
 ]
 
 
-def given_up_as(operation):
+def error_of(operation):
     return CommitUnknownError if operation == "publish commits/" else StorageTimeoutError
 
 
@@ -77,9 +77,8 @@ def clock(waits):
 
 
 class Stuck:
-    """A checkpointer whose save of step 2 meets a call that hangs, for as long as `gate` says.
-
-    From `late` on its clock flies, until that save is given up.
+    """A checkpointer whose save of step 2 meets a hung call, for as long as `gate` is closed. From
+    `late` on its clock flies, until that save fails.
     """
 
     handle = None
@@ -88,13 +87,13 @@ class Stuck:
         name, _, match = operation.partition(" ")
         self.inner = memory()
         self._late = late
-        # Nobody waits for its memory, either.
+        # Its memory is not awaited, either.
         waits(clock=FlyingClock(self._flies), poll_s=0.05, release_s=0.01)
         store = FaultyBackend(self.inner)
-        # 600 s are more than the test takes on any machine: only the clock ends it.
+        # 600 s exceed the test's time on any machine: only the clock ends it.
         self.ckpt = stack.enter_context(Checkpointer(store, on_busy=on_busy, **OPTIONS))
         self.ckpt.save(make(1), 1).result()
-        self.ckpt._saver.job.released.wait()  # what follows a commit looks at the store as well
+        self.ckpt._saver.job.released.wait()  # work after a commit uses the store as well
         fault = store.block(name, gate, match=match)
         self.state = make(2)
         self.handle = self.ckpt.save(self.state, 2)
@@ -105,16 +104,16 @@ class Stuck:
         return self._late.is_set() and self.handle is not None and not self.handle.done()
 
 
-# The program below holds up the other calls, too.
+# The program below blocks the other calls, too.
 @pytest.mark.parametrize(
     "operation", ["write .raw", "publish intent", "publish commits/", "list data/"]
 )
-def test_a_call_that_hangs_costs_that_save_and_never_training(operation, gate, waits):
+def test_a_hung_call_loses_that_save_but_never_training(operation, gate, waits):
     late = threading.Event()
-    given_up = given_up_as(operation)
+    given_up = error_of(operation)
     with ExitStack() as stack:
         stack.callback(gate.set)
-        # What a busy saver does with the next save does not depend on the call that hangs.
+        # A busy saver's handling of the next save does not depend on the hung call.
         policies = ("wait", "skip", "raise") if operation == "write .raw" else ("wait",)
         wait, *others = stuck = [
             Stuck(stack, on_busy, operation, gate=gate, late=late, waits=waits)
@@ -145,11 +144,11 @@ def test_a_call_that_hangs_costs_that_save_and_never_training(operation, gate, w
                 assert all(fresh.verify(step, deep=True).ok for step in (1, 3))
 
 
-# -- for ever --------------------------------------------------------------------------------------
+# -- forever ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("which", [".raw", ".enc"])
-def test_a_read_that_hangs_ends_the_restore_and_touches_nothing_else(which, gate, clock):
+def test_a_hung_read_ends_only_the_restore(which, gate, clock):
     store = FaultyBackend(memory())
     with Checkpointer(store, **OPTIONS) as ckpt:
         ckpt.save(make(1), 1).result()
@@ -174,7 +173,7 @@ def test_a_read_that_hangs_ends_the_restore_and_touches_nothing_else(which, gate
         assert ckpt.verify(1).ok
 
 
-# Each call with the last thing that it asks a store for.
+# Each call with its last request to a store.
 ASKING = {
     "save": (lambda c: c.save(make(2), 2), "list"),
     "steps": (lambda c: c.steps(), "list"),
@@ -189,12 +188,12 @@ ASKING = {
 
 
 def time_flies(clock, fault):
-    """From the moment at which a call hangs, so that nothing else can come too late."""
+    """From the moment at which a call hangs, so nothing else can be late."""
     clock.ahead_s = lambda: 1e6 if fault.reached.is_set() else 0.0
 
 
 @pytest.mark.parametrize(("ask", "operation"), ASKING.values(), ids=ASKING)
-def test_what_hangs_in_the_foreground_ends_and_leaves_all_as_it_was(ask, operation, gate, clock):
+def test_hung_foreground_calls_end_and_change_nothing(ask, operation, gate, clock):
     store = FaultyBackend(memory())
     with Checkpointer(store, rules=OPTIONS["rules"]) as ckpt:
         ckpt.save(make(1), 1).result()
@@ -212,7 +211,7 @@ def test_what_hangs_in_the_foreground_ends_and_leaves_all_as_it_was(ask, operati
 
 
 @pytest.mark.parametrize("count", [1, 2500])
-def test_a_delete_that_hangs_ends_whatever_it_was_to_delete(count, gate, clock):
+def test_a_hung_delete_ends_for_every_target(count, gate, clock):
     store = FaultyBackend(memory())
     names = [f"data/{number}" for number in range(count)]
     for name in names:
@@ -269,13 +268,13 @@ print("over", flush=True)
 def test_an_interpreter_exits_although_calls_of_every_kind_hang():
     done = run_program(PROGRAM, timeout=300)
     assert done.returncode == 0, done.stderr
-    told = [f"{operation} {given_up_as(operation).__name__}" for operation in OPERATIONS]
-    told += ["read .raw RestoreError", "read .enc RestoreError"]
-    assert done.stdout.splitlines() == [*told, "over"]
+    outcomes = [f"{operation} {error_of(operation).__name__}" for operation in OPERATIONS]
+    outcomes += ["read .raw RestoreError", "read .enc RestoreError"]
+    assert done.stdout.splitlines() == [*outcomes, "over"]
 
 
-def test_a_deletion_that_was_given_up_takes_nothing_that_was_saved_since(gate, clock):
-    """Its request may be carried out at any later moment."""
+def test_an_abandoned_deletion_deletes_nothing_saved_since(gate, clock):
+    """Its request may still be carried out at any later time."""
     store = FaultyBackend(memory())
     with Checkpointer(store, rules=OPTIONS["rules"]) as ckpt:
         for step in (1, 2):
@@ -293,4 +292,4 @@ def test_a_deletion_that_was_given_up_takes_nothing_that_was_saved_since(gate, c
         assert ckpt.steps() == [1, 2]
         assert same(plain(ckpt, 2), expected(5))
         ckpt.rewind(1)
-        assert ckpt.save(make(6), 2).result(300).generation == 0  # nothing is in doubt any more
+        assert ckpt.save(make(6), 2).result(300).generation == 0  # nothing is in doubt now

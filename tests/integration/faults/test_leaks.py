@@ -1,6 +1,6 @@
-"""Nothing piles up: files, threads, memory, staging, garbage; however a cycle ends.
+"""No leaks of files, threads, memory, staging, garbage, however a cycle ends.
 
-`PENSTOCK_LEAK_CYCLES=1000` runs more of them than the suite does; `-s` prints what was measured.
+`PENSTOCK_LEAK_CYCLES=1000` runs more of them than the suite does; `-s` prints the figures.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from penstock.testing.faults import FaultyBackend
 CYCLES = int(os.environ.get("PENSTOCK_LEAK_CYCLES", "16"))
 WARM_UP = 6
 STATE_BYTES = 1 << 20
-# Far less than a state for each cycle, and more than the allocator's moods.
+# Far less than a state for each cycle, and more than the allocator's noise.
 RSS_LIMIT_BYTES = 12 << 20
 OPTIONS = {
     "chunk_bytes": 1 << 18,
@@ -69,7 +69,7 @@ class Bench:
         self.place = place_of(self.ckpt.open(1), "raw")
 
     def next(self):
-        """The next step; what is saved at it differs, but for what stands still."""
+        """The next step; its state differs, except for the unchanging part."""
         self.step += 1
         self.state["raw"] += 1
         self.state["encoded"] += 1
@@ -95,7 +95,7 @@ def save_that_fails(bench, number):
         handle.result()
     bench.ckpt.wait()
     bench.store.clear()
-    # What failed behind its seal is left to prune.
+    # Data that failed after its seal is left to prune.
     with Checkpointer(bench.store, grace_s=1e-6) as ckpt:
         while entries(bench.run.root / "data") > 1:
             ckpt.prune()
@@ -149,7 +149,7 @@ def prune(bench, number):
     assert bench.ckpt.prune().uids == ()
 
 
-def a_checkpointer_of_its_own(bench, number):
+def separate_checkpointer(bench, number):
     """As an evaluation that polls a run; with little staging."""
     with Checkpointer(bench.url, **OPTIONS, staging_bytes=0) as ckpt:
         ckpt.save(bench.state, bench.next(), mode="async")
@@ -170,7 +170,7 @@ WAYS = [
     pytest.param(open_and_read, marks=pytest.mark.slow),  # `restore` loads, too
     pytest.param(verify, marks=pytest.mark.slow),  # also in `restore_of_damage`
     pytest.param(prune, marks=pytest.mark.slow),  # also in `save_that_fails`
-    a_checkpointer_of_its_own,
+    separate_checkpointer,
 ]
 
 
@@ -182,7 +182,7 @@ def let_saves_end():
 
 
 def resources(bench):
-    """What there is of everything that could leak."""
+    """The count of everything that could leak."""
     let_saves_end()
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
@@ -197,7 +197,7 @@ def resources(bench):
         "rings": sum("io_uring" in link for link in links),
         "memfds": sum("memfd:" in link for link in links),
         "memfd maps": sum("memfd:" in line for line in maps),
-        # Of this process: others have files there, and tensors that other tests share.
+        # Of this process only: others have files there, and tensors that other tests share.
         "shm maps": sum("/dev/shm/" in one and "/torch_" not in one for one in maps),
         "data": entries(bench.run.root / "data"),
         "commits": entries(bench.run.root / "commits"),
@@ -210,8 +210,8 @@ def resources(bench):
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_a_cycle_leaves_nothing_behind(way, kind, tmp_path, monkeypatch):
-    # pytest keeps all records; an error in one holds what stood in the frames it passed.
+def test_a_cycle_leaves_no_objects(way, kind, tmp_path, monkeypatch):
+    # pytest keeps all records; an error in one keeps the locals of its frames alive.
     monkeypatch.setattr(logging.getLogger("penstock"), "propagate", False)
     root = tmp_path / "run"
     bench = Bench(f"{kind}://{root}", root)
@@ -224,20 +224,21 @@ def test_a_cycle_leaves_nothing_behind(way, kind, tmp_path, monkeypatch):
         after = resources(bench)
         print(f"{kind} {way.__name__}: {CYCLES} cycles, {before} -> {after}")
         assert after.pop("rss") - before.pop("rss") < RSS_LIMIT_BYTES
-        # Pools make their threads when they want them: those of ours, and of the store.
+        # Pools create their threads on demand: ours, and the store's.
         assert after.pop("threads") <= before.pop("threads") + OPTIONS["workers"] + 2
         assert after.pop("staging used") == before.pop("staging used") == 0
-        # Less is no leak: what other tests have left may end meanwhile.
+        # Less is no leak: leftovers of other tests may end meanwhile.
         assert {k: n for k, n in after.items() if n > before[k]} == {}
         assert same(bench.ckpt.load(1), bench.saved)
     bench.store.close()
 
 
-# -- what a checkpointer gives back, and what it makes the interpreter do --------------------------
+#
+# -- memory that a checkpointer returns, and its effects on the interpreter ------------------------
 
 
 def arenas(ckpt):
-    """Its staging memory, which is there once it has saved."""
+    """Its staging memory, which exists once it has saved."""
     found = [arena.memory for arena in ckpt._saver.memory.staging._arenas]
     assert found
     return found
@@ -245,7 +246,7 @@ def arenas(ckpt):
 
 @pytest.fixture
 def no_collections():
-    """What is freed here is freed at once, not by the garbage collector."""
+    """Memory freed here is freed at once, not by the garbage collector."""
     gc.collect()
     gc.disable()
     yield
@@ -253,7 +254,7 @@ def no_collections():
 
 
 @pytest.mark.parametrize("mode", ["async", "lazy"])
-def test_closing_gives_staging_memory_back(mode, no_collections):
+def test_closing_returns_staging_memory(mode, no_collections):
     state = {"t": torch.zeros(300_000)}
     with Checkpointer("memory://", mode=mode, defer="**") as ckpt:
         handle = ckpt.save(state, 1)
@@ -264,7 +265,7 @@ def test_closing_gives_staging_memory_back(mode, no_collections):
     assert all(m.closed for m in memory)
 
 
-def test_a_collector_that_is_off_stays_off_and_a_failed_save_leaves_it_on():
+def test_a_disabled_collector_stays_off_and_a_failed_save_leaves_it_on():
     with Checkpointer("memory://") as ckpt:
         with pytest.raises(UnsupportedStateError):
             ckpt.save({"a": object()}, 1)
@@ -278,9 +279,9 @@ def test_a_collector_that_is_off_stays_off_and_a_failed_save_leaves_it_on():
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_worker_that_is_forked_while_state_is_asked_for_collects_garbage():
+def test_a_worker_forked_during_a_state_query_collects_garbage():
     class Loader:
-        """Starts its workers where it is asked for its state before the first batch."""
+        """Starts its workers if asked for its state before the first batch."""
 
         def state_dict(self):
             self.worker = os.fork()
@@ -300,7 +301,7 @@ def test_a_worker_that_is_forked_while_state_is_asked_for_collects_garbage():
 
 
 @pytest.mark.parametrize("mode", ["blocking", "async", "lazy"])
-def test_seconds_cover_all_that_save_does(mode):
+def test_seconds_cover_all_work_of_save(mode):
     """Nothing is timed here: parts are compared with the whole."""
     state = {f"t{n}": torch.zeros(4) for n in range(500)}
     with Checkpointer("memory://", mode=mode, defer="**") as ckpt:
@@ -316,7 +317,7 @@ def test_seconds_cover_all_that_save_does(mode):
         assert seconds["blocked"] == seconds["total"]
 
 
-def test_a_close_that_ctrl_c_interrupts_can_be_repeated(tmp_path):
+def test_a_close_interrupted_by_ctrl_c_can_be_repeated(tmp_path):
     gate, before = threading.Event(), {*threading.enumerate()}
     store = FaultyBackend(open_backend(f"posix://{tmp_path}/run"))
     ckpt = Checkpointer(store, **OPTIONS)

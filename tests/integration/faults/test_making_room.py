@@ -28,7 +28,7 @@ LEFT = "e" * 32
 
 
 class Small(WrapperBackend):
-    """A store with little room, which tells how much is left."""
+    """A store with little room, which reports the rest."""
 
     def __init__(self, inner, room_bytes):
         super().__init__(inner)
@@ -51,11 +51,11 @@ def store():
 
 @pytest.fixture(scope="module")
 def dead():
-    """The identity of a process that had the number of this one before it."""
+    """The identity of an earlier process with this one's number."""
     return f"{identity_of(os.getpid())}0"
 
 
-def test_a_process_is_over_when_it_has_ended_and_not_before(dead):
+def test_a_process_counts_as_ended_only_once_it_has(dead):
     process = subprocess.Popen(["sleep", "600"])
     identity = identity_of(process.pid)
     assert not is_over(identity)
@@ -69,8 +69,8 @@ def test_a_process_is_over_when_it_has_ended_and_not_before(dead):
         assert not is_over(text)
 
 
-def test_no_process_has_an_identity_where_proc_is_of_another_pid_namespace():
-    """Its numbers are those of other processes there, which may end while this one runs."""
+def test_processes_have_no_identity_with_proc_of_another_pid_namespace():
+    """Its numbers belong to other processes there, which may end while this one runs."""
     code = (
         "import os, penstock.core.concurrency.processes as p; print([p.identity_of(os.getpid())])"
     )
@@ -98,7 +98,7 @@ def save(backend, *steps, **options):
 
 
 def leftover(store, process, *, place=None, sealed=False, size_bytes=1000, references=()):
-    """What a saver leaves that is killed while it writes; `sealed`: right before its record."""
+    """The leftovers of a saver killed during its writes; `sealed`: right before its record."""
     place = store.url if place is None else place
     now = SYSTEM_CLOCK.now_iso()
     intent = IntentRecord(
@@ -115,7 +115,7 @@ def is_left(store):
     return any(data_uid(info.name) == LEFT for info in store.list("data/"))
 
 
-def test_an_intent_says_which_process_saves_where(store):
+def test_an_intent_names_process_and_host(store):
     with checkpointer(store) as ckpt:
         uid = ckpt.save(make_state(1), 1, mode="blocking").result().uid
         data = store.read_record(intent_name(uid), limit_bytes=1 << 20)
@@ -125,7 +125,7 @@ def test_an_intent_says_which_process_saves_where(store):
     assert not is_over(intent.process)
 
 
-def test_overdue_retention_runs_before_the_first_save_and_not_at_opening(store):
+def test_overdue_retention_runs_before_the_first_save_not_on_open(store):
     save(store, 1, 2, 3, 4)
     faulty = FaultyBackend(store)
     with checkpointer(faulty, retention={"keep_last": 1}) as ckpt:
@@ -141,7 +141,7 @@ def test_overdue_retention_runs_before_the_first_save_and_not_at_opening(store):
         assert ckpt.steps() == [2, 3]
 
 
-def test_what_a_save_overwrites_stays_until_it_has(store):
+def test_overwritten_data_stays_until_the_commit(store):
     save(store, 1, 2, 3)
     faulty = FaultyBackend(store)
     with checkpointer(faulty, retention={"keep_last": 1}) as ckpt:
@@ -152,7 +152,7 @@ def test_what_a_save_overwrites_stays_until_it_has(store):
         assert same(ckpt.load(1), make_state(1))
 
 
-def test_a_save_fits_where_retention_was_never_reached(store):
+def test_a_save_fits_if_retention_was_never_reached(store):
     """Each process was killed after its commit: four checkpoints fill the store."""
     save(store, 1, 2, 3, 4)
     used = sum(info.size_bytes for info in store.list(""))
@@ -178,9 +178,7 @@ def test_a_save_fits_where_retention_was_never_reached(store):
         ("is of an older release", True),
     ],
 )
-def test_of_leftovers_those_go_at_once_that_are_a_dead_savers_of_this_machine(
-    does, stays, store, dead
-):
+def test_leftovers_of_dead_local_savers_are_deleted_at_once(does, stays, store, dead):
     boot, space, process = dead.split("/")
     identity = {
         "lives": identity_of(os.getppid()),
@@ -201,7 +199,7 @@ def test_of_leftovers_those_go_at_once_that_are_a_dead_savers_of_this_machine(
         assert same(ckpt.load(2), make_state(2))
 
 
-def test_what_only_a_dead_saver_was_going_to_borrow_goes_with_its_data(store, dead):
+def test_data_only_a_dead_saver_would_borrow_goes_with_its_data(store, dead):
     save(store, 1)
     lent = blob_name("d" * 32, 0, 0, "raw")  # of a checkpoint that was deleted since
     store.publish(lent, b"x")
@@ -211,14 +209,14 @@ def test_what_only_a_dead_saver_was_going_to_borrow_goes_with_its_data(store, de
     assert not store.list(lent)
 
 
-def test_a_dead_savers_data_stays_while_no_record_can_be_read(store, dead):
-    """Of a run that is being copied over the one that it was copied from, say."""
+def test_a_dead_savers_data_stays_if_records_are_unreadable(store, dead):
+    """Of a run being copied over its own source, say."""
     leftover(store, dead)
     save(store, 1)
     assert is_left(store)
 
 
-def test_later_saves_make_room_when_they_are_short_of_it(store, dead):
+def test_later_saves_make_room_when_it_is_short(store, dead):
     save(store, 1)
     size = sum(info.size_bytes for info in store.list(""))
     small = Small(store, 5 * size + (4 << 20))
@@ -232,7 +230,7 @@ def test_later_saves_make_room_when_they_are_short_of_it(store, dead):
         assert not is_left(store)
 
 
-def test_what_was_restored_from_goes_where_there_is_no_room_once_there_is_a_newer_one(store):
+def test_a_full_store_drops_the_restored_step_once_a_newer_one_exists(store):
     save(store, 6)
     size = sum(info.size_bytes for info in store.list(""))
     small = Small(store, 100 * size + (8 << 20))
@@ -240,7 +238,7 @@ def test_what_was_restored_from_goes_where_there_is_no_room_once_there_is_a_newe
         ckpt.restore(blank(make_state(6)))
         ckpt.save(make_state(7), 7, mode="blocking")
         ckpt.wait()
-        assert ckpt.steps() == [6, 7]  # there is room for what it was restored from
+        assert ckpt.steps() == [6, 7]  # there is room for the restored step
         small.room_bytes = 3 * size
         ckpt.save(make_state(8), 8, mode="blocking")
         ckpt.wait()
@@ -248,7 +246,7 @@ def test_what_was_restored_from_goes_where_there_is_no_room_once_there_is_a_newe
         assert same(ckpt.load(8), make_state(8))
 
 
-def test_what_was_restored_from_stays_without_room_until_there_is_a_newer_one(store):
+def test_a_full_store_keeps_the_restored_step_until_a_newer_one(store):
     save(store, 6, 7)
     with checkpointer(Small(store, 0), retention={"keep_last": 1}) as ckpt:
         ckpt.restore(blank(make_state(6)), step=6)
@@ -257,7 +255,7 @@ def test_what_was_restored_from_stays_without_room_until_there_is_a_newer_one(st
         assert ckpt.steps() == [6, 7]
 
 
-def test_a_full_store_is_cleaned_up_before_a_save_is_given_up(store, dead):
+def test_a_full_store_is_cleaned_up_before_a_save_fails(store, dead):
     save(store, 1, 2, 3)
     faulty = FaultyBackend(store)
     with checkpointer(faulty, retention={"keep_last": 1}) as ckpt:
@@ -273,7 +271,7 @@ def test_a_full_store_is_cleaned_up_before_a_save_is_given_up(store, dead):
 
 
 @pytest.mark.parametrize("recorded", [True, False])
-def test_a_full_store_is_told_with_what_prune_would_free(recorded, store):
+def test_a_full_store_error_says_what_prune_would_free(recorded, store):
     if recorded:
         save(store, 1)
     leftover(store, "", size_bytes=3 << 20)
@@ -281,13 +279,15 @@ def test_a_full_store_is_told_with_what_prune_would_free(recorded, store):
     faulty.fail("write", StorageFullError("No space left on device (ENOSPC)"), times=None)
     way = "--grace 0s" if recorded else "--all --grace 0s"
     with checkpointer(faulty) as ckpt:
-        said = rf"ENOSPC.*3.0 MiB could be freed by `penstock prune {store.url} {way}`, if no other"
-        with pytest.raises(StorageFullError, match=said):
+        message = (
+            rf"ENOSPC.*3.0 MiB could be freed by `penstock prune {store.url} {way}`, if no other"
+        )
+        with pytest.raises(StorageFullError, match=message):
             ckpt.save(make_state(2), 2, mode="blocking")
     assert is_left(store)
 
 
-def test_a_full_store_is_told_what_prune_would_free_of_old_leftovers(store):
+def test_a_full_store_error_says_what_prune_frees_of_old_leftovers(store):
     class Aged(FaultyBackend):
         def list(self, prefix, /):
             return [
@@ -298,13 +298,13 @@ def test_a_full_store_is_told_what_prune_would_free_of_old_leftovers(store):
     leftover(store, "", size_bytes=3 << 20)
     aged = Aged(store)
     aged.fail("write", StorageFullError("No space left on device (ENOSPC)"))
-    said = rf"3.0 MiB could be freed by `penstock prune {store.url}`$"
-    with checkpointer(aged) as ckpt, pytest.raises(StorageFullError, match=said):
+    message = rf"3.0 MiB could be freed by `penstock prune {store.url}`$"
+    with checkpointer(aged) as ckpt, pytest.raises(StorageFullError, match=message):
         ckpt.save(make_state(2), 2, mode="blocking")
     assert is_left(store)
 
 
-def test_a_full_store_that_cannot_be_cleaned_up_is_told_as_full(store, caplog):
+def test_a_full_store_without_garbage_is_reported_as_full(store, caplog):
     save(store, 1)
     faulty = FaultyBackend(store)
     faulty.fail("write", StorageFullError("No space left on device (ENOSPC)"), times=None)
@@ -314,7 +314,7 @@ def test_a_full_store_that_cannot_be_cleaned_up_is_told_as_full(store, caplog):
     assert "making room on a full store failed" in caplog.text
 
 
-def test_housekeeping_that_fails_is_logged_and_never_the_saves(store, caplog):
+def test_failed_housekeeping_is_logged_and_fails_no_save(store, caplog):
     save(store, 1, 2)
     faulty = FaultyBackend(store)
     with checkpointer(faulty, retention={"keep_last": 1}) as ckpt:

@@ -1,6 +1,6 @@
-"""Faults of real file systems and limits: one save fails with a reason, and the run goes on.
+"""Faults of real file systems and limits: one save fails with a reason, and the run continues.
 
-Each engine, each fault: the error says what failed, where and what to do; what was committed stays
+Each engine, each fault: the error says what failed, where and what to do; committed steps stay
 whole; once the fault is gone the next save works; nothing stays open or reserved.
 """
 
@@ -55,7 +55,7 @@ def mounted(folder, *how):
     try:
         yield folder
     finally:
-        # Closed rings let go of their files a moment later.
+        # Closed rings release their files a moment later.
         for _ in range(10_000):
             if command("umount", str(folder)).returncode == 0:
                 break
@@ -90,7 +90,7 @@ FILE_SYSTEMS = {"ext4": small_ext4, "tmpfs": tmpfs}
 def open_files():
     """Descriptors of files and folders, without those of rings, memfds and shared tensors.
 
-    Tensors that an earlier test has shared live until they are collected.
+    Tensors shared by an earlier test live until they are collected.
     """
     links = []
     for path in Path("/proc/self/fd").iterdir():
@@ -101,7 +101,7 @@ def open_files():
 
 
 class Job:
-    """Saves, one after the other, and what the steps that were committed must hold."""
+    """Successive saves, and the required content of committed steps."""
 
     def __init__(self, ckpt, root, kib=256):
         self.ckpt = ckpt
@@ -117,18 +117,18 @@ class Job:
         self.committed.append(self.step)
 
     def fails(self, kind, *texts, mode="async", where=None):
-        """The next save fails so, at the handle and nowhere else, and leaves no file open."""
+        """The next save fails so, only at the handle, and leaves no file open."""
         files = open_files()
         with pytest.raises(kind) as caught:
             self.save(mode=mode)
         for text in [*texts, str(where or self.root)]:
             assert text in str(caught.value)
-        self.ckpt.wait()  # the handle has told it already
+        self.ckpt.wait()  # the handle has reported it already
         assert self.ckpt._saver.memory.staging._used == 0
         assert open_files() == files
 
     def check(self, folder=None):
-        """All that was committed is there and whole, also for others."""
+        """All committed steps exist and are whole, also for others."""
         with Checkpointer(f"posix://{folder or self.root}") as fresh:
             assert fresh.steps() == self.committed
             for step in self.committed:
@@ -136,7 +136,7 @@ class Job:
                 assert fresh.verify(step).ok
 
     def no_rubbish(self):
-        """A failed save has taken its data away by itself."""
+        """A failed save has deleted its own data."""
         files = [path for path in self.root.glob("data/*/**/*") if path.is_file()]
         assert len({path.relative_to(self.root).parts[1] for path in files}) == len(self.committed)
 
@@ -199,8 +199,8 @@ def test_a_file_system_without_inodes(kind, tmp_path):
         work.check()
 
 
-def test_a_thin_device_that_has_less_room_than_its_file_system(kind, tmp_path):
-    """An ext4 on a loop device whose file cannot grow: the device fails what the system took."""
+def test_a_thin_device_smaller_than_its_file_system(kind, tmp_path):
+    """An ext4 on a loop device whose file cannot grow: the device fails accepted writes."""
     with (
         mounted(tmp_path / "backing", "-t", "tmpfs", "-o", "size=3m", "none") as backing,
         small_ext4(tmp_path, 16, backing) as disk,
@@ -228,7 +228,7 @@ def limited(which, soft):
 
 @pytest.mark.parametrize("beyond", [0, 100, 512], ids=["pages", "bytes", "blocks"])
 def test_a_limit_on_the_size_of_files(beyond, kind, tmp_path):
-    """Within a page or a block of the device, direct I/O is told of it by other names."""
+    """Within a page or a block of the device, direct I/O gets other error codes."""
     with job(kind, tmp_path / "run") as work:
         work.save()
         with limited(resource.RLIMIT_FSIZE, (64 << 10) + beyond):
@@ -268,7 +268,7 @@ def test_no_more_files(kind, tmp_path):
         work.check()
 
 
-def test_a_read_only_mount_is_read_and_said_when_it_is_opened(kind, tmp_path, caplog):
+def test_a_read_only_mount_is_readable_and_logged_on_open(kind, tmp_path, caplog):
     with mounted(tmp_path / "disk", "-t", "tmpfs", "tmpfs") as disk:
         with Checkpointer(f"{kind}://{disk}/run", **OPTIONS) as ckpt:
             ckpt.save(make(1), 1, mode="blocking")
@@ -316,7 +316,7 @@ def test_no_right_to_write(kind, tmp_path):
                             inside.append("it worked")
                         except PenstockError as error:
                             inside.append(f"{type(error).__name__}: {error}")
-            except BaseException as error:  # noqa: BLE001 - told to the parent
+            except BaseException as error:  # noqa: BLE001 - reported to the parent
                 inside.append(repr(error))
             finally:
                 os.write(writing, "\n".join(inside).encode())
@@ -357,7 +357,7 @@ def test_a_file_system_that_becomes_read_only(kind, tmp_path):
 
 
 class Held:
-    """A checkpointer whose save stands before a call of its store."""
+    """A checkpointer whose save is held before a call of its store."""
 
     def __init__(self, kind, root, operation, match=""):
         self.gate = threading.Event()
@@ -385,7 +385,7 @@ MOMENTS = ["create", "seal", "publish index"]
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_root_that_is_removed_in_the_middle_of_a_save(moment, kind, tmp_path):
+def test_a_root_removed_during_a_save(moment, kind, tmp_path):
     root = tmp_path / "run"
     with held_job(kind, root, *moment.split()) as (work, held):
         work.save()
@@ -405,8 +405,8 @@ def test_a_root_that_is_removed_in_the_middle_of_a_save(moment, kind, tmp_path):
         work.check()
 
 
-def test_a_root_that_is_removed_at_the_last_moment_is_damage_and_nothing_else(kind, tmp_path):
-    """Behind the last look at its intent a save cannot know; whoever reads does."""
+def test_a_root_removed_at_the_last_moment_is_only_damage(kind, tmp_path):
+    """After the last check of its intent a save cannot know; readers do."""
     root = tmp_path / "run"
     with held_job(kind, root, "publish", "commits/") as (work, held):
         fault = held.hold()
@@ -425,7 +425,7 @@ def test_a_root_that_is_removed_at_the_last_moment_is_damage_and_nothing_else(ki
         work.check()
 
 
-def test_a_root_that_is_replaced_by_another_run(kind, tmp_path):
+def test_a_root_replaced_by_another_run(kind, tmp_path):
     root, other = tmp_path / "run", tmp_path / "other"
     with job(kind, other) as there:
         there.step = 20
@@ -436,7 +436,7 @@ def test_a_root_that_is_replaced_by_another_run(kind, tmp_path):
         other.rename(root)
         assert work.ckpt.steps() == [21]
         with pytest.raises(PenstockError, match=r"rewind|overwrite"):
-            work.save()  # at step 2: the run that is there now is further
+            work.save()  # at step 2: the run there now is further
         work.step, work.committed = 21, [21]
         work.save()
         work.check()
@@ -444,7 +444,7 @@ def test_a_root_that_is_replaced_by_another_run(kind, tmp_path):
         work.check(tmp_path / "moved")
 
 
-def test_a_root_whose_place_a_file_takes(kind, tmp_path):
+def test_a_root_replaced_by_a_file(kind, tmp_path):
     root = tmp_path / "run"
     with job(kind, root) as work:
         work.save()
@@ -492,7 +492,7 @@ def test_a_wall_clock_that_jumps_in_the_middle_of_a_save_costs_nothing(kind, tmp
 
 @pytest.mark.parametrize("jump_s", [-10 * 365 * 86400, 10 * 365 * 86400], ids=["back", "ahead"])
 def test_a_store_whose_clock_jumped_loses_nothing_that_is_committed(jump_s, kind, tmp_path):
-    """Times of files are the store's; what is committed is safe at any of them."""
+    """Times of files are the store's; committed steps are safe at any of them."""
     root = tmp_path / "run"
     with job(kind, root, grace_s=3600) as work:
         work.save()
@@ -504,26 +504,26 @@ def test_a_store_whose_clock_jumped_loses_nothing_that_is_committed(jump_s, kind
         work.check()
 
 
-# -- the next save after a fault is logged and told once -------------------------------------------
+# -- a fault is logged and raised once -------------------------------------------------------------
 
 
-def test_a_background_failure_is_told_once_and_training_goes_on(kind, tmp_path, caplog):
+def test_a_background_failure_is_raised_once_and_training_lives(kind, tmp_path, caplog):
     with job(kind, tmp_path / "run") as work:
         work.save()
         with limited(resource.RLIMIT_FSIZE, 64 << 10):
             handle = work.ckpt.save(make(2), 2)
             # The write may fail before the last byte is captured: then captured fails as well, and
-            # who asks it for its error has seen that.
+            # a caller that asks for its error has seen that.
             assert handle.captured.wait(300)
             work.ckpt._saver.job.finished(None)
-        told = []
+        raised = []
         for call in (work.ckpt.fence, work.ckpt.wait, work.ckpt.fence):
             try:
                 call()
             except StorageError as error:
-                told.append(str(error))
-        assert len(told) == 1
-        assert "EFBIG" in told[0]
+                raised.append(str(error))
+        assert len(raised) == 1
+        assert "EFBIG" in raised[0]
         errors = [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR]
         assert len(errors) == 1
         assert "save of step 2 failed" in errors[0]

@@ -1,4 +1,4 @@
-"""A copy restores to the same bits as the original, whatever it was encoded with, and by whom."""
+"""A copy restores to the same bits as the original, under any encoding and any copier."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def workers():
 
 
 def encode(source, target, workers, *, step=1, rules=None, include=None, exclude=None, **options):
-    """Copy with these rules, or (None) with the codecs that are there."""
+    """Copy with these rules, or (None) with the existing codecs."""
     how = Reencoding(
         config=load_config({"backend": target, "rules": rules or [], **SMALL}),
         selection=Selection(include, exclude),
@@ -59,7 +59,7 @@ def encode(source, target, workers, *, step=1, rules=None, include=None, exclude
 
 
 def described(backend, step=1):
-    """Everything of the manifest but where the bytes are."""
+    """The whole manifest except the places of the bytes."""
     contents = Checkpoint.open(backend, step).contents
     found = [
         (r.ordinal, r.path, r.kind, r.spec, r.role, r.form, r.same_as) for r in contents.objects()
@@ -86,7 +86,7 @@ rules_of_a_copy = st.one_of(
 
 @given(state=states, setting=settings_of_a_save, rules=rules_of_a_copy)
 @settings(max_examples=examples(25), suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_tree_encoded_anew_is_the_same_bit_by_bit(workers, state, setting, rules):
+def test_any_tree_re_encoded_is_bit_identical(workers, state, setting, rules):
     source, target = memory(), memory()
     save_to(source, state, setting)
     encode(source, target, workers, rules=rules)
@@ -100,7 +100,7 @@ def test_any_tree_encoded_anew_is_the_same_bit_by_bit(workers, state, setting, r
 
 @given(state=states, setting=settings_of_a_save, rules=rules_of_a_copy, data=st.data())
 @settings(max_examples=examples(25), suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_part_of_any_tree_is_what_loading_that_part_gives(workers, state, setting, rules, data):
+def test_a_copied_part_of_any_tree_equals_loading_it(workers, state, setting, rules, data):
     source, target = memory(), memory()
     save_to(source, state, setting)
     paths = sorted(path for path, _ in objects(state))
@@ -119,7 +119,7 @@ def test_a_part_of_any_tree_is_what_loading_that_part_gives(workers, state, sett
 
 @given(state=states, setting=settings_of_a_save)
 @settings(max_examples=examples(25), suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_tree_copied_as_it_is_is_the_same_bit_by_bit(workers, state, setting):
+def test_any_tree_copied_verbatim_is_bit_identical(workers, state, setting):
     source, target = memory(), memory()
     save_to(source, state, setting)
     record = Catalog(source).record(1)
@@ -162,7 +162,7 @@ RULES = [
 
 
 @pytest.mark.parametrize("rules", [None, [], RULES], ids=["kept", "raw", "rules"])
-def test_live_objects_are_restored_from_a_copy_as_from_the_original(workers, rules):
+def test_live_objects_restore_equally_from_a_copy(workers, rules):
     source, target, first, second = memory(), memory(), job(1), job(2)
     with checkpointer(source, rules=RULES[:1]) as ckpt:
         ckpt.save(first, step=1, mode="blocking", metadata={"loss": 0.5})
@@ -178,7 +178,7 @@ def test_live_objects_are_restored_from_a_copy_as_from_the_original(workers, rul
     assert set(names.values()) == {("zstd",)} if rules != [] else {()}
 
 
-def test_what_is_tied_to_something_left_out_is_stored_itself(workers):
+def test_an_object_tied_to_an_excluded_one_is_stored(workers):
     source, target = memory(), memory()
     with checkpointer(source) as ckpt:
         ckpt.save(job(1), step=1, mode="blocking")
@@ -191,7 +191,7 @@ def test_what_is_tied_to_something_left_out_is_stored_itself(workers):
 
 
 @pytest.mark.parametrize("staging_bytes", [0, pytest.param(1 << 20, marks=pytest.mark.slow)])
-def test_state_that_is_larger_than_the_buffers_is_copied(workers, staging_bytes):
+def test_state_larger_than_the_buffers_is_copied(workers, staging_bytes):
     state = {"big": torch.randn(600, 1000), "small": [torch.randn(40) for _ in range(300)]}
     source, target = memory(), memory()
     with checkpointer(source) as ckpt:
@@ -222,7 +222,7 @@ CheckpointCopy(source, crash, Catalog(source).record(1), workers=Workers(1), gra
 
 
 @pytest.mark.slow
-def test_copy_goes_on_after_its_process_was_killed(workers, tmp_path):
+def test_copy_resumes_after_its_process_is_killed(workers, tmp_path):
     source, state = f"posix://{tmp_path}/one?direct_io=off", make_state(5)
     with checkpointer(source, rules=[{"match": "table", "codecs": ["zstd"]}]) as ckpt:
         ckpt.save(state, step=1, mode="blocking")

@@ -1,4 +1,4 @@
-"""The same promises on every engine, and what a plain path does where io_uring is forbidden."""
+"""The same promises on every engine, and a plain path without permission for io_uring."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ENGINES = ["uring-on", "uring-off", "posix-on", "posix-off"]
 
 @pytest.fixture
 def forget_warnings(monkeypatch):
-    """A process of its own, as far as "said once" goes."""
+    """A new process, as far as "logged once" matters."""
     monkeypatch.setattr(opening, "_warned", set())
 
 
@@ -88,7 +88,7 @@ def test_an_explicit_url_never_falls_back(tmp_path, monkeypatch):
     assert not (tmp_path / "root").exists()
 
 
-def test_a_plain_path_takes_io_uring_where_it_may_without_a_word(tmp_path, forget_warnings, caplog):
+def test_a_plain_path_silently_uses_io_uring_if_allowed(tmp_path, forget_warnings, caplog):
     missing = uring_missing()
     if missing:
         pytest.skip(f"needs io_uring: {missing}")

@@ -1,4 +1,4 @@
-"""Steps come, are replaced, forgotten and collected; what the user still needs stays."""
+"""Steps are saved, replaced, deleted and pruned; steps that the user still needs stay."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def tree(number):
 def save(ckpt, *steps, **options):
     for step in steps:
         ckpt.save(tree(step), step, mode="blocking", **options)
-        ckpt.wait()  # retention runs behind `durable`
+        ckpt.wait()  # retention runs after `durable`
 
 
 def names(backend, prefix=""):
@@ -101,7 +101,7 @@ def test_overwrite_replaces_all_of_a_step_by_the_next_generation(ckpt, store):
     assert same(ckpt.load(2), tree(2))
 
 
-def test_overwrite_may_fill_a_step_that_was_left_out(ckpt):
+def test_overwrite_may_fill_a_skipped_step(ckpt):
     save(ckpt, 1, 5)
     save(ckpt, 3, overwrite=True)
     assert ckpt.steps() == [1, 3, 5]
@@ -135,7 +135,7 @@ def damaged(run):
     return run
 
 
-def test_a_damaged_newest_record_is_not_passed_over_in_silence(damaged):
+def test_a_damaged_newest_record_is_not_skipped_silently(damaged):
     with damaged.open() as ckpt:
         assert ckpt.steps() == [1, 2, 3]
         for ask in (ckpt.latest, ckpt.info, ckpt.load, lambda: ckpt.restore(tree(0))):
@@ -147,7 +147,7 @@ def test_a_damaged_newest_record_is_not_passed_over_in_silence(damaged):
         assert same(target, tree(2))
 
 
-def test_the_run_goes_on_behind_a_damaged_newest_record(damaged):
+def test_a_run_continues_after_a_damaged_newest_record(damaged):
     with damaged.open() as ckpt:
         with pytest.raises(StepExistsError):
             ckpt.save(tree(3), 3)
@@ -159,7 +159,7 @@ def test_the_run_goes_on_behind_a_damaged_newest_record(damaged):
 # -- retention -------------------------------------------------------------------------------------
 
 
-def test_what_was_restored_from_stays_whatever_retention_says(store):
+def test_retention_always_keeps_the_restored_step(store):
     with checkpointer(store) as ckpt:
         save(ckpt, 1, 2, 3)
     with checkpointer(store, retention={"keep_last": 1}) as ckpt:
@@ -170,7 +170,7 @@ def test_what_was_restored_from_stays_whatever_retention_says(store):
         assert same(ckpt.load(2), tree(2))
 
 
-def test_retention_after_a_fallback_keeps_what_it_fell_back_to(run):
+def test_retention_keeps_the_step_of_a_fallback(run):
     with run.open() as ckpt:
         save(ckpt, 1, 2, 3)
         for step in (2, 3):
@@ -188,7 +188,7 @@ def test_retention_after_a_fallback_keeps_what_it_fell_back_to(run):
 
 @pytest.mark.parametrize("what", ["blobs", "index", "part"])
 def test_retention_deletes_nothing_for_steps_that_have_lost_data(what, run):
-    """As a process that begins sees them: it has nothing to go by but what is stored."""
+    """As seen by a new process, which knows only the stored state."""
     with run.open() as ckpt:
         save(ckpt, 1, 2, 3, 4)
         for step in (3, 4):
@@ -217,7 +217,7 @@ def is_whole(ckpt, step):
         return False
 
 
-def test_what_was_just_committed_stays_even_below_newer_steps(store):
+def test_a_fresh_commit_stays_even_below_newer_steps(store):
     with checkpointer(store) as ckpt:
         save(ckpt, 1, 5, 6, 7)
     with checkpointer(store, retention={"keep_last": 1}) as ckpt:
@@ -236,7 +236,7 @@ def age(run, uid, seconds=OLD):
 
 
 def leftover(run, uid, *, references=(), intent=True):
-    """Data of an attempt that died long ago, made from that of step 1."""
+    """Data of a long-dead attempt, made from that of step 1."""
     with run.open() as ckpt:
         shutil.copytree(run.root / "data" / ckpt.info(1).uid, run.root / "data" / uid)
     (run.root / intent_name(uid)).unlink(missing_ok=True)
@@ -257,7 +257,7 @@ def old_run(run):
     return run
 
 
-def test_prune_goes_by_the_grace_time_that_was_configured(old_run):
+def test_prune_uses_the_configured_grace_time(old_run):
     leftover(old_run, A)
     age(old_run, A, time.time() - 3600)
     with old_run.open(grace_s=7200) as ckpt:
@@ -278,7 +278,7 @@ def test_a_saver_whose_intent_was_pruned_never_publishes(old_run):
             handle = sleeper.save(tree(3), 3)
             assert asleep.reached.wait(300)
             age(old_run, sleeper._saver.job.uid)
-            assert sleeper.prune().uids == ()  # it is its own
+            assert sleeper.prune().uids == ()  # it is its own data
             assert other.prune().uids == (sleeper._saver.job.uid,)
             asleep.until.set()
             with pytest.raises(SaveAbortedError, match="intent is gone"):
@@ -319,7 +319,7 @@ def test_the_intent_is_refreshed_when_it_gets_old(store):
     assert published == [intent_name(A), intent_name(A), intent_name(B)]
 
 
-# -- gone while it is read -------------------------------------------------------------------------
+# -- deleted during a read -------------------------------------------------------------------------
 
 
 def delete_it(ckpt):
@@ -341,7 +341,7 @@ READS = {
 
 
 @pytest.mark.parametrize(("cached", "goes"), [(True, delete_it), (False, overwrite_it)])
-def test_a_checkpoint_that_went_away_says_so_and_is_not_called_damaged(cached, goes, ckpt, store):
+def test_a_deleted_checkpoint_is_reported_as_gone_not_damaged(cached, goes, ckpt, store):
     save(ckpt, 1)
     opened = {read: ckpt.open(1) for read in READS}
     if cached:
@@ -363,7 +363,7 @@ def test_a_checkpoint_that_went_away_says_so_and_is_not_called_damaged(cached, g
         ("restore", "parts/", delete_it),
     ],
 )
-def test_a_checkpoint_that_goes_in_the_middle_of_a_read_says_so(way, at, goes, store):
+def test_a_checkpoint_deleted_during_a_read_is_reported_gone(way, at, goes, store):
     faulty = FaultyBackend(store)
     with checkpointer(faulty) as ckpt, checkpointer(store) as other:
         save(ckpt, 1)
@@ -381,7 +381,7 @@ def test_a_checkpoint_that_goes_in_the_middle_of_a_read_says_so(way, at, goes, s
 
 
 @pytest.mark.parametrize("mode", ["blocking", "async", "lazy"])
-def test_a_save_that_is_over_holds_none_of_the_state(tmp_path, mode):
+def test_a_finished_save_holds_none_of_the_state(tmp_path, mode):
     array = np.zeros(100_000)
     gone = weakref.ref(array)
     with Checkpointer(tmp_path) as ckpt:

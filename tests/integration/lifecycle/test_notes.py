@@ -1,4 +1,4 @@
-"""Metadata that is added after a save: what it overrides, where it goes, and what damages it."""
+"""Metadata added after a save: overrides, places, and damage."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_later_annotations_override_earlier_keys(run):
         assert ckpt.verify(2).ok
 
 
-def test_what_cannot_be_stored_is_refused_and_changes_nothing(run):
+def test_unstorable_values_are_refused_without_changes(run):
     with run.open() as ckpt:
         for metadata in (
             [], {1: 2}, {"x": object()}, {"x": "y" * (1 << 16)}, {"x": torch.ones(2)},
@@ -74,7 +74,7 @@ def test_what_cannot_be_stored_is_refused_and_changes_nothing(run):
     assert not (run.root / "notes").exists()
 
 
-def test_what_is_not_there_cannot_be_annotated(run):
+def test_missing_steps_cannot_be_annotated(run):
     with run.open() as ckpt:
         with pytest.raises(CheckpointNotFoundError, match="steps there: 1, 2, 3"):
             ckpt.annotate(4, {"loss": 1.0})
@@ -90,13 +90,13 @@ def test_annotation_of_the_save_in_flight_waits_for_its_commit(store, gate):
         handle = ckpt.save({"w": torch.ones(9)}, 1)
         assert fault.reached.wait(60)
         assert not handle.committed.done()
-        threading.Timer(0.3, gate.set).start()  # else: the step does not exist yet
+        threading.Timer(0.3, gate.set).start()  # or the step does not exist yet
         ckpt.annotate(1, {"loss": 1.0})
         assert ckpt.info(1).metadata == {"loss": 1.0}
 
 
 def test_rank_0_writes_and_the_others_do_nothing(run, monkeypatch):
-    """As under torchrun; no rank waits for another."""
+    """Like under torchrun; no rank waits for another."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank, metadata in (("1", {"seed": 7, "loss": 9.0}), ("0", {"seed": 7, "loss": 1.0})):
         monkeypatch.setenv("RANK", rank)
@@ -109,7 +109,7 @@ def test_rank_0_writes_and_the_others_do_nothing(run, monkeypatch):
                 ckpt.annotate(1, {2: 3})
 
 
-def test_overwrite_begins_without_annotations_and_leaves_none(run):
+def test_overwrite_has_no_annotations_and_leaves_none(run):
     with run.open() as ckpt:
         ckpt.annotate(3, {"loss": 1.0})
         save(ckpt, 3, overwrite=True)
@@ -174,7 +174,7 @@ def test_compaction_keeps_annotations_old_and_late(tmp_path):
         assert not noted(ckpt._backend)
 
 
-def test_two_that_annotate_at_once_both_count(run):
+def test_concurrent_annotations_both_count(run):
     class Between(WrapperBackend):
         def publish(self, name, data, /, *, exclusive=False):
             if name.startswith("notes/") and not done:
@@ -189,7 +189,7 @@ def test_two_that_annotate_at_once_both_count(run):
         assert ckpt.info(1).metadata == {"seed": 7, "loss": 9.0, "mine": 1, "theirs": 2}
 
 
-def test_no_note_stays_on_a_checkpoint_that_is_deleted_meanwhile(run):
+def test_no_note_remains_on_a_concurrently_deleted_step(run):
     class Between(WrapperBackend):
         def publish(self, name, data, /, *, exclusive=False):
             with run.open() as other:
@@ -202,7 +202,7 @@ def test_no_note_stays_on_a_checkpoint_that_is_deleted_meanwhile(run):
         assert not noted(ckpt._backend)
 
 
-def test_notes_that_a_killed_deletion_left_go_with_prune_and_not_before():
+def test_prune_deletes_notes_left_by_a_killed_deletion():
     backend = memory()
     with checkpointer(backend) as ckpt:
         save(ckpt, 1, 2)
@@ -236,7 +236,7 @@ def annotated(run):
 
 
 def forged(run, name):
-    """A whole note under a name that is not its own."""
+    """A whole note under another name."""
     earlier = min((run.root / name).parent.iterdir())
     run.write(name, earlier.read_bytes())
 
@@ -262,7 +262,7 @@ def folder(run, name):
     ],
     ids=["flipped", "long", "forged", "other-fields", "folder"],
 )
-def test_damaged_note_is_reported_and_hides_nothing_else(run, annotated, damage, caplog):
+def test_damaged_note_is_reported_and_hides_no_other(run, annotated, damage, caplog):
     damage(run, annotated)
     with run.open() as ckpt:
         assert ckpt.info(2).metadata == {"seed": 7, "loss": 3.0, "by": "ada"}
@@ -292,7 +292,7 @@ def notes_of(backend, step=1):
     return NotesOfRun.of(backend, record).read(record)
 
 
-def test_copy_has_the_notes_before_it_exists():
+def test_copy_gets_notes_before_its_record():
     source, target = memory(), FaultyBackend(memory())
     with checkpointer(source) as ckpt:
         save(ckpt, 1)
@@ -303,7 +303,7 @@ def test_copy_has_the_notes_before_it_exists():
     assert notes_of(target).metadata == {"loss": 1.0}
 
 
-def test_note_that_is_added_during_a_copy_is_carried_over():
+def test_note_added_during_a_copy_is_carried_over():
     source, target = memory(), memory()
     with checkpointer(source) as ckpt:
         save(ckpt, 1)
@@ -318,7 +318,7 @@ def test_note_that_is_added_during_a_copy_is_carried_over():
     assert notes_of(target).metadata == {"loss": 1.0}
 
 
-def test_second_copy_brings_what_was_added_since():
+def test_second_copy_carries_later_notes():
     source, target = memory(), memory()
     with checkpointer(source) as ckpt:
         save(ckpt, 1)
@@ -328,7 +328,7 @@ def test_second_copy_brings_what_was_added_since():
     assert notes_of(target).metadata == {"loss": 1.0}
 
 
-def test_damaged_note_is_copied_as_it_is():
+def test_damaged_note_is_copied_verbatim():
     source, target = memory(), memory()
     with checkpointer(source) as ckpt:
         save(ckpt, 1)
@@ -352,7 +352,7 @@ def test_annotations_are_in_each_tier_that_has_the_checkpoint():
         assert notes_of(place).metadata == {"loss": 1.0}
 
 
-def test_annotation_that_missed_a_tier_is_carried_there_before_the_eviction():
+def test_annotation_missing_in_a_tier_is_copied_there_before_eviction():
     places = Places()
     with places.open() as ckpt:
         save(ckpt, 1)
@@ -368,7 +368,7 @@ def test_annotation_that_missed_a_tier_is_carried_there_before_the_eviction():
         assert not noted(places.fast)
 
 
-def test_note_that_is_damaged_in_one_tier_is_read_from_another():
+def test_note_damaged_in_one_tier_is_read_from_another():
     places = Places()
     with places.open() as ckpt:
         save(ckpt, 1)
@@ -383,7 +383,7 @@ def test_note_that_is_damaged_in_one_tier_is_read_from_another():
         assert ckpt.info(1).metadata == {"loss": 1.0}
 
 
-def test_damaged_note_does_not_hinder_the_repair_of_data():
+def test_damaged_note_does_not_block_data_repair():
     places = Places()
     with places.open() as ckpt:
         save(ckpt, 1)

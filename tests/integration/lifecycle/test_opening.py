@@ -1,4 +1,4 @@
-"""What a trainer learns when it opens a run, or by `check`, before its first save."""
+"""What a trainer learns on opening a run, or by `check`, before its first save."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def open_folder():
 
 
 @contextmanager
-def somebody_else():
-    """Without the privileges of root, which may write everywhere."""
+def another_user():
+    """Without the privileges of root, which can write everywhere."""
     if os.geteuid() != 0:
         yield
         return
@@ -53,7 +53,7 @@ def warnings_of(caplog):
 
 
 @pytest.mark.parametrize("forbidden", ["root", "commits", "above"])
-def test_a_root_that_cannot_be_written_is_said_when_it_is_opened(forbidden, open_folder, caplog):
+def test_a_read_only_root_is_reported_on_open(forbidden, open_folder, caplog):
     root = open_folder / "run"
     if forbidden != "above":
         with Checkpointer(f"posix://{root}") as ckpt:
@@ -63,7 +63,7 @@ def test_a_root_that_cannot_be_written_is_said_when_it_is_opened(forbidden, open
         if folder.exists():
             folder.chmod(0o777)
     closed.chmod(0o555)
-    with somebody_else(), Checkpointer(f"posix://{root}") as ckpt:
+    with another_user(), Checkpointer(f"posix://{root}") as ckpt:
         (warning,) = warnings_of(caplog)
         assert str(root) in warning
         assert "can only be read, every save will fail" in warning
@@ -74,38 +74,38 @@ def test_a_root_that_cannot_be_written_is_said_when_it_is_opened(forbidden, open
             assert torch.equal(ckpt.load()["a"], torch.ones(2))
 
 
-def test_a_root_that_can_be_written_is_opened_in_silence(tmp_path, caplog):
+def test_a_writable_root_is_opened_without_a_warning(tmp_path, caplog):
     for _ in range(2):
         with Checkpointer(f"posix://{tmp_path}/run") as ckpt:
             ckpt.save({"a": 1}, 1, mode="blocking", overwrite=True)
     assert warnings_of(caplog) == []
 
 
-def test_a_file_in_place_of_the_root_is_said_when_it_is_opened(tmp_path, caplog):
+def test_a_file_in_place_of_the_root_is_reported_on_open(tmp_path, caplog):
     (tmp_path / "run").touch()
     with Checkpointer(f"posix://{tmp_path}/run"):
         assert "ENOTDIR" in caplog.text
 
 
-def test_a_root_in_no_real_file_system_says_so():
+def test_a_root_in_a_virtual_file_system_fails():
     ckpt = Checkpointer("posix:///proc/xx/yy")
     with pytest.raises(StorageError, match=r"^/proc/xx/yy: cannot publish .*such as /proc"):
         ckpt.save({"a": 1}, 1, mode="blocking")
 
 
-def test_ranks_without_a_process_group_are_refused_with_what_to_do(monkeypatch, caplog):
+def test_ranks_without_a_process_group_are_refused_with_a_remedy(monkeypatch, caplog):
     store = memory()
     monkeypatch.setenv("WORLD_SIZE", "4")
     with checkpointer(store) as ckpt:
         with pytest.raises(ConfigError, match=r"WORLD_SIZE is 4.*init_process_group.*'alone'"):
             ckpt.save({"a": 1}, 1)
-        assert warnings_of(caplog) == []  # it may be opened before the group is there
+        assert warnings_of(caplog) == []  # it may be opened before the group exists
         with pytest.raises(CheckpointNotFoundError):
             ckpt.restore({"a": 0})
         (warning,) = warnings_of(caplog)
     assert "WORLD_SIZE is 4" in warning
     caplog.clear()
-    monkeypatch.setenv("RANK", "3")  # the launcher's rank 0 says it for all
+    monkeypatch.setenv("RANK", "3")  # the launcher's rank 0 logs it for all
     with checkpointer(store) as ckpt, pytest.raises(CheckpointNotFoundError):
         ckpt.restore({"a": 0})
     assert warnings_of(caplog) == []
@@ -119,14 +119,14 @@ def test_ranks_without_a_process_group_are_refused_with_what_to_do(monkeypatch, 
         assert ckpt.load() == {"a": 1}
     assert warnings_of(caplog) == []
     with checkpointer(store, ranks="alone") as ckpt, pytest.raises(StepExistsError) as raised:
-        ckpt.save({"a": 1}, 1)  # as another process of the job does, with this root
+        ckpt.save({"a": 1}, 1)  # like another process of the job with this root
     assert "has ranks='alone', and WORLD_SIZE is 4" in raised.value.__notes__[0]
     monkeypatch.setenv("WORLD_SIZE", "1")
     with checkpointer(store):
         assert warnings_of(caplog) == []
 
 
-def test_check_tells_what_a_save_would_be_and_writes_nothing():
+def test_check_describes_a_save_and_writes_nothing():
     store = memory()
     model = nn.Linear(40, 40)
     state = {"model": model, "tied": model.weight, "epoch": 3}

@@ -1,4 +1,4 @@
-"""Memory for copies is there before the first save in the background needs it."""
+"""Memory for copies is ready before the first background save needs it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def state():
 
 
 def gets(ckpt, nbytes):
-    """Whether there is soon so much memory, and all of it touched."""
+    """Whether this much memory is soon there, all touched."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         staging = ckpt._saver.memory.staging
@@ -72,7 +72,7 @@ def test_blocking_saves_need_no_memory(state):
 
 @measured
 @pytest.mark.parametrize("mode", ["async", "lazy"])
-def test_state_that_is_larger_than_staging_takes_no_more_memory(tmp_path, state, mode):
+def test_state_larger_than_staging_takes_no_more_memory(tmp_path, state, mode):
     options = {"staging_bytes": "8 MiB", "chunk_bytes": 1 << 20, "mode": mode}
     with checkpointer(tmp_path / "warm", **options) as ckpt:
         ckpt.save(state, 1).result()  # its threads, and imports

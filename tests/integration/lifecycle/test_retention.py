@@ -1,4 +1,4 @@
-"""Retention by a metric and by age: what stays, what goes, and what no rule may delete."""
+"""Retention by a metric and by age: kept steps, deleted ones, and undeletable ones."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def saved(losses):
 
 
 def left(backend, **retention):
-    """The steps that stay of a copy of the store."""
+    """The remaining steps of a copy of the store."""
     copy = memory()
     copy._store.blobs.update(backend._store.blobs)
     with checkpointer(copy, retention=retention) as ckpt:
@@ -61,7 +61,7 @@ LARGEST = {**BEST, "best_mode": "max"}
                 ({**BEST, "keep_best": 9}, [1, 2, 3, 4, 5]),
             ],
         ),
-        ([1.0, 1.0, 1.0, 2.0], [(BEST, [2, 3, 5])]),  # of equal ones the newer
+        ([1.0, 1.0, 1.0, 2.0], [(BEST, [2, 3, 5])]),  # the newer of equal ones
         ([1.0, 1.0, 1.0, 0.5], [(LARGEST, [2, 3, 5])]),
         ([1, 2.5, 0, 10**400], [(BEST, [1, 3, 5]), (LARGEST, [2, 4, 5])]),
     ],
@@ -73,14 +73,14 @@ def test_best_checkpoints_stay_and_the_newest(losses, rules):
         assert left(backend, **retention) == kept, retention
 
 
-def test_what_is_no_finite_number_never_wins():
+def test_non_finite_metrics_never_win():
     bad = [None, float("nan"), float("inf"), float("-inf"), "0", True, [0.0], {"x": 1}]
     backend = saved([*bad[:4], 1.0, *bad[4:], 2.0, None])
     for rules in (BEST, LARGEST):
         assert left(backend, **rules) == [5, 10, 12]
 
 
-def test_metric_that_is_added_later_counts():
+def test_metrics_added_later_count():
     backend = memory()
     with checkpointer(backend, retention={**BEST, "keep_last": 2}) as ckpt:
         for loss in (3.0, 1.0, 2.0, 4.0, 5.0):
@@ -100,7 +100,7 @@ def test_best_checkpoint_that_has_lost_data_does_not_count():
     backend.delete([info.name for info in backend.list(f"data/{uid}/blobs/")])
     with checkpointer(backend, retention=BEST) as ckpt:
         save(ckpt, [None])
-        assert ckpt.steps() == [1, 2, 3, 5]  # the two best that are whole, and what is better
+        assert ckpt.steps() == [1, 2, 3, 5]  # the two best whole ones, and better ones
 
 
 def test_checkpoint_with_a_damaged_note_is_never_deleted(caplog):
@@ -117,7 +117,7 @@ def test_checkpoint_with_a_damaged_note_is_never_deleted(caplog):
         assert "a note is ignored" in caplog.text
 
 
-def test_best_checkpoint_lends_to_nothing_that_is_lost():
+def test_best_checkpoint_keeps_borrowed_data():
     """A step that others need goes, its data stays."""
     rules = [{"match": "**", "codecs": ["delta", "zstd"]}]
     retention = {"keep_best": 1, "best_metric": "loss", "best_mode": "min"}
@@ -133,7 +133,7 @@ def test_best_checkpoint_lends_to_nothing_that_is_lost():
             assert ckpt.verify(step).ok
 
 
-def test_best_checkpoint_stays_in_tiers_wherever_its_metric_is():
+def test_best_checkpoint_stays_in_tiers_with_its_metric_in_any():
     places = Places()
     with places.open() as ckpt:
         save(ckpt, [3.0, 3.0, 3.0, 3.0])
@@ -172,7 +172,7 @@ def test_retention_deletes_no_pinned_checkpoint():
         assert ckpt.steps() == [5]
 
 
-def test_overdue_retention_spares_pins_and_tiers_know_of_them():
+def test_overdue_retention_spares_pins_also_in_tiers():
     places = Places()
     with places.open() as ckpt:
         save(ckpt, [None, None, None])
@@ -204,7 +204,7 @@ def test_pinned_checkpoint_can_be_deleted_by_name(delete):
 
 
 def aged(root, *days):
-    """Steps 1, 2, ... so many days old."""
+    """Steps 1, 2, ... with these ages in days."""
     run = Run(root)
     with run.open() as ckpt:
         save(ckpt, [float(step) for step in range(1, len(days) + 1)])
@@ -223,7 +223,7 @@ def test_checkpoints_within_the_time_stay(tmp_path, within):
 
 
 def test_age_is_counted_back_from_the_newest_checkpoint(tmp_path):
-    """So a run that rested for a month loses nothing before it goes on."""
+    """So a run that paused for a month loses nothing before it continues."""
     run = aged(tmp_path / "run", 39, 36, 31, 30)
     with run.open(retention={"keep_within": "7d"}) as ckpt:
         assert ckpt._catalog.apply_retention(ckpt._config.retention) == [1]
@@ -237,25 +237,25 @@ def test_time_in_the_future_makes_nothing_older(tmp_path):
         assert ckpt.steps() == [1, 2, 3, 4, 5]
 
 
-def test_age_and_metric_and_number_keep_together(tmp_path):
+def test_age_metric_and_number_keep_jointly(tmp_path):
     run = aged(tmp_path / "run", 30, 20, 10, 3)
     with run.open(retention={**BEST, "keep_best": 1, "keep_within": "5d"}) as ckpt:
         save(ckpt, [None])
         assert ckpt.steps() == [1, 4, 5]
 
 
-# -- notes that come meanwhile ---------------------------------------------------------------------
+# -- concurrent notes ------------------------------------------------------------------------------
 
 
-def test_note_that_comes_while_retention_decides_saves_the_step_or_is_refused():
+def test_note_added_during_retention_saves_the_step_or_is_refused():
     """Step 1 becomes the best while retention, on another thread, is about to delete it."""
-    backend, said = memory(), []
+    backend, listed = memory(), []
 
     class Between(WrapperBackend):
         def list(self, prefix, /):
             found = super().list(prefix)
-            if prefix.startswith("notes/") and prefix != "notes/" and not said:
-                said.append(prefix)
+            if prefix.startswith("notes/") and prefix != "notes/" and not listed:
+                listed.append(prefix)
                 with pytest.raises(CheckpointGoneError, match="being, deleted"):
                     ckpt.annotate(1, {"loss": 0.0})
             return found
@@ -264,19 +264,19 @@ def test_note_that_comes_while_retention_decides_saves_the_step_or_is_refused():
         save(plain, [3.0, 1.0, 2.0])
     with checkpointer(Between(backend), retention=BEST) as ckpt:
         save(ckpt, [None])
-        assert said
+        assert listed
         assert ckpt.steps() == [2, 3, 4]
     assert not backend.list("notes/")
 
 
-def test_note_that_came_after_retention_looked_spares_the_step():
-    backend, said = memory(), []
+def test_note_added_after_the_retention_scan_spares_the_step():
+    backend, listed = memory(), []
 
     class Between(WrapperBackend):
         def list(self, prefix, /):
             found = super().list(prefix)
-            if prefix == "notes/" and not said:
-                said.append(prefix)
+            if prefix == "notes/" and not listed:
+                listed.append(prefix)
                 ckpt.annotate(1, {"loss": 0.0})
             return found
 

@@ -1,4 +1,4 @@
-"""How often a restore asks the store: each call is a round trip to a bucket."""
+"""How often a restore calls the store: each call is a round trip to a bucket."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def store():
 
 
 def of_commits(store):
-    """How often commit records were listed, and each of them was read."""
+    """How often commit records were listed, and each one read."""
     names = [name for call, (name, *_) in store.calls if name.startswith(COMMIT_PREFIX)]
     return Counter(names)
 
@@ -53,7 +53,7 @@ def test_commit_records_are_listed_once_and_one_is_read_once(store, use):
             assert of_commits(store) == {COMMIT_PREFIX: count, commit_name(3, 0): count}
 
 
-def test_a_fallback_reads_the_record_of_each_step_that_it_tries_once(store):
+def test_a_fallback_reads_the_record_of_each_tried_step_once(store):
     for step in (2, 3):
         overwrite(store, step)
     with checkpointer(store) as ckpt:
@@ -62,7 +62,7 @@ def test_a_fallback_reads_the_record_of_each_step_that_it_tries_once(store):
     assert of_commits(store) == {COMMIT_PREFIX: 1} | {commit_name(s, 0): 1 for s in STEPS}
 
 
-def test_a_record_that_was_replaced_since_it_was_listed_is_looked_up_anew(store):
+def test_a_record_replaced_since_the_listing_is_looked_up_again(store):
     class Overwritten(FaultyBackend):
         def read_record(self, name, /, *, limit_bytes):
             if name == commit_name(3, 0) and not done:

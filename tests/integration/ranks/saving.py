@@ -1,4 +1,4 @@
-"""Ranks as threads that save together, each with a checkpointer of its own."""
+"""Ranks as threads that save together, each with its own checkpointer."""
 
 import threading
 
@@ -11,9 +11,9 @@ from penstock.testing.coordination import MemoryBoard, MemoryCoordination
 
 PATIENCE_S = 300.0
 TIMEOUT_S = 60.0
-# Whoever waits for half of this, or a quarter, waits for longer than any test: so it fails it.
+# A wait of half of this, or a quarter, is longer than any test, and so fails it.
 LONG_S = 4 * PATIENCE_S + 100.0
-# For what has to last longer than a time-out: still longer than a busy machine keeps one waiting.
+# For waits beyond a timeout: still longer than the delays of a busy machine.
 SHORT_TIMEOUT_S = 4.0
 
 
@@ -54,14 +54,14 @@ class Job:
         return Checkpointer(store, group=self.group(rank, **group), **self._options)
 
     def run(self, work, **group):
-        """Return what `work(checkpointer, rank)` returns, or raises, on each rank."""
+        """Return the result, or error, of `work(checkpointer, rank)` on each rank."""
         results = [None] * self.world_size
 
         def one(rank):
             try:
                 with self.checkpointer(rank, **group) as ckpt:
                     results[rank] = work(ckpt, rank)
-            except Exception as error:  # noqa: BLE001 - the test looks at it
+            except Exception as error:  # noqa: BLE001 - checked by the test
                 results[rank] = error
 
         threads = [threading.Thread(target=one, args=(n,)) for n in range(self.world_size)]
@@ -79,7 +79,7 @@ class Job:
 
 
 def save_steps(store, count, steps, state_of, state_alone, **options):
-    """Save steps by so many ranks, or one process; return what is stored of each, in bytes.
+    """Save steps by this many ranks, or one process; return the stored bytes of each.
 
     Args:
         store: The root.

@@ -7,7 +7,7 @@ import time
 
 
 class SlowLink:
-    """Passes connections on to a port; what the server answers waits for `delay_s` first."""
+    """Forwards connections to a port; delays the server's answers by `delay_s`."""
 
     def __init__(self, port):
         self.delay_s = 0.0

@@ -1,4 +1,4 @@
-"""`None` on some ranks where others have an object, and what else ranks have at one path."""
+"""`None` on some ranks where others have an object, and other differences at one path."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def assert_restored(state, has):
 
 
 @pytest.mark.parametrize(("nothing", "has"), [(None, 0), ({}, 1), ([], 0), ((), 1)], ids=repr)
-def test_module_on_one_rank_and_nothing_on_another_come_back_to_where_they_were(nothing, has):
+def test_module_on_one_rank_and_nothing_on_another_round_trip(nothing, has):
     store = memory()
 
     def work(ckpt, rank):
@@ -68,8 +68,8 @@ def test_module_on_one_rank_and_nothing_on_another_come_back_to_where_they_were(
         assert_restored(live, has=True)
 
 
-def test_ranks_that_have_nothing_restore_what_others_or_one_process_have_saved(caplog):
-    """The number of ranks changes, and with it who has the module."""
+def test_ranks_without_objects_restore_saves_of_others_or_one_process(caplog):
+    """The number of ranks changes, and with it the module's rank."""
     for count in (1, 3):
         store = memory()
         if count == 1:
@@ -104,7 +104,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize("make", KINDS)
-def test_nothing_goes_with_every_kind_of_object_on_other_ranks(make):
+def test_nothing_pairs_with_every_kind_of_object_of_others(make):
     store, made = memory(), make()  # here: the first optimizer imports half of torch
 
     def work(ckpt, rank):
@@ -138,8 +138,8 @@ def test_other_contradictions_are_refused_by_name_on_all_ranks(words):
         assert ckpt.steps() == []
 
 
-def test_value_that_turns_into_something_between_saves_of_one_structure_is_refused():
-    """The tables of the parts are those of the save before, whose index rank 0 knows."""
+def test_value_changing_kind_between_saves_of_one_structure_is_refused():
+    """The tables of the parts equal those of the previous save, whose index rank 0 knows."""
 
     def work(ckpt, rank):
         ckpt.save(state(rank, 1), 1).result(30)

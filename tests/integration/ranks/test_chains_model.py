@@ -1,4 +1,4 @@
-"""Chains of checkpoints by one process and by many ranks, whatever else happens to them."""
+"""Chains of checkpoints by one process and by many ranks, under other operations."""
 
 import random
 from contextlib import closing
@@ -28,7 +28,7 @@ WAYS = [plain, in_rows, in_columns, replicas_of_rows]
 
 
 def state_of(way, step, rank, count):
-    """Some of it moves, some never does, and some weights are rounded masters."""
+    """Some of it changes, some never does, and some weights are rounded masters."""
     state = way(step, rank, count)
     state["master"] = {"moves": weights(step)["model"]["large"][:, :60].clone()}
     state["half"] = {"moves": state["master"]["moves"].bfloat16()}
@@ -50,7 +50,7 @@ def check(store, steps):
 
 
 class Run:
-    """A run, and the steps that it should have; each action is drawn by `random`."""
+    """A run, and its expected steps; each action is drawn by `random`."""
 
     def __init__(self, drawn):
         self.drawn = drawn
@@ -132,7 +132,7 @@ class Run:
 @pytest.mark.parametrize(
     "seed", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, *range(2, 8)))]
 )
-def test_every_checkpoint_restores_whatever_was_done_before(seed):
+def test_every_checkpoint_restores_after_any_operations(seed):
     run = Run(random.Random(seed))
     others = [run.fail, run.delete, run.rewind, run.prune, run.compact, run.restore]
     for number in range(12):
@@ -144,7 +144,7 @@ def test_every_checkpoint_restores_whatever_was_done_before(seed):
     assert {name.split("/")[1] for name in names(run.store)} == needed
 
 
-def test_a_chain_of_ranks_is_copied_compacted_and_compared_as_one_of_one_process():
+def test_a_chain_of_ranks_is_copied_compacted_and_compared_like_any_other():
     store, target = memory(), memory()
     job = Job(2, store, rules=RULES, share=True)
 

@@ -1,7 +1,7 @@
-"""A tensor that ranks of different structures have in common is stored once for each structure.
+"""A tensor shared by ranks of different structures is stored once for each structure.
 
-Each structure cuts it at other elements, as stages of a pipeline of several replicas do with a tied
-embedding that is larger than the share of one writer.
+Each structure cuts it at other elements, like pipeline stages of several replicas with a tied
+embedding larger than one writer's share.
 """
 
 import pytest
@@ -12,7 +12,7 @@ from tests.integration.support import memory
 from penstock import SaveError, Shard
 
 TIED = torch.arange(40_000.0).reshape(400, 100)
-OF_STAGE = {0: 300, 1: 120}  # rows of what each stage has for itself
+OF_STAGE = {0: 300, 1: 120}  # rows of each stage's own objects
 
 
 def state_of(rank):
@@ -27,7 +27,7 @@ def saved_by_stages(store, step=1, **options):
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_copies_that_are_cut_differently_come_back_in_any_cut(ranks):
+def test_differently_cut_copies_restore_in_any_cut(ranks):
     store = memory()
     saved_by_stages(store)
 
@@ -42,7 +42,7 @@ def test_copies_that_are_cut_differently_come_back_in_any_cut(ranks):
     assert Job(ranks, store).run(work) == [True] * ranks
 
 
-def test_a_piece_that_is_of_no_copy_fails_the_save():
+def test_a_piece_of_no_copy_fails_the_save():
     def pieces(rank):
         start, rows = [(0, 4), (4, 4), (2, 4)][rank]
         return {"w": Shard(torch.zeros(rows, 3), (8, 3), (start, 0))}

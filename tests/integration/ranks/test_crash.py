@@ -1,4 +1,4 @@
-"""Two ranks over one store that loses its power, or of which one dies: old or new, always whole."""
+"""Two ranks over one store that loses power, or with one that dies: old or new, always whole."""
 
 import functools
 import random
@@ -28,13 +28,13 @@ from penstock.testing.faults import EFFECTS, CrashAt, LatencyBackend, SimulatedC
 from penstock.testing.powercut import Disk, PowerCut
 
 WORLD = 2
-WRITER_BYTES = 4096  # so that two ranks share some 30 KB as they would share gigabytes
+WRITER_BYTES = 4096  # so two ranks share some 30 KB like gigabytes
 AFTER = {**BEFORE, 4: 4}
 JITTER = {"create": 0.002, "write": 0.002, "seal": 0.002, "publish": 0.002}
 
 
 class Save:
-    """A save of two ranks, and what the run may hold, from before to after."""
+    """A save of two ranks, and the allowed contents of the run, from before to after."""
 
     def __init__(self, name, ends, *, options=BOTH, mode="async", step=4, number=4, **more):
         self.name = name
@@ -44,9 +44,9 @@ class Save:
         self.call = {"mode": mode, "step": step, **more}
 
     def run(self, stores, member=lambda board, _: MemoryCoordination(board), *, lost=None):
-        """Save on each rank; return what each has come to: a report, or an error.
+        """Save on each rank; return the result of each: a report, or an error.
 
-        Once `lost()` says that another rank is dead, the time flies until that one is given up.
+        Once `lost()` reports a dead rank, the time flies until the others give it up.
         """
         its = job()
         its.fill(self.number)
@@ -64,7 +64,7 @@ class Save:
                     try:
                         results[rank] = handle.result(300)
                     finally:
-                        ckpt._saver.job.released.wait(300)  # what follows the end is over, too
+                        ckpt._saver.job.released.wait(300)  # work after the end is over, too
             except BaseException as error:  # noqa: BLE001 - of one that dies, too
                 results[rank] = results[rank] or error
 
@@ -78,7 +78,7 @@ class Save:
         return results
 
     def possible(self, results):
-        """What the run may hold, by what the ranks have been told."""
+        """The allowed contents of the run, by the ranks' reports."""
         committed = next(n for n, end in enumerate(self.ends) if end.get(self.step) == self.number)
         if any(not isinstance(result, BaseException) for result in results):
             return self.ends[committed:]
@@ -118,7 +118,7 @@ each_save = pytest.mark.parametrize(
 
 @functools.cache
 def stored():
-    """Three checkpoints that two ranks have saved."""
+    """Three checkpoints saved by two ranks."""
     disk = Disk()
     for step in (1, 2, 3):
         results = Save("", [], step=step, number=step).run([PowerCut(disk)] * WORLD)
@@ -137,7 +137,7 @@ each_stride = pytest.mark.parametrize(
 
 @each_stride
 @each_save
-def test_power_that_goes_during_any_effect_of_two_ranks_leaves_old_or_new(save, stride):
+def test_power_cut_at_any_effect_of_two_ranks_leaves_old_or_new(save, stride):
     start = stored()
     found, points, cuts = [], 0, 0
     while True:
@@ -162,7 +162,7 @@ def test_power_that_goes_during_any_effect_of_two_ranks_leaves_old_or_new(save, 
 
 
 def names_of(disk, rank):
-    """What a rank has stored on a disk, for any save."""
+    """The data of a rank on a disk, for any save."""
     names = {blob.name for blob in PowerCut(disk).list("data/")}
     return {name for name in names if name.rpartition("/")[2].startswith(f"{rank:05d}")}
 
@@ -186,7 +186,7 @@ class OfOne(MemoryCoordination):
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_rank_that_dies_before_any_effect_leaves_old_or_new(save, victim, stride):
     start = stored()
-    found, told, points = [], set(), 0
+    found, kinds, points = [], set(), 0
     while True:
         disk = start.copy()
         stores = [PowerCut(disk) for _ in range(WORLD)]
@@ -198,7 +198,7 @@ def test_a_rank_that_dies_before_any_effect_leaves_old_or_new(save, victim, stri
         results = save.run(stores, member, lost=lambda dying=dying: dying.crashed)
         if dying.crashed:
             survivor = results[1 - victim]
-            told.add(type(survivor))
+            kinds.add(type(survivor))
             if isinstance(survivor, RankError):
                 assert (survivor.rank, survivor.host) == (victim, f"node{victim}")
                 new = names_of(disk, 1 - victim) - names_of(start, 1 - victim)
@@ -207,7 +207,7 @@ def test_a_rank_that_dies_before_any_effect_leaves_old_or_new(save, victim, stri
         if not dying.crashed:
             break
         points += stride
-    print(f"{save.name}: rank {victim} died at {points} points; {told}")
+    print(f"{save.name}: rank {victim} died at {points} points; {kinds}")
     assert points >= (7 if victim == 0 else 4)
     ends = save.ends if stride == 1 else [save.ends[0], save.ends[-1]]
     assert all(end in found for end in (ends if victim == 0 else ends[-1:]))

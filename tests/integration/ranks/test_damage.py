@@ -1,4 +1,4 @@
-"""What three ranks stored, damaged anywhere: found or harmless, for one process and two ranks."""
+"""Data of three ranks, damaged anywhere: found or harmless, for one process and two ranks."""
 
 import random
 from dataclasses import replace
@@ -20,7 +20,7 @@ each_writer = pytest.mark.parametrize(
 
 
 def cut(tree, rank, count):
-    """The tree of one of `count` ranks, each of which holds some rows of each tensor."""
+    """The tree of one of `count` ranks, which each hold some rows of each tensor."""
     if isinstance(tree, dict):
         return {key: cut(value, rank, count) for key, value in tree.items()}
     if not isinstance(tree, torch.Tensor):
@@ -51,7 +51,7 @@ def pristine(tmp_path_factory):
 
 
 def files_of(run, step, writers=range(SAVERS)):
-    """The files of a step that some ranks have written, and those of no rank, by what they are."""
+    """The files of a step written by some ranks, and those of no rank, by kind."""
     with run.open() as ckpt:
         uid = ckpt.info(step).uid
     names = run.names(f"data/{uid}/**/*.*") + run.names(f"data/{uid}/*")
@@ -62,7 +62,7 @@ def files_of(run, step, writers=range(SAVERS)):
 
 
 def one_process(run, **options):
-    """What a process that is alone reads: the tree, or None where it finds damage."""
+    """The tree read by a single process, or None if it finds damage."""
     with run.open() as ckpt:
         try:
             tree = ckpt.load(2, **options)
@@ -80,7 +80,7 @@ def verified(run):
 
 
 def two_ranks(run, **options):
-    """What each of two ranks restores: the step and its tree, or the error."""
+    """The restored step and tree of each of two ranks, or its error."""
     job = Job(READERS, f"posix://{run.root}?direct_io=off")
 
     def work(ckpt, rank):
@@ -124,7 +124,7 @@ def test_any_flipped_bit_of_any_rank_is_found_or_harmless(pristine, tmp_path, wr
 
 
 def overwritten(run, name):
-    """All but the edges: between frames a blob has bytes that nobody reads."""
+    """All but the edges: between frames a blob has unread bytes."""
     data = run.read(name)
     edge = len(data) // 8
     inner = bytes(byte ^ 0x10 for byte in data[edge:-edge])
@@ -137,9 +137,7 @@ def removed(run, name):
 
 @each_writer
 @pytest.mark.parametrize("damage", [overwritten, removed])
-def test_damage_to_what_any_rank_stored_leads_all_ranks_to_the_older_checkpoint(
-    damage, pristine, tmp_path, writers
-):
+def test_damage_to_data_of_any_rank_makes_all_fall_back(damage, pristine, tmp_path, writers):
     run = pristine.copy_to(tmp_path / "root")
     for kind, name in files_of(run, 2, writers).items():
         if kind in {"intent.json", "commit"}:  # without a commit record there is no such step
@@ -150,14 +148,14 @@ def test_damage_to_what_any_rank_stored_leads_all_ranks_to_the_older_checkpoint(
         tree = one_process(run, on_damage="fallback")
         run.write(name, whole)
         if kind == "index" and same(results, expected(2)):
-            continue  # whoever reads everything needs no index
+            continue  # a full read needs no index
         assert same(tree, make_state(1)), kind
         assert same(results, expected(1)), (kind, results)
     assert same(two_ranks(run, on_damage="fallback"), expected(2))
 
 
 @pytest.mark.parametrize("once", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_rank_that_still_reads_what_another_found_damaged_stops_and_goes_on_with_the_others(once):
+def test_a_rank_reading_what_another_found_damaged_stops_and_falls_back(once):
     store, bad = memory(), memory()
 
     def filled(value):

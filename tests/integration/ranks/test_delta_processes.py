@@ -1,4 +1,4 @@
-"""Real processes that save a chain of checkpoints, are started again as others, and are killed."""
+"""Real processes that save a chain of checkpoints, restart in other numbers, and are killed."""
 
 import os
 import signal
@@ -59,7 +59,7 @@ HANG_WITH_DELTAS = HANG.replace(
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.multirank
-def test_torchrun_goes_on_with_the_chain_on_another_number_of_processes(tmp_path):
+def test_torchrun_continues_the_chain_with_another_process_count(tmp_path):
     script, root = tmp_path / "job.py", tmp_path / "run"
     script.write_text(TRAIN + STEPS + SAVE)
     for count in (2, 3):
@@ -74,7 +74,7 @@ def test_torchrun_goes_on_with_the_chain_on_another_number_of_processes(tmp_path
         sizes = []
         for step in ckpt.steps():
             record = ckpt._catalog.record(step)
-            # What three ranks hold of the shards is stored whole once; all else is referred to.
+            # The shards of three ranks are stored whole once; all else is referenced.
             assert (record.base and record.base.step) == [None, 0, None, 2][step]
             assert record.borrowed if step else not record.borrowed
             sizes.append(record.bytes_stored)
@@ -89,7 +89,7 @@ def test_torchrun_goes_on_with_the_chain_on_another_number_of_processes(tmp_path
 @pytest.mark.process
 @pytest.mark.multirank
 @pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
-def test_a_rank_that_is_killed_leaves_the_base_as_it_was(store, tmp_path, victim):
+def test_a_killed_rank_leaves_the_base_unchanged(store, tmp_path, victim):
     root = tmp_path / "run"
     processes = start(START + HANG_WITH_DELTAS, 3, store.port, root, victim, LIMIT_S)
     others = [process for rank, process in enumerate(processes) if rank != victim]

@@ -1,4 +1,4 @@
-"""Checkpoints of many ranks that refer to earlier ones, of as many ranks or of others."""
+"""Checkpoints of many ranks that refer to earlier ones of the same or another rank count."""
 
 import itertools
 
@@ -18,13 +18,13 @@ LARGE = (600, 130)
 
 @pytest.fixture(scope="module", autouse=True)
 def warm():
-    """Compiles the codec, which would take longer than a rank may stand still here."""
+    """Compiles the codec, which would take longer than a rank may stall here."""
     with checkpointer(memory(), rules=RULES) as ckpt:
         ckpt.save(weights(0), 0, mode="blocking")
 
 
 def weights(step):
-    """A state whose tensors move a little with each step: large ones, and a slab of small ones."""
+    """A state whose tensors change slightly per step: large ones, and a slab of small ones."""
     made = torch.Generator().manual_seed(3)
     shapes = {"large": LARGE, "odd": (1231, 7), **{f"small{n}": (40, 5) for n in range(30)}}
     state = {}
@@ -35,13 +35,13 @@ def weights(step):
 
 
 def plain(step, rank, count):
-    """What each of some ranks puts into `save`: the same."""
+    """The state that each of some ranks saves: the same."""
     del rank, count
     return weights(step)
 
 
 def in_rows(step, rank, count):
-    """Each of some ranks has rows of the large tensor of its own."""
+    """Each of some ranks has its own rows of the large tensor."""
     state = weights(step)
     rows = -(-LARGE[0] // count)
     own = state["model"]["large"][rank * rows : (rank + 1) * rows].clone()
@@ -50,7 +50,7 @@ def in_rows(step, rank, count):
 
 
 def in_columns(step, rank, count):
-    """Each of some ranks has columns of the large tensor of its own."""
+    """Each of some ranks has its own columns of the large tensor."""
     state = weights(step)
     first, stop = (LARGE[1] * n // count for n in (rank, rank + 1))
     own = state["model"]["large"][:, first:stop].clone()
@@ -59,7 +59,7 @@ def in_columns(step, rank, count):
 
 
 def replicas_of_rows(step, rank, count):
-    """Two halves of the large tensor, each of which half of the ranks have."""
+    """Two halves of the large tensor, each on half of the ranks."""
     state = weights(step)
     half = LARGE[0] // 2
     own = state["model"]["large"][rank % 2 * half :][:half].clone()
@@ -80,7 +80,7 @@ def bases_of(store, steps):
 
 
 def depths_of(store, step, path):
-    """How many frames decoding the chunks of an object takes, for each of its regions."""
+    """The number of frames to decode the chunks of an object, for each of its regions."""
     with checkpointer(store) as ckpt:
         contents = ckpt.open(step).contents
         found = {}
@@ -121,7 +121,7 @@ def test_later_checkpoints_are_small_and_every_one_restores(state_of, memory_byt
 
 
 @pytest.mark.parametrize(("first", "then"), [(2, 3), (1, 2)])
-def test_another_number_of_ranks_goes_on_with_the_chain(first, then):
+def test_another_rank_count_continues_the_chain(first, then):
     store = memory()
     save_all(store, first, [0, 1])
     save_all(store, then, [2, 3])
@@ -141,7 +141,7 @@ class Counting(DelegatingBackend):
 
 
 @pytest.mark.parametrize("state_of", [pytest.param(plain, marks=pytest.mark.slow), in_rows])
-def test_the_base_comes_from_memory_where_a_rank_has_stored_it_itself(state_of):
+def test_a_rank_uses_the_base_in_memory_if_it_stored_it(state_of):
     store = memory()
     stores = [Counting(store) for _ in range(2)]
     job = Job(2, stores.__getitem__, rules=RULES)
@@ -159,7 +159,7 @@ def test_the_base_comes_from_memory_where_a_rank_has_stored_it_itself(state_of):
     check(store, range(4))
 
 
-def test_pieces_of_other_bounds_are_stored_whole_and_all_else_is_not():
+def test_only_pieces_with_other_bounds_are_stored_whole():
     store = memory()
     save_all(store, 2, [0, 1], in_rows)
     save_all(store, 3, [2, 3], in_rows)
@@ -174,7 +174,7 @@ def test_pieces_of_other_bounds_are_stored_whole_and_all_else_is_not():
 
 
 def test_a_base_is_found_in_the_part_of_another_rank():
-    """The ranks change places: each reads what another one has stored."""
+    """The ranks swap: each reads data stored by another one."""
     store = memory()
     save_all(store, 3, [0], in_rows)
     save_all(store, 3, [1], lambda step, rank, count: in_rows(step, (rank + 1) % 3, count))
@@ -189,7 +189,7 @@ def test_a_base_is_found_in_the_part_of_another_rank():
         *(pytest.param(n, marks=pytest.mark.slow) for n in ("FSDP2 x TP 3 x 2", "HSDP 2 x 2")),
     ],
 )
-def test_what_is_trained_in_shards_is_stored_as_its_differences(name):
+def test_shards_in_training_are_stored_as_deltas(name):
     count, place = PLACES[name]
     store = memory()
     job = Job(count, store, rules=RULES)
@@ -215,7 +215,7 @@ def test_what_is_trained_in_shards_is_stored_as_its_differences(name):
         for path, tensor in values.items():
             assert torch.equal(found[path], tensor), (step, path)
     assert bases_of(store, range(3)) == [None, (0, 1), (1, 2)]
-    # The ranks of another topology restore it, too.
+    # Ranks of another topology restore it, too.
     count, place = PLACES["FSDP2 3"]
     other = Job(count, store)
 

@@ -1,4 +1,4 @@
-"""What goes wrong with the base of several ranks costs room, or the save: never data."""
+"""Faults of the base of several ranks cost space, or the save: never data."""
 
 import logging
 import threading
@@ -54,7 +54,7 @@ class Before(DelegatingBackend):
         return super().read_record(name, limit_bytes=limit_bytes)
 
 
-def test_a_rank_that_finds_the_base_deleted_stores_whole_and_the_others_do_not(caplog):
+def test_only_a_rank_with_a_deleted_base_stores_whole(caplog):
     """The deletion comes when rank 0 has confirmed the base: its data stays while a save may."""
     store = memory()
     save_all(store, 2, [0, 1], in_rows)
@@ -86,7 +86,7 @@ def test_a_rank_that_finds_the_base_deleted_stores_whole_and_the_others_do_not(c
     check(store, [2, 3])
 
 
-def test_a_rank_that_finds_another_checkpoint_in_its_place_stores_whole():
+def test_a_rank_with_a_replaced_base_stores_whole():
     store = memory()
     save_all(store, 2, [0, 1], in_rows)
 
@@ -102,7 +102,7 @@ def test_a_rank_that_finds_another_checkpoint_in_its_place_stores_whole():
 
 
 @pytest.mark.parametrize(("how", "victim"), [("damaged", 0), ("gone", 1), ("short", 0)])
-def test_a_base_that_cannot_be_read_costs_room_on_that_rank_alone(how, victim, tmp_path, caplog):
+def test_an_unreadable_base_costs_space_only_on_that_rank(how, victim, tmp_path, caplog):
     root = f"posix://{tmp_path}"
     save_all(root, 2, [0], in_rows)
     with checkpointer(root) as ckpt:
@@ -136,7 +136,7 @@ class Full(DelegatingBackend):
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_a_save_that_fails_leaves_all_that_it_has_borrowed(victim):
+def test_a_failed_save_leaves_borrowed_data(victim):
     store = memory()
     save_all(store, 2, [0, 1], in_rows)
     before = names(store)
@@ -150,7 +150,7 @@ def test_a_save_that_fails_leaves_all_that_it_has_borrowed(victim):
 
 
 def test_a_base_that_only_some_ranks_could_use_is_in_the_record():
-    """Rank 0 has nothing to encode against it; the others have."""
+    """Rank 0 has no data to encode against it; the others have some."""
     store = memory()
 
     def state_of(step, rank, count):
@@ -165,8 +165,8 @@ def test_a_base_that_only_some_ranks_could_use_is_in_the_record():
             assert torch.equal(ckpt.load(step)["w"], weights(step)["model"]["large"])
 
 
-def test_what_is_saved_while_its_base_is_deleted_restores():
-    """As in `test_a_rank_that_finds_the_base_deleted...`, at any moment of the save."""
+def test_a_save_during_deletion_of_its_base_restores():
+    """As in `test_only_a_rank_with_a_deleted_base_...`, at any moment of the save."""
     store = memory()
     save_all(store, 2, [0], plain)
     stop = threading.Event()

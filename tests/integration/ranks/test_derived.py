@@ -13,7 +13,7 @@ from penstock import PerRank
 NAMES = [f"layer{n}.weight" for n in range(6)]
 
 
-# Replicas share also what is small.
+# Replicas also share small objects.
 Job = partial(saving.Job, writer_bytes=1)
 
 
@@ -49,8 +49,8 @@ def restored(store, state, step):
 @pytest.mark.parametrize(
     ("mode", "count"), [("lazy", 2), pytest.param("blocking", 3, marks=pytest.mark.slow)]
 )
-def test_one_rank_decides_of_each_weight_and_the_others_neither_store_nor_list_it(mode, count):
-    """In the first save no rank knows before the capture what it writes, later each does."""
+def test_one_rank_decides_on_each_weight_and_only_it_stores_or_lists_it(mode, count):
+    """In the first save no rank knows its writes before the capture, later each does."""
     store = memory()
     states = {step: mixed(step) for step in (1, 2)}
     job = Job(count, store, share=True, defer="**")
@@ -70,7 +70,7 @@ def test_one_rank_decides_of_each_weight_and_the_others_neither_store_nor_list_i
     whole = sum(report.bytes_stored for report in others)
     for step, state in states.items():
         found = derived(store, step)
-        assert set(found.values()) - {0}  # not rank 0 alone decides
+        assert set(found.values()) - {0}  # not only rank 0 decides
         # A master that two ranks share is at each seam between two writers.
         assert len(found) >= len(NAMES) - (count - 1)
         restored(store, state, step)
@@ -80,7 +80,7 @@ def test_one_rank_decides_of_each_weight_and_the_others_neither_store_nor_list_i
 
 @pytest.mark.parametrize("step", [1, 2])
 def test_a_weight_whose_master_two_ranks_store_is_stored(step):
-    """What has drifted apart between the lines that are compared must not be rounded into it."""
+    """Drift between the compared lines must not be rounded away."""
     store, state = memory(), {key: {"w": mixed()[key][NAMES[0]]} for key in ("model", "master")}
 
     def of(rank):
@@ -115,8 +115,8 @@ def test_ranks_of_several_structures_store_their_weights():
     restored(store, state | {"more": torch.ones(9)}, 2)
 
 
-def test_what_one_rank_has_for_itself_decides_of_no_weight():
-    """It may have the name and the shape of a master; the other ranks do not know of it."""
+def test_rank_specific_objects_decide_on_no_weight():
+    """It may have a master's name and shape; the other ranks do not know of it."""
     store, state = memory(), mixed()
 
     def of(rank):
@@ -133,8 +133,8 @@ def test_what_one_rank_has_for_itself_decides_of_no_weight():
         assert derived(store, step)
 
 
-def test_ranks_that_may_not_derive_the_same_leave_no_weight_to_each_other():
-    """One of them was told by mistake to share nothing, which no other rank sees."""
+def test_ranks_with_other_derivation_rules_delegate_no_weight():
+    """One of them shares nothing by mistake, unseen by the other ranks."""
     store, state = memory(), mixed()
 
     jobs = [Job(2, store, share=rank == 0) for rank in range(2)]

@@ -1,4 +1,4 @@
-"""How the processes of a job end: with nothing of ours under way that could abort them."""
+"""The exit of a job's processes, without work of ours in flight that could abort them."""
 
 import subprocess
 import threading
@@ -49,15 +49,15 @@ def link():
 @pytest.mark.process
 @pytest.mark.multirank
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("how", "output"),
     [
         pytest.param(CLOSES, "[]\n", id="by close", marks=pytest.mark.slow),
         pytest.param(RETURNS, "None\n", id="without close"),
     ],
 )
-def test_a_job_that_ends_behind_its_last_save_ends_well(link, tmp_path, how, told):
+def test_a_job_may_end_right_after_its_last_save(link, tmp_path, how, output):
     """A thread that waits for the store while the interpreter exits would abort the process."""
-    # New interpreters: those that are forked exit too soon.
+    # New interpreters: forked ones exit too soon.
     processes = [
         start_python(
             "-c", JOIN + SAVE + how, rank, 2, link.port, tmp_path / "run",
@@ -67,17 +67,17 @@ def test_a_job_that_ends_behind_its_last_save_ends_well(link, tmp_path, how, tol
     ]  # fmt: skip
     try:
         assert [process.stdout.readline() for process in processes] == ["saves\n"] * 2
-        link.delay_s = 0.1  # of a store that is far away, or busy
+        link.delay_s = 0.1  # of a distant or busy store
         for process in processes:
             process.stdin.write("\n")
             process.stdin.flush()
-        assert [process.communicate(timeout=300)[0] for process in processes] == [told] * 2
+        assert [process.communicate(timeout=300)[0] for process in processes] == [output] * 2
         assert [process.returncode for process in processes] == [0, 0]
     finally:
         end(processes)
 
 
-def test_a_store_that_is_closed_ends_the_call_under_way_first(link):
+def test_a_closing_store_first_ends_the_call_in_flight(link):
     coordination = TorchCoordination(
         dist.TCPStore("127.0.0.1", link.port, is_master=False), prefix="job"
     )
@@ -92,7 +92,7 @@ def test_a_store_that_is_closed_ends_the_call_under_way_first(link):
     call.join()
 
 
-def test_a_broken_connection_is_not_asked_again_and_again(link, capfd):
+def test_a_broken_connection_is_not_retried_forever(link, capfd):
     """Each call on it prints dozens of lines of the C++ library."""
     with TorchCoordination(
         dist.TCPStore("127.0.0.1", link.port, is_master=False), prefix="job"

@@ -40,7 +40,7 @@ def whole(number):
 
 
 def part(number, rank, count=WORLD):
-    """What one of `count` ranks holds of it."""
+    """The share of one of `count` ranks."""
     start, stop = (9000 * n // count for n in (rank, rank + 1))
     cut = whole(number)
     for name in ("raw", "encoded"):
@@ -54,7 +54,7 @@ def names(store):
 
 @pytest.fixture
 def saved():
-    """A store with step 1, and all that is there."""
+    """A store with step 1, and all its data."""
     store = memory()
     assert [r.step for r in Job(WORLD, store, **ENCODED).save(lambda r: part(1, r))] == [1, 1]
     return store, names(store)
@@ -67,9 +67,7 @@ def saved():
         (*CALLS[0], StorageFullError("No space left")),
     ],
 )
-def test_a_call_that_fails_on_one_rank_ends_the_save_on_all_and_leaves_nothing(
-    call, rank, error, saved
-):
+def test_a_failed_call_on_one_rank_ends_the_save_on_all_without_data(call, rank, error, saved):
     store, _ = saved
     operation, _, match = call.partition(" ")
     stores = [FaultyBackend(store) for _ in range(WORLD)]
@@ -89,13 +87,13 @@ def test_a_call_that_fails_on_one_rank_ends_the_save_on_all_and_leaves_nothing(
         assert same(ckpt.load(3), whole(3))
         uids = {ckpt.info(step).uid for step in (1, 3)}
     left = [n for n in names(store) if n.startswith("data/") and n.split("/")[1] not in uids]
-    if call == "stat intent":  # rank 0 had the word of all to commit: `prune` takes what is its own
+    if call == "stat intent":  # all had agreed to the commit: `prune` deletes rank 0's data
         left = [n for n in left if "/00001" in n]
     assert not left
 
 
 def end_of(ckpt, rank, step):
-    """The step that was saved, or the error."""
+    """The saved step, or the error."""
     try:
         return ckpt.save(part(step, rank), step).result(300).step
     except PenstockError as error:
@@ -105,7 +103,7 @@ def end_of(ckpt, rank, step):
 
 
 @pytest.mark.parametrize("rank", range(WORLD))
-def test_a_rank_whose_store_is_slow_is_waited_for(rank, saved):
+def test_a_rank_with_a_slow_store_is_awaited(rank, saved):
     store, _ = saved
     slow = LatencyBackend(store, latency_s={"write": 1.0, "seal": 1.0, "create": 1.0})
     options = {"chunk_bytes": 4096, "timeout_s": SHORT_TIMEOUT_S, **ENCODED}
@@ -120,7 +118,7 @@ def test_a_rank_whose_store_is_slow_is_waited_for(rank, saved):
 @pytest.mark.parametrize(
     ("call", "rank"), [("write .raw", 0), ("seal .enc", 1), ("publish parts/", 1)]
 )
-def test_a_call_that_hangs_on_one_rank_ends_the_save_of_the_others_by_name(call, rank, saved, gate):
+def test_a_hung_call_on_one_rank_ends_the_save_of_others_by_name(call, rank, saved, gate):
     store, before = saved
     operation, _, match = call.partition(" ")
     stores = [FaultyBackend(store) for _ in range(WORLD)]
@@ -134,7 +132,7 @@ def test_a_call_that_hangs_on_one_rank_ends_the_save_of_the_others_by_name(call,
     def work(ckpt, r):
         found = end_of_save(ckpt, r)
         if r != rank:
-            gate.set()  # it was told by now, and what hung goes on
+            gate.set()  # it was reported by now, and the hung call continues
         ckpt._saver.job.released.wait(300)
         return found
 
@@ -154,7 +152,7 @@ def test_a_call_that_hangs_on_one_rank_ends_the_save_of_the_others_by_name(call,
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_commit_record_whose_answer_is_lost_is_read_back_or_unknown_on_all(late, saved):
+def test_a_commit_with_a_lost_reply_is_read_back_or_unknown_on_all(late, saved):
     store, before = saved
     faulty = FaultyBackend(store)
     faulty.fail("publish", StorageError("EIO"), match="commits/", late=late)
@@ -205,13 +203,13 @@ class Shaky(MemoryCoordination):
 
 
 class World:
-    """Two to four ranks that save over a store, and a store of the job, that both fail."""
+    """Two to four ranks that save over a failing store and a failing job store."""
 
     def __init__(self, seed):
         chance = random.Random(seed)
         self.count = chance.randint(2, 4)
         self.store = memory()
-        self.told = {}  # by step and rank
+        self.outcome = {}  # by step and rank
         self._lost = chance.choice([0.0, 0.0, 0.05, 0.3])
         self._seed = seed
         self._job = Job(self.count, self._store_of, **ENCODED)
@@ -251,26 +249,26 @@ class World:
         for step in (1, 2, 3):
             try:
                 handle = ckpt.save(part(step, rank, self.count), step)
-                self.told[step, rank] = handle.result(300).uid
+                self.outcome[step, rank] = handle.result(300).uid
             except PenstockError as error:
-                self.told[step, rank] = error
-        with suppress(PenstockError):  # told once more
+                self.outcome[step, rank] = error
+        with suppress(PenstockError):  # reported once more
             ckpt.close()
 
     def _words(self):
-        """What ranks were told, once that is found to be true."""
+        """The verified reports of the ranks."""
         with checkpointer(self.store) as ckpt:
             uids = {step: ckpt.info(step).uid for step in ckpt.steps()}
             for step in uids:
                 assert same(ckpt.load(step), whole(step)), f"seed {self._seed}, step {step}"
                 assert ckpt.verify(step).ok, f"seed {self._seed}, step {step}"
         words = set()
-        for (step, rank), told in self.told.items():
-            where = f"seed {self._seed}: rank {rank} of {self.count}, step {step}: {told!r}"
-            if isinstance(told, str):
+        for (step, rank), outcome in self.outcome.items():
+            where = f"seed {self._seed}: rank {rank} of {self.count}, step {step}: {outcome!r}"
+            if isinstance(outcome, str):
                 words.add("committed")
-                assert uids.get(step) == told, where
-            elif isinstance(told, CommitUnknownError):
+                assert uids.get(step) == outcome, where
+            elif isinstance(outcome, CommitUnknownError):
                 words.add("unknown")
             else:
                 words.add("aborted")
@@ -281,7 +279,7 @@ class World:
 @pytest.mark.parametrize(
     "chunk", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3))]
 )
-def test_ranks_over_stores_that_fail_agree_on_what_exists(chunk):
+def test_ranks_with_failing_stores_agree_on_what_exists(chunk):
     seen = set()
     for seed in range(chunk, 24, 4):
         seen |= World(seed).run()

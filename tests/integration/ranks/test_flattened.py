@@ -50,7 +50,7 @@ def plain():
 
 
 @pytest.mark.parametrize("where", [where for where in STRATEGIES if where != "FULL_SHARD 2"])
-def test_one_process_restores_what_ranks_have_saved(where, plain):
+def test_one_process_restores_a_save_of_ranks(where, plain):
     values, losses, stored = plain
     count, _ = STRATEGIES[where]
     store = memory()
@@ -78,14 +78,14 @@ def test_one_process_restores_what_ranks_have_saved(where, plain):
 
 
 @pytest.mark.parametrize("where", ["FULL_SHARD 2", "SHARD_GRAD_OP 4"])
-def test_what_was_gathered_before_a_restore_is_used_no_more(where, plain):
+def test_data_gathered_before_a_restore_is_discarded(where, plain):
     _, losses, stored = plain
     count, _ = STRATEGIES[where]
     reader = Job(count, stored)
 
     def work(rank):
         state = fresh(where)
-        state["model"](torch.arange(5))  # leaves gathered parameters behind
+        state["model"](torch.arange(5))  # leaves gathered parameters
         with reader.checkpointer(rank) as ckpt:
             ckpt.restore(state)
         return train(state["model"], state["optimizer"], 2, start=2)
@@ -95,7 +95,7 @@ def test_what_was_gathered_before_a_restore_is_used_no_more(where, plain):
 
 
 @pytest.mark.parametrize(
-    ("state_of", "said"),
+    ("state_of", "message"),
     [
         (lambda s: {"optimizer": s["optimizer"]}, "FullyShardedDataParallel module itself"),
         (lambda s: {"model": s["model"].module}, "FullyShardedDataParallel module itself"),
@@ -104,10 +104,10 @@ def test_what_was_gathered_before_a_restore_is_used_no_more(where, plain):
     ],
     ids=["optimizer alone", "bare module", "bare part", "gradients"],
 )
-def test_what_does_not_say_which_elements_it_has_is_refused(state_of, said):
+def test_shards_without_element_positions_are_refused(state_of, message):
     def work(rank):
         state = state_of(fresh("FULL_SHARD 2"))
-        refused = pytest.raises(UnsupportedStateError, match=said)
+        refused = pytest.raises(UnsupportedStateError, match=message)
         with Job(1, memory()).checkpointer(0) as ckpt, refused:
             ckpt.save(state, STEP)
 
@@ -129,7 +129,7 @@ def test_ranges_of_tensor_parallel_parameters_are_refused():
 
 
 class Counted(torch.nn.Module):
-    """Has extra state, a buffer, and, if asked to, code of its own that loads."""
+    """Has extra state, a buffer, and, on demand, its own loading code."""
 
     def __init__(self, *, hook=False):
         super().__init__()
@@ -149,7 +149,7 @@ class Counted(torch.nn.Module):
         return x @ self.weight
 
 
-def test_extra_state_and_buffers_come_back_and_loading_code_is_refused():
+def test_extra_state_and_buffers_restore_and_load_hooks_are_refused():
     store = memory()
     job = Job(2, store)
 
@@ -169,7 +169,7 @@ def test_extra_state_and_buffers_come_back_and_loading_code_is_refused():
             ckpt.restore({"model": other})
             assert torch.equal(found.weight, saved.weight)
             assert (found.count, found.seen.tolist()) == (5, [1.0, 1.0])
-            # The rank that hears first of the other's refusal does not come to its own.
+            # The rank that first learns of the other's refusal does not reach its own.
             refused = pytest.raises((UnsupportedStateError, RankError), match="their own code")
             with refused:
                 ckpt.restore({"model": sharded(Counted(hook=True))})

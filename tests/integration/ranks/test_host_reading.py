@@ -1,4 +1,4 @@
-"""Ranks of one host read what several of them need once, and hand it on."""
+"""Ranks of one host read shared data once, and hand it on."""
 
 import errno
 import gc
@@ -55,7 +55,7 @@ def columns(rank, count):
 
 
 def filled(state, values):
-    """The state with the values that belong there."""
+    """The state with the expected values."""
     for name, target in state.items():
         if isinstance(target, penstock.Shard):
             index = tuple(
@@ -93,7 +93,7 @@ def saved(store, values, cut=None, count=1, step=1, **options):
 def restored(
     store, values, cut, count, *, host=SAME, on_damage="raise", timeout_s=TIMEOUT_S, **options
 ):
-    """The report of each rank, or its error; what it restored is compared."""
+    """The report of each rank, or its error; compares the restored state."""
 
     def work(ckpt, rank):
         state = cut(rank, count)
@@ -123,7 +123,7 @@ def test_replicas_of_one_host_read_each_byte_once():
     assert read(restored(store, values, whole, 3, read_once_per_host=False)) == 3 * NEEDED
 
 
-def test_ranks_of_other_hosts_read_for_themselves():
+def test_ranks_of_other_hosts_read_separately():
     store, values = memory(), tensors()
     saved(store, values)
     reports = restored(store, values, whole, 4, host=lambda rank: f"node{rank % 2}")
@@ -168,7 +168,7 @@ def test_the_frames_of_a_chain_of_deltas_are_read_once():
     assert read(restored(store, values, whole, 3)) == alone
 
 
-def test_chains_that_take_too_much_to_be_lent_are_read_by_each_at_once(monkeypatch):
+def test_chains_too_large_to_lend_are_read_by_each_at_once(monkeypatch):
     monkeypatch.setattr(Loader, "together_bytes", 1000)
     store, values = memory(), tensors()
     with Checkpointer(store, **TINY, rules=[{"match": "**", "codecs": ["delta", "zstd"]}]) as ckpt:
@@ -185,7 +185,7 @@ def test_chains_that_take_too_much_to_be_lent_are_read_by_each_at_once(monkeypat
     assert Job(2, store, host=SAME).run(work, timeout_s=LONG_S) == [0, 0]
 
 
-def test_restores_leave_no_memory_and_no_files_behind():
+def test_restores_leave_no_memory_or_files():
     store, values = memory(), tensors()
     saved(store, values)
     met, counts = threading.Barrier(3), []
@@ -199,7 +199,7 @@ def test_restores_leave_no_memory_and_no_files_behind():
             met.wait(300)
 
     gc.collect()
-    gc.disable()  # as many a training loop does
+    gc.disable()  # like many a training loop
     try:
         Job(3, store, host=SAME).run(work)
     finally:
@@ -210,15 +210,15 @@ def test_restores_leave_no_memory_and_no_files_behind():
 def test_load_reads_once_per_host_too():
     store, values = memory(), tensors()
     saved(store, values)
-    told = []
+    recorded = []
 
-    job = Job(2, store, host=SAME, on_event=told.append)
+    job = Job(2, store, host=SAME, on_event=recorded.append)
     assert job.run(lambda ckpt, _: equals(ckpt.load(), values)) == [True, True]
-    reports = [event.report for event in told if event.kind == "load_done"]
+    reports = [event.report for event in recorded if event.kind == "load_done"]
     assert sum(report.bytes_read for report in reports) == NEEDED
 
 
-def test_two_jobs_on_one_host_do_not_disturb_each_other():
+def test_two_jobs_on_one_host_do_not_interfere():
     stores, values = [memory(), memory()], [tensors(1), tensors(2)]
     for store, value in zip(stores, values, strict=True):
         saved(store, value)
@@ -251,7 +251,7 @@ def damage(store):
             blob.data[len(blob.data) // 2] ^= 1
 
 
-def test_damage_that_one_rank_reads_for_all_fails_all_by_name():
+def test_damage_read_by_one_rank_for_all_fails_all_by_name():
     store, values = memory(), tensors()
     saved(store, values)
     damage(store)
@@ -264,7 +264,7 @@ def test_damage_that_one_rank_reads_for_all_fails_all_by_name():
 
 
 class Reticent(MemoryCoordination):
-    """Says nothing about damage before the other ranks have what they need."""
+    """Reports no damage before the other ranks have their data."""
 
     def __init__(self, board, until):
         super().__init__(board)
@@ -284,12 +284,12 @@ class Reticent(MemoryCoordination):
             time.sleep(0.01)
 
 
-def test_what_one_rank_finds_damaged_the_others_look_at_themselves():
+def test_ranks_check_damage_found_by_another_themselves():
     store, bad, values = memory(), memory(), tensors()
     saved(store, values)
     for name, blob in store._store.blobs.items():
         data = bad._store.blobs[name] = replace(blob, data=bytearray(blob.data))
-        if name.endswith(".raw"):  # all of it: which frames rank 0 reads for all is not fixed
+        if name.endswith(".raw"):  # all of it: the frames that rank 0 reads for all are not fixed
             data.data[::64] = bytes(byte ^ 1 for byte in data.data[::64])
     states = {rank: whole(rank, 3) for rank in range(3)}
     job = Job(3, lambda rank: bad if rank == 0 else store, host=SAME)
@@ -302,7 +302,7 @@ def test_what_one_rank_finds_damaged_the_others_look_at_themselves():
     assert restored() == [True, True]
 
 
-def test_damage_that_one_rank_reads_for_all_leads_all_to_the_older_checkpoint():
+def test_damage_read_by_one_rank_for_all_makes_all_fall_back():
     store, old = memory(), tensors(1)
     saved(store, old, step=1)
     before = set(store._store.blobs)
@@ -316,7 +316,7 @@ def test_damage_that_one_rank_reads_for_all_leads_all_to_the_older_checkpoint():
     assert read(reports) == NEEDED
 
 
-def test_a_rank_whose_store_fails_ends_the_restore_of_all_by_name():
+def test_a_rank_with_a_failed_store_ends_all_restores_by_name():
     store, values = memory(), tensors()
     saved(store, values)
 
@@ -333,10 +333,8 @@ def test_a_rank_whose_store_fails_ends_the_restore_of_all_by_name():
 
 @pytest.mark.parametrize("call", ["memfd_create", "eventfd"])
 @pytest.mark.parametrize("short", [0, 2])
-def test_a_rank_that_cannot_share_memory_keeps_nobody_waiting_now_or_later(
-    call, short, monkeypatch, caplog
-):
-    """It says so where the others look: they would wait for it as long as for one that is dead."""
+def test_a_rank_without_shared_memory_never_blocks_others(call, short, monkeypatch, caplog):
+    """It posts this where the others look: or they would wait for it as for a dead rank."""
     store, values = memory(), tensors()
     saved(store, values)
     without, tried = [], []
@@ -363,14 +361,14 @@ def test_a_rank_that_cannot_share_memory_keeps_nobody_waiting_now_or_later(
     reports = Job(3, store, host=SAME).run(work, timeout_s=LONG_S)
     assert read([pair[1] for pair in reports]) == 3 * NEEDED
     assert tried == [call]
-    told = [
+    recorded = [
         r.getMessage() for r in caplog.records if "so each of them reads alone" in r.getMessage()
     ]
-    assert f"rank {short} cannot read together" in told[0]
-    assert "Too many open files" in told[0]
+    assert f"rank {short} cannot read together" in recorded[0]
+    assert "Too many open files" in recorded[0]
 
 
-def test_a_rank_that_does_not_fit_the_checkpoint_ends_the_restore_of_all_at_once():
+def test_an_unfitting_rank_ends_the_restore_of_all_at_once():
     store, values = memory(), tensors()
     saved(store, values)
 
@@ -383,7 +381,7 @@ def test_a_rank_that_does_not_fit_the_checkpoint_ends_the_restore_of_all_at_once
 
 
 class Brittle:
-    """A tensor that cannot be filled; `failed` is set when it was tried."""
+    """A tensor that cannot be filled; `failed` is set on the attempt."""
 
     def __init__(self):
         self.failed = threading.Event()
@@ -443,7 +441,7 @@ class Late(DelegatingBackend):
         return super().submit_read([])
 
 
-def test_a_target_that_fails_when_another_rank_has_read_it_ends_the_restore_at_once():
+def test_a_failed_target_read_by_another_rank_ends_the_restore_at_once():
     store = memory()
     parts = {f"p{number}": torch.zeros(1 << 18) for number in range(24)}
     with Checkpointer(store, chunk_bytes=4096, block_bytes=4096) as ckpt:
@@ -461,10 +459,10 @@ def test_a_target_that_fails_when_another_rank_has_read_it_ends_the_restore_at_o
     found = job.run(work)
     assert "ZeroDivisionError" in str(found[1])
     assert isinstance(found[0], RankError)
-    assert late.batches <= 12  # of 24, with the own parts of this rank
+    assert late.batches <= 12  # of 24, with this rank's own parts
 
 
-def test_chunks_that_have_no_room_in_the_window_are_read_by_each():
+def test_chunks_beyond_the_window_are_read_by_each():
     store = memory()
     large = {"a": torch.arange(20 << 20, dtype=torch.uint8)}
     with Checkpointer(store, chunk_bytes=64 << 20) as ckpt:
@@ -480,7 +478,7 @@ def test_chunks_that_have_no_room_in_the_window_are_read_by_each():
     assert read(Job(4, store, host=SAME).run(work)) == 4 * (20 << 20)
 
 
-def test_every_target_is_what_was_saved_where_the_window_is_smaller_than_the_state():
+def test_every_target_matches_the_save_with_a_window_below_the_state():
     store = memory()
     large = {"a": torch.empty(75 << 20, dtype=torch.int16).random_()}
     with Checkpointer(store, chunk_bytes=8 << 20) as ckpt:

@@ -1,4 +1,4 @@
-"""What ranks of several hosts need is read once for all of them, and handed on by the network."""
+"""Data for ranks of several hosts is read once, and handed on over the network."""
 
 import errno
 import gc
@@ -39,7 +39,7 @@ from penstock.core.pipeline.loader import Loader
 from penstock.testing.coordination import MemoryCoordination
 from penstock.testing.faults import Fault, FaultyBackend
 
-PAIRS = "node{}".format  # each rank on a host of its own
+PAIRS = "node{}".format  # each rank on its own host
 
 
 def two_hosts(rank):
@@ -47,7 +47,7 @@ def two_hosts(rank):
 
 
 def once(store, values, cut, count, *, host=PAIRS, **options):
-    """The reports of a restore that reads once for all hosts; nobody who is slow is given up."""
+    """The reports of a restore that reads once for all hosts; slow ranks are not abandoned."""
     options |= {"read_once_per_job": True, "timeout_s": LONG_S}
     return restored(store, values, cut, count, host=host, **options)
 
@@ -70,7 +70,7 @@ def test_replicas_of_several_hosts_read_each_byte_once(host, count, caplog):
     assert not caplog.records
 
 
-def test_without_the_option_each_host_reads_for_itself():
+def test_without_the_option_each_host_reads_alone():
     store, values = memory(), tensors()
     saved(store, values)
     reports = restored(store, values, whole, 2, host=PAIRS)
@@ -78,7 +78,7 @@ def test_without_the_option_each_host_reads_for_itself():
     assert [report.bytes_received for report in reports] == [0, 0]
 
 
-def test_without_shared_memory_the_ranks_of_one_host_read_once_by_the_network():
+def test_without_shared_memory_ranks_of_a_host_share_over_the_network():
     store, values = memory(), tensors()
     saved(store, values)
     reports = once(store, values, whole, 3, host="one".format, read_once_per_host=False)
@@ -94,11 +94,11 @@ def test_without_shared_memory_the_ranks_of_one_host_read_once_by_the_network():
 def test_columns_of_all_hosts_are_read_once(cut, host):
     store, values = memory(), tensors()
     saved(store, values, cut, 2)
-    # But for frames that begin or end in a row: a block there that only some hosts need.
+    # Except for frames that begin or end in a row, with a block that only some hosts need.
     assert read(once(store, values, columns, 4, host=host)) <= 1.3 * NEEDED
 
 
-def test_rows_that_each_host_has_for_itself_are_read_as_without_the_option():
+def test_rows_of_single_hosts_are_read_as_without_the_option():
     store, values = memory(), tensors()
     saved(store, values, columns, 2)
     reports = once(store, values, rows, 4, host=two_hosts)
@@ -112,7 +112,7 @@ def test_replicas_of_shards_on_several_hosts_are_read_once():
     assert read(reports) <= 1.05 * NEEDED
 
 
-def test_encoded_frames_cross_the_network_as_they_are_stored():
+def test_encoded_frames_cross_the_network_as_stored():
     store, values = memory(), tensors()
     rules = [{"match": "**", "codecs": ["floatsplit", "zstd"]}]
     stored = saved(store, values, rules=rules).bytes_stored
@@ -145,7 +145,7 @@ def test_chains_of_deltas_are_read_once_unless_they_are_too_long(codecs, by_link
     assert by_links or read(reports) == alone
 
 
-def test_what_each_rank_has_for_itself_does_not_keep_the_rest_from_being_shared():
+def test_rank_specific_data_does_not_prevent_sharing_the_rest():
     store, values = memory(), tensors()
     more = {f"own{n}": torch.full((8, 8), float(n)) for n in range(4)}
     saved(store, values | more)
@@ -154,10 +154,10 @@ def test_what_each_rank_has_for_itself_does_not_keep_the_rest_from_being_shared(
         return whole(rank, count) | {f"own{rank}": torch.zeros(8, 8)}
 
     reports = once(store, values | more, wanted, 4)
-    assert read(reports) <= 1.5 * NEEDED  # a bucket that holds what differs is not shared
+    assert read(reports) <= 1.5 * NEEDED  # a bucket with differing data is not shared
 
 
-def test_hosts_with_other_numbers_of_ranks_read_for_themselves():
+def test_hosts_with_unequal_rank_counts_read_separately():
     store, values = memory(), tensors()
     saved(store, values)
     host = lambda rank: "small" if rank == 3 else "large"  # noqa: E731
@@ -167,11 +167,11 @@ def test_hosts_with_other_numbers_of_ranks_read_for_themselves():
 def test_load_reads_once_too():
     store, values = memory(), tensors()
     saved(store, values)
-    told = []
-    job = Job(2, store, host=PAIRS, on_event=told.append, read_once_per_job=True)
+    recorded = []
+    job = Job(2, store, host=PAIRS, on_event=recorded.append, read_once_per_job=True)
     found = job.run(lambda ckpt, _: equals(ckpt.load(), values), timeout_s=LONG_S)
     assert found == [True, True]
-    reports = [event.report for event in told if event.kind == "load_done"]
+    reports = [event.report for event in recorded if event.kind == "load_done"]
     assert sum(report.bytes_read for report in reports) == NEEDED
 
 
@@ -244,7 +244,7 @@ def wired(wire, store, values, count, *, host=PAIRS, timeout_s=LONG_S, **options
 
 
 @pytest.mark.parametrize("host", [two_hosts, PAIRS], ids=["2 hosts", "4 hosts"])
-def test_a_byte_that_flips_on_the_wire_is_found_and_read_from_the_store(host, caplog):
+def test_a_byte_flipped_on_the_wire_is_found_and_read_from_the_store(host, caplog):
     store, values = memory(), tensors()
     saved(store, values)
     flipped, lock = [], threading.Lock()
@@ -265,7 +265,7 @@ def test_a_byte_that_flips_on_the_wire_is_found_and_read_from_the_store(host, ca
     assert [report.rescued for report in reports] == [()] * 4
 
 
-def test_a_wire_that_damages_everything_costs_reads_and_nothing_else():
+def test_a_wire_that_damages_everything_costs_only_reads():
     store, values = memory(), tensors()
     saved(store, values)
 
@@ -286,7 +286,7 @@ def test_damage_in_the_store_fails_all_by_name():
     assert all(name in str(one) for one in found)
 
 
-def test_damage_leads_all_to_the_older_checkpoint():
+def test_damage_makes_all_ranks_fall_back():
     store, old = memory(), tensors(1)
     saved(store, old, step=1)
     before = set(store._store.blobs)
@@ -300,7 +300,7 @@ def test_damage_leads_all_to_the_older_checkpoint():
     assert read(reports) == NEEDED
 
 
-def test_a_rank_whose_store_fails_ends_the_restore_of_all_by_name_and_at_once():
+def test_a_rank_with_a_failed_store_ends_all_restores_by_name_at_once():
     store, values = memory(), tensors()
     saved(store, values)
 
@@ -315,7 +315,7 @@ def test_a_rank_whose_store_fails_ends_the_restore_of_all_by_name_and_at_once():
 # -- peers and strangers ---------------------------------------------------------------------------
 
 
-def test_ranks_that_cannot_be_reached_cost_reads_and_one_warning_each(caplog):
+def test_unreachable_ranks_cost_reads_and_one_warning_each(caplog):
     store, values = memory(), tensors()
     saved(store, values)
 
@@ -337,12 +337,12 @@ def test_ranks_that_cannot_be_reached_cost_reads_and_one_warning_each(caplog):
 
     with caplog.at_level(logging.WARNING, "penstock"):
         assert read(job.run(work)) == 2 * NEEDED
-    told = warnings_of(caplog)
-    assert len(told) == 2
-    assert any("refused" in one for one in told)
+    recorded = warnings_of(caplog)
+    assert len(recorded) == 2
+    assert any("refused" in one for one in recorded)
 
 
-def test_a_rank_that_cannot_listen_reads_for_itself_and_keeps_nobody_waiting(monkeypatch, caplog):
+def test_a_rank_that_cannot_listen_reads_alone_and_blocks_none(monkeypatch, caplog):
     store, values = memory(), tensors()
     saved(store, values)
     real, lock, asked = reading.own_address, threading.Lock(), []
@@ -361,7 +361,7 @@ def test_a_rank_that_cannot_listen_reads_for_itself_and_keeps_nobody_waiting(mon
 
 
 @pytest.mark.parametrize("after", [0, 40_000])
-def test_a_rank_that_falls_silent_is_not_waited_for(after, caplog):
+def test_a_silent_rank_is_not_awaited(after, caplog):
     store, values = memory(), tensors()
     saved(store, values)
     sent, lock = {}, threading.Lock()
@@ -377,7 +377,7 @@ def test_a_rank_that_falls_silent_is_not_waited_for(after, caplog):
     assert any("1.5 s" in one for one in warnings_of(caplog))
 
 
-def test_a_stranger_who_does_not_know_the_secret_gets_and_gives_nothing():
+def test_a_stranger_without_the_secret_gets_and_gives_nothing():
     store, values = memory(), tensors()
     saved(store, values)
     heard, found = [], []
@@ -417,7 +417,7 @@ def test_a_stranger_who_does_not_know_the_secret_gets_and_gives_nothing():
     assert all(status == HTTPStatus.FORBIDDEN and not proved for status, proved in heard)
 
 
-def test_restores_leave_no_memory_no_files_and_no_threads_behind():
+def test_restores_leave_no_memory_files_or_threads():
     store, values = memory(), tensors()
     saved(store, values)
     met, counts = threading.Barrier(4), []
@@ -433,7 +433,7 @@ def test_restores_leave_no_memory_no_files_and_no_threads_behind():
             met.wait(300)
 
     gc.collect()
-    gc.disable()  # as many a training loop does
+    gc.disable()  # like many a training loop
     try:
         Job(4, store, host=two_hosts, read_once_per_job=True).run(work, timeout_s=LONG_S)
     finally:

@@ -1,4 +1,4 @@
-"""Later saves of ranks whose structure is known: what is taken over, posted, and stored."""
+"""Later saves of ranks with a known structure: reused, posted, and stored data."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def newest(ckpt):
         *(pytest.param(n, marks=pytest.mark.slow) for n in ("HSDP 2 x 2", "pipeline 2 x FSDP2 2")),
     ],
 )
-def test_the_index_is_taken_over_and_the_bytes_are_new(name):
+def test_the_index_is_reused_and_the_bytes_are_new(name):
     count, place = PLACES[name]
     store = memory()
     job = Job(count, store)
@@ -72,7 +72,7 @@ def test_the_index_is_taken_over_and_the_bytes_are_new(name):
 
 
 class Counting(MemoryCoordination):
-    """Notes the lengths of what a rank posts; beats repeat the slot, and count alike."""
+    """Notes the lengths of a rank's posts; beats repeat the slot, and count as well."""
 
     def __init__(self, board):
         super().__init__(board)
@@ -93,19 +93,19 @@ def test_a_save_of_a_known_structure_posts_little(count):
     def saves(rank):
         posts[rank] = Counting(job.board)
         with job.checkpointer(rank, coordination=posts[rank], timeout_s=30.0) as ckpt:
-            told = []
+            posted = []
             for step in (1, 2, 3):
                 posts[rank].lengths.clear()
                 ckpt.save(in_rows(rank, count, seed=step), step).result(300)
                 ckpt.wait()
-                told.append(list(posts[rank].lengths))
-            return told
+                posted.append(list(posts[rank].lengths))
+            return posted
 
-    for told in run_ranks(count, saves):
-        for lengths in told[1:]:
-            assert len(lengths) <= 6, told
-            assert max(lengths) <= 512, told
-        assert max(told[0]) <= 16 << 10
+    for posted in run_ranks(count, saves):
+        for lengths in posted[1:]:
+            assert len(lengths) <= 6, posted
+            assert max(lengths) <= 512, posted
+        assert max(posted[0]) <= 16 << 10
 
 
 def test_record_and_manifest_of_many_ranks_are_small():

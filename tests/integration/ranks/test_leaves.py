@@ -39,7 +39,7 @@ def store():
     return found
 
 
-def test_leaves_of_two_ranks_are_the_tree_that_they_are_of(store):
+def test_leaves_of_two_ranks_form_their_tree(store):
     with checkpointer(store) as ckpt:
         assert ckpt.verify().ok
         found = ckpt.load()["it"]
@@ -59,7 +59,7 @@ def test_a_plain_value_takes_all_of_its_leaves_or_none(store):
         assert state["it"]["groups"][0] == {"lr": 0.1, "steps": [10, torch.tensor(20), 30]}
         state = {"it": {"groups": [{"lr": 0.0, "steps": [0]}, {"lr": 0.0}]}}
         with pytest.raises(RestoreMismatchError, match="it is stored as a dict of objects"):
-            ckpt.restore(state, include="it/groups")  # of which one is a tensor
+            ckpt.restore(state, include="it/groups")  # one of them is a tensor
         ckpt.save({"it": Leaves({("lr",): 0.1, ("decay",): 0.2})}, STEP + 1).result(300)
         state = {"it": {"lr": 0.5, "decay": 0.6}}
         with pytest.raises(RestoreMismatchError, match="it is stored as a dict of objects"):
@@ -70,7 +70,7 @@ def test_a_plain_value_takes_all_of_its_leaves_or_none(store):
 
 
 @pytest.mark.parametrize(
-    ("path", "said"),
+    ("path", "message"),
     [
         ("w", "it takes tuples"),
         (("w", 1.0), "it takes tuples"),
@@ -78,6 +78,6 @@ def test_a_plain_value_takes_all_of_its_leaves_or_none(store):
         (("groups", 2), "lengths= of the list .'groups',. is 2"),
     ],
 )
-def test_paths_that_lead_nowhere_are_refused(path, said):
-    with pytest.raises(UnsupportedStateError, match=said):
+def test_paths_to_nothing_are_refused(path, message):
+    with pytest.raises(UnsupportedStateError, match=message):
         Leaves({path: 1}, LENGTHS)

@@ -1,4 +1,4 @@
-"""A rank that closes its checkpointer tells the others, so that nobody waits for it."""
+"""A rank that closes its checkpointer tells the others, so none waits for it."""
 
 import threading
 import time
@@ -13,10 +13,10 @@ from penstock.core.errors import RankError, UnsupportedStateError
 from penstock.core.rounds.posts import result_key
 from penstock.testing.coordination import MemoryCoordination
 
-LONG_S = 60.0  # no test waits for that: a rank that is waited for fails it by its words
+LONG_S = 60.0  # no test waits this long: its error text fails the test instead
 
 
-def test_a_rank_that_leaves_by_an_error_is_named_with_it_by_all_saves_after_it():
+def test_a_rank_that_leaves_by_an_error_is_named_by_all_later_saves():
     job = Job(3, memory())
 
     def work(ckpt, rank):
@@ -39,7 +39,7 @@ def test_a_rank_that_leaves_by_an_error_is_named_with_it_by_all_saves_after_it()
 
 
 @pytest.mark.parametrize("leaver", [0, 1])
-def test_a_rank_that_waits_for_one_that_closes_is_told_so(leaver):
+def test_a_rank_waiting_for_a_closing_one_fails(leaver):
     job = Job(2, memory())
 
     def work(ckpt, rank):
@@ -55,11 +55,11 @@ def test_a_rank_that_waits_for_one_that_closes_is_told_so(leaver):
     assert run(job, work)[1 - leaver] == [(leaver, "closed its checkpointer")] * 2
 
 
-def test_nobody_waits_at_close_for_ranks_that_did_not_restore():
+def test_close_does_not_wait_for_ranks_without_a_restore():
     store = memory()
     with checkpointer(store) as ckpt:
         ckpt.save({"epoch": 1}, 1, mode="blocking")
-    with Job(3, store).checkpointer(0, timeout_s=1.0) as ckpt:  # short: no other rank is there
+    with Job(3, store).checkpointer(0, timeout_s=1.0) as ckpt:  # short: there is no other rank
         with pytest.raises(RankError, match="rank 1 has not begun to restore") as raised:
             ckpt.restore({"epoch": 0})
         assert_says_what_to_do(raised.value)
@@ -67,14 +67,14 @@ def test_nobody_waits_at_close_for_ranks_that_did_not_restore():
         assert ckpt._ranks.of_restore().lost == {1, 2}
 
 
-def test_nobody_waits_at_close_for_ranks_that_did_not_save():
-    with Job(3, memory()).checkpointer(0, timeout_s=1.0) as ckpt:  # short: no other rank is there
+def test_close_does_not_wait_for_ranks_without_a_save():
+    with Job(3, memory()).checkpointer(0, timeout_s=1.0) as ckpt:  # short: there is no other rank
         with pytest.raises(RankError, match="rank 1 has not begun to save"):
             ckpt.save({"epoch": 0}, 1, mode="blocking")
         assert ckpt._ranks.of_restore().lost == {1, 2}
 
 
-def test_ranks_that_save_and_restore_at_once_are_told_what_to_do():
+def test_concurrent_save_and_restore_of_ranks_name_a_remedy():
     def work(ckpt, rank):
         if rank == 0:
             return ckpt.load()
@@ -83,9 +83,9 @@ def test_ranks_that_save_and_restore_at_once_are_told_what_to_do():
     store = memory()
     with checkpointer(store) as ckpt:
         ckpt.save({"epoch": 1}, 1, mode="blocking")
-    told, own = run(Job(2, store), work)
-    assert "rank 1 on node1 wants to save while rank 0 wants to restore" in str(told)
-    assert_says_what_to_do(told)
+    refusal, own = run(Job(2, store), work)
+    assert "rank 1 on node1 wants to save while rank 0 wants to restore" in str(refusal)
+    assert_says_what_to_do(refusal)
     assert_says_what_to_do(own)
 
 
@@ -93,15 +93,15 @@ def assert_says_what_to_do(error):
     text = str(error)
     assert "call save, restore and load alike, and several checkpointers in one order" in text
     assert "inside `if rank == 0:` use a checkpointer with ranks='alone'" in text
-    assert "..." not in text  # nothing of it is cut
+    assert "..." not in text  # it is not truncated
 
 
 def run(job, work):
     return job.run(work, timeout_s=LONG_S)
 
 
-def test_rank_0_waits_at_close_for_a_rank_that_has_failed_and_come_again():
-    """Without torchrun the store ends with rank 0: the other would wait for its word in vain."""
+def test_rank_0_waits_at_close_for_a_failed_rank_that_rejoined():
+    """Without torchrun the store ends with rank 0: the other would wait for its post in vain."""
 
     class Late(MemoryCoordination):
         def read(self, keys, /):
@@ -116,7 +116,7 @@ def test_rank_0_waits_at_close_for_a_rank_that_has_failed_and_come_again():
         ckpt = job.checkpointer(rank, coordination=coordination)
         with pytest.raises((UnsupportedStateError, RankError)):
             ckpt.save({"w": threading.Lock() if rank else 1}, 1).result(300)
-        with suppress(RankError):  # of the save before, again
+        with suppress(RankError):  # of the previous save, again
             ckpt.wait()
         handle = ckpt.save({"w": torch.ones(9)}, 2)
         if rank:
@@ -130,5 +130,5 @@ def test_rank_0_waits_at_close_for_a_rank_that_has_failed_and_come_again():
         thread.start()
     for thread in threads:
         thread.join(300)
-    # It has the word of rank 1 a moment before that rank's own thread runs on.
+    # It has the post of rank 1 a moment before that rank's own thread continues.
     assert over[1] < over[0] + 0.1

@@ -1,4 +1,4 @@
-"""What the ranks of one topology save is restored by those of each other one, bit by bit."""
+"""Ranks of each topology restore the saves of each other one, bit by bit."""
 
 import functools
 from pathlib import Path
@@ -29,7 +29,7 @@ from penstock.testing.faults import FaultyBackend
 
 @pytest.fixture(scope="module")
 def stored():
-    """Returns a store with a checkpoint that the ranks of a topology have saved together."""
+    """Returns a store with a checkpoint saved by the ranks of a topology."""
 
     @functools.cache
     def of_topology(name):
@@ -55,7 +55,7 @@ def state_of(name, **options):
 
 
 def checkpointer_of(job, rank, store):
-    """A checkpointer of this rank, or of a process that is alone."""
+    """A checkpointer of this rank, or of a single process."""
     return checkpointer(store) if job is None else job.checkpointer(rank)
 
 
@@ -71,13 +71,13 @@ FEW = ["one process", "FSDP2 x TP 2 x 2", "ZeRO-1 4", "FSDP1 3", "experts 2 x FS
         *(pytest.param(where, ALL, id=f"{where}, all", marks=pytest.mark.slow) for where in ALL),
     ],
 )
-def test_every_topology_restores_what_every_other_has_saved(stored, where, origins):
+def test_every_topology_restores_saves_of_every_other(stored, where, origins):
     stores = {name: stored(name) for name in origins}
     values = values_of(state_of("one process"))
     count, place = PLACES_OF_EXPERTS[where]
     jobs = dict.fromkeys(stores)
     for number, (saved, store) in enumerate(stores.items()):
-        if count > 1:  # every second one on two hosts, which read once for both
+        if count > 1:  # every second one on two hosts that read once for both
             two = {"host": lambda rank: f"node{rank % 2}", "read_once_per_job": True}
             jobs[saved] = Job(count, store, **(two if number % 2 else {}))
 
@@ -106,11 +106,11 @@ def test_every_topology_restores_what_every_other_has_saved(stored, where, origi
 
 
 def spoil(state):
-    """Leave nothing as a restore has to make it."""
+    """Change everything that a restore must set."""
     held = memory_of(state)
     with torch.no_grad():
         for path, tensor in held.items():
-            # The step of a weight of which a rank has no element changes nothing there, and stays.
+            # The step of a weight without elements on a rank changes nothing there, and stays.
             if held["model", path[1]].numel():
                 tensor.fill_(-1)
     spoilt = held_of(state)
@@ -120,8 +120,8 @@ def spoil(state):
     state["epoch"] = -1
 
 
-def test_restore_waits_for_the_save_that_is_under_way():
-    """The others could not tell which of two rounds a rank is in."""
+def test_restore_waits_for_the_save_in_flight():
+    """The others would not know which of two rounds a rank is in."""
     store = FaultyBackend(memory())
     store.slow("create", 0.3)
     job = Job(2, store)
@@ -141,7 +141,7 @@ def test_restore_waits_for_the_save_that_is_under_way():
     "cut", [*(pytest.param(c, marks=pytest.mark.slow) for c in ("rows", "columns")), "strided"]
 )
 def test_memory_beside_the_targets_is_bounded(tmp_path, cut):
-    """Rank 1 of 2 restores what four ranks have saved as columns, of a tensor of 256 MiB."""
+    """Rank 1 of 2 restores columns of a 256 MiB tensor saved by four ranks."""
     rows, columns = 4096, 16384
     job = Job(4, f"posix://{tmp_path}", chunk_bytes="16 MiB", block_bytes="4 MiB")
 

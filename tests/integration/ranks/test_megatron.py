@@ -54,12 +54,12 @@ def restored(count, store, state_of):
 
 @settings(deadline=None, max_examples=examples(8))
 @given(st.data())
-def test_any_cut_is_saved_and_comes_back_in_any_other(data):
+def test_any_cut_is_saved_and_restored_in_any_other(data):
     shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=2, max_size=3)))
     whole = torch.randn(shape)
 
     def cut(label):
-        """Return rows for each of 3 ranks, and of the rows a flat range for each of two."""
+        """Return rows for each of 3 ranks, and for two each a flat range of the rows."""
         rows = data.draw(st.lists(st.integers(0, shape[0]), min_size=2, max_size=2), label=label)
         found = []
         for a, b in itertools.pairwise([0, *sorted(rows), shape[0]]):
@@ -118,8 +118,8 @@ def layers(rank, count, *, blank=False):
     return {"model": found}
 
 
-def test_two_layers_under_one_name_are_not_taken_for_one():
-    """As Megatron names them before they are keyed: each stage counts its own from 0."""
+def test_two_layers_of_one_name_are_distinguished():
+    """Named as by Megatron before keying: each stage counts its own from 0."""
 
     def state(rank):
         data = torch.full((2,), float(rank))
@@ -135,7 +135,7 @@ def test_two_layers_under_one_name_are_not_taken_for_one():
 
 
 def grid(rank, layout, *, blank=False):
-    """A tensor cut by tensor and pipeline parallelism, whole and as ranges that are not equal."""
+    """A tensor cut by tensor and pipeline parallelism, whole and as unequal ranges."""
     tp, pp = layout
     dp, whole = 8 // (tp * pp), torch.arange(8.0 * 5 * 40).reshape(8, 5, 40)
     at = rank % tp, rank // tp % dp, rank // (tp * dp)
@@ -157,7 +157,7 @@ LAYOUTS = [((2, 4), (4, 2)), ((8, 1), (1, 2))]
 
 
 @pytest.mark.parametrize(("there", "here"), LAYOUTS)
-def test_ranges_of_a_grid_come_back_in_another_grid_and_other_ranges(there, here):
+def test_ranges_of_a_grid_restore_in_another_grid_and_ranges(there, here):
     """Of eight ranks, by the sizes of tensor and pipeline parallelism."""
     store = memory()
     succeed(Job(8, store).save(lambda rank: grid(rank, there)))
@@ -208,7 +208,7 @@ def optimizer(rank, layout, *, blank=False):
 
 
 @pytest.mark.parametrize(("there", "here"), [((2, 4), (2, 1)), ((1, 1), (3, 2))])
-def test_ranges_of_a_distributed_optimizer_go_to_any_other_ranks(there, here):
+def test_ranges_of_a_distributed_optimizer_restore_on_any_ranks(there, here):
     store = memory()
     succeed(Job(there[0] * there[1], store).save(lambda rank: optimizer(rank, there)))
     count = here[0] * here[1]
@@ -221,8 +221,8 @@ def test_ranges_of_a_distributed_optimizer_go_to_any_other_ranks(there, here):
             assert torch.equal(state["optimizer"]["state"][name].data, tensor.data), name
 
 
-def test_a_tensor_that_is_not_under_its_key_is_refused():
-    """As two stages number their parameters, whose ranges would be taken for those of one."""
+def test_a_tensor_under_another_key_is_refused():
+    """As numbered by two stages, whose ranges would be taken for those of one parameter."""
     cuts = [(0, 2), (2, 4)], [(0, 1), (1, 4)]
 
     def state(rank):
@@ -256,7 +256,7 @@ def test_tied_tensors_are_tied_by_all_replicas():
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"data": None}, "init_data"),
         ({"global_offset": (3, 0)}, "do not fit together"),
@@ -265,7 +265,7 @@ def test_tied_tensors_are_tied_by_all_replicas():
         ({"flattened_range": slice(2, 9)}, "do not fit together"),
     ],
 )
-def test_what_does_not_fit_together_is_refused(change, said):
+def test_inconsistent_arguments_are_refused(change, message):
     tensor = replace(made("w", torch.zeros(2, 3), (4, 3), (2, 0)), **change)
-    with checkpointer(memory()) as ckpt, pytest.raises(UnsupportedStateError, match=said):
+    with checkpointer(memory()) as ckpt, pytest.raises(UnsupportedStateError, match=message):
         ckpt.save({"w": tensor}, 1)

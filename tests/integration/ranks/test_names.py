@@ -1,4 +1,4 @@
-"""Ranks that meet under a name, whatever other checkpointers each of them has used."""
+"""Ranks that meet under a name, after using any other checkpointers."""
 
 import json
 import subprocess
@@ -12,8 +12,8 @@ from tests.providers.threads_as_ranks import run_ranks
 
 from penstock import Checkpointer, ConfigError, Shard
 
-LIMIT_S = 8  # longer than a busy machine keeps a rank that makes progress
-SHORT_LIMIT_S = 1  # of a save for which another rank never comes
+LIMIT_S = 8  # longer than a busy machine delays a progressing rank
+SHORT_LIMIT_S = 1  # of a save that another rank never joins
 
 # A "fake" process group has a store and ranks, but no connections: a rank may start again alone.
 JOB = """
@@ -34,7 +34,7 @@ def saved(ckpt, step):
     return ckpt.save({"w": half}, step, mode="blocking").result().step
 
 def act(number, what, name, step):
-    if what == "save late":  # once the other rank has done its part, and left
+    if what == "save late":  # once the other rank has finished and left
         store.wait([f"done/{1 - rank}/{number}"], datetime.timedelta(seconds=250))
     if what == "fail":
         return "failed before it opened"
@@ -63,7 +63,7 @@ for number, action in enumerate(json.loads(sys.argv[7])):
 
 
 class Ranks:
-    """The processes of two ranks, which go through their actions in step."""
+    """The processes of two ranks, which act in lockstep."""
 
     def __init__(self, root):
         self.root = root
@@ -104,7 +104,7 @@ def stored(ranks, step):
 
 @pytest.mark.process
 @pytest.mark.multirank
-def test_after_a_rank_failed_before_it_opened_the_next_save_under_another_name_is_good(ranks):
+def test_after_a_failure_before_opening_a_save_under_another_name_works(ranks):
     first, second = ranks.run(
         [("save", "a", 1), ("save in vain", "b", 2), ("save", "c", 3)],
         [("save", "a", 1), ("fail", "b", 2), ("save alone first", "c", 3)],
@@ -119,7 +119,7 @@ def test_after_a_rank_failed_before_it_opened_the_next_save_under_another_name_i
 @pytest.mark.process
 @pytest.mark.multirank
 @pytest.mark.parametrize("absent", [0, 1])
-def test_a_name_is_used_again_after_a_rank_failed_before_it_opened(ranks, absent):
+def test_a_name_is_reused_after_a_rank_failed_before_opening(ranks, absent):
     failing = [("save", "n", 1), ("fail", "n", 2), ("save", "n", 3), ("save", "n", 4)]
     other = [failing[0], ("save in vain", "n", 2), *failing[2:]]
     found = ranks.run(*((failing, other) if absent == 0 else (other, failing)))
@@ -132,7 +132,7 @@ def test_a_name_is_used_again_after_a_rank_failed_before_it_opened(ranks, absent
 @pytest.mark.process
 @pytest.mark.multirank
 @pytest.mark.parametrize("when", ["save", "save late"])
-def test_a_rank_that_fails_once_it_has_opened_is_known_and_the_name_is_used_again(ranks, when):
+def test_a_failure_after_opening_is_known_and_the_name_is_reused(ranks, when):
     first, second = ranks.run(
         [("raise", "n", 1), ("save", "n", 2)], [(when, "n", 1), ("save", "n", 2)]
     )
@@ -144,7 +144,7 @@ def test_a_rank_that_fails_once_it_has_opened_is_known_and_the_name_is_used_agai
 
 @pytest.mark.process
 @pytest.mark.multirank
-def test_a_rank_that_started_again_meets_the_others_under_the_same_name(ranks):
+def test_a_restarted_rank_meets_the_others_under_the_same_name(ranks):
     first = ranks.start(0, ("save", "n", 1), ("save", "n", 2))
     before = ranks.start(1, ("save", "n", 1, "exit"))
     assert output_of(before) == [1]
@@ -155,7 +155,7 @@ def test_a_rank_that_started_again_meets_the_others_under_the_same_name(ranks):
     assert stored(ranks, 2) == [2.0] * 3 + [2.5] * 3
 
 
-def test_a_name_is_of_one_open_checkpointer_of_a_process():
+def test_a_name_has_one_open_checkpointer_per_process():
     store = memory()
 
     def work(rank):
@@ -164,7 +164,7 @@ def test_a_name_is_of_one_open_checkpointer_of_a_process():
             with pytest.raises(ConfigError, match="name='n' is that of another checkpointer"):
                 second.save({"x": 2}, 2, mode="blocking")
             assert second.steps() == [1]
-            with Checkpointer(store, name="m") as other:  # unnamed ones would be another order
+            with Checkpointer(store, name="m") as other:  # unnamed ones would have another order
                 other.save({"x": 2}, 2, mode="blocking")
         with Checkpointer(store, name="n") as third:
             return third.save({"x": 3}, 3, mode="blocking").result().ranks
@@ -207,12 +207,12 @@ def test_numbers_of_ranks_without_a_job_are_refused():
 
 
 @pytest.mark.parametrize("group", [[], [0, 0], [0, -1], [0, "1"], [True, 2], "01"], ids=repr)
-def test_what_are_no_ranks_is_refused(group):
+def test_invalid_ranks_are_refused(group):
     with pytest.raises(ConfigError, match="list of different numbers of ranks"):
         Checkpointer(memory(), group=group)
 
 
 @pytest.mark.parametrize("name", ["", 7, b"n"], ids=repr)
-def test_what_is_no_name_is_refused(name):
+def test_invalid_name_is_refused(name):
     with pytest.raises(ConfigError, match="name must be a string"):
         Checkpointer(memory(), name=name)

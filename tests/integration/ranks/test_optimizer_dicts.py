@@ -66,8 +66,8 @@ print("all forms")
 
 @pytest.mark.process
 @pytest.mark.multirank
-def test_state_dicts_of_sharded_parameters_and_live_optimizers_are_one(tmp_path):
+def test_sharded_state_dicts_and_live_optimizers_interchange(tmp_path):
     script = tmp_path / "job.py"
     script.write_text(PROGRAM)
-    told = interpreters.run_as_torchrun(2, script, tmp_path / "run")
-    assert [text.splitlines()[-1] for text in told] == ["all forms"] * 2
+    outputs = interpreters.run_as_torchrun(2, script, tmp_path / "run")
+    assert [text.splitlines()[-1] for text in outputs] == ["all forms"] * 2

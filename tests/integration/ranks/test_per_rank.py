@@ -1,4 +1,4 @@
-"""What differs between ranks: values, tensors and random state of each, stored side by side."""
+"""Rank-specific values, tensors and random state, stored side by side."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def blank(rank, **options):
     return {"loader": PerRank(loader, **options), "random": generator(77), "epoch": 0}
 
 
-def test_each_rank_gets_its_own_back(store):
+def test_each_rank_restores_its_own(store):
     states = restored(store, 3, blank)
     for rank, state in enumerate(states):
         assert state["epoch"] == 3
@@ -56,7 +56,7 @@ def test_each_rank_gets_its_own_back(store):
         assert torch.equal(state["random"].get_state(), generator(rank).get_state())
 
 
-def test_one_process_loads_those_of_all(store):
+def test_one_process_loads_all_ranks(store):
     with checkpointer(store) as ckpt:
         assert ckpt.verify().ok
         tree = ckpt.load()
@@ -66,7 +66,7 @@ def test_one_process_loads_those_of_all(store):
 
 
 @pytest.mark.parametrize("count", [2, 1])
-def test_on_another_number_of_ranks_on_change_decides(store, count, caplog):
+def test_on_change_decides_for_another_rank_count(store, count, caplog):
     def restore(**options):
         if count > 1:
             return restored(store, count, lambda rank: blank(rank, **options))
@@ -85,8 +85,8 @@ def test_on_another_number_of_ranks_on_change_decides(store, count, caplog):
     for state in restore(on_change="keep"):
         assert (state["epoch"], state["loader"].value["position"]) == (3, 0)
         assert torch.equal(state["random"].get_state(), generator(77).get_state())
-    told = f"random is stored for 3 ranks, but this job has {count}: it is left unchanged"
-    assert [r.levelname for r in caplog.records if told in r.getMessage()].count("WARNING") == 1
+    warning = f"random is stored for 3 ranks, but this job has {count}: it is left unchanged"
+    assert [r.levelname for r in caplog.records if warning in r.getMessage()].count("WARNING") == 1
     for state in restore(on_change=lambda stored: max(one["position"] for one in stored)):
         assert (state["epoch"], state["loader"].value) == (3, 102)
     assert "that the template lacks" not in caplog.text
@@ -98,7 +98,7 @@ def by_pairs(rank, **changes):
     return {"loader": PerRank(loader, index=rank // 2, count=2), "epoch": 3}
 
 
-def test_ranks_that_read_the_same_data_store_it_once():
+def test_ranks_with_the_same_data_store_it_once():
     store = memory()
     job = Job(4, store)
     first = job.save(by_pairs)
@@ -129,7 +129,7 @@ def test_ranks_that_read_the_same_data_store_it_once():
         ]
 
 
-def test_ranks_that_share_capture_only_what_they_write_once_that_is_known():
+def test_ranks_that_share_soon_capture_only_what_they_write():
     def work(ckpt, rank):
         counts = []
         for step in (1, 2):
@@ -142,8 +142,8 @@ def test_ranks_that_share_capture_only_what_they_write_once_that_is_known():
     assert [count > 0 for count in second] == [True, False, True, False]
 
 
-def test_a_rank_whose_partners_change_says_so_once():
-    """It has captured its share for the ranks that gave its index before."""
+def test_a_rank_with_changed_partners_logs_once():
+    """It has captured its share for the ranks that previously gave its index."""
 
     def state_of(rank, step):
         index = 0 if step > 1 and rank == 2 else rank // 2
@@ -163,8 +163,8 @@ def test_a_rank_whose_partners_change_says_so_once():
     assert any("captured its share" in str(middle) for _, middle, _ in results)
 
 
-def test_places_among_ranks_are_not_known_after_a_save_that_failed():
-    """Rank 3 shared with rank 2 at step 1, and does so no longer; at step 2 nobody could say."""
+def test_rank_positions_are_unknown_after_a_failed_save():
+    """Rank 3 shared with rank 2 at step 1, but no longer does; at step 2 no rank knew."""
 
     def state_of(rank, step):
         index = 0 if step == 3 and rank == 2 else rank // 2
@@ -201,7 +201,7 @@ def test_an_index_that_no_rank_gives_fails_the_save_by_name():
 
 
 class Loader:
-    """Stands for what each rank reads by itself, as the libraries' loaders do."""
+    """Models data that each rank reads separately, like the libraries' loaders."""
 
     def __init__(self, position=0):
         self.position = position
@@ -228,7 +228,7 @@ def loader_of_torchdata(position):
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
-def test_a_stateful_loader_is_each_ranks_own():
+def test_a_stateful_loader_is_rank_specific():
     store = memory()
     held = [loader_of_torchdata(5 + rank) for rank in range(3)]
     reports = Job(3, store).save(lambda rank: {"loader": held[rank][0]})
@@ -243,7 +243,7 @@ def test_a_stateful_loader_is_each_ranks_own():
         assert int(next(iter(state["loader"]))) == 5 + rank
 
 
-def test_what_reads_data_is_each_ranks_own_and_a_scheduler_has_to_be_equal():
+def test_data_readers_are_rank_specific_and_schedulers_must_be_equal():
     for rank, report in enumerate(Job(2, memory()).save(lambda rank: {"data": Reading(rank)})):
         assert report.ranks == 2, rank
     for error in Job(2, memory()).save(lambda rank: {"scheduler": Loader(rank)}):
@@ -253,7 +253,7 @@ def test_what_reads_data_is_each_ranks_own_and_a_scheduler_has_to_be_equal():
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_loaders_of_another_number_of_ranks_are_an_error_that_says_what_to_do(count):
+def test_loaders_of_another_rank_count_are_an_error_with_a_remedy(count):
     store = memory()
     Job(3, store).save(lambda rank: {"data": Reading(rank), "epoch": 1})
     if count == 1:
@@ -290,7 +290,7 @@ def max_position(stored):
     return max(stored, key=lambda state: state["position"])
 
 
-def test_what_on_change_cannot_load_is_an_error():
+def test_an_on_change_load_failure_is_an_error():
     store = memory()
     Job(2, store).save(lambda rank: {"data": PerRank({"loader": Reading(rank)})})
     live = Reading()
@@ -309,7 +309,7 @@ def test_what_on_change_cannot_load_is_an_error():
 @pytest.mark.parametrize(
     "wrong", [{"index": 1}, {"index": 2, "count": 2}, {"index": -1, "count": 2}, {"on_change": "x"}]
 )
-def test_what_is_no_place_among_ranks_is_refused(wrong):
+def test_invalid_rank_positions_are_refused(wrong):
     with pytest.raises(UnsupportedStateError, match="PerRank"):
         PerRank(1, **wrong)
 
@@ -322,7 +322,7 @@ def test_counts_that_differ_fail_the_save_by_name():
     assert words in str(results[0])
 
 
-def test_more_shared_values_than_ranks_can_tell_of_are_refused():
+def test_too_many_shared_values_for_a_post_are_refused():
     def state_of(rank):
         return {f"v{n}": PerRank(n, index=rank, count=2) for n in range(65)}
 
@@ -332,7 +332,7 @@ def test_more_shared_values_than_ranks_can_tell_of_are_refused():
 
 
 @pytest.mark.parametrize("character", ["a", "\x01"], ids=ascii)
-def test_long_names_are_told_of_in_bounded_length(character):
+def test_long_names_are_posted_truncated(character):
     """Some characters take six bytes in a post."""
     store, name = memory(), character * 3000
 

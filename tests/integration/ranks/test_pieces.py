@@ -29,12 +29,12 @@ def whole(seed=0, dtype=torch.float32):
 
 
 def rows(tensor, *bounds):
-    """The rows of a tensor from one bound to the other, each piece in memory of its own."""
+    """The rows of a tensor between two bounds, each piece in its own memory."""
     return [Shard(tensor[a:b].clone(), SHAPE, (a, 0)) for a, b in bounds]
 
 
 def columns(tensor, *bounds):
-    """Pieces that are strided views of one memory, which have no element in common."""
+    """Pieces that are strided views of one memory without common elements."""
     own = tensor.clone()
     return [Shard(own[:, a:b], SHAPE, (0, a)) for a, b in bounds]
 
@@ -81,7 +81,7 @@ CUTS = {
 
 
 def filled(value, tensor):
-    """Whether a restored value has the elements of `tensor` that its place in it says."""
+    """Whether a restored value has the elements of `tensor` at its position."""
     if isinstance(value, Shards):
         return all(filled(piece, tensor) for piece in value.pieces)
     if isinstance(value, Shard):
@@ -98,7 +98,7 @@ def filled(value, tensor):
 
 
 def run(cut, store, work, **options):
-    """What `work(checkpointer, rank)` returns on each rank of a cut."""
+    """The result of `work(checkpointer, rank)` on each rank of a cut."""
     count = len(CUTS[cut])
     job = Job(count, store, **options)
 
@@ -149,7 +149,7 @@ def test_every_cut_restores_every_other_bit_by_bit(where, stores):
         run(where, store, work)
 
 
-def test_pieces_are_written_once_and_as_few_rectangles():
+def test_pieces_are_written_once_in_few_rectangles():
     store = memory()
     reports = save("0, 1, 1, 0", store, whole())
     assert sum(report.bytes_raw for report in reports) == whole().nbytes
@@ -158,7 +158,7 @@ def test_pieces_are_written_once_and_as_few_rectangles():
     assert sorted((s.offsets[0], s.sizes[0]) for s in shards) == [(0, 10), (10, 20), (30, 10)]
 
 
-def test_one_process_that_lacks_pieces_or_has_no_rows_is_refused():
+def test_one_process_without_some_pieces_or_rows_is_refused():
     for pieces in (rows(whole(), (0, 10), (20, 40)), columns(whole(), (0, 20), (20, 70))):
         with checkpointer(memory()) as ckpt:
             with pytest.raises(UnsupportedStateError, match=r"w is .* this process saves alone"):
@@ -166,11 +166,11 @@ def test_one_process_that_lacks_pieces_or_has_no_rows_is_refused():
             assert ckpt.steps() == []
 
 
-def test_pieces_that_replicas_hold_are_written_once():
+def test_pieces_of_replicas_are_written_once():
     store = memory()
 
     def state_of(rank):
-        # Listed in another order on each replica: the stored order is that of the offsets.
+        # Listed in another order on each replica: stored in the order of the offsets.
         bounds = [(0, 10), (30, 40)] if rank % 2 else [(30, 40), (0, 10)]
         bounds = bounds if rank < 2 else [(10, 20), (20, 30)]
         pieces = [Shard(whole()[a:b].clone(), SHAPE, (a, 0), (rank % 2, 2)) for a, b in bounds]
@@ -227,7 +227,7 @@ def test_a_fallback_names_pieces_that_the_damaged_checkpoint_has_overwritten(str
             ckpt.restore(state, strict=strict, on_damage="fallback")
 
 
-def test_pieces_in_one_memory_are_left_alone_where_what_is_stored_disagrees():
+def test_pieces_in_one_memory_stay_if_stored_bytes_disagree():
     stored, own = whole(), torch.zeros(60, 70)
     # The last ten rows of the first piece are the first ten of the second.
     shards = Shards([Shard(own[:20], SHAPE, (0, 0)), Shard(own[10:30], SHAPE, (20, 0))])
@@ -242,7 +242,7 @@ def test_pieces_in_one_memory_are_left_alone_where_what_is_stored_disagrees():
     assert torch.equal(own[:30], torch.cat([stored[:20], stored[30:40]]))
 
 
-def test_pieces_count_as_filled_from_elsewhere_only_if_each_of_them_is():
+def test_pieces_count_as_filled_elsewhere_only_if_all_are():
     own = torch.zeros(SHAPE)
     top, bottom = Shard(own[:20], SHAPE, (0, 0)), Shard(own[20:], SHAPE, (20, 0))
     new = Shard(torch.zeros(20, 70), SHAPE, (20, 0))
@@ -256,7 +256,7 @@ def test_pieces_count_as_filled_from_elsewhere_only_if_each_of_them_is():
 
 
 class Mover:
-    """Moves a tensor to other memory whenever it is described."""
+    """Moves a tensor to other memory at each description."""
 
     def __init__(self, tensor):
         self.storage = tensor.untyped_storage()
@@ -268,7 +268,7 @@ class Mover:
     def load_state_dict(self, state): ...
 
 
-def test_pieces_that_keep_moving_while_they_are_described_are_not_taken_for_others():
+def test_pieces_moving_during_description_are_not_confused_with_others():
     shards = CUTS["one rank"][0](whole())
     state = {"w": shards, "mover": Mover(shards.pieces[1].tensor)}
     with checkpointer(memory()) as ckpt, pytest.raises(TornSnapshotError, match="w moved to other"):

@@ -1,4 +1,4 @@
-"""What ranks save as `DTensor`s of any placement comes back in each other one, on any mesh."""
+"""`DTensor`s saved in any placement restore in each other one, on any mesh."""
 
 import itertools
 import math
@@ -30,7 +30,7 @@ def whole(shape):
 
 
 def placed(tensor, devices, placements):
-    """The tensor on this mesh; None where it is not certain which elements a rank would have."""
+    """The tensor on this mesh; None if a rank's elements are uncertain."""
     made = distribute_tensor(tensor, devices, placements, src_data_rank=None)
     try:
         local_shard(made, ("w",))
@@ -96,8 +96,8 @@ def test_every_placement_restores_every_other(stored, mesh):
     assert found.pop() >= len(ONE) * len(shapes)
 
 
-def test_a_tensor_that_is_put_together_of_uneven_pieces_is_saved_if_they_are_torchs_own():
-    """Four, four, four and two rows are, of 14; other pieces are of no one tensor."""
+def test_a_tensor_of_uneven_pieces_is_saved_if_they_are_torchs_own():
+    """Four, four, four and two rows of 14 form one; other pieces form no tensor."""
     store = memory()
     good, bad = Job(4, store), Job(4, store)
 
@@ -124,8 +124,8 @@ def test_a_tensor_that_is_put_together_of_uneven_pieces_is_saved_if_they_are_tor
         assert torch.equal(ckpt.load()["w"], whole((14, 1)))
 
 
-def test_a_local_tensor_of_pieces_is_refused_and_says_what_to_do():
-    """Of these torch does not say by mesh and placement which elements a rank has."""
+def test_a_local_tensor_of_pieces_is_refused_with_a_remedy():
+    """For these, torch's mesh and placement do not determine a rank's elements."""
     store = memory()
     job = Job(2, store)
 
@@ -148,8 +148,8 @@ def test_a_local_tensor_of_pieces_is_refused_and_says_what_to_do():
         assert torch.equal(ckpt.load()["w"], whole((5, 1)))
 
 
-def test_a_local_tensor_that_consists_of_others_is_refused():
-    """As the state of optimizers of eight bits, whose scales belong to blocks of a rank's rows."""
+def test_a_composite_local_tensor_is_refused():
+    """Like 8-bit optimizer state, whose scales belong to blocks of a rank's rows."""
     store = memory()
     jobs = [Job(2, store) for _ in range(2)]
 

@@ -1,4 +1,4 @@
-"""A signal to one rank of a job: all ranks leave after the same step, with one checkpoint of it."""
+"""A signal to one rank of a job: all ranks leave after the same step, with one checkpoint."""
 
 import random
 import subprocess
@@ -35,7 +35,7 @@ dist.destroy_process_group()
 
 
 def preempt(root, count, dice):
-    """Start ranks, send SIGTERM to one at some moment, and return the step that each left."""
+    """Start ranks, send SIGTERM to one at some moment, and return each rank's last step."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = [
         interpreters.start(
@@ -85,7 +85,7 @@ WORKERS = """
 import multiprocessing, os, pydoc, signal, sys, time, warnings
 warnings.simplefilter("ignore")  # of torchdata
 import torch, penstock
-os.setsid()  # as torchrun does for a rank
+os.setsid()  # like torchrun for a rank
 loader = pydoc.locate(sys.argv[2])(range(10_000), num_workers=2)
 with penstock.Preemption() as leaving:
     child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
@@ -115,7 +115,7 @@ TORCHDATA = "torchdata.stateful_dataloader.StatefulDataLoader"
         pytest.param("SIGTERM", TORCHDATA, marks=pytest.mark.slow),
     ],
 )
-def test_signal_to_the_process_group_of_a_rank_spares_the_workers_of_its_loader(name, loader):
+def test_signal_to_the_process_group_of_a_rank_spares_loader_workers(name, loader):
     pytest.importorskip(loader.partition(".")[0], reason="needs torchdata")
     done = interpreters.run("-c", WORKERS, name, loader)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Real processes that train together by torch.distributed, and save together as they stand."""
+"""Real processes that train together by torch.distributed, and save together."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from tests import interpreters
 
 from penstock import Checkpointer
 
-LIMIT_S = 8  # longer than a busy machine keeps a rank that gets on
+LIMIT_S = 8  # longer than a busy machine delays a progressing rank
 
 JOIN = """
 import sys, threading, time
@@ -20,7 +20,7 @@ import torch, torch.distributed as dist
 import penstock
 
 rank, count, port, root = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-store = dist.TCPStore("127.0.0.1", port, is_master=False)  # as with torchrun, an agent hosts it
+store = dist.TCPStore("127.0.0.1", port, is_master=False)  # an agent hosts it, as with torchrun
 dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
 torch.manual_seed(0)
 """
@@ -55,7 +55,7 @@ with penstock.Checkpointer(root) as ckpt:
     for number, mode in enumerate(["blocking", "async", "lazy"], 1):
         step()
         expected = tensors()
-        net(torch.ones(4, 5))  # leaves gathered parameters behind
+        net(torch.ones(4, 5))  # leaves gathered parameters
         handle = ckpt.save(state, number, mode=mode)
         if rank == 0:
             torch.save(expected, f"{root}-{number}.pt")
@@ -67,7 +67,7 @@ dist.destroy_process_group()
 
 GROUPS = """
 from torch.distributed.tensor import DTensor, Replicate
-group = dist.new_group([2, 0])  # rank 2 of the job is rank 1 of the group, whatever the order here
+group = dist.new_group([2, 0])  # rank 2 of the job is rank 1 of the group in any order
 # The first that holds this is rank 1, which is left out.
 mesh = dist.DeviceMesh("cpu", [1, 0, 2])
 replicated = DTensor.from_local(torch.arange(4.0), mesh, [Replicate()])
@@ -80,7 +80,7 @@ if rank == 1:
     with penstock.Checkpointer(f"{root}-alone", ranks="alone") as ckpt:
         ckpt.save({"rank": rank}, 1, mode="blocking")
 else:
-    if rank == 0:  # repairs and checks by itself, which is no part of what the ranks agree on
+    if rank == 0:  # repairs and checks alone, without the other ranks
         with penstock.Checkpointer(root, group=group) as ckpt:
             ckpt.check({"w": half()}, 1)
         tiers = {"type": "tiered", "fast": f"{root}-fast", "durable": f"{root}-durable"}
@@ -89,7 +89,7 @@ else:
                 ckpt.verify(repair=True)
             except penstock.CheckpointNotFoundError:
                 pass
-    for step in (1, 2):  # one checkpointer after the other, in the same order on both
+    for step in (1, 2):  # one checkpointer at a time, in the same order on both
         with penstock.Checkpointer(root, group=group, rank_timeout_s=20) as ckpt:
             state = {"w": half(), "on all": replicated}
             print(ckpt.save(state, step).result(300).ranks, flush=True)
@@ -127,7 +127,7 @@ try:
 except penstock.RankError as error:
     print(error.rank, error.cause.partition(" s ")[0], sep="|", flush=True)
     print(ckpt.latest(), flush=True)
-except penstock.SaveError as error:  # of the rank that the others have given up
+except penstock.SaveError as error:  # of the rank that the others gave up on
     print("since this one stood still" in str(error), flush=True)
     Hanging.gate.set()
     ckpt.wait()
@@ -178,12 +178,12 @@ def test_fsdp2_of_two_processes_is_loaded_by_one_bit_by_bit(store, tmp_path):
 
 @pytest.mark.process
 @pytest.mark.multirank
-def test_a_group_saves_without_the_others_who_may_save_alone(store, tmp_path):
+def test_a_group_saves_without_others_that_may_save_alone(store, tmp_path):
     root = tmp_path / "run"
     processes = start(START + GROUPS, 3, store.port, root)
     try:
-        told = [process.communicate(timeout=300)[0] for process in processes]
-        assert told == ["2\n2\n", "True\n", "2\n2\n"]
+        outputs = [process.communicate(timeout=300)[0] for process in processes]
+        assert outputs == ["2\n2\n", "True\n", "2\n2\n"]
     finally:
         end(processes)
     with Checkpointer(root) as ckpt:
@@ -223,7 +223,7 @@ def test_a_rank_that_dies_ends_the_save_by_name_and_the_latest_stays(store, tmp_
             assert processes[victim].communicate(timeout=300)[0] == "True\n"
             others[0].wait(300)
             others[1].wait(300)
-            assert len(list((root / "data").iterdir())) == 1  # what it wrote is deleted, too
+            assert len(list((root / "data").iterdir())) == 1  # its data is deleted, too
     finally:
         end(processes)
     with Checkpointer(root) as ckpt:

@@ -1,4 +1,4 @@
-"""Checkpoints of any number of ranks, restored on any other, bit by bit."""
+"""Checkpoints of any rank count, restored on any other, bit by bit."""
 
 import itertools
 import math
@@ -45,7 +45,7 @@ from penstock.providers.tensor.sharding import local_shard
 
 
 def restore(store, state, **options):
-    """Restore the checkpoint into this rank's state, as each rank of a job does by itself."""
+    """Restore the checkpoint into this rank's state, like each rank of a job."""
     opened = Checkpoint.open(store, STEP).opened
     providers = opened.registry.providers
     return restore_into(
@@ -66,7 +66,7 @@ def described(state):
 
 
 def rows(count):
-    """Rows, as even as they can be: some ranks may hold none."""
+    """Rows, as even as possible: some ranks may hold none."""
 
     def cuts(_path, shape):
         if not shape:
@@ -92,7 +92,7 @@ def columns(count):
 
 
 def grid(_path, shape):
-    """Two ranks cut rows, and two columns, of which both hold what has no columns."""
+    """Two ranks cut rows, and two columns; both of these hold objects without columns."""
     if len(shape) < 2:
         return [regions for regions in rows(2)(_path, shape) for _ in range(2)]
     across = columns(2)(_path, shape)
@@ -108,7 +108,7 @@ def grid(_path, shape):
 
 
 def flat(count):
-    """Ranges of elements, wherever rows begin, as ZeRO and FSDP1 cut."""
+    """Ranges of elements, ignoring rows, as ZeRO and FSDP1 cut."""
 
     def cuts(_path, shape):
         size = torch.Size(shape).numel()
@@ -131,7 +131,7 @@ STORED = {
 
 @pytest.fixture(scope="module")
 def trained():
-    """The values after two steps, what the next steps lose, and the checkpoints."""
+    """The values after two steps, the next losses, and the checkpoints."""
     net = Net()
     state = {"model": net, "optimizer": adam(net), "epoch": 7}
     train(net, state["optimizer"], 2)
@@ -147,7 +147,7 @@ def trained():
 
 
 def fresh(place, *, stepped=False):
-    """The state of a rank that has other values; nothing of the optimizer before a step."""
+    """The state of a rank with other values; no optimizer state before a step."""
     net = place(Net(seed=1))
     optimizer = adam(net)
     if stepped:  # without a forward: torch has none where tensor parallelism cuts unevenly
@@ -168,7 +168,7 @@ def equal(found, expected):
     "where",
     ["FSDP2 2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("DDP 2", "HSDP 2 x 2"))],
 )
-def test_training_goes_on_with_equal_losses(trained, where):
+def test_training_resumes_with_equal_losses(trained, where):
     _, losses, stores = trained
     count, place = PLACES[where]
 
@@ -189,7 +189,7 @@ def test_restore_of_one_rank_waits_for_no_other(trained):
 
     def work(rank):
         expected = expected_of(values, place)
-        # The optimizer first, which needs the names of parameters that are gathered still.
+        # The optimizer first, which needs the names of still gathered parameters.
         state = dict(sorted(fresh(place).items(), reverse=True))
         weight = state["model"].up.weight
         versions = weight._version, weight._local_tensor._version
@@ -206,12 +206,12 @@ def test_restore_of_one_rank_waits_for_no_other(trained):
             assert (weight._version, weight._local_tensor._version) == tuple(
                 v + 2 for v in versions
             )
-        ready.wait()  # a collective above would never have come to an end
+        ready.wait()  # a collective above would never have ended
 
     run_ranks(2, work)
 
 
-def test_names_and_order_of_the_optimizer_alone_are_those_of_the_bare_module(trained):
+def test_optimizer_names_and_order_match_the_bare_module(trained):
     values, _, stores = trained
     place = PLACES["FSDP2 x TP 3 x 2"][1]
 
@@ -239,7 +239,7 @@ def placements(draw, mesh):
 
 
 def is_certain(tensor):
-    """Whether this rank can tell what it holds; `test_sharding` says where it cannot."""
+    """Whether this rank knows its elements; `test_sharding` has the cases where it does not."""
     try:
         local_shard(tensor, ("w",))
     except UnsupportedStateError:
@@ -249,7 +249,7 @@ def is_certain(tensor):
 
 @settings(deadline=None, max_examples=examples(35))
 @given(splits(Region.whole(SHAPE)), st.sampled_from([(2,), (3,), (2, 2), (3, 2)]), st.data())
-def test_any_rectangles_come_back_in_any_placement(rectangles, mesh, data):
+def test_any_rectangles_restore_in_any_placement(rectangles, mesh, data):
     count, chosen = math.prod(mesh), [data.draw(placements(mesh)) for _ in range(3)]
     array = np.random.default_rng(0).standard_normal(SHAPE).astype(np.float32)
     ranks = [[] for _ in range(3)]
@@ -276,7 +276,7 @@ def test_any_rectangles_come_back_in_any_placement(rectangles, mesh, data):
     run_ranks(count, work)
 
 
-def test_state_of_another_shape_than_its_sharded_parameter_wants_a_step_first():
+def test_state_shaped_unlike_its_sharded_parameter_needs_a_step_first():
     weight = nn.Parameter(torch.ones(8, 6))
     optimizer = torch.optim.SGD([weight])
     optimizer.state[weight]["rows"] = torch.ones(8)
@@ -295,12 +295,12 @@ def test_state_of_another_shape_than_its_sharded_parameter_wants_a_step_first():
     run_ranks(2, work)
 
 
-# -- shards that are cut by hand -------------------------------------------------------------------
+# -- manually cut shards ---------------------------------------------------------------------------
 
 
 @settings(deadline=None, max_examples=examples(25))
 @given(splits(Region.whole(SHAPE)), wanted(SHAPE), st.booleans(), st.data())
-def test_any_rectangles_come_back_in_any_shard_that_is_cut_by_hand(cut, held, of_numpy, data):
+def test_any_rectangles_restore_in_any_manual_shard(cut, held, of_numpy, data):
     array = np.random.default_rng(0).standard_normal(SHAPE).astype(np.float32)
     ranks = [[] for _ in range(3)]
     for rectangle in cut:
@@ -318,7 +318,7 @@ def test_any_rectangles_come_back_in_any_shard_that_is_cut_by_hand(cut, held, of
 
 @settings(deadline=None, max_examples=examples(25))
 @given(st.data())
-def test_any_flat_ranges_come_back_in_any_other_flat_ranges(data):
+def test_any_flat_ranges_restore_in_any_other_ranges(data):
     shape = tuple(data.draw(st.lists(st.integers(0, 5), max_size=4), label="shape"))
     array = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
 
@@ -343,7 +343,7 @@ def test_any_flat_ranges_come_back_in_any_other_flat_ranges(data):
         assert flat.numpy().tobytes() == array.reshape(-1)[a:b].tobytes()
 
 
-def test_one_process_saves_a_shard_that_is_the_whole_tensor():
+def test_one_process_saves_a_shard_of_the_whole_tensor():
     store = memory()
     shard = penstock.Shard(torch.arange(12.0).reshape(4, 3), (4, 3), (0, 0))
     with checkpointer(store) as ckpt:
@@ -367,7 +367,7 @@ def stored_matrix(ranks=2, dtype=np.float32):
     return store, torch.from_numpy(array)
 
 
-def test_shard_of_another_whole_is_told_with_both_shapes():
+def test_shard_of_another_whole_fails_with_both_shapes():
     store, _ = stored_matrix()
     shard = penstock.Shard(torch.zeros(2, 6), (9, 6), (0, 0))
     with pytest.raises(RestoreMismatchError, match=r"w: shape \[8, 6\] is stored, .*\[9, 6\]"):

@@ -1,4 +1,4 @@
-"""Real processes restore together: as torchrun starts them, on another number, when one dies."""
+"""Real processes restore together: started by torchrun, in another number, when one dies."""
 
 import os
 import signal
@@ -63,7 +63,7 @@ with penstock.Checkpointer(root) as ckpt:
     assert (report.step, other["epoch"]) == (3, 1)
     losses = [step(other), step(other)]
 
-# Replicas, as if each process was on a host of its own.
+# Replicas, as if each process were on its own host.
 full = torch.arange(1 << 20)
 options = {"read_once_per_host": False, "read_once_per_job": True, "chunk_bytes": 1 << 20}
 with penstock.Checkpointer(f"{root}-{dist.get_world_size()}", **options) as ckpt:
@@ -138,12 +138,12 @@ def as_by_torchrun(count, *words):
 @pytest.mark.parametrize(
     "launch", [as_by_torchrun, pytest.param(by_torchrun, marks=pytest.mark.slow)]
 )
-def test_torchrun_restores_on_another_number_of_processes(tmp_path, launch):
+def test_torchrun_restores_on_another_process_count(tmp_path, launch):
     script = tmp_path / "job.py"
     script.write_text(TORCHRUN)
     for count in (2, 3):
-        told = launch(count, script, tmp_path / "run", tmp_path / "expected.pt")
-        assert told == ["restored False"] * count
+        outputs = launch(count, script, tmp_path / "run", tmp_path / "expected.pt")
+        assert outputs == ["restored False"] * count
 
 
 @pytest.mark.process
@@ -175,15 +175,15 @@ def test_a_rank_that_dies_ends_the_restore_of_all_by_name(tmp_path, victim, how)
     [(1, signal.SIGKILL), pytest.param(0, signal.SIGSTOP, marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("way", ["memory", pytest.param("network", marks=pytest.mark.slow)])
-def test_processes_read_once_together_and_without_the_one_that_dies(tmp_path, victim, how, way):
+def test_processes_read_once_together_even_after_one_dies(tmp_path, victim, how, way):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes = start(START + TOGETHER, 3, store.port, tmp_path / "run", victim, LIMIT_S, way)
     others = [process for rank, process in enumerate(processes) if rank != victim]
     nbytes = 8 * (3 << 20)
     try:
-        told = [process.stdout.readline().split() for process in processes]
-        assert sum(int(read) for read, _, _ in told) == nbytes
-        assert {(int(read) + int(shared), equal) for read, shared, equal in told} == {
+        outputs = [process.stdout.readline().split() for process in processes]
+        assert sum(int(read) for read, _, _ in outputs) == nbytes
+        assert {(int(read) + int(shared), equal) for read, shared, equal in outputs} == {
             (nbytes, "True")
         }
         assert processes[victim].stdout.readline() == "reads\n"

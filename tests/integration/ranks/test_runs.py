@@ -1,4 +1,4 @@
-"""Runs of several ranks from their first to their last checkpoint, and what is taken from them."""
+"""Runs of several ranks from their first to their last checkpoint, and partial restores."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ LAST = 5
 
 
 class Loader:
-    """Reads data: each rank has its own place there."""
+    """Reads data: each rank has its own position."""
 
     def __init__(self, row=0):
         self.row = row
@@ -32,7 +32,7 @@ class Data(Loader, torch.utils.data.Dataset):
 
 
 class Counting(DelegatingBackend):
-    """Notes what is deleted."""
+    """Notes the deletions."""
 
     def __init__(self, inner):
         super().__init__(inner)
@@ -60,9 +60,8 @@ def train_step(state, step):
 
 @pytest.fixture(scope="module")
 def run():
-    """A run of two ranks that keeps three steps, the last one of the model alone.
-
-    The store, what each rank holds of each step, and what it has deleted.
+    """A run of two ranks that keeps three steps, the last one of only the model. The store, each
+    rank's share of each step, and the deletions.
     """
     store = memory()
     stores = [Counting(store) for _ in range(2)]
@@ -82,7 +81,7 @@ def run():
 
 
 def restored(store, count, work):
-    """Return what `work(ckpt, rank, state)` returns on each of `count` ranks."""
+    """Return the result of `work(ckpt, rank, state)` on each of `count` ranks."""
     job = Job(count, store)
 
     def rank_works(rank):
@@ -99,7 +98,7 @@ def equal(found, expected):
         assert torch.equal(found[path], tensor), path
 
 
-def test_a_given_step_comes_back_with_all_that_belongs_to_it(run):
+def test_a_given_step_is_restored_with_all_its_state(run):
     store, held, _ = run
 
     def work(ckpt, rank, state):
@@ -116,8 +115,8 @@ def test_a_given_step_comes_back_with_all_that_belongs_to_it(run):
 
 
 @pytest.mark.parametrize("count", [3, 1])
-def test_another_number_of_ranks_takes_a_part_and_leaves_the_rest(run, count):
-    """Without the place in the data, which cannot be split, and without the schedule."""
+def test_another_rank_count_restores_a_part_only(run, count):
+    """Without the data position, which cannot be split, and without the schedule."""
     store, held, _ = run
 
     def work(ckpt, rank, state):
@@ -136,7 +135,7 @@ def test_another_number_of_ranks_takes_a_part_and_leaves_the_rest(run, count):
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_a_whole_state_is_not_taken_from_a_checkpoint_of_the_model_on_any_rank(run, count):
+def test_a_model_checkpoint_is_no_whole_state_on_any_rank(run, count):
     store, _, _ = run
 
     def work(ckpt, rank, state):
@@ -151,8 +150,8 @@ def test_a_whole_state_is_not_taken_from_a_checkpoint_of_the_model_on_any_rank(r
     assert RestoreMismatchError in restored(store, count, work)
 
 
-def test_what_one_process_begins_is_gone_on_with_by_ranks_and_a_single_one_again():
-    """As a checkpoint of the first weights, made by one process for jobs of any size."""
+def test_a_run_continues_from_one_process_to_ranks_and_back():
+    """Like a checkpoint of the first weights, made by one process for jobs of any size."""
     store = memory()
     first = fresh(1, 0, seed=0)
     first["data"] = penstock.PerRank(first["data"], on_change="keep")
@@ -185,7 +184,7 @@ def test_what_one_process_begins_is_gone_on_with_by_ranks_and_a_single_one_again
         torch.testing.assert_close(values_of(last)[path], tensor, rtol=1e-4, atol=1e-6)
 
 
-def test_a_step_that_is_not_there_is_the_same_error_on_all_ranks(run):
+def test_a_missing_step_is_the_same_error_on_all_ranks(run):
     store, _, _ = run
 
     def work(ckpt, rank, state):

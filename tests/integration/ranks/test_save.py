@@ -21,7 +21,7 @@ SLOW = {"FSDP2 3", "HSDP 2 x 2", "TP 4", "FSDP2 x TP 2 x 2"}
         for name, mode in zip(FEW, ["blocking", "lazy"] * 3, strict=True)
     ],
 )
-def test_what_ranks_save_is_loaded_by_one_process(name, mode):
+def test_one_process_loads_a_save_of_ranks(name, mode):
     count, place = PLACES[name]
     store = memory()
     job = Job(count, store)
@@ -58,7 +58,7 @@ def test_what_ranks_save_is_loaded_by_one_process(name, mode):
 
 
 @pytest.mark.parametrize("codecs", [[], ["zstd"]])
-def test_replicas_share_the_bytes_and_capture_no_more_once_that_is_known(codecs):
+def test_replicas_share_the_bytes_and_soon_capture_no_more(codecs):
     count, store = 3, memory()
     state = {
         "big": torch.arange(520_000, dtype=torch.int32).view(-1, 10),
@@ -81,7 +81,7 @@ def test_replicas_share_the_bytes_and_capture_no_more_once_that_is_known(codecs)
         sizes = [size for size, _ in reports]
         assert total <= sum(sizes) <= total + 100
         assert max(sizes) - min(sizes) <= 2 * (80 << 10)
-    assert {chunks for _, chunks in first} == {first[0][1]}  # all that each holds
+    assert {chunks for _, chunks in first} == {first[0][1]}  # each rank's whole state
     assert max(chunks for _, chunks in second) < first[0][1] / 2  # its share
     with checkpointer(store) as ckpt:
         for step in (1, 2):
@@ -90,7 +90,7 @@ def test_replicas_share_the_bytes_and_capture_no_more_once_that_is_known(codecs)
             assert all(map(torch.equal, tree["more"], state["more"]))
 
 
-def test_stages_of_a_pipeline_store_what_each_has_and_what_they_share():
+def test_pipeline_stages_store_their_own_and_shared_objects():
     store = memory()
     shared = torch.randn(40, 3)
 
@@ -123,8 +123,8 @@ def restored(count, store, state_of):
     return found
 
 
-def test_tensors_that_some_ranks_have_come_back_on_these_and_on_others():
-    """Each under a name of its own, in any order of the names."""
+def test_tensors_of_some_ranks_restore_on_these_and_on_others():
+    """Each under its own name, in any order of the names."""
     held = {"a": {0}, "b": {1}, "c": set(range(5)), "d": {3, 0}, "e": {1, 4}, "f": {4}}
     moved = {name: {(rank + 2) % 3 for rank in ranks} for name, ranks in held.items()}
 

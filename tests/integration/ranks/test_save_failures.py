@@ -1,4 +1,4 @@
-"""What goes wrong on one rank ends the save on all, by name, and leaves nothing behind."""
+"""A failure on one rank ends the save on all, by name, and leaves no data."""
 
 import gc
 import importlib.metadata
@@ -53,7 +53,7 @@ def names(store):
     return [blob.name for blob in store.list("data/")]
 
 
-def told(errors):
+def kinds_of(errors):
     return [(type(error), getattr(error, "rank", None)) for error in errors]
 
 
@@ -74,8 +74,8 @@ def assert_unchanged(store, before):
         assert torch.equal(ckpt.load()["weight"], WEIGHT)
 
 
-def test_ranks_whose_numbers_are_taken_give_up(job):
-    """Two jobs over one store of values: the second finds its rounds decided."""
+def test_ranks_with_taken_numbers_fail(job):
+    """Two jobs over one job store: the second finds its rounds decided."""
     job, store, _ = job
     assert [report.step for report in job.save(state_of, 2)] == [2, 2, 2]
     for error in job.save(state_of, 3):
@@ -87,7 +87,7 @@ def test_ranks_whose_numbers_are_taken_give_up(job):
 def test_values_that_differ_fail_the_save_and_name_path_and_ranks(job):
     job, store, before = job
     errors = job.save(lambda rank: {**state_of(rank), "epoch": 7 + (rank == 1)}, 2)
-    assert told(errors) == [(SaveError, None), (RankError, 0), (RankError, 0)]
+    assert kinds_of(errors) == [(SaveError, None), (RankError, 0), (RankError, 0)]
     for error in errors:
         assert "epoch is not equal on ranks 0, 2 and rank 1" in str(error)
         assert "penstock.Shard" not in str(error)
@@ -98,7 +98,7 @@ def test_values_that_differ_fail_the_save_and_name_path_and_ranks(job):
 @pytest.mark.parametrize(
     ("one", "other"), [({"a": 1, "b": 2}, {"b": 2, "a": 1}), (1, True), (0.0, -0.0)], ids=repr
 )
-def test_refusal_of_values_that_compare_equal_says_what_else_has_to_be_equal(one, other):
+def test_refusal_of_equal_values_says_what_else_must_be_equal(one, other):
     assert one == other
     errors = Job(2, memory()).save(lambda rank: {"v": other if rank else one})
     for error in errors:
@@ -119,7 +119,7 @@ def test_all_values_that_differ_are_counted_and_the_first_are_named(job):
     assert_unchanged(store, before)
 
 
-def test_a_value_that_one_rank_lacks_is_no_difference(job):
+def test_a_value_absent_on_one_rank_is_no_difference(job):
     job, store, _ = job
     reports = job.save(lambda rank: state_of(rank) | ({"mine": 5} if rank == 2 else {}), 2)
     assert [report.step for report in reports] == [2, 2, 2]
@@ -130,10 +130,10 @@ def test_a_value_that_one_rank_lacks_is_no_difference(job):
         assert ckpt.verify(2).ok
 
 
-def test_ranks_that_are_called_with_other_steps_say_so(job):
+def test_ranks_called_with_other_steps_fail(job):
     job, store, before = job
     errors = job.run(lambda ckpt, rank: ckpt.save(state_of(rank), 2 + (rank == 2)).result(300))
-    assert told(errors)[:2] == [(RankError, 2), (RankError, 2)]
+    assert kinds_of(errors)[:2] == [(RankError, 2), (RankError, 2)]
     assert "was called to save step 3 while rank 0 saves step 2" in str(errors[0])
     assert isinstance(errors[2], SaveError)
     assert_unchanged(store, before)
@@ -159,7 +159,7 @@ def test_a_rank_that_cannot_write_ends_the_save_on_all_at_once(job, caplog):
     began = time.monotonic()
     errors = job.save(shard_of, 2)
     assert time.monotonic() - began < TIMEOUT_S
-    assert told(errors) == [(RankError, 2), (RankError, 2), (StorageError, None)]
+    assert kinds_of(errors) == [(RankError, 2), (RankError, 2), (StorageError, None)]
     assert "rank 2 on node2" in str(errors[0])
     assert "No space left" in str(errors[0])
     logged = [r.getMessage().partition("failed: ")[2] for r in caplog.records]
@@ -168,11 +168,11 @@ def test_a_rank_that_cannot_write_ends_the_save_on_all_at_once(job, caplog):
     assert_unchanged(store, before)
 
 
-def test_what_no_rank_holds_fails_the_save_by_name(job, caplog):
+def test_data_of_no_rank_fails_the_save_by_name(job, caplog):
     job, store, before = job
     caplog.clear()
     errors = job.save(lambda rank: {"w": Shard(torch.ones(4, 3), (12, 3), (4 * (rank % 2), 0))}, 2)
-    assert told(errors) == [(SaveError, None), (RankError, 0), (RankError, 0)]
+    assert kinds_of(errors) == [(SaveError, None), (RankError, 0), (RankError, 0)]
     assert "w, of shape [12, 3]: no shard has elements [8:12, 0:3]" in str(errors[0])
     logged = [r.getMessage().partition("failed: ")[2] for r in caplog.records]
     short = "rank 0 is the cause; see the log of rank 0"
@@ -180,7 +180,7 @@ def test_what_no_rank_holds_fails_the_save_by_name(job, caplog):
     assert_unchanged(store, before)
 
 
-def test_a_root_that_hosts_do_not_share_is_found():
+def test_a_root_not_shared_by_hosts_is_found():
     stores = [memory(), memory()]
     job = Job(2, lambda rank: stores[rank])
     errors = job.save(lambda rank: {"w": Shard(torch.ones(4, 3), (8, 3), (4 * rank, 0))})
@@ -189,7 +189,7 @@ def test_a_root_that_hosts_do_not_share_is_found():
     assert [names(store) for store in stores] == [[], []]
 
 
-def test_a_root_that_hosts_do_not_share_is_found_where_rank_0_alone_writes():
+def test_an_unshared_root_is_found_if_only_rank_0_writes():
     stores = [memory(), memory()]
     errors = Job(2, lambda rank: stores[rank]).save(lambda _: {"epoch": 1})
     for error in errors:
@@ -198,8 +198,8 @@ def test_a_root_that_hosts_do_not_share_is_found_where_rank_0_alone_writes():
 
 
 @pytest.mark.parametrize("use", ["save", "restore", "load"])
-def test_two_checkpointers_whose_first_uses_come_in_another_order_end_by_name(use):
-    """The names by which ranks meet follow that order: what meets then are two roots."""
+def test_two_checkpointers_first_used_in_another_order_fail_by_name(use):
+    """The meeting names of ranks follow that order: then two roots meet."""
     stores = memory(), memory()
     for number, store in enumerate(stores):
         with checkpointer(store) as ckpt:
@@ -221,7 +221,7 @@ def test_two_checkpointers_whose_first_uses_come_in_another_order_end_by_name(us
     assert [names(store) for store in stores] == before
 
 
-def test_what_one_rank_cannot_describe_ends_the_save_on_all_at_once(job):
+def test_state_undescribable_on_one_rank_fails_all_at_once(job):
     """Before that rank closes its checkpointer, and before its time is over."""
     job, store, before = job
     all_know = threading.Barrier(3)
@@ -233,7 +233,7 @@ def test_what_one_rank_cannot_describe_ends_the_save_on_all_at_once(job):
             all_know.wait(300)
 
     errors = job.run(work)
-    assert told(errors) == [(RankError, 1), (UnsupportedStateError, None), (RankError, 1)]
+    assert kinds_of(errors) == [(RankError, 1), (UnsupportedStateError, None), (RankError, 1)]
     for error in errors[0], errors[2]:
         assert error.cause.startswith("failed with UnsupportedStateError: bad ")
     assert_unchanged(store, before)
@@ -242,14 +242,14 @@ def test_what_one_rank_cannot_describe_ends_the_save_on_all_at_once(job):
 def test_a_step_that_exists_is_refused_on_all(job):
     job, store, before = job
     errors = job.save(state_of, 1)
-    assert told(errors) == [(StepExistsError, None)] * 3
+    assert kinds_of(errors) == [(StepExistsError, None)] * 3
     assert str(errors[1]) == str(errors[2]) == f"{str(errors[0]).rstrip('.')}."
     assert_unchanged(store, before)
     reports = Job(3, store).save(state_of, 1, overwrite=True)
     assert [report.generation for report in reports] == [2, 2, 2]
 
 
-def test_a_job_goes_on_saving_after_a_save_that_failed():
+def test_a_job_keeps_saving_after_a_failed_save():
     store = memory()
     job = Job(2, store)
 
@@ -263,11 +263,11 @@ def test_a_job_goes_on_saving_after_a_save_that_failed():
         assert ckpt.steps() == [2]
 
 
-def test_a_rank_that_never_comes_is_named_and_waited_for_no_more():
+def test_an_absent_rank_is_named_and_no_longer_awaited():
     store = memory()
     job = Job(2, store)
     error = None
-    with job.checkpointer(0, timeout_s=1.0) as ckpt:  # short: no other rank is there
+    with job.checkpointer(0, timeout_s=1.0) as ckpt:  # short: there is no other rank
         handle = ckpt.save(state_of(0), 1)
         with pytest.raises(
             RankError, match="not begun to save for 1 s: all ranks must call save"
@@ -279,7 +279,7 @@ def test_a_rank_that_never_comes_is_named_and_waited_for_no_more():
     assert names(store) == []
 
 
-def test_rank_0_is_waited_for_while_it_makes_room():
+def test_ranks_wait_while_rank_0_makes_room():
     store = memory()
     for step in (1, 2):
         Job(2, store).save(state_of, step)
@@ -293,7 +293,7 @@ def test_rank_0_is_waited_for_while_it_makes_room():
 
 
 class Compiled(ZstdCodec):
-    """What takes long before its first chunk: on every rank at once."""
+    """Slow work before the first chunk: on every rank at once."""
 
     api_version: ClassVar[int] = 1
     name: ClassVar[str] = "compiled"
@@ -302,7 +302,7 @@ class Compiled(ZstdCodec):
         time.sleep(1.5 * SHORT_TIMEOUT_S)
 
 
-def test_codecs_that_are_compiled_are_waited_for():
+def test_ranks_wait_for_codec_compilation():
     registry = Registry()
     registry.register(Compiled)
     store = memory()
@@ -315,7 +315,7 @@ def test_codecs_that_are_compiled_are_waited_for():
 
 
 class FullAndSlow(DelegatingBackend):
-    """A store without room, that takes long to list what it has when that is known."""
+    """A store without room that then lists its contents slowly."""
 
     is_full = False
 
@@ -330,16 +330,16 @@ class FullAndSlow(DelegatingBackend):
         return super().list(prefix)
 
 
-def test_that_rank_0_has_no_room_is_told_before_it_looks_for_some():
+def test_rank_0_reports_a_lack_of_room_before_making_some():
     store = memory()
     job = Job(2, lambda r: store if r else FullAndSlow(store), timeout_s=SHORT_TIMEOUT_S)
     errors = job.save(state_of)
-    assert told(errors) == [(StorageFullError, None), (RankError, 0)]
+    assert kinds_of(errors) == [(StorageFullError, None), (RankError, 0)]
     assert "No space left on device" in errors[1].cause
 
 
 class Broken(MemoryCoordination):
-    """Reads nothing once others are there, by an error that the contract does not know."""
+    """Fails reads once others have joined, with an error outside the contract."""
 
     def read(self, keys, /):
         if go_key(0) in keys and self._board.read([go_key(0)])[0] is not None:
@@ -358,7 +358,7 @@ def test_a_bug_in_the_coordination_of_one_rank_ends_the_save_on_all(mode):
         with job.checkpointer(rank, coordination=member) as ckpt:
             try:
                 ckpt.save(state_of(rank), 1, mode=mode).result(300)
-            except Exception as error:  # noqa: BLE001 - looked at below
+            except Exception as error:  # noqa: BLE001 - checked below
                 errors[rank] = error
 
     threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(2)]
@@ -366,13 +366,13 @@ def test_a_bug_in_the_coordination_of_one_rank_ends_the_save_on_all(mode):
         thread.start()
     for thread in threads:
         thread.join(300)
-    assert told(errors) == [(RankError, 1), (SaveError, None)]
+    assert kinds_of(errors) == [(RankError, 1), (SaveError, None)]
     assert "a bug" in str(errors[1])
     assert names(store) == []
 
 
 class Slow(DelegatingBackend):
-    """A store whose first blob waits until the test lets it go on."""
+    """A store whose first blob waits until the test releases it."""
 
     gate = threading.Event()
 
@@ -381,7 +381,7 @@ class Slow(DelegatingBackend):
         return super().create(name, size_hint=size_hint)
 
 
-def test_what_rank_0_skips_is_skipped_by_all():
+def test_a_skip_of_rank_0_is_skipped_by_all():
     store = memory()
     Slow.gate.clear()
     job = Job(2, lambda rank: store if rank else Slow(store), on_busy="skip")
@@ -398,8 +398,8 @@ def test_what_rank_0_skips_is_skipped_by_all():
     assert job.run(work) == [(1, True, 3), (1, True, 3)]
 
 
-def test_a_rank_that_alone_is_busy_comes_as_soon_as_it_is_not():
-    """Rank 0 cannot tell whether the next step is skipped before all others are there."""
+def test_a_rank_that_alone_is_busy_joins_once_idle():
+    """Rank 0 cannot know whether the next step is skipped before all others have joined."""
     job = Job(2, memory(), on_busy="skip")
 
     def work(ckpt, rank):
@@ -415,7 +415,7 @@ def test_a_rank_that_alone_is_busy_comes_as_soon_as_it_is_not():
     assert job.run(work) == [(2, True), (2, True)]
 
 
-def test_a_process_alone_refuses_a_piece_of_a_tensor():
+def test_one_process_refuses_a_piece_of_a_tensor():
     with Checkpointer(memory()) as ckpt, pytest.raises(UnsupportedStateError, match="is a piece"):
         ckpt.save({"w": Shard(torch.ones(4, 3), (8, 3), (0, 0))}, 1)
 
@@ -436,11 +436,11 @@ def test_a_tensor_that_changes_before_the_fence_on_one_rank_ends_the_save_on_all
         return handle.result(300)
 
     errors = job.run(work)
-    assert told(errors) == [(RankError, 1), (TornSnapshotError, None), (RankError, 1)]
+    assert kinds_of(errors) == [(RankError, 1), (TornSnapshotError, None), (RankError, 1)]
     assert_unchanged(store, before)
 
 
-def test_the_data_of_all_survivors_goes_at_once():
+def test_survivors_delete_their_data_at_once():
     store = memory()
     job = Job(3, lambda rank: Full(store) if rank == 2 else store)
     errors = job.save(lambda rank: {"w": Shard(torch.ones(40_000), (120_000,), (40_000 * rank,))})
@@ -449,7 +449,7 @@ def test_the_data_of_all_survivors_goes_at_once():
 
 
 class FullAtLast(Full):
-    """A store of rank 2, which has no room once the blobs of two other ranks are there."""
+    """A store of rank 2 without room once the blobs of two other ranks exist."""
 
     def create(self, name, /, *, size_hint=0):
         while sum("/blobs/" in other for other in names(self)) < 2:
@@ -458,7 +458,7 @@ class FullAtLast(Full):
 
 
 class Listening(DelegatingBackend):
-    """A store that notes what is deleted there, and where rank 2 deletes first."""
+    """A store that notes deletions, and where rank 2 deletes first."""
 
     deleted: ClassVar[dict[int, set[str]]] = {}
     gate = threading.Event()
@@ -475,7 +475,7 @@ class Listening(DelegatingBackend):
         self.gate.set()
 
 
-def test_a_rank_deletes_only_what_it_has_written_itself():
+def test_a_rank_deletes_only_its_own_writes():
     store = memory()
     Listening.deleted.clear()
     Listening.gate.clear()
@@ -487,7 +487,7 @@ def test_a_rank_deletes_only_what_it_has_written_itself():
 
 
 @pytest.mark.parametrize("where", [0, 59_999])
-def test_a_plain_tensor_that_has_drifted_on_one_rank_fails_the_save_by_name(job, where):
+def test_a_plain_tensor_drifted_on_one_rank_fails_the_save_by_name(job, where):
     """Ranks share its bytes: the checkpoint would hold a mixture."""
     job, store, before = job
 
@@ -504,7 +504,7 @@ def test_a_plain_tensor_that_has_drifted_on_one_rank_fails_the_save_by_name(job,
 
 
 class OffHostSource(TensorSource):
-    """A tensor as on a device: its bytes cannot be looked at, only asked for."""
+    """A tensor as on a device: its bytes cannot be read in place, only requested."""
 
     __slots__ = ()
 
@@ -522,14 +522,14 @@ class OffHost(TensorProvider):
 
 
 def registry_off_host():
-    """A registry whose tensors lie in no host memory, as far as core knows."""
+    """A registry whose tensors are not in host memory, as far as core knows."""
     groups = {name: importlib.metadata.entry_points(group=name) for name in GROUPS.values()}
     installed = [e for name, found in groups.items() for e in found if e.name != "tensor"]
     return Registry([*installed, EntryPoint("off-host", f"{__name__}:OffHost", GROUPS["provider"])])
 
 
 @pytest.mark.parametrize(("what", "where"), [("device", 0), ("strided", 59_999)])
-def test_what_is_not_contiguous_in_host_memory_and_has_drifted_fails_the_save_by_name(what, where):
+def test_drifted_non_contiguous_host_memory_fails_the_save_by_name(what, where):
     store = memory()
     options = {"registry": registry_off_host()} if what == "device" else {}
     job = Job(3, store, **options)
@@ -538,7 +538,7 @@ def test_what_is_not_contiguous_in_host_memory_and_has_drifted_fails_the_save_by
         weight = WEIGHT.clone()
         weight[where] += rank == 2
         weight = weight.view(300, 200)
-        if what == "strided":  # the same values in an order of memory that is not row-major
+        if what == "strided":  # the same values in a memory order that is not row-major
             weight = weight.t().contiguous().t()
         pieces = by_hand(0, (rank, 3))
         return {"weight": weight, "norm": pieces, "epoch": 7}
@@ -549,7 +549,7 @@ def test_what_is_not_contiguous_in_host_memory_and_has_drifted_fails_the_save_by
     assert names(store) == []
 
 
-def test_replicas_off_the_host_that_have_drifted_fail_the_save_by_name():
+def test_drifted_replicas_off_the_host_fail_the_save_by_name():
     store = memory()
     job = Job(3, store, registry=registry_off_host())
     for error in job.save(lambda rank: {"norm": by_hand(rank, (rank, 3)), "epoch": 7}):
@@ -558,7 +558,7 @@ def test_replicas_off_the_host_that_have_drifted_fail_the_save_by_name():
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_save_that_is_over_holds_none_of_the_state(fails):
+def test_a_finished_save_holds_none_of_the_state(fails):
     def work(ckpt, rank):
         array = np.zeros(100_000)
         gone = weakref.ref(array)
@@ -660,14 +660,14 @@ def on_a_mesh(rank):
 
 
 @pytest.mark.parametrize("declared", [True, False])
-def test_pieces_by_hand_that_have_drifted_fail_the_save_by_name(job, declared):
+def test_drifted_manual_pieces_fail_the_save_by_name(job, declared):
     job, store, before = job
 
     def drifted(rank):
         return by_hand(rank, (rank, 3) if declared else (0, 1))
 
     errors = job.save(lambda rank: {**state_of(rank), "norm": drifted(rank)}, 2)
-    assert told(errors) == [(SaveError, None), (RankError, 0), (RankError, 0)]
+    assert kinds_of(errors) == [(SaveError, None), (RankError, 0), (RankError, 0)]
     for error in errors:
         assert "norm from [0, 0], of shape [4, 3] is not equal on ranks 0-1 and rank 2" in str(
             error
@@ -675,8 +675,8 @@ def test_pieces_by_hand_that_have_drifted_fail_the_save_by_name(job, declared):
     assert_unchanged(store, before)
 
 
-def test_replicas_that_have_drifted_are_named_where_others_have_not():
-    """Two ranks hold the first rows of a tensor, two others the rest, alike."""
+def test_drifted_replicas_are_named_and_others_are_not():
+    """Two ranks hold equal first rows of a tensor, two others the equal rest."""
     store = memory()
 
     def state(rank):
@@ -689,7 +689,7 @@ def test_replicas_that_have_drifted_are_named_where_others_have_not():
     assert names(store) == []
 
 
-def test_replicas_of_a_dtensor_that_have_drifted_fail_the_save_by_name(job):
+def test_drifted_replicas_of_a_dtensor_fail_the_save_by_name(job):
     job, store, before = job
 
     def work(rank):
@@ -702,7 +702,7 @@ def test_replicas_of_a_dtensor_that_have_drifted_fail_the_save_by_name(job):
     assert_unchanged(store, before)
 
 
-def test_one_replica_that_has_drifted_is_named_among_those_of_other_ranks(job):
+def test_one_drifted_replica_among_other_ranks_is_named(job):
     job, store, before = job
 
     def pieces(rank):  # rows 0 to 3 on rank 0 alone, the others on ranks 1 and 2

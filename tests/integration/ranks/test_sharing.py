@@ -11,7 +11,7 @@ ROWS = 300
 
 
 def frozen(step):
-    """A state of which most never changes."""
+    """A state that mostly never changes."""
     made = torch.Generator().manual_seed(5)
     state = {f"layer{n}": torch.randn(ROWS, 40, generator=made) for n in range(4)}
     state["small"] = [torch.randn(30, generator=made) for _ in range(20)]
@@ -20,7 +20,7 @@ def frozen(step):
 
 
 def pieces(step, rank, count):
-    """Each rank has rows of each layer of its own."""
+    """Each rank has its own rows of each layer."""
     rows = -(-ROWS // count)
     return {
         key: Shard(value[rank * rows :][:rows].clone(), (ROWS, 40), (rank * rows, 0))
@@ -49,10 +49,10 @@ def check(store, steps):
 @pytest.mark.parametrize(
     ("state_of", "rules"), [(whole, []), (pieces, [{"match": "**", "codecs": ["zstd"]}])]
 )
-def test_what_has_not_changed_is_stored_once(state_of, rules):
+def test_unchanged_data_is_stored_once(state_of, rules):
     store = memory()
     first, *later = save_all(store, 3, range(3), state_of, rules=rules)
-    # After a restart nothing is in memory: each rank finds what it has in the checkpoint.
+    # After a restart memory is empty: each rank finds its data in the checkpoint.
     later += save_all(store, 3, range(3, 5), state_of, rules=rules)
     assert max(later) < 0.4 * first
     check(store, range(5))

@@ -20,7 +20,7 @@ def on_signal():
 
 
 class Starts:
-    """Sends this process a signal once, before or behind the start of a thread by this one."""
+    """Sends this process a signal once, before or after this thread starts another."""
 
     def __init__(self, name, when):
         self._wanted = name, when
@@ -45,10 +45,10 @@ class Starts:
 
 @pytest.mark.parametrize(("when", "interrupted"), [("before", 0), ("after", 1)])
 @pytest.mark.parametrize("name", ["save", "watch", "capture"])
-def test_a_save_outlasts_a_handler_that_interrupts_its_start_on_one_rank(
+def test_a_save_survives_a_handler_interrupting_its_start_on_one_rank(
     interrupted, name, when, on_signal, monkeypatch
 ):
-    """The others have heard of it: begun anew it would be one that was given up."""
+    """The others know of it: a new start would join an abandoned one."""
     store = memory()
     job = Job(2, store)
     found = []
@@ -77,7 +77,7 @@ def test_a_save_outlasts_a_handler_that_interrupts_its_start_on_one_rank(
 
 
 class Interrupted:
-    """State that sends this process a signal when it is asked for, once."""
+    """State that sends this process a signal when first requested."""
 
     def __init__(self):
         self.sent = False
@@ -100,7 +100,7 @@ class Quiet:
         pass
 
 
-def test_a_save_outlasts_a_handler_that_interrupts_its_planning_on_one_rank(on_signal):
+def test_a_save_survives_a_handler_interrupting_planning_on_one_rank(on_signal):
     store = memory()
     job = Job(2, store)
     found = []
@@ -121,10 +121,8 @@ def test_a_save_outlasts_a_handler_that_interrupts_its_planning_on_one_rank(on_s
 
 
 @pytest.mark.parametrize("interrupted", [0, 1])
-def test_a_save_that_is_refused_in_a_handler_of_one_rank_fails_where_others_make_it(
-    interrupted, on_signal
-):
-    """A signal that all ranks get interrupts a save on some of them alone: they stay in step."""
+def test_a_save_refused_in_a_handler_of_one_rank_fails_on_the_others(interrupted, on_signal):
+    """A signal to all ranks interrupts a save on only some of them: they stay in step."""
     store = memory()
     job = Job(2, store)
     found = []
@@ -147,7 +145,7 @@ def test_a_save_that_is_refused_in_a_handler_of_one_rank_fails_where_others_make
     assert found == [1, 3]
 
 
-def test_a_save_that_is_skipped_in_a_handler_of_one_rank_fails_where_others_make_it(on_signal):
+def test_a_save_skipped_in_a_handler_of_one_rank_fails_on_the_others(on_signal):
     job = Job(2, memory(), on_busy="skip")
     found = []
 

@@ -1,4 +1,4 @@
-"""A weight that two stages of a pipeline share: each holds a copy, under one name or under two."""
+"""A weight shared by two pipeline stages: each holds a copy, under one name or two."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def alone(net):
 
 
 def one_name(net):
-    """A pipeline whose last stage calls its copy what the first one does."""
+    """A pipeline whose last stage names its copy like the first one."""
     net = pipeline(net)
     if hasattr(net, "head"):
         net.embed = net.head
@@ -50,7 +50,7 @@ def saved(where):
     ("there", "here"),
     [("one process", "two names"), ("two names", "one process"), ("one name", "one name")],
 )
-def test_each_stage_gets_its_copy_back_with_its_moments(there, here):
+def test_each_stage_restores_its_copy_with_moments(there, here):
     store, _ = saved(there)
     count, place = PLACES[here]
     whole = held_of(trained(alone, make=tied))
@@ -72,7 +72,7 @@ def test_each_stage_gets_its_copy_back_with_its_moments(there, here):
 
 
 @pytest.mark.parametrize("tied_on", [{0}, {1}, {0, 1}])
-def test_no_rank_rounds_its_part_of_what_others_tie_to_an_exact_name(tied_on):
+def test_no_rank_rounds_its_part_of_a_tensor_with_an_exact_tie(tied_on):
     store, whole = memory(), torch.randn(300, 30)
     rules = [{"match": "best", "codecs": [{"type": "cast", "to": "bfloat16"}]}]
 

@@ -1,4 +1,4 @@
-"""Ranks save to a fast tier together, and rank 0 alone copies on from there."""
+"""Ranks save to a fast tier together, and only rank 0 copies on from there."""
 
 import os
 import signal
@@ -62,13 +62,13 @@ def assert_holds(tree, number=1):
 
 
 def run_ranks(count, work, *, until=None, others=()):
-    """Return what `work(rank)` returns or raises on each; set `until` once `others` are over."""
+    """Return the result or error of `work(rank)` on each; set `until` once `others` end."""
     found = [None] * count
 
     def one(rank):
         try:
             found[rank] = work(rank)
-        except Exception as error:  # noqa: BLE001 - the test looks at it
+        except Exception as error:  # noqa: BLE001 - checked by the test
             found[rank] = error
 
     threads = [threading.Thread(target=one, args=(n,)) for n in range(count)]
@@ -97,7 +97,7 @@ def job_of(places, count=RANKS, *, fast=None, durable=None, options=None, **more
 
 
 @pytest.mark.parametrize("mode", ["blocking", "async", "lazy"])
-def test_what_ranks_save_is_copied_on_by_rank_0_and_durable_on_all(places, mode):
+def test_rank_0_copies_saves_of_ranks_and_all_learn_durability(places, mode):
     job = job_of(places)
 
     def work(ckpt, rank):
@@ -157,9 +157,7 @@ def test_rank_0_alone_copies_evicts_repairs_and_deletes(places):
         assert not [call for call in watched["fast", rank].calls if call[0] == "delete"]
 
 
-def test_a_rank_that_cannot_write_to_the_fast_tier_ends_the_save_and_the_next_goes_past_it(
-    places, caplog
-):
+def test_a_failed_fast_tier_of_a_rank_ends_the_save_and_the_next_bypasses_it(places, caplog):
     def fast(rank, store):
         if rank != 2:
             return store
@@ -185,7 +183,7 @@ def test_a_rank_that_cannot_write_to_the_fast_tier_ends_the_save_and_the_next_go
     assert not places.fast.list("data/")
 
 
-def test_a_fast_tier_that_does_not_answer_one_rank_is_passed_over_by_all(places):
+def test_a_fast_tier_unresponsive_to_one_rank_is_bypassed_by_all(places):
     faulty = {}
 
     def fast(rank, store):
@@ -222,7 +220,7 @@ def test_a_fast_tier_of_each_host_is_refused_before_much_is_written():
     for error in errors:
         assert "A fast tier of each host's own is not supported with ranks on several" in str(error)
     assert {getattr(errors[0], "rank", None)} <= {1, 2}
-    # Closing has waited for what a failed save deletes; its result does not.
+    # Closing waits for the deletions of a failed save; its result does not.
     assert [blob.name for host in hosts for blob in host.fast.list("data/")] == []
     assert shared.steps() == ([], [])
 
@@ -258,21 +256,21 @@ def test_while_the_durable_tier_is_away_no_rank_calls_a_checkpoint_durable(place
 
 
 class Silent(MemoryCoordination):
-    """A rank of which the others hear no more about its copies, as if it had died behind a save."""
+    """A rank that reports no more copies to the others, as if it had died after a save."""
 
     def post(self, key, value, /):
         if key != "drains" and not key.endswith("/drained"):
             super().post(key, value)
 
 
-def test_a_rank_0_that_dies_while_it_copies_is_waited_for_no_more(places):
+def test_a_rank_0_that_dies_during_a_copy_is_not_awaited(places):
     job = job_of(places)
     release, committed = threading.Event(), threading.Event()
     all_committed = threading.Barrier(RANKS)
 
     def work(rank):
         coordination = Silent(job.board) if rank == 0 else None
-        # It is dead, as the others see it, once all know of the commit.
+        # It is dead to the others once all know of the commit.
         clock = FlyingClock(committed.is_set)
         with job.checkpointer(rank, coordination=coordination, timing=Timing(clock=clock)) as ckpt:
             handle = ckpt.save(state_of(rank), 1)
@@ -291,7 +289,7 @@ def test_a_rank_0_that_dies_while_it_copies_is_waited_for_no_more(places):
 
 
 @pytest.mark.parametrize("options", [{}, {"drain_every": 2}])
-def test_nothing_stays_of_a_save_that_ends_once_its_copy_is_marked(places, options):
+def test_a_save_that_ends_after_its_mark_leaves_nothing(places, options):
     class GivesUp(WrapperBackend):
         def publish(self, name, data, /, *, exclusive=False):
             super().publish(name, data, exclusive=exclusive)
@@ -299,7 +297,7 @@ def test_nothing_stays_of_a_save_that_ends_once_its_copy_is_marked(places, optio
                 cause = encode(Verdict(commit=False, rank=1, host="node1", cause="failed"))
                 MemoryCoordination(job.board).decide(end_key(self.left), cause)
 
-    GivesUp.left, GivesUp.at = len(options), 0  # the second one stays, with `drain_every`
+    GivesUp.left, GivesUp.at = len(options), 0  # with `drain_every` the second one stays
     job = job_of(
         places, fast=lambda rank, store: store if rank else GivesUp(store), options=options
     )
@@ -320,7 +318,7 @@ def test_nothing_stays_of_a_save_that_ends_once_its_copy_is_marked(places, optio
     assert job.run(work) == [set()] * RANKS
 
 
-def test_a_save_that_waits_for_room_longer_than_the_time_out_is_given_up_by_nobody(places):
+def test_a_save_waiting_for_room_beyond_the_timeout_is_not_abandoned(places):
     class Full(WrapperBackend):
         def __init__(self, inner, room):
             super().__init__(inner)
@@ -337,7 +335,7 @@ def test_a_save_that_waits_for_room_longer_than_the_time_out_is_given_up_by_nobo
         options={"on_full": "block"},
     )
     threading.Timer(1.5 * SHORT_TIMEOUT_S, in_fast.set).start()
-    # Later, or who looks for room in between finds it in the durable tier alone.
+    # Later, or a search for room in between finds it only in the durable tier.
     threading.Timer(1.5 * SHORT_TIMEOUT_S + 0.3, in_durable.set).start()
 
     def work(rank):
@@ -347,7 +345,7 @@ def test_a_save_that_waits_for_room_longer_than_the_time_out_is_given_up_by_nobo
     assert run_ranks(RANKS, work) == [("fast", "durable")] * RANKS
 
 
-def test_room_is_made_for_what_all_ranks_store_together(places):
+def test_room_is_made_for_the_total_of_all_ranks(places):
     class Counting(WrapperBackend):
         def free_bytes(self):
             return 10 << 20
@@ -356,7 +354,7 @@ def test_room_is_made_for_what_all_ranks_store_together(places):
     big = torch.ones(1 << 20, dtype=torch.uint8)
 
     def work(ckpt, rank):
-        # Each alone has room beside the 8 MiB that stay free, and all together have not.
+        # Each alone has room beside the 8 MiB that stay free, but not all together.
         held = Shard(big, (RANKS << 20,), (rank << 20,))
         tiers = [ckpt.save({"w": held}, 1).result(300).tiers]
         # Plain tensors are stored once, so there is room.
@@ -365,7 +363,7 @@ def test_room_is_made_for_what_all_ranks_store_together(places):
     assert job.run(work) == [[("durable",), ("fast", "durable")]] * RANKS
 
 
-def test_a_job_of_fewer_ranks_goes_on_with_the_copies_of_one_that_died(places):
+def test_a_job_of_fewer_ranks_continues_copies_of_a_dead_one(places):
     def durable(rank, store):
         faulty = FaultyBackend(store)
         faulty.fail("create", StorageError("no route to host"), times=None)
@@ -396,7 +394,7 @@ def test_damage_that_one_rank_finds_is_repaired_by_rank_0(places):
     watched = [FaultyBackend(places.other_fast()) for _ in range(RANKS)]
 
     def work(ckpt, rank):
-        # Rank 0 itself reads nothing of what is missing.
+        # Rank 0 reads none of the missing data.
         wanted = "epoch" if rank == 0 else "sharded"
         return bool(ckpt.restore({wanted: state_of(rank, 0)[wanted]}).rescued)
 
@@ -407,7 +405,7 @@ def test_damage_that_one_rank_finds_is_repaired_by_rank_0(places):
         assert alone.verify().ok
 
 
-def test_a_repair_by_hand_is_for_rank_0_alone(places):
+def test_only_rank_0_repairs_by_hand(places):
     def work(ckpt, rank):
         ckpt.save(state_of(rank), 1).result(300)
         if rank == 0:
@@ -433,7 +431,7 @@ def test_a_deletion_that_fails_on_another_rank_starts_no_copies_there(places):
         if rank == 1:
             with pytest.raises(StorageError, match="no route to host"):
                 ckpt.delete(1)
-            time.sleep(0.5)  # a copy of so little takes a few milliseconds
+            time.sleep(0.5)  # such a small copy takes a few milliseconds
             ckpt._drains.settle(300)
         return ckpt.steps()
 
@@ -494,7 +492,7 @@ except penstock.NotDrainedError as error:
 @pytest.mark.parametrize(
     "how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
 )
-def test_the_copies_of_a_rank_0_that_is_lost_are_made_by_the_next_job(tmp_path, how):
+def test_the_next_job_makes_the_copies_of_a_lost_rank_0(tmp_path, how):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     fast, durable = tmp_path / "fast", tmp_path / "durable"
     processes = start(START + COPY, 3, store.port, fast, durable, LIMIT_S)
@@ -504,7 +502,7 @@ def test_the_copies_of_a_rank_0_that_is_lost_are_made_by_the_next_job(tmp_path, 
             time.sleep(0.02)
         os.kill(processes[0].pid, how)
         others = processes[1:]
-        assert [children_of(process.pid) for process in others] == [[], []]  # rank 0 alone copies
+        assert [children_of(process.pid) for process in others] == [[], []]  # only rank 0 copies
         assert [process.stdout.readline() for process in others] == ["True\n"] * 2
         assert [process.stdout.readline() for process in others] == ["1\n"] * 2
         assert [process.stdout.readline() for process in others] == ["closed\n"] * 2
@@ -524,7 +522,7 @@ def test_the_copies_of_a_rank_0_that_is_lost_are_made_by_the_next_job(tmp_path, 
 def children_of(pid):
     found = []
     for task in Path(f"/proc/{pid}/task").iterdir():
-        with suppress(OSError):  # a thread that has ended meanwhile
+        with suppress(OSError):  # a thread that ended meanwhile
             found += (task / "children").read_text().split()
     return found
 

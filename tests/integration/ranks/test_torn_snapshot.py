@@ -1,7 +1,7 @@
-"""Lazy saves of sharded state: a step behind the engine's back fails the save on all ranks.
+"""Lazy saves of sharded state: a step unseen by the engine fails the save on all ranks.
 
-The versions of a DTensor and of what it holds stand still under foreach and fused steps, so only
-the samples of the memory can show such a step.
+The versions of a DTensor and of its local tensor do not change under foreach and fused steps, so
+only memory samples can show such a step.
 """
 
 import threading
@@ -44,7 +44,7 @@ def versions(state):
 
 
 @pytest.mark.parametrize(("how", "changed_by"), [("foreach", 1), ("fused", 0)])
-def test_a_step_of_dtensors_behind_the_fence_fails_the_save_on_all_ranks(how, changed_by):
+def test_a_step_of_dtensors_past_the_fence_fails_the_save_on_all_ranks(how, changed_by):
     store, go_on = memory(), threading.Event()
     job = Job(WORLD, lambda _: FaultyBackend(store))
 
@@ -52,7 +52,7 @@ def test_a_step_of_dtensors_behind_the_fence_fails_the_save_on_all_ranks(how, ch
         state = trained(how)
         with job.checkpointer(rank) as ckpt:
             ckpt.save(state, 1, mode="blocking")
-            ckpt._backend.inner.block("create", go_on)  # what is committed is torn by nothing
+            ckpt._backend.inner.block("create", go_on)  # committed state is never torn
             handle = ckpt.save(state, 2, mode="lazy")
             before = versions(state)
             if rank == changed_by:
@@ -75,7 +75,7 @@ def test_a_step_of_dtensors_behind_the_fence_fails_the_save_on_all_ranks(how, ch
 
 
 @pytest.mark.parametrize("how", ["foreach", "fused"])
-def test_a_step_of_dtensors_waits_at_the_fence_and_changes_nothing_stored(how):
+def test_a_step_of_dtensors_waits_at_the_fence(how):
     store = memory()
     job = Job(WORLD, store)
 

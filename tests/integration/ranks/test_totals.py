@@ -1,4 +1,4 @@
-"""What all ranks write together: counted alike on all, nothing twice, and evenly shared."""
+"""The total writes of all ranks: counted equally on all, no duplicates, evenly shared."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ TOPOLOGIES = ["DDP 2", "HSDP 2 x 2", "pipeline 2 x FSDP2 2"]
 
 
 class Wide(nn.Module):
-    """The parts that the topologies place, of sizes that their ranks divide."""
+    """The parts placed by the topologies, in sizes divisible by their ranks."""
 
     def __init__(self, seed=0):
         super().__init__()
@@ -46,7 +46,7 @@ def saved(count, state_of, store, **options):
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
-def test_nothing_is_written_twice_and_all_ranks_write_as_much(name):
+def test_no_byte_is_written_twice_and_ranks_write_equally(name):
     count, place = PLACES[name]
     store = memory()
     reports = saved(count, lambda: state_at(place), store)
@@ -65,7 +65,7 @@ def test_nothing_is_written_twice_and_all_ranks_write_as_much(name):
         assert ckpt.verify().ok
 
 
-def test_what_stages_have_in_common_is_counted_as_stored_twice():
+def test_objects_shared_by_stages_count_as_stored_twice():
     shared = torch.arange(600.0).view(-1, 6)
     store = memory()
 

@@ -1,4 +1,4 @@
-"""Modules and optimizers as jobs wrap them: ranks save and restore them as the bare ones."""
+"""Modules and optimizers wrapped as in jobs: ranks save and restore them like bare ones."""
 
 from collections import namedtuple
 
@@ -37,7 +37,7 @@ from penstock import Grads, RankError, RestoreMismatchError, SaveError, Unsuppor
 
 
 class Tied(Net):
-    """Two names for one weight of six elements, of which the last of four ranks has none."""
+    """Two names for one weight of six elements; the last of four ranks has none."""
 
     def __init__(self, seed=0):
         super().__init__(seed)
@@ -46,7 +46,7 @@ class Tied(Net):
 
 
 class Frozen(Net):
-    """Two parameters are not trained, and have no state in an optimizer of all."""
+    """Two untrained parameters without state in an optimizer of all."""
 
     def __init__(self, seed=0):
         super().__init__(seed)
@@ -65,7 +65,7 @@ class Stacked(Net):
 
 
 def expert_parallel(net):
-    """Experts over the ranks of one dimension, and what each has over those of the other."""
+    """Experts over the ranks of one dimension, their parameters over those of the other."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
     weight = distribute_tensor(net.experts.weight.data, mesh["ep"], [Shard(0)], src_data_rank=None)
     net.experts.weight = nn.Parameter(weight)
@@ -82,7 +82,7 @@ def sequence_parallel(net):
 
 
 def compiled(net):
-    """Whose parts are computed anew in the backward."""
+    """A net whose parts are recomputed in the backward pass."""
     net.up, net.down = checkpoint_wrapper(net.up), checkpoint_wrapper(net.down)
     for part in (net.up, net.down):
         fully_shard(part)
@@ -98,7 +98,7 @@ def ignoring(net):
 
 
 def by_columns(net):
-    even = lambda p: p.ndim > 1 and p.shape[1] % 2 == 0  # noqa: E731 - else torch refuses it
+    even = lambda p: p.ndim > 1 and p.shape[1] % 2 == 0  # noqa: E731 - or torch refuses it
     return fully_shard(net, shard_placement_fn=lambda p: Shard(int(even(p))))
 
 
@@ -133,8 +133,8 @@ WRAPPED = {
     "experts in one tensor": (4, expert_parallel, Stacked),
 }
 
-# Each stage stores the buffer; with FSDP1 each rank stores the count of steps of a parameter that
-# is cut, and the state of one that is ignored.
+# Each stage stores the buffer; with FSDP1 each rank stores the step count of a cut parameter, and
+# the state of an ignored one.
 TWICE = {"interleaved chunks": 12, "FSDP1": 636, "FSDP1, tied": 1272}
 
 
@@ -144,7 +144,7 @@ QUICK = {"tied", "frozen", "FSDP1, tied", "interleaved chunks"}
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in WRAPPED]
 )
-def test_what_is_wrapped_is_stored_and_restored_as_the_bare_one(name):
+def test_a_wrapped_module_is_stored_and_restored_as_bare(name):
     count, place, make = WRAPPED[name]
     options = {"make": make, "optimize": adam_of_trained}
     plain, store = memory(), memory()
@@ -176,7 +176,7 @@ def test_what_is_wrapped_is_stored_and_restored_as_the_bare_one(name):
 
 
 def adam_of_trained(net):
-    """An optimizer of all parameters, of which those that are frozen never get a gradient."""
+    """An optimizer of all parameters; frozen ones never get a gradient."""
     optimizer = adam(net)
     frozen = [p for p in net.parameters() if not p.requires_grad]
 
@@ -195,7 +195,7 @@ def check(found, expected):
 
 
 def test_a_module_can_be_moved_and_cast_after_a_save_and_a_restore():
-    """torch exchanges a `DTensor` for another one, and refuses that while anything watches it."""
+    """torch swaps a `DTensor` for another, and refuses that while anything references it weakly."""
     store = memory()
     job = Job(2, store)
 
@@ -215,8 +215,8 @@ def test_a_module_can_be_moved_and_cast_after_a_save_and_a_restore():
         assert torch.equal(tensor, single[name].double()), name
 
 
-def test_names_are_known_where_a_forward_has_resharded_to_fewer_ranks():
-    """Its tensors stand in for the parameters then; the optimizer is asked first."""
+def test_names_are_known_after_a_forward_resharded_to_fewer_ranks():
+    """Its tensors then replace the parameters; the optimizer is described first."""
     plain = memory()
     with checkpointer(plain) as ckpt:
         ckpt.save(trained(alone), STEP, mode="blocking")
@@ -243,7 +243,7 @@ def test_names_are_known_where_a_forward_has_resharded_to_fewer_ranks():
 
 
 class Fused(nn.Module):
-    """Stores the halves of its weight apart, and puts them together when they are loaded."""
+    """Stores the halves of its weight separately, and joins them on load."""
 
     def __init__(self, seed=0):
         super().__init__()
@@ -281,8 +281,8 @@ def behind_tensor_parallelism(module):
 @pytest.mark.parametrize(
     ("count", "place"), [(2, fully_shard), (4, behind_tensor_parallelism)], ids=["FSDP2", "and TP"]
 )
-def test_hooks_of_a_sharded_module_get_what_they_have_shown(count, place):
-    """They work with `DTensor`s, and torch does not mix these with plain tensors."""
+def test_hooks_of_a_sharded_module_get_their_own_output(count, place):
+    """They use `DTensor`s, which torch does not mix with plain tensors."""
     plain, store = memory(), memory()
     with checkpointer(plain) as ckpt:
         ckpt.save({"model": nn.Sequential(Fused(3))}, STEP, mode="blocking")
@@ -306,7 +306,7 @@ def test_hooks_of_a_sharded_module_get_what_they_have_shown(count, place):
 
 
 class Application:
-    """A model and its optimizer as `torch.distributed.checkpoint` shows and takes them."""
+    """A model and its optimizer in the form of `torch.distributed.checkpoint`."""
 
     def __init__(self, net, optimizer):
         self.net, self.optimizer = net, optimizer
@@ -328,7 +328,7 @@ Pair = namedtuple("Pair", "name tensor")
 
 
 class InPairs(Application):
-    """Its state is no dict, and has tensors in named and other tuples."""
+    """Its state is not a dict, and has tensors in named and other tuples."""
 
     def state_dict(self):
         return [(Pair(*pair),) for pair in self.net.state_dict().items()]
@@ -378,8 +378,8 @@ def test_code_that_loads_sharded_state_gets_it_sharded(where, kind):
 @pytest.mark.parametrize(
     "where", ["FSDP2 x TP 3 x 2", pytest.param("HSDP 2 x 2", marks=pytest.mark.slow)]
 )
-def test_gradients_come_back_as_their_parameters_are_placed(where):
-    """Also the uneven ones, of which a rank could not tell by themselves which rows it has."""
+def test_gradients_restore_in_the_parameters_placement(where):
+    """Also uneven ones, which alone do not show a rank its rows."""
     count, place = PLACES[where]
     store = memory()
     job, reader = Job(count, store), Job(count, store)
@@ -409,8 +409,8 @@ def test_gradients_come_back_as_their_parameters_are_placed(where):
 
 
 @pytest.mark.parametrize("depths", [(2, 4), pytest.param((2, 2), marks=pytest.mark.slow)], ids=str)
-def test_stages_that_give_other_weights_one_name_fail_the_save_by_name(depths):
-    """As `nn.Sequential` does, whose layers count from 0: one stage's weights would be lost."""
+def test_stages_with_other_weights_under_one_name_fail_by_name(depths):
+    """Like `nn.Sequential`, whose layers count from 0: one stage's weights would be lost."""
     store = memory()
     job = Job(4, store)
 
@@ -421,7 +421,7 @@ def test_stages_that_give_other_weights_one_name_fail_the_save_by_name(depths):
             for parameter in stage.parameters():
                 parameter.fill_(1.0)
             fully_shard(stage, mesh=mesh["dp"])
-            ckpt.save({"model": stage}, 1).result(300)  # copies of one tensor may stand there
+            ckpt.save({"model": stage}, 1).result(300)  # copies of one tensor may be there
             for parameter in stage.parameters():
                 local(parameter).fill_(1.0 + rank // 2)
             with pytest.raises((SaveError, RankError), match=r"model/[01]\.\w+ from .*rank [23]"):
@@ -433,7 +433,7 @@ def test_stages_that_give_other_weights_one_name_fail_the_save_by_name(depths):
 
 
 def test_an_optimizer_without_names_on_some_ranks_is_refused():
-    """Two stages have other parameters in one place: one's state would be lost without a word."""
+    """Two stages have other parameters in one place: one's state would be lost silently."""
     store = memory()
     job = Job(4, store)
 
@@ -448,7 +448,7 @@ def test_an_optimizer_without_names_on_some_ranks_is_refused():
 
 
 class Loading:
-    """Shows and loads the state of a module that is not itself in the state."""
+    """Returns and loads the state of a module that is not in the state."""
 
     def __init__(self, net):
         self.net = net
@@ -460,7 +460,7 @@ class Loading:
         self.net.load_state_dict(state)
 
 
-def test_code_that_loads_a_stage_is_told_to_leave_that_to_the_modules():
+def test_code_that_loads_a_stage_must_leave_that_to_the_modules():
     store = memory()
     job, reader = Job(4, store), Job(4, store)
 

@@ -1,4 +1,4 @@
-"""`ZeroRedundancyOptimizer`: each rank saves what it owns, and any partition restores it."""
+"""`ZeroRedundancyOptimizer`: each rank saves its part, and any partition restores it."""
 
 import warnings
 
@@ -18,7 +18,7 @@ with warnings.catch_warnings():  # torch warns of its own use of TorchScript
 
 
 def fresh(count, seed=1, **options):
-    """The state of a rank that owns some parameters; of a plain optimizer for no ranks at all."""
+    """The state of a rank that owns some parameters; without ranks of a plain optimizer."""
     net = Net(seed)
     split = [[*net.up.parameters(), *net.head.parameters()], [*net.embed.parameters()]]
     split[1] += [*net.down.parameters(), *net.norm.parameters()]
@@ -34,7 +34,7 @@ def state_of(optimizer):
 
 
 def check(state, values):
-    """Compare what this rank has with the state of one process; return the names that it owns."""
+    """Compare this rank's state with that of one process; return the names that it owns."""
     owned = set()
     for name, parameter in state["model"].named_parameters():
         assert torch.equal(parameter, values["model", name])
@@ -65,7 +65,7 @@ def plain():
 
 
 def saved_by(count, mode="blocking", **options):
-    """A checkpoint of so many ranks, and what they report."""
+    """A checkpoint of this many ranks, and their reports."""
     store = memory()
     job = Job(count, store)
 
@@ -109,7 +109,7 @@ def test_one_process_restores_into_a_plain_optimizer(stored, plain):
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_each_partition_gets_its_own_before_the_first_step(stored, plain, count):
+def test_each_partition_restores_before_the_first_step(stored, plain, count):
     values, losses, _ = plain
     job = Job(count, stored)
 
@@ -128,8 +128,8 @@ def test_each_partition_gets_its_own_before_the_first_step(stored, plain, count)
     )
 
 
-def test_state_of_other_ranks_is_not_unexpected_where_a_rank_restores_alone(plain):
-    """With several ranks only what all templates lack counts, and none lacks its own."""
+def test_state_of_other_ranks_is_not_unexpected_if_a_rank_restores_alone(plain):
+    """With several ranks only objects missing in all templates count, and none lacks its own."""
     values, _, store = plain
 
     def work(_):
@@ -145,7 +145,7 @@ def test_state_of_other_ranks_is_not_unexpected_where_a_rank_restores_alone(plai
     assert not first & second
 
 
-def test_what_a_rank_owns_is_written_by_it_alone_and_the_rest_once(plain):
+def test_a_rank_alone_writes_its_own_and_the_rest_is_written_once(plain):
     values, _, _ = plain
     _, reports = saved_by(4)
     raw = sum(tensor.nbytes for tensor in values.values())

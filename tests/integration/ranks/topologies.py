@@ -1,4 +1,4 @@
-"""A small model, placed over ranks in the ways in which models are trained."""
+"""A small model, placed over ranks in the usual ways of training."""
 
 import threading
 import warnings
@@ -38,7 +38,7 @@ class Net(nn.Module):
 
 
 class ExpertNet(Net):
-    """With two experts, of which expert parallelism gives each rank one."""
+    """With two experts; expert parallelism gives each rank one."""
 
     def __init__(self, seed=0):
         super().__init__(seed)
@@ -92,7 +92,7 @@ def fsdp2_tp(dp, tp):
 
 
 def pipeline(net):
-    """The half of the net that this rank's stage has, sharded over the ranks of the stage."""
+    """This rank's stage of the net, half of it, sharded over the ranks of the stage."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     stages = (("embed", "up"), ("down", "norm", "head", "experts"))
     for name in stages[1 - mesh.get_coordinate()[0]]:
@@ -102,7 +102,7 @@ def pipeline(net):
 
 
 def experts(net):
-    """One expert on every second rank, sharded over those that have it; all else over all ranks."""
+    """One expert on every second rank, sharded over its ranks; all else over all ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
     mine = str(mesh.get_coordinate()[1])
     for name in {*net.experts} - {mine}:
@@ -144,7 +144,7 @@ def adam(net):
 
 
 def adam_of_experts(net, kind=torch.optim.AdamW):
-    """Experts have a group of their own, which is empty on ranks without any."""
+    """Experts have their own group, which is empty on ranks without any."""
     groups = [{"params": []}, {"params": [], "weight_decay": 0.5}]
     for name, parameter in net.named_parameters():
         groups["experts" in name]["params"].append(parameter)
@@ -174,7 +174,7 @@ def trained(place, *, seed=0, make=Net, optimize=adam):
 
 
 def train(net, optimizer, steps, *, start=0):
-    """Return the losses of some steps on batches that are the same everywhere."""
+    """Return the losses of some steps on batches equal everywhere."""
     losses = []
     for step in range(start, start + steps):
         made = torch.Generator().manual_seed(step)
@@ -188,7 +188,7 @@ def train(net, optimizer, steps, *, start=0):
 
 
 def tensors_of(net):
-    """The parameters and buffers as they are, by the names of the bare module."""
+    """The parameters and buffers unchanged, by the names of the bare module."""
     if not isinstance(net, FullyShardedDataParallel):  # whose `state_dict` gathers
         return dict(net.state_dict())
     found = [*net.named_parameters(), *net.named_buffers()]
@@ -196,7 +196,7 @@ def tensors_of(net):
 
 
 def owned_by(optimizer):
-    """The optimizer that has the state of this rank."""
+    """The optimizer with the state of this rank."""
     return getattr(optimizer, "optim", optimizer)
 
 
@@ -225,10 +225,9 @@ def local(tensor):
 
 
 def expected_of(values, place, *, make=Net, owned=None):
-    """What this rank has to hold: torch itself distributes modules that are made of `values`.
+    """The expected state of this rank: torch distributes modules made of `values`.
 
-    `owned` has the names whose optimizer state this rank holds, where it is not that of all that
-    it has.
+    `owned` has the names whose optimizer state this rank holds, if not all.
     """
     expected, here = {}, tensors_of(place(make())).keys()
     for key in {path[2] for path in values if path[0] == "optimizer"} | {None}:

@@ -1,4 +1,4 @@
-"""A wire between ranks of several hosts: a proxy at the address of each rank, which does harm."""
+"""A wire between ranks of several hosts: a harmful proxy at the address of each rank."""
 
 import json
 import socket
@@ -9,11 +9,11 @@ from penstock.testing.coordination import MemoryCoordination
 
 
 class Wire:
-    """Carries the connections of ranks; `harm` may change what the ranks that read send.
+    """Carries the connections of ranks; `harm` may change the bytes that reading ranks send.
 
     Args:
-        harm: Called with the rank that sends, and bytes that it sends; returns what arrives. None
-            cuts the connection off, without a word: nothing arrives any more.
+        harm: Called with the sending rank, and bytes that it sends; returns the bytes that arrive.
+            None cuts the connection silently: nothing more arrives.
     """
 
     def __init__(self, harm=lambda _rank, data: data):
@@ -23,11 +23,11 @@ class Wire:
         self._sockets = []
 
     def coordination(self, board):
-        """One rank's view of a board, that tells addresses of this wire instead of the ranks'."""
+        """One rank's view of a board that gives addresses of this wire instead of the ranks'."""
         return _Rewiring(board, self)
 
     def address_for(self, rank, address):
-        """The address at which this wire stands in for a rank."""
+        """The address at which this wire poses as a rank."""
         listener = socket.create_server(("127.0.0.1", 0))
         self._keep(listener)
         self.addresses[rank] = address
@@ -63,7 +63,7 @@ class Wire:
             while data := source.recv(1 << 16):
                 arrives = data if rank is None else self.harm(rank, data)
                 if arrives is None:
-                    return  # both ends stay open, and hear nothing
+                    return  # both ends stay open, and receive nothing
                 target.sendall(arrives)
             target.shutdown(socket.SHUT_WR)
 

@@ -1,4 +1,4 @@
-"""Checkpoints that borrow more blobs than a commit record lists: a table in the index has them."""
+"""Checkpoints that borrow more blobs than fit in a commit record: the index has a table of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from penstock.core.storage.open import open_backend
 from penstock.core.tiers.whereabouts import mark
 from penstock.testing.hasty import FAST
 
-LISTED = 8  # instead of 64, so that a run of seven saves is enough
+LISTED = 8  # instead of 64, so a run of seven saves is enough
 LAST = LISTED // 2 + 2
 RULES = [{"match": "z*", "codecs": ["zstd"]}]
 
@@ -77,7 +77,7 @@ def record_of(backend):
 
 
 def check(root, step=LAST):
-    """A checkpoint has its table, and is whole."""
+    """A checkpoint has its table and is whole."""
     with closing(open_backend(str(root), must_exist=True)) as backend:
         record = Catalog(backend).record(step)
         assert (record.borrowed, record.many_borrowed.count) == ((), 2 * step)
@@ -101,7 +101,7 @@ def damage(root, *, at=-3):
 
 
 def delete_others(root):
-    """Delete all steps but the last, and prune whatever their age."""
+    """Delete all steps but the last, and prune without a grace time."""
     with penstock.Checkpointer(root) as ckpt:
         for step in range(LAST):
             ckpt.delete(step)
@@ -110,12 +110,12 @@ def delete_others(root):
         assert prune(backend, grace_s=0.0).uids == ()
 
 
-def test_a_deletion_spares_what_only_the_table_lists(root):
+def test_a_deletion_spares_blobs_only_in_the_table(root):
     delete_others(root)
     check(root)
 
 
-def test_a_table_stays_over_retention_and_rewinding(root):
+def test_a_table_survives_retention_and_rewinding(root):
     with opened(root) as ckpt:
         ckpt.save(state(LAST + 1), step=LAST + 1, mode="blocking")
         ckpt.rewind(LAST)
@@ -172,7 +172,7 @@ def test_a_damaged_table_is_damage_of_that_checkpoint_alone(root):
 
 
 def test_a_damaged_table_costs_no_blob(root):
-    """Nobody knows which blobs are needed: all those of the saves in the record are."""
+    """The needed blobs are unknown: all blobs of the saves in the record stay."""
     damage(root)
     before = sorted(root.glob("data/*/blobs/*"))
     assert len(before) == 2 * LAST + 2
@@ -181,7 +181,7 @@ def test_a_damaged_table_costs_no_blob(root):
 
 
 def shorten(root, leave_out):
-    """Sign the checkpoint anew with a table that lacks what it borrows of the first save."""
+    """Re-sign the checkpoint with a table that lacks its blobs of the first save."""
     with closing(open_backend(str(root), must_exist=True)) as backend:
         record = record_of(backend)
         blobs = borrowed_blobs(backend, record)
@@ -205,12 +205,12 @@ def test_a_table_that_lacks_a_blob_is_found_and_not_copied(call, root, tmp_path)
     assert blobs[0].name in done.out + done.err
 
 
-def test_a_part_borrows_of_no_save_that_the_record_does_not_name(root):
-    """A deletion would take the blobs of that save."""
+def test_a_part_borrows_only_from_saves_named_by_the_record(root):
+    """A deletion would delete the blobs of that save."""
     (first, *_) = shorten(root, 2)
     with penstock.Checkpointer(root) as ckpt:
         assert ckpt._catalog.record(LAST).references[0] != blob_uid(first.name)
         with pytest.raises(
-            DamagedError, match=f"borrows nothing of the save of data/{blob_uid(first.name)}/"
+            DamagedError, match=f"borrows nothing from the save of data/{blob_uid(first.name)}/"
         ):
             ckpt.load(LAST)

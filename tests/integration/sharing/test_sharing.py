@@ -1,4 +1,4 @@
-"""Chunks that an earlier checkpoint has are referred to: what stands still is stored once."""
+"""Chunks of an earlier checkpoint are referenced: unchanged data is stored once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def rules(*codecs):
 
 
 def layers(step, *, frozen=9, shape=(120, 300)):
-    """Ten layers with a bias each, of which all but `frozen` move with the step; and a value."""
+    """Ten layers with a bias each; all but `frozen` change with the step; and a value."""
     made = torch.Generator().manual_seed(5)
     state = {}
     for number in range(10):
@@ -33,7 +33,7 @@ def layers(step, *, frozen=9, shape=(120, 300)):
 
 
 def opened(root, *, share=True, **options):
-    # With such chunks a weight is none of the small tensors that share a slab.
+    # With such chunks a weight is not one of the small tensors that share a slab.
     return penstock.Checkpointer(root, **{"share": share, "chunk_bytes": 65536, **options})
 
 
@@ -43,7 +43,7 @@ def save(root, state, step, *, mode="blocking", **options):
 
 
 def saved(root, steps, *, states=layers, **options):
-    """Reports of saves by one process, which remembers the newest checkpoint."""
+    """Reports of saves by one process, which caches the newest checkpoint."""
     with opened(root, **options) as ckpt:
         return [ckpt.save(states(step), step=step, mode="blocking").result() for step in steps]
 
@@ -67,7 +67,7 @@ def borrowed(root, step):
     ("codecs", "mode", "one_process"),
     [([], "blocking", True), (["zstd"], "lazy", False), (DELTA, "async", True)],
 )
-def test_a_frozen_nine_tenths_of_a_model_are_stored_once(tmp_path, codecs, mode, one_process):
+def test_frozen_nine_tenths_of_a_model_are_stored_once(tmp_path, codecs, mode, one_process):
     options = {"rules": rules(*codecs), "mode": mode, "block_bytes": 4096}
     if one_process:
         with opened(tmp_path, **options) as ckpt:
@@ -83,7 +83,7 @@ def test_a_frozen_nine_tenths_of_a_model_are_stored_once(tmp_path, codecs, mode,
 
 
 @pytest.mark.parametrize("codecs", [[], DELTA])
-def test_data_that_stands_still_takes_nothing(tmp_path, codecs):
+def test_unchanged_data_takes_no_space(tmp_path, codecs):
     saved(tmp_path, [0], rules=rules(*codecs))
     for step in (1, 2):
         report = save(tmp_path, layers(0), step, rules=rules(*codecs))
@@ -102,7 +102,7 @@ def test_without_the_option_everything_is_stored_again(tmp_path):
 
 
 def positive(step):
-    """Layers that `log8` takes: it declines negative numbers."""
+    """Layers that `log8` accepts: it declines negative numbers."""
     state = layers(step)["model"]
     return {"model": {path: tensor.abs() for path, tensor in state.items()}}
 
@@ -119,7 +119,7 @@ def errors_at(root, step):
 @pytest.mark.parametrize(
     ("codecs", "one_process"), [(["cast"], True), (["log8", "zstd"], False)], ids=str
 )
-def test_what_stands_still_is_rounded_but_stored_once(tmp_path, codecs, one_process):
+def test_unchanged_lossy_data_is_stored_once(tmp_path, codecs, one_process):
     options = {"rules": rounded(*codecs)}
     if one_process:
         first, second = saved(tmp_path / "run", range(2), states=positive, **options)
@@ -145,7 +145,7 @@ CHANGED = [
 
 
 @pytest.mark.parametrize(("before", "now"), CHANGED, ids=str)
-def test_another_chain_than_the_stored_one_is_given_what_it_asks_for(tmp_path, before, now):
+def test_another_chain_than_the_stored_one_is_honored(tmp_path, before, now):
     saved(tmp_path / "run", [0], states=positive, rules=rounded(*before))
     save(tmp_path / "run", positive(0), 1, rules=rounded(*now))
     save(tmp_path / "alone", positive(0), 1, share=False, rules=rounded(*now))
@@ -157,8 +157,8 @@ def test_another_chain_than_the_stored_one_is_given_what_it_asks_for(tmp_path, b
     assert errors_at(tmp_path / "run", 1) == errors_at(tmp_path / "alone", 1)
 
 
-def test_as_many_codecs_may_still_be_others(tmp_path):
-    """`floatsplit` took the chunk of the first save; in the second it declines what is left."""
+def test_equally_many_codecs_may_differ(tmp_path):
+    """`floatsplit` took the chunk of the first save; in the second it declines the rest."""
     codes = torch.randint(0, 120, (400, 300), generator=torch.Generator().manual_seed(1))
     signs = 1 - 2 * torch.randint(0, 2, codes.shape, generator=torch.Generator().manual_seed(2))
     numbers = codes.to(torch.uint8).view(torch.float8_e4m3fn).float() * signs
@@ -184,14 +184,14 @@ def test_one_bit_is_a_difference(tmp_path):
 
 
 @pytest.mark.parametrize(("blocks", "shared"), [(4096, True), (8192, False)])
-def test_raw_frames_with_other_blocks_are_stored_anew(tmp_path, blocks, shared):
+def test_raw_frames_with_other_blocks_are_not_shared(tmp_path, blocks, shared):
     save(tmp_path, layers(0), 0, block_bytes=4096)
     report = save(tmp_path, layers(0), 1, block_bytes=blocks)
     assert (report.bytes_stored == 0) is shared
     check(tmp_path, {0: layers(0), 1: layers(0)})
 
 
-def test_what_is_shared_stays_so_when_the_state_of_an_optimizer_joins_it(tmp_path):
+def test_shared_data_stays_shared_when_optimizer_state_joins(tmp_path):
     model = {"a": torch.randn(1 << 19), "b": torch.randn(1 << 19)}
     steps = {str(n): torch.ones(()) for n in range(100)}
     save(tmp_path, model, 0, chunk_bytes=16 << 20)
@@ -200,7 +200,7 @@ def test_what_is_shared_stays_so_when_the_state_of_an_optimizer_joins_it(tmp_pat
     check(tmp_path, {0: model, 1: {"steps": steps, **model}})
 
 
-def test_what_the_newest_checkpoint_has_is_remembered_and_not_read_again(tmp_path):
+def test_data_of_the_newest_checkpoint_is_cached_and_not_reread(tmp_path):
     store = FaultyBackend(open_backend(tmp_path))
     with opened(store) as ckpt:
         for step in range(3):
@@ -242,7 +242,7 @@ def test_equal_chunks_of_one_save_are_stored_once(tmp_path, codecs, mode):
     options = {"rules": rules(*codecs), "mode": mode}
     report = save(shared, twins(), 0, **options)
     without = save(alone, twins(), 0, share=False, **options)
-    # Of the four weights one is stored with codecs for each shape, else one for all.
+    # Of the four weights one is stored with codecs for each shape, otherwise one for all.
     assert report.bytes_stored < (0.7 if codecs else 0.35) * without.bytes_stored
     assert report.bytes_raw == without.bytes_raw
     target = {k: torch.ones_like(v) for k, v in twins().items() if isinstance(v, torch.Tensor)}
@@ -273,7 +273,7 @@ def test_equal_chunks_of_other_codecs_are_stored_by_these(tmp_path):
     check(tmp_path, {0: state})
 
 
-def test_a_compacted_checkpoint_has_equal_chunks_once_as_well(tmp_path):
+def test_a_compacted_checkpoint_also_has_equal_chunks_once(tmp_path):
     first, _ = saved(tmp_path, range(2), states=lambda _: twins())
     with opened(tmp_path, share=False) as ckpt:  # the checkpoint was saved with it
         (step,) = ckpt.compact([1]).steps
@@ -282,13 +282,14 @@ def test_a_compacted_checkpoint_has_equal_chunks_once_as_well(tmp_path):
     assert save(tmp_path, twins(), 2).bytes_stored == 0
 
 
-# -- whose data is kept alive ----------------------------------------------------------------------
+# -- which data is kept alive ----------------------------------------------------------------------
 
 
-def test_crumbs_keep_no_old_checkpoint_alive(tmp_path):
+def test_little_used_data_keeps_no_old_save(tmp_path):
     with opened(tmp_path) as ckpt:
         for step in range(3):
-            # Of the first save's data the second needs four tenths, and the third would as well.
+            # The second save needs four tenths of the first one's data, and the third would as
+            # well.
             ckpt.save(layers(min(step, 1), frozen=4), step=step, mode="blocking")
     assert borrowed(tmp_path, 1) == [0]
     assert borrowed(tmp_path, 2) == [1]
@@ -317,9 +318,7 @@ def test_a_whole_checkpoint_shares_whole_frames_only(tmp_path):
 
 
 @pytest.mark.parametrize(("moment", "shares"), [("intent", False), ("parts/", True)])
-def test_a_checkpoint_that_is_deleted_meanwhile_keeps_its_data_or_is_not_needed(
-    tmp_path, moment, shares
-):
+def test_a_checkpoint_deleted_meanwhile_keeps_its_data_or_is_not_needed(tmp_path, moment, shares):
     store = FaultyBackend(open_backend(tmp_path))
     with opened(store) as ckpt:
         ckpt.save(layers(0), step=0, mode="blocking")
@@ -334,7 +333,7 @@ def test_a_checkpoint_that_is_deleted_meanwhile_keeps_its_data_or_is_not_needed(
 
 
 @pytest.mark.parametrize("codecs", [[], ["delta", "floatsplit"]])
-def test_a_checkpoint_that_is_about_to_lose_its_data_is_not_referred_to(tmp_path, codecs):
+def test_a_checkpoint_about_to_lose_its_data_is_not_referenced(tmp_path, codecs):
     store, slow = (FaultyBackend(open_backend(tmp_path)) for _ in range(2))
     with (
         opened(store, rules=rules(*codecs)) as ckpt,
@@ -358,7 +357,7 @@ def test_a_checkpoint_that_is_about_to_lose_its_data_is_not_referred_to(tmp_path
     ("codecs", "cut", "one_process"),
     [([], True, True), (["zstd"], False, True), (DELTA, True, False), ([], False, False)],
 )
-def test_what_has_lost_its_blob_is_referred_to_no_further(tmp_path, codecs, cut, one_process):
+def test_frames_of_a_lost_blob_are_not_referenced(tmp_path, codecs, cut, one_process):
     options = {"rules": rules(*codecs)}
     with opened(tmp_path, **options) as ckpt:
         ckpt.save(layers(0), step=0, mode="blocking")
@@ -371,7 +370,7 @@ def test_what_has_lost_its_blob_is_referred_to_no_further(tmp_path, codecs, cut,
 
 
 @pytest.mark.parametrize("codecs", [[], ["zstd"]])
-def test_damage_is_not_carried_on_by_the_next_process(tmp_path, codecs):
+def test_the_next_process_does_not_reference_damage(tmp_path, codecs):
     options = {"rules": rules(*codecs)}
     saved(tmp_path, range(2), **options)
     with penstock.Checkpointer(tmp_path) as ckpt:
@@ -384,7 +383,7 @@ def test_damage_is_not_carried_on_by_the_next_process(tmp_path, codecs):
     check(tmp_path, {2: layers(2)})
 
 
-def test_a_process_reads_what_it_refers_to_once(tmp_path):
+def test_a_process_reads_referenced_data_once(tmp_path):
     def reads(save_of):
         before = len(store.calls)
         save_of()
@@ -408,5 +407,5 @@ def test_a_lost_blob_of_an_earlier_save_is_damage(tmp_path):
         assert not ckpt.verify(1, deep=False).ok
         with pytest.raises(DamagedError) as caught:
             ckpt.load(1)
-    told = "in the blobs of step 0, which step 1 shares chunks with: it needs step 1, step 0."
-    assert told in str(caught.value)
+    message = "in the blobs of step 0, which step 1 shares chunks with: it needs step 1, step 0."
+    assert message in str(caught.value)

@@ -1,4 +1,4 @@
-"""Runs in two tiers: in memory, to be opened with faults, and in folders, to be damaged."""
+"""Runs in two tiers: in memory, to open with faults, and in folders, to damage."""
 
 import itertools
 import shutil
@@ -42,7 +42,7 @@ class Places:
 
 
 class Folders:
-    """A run in two folders, saved to by the public face alone."""
+    """A run in two folders, saved to only through the public API."""
 
     def __init__(self, root):
         self.fast, self.durable = root / "fast", root / "durable"

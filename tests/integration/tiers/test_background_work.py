@@ -1,4 +1,4 @@
-"""Tiers: what deletes, retries, repairs and waits while copies are under way."""
+"""Tiers: deletions, retries, repairs and waits during copies."""
 
 import threading
 from contextlib import suppress
@@ -39,12 +39,12 @@ def test_retention_spares_the_durable_checkpoint_until_a_newer_one_is_durable(pl
         ckpt.save(make_state(3), 3).committed.result(300)
         ckpt.wait()
         assert 1 in places.steps()[1]
-        assert 2 in places.steps()[0]  # is being copied: else none would ever come there
+        assert 2 in places.steps()[0]  # is being copied: or none would ever arrive there
         event.set()
     assert places.steps() == ([3], [3])
 
 
-def test_retention_spares_what_is_to_be_copied_next(places):
+def test_retention_spares_the_next_step_to_copy(places):
     with places.open() as ckpt:
         ckpt.save(make_state(1), 1).result(300)
     with checkpointer(places.fast) as alone:
@@ -59,7 +59,7 @@ def test_retention_spares_what_is_to_be_copied_next(places):
     assert places.steps() == ([4], [4])
 
 
-def test_a_crash_right_behind_the_commit_leaves_what_the_next_process_copies(places, waits):
+def test_crash_right_after_commit_leaves_a_step_for_the_next_process(places, waits):
     waits(drain_failing_s=0.2)
 
     class Dying(WrapperBackend):
@@ -77,7 +77,7 @@ def test_a_crash_right_behind_the_commit_leaves_what_the_next_process_copies(pla
     with suppress(PenstockError):
         ckpt.close()
     assert places.steps() == ([1], [])
-    # Without the mark the next process may still find out, by comparing the tiers.
+    # Without the mark the next process may still find it by comparing the tiers.
     assert is_marked(places.fast, Catalog(places.fast).record(1).uid)
     with places.open() as ckpt:
         ckpt.save(make_state(2), 2).result(300)
@@ -97,7 +97,7 @@ def test_overwriting_spares_the_durable_generation_until_the_next_is_durable(pla
     assert [i.name for i in places.durable.list("commits/")] == ["commits/00000001-2.json"]
 
 
-def test_a_record_that_may_not_be_durable_is_published_once_more(places):
+def test_a_record_that_may_not_be_durable_is_republished(places):
     class Unsynced(WrapperBackend):
         calls = 0
 
@@ -116,7 +116,7 @@ def test_a_record_that_may_not_be_durable_is_published_once_more(places):
 
 
 @pytest.mark.parametrize("when", ["at once", "late"])
-def test_a_copy_that_lands_behind_a_rewind_does_not_come_back(places, when):
+def test_a_copy_landing_after_a_rewind_stays_deleted(places, when):
     held, go, landed = threading.Event(), threading.Event(), threading.Event()
 
     class Racing(WrapperBackend):
@@ -145,13 +145,13 @@ def test_a_copy_that_lands_behind_a_rewind_does_not_come_back(places, when):
         assert places.steps() == ([1], [1])
         go.set()
         assert landed.wait(300)
-        assert ckpt._drains.settle(300)  # the copy takes its late record back
+        assert ckpt._drains.settle(300)  # the copy withdraws its late record
         assert ckpt.save(make_state(22), 2).result(300).tiers == ("fast", "durable")
     with checkpointer(places.durable) as alone:
         assert alone.load(2)["epoch"] == 22
 
 
-def test_a_copy_that_landed_without_an_answer_is_taken_back_if_it_was_deleted_meanwhile(places):
+def test_a_copy_landed_without_a_reply_is_withdrawn_if_deleted_meanwhile(places):
     class Racing(WrapperBackend):
         raced = False
 
@@ -172,7 +172,7 @@ def test_a_copy_that_landed_without_an_answer_is_taken_back_if_it_was_deleted_me
     assert places.steps() == ([1], [1])
 
 
-def test_overwriting_is_refused_while_a_tier_may_have_a_higher_generation(places):
+def test_overwriting_is_refused_if_a_tier_may_have_a_higher_generation(places):
     with places.open(options={"keep_fast": 0}) as ckpt:
         ckpt.save(make_state(1), 1).result(300)
         ckpt.save(make_state(2), 1, overwrite=True).result(300)
@@ -186,7 +186,7 @@ def test_overwriting_is_refused_while_a_tier_may_have_a_higher_generation(places
         assert ckpt.load(1)["epoch"] == 3
 
 
-def test_repair_evicts_nothing_for_a_copy_that_is_damaged_elsewhere(places, caplog):
+def test_repair_evicts_nothing_for_a_copy_damaged_elsewhere(places, caplog):
     with places.open() as ckpt:
         uid = ckpt.save(make_state(1), 1).result(300).uid
     name = f"data/{uid}/blobs/00000-0.raw"
@@ -227,7 +227,7 @@ def test_a_callback_at_durable_may_do_anything(places, what):
     assert places.steps()[1] == ([1] if what == "close" else [1, 2])
 
 
-def test_a_commit_behind_close_is_told_to_who_waits(places, waits):
+def test_a_commit_after_close_reaches_waiters(places, waits):
     waits(release_s=0.1)
     go = threading.Event()
 
@@ -243,11 +243,11 @@ def test_a_commit_behind_close_is_told_to_who_waits(places, waits):
         handle.result(300)
 
 
-def test_what_another_process_drained_and_evicted_is_durable(places):
+def test_steps_drained_by_another_process_are_durable(places):
     with places.open() as ckpt:
         ckpt.save(make_state(1), 1).result(300)
-        record, told = Catalog(places.fast).record(1), []
+        record, outcomes = Catalog(places.fast).record(1), []
         places.fast.delete(["commits/00000001-0.json"])
-        ckpt._drains.committed(0, record, told.append, marked=True)
+        ckpt._drains.committed(0, record, outcomes.append, marked=True)
         assert ckpt._drains.settle(300)
-        assert told == [None]
+        assert outcomes == [None]

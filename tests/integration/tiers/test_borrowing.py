@@ -30,7 +30,7 @@ def places():
 
 
 def saved_chain(fast):
-    """A base and two checkpoints that borrow of it, all of which wait for the next tier."""
+    """A base and two checkpoints that borrow from it, all waiting for the next tier."""
     with checkpointer(fast) as ckpt:
         ckpt.save(STATE, 1, mode="blocking")
     records = [Catalog(fast).record(1)]
@@ -60,7 +60,7 @@ def whole_at(place, *steps):
 
 
 @pytest.mark.parametrize("first_gone", [False, True])
-def test_a_drain_brings_what_a_checkpoint_borrows(places, first_gone):
+def test_a_drain_copies_borrowed_blobs(places, first_gone):
     base, _, _ = saved_chain(places.fast)
     if first_gone:  # evicted there, or dropped by retention, before it was copied
         Catalog(places.fast).delete(1)
@@ -71,8 +71,8 @@ def test_a_drain_brings_what_a_checkpoint_borrows(places, first_gone):
 
 
 @pytest.mark.parametrize("in_tiers", [True, False])
-def test_what_a_deletion_leaves_in_a_tier_holds_up_no_drain(places, in_tiers):
-    """Blobs that only a faster tier needs stay behind it, where no record needs them."""
+def test_leftovers_of_a_deletion_in_a_tier_block_no_drain(places, in_tiers):
+    """Blobs that only a faster tier needs stay in the next one, where no record needs them."""
     base, _, _ = saved_chain(places.fast)
     later = Catalog(places.fast).record(3)
     places.fast.delete([mark_name(later.uid)])
@@ -89,7 +89,7 @@ def test_what_a_deletion_leaves_in_a_tier_holds_up_no_drain(places, in_tiers):
     whole_at(places.durable, *([] if in_tiers else [1, 2]), 3)
 
 
-def test_an_eviction_spares_what_others_borrow_and_frees_it_with_the_last(places):
+def test_an_eviction_spares_borrowed_blobs_until_the_last_borrower(places):
     base, delta, later = saved_chain(places.fast)
     drain(places)
     with drains_of(*tiers_of(places)) as drains:
@@ -103,7 +103,7 @@ def test_an_eviction_spares_what_others_borrow_and_frees_it_with_the_last(places
     whole_at(places.durable, 1, 2, 3)
 
 
-def test_a_fast_tier_that_keeps_the_last_one_keeps_what_it_borrows(places):
+def test_a_fast_tier_with_the_last_step_keeps_its_borrowed_data(places):
     base, _, _ = saved_chain(places.fast)
     drain(places, keep_last=1)
     with drains_of(*tiers_of(places, keep_last=1)) as drains:
@@ -115,8 +115,8 @@ def test_a_fast_tier_that_keeps_the_last_one_keeps_what_it_borrows(places):
     whole_at(places.durable, 1, 2, 3)
 
 
-def test_a_borrowed_blob_that_is_damaged_behind_is_found_before_an_eviction(places):
-    """The drain keeps what the durable tier has, and does not read it."""
+def test_a_damaged_borrowed_blob_downstream_is_found_before_eviction(places):
+    """The drain keeps existing blobs of the durable tier, and does not read them."""
     with checkpointer(places.fast) as ckpt:
         ckpt.save(STATE, 1, mode="blocking")
     base = Catalog(places.fast).record(1)
@@ -133,7 +133,7 @@ def test_a_borrowed_blob_that_is_damaged_behind_is_found_before_an_eviction(plac
     whole_at(places.fast, 2)
 
 
-def test_a_place_without_a_borrowed_blob_does_not_have_the_checkpoint(places):
+def test_a_tier_without_a_borrowed_blob_lacks_the_checkpoint(places):
     base, delta, _ = saved_chain(places.fast)
     assert has_data(places.fast, delta)
     places.fast.delete([f"data/{base.uid}/blobs/00000-0.raw"])
@@ -159,7 +159,7 @@ def lent_blob(place):
     return found
 
 
-def test_a_borrowed_blob_that_a_tier_has_lost_is_read_from_the_next_and_brought_anew(folders):
+def test_a_lost_borrowed_blob_is_read_from_the_next_tier_and_recopied(folders):
     blob = lent_blob(folders.fast)
     good = blob.read_bytes()
     blob.unlink()

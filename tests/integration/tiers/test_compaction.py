@@ -1,4 +1,4 @@
-"""A step that is compacted in the durable tier while it is copied there, or overwritten."""
+"""A step compacted in the durable tier while it is copied there, or overwritten."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -39,7 +39,7 @@ def dying(places):
 
 
 def check(places, step, epoch, *, generation):
-    """All that is left of the step is whole, in both tiers, and nothing waits to be copied."""
+    """All remains of the step are whole, in both tiers, and nothing waits to be copied."""
     assert pending(places.fast) == []
     for backend in (places.fast, places.durable):
         assert Catalog(backend).record(step).generation == generation
@@ -48,7 +48,7 @@ def check(places, step, epoch, *, generation):
             assert ckpt.verify(step).ok
 
 
-def test_an_overwrite_becomes_durable_though_its_step_is_compacted_meanwhile(places):
+def test_an_overwrite_becomes_durable_despite_a_concurrent_compaction(places):
     fast = FaultyBackend(places.other_fast())
     with places.open(fast=fast, share=True) as ckpt:
         for step in (1, 2):
@@ -62,7 +62,7 @@ def test_an_overwrite_becomes_durable_though_its_step_is_compacted_meanwhile(pla
     check(places, 2, 42, generation=2)
 
 
-def test_an_overwrite_becomes_durable_though_a_compaction_died_at_its_commit(places):
+def test_an_overwrite_becomes_durable_after_a_compaction_dies(places):
     fast = FaultyBackend(places.other_fast())
     with places.open(fast=fast, share=True) as ckpt:
         for step in (1, 2):
@@ -78,7 +78,7 @@ def test_an_overwrite_becomes_durable_though_a_compaction_died_at_its_commit(pla
     check(places, 2, 42, generation=2)
 
 
-def test_a_compaction_gives_way_to_an_overwrite_that_waits_to_be_copied(places):
+def test_a_compaction_yields_to_an_overwrite_in_the_copy_queue(places):
     durable, slow = FaultyBackend(places.other()), FaultyBackend(places.other())
     with places.open(share=True, durable=durable) as ckpt, ThreadPoolExecutor(1) as pool:
         for step in (1, 2):
@@ -91,14 +91,14 @@ def test_a_compaction_gives_way_to_an_overwrite_that_waits_to_be_copied(places):
                 overwrite.committed.result(60)
             with pytest.raises(CheckpointGoneError, match="saved again during its compaction"):
                 compacted.result(60)
-            # The tier still has a checkpoint of the step, until the overwrite is there as well.
+            # The tier still has a checkpoint of the step until the overwrite arrives as well.
             assert Catalog(places.durable).steps() == [1, 2]
         assert overwrite.result(60).tiers == ("fast", "durable")
         ckpt.wait()
     check(places, 2, 42, generation=2)
 
 
-def test_a_save_that_is_compacted_before_it_is_copied_is_durable(places):
+def test_a_save_compacted_before_it_is_copied_is_durable(places):
     durable = FaultyBackend(places.other())
     with places.open(share=True, durable=durable) as ckpt:
         ckpt.save(state(1), 1).result(60)
@@ -106,7 +106,7 @@ def test_a_save_that_is_compacted_before_it_is_copied_is_durable(places):
             handles = [ckpt.save(state(step), step) for step in (2, 3, 4)]
             handles[-1].committed.result(60)
             assert held.reached.wait(60)
-            durable.clear()  # the copy under way is held, and nothing else
+            durable.clear()  # only the copy in flight is held
             assert compact(places, 3)
             assert ckpt.compact([4]).steps
         assert [handle.result(60).step for handle in handles] == [2, 3, 4]

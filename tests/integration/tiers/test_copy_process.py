@@ -1,4 +1,4 @@
-"""Copies from tier to tier by a process of their own: what ends it, and what it cannot do."""
+"""Copies from tier to tier by a separate process: what ends it, and what it cannot do."""
 
 import logging
 import os
@@ -30,7 +30,7 @@ from penstock.core.tiers.process import ProcessCopy, ProcessSetup
 from penstock.core.tiers.whereabouts import pending
 from penstock.testing.hasty import FAST
 
-SLOW = "100 KB"  # per second: a state takes long enough to be caught on its way
+SLOW = "100 KB"  # per second: a state takes long enough to be caught in transit
 STEADY = "400 KB"  # the same, and the copy ends within the test
 PATIENCE_S = 300.0
 
@@ -41,7 +41,7 @@ def hasty(waits):
 
 
 @pytest.fixture(autouse=True)
-def no_process_is_left(others):
+def no_leftover_process(others):
     yield
     until(lambda: not children())
 
@@ -72,12 +72,12 @@ def others():
 
 
 def children():
-    """Process ids of what this test has started, and nobody has waited for yet."""
+    """Process ids of this test's unreaped children."""
     return [pid for pid in started() if pid not in _others]
 
 
 def started():
-    """Children of this process, whichever of its threads has started them."""
+    """Children of this process, of any of its threads."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # a process that has ended meanwhile
@@ -88,7 +88,7 @@ def started():
 
 
 def until(condition):
-    """Wait until `condition` gives something, and return that."""
+    """Wait until `condition` returns a true value, and return that."""
     end_s = time.monotonic() + PATIENCE_S
     while not (found := condition()):
         assert time.monotonic() < end_s, "it does not come to that"
@@ -96,8 +96,8 @@ def until(condition):
     return found
 
 
-def on_its_way(folder):
-    """The process that copies, once it writes."""
+def in_transit(folder):
+    """The copying process, once it writes."""
     until(lambda: list(Path(folder).glob("data/*/intent.json")))
     (pid,) = children()
     return pid
@@ -105,10 +105,10 @@ def on_its_way(folder):
 
 def begun(handle, folder):
     handle.committed.result(PATIENCE_S)
-    return on_its_way(f"{folder}/durable")
+    return in_transit(f"{folder}/durable")
 
 
-def test_a_checkpoint_is_copied_whole_by_another_process_that_then_ends(tmp_path, log):
+def test_another_process_copies_a_whole_checkpoint_then_ends(tmp_path, log):
     with checkpointer(tiers_at(tmp_path)) as ckpt:
         report = ckpt.save(state(), 1).result(PATIENCE_S)
         assert report.tiers == ("fast", "durable")
@@ -121,7 +121,7 @@ def test_a_checkpoint_is_copied_whole_by_another_process_that_then_ends(tmp_path
 @pytest.mark.parametrize(
     "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
 )
-def test_one_that_is_killed_is_begun_again_and_nothing_is_lost(tmp_path, log, number, waits):
+def test_a_killed_process_is_restarted_without_a_loss(tmp_path, log, number, waits):
     waits(FAST)
     with checkpointer(tiers_at(tmp_path, drain_bytes_per_s=STEADY)) as ckpt:
         handle = ckpt.save(state(), 1)
@@ -132,7 +132,7 @@ def test_one_that_is_killed_is_begun_again_and_nothing_is_lost(tmp_path, log, nu
         assert same(alone.load(1), state())
 
 
-def test_one_that_does_not_get_on_is_killed_and_begun_again(tmp_path, log, waits, monkeypatch):
+def test_a_stalled_process_is_killed_and_restarted(tmp_path, log, waits, monkeypatch):
     stopped = threading.Event()
 
     class Jumping(CountedClock):
@@ -153,7 +153,7 @@ def test_one_that_does_not_get_on_is_killed_and_begun_again(tmp_path, log, waits
     assert "no progress for 600 s; the copying process was killed" in log.text
 
 
-def test_it_yields_to_training_tells_no_secrets_and_ends_when_its_checkpoint_is_deleted(tmp_path):
+def test_it_yields_to_training_hides_secrets_and_ends_on_deletion(tmp_path):
     durable = {"type": "fsspec", "url": f"file://{tmp_path}/durable", "options": {}}
     durable["options"]["auto_mkdir"] = True
     durable["options"]["skip_instance_cache"] = "hunter2"  # any option may be a password
@@ -163,7 +163,7 @@ def test_it_yields_to_training_tells_no_secrets_and_ends_when_its_checkpoint_is_
         mine = os.getpriority(os.PRIO_PROCESS, 0)
         assert os.getpriority(os.PRIO_PROCESS, pid) == min(mine + 10, 19)
         assert int(Path(f"/proc/{pid}/oom_score_adj").read_text()) == 500
-        assert os.getsid(pid) != os.getsid(0)  # Ctrl-C at the terminal is not for it
+        assert os.getsid(pid) != os.getsid(0)  # it ignores Ctrl-C at the terminal
         assert b"hunter2" not in Path(f"/proc/{pid}/cmdline").read_bytes()
         assert b"hunter2" not in Path(f"/proc/{pid}/environ").read_bytes()
         ckpt.delete(1)
@@ -173,7 +173,7 @@ def test_it_yields_to_training_tells_no_secrets_and_ends_when_its_checkpoint_is_
     assert Catalog(open_backend(tmp_path / "durable")).steps() == []
 
 
-def test_it_ends_with_the_trainer_though_a_fork_of_it_lives(tmp_path):
+def test_it_ends_with_the_trainer_despite_a_live_fork(tmp_path):
     reading, writing = os.pipe()
     trainer = os.fork()
     if trainer == 0:
@@ -198,23 +198,21 @@ def test_it_ends_with_the_trainer_though_a_fork_of_it_lives(tmp_path):
         assert is_running(worker)
     finally:
         os.kill(worker, signal.SIGKILL)
-    with checkpointer(tiers_at(tmp_path)) as ckpt:  # it left no lease that one has to wait for
+    with checkpointer(tiers_at(tmp_path)) as ckpt:  # it left no lease to wait for
         ckpt.save(state(2), 2).result(PATIENCE_S)
         ckpt.close()
     assert Catalog(open_backend(tmp_path / "durable")).steps() == [1, 2]
 
 
 def saved_in_fast(folder):
-    """A checkpoint that is in the fast tier alone, and what it takes to copy it by a process."""
+    """A checkpoint only in the fast tier, and the means to copy it by a process."""
     with checkpointer(str(folder / "fast")) as alone:
         alone.save(state(), 1).result(PATIENCE_S)
     setup = ProcessSetup(tiers_at(folder), 0, PATIENCE_S)
     return setup, Catalog(open_backend(folder / "fast")).record(1)
 
 
-def test_a_copy_is_cancelled_and_releases_its_lease_though_the_trainer_blocks_signals(
-    tmp_path, waits
-):
+def test_a_cancelled_copy_releases_its_lease_despite_blocked_signals(tmp_path, waits):
     waits(process_end_s=10 * PATIENCE_S)  # it is not killed
     setup, record = saved_in_fast(tmp_path)
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
@@ -222,7 +220,7 @@ def test_a_copy_is_cancelled_and_releases_its_lease_though_the_trainer_blocks_si
         copy = ProcessCopy(setup, record, workers=Workers(1), grace_s=3600.0, bytes_per_s=1e5)
 
         def cancel():
-            on_its_way(tmp_path / "durable")
+            in_transit(tmp_path / "durable")
             copy.cancel()
 
         threading.Thread(target=cancel).start()
@@ -241,10 +239,10 @@ def is_running(pid):
         return False
 
 
-# With "accept" the process takes a place of its own for the run's: only the trainer sees then that
-# the copy is not where it should be.
+# With "accept" the process takes its own place for the run's: only the trainer then sees that the
+# copy is in the wrong place.
 @pytest.mark.parametrize(("private", "roots"), [("fast", "check"), ("durable", "accept")])
-def test_tiers_that_only_the_trainer_sees_are_copied_by_its_threads(tmp_path, log, private, roots):
+def test_tiers_visible_only_to_the_trainer_use_threads(tmp_path, log, private, roots):
     with checkpointer(tiers_at(tmp_path, roots=roots, **{private: "memory://"})) as ckpt:
         assert ckpt.save(state(), 1).result(PATIENCE_S).tiers == ("fast", "durable")
         assert ckpt.steps() == [1]
@@ -252,7 +250,7 @@ def test_tiers_that_only_the_trainer_sees_are_copied_by_its_threads(tmp_path, lo
 
 
 def warned(log):
-    """How often it was said that threads have to do it."""
+    """The count of warnings that threads must copy."""
     found = [r for r in log.records if "threads of the trainer copy to durable" in r.message]
     return sum(record.levelno == logging.WARNING for record in found)
 
@@ -280,9 +278,7 @@ def test_without_a_process_threads_copy(tmp_path, log, monkeypatch, python):
     assert "threads of the trainer copy to durable: a process for it" in log.text
 
 
-def test_a_process_that_has_ended_is_not_waited_for_though_a_fork_of_it_lives(
-    tmp_path, log, monkeypatch
-):
+def test_an_ended_process_is_not_awaited_despite_a_live_fork(tmp_path, log, monkeypatch):
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\nsleep 100 & echo $! >>{tmp_path}/forks\n")
     python.chmod(0o755)
@@ -301,19 +297,19 @@ def test_a_small_checkpoint_starts_no_process(tmp_path, log, drain_in):
     assert "process" not in log.text
 
 
-def test_by_itself_one_is_started_for_what_is_worth_it(tmp_path, log, monkeypatch):
-    monkeypatch.setattr(sys, "executable", "/bin/false")  # that one was started is all that counts
+def test_a_process_starts_only_for_worthwhile_copies(tmp_path, log, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")  # only the start of one counts
     worth = {"w": torch.arange(WORTH_BYTES // 8), "step": 1}
     with Checkpointer(tiers_at(tmp_path, drain_in="auto")) as ckpt:
         assert ckpt.save(worth, 1).result(PATIENCE_S).tiers == ("fast", "durable")
     assert "threads of the trainer copy to durable: a process for it" in log.text
 
 
-def test_nothing_around_the_trainer_disturbs_it(tmp_path, log, capfd, monkeypatch):
+def test_the_trainers_environment_is_harmless(tmp_path, log, capfd, monkeypatch):
     here, there, site = tmp_path / "here", tmp_path / "there", tmp_path / "site"
     for folder in (here, there, site):
         folder.mkdir()
-    for name in ("json", "queue", "threading"):  # in the working directory: not to be imported
+    for name in ("json", "queue", "threading"):  # in the working directory: must not be imported
         (here / f"{name}.py").write_text("import os; os.mkdir('ran')\n")
     (site / "sitecustomize.py").write_text("print('welcome')\nprint('{}', flush=True)\n")
     monkeypatch.setenv("PYTHONPATH", str(site))
@@ -328,7 +324,7 @@ def test_nothing_around_the_trainer_disturbs_it(tmp_path, log, capfd, monkeypatc
     assert not (here / "ran").exists()
 
 
-def test_damage_that_the_process_finds_is_raised_as_such_with_the_names_of_its_objects(tmp_path):
+def test_damage_found_by_the_process_is_raised_with_object_names(tmp_path):
     setup, record = saved_in_fast(tmp_path)
     (blob,) = (tmp_path / "fast").glob("data/*/blobs/*")
     blob.write_bytes(bytes(blob.stat().st_size))

@@ -1,4 +1,4 @@
-"""Tiers in folders: what one of them has lost is noticed, said, and brought anew."""
+"""Tiers in folders: losses of one are noticed, reported, and copied again."""
 
 import shutil
 
@@ -19,7 +19,7 @@ def folders(tmp_path):
 
 
 def state_of(folders, **options):
-    """What a restore of step 2 gives, and its report."""
+    """The result of a restore of step 2, and its report."""
     events = []
     tree = blank(make_state(2))
     with folders.open(on_event=events.append) as ckpt:
@@ -30,27 +30,27 @@ def state_of(folders, **options):
     return report, done.as_dict(), uid
 
 
-def test_a_restore_says_which_blobs_are_gone_and_brings_them_anew(folders, caplog):
+def test_a_restore_reports_missing_blobs_and_copies_them_again(folders, caplog):
     with folders.open() as ckpt:
         uid = ckpt.info(2).uid
     (blob,) = (folders.fast / "data" / uid / "blobs").iterdir()
     good = blob.read_bytes()
     blob.unlink()
-    report, told, _ = state_of(folders)
+    report, counts, _ = state_of(folders)
     assert report.rescued == ((f"data/{uid}/blobs/{blob.name}", "durable"),)
-    assert told["rescued"] == 1
+    assert counts["rescued"] == 1
     warnings = [r.message for r in caplog.records if r.levelname == "WARNING"]
     assert len(warnings) == 1
     assert f"tier fast lists it, but has lost data/{uid}/blobs/{blob.name}" in warnings[0]
     assert blob.read_bytes() == good
     with Checkpointer(f"posix://{folders.fast}") as alone:
         assert alone.verify(2).ok
-    report, told, _ = state_of(folders)
-    assert (report.rescued, told["rescued"]) == ((), 0)
+    report, counts, _ = state_of(folders)
+    assert (report.rescued, counts["rescued"]) == ((), 0)
     assert len([r for r in caplog.records if r.levelname == "WARNING"]) == 1
 
 
-def test_what_a_restore_of_one_part_did_not_read_is_noticed_too(folders):
+def test_a_partial_restore_notices_unread_lost_blobs_too(folders):
     with folders.open() as ckpt:
         uid = ckpt.info(2).uid
     shutil.rmtree(folders.fast / "data" / uid / "parts")
@@ -71,13 +71,13 @@ def test_a_load_repairs_as_well(folders):
         assert alone.verify(1).ok
 
 
-def test_what_was_evicted_stays_so(folders, caplog):
+def test_eviction_is_permanent(folders, caplog):
     with folders.open() as ckpt:
         uid = ckpt.info(2).uid
     (folders.fast / "commits" / "00000002-0.json").unlink()
     data = folders.fast / "data" / uid
     (data / "intent.json").unlink()
-    shutil.rmtree(data / "blobs")  # cut short in its middle: part and index are there
+    shutil.rmtree(data / "blobs")  # interrupted in its middle: part and index exist
     before = folders.blobs(folders.fast, uid)
     report, _, _ = state_of(folders)
     assert report.rescued == ()
@@ -85,10 +85,8 @@ def test_what_was_evicted_stays_so(folders, caplog):
     assert folders.blobs(folders.fast, uid) == before
 
 
-def test_what_the_fast_tier_alone_has_left_is_not_given_up_for_a_copy_that_lost_another(
-    folders, caplog
-):
-    """Neither tier is whole, both together are: restored, said, and nothing is deleted."""
+def test_the_last_good_blobs_are_not_dropped_for_a_copy_that_lost_others(folders, caplog):
+    """Neither tier is whole, both together are: restored, reported, and nothing is deleted."""
     with folders.open(rules=[{"match": "optimizer/**", "codecs": ["zstd"]}]) as ckpt:
         ckpt.save(make_state(3), 3).result(300)
         uid = ckpt.info(3).uid

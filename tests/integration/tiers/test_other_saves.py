@@ -1,4 +1,4 @@
-"""Two tiers with two checkpoints at one step: what is deleted of it, and where."""
+"""Two tiers with two checkpoints at one step: which is deleted, and where."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def place(folder):
 
 @pytest.fixture
 def folders(tmp_path):
-    """Step 1 is one checkpoint in the fast tier, another in the durable one."""
+    """Step 1 differs between the fast tier and the durable one."""
     folders = {"fast": tmp_path / "fast", "durable": tmp_path / "durable"}
     for epoch, folder in enumerate(folders.values()):
         with checkpointer(place(folder)) as ckpt:
@@ -48,7 +48,7 @@ def test_deleting_a_step_that_is_two_checkpoints_is_refused(folders):
     assert (left(folders["fast"]), left(folders["durable"])) == ({1: 0}, {1: 1})
 
 
-def test_what_retention_deletes_in_one_tier_spares_another_save_in_the_next(folders):
+def test_retention_in_one_tier_spares_another_save_in_the_next(folders):
     with Checkpointer(config(folders)) as ckpt:
         backend = ckpt._backend
         (name,) = Catalog(backend).entries()[1]
@@ -58,7 +58,7 @@ def test_what_retention_deletes_in_one_tier_spares_another_save_in_the_next(fold
     assert left(folders["durable"]) == {1: 1}
 
 
-def test_a_rewind_forgets_both(folders):
+def test_a_rewind_deletes_both(folders):
     with checkpointer(place(folders["durable"])) as ckpt:
         ckpt.save(make_state(7), 2).result(300)
     with checkpointer(place(folders["fast"])) as ckpt:
@@ -71,7 +71,7 @@ def test_a_rewind_forgets_both(folders):
     assert not list(folders["fast"].rglob("*.raw"))
 
 
-def test_a_copy_that_cannot_be_read_goes_with_the_one_that_can(tmp_path):
+def test_an_unreadable_copy_goes_with_the_readable_one(tmp_path):
     fast, durable = tmp_path / "a", tmp_path / "b"
     with Checkpointer(config({"fast": fast, "durable": durable})) as ckpt:
         ckpt.save(make_state(1), 1).result(300)
@@ -84,7 +84,7 @@ def test_a_copy_that_cannot_be_read_goes_with_the_one_that_can(tmp_path):
     assert (left(fast), left(durable)) == ({2: 2}, {2: 2})
 
 
-def test_a_record_that_one_tier_alone_cannot_read_keeps_no_data_of_others(tmp_path):
+def test_a_record_unreadable_in_one_tier_keeps_no_data_of_others(tmp_path):
     fast, durable = tmp_path / "a", tmp_path / "b"
     with Checkpointer(config({"fast": fast, "durable": durable})) as ckpt:
         for step in (1, 2, 3):
@@ -96,7 +96,7 @@ def test_a_record_that_one_tier_alone_cannot_read_keeps_no_data_of_others(tmp_pa
     assert [len(list(folder.glob("data/*"))) for folder in (fast, durable)] == [2, 2]
 
 
-def test_a_record_that_no_tier_can_read_may_need_any_data(tmp_path):
+def test_a_record_unreadable_in_all_tiers_keeps_all_data(tmp_path):
     fast, durable = tmp_path / "a", tmp_path / "b"
     with Checkpointer(config({"fast": fast, "durable": durable})) as ckpt:
         for step in (1, 2):
@@ -132,13 +132,13 @@ def read_only(backend):
 
 
 def leave_generations(node, *epochs):
-    """Overwrite step 1, and lose power before that came to the durable tier."""
+    """Overwrite step 1, and lose power before it reaches the durable tier."""
     with node.open(durable=read_only(node.other())) as ckpt:
         for epoch in epochs:
             ckpt.save(make_state(epoch), 1, overwrite=True).committed.result(300)
 
 
-def test_what_a_node_left_of_its_own_overwrites_is_copied_by_its_next_process(nodes):
+def test_leftover_overwrites_of_a_node_are_copied_by_its_next_process(nodes):
     node, _ = nodes
     with node.open() as ckpt:
         ckpt.save(make_state(1), 1).result(300)
@@ -150,7 +150,7 @@ def test_what_a_node_left_of_its_own_overwrites_is_copied_by_its_next_process(no
     assert [record.generation for record in pending(node.fast)] == []
 
 
-def test_a_newer_checkpoint_of_another_node_is_not_replaced_by_a_leftover_generation(nodes, caplog):
+def test_a_leftover_generation_replaces_no_newer_checkpoint_of_another_node(nodes, caplog):
     node, other = nodes
     with node.open() as ckpt:
         ckpt.save(make_state(1), 1).result(300)
@@ -166,7 +166,7 @@ def test_a_newer_checkpoint_of_another_node_is_not_replaced_by_a_leftover_genera
     assert [record.generation for record in pending(node.fast)] == [4]  # left alone
 
 
-def test_what_another_node_overwrites_while_a_leftover_is_copied_stays(nodes):
+def test_overwrites_by_another_node_during_a_copy_stay(nodes):
     node, other = nodes
     with node.open() as ckpt:
         ckpt.save(make_state(1), 1).result(300)

@@ -1,4 +1,4 @@
-"""Tiers and power cuts: whatever is torn in either place, nothing that was promised is lost."""
+"""Tiers and power cuts: torn data in either place breaks no promise."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CHAINED = {
 }
 STILL = torch.arange(9000.0)  # saves of a chain share it
 MASTER = torch.randn(90, 100, generator=torch.Generator().manual_seed(1))
-POINTS = 3  # effects at which a disk loses its power; the slow test takes all of them
+POINTS = 3  # effects at which a disk loses power; the slow test takes all of them
 
 
 @pytest.fixture(autouse=True)
@@ -39,8 +39,8 @@ def hasty(waits):
     waits(FAST, drain_failing_s=0.1)
 
 
-class Told:
-    """What the run was told of each save: number of the state by step, the newest of each."""
+class Reports:
+    """The reports on each save: number of the state by step, the newest of each."""
 
     def __init__(self):
         self.committed = {}
@@ -55,24 +55,24 @@ def open_tiers(fast, durable, **more):
 
 
 def state_of(number):
-    """New tensors, one that does not change, one that moves a little, and its rounded copy."""
+    """New tensors, an unchanging one, one that changes a little, and its rounded copy."""
     state = make_state(number)
     state["optimizer"]["master"] = MASTER + number
     state["model"]["half"] = state["optimizer"]["master"].bfloat16()
     return {**state, "still": STILL}
 
 
-def run(scenario, fast, durable, told):
-    """Some saves, until one of the disks has lost its power."""
+def run(scenario, fast, durable, reports):
+    """Some saves, until one of the disks loses power."""
     steps = {"evict": [1, 2, 3, 4], "overwrite": [1, 2, 2, 1], "chain": [1, 2, 3, 4, 5]}[scenario]
     more = CHAINED if scenario == "chain" else {}
     with suppress(SimulatedCrashError, PenstockError), open_tiers(fast, durable, **more) as ckpt:
         for number, step in enumerate(steps, 1):
-            told.begun.setdefault(step, []).append(number)
+            reports.begun.setdefault(step, []).append(number)
             handle = ckpt.save(state_of(number), step, overwrite=scenario == "overwrite")
             for future, where in (
-                (handle.committed, told.committed),
-                (handle.durable, told.durable),
+                (handle.committed, reports.committed),
+                (handle.durable, reports.durable),
             ):
                 with suppress(PenstockError, SimulatedCrashError):
                     future.result(300)
@@ -82,12 +82,12 @@ def run(scenario, fast, durable, told):
 
 
 def retired(step, found):
-    """Whether retention may have deleted a step that was saved."""
+    """Whether retention may have deleted a saved step."""
     return step not in found and sum(later > step for later in found) >= KEEP_LAST
 
 
-def check(fast, durable, told):
-    """What is listed is whole, what was told is there, and another process finishes the rest."""
+def check(fast, durable, reports):
+    """Listed steps are whole, reported ones exist, and another process finishes the rest."""
     places = {name: PowerCut(disk) for name, disk in (("fast", fast), ("durable", durable))}
     found = {}
     for name, backend in places.items():
@@ -95,13 +95,13 @@ def check(fast, durable, told):
             for step in alone.steps():
                 assert alone.verify(step).ok, (name, step)
                 number = alone.load(step)["epoch"]
-                assert number in told.begun[step]
+                assert number in reports.begun[step]
                 assert same(alone.load(step), state_of(number))
                 found.setdefault(step, {})[name] = number
-    for step, number in told.durable.items():
+    for step, number in reports.durable.items():
         if not retired(step, found):
             assert found[step]["durable"] >= number, (step, found)
-    for step, number in told.committed.items():
+    for step, number in reports.committed.items():
         if not retired(step, found):
             assert max(found[step].values()) >= number, (step, found)
     with open_tiers(fast, durable) as ckpt:
@@ -114,35 +114,35 @@ def check(fast, durable, told):
     for backend in places.values():
         prune(backend, grace_s=0)
         survey = survey_run(backend)
-        # An intent that a killed deletion has left goes with the last that borrows of its save.
+        # The intent left by a killed deletion goes with the last borrower of its save.
         assert survey.data.keys() == survey.needed
 
 
 def effects(scenario):
-    """How many there are on either disk in a run that nothing disturbs."""
-    fast, durable, told = Disk(), Disk(), Told()
-    run(scenario, fast, durable, told)
-    assert told.durable == {step: numbers[-1] for step, numbers in told.begun.items()}
-    check(fast.copy(), durable.copy(), told)
+    """The count on either disk in an undisturbed run."""
+    fast, durable, reports = Disk(), Disk(), Reports()
+    run(scenario, fast, durable, reports)
+    assert reports.durable == {step: numbers[-1] for step, numbers in reports.begun.items()}
+    check(fast.copy(), durable.copy(), reports)
     return {"fast": fast.effects, "durable": durable.effects}
 
 
 def cut_during(scenario, which, at, *, ends):
-    told, seed = Told(), f"{scenario} {which} {at}"
+    reports, seed = Reports(), f"{scenario} {which} {at}"
     disks = {name: Disk(cut_at=at if name == which else None) for name in ("fast", "durable")}
-    run(scenario, disks["fast"], disks["durable"], told)
+    run(scenario, disks["fast"], disks["durable"], reports)
     choice = random.Random(seed)
     for number in range(ends):
-        # Both places may be in one machine, or not.
+        # Both tiers may be in one machine, or not.
         both = {
             name: disk.cut(choice) if name == which or number % 2 else disk.copy()
             for name, disk in disks.items()
         }
-        check(both["fast"], both["durable"], told)
+        check(both["fast"], both["durable"], reports)
 
 
 @pytest.mark.parametrize(("scenario", "which"), [("evict", "fast"), ("overwrite", "durable")])
-def test_a_power_cut_in_either_tier_costs_nothing_that_was_promised(scenario, which):
+def test_a_power_cut_in_either_tier_breaks_no_promise(scenario, which):
     most = effects(scenario)[which]
     assert most >= 20
     for at in range(most // POINTS, most + 1, most // POINTS):
@@ -152,6 +152,6 @@ def test_a_power_cut_in_either_tier_costs_nothing_that_was_promised(scenario, wh
 @pytest.mark.slow
 @pytest.mark.parametrize("which", ["fast", "durable"])
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_a_power_cut_during_any_effect_costs_nothing_that_was_promised(scenario, which):
+def test_a_power_cut_during_any_effect_breaks_no_promise(scenario, which):
     for at in range(1, effects(scenario)[which] + 1):
         cut_during(scenario, which, at, ends=4)

@@ -1,4 +1,4 @@
-"""`verify(repair=True)` of tiers in folders: bad copies are brought anew, good ones never go."""
+"""`verify(repair=True)` of tiers in folders: bad copies are replaced, good ones never go."""
 
 import shutil
 import threading
@@ -70,7 +70,7 @@ def every_file(*places):
     ("bad", "how"),
     [("fast", "flip"), ("durable", "missing"), ("durable", "record")],
 )
-def test_a_bad_copy_is_brought_anew_from_the_good_one(folders, bad, how):
+def test_a_bad_copy_is_replaced_from_the_good_one(folders, bad, how):
     other = {"fast": "durable", "durable": "fast"}[bad]
     damage(getattr(folders, bad), how)
     events = []
@@ -90,9 +90,9 @@ def test_a_bad_copy_is_brought_anew_from_the_good_one(folders, bad, how):
 
 
 @pytest.mark.parametrize("deep", [True, False])
-def test_nothing_is_deleted_where_no_copy_is_good(folders, deep):
+def test_nothing_is_deleted_without_a_good_copy(folders, deep):
     damage(folders.fast, "missing")
-    damage(folders.durable, "flip")  # which sizes do not show: found when it is read
+    damage(folders.durable, "flip")  # not visible in sizes: found on reading
     before = every_file(folders.fast, folders.durable)
     with folders.open() as ckpt:
         report = ckpt.verify(1, deep=deep, repair=True)
@@ -106,7 +106,7 @@ def test_nothing_is_deleted_where_no_copy_is_good(folders, deep):
     assert every_file(folders.fast, folders.durable) == before
 
 
-def test_what_was_evicted_is_not_brought_back(folders):
+def test_evicted_steps_are_not_copied_back(folders):
     Catalog(open_backend(f"posix://{folders.fast}")).delete(1)
     with folders.open() as ckpt:
         report = ckpt.verify(1, repair=True)
@@ -114,7 +114,7 @@ def test_what_was_evicted_is_not_brought_back(folders):
     assert not list(folders.fast.glob("data/*/*"))
 
 
-def test_another_save_at_that_step_is_left_alone(folders, tmp_path):
+def test_another_save_of_the_step_is_untouched(folders, tmp_path):
     with Checkpointer(f"posix://{tmp_path}/other") as ckpt:
         ckpt.save(make_state(9), 1).result(300)
     shutil.rmtree(folders.durable)
@@ -131,7 +131,7 @@ def test_another_save_at_that_step_is_left_alone(folders, tmp_path):
     assert every_file(folders.durable) == before
 
 
-def test_what_has_yet_to_be_copied_on_still_has_when_it_was_repaired(tmp_path):
+def test_a_repaired_step_stays_in_the_copy_queue(tmp_path):
     inner = {
         "type": "tiered",
         "fast": f"posix://{tmp_path}/memory",
@@ -156,7 +156,7 @@ def test_what_has_yet_to_be_copied_on_still_has_when_it_was_repaired(tmp_path):
     assert not is_marked(open_backend(f"posix://{tmp_path}/memory"), uid)
 
 
-def test_a_repair_that_is_cut_short_is_finished_by_the_next_process():
+def test_an_interrupted_repair_is_finished_by_the_next_process():
     places = Places()
     with places.open() as ckpt:
         ckpt.save(make_state(1), 1).result(300)
@@ -179,7 +179,7 @@ def url_of(folders):
     return f"tiered://?fast=posix://{folders.fast}&durable=posix://{folders.durable}"
 
 
-def test_the_command_repairs_says_what_it_did_and_exits_with_zero(call, folders):
+def test_the_command_repairs_reports_it_and_exits_with_zero(call, folders):
     damage(folders.fast, "flip")
     assert call("verify", url_of(folders)).code == 1
     done = call("verify", url_of(folders), "--repair")
@@ -191,7 +191,7 @@ def test_the_command_repairs_says_what_it_did_and_exits_with_zero(call, folders)
 
 
 class Meanwhile(WrapperBackend):
-    """Lets something happen once the last of some blobs was read."""
+    """Runs an action once the last of some blobs was read."""
 
     def __init__(self, inner, what):
         super().__init__(inner)
@@ -206,7 +206,7 @@ class Meanwhile(WrapperBackend):
         return future
 
 
-def test_what_is_the_good_copy_is_not_evicted_while_it_is_verified():
+def test_the_good_copy_is_not_evicted_during_verification():
     places = Places()
     with places.open() as ckpt:
         ckpt.save(make_state(1), 1).result(300)
@@ -221,7 +221,7 @@ def test_what_is_the_good_copy_is_not_evicted_while_it_is_verified():
         assert same(alone.load(1), make_state(1))
 
 
-def test_a_copy_that_vanishes_while_it_is_verified_costs_the_other_nothing():
+def test_a_copy_vanishing_during_verification_leaves_the_other():
     places = Places()
     with places.open() as ckpt:
         ckpt.save(make_state(1), 1).result(300)
@@ -234,7 +234,7 @@ def test_a_copy_that_vanishes_while_it_is_verified_costs_the_other_nothing():
 
 
 class Briefly(WrapperBackend):
-    """Lets something happen before the size of a blob is told, and something once it was."""
+    """Runs actions before and after the size of a blob is returned."""
 
     def __init__(self, inner, before, after=lambda: None):
         super().__init__(inner)
@@ -260,14 +260,14 @@ def both():
     return places
 
 
-def test_a_copy_that_goes_while_it_is_verified_is_no_copy_that_somebody_deleted(both):
+def test_a_copy_lost_during_verification_is_not_a_deleted_copy(both):
     fast = Briefly(both.other_fast(), lambda: Catalog(both.fast).delete(1))
     with both.open(fast=fast) as ckpt:
         report = ckpt.verify(1)
     assert (report.ok, report.tiers) == (True, ("durable",))
 
 
-def test_a_copy_that_is_brought_anew_while_it_is_verified_is_looked_at_again(both):
+def test_a_copy_replaced_during_verification_is_verified_again(both):
     def bring():
         ckpt._drains.repairs.replace_copy(Catalog(both.durable).record(1), 1, 0)
 
@@ -278,7 +278,7 @@ def test_a_copy_that_is_brought_anew_while_it_is_verified_is_looked_at_again(bot
 
 
 @pytest.mark.parametrize("repair", [False, True])
-def test_a_checkpoint_that_is_deleted_while_it_is_verified_is_gone(both, repair):
+def test_a_checkpoint_deleted_during_verification_is_gone(both, repair):
     def delete():
         for place in (both.fast, both.durable):
             Catalog(place).delete(1)
@@ -312,7 +312,7 @@ def spoil(backend):
 
 
 @pytest.mark.parametrize("repair", [False, True])
-def test_verifying_tiers_ends_although_one_of_them_hangs(waits, repair):
+def test_verifying_tiers_ends_even_if_one_hangs(waits, repair):
     clock = FlyingClock()
     waits(clock=clock, interrupt_s=0.01, poll_s=0.05)
     places, event = Places(), threading.Event()

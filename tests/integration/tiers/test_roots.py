@@ -1,4 +1,4 @@
-"""Tiers that are not what they were: swapped, not mounted, rolled back, replaced, one place."""
+"""Changed tiers: swapped, not mounted, rolled back, replaced, one place."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def saved_folders(tmp_path_factory):
 
 @pytest.fixture
 def folders(saved_folders, tmp_path):
-    """A run of which step 1 is in both tiers."""
+    """A run with step 1 in both tiers."""
     return saved_folders.copy_to(tmp_path)
 
 
@@ -91,7 +91,7 @@ def test_swapped_tiers_are_refused(folders):
     folders.fast, folders.durable = folders.durable, folders.fast
     with pytest.raises(ConfigError, match=r"are swapped.*nothing was changed"):
         opened(folders)
-    save(folders, 2, roots="accept")  # unless that is what was meant
+    save(folders, 2, roots="accept")  # unless on purpose
     save(folders, 3)
     assert steps_in(right[0]) == [1, 2, 3]
     folders.fast, folders.durable = right
@@ -107,13 +107,13 @@ def test_the_place_of_another_run_is_refused(folders, tmp_path):
         opened(folders)
 
 
-def test_an_empty_place_where_another_one_is_known_never_counts_as_durable(folders, tmp_path):
+def test_an_empty_root_in_place_of_a_known_one_is_never_durable(folders, tmp_path):
     aside = tmp_path / "mounted elsewhere"
     folders.durable.rename(aside)
     folders.durable.mkdir()  # the empty folder below a file system that is not mounted
     with opened(folders) as ckpt:
         with pytest.raises(StorageError, match="Is its file system mounted"):
-            ckpt.latest()  # what is only there may be newer
+            ckpt.latest()  # data only there may be newer
         handle = ckpt.save(make_state(2), 2)
         handle.committed.result(300)
         assert not handle.durable.done()
@@ -124,17 +124,17 @@ def test_an_empty_place_where_another_one_is_known_never_counts_as_durable(folde
     assert steps_in(folders.durable) == [1, 2]
 
 
-def test_a_place_that_is_replaced_on_purpose_gets_all_that_is_left(folders, caplog):
+def test_a_root_replaced_on_purpose_gets_all_that_is_left(folders, caplog):
     shutil.rmtree(folders.durable)
     report = save(folders, 2, roots="accept")
     assert report.tiers == ("fast", "durable")
     assert "tier durable" in caplog.text
     assert "is new to this run" in caplog.text
     assert steps_in(folders.durable) == [1, 2]
-    assert save(folders, 3).tiers == ("fast", "durable")  # from now on this is the place
+    assert save(folders, 3).tiers == ("fast", "durable")  # from now on this is the root
 
 
-def test_a_place_that_is_replaced_while_the_run_is_open_counts_as_away(folders, tmp_path):
+def test_a_root_replaced_while_the_run_is_open_counts_as_away(folders, tmp_path):
     aside = tmp_path / "aside"
     with opened(folders) as ckpt:
         ckpt.save(make_state(2), 2).result(300)
@@ -150,7 +150,7 @@ def test_a_place_that_is_replaced_while_the_run_is_open_counts_as_away(folders, 
 
 
 @pytest.mark.parametrize("how", ["trainer", "command"])
-def test_what_an_older_backup_lacks_is_copied_once_more(how, folders, tmp_path, caplog, call):
+def test_steps_missing_in_an_old_backup_are_recopied(how, folders, tmp_path, caplog, call):
     shutil.copytree(folders.durable, tmp_path / "backup")
     save(folders, 2, 3)
     shutil.rmtree(folders.durable)
@@ -174,12 +174,12 @@ class StoppedClock(Clock):
 
 
 def at(waits, second):
-    """What is saved from now on was saved then."""
+    """Later saves were made then."""
     waits(clock=StoppedClock(second))
 
 
 def rewind_on_another_node(folders, tmp_path):
-    """Steps 1 to 3 are of this node; another one goes on from step 1, and saves step 2."""
+    """Steps 1 to 3 are of this node; another one continues from step 1, and saves step 2."""
     first, folders.fast = folders.fast, tmp_path / "other node"
     with opened(folders) as ckpt:
         ckpt.rewind(1)
@@ -189,7 +189,7 @@ def rewind_on_another_node(folders, tmp_path):
 
 @pytest.fixture
 def rewound(folders, tmp_path, waits):
-    """A run of which this node has saved steps 1 to 3, and another one has rewound the last two."""
+    """A run: this node saved steps 1 to 3, and another one rewound the last two."""
     at(waits, 1)
     save(folders, 2, 3)
     at(waits, 2)
@@ -197,14 +197,14 @@ def rewound(folders, tmp_path, waits):
     return folders
 
 
-def test_what_another_node_has_rewound_does_not_come_back(rewound, caplog):
+def test_steps_rewound_by_another_node_stay_deleted(rewound, caplog):
     save(rewound, 4)
     assert "step 3 is in tier fast, and was deleted from slower tiers" in caplog.text
     assert steps_in(rewound.durable) == [1, 2, 4]
     assert steps_in(rewound.fast) == [1, 2, 3, 4]
 
 
-def test_what_an_older_backup_lacks_is_copied_though_others_saved_there(folders, tmp_path, waits):
+def test_steps_missing_in_a_shared_old_backup_are_recopied(folders, tmp_path, waits):
     shutil.copytree(folders.durable, tmp_path / "backup")
     at(waits, 1)
     save(folders, 2)
@@ -224,32 +224,30 @@ def swapped(folders):
 
 @pytest.fixture
 def evicted(folders, waits):
-    """A run of which the durable tier has steps 1 to 4, and the fast one only the last two."""
+    """A run with steps 1 to 4 in the durable tier, and only the last two in the fast one."""
     at(waits, 1)
     save(folders, 2, 3, 4, keep_fast=2)
     assert steps_in(folders.fast) == [3, 4]
     return folders
 
 
-def test_what_was_evicted_is_copied_once_the_tiers_are_swapped_on_purpose(evicted, call):
+def test_evicted_steps_are_copied_after_a_deliberate_tier_swap(evicted, call):
     accepted = swapped(evicted)
     assert "copied 2 checkpoints" in call("drain", accepted).out
     assert steps_in(evicted.durable) == [1, 2, 3, 4]
     assert call("drain", url(evicted)).out.strip() == "nothing was left to copy"
 
 
-def test_what_was_evicted_does_not_count_as_deleted_once_the_tiers_are_swapped(
-    evicted, tmp_path, waits, call
-):
+def test_evicted_steps_do_not_count_as_deleted_after_a_tier_swap(evicted, tmp_path, waits, call):
     at(waits, 2)
     right, evicted.durable = evicted.durable, tmp_path / "meanwhile"
-    save(evicted, 5, roots="accept")  # what the last tier has not seen, and is newer
+    save(evicted, 5, roots="accept")  # unseen by the last tier, and newer
     evicted.durable = right
     call("drain", swapped(evicted))
     assert steps_in(evicted.durable) == [1, 2, 3, 4, 5]
 
 
-def test_a_durable_place_that_becomes_the_fast_one_is_copied_to_a_new_one(folders, tmp_path, call):
+def test_a_durable_tier_that_becomes_fast_is_copied_to_a_new_one(folders, tmp_path, call):
     save(folders, 2, 3)
     folders.fast, folders.durable = folders.durable, tmp_path / "new disk"
     assert "copied 3 checkpoints" in call("drain", url(folders, "&roots=accept")).out
@@ -258,9 +256,7 @@ def test_a_durable_place_that_becomes_the_fast_one_is_copied_to_a_new_one(folder
 
 
 @pytest.mark.parametrize(("drain_every", "copied"), [(1, [1, 2]), (0, [])])
-def test_a_run_without_tiers_is_copied_to_the_place_that_is_put_behind_it(
-    drain_every, copied, tmp_path, call
-):
+def test_a_run_without_tiers_is_copied_to_a_newly_added_tier(drain_every, copied, tmp_path, call):
     folders = Folders(tmp_path)
     with Checkpointer(f"posix://{folders.fast}", **TINY) as ckpt:
         for step in (1, 2):
@@ -269,7 +265,7 @@ def test_a_run_without_tiers_is_copied_to_the_place_that_is_put_behind_it(
     assert steps_in(folders.durable) == copied
 
 
-def test_what_another_node_has_rewound_was_deleted_at_that_place_alone(rewound, call):
+def test_steps_rewound_by_another_node_are_gone_only_in_its_tier(rewound, call):
     save(rewound, 4)
     assert steps_in(rewound.durable) == [1, 2, 4]
     shutil.rmtree(rewound.durable)
@@ -278,7 +274,7 @@ def test_what_another_node_has_rewound_was_deleted_at_that_place_alone(rewound, 
 
 
 class Overtaken(WrapperBackend):
-    """A place that another process begins to use right before this one does."""
+    """A root that another process starts to use right before this one."""
 
     def __init__(self, inner, meanwhile):
         super().__init__(inner)
@@ -290,7 +286,7 @@ class Overtaken(WrapperBackend):
         super().publish(name, data, exclusive=exclusive)
 
 
-def test_two_nodes_that_begin_a_run_at_once_are_of_one_run():
+def test_two_nodes_that_start_at_once_share_one_run():
     node, other = Places(), Places()
     other.durable = node.durable
 
@@ -307,14 +303,14 @@ def test_two_nodes_that_begin_a_run_at_once_are_of_one_run():
 
 
 class Elsewhere(WrapperBackend):
-    """The same place by another way, of which its URL says nothing."""
+    """The same root by another way that its URL does not show."""
 
     @property
     def url(self):
         return "nfs://host/export"
 
 
-def test_one_place_by_way_of_the_network_is_no_two_tiers():
+def test_one_root_via_the_network_cannot_be_two_tiers():
     places = Places()
     same_place = Elsewhere(MemoryBackend(MemoryConfig(name=places.fast._name)))
     with places.open(durable=same_place, options={"keep_fast": 0}) as ckpt:
@@ -323,7 +319,7 @@ def test_one_place_by_way_of_the_network_is_no_two_tiers():
         assert ckpt.steps() == []
 
 
-def test_a_copy_that_somebody_made_of_a_tier_is_refused_until_it_has_its_own_identity(folders):
+def test_a_manual_copy_of_a_tier_is_refused_until_it_has_its_own_identity(folders):
     shutil.rmtree(folders.durable)
     shutil.copytree(folders.fast, folders.durable)
     with pytest.raises(ConfigError, match=f"one place.*delete {ROOT_NAME}"):
@@ -333,7 +329,7 @@ def test_a_copy_that_somebody_made_of_a_tier_is_refused_until_it_has_its_own_ide
     assert save(folders, 3).tiers == ("fast", "durable")
 
 
-def test_a_record_that_is_none_is_refused():
+def test_a_malformed_record_is_refused():
     record = RootRecord("0" * 32, "1" * 32, 2, (("1" * 32, 2),))
     assert decode_root(encode_root(record)) == record
     for change in (
@@ -349,14 +345,14 @@ def test_a_record_that_is_none_is_refused():
             decode_root(json.dumps(json.loads(encode_root(record)) | change).encode())
 
 
-def test_a_record_that_is_damaged_is_made_anew(folders, caplog):
+def test_a_damaged_record_is_rewritten(folders, caplog):
     (folders.durable / ROOT_NAME).write_bytes(b"nonsense")
     assert save(folders, 2).tiers == ("fast", "durable")
     assert f"{ROOT_NAME} cannot be read" in caplog.text
     assert root_of(folders.fast).slower() == [root_of(folders.durable).root]
 
 
-def test_a_tier_that_is_away_is_not_forgotten():
+def test_an_absent_tier_is_not_forgotten():
     before = [("fast", 3), ("middle", 5), ("durable", 9)]
     assert merged_order(before, [("middle", 6)]) == (("fast", 3), ("middle", 6), ("durable", 9))
     now = [("fast", 4), ("new", 1), ("durable", 10)]

@@ -1,4 +1,4 @@
-"""Saving to a fast tier that is copied to a durable one, by configuration alone."""
+"""Saving to a fast tier that is copied to a durable one, only by configuration."""
 
 import threading
 import time
@@ -62,9 +62,7 @@ def test_a_save_is_committed_in_the_fast_tier_and_durable_in_the_other(mode, pla
             assert same(alone.load(1), make_state(1))
 
 
-def test_training_goes_on_while_the_durable_tier_is_away_and_all_comes_when_it_is_back(
-    places, caplog
-):
+def test_training_continues_without_the_durable_tier_and_copies_follow(places, caplog):
     durable = away(places.durable)
     with places.open(durable=durable) as ckpt:
         handles = [ckpt.save(make_state(n), n) for n in range(1, 6)]
@@ -73,7 +71,7 @@ def test_training_goes_on_while_the_durable_tier_is_away_and_all_comes_when_it_i
             assert not handle.durable.done()
         assert caplog.text.count("tier durable does not answer") == 1  # not once per save
         assert handles[-1].progress().phase == "drain"
-        ckpt.wait()  # for saves, not for a tier that is away
+        ckpt.wait()  # for saves, not for an absent tier
         ckpt.fence()
         durable.clear()
         for handle in handles:
@@ -82,7 +80,7 @@ def test_training_goes_on_while_the_durable_tier_is_away_and_all_comes_when_it_i
     assert "no route to host" in caplog.text
 
 
-def test_closing_while_the_durable_tier_is_away_leaves_the_rest_to_the_next_process(places):
+def test_closing_without_the_durable_tier_leaves_copies_to_the_next_process(places):
     durable = away(places.durable)
     with places.open(durable=durable) as ckpt:
         handle = ckpt.save(make_state(1), 1)
@@ -95,27 +93,27 @@ def test_closing_while_the_durable_tier_is_away_leaves_the_rest_to_the_next_proc
     assert places.steps() == ([1, 2], [1, 2])
 
 
-def test_a_blocking_save_does_not_wait_for_ever_for_a_tier_that_is_away(places):
+def test_a_blocking_save_does_not_wait_forever_for_an_absent_tier(places):
     with places.open(durable=away(places.durable)) as ckpt:
         with pytest.raises(NotDrainedError, match="no route to host"):
             ckpt.save(make_state(1), 1, mode="blocking")
         assert places.steps()[0] == [1]
 
 
-def test_every_nth_save_goes_on_and_the_others_are_as_durable_as_the_configuration_says(places):
+def test_every_nth_save_is_copied_and_others_are_durable_as_configured(places):
     with places.open(options={"drain_every": 2}) as ckpt:
         tiers = [ckpt.save(make_state(n), n).result(300).tiers for n in range(1, 5)]
     assert tiers == [("fast", "durable"), ("fast",)] * 2
     assert places.steps() == ([1, 2, 3, 4], [1, 3])
 
 
-def test_durable_may_mean_the_fast_tier(places):
+def test_the_fast_tier_may_be_durable(places):
     durable = away(places.durable)
     with places.open(durable=durable, options={"durable_means": "fast"}) as ckpt:
         assert ckpt.save(make_state(1), 1, mode="blocking").result(300).tiers == ("fast",)
 
 
-def test_a_full_fast_tier_is_written_past_and_what_it_alone_has_stays(places, caplog):
+def test_a_full_fast_tier_is_bypassed_and_keeps_its_only_copies(places, caplog):
     class Full(WrapperBackend):
         def free_bytes(self):
             return 0
@@ -130,7 +128,7 @@ def test_a_full_fast_tier_is_written_past_and_what_it_alone_has_stays(places, ca
     assert caplog.text.count("is saved straight to tier durable: tier fast") == 1
 
 
-def test_without_room_anywhere_a_save_is_skipped_and_training_goes_on(places, caplog):
+def test_without_any_room_a_save_is_skipped_and_training_continues(places, caplog):
     class Full(WrapperBackend):
         def free_bytes(self):
             return 0
@@ -197,7 +195,7 @@ def damage(backend, name, how):
         *((what, "missing") for what in (".raw", ".json.zst", "commit")),
     ],
 )
-def test_a_damaged_copy_is_made_good_by_the_other_tier(what, how, places, caplog):
+def test_a_damaged_copy_is_repaired_by_the_other_tier(what, how, places, caplog):
     caplog.set_level("INFO", "penstock")
     rules = {"rules": [{"match": "optimizer/**", "codecs": ["zstd"]}]}
     with places.open(**rules) as ckpt:
@@ -218,12 +216,12 @@ def test_a_damaged_copy_is_made_good_by_the_other_tier(what, how, places, caplog
         assert places.steps() == ([], [1])
         return
     unread = how == "missing" or (what, how) == ("index", "cut")
-    said = (
+    warning = (
         "tier fast lists it, but has lost"
         if unread
         else "read the good copy in tier durable instead"
     )
-    assert said in caplog.text
+    assert warning in caplog.text
     ((found, tier),) = report.rescued
     assert (found.partition(", section")[0], tier) == (name, "durable")
     assert places.fast._store.blobs[name].data == good
@@ -232,7 +230,7 @@ def test_a_damaged_copy_is_made_good_by_the_other_tier(what, how, places, caplog
         assert alone.verify(1).ok
 
 
-def test_a_repair_that_hangs_holds_up_nobody_for_ever(places, waits):
+def test_a_hung_repair_blocks_no_caller_forever(places, waits):
     with places.open() as ckpt:
         ckpt.save(make_state(1), 1).result(300)
     damage(places.fast, blob_of(places.fast, ".raw"), "flip")
@@ -246,7 +244,7 @@ def test_a_repair_that_hangs_holds_up_nobody_for_ever(places, waits):
             assert same(ckpt.load(1), make_state(1))
             assert held.reached.wait(300)
             clock.flies = lambda: not event.is_set()
-        assert not event.is_set()  # it was closed all the same
+        assert not event.is_set()  # it was closed anyway
     finally:
         event.set()
     assert places.steps()[1] == [1]
@@ -266,7 +264,7 @@ def test_damage_in_both_tiers_is_damage(places):
         assert ckpt.restore(tree, on_damage="fallback").step == 1
 
 
-def test_a_deleted_step_is_deleted_everywhere_and_comes_back_nowhere(places):
+def test_a_deleted_step_is_deleted_everywhere_for_good(places):
     with places.open() as ckpt:
         for step in (1, 2, 3):
             ckpt.save(make_state(step), step).result(300)
@@ -287,7 +285,7 @@ def test_retention_counts_all_tiers_and_the_fast_one_may_keep_less(places):
     assert places.steps() == ([5], [3, 4, 5])
 
 
-def test_a_step_of_another_tier_is_taken(places):
+def test_a_step_of_another_tier_exists(places):
     with checkpointer(places.durable) as alone:
         alone.save(make_state(5), 5, mode="blocking")
     with places.open() as ckpt:
@@ -301,12 +299,12 @@ def test_a_step_of_another_tier_is_taken(places):
     assert places.steps() == ([5], [5])
 
 
-def test_prune_looks_at_each_tier_by_itself(places):
+def test_prune_checks_each_tier_separately(places):
     with places.open() as ckpt:
         ckpt.save(make_state(1), 1).result(300)
     for backend in (places.fast, places.durable):
         backend.publish(f"data/{'d' * 32}/index", b"left behind")
-    # What is left of an eviction that was cut short: the durable tier's record does not need it.
+    # Leftovers of an interrupted eviction: the durable tier's record does not need them.
     with checkpointer(places.fast) as alone:
         uid = alone.info(1).uid
     places.fast.delete(["commits/00000001-0.json"])
@@ -318,7 +316,7 @@ def test_prune_looks_at_each_tier_by_itself(places):
     assert list(places.fast.list("data/")) == []
 
 
-def test_what_only_orphans_of_one_tier_referenced_goes_from_all_at_once(places):
+def test_data_of_one_tiers_orphans_is_deleted_in_all_at_once(places):
     with places.open() as ckpt:
         ckpt.save(make_state(2), 2).result(300)
     uids = [digit * 32 for digit in "def"]
@@ -335,7 +333,7 @@ def test_what_only_orphans_of_one_tier_referenced_goes_from_all_at_once(places):
 
 
 def test_a_partial_copy_is_never_listed(places):
-    """While a copy is held in its middle, the durable tier has no such step."""
+    """While a copy is held halfway, the durable tier does not have the step."""
     durable = FaultyBackend(places.other())
     event = threading.Event()
     held = durable.block("publish", event, match="commits/")
@@ -369,7 +367,7 @@ class Hanging(WrapperBackend):
         return super()._around(operation, names, call)
 
 
-def test_a_durable_tier_that_hangs_holds_no_save(places, waits, caplog):
+def test_a_hung_durable_tier_blocks_no_save(places, waits, caplog):
     durable = Hanging(places.other(), waits, "list", "stat", "read", "publish")
     try:
         with places.open(durable=durable) as ckpt:
@@ -382,14 +380,12 @@ def test_a_durable_tier_that_hangs_holds_no_save(places, waits, caplog):
     assert places.steps()[0] == [1, 2, 3]
 
 
-def test_a_tier_that_hung_is_asked_no_more_for_a_while_neither_to_save_nor_to_clean_up(
-    places, waits
-):
+def test_a_hung_tier_is_skipped_for_a_while_by_saves_and_clean_up(places, waits):
     durable = Hanging(places.other(), waits, "list")
     with places.open(durable=durable, retention={"keep_last": 2}) as ckpt:
         try:
             ckpt.save(make_state(1), 1).committed.result(300)
-            # The save asks, then the comparison of the tiers, then the copy.
+            # The save calls it, then the comparison of the tiers, then the copy.
             until(lambda: durable.asked == 3)
             for step in (2, 3, 4):
                 ckpt.save(make_state(step), step).committed.result(300)
@@ -400,10 +396,10 @@ def test_a_tier_that_hung_is_asked_no_more_for_a_while_neither_to_save_nor_to_cl
     with places.open(durable=places.other(), retention={"keep_last": 2}) as ckpt:
         for step in (5, 6):
             ckpt.save(make_state(step), step).result(300)
-        until(lambda: ckpt.steps() == [5, 6])  # retention deletes the steps that it passed over
+        until(lambda: ckpt.steps() == [5, 6])  # retention deletes the steps that it skipped
 
 
-def test_a_tier_that_was_asked_no_more_is_copied_to_as_soon_as_it_is_back(places, waits, caplog):
+def test_a_skipped_tier_gets_copies_as_soon_as_it_is_back(places, waits, caplog):
     waits(tier_quick_error_s=0.0)  # each error counts as a slow one
     durable = away(places.durable)
     with places.open(durable=durable) as ckpt:
@@ -414,11 +410,11 @@ def test_a_tier_that_was_asked_no_more_is_copied_to_as_soon_as_it_is_back(places
     assert "gets no identity" not in caplog.text
 
 
-def test_an_overwrite_asks_a_tier_that_hung_all_the_same(places, waits):
+def test_an_overwrite_still_queries_a_hung_tier(places, waits):
     durable = Hanging(places.other(), waits, "list")
     with places.open(durable=durable) as ckpt:
         try:
-            ckpt.save(make_state(1), 1).committed.result(300)  # from now on it is left alone
+            ckpt.save(make_state(1), 1).committed.result(300)  # from now on it is paused
             with pytest.raises(penstock.StorageTimeoutError, match="no answer for 10 s"):
                 ckpt.save(make_state(10), 1, overwrite=True)
         finally:
@@ -428,7 +424,7 @@ def test_an_overwrite_asks_a_tier_that_hung_all_the_same(places, waits):
 
 
 @pytest.mark.parametrize("at", ["blobs/", "/index", "commits/"])
-def test_what_is_deleted_while_it_is_copied_does_not_come_back(at, places):
+def test_a_step_deleted_during_its_copy_stays_deleted(at, places):
     durable = FaultyBackend(places.other())
     event = threading.Event()
     held = durable.block("create" if at == "blobs/" else "publish", event, match=at)
@@ -438,10 +434,10 @@ def test_what_is_deleted_while_it_is_copied_does_not_come_back(at, places):
         deleting = threading.Thread(target=ckpt.delete, args=(1,))
         deleting.start()
         deleting.join(0.2)
-        assert deleting.is_alive()  # it waits until the copy is over
+        assert deleting.is_alive()  # it waits until the copy ends
         event.set()
         deleting.join(300)
-        error = handle.durable.exception(300)  # none: it was durable for a moment, which is as good
+        error = handle.durable.exception(300)  # none: it was durable for a moment, which is enough
         assert error is None or isinstance(error, penstock.CheckpointGoneError)
         ckpt.save(make_state(10), 1).result(300)
         assert same(ckpt.load(1), make_state(10))

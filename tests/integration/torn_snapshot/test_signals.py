@@ -1,4 +1,4 @@
-"""Signals and forks in the middle of a save, in processes of their own."""
+"""Signals and forks during a save, in separate processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ warnings.simplefilter("ignore", DeprecationWarning)
 import torch
 from penstock.core.plugins.registry import default_registry
 from tests.integration.faults.test_real_faults import OPTIONS, make
-default_registry().listing()  # imports every plugin, so that no child has to
+default_registry().listing()  # imports every plugin, so no child has to
 for line in sys.stdin:
     request = json.loads(line)
     if "wait" in request:
@@ -71,7 +71,7 @@ def url(kind, tmp_path):
 
 
 class Server:
-    """Forks a process for each program, so that torch is imported only once."""
+    """Forks a process for each program, so torch is imported only once."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -90,7 +90,7 @@ class Server:
         return self.ask(body=PROGRAM + body, url=url, out=str(out)), out
 
     def finish(self, pid, out):
-        """Its lines, what it wrote to stderr, and its exit status."""
+        """Its lines, its stderr, and its exit status."""
         status = self.ask(wait=pid)
         return out.read_text().splitlines(), out.with_suffix(".out.err").read_text(), status
 
@@ -104,7 +104,7 @@ def server(tmp_path_factory):
 
 @pytest.fixture
 def run(server, url):
-    """Run a program; with a signal, send it that when it says `ready`."""
+    """Run a program; with a signal, send it that once it prints `ready`."""
 
     def run(body, number=None):
         pid, out = server.start(url, body)
@@ -121,19 +121,19 @@ def run(server, url):
 
 
 @pytest.fixture
-def run_anew(url):
-    """Run a program in an interpreter of its own: its fork is then the first."""
+def run_fresh(url):
+    """Run a program in a new interpreter: its fork is then the first."""
 
-    def run_anew(body):
+    def run_fresh(body):
         imports = SERVER.partition("for line in")[0]
         done = run_python("-c", imports + PROGRAM + body, url, timeout=300)
         return done.stdout.splitlines(), done.stderr, done.returncode
 
-    return run_anew
+    return run_fresh
 
 
 def holds(url, *steps):
-    """Exactly these steps are there, whole; and the run goes on."""
+    """Exactly these steps exist, whole, and the run continues."""
     with Checkpointer("posix://" + url.partition("://")[2]) as ckpt:
         assert ckpt.steps() == list(steps)
         for step in steps:
@@ -143,10 +143,10 @@ def holds(url, *steps):
         assert same(ckpt.load(), make(99))
 
 
-def test_sigterm_with_its_default_handler_costs_the_pending_save_only(run, url):
+def test_default_sigterm_loses_only_the_pending_save(run, url):
     body = """
 handle = held_save(ckpt, 2)
-assert not handle.durable.wait(0.3)  # nothing of it can be there yet
+assert not handle.durable.wait(0.3)  # it cannot exist yet
 say("ready")
 time.sleep(300)
 """
@@ -156,7 +156,7 @@ time.sleep(300)
 
 
 @pytest.mark.parametrize("managed", [True, False], ids=["with", "bare"])
-def test_a_handler_of_sigterm_that_exits_lets_the_pending_save_end(managed, run, url):
+def test_a_sigterm_handler_that_exits_lets_the_pending_save_end(managed, run, url):
     body = """
 def leave(number, frame):
     gate.set()
@@ -173,8 +173,8 @@ say("ready")
     holds(url, 1, 2)
 
 
-def test_a_handler_of_sigterm_may_itself_save(run, url):
-    """As schedulers ask for: a notice, then some seconds, then the end."""
+def test_a_sigterm_handler_may_save(run, url):
+    """As schedulers do: a notice, then some seconds, then the end."""
     body = """
 def leave(number, frame):
     gate.set()
@@ -202,7 +202,7 @@ with ckpt:
         pytest.param("handle.durable.result()", marks=pytest.mark.slow),
     ],
 )
-def test_ctrl_c_wherever_training_stands_leaves_the_pending_save_to_end(place, run, url):
+def test_ctrl_c_anywhere_in_training_lets_the_pending_save_end(place, run, url):
     body = f"""
 handle = held_save(ckpt, 2)
 try:
@@ -223,7 +223,7 @@ say("closed")
 
 
 def test_signals_that_only_count_interrupt_nothing(run, url):
-    """A profiler's or a scheduler's: every system call may be interrupted by them."""
+    """A profiler's or a scheduler's: they may interrupt every system call."""
     body = """
 count = 0
 def tick(number, frame):
@@ -259,9 +259,9 @@ ENDS = {
         pytest.param("an error", True, marks=pytest.mark.slow),
     ],
 )
-def test_a_fork_in_the_middle_of_a_save_disturbs_nobody(uses, end, run, run_anew, url):
+def test_a_fork_during_a_save_is_harmless(uses, end, run, run_fresh, url):
     if end == "an error":
-        run = run_anew
+        run = run_fresh
     ending, status_of_child = ENDS[end]
     use = """
     for call in (lambda: ckpt.save(make(3), 3), ckpt.wait, ckpt.load):
@@ -292,7 +292,7 @@ say("closed")
     holds(url, 1, 2, 3)
 
 
-def test_a_forked_child_may_open_the_run_anew(run, url):
+def test_a_forked_child_may_reopen_the_run(run, url):
     body = """
 handle = held_save(ckpt, 2)
 child = os.fork()
@@ -315,7 +315,7 @@ ckpt.close()
 
 
 class Interrupted:
-    """State that sends this process a signal when it is asked for, `times` times."""
+    """State that sends this process a signal when requested, `times` times."""
 
     def __init__(self, times=1):
         self.times = times
@@ -362,7 +362,7 @@ def test_a_handler_that_interrupts_the_planning_of_a_save_is_refused(mode, use, 
 
 
 @pytest.mark.parametrize("mode", ["blocking", "async", "lazy"])
-def test_a_save_outlasts_the_error_that_comes_out_of_such_a_handler(mode, on_signal):
+def test_a_save_survives_an_error_from_such_a_handler(mode, on_signal):
     on_signal(lambda: ckpt.save({"last": 1}, 9))
     with Checkpointer("memory://", mode=mode) as ckpt:
         with pytest.raises(BusyError) as raised:
@@ -374,7 +374,7 @@ def test_a_save_outlasts_the_error_that_comes_out_of_such_a_handler(mode, on_sig
 
 
 def test_a_handler_is_refused_before_the_capture_has_a_thread(monkeypatch, on_signal):
-    """The thread that would carry the save is not there yet: waiting for it were for ever."""
+    """The save thread does not exist yet: a wait for it would never end."""
     refused = []
 
     def handler():
@@ -397,7 +397,7 @@ def test_a_handler_is_refused_before_the_capture_has_a_thread(monkeypatch, on_si
 
 
 class SignallingStep:
-    """A number that sends this process a signal when it is asked for."""
+    """A number that sends this process a signal when requested."""
 
     def __init__(self, number):
         self.number = number
@@ -407,7 +407,7 @@ class SignallingStep:
         return self.number
 
 
-def test_a_handler_is_refused_while_the_arguments_of_save_are_looked_at(on_signal):
+def test_a_handler_is_refused_during_argument_checks_of_save(on_signal):
     refused = []
 
     def handler():
@@ -427,7 +427,7 @@ def test_a_handler_is_refused_while_the_arguments_of_save_are_looked_at(on_signa
 def test_a_handler_that_interrupts_the_wait_for_another_save_is_refused(
     use, caught, store, gate, on_signal
 ):
-    """What it saved would be newer than what the interrupted save is going to store."""
+    """Its save would be newer than the state of the interrupted save."""
     refused = []
 
     def handler():
@@ -464,7 +464,7 @@ def test_a_handler_that_interrupts_the_wait_for_another_save_is_refused(
         ckpt.save({"last": 1}, 9).result()
 
 
-def test_what_comes_out_of_a_handler_costs_the_save_that_is_waited_for_nothing(on_signal):
+def test_an_error_from_a_handler_does_not_harm_the_awaited_save(on_signal):
     hold = Held()
 
     def handler():
@@ -514,7 +514,7 @@ def test_a_handler_that_interrupts_the_wait_for_a_capture_saves(on_signal):
         assert ckpt.steps() == [1, 9]
 
 
-def test_a_handler_may_be_told_to_skip(on_signal):
+def test_a_handler_may_choose_to_skip(on_signal):
     handles = []
     on_signal(lambda: handles.append(ckpt.save({"last": 1}, 9)))
     with Checkpointer("memory://", on_busy="skip") as ckpt:
@@ -523,7 +523,7 @@ def test_a_handler_may_be_told_to_skip(on_signal):
         assert ckpt.steps() == [1]
 
 
-def test_no_handler_that_saves_can_interrupt_the_loading_of_providers():
+def test_no_saving_handler_interrupts_provider_loading():
     code = """
 import torch
 from penstock import Checkpointer

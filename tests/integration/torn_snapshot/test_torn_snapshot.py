@@ -1,4 +1,4 @@
-"""What is stored is what was there at `save`, whatever changes afterwards."""
+"""The stored state is the state at `save`, despite any later change."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ BUDGETS_AND_RULES = pytest.mark.parametrize(
 
 
 def stored(ckpt, step):
-    """What comes back into fresh objects."""
+    """The state restored into fresh objects."""
     fresh = Everything(seed=99)
     ckpt.restore(
         fresh.state, step, exclude=["hold"] if "hold" in set(ckpt.open(step).keys()) else None
@@ -49,10 +49,10 @@ def stored(ckpt, step):
 
 
 @BUDGETS_AND_RULES
-def test_async_stores_what_was_there_at_save(store, gate, budget, rules, caplog):
+def test_async_stores_the_state_at_save(store, gate, budget, rules, caplog):
     tiny = budget is TINY_BUDGET
-    # Ample: nothing at all has been written when everything changes. Tiny: `save` has to write
-    # most of it itself, slowly, and what it has written is not durable yet.
+    # Ample: nothing has been written when everything changes. Tiny: `save` must write most of it,
+    # slowly, and the written part is not durable yet.
     store.block("seal" if tiny else "create", gate)
     if tiny:
         store.slow("write", 0.002)
@@ -73,7 +73,7 @@ def test_async_stores_what_was_there_at_save(store, gate, budget, rules, caplog)
 
 
 @BUDGETS_AND_RULES
-def test_lazy_stores_what_was_there_at_save(store, gate, budget, rules):
+def test_lazy_stores_the_state_at_save(store, gate, budget, rules):
     if budget is AMPLE:
         store.block("create", gate)
     job, hold = Everything(), Held()
@@ -95,13 +95,13 @@ def test_lazy_stores_what_was_there_at_save(store, gate, budget, rules):
 
 
 @pytest.mark.parametrize("rules", [[], ALL_ENCODED], ids=["raw", "encoded"])
-def test_async_waits_until_what_had_no_room_is_written(store, gate, rules):
+def test_async_waits_until_overflow_is_written(store, gate, rules):
     fault = store.block("create", gate)
     state = {"optimizer": {"moment": torch.arange(50_000)}}
     handles = []
     with held_checkpointer(store, rules=rules, **TINY_BUDGET) as ckpt:
         with held_at(CAPTURE, lambda: handles.append(ckpt.save(state, 1))):
-            fault.reached.wait()  # what has room is captured, or `save` would not write yet
+            fault.reached.wait()  # the part with room is captured, or `save` would not write yet
             assert not handles
             gate.set()
         state["optimizer"]["moment"].zero_()
@@ -109,7 +109,7 @@ def test_async_waits_until_what_had_no_room_is_written(store, gate, rules):
         assert torch.equal(ckpt.load(1)["optimizer"]["moment"], torch.arange(50_000))
 
 
-def test_async_waits_for_no_write_where_tensors_lie_at_other_places_of_a_page(store, gate):
+def test_async_waits_for_no_write_if_tensors_have_other_page_offsets(store, gate):
     def tensors(shift):
         whole = [torch.arange(9000.0 + 1024) for _ in range(3)]
         starts = [(shift - w.data_ptr()) % 4096 // w.itemsize for w in whole]
@@ -127,7 +127,7 @@ def test_async_waits_for_no_write_where_tensors_lie_at_other_places_of_a_page(st
 
 
 def test_a_stuck_store_with_little_staging_holds_the_step_until_all_is_written(store, gate):
-    """The other way to be held: not a slow copy, but no staging."""
+    """The other kind of hold: not a slow copy, but no staging."""
     model = nn.Linear(200, 200, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     train(model, optimizer)
@@ -164,7 +164,7 @@ def test_many_saves_in_a_row_reuse_staging_without_mixing(store, mode, budget):
             assert not differences(stored(ckpt, step), snapshot), step
 
 
-# -- who steps, and how --------------------------------------------------------------------------
+# -- kinds of steps ------------------------------------------------------------------------------
 
 
 def train(model, optimizer):
@@ -178,7 +178,7 @@ def backward(model):
 
 
 class Wrapper:
-    """As accelerators have them: not an `Optimizer`, and unknown to Penstock."""
+    """Like those of accelerators: not an `Optimizer`, and unknown to Penstock."""
 
     def __init__(self, optimizer):
         self.inner = optimizer
@@ -187,7 +187,7 @@ class Wrapper:
         self.inner.step()
 
 
-def step_by_itself(model, optimizer):
+def plain_step(model, optimizer):
     return optimizer.step
 
 
@@ -214,7 +214,7 @@ def step_of_a_fused_optimizer_outside_the_tree(model, optimizer):
 
 
 WAYS_TO_STEP = [
-    step_by_itself,
+    plain_step,
     step_by_a_wrapper,
     step_by_a_scaler,
     step_by_a_scheduled_closure,
@@ -286,7 +286,7 @@ def in_shared_memory():
     return model, True
 
 
-def normalised_in_forward():
+def renormalized_in_forward():
     return nn.Embedding(400, 60, max_norm=0.5), True
 
 
@@ -295,7 +295,7 @@ def of_another_tree():
 
 
 class ListsOfState(torch.optim.SGD):
-    """Has its state in lists, as Shampoo has its preconditioners."""
+    """Has its state in lists, like Shampoo's preconditioners."""
 
     @torch.no_grad()
     def step(self):
@@ -308,13 +308,11 @@ class ListsOfState(torch.optim.SGD):
     ("make", "optimizer_class"),
     [
         (in_shared_memory, torch.optim.SGD),
-        (normalised_in_forward, ListsOfState),
+        (renormalized_in_forward, ListsOfState),
         (of_another_tree, torch.optim.SGD),
     ],
 )
-def test_a_step_is_the_fence_of_its_state_even_if_no_parameter_is_deferred(
-    ckpt, make, optimizer_class
-):
+def test_a_step_fences_its_state_even_without_deferred_parameters(ckpt, make, optimizer_class):
     model, is_stored = make()
     optimizer = optimizer_class(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.arange(400)).sum().backward()
@@ -359,7 +357,7 @@ def test_an_optimizer_that_steps_in_backward_waits(ckpt):
         assert not differences(ckpt.open(1)[f"opt/{key}/state/{key}/momentum_buffer"], momentum)
 
 
-def test_an_embedding_that_normalises_in_forward_is_captured_before_save_returns(ckpt):
+def test_a_renormalizing_embedding_is_captured_before_save_returns(ckpt):
     torch.manual_seed(3)
     model = nn.Sequential(nn.Embedding(400, 60, max_norm=0.5), nn.Linear(60, 300))
     optimizer = torch.optim.Adam(model.parameters())
@@ -392,7 +390,7 @@ def test_restore_waits_for_every_pending_capture(ckpt, job, whose):
     assert not differences(stored_job(ckpt, 1), save.expected)
 
 
-# -- changes that no fence sees --------------------------------------------------------------------
+# -- changes unseen by fences ----------------------------------------------------------------------
 
 
 def clamp(model, optimizer):
@@ -461,17 +459,15 @@ def test_after_an_explicit_fence_anything_may_change(ckpt, job, change):
 
 
 @pytest.mark.parametrize("fenced", [False, True])
-def test_a_change_after_the_capture_is_refused_until_it_has_been_waited_for(
-    ckpt, store, gate, job, fenced
-):
-    """Versions alone cannot tell it from a change in the middle of the capture."""
+def test_a_change_after_the_capture_is_refused_until_it_was_awaited(ckpt, store, gate, job, fenced):
+    """Versions alone cannot distinguish it from a change during the capture."""
     store.block("create", gate)
     save = PendingSave(ckpt, job)
     save.let_go()
     if fenced:
         save.handle.captured.result()  # as good as a fence
     else:
-        concurrent.futures.wait([save.handle.captured])  # on no thread that trains
+        concurrent.futures.wait([save.handle.captured])  # not on a training thread
     clamp(*job)
     gate.set()
     if fenced:
@@ -511,7 +507,7 @@ def numpy_write(model, optimizer):
 )
 def test_change_that_torch_does_not_count_fails_that_save(ckpt, store, job, change, when):
     gate = Gate()
-    store.block("create", gate)  # else it may be committed before the change
+    store.block("create", gate)  # or it may be committed before the change
     save = PendingSave(ckpt, job)
     if when == "before the capture":
         change(*job)
@@ -527,8 +523,8 @@ def test_change_that_torch_does_not_count_fails_that_save(ckpt, store, job, chan
     assert ckpt.steps() == []
 
 
-def test_averaged_weights_that_are_swapped_in_and_out_again_fail_that_save(ckpt, store, gate, job):
-    store.block("create", gate)  # else it may be committed before the swap back
+def test_averaged_weights_swapped_in_and_out_fail_that_save(ckpt, store, gate, job):
+    store.block("create", gate)  # or it may be committed before the swap back
     model = job[0]
     save = PendingSave(ckpt, job)
     trained = copies(dict(model.state_dict()))
@@ -544,7 +540,7 @@ def test_averaged_weights_that_are_swapped_in_and_out_again_fail_that_save(ckpt,
         save.handle.result()
 
 
-def test_change_of_weights_that_lie_channels_last_fails_that_save(ckpt, store, gate):
+def test_change_of_channels_last_weights_fails_that_save(ckpt, store, gate):
     store.block("create", gate)
     model = nn.Conv2d(8, 64, 3, bias=False).to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -558,7 +554,7 @@ def test_change_of_weights_that_lie_channels_last_fails_that_save(ckpt, store, g
     gate.set()
 
 
-def test_another_trainers_step_is_no_fence_for_this_ones_tensors(store, gate, job):
+def test_another_trainers_step_does_not_fence_these_tensors(store, gate, job):
     store.block("create", gate)
     other = nn.Linear(3, 3)
     stranger = torch.optim.SGD(other.parameters(), lr=0.1)
@@ -577,7 +573,7 @@ def test_another_trainers_step_is_no_fence_for_this_ones_tensors(store, gate, jo
 
 
 def move(model, optimizer):
-    """To shared memory, as torch.multiprocessing does with what it sends."""
+    """To shared memory, as torch.multiprocessing moves tensors that it sends."""
     model.share_memory()
     for state in optimizer.state.values():
         for tensor in state.values():
@@ -599,7 +595,7 @@ def test_tensors_may_move_to_shared_memory_before_they_are_captured(ckpt, job, w
     del junk
 
 
-def test_memory_that_is_written_where_it_stands_does_not_move_meanwhile(store, gate):
+def test_memory_written_in_place_does_not_move_meanwhile(store, gate):
     tensor = torch.arange(60_000)
     expected = tensor.clone()
     fault = store.block("write", gate)
@@ -616,7 +612,7 @@ def test_memory_that_is_written_where_it_stands_does_not_move_meanwhile(store, g
 
 
 def test_tensors_shared_with_another_process_are_not_deferred(ckpt, job):
-    """No fence of this process holds the other one's step."""
+    """No fence of this process blocks the other one's step."""
     model, optimizer = job
     model.share_memory()
     save = ckpt.save({"model": model, "optimizer": optimizer}, 1, mode="lazy")
@@ -626,7 +622,7 @@ def test_tensors_shared_with_another_process_are_not_deferred(ckpt, job):
 
 
 class Mover:
-    """Moves a tensor to other memory the first time that somebody asks for its state."""
+    """Moves a tensor to other memory at the first request for its state."""
 
     def __init__(self, tensor):
         self.tensor = tensor
@@ -641,8 +637,8 @@ class Mover:
         pass
 
 
-def test_state_that_moves_while_it_is_described_is_described_again(ckpt):
-    """Freed memory is given out again: two tensors would be taken for one at the same address."""
+def test_state_that_moves_during_description_is_redescribed(ckpt):
+    """Freed memory is reused: two tensors would be taken for one at the same address."""
     tensor = torch.arange(5000)
     mover = Mover(tensor)
     ckpt.save({"tensor": tensor, "mover": mover}, 1, mode="blocking")
@@ -650,8 +646,8 @@ def test_state_that_moves_while_it_is_described_is_described_again(ckpt):
     assert torch.equal(ckpt.load(1, include="tensor")["tensor"], tensor)
 
 
-def test_the_step_itself_is_no_change(ckpt, job):
-    """Versions are compared before the step goes on, not after it."""
+def test_the_step_is_not_a_change(ckpt, job):
+    """Versions are compared before the step continues, not after it."""
     for step in range(1, 4):
         save = PendingSave(ckpt, job, step)
         with held_at_fence(job[1].step):
@@ -677,10 +673,10 @@ def test_a_change_by_another_thread_while_save_captures_fails_it(store):
         assert ckpt.steps() == []
 
 
-# -- the fence by hand, and its time-out -----------------------------------------------------------
+# -- the explicit fence, and its timeout -----------------------------------------------------------
 
 
-def test_fence_within_too_short_a_time_raises_and_the_save_goes_on(ckpt, job):
+def test_fence_timeout_raises_and_the_save_continues(ckpt, job):
     save = PendingSave(ckpt, job)
     with pytest.raises(FenceTimeoutError, match="capture of step 1"):
         ckpt.fence(timeout=0.01)
@@ -697,7 +693,7 @@ def test_fence_without_a_save_returns(ckpt):
     ckpt.fence(timeout=0)
 
 
-def test_defer_promises_the_same_for_other_tensors(store, job):
+def test_defer_covers_other_tensors(store, job):
     model, optimizer = job
     ema = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     expected = copies(ema)
@@ -722,7 +718,7 @@ def test_defer_promises_the_same_for_other_tensors(store, job):
     assert deferred[1] >= deferred[0] + size
 
 
-def test_what_an_optimizer_may_change_outside_its_step_is_never_deferred(store):
+def test_state_an_optimizer_may_change_outside_step_is_never_deferred(store):
     """Tensor learning rates, `capturable` and `differentiable`: no hook sees them change."""
     parameter = nn.Parameter(torch.randn(9000))
     for options in ({"capturable": True}, {"differentiable": True}, {"lr": torch.tensor(0.1)}):
@@ -736,7 +732,7 @@ def test_what_an_optimizer_may_change_outside_its_step_is_never_deferred(store):
         assert report.deferred_bytes == (parameter.nbytes if "lr" in options else 0)
 
 
-def test_lazy_save_that_defers_nothing_says_why_once(store, job, caplog):
+def test_lazy_save_that_defers_nothing_logs_why_once(store, job, caplog):
     model, optimizer = job
     with held_checkpointer(store, mode="lazy", defer=()) as ckpt:
         ckpt.save({"epoch": 1}, 1).result()  # no tensors: nothing to defer
@@ -751,7 +747,7 @@ def test_lazy_save_that_defers_nothing_says_why_once(store, job, caplog):
         assert 'defer="ema/**"' in record.message
 
 
-def test_past_the_fence_timeout_training_goes_on_and_the_save_is_given_up(store, gate, job, caplog):
+def test_fence_timeout_lets_training_continue_and_fails_the_save(store, gate, job, caplog):
     store.block("create", gate)
     order = []
     model, optimizer = job
@@ -771,7 +767,7 @@ def test_past_the_fence_timeout_training_goes_on_and_the_save_is_given_up(store,
             with pytest.raises(FenceTimeoutError, match="staging_bytes or fence_timeout_s"):
                 handle.result()
         assert isinstance(handle.captured.exception(), SaveAbortedError)
-        optimizer.step()  # nothing is pending any more
+        optimizer.step()  # nothing is pending now
         gate.set()
         ckpt.wait()
         assert ckpt.steps() == []

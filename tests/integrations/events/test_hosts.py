@@ -1,4 +1,4 @@
-"""Each sink against the real library that it writes to, or the one that reads what it writes."""
+"""Each sink against the real library that it writes to, or that reads its output."""
 
 import struct
 import subprocess
@@ -65,7 +65,7 @@ def test_prometheus_reads_the_file(tmp_path, watched):
     assert [one.name for one in tmp_path.iterdir() if one.is_file()] == [path.name]
 
 
-def test_prometheus_refuses_what_no_exporter_reads(tmp_path):
+def test_prometheus_refuses_unreadable_files(tmp_path):
     with pytest.raises(penstock.ConfigError, match="there is no folder"):
         events.PrometheusSink(tmp_path / "absent" / "x.prom")
     with pytest.raises(penstock.ConfigError, match="'a-b' cannot be a label"):
@@ -121,15 +121,13 @@ def test_tensorboard_reads_the_curves(tmp_path, watched):
     }
 
 
-def test_wandb_logs_over_its_own_step_and_leaves_the_loops_steps_alone(
-    tmp_path, monkeypatch, watched
-):
+def test_wandb_logs_over_its_own_step_and_keeps_the_loops_steps(tmp_path, monkeypatch, watched):
     wandb = pytest.importorskip("wandb", reason=ALONE)
     monkeypatch.setenv("WANDB_SILENT", "true")
     with wandb.init(mode="offline", dir=tmp_path, project="penstock") as run:
         run.log({"loss": 2.0}, step=500)
         saved, _ = watched(events.WandbSink())
-        run.log({"loss": 1.0}, step=500)  # W&B drops it if its counter has gone on
+        run.log({"loss": 1.0}, step=500)  # W&B drops it if its counter has advanced
         run.log({"loss": 0.5}, step=501)
     wandb.teardown()  # its process may write until then
     (file,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
@@ -156,7 +154,7 @@ def history_of(file):
 
 
 def records_of(data):
-    """The records of a log of LevelDB behind a header: blocks of 32 KiB with pieces of records."""
+    """The records of a LevelDB log after a header: blocks of 32 KiB with pieces of records."""
     at, record = 7, b""
     while at + 7 <= len(data):
         left = 32768 - at % 32768
@@ -171,7 +169,7 @@ def records_of(data):
             record = b""
 
 
-def test_a_host_that_is_missing_is_named_with_its_extra(monkeypatch):
+def test_a_missing_host_is_named_with_its_extra(monkeypatch):
     for module, extra, make in [
         ("opentelemetry.trace", "otel", events.OpenTelemetrySink),
         ("torch.utils.tensorboard", "tensorboard", lambda: events.TensorBoardSink("x")),
@@ -183,7 +181,7 @@ def test_a_host_that_is_missing_is_named_with_its_extra(monkeypatch):
 
 
 @pytest.mark.process
-def test_hosts_are_not_imported_before_their_sinks_are_made():
+def test_sinks_import_their_host_on_creation():
     code = (
         "import sys, penstock.integrations.events\n"
         "hosts = {'wandb', 'opentelemetry', 'tensorboard', 'torch', 'prometheus_client'}\n"

@@ -1,4 +1,4 @@
-"""Sinks on their own threads: what is slow, hangs or raises holds nothing up."""
+"""Sinks on their own threads: slow, hung or failing ones block nothing."""
 
 import json
 import logging
@@ -42,7 +42,7 @@ def warnings(caplog):
     return [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
 
 
-def test_sink_that_hangs_or_raises_holds_up_nothing(tmp_path, caplog):
+def test_hung_or_failing_sink_blocks_nothing(tmp_path, caplog):
     go = threading.Event()
     hanging, kept = Kept(go), Kept()
     late, good = Sinks(hanging, capacity=5), Sinks(Broken(), kept, close_s=100)
@@ -70,7 +70,7 @@ def test_sink_that_hangs_or_raises_holds_up_nothing(tmp_path, caplog):
     assert "ValueError: started" in raised
 
 
-def test_close_passes_on_what_is_queued_and_nothing_after_it():
+def test_close_delivers_queued_events_and_no_later_ones():
     go = threading.Event()
     kept = Kept(go)
     sinks = Sinks(kept, close_s=60)
@@ -86,7 +86,7 @@ def test_close_passes_on_what_is_queued_and_nothing_after_it():
     assert sinks.dropped == (0,)
 
 
-def test_a_late_sink_is_warned_of_where_its_queue_was_never_full(caplog):
+def test_a_late_sink_warns_if_its_queue_was_never_full(caplog):
     go = threading.Event()
     kept = Kept(go)
     sinks = Sinks(kept)
@@ -101,7 +101,7 @@ def test_a_late_sink_is_warned_of_where_its_queue_was_never_full(caplog):
     ]
 
 
-def test_events_are_passed_on_by_rank_0_alone():
+def test_only_rank_0_delivers_events():
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -117,7 +117,7 @@ def test_events_are_passed_on_by_rank_0_alone():
 
 
 @pytest.mark.process
-def test_forked_child_passes_nothing_on_and_does_not_wait():
+def test_forked_child_delivers_nothing_without_waiting():
     go = threading.Event()
     kept = Kept(go)
     sinks = Sinks(kept, capacity=1)
@@ -136,7 +136,7 @@ def test_forked_child_passes_nothing_on_and_does_not_wait():
 
 
 @pytest.mark.process
-def test_end_of_the_process_passes_on_what_is_queued(tmp_path):
+def test_end_of_the_process_delivers_queued_events(tmp_path):
     code = (
         "import penstock\nfrom penstock.integrations.events import JsonLinesSink, Sinks\n"
         f"sinks = Sinks(JsonLinesSink({str(tmp_path / 'events.jsonl')!r}))\n"

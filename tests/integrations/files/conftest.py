@@ -1,4 +1,4 @@
-"""A run with a model, and what is wrong if an import fails."""
+"""A run with a model, and the checks of a failed import."""
 
 import contextlib
 
@@ -59,7 +59,7 @@ def run(tmp_path_factory, model):
 
 @pytest.fixture
 def refused(tmp_path):
-    """A context in which an import into the given run fails, and leaves its checkpoint alone."""
+    """A context in which an import into the given run fails and leaves its checkpoint alone."""
 
     root = tmp_path / "target"
     with penstock.Checkpointer(root) as ckpt:

@@ -1,4 +1,4 @@
-"""An export that is killed, and the memory that both ways take."""
+"""Killed exports, and the memory of export and import."""
 
 import gc
 import json
@@ -18,7 +18,7 @@ import penstock
 
 pytestmark = pytest.mark.process
 
-# Kills itself at the n-th step that it takes in files; prints how many there were otherwise.
+# Kills itself at the n-th file operation; otherwise prints their number.
 EXPORT = """
 import os, signal, sys, penstock
 run, out, to, last = *sys.argv[1:4], int(sys.argv[4])
@@ -54,7 +54,7 @@ def export(run, out, to, last):
         pytest.param("dcp", "d", True, marks=pytest.mark.slow),
     ],
 )
-def test_out_is_whole_or_as_it_was_after_a_kill_at_any_step(tmp_path, run, to, name, before):
+def test_out_is_new_or_unchanged_after_a_kill_at_any_step(tmp_path, run, to, name, before):
     random.seed(f"{to}{name}{before}")
     whole = tmp_path / name
     done = export(run, whole, to, 0)
@@ -115,10 +115,10 @@ def test_new_folders_above_an_export_are_durable(tmp_path, monkeypatch):
     assert {tmp_path, tmp_path / "a", tmp_path / "a" / "b"} <= synced
 
 
-# DCP leaves a writer in a cycle of references, and its end is an error of its own.
+# DCP leaves a writer in a reference cycle, whose end is an error of its own.
 @pytest.mark.filterwarnings("ignore:.*NoCloseWriter:pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("to", ["safetensors", "torch", "dcp"])
-def test_a_write_that_fails_in_the_middle_is_a_storage_error_and_leaves_nothing(tmp_path, to):
+def test_a_write_failing_midway_is_a_storage_error_without_output(tmp_path, to):
     with penstock.Checkpointer(tmp_path / "run") as ckpt:
         state = {f"w{n}": torch.ones(200_000) for n in range(3)}
         ckpt.save({"model": state}, 1, mode="blocking")

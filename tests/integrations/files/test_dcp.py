@@ -1,4 +1,4 @@
-"""Folders of `torch.distributed.checkpoint` out and in; nothing in their pickles is run."""
+"""Folders of `torch.distributed.checkpoint` out and in; their pickles run no code."""
 
 import collections
 import contextlib
@@ -117,7 +117,7 @@ def test_tensors_in_tuples_are_written(tmp_path):
         assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
 
 
-def test_damage_is_what_the_export_raises(tmp_path):
+def test_damage_fails_the_export(tmp_path):
     with penstock.Checkpointer(tmp_path / "run") as ckpt:
         ckpt.save({"w": torch.arange(300_000)}, 1, mode="blocking")
         (blob,) = (tmp_path / "run").rglob("*.raw")
@@ -143,7 +143,7 @@ def test_overwrite_replaces_an_earlier_folder(tmp_path, run):
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_everything_comes_back_bit_by_bit(tmp_path, model, threads):
+def test_everything_loads_bit_by_bit(tmp_path, model, threads):
     state = state_of(model)
     save(state, tmp_path / "d", thread_count=threads)
     report = penstock.import_checkpoint(tmp_path / "d", tmp_path / "run", step=900)
@@ -185,7 +185,7 @@ dist.destroy_process_group()
 
 @pytest.mark.process
 @pytest.mark.multirank
-def test_tensors_that_four_ranks_have_cut_come_back_whole(tmp_path):
+def test_tensors_cut_by_four_ranks_load_whole(tmp_path):
     interpreters.run_as_torchrun(4, "-c", RANKS, str(tmp_path / "d"))
     assert len(list((tmp_path / "d").glob("*.distcp"))) > 1
     penstock.import_checkpoint(tmp_path / "d", tmp_path / "run")
@@ -196,7 +196,7 @@ def test_tensors_that_four_ranks_have_cut_come_back_whole(tmp_path):
         assert torch.equal(found["model"][name], torch.load(f"{tmp_path}/d-{name}.pt")), name
 
 
-def test_each_chunk_is_read_once_and_kept_no_longer_than_it_is_needed(tmp_path):
+def test_each_chunk_is_read_once_and_kept_only_while_needed(tmp_path):
     pieces = [torch.arange(n * 12.0, n * 12 + 12).reshape(4, 3) for n in range(3)]
     for n, piece in enumerate(pieces):
         torch.save(piece, tmp_path / f"{n}.pt")
@@ -218,7 +218,7 @@ def test_each_chunk_is_read_once_and_kept_no_longer_than_it_is_needed(tmp_path):
 
 @contextlib.contextmanager
 def opening(call):
-    """Call `call` with each file to be opened; an audit hook stays, so a flag ends it."""
+    """Call `call` with each opened file; an audit hook stays, so a flag ends it."""
     active = [True]
 
     def audit(event, arguments):
@@ -230,7 +230,7 @@ def opening(call):
     active.clear()
 
 
-def test_a_folder_that_is_saved_again_meanwhile_fails_the_import(tmp_path, refused):
+def test_a_folder_resaved_meanwhile_fails_the_import(tmp_path, refused):
     state = {f"t{n}": torch.full((1000,), float(n)) for n in range(6)}
     folder = save(state, tmp_path / "d")
     later = save({name: tensor + 10 for name, tensor in state.items()}, tmp_path / "later")
@@ -246,7 +246,7 @@ def test_a_folder_that_is_saved_again_meanwhile_fails_the_import(tmp_path, refus
         penstock.import_checkpoint(folder, root, step=2)
 
 
-def test_what_is_not_selected_is_not_read(tmp_path, model):
+def test_unselected_data_is_not_read(tmp_path, model):
     state = {"model": model, "evil": Touch(tmp_path / "touched")}
     save(state, tmp_path / "d")
     penstock.import_checkpoint(tmp_path / "d", tmp_path / "run", include="model")
@@ -277,7 +277,7 @@ def test_code_is_refused_by_name_and_does_not_run(tmp_path, refused, where):
         assert touched.exists()  # it would have
 
 
-def test_only_the_classes_of_dcp_are_taken(tmp_path, refused):
+def test_only_classes_of_dcp_are_allowed(tmp_path, refused):
     for names in [
         ("os", "system"),
         ("builtins", "eval"),
@@ -302,8 +302,8 @@ def test_only_the_classes_of_dcp_are_taken(tmp_path, refused):
             penstock.import_checkpoint(folder, root, step=2)
 
 
-def test_a_pickle_cannot_change_what_stands_for_the_classes(tmp_path, refused):
-    """The state of an object may be put onto a class itself, whose attributes it would set."""
+def test_a_pickle_cannot_change_the_stand_in_classes(tmp_path, refused):
+    """The state of an object may be applied to a class, and would set its attributes."""
     of_metadata = "torch.distributed.checkpoint.metadata"
     good = save({"w": torch.ones(2)}, tmp_path / "good")
     folder = save({"w": torch.ones(2)}, tmp_path / "d")
@@ -339,7 +339,7 @@ def test_properties_of_torch_2_6_to_2_15_are_read(tmp_path, refused, monkeypatch
 
 
 class Reverse(_extension.StreamTransformExtension):
-    """A real transformation, as one that compresses would be."""
+    """A real transformation, like one that compresses."""
 
     @staticmethod
     def registry_name():

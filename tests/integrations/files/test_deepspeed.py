@@ -1,4 +1,4 @@
-"""Folders that DeepSpeed wrote, read without it; `deepspeed/make.py` made those that are here."""
+"""Folders written by DeepSpeed, read without it; `deepspeed/make.py` made those here."""
 
 import os
 import shutil
@@ -26,13 +26,13 @@ def file_of(folder, kind, rank=0):
 
 
 def change(path, edit):
-    """Change a file of a rank; its classes of DeepSpeed are loaded as DeepSpeed loads them."""
+    """Change a file of a rank; loads its DeepSpeed classes as DeepSpeed does."""
     content = torch.load(path, weights_only=True)
     edit(content)
     torch.save(content, path)
 
 
-def test_ranks_are_put_together_as_deepspeed_does(folder, tmp_path):
+def test_ranks_are_merged_as_deepspeed_does(folder, tmp_path):
     expected = torch.load(folder / "expected.pt", weights_only=True)
     penstock.import_checkpoint(folder, tmp_path / "run", step=2)
     with penstock.Checkpointer(tmp_path / "run") as ckpt:
@@ -71,7 +71,7 @@ def test_ranks_are_put_together_as_deepspeed_does(folder, tmp_path):
     assert len({step.data_ptr() for step in steps}) == len(steps)
 
 
-def test_the_folder_of_the_tag_is_enough_and_latest_stays_in_the_folder(folder, tmp_path, refused):
+def test_the_tag_folder_suffices_and_latest_stays_inside(folder, tmp_path, refused):
     assert penstock.import_checkpoint(folder / "t1", tmp_path / "run").objects > 10
     for tag in ("../t1", "", "t2", "/etc"):
         (folder / "latest").write_text(tag)
@@ -79,7 +79,7 @@ def test_the_folder_of_the_tag_is_enough_and_latest_stays_in_the_folder(folder, 
             penstock.import_checkpoint(folder, root, step=2)
 
 
-def test_a_rank_that_is_missing_is_a_clear_error(folder, refused):
+def test_a_missing_rank_is_a_clear_error(folder, refused):
     file_of(folder, "optim", 0).unlink()
     with refused(penstock.FormatError, "lacks a file of rank 0") as root:
         penstock.import_checkpoint(folder, root, step=2)
@@ -100,7 +100,7 @@ def test_a_rank_that_is_missing_is_a_clear_error(folder, refused):
         ("zero", "universal"),
     ],
 )
-def test_other_ways_of_cutting_are_refused_by_name(folder, refused, name, match):
+def test_other_partitionings_are_refused_by_name(folder, refused, name, match):
     shutil.copy(file_of(folder, "model"), folder / "t1" / name)
     with refused(penstock.UnsupportedStateError, match) as root:
         penstock.import_checkpoint(folder, root, step=2)
@@ -151,14 +151,14 @@ def _without_shapes(content):
         (_without_shapes, "as param_shapes"),
     ],
 )
-def test_files_that_do_not_fit_are_a_clear_error(folder, refused, edit, match):
+def test_mismatched_files_are_a_clear_error(folder, refused, edit, match):
     change(file_of(folder, "model"), edit)
     with refused(penstock.PenstockError, match) as root:
         penstock.import_checkpoint(folder, root, step=2)
 
 
 @pytest.mark.parametrize("kind", ["model", "optim"])
-def test_a_file_that_is_saved_again_meanwhile_fails_the_import(folder, refused, kind):
+def test_a_file_resaved_meanwhile_fails_the_import(folder, refused, kind):
     def touch(path):
         os.utime(file_of(folder, kind), ns=(0, 0))
         return path

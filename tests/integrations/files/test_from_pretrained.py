@@ -40,7 +40,7 @@ def test_from_pretrained_reads_the_folder(tmp_path, tied, shards):
     assert_same(dict(found.named_parameters()), dict(model.named_parameters()))
 
 
-def test_adapter_goes_out_to_peft_and_comes_back(tmp_path):
+def test_adapter_round_trips_through_peft(tmp_path):
     torch.manual_seed(0)
     layers = {"default": torch.nn.Linear(6, 5), "middle": torch.nn.Linear(5, 5)}
     head = torch.nn.Sequential(torch.nn.Linear(5, 4))

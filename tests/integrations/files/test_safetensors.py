@@ -1,4 +1,4 @@
-"""Safetensors out and in: real files, of Penstock and of the library."""
+"""Safetensors out and in: real files of Penstock and of the library."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def contents(folder):
 # -- out ------------------------------------------------------------------------------------------
 
 
-def test_folder_has_the_model_as_the_library_reads_it(tmp_path, run, model):
+def test_folder_has_the_model_in_library_format(tmp_path, run, model):
     seen = []
     report = penstock.export_checkpoint(
         run, tmp_path / "out", to="safetensors", on_progress=seen.append
@@ -65,7 +65,7 @@ def test_shards_have_the_names_and_the_index_of_hugging_face(tmp_path, run, mode
         assert all(torch.equal(tensor, model[n]) for n, tensor in found.items())
 
 
-def test_a_tensor_above_the_limit_gets_a_file_for_itself(tmp_path, run):
+def test_a_tensor_above_the_limit_gets_its_own_file(tmp_path, run):
     penstock.export_checkpoint(run, tmp_path / "o", to="safetensors", shard_bytes=1)
     index = json.loads((tmp_path / "o" / INDEX).read_text())
     assert len({*index["weight_map"].values()}) >= len(index["weight_map"]) - 1  # one is empty
@@ -107,7 +107,7 @@ def test_cast_converts_floats_only(tmp_path, run, model):
         assert found[name].dtype == (torch.bfloat16 if is_cast else model[name].dtype)
 
 
-def test_a_cast_that_would_make_infinity_is_refused(tmp_path):
+def test_a_cast_that_overflows_is_refused(tmp_path):
     with penstock.Checkpointer(tmp_path / "run") as ckpt:
         ckpt.save({"model": {"w": torch.tensor([1.0, 1e6])}}, 1, mode="blocking")
         with pytest.raises(penstock.UnsupportedStateError, match=r"model/w .* too large"):
@@ -115,7 +115,7 @@ def test_a_cast_that_would_make_infinity_is_refused(tmp_path):
     assert names_in(tmp_path) == ["run"]
 
 
-def test_rename_and_several_tops_make_the_names(tmp_path, run):
+def test_rename_and_several_tops_build_names(tmp_path, run):
     out = tmp_path / "o.safetensors"
     penstock.export_checkpoint(
         run, out, to="safetensors", include="model/layers.*",
@@ -145,7 +145,7 @@ def test_values_are_refused_by_name(tmp_path, run):
     assert names_in(tmp_path) == []
 
 
-def test_dtypes_that_the_format_lacks_are_refused(tmp_path):
+def test_dtypes_outside_the_format_are_refused(tmp_path):
     with penstock.Checkpointer(tmp_path / "run") as ckpt:
         ckpt.save({"model": {"z": torch.ones(2, dtype=torch.complex128)}}, 1, mode="blocking")
         with pytest.raises(penstock.UnsupportedStateError, match="model/z is of dtype complex128"):
@@ -179,7 +179,7 @@ def test_wrong_options_are_refused_before_anything_is_written(tmp_path, run):
         assert names_in(tmp_path) == []
 
 
-def test_an_out_that_exists_is_refused_and_stays(tmp_path, run):
+def test_an_existing_out_is_refused_and_kept(tmp_path, run):
     (tmp_path / "o").mkdir()
     (tmp_path / "o" / "mine").write_text("mine")
     for overwrite, match in ((False, "exists"), (True, "not an earlier export .it has mine")):
@@ -189,8 +189,18 @@ def test_an_out_that_exists_is_refused_and_stays(tmp_path, run):
     assert names_in(tmp_path) == ["o"]
 
 
-@pytest.mark.parametrize("names", [["config.json"], [], ["model.safetensors", "notes.md"]])
-def test_overwrite_takes_only_what_is_an_earlier_export(tmp_path, run, names):
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["config.json"],
+        [],
+        ["model.safetensors", "notes.md"],
+        ["model.safetensors", "other.safetensors"],
+        ["config.json", "model.safetensors", "tokenizer.json"],  # a downloaded model
+        ["model.safetensors", "notes.txt"],
+    ],
+)
+def test_overwrite_accepts_only_earlier_exports(tmp_path, run, names):
     (tmp_path / "o").mkdir()
     for name in names:
         (tmp_path / "o" / name).write_text("mine")
@@ -217,7 +227,7 @@ def test_a_link_at_out_is_not_followed(tmp_path, run):
     assert (tmp_path / "real.safetensors").read_text() == "mine"
 
 
-def test_damage_ends_the_export_and_leaves_nothing(tmp_path, model):
+def test_damage_ends_the_export_without_output(tmp_path, model):
     with penstock.Checkpointer(f"posix://{tmp_path}/run") as ckpt:
         ckpt.save({"model": model}, 1, mode="blocking")
         (blob,) = (tmp_path / "run").glob("data/*/blobs/*.raw")
@@ -235,7 +245,7 @@ def test_a_full_or_forbidden_place_is_a_storage_error(tmp_path, run):
         penstock.export_checkpoint(run, tmp_path / "file" / "o", to="safetensors")
 
 
-def test_an_error_of_on_progress_ends_nothing(tmp_path, run, caplog):
+def test_an_on_progress_error_is_harmless(tmp_path, run, caplog):
     def fail(progress):
         raise OSError("closed")
 
@@ -243,7 +253,7 @@ def test_an_error_of_on_progress_ends_nothing(tmp_path, run, caplog):
     assert "on_progress failed" in caplog.text
 
 
-def test_a_run_that_does_not_exist_is_not_made(tmp_path):
+def test_a_missing_run_is_not_created(tmp_path):
     with pytest.raises(penstock.CheckpointNotFoundError):
         penstock.export_checkpoint(tmp_path / "none", tmp_path / "o", to="safetensors")
     assert names_in(tmp_path) == []
@@ -252,7 +262,7 @@ def test_a_run_that_does_not_exist_is_not_made(tmp_path):
 # -- in -------------------------------------------------------------------------------------------
 
 
-def test_file_of_the_library_becomes_a_checkpoint(tmp_path, model):
+def test_library_file_becomes_a_checkpoint(tmp_path, model):
     plain = {n: t.contiguous() for n, t in without(model, "lm_head.weight").items()}
     save_file(plain, tmp_path / "x.safetensors", metadata={"format": "pt", "by": "us"})
     report = penstock.import_checkpoint(tmp_path / "x.safetensors", tmp_path / "run", step=3)
@@ -267,13 +277,13 @@ def test_file_of_the_library_becomes_a_checkpoint(tmp_path, model):
 
 @pytest.mark.parametrize("length", [128, int.from_bytes(b"PK", "little")])
 @pytest.mark.parametrize("name", ["x.safetensors", "x"])
-def test_file_whose_header_has_the_length_of_another_magic_number_is_read(tmp_path, name, length):
+def test_file_with_a_header_length_like_another_magic_is_read(tmp_path, name, length):
     text = json.dumps({"w": f32(0, 8)}).encode().ljust(length)
     (tmp_path / name).write_bytes(header(None, text=text))
     assert penstock.import_checkpoint(tmp_path / name, tmp_path / "run").objects == 1
 
 
-def test_every_dtype_goes_out_and_comes_back_as_the_library_has_it(tmp_path):
+def test_every_dtype_round_trips_as_the_library_has_it(tmp_path):
     bits = torch.arange(2, dtype=torch.uint8).repeat(8)
     wanted = {dtype: bits.clone().view(getattr(torch, dtype)) for dtype in NAMES}
     save_file(wanted, tmp_path / "x.safetensors")
@@ -285,7 +295,7 @@ def test_every_dtype_goes_out_and_comes_back_as_the_library_has_it(tmp_path):
         assert torch.equal(found[dtype].view(torch.uint8), bits)
 
 
-def test_shards_come_back_bit_by_bit_and_restore_into_a_module(tmp_path):
+def test_shards_round_trip_and_restore_into_a_module(tmp_path):
     module = torch.nn.Sequential(torch.nn.Linear(30, 20), torch.nn.Linear(20, 10))
     with penstock.Checkpointer(tmp_path / "run") as ckpt:
         ckpt.save({"model": module}, 1, mode="blocking")
@@ -308,7 +318,7 @@ def adapter_of_peft(folder):
     return folder
 
 
-def test_adapter_has_its_configuration_and_goes_out_with_one_only(tmp_path, refused):
+def test_adapter_has_and_needs_its_configuration(tmp_path, refused):
     source = adapter_of_peft(tmp_path / "adapter")
     penstock.import_checkpoint(source, tmp_path / "run")
     with penstock.Checkpointer(tmp_path / "run") as ckpt:
@@ -350,13 +360,13 @@ def test_patterns_and_places_that_are_wrong_are_refused(tmp_path, run, refused):
             penstock.import_checkpoint(tmp_path / "o", root, step=2, **options)
 
 
-def test_a_step_that_is_there_is_refused(tmp_path, run, refused):
+def test_an_existing_step_is_refused(tmp_path, run, refused):
     penstock.export_checkpoint(run, tmp_path / "o", to="safetensors")
     with refused(penstock.StepExistsError, "1") as root:
         penstock.import_checkpoint(tmp_path / "o", root, step=1)
 
 
-def test_a_configuration_file_says_how_to_store(tmp_path, run):
+def test_a_configuration_file_sets_storage(tmp_path, run):
     penstock.export_checkpoint(run, tmp_path / "o", to="safetensors")
     (tmp_path / "penstock.toml").write_text(
         f'backend = "{tmp_path}/back"\nrules = [{{ match = "**", codecs = ["zstd"] }}]\n'
@@ -452,7 +462,7 @@ def test_several_files_without_an_index_are_refused(tmp_path, refused):
         penstock.import_checkpoint(folder, root, step=2)
 
 
-def test_a_pipe_in_a_folder_is_not_waited_for(tmp_path, refused):
+def test_a_pipe_in_a_folder_does_not_block(tmp_path, refused):
     os.mkfifo(tmp_path / "model.safetensors")
     with refused(penstock.FormatError, r"no \*\.safetensors") as root:
         penstock.import_checkpoint(tmp_path, root, step=2, format="safetensors")
@@ -466,7 +476,7 @@ def test_links_into_a_cache_are_followed(tmp_path):
     assert penstock.import_checkpoint(tmp_path / "snapshot", tmp_path / "run").objects == 1
 
 
-def test_a_file_that_changes_meanwhile_fails_the_import(tmp_path, refused):
+def test_a_file_changed_meanwhile_fails_the_import(tmp_path, refused):
     path = tmp_path / "x.safetensors"
     save_file({f"t{n}": torch.ones(6_000_000) for n in range(4)}, path)
     changed = threading.Event()
@@ -486,7 +496,7 @@ def open_small(root):
     return penstock.Checkpointer(root, staging_bytes="32 MiB")
 
 
-def test_what_does_not_exist_or_has_no_known_format_is_refused(tmp_path, refused):
+def test_missing_files_and_unknown_formats_are_refused(tmp_path, refused):
     (tmp_path / "folder").mkdir()
     (tmp_path / "text").write_text("hello, world")
     for name, match in (

@@ -1,4 +1,4 @@
-"""Files of `torch.save` out and in; nothing in them is run."""
+"""Files of `torch.save` out and in; they run no code."""
 
 import json
 import os
@@ -15,7 +15,7 @@ import penstock
 
 
 class Touch:
-    """A pickle that makes a folder when it is loaded."""
+    """A pickle that creates a folder when loaded."""
 
     def __init__(self, path):
         self.path = path
@@ -24,7 +24,7 @@ class Touch:
         return os.mkdir, (str(self.path),)
 
 
-def test_whole_tree_is_what_weights_only_loads(tmp_path, run, model):
+def test_whole_tree_loads_with_weights_only(tmp_path, run, model):
     seen = []
     report = penstock.export_checkpoint(run, tmp_path / "o.pt", to="torch", on_progress=seen.append)
     found = torch.load(tmp_path / "o.pt", weights_only=True)
@@ -59,7 +59,7 @@ def test_file_can_be_mapped_and_is_a_sound_archive(tmp_path):
         penstock.export_checkpoint(ckpt, tmp_path / "o.pt", to="torch", on_progress=seen.append)
     assert seen[-2].bytes_done == seen[-1].bytes_total == sum(t.nbytes for t in tensors.values())
     with zipfile.ZipFile(tmp_path / "o.pt") as archive:
-        assert archive.testzip() is None  # the checksums, which torch itself does not compare
+        assert archive.testzip() is None  # the checksums, which torch does not compare
     mapped = torch.load(tmp_path / "o.pt", mmap=True, weights_only=True)
     for name, tensor in tensors.items():
         found = mapped["x"][name]
@@ -69,7 +69,7 @@ def test_file_can_be_mapped_and_is_a_sound_archive(tmp_path):
     assert mapped["y"]["large"].data_ptr() == mapped["x"]["large"].data_ptr()
 
 
-def test_one_state_dict_is_not_wrapped_and_comes_back_below_model(tmp_path, run, model):
+def test_one_state_dict_is_not_wrapped_and_loads_below_model(tmp_path, run, model):
     penstock.export_checkpoint(
         run, tmp_path / "o.pt", to="torch", include="model", rename={"model/scale": "model/s"}
     )
@@ -122,7 +122,7 @@ def test_tree_with_ties_and_values_becomes_a_checkpoint(tmp_path, model):
     assert same_as["model/lm_head.weight"] == ("model", "layers.0.weight")
 
 
-def test_a_file_that_is_saved_again_meanwhile_fails_the_import(tmp_path, refused):
+def test_a_file_resaved_meanwhile_fails_the_import(tmp_path, refused):
     torch.save({"state_dict": {"w": torch.ones(5)}}, tmp_path / "x.ckpt")
 
     def touch(path):
@@ -133,7 +133,7 @@ def test_a_file_that_is_saved_again_meanwhile_fails_the_import(tmp_path, refused
         penstock.import_checkpoint(tmp_path / "x.ckpt", root, step=2, rename=touch)
 
 
-def test_views_of_one_storage_come_back_whatever_their_strides(tmp_path):
+def test_views_of_one_storage_round_trip_with_any_strides(tmp_path):
     whole = torch.randn(6, 8, 10)
     views = {
         "part": whole[1:3], "turned": whole.permute(2, 0, 1), "step": whole[0, 0, ::3],
@@ -223,7 +223,7 @@ def test_numbers_of_an_optimizer_get_the_names_of_a_model(tmp_path, source):
         assert torch.equal(found["state"][name]["exp_avg"], optimizer.state[parameter]["exp_avg"])
 
 
-def test_numbers_that_could_be_several_parameters_are_refused(tmp_path, refused):
+def test_ambiguous_numbers_of_parameters_are_refused(tmp_path, refused):
     def groups(model):
         return [{"params": model[0].parameters()}, {"params": model[3].parameters()}]
 
@@ -271,14 +271,14 @@ def test_legacy_files_are_refused_with_advice_and_do_not_run(tmp_path, refused):
         penstock.import_checkpoint(tmp_path / "plain.pkl", root, step=2)
 
 
-def test_what_is_no_dict_with_names_is_refused(tmp_path, refused):
+def test_all_but_dicts_of_names_are_refused(tmp_path, refused):
     for content in [torch.ones(2), [torch.ones(2)], {}, {1: torch.ones(1)}]:
         torch.save(content, tmp_path / "x.pt")
         with refused(penstock.FormatError, "not a dict with names") as root:
             penstock.import_checkpoint(tmp_path / "x.pt", root, step=2)
 
 
-def test_a_tree_within_itself_is_refused(tmp_path, refused):
+def test_a_recursive_tree_is_refused(tmp_path, refused):
     tree = {"w": torch.ones(1)}
     tree["inner"] = tree
     torch.save(tree, tmp_path / "x.pt")

@@ -1,4 +1,4 @@
-"""Programs of hosts that are killed in the middle of a save and resume as if nothing had happened.
+"""Host programs that are killed during a save and resume exactly.
 
 A program prints `step N loss X` for each step, the loss with all its digits, and saves below its
 working directory. Started again, it resumes.
@@ -18,8 +18,8 @@ KILLED = Path(__file__).with_name("killed.py")
 ROOT = Path(__file__).parents[3]
 _LIMIT_S = 600
 os.environ["HF_HUB_OFFLINE"] = "1"  # is read when a server imports its host
-# What the server of a host's programs has imported: what they import, and what the host imports
-# while it trains. A program is of the first host here that it imports.
+# The imports of the server of a host's programs: theirs, and those of the host in training. A
+# program belongs to the first host here that it imports.
 _HF = ("penstock.integrations.transformers", "transformers.models.gpt2.modeling_gpt2", "deepspeed")
 _HOSTS = {
     "trl": (*_HF, "trl.trainer.sft_trainer"),
@@ -35,7 +35,7 @@ _BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one start of a program printed, and how it ended."""
+    """The output of one start of a program, and its end."""
 
     losses: dict[int, str]
     calls: int | None
@@ -63,7 +63,7 @@ def run(program, folder, *, ranks=1, kill_at=0, environment=None):
     variables = {
         **os.environ,
         "KILL_AT": str(kill_at),
-        "PYTHONUNBUFFERED": "1",  # what a killed process has printed must be seen
+        "PYTHONUNBUFFERED": "1",  # the output of a killed process must be seen
         "TOKENIZERS_PARALLELISM": "false",
         **(environment or {}),
     }
@@ -88,12 +88,12 @@ def _server_for(program):
 
 
 def check_exact_resume(program, folder, **how):
-    """Kill a program in the middle of a save, resume it, three times: the losses stay the same."""
+    """Kill a program during a save and resume it, three times: the losses stay the same."""
     unbroken = run(program, folder / "unbroken", **how)
     assert unbroken.returncode == 0, unbroken.text
     place = folder / "killed"
     losses = {}
-    for percent in (40, 25, 15):  # of the calls of the whole, from the last checkpoint on
+    for percent in (40, 25, 15):  # of all calls, from the last checkpoint on
         killed = run(program, place, kill_at=unbroken.calls * percent // 100, **how)
         assert killed.returncode == -signal.SIGKILL, killed.text
         assert killed.calls is None, "it ended before it was killed"
@@ -105,7 +105,7 @@ def check_exact_resume(program, folder, **how):
 
 
 def _join(losses, outcome):
-    """Add the losses of one more start, which has to resume where a checkpoint was."""
+    """Add the losses of one more start, which must resume at a checkpoint."""
     if losses:
         assert min(outcome.losses) > 1, f"it began again\n{outcome.text}"
     again = losses.keys() & outcome.losses.keys()

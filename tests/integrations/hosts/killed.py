@@ -16,7 +16,7 @@ CHANGES = ("create", "write", "seal", "publish")
 
 
 class CountingCrash(CrashAt):
-    """One count for all backends that a program opens, where each has its own otherwise."""
+    """One count for all backends of a program; otherwise each has its own."""
 
     calls = 0
 
@@ -26,7 +26,7 @@ class CountingCrash(CrashAt):
 
     @_count.setter
     def _count(self, value):
-        # Each backend sets it to 0 when it is made; an adapter may open one for each save.
+        # Each new backend sets it to 0; an adapter may open one per save.
         CountingCrash.calls = max(CountingCrash.calls, value)
 
 

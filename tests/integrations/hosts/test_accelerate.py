@@ -1,4 +1,4 @@
-"""Programs of accelerate that are killed, or stopped at chosen steps, and resume exactly."""
+"""accelerate programs that are killed, or stopped at chosen steps, and resume exactly."""
 
 import pytest
 from tests.integrations.hosts.harness import check_exact_resume, needs, program_of, run
@@ -7,7 +7,7 @@ pytestmark = [pytest.mark.process, pytest.mark.slow, needs("accelerate", "torchd
 
 PAGE = "trainers/accelerate.md"
 
-# Its data set draws random numbers in the process that trains, and it leaves evaluation by `break`.
+# Its data set draws random numbers in the training process, and it leaves evaluation by `break`.
 DRAWS = """
 import os, random, sys
 import torch
@@ -19,7 +19,7 @@ class Noisy(torch.utils.data.Dataset):
     def __len__(self):
         return 20
     def __getitem__(self, index):
-        if torch.utils.data.get_worker_info():  # what workers draw is not restored
+        if torch.utils.data.get_worker_info():  # draws of workers are not restored
             return torch.full((4,), float(index))
         return torch.randn(4) + index + random.random()
 
@@ -98,7 +98,7 @@ except penstock.ConfigError as error:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_job_that_is_killed_in_a_save_resumes_exactly(tmp_path, ranks):
+def test_job_killed_in_a_save_resumes_exactly(tmp_path, ranks):
     check_exact_resume(program_of(PAGE), tmp_path, ranks=ranks)
 
 
@@ -121,7 +121,7 @@ def test_gradients_are_saved_again_right_after_a_restore(tmp_path):
     assert ended.text.count("gradient tensor([[0.5000, 0.5000]])") == 2, ended.text
 
 
-def test_first_save_says_what_will_not_resume_and_engines_are_refused(tmp_path):
+def test_first_save_lists_unresumed_state_and_refuses_engines(tmp_path):
     ended = run(PLAIN, tmp_path)
     assert ended.returncode == 0, ended.text
     assert ended.text.count("data loader 0 does not report its position") == 1

@@ -1,4 +1,4 @@
-"""DeepSpeed saves to Penstock, and finds by its own means what a killed job has left."""
+"""DeepSpeed saves to Penstock, and finds the checkpoints of a killed job in its own way."""
 
 import pytest
 from tests.integrations.hosts.harness import check_exact_resume, needs, program_of, run
@@ -31,7 +31,7 @@ commit = PenstockEngine.commit
 PenstockEngine.commit = lambda self, info: commit(self, info) and not die()
 """
 
-# One rank, to look at what is written.
+# One rank, to inspect its files.
 LOOK = """
 import json, os, pathlib
 import pytest, torch
@@ -148,7 +148,7 @@ with pytest.raises(penstock.CheckpointNotFoundError, match="no checkpoint of ste
     engine.load_checkpoint("out")
 """
 
-# ZeRO-3 merges weights from the files of all ranks if it is to load them alone.
+# ZeRO-3 merges weights from the files of all ranks to load them alone.
 WEIGHTS_ALONE = """
 def gathered(engine):
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
@@ -186,7 +186,7 @@ def test_a_killed_job_resumes_exactly(stage, tmp_path):
 @pytest.mark.multirank
 @pytest.mark.parametrize("tag", [None, "last"])
 def test_a_kill_between_the_commit_and_latest_leaves_a_whole_checkpoint(tag, tmp_path):
-    # With `keep_last`, what `latest` still names is not among those that retention keeps.
+    # With `keep_last`, retention does not keep the step that `latest` still names.
     program = PROGRAM.replace("use(engine)", 'use(engine, retention={"keep_last": 1})')
     program = program.replace(
         'engine.save_checkpoint("checkpoints")',
@@ -205,7 +205,7 @@ def test_a_kill_between_the_commit_and_latest_leaves_a_whole_checkpoint(tag, tmp
 @pytest.mark.parametrize(
     "checks", [TAGS, DAMAGE, WEIGHTS_ALONE], ids=["tags", "damage", "weights_alone"]
 )
-def test_what_one_rank_writes_and_reads(checks, tmp_path):
+def test_one_rank_writes_and_reads(checks, tmp_path):
     one_rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     ended = run(PRELUDE + LOOK + checks, tmp_path, environment=one_rank | where)

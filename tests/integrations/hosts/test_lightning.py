@@ -1,4 +1,4 @@
-"""Programs of Lightning that are killed, finished and continued, or saved through the plugin."""
+"""Lightning programs that are killed, finished and continued, or saved through the plugin."""
 
 import pytest
 from tests.integrations.hosts.harness import check_exact_resume, needs, program_of, run
@@ -49,7 +49,7 @@ for step in ckpt.steps():
     print("kept", step, dict(ckpt.info(step).metadata))
 """
 
-# Ends itself between two steps of the optimizer, as at a preemption, and is started again.
+# Exits between two optimizer steps, as at a preemption, and is started again.
 LEAVES = """
 import lightning.pytorch as pl
 import torch
@@ -94,7 +94,7 @@ losses("tried", fast_dev_run=True)
 print("tried", penstock.Checkpointer("tried").steps())
 """
 
-# A slow store, and a name for each checkpoint: what is removed must be gone in the end.
+# A slow store, and a name for each checkpoint: removed ones must be gone in the end.
 PLUGIN = """
 import os, sys, time
 import lightning.pytorch as pl
@@ -136,7 +136,7 @@ with penstock.Checkpointer("saved/last.ckpt") as ckpt:
     assert ckpt.steps() == [15], ckpt.steps()
     assert torch.equal(ckpt.load()["state_dict"]["layer.weight"], model.layer.weight)
     created = ckpt.info().created
-# What a kill leaves after the save of a new training, and before the deletion of the old one's.
+# The leftovers of a kill between the save of a new training and the deletion of the old one's.
 with penstock.Checkpointer("saved/last.ckpt") as ckpt:
     while created == time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()):
         time.sleep(0.1)
@@ -166,7 +166,7 @@ except penstock.ConfigError as error:
 
 
 @pytest.mark.parametrize(("program", "ranks"), [(PROGRAM, 1), (DDP, 2)], ids=["1", "2"])
-def test_job_that_is_killed_in_a_save_resumes_exactly(tmp_path, program, ranks):
+def test_job_killed_in_a_save_resumes_exactly(tmp_path, program, ranks):
     check_exact_resume(program, tmp_path, ranks=ranks)
 
 
@@ -179,7 +179,7 @@ def test_finished_job_is_not_trained_again_and_continues_with_more_epochs(tmp_pa
     more = run(PROGRAM, place)
     assert min(more.losses) == 25, more.text
     assert first.losses | more.losses == unbroken.losses
-    # Validation ran every 6 steps, and its metric is of the saves at these steps alone.
+    # Validation ran every 6 steps; only the saves at these steps have its metric.
     kept = [line.split(" ", 2) for line in run(SHOW, place).text.splitlines() if "kept" in line]
     assert len(kept) >= 2
     assert [("val_loss" in metadata) for _, _, metadata in kept] == [
@@ -187,7 +187,7 @@ def test_finished_job_is_not_trained_again_and_continues_with_more_epochs(tmp_pa
     ]
 
 
-def test_job_that_leaves_between_two_optimizer_steps_continues_exactly(tmp_path):
+def test_job_leaving_between_optimizer_steps_continues_exactly(tmp_path):
     ended = run(LEAVES, tmp_path)
     assert "left after 7" in ended.text, ended.text
     assert "exact 17 True" in ended.text
@@ -195,7 +195,7 @@ def test_job_that_leaves_between_two_optimizer_steps_continues_exactly(tmp_path)
     assert "tried []" in ended.text  # `fast_dev_run` suppresses checkpoints
 
 
-def test_trainers_of_pytorch_lightning_take_the_callback(tmp_path):
+def test_trainers_of_pytorch_lightning_accept_it(tmp_path):
     program = PROGRAM.replace("lightning.pytorch as pl", "pytorch_lightning as pl")
     stops = program.replace(
         'self.log("val_loss"', 'self.trainer.global_step > 8 and 1 / 0; self.log("val_loss"'
@@ -206,7 +206,7 @@ def test_trainers_of_pytorch_lightning_take_the_callback(tmp_path):
     assert (resumed.returncode, min(resumed.losses)) == (0, 11), resumed.text
 
 
-def test_first_save_says_what_will_not_resume(tmp_path):
+def test_first_save_lists_unresumed_state(tmp_path):
     ended = run(INEXACT, tmp_path)
     assert ended.returncode == 0, ended.text
     assert ended.text.count("the training data loader does not report its position") == 1
@@ -218,7 +218,7 @@ def test_first_save_says_what_will_not_resume(tmp_path):
     assert also.text.count("StochasticWeightAveraging makes its scheduler") == 1
 
 
-def test_plugin_removes_after_saves_resumes_and_refuses_to_be_wrapped(tmp_path):
+def test_plugin_removes_after_saves_resumes_and_refuses_wrapping(tmp_path):
     ended = run(PLUGIN, tmp_path)
     assert ended.returncode == 0, ended.text
     left = next(line for line in ended.text.splitlines() if line.startswith("left"))

@@ -1,4 +1,4 @@
-"""torch's own tests of DCP, from a checkout, with our storage in place of its own.
+"""torch's tests of DCP, from a checkout, with our storage in place of its own.
 
 `TORCH_CHECKOUT` names the checkout, of the installed release of torch.
 """
@@ -23,14 +23,14 @@ FILES = [
 ]
 # Asks for GPUs and needs none. The other files move tensors to GPUs, or use FSDP.
 ON_CPU = "test_dtensor_resharding.py"
-OF_FILES = "Rot13 or ZStandard"  # these test what DCP's own files can be transformed by
+OF_FILES = "Rot13 or ZStandard"  # these test transformations of DCP's files
 
 
 @pytest.mark.skipif(CHECKOUT is None, reason="needs a checkout of torch, named by TORCH_CHECKOUT")
 @pytest.mark.process
 @pytest.mark.multirank
 @pytest.mark.parametrize("file", FILES)
-def test_torch_takes_it_for_its_own_storage(tmp_path, file):
+def test_torch_uses_it_as_its_own_storage(tmp_path, file):
     pytest.importorskip("expecttest", reason="needs expecttest, which torch's tests need")
     saves = tmp_path / "saves"
     path = os.pathsep.join([str(OURS), os.environ.get("PYTHONPATH", "")])

@@ -31,7 +31,7 @@ def test_the_program_of_the_page_resumes_exactly(tmp_path):
 
 
 class Trained:
-    """What a trainer keeps: some parts of a model, their optimizers, and its own step."""
+    """A trainer's state: some parts of a model, their optimizers, and its step."""
 
     def __init__(self, folder, seed=0, *, manager=PenstockManager, parts=1, **config):
         torch.manual_seed(seed)
@@ -131,7 +131,7 @@ def test_training_from_an_older_step_replaces_the_later_ones(tmp_path):
         assert all(stored[name].tolist() == value for name, value in other.weights.items())
 
 
-def test_the_last_save_and_a_seed_have_the_model_alone(tmp_path):
+def test_the_last_save_and_a_seed_are_model_only(tmp_path):
     one = Trained(tmp_path, export_dtype="bfloat16")
     assert one.train(3, last=3) == [2, 3]
     one.close()
@@ -150,10 +150,10 @@ def test_the_last_save_and_a_seed_have_the_model_alone(tmp_path):
     seed.close()
 
 
-def test_initial_checkpoints_are_of_penstock_or_of_torchtitan(tmp_path):
+def test_initial_checkpoints_may_be_penstock_or_torchtitan(tmp_path):
     old = Trained(tmp_path / "old", manager=CheckpointManager, keep_latest_k=0)
     old.train(2)
-    # In the folder of torchtitan's manager: all of it, and what comes is saved by ours.
+    # All in the folder of torchtitan's manager; ours saves the later steps.
     taken = Trained(tmp_path / "old", 1)
     assert taken.manager.load()
     assert (taken.step, taken.weights, taken.moments) == (2, old.weights, old.moments)
@@ -179,7 +179,7 @@ def test_initial_checkpoints_are_of_penstock_or_of_torchtitan(tmp_path):
         new.close()
 
 
-def test_nothing_is_saved_by_who_only_loads_or_is_disabled(tmp_path):
+def test_a_loading_or_disabled_manager_saves_nothing(tmp_path):
     fresh = Trained(tmp_path, load_only=True)
     assert not fresh.manager.load()
     assert fresh.train(4, last=4) == []

@@ -22,7 +22,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.timeout(1800)  # imports of trainers alone take half a minute, on a busy machine
+@pytest.mark.timeout(1800)  # importing trainers takes half a minute on a busy machine
 @pytest.mark.multirank
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_trainer_resumes_exactly(tmp_path, ranks):
@@ -39,7 +39,7 @@ def test_an_sft_trainer_with_adapters_resumes_exactly(tmp_path):
     assert all("lora_" in name for name in names)
 
 
-# accelerate shards models on accelerators only, so the processes of this CPU pass for some.
+# accelerate shards models only on accelerators, so CPU processes pose as some.
 SHARDED = """
 import accelerate.state as states
 
@@ -169,12 +169,12 @@ def test_the_best_model_is_known_after_a_resume(tmp_path):
     resumed = trainer_of(ScriptedTrainer, tmp_path, max_steps=5, save_total_limit=2, **BEST)
     resumed.losses = (None, None, None, 2.0, 2.0)
     resumed.train(resume_from_checkpoint=True)
-    assert steps_of(tmp_path) == [2, 3, 4, 5]  # the best, that which was restored, the last two
+    assert steps_of(tmp_path) == [2, 3, 4, 5]  # the best, the restored one, the last two
     assert resumed.state.best_global_step == 2
     assert torch.equal(resumed.model.layer.weight, stored_weight(tmp_path, 2))
 
 
-def test_a_resume_from_a_step_forgets_later_ones(tmp_path):
+def test_a_resume_from_a_step_deletes_later_ones(tmp_path):
     trainer_of(Trainer, tmp_path).train()
     later = stored_weight(tmp_path, 3)
     resumed = trainer_of(Trainer, tmp_path, max_steps=3)
@@ -220,7 +220,7 @@ def test_a_new_training_refuses_the_checkpoints_of_another(tmp_path):
         trainer_of(Trainer, tmp_path).train(resume_from_checkpoint=7)
 
 
-def test_checkpoints_of_the_trainer_itself_are_continued(tmp_path):
+def test_checkpoints_of_the_trainer_are_continued(tmp_path):
     trainer_of(transformers.Trainer, tmp_path, max_steps=2).train()
     trainer_of(Trainer, tmp_path).train(resume_from_checkpoint=True)
     assert steps_of(tmp_path) == [3, 4]
@@ -237,7 +237,7 @@ def test_path_without_checkpoint_of_transformers_is_refused(tmp_path):
             trainer.train(resume_from_checkpoint=path)
 
 
-def test_run_that_cannot_be_written_is_refused_before_training(tmp_path):
+def test_read_only_run_is_refused_before_training(tmp_path):
     (tmp_path / "file").touch()
     trainer = trainer_of(Trainer, tmp_path / "out")
     trainer.penstock_url = tmp_path / "file" / "run"
@@ -269,7 +269,7 @@ def test_saves_in_the_middle_of_a_step_warn(tmp_path, caplog):
     assert [text for text in warnings_of(caplog) if "penstock.Preemption" in text]
 
 
-def test_a_save_of_the_model_alone_warns_and_resumes(tmp_path, caplog):
+def test_a_model_only_save_warns_and_resumes(tmp_path, caplog):
     caplog.set_level(logging.WARNING, "penstock")
     trainer_of(Trainer, tmp_path, max_steps=3, save_only_model=True).train()
     warned = [r.getMessage() for r in caplog.records if "not be exact" in r.getMessage()]
@@ -285,7 +285,7 @@ def test_a_save_of_the_model_alone_warns_and_resumes(tmp_path, caplog):
 
 
 class WithFile(transformers.Trainer):
-    """As trainers do that derive from `Trainer`: a file of its own beside those of a checkpoint."""
+    """As in subclasses of `Trainer`: an extra file beside those of a checkpoint."""
 
     loaded = None
 
@@ -310,7 +310,7 @@ def test_files_of_a_derived_class_and_a_second_save_of_a_step_are_kept(tmp_path)
         pass
 
     trainer = trainer_of(Derived, tmp_path, max_steps=4)
-    trainer.add_callback(SaveAgain())  # of step 4, which is saved by then
+    trainer.add_callback(SaveAgain())  # of step 4, saved by then
     trainer.train()
     resumed = trainer_of(Derived, tmp_path, max_steps=5)
     resumed.train(resume_from_checkpoint=True)
@@ -319,7 +319,7 @@ def test_files_of_a_derived_class_and_a_second_save_of_a_step_are_kept(tmp_path)
 
 
 class ScheduleFree(torch.optim.SGD):
-    """Changes parameters between steps, as the optimizers of schedulefree do."""
+    """Changes parameters between steps, like the optimizers of schedulefree."""
 
     factor = 1.0
 
@@ -336,14 +336,14 @@ class ScheduleFree(torch.optim.SGD):
         self.factor = factor
 
 
-def test_an_optimizer_that_changes_parameters_between_steps_tears_no_save(tmp_path):
+def test_an_optimizer_changing_parameters_between_steps_tears_no_save(tmp_path):
     trainer = trainer_of(Trainer, tmp_path, eval_strategy="steps", eval_steps=1)
     trainer.optimizer = ScheduleFree(trainer.model.parameters(), lr=0.01)
     trainer.train()
     assert steps_of(tmp_path) == [1, 2, 3, 4]
 
 
-def test_what_cannot_be_saved_is_refused_before_training(tmp_path):
+def test_unsavable_state_is_refused_before_training(tmp_path):
     trainer = trainer_of(Trainer, tmp_path)
     trainer.args.push_to_hub = True
     with pytest.raises(penstock.ConfigError, match="penstock_url"):

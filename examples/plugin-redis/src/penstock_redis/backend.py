@@ -1,7 +1,7 @@
 """The `redis` backend: blobs and records in a Redis server that writes an append-only file.
 
-One hash is the index: each name has an entry of an id, a state, a size and a time. The bytes of a
-blob are strings of `CHUNK_BYTES` under its id, so an entry alone decides what readers see.
+One hash is the index: each name has an entry with an id, a state, a size and a time. The bytes of a
+blob are strings of `CHUNK_BYTES` under its id, so the entry alone decides what readers see.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _REQUIRED = {
     "maxmemory-policy": "noeviction",
 }
 CHUNK_BYTES = 1 << 20
-_BATCH_BYTES, _BATCH_COMMANDS = 16 << 20, 1000  # most of a write in flight
-_REPLACED_S = 60  # bytes of a replaced record stay so long for readers that know its entry
+_BATCH_BYTES, _BATCH_COMMANDS = 16 << 20, 1000  # limits of a write in flight
+_REPLACED_S = 60  # a replaced record's bytes stay this long for readers with its entry
 
-# Changes the entry of a name only while it is the one that the caller knows: the name may have been
-# deleted since, and belong to another writer.
+# Changes the entry of a name only if it is still the caller's: the name may have been deleted and
+# belong to another writer.
 _CHANGE = """
 if redis.call('HGET', KEYS[1], ARGV[1]) ~= ARGV[2] then return 0 end
 if ARGV[3] == '' then redis.call('HDEL', KEYS[1], ARGV[1])
@@ -62,8 +62,8 @@ class RedisConfig(PluginConfig):
 
     Attributes:
         url: `redis://host:6379/0`, without credentials: URLs are shown.
-        prefix: Name of the root among others on the same server. It holds no colon, which
-            separates the parts of a key, so no root can reach into another.
+        prefix: Name of the root on the server. It has no colon, which separates the parts of a
+            key, so no root can reach into another.
         timeout_s: How long the server may take to connect, or to make progress.
     """
 
@@ -75,7 +75,7 @@ class RedisConfig(PluginConfig):
 
 
 class Entry(NamedTuple):
-    """What the index holds for a name; `sealed` is 0 while a writer is unfinished."""
+    """The index entry of a name; `sealed` is 0 while its writer is unfinished."""
 
     id: str
     sealed: int
@@ -97,8 +97,8 @@ class Entry(NamedTuple):
 class RedisBackend(Backend):
     """Blobs and records in one Redis server.
 
-    `seal` and `publish` are durable: the server answers after fsync of its append-only file. It is
-    asked for that when the root is opened, and refused otherwise.
+    `seal` and `publish` are durable: the server answers after fsync of its append-only file. A
+    server without that setting is refused when the root is opened.
     """
 
     api_version: ClassVar[int] = 1
@@ -106,7 +106,7 @@ class RedisBackend(Backend):
     Config: ClassVar[type[PluginConfig]] = RedisConfig
 
     def __init__(self, config: RedisConfig, /) -> None:
-        """Connect, and refuse a server that could lose what it has confirmed."""
+        """Connect, and refuse a server that could lose confirmed data."""
         self._config = config
         self._index = f"penstock:{config.prefix}:index"
         self._closed = False
@@ -118,8 +118,8 @@ class RedisBackend(Backend):
             socket_timeout=config.timeout_s,
             socket_connect_timeout=config.timeout_s,
             socket_read_size=CHUNK_BYTES,  # by default 64 KiB, which takes twice the CPU
-            # By default redis-py repeats a call whose answer was lost. An exclusive publish would
-            # then find its own record, and report that another publisher has won.
+            # By default redis-py retries a call whose reply was lost. An exclusive publish would
+            # then find its own record, and report that another publisher won.
             retry=Retry(NoBackoff(), 0),
         )
         with self.mapped("open the root") as client:
@@ -131,7 +131,7 @@ class RedisBackend(Backend):
 
     @classmethod
     def from_url(cls, url: str, options: dict[str, str], /) -> PluginConfig:
-        """Options for `redis://host:port/database/prefix`."""
+        """Return the options for `redis://host:port/database/prefix`."""
         scheme, _, rest = url.partition("://")
         place, _, path = rest.partition("/")
         database, _, prefix = path.partition("/")
@@ -152,9 +152,9 @@ class RedisBackend(Backend):
         check_blob_name(name)
         entry = Entry(secrets.token_hex(8), 0, 0, self.now_ms(f"create {name}"))
         with self.mapped(f"create {name}") as client:
-            # The server decides, in one command: a look before the write would let two win.
+            # The server decides, in one command: a check before the write would let two win.
             if not client.hsetnx(self._index, name, entry.encode()):
-                msg = f"{name} exists already on {self.url}"
+                msg = f"{name} already exists on {self.url}"
                 raise BlobExistsError(msg)
         return RedisWriter(self, name, entry)
 
@@ -166,14 +166,14 @@ class RedisBackend(Backend):
         for request in requests:
             target, entry = flat_view(request.target), entries[request.name]
             if request.offset + target.nbytes > entry.size:
-                msg = f"{request.name} on {self.url} ends at {entry.size}, before the range does"
+                msg = f"{request.name} on {self.url} ends at {entry.size}, inside the range"
                 raise BlobTruncatedError(msg)
             for start in range(0, target.nbytes, CHUNK_BYTES):
-                some = target[start : start + CHUNK_BYTES]
-                self._fill(request.name, entry, request.offset + start, some)
-        # Missing chunks read as zeros, and those of a blob that is deleted meanwhile are missing.
+                part = target[start : start + CHUNK_BYTES]
+                self._fill(request.name, entry, request.offset + start, part)
+        # Missing chunks read as zeros, and a blob that was deleted meanwhile has none.
         if self._entries(names) != entries:
-            msg = f"cannot read {', '.join(names)} on {self.url}: replaced while it was read"
+            msg = f"cannot read {', '.join(names)} on {self.url}: replaced during the read"
             raise StorageError(msg)
 
     def _fill(self, name: str, entry: Entry, offset: int, target: memoryview) -> None:
@@ -182,9 +182,9 @@ class RedisBackend(Backend):
             pipe = client.pipeline(transaction=False)
             for key, start, data in pieces:
                 pipe.getrange(key, start, start + data.nbytes - 1)
-            for (_, _, data), found in zip(pieces, pipe.execute(), strict=True):
-                data[: len(found)] = found
-                data[len(found) :] = bytes(data.nbytes - len(found))  # never written
+            for (_, _, data), stored in zip(pieces, pipe.execute(), strict=True):
+                data[: len(stored)] = stored
+                data[len(stored) :] = bytes(data.nbytes - len(stored))  # never written
 
     def read_record(self, name: str, /, *, limit_bytes: int) -> bytes:
         check_blob_name(name)
@@ -194,7 +194,7 @@ class RedisBackend(Backend):
             raise FormatError(msg, [name])
         data = bytearray(entry.size)
         self._fill(name, entry, 0, memoryview(data))
-        self._entries({name})  # raises if it was deleted; of a record that was replaced bytes stay
+        self._entries({name})  # raises if it was deleted; a replaced record's bytes stay
         return bytes(data)
 
     def publish(self, name: str, data: bytes, /, *, exclusive: bool = False) -> None:
@@ -214,7 +214,7 @@ class RedisBackend(Backend):
                     client.expire(key, _REPLACED_S)
             elif not client.hsetnx(self._index, name, entry.encode()):
                 self.unlink(self.keys(entry))
-                msg = f"{name} exists already on {self.url}"
+                msg = f"{name} already exists on {self.url}"
                 raise BlobExistsError(msg)
 
     def list(self, prefix: str, /) -> Sequence[BlobInfo]:
@@ -237,11 +237,11 @@ class RedisBackend(Backend):
                 pipe = client.pipeline(transaction=True)
                 pipe.hget(self._index, name)
                 pipe.hdel(self._index, name)
-                if (found := pipe.execute()[0]) is not None:
-                    self.unlink(self.keys(Entry.decode(found)))
+                if (entry := pipe.execute()[0]) is not None:
+                    self.unlink(self.keys(Entry.decode(entry)))
 
     def sweep(self, before_s: float, /) -> None:
-        """Remove chunks that no entry names: of requests that were cut off, or came late."""
+        """Remove chunks without an entry, from requests that were cut off or late."""
         idle_s = self.store_time_s() - before_s
         with self.mapped("sweep") as client:
             # The keys first: a blob that is created later has its entry before its chunks.
@@ -258,11 +258,9 @@ class RedisBackend(Backend):
         return self.now_ms("ask for the time") / 1000
 
     def close(self) -> None:
-        super().close()  # waits for what `submit_write` and `submit_read` have in flight
+        super().close()  # waits until nothing is in flight
         self._closed = True
         self._client.close()
-
-    # What the writer uses ----------------------------------------------------------------------
 
     def change(self, what: str, name: str, before: Entry, after: Entry | None) -> bool:
         """Replace the entry of `name`, or remove it, if it is still `before`."""
@@ -298,7 +296,7 @@ class RedisBackend(Backend):
 
     @contextmanager
     def mapped(self, what: str) -> Iterator[redis.Redis]:
-        """Lend the client. The one place where Redis' errors become ours."""
+        """Lend the client, and map Redis' errors to ours in one place."""
         if self._closed:
             msg = f"cannot {what} on {self.url}: it is closed"
             raise StorageError(msg)
@@ -317,9 +315,9 @@ class RedisBackend(Backend):
 
     def _entries(self, names: set[str]) -> dict[str, Entry]:
         with self.mapped(f"find {', '.join(sorted(names)[:3])}") as client:
-            found: Any = client.hmget(self._index, sorted(names)) if names else []
+            values: Any = client.hmget(self._index, sorted(names)) if names else []
         entries = {}
-        for name, data in zip(sorted(names), found, strict=True):
+        for name, data in zip(sorted(names), values, strict=True):
             if data is None or not Entry.decode(data).sealed:
                 msg = f"{name} is not on {self.url}"
                 raise BlobNotFoundError(msg)
@@ -328,7 +326,7 @@ class RedisBackend(Backend):
 
 
 class RedisWriter(BlobWriter):
-    """Sets chunks that no reader knows; `seal` makes them known in one step."""
+    """Sets chunks that no reader sees; `seal` makes them visible in one step."""
 
     def __init__(self, backend: RedisBackend, name: str, entry: Entry) -> None:
         self._backend = backend
@@ -342,7 +340,7 @@ class RedisWriter(BlobWriter):
         what = f"write {self._name}"
         with self._lock:
             self._check_unfinished(what)
-            # The size first: `delete` finds by it the chunks that a crash has left.
+            # The size first: `delete` needs it to find the chunks that a crash left.
             end = max((request.offset + request.length for request in requests), default=0)
             self._change(what, size=max(end, self._entry.size))
             with self._backend.mapped(what) as client:
@@ -385,5 +383,5 @@ class RedisWriter(BlobWriter):
 
     def _check_unfinished(self, what: str) -> None:
         if self._finished:
-            msg = f"cannot {what} on {self._backend.url}: it is finished already"
+            msg = f"cannot {what} on {self._backend.url}: it is already finished"
             raise StorageError(msg)

@@ -41,9 +41,9 @@ _SIGNED, _UNSIGNED, _REAL = "bhilq", "BHILQ", "fd"
 class ArraySource(ByteSource):
     """The bytes of an array, by copies only.
 
-    It gives no `address`: core would copy from there later, and keep the source after the save. An
-    array moves when it grows, so the address would have to be pinned for all that time, and an
-    `append` of the training loop would raise BufferError.
+    It has no `address`: core would copy from there later, and keep the source after the save. An
+    array moves when it grows, so its address would have to stay pinned, and an `append` in the
+    training loop would raise BufferError.
     """
 
     __slots__ = ("_value", "address", "device", "memory", "nbytes")
@@ -71,7 +71,7 @@ class ArraySource(ByteSource):
 
 
 class ArraySink(ByteSink):
-    """The memory of an array, to be filled in place.
+    """The memory of an array, filled in place.
 
     Core reads into the view and copies to `address`. The view pins that memory while core holds
     the sink: an `append` during a restore raises BufferError instead of moving it.
@@ -127,7 +127,7 @@ class ArrayProvider(StateProvider):
 
 
 def dtype_of(value: array[Any]) -> str | None:
-    """The dtype of the elements; None for text."""
+    """Return the dtype of the elements, or None for text."""
     bits = 8 * value.itemsize
     if value.typecode in _SIGNED:
         return f"int{bits}"
@@ -143,7 +143,7 @@ _TYPECODES = {dtype_of(array(code)): code for code in _SIGNED + _UNSIGNED + _REA
 def _spec(value: array[Any], path: ObjectPath) -> TensorSpec:
     dtype = dtype_of(value)
     if dtype is None:
-        msg = f"{show_path(path)} is an array of text ({value.typecode!r}): save a str of it"
+        msg = f"{show_path(path)} is an array of text ({value.typecode!r}): save it as a str"
         raise UnsupportedStateError(msg)
     return TensorSpec(dtype, value.itemsize, (len(value),))
 
@@ -178,5 +178,5 @@ def _memory(value: array[Any]) -> MemoryKey | None:
 
 
 def _copy(target: memoryview, source: memoryview) -> None:
-    # A slice assignment would hold the GIL for the whole copy; numpy lets it go.
+    # A slice assignment would hold the GIL for the whole copy; numpy releases it.
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

@@ -1,8 +1,8 @@
 """The `lzma` codec: one raw LZMA2 stream for each chunk.
 
-A frame has no header: nothing in it can ask for memory. Both sides take the size of the dictionary
-from the length of the chunk, so that rule is part of the stored format: a change of it needs a new
-`version` that still reads frames of the old one.
+A frame has no header: nothing in it can ask for memory. Both sides derive the size of the
+dictionary from the length of the chunk. That rule is part of the stored format: to change it takes
+a new `version` that still reads old frames.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class LzmaCodec(Codec):
     Config: ClassVar[type[PluginConfig]] = LzmaConfig
 
     def __init__(self, config: LzmaConfig, /) -> None:
-        """Take the options."""
+        """Store the options."""
         super().__init__(config)
         self._preset = config.preset
 
     def max_encoded_size(self, raw_length: int, /) -> int:
-        """Incompressible bytes are stored in LZMA2 pieces of nearly 64 KiB, with 6 bytes on top."""
+        """LZMA2 stores incompressible bytes in pieces of nearly 64 KiB, with 6 more bytes each."""
         return raw_length + 6 * (raw_length // (32 << 10) + 2)
 
     def encode(self, chunk: memoryview, out: memoryview, /, *, context: CodecContext) -> int:
@@ -69,8 +69,8 @@ class LzmaCodec(Codec):
         del context
         decoder = lzma.LZMADecompressor(lzma.FORMAT_RAW, filters=self._filters(out.nbytes))
         try:
-            # One byte more than there may be: a frame that holds too much is noticed, and a small
-            # frame of a huge chunk takes no more memory than the chunk that was asked for.
+            # One byte more than allowed: this detects a frame that holds too much, and a small
+            # frame of a huge chunk takes no more memory than the requested chunk.
             raw = decoder.decompress(frame, out.nbytes + 1)
         except lzma.LZMAError as error:
             msg = f"lzma: a frame of {frame.nbytes} bytes is not valid: {error}"
@@ -86,5 +86,5 @@ class LzmaCodec(Codec):
 
 
 def _copy(target: memoryview, data: bytes) -> None:
-    # A slice assignment would hold the GIL for the whole copy; numpy lets it go.
+    # A slice assignment would hold the GIL for the whole copy; numpy releases it.
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(data, np.uint8))

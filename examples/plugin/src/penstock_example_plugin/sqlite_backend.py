@@ -1,6 +1,6 @@
 """The `sqlite` backend: a run in one SQLite file.
 
-Every call is one transaction, so a crash leaves no half of it. Written bytes lie in rows of
+Every call is one transaction, so a crash leaves all of it or nothing. Bytes are in rows of
 `PIECE_BYTES`, which are filled in place: no call holds more than a piece of a blob in memory.
 """
 
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 PIECE_BYTES = 1 << 20
 
 # Large pages: fewer links to follow inside a piece.
-# AUTOINCREMENT, so that no number is given twice: by its number a writer that is given up late
-# removes its own blob, and not the blob of the process that took over the name.
+# AUTOINCREMENT, so that no number is reused: a late `abort` removes its own blob by number, and not
+# the blob of the process that took over the name.
 _SCHEMA = """
 PRAGMA page_size = 65536;
 PRAGMA journal_mode = WAL;
@@ -62,7 +62,7 @@ class SqliteConfig(PluginConfig):
     """Options of the `sqlite` backend.
 
     Attributes:
-        path: The file; made, with its folders, when it is missing.
+        path: The file; created, with its folders, if it is missing.
         timeout_s: How long a call waits for another process to finish writing.
     """
 
@@ -81,7 +81,7 @@ class SqliteBackend(Backend):
     Config: ClassVar[type[PluginConfig]] = SqliteConfig
 
     def __init__(self, config: SqliteConfig, /) -> None:
-        """Open the file, made when missing."""
+        """Open the file, or create it."""
         self._path = Path(config.path).absolute()
         self._lock = threading.RLock()  # guards `_db`: one connection serves one call at a time
         self._db: sqlite3.Connection | None = None
@@ -90,26 +90,26 @@ class SqliteBackend(Backend):
             self._db = sqlite3.connect(
                 self._path,
                 timeout=config.timeout_s,
-                isolation_level=None,  # transactions begin where we say
+                isolation_level=None,  # we begin transactions ourselves
                 check_same_thread=False,
             )
             try:
                 self._prepare(config.timeout_s)
-                # SQLite syncs the folder itself whenever it makes a log, but not for the file.
+                # SQLite syncs the folder after it creates a log, but not after the file.
                 _sync_folder(self._path.parent)
             except BaseException:
                 self._db.close()
                 raise
 
     def _prepare(self, timeout_s: float) -> None:
-        """SQLite's own timeout does not cover the switch to a write-ahead log: it says busy."""
-        until_s = time.monotonic() + timeout_s
+        """Create the tables, with retries: SQLite's timeout does not cover `journal_mode`."""
+        deadline_s = time.monotonic() + timeout_s
         while True:
             try:
                 self._db.executescript(_SCHEMA)
             except sqlite3.OperationalError as error:
                 code = error.sqlite_errorcode & 0xFF
-                if code != sqlite3.SQLITE_BUSY or time.monotonic() >= until_s:
+                if code != sqlite3.SQLITE_BUSY or time.monotonic() >= deadline_s:
                     raise
                 time.sleep(0.02)
             else:
@@ -143,7 +143,7 @@ class SqliteBackend(Backend):
                 blob, size, _ = self._find(db, request.name)
                 if request.offset + target.nbytes > size:
                     msg = (
-                        f"cannot read {target.nbytes} bytes from {request.offset} on of "
+                        f"cannot read {target.nbytes} bytes at {request.offset} of "
                         f"{request.name} on {self.url}: it has {size}"
                     )
                     raise BlobTruncatedError(msg)
@@ -151,7 +151,7 @@ class SqliteBackend(Backend):
 
     def read_record(self, name: str, /, *, limit_bytes: int) -> bytes:
         check_blob_name(name)
-        # One transaction: between two another process may replace the record.
+        # One transaction: between two, another process may replace the record.
         with self.transaction("read", name, writing=False) as db:
             blob, size, _ = self._find(db, name)
             if size > limit_bytes:
@@ -168,7 +168,7 @@ class SqliteBackend(Backend):
                 _remove(db, name)
             blob = _insert(db, name, len(data), sealed=True)
             for number, start in enumerate(range(0, len(data), PIECE_BYTES)):
-                # As long as the record: a whole piece would cost each of them a megabyte.
+                # As long as the data: whole pieces would cost a megabyte for each record.
                 row = (blob, number, data[start : start + PIECE_BYTES])
                 db.execute("INSERT INTO pieces (blob, number, data) VALUES (?, ?, ?)", row)
 
@@ -177,7 +177,7 @@ class SqliteBackend(Backend):
         # Unfinished blobs too: a crash leaves them behind, and `prune` deletes only listed blobs.
         query = "SELECT name, size, modified FROM blobs WHERE name >= ? AND name < ? ORDER BY name"
         with self.transaction("list", prefix, writing=False) as db:
-            rows = db.execute(query, (prefix, prefix + "\x7f"))  # above all that a name may hold
+            rows = db.execute(query, (prefix, prefix + "\x7f"))  # above any character of a name
             return [BlobInfo(*row) for row in rows]
 
     def stat(self, name: str, /) -> BlobInfo:
@@ -189,7 +189,7 @@ class SqliteBackend(Backend):
     def delete(self, names: Sequence[str], /) -> None:
         for name in names:
             check_blob_name(name)
-        # All or none, which keeps any order.
+        # All or none, so any order is kept.
         with self.transaction("delete", ", ".join(names[:3])) as db:
             for name in names:
                 _remove(db, name)
@@ -210,7 +210,7 @@ class SqliteBackend(Backend):
     def transaction(
         self, what: str, name: str, *, writing: bool = True
     ) -> Iterator[sqlite3.Connection]:
-        """One transaction, committed and durable when the block ends, else as if never begun."""
+        """Run one transaction: durable when the block ends, rolled back if it raises."""
         with self._lock:
             db = self._check_open()
             with self._mapped(what, name):
@@ -238,7 +238,7 @@ class SqliteBackend(Backend):
 
     @contextmanager
     def _mapped(self, what: str, name: str) -> Iterator[None]:
-        """The one place where SQLite's errors become ours."""
+        """Map SQLite's errors to ours, in one place."""
         try:
             yield
         except OSError as error:
@@ -291,7 +291,7 @@ class _SqliteWriter(BlobWriter):
     def abort(self) -> None:
         if not self._open:
             return
-        # Never raises: a blob that cannot be removed now stays listed, and goes with its save.
+        # Never raises: a blob that cannot be removed stays listed, and is deleted with its save.
         with suppress(StorageError), self._backend.transaction("abort", self._name) as db:
             self._open = False
             db.execute("DELETE FROM blobs WHERE id = ? AND NOT sealed", (self._blob,))
@@ -300,15 +300,15 @@ class _SqliteWriter(BlobWriter):
 
     def _check_open(self, what: str) -> None:
         if not self._open:
-            msg = f"cannot {what} {self._name} on {self._backend.url}: it is finished already"
+            msg = f"cannot {what} {self._name} on {self._backend.url}: it is already finished"
             raise StorageError(msg)
 
     def _update(self, db: sqlite3.Connection, change: str, value: int) -> None:
-        done = db.execute(
+        cursor = db.execute(
             f"UPDATE blobs SET {change}, modified = ? WHERE id = ?",
             (value, time.time(), self._blob),
         )
-        if not done.rowcount:
+        if not cursor.rowcount:
             msg = f"{self._name} was deleted from {self._backend.url} while it was written"
             raise StorageError(msg)
 
@@ -330,7 +330,7 @@ def _remove(db: sqlite3.Connection, name: str) -> None:
 
 
 def _write_pieces(db: sqlite3.Connection, blob: int, offset: int, data: memoryview) -> int:
-    """Write `data` to `offset`; returns where it ends."""
+    """Write `data` at `offset`; return where it ends."""
     while data:
         number, start = divmod(offset, PIECE_BYTES)
         part, data = data[: PIECE_BYTES - start], data[PIECE_BYTES - start :]
@@ -367,7 +367,7 @@ def _read_pieces(db: sqlite3.Connection, blob: int, offset: int, target: memoryv
 
 
 def _make_folder(folder: Path) -> None:
-    """Make `folder`, with every new folder's entry durable in the one above."""
+    """Make `folder`, and sync the parent of every new folder."""
     if not folder.is_dir():
         _make_folder(folder.parent)
         folder.mkdir(exist_ok=True)

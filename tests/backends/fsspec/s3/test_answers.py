@@ -1,6 +1,6 @@
-"""Wrong answers, from which the backend reads the right bytes, or raises an error.
+"""Wrong responses: the backend still reads the right bytes, or raises an error.
 
-The servers here answer by a script, so no test depends on the abilities of a real server.
+The servers here follow a script, so no test depends on the abilities of a real server.
 """
 
 import json
@@ -94,20 +94,20 @@ NO_HEADS = {
 }
 
 
-def test_answer_of_which_the_head_is_no_head_is_asked_for_again(at):
+def test_response_with_a_malformed_head_is_retried(at):
     for text in NO_HEADS.values():
         with ScriptedServer(saying(text), WHOLE) as server:
             assert read(at(server.url)) == b"abcd"
         assert len(server.heads) == 2
 
 
-def test_part_of_a_record_is_not_taken_for_all_of_it(at):
+def test_partial_record_is_not_taken_as_whole(at):
     part = answering(b"ab", more="Content-Range: bytes 0-1/4\r\n")
     with ScriptedServer(then_closing(part), answering(b"abcd", status="200 OK")) as server:
         assert at(server.url).read_record("r.json", limit_bytes=9) == b"abcd"
 
 
-def test_record_of_two_lengths_is_not_cut_to_the_shorter(at):
+def test_record_with_two_lengths_is_not_truncated(at):
     twice = saying("HTTP/1.1 200 OK\r\n" + LENGTH + "Content-Length: 2\r\n\r\nabcd")
     with ScriptedServer(twice, answering(b"abcd", status="200 OK")) as server:
         assert at(server.url).read_record("r.json", limit_bytes=9) == b"abcd"
@@ -132,10 +132,10 @@ def half_of(announced, *, closing):
 def test_range_that_ends_early_is_an_error(at):
     for size in [10, 200_000]:
         requests = [ReadRequest("b.raw", 0, memoryview(bytearray(size)))]
-        told = rf"read b\.raw on s3://bucket/run: no complete answer \(.*{size - size // 2} more"
+        message = rf"read b\.raw on s3://bucket/run: no complete answer \(.*{size - size // 2} more"
         with (
             ScriptedServer(half_of(size, closing=True)) as server,
-            pytest.raises(StorageError, match=told),
+            pytest.raises(StorageError, match=message),
         ):
             at(server.url, attempts=1).read(requests)
 
@@ -167,7 +167,7 @@ def closes_at_the_second(server, connection):
     connection.close()
 
 
-def test_request_that_meets_the_end_of_a_kept_connection_is_sent_again(at):
+def test_request_on_a_closed_kept_connection_is_resent(at):
     with ScriptedServer(closes_at_the_second, WHOLE) as server:
         backend = at(server.url)
         assert [read(backend), read(backend)] == [b"abcd", b"abcd"]
@@ -188,7 +188,7 @@ LISTING = (
 
 
 @pytest.mark.parametrize("page", ["<html><body>log in</body></html>", ""])
-def test_page_to_log_in_is_no_empty_listing(at, page):
+def test_login_page_is_no_empty_listing(at, page):
     answers = [ok(page), ok(LISTING)]
     with ScriptedServer(answering_all(lambda _: answers.pop(0))) as server:
         assert [info.name for info in at(server.url).list("")] == ["r.json"]
@@ -196,14 +196,14 @@ def test_page_to_log_in_is_no_empty_listing(at, page):
 
 
 @pytest.mark.parametrize("exclusive", [False, True])
-def test_page_to_log_in_is_no_word_that_a_record_is_stored(at, exclusive):
+def test_login_page_does_not_confirm_a_record(at, exclusive):
     answers = [ok("<html></html>"), ok(more='ETag: "x"\r\n')]
     with ScriptedServer(answering_all(lambda _: answers.pop(0))) as server:
         at(server.url).publish("r.json", b"x", exclusive=exclusive)
     assert answers == []
 
 
-def test_what_the_store_does_not_say_to_be_deleted_is_not(at):
+def test_unconfirmed_deletions_are_not_assumed(at):
     def deleted(key):
         return ok(f"<DeleteResult><Deleted><Key>run/{key}</Key></Deleted></DeleteResult>")
 
@@ -213,25 +213,25 @@ def test_what_the_store_does_not_say_to_be_deleted_is_not(at):
     assert answers == []
 
 
-def test_page_to_log_in_is_no_word_that_anything_was_deleted(at):
+def test_login_page_does_not_confirm_a_deletion(at):
     page = answering_all(lambda _: ok("<html></html>"))
-    told = "cannot delete a on .*: the answer does not name it"
-    with ScriptedServer(page) as server, pytest.raises(StorageError, match=told):
+    message = "cannot delete a on .*: the answer does not name it"
+    with ScriptedServer(page) as server, pytest.raises(StorageError, match=message):
         at(server.url).delete(["a"])
 
 
 @pytest.mark.parametrize("entry", ["Error", "Deleted"])
-def test_an_entry_without_a_name_is_no_word_that_anything_was_deleted(at, entry):
+def test_an_entry_without_a_name_does_not_confirm_a_deletion(at, entry):
     text = f"<DeleteResult><{entry}><Code>InternalError</Code></{entry}></DeleteResult>"
-    told = "cannot delete a on .*: the answer does not name it"
+    message = "cannot delete a on .*: the answer does not name it"
     with (
         ScriptedServer(answering_all(lambda _: ok(text))) as server,
-        pytest.raises(StorageError, match=told),
+        pytest.raises(StorageError, match=message),
     ):
         at(server.url).delete(["a"])
 
 
-def test_page_to_log_in_is_no_word_about_a_blob(at):
+def test_login_page_proves_nothing_of_a_blob(at):
     answers = [ok(), ok(more="Last-Modified: Thu, 01 Jan 2026 00:00:00 GMT\r\n")]
     with ScriptedServer(answering_all(lambda _: answers.pop(0))) as server:
         assert at(server.url).stat("r.json").size_bytes == 0
@@ -241,9 +241,9 @@ def test_page_to_log_in_is_no_word_about_a_blob(at):
 @pytest.mark.parametrize(
     "page",
     [ok("<html></html>"), b"HTTP/1.1 200", b'HTTP/1.1 200 OK\r\nETag: "ab'],
-    ids=["page to log in", "cut in the first line", "cut in a line"],
+    ids=["login page", "cut in the first line", "cut in a line"],
 )
-def test_answer_that_is_none_of_a_store_is_no_word_that_a_part_is_stored(at, page):
+def test_a_foreign_response_does_not_confirm_a_part(at, page):
     size, pages, completed = (5 << 20) + 1, [page], []
 
     def answer(head):
@@ -268,7 +268,7 @@ def test_answer_that_is_none_of_a_store_is_no_word_that_a_part_is_stored(at, pag
     )  # two parts, one of them twice
 
 
-def test_a_listing_that_goes_on_from_one_place_twice_is_an_error(at):
+def test_a_listing_that_repeats_a_marker_is_an_error(at):
     more = LISTING.replace("false", "true").replace(
         "<IsTruncated>", "<NextContinuationToken>a</NextContinuationToken><IsTruncated>"
     )
@@ -284,7 +284,7 @@ CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n"
 CHUNK = b"100000\r\n" + b" " * (1 << 20) + b"\r\n"
 
 
-def going_on(first, piece, last):
+def continued(first, piece, last):
     """Return a script with an answer far above the limit."""
 
     def script(server, connection):
@@ -299,21 +299,21 @@ def going_on(first, piece, last):
 
 @pytest.mark.parametrize("what", ["record", "listing"])
 @pytest.mark.parametrize(
-    ("answer", "told"),
+    ("answer", "message"),
     [
         ((b"HTTP/1.1 404 Not Found\r\n" + CHUNKED, CHUNK, b"0\r\n\r\n"), "has more than"),
         ((b"HTTP/1.1 200 OK\r\n" + CHUNKED, CHUNK, b"0\r\n\r\n"), "has more than|lacks"),
     ],
     ids=["refusal", "answer"],
 )
-def test_an_answer_that_goes_on_and_on_is_given_up(at, answer, told, what):
-    with ScriptedServer(going_on(*answer)) as server:
+def test_an_endless_response_is_abandoned(at, answer, message, what):
+    with ScriptedServer(continued(*answer)) as server:
         backend = at(server.url, attempts=1)
         calls = {
             "record": lambda: backend.read_record("r.json", limit_bytes=1000),
             "listing": lambda: backend.list(""),
         }
-        with pytest.raises(StorageError, match=told):
+        with pytest.raises(StorageError, match=message):
             calls[what]()
 
 
@@ -329,7 +329,7 @@ def refusing(status, code="", more=""):
     ("status", "code"),
     [*((status, "") for status in (408, 429, 500, 502, 503, 504)), (503, "SomethingElse")],
 )
-def test_status_that_asks_to_come_back_is_obeyed(at, status, code):
+def test_status_that_asks_to_retry_is_obeyed(at, status, code):
     answers = [refusing(status, code)] * 2
     with ScriptedServer(
         answering_all(lambda _: answers.pop() if answers else ok("abcd", RANGE))
@@ -339,7 +339,7 @@ def test_status_that_asks_to_come_back_is_obeyed(at, status, code):
 
 
 @pytest.mark.parametrize("code", ["BadDigest", "IncompleteBody"])
-def test_record_that_was_damaged_on_its_way_is_sent_again(at, code):
+def test_record_damaged_in_transit_is_resent(at, code):
     answers = [refusing(400, code), ok(more='ETag: "x"\r\n')]
     with ScriptedServer(answering_all(lambda _: answers.pop(0))) as server:
         at(server.url).publish("r.json", b"x")
@@ -355,7 +355,7 @@ def test_record_that_was_damaged_on_its_way_is_sent_again(at, code):
         (403, "", "lack the permission"),
     ],
 )
-def test_refusal_for_good_is_said_at_once_with_what_to_do(at, status, code, advice):
+def test_permanent_refusal_fails_at_once_with_a_remedy(at, status, code, advice):
     with ScriptedServer(answering_all(lambda _: refusing(status, code))) as server:
         with pytest.raises(StorageError, match=rf"read b\.raw on s3://bucket/run.*{advice}"):
             read(at(server.url))
@@ -371,7 +371,7 @@ def test_refusal_for_good_is_said_at_once_with_what_to_do(at, status, code, advi
     ],
     ids=["301", "307", "malformed"],
 )
-def test_bucket_of_another_region_is_read_there(at, refusal):
+def test_bucket_redirects_to_its_region(at, refusal):
     def answer(head):
         there = any("/eu-west-3/s3/" in line for line in head)
         return ok("abcd", RANGE) if there else refusal
@@ -428,7 +428,7 @@ def test_credentials_are_renewed_between_requests_of_one_backend(at, agent):
 
 
 @pytest.mark.parametrize("time", [1, 3])
-def test_agent_that_is_busy_once_is_asked_again(at, agent, time):
+def test_busy_agent_is_asked_again(at, agent, time):
     runs = agent(fails_at=time)
     with ScriptedServer(answering_all(lambda _: ok("abcd", RANGE))) as server:
         backend = at(server.url, more={"profile": "agent"})
@@ -437,7 +437,7 @@ def test_agent_that_is_busy_once_is_asked_again(at, agent, time):
 
 
 @pytest.mark.parametrize("status", [301, 307])
-def test_redirect_without_a_region_is_an_error_and_no_endless_search(at, status):
+def test_redirect_without_a_region_is_an_error_not_a_loop(at, status):
     redirect = f"HTTP/1.1 {status} X\r\nLocation: /bucket/run\r\nContent-Length: 0\r\n\r\n".encode()
     with ScriptedServer(answering_all(lambda _: redirect)) as server:
         with pytest.raises(StorageError, match=rf"redirects \({status}\), but names no region"):
@@ -445,7 +445,7 @@ def test_redirect_without_a_region_is_an_error_and_no_endless_search(at, status)
         assert len(server.heads) == 2
 
 
-def test_store_that_begins_no_upload_is_an_error_of_ours(at):
+def test_store_that_starts_no_upload_is_our_error(at):
     def answer(head):
         missing = b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"
         return missing if head[0].startswith("HEAD") else ok("<html></html>")
@@ -457,7 +457,7 @@ def test_store_that_begins_no_upload_is_an_error_of_ours(at):
         writer.abort()
 
 
-def test_listing_that_does_not_say_where_it_goes_on_is_an_error(at):
+def test_truncated_listing_without_a_marker_is_an_error(at):
     with (
         ScriptedServer(answering_all(lambda _: ok(LISTING.replace("false", "true")))) as server,
         pytest.raises(StorageError, match=r"list the root on s3://.*NextContinuationToken"),

@@ -56,7 +56,7 @@ def body_of(answer, size):
     return bytes(target[:at])
 
 
-def test_request_and_answer_arrive_as_they_are(transport):
+def test_request_and_response_are_unchanged(transport):
     with ScriptedServer(answering(DATA, more="ETag: abc\r\n")) as server:
         answer = transport().send(request(server, Range="bytes=0-9"))
         assert (answer.status_code, answer.headers["etag"]) == (206, "abc")
@@ -68,7 +68,7 @@ def test_request_and_answer_arrive_as_they_are(transport):
     assert "Range: bytes=0-9" in head
 
 
-def test_connection_is_used_again_once_an_answer_is_read(transport):
+def test_connection_is_reused_after_a_full_response(transport):
     with ScriptedServer(answering(b"one", b"", DATA, b"four")) as server:
         carrier = transport()
         assert body_of(carrier.send(request(server)), 3) == b"one"
@@ -78,7 +78,7 @@ def test_connection_is_used_again_once_an_answer_is_read(transport):
     assert server.connections == 1
 
 
-def test_body_does_not_wait_until_its_head_is_acknowledged(transport):
+def test_body_does_not_wait_for_an_ack_of_its_head(transport):
     with ScriptedServer(answering(DATA)) as server:
         answer = transport().send(request(server))
         at_once = answer.raw.connection.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
@@ -86,7 +86,7 @@ def test_body_does_not_wait_until_its_head_is_acknowledged(transport):
     assert at_once
 
 
-def test_connection_is_not_used_again_after_an_answer_that_was_given_up(transport):
+def test_connection_is_not_reused_after_an_abandoned_response(transport):
     def late(server, connection):
         server.head_of(connection)
         connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 20\r\n\r\n" + DATA[:10])
@@ -102,7 +102,7 @@ def test_connection_is_not_used_again_after_an_answer_that_was_given_up(transpor
     assert server.connections == 2
 
 
-def test_body_is_sent_whole_without_waiting_to_be_asked_for_it(transport):
+def test_body_is_sent_whole_without_waiting_for_continue(transport):
     views = [memoryview(DATA)[:1], memoryview(DATA)[1:250_000], memoryview(DATA)[250_000:]]
     got = bytearray()
 
@@ -121,7 +121,7 @@ def test_body_is_sent_whole_without_waiting_to_be_asked_for_it(transport):
     assert not any(line.lower().startswith("expect") for line in server.heads[0])
 
 
-def test_body_that_was_not_sent_to_its_end_is_not_stored(transport):
+def test_partially_sent_body_is_not_stored(transport):
     def script(server, connection):
         server.head_of(connection)
         connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
@@ -134,7 +134,7 @@ def test_body_that_was_not_sent_to_its_end_is_not_stored(transport):
 
 
 @pytest.mark.parametrize("status", ["403 Forbidden", "503 Slow Down"])
-def test_refusal_that_closes_in_the_middle_of_a_body_is_heard(transport, status):
+def test_refusal_that_closes_in_mid_body_is_read(transport, status):
     text = b"<Error><Code>Refused</Code></Error>"
 
     def script(server, connection):
@@ -158,7 +158,7 @@ def test_refusal_that_closes_in_the_middle_of_a_body_is_heard(transport, status)
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory):
-    """A file with a key and a certificate, which signs itself, for 127.0.0.1."""
+    """A file with a key and a self-signed certificate for 127.0.0.1."""
     x509 = pytest.importorskip("cryptography.x509", reason="needs cryptography")
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -223,9 +223,7 @@ def test_certificate_of_another_host_is_refused(transport, secured, certificate)
 @pytest.mark.parametrize(
     "how", ["nothing", "option", "option off", "AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE"]
 )
-def test_backend_trusts_what_options_and_environment_say(
-    opened, secured, certificate, monkeypatch, how
-):
+def test_options_and_environment_set_trust(opened, secured, certificate, monkeypatch, how):
     for name in ("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE"):
         monkeypatch.delenv(name, raising=False)
     options = {"endpoint_url": secured.url, "addressing_style": "path"}
@@ -251,7 +249,7 @@ def test_backend_trusts_what_options_and_environment_say(
 
 @pytest.mark.s3
 @pytest.mark.parametrize("spared", [False, True])
-def test_proxy_of_the_environment_gets_all_requests(opened, folder, proxy, monkeypatch, spared):
+def test_environment_proxy_gets_all_requests(opened, folder, proxy, monkeypatch, spared):
     monkeypatch.setenv("HTTP_PROXY", proxy.url)
     monkeypatch.setenv("http_proxy", proxy.url)
     for name in ("NO_PROXY", "no_proxy"):
@@ -281,9 +279,7 @@ def test_proxy_of_the_environment_gets_all_requests(opened, folder, proxy, monke
         {"https_proxy": "http://127.0.0.1:9"},
     ],
 )
-def test_requests_go_to_the_store_itself_where_no_proxy_is_for_it(
-    opened, folder, proxy, monkeypatch, environment
-):
+def test_no_proxy_sends_requests_directly(opened, folder, proxy, monkeypatch, environment):
     for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.lower(), raising=False)

@@ -42,7 +42,7 @@ def test_upload_outlives_one_failure_of_each_request(shaky, proxy, kind, method,
     assert read_all(shaky, "b.raw", SIZE) == data
 
 
-def test_upload_that_is_gone_behind_a_lost_answer_is_done_if_the_blob_is_whole(shaky, proxy):
+def test_upload_gone_after_a_lost_reply_is_done_if_the_blob_is_whole(shaky, proxy):
     proxy.fail("lost", method="POST", part="uploadId=")
     gone = proxy.fail("gone", method="POST", part="uploadId=")
     data = written(shaky)
@@ -50,14 +50,14 @@ def test_upload_that_is_gone_behind_a_lost_answer_is_done_if_the_blob_is_whole(s
     assert read_all(shaky, "b.raw", SIZE) == data
 
 
-def test_blob_of_which_the_store_keeps_a_part_only_is_not_sealed(shaky, proxy):
+def test_blob_kept_only_in_part_by_the_store_is_not_sealed(shaky, proxy):
     half = proxy.fail("half", method="PUT", part="b.raw")
     with pytest.raises(StorageError, match="the store holds 500 bytes of 1000"):
         written(shaky, size=1000)
     assert half.seen == 1
 
 
-def test_store_that_ignores_ranges_is_an_error_and_never_other_bytes(opened, folder, proxy):
+def test_ignored_ranges_are_an_error_not_wrong_bytes(opened, folder, proxy):
     options = {"endpoint_url": proxy.url}
     backend = opened(f"s3://{folder}", options=options, conditional_put="no", attempts=2)
     backend.publish("r", b"0123456789")
@@ -111,14 +111,14 @@ def test_store_that_never_answers_is_a_timeout(opened, folder, proxy):
         backend.stat("r.json")
 
 
-def test_expired_credentials_are_said_and_not_tried_again(shaky, proxy):
+def test_expired_credentials_fail_without_a_retry(shaky, proxy):
     fault = proxy.fail("expired", method="GET", times=100)
     with pytest.raises(StorageError, match=r"credentials have expired.*renew them"):
         shaky.list("")
     assert fault.seen == 1
 
 
-def test_upload_that_fails_for_good_leaves_the_writer_dead(shaky, proxy, look, folder):
+def test_permanently_failed_upload_kills_the_writer(shaky, proxy, plain_client, folder):
     proxy.fail("denied", method="PUT", part="partNumber=2", times=100)
     writer = shaky.create("b.raw", size_hint=SIZE)
     data = pattern(SIZE)
@@ -132,7 +132,7 @@ def test_upload_that_fails_for_good_leaves_the_writer_dead(shaky, proxy, look, f
     with pytest.raises(BlobNotFoundError):
         shaky.stat("b.raw")
     bucket, _, prefix = folder.partition("/")
-    uploads = look.list_multipart_uploads(Bucket=bucket).get("Uploads", [])
+    uploads = plain_client.list_multipart_uploads(Bucket=bucket).get("Uploads", [])
     assert [u for u in uploads if u["Key"].startswith(prefix)] == []
 
 
@@ -149,10 +149,10 @@ def test_abort_waits_until_no_buffer_is_in_use(shaky, proxy):
     assert len(proxy.requests("PUT")) == sent
 
 
-def test_abort_waits_until_no_copied_part_is_on_its_way(impatient, proxy):
+def test_abort_waits_until_no_copied_part_is_in_flight(impatient, proxy):
     stalled = proxy.fail("stall", method="PUT", part="partNumber=1&")
     writer = impatient.create("b.raw", size_hint=SIZE)
-    piece = memoryview(pattern(512 << 10))  # so small ones are put together
+    piece = memoryview(pattern(512 << 10))  # so small ones are merged
     writer.write([WriteRequest(at, (piece,)) for at in range(0, PART, piece.nbytes)])
     (part,) = writer._sent.values()
     while not stalled.seen:
@@ -162,7 +162,7 @@ def test_abort_waits_until_no_copied_part_is_on_its_way(impatient, proxy):
 
 
 @pytest.mark.parametrize("kind", ["lost", "lost-500"])
-def test_lost_answer_to_a_conditional_put_is_no_lost_race(shaky, proxy, kind):
+def test_lost_reply_to_a_conditional_put_is_no_lost_race(shaky, proxy, kind):
     fault = proxy.fail(kind, method="PUT", part="c.json")
     with pytest.raises(StorageError, match="unknown outcome") as caught:
         shaky.publish("c.json", b"ours", exclusive=True)
@@ -171,7 +171,7 @@ def test_lost_answer_to_a_conditional_put_is_no_lost_race(shaky, proxy, kind):
     assert shaky.read_record("c.json", limit_bytes=9) == b"ours"
 
 
-def test_conflict_of_conditional_puts_is_repeated_and_leaves_no_doubt(shaky, proxy):
+def test_conflict_of_conditional_puts_is_retried_and_resolved(shaky, proxy):
     proxy.fail("conflict", method="PUT", part="c.json", times=2)
     shaky.publish("c.json", b"ours", exclusive=True)
     proxy.fail("conflict", method="PUT", part="c.json")
@@ -180,7 +180,7 @@ def test_conflict_of_conditional_puts_is_repeated_and_leaves_no_doubt(shaky, pro
 
 
 @pytest.mark.parametrize("kind", ["500", "503", "reset"])
-def test_conditional_put_that_did_nothing_is_repeated(shaky, proxy, kind):
+def test_ineffective_conditional_put_is_retried(shaky, proxy, kind):
     fault = proxy.fail(kind, method="PUT", part="c.json")
     shaky.publish("c.json", b"ours", exclusive=True)
     assert fault.seen == 1
@@ -202,7 +202,7 @@ def test_taken_name_after_an_unknown_attempt_stays_unknown(shaky, proxy):
     assert shaky.read_record("c.json", limit_bytes=9) == b"theirs"
 
 
-def test_store_without_conditional_puts_is_found_out(opened, folder, proxy):
+def test_missing_conditional_puts_are_detected(opened, folder, proxy):
     proxy.drop_headers = ("if-none-match",)
     backend = opened(f"s3://{folder}", options={"endpoint_url": proxy.url})
     assert not backend.capabilities.exclusive_publish
@@ -213,7 +213,7 @@ def test_store_without_conditional_puts_is_found_out(opened, folder, proxy):
         backend.publish("c.json", b"two", exclusive=True)
 
 
-def test_short_blob_is_truncation_not_a_broken_answer(shaky, proxy):
+def test_short_blob_is_truncation_not_a_bad_reply(shaky, proxy):
     shaky.publish("r", b"12345")
     with pytest.raises(BlobTruncatedError, match="it has 5"):
         shaky.read([ReadRequest("r", 0, memoryview(bytearray(6)))])

@@ -32,7 +32,7 @@ def test_memory_in_flight_is_bounded_but_one_part_always_fits():
     memory.sent(alone)
 
 
-def test_gaps_of_a_part_are_zero_whatever_is_copied():
+def test_gaps_of_a_part_are_always_zero():
     for owned in [False, True]:
         for lent in [{}, {12}, {3}, {3, 12}]:
             for length in [20, 19, 14, 12, 8, 4, 1, 0]:
@@ -56,7 +56,7 @@ def request(offset, data):
 
 
 @pytest.mark.s3
-def test_blob_with_gaps_is_what_was_written_and_zero(store):
+def test_blob_with_gaps_has_its_writes_and_zeros(store):
     rng = random.Random(5)
     size = 6 * PART + 4321
     expected, requests, at = bytearray(size), [], 0
@@ -73,12 +73,12 @@ def test_blob_with_gaps_is_what_was_written_and_zero(store):
 
 
 @pytest.mark.s3
-def test_calls_that_overtake_each_other_land_where_they_belong(store):
+def test_out_of_order_calls_land_at_their_offsets(store):
     size = 12 * PART
     data = pattern(size)
     requests = [request(at, data[at : at + 3 * MIB]) for at in range(0, size, 3 * MIB)]
     writer = store.create("b.raw", size_hint=size)
-    # Three that follow each other touch three parts at most: as many as are kept open.
+    # Three in a row touch at most three parts: the number kept open.
     with ThreadPoolExecutor(3) as pool:
         for some in range(0, len(requests), 3):
             group = requests[some : some + 3]
@@ -88,7 +88,7 @@ def test_calls_that_overtake_each_other_land_where_they_belong(store):
 
 
 @pytest.mark.s3
-def test_write_into_a_part_that_is_gone_is_refused_not_lost(store):
+def test_write_into_a_sent_part_is_refused_not_lost(store):
     writer = store.create("b.raw")
     for number in range(6):
         writer.write([request(number * PART + 100, b"x" * 1000)])
@@ -100,7 +100,7 @@ def test_write_into_a_part_that_is_gone_is_refused_not_lost(store):
 
 
 @pytest.mark.s3
-def test_what_covers_a_part_is_sent_from_where_it_lies(store):
+def test_data_covering_a_part_is_sent_in_place(store):
     taken = []
     memory = store._store().memory
     take = memory.take
@@ -149,7 +149,7 @@ def test_uploads_in_flight_stay_within_parallel(opened, folder, proxy):
 
 
 @pytest.mark.s3
-def test_memory_of_a_batch_is_not_used_once_it_is_over(store):
+def test_memory_of_a_batch_is_unused_after_it(store):
     """A part that two batches share is sent after the first one has returned its memory."""
     data = pattern(4 * PART)
     writer = store.create("b.raw", size_hint=len(data))
@@ -181,7 +181,7 @@ def test_batch_lasts_until_its_memory_is_sent(impatient, proxy):
 
 
 @pytest.mark.s3
-def test_seal_cuts_at_a_part_and_refuses_to_cut_inside_one_that_is_gone(store):
+def test_seal_truncates_at_a_part_but_not_inside_a_sent_one(store):
     data = pattern(3 * PART)
     whole = store.create("whole.raw")
     whole.write([request(0, data)])
@@ -197,12 +197,12 @@ def test_seal_cuts_at_a_part_and_refuses_to_cut_inside_one_that_is_gone(store):
 
 
 @pytest.mark.s3
-def test_sweep_ends_old_uploads_and_spares_young_ones(store, look, folder):
+def test_sweep_aborts_old_uploads_and_keeps_new_ones(store, plain_client, folder):
     bucket, _, prefix = folder.partition("/")
-    outside = look.create_multipart_upload(Bucket=bucket, Key="elsewhere/b.raw")
-    young = look.create_multipart_upload(Bucket=bucket, Key=f"{prefix}/data/u/b.raw")
+    outside = plain_client.create_multipart_upload(Bucket=bucket, Key="elsewhere/b.raw")
+    young = plain_client.create_multipart_upload(Bucket=bucket, Key=f"{prefix}/data/u/b.raw")
     # The server dates every upload to 2010, but dates parts correctly.
-    look.upload_part(
+    plain_client.upload_part(
         Bucket=bucket,
         Key=f"{prefix}/data/u/b.raw",
         UploadId=young["UploadId"],
@@ -212,14 +212,16 @@ def test_sweep_ends_old_uploads_and_spares_young_ones(store, look, folder):
     now = store.store_time_s()
 
     def ours():
-        uploads = look.list_multipart_uploads(Bucket=bucket).get("Uploads", [])
+        uploads = plain_client.list_multipart_uploads(Bucket=bucket).get("Uploads", [])
         return sorted(u["Key"] for u in uploads if u["Key"].startswith((prefix, "elsewhere")))
 
     store.sweep(now - 3600)
     assert ours() == sorted(["elsewhere/b.raw", f"{prefix}/data/u/b.raw"])
     store.sweep(now + 3600 * 24 * 365 * 20)
     assert ours() == ["elsewhere/b.raw"]
-    look.abort_multipart_upload(Bucket=bucket, Key="elsewhere/b.raw", UploadId=outside["UploadId"])
+    plain_client.abort_multipart_upload(
+        Bucket=bucket, Key="elsewhere/b.raw", UploadId=outside["UploadId"]
+    )
 
 
 @pytest.mark.parametrize("parts", [1, 2])

@@ -1,6 +1,6 @@
 """Writes the folders beside this file by DeepSpeed: `python make.py`, with deepspeed installed.
 
-Each has what DeepSpeed wrote, and `expected.pt`, which DeepSpeed itself puts together from it.
+Each has DeepSpeed's files, and `expected.pt`, which DeepSpeed assembles from them.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""In each process of a test of torch, those that it spawns too: our storage in place of DCP's own.
+"""In each process of a torch test, spawned ones included: our storage in place of DCP's.
 
 Each save adds a line to the file `PENSTOCK_SAVES`. If `PENSTOCK_ON_CPU` is set, a test
 that asks for GPUs also runs on a machine without one.
@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import _storage_utils, filesystem
 
 from penstock.integrations.dcp import Reader, Writer
 
-_OPTIONS = {"allow_pickle": True}  # as DCP pickles all values
+_OPTIONS = {"allow_pickle": True}  # since DCP pickles all values
 
 
 class FileSystemWriter(Writer):
