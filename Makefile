@@ -101,7 +101,7 @@ docs: $(READY) ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # `make bench BENCH_ARGS="--scale 2 --minutes 40"` measures larger states.
-bench: $(READY) ## measure all of docs/benchmarks.md anew, beside other libraries (14 minutes, 10 GB)
+bench: $(READY) ## measure docs/benchmarks.md again, with other libraries (24 minutes, 10 GB)
 	@$(BIN)/python benchmarks/everything.py $(BENCH_ARGS)
 
 # zipnn is built from source: without a compiler the comparison runs without it, and says so.
