@@ -91,9 +91,9 @@ def many_keys_are_read_at_once_with_and_without_a_value(open_member: OpenMember)
         expect(two.read(keys), [None] * MANY, "a read of many keys without values")
         for number in range(0, MANY, 3):
             one.post(keys[number], b"%d" % number)
-        found = [None if number % 3 else b"%d" % number for number in range(MANY)]
+        expected = [None if number % 3 else b"%d" % number for number in range(MANY)]
         for member in (two, one):
-            expect(member.read(keys), found, "a read of many keys, some with values")
+            expect(member.read(keys), expected, "a read of many keys, some with values")
 
 
 @_agreed
@@ -202,8 +202,8 @@ def values_outlive_the_member_that_gave_them(open_member: OpenMember) -> None:
         one.post("slot/0", b"x" * COORDINATION_VALUE_BYTES)
         one.decide("end", b"commit")
         one.close()
-        found = two.read(["slot/0", "end"])
-        expect(found, [b"x" * COORDINATION_VALUE_BYTES, b"commit"], "what a closed member left")
+        values = two.read(["slot/0", "end"])
+        expect(values, [b"x" * COORDINATION_VALUE_BYTES, b"commit"], "what a closed member left")
         expect(two.decide("end", b"abort"), b"commit", "what is decided after the first closed")
 
 

@@ -87,9 +87,9 @@ def expect_own_api_version(plugin: object, /) -> None:
     Raises:
         AssertionError: The class names no version, or the wrong one.
     """
-    found = getattr(plugin, "api_version", None)
-    assert found == API_VERSION, (
-        f"it implements version {found} of the contract; this Penstock has version {API_VERSION}"
+    version = getattr(plugin, "api_version", None)
+    assert version == API_VERSION, (
+        f"it implements version {version} of the contract; this Penstock has version {API_VERSION}"
     )
     cls = type(plugin)
     assert says_its_version(cls), (
@@ -265,22 +265,22 @@ def expect_signatures(plugin: object, contract: Any, /) -> None:
     """
     cls = type(plugin)
     for name in dir(contract):
-        promised, found = (inspect.getattr_static(owner, name) for owner in (contract, cls))
-        if name.startswith("_") or name in _NOT_CALLED or found is promised:
+        promised, given = (inspect.getattr_static(owner, name) for owner in (contract, cls))
+        if name.startswith("_") or name in _NOT_CALLED or given is promised:
             continue
         if isinstance(promised, property):
-            assert not inspect.isfunction(found), (
+            assert not inspect.isfunction(given), (
                 f"{cls.__qualname__}.{name} is a method, but core reads it: make it a property"
             )
         elif callable(getattr(contract, name)):
             _expect_call(f"{cls.__qualname__}.{name}", getattr(contract, name), getattr(cls, name))
 
 
-def _expect_call(name: str, promised: Any, found: Any) -> None:
-    assert callable(found), f"{name} is not a method"
+def _expect_call(name: str, promised: Any, given: Any) -> None:
+    assert callable(given), f"{name} is not a method"
     wanted = inspect.signature(promised)
     try:
-        signature = inspect.signature(found)
+        signature = inspect.signature(given)
     except (TypeError, ValueError):
         return  # a function in C without a signature: it may fit
     keywords = [
@@ -288,7 +288,7 @@ def _expect_call(name: str, promised: Any, found: Any) -> None:
     ]
     # Bound to its class, a class method shows no `cls`; a plain function shows its `self`.
     positional = len(wanted.parameters) - len(keywords)
-    positional += inspect.ismethod(promised) - inspect.ismethod(found)
+    positional += inspect.ismethod(promised) - inspect.ismethod(given)
     try:
         signature.bind(*[None] * positional, **dict.fromkeys(keywords))
     except TypeError as error:

@@ -189,12 +189,12 @@ class Disk:
         """Replace a record durably; return False if it is exclusive and the name is taken."""
         with self._lock:
             file = _File(bytes(data), self.now_s(), durable=True)
-            taken = exclusive and name in self._files
-            self._effect({} if taken else {name: [file]})
-            if not taken:
+            refused = exclusive and name in self._files
+            self._effect({} if refused else {name: [file]})
+            if not refused:
                 self._files[name] = file
                 self._aborted.pop(name, None)
-            return not taken
+            return not refused
 
     def delete(self, names: Iterable[str]) -> None:
         """Delete all names durably, as one effect."""

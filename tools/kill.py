@@ -120,9 +120,9 @@ class Run:
 class _Actor:
     """A process that works on a run until it is killed, or for a number of operations."""
 
-    def __init__(self, run: Run, options: Any, seed: int, say: Any, *, crowd: bool) -> None:
+    def __init__(self, run: Run, options: Any, seed: int, send: Any, *, crowd: bool) -> None:
         self._chance = random.Random(seed)  # noqa: S311 - no secret
-        self._run, self._options, self._say, self._crowd = run, options, say, crowd
+        self._run, self._options, self._send, self._crowd = run, options, send, crowd
         self._numbers = iter(range(seed << 24, (seed + 1) << 24))
 
     def work(self, operations: int, weights: dict[str, int]) -> None:
@@ -130,15 +130,15 @@ class _Actor:
         with self._run.open(**self._options) as self.ckpt:
             for _ in range(operations):
                 (name,) = self._chance.choices([*weights], [*weights.values()])
-                self._say("begins", op=name)
+                self._send("begins", op=name)
                 try:
                     getattr(self, name)()
                 except GONE:
-                    self._say("gone", op=name)
-                self._say("ends", op=name)
+                    self._send("gone", op=name)
+                self._send("ends", op=name)
 
     def _problem(self, text: str) -> None:
-        self._say("problem", text=text[:MOST_CHARS])
+        self._send("problem", text=text[:MOST_CHARS])
 
     def _step(self, *, may_go: bool = False) -> int:
         """Draw a step, often the latest; `may_go`: a step that may be overwritten or deleted."""
@@ -175,7 +175,7 @@ class _Actor:
         try:
             self.ckpt.compact(steps, everything="everything" in how)
         except penstock.LostRaceError:
-            self._say("lost", op="compact")  # two processes compact one step
+            self._send("lost", op="compact")  # two processes compact one step
 
     def copy(self) -> None:
         """Copy a step to another run, re-encoded or as is."""
@@ -193,7 +193,7 @@ class _Actor:
                     source, record = self.ckpt._backend, self.ckpt._catalog.record(step)  # noqa: SLF001
                     CheckpointCopy(source, target, record, workers=workers, grace_s=86_400).run()
             except (penstock.StepExistsError, penstock.BusyError, penstock.LostRaceError):
-                self._say("refused", op="copy")
+                self._send("refused", op="copy")
 
     def save(self) -> None:
         steps = self.ckpt.steps()
@@ -206,7 +206,7 @@ class _Actor:
         number, began_s = next(self._numbers), time.monotonic()
         retention = self._options["retention"]
         keep_last = retention["keep_last"] if retention else None
-        self._say("saving", step=step, number=number, keep_last=keep_last)
+        self._send("saving", step=step, number=number, keep_last=keep_last)
         mode = self._chance.choice(["blocking", "async", "lazy"])
         try:
             state = state_of(number)
@@ -214,20 +214,20 @@ class _Actor:
             handle.durable.add_done_callback(partial(self._ended, step, number))
             if self._crowd or self._chance.random() < 0.8:  # noqa: PLR2004
                 handle.committed.result()
-                self._say("committed", step=step, number=number)
+                self._send("committed", step=step, number=number)
         except penstock.PenstockError as error:
             # Outside crowds compaction may bring a step back, and retention delete a new one.
             slow = self._crowd and time.monotonic() - began_s > CROWD_GRACE_S / 2
             unknown = isinstance(error, penstock.CommitUnknownError) and step % KEEP_EVERY
             if self._crowd and (isinstance(error, RACED) or slow or unknown):
-                self._say("overtaken", op="save")
+                self._send("overtaken", op="save")
             elif not isinstance(error, penstock.StepExistsError) or how:
                 raise
 
     def _ended(self, step: int, number: int, future: Any) -> None:
         error = future.exception()
         if error is None and "durable" in future.result().tiers:
-            self._say("durable", step=step, number=number)
+            self._send("durable", step=step, number=number)
         elif error and not (self._crowd or isinstance(error, (*GONE, penstock.NotDrainedError))):
             self._problem(f"save {number} of step {step}: {type(error).__name__}: {error}")
 
@@ -241,9 +241,9 @@ class _Actor:
         self.ckpt.wait()
         step = self._step(may_go=True)
         doomed = doomed_by(step)
-        self._say("deleting", steps=doomed)
+        self._send("deleting", steps=doomed)
         call(step)
-        self._say("deleted", steps=doomed)
+        self._send("deleted", steps=doomed)
 
 
 class Round:
@@ -279,12 +279,12 @@ class Round:
             self._finish()
 
     def _start(self, who: str, options: dict[str, Any], *work: Any) -> int:
-        seed, say = self._chance.getrandbits(24), partial(self._reports.say, who=who)
+        seed, send = self._chance.getrandbits(24), partial(self._reports.say, who=who)
         self._doing[who] = ""
 
         def body() -> None:
             with timing_in_force(FAST):
-                _Actor(self._run, options, seed, say, crowd=self._crowd).work(*work)
+                _Actor(self._run, options, seed, send, crowd=self._crowd).work(*work)
 
         return fork(who, self._reports, body)
 

@@ -312,7 +312,7 @@ def check_rounding_is_stable(codec: Codec) -> None:
 
 def _rounded(codec: Codec, frame: bytes, context: CodecContext, what: str) -> bytes:
     """Decode a frame twice, and return the common result."""
-    found = [try_decode(codec, frame, context.raw_length, context, fill) for fill in (0, 0xFF)]
-    assert found[0] == found[1], f"the frame of {what} decodes to other bytes each time"
-    assert isinstance(found[0], bytes), f"decode refused the frame of {what}: {found[0]}"
-    return found[0]
+    tries = [try_decode(codec, frame, context.raw_length, context, fill) for fill in (0, 0xFF)]
+    assert tries[0] == tries[1], f"the frame of {what} decodes to other bytes each time"
+    assert isinstance(tries[0], bytes), f"decode refused the frame of {what}: {tries[0]}"
+    return tries[0]
