@@ -108,7 +108,7 @@ def check_config_round_trip(codec: Codec) -> None:
     with finding("its config as JSON"):
         stored = json.loads(json.dumps(codec.config.model_dump(mode="json"), allow_nan=False))
         config = codec.Config.model_validate(stored)
-    assert isinstance(config, PluginConfig), "Config is no PluginConfig"
+    assert isinstance(config, PluginConfig), "Config is not a PluginConfig"
     assert config == codec.config, "the config does not survive JSON"
     with finding("a codec made from its stored config"):
         again = type(codec)(config)
