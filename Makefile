@@ -1,4 +1,4 @@
-# `make demo` and `make test` work on a fresh clone: whatever needs it sets up .venv first.
+# `make demo` and `make test` work on a fresh clone: targets that need .venv set it up first.
 
 PYTHON ?= python3
 VENV := .venv
@@ -6,8 +6,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 HOSTS := .venv-hosts
 HOSTS_READY := $(HOSTS)/.ready
-# Four workers for two cores: the suite waits for disks, servers and killed processes as well. A
-# worker keeps to neighbouring tests, which share what is costly to set up, and helps out at the end.
+# Four workers for two cores: the suite also waits for disks, servers and killed processes. A worker
+# runs neighboring tests, which share costly setup, and takes over other tests at the end.
 WORKERS := -n 4 --dist worksteal
 PYTEST_ARGS ?= $(WORKERS) -m "not slow"
 
@@ -26,37 +26,37 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY) ## train, kill in mid-save, resume bit-identically, restore a part
 	@$(BIN)/python examples/demo.py
 
-test: $(READY) ## run the test suite, but for what is slow
+test: $(READY) ## run the test suite without slow tests
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-# Leaves bytecode of all tests, with their asserts rewritten, which else each worker makes anew.
+# Caches bytecode of all tests, with rewritten asserts, or each worker compiles it again.
 imports: $(READY) ## import all tests
-	@said=$$($(BIN)/python -m pytest --collect-only -qqq) || { echo "$$said"; exit 1; }
+	@output=$$($(BIN)/python -m pytest --collect-only -qqq) || { echo "$$output"; exit 1; }
 
-# What searches for counterexamples longest is left to `make test`.
+# Leaves the longest searches for counterexamples to `make test`.
 FAST := tests/core tests/providers tests/codecs tests/test_guarantees.py \
 	--ignore tests/core/catalog/test_protocol.py --ignore tests/core/catalog/test_rank_protocol.py \
 	--ignore tests/core/format/test_fuzz_manifest.py
 
-test-fast: $(READY) ## run in a minute the tests that start no process and never sleep
+test-fast: $(READY) ## run the tests that start no process and never sleep, in a minute
 	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not process" --fast $(FAST)
 
 # Other mutants each day; `make test-all SEED=7` repeats a run.
 SEED ?= $(shell date +%Y%j)
 
-test-all: $(READY) ## run all tests, and some mutants of what decides which data is kept
+test-all: $(READY) ## run all tests, and some mutants of the code that decides what to keep
 	@$(BIN)/python -m pytest $(WORKERS)
 	@$(BIN)/python tools/mutate.py --seconds 120 --seed $(SEED)
 
-test-pythons: $(READY) ## test wheel and sdist on Python 3.12 and 3.13, where they are installed
+test-pythons: $(READY) ## test wheel and sdist on Python 3.12 and 3.13, if installed
 	@$(BIN)/python tools/other_pythons.py
 
-test-gpu: $(READY) ## run the tests that need a CUDA device, which the others hide
+test-gpu: $(READY) ## run the tests that need a CUDA device, which other targets hide
 	@$(BIN)/python -m pytest -n 4 -m gpu
 
-# The trainers that Penstock works with, in an environment on top of .venv: some of them change what
-# others do as soon as they are installed. The packages that torchtitan itself needs exclude each
-# other, so it comes without them.
+# The trainers that Penstock works with, in an environment on top of .venv: some change the behavior
+# of others as soon as they are installed. torchtitan's own dependencies exclude each other, so it
+# is installed without them.
 $(HOSTS_READY): $(READY)
 	@test -x $(HOSTS)/bin/python || $(BIN)/python -m venv --without-pip $(HOSTS)
 	@echo "Setting up $(HOSTS) (once; the trainers take two minutes) ..."
@@ -69,13 +69,13 @@ $(HOSTS_READY): $(READY)
 	    --no-deps torchtitan spmd-types
 	@touch $@
 
-# A worker keeps to a file, so that only one of them starts a server that has imported the file's trainer.
-test-hosts: $(HOSTS_READY) ## test the adapters against the trainers themselves (installs them once)
+# A worker runs whole files, so that only one starts a server that has imported the file's trainer.
+test-hosts: $(HOSTS_READY) ## test the adapters against real trainers (installs them once)
 	@$(HOSTS)/bin/python -m pytest -n 2 --dist loadfile tests/integrations/hosts \
 	    tests/integrations/events tests/integrations/files/test_from_pretrained.py \
 	    tests/core/cli/test_report.py
 
-check: lint types layers picture docs wheel ## everything that must hold besides the tests
+check: lint types layers picture docs wheel ## run all checks except the tests
 
 lint: $(READY)
 	$(BIN)/ruff format --check .
@@ -95,16 +95,16 @@ picture: $(READY)
 wheel: $(READY)
 	$(BIN)/python tools/check_wheel.py
 
-# Not --quiet: that hides warnings from --strict as well. The variable silences an advertisement for
-# the theme's successor, not what is wrong with these pages.
+# Not --quiet: it also hides warnings from --strict. The variable silences an advertisement for the
+# theme's successor, not problems of these pages.
 docs: $(READY) ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # `make bench BENCH_ARGS="--scale 2 --minutes 40"` measures larger states.
-bench: $(READY) ## measure all of docs/benchmarks.md anew, beside other libraries (14 minutes, 10 GB)
+bench: $(READY) ## measure docs/benchmarks.md again, with other libraries (24 minutes, 10 GB)
 	@$(BIN)/python benchmarks/everything.py $(BENCH_ARGS)
 
-# zipnn is built from source: without a compiler the comparison runs without it, and says so.
+# zipnn is built from source: without a compiler the comparison reports that it leaves zipnn out.
 bench-codecs: $(READY) ## compare floatsplit with zipnn, blosc2 and zstd (trains a small model once)
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[bench-codecs]' || true
 	@test -e build/snapshots/step201.pt || $(BIN)/python benchmarks/make_state.py build/snapshots
@@ -114,5 +114,5 @@ format: $(READY) ## format the sources and apply safe fixes
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-clean: ## remove what was built (not .venv)
+clean: ## remove build products (not .venv)
 	rm -rf build dist site src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -28,7 +28,7 @@ class MemoryConfig(PluginConfig):
 
     Attributes:
         name: The name of the store. Backends of one name share a store for the life of the process;
-            without a name each has a store of its own.
+            without a name each has its own store.
     """
 
     name: str = ""
@@ -58,7 +58,7 @@ class MemoryBackend(Backend):
     Config: ClassVar[type[PluginConfig]] = MemoryConfig
 
     def __init__(self, config: MemoryConfig, /) -> None:
-        """Attach to the store of that name, and create it if it does not exist."""
+        """Attach to the store of that name; creates a missing one."""
         self._name = config.name
         self._closed = False
         if config.name:
@@ -108,7 +108,7 @@ class MemoryBackend(Backend):
             copy_bytes(target, memoryview(data)[request.offset : stop])
 
     def read_record(self, name: str, /, *, limit_bytes: int) -> bytes:
-        """Read a record as the contract says; one version even while the record is replaced."""
+        """Read a record as the contract says; one version even if the record is replaced."""
         data = self._find("read", name).data
         if len(data) > limit_bytes:
             msg = f"{name} on {self.url} has {len(data)} bytes, more than {limit_bytes} allowed"
@@ -128,9 +128,9 @@ class MemoryBackend(Backend):
         """List as the contract says."""
         self._check(prefix, prefix=True)
         with self._store.lock:
-            found = [(n, b) for n, b in self._store.blobs.items() if n.startswith(prefix)]
+            blobs = [(n, b) for n, b in self._store.blobs.items() if n.startswith(prefix)]
         return [
-            BlobInfo(n, len(b.data), b.modified_s) for n, b in sorted(found, key=lambda e: e[0])
+            BlobInfo(n, len(b.data), b.modified_s) for n, b in sorted(blobs, key=lambda e: e[0])
         ]
 
     def stat(self, name: str, /) -> BlobInfo:
@@ -225,17 +225,17 @@ class _MemoryWriter(BlobWriter):
     def _check_name(self) -> None:
         """Raise if the blob was deleted meanwhile: its name may be another blob's now."""
         if self._store.unsealed.get(self._name) is not self:
-            msg = f"cannot seal {self._name} on {self._url}: it was deleted while it was written"
+            msg = f"cannot seal {self._name} on {self._url}: it was deleted during the write"
             raise StorageError(msg)
 
     def _check_open(self, what: str) -> None:
         if not self._open:
-            msg = f"cannot {what} {self._name} on {self._url}: it is sealed or aborted already"
+            msg = f"cannot {what} {self._name} on {self._url}: it is already sealed or aborted"
             raise StorageError(msg)
 
 
 def _zeros(size: int) -> memoryview:
-    """Return memory that takes no pages before it is written; a bytearray is cleared by hand."""
+    """Return zeros that take no pages before they are written, unlike those of a bytearray."""
     import numpy as np  # noqa: PLC0415 - as in `copy_bytes`
 
     return np.zeros(size, np.uint8).data

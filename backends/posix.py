@@ -1,4 +1,4 @@
-"""The backend `posix`: files through a few threads; works like `uring`, wherever Python does."""
+"""The backend `posix`: files through a few threads; works like `uring`, wherever Python runs."""
 
 from __future__ import annotations
 

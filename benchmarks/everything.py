@@ -1,6 +1,6 @@
 """All benchmarks of the page, in one run of one commit; `make bench`.
 
-    python benchmarks/everything.py                     # 14 minutes on two cores, 10 GB of disk
+    python benchmarks/everything.py                     # 24 minutes on two cores, 10 GB of disk
     python benchmarks/everything.py --minutes 40 --scale 2 --folder /data/bench
     python benchmarks/everything.py --trial --only loop s3 --out build/trial-2.json
 

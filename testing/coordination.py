@@ -10,8 +10,8 @@ check_coordination(open_member)                                # all, or with py
 def test_coordination(check): check(open_member)
 ```
 
-All members may live in one process, as long as each has an instance of its own. Ranks in processes
-of their own are for the implementation's tests.
+All members may live in one process if each has its own instance. The implementation's own tests
+cover ranks in separate processes.
 """
 
 # ruff: noqa: D103 - checks explain themselves by their names
@@ -91,9 +91,9 @@ def many_keys_are_read_at_once_with_and_without_a_value(open_member: OpenMember)
         expect(two.read(keys), [None] * MANY, "a read of many keys without values")
         for number in range(0, MANY, 3):
             one.post(keys[number], b"%d" % number)
-        found = [None if number % 3 else b"%d" % number for number in range(MANY)]
+        expected = [None if number % 3 else b"%d" % number for number in range(MANY)]
         for member in (two, one):
-            expect(member.read(keys), found, "a read of many keys, of which some have values")
+            expect(member.read(keys), expected, "a read of many keys, some with values")
 
 
 @_agreed
@@ -101,7 +101,7 @@ def the_first_value_of_a_register_stays(open_member: OpenMember) -> None:
     with open_member("decide", 0) as one, open_member("decide", 1) as two:
         expect(one.decide("end", b"commit"), b"commit", "what the first decide returned")
         expect(two.decide("end", b"abort"), b"commit", "what a later decide returned")
-        expect(one.decide("end", b"abort"), b"commit", "what a later one of the first returned")
+        expect(one.decide("end", b"abort"), b"commit", "what the first's later decide returned")
         expect(one.decide("end", b"commit"), b"commit", "what the repeated decide returned")
         expect(two.read(["end", "other"]), [b"commit", None], "what was read")
         expect(two.decide("other", b"\x00\xff"), b"\x00\xff", "what another register returned")
@@ -111,11 +111,11 @@ def the_first_value_of_a_register_stays(open_member: OpenMember) -> None:
 def a_register_that_was_only_looked_at_is_free(open_member: OpenMember) -> None:
     with open_member("look", 0) as one, open_member("look", 1) as two:
         keys = [f"end/{number}" for number in range(MANY)]
-        expect(two.read(keys), [None] * MANY, "a read of registers that are free")
-        expect(two.read(keys[:1]), [None], "a read of a register that is free")
-        expect_wait(two.wait(keys[0], 0.0), "a wait for a register that was looked at", ends=False)
+        expect(two.read(keys), [None] * MANY, "a read of free registers")
+        expect(two.read(keys[:1]), [None], "a read of a free register")
+        expect_wait(two.wait(keys[0], 0.0), "a wait for a register that was read", ends=False)
         expect(one.decide(keys[0], b"mine"), b"mine", "what decide returned")
-        expect_wait(two.wait(keys[0], PATIENCE_S), "a wait for what was decided", ends=True)
+        expect_wait(two.wait(keys[0], PATIENCE_S), "a wait for a decision", ends=True)
 
 
 @_agreed
@@ -129,19 +129,19 @@ def of_members_in_a_race_exactly_one_decides(open_member: OpenMember) -> None:
                 start.wait()
                 return members[rank].decide(f"end/{turn}", b"%d" % rank)
 
-            told = set(pool.map(decide, range(MEMBERS)))
-            assert len(told) == 1, f"members were told different decisions: {sorted(told)}"
-            expect(members[0].read([f"end/{turn}"]), [*told], "what the register holds")
+            decisions = set(pool.map(decide, range(MEMBERS)))
+            assert len(decisions) == 1, f"members got different decisions: {sorted(decisions)}"
+            expect(members[0].read([f"end/{turn}"]), [*decisions], "what the register holds")
 
 
 @_agreed
 def a_wait_ends_with_a_post_a_decision_or_its_time(open_member: OpenMember) -> None:
     with open_member("wait", 0) as one, open_member("wait", 1) as two:
-        expect_wait(two.wait("go", 0.0), "a wait of no seconds for nothing", ends=False)
-        expect_wait(two.wait("go", 0.05), "a wait for what nobody posts", ends=False)
+        expect_wait(two.wait("go", 0.0), "a wait of 0 s without a post", ends=False)
+        expect_wait(two.wait("go", 0.05), "a wait without a post", ends=False)
         one.post("go", b"1")
         one.decide("end", b"1")
-        expect_wait(two.wait("go", 0.0), "a wait of no seconds for what is there", ends=True)
+        expect_wait(two.wait("go", 0.0), "a wait of 0 s after the post", ends=True)
         for key, act in (("go2", one.post), ("end2", one.decide)):
             with ThreadPoolExecutor(1) as pool:
                 waiting = pool.submit(two.wait, key, PATIENCE_S)
@@ -156,7 +156,7 @@ def a_wait_delays_no_other_call_of_its_member(open_member: OpenMember) -> None:
         one.post("slot/0", b"beat")
         expect(one.read(["slot/0"]), [b"beat"], "what was read during a wait")
         one.decide("end", b"x")
-        assert not waiting.done(), "a wait for what nobody posted has ended"
+        assert not waiting.done(), "a wait ended without a post"
         one.post("go", b"1")
         expect_wait(waiting.result(), "a wait of the same member", ends=True)
 
@@ -183,7 +183,7 @@ def a_reader_never_sees_a_torn_value(open_member: OpenMember) -> None:
             finally:
                 stop.set()
             looking.result()
-        assert not torn, f"values of {torn[:5]} bytes were read, which nobody posted"
+        assert not torn, f"values of {torn[:5]} bytes were read, but never posted"
 
 
 @_agreed
@@ -202,9 +202,9 @@ def values_outlive_the_member_that_gave_them(open_member: OpenMember) -> None:
         one.post("slot/0", b"x" * COORDINATION_VALUE_BYTES)
         one.decide("end", b"commit")
         one.close()
-        found = two.read(["slot/0", "end"])
-        expect(found, [b"x" * COORDINATION_VALUE_BYTES, b"commit"], "what a closed member left")
-        expect(two.decide("end", b"abort"), b"commit", "what is decided after the first has closed")
+        values = two.read(["slot/0", "end"])
+        expect(values, [b"x" * COORDINATION_VALUE_BYTES, b"commit"], "what a closed member left")
+        expect(two.decide("end", b"abort"), b"commit", "what is decided after the first closed")
 
 
 @_agreed
@@ -261,11 +261,11 @@ COORDINATION_CHECKS: tuple[CoordinationCheck, ...] = (
 
 
 def check_coordination(open_member: OpenMember, /) -> None:
-    """Run all checks, each on jobs of its own.
+    """Run all checks, each on its own jobs.
 
     Args:
-        open_member: Opens the view that a rank has of the job of that name; a job that was not
-            opened before has no values.
+        open_member: Opens a rank's view of the job of that name; a job that was not opened before
+            has no values.
 
     Raises:
         AssertionError: A promise of the contract is broken; the message names it.
@@ -279,7 +279,7 @@ class MemoryBoard:
 
     def __init__(self) -> None:
         """Create a board without values."""
-        self.changed = threading.Condition()  # guards `_values`, and tells of changes
+        self.changed = threading.Condition()  # guards `_values`, and signals changes
         self._values: dict[str, bytes] = {}
 
     def post(self, key: str, value: bytes) -> None:
@@ -294,7 +294,7 @@ class MemoryBoard:
             return [self._values.get(key) for key in keys]
 
     def decide(self, key: str, value: bytes) -> bytes:
-        """Set a value if there is none, and return the one that is there."""
+        """Set a value if there is none, and return the current one."""
         with self.changed:
             first = self._values.setdefault(key, value)
             self.changed.notify_all()
@@ -306,7 +306,7 @@ class MemoryBoard:
 
 
 class MemoryCoordination(Coordination):
-    """One rank's view of a board, as the contract says; no call ever waits for a store."""
+    """One rank's view of a board, as the contract says; no call waits for a store."""
 
     def __init__(self, board: MemoryBoard) -> None:
         """Attach to `board`."""
@@ -315,7 +315,7 @@ class MemoryCoordination(Coordination):
 
     @property
     def host(self) -> str:
-        """This machine, and no other one."""
+        """The name of this machine."""
         return "localhost"
 
     def post(self, key: str, value: bytes, /) -> None:
@@ -325,7 +325,7 @@ class MemoryCoordination(Coordination):
         self._board.post(key, bytes(value))
 
     def read(self, keys: Sequence[str], /) -> list[bytes | None]:
-        """Read as the contract says; the values are of one moment."""
+        """Read as the contract says; all values at one moment."""
         for key in keys:
             check_coordination_key(key)
         self._check_open()

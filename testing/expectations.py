@@ -34,14 +34,14 @@ _NOT_CALLED = frozenset({"Config", "register"})  # `register` is of ABCMeta
 
 
 class NotDeclaredError(unittest.SkipTest):
-    """A check is skipped, since its capability is not declared by the instance.
+    """A check is skipped: the instance does not declare its capability.
 
     Pytest and unittest show it as a skip, with the reason.
     """
 
 
 class NotTriedError(unittest.SkipTest):
-    """A check is skipped, since it cannot be tried on this machine.
+    """A check is skipped: this machine cannot run it.
 
     Pytest and unittest show it as a skip, with the reason.
     """
@@ -74,40 +74,40 @@ def promise(check: BackendCheck, /) -> BackendCheck:
     """Turn any exception in the check into an AssertionError that names the broken promise."""
 
     @functools.wraps(check)
-    def said_in_words(open_root: OpenRoot) -> None:
+    def named(open_root: OpenRoot) -> None:
         with finding(f"while checking that {check.__name__.replace('_', ' ')}"):
             check(open_root)
 
-    return said_in_words
+    return named
 
 
 def expect_own_api_version(plugin: object, /) -> None:
-    """Check that the plugin's own class names the version of its contract.
+    """Check that the plugin's own class names its contract version.
 
     Raises:
-        AssertionError: The class names no version, or another one.
+        AssertionError: The class names no version, or the wrong one.
     """
-    found = getattr(plugin, "api_version", None)
-    assert found == API_VERSION, (
-        f"it is for version {found} of the contract, this Penstock has version {API_VERSION}"
+    version = getattr(plugin, "api_version", None)
+    assert version == API_VERSION, (
+        f"it implements version {version} of the contract; this Penstock has version {API_VERSION}"
     )
     cls = type(plugin)
     assert says_its_version(cls), (
-        f"write `api_version = {API_VERSION}` into {cls.__qualname__}: an inherited one changes "
-        "with Penstock, so a change of the contract would go unnoticed"
+        f"write `api_version = {API_VERSION}` into {cls.__qualname__}: an inherited version "
+        "changes with Penstock, so a contract change would go unnoticed"
     )
 
 
 @contextmanager
 def finding(what: str, *passing: type[Exception]) -> Iterator[None]:
-    """Turn an exception of the block into an AssertionError that says what was tried.
+    """Turn an exception of the block into an AssertionError that names the attempt.
 
     Args:
-        what: The beginning of the message: what was tried.
+        what: The beginning of the message: the attempt.
         passing: Errors that are raised as they are.
 
     Raises:
-        AssertionError: The block raised another exception, which is the cause.
+        AssertionError: The block raised another exception (the cause).
     """
     try:
         yield
@@ -116,7 +116,7 @@ def finding(what: str, *passing: type[Exception]) -> Iterator[None]:
     except passing:
         raise
     except AssertionError as error:
-        if any(error.args):  # the check has written its own message
+        if any(error.args):  # the check has its own message
             raise
         msg = f"{what}: an `assert` without a text failed"
         raise AssertionError(msg) from error
@@ -141,9 +141,9 @@ def raises(*errors: type[Exception], by: str = "the call") -> Iterator[None]:
 
 
 def pattern(length: int, seed: int = 0) -> bytes:
-    """Return reproducible bytes in which no two stretches are alike.
+    """Return reproducible bytes without repetitions.
 
-    A backend that mixes up offsets would pass with bytes that repeat.
+    With repeating bytes, a backend that mixes up offsets would pass.
     """
     return random.Random(seed).randbytes(length)  # noqa: S311 - for comparing, not for secrets
 
@@ -162,7 +162,7 @@ def at_phase(data: bytes, phase: int) -> memoryview:
 
 @dataclass(slots=True)
 class Model:
-    """The requests to write a blob, and the bytes that the blob should hold afterwards."""
+    """The write requests of a blob, and the bytes that it should then hold."""
 
     align: int
     expected: bytearray = field(default_factory=bytearray)
@@ -170,7 +170,7 @@ class Model:
     end: int = 0
 
     def put(self, *parts: memoryview, gap: int = 0, phase: int | None = None) -> None:
-        """Plan a request after the last one, on its own alignment unit."""
+        """Plan a request after the last one, on a new alignment unit."""
         offset = align_up(self.end, self.align) + gap * self.align
         offset += phase if phase is not None and self.align > 1 else 0
         data = b"".join(parts)
@@ -199,7 +199,7 @@ def expect_names(backend: Backend, prefix: str, expected: list[str]) -> None:
 
 
 def expect_equal(got: bytes, expected: bytes | bytearray) -> None:
-    """Compare bytes; the message gives the first difference, not megabytes."""
+    """Compare bytes; the message gives only the first difference."""
     if got == expected:
         return
     pairs = enumerate(zip(got, expected, strict=False))
@@ -218,10 +218,10 @@ def store(backend: Backend, name: str, model: Model) -> None:
 
 
 class Lender:
-    """Lends buffers, and overwrites them once the call is over.
+    """Lends buffers, and overwrites them after the call.
 
-    A call that keeps a view is found by CPython's count of views. A call that keeps an address
-    finds other bytes there, for as long as the lender lives.
+    CPython's count of views shows a call that keeps a view. A call that keeps an address reads
+    other bytes there, as long as the lender lives.
     """
 
     def __init__(self) -> None:
@@ -231,7 +231,7 @@ class Lender:
         """Lend a copy of `data` to `use`, which makes the call that `call` names.
 
         Raises:
-            AssertionError: A view of the buffer is still there after the call.
+            AssertionError: A view of the buffer outlives the call.
         """
         memory = bytearray(data)
         self._memories.append(memory)
@@ -239,8 +239,8 @@ class Lender:
         memory[:] = bytes([_AFTERWARDS]) * len(memory)
         if memory and _has_views(memory):
             msg = (
-                f"{call} keeps a view of the buffer that it was given: that is its own only "
-                "during the call, and holds other bytes afterwards; copy what is needed later"
+                f"{call} keeps a view of the buffer that it was given, which is lent only for "
+                "the call, and then holds other bytes; copy what is needed later"
             )
             raise AssertionError(msg)
         return result
@@ -251,36 +251,36 @@ def _has_views(memory: bytearray) -> bool:
         try:
             memory.pop()  # a bytearray with views refuses to change its size
         except BufferError:
-            gc.collect()  # once: a view in a dead cycle is not kept
+            gc.collect()  # once: a view in a dead cycle does not count
         else:
             return False
     return True
 
 
 def expect_signatures(plugin: object, contract: Any, /) -> None:
-    """Check that core can call each method of the plugin as the contract has it.
+    """Check that core can call each method of the plugin by the contract.
 
     Raises:
-        AssertionError: A method takes other arguments, or is none.
+        AssertionError: A method takes other arguments, or is not callable.
     """
     cls = type(plugin)
     for name in dir(contract):
-        promised, found = (inspect.getattr_static(owner, name) for owner in (contract, cls))
-        if name.startswith("_") or name in _NOT_CALLED or found is promised:
+        promised, given = (inspect.getattr_static(owner, name) for owner in (contract, cls))
+        if name.startswith("_") or name in _NOT_CALLED or given is promised:
             continue
         if isinstance(promised, property):
-            assert not inspect.isfunction(found), (
-                f"{cls.__qualname__}.{name} is a method: core reads it, so make it a property"
+            assert not inspect.isfunction(given), (
+                f"{cls.__qualname__}.{name} is a method, but core reads it: make it a property"
             )
         elif callable(getattr(contract, name)):
             _expect_call(f"{cls.__qualname__}.{name}", getattr(contract, name), getattr(cls, name))
 
 
-def _expect_call(name: str, promised: Any, found: Any) -> None:
-    assert callable(found), f"{name} is no method"
+def _expect_call(name: str, promised: Any, given: Any) -> None:
+    assert callable(given), f"{name} is not a method"
     wanted = inspect.signature(promised)
     try:
-        signature = inspect.signature(found)
+        signature = inspect.signature(given)
     except (TypeError, ValueError):
         return  # a function in C without a signature: it may fit
     keywords = [
@@ -288,18 +288,17 @@ def _expect_call(name: str, promised: Any, found: Any) -> None:
     ]
     # Bound to its class, a class method shows no `cls`; a plain function shows its `self`.
     positional = len(wanted.parameters) - len(keywords)
-    positional += inspect.ismethod(promised) - inspect.ismethod(found)
+    positional += inspect.ismethod(promised) - inspect.ismethod(given)
     try:
         signature.bind(*[None] * positional, **dict.fromkeys(keywords))
     except TypeError as error:
         msg = (
-            f"{name}{_shown(signature)} cannot be called as the contract has it, "
-            f"{_shown(wanted)}: {error}"
+            f"{name}{_shown(signature)} cannot be called by the contract, {_shown(wanted)}: {error}"
         )
         raise AssertionError(msg) from error
 
 
 def _shown(signature: inspect.Signature) -> str:
-    """Return the signature without annotations, which would make a message of many lines."""
+    """Return the signature without annotations, which would make messages long."""
     bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
     return str(inspect.Signature(bare))

@@ -48,10 +48,10 @@ OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 
 
 class WrapperWriter(DelegatingWriter):
-    """Delegates all; an injected error of `abort` goes no further."""
+    """Delegates all calls; `abort` swallows injected errors."""
 
     def abort(self) -> None:
-        """As the contract says: it never raises an error of the store."""
+        """Abort, and never raise an error of the store."""
         try:
             super().abort()
         except StorageError:  # `abort` never raises: an injected error must not break the contract
@@ -61,8 +61,8 @@ class WrapperWriter(DelegatingWriter):
 class WrapperBackend(DelegatingBackend):
     """Delegates all calls, those of `OPERATIONS` through `_around(operation, names, call)`.
 
-    Batches in the background run in the pool of the base class: delegated to the wrapped backend
-    they would not meet the faults.
+    Background batches run in the pool of the base class. The wrapped backend would run them without
+    the faults.
     """
 
     name: ClassVar[str] = "wrapper"
@@ -86,7 +86,7 @@ class WrapperBackend(DelegatingBackend):
     def store_time_s(self) -> float:
         """Return the store's time, by calls of this backend if the inner one inherits the method.
 
-        The probe that the base class publishes has to meet the faults: a process may die right
+        The faults must hit the probe that the base class publishes: a process may die right
         after it.
         """
         if type(self.inner).store_time_s is Backend.store_time_s:
@@ -103,7 +103,7 @@ def _counts(operation: str) -> TypeGuard[Operation]:
 
 
 class SimulatedCrashError(BaseException):
-    """The process counts as dead; not an `Exception`, so that no handler continues after it."""
+    """The process counts as dead; not an `Exception`, so no handler can continue after it."""
 
 
 @dataclass(slots=True)
@@ -114,9 +114,9 @@ class Fault:
         operation: The operation to hit.
         first: The number, from 1, of the first matching call to hit.
         times: The number of calls to hit in a row; None hits all from `first` on.
-        match: A text that a name in the call has to contain.
+        match: A text that a name in the call must contain.
         error: The error to raise; None raises nothing.
-        late: Whether to raise only after the wrapped call was carried out, as a lost answer does.
+        late: Whether to raise after the wrapped call has run, like a lost answer.
         seconds: The seconds to sleep before the call.
         until: An event to wait for before the call.
         seen: The number of matching calls so far.
@@ -145,7 +145,7 @@ class Fault:
 
 
 class FaultyBackend(WrapperBackend):
-    """Fails, sleeps or blocks as the test tells it.
+    """Fails, sleeps or blocks as the test asks.
 
     Example:
         `faulty.fail("publish", StorageError("no"), nth=2, match="commits/")`
@@ -162,7 +162,7 @@ class FaultyBackend(WrapperBackend):
 
     @property
     def calls(self) -> list[tuple[str, tuple[str, ...]]]:
-        """The `(operation, names)` of every call so far, in order of arrival."""
+        """The `(operation, names)` of every call so far, in order."""
         with self._lock:
             return list(self._calls)
 
@@ -173,7 +173,7 @@ class FaultyBackend(WrapperBackend):
         return fault
 
     def clear(self) -> None:
-        """Remove all faults; calls that are blocked stay so until their event is set."""
+        """Remove all faults; blocked calls stay blocked until their event is set."""
         with self._lock:
             self._faults.clear()
 
@@ -205,7 +205,7 @@ class FaultyBackend(WrapperBackend):
         with self._lock:
             self._calls.append((operation, names))
             hits = [fault for fault in self._faults if fault.applies(operation, names)]
-        for fault in hits:  # outside of the lock: a blocked call must not hold up other calls
+        for fault in hits:  # outside the lock: a blocked call must not block other calls
             fault.reached.set()
             if fault.seconds:
                 time.sleep(fault.seconds)
@@ -221,10 +221,10 @@ class FaultyBackend(WrapperBackend):
 
 
 class CrashAt(WrapperBackend):
-    """Crashes at the `n`-th call, before or after carrying it out; no later call is carried out.
+    """Crashes at the `n`-th call, before or after running it; no later call runs.
 
-    With `kill` the process is really killed (SIGKILL). Without it `SimulatedCrashError` is raised
-    by this and every later call, so that no clean-up of the caller can change the store.
+    With `kill` the process is really killed (SIGKILL). Without it, this and every later call raise
+    `SimulatedCrashError`, so that the caller's clean-up cannot change the store.
     """
 
     name: ClassVar[str] = "crash"
@@ -251,7 +251,7 @@ class CrashAt(WrapperBackend):
 
     @property
     def crashed(self) -> bool:
-        """Whether the `n`-th call came."""
+        """Whether the `n`-th call was made."""
         return self._dead
 
     def _around(self, operation: Operation, names: tuple[str, ...], call: Callable[[], _T]) -> _T:
@@ -282,10 +282,10 @@ class _SlowWriter(WrapperWriter):
 
 
 class LatencyBackend(WrapperBackend):
-    """Delays every call by `latency_s`, and limits the bytes moved to `bytes_per_s` in all.
+    """Delays every call by `latency_s`, and limits total throughput to `bytes_per_s`.
 
-    `jitter_s` adds a random delay of at most that much. It depends on `seed`, on the operation and
-    on the number of such calls before, but not on the timing of other threads.
+    `jitter_s` adds a random delay of at most that much. The delay depends on `seed`, the operation
+    and the number of its earlier calls, but not on the timing of other threads.
     """
 
     name: ClassVar[str] = "latency"
@@ -301,7 +301,7 @@ class LatencyBackend(WrapperBackend):
         seed: int = 0,
         bytes_per_s: float | None = None,
     ) -> None:
-        """Wrap `inner`; a mapping gives the seconds by operation."""
+        """Wrap `inner`; a mapping gives seconds per operation."""
         super().__init__(inner)
         self._latency_s = latency_s
         self._jitter_s = jitter_s
@@ -309,15 +309,15 @@ class LatencyBackend(WrapperBackend):
         self._bytes_per_s = bytes_per_s
         self._calls: Counter[str] = Counter()
         self._lock = threading.Lock()  # guards `_calls`
-        self._link = threading.Lock()  # held while bytes pass: requests in flight share the limit
+        self._link = threading.Lock()  # held while bytes pass: parallel requests share the limit
 
     def read(self, requests: Sequence[ReadRequest], /) -> None:
-        """Delegate after the time that the bytes take."""
+        """Delegate after the bytes' transfer time."""
         self.pass_bytes(sum(request.target.nbytes for request in requests))
         super().read(requests)
 
     def pass_bytes(self, count: int) -> None:
-        """Sleep for the time that `count` bytes take."""
+        """Sleep for the transfer time of `count` bytes."""
         if self._bytes_per_s:
             with self._link:
                 time.sleep(count / self._bytes_per_s)
@@ -326,7 +326,7 @@ class LatencyBackend(WrapperBackend):
         """Return the delay in seconds of call `number` (from 1) of `operation`."""
         jitter_s = _seconds(self._jitter_s, operation)
         if jitter_s:
-            # Seeded by the call: one generator for all would depend on the order of threads.
+            # Seeded per call: a shared generator would depend on the order of threads.
             chance = random.Random(f"{self._seed} {operation} {number}")  # noqa: S311 - no secret
             jitter_s *= chance.random()
         return _seconds(self._latency_s, operation) + jitter_s

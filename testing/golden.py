@@ -1,4 +1,4 @@
-"""Golden files: bytes that were written once, and that must be written the same for ever."""
+"""Golden files: bytes that were written once, and must never change."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 REWRITE_VARIABLE = "PENSTOCK_REWRITE_GOLDEN"
-"""The environment variable that, set to `1`, makes `check_golden` write files."""
+"""This environment variable, set to `1`, makes `check_golden` write files."""
 
 _SHOWN_BYTES = 16
 
@@ -15,15 +15,15 @@ def check_golden(path: str | os.PathLike[str], data: bytes, /) -> None:
     """Compare `data` with the file at `path`, byte by byte.
 
     Raises:
-        AssertionError: The bytes differ, or there is no such file. The message says where they
-            differ, and how to write the file again.
+        AssertionError: The bytes differ, or the file is missing. The message gives the first
+            difference, and how to write the file again.
     """
     file = Path(path)
     if rewriting():
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(data)
         return
-    how = f"if that is meant, run the test with {REWRITE_VARIABLE}=1, and review what changed"
+    how = f"if intended, run the test with {REWRITE_VARIABLE}=1, and review the change"
     if not file.is_file():
         msg = f"there is no golden file {file}; {how}"
         raise AssertionError(msg)
@@ -39,10 +39,10 @@ def check_golden(path: str | os.PathLike[str], data: bytes, /) -> None:
 
 
 def read_golden(path: str | os.PathLike[str], /) -> bytes:
-    """Return the bytes of the golden file at `path`, for a test that they can still be decoded.
+    """Return the bytes of the golden file at `path`, for a test that still decodes them.
 
     Raises:
-        AssertionError: There is no such file.
+        AssertionError: The file is missing.
     """
     file = Path(path)
     if not file.is_file():
@@ -55,7 +55,7 @@ def rewriting() -> bool:
     """Return whether to write golden files again.
 
     Raises:
-        AssertionError: The variable is set to something else than `0` or `1`.
+        AssertionError: The variable is neither `0` nor `1`.
     """
     value = os.environ.get(REWRITE_VARIABLE, "0")
     if value not in {"0", "1"}:

@@ -1,4 +1,4 @@
-"""Short waits and shifted clocks, so that no test sleeps or patches a constant."""
+"""Short waits and shifted clocks, so that tests neither sleep nor patch constants."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ machine."""
 
 
 class ShiftedClock(Clock):
-    """The clocks of this machine, all ahead by the same time.
+    """This machine's clocks, all ahead by the same time.
 
     Args:
-        ahead_s: The seconds by which they are ahead, or a function that returns these at each call.
+        ahead_s: The seconds that they are ahead, or a function that returns them at each call.
     """
 
     def __init__(self, ahead_s: float | Callable[[], float] = 0.0) -> None:

@@ -1,19 +1,18 @@
-"""A store in memory that can lose power, and then holds only what the contract calls durable.
+"""A store in memory that can lose power, and then holds only what the contract makes durable.
 
-`seal`, `publish` and `delete` are durable once they have returned. Anything else may or may not
-survive a cut: any 512-byte sectors of a blob that is not sealed, and its name; a blob that was
-aborted; a publish in flight, or the record that it replaces; any of the names of a delete in
-flight. So an engine that publishes a name before its data is durable, or deletes data before its
-name, loses a checkpoint at some cut.
+`seal`, `publish` and `delete` are durable once they return. Anything else may or may not survive a
+cut: any 512-byte sectors of an unsealed blob, and its name; an aborted blob; a publish in flight,
+or the record that it replaces; any names of a delete in flight. So an engine that publishes a name
+before its data is durable, or deletes data before its name, loses a checkpoint at some cut.
 
 ```python
-disk = Disk(cut_at=7)                       # the power goes during the 7th effect on it
+disk = Disk(cut_at=7)                       # the power fails during the 7th effect
 with suppress(SimulatedCrashError, PenstockError), Checkpointer(PowerCut(disk)) as ckpt:
     ckpt.save(state, 1, mode="blocking")
-survived = PowerCut(disk.cut(random.Random(seed)))  # one of many ways in which that can end
+survived = PowerCut(disk.cut(random.Random(seed)))  # one of many possible outcomes
 ```
 
-Without `cut` the disk holds what a killed process leaves: all that it had handed over.
+Without `cut` the disk holds what a killed process leaves: everything that it wrote.
 """
 
 from __future__ import annotations
@@ -69,17 +68,17 @@ class Disk:
         self._ahead_s = 0.0
         self._files: dict[str, _File] = {}
         self._aborted: dict[str, _File] = {}  # deleted, but not durably
-        self._under_way: dict[str, list[_Fate]] = {}  # further outcomes of the effect that was cut
+        self._under_way: dict[str, list[_Fate]] = {}  # other outcomes of the effect that was cut
         self._lock = threading.RLock()  # guards all of the above
 
     @property
     def effects(self) -> int:
-        """The number of effects so far, the one in which the power went included."""
+        """The number of effects so far, including the one that the cut hit."""
         return self._effects
 
     @property
     def dead(self) -> bool:
-        """Whether the power is gone; then every use raises `SimulatedCrashError`."""
+        """Whether the power is off; then every use raises `SimulatedCrashError`."""
         return self._dead
 
     def advance(self, seconds: float) -> None:
@@ -88,12 +87,12 @@ class Disk:
             self._ahead_s += seconds
 
     def cut_in(self, effects: int | None) -> None:
-        """Cut the power during that effect, counted from now on (1 is the next); None: never."""
+        """Cut the power during that effect from now (1 is the next); None: never."""
         with self._lock:
             self._cut_at = None if effects is None else self._effects + effects
 
     def copy(self, *, cut_at: int | None = None) -> Disk:
-        """Return another disk with the same files, durable or not; its effects count from 1."""
+        """Return a disk with the same files, durable or not; its effects count from 1."""
         with self._lock:
             other = Disk(cut_at=cut_at)
             other._ahead_s = self._ahead_s
@@ -104,7 +103,7 @@ class Disk:
     def cut(self, choice: random.Random) -> Disk:
         """Cut the power, and return a new disk with the files that `choice` lets survive.
 
-        May be called again, for another outcome of the same cut.
+        A further call gives another outcome of the same cut.
         """
         with self._lock:
             self._dead = True
@@ -136,7 +135,7 @@ class Disk:
             return self._files.get(name)
 
     def listed(self, prefix: str) -> list[BlobInfo]:
-        """List files by name; as in a file system, blobs that are not sealed are listed."""
+        """List files by name; like a file system, list unsealed blobs too."""
         with self._lock:
             self._check_power()
             return [
@@ -157,7 +156,7 @@ class Disk:
             return file
 
     def write(self, name: str, file: _File, requests: Sequence[WriteRequest]) -> None:
-        """Write bytes that can be read, but are not durable."""
+        """Write bytes, readable but not durable."""
         with self._lock:
             grown = _File(bytearray(file.data), file.modified_s, durable=False)
             for request in requests:
@@ -182,7 +181,7 @@ class Disk:
     def abort(self, name: str, file: _File) -> None:
         """Delete a file, not durably: a cut may bring it back."""
         with self._lock:
-            self._effect({})  # an unsealed file may be gone or present in any case
+            self._effect({})  # an unsealed file may survive a cut or not anyway
             if self._files.get(name) is file:
                 self._aborted[name] = self._files.pop(name)
 
@@ -190,12 +189,12 @@ class Disk:
         """Replace a record durably; return False if it is exclusive and the name is taken."""
         with self._lock:
             file = _File(bytes(data), self.now_s(), durable=True)
-            taken = exclusive and name in self._files
-            self._effect({} if taken else {name: [file]})
-            if not taken:
+            refused = exclusive and name in self._files
+            self._effect({} if refused else {name: [file]})
+            if not refused:
                 self._files[name] = file
                 self._aborted.pop(name, None)
-            return not taken
+            return not refused
 
     def delete(self, names: Iterable[str]) -> None:
         """Delete all names durably, as one effect."""
@@ -209,7 +208,7 @@ class Disk:
     # -- internal -------------------------------------------------------------------------------
 
     def _effect(self, fates: dict[str, list[_Fate]]) -> None:
-        """Count an effect; if the power goes during it, `fates` are further outcomes by name."""
+        """Count an effect; if the cut hits it, `fates` are other outcomes by name."""
         self._check_power()
         self._effects += 1
         if self._effects == self._cut_at:
@@ -224,7 +223,7 @@ class Disk:
 
     def _fates(self) -> list[tuple[str, list[_Fate]]]:
         """Return the possible outcomes of a cut for each name."""
-        found = []
+        outcomes = []
         for name in sorted({*self._files, *self._aborted, *self._under_way}):
             file = self._files.get(name)
             fates: list[_Fate] = [file]
@@ -233,8 +232,8 @@ class Disk:
                 if unsure := file or self._aborted.get(name):
                     fates.append(unsure)
             fates += [fate for fate in self._under_way.get(name, []) if fate not in fates]
-            found.append((name, fates))
-        return found
+            outcomes.append((name, fates))
+        return outcomes
 
     def _survived(self, chosen: Iterable[tuple[str, _Fate]], choice: random.Random) -> Disk:
         other = Disk()
@@ -242,7 +241,7 @@ class Disk:
         for name, fate in chosen:
             if fate is not None:
                 data = bytes(fate.data) if fate.durable else _torn(fate.data, choice)
-                # What the new disk shows after the cut has survived, so it is durable.
+                # Files on the new disk have survived the cut, so they are durable.
                 other._files[name] = _File(data, fate.modified_s, durable=True)
         return other
 
@@ -268,7 +267,7 @@ class PowerCut(Backend):
         return Capabilities(preferred_parallel=1, local=True, outlives_process=False)
 
     def create(self, name: str, /, *, size_hint: int | None = None) -> BlobWriter:
-        """Create a blob as the contract says; the blob is listed before it is sealed."""
+        """Create a blob as the contract says; it is listed before the seal."""
         del size_hint
         self._check(name)
         file = self.disk.create(name)
@@ -292,7 +291,7 @@ class PowerCut(Backend):
             target[:] = memoryview(data)[request.offset : stop]
 
     def read_record(self, name: str, /, *, limit_bytes: int) -> bytes:
-        """Read a record as the contract says; one version even while the record is replaced."""
+        """Read a record as the contract says; never a mix of two versions."""
         data = self._find(name).data
         if len(data) > limit_bytes:
             msg = f"{name} on {self.url} has {len(data)} bytes, more than {limit_bytes} allowed"
@@ -317,7 +316,7 @@ class PowerCut(Backend):
         return BlobInfo(name, len(file.data), file.modified_s)
 
     def delete(self, names: Sequence[str], /) -> None:
-        """Delete as the contract says; one effect, so that a cut may take any of the names."""
+        """Delete as the contract says; one effect, so a cut may delete any of the names."""
         for name in names:
             self._check(name)
         self.disk.delete(names)
@@ -348,7 +347,7 @@ class _Writer(BlobWriter):
         self._name = name
         self._file = file
         self._open = True
-        self._lock = threading.Lock()  # guards `_open`: no write may come after a seal
+        self._lock = threading.Lock()  # guards `_open`: no write may follow a seal
 
     def write(self, requests: Sequence[WriteRequest], /) -> None:
         with self._lock:
@@ -386,7 +385,7 @@ def _extend(file: _File, length: int) -> None:
 
 def _torn(data: bytes | bytearray, choice: random.Random) -> bytes:
     """Return `data` torn: cut to any length, with sectors replaced by zeros or random bytes."""
-    # Nothing, everything and a part are drawn equally often, of the length as of the sectors.
+    # Draws none, all or some equally often, both of the length and of the sectors.
     length = choice.choice([0, len(data), choice.randint(0, len(data))])
     sectors = -(-length // SECTOR_BYTES)
     kept = choice.choice([0, -1, choice.getrandbits(sectors + 1)])

@@ -1,4 +1,4 @@
-"""A checkpoint in memory, stored and restored without files by a fixed list of providers."""
+"""A checkpoint in memory, stored and restored by a fixed list of providers."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ PIECE_BYTES = 48  # small, so that every sink is filled in several pieces
 
 @dataclass(frozen=True)
 class Stored:
-    """A described tree with its bytes.
+    """A described tree and its bytes.
 
     Attributes:
         providers: The providers that described the tree.
         description: The entries that the providers described.
-        tree: The same entries as a restore sees them.
+        tree: These entries as a restore sees them.
         data: The bytes of every object that is not tied to another one.
     """
 
@@ -99,7 +99,7 @@ class Stored:
         return placement.finish()
 
     def fill(self, placement: Placement, *, piece_bytes: int = 1 << 20) -> None:
-        """Fill every target once, last pieces first: a sink has to take them in any order."""
+        """Fill every target once, last pieces first: a sink must accept any order."""
         done: set[int] = set()
         for target in placement.targets:
             if id(target.sink) in done:
@@ -160,7 +160,7 @@ def read_piece(source: ByteSource, start: int, length: int) -> bytes:
 
 
 class StaticProviders:
-    """A fixed list of provider instances, for tests of one's own provider."""
+    """A fixed list of provider instances, for tests of a provider."""
 
     def __init__(self, providers: Sequence[StateProvider]) -> None:
         self._providers = tuple(providers)

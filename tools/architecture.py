@@ -1,10 +1,10 @@
-"""Draw the packages of Penstock from its imports, and list them, for `docs/architecture.md`.
+"""Draw and list the packages of Penstock for `docs/architecture.md`, from their imports.
 
     python tools/architecture.py            # writes the picture, and the table of the page
-    python tools/architecture.py --check    # fails where either is not up to date
+    python tools/architecture.py --check    # fails if either is not up to date
 
-A box is a package of `core`, or one of the folders beside it, and is above all that it imports. The
-table names what a package imports, less what these import anyway.
+A box is a package of `core` or a folder beside it, above everything that it imports. The table
+names a package's imports, except those that follow from others.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Room:
 
 
 def read_rooms() -> dict[str, Room]:
-    """Build the rooms, the lowest first, from the imports that run, also inside functions.
+    """Build the rooms, lowest first, from all imports that run, even inside functions.
 
     Raises:
         graphlib.CycleError: Rooms import each other.
@@ -84,7 +84,7 @@ def read_rooms() -> dict[str, Room]:
             room = rooms.setdefault(name, described(name))
             room.imports |= {room_of(target) for target in targets} - {"", name}
             if "penstock" in targets and name == "integrations":
-                room.imports.add("checkpointer")  # by a name of the package itself
+                room.imports.add("checkpointer")  # through a name of the package
     reached: dict[str, set[str]] = {}
     for name in TopologicalSorter(
         {name: room.imports for name, room in rooms.items()}
@@ -111,7 +111,7 @@ def described(name: str) -> Room:
 def rows_of(rooms: dict[str, Room]) -> list[list[tuple[str, Room]]]:
     """Return the rows of the picture, from the top down."""
     highest = max(room.row for room in rooms.values())
-    return [[one for one in rooms.items() if one[1].row == n] for n in range(highest, -1, -1)]
+    return [[item for item in rooms.items() if item[1].row == n] for n in range(highest, -1, -1)]
 
 
 def draw(rooms: dict[str, Room]) -> str:
@@ -149,15 +149,15 @@ def box(name: str, room: Room, left: float, top: float) -> list[str]:
 
 
 def table(rooms: dict[str, Room]) -> str:
-    """Return the rooms, from the top down, with the summaries of their docstrings."""
+    """Return the rooms, from the top down, with their docstrings' summaries."""
     lines = ["| room | what lives there | imports |", "|---|---|---|"]
-    for _, room in (one for row in rows_of(rooms) for one in row):
+    for _, room in (item for row in rows_of(rooms) for item in row):
         lines.append(f"| `{room.folder}` | {room.summary} | {', '.join(room.shown)} |")
     return "\n".join(lines)
 
 
 def main() -> None:
-    """Write picture and table, or compare them with what is there."""
+    """Write picture and table, or compare them with the files."""
     rooms, page = read_rooms(), PAGE.read_text()
     before, _, rest = page.partition(BEGIN)
     wanted = f"{before}{BEGIN}\n{table(rooms)}\n{END}{rest.partition(END)[2]}"

@@ -1,11 +1,11 @@
-"""Break each guard of `guards.toml` once, in a copy of the sources, and see that a test fails.
+"""Break each guard of `guards.toml` in a copy of the sources, and check that a test fails.
 
-    .venv/bin/python tools/break_guards.py            # all of them, some minutes
-    .venv/bin/python tools/break_guards.py fence      # those whose name or chapter has "fence"
-    .venv/bin/python tools/break_guards.py --why ...  # print the error of the failing test, too
+    .venv/bin/python tools/break_guards.py            # all, some minutes
+    .venv/bin/python tools/break_guards.py fence      # those with "fence" in name or chapter
+    .venv/bin/python tools/break_guards.py --why ...  # also print the failing test's error
 
-All named tests run with nothing broken first: a test that fails then proves nothing. The build of
-the documentation loads this file as well, and gets its page of guards from it.
+All named tests first run with nothing broken: a test that fails then proves nothing. The
+documentation build loads this file too, for the page of guards.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 CODE = ("core", "providers", "backends", "codecs", "integrations", "testing")
 COPIED = (*CODE, "src", "tests", "docs", "pyproject.toml")
-# Does not wait for threads that a failing test has left.
+# Does not wait for threads that a failing test left.
 RUN = "import os, sys, pytest; code = pytest.main(sys.argv[1:]); sys.stdout.flush(); os._exit(code)"
 HEAD = """# Guards
 
-A guard is a line without which a promise to a user breaks. A guard that can be removed without a
-test that fails is not tested: `tools/break_guards.py` removes one at a time, in a copy of the
-sources, and runs tests until one fails. This page is built from `tools/guards.toml`.
+A guard is a line that keeps a promise to the user. If no test fails without it, it is untested:
+`tools/break_guards.py` removes one guard at a time, in a copy of the sources, and runs tests until
+one fails. This page is built from `tools/guards.toml`.
 
 *Ends at:* guards that nobody thought of; [mutations](mutations.md) need no list.
 """
@@ -87,7 +87,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def copy_tree(target: Path) -> Path:
-    """Copy and compile what the tests need."""
+    """Copy and compile the files that the tests need."""
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
     for name in COPIED:
         if (ROOT / name).is_dir():
@@ -95,7 +95,7 @@ def copy_tree(target: Path) -> Path:
         else:
             shutil.copy(ROOT / name, target / name)
     for name in CODE:
-        # By content: a broken file may have the time and the size of the good one.
+        # By content: a broken file may have the good one's time and size.
         mode = PycInvalidationMode.CHECKED_HASH
         compileall.compile_dir(target / name, quiet=1, invalidation_mode=mode)
     return target
@@ -104,7 +104,7 @@ def copy_tree(target: Path) -> Path:
 def run_tests(tests: list[str], copy: Path, timeout_s: float) -> tuple[str, str]:
     """Run pytest in a copy until a test fails, and return that test and its error.
 
-    No test, and an error: pytest itself failed. None of both: all tests passed.
+    An error without a test: pytest itself failed. Neither: all tests passed.
     """
     base = copy / "basetemp"
     options = ["-x", "-q", "-p", "no:cacheprovider", "--timeout=40", "--tb=short"]
@@ -113,12 +113,12 @@ def run_tests(tests: list[str], copy: Path, timeout_s: float) -> tuple[str, str]
         process = subprocess.Popen(
             [sys.executable, "-c", RUN, *options, f"--basetemp={base}", *tests],
             cwd=copy, env=environment, stdout=printed, stderr=subprocess.STDOUT,
-            start_new_session=True,  # so that processes that it leaves can be ended with it
+            start_new_session=True,  # so that its leftover processes can be killed with it
         )  # fmt: skip
         try:
             process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            return tests[0], "it never ends"
+            return tests[0], "it hangs"
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -128,7 +128,7 @@ def run_tests(tests: list[str], copy: Path, timeout_s: float) -> tuple[str, str]
         output = printed.read().decode(errors="replace")
     if process.returncode == 0:
         return "", ""
-    # An error in a fixture counts; a file that cannot be imported is an `ERROR` without a test.
+    # A fixture's error counts; a file that cannot be imported is an `ERROR` without a test.
     failed = re.search(r"^(?:FAILED|ERROR) ([^\s\[]+::[^\s\[]+)", output, re.MULTILINE)
     error = re.search(r"^E +(.*)", output, re.MULTILINE)
     return (failed[1], error[1] if error else "") if failed else ("", output[-3000:])
@@ -143,7 +143,7 @@ def is_caught(guard: Guard, copies: SimpleQueue[Path], *, why: bool) -> bool:
     try:
         test, error = run_tests(list(guard.tests), copy, timeout_s=200)
         if (count := whole.count(guard.old)) != 1:
-            test, error = "", f"{guard.file} has {count} times {guard.old!r}"
+            test, error = "", f"{guard.file} has {guard.old!r} {count} times"
     finally:
         path.write_text(whole)
         copies.put(copy)
@@ -155,7 +155,7 @@ def is_caught(guard: Guard, copies: SimpleQueue[Path], *, why: bool) -> bool:
 
 
 def main() -> None:
-    """Break the guards that are asked for."""
+    """Break the requested guards."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("names", nargs="*", help="parts of names or chapters; default: all")
     parser.add_argument("--why", action="store_true", help="print the error of the failing test")
@@ -173,7 +173,7 @@ def main() -> None:
         test, error = run_tests(tests, copy, timeout_s=1800)
         if test or error:
             sys.exit(f"with nothing broken: {test} {error}")
-        print(f"with nothing broken all of {len(tests)} tests and files pass", flush=True)
+        print(f"with nothing broken all {len(tests)} tests and files pass", flush=True)
         with ThreadPoolExecutor(options.jobs) as pool:
             caught = list(pool.map(lambda guard: is_caught(guard, copies, why=options.why), guards))
     print(f"{sum(caught)} of {len(guards)} guards are caught")

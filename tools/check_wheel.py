@@ -1,7 +1,7 @@
 """Build sdist and wheel, install the wheel elsewhere, and import everything from there.
 
 src/penstock links to folders at the root. A clone without links, or a build backend that does not
-follow them, makes an empty wheel without any complaint; this is the complaint.
+follow them, silently makes an empty wheel; this script fails then.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("core", "providers", "backends", "codecs", "integrations", "testing")
 
-# Runs in the other place: imports every module of the wheel and loads every entry point.
+# Runs elsewhere: imports every module of the wheel and loads every entry point.
 IMPORT_ALL = """
 import importlib, importlib.metadata, pkgutil, sys
 site = sys.argv[1]
@@ -24,14 +24,14 @@ sys.path.insert(0, site)
 import penstock
 
 modules = ["penstock"]
-for found in pkgutil.walk_packages(penstock.__path__, "penstock."):
-    if not found.name.endswith("__main__"):
-        modules.append(found.name)
+for module in pkgutil.walk_packages(penstock.__path__, "penstock."):
+    if not module.name.endswith("__main__"):
+        modules.append(module.name)
 for name in modules:
     try:
         file = importlib.import_module(name).__file__
     except ModuleNotFoundError as error:
-        # An adapter imports its trainer, which need not be installed here.
+        # An adapter imports its trainer, which may not be installed.
         if not name.startswith("penstock.integrations.") or error.name.startswith("penstock"):
             raise
         continue
@@ -46,7 +46,7 @@ assert len(loaded) > 3, dist.entry_points
 
 
 def run(*command: str | Path, cwd: Path) -> None:
-    """Run `command`; stop with its output if it fails."""
+    """Run `command`; exit with its output if it fails."""
     done = subprocess.run(command, cwd=cwd, text=True, check=False, capture_output=True)
     if done.returncode != 0:
         shown = " ".join(map(str, command))
@@ -62,19 +62,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="penstock-wheel-") as name:
         scratch = Path(name)
         straight, site = scratch / "straight", scratch / "site"
-        # setuptools would pack modules that were deleted since it last ran here.
+        # setuptools would pack modules that were deleted since its last run.
         shutil.rmtree(ROOT / "build" / "lib", ignore_errors=True)
-        # A wheel from the sdist, as a user without a wheel has it, and one straight from the tree.
+        # A wheel from the sdist, as a user without a wheel gets, and one from the tree.
         run(sys.executable, "-m", "build", "--outdir", scratch, ROOT, cwd=scratch)
         run(*pip, "wheel", "--no-deps", "--wheel-dir", straight, ROOT, cwd=scratch)
         (from_sdist,) = scratch.glob("*.whl")
         for wheel in (from_sdist, *straight.glob("*.whl")):
             with zipfile.ZipFile(wheel) as archive:
-                found = {f for f in archive.namelist() if f.startswith("penstock/")}
-            if wrong := found ^ expected:
+                packed = {f for f in archive.namelist() if f.startswith("penstock/")}
+            if wrong := packed ^ expected:
                 sys.exit(f"check_wheel: {wheel.name} and the tree differ in: {sorted(wrong)}")
         run(*pip, "install", "--no-deps", "--target", site, from_sdist, cwd=scratch)
-        # -P: not even the working directory is on the path.
+        # -P: keeps even the working directory off the path.
         run(sys.executable, "-P", "-c", IMPORT_ALL, site, cwd=scratch)
 
 

@@ -1,6 +1,6 @@
-"""Put the help of commands into the documentation, from the commands: mkdocs calls this.
+"""Put the help of commands into the documentation: mkdocs calls this.
 
-A page has a comment in the place of the help of a command, or of the list of all commands:
+A comment on a page marks the place of a command's help, or of the list of all commands:
 
     <!-- command: ls -->
     <!-- commands -->
@@ -19,14 +19,14 @@ CODE = re.compile(r"`[^`]*`|(?<![\w`])--[a-z][a-z-]*|'penstock\[\w+\]'")
 
 
 def text_of(paragraph: str) -> str:
-    """Return a text of a help page as Markdown: options and patterns as code."""
+    """Return a help text as Markdown: options and patterns as code."""
     joined = " ".join(paragraph.split()).replace("|", "\\|")
-    return CODE.sub(lambda found: found[0] if found[0][0] == "`" else f"`{found[0]}`", joined)
+    return CODE.sub(lambda match: match[0] if match[0][0] == "`" else f"`{match[0]}`", joined)
 
 
 def default_of(parameter: Any) -> str:
     """Return the default of an option or argument as text; empty if there is none."""
-    if isinstance(parameter.show_default, str):  # written for the user, in place of the value
+    if isinstance(parameter.show_default, str):  # written for the user instead of the value
         return parameter.show_default
     default = parameter.default
     if default is None or default is False or default in ((), []):
@@ -57,7 +57,7 @@ def table_of(parameters: list[Any]) -> str:
 
 
 def usage_of(name: str, parameters: list[Any]) -> str:
-    """Return the line that shows how a command is called."""
+    """Return the usage line of a command."""
     words = [f"penstock {name} [OPTIONS]"]
     for parameter in parameters:
         if parameter.param_type_name == "argument":
@@ -69,8 +69,8 @@ def usage_of(name: str, parameters: list[Any]) -> str:
 def help_of(name: str) -> str:
     """Return usage, help, arguments, options and examples of a command, as Markdown."""
     command = load_command(name)
-    parameters = [one for one in command.params if one.name != "help"]
-    shown = [one for one in parameters if "--json" not in one.opts]
+    parameters = [param for param in command.params if param.name != "help"]
+    shown = [param for param in parameters if "--json" not in param.opts]
     examples = (command.epilog or "").partition("Examples:\n")[2].rstrip()
     parts = [
         f"```text\n{usage_of(name, parameters)}\n```",

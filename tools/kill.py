@@ -1,18 +1,18 @@
-"""Cross all operations of a run at random, kill its processes, and compare with a plain dict.
+"""Mix all operations of a run at random, kill its processes, and compare with a plain dict.
 
     python tools/kill.py --seconds 600
     python tools/kill.py --seed 7 --rounds 1 --kind tiers
 
-A round is one run, in one place or in two tiers. In each session a forked trainer, with options
-drawn at random, does all that one can do to a run, often beside a second process. Most trainers are
-killed at a random moment, some with the process that copies for them. Some sessions are crowds:
-four processes save, overwrite, delete and prune at once, and each that is killed is replaced.
-Between sessions the fast tier may be lost, and files may get older than the grace time of `prune`.
+A round is one run, in one place or in two tiers. In each session a forked trainer with random
+options performs every operation on a run, often beside a second process. Most trainers are killed
+at a random moment, some with their copying process. Some sessions are crowds: four processes save,
+overwrite, delete and prune at once, and each killed one is replaced. Between sessions the fast tier
+may be lost, and files may age beyond the grace time of `prune`.
 
-After each session the run must hold what the dict says, and each checkpoint that any place lists
-must be whole, bit for bit. At the end of a round everything is copied and pruned, and nothing may
-be left over. A violation is printed with the command that repeats the round: the same operations,
-but not the same moments. Its folder stays.
+After each session the run must match the dict, and each checkpoint that any place lists must be
+whole, bit for bit. At the end of a round everything is copied and pruned, and nothing may be left
+over. A violation is printed with the command that repeats the round: the same operations, at other
+moments. Its folder stays.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ from penstock.core.storage.open import open_backend
 from penstock.core.tree.select import Selection
 from penstock.testing.hasty import FAST
 
-ELEMENTS = 50_000  # some 1 MB in all: several writes, and a copy takes a while
-SESSIONS = 8  # of a round
+ELEMENTS = 50_000  # 1 MB in all: several writes, and a copy takes a while
+SESSIONS = 8  # per round
 HANGS_S = 180.0
 CROWD_GRACE_S = 2.0
 
@@ -79,7 +79,7 @@ RACED = (penstock.StepExistsError, penstock.LostRaceError, penstock.SaveAbortedE
 
 
 def state_of(number: int) -> dict[str, Any]:
-    """Return the state of save `number`: parts are new, move a little, or stand still."""
+    """Return the state of save `number`: parts are new, change a little, or stay."""
     made = torch.Generator().manual_seed(number)
     equal = torch.Generator().manual_seed(0)
     moving = torch.randint(1 << 30, (ELEMENTS,), generator=equal, dtype=torch.int32)
@@ -96,7 +96,7 @@ def state_of(number: int) -> dict[str, Any]:
 
 
 def is_whole(tree: dict[str, Any]) -> bool:
-    """Whether a loaded tree is, bit for bit, the save that its number says."""
+    """Whether a loaded tree is bit for bit the save of its number."""
     expected = state_of(tree["number"])
     rounded = {**expected, "ema": expected["ema"].bfloat16().float()}  # by some of the rules
     return same(tree, expected) or same(tree, rounded)
@@ -120,9 +120,9 @@ class Run:
 class _Actor:
     """A process that works on a run until it is killed, or for a number of operations."""
 
-    def __init__(self, run: Run, options: Any, seed: int, say: Any, *, crowd: bool) -> None:
+    def __init__(self, run: Run, options: Any, seed: int, send: Any, *, crowd: bool) -> None:
         self._chance = random.Random(seed)  # noqa: S311 - no secret
-        self._run, self._options, self._say, self._crowd = run, options, say, crowd
+        self._run, self._options, self._send, self._crowd = run, options, send, crowd
         self._numbers = iter(range(seed << 24, (seed + 1) << 24))
 
     def work(self, operations: int, weights: dict[str, int]) -> None:
@@ -130,18 +130,18 @@ class _Actor:
         with self._run.open(**self._options) as self.ckpt:
             for _ in range(operations):
                 (name,) = self._chance.choices([*weights], [*weights.values()])
-                self._say("begins", op=name)
+                self._send("begins", op=name)
                 try:
                     getattr(self, name)()
                 except GONE:
-                    self._say("gone", op=name)
-                self._say("ends", op=name)
+                    self._send("gone", op=name)
+                self._send("ends", op=name)
 
     def _problem(self, text: str) -> None:
-        self._say("problem", text=text[:MOST_CHARS])
+        self._send("problem", text=text[:MOST_CHARS])
 
     def _step(self, *, may_go: bool = False) -> int:
-        """Draw a step, often the latest; `may_go`: one that may be overwritten or deleted."""
+        """Draw a step, often the latest; `may_go`: a step that may be overwritten or deleted."""
         steps = [s for s in self.ckpt.steps() if not (may_go and self._crowd) or s % KEEP_EVERY]
         if not steps:
             raise penstock.CheckpointNotFoundError("no step")  # noqa: EM101, TRY003
@@ -154,7 +154,7 @@ class _Actor:
         else:
             self.ckpt.restore(tree, step)
         if not is_whole(tree):
-            self._problem(f"step {step} is not what was saved")
+            self._problem(f"step {step} differs from its save")
 
     def verify(self) -> None:
         step = self._step()
@@ -165,7 +165,7 @@ class _Actor:
     def prune(self) -> None:
         none_before = not self.ckpt.steps()
         for why in self.ckpt.prune().refused:
-            # Of a run that has, or had, no step at all prune deletes nothing.
+            # Prune deletes nothing of a run that has, or had, no step.
             if "not one commit record" not in why or not (none_before or not self.ckpt.steps()):
                 self._problem(f"prune refused: {why}")
 
@@ -175,10 +175,10 @@ class _Actor:
         try:
             self.ckpt.compact(steps, everything="everything" in how)
         except penstock.LostRaceError:
-            self._say("lost", op="compact")  # two processes compact one step
+            self._send("lost", op="compact")  # two processes compact one step
 
     def copy(self) -> None:
-        """Copy a step to another run, encoded again or as it is."""
+        """Copy a step to another run, re-encoded or as is."""
         step = self._step()
         with closing(open_backend(self._run.elsewhere)) as target, closing(Workers(1)) as workers:
             try:
@@ -193,7 +193,7 @@ class _Actor:
                     source, record = self.ckpt._backend, self.ckpt._catalog.record(step)  # noqa: SLF001
                     CheckpointCopy(source, target, record, workers=workers, grace_s=86_400).run()
             except (penstock.StepExistsError, penstock.BusyError, penstock.LostRaceError):
-                self._say("refused", op="copy")
+                self._send("refused", op="copy")
 
     def save(self) -> None:
         steps = self.ckpt.steps()
@@ -206,7 +206,7 @@ class _Actor:
         number, began_s = next(self._numbers), time.monotonic()
         retention = self._options["retention"]
         keep_last = retention["keep_last"] if retention else None
-        self._say("saving", step=step, number=number, keep_last=keep_last)
+        self._send("saving", step=step, number=number, keep_last=keep_last)
         mode = self._chance.choice(["blocking", "async", "lazy"])
         try:
             state = state_of(number)
@@ -214,20 +214,20 @@ class _Actor:
             handle.durable.add_done_callback(partial(self._ended, step, number))
             if self._crowd or self._chance.random() < 0.8:  # noqa: PLR2004
                 handle.committed.result()
-                self._say("committed", step=step, number=number)
+                self._send("committed", step=step, number=number)
         except penstock.PenstockError as error:
-            # Outside of crowds a compaction may bring a step back, and retention take a new one.
+            # Outside crowds compaction may bring a step back, and retention delete a new one.
             slow = self._crowd and time.monotonic() - began_s > CROWD_GRACE_S / 2
             unknown = isinstance(error, penstock.CommitUnknownError) and step % KEEP_EVERY
             if self._crowd and (isinstance(error, RACED) or slow or unknown):
-                self._say("overtaken", op="save")
+                self._send("overtaken", op="save")
             elif not isinstance(error, penstock.StepExistsError) or how:
                 raise
 
     def _ended(self, step: int, number: int, future: Any) -> None:
         error = future.exception()
         if error is None and "durable" in future.result().tiers:
-            self._say("durable", step=step, number=number)
+            self._send("durable", step=step, number=number)
         elif error and not (self._crowd or isinstance(error, (*GONE, penstock.NotDrainedError))):
             self._problem(f"save {number} of step {step}: {type(error).__name__}: {error}")
 
@@ -241,9 +241,9 @@ class _Actor:
         self.ckpt.wait()
         step = self._step(may_go=True)
         doomed = doomed_by(step)
-        self._say("deleting", steps=doomed)
+        self._send("deleting", steps=doomed)
         call(step)
-        self._say("deleted", steps=doomed)
+        self._send("deleted", steps=doomed)
 
 
 class Round:
@@ -279,12 +279,12 @@ class Round:
             self._finish()
 
     def _start(self, who: str, options: dict[str, Any], *work: Any) -> int:
-        seed, say = self._chance.getrandbits(24), partial(self._reports.say, who=who)
+        seed, send = self._chance.getrandbits(24), partial(self._reports.say, who=who)
         self._doing[who] = ""
 
         def body() -> None:
             with timing_in_force(FAST):
-                _Actor(self._run, options, seed, say, crowd=self._crowd).work(*work)
+                _Actor(self._run, options, seed, send, crowd=self._crowd).work(*work)
 
         return fork(who, self._reports, body)
 
@@ -301,7 +301,7 @@ class Round:
         while alive and time.monotonic() < strike_s:
             self._hear(0.02, beside=beside)
             alive = os.waitid(os.P_PID, trainer, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
-            # It starts slowly on a busy machine: the delay counts from its first operation.
+            # A busy machine starts it slowly: the delay counts from its first operation.
             if kills and self._doing["trainer"] and strike_s == hangs_s:
                 strike_s = time.monotonic() + delay_s
         if alive and strike_s == hangs_s:
@@ -313,7 +313,7 @@ class Round:
         self._seen["kills"] += alive
         for pid in copying:
             while Path(f"/proc/{pid}").exists() and time.monotonic() < hangs_s:
-                if node:  # the node is lost: the process that copies as well
+                if node:  # the node is lost, with the copying process
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
                 time.sleep(0.02)
@@ -321,7 +321,7 @@ class Round:
         self._hear(0, beside=beside)
 
     def _run_crowd(self) -> None:
-        """Run several processes that race, and replace each that is killed."""
+        """Run several racing processes, and replace each killed one."""
         self.model.loosen([step for step in self.model.may if step % KEEP_EVERY])
         alive: dict[int, float] = {}  # when to kill each process
         for number in range(self._chance.randint(10, 40)):
@@ -368,15 +368,15 @@ class Round:
                 self.model.hear(report, beside=beside)
 
     def _look(self) -> None:
-        """Compare the run with the model, and read all that each place lists."""
+        """Compare the run with the model, and read everything that each place lists."""
         try:
             with self._run.open() as ckpt:
-                found = self._read(ckpt, "the run")
+                loaded = self._read(ckpt, "the run")
         except penstock.PenstockError as error:
             self.problems.append(f"the run cannot be read: {type(error).__name__}: {error}")
             return
         durable = dict(self.model.durable)
-        self.problems += self.model.settle(found)
+        self.problems += self.model.settle(loaded)
         for name, url in {**self._run.places, "elsewhere": self._run.elsewhere}.items():
             with penstock.Checkpointer(url, workers=1) as ckpt:
                 here = self._read(ckpt, name)
@@ -384,21 +384,21 @@ class Round:
                 if number not in self.model.begun[step]:
                     self.problems.append(f"step {step} in {name} is save {number} of another step")
             for step, number in durable.items() if name == "durable" else ():
-                if found.get(step) == number != here.get(step):
+                if loaded.get(step) == number != here.get(step):
                     self.problems.append(f"step {step} is durable as {number}: {here.get(step)}")
 
     def _read(self, ckpt: penstock.Checkpointer, where: str) -> dict[int, int]:
-        found = {}
+        numbers = {}
         for step in ckpt.steps():
             try:
                 tree = ckpt.load(step)
-                found[step] = tree["number"]
+                numbers[step] = tree["number"]
                 if not is_whole(tree):
-                    self.problems.append(f"step {step} in {where} is not what was saved")
+                    self.problems.append(f"step {step} in {where} differs from its save")
                 self._seen["checkpoints compared"] += 1
             except penstock.PenstockError as error:
-                self.problems.append(f"step {step} is listed in {where}, and not whole: {error}")
-        return found
+                self.problems.append(f"step {step} is listed in {where}, but not whole: {error}")
+        return numbers
 
     def _finish(self) -> None:
         """Copy and prune everything: nothing may be left over."""
@@ -409,7 +409,7 @@ class Round:
             ckpt.wait()
         self.model.begun[step].add(number)
         self.model.may[step] = {number}
-        time.sleep(0.05)  # longer than a tick of the file system's clock
+        time.sleep(0.05)  # longer than a tick of the file system clock
         for place in (self._run.backend, self._run.elsewhere):
             with penstock.Checkpointer(place, workers=1, grace_s=1e-6) as ckpt:
                 if ckpt.steps():
@@ -421,16 +421,16 @@ class Round:
 
 
 def children_of(pid: int) -> list[int]:
-    """Return the processes that another one has started."""
-    found: list[int] = []
+    """Return the children of a process."""
+    pids: list[int] = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):  # a thread that has ended since
-            found += map(int, task.read_text().split())
-    return found
+        with suppress(OSError):  # a thread that has ended
+            pids += map(int, task.read_text().split())
+    return pids
 
 
 def leftovers_of(url: str) -> list[str]:
-    """Return what no checkpoint needs: blobs, temporary files, empty folders."""
+    """Return leftovers: unneeded blobs, temporary files, empty folders."""
     with closing(open_backend(url)) as backend:
         needed = survey_records(backend).needed
         names = [info.name for info in backend.list("") if info.name.startswith("data/")]
@@ -461,7 +461,7 @@ def drawn_run(options: argparse.Namespace, chance: random.Random) -> Run:
 
 
 def main() -> None:
-    """Run rounds, and print what they did and found."""
+    """Run rounds, and print their operations and problems."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=60, help="at most")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().getrandbits(24))
@@ -472,7 +472,7 @@ def main() -> None:
     options.schemes = ["posix"] if uring_missing() else ["posix", "uring"]
     logging.getLogger("penstock").setLevel(logging.CRITICAL)
     torch.set_num_threads(1)
-    default_registry().listing()  # imports every plugin, so that no child has to
+    default_registry().listing()  # imports every plugin, so no child has to
     end_s, seen, wrong = time.monotonic() + options.seconds, Counter[str](), 0
     print(f"seed {options.seed}, for {options.seconds:.0f} s", flush=True)
     gc.freeze()
@@ -489,7 +489,7 @@ def main() -> None:
             continue
         wrong += len(played.problems)
         print("\n".join(f"PROBLEM {text[:MOST_CHARS]}" for text in played.problems[:20]))
-        print(f"seed {seed} found it; the run is left in {run.folder}. To repeat the round:")
+        print(f"seed {seed}: the run is left in {run.folder}. To repeat the round:")
         print(f"  python tools/kill.py --seed {seed} --rounds 1 --kind {options.kind}", flush=True)
     for what, count in sorted(seen.items()):
         print(f"  {count:6d} {what}")

@@ -1,10 +1,10 @@
-"""Change one piece at a time of the modules that decide what is kept, and run their tests.
+"""Change one piece at a time of the modules that decide which data is kept, and run their tests.
 
-    python tools/mutate.py --seconds 120 --seed 7    # mutants of modules, both drawn
-    python tools/mutate.py --only catalog/           # every mutant of the modules so named
+    python tools/mutate.py --seconds 120 --seed 7    # random mutants of random modules
+    python tools/mutate.py --only catalog/           # every mutant of these modules
 
-Pytest collects the tests once. Each mutant is a fork that has changed code in the live function and
-runs the tests that reach it, those that fail often and fast first, until one fails
+Pytest collects the tests once. Each mutant is a fork that puts changed code into the live function
+and runs the tests that reach it, often and quickly failing ones first, until one fails
 (docs/design/mutations.md).
 """
 
@@ -33,8 +33,8 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-# Modules of core, and tests that together reach most of what is in them. Not among them are
-# `tiers/process` and `tiers/save_drain`, which work in several processes or ranks.
+# Modules of core, and tests that together reach most of their code. `tiers/process` and
+# `tiers/save_drain` are left out: they work in several processes or ranks.
 MODULES = {
     "catalog/*": """core/catalog core/cli/test_chains.py core/cli/test_delete.py
         core/restore/test_ranks.py core/save/test_bases.py integration/atomic/test_races.py
@@ -67,13 +67,13 @@ DROPPED = (ast.Raise, ast.AugAssign, ast.Delete, ast.Continue, ast.Break, ast.Ex
 
 
 def modules_of(names: str) -> list[Path]:
-    """Return the modules of a row of the table that the user wants."""
+    """Return the modules of a table row that the user selected."""
     paths = [path for name in names.split() for path in (ROOT / "core").glob(f"{name}.py")]
     return [path for path in paths if OPTIONS.only in str(path)]
 
 
 def changes(node: Any, line: int) -> Any:
-    """Yield a field of a node, its new value, the line, and what changes if not the node."""
+    """Yield a field of a node, its new value, the line, and a text if not the node changes."""
     if kind := SWAPS.get(type(getattr(node, "op", None)).__name__):
         yield "op", getattr(ast, kind)(), line, ""
     if isinstance(node, ast.Compare):
@@ -95,12 +95,12 @@ def changes(node: Any, line: int) -> Any:
 
 def blocks_of(node: Any) -> list[tuple[str, list[Any]]]:
     """Return the lists of statements of a node."""
-    found = [(name, getattr(node, name, None)) for name in ("body", "orelse", "finalbody")]
-    return [(name, block) for name, block in found if isinstance(block, list)]
+    fields = [(name, getattr(node, name, None)) for name in ("body", "orelse", "finalbody")]
+    return [(name, block) for name, block in fields if isinstance(block, list)]
 
 
 def parts_of(node: Any, line: int = 0) -> Any:
-    """Yield a node and all below it, each with the line where its statement begins.
+    """Yield a node and its descendants, each with the first line of its statement.
 
     Leaves out types, default values, and the texts of errors and of the log.
     """
@@ -116,7 +116,7 @@ def parts_of(node: Any, line: int = 0) -> Any:
 
 
 def functions_in(path: Path) -> Any:
-    """Yield the qualified name and the node of each function and method, and a tree of it alone."""
+    """Yield qualified name, node, and a tree of its own of each function and method."""
     tree = ast.parse(path.read_text())
     for holder in [tree, *(node for node in tree.body if isinstance(node, ast.ClassDef))]:
         for function in (node for node in holder.body if isinstance(node, ast.FunctionDef)):
@@ -129,7 +129,7 @@ def functions_in(path: Path) -> Any:
 
 
 def compiled(tree: ast.Module, path: Path) -> CodeType:
-    """Return the code of a tree; with annotations as text, as in this file."""
+    """Return the code of a tree; annotations are text, as in this file."""
     return compile(ast.fix_missing_locations(tree), path, "exec")
 
 
@@ -146,7 +146,7 @@ def mutants_of(path: Path) -> Any:
 
 
 def marked(path: Path) -> Any:
-    """Yield the name of each function, and code of it that notes each statement that is reached."""
+    """Yield the name of each function, and code that records each statement that it reaches."""
     for name, function, alone in functions_in(path):
         for node in [*ast.walk(function)]:
             for field, block in blocks_of(node):
@@ -159,23 +159,23 @@ def marked(path: Path) -> Any:
 
 def codes_of(code: CodeType) -> list[CodeType]:
     """Return a code object and all inside it."""
-    inner = [found for found in code.co_consts if isinstance(found, CodeType)]
-    return [code, *(found for one in inner for found in codes_of(one))]
+    inner = [const for const in code.co_consts if isinstance(const, CodeType)]
+    return [code, *(nested for const in inner for nested in codes_of(const))]
 
 
 def forked(session: Any, numbers: Any, limit_s: float, each: Any) -> tuple[bool, int]:
     """Run tests in a child until `each` returns true after one.
 
-    Returns whether none did, and how many tests began. A test that runs for `limit_s`, and for ten
-    times as long as before, ends the child.
+    Returns whether `each` never did, and how many tests began. A test that runs for `limit_s` plus
+    ten times its earlier time ends the child.
     """
-    begun = mmap.mmap(-1, 1)  # shared with the child: how many tests have begun, modulo 256
+    begun = mmap.mmap(-1, 1)  # shared with the child: the number of tests begun, modulo 256
     pid = os.fork()
     if not pid:
         os.setsid()
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         os.dup2(1, 2)
-        status = 1  # as well where a mutant ends pytest itself
+        status = 1  # also if a mutant ends pytest itself
         try:
             for number in numbers:
                 begun[0] = (begun[0] + 1) % 256
@@ -194,25 +194,25 @@ def forked(session: Any, numbers: Any, limit_s: float, each: Any) -> tuple[bool,
         if time.monotonic() > began_s + limit_s + 10 * TOOK_S.get(count and numbers[count - 1], 0):
             break
         time.sleep(0.005)
-    os.killpg(pid, signal.SIGKILL)  # with all that its tests have started
+    os.killpg(pid, signal.SIGKILL)  # with all processes of its tests
     return not os.waitpid(pid, 0)[1], count + (begun[0] - count) % 256
 
 
 def changed(functions: list[Any], name: str, code: CodeType) -> list[tuple[Any, CodeType]]:
-    """Put changed code into live functions, and return the code that they had."""
+    """Put changed code into live functions, and return their old code."""
     saved = [(function, function.__code__) for function in functions]
     for function, before in saved:
         place = name, before.co_firstlineno
-        found = [c for c in codes_of(code) if (c.co_qualname, c.co_firstlineno) == place]
+        codes = [c for c in codes_of(code) if (c.co_qualname, c.co_firstlineno) == place]
         with suppress(ValueError):  # without its only `super()`: never counted as noticed
-            function.__code__ = found[0]
+            function.__code__ = codes[0]
     return saved
 
 
 def watch(session: Any, functions: dict[Any, Any]) -> dict[Any, set[int]]:
-    """Run all tests in a child, and return the numbers of those that reach each line.
+    """Run all tests in a child, and return the numbers of the tests that reach each line.
 
-    Sets the seconds of each test that passes in `TOOK_S`.
+    Sets `TOOK_S`, the seconds of each passing test.
     """
     reached: set[Any] = set()
     saved = []
@@ -235,10 +235,10 @@ def watch(session: Any, functions: dict[Any, Any]) -> dict[Any, set[int]]:
         before = {json.loads(line)[0] for line in report}
         forked(session, [numbers[name] for name in numbers if name not in before], 600, each)
         report.seek(0)
-        for name, took_s, found in map(json.loads, report):
+        for name, took_s, lines in map(json.loads, report):
             if took_s and name in numbers:
                 TOOK_S[numbers[name]] = took_s
-                for key in found:
+                for key in lines:
                     tests[tuple(key)].add(numbers[name])
     for function, before in saved:
         function.__code__ = before
@@ -247,13 +247,13 @@ def watch(session: Any, functions: dict[Any, Any]) -> dict[Any, set[int]]:
 
 
 def functions_of(paths: list[Path]) -> dict[Any, list[FunctionType]]:
-    """Import modules, and return their functions, decorated ones as well, by path and name."""
+    """Import modules, and return their functions, even decorated ones, by path and name."""
     for path in paths:
         name = f"penstock.{path.relative_to(ROOT).with_suffix('')}"
         importlib.import_module(name.replace("/", "."))
     functions = defaultdict(list)
-    gc.unfreeze()  # tests/conftest.py freezes what was imported, which hides it here
-    for function in [found for found in gc.get_objects() if type(found) is FunctionType]:
+    gc.unfreeze()  # tests/conftest.py freezes imported objects, which hides them here
+    for function in [item for item in gc.get_objects() if type(item) is FunctionType]:
         path = Path(os.path.realpath(function.__code__.co_filename))
         if path in paths and "<locals>" not in function.__qualname__:
             functions[f"{path}", function.__code__.co_qualname].append(function)
@@ -262,9 +262,9 @@ def functions_of(paths: list[Path]) -> dict[Any, list[FunctionType]]:
 
 
 def verdict_of(session: Any, numbers: set[int], functions: list[Any], name: str, code: Any) -> str:
-    """Change functions in a child, and return what its tests say of that."""
+    """Change functions in a child, and return its tests' verdict."""
     saved = changed(functions, name, code)
-    # The shortest wait for a failure: the seconds of a test, by how often it has failed so far.
+    # Shortest expected wait for a failure first: a test's seconds by its failure rate.
     order = sorted(numbers, key=lambda n: TOOK_S[n] * (RUNS[n] + 2) / (FAILURES[n] + 1))
     ends_s = accumulate(TOOK_S[number] for number in order)
     order = [n for n, end_s in zip(order, ends_s, strict=True) if end_s < OPTIONS.each]
@@ -278,14 +278,14 @@ def verdict_of(session: Any, numbers: set[int], functions: list[Any], name: str,
 
 
 def pytest_runtestloop(session: Any) -> bool:
-    """Find out which test reaches what, then run mutants until the time is over."""
+    """Find which test reaches which line, then run mutants until the time is over."""
     paths = sorted({path for names in OPTIONS.rows for path in modules_of(names)})
     functions = functions_of(paths)
     tests = watch(session, functions)
     mutants = [mutant for path in paths for mutant in mutants_of(path)]
     random.Random(OPTIONS.seed).shuffle(mutants)  # noqa: S311 - no secret
     if OPTIONS.only:
-        # The cheapest first, as the time may end before they do.
+        # Cheapest first: the time may not suffice for all.
         mutants.sort(key=lambda mutant: sum(TOOK_S[n] for n in tests[f"{mutant[0]}", mutant[2]]))
     again = OPTIONS.again and Path(OPTIONS.again).read_text()
     end_s, counts = time.monotonic() + OPTIONS.seconds, Counter[Any]()
@@ -315,9 +315,13 @@ if __name__ == "__main__":
     parser.add_argument("--seconds", type=float, default=math.inf, help="after the first run")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--each", type=float, default=60, help="seconds of tests for one mutant")
-    parser.add_argument("--only", default="", help="part of the paths of modules, not drawn")
-    parser.add_argument("--known", default="", help="a file for what the tests reach, to run again")
-    parser.add_argument("--again", default="", help="an earlier output: try what survived there")
+    parser.add_argument(
+        "--only", default="", help="part of module paths, instead of random modules"
+    )
+    parser.add_argument(
+        "--known", default="", help="file of the lines that tests reach, for later runs"
+    )
+    parser.add_argument("--again", default="", help="an earlier output: try its survivors")
     parser.parse_args(namespace=OPTIONS)
     rows = [names for names in MODULES if modules_of(names)]
     OPTIONS.rows = rows if OPTIONS.only else [random.Random(OPTIONS.seed).choice(rows)]  # noqa: S311

@@ -1,6 +1,6 @@
-"""Put the tables of options into the documentation, from the models: mkdocs calls this.
+"""Put the tables of options into the documentation: mkdocs calls this.
 
-A page has a comment in the place of a table. It names the models, each with a label or without:
+A comment on a page marks the place of a table. It names models, each with or without a label:
 
     <!-- options: penstock.core.config.model.Retention -->
     <!-- options: zstd=penstock.codecs.zstd.ZstdConfig lz4=penstock.codecs.lz4.Lz4Config -->
@@ -34,26 +34,26 @@ def default_text(name: str, default: object) -> str:
 
 
 def descriptions(model: type[BaseModel]) -> dict[str, str]:
-    """Return the description of each option, from the docstrings of the model and its bases."""
-    found: dict[str, str] = {}
+    """Return each option's description, from the docstrings of the model and its bases."""
+    texts: dict[str, str] = {}
     for base in reversed(model.__mro__):
         attributes = inspect.cleandoc(base.__doc__ or "").partition("Attributes:\n")[2]
         for name, text in re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", attributes, re.MULTILINE):
-            found[name] = " ".join(text.split())
-    return found
+            texts[name] = " ".join(text.split())
+    return texts
 
 
 def table(models: str) -> str:
     """Return the table for the models that a comment names.
 
-    An option that two of the models inherit has one row.
+    An option that two models inherit has one row.
 
     Raises:
         KeyError: A docstring does not describe an option.
     """
     rows: dict[tuple[str, str], str] = {}
-    for named in models.split():
-        label, _, path = named.rpartition("=")
+    for entry in models.split():
+        label, _, path = entry.rpartition("=")
         module, _, name = path.rpartition(".")
         model: type[BaseModel] = getattr(importlib.import_module(module), name)
         texts = descriptions(model)
@@ -65,5 +65,5 @@ def table(models: str) -> str:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replace the comments of a page by tables: mkdocs calls this."""
+    """Replace a page's comments by tables: mkdocs calls this."""
     return PLACE.sub(lambda place: table(place[1]), markdown)

@@ -1,12 +1,11 @@
-"""Test the source distribution on other Pythons, each in an environment with a wheel built from it.
+"""Test the source distribution on other Pythons, each in an environment with its wheel.
 
     .venv/bin/python tools/other_pythons.py          # all of them
     .venv/bin/python tools/other_pythons.py 3.13     # one of them
 
 The environments have Penstock's own dependencies and those of the extra `test`. The quick tests run
-where the source distribution is unpacked, and mypy checks a user's program against what is
-installed. A Python, or packages, that this machine cannot get are left out, with a
-message.
+in the unpacked source distribution, and mypy checks a user's program against the installed wheel.
+A Python is left out, with a message, if this machine lacks it or cannot get its packages.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "pythons"
-# The oldest Python has the pinned torch in `make test`. `None`: the pinned one.
-TORCH = {"3.12": "2.12.0", "3.13": None}  # 2.12.0 is the oldest that is supported
+# `make test` covers the oldest Python. `None`: the pinned torch.
+TORCH = {"3.12": "2.12.0", "3.13": None}  # 2.12.0 is the oldest supported one
 
 
 def interpreter(version: str) -> str | None:
     """Return the path of a working Python of `version`, from the PATH or from pyenv."""
     installed = Path.home().glob(f".pyenv/versions/{version}.*/bin/python")
     for python in (shutil.which(f"python{version}"), *sorted(installed)):
-        # A shim of pyenv is on the PATH for a Python that is not selected.
+        # The PATH may have a pyenv shim for a Python that is not selected.
         if (
             python
             and subprocess.run([python, "-c", ""], check=False, capture_output=True).returncode == 0
@@ -37,14 +36,14 @@ def interpreter(version: str) -> str | None:
 
 
 def run(*command: str | Path, cwd: Path = ROOT) -> None:
-    """Run `command`; stop if it fails."""
+    """Run `command`; exit if it fails."""
     done = subprocess.run(command, cwd=cwd, check=False)
     if done.returncode != 0:
         sys.exit(f"other_pythons: failed: {' '.join(map(str, command))}")
 
 
 def build() -> tuple[Path, Path]:
-    """Return a new wheel and the unpacked source distribution that it was built from."""
+    """Return a new wheel and its unpacked source distribution."""
     shutil.rmtree(BUILD / "dist", ignore_errors=True)
     run(sys.executable, "-m", "build", "--outdir", BUILD / "dist", ROOT)
     (sdist,) = (BUILD / "dist").glob("*.tar.gz")
@@ -64,7 +63,7 @@ def environment(version: str, python: str, wheel: Path) -> Path | None:
     if not mine.exists():
         run(python, "-m", "venv", folder)
     pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    if TORCH[version]:  # an older torch wants an older setuptools, too
+    if TORCH[version]:  # an older torch needs an older setuptools
         pins = [line for line in pins if not line.startswith(("torch==", "setuptools=="))]
         pins.append(f"torch=={TORCH[version]}")
     constraints = folder / "constraints.txt"

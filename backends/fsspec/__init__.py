@@ -1,8 +1,8 @@
 """The backend `fsspec`: S3, and every file system of fsspec.
 
-The backend checks names, and owns a store, its writers and their lives across forks. Here too are
-the parts that both kinds of store share, and the store for file systems of fsspec. S3 has a store
-of its own, in the package `s3`.
+The backend checks names, and owns a store, its writers and their lives across forks. The package
+also holds what both kinds of store share, and the store for fsspec's file systems. The package `s3`
+holds the store for S3.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = ["FsspecBackend", "FsspecConfig"]
 class FsspecBackend(Backend):
     """Keeps blobs and records below any URL that fsspec knows, and below `s3://` without fsspec.
 
-    The store, which moves the bytes, is of one of two kinds: `S3Store` or `FileStore`.
+    An `S3Store` or a `FileStore` moves the bytes.
     """
 
     name: ClassVar[str] = "fsspec"
@@ -56,7 +56,7 @@ class FsspecBackend(Backend):
 
     @classmethod
     def from_url(cls, url: str, options: dict[str, str], /) -> PluginConfig:
-        """Return the options for any URL; those that the backend does not know go to the store.
+        """Return the options for any URL; options unknown to the backend go to the store.
 
         Raises:
             ConfigError: The query holds a credential.
@@ -95,7 +95,7 @@ class FsspecBackend(Backend):
         writer = store.writer(name, size_hint=size_hint)
         with self._lock:
             # The store shows a blob only when it is sealed, so it cannot refuse a second writer.
-            if any(other.name == name and not other.over for other in self._writers):
+            if any(w.name == name and not w.over for w in self._writers):
                 msg = f"{place('create', name, self.url)}: it is being written"
                 raise BlobExistsError(msg)
             self._writers.add(writer)
@@ -113,9 +113,9 @@ class FsspecBackend(Backend):
         try:
             return writer.submit(requests)
         except StorageError as error:
-            refused: Future[None] = Future()
-            refused.set_exception(error)
-            return refused
+            future: Future[None] = Future()
+            future.set_exception(error)
+            return future
 
     def submit_read(self, requests: Sequence[ReadRequest], /) -> Future[None]:
         """Start to read and return at once."""
@@ -128,7 +128,7 @@ class FsspecBackend(Backend):
         self._store().read(requests)
 
     def read_record(self, name: str, /, *, limit_bytes: int) -> bytes:
-        """Read a record by one request, so that all of it is of one version."""
+        """Read a record by one request, so that all its bytes are of one version."""
         check_blob_name(name)
         data = self._store().read_record(name, limit_bytes=limit_bytes)
         if isinstance(data, int):
@@ -141,10 +141,10 @@ class FsspecBackend(Backend):
         self._store().publish(name, data, exclusive=exclusive)
 
     def list(self, prefix: str, /) -> Sequence[BlobInfo]:
-        """List what has the prefix; leaves out objects whose names Penstock does not use."""
+        """List the names with the prefix; skips objects whose names Penstock does not use."""
         check_blob_name(prefix, prefix=True)
-        found = [i for i in self._store().list(prefix) if _is_name(i.name, prefix)]
-        return sorted(found, key=lambda info: info.name)
+        infos = [i for i in self._store().list(prefix) if _is_name(i.name, prefix)]
+        return sorted(infos, key=lambda info: info.name)
 
     def stat(self, name: str, /) -> BlobInfo:
         check_blob_name(name)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Batch:
-    """A future that is done once all holders have released it; the first holder is its maker."""
+    """A future that is done once all holders release it; the first holder is its creator."""
 
     def __init__(self) -> None:
         self.future: Future[None] = Future()
@@ -36,7 +36,7 @@ class Batch:
             self._holders += 1
 
     def release(self, error: BaseException | None = None) -> None:
-        """Remove a holder; the first error of a holder becomes that of the batch."""
+        """Remove a holder; the batch fails with the first error of a holder."""
         with self._lock:
             self._holders -= 1
             self._error = self._error or error
@@ -53,8 +53,8 @@ class Batch:
 def settle(futures: Collection[Future[None]]) -> None:
     """Wait until none of `futures` is running, then raise the first error.
 
-    When one fails, or the wait is interrupted, those that have not begun are cancelled. Those that
-    run are waited for: they may still write into the caller's memory.
+    If one fails or the wait is interrupted, cancels those that have not begun. Waits for running
+    ones, which may still write into the caller's memory.
     """
     try:
         _, pending = wait(futures, return_when=FIRST_EXCEPTION)
@@ -87,7 +87,7 @@ class StoreWriter(BlobWriter):
     """Writes a blob from batches, one at a time, in the order of their submission.
 
     Args:
-        store: Where the blob goes; its `feeds` run `_take` for the batches.
+        store: The store of the blob; its `feeds` run `_take` for the batches.
         name: The name of the blob.
     """
 
@@ -96,7 +96,7 @@ class StoreWriter(BlobWriter):
         self._store = store
         self._lane = Lane(store.feeds)
         self._pid = os.getpid()
-        self._stop = threading.Event()  # once set, no transfer begins, and none is retried
+        self._stop = threading.Event()  # once set, no transfer begins or is retried
         # Guards the three fields below; notified when a batch or a seal ends.
         self._changed = threading.Condition()
         self._cause: BaseException | None = None
@@ -111,7 +111,7 @@ class StoreWriter(BlobWriter):
         """
 
     def _own_memory(self) -> None:
-        """Copy what is still needed of the batch that ends, whose memory the caller gets back.
+        """Copy the ending batch's bytes that are still needed: its memory returns to the caller.
 
         Runs alone.
         """
@@ -122,7 +122,7 @@ class StoreWriter(BlobWriter):
 
     @abstractmethod
     def _give_up(self) -> None:
-        """Remove what can be removed; runs alone, without a batch in flight, and raises nothing."""
+        """Remove all that can be removed; runs alone, with no batch in flight; raises nothing."""
 
     @property
     def over(self) -> bool:
@@ -130,7 +130,7 @@ class StoreWriter(BlobWriter):
         return self._state in {WriterState.SEALED, WriterState.ABORTED}
 
     def submit(self, requests: Sequence[WriteRequest]) -> Future[None]:
-        """Begin to write, after all that was submitted before; see `Backend.submit_write`.
+        """Begin to write, after all earlier batches; see `Backend.submit_write`.
 
         Raises:
             StorageError: The blob is sealed or dead, or belongs to the parent of this fork.
@@ -169,7 +169,7 @@ class StoreWriter(BlobWriter):
     def abort(self) -> None:
         if os.getpid() != self._pid:
             return  # the parent continues to write its blob
-        self._stop.set()  # before waiting, so that what is in flight ends soon
+        self._stop.set()  # before waiting, so that transfers in flight end soon
         with self._changed:
             self._wait_idle()
             if self.over:
@@ -222,13 +222,13 @@ class StoreWriter(BlobWriter):
     def _check_process(self, what: str) -> None:
         # Before any lock: a thread of the parent may have held it at the fork.
         if os.getpid() != self._pid:
-            msg = f"{self._where(what)}: it was begun in another process (fork)"
+            msg = f"{self._where(what)}: it belongs to another process (fork)"
             raise StorageError(msg)
 
     def _check_alive(self) -> None:
         if self._stop.is_set():
             why = f" ({self._cause})" if self._cause else ""
-            msg = f"{self._where('write')}: it was given up{why}"
+            msg = f"{self._where('write')}: it was abandoned{why}"
             raise StorageError(msg)
 
     def _check_open(self, what: str) -> None:

@@ -1,4 +1,4 @@
-"""The options of `fsspec`; what may be secret in them stays out of `repr` and of messages."""
+"""The options of `fsspec`; those that may be secret stay out of `repr` and messages."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _SECRET_WORDS = (
     "jwt", "private", "connection_string", "login",
 )  # fmt: skip
 _SECRET_NAMES = frozenset({"pass", "pwd", "sas", "pat"})
-# Options that messages may show. All others are hidden, since each file system has options of its
-# own, and a credential may be in one that is not known here.
+# Options that messages may show. All others are hidden, since each file system has its own options,
+# and an unknown one may hold a credential.
 _HARMLESS = frozenset({
     "endpoint_url", "endpoint", "region", "region_name", "location", "project", "profile",
     "bucket", "container", "addressing_style", "signature_version", "verify", "host", "hostname",
@@ -28,7 +28,7 @@ _HARMLESS = frozenset({
     "mode", "encoding", "compression", "cache_type", "api", "version", "access", "consistency",
     "listings_cache", "use_listings_cache", "size_policy", "content_type",
 })  # fmt: skip
-_SHORT = 6  # characters; hiding shorter texts would tear holes into the words of a message
+_SHORT = 6  # characters; hiding shorter texts would blank parts of words in a message
 
 
 class FsspecConfig(PluginConfig):
@@ -41,16 +41,16 @@ class FsspecConfig(PluginConfig):
         part_bytes: The smallest part of an upload, and the largest piece of a read. Blobs of more
             than 10,000 parts get larger ones.
         parallel: The most requests in flight.
-        buffer_bytes: The memory for parts that are copied and in flight; what covers a whole part
-            is not copied.
-        merge_gap_bytes: Ranges that are nearer to each other are read in one request.
+        buffer_bytes: The memory for parts that are copied and in flight; data that covers a whole
+            part is not copied.
+        merge_gap_bytes: Ranges with a gap of at most this size are read in one request.
         timeout_s: The seconds that a store may take to connect, or to send or take more bytes.
         attempts: The most attempts of an operation that is safe to repeat.
         retry_total_s: The seconds after which no further attempt begins. If this is not above
-            `timeout_s`, an attempt that met a timeout is the last one.
+            `timeout_s`, an attempt that times out is the last one.
         conditional_put: Whether the store itself decides which of two publishers was first
-            (`If-None-Match: *` of S3 and Azure, generations of Google). `auto` takes AWS to do so,
-            and probes other stores with a record of its own.
+            (`If-None-Match: *` of S3 and Azure, generations of Google). `auto` assumes so for AWS,
+            and probes other stores with a test record.
         checksums: Whether each part of an S3 upload carries a CRC for the store to check.
     """
 
@@ -71,8 +71,8 @@ class FsspecConfig(PluginConfig):
     @field_validator("url")
     @classmethod
     def _usable(cls, url: str) -> str:
-        scheme, found, rest = url.partition("://")
-        if not found or not scheme:
+        scheme, separator, rest = url.partition("://")
+        if not separator or not scheme:
             msg = "it needs a scheme: s3://bucket/run"
             raise ValueError(msg)
         if scheme.lower() in S3_SCHEMES:
@@ -101,9 +101,9 @@ class FsspecConfig(PluginConfig):
     @property
     def secrets(self) -> tuple[str, ...]:
         """Texts of the options and the URL that no message may show."""
-        found = _in_url(self.url)
-        _collect(self.options, found)
-        return tuple({text for text in found if text})
+        texts = _in_url(self.url)
+        _collect(self.options, texts)
+        return tuple({text for text in texts if text})
 
 
 class S3Options(BaseModel):
@@ -159,24 +159,24 @@ def is_secret_name(name: str) -> bool:
     return known or any(word in plain for word in _SECRET_WORDS)
 
 
-def _collect(value: object, found: list[str], name: str = "", *, secret: bool = False) -> None:
-    """Add to `found` all texts in options, except those of options known to be harmless."""
+def _collect(value: object, texts: list[str], name: str = "", *, secret: bool = False) -> None:
+    """Add to `texts` all texts in options, except those of options known to be harmless."""
     if isinstance(value, dict):
         for key, inner in value.items():
-            _collect(inner, found, str(key), secret=secret or is_secret_name(str(key)))
+            _collect(inner, texts, str(key), secret=secret or is_secret_name(str(key)))
     elif isinstance(value, (list, tuple)):
         for inner in value:
-            _collect(inner, found, name, secret=secret)
+            _collect(inner, texts, name, secret=secret)
     elif isinstance(value, str) and (
         secret or (name.lower() not in _HARMLESS and len(value) >= _SHORT)
     ):
-        found.append(value)
+        texts.append(value)
 
 
 def _in_url(url: str) -> list[str]:
-    """Return user and password of a URL, and the password alone; nothing if there is none."""
+    """Return a URL's user with password, and the password alone; empty without a password."""
     rest = url.partition("://")[2]
-    # The last `@`: a password may hold one, and also `/`, which ends the host for URL parsers.
+    # The last `@`: a password may hold one, and also `/`, where URL parsers end the host.
     head, _, _ = rest.rpartition("@")
     _, colon, password = head.partition(":")
     return [head, password] if colon else []

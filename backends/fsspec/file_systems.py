@@ -1,4 +1,4 @@
-"""The store for any file system of fsspec: asks of it only paths, streams and ranges.
+"""The store for any file system of fsspec: uses only its paths, streams and ranges.
 
 fsspec's HTTP reads each answer whole, however long it is, and follows a redirect to any host with
 the headers of the user's options. So it gets a client that bounds answers and keeps headers to one
@@ -51,20 +51,19 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _READ_ONLY = frozenset({"http", "https"})
-# Stores that put an object as a whole or not at all, and that have no folders. Their rename is a
-# copy.
+# Stores without folders that put a whole object or nothing. Their rename is a copy.
 _OBJECT_STORES = frozenset(
     {"gs", "gcs", "abfs", "abfss", "az", "adl", "oci", "oss", "cos", "obs", "tos", "s3", "s3a"}
 )
 # File systems whose `pipe_file(mode="create")` leaves the decision to the store. For all others
-# fsspec itself looks whether the name is free, and then puts, so that two savers may both win.
+# fsspec itself checks that the name is free, and then puts, so two savers may both win.
 _CONDITIONAL = frozenset({"gs", "gcs", "abfs", "abfss", "az"})
-# File systems whose `open` knows "xb". Others refuse it, or look and then open as with "wb".
+# File systems whose `open` knows "xb". Others refuse it, or check and then open as with "wb".
 _EXCLUSIVE = frozenset({"file", "local"})
-# Names that file systems have for the time of the last change in `info`.
+# Names of the time of the last change in the `info` of file systems.
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
 _TEMPORARY = re.compile(r"~[0-9a-f]{16}$")  # no name of ours has a `~`
-# What web servers write on a page that lists a folder, also on one without files.
+# Texts that web servers put on a page that lists a folder, even an empty one.
 _LISTING = re.compile(
     rb"index of|directory listing|parent directory|href=[\"']?\.\./?[\"' >]", re.IGNORECASE
 )
@@ -78,10 +77,10 @@ _RANGE = re.compile(r"bytes=(\d+)-(\d+)", re.ASCII)
 
 
 async def bounded_client(**options: Any) -> ClientSession:
-    """Return a session that refuses answers longer than the range that was asked for.
+    """Return a session that refuses answers longer than the requested range.
 
     With headers of the user it also refuses redirects to another origin: aiohttp would send all
-    headers there but a few that it knows to be credentials.
+    headers there, except a few that it knows to be credentials.
     """
     import aiohttp  # noqa: PLC0415 - an extra
 
@@ -94,7 +93,7 @@ async def bounded_client(**options: Any) -> ClientSession:
 
 
 class FileStore(Store):
-    """Keeps blobs as files below a folder of the file system that fsspec has for the scheme."""
+    """Keeps blobs as files below a folder of fsspec's file system for the scheme."""
 
     def __init__(self, config: FsspecConfig) -> None:
         """Load the file system's class.
@@ -141,12 +140,12 @@ class FileStore(Store):
         )
         if data.nbytes != span.stop - span.start:
             msg = (
-                f"{place('read', span.name, self.url)}: bytes {span.start} to {span.stop} were "
-                f"asked for, {data.nbytes} came"
+                f"{place('read', span.name, self.url)}: requested bytes {span.start} to "
+                f"{span.stop}, got {data.nbytes}"
             )
             if data.nbytes > span.stop - span.start:
                 # Not damage: the store ignored the range, so nothing is known of the blob.
-                msg += "; the store does not serve ranges of bytes: copy the run, or use another"
+                msg += "; the store does not serve byte ranges: copy the run, or use another store"
                 raise StorageError(msg)
             raise BlobTruncatedError(msg)
         for piece in span.pieces:
@@ -164,7 +163,7 @@ class FileStore(Store):
         return bytes(data) if len(data) <= limit_bytes else len(data)
 
     def publish(self, name: str, data: bytes, *, exclusive: bool) -> None:
-        self._check_writable("publish", name)  # before anything is asked of the store
+        self._check_writable("publish", name)  # before any request to the store
         super().publish(name, data, exclusive=exclusive)
 
     def put(self, name: str, data: bytes) -> None:
@@ -190,16 +189,16 @@ class FileStore(Store):
             with self.explained("publish", name):
                 self._fs.pipe_file(self.path(name), bytes(data), mode="create")
         except BlobExistsError as error:
-            # The client of the file system retries, even a put that had succeeded. So
-            # the name may be taken by this very record.
-            found: bytes | int
+            # The client of the file system retries even a put that had succeeded. So this very
+            # record may have the name.
+            record: bytes | int
             try:
-                found = self.read_record(name, limit_bytes=len(data))
+                record = self.read_record(name, limit_bytes=len(data))
             except BlobNotFoundError:
-                found = b""  # it was another saver's, and is deleted since
+                record = b""  # it was another saver's, and is deleted since
             except StorageError:
-                found = data  # unknown; on "taken" a save would believe that it lost
-            if found != data:
+                record = data  # unknown; on "taken" a save would believe that it lost
+            if record != data:
                 raise
             msg = (
                 f"{place('publish', name, self.url)}: unknown outcome. The name is taken, perhaps "
@@ -242,7 +241,7 @@ class FileStore(Store):
         with self.explained("create", name):
             path = self.path(name)
             self.make_parent(path)
-            # "xb" where it is known, so that a blob of that name, of another saver, is not emptied.
+            # "xb" where it is known, so that another saver's blob of that name is not emptied.
             mode = "xb" if self.config.scheme in _EXCLUSIVE else "wb"
             return self._fs.open(path, mode, block_size=self.config.part_bytes)
 
@@ -250,10 +249,10 @@ class FileStore(Store):
         """Cut a stored blob by writing it again.
 
         Raises:
-            StorageError: The blob is too long to be held in memory for that.
+            StorageError: The blob is too long to hold in memory for that.
         """
         if length > self.config.part_bytes:
-            msg = f"{place('seal', name, self.url)}: it cannot be cut to {length} bytes any more"
+            msg = f"{place('seal', name, self.url)}: it can no longer be cut to {length} bytes"
             raise StorageError(msg)
         path = self.path(name)
         with self.explained("seal", name):
@@ -272,8 +271,8 @@ class FileStore(Store):
         """
         path = self.path(name)
         with suppress(OSError, AttributeError, ValueError):
-            found = os.stat(path, follow_symlinks=False)
-            return os.path.samestat(os.fstat(stream.fileno()), found)
+            status = os.stat(path, follow_symlinks=False)
+            return os.path.samestat(os.fstat(stream.fileno()), status)
         files = getattr(self._fs, "store", None)  # of a file system in memory
         return isinstance(files, dict) and files.get(path) is stream
 
@@ -283,18 +282,18 @@ class FileStore(Store):
             self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
 
     def path(self, name: str) -> str:
-        """Return the path of a blob in the file system; that of the root for an empty name."""
+        """Return the path of a blob in the file system; the root's path for an empty name."""
         return f"{self._root}/{name}" if name else self._root
 
     def explained(self, what: str, name: str) -> AbstractContextManager[None]:
-        """Turn errors from inside into errors of Penstock."""
+        """Turn errors of the block into Penstock's errors."""
         return explained(what, name, url=self.url, scrub=self._scrub)
 
     # -- below ----------------------------------------------------------------------------------
 
     @cached_property
     def _renames(self) -> bool:
-        """Whether there is a rename; the one that fsspec provides by default copies and deletes."""
+        """Whether there is a real rename; fsspec's default one copies and deletes."""
         if self._object_store:
             return False
         from fsspec import AbstractFileSystem  # noqa: PLC0415 - 80 ms
@@ -328,13 +327,13 @@ class FileStore(Store):
                     yield self._info(name, info)
 
     def _walk(self, top: str) -> dict[str, Any]:
-        """Return all files below `top`, by path; nothing if `top` is no folder.
+        """Return all files below `top`, by path; empty if `top` is no folder.
 
-        Not fsspec's `find`: the one that most file systems inherit takes a folder for empty when
-        its listing fails, even by a broken connection. A checkpoint whose commit record is not
-        listed seems not to exist, and `prune` would delete its data.
+        Not by fsspec's `find`: in most file systems it treats a folder as empty if its listing
+        fails, even by a broken connection. A checkpoint whose commit record is not listed seems not
+        to exist, and `prune` would delete its data.
         """
-        found: dict[str, Any] = {}
+        files: dict[str, Any] = {}
         folders = [top]
         while folders:
             folder = folders.pop()
@@ -347,24 +346,24 @@ class FileStore(Store):
             for info in entries:
                 path = info["name"].rstrip("/")
                 if info.get("type") != "directory":
-                    found[path] = info
+                    files[path] = info
                 elif path.startswith(f"{folder.rstrip('/')}/"):
-                    # Pages of links name the folder itself, and the one above: an endless walk.
+                    # Pages of links name the folder itself and its parent: an endless walk.
                     folders.append(path)
-        return found
+        return files
 
     def _check_is_listing(self, folder: str, entries: Sequence[dict[str, Any]]) -> None:
         """Refuse a page that only seems to list an empty folder, such as the login of a gateway.
 
-        fsspec takes any answer over HTTP for a listing, and all that is no link for nothing. A run
-        that seems to have no checkpoints would be begun again.
+        fsspec reads any answer over HTTP as a listing, and ignores all but links. A run that seems
+        to have no checkpoints would start from scratch.
         """
         if any(_ENTRY.fullmatch(entry["name"], len(folder)) for entry in entries):
             return
         if not _LISTING.search(self._fs.cat_file(folder)):
             msg = (
                 "the server answers, but not with a page that lists files: does a gateway answer "
-                "for it? It has to show folders as pages of links."
+                "for it? It must show folders as pages of links."
             )
             raise RefusedAnswerError(msg)
 
@@ -374,11 +373,11 @@ class FileStore(Store):
             full = self._ask("stat", name, lambda: self._fs.info(self.path(name)))
             size = full.get("size")
         if size is None:
-            msg = f"{place('stat', name, self.url)}: the store does not tell its size"
+            msg = f"{place('stat', name, self.url)}: the store reports no size"
             raise StorageError(msg)
         changed_s = _time_s(info)
-        if changed_s is None and not self._read_only:  # times decide on deletions only
-            msg = f"{place('stat', name, self.url)}: the store does not tell when it was changed"
+        if changed_s is None and not self._read_only:  # times only decide on deletions
+            msg = f"{place('stat', name, self.url)}: the store reports no time of the last change"
             raise StorageError(msg)
         return BlobInfo(name, int(size), changed_s or 0.0)
 
@@ -419,19 +418,19 @@ def _load(config: FsspecConfig, scrub: Scrubber) -> tuple[Any, str]:
 
 def _time_s(info: dict[str, Any]) -> float | None:
     """Return the time of the last change; None if the store does not report it."""
-    told = next((info[key] for key in _TIMES if info.get(key) is not None), None)
-    if isinstance(told, str):
-        told = datetime.fromisoformat(told)
-    if isinstance(told, datetime):
-        return (told if told.tzinfo else told.replace(tzinfo=UTC)).timestamp()
-    return float(told) if isinstance(told, (int, float)) else None
+    time = next((info[key] for key in _TIMES if info.get(key) is not None), None)
+    if isinstance(time, str):
+        time = datetime.fromisoformat(time)
+    if isinstance(time, datetime):
+        return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
+    return float(time) if isinstance(time, (int, float)) else None
 
 
 class StreamWriter(StoreWriter):
     """Appends to a stream, opened when the first bytes come; gaps are written as zeros.
 
-    A stream that cannot be cut is cut by writing its blob again, up to the size of one part. The
-    blob is as durable as the close of its stream; a file below the stream is synced.
+    If a stream cannot be cut, its blob is written again, up to the size of one part. The blob is as
+    durable as the close of its stream; a file below the stream is synced.
     """
 
     _store: FileStore
@@ -442,12 +441,12 @@ class StreamWriter(StoreWriter):
         self._position = 0
 
     def _take(self, request: WriteRequest, batch: Batch) -> None:
-        del batch  # the stream has taken the bytes over when this returns
+        del batch  # the stream owns the bytes when this returns
         if not request.length:
             return
         if request.offset < self._position:
             msg = (
-                f"{self._where('write')}: offset {request.offset} comes too late, the stream is "
+                f"{self._where('write')}: offset {request.offset} comes too late: the stream is "
                 f"at {self._position}; offsets must ascend from call to call"
             )
             raise StorageError(msg)
@@ -471,8 +470,8 @@ class StreamWriter(StoreWriter):
         if self._stream is None:
             return
         # If this process was suspended, another saver may have taken over the name. So the file is
-        # removed only if it is known to be the open one, and before that is closed. `delete` and
-        # `prune` remove all others.
+        # removed only if it is known to be the open one, and before the stream is closed. `delete`
+        # and `prune` remove all others.
         if self._store.holds(self.name, self._stream):
             self._store.remove(self.name)
         with suppress(Exception):
@@ -486,8 +485,8 @@ class StreamWriter(StoreWriter):
         if self._stream is None:
             self._stream = self._store.open_stream(self.name)
             # The `__del__` of an abandoned stream would store it, over a blob that another saver
-            # may have put there since. The finalizer also keeps the stream alive for as long as the
-            # writer: the collector may else take the stream first, if both are garbage.
+            # may have put there since. The finalizer also keeps the stream alive as long as the
+            # writer: else the collector may free the stream first, if both are garbage.
             weakref.finalize(self, _disable_close, self._stream)
 
     def _advance(self, offset: int) -> None:
@@ -497,7 +496,7 @@ class StreamWriter(StoreWriter):
     def _send(self, view: memoryview) -> None:
         while view.nbytes:
             count = self._stream.write(view)
-            # Raw streams may take less than all; some others return None.
+            # Raw streams may write only a part; some others return None.
             count = view.nbytes if count is None else count
             self._position += count
             view = view[count:]
@@ -513,7 +512,7 @@ def _disable_close(stream: Any) -> None:
 
 
 def _stores_on_close(stream: Any) -> bool:
-    """Return whether `close` makes a blob of what was written, replacing any of that name."""
+    """Return whether `close` stores the written bytes, replacing any blob of that name."""
     from fsspec.spec import AbstractBufferedFile  # noqa: PLC0415 - 80 ms; loaded with the stream
 
     return isinstance(stream, AbstractBufferedFile)
@@ -558,9 +557,8 @@ def _bounded_response() -> type[ClientResponse]:
                 size += len(piece)
                 if size > limit:
                     msg = (
-                        f"{self.url.host} sends more than the {limit:,} bytes that were asked for: "
-                        "it does not serve ranges of bytes, or is no store; copy the run, or use "
-                        "another"
+                        f"{self.url.host} sends more than the {limit:,} requested bytes: it does "
+                        "not serve byte ranges, or is no store; copy the run, or use another store"
                     )
                     raise RefusedAnswerError(msg)
                 pieces.append(piece)
@@ -570,13 +568,13 @@ def _bounded_response() -> type[ClientResponse]:
 
 
 def _limit_bytes(answer: ClientResponse) -> int:
-    """Return how long the body of an answer may be, by its status and the requested range."""
+    """Return the most bytes of an answer's body, by its status and the requested range."""
     if answer.status >= _ERROR:
         return _REFUSAL_BYTES
-    asked = _RANGE.fullmatch(answer.request_info.headers.get("Range", ""))
-    if asked is None:
+    bounds = _RANGE.fullmatch(answer.request_info.headers.get("Range", ""))
+    if bounds is None:
         return _PAGE_BYTES
-    return int(asked[2]) - int(asked[1]) + 1
+    return int(bounds[2]) - int(bounds[1]) + 1
 
 
 async def _check_redirect(_session: object, _context: object, params: Any) -> None:
@@ -584,7 +582,7 @@ async def _check_redirect(_session: object, _context: object, params: Any) -> No
     if target.origin() != params.url.origin():
         params.response.close()
         msg = (
-            f"{params.url.host} leads to {target.host}, which would get the headers of `options`, "
-            "and the secrets in them; give the URL to which it leads"
+            f"{params.url.host} redirects to {target.host}, which would get the headers of "
+            "`options`, and their secrets; give the URL of the target"
         )
         raise RefusedAnswerError(msg)

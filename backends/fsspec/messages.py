@@ -40,7 +40,7 @@ class Scrubber:
     """Removes credentials from text."""
 
     def __init__(self, secrets: tuple[str, ...]) -> None:
-        # The longest first: if one is the start of another, the rest of the longer one would stay.
+        # Longest first: if one secret starts with another, the rest of the longer one would stay.
         self._secrets = sorted(secrets, key=len, reverse=True)
 
     def __call__(self, text: str) -> str:
@@ -57,7 +57,7 @@ def place(what: str, name: str, url: str) -> str:
 
 
 def status_of(error: BaseException) -> int:
-    """Return the HTTP status in an error, as most file systems over HTTP name it; else 0."""
+    """Return an error's HTTP status, under the names that most file systems use; else 0."""
     status = getattr(error, "status", None) or getattr(error, "status_code", None)
     return status if isinstance(status, int) else 0
 
@@ -71,7 +71,7 @@ def is_transient(error: BaseException) -> bool:
         return status >= _SERVER_ERROR or status == _MANY_REQUESTS
     if isinstance(error, (TimeoutError, ConnectionError, EOFError)):
         return True
-    # Network libraries raise errors without a number, and with base classes of their own.
+    # Network libraries raise errors without a number and with their own base classes.
     library = type(error).__module__.partition(".")[0]
     return library in {"aiohttp", "urllib3", "requests", "httpx"}
 
@@ -96,11 +96,11 @@ def storage_error(
         kind, text = BlobNotFoundError, "it does not exist"
     elif isinstance(error, (IsADirectoryError, NotADirectoryError)):
         kind = BlobNotFoundError if what in {"read", "stat"} else StorageError
-        text = "there is a folder in the place of the blob, or a file in that of a folder"
+        text = "a folder is in the place of the blob, or a file in the place of a folder"
     elif isinstance(error, FileExistsError):
         kind, text = BlobExistsError, "the name is taken"
     elif status == _NO_SUCH_RANGE:
-        kind, text = BlobTruncatedError, "it is shorter than that"
+        kind, text = BlobTruncatedError, "it ends before the range"
     elif isinstance(error, PermissionError) or status in _DENIED:
         text = f"access denied ({text}); check credentials and permissions"
     elif isinstance(error, OSError) and error.errno in _FULL:
@@ -113,12 +113,12 @@ def storage_error(
     else:
         text = f"{type(error).__name__}: {text}"
         if is_transient(error):
-            text += "; look whether the store is reachable, and try again"
+            text += "; check that the store is reachable, and try again"
     return kind(f"{where}: {text}")
 
 
 class Mapped(Protocol):
-    """A function that returns an error of a store as one of Penstock, as `storage_error` does."""
+    """Returns a store's error as one of Penstock's, as `storage_error` does."""
 
     def __call__(
         self, error: Exception, what: str, name: str, *, url: str, scrub: Scrubber
@@ -129,20 +129,20 @@ class Mapped(Protocol):
 def explained(
     what: str, name: str, *, url: str, scrub: Scrubber, mapped: Mapped = storage_error
 ) -> Iterator[None]:
-    """Turn every exception of a store into an error of Penstock."""
+    """Turn every exception of a store into one of Penstock's errors."""
     try:
         yield
     except PenstockError:
         raise
     except Exception as error:  # noqa: BLE001 - stores have no common root of errors
-        # While fsspec asks for a size over HTTP it turns every error into "not found", so a refusal
-        # is found in the cause only. A blob that seems not to exist would count as damage.
+        # When fsspec asks for a size over HTTP, it turns every error into "not found", and only the
+        # cause shows a refusal. A blob that seems not to exist would count as damaged.
         cause = error if isinstance(error, RefusedAnswerError) else error.__cause__
-        found = (
+        failure = (
             StorageError(f"{place(what, name, url)}: {scrub(str(cause))}")
             if isinstance(cause, RefusedAnswerError)
             else mapped(error, what, name, url=url, scrub=scrub)
         )
         # A traceback shows the text of the cause, too, with the credentials that `scrub` removes.
         clean = scrub(str(error)) == str(error)
-        raise found from (error if clean else None)
+        raise failure from (error if clean else None)

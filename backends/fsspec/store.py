@@ -41,7 +41,7 @@ _WASTE = 20  # wanted bytes for each byte of gaps, besides `gap_bytes`
 class Store(ABC):
     """The root of one process for `FsspecBackend`, which checks names. Thread-safe.
 
-    Methods without a docstring do what those of `Backend` with the same name promise.
+    Methods without a docstring do what `Backend`'s methods of the same name promise.
     """
 
     def __init__(self, config: FsspecConfig) -> None:
@@ -53,7 +53,7 @@ class Store(ABC):
 
     @cached_property
     def capabilities(self) -> Capabilities:
-        """The capabilities, found at the first use."""
+        """The capabilities, determined once."""
         return self.find_capabilities()
 
     @abstractmethod
@@ -62,7 +62,7 @@ class Store(ABC):
 
     @abstractmethod
     def writer(self, name: str, *, size_hint: int | None) -> StoreWriter:
-        """Return a writer for a new blob, before it is known whether the name is free."""
+        """Return a writer for a new blob, without checking that the name is free."""
 
     @abstractmethod
     def fill(self, span: Span) -> None:
@@ -74,7 +74,7 @@ class Store(ABC):
 
     @abstractmethod
     def put(self, name: str, data: bytes) -> None:
-        """Store a record as a whole; replaces one of that name."""
+        """Store a whole record; replaces any record of that name."""
 
     @abstractmethod
     def put_if_absent(self, name: str, data: bytes) -> None:
@@ -87,7 +87,7 @@ class Store(ABC):
 
     @abstractmethod
     def list(self, prefix: str) -> Sequence[BlobInfo]:
-        """Return what has the prefix, in any order, with names that are not ours."""
+        """Return all names with the prefix, in any order, including foreign names."""
 
     @abstractmethod
     def stat(self, name: str) -> BlobInfo: ...
@@ -119,7 +119,7 @@ class Store(ABC):
             raise BlobExistsError(msg)
 
     def read(self, requests: Sequence[ReadRequest]) -> None:
-        """Read all requests, near ranges merged, several at a time."""
+        """Read all requests, several at a time; merges near ranges."""
         for name in {r.name for r in requests if not r.target.nbytes}:
             self.stat(name)
         spans = plan_spans(
@@ -133,19 +133,18 @@ class Store(ABC):
             settle([self.transfers.submit(partial(self.fill, span)) for span in spans])
 
     def probe_conditional_puts(self) -> tuple[bool, tuple[str, ...]]:
-        """Put a record of its own twice, to see whether the store refuses the second put.
+        """Put a test record twice, to see whether the store refuses the second put.
 
-        Some stores ignore a condition without an error, and then both of two savers of one step
-        would win.
+        Some stores silently ignore a condition, and then two savers of one step would both win.
 
         Returns:
-            Whether the store decides between publishers, and notes on why it does not.
+            Whether the store decides between publishers, and notes on why not.
         """
         probe = f"clock/{secrets.token_hex(8)}"  # a folder that `prune` cleans up after a crash
         try:
             self.put(probe, b"1")
         except StorageError as error:
-            return False, (f"conditional puts could not be tried out: {error}",)
+            return False, (f"conditional puts could not be tested: {error}",)
         try:
             self.put_if_absent(probe, b"2")
         except BlobExistsError:
@@ -158,7 +157,7 @@ class Store(ABC):
         return False, ("the store ignores the condition of a put, so one saver per root",)
 
     def close(self) -> None:
-        """Wait for what is in flight and not stuck, then release all threads and connections."""
+        """Wait for transfers that are not stuck, then release all threads and connections."""
         self.feeds.shutdown(wait=True)
         self.transfers.shutdown(wait=True)
 
@@ -168,12 +167,12 @@ class Retry:
     """Runs an operation until it succeeds, fails for good, or has used up its attempts or time.
 
     Full jitter (a random time below the exponential bound) keeps the ranks of a large job from
-    coming back all at once; after Brooker, "Exponential Backoff And Jitter", AWS 2015.
+    retrying all at once; after Brooker, "Exponential Backoff And Jitter", AWS 2015.
 
     Attributes:
         attempts: The most attempts.
         total_s: The time after the first attempt at which the last one may begin.
-        random: Draws the pauses, from the system: forked ranks must not draw the same ones.
+        random: Draws the pauses from the system: forked ranks must not draw the same pauses.
         timing: The bounds of the pauses between attempts.
     """
 
@@ -210,7 +209,7 @@ class Retry:
                     raise
                 most_s = timing.request_retry_first_s * 2 ** (attempt - 1)
                 delay_s = self.random.uniform(0, min(most_s, timing.request_retry_most_s))
-                # A wait that `stop` ends: an abort must not last as long as the pauses.
+                # `stop` ends the wait: an abort must not last as long as the pauses.
                 if deadline.left_s() < delay_s or stop.wait(delay_s):
                     raise
         msg = "a Retry needs at least one attempt"
@@ -219,7 +218,7 @@ class Retry:
 
 @dataclass(frozen=True, slots=True)
 class RangePiece:
-    """Bytes of a blob from `offset` on, and the memory that they go to."""
+    """Bytes of a blob from `offset` on, and their target memory."""
 
     offset: int
     target: memoryview
@@ -254,9 +253,9 @@ def plan_spans(requests: Sequence[ReadRequest], *, piece_bytes: int, gap_bytes: 
     Args:
         requests: The reads, in any order; they may overlap.
         piece_bytes: The most bytes of a span.
-        gap_bytes: The longest gap that is read along. All gaps of a span together are at most this
-            much and a twentieth of its wanted bytes, so that many small reads far apart do not
-            become one of nearly all the blob.
+        gap_bytes: The longest gap that is read too. All gaps of a span together are at most this
+            plus a twentieth of its wanted bytes, so many small reads far apart do not become one
+            read of nearly the whole blob.
     """
     spans: list[Span] = []
     wanted = sorted((r for r in requests if r.target.nbytes), key=attrgetter("name"))

@@ -1,4 +1,4 @@
-"""The base of the file backends: all of the contract but the engine that moves bytes."""
+"""The base of the file backends: the contract without the engine that moves bytes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 SMALL_READ_BYTES = 256 << 10  # below this the page cache costs less than a bounce page
 INLINE_READ_BYTES = 1 << 20  # below this the calling thread reads: no thread, no ring to start
-_MOST_DEVICES = 64  # looked at: volumes can be stacked on each other
+_MOST_DEVICES = 64  # to check: volumes can be stacked on each other
 
 
 class LocalConfig(PluginConfig):
@@ -50,12 +50,12 @@ class LocalConfig(PluginConfig):
 
     Attributes:
         path: The root folder; the first write creates it.
-        direct_io: `auto` bypasses the page cache if a probe proves that possible, `on` refuses to
-            work if it is not, `off` never bypasses it.
+        direct_io: `auto` bypasses the page cache if a probe succeeds, `on` refuses to work if it
+            fails, `off` never bypasses the cache.
         allocate_bytes: The window of space allocated ahead of the writes, in bytes; 0 is off. The
             surplus is freed when a blob is sealed.
         owner: For a root below a folder where every user can create one (`/tmp`, `/dev/shm`):
-            `self` refuses a root that belongs to a user other than this one or root, `any` trusts
+            `self` refuses a root that belongs to any user except this one and root, `any` trusts
             every owner.
     """
 
@@ -94,7 +94,7 @@ class LocalBackend(Backend):
 
     @property
     def capabilities(self) -> Capabilities:
-        """The proved capabilities; the first call probes direct I/O, and leaves no file."""
+        """The proven capabilities; the first call probes direct I/O, and leaves no file."""
         refusal = self._direct.refusal
         return Capabilities(
             direct_io=refusal is None,
@@ -133,7 +133,7 @@ class LocalBackend(Backend):
             folders.close()
             raise
         # Direct I/O only: in a memory file system reserved blocks are memory, and for buffered
-        # writes the file system places blocks late, knowing the whole file.
+        # writes the file system places blocks late, when it knows the whole file.
         ahead = SpaceAhead(self._config.allocate_bytes if direct else 0, size_hint)
         writer = FileWriter(self._names.root, blob, folders, engine=engine, ahead=ahead)
         with self._lock:
@@ -161,7 +161,7 @@ class LocalBackend(Backend):
             return failed(error)
 
     def read_record(self, name: str, /, *, limit_bytes: int) -> bytes:
-        """Read a record as the contract says; one version even while the record is replaced."""
+        """Read a record as the contract says; one version even if the record is replaced."""
         self._check_open()
         fd = self._names.open_file(name)
         try:
@@ -211,7 +211,7 @@ class LocalBackend(Backend):
         self._names.sweep(before_s)
 
     def free_bytes(self) -> int:
-        """Return the free bytes for users without privileges; quotas are not taken into account."""
+        """Return the free bytes for users without privileges; ignores quotas."""
         self._check_open()
         return self._names.free_bytes()
 
@@ -234,7 +234,7 @@ class LocalBackend(Backend):
     # -- below --------------------------------------------------------------------------------
 
     def _create_file(self, name: str, size_hint: int | None) -> tuple[int, Folders]:
-        """Create an empty file that did not exist; subclasses may give it a layout."""
+        """Create a new empty file; subclasses may give it a layout."""
         del size_hint
         return self._names.create_file(name)
 
@@ -338,7 +338,7 @@ def local_options(url: str, options: dict[str, str]) -> dict[str, str]:
         ConfigError: The options hold a path, too.
     """
     if "path" in options:
-        msg = f"{url}: the path stands in the URL; remove 'path' from its options"
+        msg = f"{url}: the path is in the URL; remove 'path' from its options"
         raise ConfigError(msg)
     return {**options, "path": path_from_url(url)}
 
@@ -364,12 +364,12 @@ def is_virtio(folder: str, sys: str = "/sys/dev/block") -> bool:
     """Return whether `folder` is on a disk of the hypervisor's own kind (virtio).
 
     Such a disk hands each small page to the host separately: direct reads into memory in pages of
-    4 KiB gave 1.3 GB/s where huge pages gave 3.1 (Firecracker, Linux 6.18). A controller of NVMe
-    does not care. False where that cannot be found out, as of file systems without a device.
+    4 KiB gave 1.3 GB/s where huge pages gave 3.1 (Firecracker, Linux 6.18). An NVMe controller does
+    not care. False if the disk is unknown, as for file systems without a device.
 
     Args:
-        folder: The folder; the first one above it that exists counts.
-        sys: Where the kernel describes devices by their numbers; tests have others.
+        folder: The folder; if missing, its first existing parent counts.
+        sys: Where the kernel describes devices by number; tests have their own.
     """
     number = _device_of(folder)
     waiting = [] if number is None else [Path(sys, f"{os.major(number)}:{os.minor(number)}")]
@@ -380,17 +380,17 @@ def is_virtio(folder: str, sys: str = "/sys/dev/block") -> bool:
         try:
             if any(part.startswith("virtio") for part in device.resolve(strict=True).parts):
                 return True
-            waiting += (device / "slaves").iterdir()  # of a volume: what it is made of
+            waiting += (device / "slaves").iterdir()  # the devices of a volume
         except (OSError, RuntimeError):
             continue
     return False
 
 
 def _device_of(folder: str) -> int | None:
-    here = Path(folder)
-    for one in (here, *here.parents):
+    path = Path(folder)
+    for ancestor in (path, *path.parents):
         try:
-            return os.stat(one).st_dev
+            return os.stat(ancestor).st_dev
         except FileNotFoundError:
             continue
         except OSError:

@@ -59,7 +59,7 @@ class FileWriter(BlobWriter):
         self._synced = False  # whether its folders are durable
         self._in_flight = 0
         self._edges: set[int] = set()
-        # Guards the fields above, `_open` and below; notified after each batch and each seal.
+        # Guards the fields from `_open` to here; notified after each batch and each seal.
         self._changed = threading.Condition()
 
     def submit(self, requests: Sequence[WriteRequest]) -> Future[None]:
@@ -92,7 +92,7 @@ class FileWriter(BlobWriter):
         settle(self.submit(requests))
 
     def seal(self, length: int, /) -> None:
-        """Seal as the contract says: all completions, one fsync of the file, then of the folders.
+        """Seal as the contract says: wait for all writes, sync the file, then the folders.
 
         After a failed fsync the blob is dead: the kernel may have dropped pages that it could not
         write, and a second fsync would succeed without them.
@@ -133,8 +133,8 @@ class FileWriter(BlobWriter):
     def abort(self) -> None:
         """Abort as the contract says, and remove the file, so that its space is free at once.
 
-        Leaves another file under the same name alone: a process that slept may find there the blob
-        of the copy that took over from it.
+        Leaves another file of that name alone: if this process was suspended, it may be the blob of
+        the copy that took over.
         """
         if os.getpid() != self._pid:  # in a forked child: the parent may still write the blob
             return
@@ -145,9 +145,9 @@ class FileWriter(BlobWriter):
             self._state = _State.ABORTED
         try:
             leaf = self._blob.name.rpartition("/")[2]
-            there = os.stat(leaf, dir_fd=self._folders.last, follow_symlinks=False)
-            # Our file is still open, so no other file can have been given its inode number.
-            if os.path.samestat(os.fstat(self._blob.fd), there):
+            status = os.stat(leaf, dir_fd=self._folders.last, follow_symlinks=False)
+            # Our file is still open, so no other file can have its inode number.
+            if os.path.samestat(os.fstat(self._blob.fd), status):
                 os.unlink(leaf, dir_fd=self._folders.last)
         except OSError:  # the file or the store is gone; `delete` removes a file that stays
             pass
@@ -160,11 +160,11 @@ class FileWriter(BlobWriter):
     def _check_open(self, what: str) -> None:
         if self._state is not _State.OPEN:
             msg = f"cannot {what} {self._blob.name} under {self._root}: it is {self._describe()}"
-            # Of several writes at once, the caller may see the error of a later one first.
+            # Of concurrent writes, the caller may see the error of a later one first.
             is_full = isinstance(self._cause, StorageFullError)
             raise StorageFullError(msg) if is_full else StorageError(msg)
         if os.getpid() != self._pid:
-            msg = f"cannot {what} {self._blob.name}: it was begun in another process (fork)"
+            msg = f"cannot {what} {self._blob.name}: it belongs to another process (fork)"
             raise StorageError(msg)
 
     def _describe(self) -> str:
@@ -175,7 +175,7 @@ class FileWriter(BlobWriter):
     def _claim_edges(self, requests: list[tuple[int, tuple[memoryview, ...]]]) -> None:
         """Refuse two requests that share a page: each would overwrite the other's part with zeros.
 
-        A shared page is an edge page of both requests, so it is enough to remember edges.
+        A shared page is an edge page of both requests, so remembering edges is enough.
         """
         fresh: set[int] = set()
         for offset, buffers in requests:
@@ -203,16 +203,16 @@ class FileWriter(BlobWriter):
             self._changed.wait()
 
     def _release(self) -> None:
-        if not self._open:  # a second `close` could close a file that was given the number since
+        if not self._open:  # a second `close` could close another file that got the number
             return
         self._open = False
-        with suppress(OSError):  # all data is synced or given up: an error changes nothing
+        with suppress(OSError):  # all data is synced or abandoned: an error changes nothing
             os.close(self._blob.fd)
         with suppress(OSError):
             self._folders.close()
 
     def __del__(self) -> None:
-        # Batches in flight hold a reference to this writer, so none uses the file any more.
+        # Batches in flight hold a reference to this writer, so none uses the file now.
         self._release()
 
 
@@ -251,13 +251,13 @@ class SpaceAhead:
 class DirectAccess:
     """Decides, once, whether files under `root` are written and read with `O_DIRECT`.
 
-    Probes at the first use, not before, so that listing a run stays quick.
+    Probes only at the first use, so that listing a run stays quick.
     """
 
     def __init__(self, mode: DirectMode, root: str) -> None:
         self._mode = mode
         self._root = root
-        self._lock = threading.Lock()  # guards `_verdict`: None means granted, "" not yet asked
+        self._lock = threading.Lock()  # guards `_verdict`: None means granted, "" not probed
         self._verdict: str | None = "direct_io is off" if mode == "off" else ""
 
     @property
@@ -272,7 +272,7 @@ class DirectAccess:
             return self._verdict
 
     def required(self, refusal: str | None) -> bool:
-        """Return whether to use direct I/O after this answer.
+        """Return whether to use direct I/O after this verdict.
 
         Raises:
             CapabilityError: Direct I/O was refused although the options say `direct_io="on"`.
@@ -283,13 +283,13 @@ class DirectAccess:
         return refusal is None
 
     def for_write(self, fd: int) -> bool:
-        """Switch a file that will be written to direct I/O, if possible; return whether it was."""
+        """Switch a file to direct I/O for writes, if possible; return whether it was."""
         return self.required(self.refusal) and self.required(enable(fd))
 
     def for_read(self, fd: int) -> bool:
-        """Switch a file that will be read to direct I/O, if possible; probes without a write.
+        """Switch a file to direct I/O for reads, if possible; probes without a write.
 
-        A run that is only restored from may be on a read-only mount.
+        A run that is only restored may be on a read-only mount.
         """
         with self._lock:
             if self._verdict == "":
@@ -310,7 +310,7 @@ def enable(fd: int) -> str | None:
 
 
 def _probe_writing(root: str) -> tuple[str | None, bool]:
-    """Return the reason against direct I/O, if any, and whether it may be remembered."""
+    """Return the reason against direct I/O, if any, and whether it is final."""
     exists = os.path.isdir(root)
     folder = root
     while not os.path.isdir(folder):
@@ -318,8 +318,8 @@ def _probe_writing(root: str) -> tuple[str | None, bool]:
     try:
         fd = _nameless(folder, named=exists)
     except OSError as error:
-        # Not for good: a root that cannot be written may still be read directly, and a missing one
-        # may be created later.
+        # Not final: a root that cannot be written may still be read directly, and a missing one may
+        # be created later.
         return f"cannot be probed in {folder}: {error.strerror}", False
     try:
         return _refused(fd) or _round_trip(fd), True
@@ -344,9 +344,9 @@ def _nameless(folder: str, *, named: bool) -> int:
 def _probe_reading(fd: int) -> str | None:
     twin = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
     try:
-        refused = _refused(twin)
-        if refused:
-            return refused
+        reason = _refused(twin)
+        if reason:
+            return reason
         with mmap.mmap(-1, PAGE_BYTES) as page:
             try:
                 os.preadv(twin, [page], 0)
@@ -363,9 +363,9 @@ def _refused(fd: int) -> str | None:
         return f"{memory} keeps files in memory"
     alignment = direct_alignment(fd)
     if alignment == 0:
-        return "the file system says that it does not support direct I/O"
+        return "the file system reports no support for direct I/O"
     if alignment is not None and PAGE_BYTES % alignment:
-        return f"the device wants an alignment of {alignment} bytes"
+        return f"the device needs an alignment of {alignment} bytes"
     return enable(fd)
 
 

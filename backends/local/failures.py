@@ -28,15 +28,15 @@ _HINTS = {
     errno.EACCES: "check the owner and the permissions of the folder",
     errno.EPERM: "check the owner and the permissions of the folder",
     errno.EROFS: "the file system is mounted read-only",
-    errno.ELOOP: "a symbolic link stands there, and links below the root are not followed",
-    errno.ENOTDIR: "a file or a link stands where a folder is needed",
-    errno.EISDIR: "a folder of that name stands there",
+    errno.ELOOP: "a symbolic link is in the way; links below the root are not followed",
+    errno.ENOTDIR: "a file or a link is where a folder is needed",
+    errno.EISDIR: "a folder has that name",
     errno.EIO: "the device reported an error: look at the kernel log before using it again",
-    errno.EFBIG: "the file would pass the size limit of the process (ulimit -f) or file system",
+    errno.EFBIG: "the file would exceed the size limit of the process (ulimit -f) or file system",
     errno.EMFILE: "too many open files: raise the limit (ulimit -n)",
     errno.ENAMETOOLONG: "the name is longer than the file system allows",
     errno.ECANCELED: (
-        "the kernel could start no worker thread for io_uring: raise the limit of processes "
+        "the kernel could start no worker thread for io_uring: raise the process limit "
         "(ulimit -u, pids.max of the container), or use posix://"
     ),
     errno.ESTALE: "the network file system lost the file: another machine may have deleted it",
@@ -53,14 +53,14 @@ _CUT_SHORT = {errno.EINVAL, errno.EIO}
 
 
 def storage_error(error: OSError, what: str, name: str, root: str) -> StorageError:
-    """Map `error` to one of our tree; `what` is the verb that failed, `name` the blob or record."""
+    """Map `error` to one of ours; `what` is the verb that failed, `name` the blob or record."""
     where = f"cannot {what} {name or 'the root'} under {root}"
     number = error.errno or 0
-    if number in _OF_THE_ROOT:  # the root in front: the user has to change it, not the record
+    if number in _OF_THE_ROOT:  # the root first: the user must change it, not the record
         where = f"{root}: cannot {what} {name or 'it'}"
     if number == errno.ENOENT and what in _MAKING:
         msg = (
-            f"{root}: cannot {what} {name}: no folder can be made for it (ENOENT): it lies in no "
+            f"{root}: cannot {what} {name}: its folder cannot be created (ENOENT): it is in no "
             "real file system, such as /proc, or something keeps removing it"
         )
         return StorageError(msg)
@@ -75,8 +75,8 @@ def storage_error(error: OSError, what: str, name: str, root: str) -> StorageErr
         return StorageFullError(msg)
     hint = _limit_within_a_page() if what == "write" and number in _CUT_SHORT else None
     hint = hint or _HINTS.get(number)
-    # A link or a file in the way is no outage that a retry could cure: for a reader the blob is
-    # missing, which is damage.
+    # A link or a file in the way is no outage that a retry could fix: for a reader the blob is
+    # missing, which counts as damage.
     kind = BlobNotFoundError if what in _READING and number in _IN_THE_WAY else StorageError
     return kind(f"{where}: {text} ({code})" + (f"; {hint}" if hint else ""))
 
@@ -101,7 +101,7 @@ def _limit_within_a_page() -> str | None:
     if limit == resource.RLIM_INFINITY or limit % PAGE_BYTES == 0:
         return None
     return (
-        f"files of this process may have {limit} bytes at most, which is no multiple of "
+        f"files of this process may have at most {limit} bytes, which is no multiple of "
         f"{PAGE_BYTES}: raise or round the limit (ulimit -f)"
     )
 

@@ -1,8 +1,8 @@
 """Folders: opened one inside the other, created, made durable, and owned by the right user.
 
-In a folder in which every user can create others, such as `/dev/shm`, another user may be the first
-to create the folder of a run. The owner of that folder decides which checkpoints are restored, and
-which are copied to slower tiers.
+In a folder where every user can create folders, such as `/dev/shm`, another user may create the
+folder of a run first. Its owner decides which checkpoints are restored, and which are copied to
+slower tiers.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ class Ownership:
             if status.st_uid not in {0, os.geteuid()}:
                 msg = (
                     f"{entrance} belongs to user {status.st_uid}, not to you ({os.geteuid()}), and "
-                    "lies in a folder where every user can create one: its owner could replace "
-                    f"the checkpoints in {self._root}. Use a folder of your own, such as "
+                    "is in a folder where every user can create one: its owner could replace "
+                    f"the checkpoints in {self._root}. Use your own folder, such as "
                     f'{os.path.dirname(entrance)}/${{USER}}-run, or set owner = "any" in the '
-                    "options of the backend if that user is to be trusted"
+                    "options of the backend if you trust that user"
                 )
                 raise CapabilityError(msg)
             if status.st_mode & _OTHERS and not stat.S_ISLNK(status.st_mode):
@@ -83,8 +83,8 @@ def _warn_once(entrance: str) -> None:
     if entrance not in _warned:
         _warned.add(entrance)
         log.warning(
-            "%s can be written by other users, who could change the checkpoints that are "
-            "restored, and those that are copied to slower tiers. chmod go-w %s",
+            "%s can be written by other users, who could change checkpoints before they are "
+            "restored, or copied to slower tiers. chmod go-w %s",
             entrance,
             entrance,
         )
@@ -105,14 +105,14 @@ class Folders:
     def sync(self) -> None:
         """Make every entry on the way durable, from the innermost up to the root's own.
 
-        All of them, not only those that this process created: another process may have created a
-        folder and not yet synced it, and a power cut would take it with our file.
+        Syncs all of them, not only those that this process created: another process may have
+        created a folder without a sync yet, and a power cut would remove it with our file.
         """
         for fd in reversed(self._fds):
             os.fsync(fd)
         try:
             parent = os.open(os.path.dirname(self._root), FOLDER_FLAGS)
-        except PermissionError:  # so another user created the root: creating it syncs the parent
+        except PermissionError:  # another user created the root, which synced the parent
             return
         try:
             os.fsync(parent)
@@ -128,8 +128,8 @@ class Folders:
 def make_folder(path: str) -> None:
     """Create `path` and the missing folders above it, each durable before the next is created.
 
-    A folder directly in one where every user can create files gets mode 0700: other users shall
-    not be able to replace checkpoints.
+    A folder directly in one where every user can create files gets mode 0700, so that other users
+    cannot replace checkpoints.
     """
     if os.path.isdir(path):
         return

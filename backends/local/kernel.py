@@ -1,4 +1,4 @@
-"""System calls that Python's `os` does not have, through ctypes, which releases the GIL."""
+"""System calls that Python's `os` lacks, through ctypes, which releases the GIL."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class _PyBuffer(ctypes.Structure):
 
 
 def address(view: memoryview) -> int:
-    """Return the address of the first byte of `view`, of a read-only one as well."""
-    # By the C API: `ctypes.from_buffer` refuses views that are read-only.
+    """Return the address of the first byte of `view`, which may be read-only."""
+    # By the C API: `ctypes.from_buffer` refuses read-only views.
     raw = _PyBuffer()
     ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(view), ctypes.byref(raw), 0)
     try:
@@ -46,7 +46,7 @@ def address(view: memoryview) -> int:
 
 
 def move(target: int, source: int, length: int) -> None:
-    """Copy memory without the GIL; slice assignment of memoryviews keeps it."""
+    """Copy memory without the GIL; slice assignment of memoryviews holds it."""
     ctypes.memmove(target, source, length)
 
 

@@ -1,7 +1,7 @@
 """Names under one root folder: every lookup walks down with open folders and follows no link.
 
-A path would follow a link that replaced a folder meanwhile, out of the root. Names of the contract
-have no `~`, so temporary files begin with it and are never listed.
+A path could leave the root by a link that replaced a folder meanwhile. Names of the contract have
+no `~`, so temporary files begin with it and are never listed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     The path begins with `/proc/self/fd/` and the number of the open folder.
 
-    Raises OSError or StorageError; a file that it then leaves is removed.
+    Raises OSError or StorageError; the caller removes a file left then.
     """
 
 _T = TypeVar("_T")
@@ -55,10 +55,10 @@ class Namespace:
         return self._walk(name.split("/")[:-1], create=create)
 
     def create_file(self, name: str, *, birth: Birth | None = None) -> tuple[int, Folders]:
-        """Create an empty file that did not exist; the caller closes both results.
+        """Create a new empty file; the caller closes both results.
 
-        With `birth` that function creates the file, under a temporary name; linking it to its own
-        name then fails if the name is taken.
+        `birth`, if given, creates the file under a temporary name; the link to its own name then
+        fails if the name is taken.
 
         Raises:
             StorageError: As `Backend.create`.
@@ -115,24 +115,24 @@ class Namespace:
                 visible = True
                 folders.sync()
             finally:
-                with suppress(OSError):  # after a rename the temporary name is gone already
+                with suppress(OSError):  # after a rename the temporary name is already gone
                     os.unlink(temporary, dir_fd=folders.last)
                 folders.close()
         except OSError as error:
-            explained = storage_error(error, "publish", name, self.root)
+            failure = storage_error(error, "publish", name, self.root)
             if not visible:
-                raise explained from error
-            msg = f"{explained}; the record is there already, but may not survive a power cut"
+                raise failure from error
+            msg = f"{failure}; the record exists, but may not survive a power cut"
             raise UnsyncedError(msg) from error
 
     def list(self, prefix: str) -> list[BlobInfo]:
         """List names as `Backend.list`."""
         check_blob_name(prefix, prefix=True)
         folder = prefix.rpartition("/")[0]
-        found: list[BlobInfo] = []
+        infos: list[BlobInfo] = []
         try:
             with self._folders(prefix) as folders:
-                _scan(folders.last, folder + "/" if folder else "", prefix, found)
+                _scan(folders.last, folder + "/" if folder else "", prefix, infos)
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -140,7 +140,7 @@ class Namespace:
                 self._refuse_no_folder(prefix)
                 return []
             raise storage_error(error, "list", prefix, self.root) from error
-        return sorted(found, key=lambda info: info.name)
+        return sorted(infos, key=lambda info: info.name)
 
     def stat(self, name: str) -> BlobInfo:
         """Return size and time as `Backend.stat`."""
@@ -220,8 +220,8 @@ class Namespace:
     def _refuse_no_folder(self, prefix: str) -> None:
         """Raise if `commits` or `data` itself is a link or a file.
 
-        Listed as empty, a run whose records were moved to another disk would look like a run
-        without records, and `prune` would delete all its data as garbage.
+        Otherwise a run whose records were moved to another disk would look like a run without
+        records, and `prune` would delete all its data as garbage.
         """
         top = prefix.partition("/")[0]
         path = os.path.join(self.root, top)
@@ -230,16 +230,16 @@ class Namespace:
         what = "a symbolic link" if os.path.islink(path) else "no folder"
         msg = (
             f"cannot list {prefix} under {self.root}: {path} is {what}, and links below the root "
-            "are not followed. Move the folder itself back there, or mount it there (mount --bind)"
-            "; to keep a run on another disk, link the root as a whole"
+            "are not followed. Move the folder itself back, or mount it there (mount --bind); to "
+            "keep a run on another disk, link the whole root"
         )
         raise StorageError(msg)
 
     def _sweep_below(self, top: str, before_s: float) -> None:
-        """Sweep the folder `top` with all below it, the deepest folders first.
+        """Sweep the folder `top` and all folders below it, the deepest first.
 
-        By a list, not by recursion, and no deeper than names go: thousands of folders nested in
-        each other would exhaust the stack, or the open files.
+        Uses a list, not recursion, and goes no deeper than names do: thousands of nested folders
+        would exhaust the stack, or the open files.
         """
         todo, old = [top], list[str]()
         while todo:
@@ -267,7 +267,7 @@ class Namespace:
             folders.close()
 
     def _make(self, name: str, action: Callable[[int], _T]) -> tuple[_T, Folders]:
-        """Run `action` in the folder of `name`; create the folder, again if a delete removed it."""
+        """Run `action` in the folder of `name`; create the folder, again if a delete removes it."""
         for attempt in range(_ATTEMPTS):
             try:
                 folders = self.open_folders(name, create=True)
@@ -341,7 +341,7 @@ class Namespace:
                 return
             if error.errno in _NO_LINKS:
                 msg = (
-                    f"cannot publish {name} exclusively under {self.root}: the file system makes "
+                    f"cannot publish {name} exclusively under {self.root}: the file system has "
                     f"no hard links ({error}); use another one for checkpoints"
                 )
                 raise CapabilityError(msg) from error
@@ -383,7 +383,7 @@ def _obstacle(folder: str) -> int:
 
 
 def _inside(folder: int, leaf: str) -> str:
-    """Return a path into an open folder, which is right even if the folder was replaced since."""
+    """Return a path into an open folder, valid even if the folder was replaced since."""
     return f"/proc/self/fd/{folder}/{leaf}"
 
 
@@ -410,7 +410,7 @@ def _temporary(folder: int, data: bytes, birth: Birth | None = None) -> str:
     return temporary
 
 
-def _scan(folder: int, base: str, prefix: str, found: list[BlobInfo]) -> None:
+def _scan(folder: int, base: str, prefix: str, infos: list[BlobInfo]) -> None:
     with os.scandir(folder) as entries:
         for entry in entries:
             name = base + entry.name
@@ -424,15 +424,15 @@ def _scan(folder: int, base: str, prefix: str, found: list[BlobInfo]) -> None:
                 if entry.is_dir(follow_symlinks=False):
                     inner = os.open(entry.name, FOLDER_FLAGS | os.O_NOFOLLOW, dir_fd=folder)
                     try:
-                        _scan(inner, name + "/", prefix, found)
+                        _scan(inner, name + "/", prefix, infos)
                     finally:
                         os.close(inner)
                 else:
                     # Links and pipes, too: reading one is refused, but a checkpoint whose record
-                    # was replaced by one must not look as if it had never existed.
+                    # was replaced by one must not look as if it never existed.
                     status = entry.stat(follow_symlinks=False)
                     size = status.st_size if stat.S_ISREG(status.st_mode) else 0
-                    found.append(BlobInfo(name, size, status.st_mtime))
+                    infos.append(BlobInfo(name, size, status.st_mtime))
             except FileNotFoundError:  # deleted during the listing
                 continue
 

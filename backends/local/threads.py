@@ -46,7 +46,7 @@ class ThreadEngine:
                     start_thread(thread)
                 except StorageError:
                     if self._threads:
-                        break  # the threads that run already move everything, if slower
+                        break  # the running threads move everything, only slower
                     raise
                 self._threads.append(thread)
             batch.begin(len(transfers))
@@ -55,7 +55,7 @@ class ThreadEngine:
 
     def close(self) -> None:
         """Close as `Engine.close`."""
-        if os.getpid() != self._pid:  # in a forked child, which does not have the threads
+        if os.getpid() != self._pid:  # in a forked child, which lacks the threads
             return
         with self._lock:
             first, self._closed = not self._closed, True
@@ -73,9 +73,9 @@ class ThreadEngine:
             try:
                 if not batch.failed:
                     carry(Flight(transfer, slot), self._readv, self._writev)
-            except Exception as error:  # noqa: BLE001 - recorded; the thread must live on
+            except Exception as error:  # noqa: BLE001 - recorded; the thread must survive
                 batch.fail(error, transfer)
-            del transfer  # before `done`: no reference to buffers that their owner may free then
+            del transfer  # before `done`: then the owner of the buffers may free them
             batch.done()
             del batch
 
@@ -84,13 +84,13 @@ def start_thread(thread: threading.Thread) -> None:
     """Start a thread of an engine.
 
     Raises:
-        StorageError: The limit of processes is reached.
+        StorageError: The process limit is reached.
     """
     try:
         thread.start()
     except RuntimeError as error:
         msg = (
-            f"cannot start the thread {thread.name} ({error}): raise the limit of processes "
+            f"cannot start the thread {thread.name} ({error}): raise the process limit "
             "(ulimit -u, pids.max of the container)"
         )
         raise StorageError(msg) from error

@@ -1,8 +1,8 @@
 """Transfers: requests cut into vectored calls, with bounce pages for bytes that are not aligned.
 
 A direct transfer covers whole pages of the file. If memory and file have the same phase, the
-aligned middle of a buffer is moved in place. Edges, and buffers of another phase, are copied by way
-of the page-aligned slot of the transfer's lane: `[head | middle | tail]` in one call.
+aligned middle of a buffer is moved in place. Edges, and buffers of another phase, are copied
+through the page-aligned slot of the transfer's lane: `[head | middle | tail]` in one call.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ SLACK_BYTES = 64 << 10  # so that a chunk of 16 MiB fits into one call with its 
 SLOT_BYTES = 1 << 20
 MIN_DIRECT_BYTES = 16 << 10  # below this a copy is cheaper than one more entry in the vector
 MAX_VECTOR = 1024  # IOV_MAX
-RETRY_S = 10.0  # a device that moves nothing for this long, and asks for retries, is broken
+RETRY_S = 10.0  # a device that only asks for retries for this long is broken
 
-# After these a call has moved nothing and may be repeated. ECANCELED comes from io_uring: the limit
-# of processes kept the kernel from starting a worker thread for the call.
+# After these a call has moved nothing and may be repeated. ECANCELED comes from io_uring: the
+# process limit kept the kernel from starting a worker thread for the call.
 _TRANSIENT = {errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ECANCELED}
 
 
 class TransferBatch:
     """Counts transfers down; keeps the first error, and waits for the other transfers.
 
-    The future is resolved only when the kernel no longer uses any buffer of the batch: its caller
-    may free them at once.
+    The future resolves only when the kernel no longer uses any buffer of the batch: the caller may
+    free them at once.
     """
 
     def __init__(
@@ -75,13 +75,13 @@ class TransferBatch:
             self._resolve()
 
     def fail(self, error: Exception, transfer: Transfer | None = None) -> None:
-        """Keep an error, mapped to one of our own, if it is the first."""
+        """Keep the first error, mapped to one of our own."""
         with self._lock:
             if self._error is None:
                 self._error = self._explain(error, transfer)
 
     def done(self) -> None:
-        """Count a transfer that has ended, with or without an error, and has freed its buffers."""
+        """Count an ended transfer, failed or not, that no longer uses its buffers."""
         with self._lock:
             self._left -= 1
             if self._left:
@@ -103,10 +103,10 @@ class TransferBatch:
             if self._advise is not None and transfer is not None:
                 where = ByteRange(transfer.offset, transfer.offset + transfer.length)
                 advice = self._advise(error, where)
-            known = storage_error(error, self._what, name, self._root)
-            mapped: Exception = advised(known, advice)
+            failure = storage_error(error, self._what, name, self._root)
+            mapped: Exception = advised(failure, advice)
         elif isinstance(error, EOFError):
-            msg = f"{name} under {self._root} ends before the range that was asked for"
+            msg = f"{name} under {self._root} ends before the requested range"
             mapped = BlobTruncatedError(msg)
         elif isinstance(error, StorageError):
             return error
@@ -121,7 +121,7 @@ class Engine(Protocol):
     """Moves transfers; several batches may be in flight."""
 
     def start(self, batch: TransferBatch, transfers: Sequence[Transfer]) -> None:
-        """Start the transfers without waiting for I/O; `batch.future` is resolved at their end."""
+        """Start the transfers without waiting for I/O; `batch.future` resolves at their end."""
 
     def close(self) -> None:
         """Wait for the transfers in flight, and release everything; idempotent."""
@@ -137,8 +137,8 @@ def failed(error: StorageError) -> Future[None]:
 def settle(future: Future[None]) -> None:
     """Wait for `future`, and raise its error.
 
-    Even when interrupted (Ctrl-C) this returns only when no buffer is in use: the caller would
-    free memory that the kernel still writes to.
+    Even when interrupted (Ctrl-C), returns only when no buffer is in use: the caller would free
+    memory that the kernel still writes to.
     """
     try:
         future.result()
@@ -153,7 +153,7 @@ class Bounce:
 
     Attributes:
         length: The bytes of the pages.
-        copies: The places within these pages, each with its bytes; the rest is zero.
+        copies: Offsets within these pages, each with its bytes; the rest is zero.
     """
 
     length: int
@@ -172,10 +172,10 @@ class Transfer:
         direct: Whether `fd` bypasses the page cache; then all offsets are whole pages.
         offset: The offset in the file.
         stripe_bytes: The stripe size of the blob.
-        needed: The bytes from `offset` that have to be moved; the last page of a read may be short.
-        parts: The caller's memory, or pages of the slot, in the order of the file.
+        needed: The bytes from `offset` that must be moved; the last page of a read may be short.
+        parts: The caller's memory, or pages of the slot, in file order.
         length: The bytes of the file that the parts cover.
-        slot_bytes: The bytes of the slot that the parts take.
+        slot_bytes: The bytes of the slot that the parts use.
     """
 
     batch: TransferBatch
@@ -234,13 +234,13 @@ class Slot:
         return self.view
 
     def close(self) -> None:
-        """Drop the memory, which is freed with the last view of it."""
+        """Drop the memory, which is freed with its last view."""
         self.view = memoryview(b"")
         self._memory = None
 
 
 class Flight:
-    """A transfer in flight in a lane: the part that is left after short results."""
+    """A transfer in flight in a lane: the rest of it after short results."""
 
     def __init__(self, transfer: Transfer, slot: Slot) -> None:
         self.transfer = transfer
@@ -268,7 +268,7 @@ class Flight:
         return left
 
     def moved(self, count: int) -> bool:
-        """Take the result of a call; return whether the transfer is complete.
+        """Record the result of a call; return whether the transfer is complete.
 
         Raises:
             EOFError: A read met the end of the file.
@@ -284,7 +284,7 @@ class Flight:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         self._reached = reached
         self._give_up_s = 0.0
-        # A direct call has to begin at a page, so the page that came short is moved once more.
+        # A direct call must begin at a page, so an incomplete page is moved again.
         self._done = align_down(reached, PAGE_BYTES) if self.transfer.direct else reached
         return False
 
@@ -364,7 +364,7 @@ class OpenBlob:
 def cut_writes(
     batch: TransferBatch, blob: OpenBlob, requests: Iterable[tuple[int, Iterable[memoryview]]]
 ) -> list[Transfer]:
-    """Cut ascending `(offset, buffers)` requests; neighbours in the file share a transfer.
+    """Cut ascending `(offset, buffers)` requests; neighbors in the file share a transfer.
 
     Direct transfers fill the rest of their edge pages with zeros, so no two requests may touch one
     page.
@@ -379,9 +379,9 @@ def cut_writes(
 def cut_read(
     batch: TransferBatch, blob: OpenBlob, offset: int, target: memoryview
 ) -> list[Transfer]:
-    """Cut a read that fills `target`; the last page of a direct one may lie after the file's end.
+    """Cut a read that fills `target`; a direct read's last page may extend past the file's end.
 
-    That page is read whole all the same, and ends short.
+    That page is still read whole, and ends short.
     """
     transfers: list[Transfer] = []
     for at, part in _pieces(blob, offset, (target,)):

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock")
 
-MIN_CUT_BYTES: Final = 4 << 20  # smaller stripes are not worth a request of their own
+MIN_CUT_BYTES: Final = 4 << 20  # smaller stripes are not worth their own request
 
 FREE_SPACE_IS_GOOD_FOR_S: Final = 600.0  # `lfs df` asks every OST, which is too slow for each blob
 BIG_BLOB_BYTES: Final = 4 << 30  # a blob of this size is slow on one OST
@@ -70,7 +70,7 @@ class LustreBackend(LocalBackend):
 
     A blob's layout is set before its first byte, from its expected size, the number of ranks and
     the state of the OSTs. Requests are cut at stripes, so that each goes to one OST. An error of a
-    full OST names that OST. Never run against a real Lustre so far: see `docs/lustre.md`.
+    full OST names that OST. Not yet run against a real Lustre: see `docs/lustre.md`.
     """
 
     name: ClassVar[str] = "lustre"
@@ -84,18 +84,18 @@ class LustreBackend(LocalBackend):
         Raises:
             ConfigError: The query names a program.
         """
-        # A URL may come from elsewhere, and must not choose a program that is run.
+        # A URL may come from elsewhere, and must not choose a program to run.
         if "lfs" in options:
             msg = (
-                f"{without_credentials(url)}: lfs names a program that would be run, which no URL "
-                "may; set it in a configuration file, as {type = 'lustre', lfs = '...'}"
+                f"{without_credentials(url)}: lfs names a program to run, which a URL must not; "
+                "set it in a configuration file, as {type = 'lustre', lfs = '...'}"
             )
             raise ConfigError(msg)
         return super().from_url(url, options)
 
     @property
     def url(self) -> str:
-        """The root, as a URL that is opened by this backend."""
+        """The root, as a URL that this backend opens."""
         return super().url.replace("file", self.name, 1)
 
     def __init__(self, config: LustreConfig, /, *, client: LustreClient | None = None) -> None:
@@ -106,7 +106,7 @@ class LustreBackend(LocalBackend):
             client: Replaces the calls of the kernel and of `lfs`, for tests.
 
         Raises:
-            CapabilityError: The root is not on Lustre, or io_uring is required and cannot be used.
+            CapabilityError: The root is not on Lustre, or io_uring is required but cannot be used.
         """
         super().__init__(config)
         self._client = client or LustreClient(config.lfs, config.lfs_timeout_s)
@@ -118,7 +118,7 @@ class LustreBackend(LocalBackend):
             msg = f"{self._refusal}; use uring:// or posix:// there, or not_lustre='warn'"
             raise CapabilityError(msg)
         if self._refusal is not None:
-            log.warning("lustre: %s; files are written plainly", self._refusal)
+            log.warning("lustre: %s; writing plain files", self._refusal)
         if config.engine == "uring":
             self._running_engine()
 
@@ -150,7 +150,7 @@ class LustreBackend(LocalBackend):
             except CapabilityError as error:
                 if self._config.engine == "uring":
                     raise
-                log.warning("lustre: threads take the place of io_uring: %s", error)
+                log.warning("lustre: using threads instead of io_uring: %s", error)
         return ThreadEngine(self._parallel)
 
     def _create_file(self, name: str, size_hint: int | None) -> tuple[int, Folders]:
@@ -170,7 +170,7 @@ class LustreBackend(LocalBackend):
     def _placing(self) -> LayoutPlacer | None:
         if self._refusal is not None:
             return None
-        # Anew in a forked child: a thread of the parent may have held the placer's lock.
+        # New in a forked child: a thread of the parent may have held the placer's lock.
         if self._placer is None or self._placer_pid != os.getpid():
             self._placer = LayoutPlacer(self._client, self._names.root, self._config, self._ranks)
             self._placer_pid = os.getpid()
@@ -181,21 +181,21 @@ class LustreBackend(LocalBackend):
         try:
             magic = self._client.file_system(folder)
         except OSError as error:
-            return f"the file system of {folder} is not known: {error.strerror}"
+            return f"the file system of {folder} is unknown: {error.strerror}"
         if magic == LUSTRE_MAGIC:
             return None
         return f"{folder} is not on Lustre, but on {file_system_name(magic)}"
 
 
 def cut_bytes(layout: Layout | None, /) -> int:
-    """Return the size at whose multiples requests are cut, so that each goes to one OST.
+    """Return the unit at which requests are cut, so that each goes to one OST.
 
     0 if requests are not cut: the layout is unknown, or its stripes are too small or uneven.
     """
     if layout is None:
         return 0
     sizes = {c.stripe_bytes for c in layout.components if c.striped and c.osts}
-    # Components may differ in stripe size: the smallest one serves if it divides all others.
+    # Components may differ in stripe size: the smallest is used if it divides all others.
     smallest = min(sizes, default=0)
     if smallest < MIN_CUT_BYTES or smallest % PAGE_BYTES or any(s % smallest for s in sizes):
         return 0
@@ -220,7 +220,7 @@ class LayoutPlacer:
         self._warned: set[str] = set()
 
     def blob(self, name: str, size_hint: int | None, io_bytes: int) -> Birth | None:
-        """Return the function that creates a blob's file; None takes the folder's default."""
+        """Return the function that creates a blob's file; None means the folder's default."""
         config = self._config
         inherit = config.stripe_count == "inherit"
         self._advise_on_default(size_hint, blobs_inherit=inherit)
@@ -230,7 +230,7 @@ class LayoutPlacer:
         return lambda path: self._place(path, striping)
 
     def record(self) -> Birth | None:
-        """Return the function that creates a record's file; None takes the folder's default."""
+        """Return the function that creates a record's file; None means the folder's default."""
         kind = self._config.records
         if kind == "dom":
             layout = ("-E", _DOM_BYTES, "-L", "mdt", "-E", "-1", "-c", "1")
@@ -240,7 +240,7 @@ class LayoutPlacer:
         return None
 
     def layout(self, fd: int, name: str, *, ask_lfs: bool) -> Layout | None:
-        """Return the layout of an open blob; None if it is not known.
+        """Return the layout of an open blob; None if it is unknown.
 
         Args:
             fd: The open file.
@@ -289,23 +289,23 @@ class LayoutPlacer:
         osts: tuple[Ost, ...] = ()
         if config.stripe_count == "auto" and not config.pool:
             osts = self._free_space(max_age_s=FREE_SPACE_IS_GOOD_FOR_S)
-        planned = plan_striping(demand, osts)
+        striping = plan_striping(demand, osts)
         if isinstance(config.stripe_count, int):
-            planned = Striping(config.stripe_count, planned.stripe_bytes)
+            striping = Striping(config.stripe_count, striping.stripe_bytes)
         if config.stripe_bytes != "auto":
-            planned = replace(planned, stripe_bytes=config.stripe_bytes)
-        return planned
+            striping = replace(striping, stripe_bytes=config.stripe_bytes)
+        return striping
 
     def _place(self, path: str, striping: Striping) -> None:
-        """Create the file by the plan; else with OSTs of the server's choice; else by default."""
+        """Create the file as planned; else on OSTs that the server chooses; else by default."""
         common = ["-c", str(striping.stripe_count), "-S", str(striping.stripe_bytes)]
         if self._config.pool:
             common += ["-p", self._config.pool]
         if striping.osts:
-            named = self._setstripe(path, *common, "-o", ",".join(map(str, striping.osts)))
-            if named is None or named.code == 0:
+            answer = self._setstripe(path, *common, "-o", ",".join(map(str, striping.osts)))
+            if answer is None or answer.code == 0:
                 return
-            self._warn_once("OSTs cannot be named, so the server chooses", _complaint(named))
+            self._warn_once("OSTs cannot be named, so the server chooses", _complaint(answer))
         self._set_or_inherit(path, *common, "-i", "-1")
 
     def _set_or_inherit(self, path: str, *layout: str) -> None:
@@ -329,7 +329,7 @@ class LayoutPlacer:
         if answer.code != 0:
             _remove(path)  # it may have been created without the layout
         elif answer.complaint:
-            # Where an administrator reserves layouts, `lfs` warns, and creates a plain file.
+            # If an administrator reserves layouts, `lfs` warns, and creates a plain file.
             self._warn_once("lfs setstripe warns", answer.complaint)
         if answer.code == errno.ENOENT and _is_gone(os.path.dirname(path)):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
@@ -337,12 +337,12 @@ class LayoutPlacer:
 
     def _refuse_if_final(self, path: str, answer: LfsAnswer) -> None:
         folder, leaf = os.path.split(path)
-        named = os.path.relpath(os.path.join(os.path.realpath(folder), leaf), self._root)
-        where = f"cannot create {named} under {self._root}"
+        name = os.path.relpath(os.path.join(os.path.realpath(folder), leaf), self._root)
+        where = f"cannot create {name} under {self._root}"
         if "pool" in answer.complaint.lower() and self._config.pool:
             msg = (
                 f"{where} in the OST pool {self._config.pool!r}: {_complaint(answer)}; "
-                "'lfs pool_list' shows the pools there are"
+                "'lfs pool_list' shows the pools"
             )
             raise StorageError(msg)
         if answer.code == errno.ENOSPC:
@@ -364,7 +364,7 @@ class LayoutPlacer:
                 self._osts = parse_df(answer.text)
             except (CapabilityError, FormatError, StorageTimeoutError) as error:
                 self._osts = ()
-                self._warn_once("the OSTs are not known, so their choice is the server's", error)
+                self._warn_once("the OSTs are unknown, so the server chooses them", error)
             self._asked_s = time.monotonic()
             return self._osts
 
@@ -372,7 +372,7 @@ class LayoutPlacer:
         with self._lock:
             if not self._default_known:
                 self._default_known = True
-                folder = existing_folder(self._root)  # a new one takes over its parent's default
+                folder = existing_folder(self._root)  # a new one inherits its parent's default
                 try:
                     data = self._client.layout_attribute(folder)
                     if data is not None:
@@ -380,7 +380,7 @@ class LayoutPlacer:
                     else:
                         self._default = self._shown_layout(folder, "-d")
                 except (OSError, PenstockError) as error:
-                    self._warn_once(f"the default layout of {folder} is not known", error)
+                    self._warn_once(f"the default layout of {folder} is unknown", error)
             return self._default
 
     def _shown_layout(self, path: str, *options: str) -> Layout | None:
@@ -414,15 +414,15 @@ def about_osts(
 ) -> str:
     """Return a sentence that names the OSTs of a failed write, with free space if they are full.
 
-    A file on a full OST fails with ENOSPC while the file system as a whole has room.
+    A file on a full OST fails with ENOSPC even if the file system has room.
 
     Args:
         number: The `errno`.
         layout: The layout of the file.
         where: The bytes that could not be written; None means any bytes of the file.
-        osts: The OSTs with their free space now, as far as known.
+        osts: The known OSTs with their current free space.
     """
-    if layout is None or number == errno.EDQUOT:  # a quota is not a matter of single OSTs
+    if layout is None or number == errno.EDQUOT:  # quotas do not depend on single OSTs
         return ""
     if where is None:
         touched = layout.osts
@@ -433,22 +433,22 @@ def about_osts(
         return ""
     free = {ost.index: ost.free_bytes for ost in osts}
     touched = tuple(sorted(touched, key=lambda ost: (free.get(ost, 0), ost)))
-    named = ", ".join(_named(ost, free) for ost in touched[:_SHOWN])
+    names = ", ".join(_named(ost, free) for ost in touched[:_SHOWN])
     more = f" and {len(touched) - _SHOWN} more" if len(touched) > _SHOWN else ""
-    sentence = f"the bytes lie on {named}{more}"
+    sentence = f"the bytes are on {names}{more}"
     if number != errno.ENOSPC or not free:
         return sentence
     roomiest = max(free, key=lambda ost: free[ost])
     return (
         f"{sentence}; of {len(free)} OSTs, {_named(roomiest, free)} has the most: a full OST stops "
-        "a file though others have room ('lfs df' shows them)"
+        "a file even if others have room ('lfs df' shows them)"
     )
 
 
 def about_default(
     layout: Layout | None, *, blob_bytes: int | None, blobs_inherit: bool, records_inherit: bool
 ) -> str:
-    """Return a sentence on the harm of a folder's default layout to new files; empty if none."""
+    """Return a sentence on how a folder's default layout harms new files; empty if it does not."""
     if layout is None or not layout.components:
         return ""
     widest = max(
@@ -471,14 +471,14 @@ def about_default(
 
 
 def stripes_records_widely(layout: Layout | None) -> bool:
-    """Return whether a small file with this default would lie on several OSTs."""
+    """Return whether a small file with this default would be on several OSTs."""
     first = layout.at(0) if layout is not None else None
     return first is not None and first.striped
 
 
 def _complaint(answer: LfsAnswer) -> str:
     lines = [line.strip() for line in answer.complaint.splitlines() if line.strip()]
-    return lines[0] if lines else f"lfs ended with {answer.code}"
+    return lines[0] if lines else f"lfs exited with {answer.code}"
 
 
 def _is_gone(folder: str) -> bool:

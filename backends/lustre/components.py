@@ -48,7 +48,7 @@ _ALL_STRIPES_FROM: Final = 0xFFE0  # to 0xffff: over all OSTs, in a folder's def
 _EOF: Final = (1 << 64) - 1
 _EXTENSION_UNIT: Final = 1024
 _MAGIC_BYTES: Final = 4
-MAX_LAYOUT_BYTES: Final = 1 << 20  # a file system with `ea_inode` keeps attributes up to here
+MAX_LAYOUT_BYTES: Final = 1 << 20  # the limit of attributes in a file system with `ea_inode`
 ALL_STRIPES: Final = -1
 
 
@@ -63,8 +63,8 @@ class Component:
             stripe on every OST.
         stripe_bytes: The bytes on one OST before the next one's turn; 0 is the default.
         osts: The index of the OST of every stripe, empty while none is assigned.
-        on_mdt: Whether its bytes lie on a metadata server (Data-on-MDT).
-        stale: Whether its mirror does not have later writes.
+        on_mdt: Whether its bytes are on a metadata server (Data-on-MDT).
+        stale: Whether its mirror lacks later writes.
         extension: Whether it only grows the component before it, by `stripe_bytes` at a time.
         parity: Whether it holds parity of other components, and no bytes of the file.
     """
@@ -85,7 +85,7 @@ class Component:
 
     @property
     def striped(self) -> bool:
-        """Whether neighbouring bytes may lie on different OSTs."""
+        """Whether neighboring bytes may be on different OSTs."""
         return not self.on_mdt and self.stripe_count not in {0, 1}
 
 
@@ -95,20 +95,20 @@ class Layout:
 
     Attributes:
         components: The components, in the order in which they are stored.
-        foreign: Whether the bytes are not kept by Lustre; then there are no components.
+        foreign: Whether Lustre does not keep the bytes; then there are no components.
     """
 
     components: tuple[Component, ...]
     foreign: bool = False
 
     def at(self, offset: int) -> Component | None:
-        """Return the component that a read of `offset` would be served from."""
-        found = [
+        """Return the component that serves a read of `offset`."""
+        serving = [
             c
             for c in self.components
             if c.covers(offset) and not (c.stale or c.extension or c.parity)
         ]
-        return found[0] if found else None
+        return serving[0] if serving else None
 
     def ost_at(self, offset: int) -> int | None:
         """Return the index of the OST with the byte at `offset`; None if unknown or on no OST."""
@@ -165,7 +165,7 @@ def _entry(order: str, data: bytes, at: int, table: int) -> Component:
     if start >= stop:
         _refuse(f"component {number:#x} goes from {start} to {stop}")
     if offset < table or offset + size > len(data):
-        _refuse(f"component {number:#x} is said to lie outside of the layout")
+        _refuse(f"component {number:#x} is outside of the layout")
     blob = data[offset : offset + size]
     if size >= _MAGIC_BYTES and struct.unpack_from(order + "I", blob)[0] == MAGIC_FOREIGN:
         component = Component(stripe_count=0)
@@ -176,7 +176,7 @@ def _entry(order: str, data: bytes, at: int, table: int) -> Component:
         component,
         start=start,
         stop=None if stop == _EOF else stop,
-        # The same field holds the size by which an extension grows, which is in KiB.
+        # In an extension this field holds the bytes by which it grows, in KiB.
         stripe_bytes=component.stripe_bytes * (_EXTENSION_UNIT if extension else 1),
         osts=() if extension or not flags & _FLAG_INIT else component.osts,
         stale=bool(flags & _FLAG_STALE),
@@ -186,7 +186,7 @@ def _entry(order: str, data: bytes, at: int, table: int) -> Component:
 
 
 def _plain(order: str, data: bytes, *, strict: bool) -> Component:
-    """Parse version 1 or 3; only a `strict` component has to name the OSTs of its stripes."""
+    """Parse version 1 or 3; only a `strict` component must name the OSTs of its stripes."""
     magic, pattern, stripe_bytes, count, _ = _unpack(order, _V1, data, 0)
     if magic not in _PLAIN:
         _refuse(f"a component of the unknown kind {magic:#010x}")
@@ -201,7 +201,7 @@ def _plain(order: str, data: bytes, *, strict: bool) -> Component:
     objects = 0 if on_mdt or released or count >= _ALL_STRIPES_FROM else count
     room = (len(data) - at) // _OBJECT_BYTES
     if room < objects and (strict or len(data) != at):
-        _refuse(f"{count} stripes, but only {room} of their objects")
+        _refuse(f"{count} stripes, but only {room} objects")
     osts = tuple(
         _unpack(order, _OBJECT, data, at + n * _OBJECT_BYTES)[1] for n in range(min(objects, room))
     )
@@ -229,7 +229,7 @@ def _unpack(order: str, form: str, data: bytes, at: int) -> tuple[int, ...]:
     try:
         return struct.unpack_from(order + form, data, at)
     except struct.error as error:
-        msg = f"not a Lustre layout: {len(data)} bytes end before the field at {at} does"
+        msg = f"not a Lustre layout: {len(data)} bytes are too few for the field at {at}"
         raise FormatError(msg, [LOV_ATTRIBUTE]) from error
 
 

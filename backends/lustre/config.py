@@ -28,15 +28,15 @@ class LustreConfig(LocalConfig):
     Attributes:
         allocate_bytes: As in every file backend. Off by default: not every Lustre supports it, and
             its gain there is not measured.
-        engine: The engine that moves bytes; `auto` takes io_uring if it can be used.
-        parallel: The most requests in flight. So many are reached only by short requests, since a
-            save has 256 MiB in flight.
-        stripe_count: The number of OSTs of a blob. `auto` chooses it for each blob, -1 takes all
+        engine: The engine that moves bytes; `auto` uses io_uring if it can.
+        parallel: The most requests in flight. Only short requests reach this number, since a save
+            has 256 MiB in flight.
+        stripe_count: The number of OSTs of a blob. `auto` chooses it for each blob, -1 uses all
             OSTs, 0 the file system's default; `inherit` leaves the whole layout to the folder's
             default.
         stripe_bytes: The bytes on one OST before the next one's turn; `auto` chooses them for each
             blob.
-        pool: The OST pool that blobs are placed in; then the metadata server chooses the OSTs.
+        pool: The OST pool for blobs; the metadata server then chooses the OSTs.
         records: `auto` gives small records one stripe if the folder's default would give them
             more; `dom` puts their first 64 KiB on the metadata server; `inherit` does neither.
         writers: The number of ranks that save at the same time; `auto` takes it from torchrun,

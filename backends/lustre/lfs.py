@@ -1,4 +1,4 @@
-"""The client of Lustre: all calls of the kernel and of `lfs`, and the output of `lfs`, parsed.
+"""The Lustre client: all calls of the kernel and of `lfs`, and the parsers of its output.
 
 The forms of `getstripe` (YAML and plain) and `df` are those of `lustre/utils/liblustreapi.c` and
 `lustre/utils/lfs.c` as of v2_17_57, and the older ones of the manual pages `lfs-getstripe(1)` and
@@ -105,21 +105,21 @@ class LustreClient:
             raise
 
     def lfs(self, *arguments: str) -> LfsAnswer:
-        """Run `lfs` to its end.
+        """Run `lfs` to completion.
 
         Raises:
             CapabilityError: There is no such program.
             StorageTimeoutError: The program did not end in time, and was killed.
         """
         try:
-            done = subprocess.run(  # noqa: S603 - arguments are ours, and no shell reads them
+            result = subprocess.run(  # noqa: S603 - arguments are ours, and no shell reads them
                 [self._lfs, *arguments],
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 check=False,
                 timeout=self._timeout_s,
-                # A path may go through an open folder of ours (`/proc/self/fd/7/name`), which is
-                # then the child's own `/proc/self`.
+                # A path may go through one of our open folders (`/proc/self/fd/7/name`), and
+                # `/proc/self` is then the child's.
                 pass_fds=[int(m[1]) for a in arguments if (m := _OPEN_FOLDER.match(a))],
                 env={**os.environ, "LC_ALL": "C"},
                 text=True,
@@ -134,7 +134,7 @@ class LustreClient:
                 "programs, or name it with the option 'lfs'"
             )
             raise CapabilityError(msg) from error
-        return LfsAnswer(done.returncode, done.stdout, done.stderr.strip())
+        return LfsAnswer(result.returncode, result.stdout, result.stderr.strip())
 
 
 def existing_folder(path: str) -> str:
@@ -164,21 +164,21 @@ def parse_getstripe(text: str, /) -> Layout:
 
 
 def parse_df(text: str, /) -> tuple[Ost, ...]:
-    """Parse the OSTs that `lfs df` printed, by index; inactive and unreachable ones are left out.
+    """Parse the OSTs that `lfs df` printed, by index; skips inactive and unreachable ones.
 
     Raises:
         FormatError: The text shows no OST.
     """
-    found: dict[int, Ost] = {}
+    osts: dict[int, Ost] = {}
     for line in text.splitlines()[:_MAX_LINES]:
         row = _OST_ROW.fullmatch(line.strip())
         if row is not None:
             ost = Ost(int(row["index"]), int(row["avail"]) * _KIB, row["flags"])
-            found[ost.index] = ost
-    if not found:
+            osts[ost.index] = ost
+    if not osts:
         msg = f"lfs df shows no OST: {text.strip()[:200]!r}"
         raise FormatError(msg, ["lfs df"])
-    return tuple(found[index] for index in sorted(found))
+    return tuple(osts[index] for index in sorted(osts))
 
 
 @dataclass(slots=True)
@@ -257,5 +257,5 @@ def _number(value: str) -> int:
 
 
 def _refuse(text: str) -> NoReturn:
-    msg = f"lfs getstripe shows no layout that is understood: {text.strip()[:200]!r}"
+    msg = f"lfs getstripe shows no known layout: {text.strip()[:200]!r}"
     raise FormatError(msg, ["lfs getstripe"])

@@ -1,8 +1,8 @@
-"""The policy of striping: decides from numbers alone, without I/O, and alike on every rank.
+"""The striping policy: decides from numbers alone, without I/O, and equally on every rank.
 
-The aim is that a checkpoint of any number of ranks loads every OST alike, with as few stripes per
-blob as possible. Fewer stripes are fewer objects to create, to lock and to lose, and fewer writers
-on one disk.
+A checkpoint of any number of ranks should load all OSTs equally, with as few stripes per blob as
+possible. Fewer stripes mean fewer objects to create, to lock and to lose, and fewer writers on one
+disk.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from penstock.core.types import align_up
 STRIPE_UNIT: Final = 64 << 10  # LOV_MIN_STRIPE_SIZE: every stripe size is a multiple
 MAX_STRIPE_BYTES: Final = 1 << 30  # Lustre: below 4 GiB
 MAX_STRIPES: Final = 2000  # LOV_MAX_STRIPE_COUNT
-MIN_OBJECT_BYTES: Final = 64 << 20  # less on one OST does not pay for an object of its own
+MIN_OBJECT_BYTES: Final = 64 << 20  # less on one OST is not worth its own object
 MIN_IO_BYTES: Final = 4 << 20  # DT_DEF_BRW_SIZE: the bytes of one RPC
 MAX_RUN_BYTES: Final = 128 << 20  # of one object at a time, where OSTs hold several
 WIDEST: Final = 160  # more stripes do not fit where inodes have no room for large attributes
-SLACK: Final = 1.01  # so much slower than the best balance is accepted for fewer stripes
-SEPARATE_SLACK: Final = 1.08  # and so much if blobs then share no OST at all
-STEPS: Final = 2  # a blob goes round its stripes at least so often
+SLACK: Final = 1.01  # the slowdown from the best balance accepted for fewer stripes
+SEPARATE_SLACK: Final = 1.08  # the same, if blobs then share no OST
+STEPS: Final = 2  # the fewest rounds of a blob over its stripes
 UNKNOWN_BLOB_BYTES: Final = 1 << 30
 UNKNOWN_OSTS_STRIPES: Final = 4  # the server places them at random: a few even out the load
-ROOM: Final = 2  # an OST is used if its share of a checkpoint fits so often
+ROOM: Final = 2  # an OST is used if its share of a checkpoint fits this many times
 
-# `lfs df`, last column: no new objects go where one of the first is set, and none should go to
-# a degraded OST (`lfs-df(1)`).
+# The last column of `lfs df`: an OST with one of the first flags takes no new objects, and a
+# degraded one should get none (`lfs-df(1)`).
 _CLOSED: Final = frozenset("NRSI")
 _SLOW: Final = frozenset("D")
 
@@ -93,15 +93,15 @@ def plan_striping(demand: Demand, osts: tuple[Ost, ...], /) -> Striping:
     * No stripe holds less than `MIN_OBJECT_BYTES`, so small blobs have one.
     * Writers that fill the OSTs a whole number of times have one stripe each. The rest have the
       smallest number that balances the OSTs within `SLACK`.
-    * Fewer writers than OSTs have OSTs of their own, with no more stripes than requests in flight,
-      if that balances the OSTs within `SEPARATE_SLACK`. Else they share OSTs, with the smallest
-      number of stripes that loads all alike, and begin at even distances.
+    * Fewer writers than OSTs have their own OSTs, with no more stripes than requests in flight, if
+      that balances the OSTs within `SEPARATE_SLACK`. Else they share OSTs, with the smallest number
+      of stripes that loads all equally, and begin at even distances.
     * Half of the bytes that a writer has in flight cover its share of the OSTs. So stripes are
-      short if writers are few, and long if each writer needs one OST at a time: an OST that changes
-      from one object to another stands still meanwhile.
+      short if writers are few, and long if each writer needs one OST at a time: an OST idles while
+      it changes from one object to another.
     * A lone writer leaves the choice of the OSTs to the metadata server, which knows them best.
-      Many writers must not: if free space differs, the server draws at random, and writers would
-      meet. So each takes its own place on a ring of the OSTs that have room.
+      Many writers must not: if free space differs, the server chooses at random, and writers would
+      share OSTs. So each takes its own place on a ring of the OSTs that have room.
 
     Args:
         demand: The blob, and how it will be written.
@@ -123,8 +123,8 @@ def usable_osts(demand: Demand, osts: tuple[Ost, ...], /) -> tuple[int, ...]:
 
     Degraded OSTs are used only if there are no others.
     """
-    opened = [ost for ost in osts if not _CLOSED & set(ost.flags)]
-    fast = [ost for ost in opened if not _SLOW & set(ost.flags)] or opened
+    usable = [ost for ost in osts if not _CLOSED & set(ost.flags)]
+    fast = [ost for ost in usable if not _SLOW & set(ost.flags)] or usable
     share = -(-_blob_bytes(demand) * demand.writers // max(1, len(fast)))
     roomy = [ost for ost in fast if ost.free_bytes >= ROOM * share]
     return tuple(sorted({ost.index for ost in roomy}))
@@ -159,7 +159,7 @@ def _balanced(demand: Demand, rest: int, osts: int, useful: int) -> int:
 def _own_places(demand: Demand, usable: tuple[int, ...], useful: int) -> tuple[int, ...]:
     """Return places in a row on the ring, or at even distances if there are fewer stripes.
 
-    At distances, since OSTs with neighbouring indices are often on one server.
+    Spread, since OSTs with neighboring indices are often on one server.
     """
     ring, writer = len(usable), demand.writer % demand.writers
     rounds, rest = divmod(demand.writers, ring)
@@ -177,9 +177,9 @@ def _own_places(demand: Demand, usable: tuple[int, ...], useful: int) -> tuple[i
 
 
 def _stride(ring: int, turn: int) -> int:
-    """Return the distance of neighbours in a round, coprime with the ring, so that it is filled.
+    """Return the distance of neighbors in a round; it is coprime with the ring, to fill the ring.
 
-    Each round has another one. With the same one, the ranks of two nodes would meet on all their
+    Each round has another distance. With the same one, the ranks of two nodes would share all their
     OSTs, and wait for one link at a time.
     """
     strides = [n for n in range(1, ring) if gcd(n, ring) == 1] or [1]

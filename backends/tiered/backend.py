@@ -1,4 +1,4 @@
-"""Several places as one backend, which has a blob if any of them has it."""
+"""Several places as one backend, which has a blob if any place has it."""
 
 from __future__ import annotations
 
@@ -60,19 +60,19 @@ class TieredConfig(PluginConfig):
     Attributes:
         fast: The path, URL or table of any backend, even of another `tiered`.
         durable: The same for the durable place.
-        durable_means: The place that has to have the whole checkpoint for `handle.durable`.
+        durable_means: The place that must have the whole checkpoint for `handle.durable`.
         drain_every: Copies every N-th save; 0 copies none, but saves that find no room in
             `fast` still go to `durable`.
         drain_bytes_per_s: The most bytes to copy per second; None sets no limit.
-        drain_in: Where copies run: on a `thread` of the trainer, or in a `process` of its own,
-            which slows training less; `auto` takes a process for checkpoints of 64 MiB and more.
+        drain_in: Where copies run: on a `thread` of the trainer, or in a separate `process`, which
+            slows training less; `auto` uses a process for checkpoints of 64 MiB and more.
         keep_fast: The number of checkpoints that stay in `fast` once `durable` has them too; None
-            keeps as many as there is room for.
-        on_full: The end of a save that finds no room in `fast`, even after eviction, while
-            `durable` does not answer: `skip` the save, `block` training until one of the places
-            has room, or `raise` StorageFullError.
+            keeps all that fit.
+        on_full: The outcome of a save that finds no room in `fast`, even after eviction, while
+            `durable` does not answer: `skip` the save, `block` training until a place has room, or
+            `raise` StorageFullError.
         roots: Whether to `check` that each place is the one that the others were used with, or to
-            `accept` the places as they are, and record them, once.
+            `accept` and record the places as they are, once.
     """
 
     model_config = ConfigDict(hide_input_in_errors=True)
@@ -106,9 +106,9 @@ class TieredBackend(Backend):
         fast: Backend | None = None,
         durable: Backend | None = None,
     ) -> None:
-        """Combine two open backends, which this one closes from now on."""
+        """Combine two open backends, which this one owns and closes."""
         if fast is None or durable is None:
-            msg = "tiered is made of two backends: open it from a configuration, or give both"
+            msg = "tiered needs two backends: open it from a configuration, or give both"
             raise ConfigError(msg)
         self._owned = [fast, durable]
         self._tiers = _flat(config, fast, durable)
@@ -124,26 +124,26 @@ class TieredBackend(Backend):
     def open(cls, config: Any, /, *, open_backend: Callable[[Any], Backend]) -> Self:
         """Open both backends; a failure leaves none open.
 
-        A backend that does not answer is opened later, as soon as it does.
+        A backend that does not answer is opened as soon as it does.
         """
         if config.fast == config.durable and not _is_anonymous(config.fast):
-            msg = "fast and durable are one place: give each a place of its own"
+            msg = "fast and durable are one place: give each its own place"
             raise ConfigError(msg)
         fast = _open(config.fast, open_backend)
         try:
             durable = _open(config.durable, open_backend)
             try:
                 _check_one_answers(fast, durable)
-                made = cls(config, fast=fast, durable=durable)
+                backend = cls(config, fast=fast, durable=durable)
                 if config.roots == "check":
-                    made._check_roots()
+                    backend._check_roots()
             except BaseException:
                 durable.close()
                 raise
         except BaseException:
             fast.close()
             raise
-        return made
+        return backend
 
     @classmethod
     def from_url(cls, url: str, options: dict[str, str], /) -> PluginConfig:
@@ -157,11 +157,11 @@ class TieredBackend(Backend):
         """Read the root records; a root that the others do not know counts as away.
 
         Raises:
-            ConfigError: The tiers are no tiers of one run in this order.
+            ConfigError: The tiers are not those of one run, in this order.
             StorageError: No tier is left.
         """
         began_s = time.monotonic()
-        self._checks_roots = True  # also of the tiers that are opened later
+        self._checks_roots = True  # also of tiers that open later
         late = [number for number, backend in enumerate(self._backends) if not _is_open(backend)]
         failed = self._read_roots([n for n in range(len(self._backends)) if n not in late])
         for number, why in misplaced_roots(
@@ -174,11 +174,11 @@ class TieredBackend(Backend):
         if len(late) + len(failed) == len(self._backends):
             raise next(iter(failed.values()))
         for number, error in failed.items():
-            away_log.error("a tier is left alone until it can be used: %s", str(error))
+            away_log.error("a tier is skipped until it can be used: %s", str(error))
             self._delay(number, error, time.monotonic() - began_s)
 
     def _read_roots(self, numbers: Sequence[int]) -> dict[int, StorageError]:
-        """Read the root records of these tiers; return why some of them do not answer."""
+        """Read the root records of these tiers; return the errors of those without an answer."""
         failed: dict[int, StorageError] = {}
         deadline = Deadline(current_timing().tier_answer_s)
         answers = call_all_with_deadline(
@@ -188,7 +188,7 @@ class TieredBackend(Backend):
             lambda: StorageTimeoutError(f"no answer for {deadline.limit_s:g} s"),
         )
         for number, answer in zip(numbers, answers, strict=True):
-            if isinstance(answer, CapabilityError):  # it answers, and cannot be used
+            if isinstance(answer, CapabilityError):  # it answers, but cannot be used
                 raise answer
             if isinstance(answer, StorageError):
                 failed[number] = answer
@@ -204,11 +204,11 @@ class TieredBackend(Backend):
         """Replace a tier by a backend that opens once the tier has the right root."""
         backend = self._backends[number]
 
-        def opened() -> Backend:
+        def open_checked() -> Backend:
             self._check_root(number, backend)
             return backend
 
-        late = LateBackend(opened, backend.url, error, took_s)
+        late = LateBackend(open_checked, backend.url, error, took_s)
         self._owned.append(late)
         self._backends[number] = late
         self._tiers = tuple(
@@ -216,23 +216,23 @@ class TieredBackend(Backend):
             for at, tier in enumerate(self._tiers)
         )
 
-    def _check_late(self, number: int, opened: Backend) -> None:
+    def _check_late(self, number: int, backend: Backend) -> None:
         others = self._backends[:number] + self._backends[number + 1 :]
-        check_apart([opened, *others])
+        check_apart([backend, *others])
         if self._checks_roots:
-            self._check_root(number, opened)
+            self._check_root(number, backend)
 
-    def _check_root(self, number: int, opened: Backend) -> None:
-        found = {**self._roots, number: read_root(opened)}
+    def _check_root(self, number: int, backend: Backend) -> None:
+        roots = {**self._roots, number: read_root(backend)}
         reasons = misplaced_roots(
             self._tiers,
-            found,
+            roots,
             # The tier itself is being opened, and would wait for the end of this check.
-            has_checkpoints=lambda n: n != number or _lists_any(opened),
+            has_checkpoints=lambda n: n != number or _lists_any(backend),
         )
         if number in reasons:
             raise WrongPlaceError(reasons[number])
-        self._roots = found
+        self._roots = roots
 
     @property
     def url(self) -> str:
@@ -242,9 +242,9 @@ class TieredBackend(Backend):
     @property
     def capabilities(self) -> Capabilities:
         """The capabilities of the fastest open tier; exclusive only if all tiers are."""
-        found = [backend.capabilities for backend in self._backends if _is_open(backend)]
-        exclusive = len(found) == len(self._backends) and all(c.exclusive_publish for c in found)
-        return replace(found[0], exclusive_publish=exclusive)
+        known = [backend.capabilities for backend in self._backends if _is_open(backend)]
+        exclusive = len(known) == len(self._backends) and all(c.exclusive_publish for c in known)
+        return replace(known[0], exclusive_publish=exclusive)
 
     @property
     def direct_io(self) -> bool:
@@ -294,7 +294,7 @@ class TieredBackend(Backend):
             try:
                 read_again = super(TieredBackend, self).submit_read(requests)
             except RuntimeError as error:
-                done.set_exception(StorageError(f"closed while it was read: {error}"))
+                done.set_exception(StorageError(f"closed during the read: {error}"))
             else:
                 read_again.add_done_callback(settle)
 
@@ -312,32 +312,32 @@ class TieredBackend(Backend):
         self._backends[0].publish(name, data, exclusive=exclusive)
 
     def list(self, prefix: str, /) -> Sequence[BlobInfo]:
-        """List the blobs of all tiers; the fastest tier that has one tells its size and time.
+        """List the blobs of all tiers, each with size and time from the fastest tier that has it.
 
-        The fastest tier is listed first: what is copied to a slower tier and then deleted here,
-        while this runs, is listed here or there.
+        The fastest tier is listed first, so that the list has a blob that is copied to a slower
+        tier and then deleted here meanwhile.
 
         Raises:
-            StorageError: A tier does not answer, so its blobs are not known.
+            StorageError: A tier does not answer, so its blobs are unknown.
         """
-        found: dict[str, BlobInfo] = {}
+        infos: dict[str, BlobInfo] = {}
         for tier in self._tiers:
             try:
-                found = {info.name: info for info in tier.backend.list(prefix)} | found
+                infos = {info.name: info for info in tier.backend.list(prefix)} | infos
             except StorageError as error:
                 msg = (
-                    f"tier {tier.name} of the run does not answer, so what there is cannot be "
-                    f"told: {error}. To go on from what another tier has, open that one alone"
+                    f"tier {tier.name} of the run does not answer, so its blobs are unknown: "
+                    f"{error}. To continue from another tier, open that one alone"
                 )
                 raise type(error)(msg) from error
-        return [found[name] for name in sorted(found)]
+        return [infos[name] for name in sorted(infos)]
 
     def stat(self, name: str, /) -> BlobInfo:
         """Return the size and time of a blob in the fastest tier that has it."""
         return self._first(lambda backend: backend.stat(name))
 
     def delete(self, names: Sequence[str], /) -> None:
-        """Delete from the most durable tier to the fastest, so that nothing is copied once more."""
+        """Delete from the most durable tier to the fastest, so that no blob is copied again."""
         for backend in reversed(self._backends):
             backend.delete(names)
 
@@ -356,7 +356,7 @@ class TieredBackend(Backend):
             backend.sweep(before_s)
 
     def close(self) -> None:
-        """Close every tier, also the ones that are not open yet."""
+        """Close every tier, also those that are not open yet."""
         super().close()
         for backend in self._owned:
             backend.close()
@@ -369,7 +369,7 @@ class TieredBackend(Backend):
         Raises:
             BlobTruncatedError: A tier has a damaged copy, which the engine reads from another tier
                 and repairs.
-            StorageError: No tier has it; or no tier that answers, then the error of another one.
+            StorageError: No tier has it; or the first error of a tier that does not answer.
         """
         missing: BlobNotFoundError | None = None
         failure: StorageError | None = None
@@ -390,7 +390,7 @@ class TieredBackend(Backend):
     def _check_free(self, name: str) -> None:
         for backend in self._backends[1:]:
             if _has(backend, name):
-                msg = f"{name} exists on {backend.url} already"
+                msg = f"{name} already exists on {backend.url}"
                 raise BlobExistsError(msg)
 
 
@@ -399,12 +399,12 @@ def _read_there(backend: Backend, requests: Sequence[ReadRequest]) -> Sequence[R
     try:
         backend.read(requests)
     except BlobNotFoundError:
-        there = {name for name in {r.name for r in requests} if _has(backend, name)}
+        names = {name for name in {r.name for r in requests} if _has(backend, name)}
         try:
-            backend.read([r for r in requests if r.name in there])
+            backend.read([r for r in requests if r.name in names])
         except BlobNotFoundError:  # evicted since `stat`: the next tier has it
             return requests
-        return [r for r in requests if r.name not in there]
+        return [r for r in requests if r.name not in names]
     return ()
 
 
@@ -447,7 +447,7 @@ def _check_one_answers(fast: Backend, durable: Backend) -> None:
 
 
 def _is_anonymous(spec: object) -> bool:
-    """Return whether each opening of `spec` makes a store of its own."""
+    """Return whether each opening of `spec` makes a new store."""
     return spec in ("memory://", {"type": "memory"})
 
 
@@ -480,7 +480,7 @@ def _inner(name: str, backend: Backend, *, durable: bool) -> tuple[Tier, ...]:
 
 
 def check_apart(backends: Sequence[Backend], /) -> None:
-    """Refuse two tiers that are one folder, even by other paths or engines.
+    """Refuse two tiers that are one folder, even by different paths or engines.
 
     Raises:
         ConfigError: Two tiers are one folder; the message names them.
@@ -492,8 +492,8 @@ def check_apart(backends: Sequence[Backend], /) -> None:
             continue
         if place in seen:
             msg = (
-                f"two tiers are one place ({seen[place]} and {backend.url}): what is evicted from "
-                "the faster one would be lost. Give each a place of its own."
+                f"two tiers are one place ({seen[place]} and {backend.url}): blobs evicted from "
+                "the faster one would be lost. Give each its own place."
             )
             raise ConfigError(msg)
         seen[place] = backend.url
@@ -502,7 +502,7 @@ def check_apart(backends: Sequence[Backend], /) -> None:
 def _place(url: str) -> Hashable | None:
     """Return an identity of a folder, the same through links and bind mounts; None for no folder.
 
-    Where the server of a mount is gone, the identity is the path alone: the run opens without that
+    If the server of a mount is gone, the identity is the path alone: the run opens without that
     tier.
     """
     where = url.partition("://")[2]
@@ -510,8 +510,8 @@ def _place(url: str) -> Hashable | None:
         return None
     path = Path(os.path.realpath(unquote(where)))
     try:
-        there = next((p for p in (path, *path.parents) if p.exists()), path)
-        status = there.stat()
+        ancestor = next((p for p in (path, *path.parents) if p.exists()), path)
+        status = ancestor.stat()
     except OSError:  # ENOTCONN, ESTALE, EIO: `exists` raises these as well
         return str(path)
-    return status.st_dev, status.st_ino, str(path.relative_to(there))
+    return status.st_dev, status.st_ino, str(path.relative_to(ancestor))

@@ -27,31 +27,31 @@ def open_or_wait(open_it: Callable[[], Backend], shown: str, /) -> Backend:
         shown: The URL to show until the backend is open; without credentials.
 
     Raises:
-        CapabilityError: The store answers, and cannot be used.
+        CapabilityError: The store answers, but cannot be used.
         PenstockError: The configuration is wrong.
     """
-    trying = Deadline(None, current_timing().clock)
+    attempt = Deadline(None, current_timing().clock)
     try:
         return open_it()
     except CapabilityError:
         raise
     except StorageError as error:
-        log.warning("a tier cannot be opened, going on without it until it can be: %s", str(error))
-        return LateBackend(open_it, shown, error, trying.taken_s())
+        log.warning("a tier cannot be opened, continuing without it for now: %s", str(error))
+        return LateBackend(open_it, shown, error, attempt.taken_s())
 
 
 class LateBackend(DelegatingBackend):
-    """Delegates to a backend that each call tries to open; fails with its error until then."""
+    """Delegates to a backend that each call tries to open; fails with the error of opening it."""
 
     def __init__(
         self, open_it: Callable[[], Backend], shown: str, failure: StorageError, took_s: float, /
     ) -> None:
         """Wait before the next try; the last one took `took_s` and ended with `failure`."""
-        self.name = "late"  # type: ignore[misc] # that of the open backend, later
+        self.name = "late"  # type: ignore[misc] # later the name of the open backend
         self._open_it = open_it
         self._shown = shown
         self.check: Callable[[Backend], None] = lambda _: None
-        """Called with the backend that was opened; its error counts as one of opening."""
+        """Called with the opened backend; its error counts as an error of opening."""
         self._opening = threading.Lock()  # held during a try, which may hang
         self._lock = threading.Lock()  # guards `_found` and `_closed`
         self._found: Backend | None = None
@@ -74,18 +74,18 @@ class LateBackend(DelegatingBackend):
         """Read if the backend is open; else fail at once."""
         if self._found is None:
             # The caller must not wait here, and opening may take long.
-            failed: Future[None] = Future()
-            failed.set_exception(_again(self._failure))
-            return failed
+            future: Future[None] = Future()
+            future.set_exception(_again(self._failure))
+            return future
         return self._found.submit_read(requests)
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
-        """No tiers: `TieredBackend` opens a backend that has tiers of its own at once."""
+        """No tiers: `TieredBackend` opens a backend that has its own tiers at once."""
         return ()
 
     def check_writable(self) -> None:
-        """Check the backend if it is open: `open_or_wait` has logged that it is away."""
+        """Check the backend if it is open; else `open_or_wait` has logged the outage."""
         if self._found is not None:
             self._found.check_writable()
 
@@ -100,7 +100,7 @@ class LateBackend(DelegatingBackend):
 
     @property
     def inner(self) -> Backend:
-        """The open backend; tries to open it, unless the last try was a short time ago.
+        """The open backend; tries to open it, unless the last try was recent.
 
         Raises:
             StorageError: The backend cannot be opened, or was closed.
@@ -111,15 +111,15 @@ class LateBackend(DelegatingBackend):
             if self._closed:
                 raise self._is_closed()
             # Callers that waited for the lock during a try get its error, and begin no other try:
-            # else each of them would wait for a store that hangs.
+            # else each would wait for a store that hangs.
             if not self._next_try.is_over():
                 raise _again(self._failure)
-            trying = Deadline(None, self._timing.clock)
+            attempt = Deadline(None, self._timing.clock)
             try:
                 inner = self._open_checked()
             except PenstockError as error:
                 self._failure = error
-                self._next_try = self._pause(trying.taken_s())
+                self._next_try = self._pause(attempt.taken_s())
                 raise _again(error) from error
             if not self._keep(inner):
                 inner.close()

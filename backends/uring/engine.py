@@ -40,7 +40,7 @@ class RingEngine:
         self._slots = [Slot() for _ in range(depth)]
         self._free = list(range(depth))
         self._flights: dict[int, Flight] = {}
-        self._retries: deque[int] = deque()  # lanes whose call has to be submitted once more
+        self._retries: deque[int] = deque()  # lanes whose call must be submitted again
         self._waiting: deque[Transfer] = deque()
         self._pid = os.getpid()
         self._thread: threading.Thread | None = None
@@ -55,7 +55,7 @@ class RingEngine:
                 msg = "the backend is closed"
                 raise StorageError(msg)
             if self._broken is not None:
-                msg = f"the io_uring engine broke down ({self._broken}); make a new backend"
+                msg = f"the io_uring engine broke down ({self._broken}); open a new backend"
                 raise StorageError(msg)
             if self._thread is None:
                 thread = threading.Thread(target=self._work, name="penstock-uring", daemon=True)
@@ -63,7 +63,7 @@ class RingEngine:
                 self._thread = thread
             batch.begin(len(transfers))
             self._waiting.extend(transfers)
-            self._ring.wake()  # under the lock: outside of it the ring may be closed already
+            self._ring.wake()  # under the lock: outside of it the ring may already be closed
 
     def close(self) -> None:
         """Close as `Engine.close`."""
@@ -85,7 +85,7 @@ class RingEngine:
         try:
             while self._run_once():
                 pass
-        except Exception as error:  # noqa: BLE001 - recorded in every future that waits
+        except Exception as error:  # noqa: BLE001 - recorded in every waiting future
             self._break_down(error)
         with self._lock:  # excludes `wake`, which would write to a closed eventfd
             self._ring.close()
@@ -97,7 +97,7 @@ class RingEngine:
             with self._lock:
                 if self._closing and not self._waiting:
                     return False
-        # No completion wakes this thread for a call that the kernel did not take: it polls.
+        # No completion wakes this thread for a call that the kernel did not take, so it polls.
         if submitted and not self._retries:
             self._ring.wait()
         else:
@@ -158,10 +158,10 @@ class RingEngine:
         """Fail all transfers, each only when the kernel no longer uses its memory.
 
         Closing the ring would prove nothing: the kernel cancels some calls, and ends the others,
-        such as direct writes, some time after `close` has returned. But the kernel keeps adding
-        the completions of calls that it took to the shared queue, so these are awaited. If even
-        that queue cannot be read, the futures stay unresolved: to the caller the store hangs, and
-        the caller's deadline decides; the memory is never freed.
+        such as direct writes, some time after `close` returns. But the kernel keeps adding the
+        completions of calls that it took to the shared queue, so this waits for them. If even that
+        queue cannot be read, the futures stay unresolved: to the caller the store hangs, and the
+        caller's deadline decides; the memory is never freed.
         """
         _LOST.append(self)
         with self._lock:
@@ -178,7 +178,7 @@ class RingEngine:
                 for lane, _ in self._ring.completions():
                     self._end(self._flights.pop(lane).transfer, error)
         except Exception:
-            log.exception("io_uring broke down; its transfers in flight are given up as hanging")
+            log.exception("io_uring broke down; its transfers in flight are abandoned")
             return
         _LOST.remove(self)
 
@@ -196,8 +196,8 @@ class UringConfig(LocalConfig):
 class UringBackend(LocalBackend):
     """Keeps blobs and records as files, moved by one io_uring.
 
-    With the environment variable `PENSTOCK_DISABLE_URING` set to `1`, `EPERM` or `ENOSYS` it
-    refuses to start, as it does where the kernel or a container forbids io_uring.
+    It refuses to start where the kernel or a container forbids io_uring, or if the environment
+    variable `PENSTOCK_DISABLE_URING` is `1`, `EPERM` or `ENOSYS`.
     """
 
     name: ClassVar[str] = "uring"

@@ -1,7 +1,7 @@
 """The ring: the only module that uses the PyPI package `liburing`.
 
 Three properties of that package (2026.3) shape this module. Its waiting calls hold the GIL, so we
-wait on an eventfd. `cqe[0].res` raises for a failed call. Buffers and `Iovec` have to outlive the
+wait on an eventfd. `cqe[0].res` raises for a failed call. Buffers and `Iovec` must outlive the
 call, so they are kept until its completion is reaped.
 """
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 DISABLE_VARIABLE = "PENSTOCK_DISABLE_URING"
 """The environment variable that disables io_uring: `1`, or the error to simulate (`ENOSYS`)."""
 
-# IOSQE_ASYNC. Without it buffered I/O is copied inside the submitting call, one after the other.
+# IOSQE_ASYNC. Without it the submitting call copies buffered I/O itself, one request at a time.
 _ASYNC = 1 << 4
 _AGAIN = {errno.EAGAIN, errno.EINTR, errno.EBUSY}
 
-# The wheel of `liburing` for x86-64 is compiled for a CPU that has these. On another one its calls
+# The wheel of `liburing` for x86-64 is compiled for a CPU with these flags. On other CPUs its calls
 # kill the process (SIGILL).
 _CPU_FLAGS = {"avx512f", "avx512bw", "avx512vl"}
 
@@ -59,10 +59,10 @@ def _cpuinfo() -> str:
 
 
 def flags_lacked(cpuinfo: str) -> set[str]:
-    """Return what `liburing` needs of a CPU and this one lacks, by the text of `/proc/cpuinfo`."""
+    """Return the CPU flags that `liburing` needs and this text of `/proc/cpuinfo` lacks."""
     lines = (line.partition(":") for line in cpuinfo.splitlines())
     flags = next((value for key, _, value in lines if key.strip() == "flags"), None)
-    return set() if flags is None else _CPU_FLAGS - set(flags.split())  # None: it is no x86
+    return set() if flags is None else _CPU_FLAGS - set(flags.split())  # None: not an x86
 
 
 def _refuse_if_disabled() -> None:
@@ -89,14 +89,14 @@ class Ring:
             self._lib.io_uring_queue_init(entries, self._ring)
         except OSError as error:
             code = errno.errorcode.get(error.errno or 0, "?")
-            msg = f"io_uring cannot be used: io_uring_queue_init says {code}: {error.strerror}"
+            msg = f"io_uring cannot be used: io_uring_queue_init: {code}: {error.strerror}"
             raise CapabilityError(msg) from error
         self._event = os.eventfd(0, os.EFD_CLOEXEC)
         self._lib.io_uring_register_eventfd(self._ring, self._event)
         self._cqe = self._lib.Cqe()
         self._kept: dict[int, Any] = {}
-        # The size of the completion queue. Completions beyond it wait in the kernel until a call
-        # asks for them, which this module never makes: their transfers would hang.
+        # The size of the completion queue. Completions beyond it wait in the kernel for a call that
+        # this module never makes: their transfers would hang.
         self._room = 2 * entries
         self._queued: deque[int] = deque()  # prepared, in order; the kernel takes from the left
         self._open = True
@@ -104,7 +104,7 @@ class Ring:
     def prepare(self, token: int, flight: Flight) -> bool:
         """Queue the next call of `flight`; return False if either queue is full.
 
-        The completion carries `token`, which has to differ between calls in flight.
+        The completion carries `token`, which must differ between calls in flight.
         """
         if len(self._kept) >= self._room:
             return False
@@ -125,8 +125,8 @@ class Ring:
 
     def _vector(self, views: list[memoryview]) -> Any:
         # An Iovec leaks a reference to each of its buffers. So it is made of views of bare
-        # addresses, which own nothing: 0.5 KB are lost for each, not 16 MiB. `_kept` keeps the
-        # memory alive until the call is reaped.
+        # addresses, which own nothing: each leaks 0.5 KB, not 16 MiB. `_kept` keeps the memory
+        # alive until the call is reaped.
         bare = [(ctypes.c_ubyte * view.nbytes).from_address(address(view)) for view in views]
         return self._lib.Iovec([memoryview(array) for array in bare])
 

@@ -1,7 +1,7 @@
 """The conformance suite of backends: the promises of the contract, as plain functions.
 
 ```python
-def open_root(root: str) -> Backend:  # equal `root`: the same store; a new one: empty
+def open_root(root: str) -> Backend:  # same `root`: same store; new `root`: empty store
     return MyBackend(MyConfig(path=f"{tmp}/{root}"))
 
 check_backend(open_root)                                    # all, or with pytest:
@@ -34,24 +34,24 @@ BACKEND_CHECKS: tuple[BackendCheck, ...] = (
 """All checks; each takes the function that opens a root, and raises AssertionError.
 
 A check of an optional capability raises NotDeclaredError if the instance does not declare the
-capability, and NotTriedError if it cannot be tried on the store at hand. Pytest and unittest show
-both as a skip, with the reason.
+capability, and NotTriedError if the store at hand cannot run it. Pytest and unittest show both as
+a skip, with the reason.
 """
 
 
 def check_backend(open_root: OpenRoot, /) -> tuple[str, ...]:
-    """Run all checks, each on roots of its own.
+    """Run all checks, each on its own roots.
 
     Args:
-        open_root: Opens the root of that name, which has to be empty the first time.
+        open_root: Opens the root of that name, which must be empty the first time.
 
     Returns:
-        The names of the checks that were skipped: the backend does not declare the capability, or
-        it cannot be tried (a crash, where no forked process can use the store).
+        The names of the skipped checks: the backend does not declare the capability, or the store
+        cannot run the check (a crash, where no forked process can use the store).
 
     Raises:
-        AssertionError: A promise of the contract is broken, or a check was skipped although the
-            backend declares its capability; a note names the check.
+        AssertionError: A promise of the contract is broken, or a check was skipped although its
+            capability is declared; a note names the check.
     """
     left_out: list[str] = []
     for check in BACKEND_CHECKS:
@@ -67,14 +67,14 @@ def check_backend(open_root: OpenRoot, /) -> tuple[str, ...]:
                 raise
             raise _skipped(check) from error
         except BaseException as error:
-            # Test frameworks skip by a BaseException. A check skipped by anything but the suite
-            # itself has not been made, so it must not count as passed.
+            # Test frameworks skip by a BaseException. A check that anything but the suite skips
+            # did not run, so it must not count as passed.
             raise _skipped(check) from error
     return tuple(left_out)
 
 
 def _skipped(check: BackendCheck) -> AssertionError:
-    error = AssertionError("the check was skipped, though nothing says that it does not apply")
+    error = AssertionError("the check was skipped, though it may apply")
     error.add_note(_while(check))
     return error
 

@@ -1,4 +1,4 @@
-"""Checks of blobs, in any sizes, batches and threads; of a writer's life, and of capabilities."""
+"""Checks of blobs in any sizes, batches and threads, of a writer's life, and of capabilities."""
 
 # ruff: noqa: D103, S311 - checks explain themselves by their names; nothing here is secret
 
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from penstock.core.abc import Backend, BlobWriter
     from penstock.testing.expectations import BackendCheck, OpenRoot
 
-_TRIES = 50  # on a machine with other work most are bad
-_REST_S = 0.01  # after which a busy machine lets this process run first
-_LONG_S = 0.03  # five times as long as a copy of 8 MiB takes
+_TRIES = 50  # on a busy machine most fail
+_REST_S = 0.01  # after this a busy machine runs this process first
+_LONG_S = 0.03  # five times the copy of 8 MiB
 
 
 def _model(backend: Backend) -> Model:
@@ -75,7 +75,7 @@ def odd_offsets_lengths_and_addresses_read_back(open_root: OpenRoot) -> None:
             model = _model(backend)
             for _ in range(rng.randint(1, 6)):
                 phase = rng.choice([0, 1, 64, 513, 4095])
-                aligned = rng.choice([phase, rng.randrange(4096)])  # the file's phase, or another
+                aligned = rng.choice([phase, rng.randrange(4096)])  # the file's phase, or any
                 length = rng.choice([1, 63, 4095, 4096, 4097, rng.randrange(1, 300_000)])
                 view = at_phase(pattern(length, rng.randrange(99)), aligned)
                 model.put(view, gap=rng.choice([0, 0, 1, 3]), phase=phase)
@@ -144,7 +144,7 @@ def batches_from_threads_read_back(open_root: OpenRoot) -> None:
             model.put(at_phase(pattern(50_000 + number, number), 64), phase=64)
         writer = backend.create("data/threads.raw")
         batches = [model.requests[at : at + 4] for at in range(0, 64, 4)]
-        # Four at once and in reverse, so that any of them may come first.
+        # Four at once and in reverse, so that any may come first.
         for start in range(0, len(batches), 4):
             list(pool.map(writer.write, reversed(batches[start : start + 4])))
         writer.seal(model.end)
@@ -211,7 +211,7 @@ def other_threads_run_during_writes_and_reads(open_root: OpenRoot) -> None:
     with closing(open_root("threads-run")) as backend:
         data = memoryview(pattern(MIB) * 8)
         target = memoryview(bytearray(len(data)))
-        found: dict[str, float] = {}
+        blocking: dict[str, float] = {}
         for turn in range(_TRIES):
             writer = backend.create(f"data/{turn}.raw")
 
@@ -224,27 +224,27 @@ def other_threads_run_during_writes_and_reads(open_root: OpenRoot) -> None:
             held = {"write": _held_s(write)}
             writer.seal(len(data))
             held["read"] = _held_s(read)
-            found = {name: s for name, s in held.items() if s > _LONG_S}
-            if not found:
-                return  # one good try is enough: a busy machine holds up threads as well
+            blocking = {name: s for name, s in held.items() if s > _LONG_S}
+            if not blocking:
+                return  # one good try is enough: a busy machine delays threads too
             time.sleep(_REST_S)
         msg = (
-            f"{' and '.join(found)} of {len(data)} bytes held the GIL for "
-            f"{max(found.values()):.2f} s at a time, in each of {_TRIES} tries: training stands "
-            "still meanwhile; let it go around calls that take long"
+            f"{' and '.join(blocking)} of {len(data)} bytes held the GIL for "
+            f"{max(blocking.values()):.2f} s at a time, in each of {_TRIES} tries, and so "
+            "blocked training; release it around long calls"
         )
         raise AssertionError(msg)
 
 
 def _held_s(call: Callable[[], None]) -> float:
-    """Return the longest time that this thread did not run while `call` ran in another one."""
+    """Return the longest pause of this thread while `call` ran in another one."""
     over = threading.Event()
     failure: list[BaseException] = []
 
     def run() -> None:
         try:
             call()
-        except BaseException as error:  # noqa: BLE001 - raised below, in the thread that asked
+        except BaseException as error:  # noqa: BLE001 - raised below, in the calling thread
             failure.append(error)
         finally:
             over.set()
@@ -322,7 +322,7 @@ def reads_fill_many_targets_from_several_blobs(open_root: OpenRoot) -> None:
             name = rng.choice(sorted(blobs))
             length = rng.choice([0, 1, 5000, 300_000, 2 * MIB])
             offset = rng.randrange(len(blobs[name]) - length + 1)
-            # Direct I/O reads into memory of the file's phase in place, into any other by a copy.
+            # Direct I/O reads in place into memory of the file's phase, else by a copy.
             phase = rng.choice([offset % 4096, rng.randrange(4096)])
             requests.append(ReadRequest(name, offset, at_phase(bytes(length), phase)))
         size = len(blobs["data/0.raw"])
@@ -351,20 +351,20 @@ def reads_touch_nothing_around_the_target(open_root: OpenRoot) -> None:
 def reading_what_is_not_there_says_so(open_root: OpenRoot) -> None:
     with closing(open_root("missing")) as backend:
         target = memoryview(bytearray(MIB))
-        with raises(BlobNotFoundError, by="read of a blob that is not there"):
+        with raises(BlobNotFoundError, by="read of a missing blob"):
             backend.read([ReadRequest("data/none.raw", 0, target)])
         future = backend.submit_read([ReadRequest("none", 0, target[:9])])
-        with raises(BlobNotFoundError, by="submit_read of a blob that is not there"):
+        with raises(BlobNotFoundError, by="submit_read of a missing blob"):
             future.result(60)
-        with raises(BlobNotFoundError, by="read_record of a record that is not there"):
+        with raises(BlobNotFoundError, by="read_record of a missing record"):
             backend.read_record("data/none.json", limit_bytes=100)
         writer = backend.create("data/short.raw")
         writer.write([WriteRequest(0, (memoryview(pattern(MIB)),))])
         writer.seal(MIB)
         for offset, length in ((1, MIB), (MIB - 5, 6), (MIB + 1, 1), (10 * MIB, 4096)):
-            with raises(BlobTruncatedError, by="read behind the end of a blob"):
+            with raises(BlobTruncatedError, by="read past the end of a blob"):
                 backend.read([ReadRequest("data/short.raw", offset, target[:length])])
-        with raises(BlobTruncatedError, by="read of a batch that ends behind the end of a blob"):
+        with raises(BlobTruncatedError, by="read of a batch past the end of a blob"):
             backend.read(
                 [
                     ReadRequest("data/short.raw", 0, target[:10]),
@@ -433,7 +433,7 @@ def an_aborted_blob_can_be_deleted_and_made_again(open_root: OpenRoot) -> None:
         for write in writes:
             write.exception(60)
         backend.delete(["data/a.raw"])
-        with raises(BlobNotFoundError, by="stat of an aborted blob, once it is deleted,"):
+        with raises(BlobNotFoundError, by="stat of an aborted and deleted blob"):
             backend.stat("data/a.raw")
         again = backend.create("data/a.raw")
         again.write([WriteRequest(0, (memoryview(b"again"),))])
@@ -444,7 +444,7 @@ def an_aborted_blob_can_be_deleted_and_made_again(open_root: OpenRoot) -> None:
 @promise
 def an_abort_leaves_a_later_blob_of_its_name_alone(open_root: OpenRoot) -> None:
     with closing(open_root("late")) as other:
-        other.publish("data/b.json", b"{}")  # keeps the folder, which may go with its last file
+        other.publish("data/b.json", b"{}")  # keeps the folder, which may end with its last file
         with closing(open_root("late")) as late:
             writer = late.create("data/a.raw")
             writer.write([WriteRequest(0, (memoryview(b"late!"),))])
@@ -452,7 +452,7 @@ def an_abort_leaves_a_later_blob_of_its_name_alone(open_root: OpenRoot) -> None:
             try:
                 newer = other.create("data/a.raw")
             except BlobExistsError:
-                return  # such a store keeps the name taken until its writer has ended
+                return  # such a store reserves the name until its writer ends
             newer.write([WriteRequest(0, (memoryview(b"newer"),))])
             newer.seal(5)
             writer.abort()
@@ -494,12 +494,12 @@ def capabilities_are_sane_and_steady(open_root: OpenRoot) -> None:
     with closing(open_root("capabilities")) as backend:
         before: object = backend.capabilities  # its constructor refuses values that core cannot use
         kind = type(before).__name__
-        assert isinstance(before, Capabilities), f"capabilities is a {kind}, no Capabilities"
+        assert isinstance(before, Capabilities), f"capabilities is a {kind}, not Capabilities"
         model = Model(backend.capabilities.offset_alignment)
         model.put(memoryview(pattern(MIB)))
         store(backend, "data/c.raw", model)
-        # Core plans a save by the first answer: a lazy probe must not change it afterwards.
-        expect(backend.capabilities, before, "capabilities, asked again after a blob was written,")
+        # Core plans a save by the first answer: a lazy probe must not change it later.
+        expect(backend.capabilities, before, "capabilities, read again after a write,")
 
 
 ACCESS_CHECKS: tuple[BackendCheck, ...] = (

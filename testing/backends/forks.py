@@ -1,4 +1,4 @@
-"""Checks with several processes, which die without closing anything or publish at once."""
+"""Checks with several processes, which die without closing anything or publish in a race."""
 
 # ruff: noqa: D103 - checks explain themselves by their names
 
@@ -37,11 +37,11 @@ _PUBLISHERS, _TURNS = 3, 12
 
 _outlives_process = declared(
     lambda capabilities: capabilities.outlives_process,
-    "that what is stored outlives the process (outlives_process)",
+    "that stored data outlives the process (outlives_process)",
 )
 
 _CHILD_S = 60
-_WHY_BYTES = 2000  # less than a pipe buffers: the child must not wait for its parent to read
+_WHY_BYTES = 2000  # fits into a pipe: the child must not wait for its parent to read
 _BREACH, _UNABLE = 2, 1
 
 
@@ -49,7 +49,7 @@ _BREACH, _UNABLE = 2, 1
 @_outlives_process
 def what_was_sealed_or_published_outlives_a_killed_process(open_root: OpenRoot) -> None:
     data = pattern(70_000)
-    length = len(data) - 777  # shorter than written, so that a seal that was put off shows
+    length = len(data) - 777  # shorter than written, so that a deferred seal shows
 
     def store_and_die() -> Backend:
         backend = open_root("killed")
@@ -66,8 +66,8 @@ def what_was_sealed_or_published_outlives_a_killed_process(open_root: OpenRoot) 
         for name, call in ((_BLOB, "seal"), (_PART, "publish"), (_COMMIT, "exclusive publish")):
             _expect_there(backend, name, call)
         expect_names(backend, "", sorted([_BLOB, _PART, _COMMIT]))
-        found = backend.stat(_BLOB).size_bytes
-        expect(found, length, "size_bytes of a blob that a process sealed before it was killed")
+        size = backend.stat(_BLOB).size_bytes
+        expect(size, length, "size_bytes of a blob that a process sealed before it was killed")
         expect_equal(read_all(backend, _BLOB, length), data[:length])
         expect_equal(backend.read_record(_PART, limit_bytes=99), b"part")
         expect_equal(backend.read_record(_COMMIT, limit_bytes=99), b"commit")
@@ -99,9 +99,9 @@ def _expect_there(backend: Backend, name: str, call: str) -> None:
         backend.stat(name)
     except BlobNotFoundError as error:
         msg = (
-            f"{name} is not there after the process whose {call} had returned was killed: what is "
-            "kept in memory until `close`, or until a thread gets to it, is lost with the process; "
-            f"{call} returns once the store has it"
+            f"{name} is missing after the process was killed, though {call} had returned: data "
+            "kept in memory until `close`, or for a thread, is lost with the process; "
+            f"{call} must return only once the store has the data"
         )
         raise AssertionError(msg) from error
 
@@ -111,13 +111,13 @@ def _expect_there(backend: Backend, name: str, call: str) -> None:
 @declared(lambda capabilities: capabilities.exclusive_publish, "exclusive publish")
 def of_processes_in_a_race_exactly_one_wins(open_root: OpenRoot) -> None:
     with closing(open_root("processes")) as backend:
-        backend.publish("here.json", b"{}")  # so that no process has to create the root in the race
+        backend.publish("here.json", b"{}")  # so that no process creates the root in the race
     race = Race(_PUBLISHERS, _TURNS)
     children = [
         ForkedProcess(lambda number=number: _publish(open_root, race, number))  # type: ignore[misc] # bound at once
         for number in range(_PUBLISHERS)
     ]
-    with ExitStack() as joined:  # all, also where one of them raises
+    with ExitStack() as joined:  # all, even if one raises
         for child in children:
             joined.callback(child.join, "use the store")
     with closing(open_root("processes")) as backend:
@@ -125,8 +125,8 @@ def of_processes_in_a_race_exactly_one_wins(open_root: OpenRoot) -> None:
             won = race.winners(turn)
             assert len(won) == 1, (
                 f"{len(won)} of {_PUBLISHERS} processes won the exclusive publish of one name: a "
-                "lock, or a look before the publish, keeps no other process away; let the store "
-                "decide, or say exclusive_publish=False"
+                "lock, or a check before the publish, stops no other process; let the store "
+                "decide, or declare exclusive_publish=False"
             )
             record = backend.read_record(f"commits/{turn}.json", limit_bytes=9)
             expect_equal(record, b"%d" % won[0])
@@ -135,7 +135,7 @@ def of_processes_in_a_race_exactly_one_wins(open_root: OpenRoot) -> None:
 def _publish(open_root: OpenRoot, race: Race, number: int) -> Backend:
     try:
         backend = open_root("processes")
-        backend.list("")  # a client that does not survive a fork fails here, and not in the race
+        backend.list("")  # a client that does not survive a fork fails here, not in the race
         for turn in range(_TURNS):
             race.begin(number, turn)
             race.end(number, turn, _outcome(backend, f"commits/{turn}.json", number))
@@ -166,7 +166,7 @@ PROCESS_CHECKS: tuple[BackendCheck, ...] = (
 
 
 class ForkedProcess:
-    """A child of this process that runs `work` and then dies as by `kill -9`.
+    """A child process that runs `work` and then dies as by `kill -9`.
 
     No `finally`, `atexit` or `close` of the caller runs in the child.
     """
@@ -176,12 +176,12 @@ class ForkedProcess:
 
         Args:
             work: Runs in the child. Its result is kept until the child dies: an unreferenced
-                backend might close itself, and write the data that it had kept back.
+                backend might close, and write its buffered data.
         """
         reader, writer = os.pipe()
         with warnings.catch_warnings():
-            # Python 3.12 and later warn of threads in the parent, whose locks may be held for ever
-            # in the child; the child uses none of them.
+            # Python 3.12 and later warn of the parent's threads, whose locks the child may find
+            # held for ever; the child uses none of them.
             warnings.simplefilter("ignore", DeprecationWarning)
             self._pid = os.fork()
         if self._pid == 0:
@@ -225,7 +225,7 @@ def _run_and_vanish(work: Callable[[], object], pipe: int) -> NoReturn:
         breach = isinstance(error, AssertionError)
         status = _BREACH if breach else _UNABLE
         os.write(pipe, (str(error) if breach else said(error)).encode()[:_WHY_BYTES])
-    finally:  # no code of the caller may run in the child, not even after an error
+    finally:  # no caller code may run in the child, even after an error
         os._exit(status)
 
 
@@ -242,12 +242,12 @@ class Race:
         """Allocate the memory, for at most 254 turns."""
         self._processes = processes
         self._turns = turns
-        # Bytes, each written by one process only: no write can be torn, so no lock is needed, which
-        # a dying process could leave taken.
+        # Bytes, each written by one process only: no write can be torn, so there is no lock that a
+        # dying process could leave held.
         self._memory = mmap.mmap(-1, processes * (1 + turns))
 
     def begin(self, number: int, turn: int, /) -> None:
-        """Wait until every process that is still alive has come to `turn`."""
+        """Wait until every live process has reached `turn`."""
         self._memory[number] = turn + 1
         while min(self._memory[: self._processes]) <= turn:
             time.sleep(0)

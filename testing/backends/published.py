@@ -1,4 +1,4 @@
-"""Checks of records and names, of an instance's declarations, and of the leftovers of a crash."""
+"""Checks of records, names, an instance's declarations, and the leftovers of a crash."""
 
 # ruff: noqa: D103 - checks explain themselves by their names
 
@@ -62,8 +62,8 @@ BAD_NAMES = ("", "/abs", "../up", "a/../b", "a//b", "a/", "./a", "a b", "a\x00b"
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _SECRET = re.compile(r"(?i)pass(word|wd|phrase)?|secret|token|credential|(access|api|account)_?key")
-_HALF = 0.5  # of the pages: truncating a file may read its last page into the cache
-_ANY_SCHEME = "fsspec"  # serves every scheme that is no backend's name
+_HALF = 0.5  # of the pages: truncating a file may cache its last page
+_ANY_SCHEME = "fsspec"  # serves every scheme that names no backend
 _PROBE_BYTES = 16 * mmap.PAGESIZE
 
 
@@ -156,7 +156,7 @@ def a_reader_never_sees_a_torn_record(open_root: OpenRoot) -> None:
             reader.join()
             sys.setswitchinterval(interval_s)
         assert len(seen) > 1, "a reader got nothing while the record was replaced"
-        assert not torn, f"records of {sorted(torn)} bytes were read, which nobody published"
+        assert not torn, f"records of {sorted(torn)} bytes were read, but never published"
 
 
 @promise
@@ -176,26 +176,26 @@ def list_is_by_prefix_sorted_and_at_any_depth(open_root: OpenRoot) -> None:
         expect_names(backend, "c", [])
         for info in backend.list(""):
             size = 4 - names.index(info.name)
-            expect(info.size_bytes, size, f"size_bytes that list gives of {info.name}")
-            found = backend.stat(info.name)
-            assert info == found, (
-                f"list and stat disagree about {info.name}: list gives {info!r}, stat {found!r}"
+            expect(info.size_bytes, size, f"list's size_bytes of {info.name}")
+            stat = backend.stat(info.name)
+            assert info == stat, (
+                f"list and stat disagree about {info.name}: list gives {info!r}, stat {stat!r}"
             )
 
 
 @promise
 def stat_tells_size_and_the_time_of_the_store(open_root: OpenRoot) -> None:
     with closing(open_root("stat")) as backend:
-        with raises(BlobNotFoundError, by="stat of what is not there"):
+        with raises(BlobNotFoundError, by="stat of a missing name"):
             backend.stat("r.json")
         before = backend.store_time_s()
         backend.publish("r.json", b"12345")
         after = backend.store_time_s()
         info = backend.stat("r.json")
-        expect((info.name, info.size_bytes), ("r.json", 5), "name and size that stat gives")
+        expect((info.name, info.size_bytes), ("r.json", 5), "stat's name and size")
         slack = 2.0  # stores with times of whole seconds, or two
         assert before - slack <= info.modified_s <= after + slack, (
-            f"stat gives the time {info.modified_s} for a record that was published between "
+            f"stat gives the time {info.modified_s} for a record published between "
             f"{before} and {after} by the clock of the store (store_time_s)"
         )
         expect_names(backend, "", ["r.json"])
@@ -208,25 +208,25 @@ def the_clock_of_the_store_goes(open_root: OpenRoot) -> None:
         began_s = backend.store_time_s(), backend.stat("first.json").modified_s
         for what, time_s in zip(("store_time_s", "stat"), began_s, strict=True):
             assert time_s > _LONG_AGO_S, (
-                f"{what} gives the time {time_s}: it is seconds since 1970, by the store's clock; "
-                "prune never takes what such a clock calls young"
+                f"{what} gives the time {time_s}: give seconds since 1970, by the store's clock; "
+                "prune never deletes data that such a clock calls young"
             )
         deadline = Deadline(current_timing().store_tick_s)
         while True:
             backend.publish("later.json", b"{}")
             now_s = backend.store_time_s(), backend.stat("later.json").modified_s
-            stands = [
+            stuck = [
                 name
                 for name, before, after in zip(
                     ("store_time_s", "the time that stat gives"), began_s, now_s, strict=True
                 )
                 if after <= before
             ]
-            if not stands:
+            if not stuck:
                 return
             assert not deadline.is_over(), (
-                f"{' and '.join(stands)} did not move in {deadline.limit_s} s, while records were "
-                "published: by a clock that stands nothing ever gets old enough for prune"
+                f"{' and '.join(stuck)} did not advance in {deadline.limit_s} s, while "
+                "records were published: by a stopped clock no data gets old enough for prune"
             )
             time.sleep(0.005)
 
@@ -238,12 +238,12 @@ def delete_removes_what_is_named_and_nothing_else(open_root: OpenRoot) -> None:
         for name in names:
             backend.publish(name, b"x")
         backend.delete([])
-        # Missing and repeated names are no errors: a deletion is repeated after a crash.
+        # Missing and repeated names are no error: a crash may repeat a deletion.
         backend.delete(["z", "never/was", "data/u/index", "z", "data/u/blobs/0.raw"])
         expect_names(backend, "", ["commits/1.json", "data/v/index"])
-        with raises(BlobNotFoundError, by="stat of what was deleted"):
+        with raises(BlobNotFoundError, by="stat of a deleted record"):
             backend.stat("z")
-        with raises(BlobNotFoundError, by="read of what was deleted"):
+        with raises(BlobNotFoundError, by="read of a deleted record"):
             backend.read([ReadRequest("data/u/index", 0, memoryview(bytearray(1)))])
         backend.publish("data/u/index", b"again", exclusive=True)
         expect_equal(backend.read_record("data/u/index", limit_bytes=9), b"again")
@@ -338,24 +338,24 @@ def its_methods_take_the_arguments_of_the_contract(open_root: OpenRoot) -> None:
 def its_url_shows_where_it_is_and_no_credentials(open_root: OpenRoot) -> None:
     with closing(open_root("url")) as backend:
         url: object = backend.url
-        assert isinstance(url, str), f"url is a {type(url).__name__}, no str"
-        assert url, "url is empty: it is to show people where the blobs are"
-        assert url.isprintable(), "url has characters that cannot be printed"
-        expect(backend.url, url, "url, asked again,")
-        # No message shows the password or key that was found: it would end up in a log.
+        assert isinstance(url, str), f"url is a {type(url).__name__}, not a str"
+        assert url, "url is empty: it must show users where the blobs are"
+        assert url.isprintable(), "url has unprintable characters"
+        expect(backend.url, url, "url, read again,")
+        # No message shows the password or key: it would end up in a log.
         match = _SCHEME.match(url)
         if match is None:
-            return  # not a URL, for instance of a backend of several places: nothing opens it
+            return  # not a URL, as of a backend of several places: nothing opens it
         assert not urlsplit(url).password, (
-            "url holds a password (between :// and @): it is shown to people and stands in logs; "
+            "url holds a password (between :// and @): users and logs see it; "
             "leave user and password out"
         )
         secret = [key for key, _ in parse_qsl(urlsplit(url).query) if _SECRET.search(key)]
         assert not secret, (
-            f"url holds the option {secret[0]}, which may be a credential: it is shown to people "
-            "and stands in logs; leave it out"
+            f"url holds the option {secret[0]}, which may be a credential: users and "
+            "logs see it; leave it out"
         )
-        here = match[1] == "file" and backend.capabilities.local  # whatever engine opens it there
+        here = match[1] == "file" and backend.capabilities.local  # any engine may open it
         served = match[1] == backend.name or backend.name == _ANY_SCHEME or here
         assert served or isinstance(backend, WrapperBackend), (
             f"url begins with {match[1]}://, but Penstock opens this backend by its name: "
@@ -368,7 +368,7 @@ def its_url_means_the_same_store(open_root: OpenRoot) -> None:
     with closing(open_root("again")) as backend:
         made_by_hand = isinstance(backend, WrapperBackend) or backend.Config is PluginConfig
         if made_by_hand or not _SCHEME.match(backend.url):
-            return  # such a backend is constructed by hand, never opened by a URL
+            return  # such a backend is constructed, never opened by URL
         config = _options_of(backend)
         if not backend.capabilities.local:
             return  # a remote store may need a server or a key that is not in the URL
@@ -378,7 +378,7 @@ def its_url_means_the_same_store(open_root: OpenRoot) -> None:
         except PenstockError:
             return  # the backend needs an option that the URL does not show
         with closing(again):
-            expect(again.url, backend.url, "url of what was opened by this url")
+            expect(again.url, backend.url, "url of the backend opened by this url")
             expect_names(again, "here", ["here.json"])
 
 
@@ -390,8 +390,8 @@ def _options_of(backend: Backend) -> PluginConfig:
     except (ValidationError, ConfigError) as error:
         fields = ", ".join(cls.Config.model_fields) or "none"
         msg = (
-            f"{what} raises {type(error).__name__}: it gives an instance of Config (fields: "
-            f"{fields}); the default passes the URL as `url`, another Config overrides from_url"
+            f"{what} raises {type(error).__name__}: return an instance of Config (fields: "
+            f"{fields}); the default passes the URL as `url`; else override from_url"
         )
         raise AssertionError(msg) from error
     assert isinstance(config, cls.Config), (
@@ -412,8 +412,8 @@ def free_bytes_is_a_number_of_bytes_or_none(open_root: OpenRoot) -> None:
             free: object = backend.free_bytes()
             fine = free is None or (type(free) is int and free >= 0)
             assert fine, (
-                f"{what} is {free!r} of type {type(free).__name__}: it is an int of at least 0, or "
-                "None where it is not known"
+                f"{what} is {free!r} of type {type(free).__name__}: return an int >= 0, or None if "
+                "it is unknown"
             )
             backend.publish("r.json", b"{}")
 
@@ -429,12 +429,12 @@ def direct_io_leaves_the_page_cache_alone(open_root: OpenRoot) -> None:
         expect_equal(read_all(backend, "data/d.raw", len(data)), data)
         file = file_of_size(backend, len(data))
         if file is None or not goes_past_the_cache(file.parent):
-            msg = "no file of a blob is to be seen whose pages a direct write would not cache"
+            msg = "no blob file on a file system where direct writes bypass the cache"
             raise NotTriedError(msg)
         cached = cached_part(file)
         assert cached is None or cached < _HALF, (
-            f"direct_io is declared, but {cached:.0%} of a blob is in the page cache once it was "
-            "written and read: open files with O_DIRECT, or say direct_io=False"
+            f"direct_io is declared, but {cached:.0%} of a blob is in the page cache after it was "
+            "written and read: open files with O_DIRECT, or declare direct_io=False"
         )
 
 
@@ -449,10 +449,10 @@ def sweep_takes_nothing_that_has_a_name_or_is_young(open_root: OpenRoot) -> None
         young.write([WriteRequest(0, (memoryview(b"young"),))])
         now_s = backend.store_time_s()
         for before_s in (0.0, now_s - 3600):
-            result: object = backend.sweep(before_s)  # type: ignore[func-returns-value] # whatever a plugin gives
+            result: object = backend.sweep(before_s)  # type: ignore[func-returns-value] # plugins may return anything
             expect(result, None, f"the result of sweep({before_s})")
         young.seal(5)
-        # All are old by this clock, but `sweep` may take only files that no name shows.
+        # All are old by this clock, but `sweep` may delete only files without a name.
         backend.sweep(now_s + 3600)
         names = ["commits/1.json", "data/u/blobs/0.raw", "data/u/blobs/1.raw"]
         expect_names(backend, "", names)
@@ -466,14 +466,14 @@ def what_a_crash_leaves_is_listed_and_can_be_deleted(open_root: OpenRoot) -> Non
     _crash_while_writing(open_root, name)
     with closing(open_root("crash")) as backend:
         if name not in [info.name for info in backend.list("data/")]:
-            # Right if nothing was left, or only what `sweep` finds: then the name is free.
+            # Right if nothing was left, or only files for `sweep`: then the name is free.
             try:
                 backend.create(name).abort()
             except BlobExistsError as error:
                 msg = (
                     "a crash left an unfinished blob whose name is still taken, but list does not "
-                    "give it: list unfinished blobs under their own names, else prune never "
-                    "learns of them and they fill the store"
+                    "show it: list unfinished blobs under their own names, or prune never "
+                    "sees them and they fill the store"
                 )
                 raise AssertionError(msg) from error
         backend.delete([name])
@@ -485,7 +485,7 @@ def what_a_crash_leaves_is_listed_and_can_be_deleted(open_root: OpenRoot) -> Non
 
 
 def _crash_while_writing(open_root: OpenRoot, name: str) -> None:
-    """Begin a blob in another process, and let that process die."""
+    """Begin a blob in another process, which dies."""
 
     def begin() -> tuple[Backend, BlobWriter]:
         backend = open_root("crash")
@@ -509,7 +509,7 @@ INSTANCE_CHECKS: tuple[BackendCheck, ...] = (
 
 
 def file_of_size(backend: Backend, size_bytes: int) -> Path | None:
-    """Find a file of exactly that size below the folder that the URL of the backend names."""
+    """Find a file of exactly that size below the folder in the backend's URL."""
     root = Path(unquote(urlsplit(backend.url).path))
     if not backend.capabilities.local or not root.is_dir():
         return None
@@ -518,24 +518,24 @@ def file_of_size(backend: Backend, size_bytes: int) -> Path | None:
 
 
 def cached_part(file: Path) -> float | None:
-    """Return the part of a file in the page cache, 0 to 1; None if the kernel cannot tell."""
+    """Return the cached part of a file, 0 to 1; None if the kernel does not report it."""
     with file.open("r+b") as opened, mmap.mmap(opened.fileno(), 0) as memory:
         pages = -(-len(memory) // mmap.PAGESIZE)
-        found = (ctypes.c_ubyte * pages)()
+        flags = (ctypes.c_ubyte * pages)()
         anchor = ctypes.c_char.from_buffer(memory)
         try:
             look = ctypes.CDLL(None, use_errno=True).mincore
             address = ctypes.c_void_p(ctypes.addressof(anchor))
-            failed = look(address, ctypes.c_size_t(len(memory)), found)
+            failed = look(address, ctypes.c_size_t(len(memory)), flags)
         except (AttributeError, OSError):
             return None
         finally:
             del anchor  # a mapping with an exported buffer cannot be closed
-        return None if failed else sum(flags & 1 for flags in found) / pages
+        return None if failed else sum(flag & 1 for flag in flags) / pages
 
 
 def goes_past_the_cache(folder: Path) -> bool:
-    """Return whether direct writes leave nothing in the cache: a tmpfs consists of cache."""
+    """Return whether direct writes leave no cached pages; a tmpfs is all cache."""
     probe = folder / f"~direct-{os.getpid()}"
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_DIRECT", 0)
     try:

@@ -1,10 +1,10 @@
-"""The conformance suite of codecs: plain functions, to be called from any test.
+"""The conformance suite of codecs: plain functions, for any test.
 
 A codec's tests call `check_codec` with instances of every configuration worth checking. Each check
-can be called alone, too, and `CODEC_CHECKS` serves to parametrize a test of pytest. A check that
-finds a breach raises `AssertionError` with a sentence that names the breach. Lossy codecs are
-checked for all but equality of the decoded bytes; what they have rounded once has to stay. Chunks
-that a codec declines are skipped, as long as it takes some.
+also works alone, and `CODEC_CHECKS` can parametrize a pytest test. A check that finds a breach
+raises `AssertionError` with a sentence that names it. Lossy codecs need not return equal bytes, but
+must keep what they have rounded once. Chunks that a codec declines are skipped, as long as it takes
+some.
 """
 
 from __future__ import annotations
@@ -84,21 +84,21 @@ __all__ = [
 
 @in_words
 def check_declarations(codec: Codec) -> None:
-    """Check that name, versions and the facts that core plans with are declared and valid."""
+    """Check that name, versions and the facts for core's plans are declared and valid."""
     assert codec.name, "a codec needs a name"
     expect_own_api_version(codec)
     expect_signatures(codec, Codec)
     version: object = codec.version
-    assert type(version) is int, f"version is {version!r}, no integer"
+    assert type(version) is int, f"version is {version!r}, not an int"
     assert version >= 1, "versions count from 1"
     oldest: object = codec.oldest_readable
-    assert type(oldest) is int, f"oldest_readable is {oldest!r}, no integer"
-    assert 1 <= oldest <= version, f"oldest_readable is {oldest}: it is one of 1 to {version}"
-    assert isinstance(codec.lossless, bool), "lossless is True or False"
-    assert isinstance(codec.needs_base, bool), "needs_base is True or False"
-    assert isinstance(codec.config, codec.Config), "config is an instance of Config"
+    assert type(oldest) is int, f"oldest_readable is {oldest!r}, not an int"
+    assert 1 <= oldest <= version, f"oldest_readable is {oldest}, not 1 to {version}"
+    assert isinstance(codec.lossless, bool), "lossless must be a bool"
+    assert isinstance(codec.needs_base, bool), "needs_base must be a bool"
+    assert isinstance(codec.config, codec.Config), "config must be a Config"
     bounds = [bound_of(codec, size) for size in SIZES]
-    assert bounds == sorted(bounds), "max_encoded_size never falls as chunks grow"
+    assert bounds == sorted(bounds), "max_encoded_size falls as chunks grow"
     elements_of(codec)
 
 
@@ -108,7 +108,7 @@ def check_config_round_trip(codec: Codec) -> None:
     with finding("its config as JSON"):
         stored = json.loads(json.dumps(codec.config.model_dump(mode="json"), allow_nan=False))
         config = codec.Config.model_validate(stored)
-    assert isinstance(config, PluginConfig), "Config is a PluginConfig"
+    assert isinstance(config, PluginConfig), "Config is not a PluginConfig"
     assert config == codec.config, "the config does not survive JSON"
     with finding("a codec made from its stored config"):
         again = type(codec)(config)

@@ -1,4 +1,4 @@
-"""Calls of a codec as core makes them, and the data that the checks encode."""
+"""Calls of a codec as core makes them, and the data of the checks."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     CodecCheck: TypeAlias = Callable[[Codec], None]
 
-# One byte, odd sizes, sizes around a page, and around the 128 KiB blocks that codecs work in. No
-# empty chunk: core never encodes one.
+# One byte, odd sizes, and sizes around a page and around the 128 KiB blocks of codecs. No empty
+# chunk: core never encodes one.
 SIZES = (1, 2, 3, 7, 255, 4095, 4096, 4097, 65_537, 131_072, 300_001)
 
 ELEMENTS = (
@@ -45,7 +45,7 @@ ELEMENTS = (
     ("uint64", 8),
     ("bool", 1),
 )
-"""Dtypes of tensors with the bytes of an element; numpy does not know them all."""
+"""Tensor dtypes with the bytes of an element; numpy lacks some."""
 
 _COMPRESSIBLE = b"".join(n.to_bytes(4, "little") for n in range(1000))
 # By dtype, the bits of exponent and of mantissa.
@@ -71,14 +71,14 @@ def in_words(check: CodecCheck, /) -> CodecCheck:
     """Turn any exception in the check into an AssertionError that names the check."""
 
     @functools.wraps(check)
-    def said_in_words(codec: Codec) -> None:
+    def named(codec: Codec) -> None:
         with finding(check.__name__):
             try:
                 check(codec)
             except DeclinedChunkError:
                 return  # `elements_of` checks that the codec takes any chunk at all
 
-    return said_in_words
+    return named
 
 
 class DeclinedChunkError(Exception):
@@ -102,7 +102,7 @@ def rare_floats(dtype: str, size: int) -> bytes:
     """Return floats that arithmetic changes: -0.0, denormals, infinities, NaNs with payloads.
 
     Args:
-        dtype: The name of a dtype; for one that is no float the elements have no meaning.
+        dtype: The name of a dtype; the elements of other dtypes than floats have no meaning.
         size: The number of bytes.
     """
     exponent_bits, mantissa_bits = _FLOATS.get(dtype, (8, 23))
@@ -115,7 +115,7 @@ def rare_floats(dtype: str, size: int) -> bytes:
 
 
 def elements_of(codec: Codec) -> tuple[str, int]:
-    """Return dtype and itemsize of chunks that the codec takes: untyped bytes, if it takes them."""
+    """Return dtype and itemsize of chunks that the codec takes: untyped bytes, if possible."""
     for dtype, itemsize in (("uint8", 1), *ELEMENTS):
         context = as_given(codec, _flat(dtype, itemsize, _TRIED_BYTES))
         with contextlib.suppress(DeclinedChunkError):
@@ -127,7 +127,7 @@ def elements_of(codec: Codec) -> tuple[str, int]:
 
 
 def whole(codec: Codec, size: int) -> int:
-    """Round `size` down to whole elements that the codec takes, but to one element at least."""
+    """Round `size` down to whole elements that the codec takes, at least one."""
     _, itemsize = elements_of(codec)
     return max(size - size % itemsize, itemsize)
 
@@ -141,14 +141,14 @@ def chunks(codec: Codec) -> Iterator[bytes]:
 
 
 def encoded(codec: Codec, given: Iterable[bytes]) -> Iterator[tuple[bytes, bytes]]:
-    """Yield those of the chunks that the codec takes, each with its frame."""
+    """Yield the chunks that the codec takes, each with its frame."""
     for chunk in given:
         with contextlib.suppress(DeclinedChunkError):
             yield chunk, encode(codec, chunk)
 
 
 def context_of(codec: Codec, length: int) -> CodecContext:
-    """Return the context of a slab of elements that the codec takes, as core gives it."""
+    """Return core's context for a slab of elements that the codec takes."""
     dtype, itemsize = elements_of(codec) if length else ("uint8", 1)
     return as_given(codec, _flat(dtype, itemsize, length))
 
@@ -160,8 +160,8 @@ def _flat(dtype: str, itemsize: int, length: int) -> CodecContext:
 def as_given(codec: Codec, context: CodecContext) -> CodecContext:
     """Return the context as core gives it: with the codec's version, and a base if needed.
 
-    The base is the compressible bytes, nearly: a codec that compares may decline a chunk that has
-    nothing to do with its base.
+    The base is nearly the compressible bytes: a codec may decline a chunk that differs too much
+    from its base.
     """
     context = replace(context, version=codec.version)
     if not codec.needs_base:
@@ -179,17 +179,17 @@ def bound_of(codec: Codec, raw_length: int) -> int:
     with finding(f"max_encoded_size({raw_length})"):
         bound: object = codec.max_encoded_size(raw_length)
     assert type(bound) is int, (
-        f"max_encoded_size({raw_length}) returned {bound!r} of type {type(bound).__name__}: it is "
+        f"max_encoded_size({raw_length}) returned {bound!r} of type {type(bound).__name__}, not "
         "an int"
     )
-    assert bound >= 0, f"max_encoded_size({raw_length}) returned {bound}: no size is negative"
+    assert bound >= 0, f"max_encoded_size({raw_length}) returned {bound}, a negative size"
     return bound
 
 
 def expect_length(length: object, bound: int) -> int:
     """Return the result of `encode`, after checking that it is a length within `bound`."""
     assert type(length) is int, (
-        f"encode returned {length!r} of type {type(length).__name__}: it returns the length of "
+        f"encode returned {length!r} of type {type(length).__name__}: return the length of "
         "the frame, an int"
     )
     assert 0 <= length <= bound, f"encode returned {length}, its bound is {bound}"
@@ -211,8 +211,8 @@ def encode(codec: Codec, chunk: bytes, context: CodecContext | None = None) -> b
             length = codec.encode(memoryview(source), memoryview(out), context=context)
         except CodecError as error:
             msg = (
-                f"{what} of {context.dtype}: {said(error)} (a chunk that does not suit a codec is "
-                "no error: return penstock.core.abc.DECLINED, and the rest of the chain stores it)"
+                f"{what} of {context.dtype}: {said(error)} (an unsuitable chunk is no error: "
+                "return penstock.core.abc.DECLINED, and the rest of the chain stores the chunk)"
             )
             raise AssertionError(msg) from error
     assert source == chunk, "encode changed its input"
@@ -232,10 +232,10 @@ def try_decode(
 
     Args:
         codec: The codec.
-        frame: Its frame, or what is to be refused.
+        frame: Its frame, or bytes that it must refuse.
         length: Bytes of the chunk.
-        context: The facts about the chunk; default: those of bytes.
-        fill: What every byte of the output is before.
+        context: The facts about the chunk; default: of bytes.
+        fill: The value of all output bytes before the call.
     """
     memory, out = guarded(length)
     if fill is not None:
@@ -272,7 +272,7 @@ def expect_unchanged(decoded: bytes | bytearray, chunk: bytes, what: str, unit: 
     if decoded == chunk:
         return
     start, stop = 0, len(chunk)
-    while stop - start > 1:  # by halves: a loop over megabytes takes a second
+    while stop - start > 1:  # bisects: a loop over megabytes takes a second
         middle = (start + stop) // 2
         if decoded[start:middle] != chunk[start:middle]:
             stop = middle
@@ -303,4 +303,4 @@ def expect_guarded(memory: bytearray) -> None:
     """Fail if a byte around the view was written."""
     guard = bytes([_GUARD]) * _GUARD_BYTES
     assert memory[:_GUARD_BYTES] == guard, "something was written before the output"
-    assert memory[-_GUARD_BYTES:] == guard, "something was written behind the output"
+    assert memory[-_GUARD_BYTES:] == guard, "something was written after the output"

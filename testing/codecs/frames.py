@@ -1,4 +1,4 @@
-"""Checks of frames: chunks come back, lossy ones rounded once, and damaged frames are refused."""
+"""Checks of frames: chunks come back, lossy ones rounded once; damaged frames are refused."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _SIZES = {"uint8": 1, **dict(ELEMENTS)}
 
 @in_words
 def check_round_trips(codec: Codec) -> None:
-    """Check that every size and kind of data comes back, with inputs and bounds respected."""
+    """Check that all sizes and kinds of data come back, within bounds, inputs unchanged."""
     for chunk, frame in encoded(codec, chunks(codec)):
         expect_decodes(codec, frame, chunk)
 
@@ -66,9 +66,9 @@ def check_large_chunk(codec: Codec) -> None:
 def check_elements_come_back(codec: Codec) -> None:
     """Check that chunks of typed regions come back: whole, cut inside a row, and of a scalar.
 
-    Also elements that arithmetic changes: -0.0, denormals, NaNs with all their bits. Buffers are
-    lent as core lends them: the output is larger than needed, the input is read-only, or writable,
-    and not to be written all the same.
+    Some elements are ones that arithmetic changes: -0.0, denormals, NaNs with all their bits.
+    Buffers are lent as core lends them: the output is larger than needed, and the input, read-only
+    or writable, must not be written.
     """
     for chunk, context in _typed_chunks(codec):
         for read_only in (True, False):
@@ -88,7 +88,7 @@ def _comes_back(codec: Codec, chunk: bytes, context: CodecContext, *, read_only:
             given = given.toreadonly() if read_only else given
             length: object = codec.encode(given, out, context=context)
         except CodecError:
-            return  # the codec refuses such chunks, which is allowed
+            return  # the codec may refuse such chunks
     # C code can write to a read-only view.
     assert source == chunk, f"encode of {what} changed its input"
     if isinstance(length, Declined):
@@ -103,7 +103,7 @@ def _comes_back(codec: Codec, chunk: bytes, context: CodecContext, *, read_only:
 
 @in_words
 def check_exact_output_suffices(codec: Codec) -> None:
-    """Check that an output of exactly `max_encoded_size` is enough, and is never overrun."""
+    """Check that an output of `max_encoded_size` bytes suffices, and is never overrun."""
     for chunk in chunks(codec):
         bound = bound_of(codec, len(chunk))
         memory, out = guarded(bound)
@@ -117,7 +117,7 @@ def check_exact_output_suffices(codec: Codec) -> None:
 
 @in_words
 def check_frames_stand_alone(codec: Codec) -> None:
-    """Check that frames decode in any order, each without the others."""
+    """Check that frames decode in any order, each alone."""
     for chunk, frame in reversed(list(encoded(codec, chunks(codec)))):
         expect_decodes(codec, frame, chunk)
 
@@ -142,7 +142,7 @@ def check_short_output_is_refused(codec: Codec) -> None:
 
 
 def _few(codec: Codec) -> tuple[bytes, ...]:
-    """Return a compressible chunk, a random one, and one of a single element."""
+    """Return a compressible chunk, a random chunk, and a single element."""
     sizes = [whole(codec, size) for size in (3000, 500, 1)]
     return compressible(sizes[0]), random_bytes(sizes[1]), random_bytes(sizes[2])
 
@@ -165,7 +165,7 @@ def check_extended_frames_are_refused(codec: Codec) -> None:
 
 @in_words
 def check_wrong_length_is_refused(codec: Codec) -> None:
-    """Check that a frame of a longer or shorter chunk than asked for raises `CodecError`."""
+    """Check that a frame raises `CodecError` if its chunk is longer or shorter than requested."""
     for chunk, frame in encoded(codec, _few(codec)):
         size = whole(codec, 1)
         for length in {size, len(chunk) - size, len(chunk) + size, 2 * len(chunk)}:
@@ -176,7 +176,7 @@ def check_wrong_length_is_refused(codec: Codec) -> None:
 
 @in_words
 def check_garbage_is_refused(codec: Codec) -> None:
-    """Check that random bytes raise `CodecError`: a codec that accepts any hides damage."""
+    """Check that random bytes raise `CodecError`: accepting them would hide damage."""
     for size in (0, 1, 4, 16, 100, 5000):
         expect_refused(codec, random_bytes(size), whole(codec, 4099), f"{size} random bytes")
 
@@ -202,7 +202,7 @@ def check_flipped_bits_never_overrun(codec: Codec) -> None:
 
 
 def _decode_damaged(codec: Codec, frame: bytes, context: CodecContext) -> None:
-    """Decode a frame with flipped bits, and with pieces that are zero, random, gone or doubled."""
+    """Decode a frame with flipped bits, and with zero, random, missing or doubled pieces."""
     chance = random.Random(8)  # noqa: S311
     for turn in range(40):
         damaged = bytearray(frame)
@@ -223,7 +223,7 @@ def _decode_damaged(codec: Codec, frame: bytes, context: CodecContext) -> None:
 
 
 def _typed_chunks(codec: Codec) -> Iterator[tuple[bytes, CodecContext]]:
-    """Yield chunks of every dtype: of a whole region, pieces of one, and a scalar."""
+    """Yield chunks of every dtype: a whole region, pieces of it, and a scalar."""
     for dtype, itemsize in _SIZES.items():
         rows = 96 * 50 * itemsize
         for shape, start, length in (
@@ -239,39 +239,39 @@ def _typed_chunks(codec: Codec) -> Iterator[tuple[bytes, CodecContext]]:
 
 @in_words
 def check_output(codec: Codec) -> None:
-    """Check that `output` is a valid answer, is true of what `encode` makes, and never changes.
+    """Check that `output` returns a valid result, which fits `encode`'s frames and never changes.
 
-    A reader asks an instance of its own, which has seen no chunk.
+    A reader calls its own instance, which has seen no chunk.
     """
     stored = json.loads(json.dumps(codec.config.model_dump(mode="json")))
     reader = type(codec)(codec.Config.model_validate(stored))
     for chunk, context in _typed_chunks(codec):
-        told = replace(context, base=None)
-        said = _output(codec, told)
+        facts = replace(context, base=None)
+        output = _output(codec, facts)
         with contextlib.suppress(DeclinedChunkError):
-            _expect_true(said, len(encode(codec, chunk, context)), told)
-        assert _output(codec, told) == said, (
-            f"output of {told.dtype} is another one once a chunk was encoded: it depends on the "
+            _expect_true(output, len(encode(codec, chunk, context)), facts)
+        assert _output(codec, facts) == output, (
+            f"output of {facts.dtype} differs after a chunk was encoded: it must depend on the "
             "options and the context alone"
         )
-        assert _output(reader, told) == said, (
-            f"output of {told.dtype} is another one in an instance with the same options"
+        assert _output(reader, facts) == output, (
+            f"output of {facts.dtype} differs in an instance with the same options"
         )
 
 
 def _output(codec: Codec, context: CodecContext) -> CodecOutput:
     with finding(f"output of {context.dtype}"):
-        said: object = codec.output(context)
-    assert isinstance(said, CodecOutput), f"output returned {said!r}: it returns a CodecOutput"
-    dtype: object = said.dtype
-    assert isinstance(dtype, str), f"output has the dtype {dtype!r}: it is a name"
-    assert type(said.itemsize) is int, f"output has the itemsize {said.itemsize!r}: it is an int"
-    assert said.itemsize > 0, f"output has the itemsize {said.itemsize}: it is at least 1"
-    assert type(said.elementwise) is bool, "elementwise is True or False"
+        output: object = codec.output(context)
+    assert isinstance(output, CodecOutput), f"output returned {output!r}, not a CodecOutput"
+    dtype: object = output.dtype
+    assert isinstance(dtype, str), f"output has the dtype {dtype!r}, not a name"
+    assert type(output.itemsize) is int, f"output has the itemsize {output.itemsize!r}, not an int"
+    assert output.itemsize > 0, f"output has the itemsize {output.itemsize}, not at least 1"
+    assert type(output.elementwise) is bool, "elementwise must be a bool"
     size = _SIZES.get(dtype) or _size_in_numpy(dtype)
-    assert size is not None, f"output has the dtype {dtype!r}, which is the name of none"
-    assert size == said.itemsize, f"elements of {dtype} have {size} bytes, not {said.itemsize}"
-    return said
+    assert size is not None, f"output has the unknown dtype {dtype!r}"
+    assert size == output.itemsize, f"elements of {dtype} have {size} bytes, not {output.itemsize}"
+    return output
 
 
 def _size_in_numpy(dtype: str) -> int | None:
@@ -281,24 +281,24 @@ def _size_in_numpy(dtype: str) -> int | None:
         return None
 
 
-def _expect_true(said: CodecOutput, length: int, context: CodecContext) -> None:
+def _expect_true(output: CodecOutput, length: int, context: CodecContext) -> None:
     count = context.raw_length // context.itemsize
-    assert length % said.itemsize == 0, (
-        f"encode of {context.dtype} made {length} bytes, which are no whole elements of "
-        f"{said.dtype}, as output says"
+    assert length % output.itemsize == 0, (
+        f"encode of {context.dtype} made {length} bytes, not whole elements of "
+        f"{output.dtype}, which output declares"
     )
-    assert not said.elementwise or length == count * said.itemsize, (
-        f"encode of {context.dtype} made {length} bytes of {count} elements, which are not so "
-        f"many of {said.dtype}, as output says with elementwise=True"
+    assert not output.elementwise or length == count * output.itemsize, (
+        f"encode of {context.dtype} made {length} bytes of {count} elements, not as many "
+        f"elements of {output.dtype}, which output declares by elementwise=True"
     )
 
 
 @in_words
 def check_rounding_is_stable(codec: Codec) -> None:
-    """Check that a lossy codec decodes a frame to the same each time, and keeps what it rounded.
+    """Check that a lossy codec decodes a frame to the same bytes, and keeps rounded values.
 
     So a checkpoint that is restored and saved again, or copied, loses nothing more. A codec may
-    decline what it has rounded.
+    decline rounded values.
     """
     if codec.lossless:
         return
@@ -311,8 +311,8 @@ def check_rounding_is_stable(codec: Codec) -> None:
 
 
 def _rounded(codec: Codec, frame: bytes, context: CodecContext, what: str) -> bytes:
-    """Decode a frame twice, and return the one result."""
-    found = [try_decode(codec, frame, context.raw_length, context, fill) for fill in (0, 0xFF)]
-    assert found[0] == found[1], f"the frame of {what} is decoded to other bytes each time"
-    assert isinstance(found[0], bytes), f"decode refused the frame of {what}: {found[0]}"
-    return found[0]
+    """Decode a frame twice, and return the common result."""
+    tries = [try_decode(codec, frame, context.raw_length, context, fill) for fill in (0, 0xFF)]
+    assert tries[0] == tries[1], f"the frame of {what} decodes to other bytes each time"
+    assert isinstance(tries[0], bytes), f"decode refused the frame of {what}: {tries[0]}"
+    return tries[0]

@@ -66,7 +66,7 @@ _SMALL_BYTES = 4096
 def check_small_frames_take_little_memory(codec: Codec) -> None:
     """Check that a small frame of a huge chunk is refused before much memory is allocated.
 
-    Only memory of Python's allocators is counted, which includes most results of C libraries.
+    Counts only memory of Python's allocators, which includes most results of C libraries.
     """
     frame = encode(codec, bytes(BOMB_BYTES))
     already = tracemalloc.is_tracing()
@@ -79,8 +79,8 @@ def check_small_frames_take_little_memory(codec: Codec) -> None:
     finally:
         if not already:
             tracemalloc.stop()
-    taken = peak - before - 2 * len(frame)  # `expect_refused` holds copies of the frame
-    assert taken < BOMB_BYTES // 2, f"decoding at most 1024 bytes took {taken} bytes of memory"
+    used = peak - before - 2 * len(frame)  # `expect_refused` holds copies of the frame
+    assert used < BOMB_BYTES // 2, f"decoding at most 1024 bytes took {used} bytes of memory"
 
 
 @in_words
@@ -100,19 +100,19 @@ def check_threads(codec: Codec) -> None:
 
 @in_words
 def check_buffers_are_given_back(codec: Codec) -> None:
-    """Check that no view of input, output or base is kept after a call."""
+    """Check that the codec keeps no view of input, output or base after a call."""
     for size in (whole(codec, 1000), whole(codec, 200_000)):
         chunk = compressible(size)
         frame = _lent(codec, chunk, bound_of(codec, size), size, "encode")
         decoded = _lent(codec, frame, size, size, "decode")
         assert decoded == chunk or not codec.lossless, (
             f"a chunk of {size} bytes came back changed, from buffers that hold other bytes "
-            "once the call is over"
+            "after the call"
         )
 
 
 def _lent(codec: Codec, given: bytes, room: int, raw_length: int, name: str) -> bytes:
-    """Return the result of `encode` or `decode` (by `name`) of `given` in lent buffers."""
+    """Return the result of `encode` or `decode` (`name`) of `given` in lent buffers."""
     lender = Lender()
     context = context_of(codec, raw_length)
 
@@ -142,7 +142,7 @@ def _lent(codec: Codec, given: bytes, room: int, raw_length: int, name: str) -> 
 
 @in_words
 def check_gil_is_released(codec: Codec) -> None:
-    """Check that other threads, such as training, run while a large chunk is encoded or decoded."""
+    """Check that other threads, such as training, run while it encodes or decodes a large chunk."""
     chunk = compressible(whole(codec, LARGE_BYTES))
     frame = encode(codec, chunk)
     out = bytearray(bound_of(codec, len(chunk)))
@@ -154,7 +154,7 @@ def check_gil_is_released(codec: Codec) -> None:
         # Several tries: on a busy machine this thread may be scheduled only after the work.
         with finding(f"{what} in another thread"):
             released = any(lets_others_run(work) for _ in range(20))
-        assert released, f"{what} held the GIL from beginning to end of {len(chunk)} bytes"
+        assert released, f"{what} of {len(chunk)} bytes held the GIL from beginning to end"
 
 
 def lets_others_run(work: Callable[[], object]) -> bool:
@@ -167,15 +167,15 @@ def lets_others_run(work: Callable[[], object]) -> bool:
         state = "inside"
         try:
             work()
-        except BaseException as error:  # noqa: BLE001 - raised below, in the thread that asked
+        except BaseException as error:  # noqa: BLE001 - raised below, in the calling thread
             failure = error
         finally:
             state = "over"
 
     thread = threading.Thread(target=run)
     interval_s = sys.getswitchinterval()
-    # With a switch interval this long no thread is forced to release the GIL: if this thread runs,
-    # `work` has released it.
+    # With so long a switch interval no thread has to release the GIL: if this thread runs, `work`
+    # has released it.
     sys.setswitchinterval(60)
     ran = False
     try:
@@ -193,10 +193,10 @@ def lets_others_run(work: Callable[[], object]) -> bool:
 
 @in_words
 def check_base(codec: Codec) -> None:
-    """Check that a codec that declares `needs_base` does without where there is none.
+    """Check that a codec that declares `needs_base` handles a missing base.
 
-    It declines chunks then, as of the first checkpoint of a run, and refuses its frames. All other
-    checks give such a codec a base.
+    It must decline chunks then, as for the first checkpoint of a run, and refuse its frames. All
+    other checks give such a codec a base.
     """
     if not codec.needs_base:
         return  # core never gives such a codec a base
@@ -205,10 +205,10 @@ def check_base(codec: Codec) -> None:
     out = memoryview(bytearray(len(chunk)))
     context = replace(context_of(codec, len(chunk)), base=None)
     room = memoryview(bytearray(bound_of(codec, len(chunk))))
-    with finding("encode of a chunk that has no base"):
+    with finding("encode of a chunk without a base"):
         length = codec.encode(memoryview(chunk), room, context=context)
     assert isinstance(length, Declined), (
-        "it declares needs_base, but encoded a chunk without: return DECLINED where context.base "
+        "it declares needs_base, but encoded a chunk without: return DECLINED if context.base "
         "is None"
     )
     with finding("decode of a frame without the base it was encoded with"):
@@ -216,19 +216,19 @@ def check_base(codec: Codec) -> None:
             codec.decode(memoryview(frame), out, context=context)
         except CodecError:
             return
-    msg = "it declares needs_base, but decoded a frame without: core would read bases for nothing"
+    msg = "it declares needs_base, but decoded a frame without: core would read bases in vain"
     raise AssertionError(msg)
 
 
 @in_words
 def check_other_processes(codec: Codec) -> None:
-    """Check that a frame decodes to the same in the process that made it and in another one.
+    """Check that a frame decodes to the same bytes in its own and in another process.
 
-    A class that no other process can import, in a function or a script, is skipped.
+    Skips a class in a function or a script, which no other process can import.
     """
     cls = type(codec)
     if _INSIDE in os.environ:
-        return  # the module of the codec checks it when it is imported: that would never end
+        return  # the codec's module checks it on import: that would never end
     if _found(cls.__module__, cls.__qualname__) is not cls or cls.__module__ == "__main__":
         return
     cases = list(_cases(codec))
@@ -238,7 +238,7 @@ def check_other_processes(codec: Codec) -> None:
             "cases": [[*_facts(context), chunk.hex(), own.hex()] for chunk, own, context in cases],
         }
         Path(folder, "asked").write_text(json.dumps(asked), encoding="utf-8")
-        # Another seed of hashes, so that nothing hangs on the order of a set.
+        # Another hash seed, so that no result depends on the order of a set.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), _INSIDE: "1"}
         environment["PYTHONHASHSEED"] = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
         done = subprocess.run(  # noqa: S603 - Python itself
@@ -275,7 +275,7 @@ def _facts(context: CodecContext) -> list[Any]:
 
 
 def answer(module: str, name: str, folder: str) -> None:
-    """Decode and encode what `check_other_processes` asks for, in the other process."""
+    """Decode and encode the cases of `check_other_processes`, in the other process."""
     asked = json.loads(Path(folder, "asked").read_text(encoding="utf-8"))
     cls = _found(module, name)
     codec = cls(cls.Config.model_validate(asked["config"]))
@@ -286,8 +286,8 @@ def answer(module: str, name: str, folder: str) -> None:
         codec.decode(memoryview(bytes.fromhex(frame)), memoryview(decoded), context=context)
         out = memoryview(bytearray(codec.max_encoded_size(length)))
         stored = codec.encode(memoryview(bytes.fromhex(chunk)), out, context=context)
-        taken = None if isinstance(stored, Declined) else bytes(out[:stored]).hex()
-        answers.append([decoded.hex(), taken])
+        again = None if isinstance(stored, Declined) else bytes(out[:stored]).hex()
+        answers.append([decoded.hex(), again])
     Path(folder, "answers").write_text(json.dumps(answers), encoding="utf-8")
 
 
@@ -301,9 +301,9 @@ def _found(module: str, name: str) -> Any:
 
 @in_words
 def check_saved_and_loaded(codec: Codec) -> None:
-    """Check that arrays saved through the codec are loaded again: large and small, of many dtypes.
+    """Check that arrays saved through the codec load again: large and small, of many dtypes.
 
-    A lossy codec has to decode to the same bytes each time, and objects beside its own have to stay
+    A lossy codec must decode to the same bytes each time, and objects outside its rule must stay
     unchanged. A codec that needs a base gets none, as for the first checkpoint of a run.
     """
     _loaded(codec, [codec.name])
@@ -311,10 +311,10 @@ def check_saved_and_loaded(codec: Codec) -> None:
 
 @in_words
 def check_chains(codec: Codec) -> None:
-    """Check that arrays are loaded that were saved through chains with the codec at any place.
+    """Check that arrays saved through chains with the codec at any place load again.
 
-    The codec before or after it puts out elements, or bytes of an odd number. A lossy codec
-    stands first only, and so does one that needs a base.
+    The codec before or after it puts out elements, or an odd number of bytes. A codec that is
+    lossy or needs a base only comes first.
     """
     alone = _loaded(codec, [codec.name])
     for chain in (
@@ -325,21 +325,21 @@ def check_chains(codec: Codec) -> None:
     ):
         if chain[0] != codec.name and (codec.needs_base or not codec.lossless):
             continue  # such a chain is refused
-        for name, found in _loaded(codec, chain).items():
-            assert found.tobytes() == alone[name].tobytes(), (
-                f"an array ({name}) that was saved through {' -> '.join(chain)} is not what "
-                f"{codec.name} alone makes of it"
+        for name, array in _loaded(codec, chain).items():
+            assert array.tobytes() == alone[name].tobytes(), (
+                f"an array ({name}) that was saved through {' -> '.join(chain)} differs from "
+                f"one saved through {codec.name} alone"
             )
 
 
 def _loaded(codec: Codec, chain: Sequence[str]) -> Arrays:
-    """Save arrays through a chain, check what is loaded, and return what the chain has encoded."""
+    """Save arrays through a chain, check the loaded ones, and return those that it encoded."""
     encoded = _arrays()
     beside = encoded["f4-small"].copy()
     state = {"encoded": encoded, "beside": beside, "value": "kept as it is"}
     rules = [{"match": "encoded/**", "codecs": list(chain)}]
     with (
-        finding(f"a checkpoint that was written through {' -> '.join(chain)}"),
+        finding(f"a checkpoint written through {' -> '.join(chain)}"),
         Checkpointer(
             "memory://", registry=_WithCodec(codec), rules=rules, chunk_bytes=1 << 20
         ) as ckpt,
@@ -347,19 +347,20 @@ def _loaded(codec: Codec, chain: Sequence[str]) -> Arrays:
         ckpt.save(state, 1, mode="blocking")
         loaded, again = ckpt.load(1), ckpt.load(1)
         report = ckpt.verify(1)
-    assert report.ok, f"a checkpoint that was written through it is damaged: {report.damaged[:3]}"
-    assert loaded["value"] == state["value"], "a value beside what it encodes came back changed"
-    assert loaded["beside"].tobytes() == beside.tobytes(), "an array beside it came back changed"
-    found: Arrays = loaded["encoded"]
+    assert report.ok, f"a checkpoint written through it is damaged: {report.damaged[:3]}"
+    assert loaded["value"] == state["value"], "a value that it does not encode came back changed"
+    assert loaded["beside"].tobytes() == beside.tobytes(), (
+        "an array outside its rule came back changed"
+    )
+    arrays: Arrays = loaded["encoded"]
     for name, array in encoded.items():
-        assert found[name].tobytes() == again["encoded"][name].tobytes(), (
-            f"an array ({name}) is decoded to other bytes each time"
+        assert arrays[name].tobytes() == again["encoded"][name].tobytes(), (
+            f"an array ({name}) decodes to other bytes each time"
         )
-        assert not codec.lossless or found[name].tobytes() == array.tobytes(), (
-            f"an array ({name}) was saved through {' -> '.join(chain)}, and is loaded with other "
-            "bytes"
+        assert not codec.lossless or arrays[name].tobytes() == array.tobytes(), (
+            f"an array ({name}) was saved through {' -> '.join(chain)}, and loaded with other bytes"
         )
-    return found
+    return arrays
 
 
 def _arrays() -> dict[str, np.ndarray[Any, Any]]:
@@ -372,7 +373,7 @@ def _arrays() -> dict[str, np.ndarray[Any, Any]]:
 
 
 class _Turned(Codec):
-    """Turns every bit, and so keeps elements where they are."""
+    """Flips every bit, so elements keep their places."""
 
     name: ClassVar[str] = "penstock-testing-turned"
     lossless: ClassVar[bool] = True
@@ -398,7 +399,7 @@ class _Turned(Codec):
 
 
 class _Marked(_Turned):
-    """Puts one byte before the chunk, so that no element is where it was."""
+    """Puts one byte before the chunk, so that all elements move."""
 
     name: ClassVar[str] = "penstock-testing-marked"
 
@@ -418,7 +419,7 @@ class _Marked(_Turned):
 
 
 class _WithCodec(Registry):
-    """The installed plugins, and a codec with its neighbours, which need not be installed."""
+    """The installed plugins, plus a codec and its neighbors, which need not be installed."""
 
     def __init__(self, codec: Codec) -> None:
         super().__init__()

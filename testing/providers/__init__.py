@@ -1,6 +1,6 @@
-"""The conformance suite of state providers: plain functions, to be called from any test.
+"""The conformance suite of state providers: plain functions, for any test.
 
-`store` and `Stored` are a checkpoint in memory, which uses a provider as core does, without files.
+`store` and `Stored` are a checkpoint in memory, which uses a provider as core does.
 """
 
 from __future__ import annotations
@@ -49,35 +49,35 @@ def check_provider(
     copies: bool = False,
     optional: Patterns = (),
 ) -> None:
-    """Check all that core relies on, for values of one kind.
+    """Check all that core relies on, for one kind of value.
 
     Args:
         make: Returns a new value, always the same.
-        change: Changes a value in place, as training does, or returns a changed one of its type.
-        equal: Returns whether two values have the same state, bit by bit.
-        providers: All providers that are needed, the one under test among them.
+        change: Changes a value in place, like training, or returns a changed value of its type.
+        equal: Returns whether two values have the same state, bit for bit.
+        providers: All providers needed, including the one under test.
         loaded: Returns whether the result of `load`, without a template, has the state of a value;
             None accepts any result.
         loads: The exact type of the result of `load`; None accepts the type of the value, a base of
             it, or a dict.
-        copies: Whether the value itself hands out copies of its tensors, so that no provider could
+        copies: Whether the value itself hands out copies of its tensors, so that no provider can
             describe the live ones.
-        optional: Patterns of objects that a checkpoint may lack without an error, as those of older
-            versions lack an option; the value is `part`: `"part/options"`.
+        optional: Patterns of objects that a checkpoint may lack without an error, such as options
+            that older versions did not store; the value is `part`: `"part/options"`.
 
     Raises:
         AssertionError: The provider breaks the contract; the message says how.
     """
     values = _Values(make, change, equal, providers)
     value = make()
-    with _checking("what the provider says of itself"):
+    with _checking("the provider's declarations"):
         claims_are_priorities(value, providers)
         declarations_are_sane(value, providers)
-    with _checking("what it describes"):
+    with _checking("its description"):
         stored = store({"part": value}, providers=providers)
         description_is_whole(stored)
         description_repeats(stored, {"part": value})
-        # The comparison above cannot see it: both descriptions may be of the changed value.
+        # The comparison above misses it if both descriptions are of the changed value.
         assert values.equal(value, make()), "describing changes the value"
         values_together_are_as_each(make, providers)
         if not copies:
@@ -95,7 +95,7 @@ def check_provider(
         # A field that `rebuild` forgets has the default of a new value: only a change shows it.
         changed = values.changed()
         _loads(store({"part": changed}, providers=providers), changed, loaded, loads)
-    with _checking("a restore of what does not fit, or is not there"):
+    with _checking("a restore that does not fit, or lacks objects"):
         _mismatch_is_said(stored, make)
         empty = replace(stored, tree=StoredTree([]), data={})
         placement = empty.plan({"part": make()})
@@ -104,7 +104,7 @@ def check_provider(
         describing_after_a_change_sees_it(make, values.change, values.equal, providers)
     with _checking("a restore of single objects"):
         each_object_is_restored_alone(stored, values.changed)
-    with _checking("a restore of what lacks single objects"):
+    with _checking("a restore that lacks single objects"):
         each_object_that_is_not_there_is_missing(stored, make, Selection(optional, None))
     with _checking("tensors of other dtypes"):
         dtypes_that_numpy_lacks_come_back(make, providers)
@@ -112,7 +112,7 @@ def check_provider(
 
 @dataclass(frozen=True)
 class _Values:
-    """The functions that the author of the provider gave; each answer is checked."""
+    """The provider author's functions; each result is checked."""
 
     make: Callable[[], object]
     _change: Callable[[Any], object]
@@ -122,12 +122,12 @@ class _Values:
     def change(self, value: Any) -> object:
         """Call `change` as `check_provider` documents it; None means changed in place."""
         assert callable(self._change), (
-            f"`change` is a {type(self._change).__name__}: give a function that takes a value"
+            f"`change` is a {type(self._change).__name__}: pass a function of a value"
         )
         new = self._change(value)
         assert new is None or type(new) is type(value), (
             f"`change` returned a {type(new).__name__} for a {type(value).__name__}: return the "
-            "changed value, or nothing if it was changed in place"
+            "changed value, or None if it was changed in place"
         )
         return new
 
@@ -144,8 +144,8 @@ class _Values:
 
 def _yes_or_no(ask: Callable[[Any, Any], bool], name: str, one: Any, other: Any) -> bool:
     answer: Any = ask(one, other)
-    # numpy and torch have truth values of their own. Any other result may be true by accident: an
-    # array of comparisons, or a method that was not called.
+    # numpy and torch have their own bools. Any other result may be true by accident: an array of
+    # comparisons, or a method that was not called.
     scalar = "bool" in str(getattr(answer, "dtype", "")) and not getattr(answer, "shape", None)
     assert isinstance(answer, bool) or scalar, (
         f"`{name}` returned a {type(answer).__name__}: return True or False"
@@ -167,12 +167,12 @@ def _restores(stored: Stored, values: _Values, value: Any) -> None:
     providers = values.providers
     target = {"part": values.changed()}
     same = values.equal(target["part"], value)
-    assert not same, "`change` changes nothing: the check would be empty"
+    assert not same, "`change` changes nothing: the check would prove nothing"
     before = store(target, providers=providers).data
     assert not stored.plan(target, include="no-such-part").targets, "unselected, but has targets"
     assert store(target, providers=providers).data == before, "an unselected restore changed it"
     placement = stored.plan(target)
-    assert not placement.missing, f"place says that {placement.missing} is missing"
+    assert not placement.missing, f"place reports {placement.missing} as missing"
     assert not placement.problems, f"place has problems: {placement.problems}"
     assert store(target, providers=providers).data == before, "planning changed the target"
     stored.complete(placement, piece_bytes=PIECE_BYTES)
@@ -191,16 +191,16 @@ def _loads(
     if loads is not None:
         assert type(part) is loads, f"load gives a {got}, not a {loads.__name__}"
     else:
-        # A dict is allowed for a value that cannot be made without the user's code: the user passes
-        # the dict to `load_state_dict`.
+        # A value that only the user's code can make may come as a dict: the user passes the dict to
+        # `load_state_dict`.
         fits = type(part) in (*kind.__mro__[:-1], dict)
         assert fits, (
             f"load gives a {got} for a {kind.__name__}: `rebuild` gives a value of its own kind, "
-            "or a dict; if another type is meant, pass it as `loads`"
+            "or a dict; pass any other type as `loads`"
         )
     if loaded is not None:
         assert _yes_or_no(loaded, "loaded", part, value), (
-            "load gives another state than was stored (that of a new value, if a field is "
+            "load gives a state that was not stored (of a new value, if a field is "
             "forgotten): `rebuild` puts back all that `describe` yields"
         )
 

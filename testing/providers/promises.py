@@ -45,7 +45,7 @@ def claims_are_priorities(value: object, providers: Providers) -> None:
             assert claim is None or type(claim) is int, (
                 f"claims({kind.__name__}) of provider {provider.name!r} returned {claim!r}, which "
                 f"is of type {type(claim).__name__}: return an int, the priority, or None for "
-                "what is not its own"
+                "a foreign type"
             )
 
 
@@ -53,7 +53,7 @@ def declarations_are_sane(value: object, providers: Providers) -> None:
     """Check the provider's name, versions and forms."""
     provider = providers.for_type(type(value))
     if provider is None:
-        return  # plain data: the provider of values takes it without claiming its type
+        return  # plain data: the value provider takes it without a claim
     expect_own_api_version(provider)
     expect_signatures(provider, StateProvider)
     assert provider.name, "a provider needs a name"
@@ -64,23 +64,23 @@ def declarations_are_sane(value: object, providers: Providers) -> None:
         shared = set(provider.forms) & set(other.forms) if other is not provider else ()
         assert not shared, f"{other.name} declares {shared} too: forms are unique"
     for kind in (type("Stranger", (), {}), object):
-        assert provider.claims(kind) is None, f"claims {kind.__name__}, which it cannot know"
+        assert provider.claims(kind) is None, f"claims {kind.__name__}, an unknown type"
     _names_its_memory(value, provider)
 
 
 def _names_its_memory(value: object, provider: StateProvider) -> None:
     """Check that the optional methods return what core can use."""
     for name, tensor in provider.parameters(value):
-        assert isinstance(name, str), f"parameters gives {name!r} for a name: it is a str"
+        assert isinstance(name, str), f"parameters gives the name {name!r}: it must be a str"
         assert tensor is not None, f"parameters gives no tensor for {name!r}"
     for key in provider.claimed_memory(value):
-        assert isinstance(key, MemoryKey), f"claimed_memory gives {key!r}: it is a MemoryKey"
+        assert isinstance(key, MemoryKey), f"claimed_memory gives {key!r}: give a MemoryKey"
     places: Iterable[object] = provider.unsteady_memory(value)
     for place in places:
         types = tuple(map(type, place)) if isinstance(place, tuple) else ()
-        assert types == (str, int), f"unsteady_memory gives {place!r}: it is (device, storage)"
+        assert types == (str, int), f"unsteady_memory gives {place!r}: give (device, storage)"
     for name, _ in provider.left_out(value):
-        assert isinstance(name, str), f"left_out gives {name!r} for a name: it is a str"
+        assert isinstance(name, str), f"left_out gives the name {name!r}: it must be a str"
 
 
 def description_is_whole(stored: Stored) -> None:
@@ -89,12 +89,12 @@ def description_is_whole(stored: Stored) -> None:
     assert stored.description.entries, "nothing is described"
     for entry in stored.description.entries:
         shown = show_path(entry.path)
-        assert entry.path[:1] == ("part",), f"{shown} is outside of its part"
+        assert entry.path[:1] == ("part",), f"{shown} is outside its part"
         if entry.form not in _CONTAINERS:
             stored.providers.for_form(entry.form)  # raises PluginError if none can rebuild it
         if isinstance(entry, Node):
             assert not any(p[: len(entry.path)] == entry.path for p in seen), (
-                f"the node {shown} comes after what is below it"
+                f"the node {shown} comes after its children"
             )
         else:
             assert entry.source.nbytes == entry.spec.nbytes, f"{shown}: size and spec differ"
@@ -103,7 +103,7 @@ def description_is_whole(stored: Stored) -> None:
 
 
 def description_repeats(stored: Stored, state: object) -> None:
-    """Check that describing changes nothing, and gives the same result again."""
+    """Check that describing changes nothing, and repeats its result."""
     again = store(state, providers=stored.providers)
     assert again.tree.objects == stored.tree.objects, "a second description differs"
     assert again.tree.nodes == stored.tree.nodes, "a second description has other nodes"
@@ -120,9 +120,9 @@ def values_together_are_as_each(make: Callable[[], object], providers: Providers
     each = store({"part": {**values, "other": [make()]}}, providers=providers)
     together = store({"part": values}, providers=providers)
     count = len(together.tree.objects)
-    assert each.tree.objects[:count] == together.tree.objects, "describe_all describes differently"
+    assert each.tree.objects[:count] == together.tree.objects, "describe_all gives other objects"
     assert each.tree.nodes[: len(together.tree.nodes)] == together.tree.nodes, (
-        "describe_all describes other nodes"
+        "describe_all gives other nodes"
     )
     assert {path: each.data.get(path) for path in together.data} == together.data, (
         "describe_all gives other bytes"
@@ -137,7 +137,7 @@ def targets_together_are_as_each(make: Callable[[], object], providers: Provider
     values = {"0": make(), "1": make(), "2": make()}
     stored = store({"part": values}, providers=providers)
     for include in (None, "part/1"):
-        # A list that holds an object is of another type, so each child is planned separately.
+        # A list child has another type, so each child is planned separately.
         each = stored.plan({"part": {**values, "other": [make()]}}, include)
         together = stored.plan({"part": values}, include)
         assert _facts(together) == _facts(each), "place_all plans other targets"
@@ -150,14 +150,14 @@ def _facts(placement: Placement) -> list[object]:
 def check_source(source: ByteSource, itemsize: int) -> None:
     """Check that a source gives the same bytes whole, in pieces, as a view and by lines.
 
-    It keeps no buffer.
+    It must keep no buffer.
 
     Raises:
-        AssertionError: The source does not.
+        AssertionError: The source breaks this.
     """
     whole = read_source(source)
     view = source.view()
-    assert (view is None) == (source.address is None), "a view goes with an address"
+    assert (view is None) == (source.address is None), "view and address go together"
     if view is not None:
         assert view.contiguous, "the view must be flat"
         assert bytes(view) == whole, "view and copy_out differ"
@@ -177,11 +177,11 @@ def check_source(source: ByteSource, itemsize: int) -> None:
 
 
 def each_object_is_restored_alone(stored: Stored, make: Callable[[], object]) -> None:
-    """Check that a selected object is restored alone, or that a problem says why it cannot be.
+    """Check that a selected object is restored alone, or that a problem says why not.
 
     Args:
         stored: The checkpoint of a value.
-        make: Returns another value, of another state.
+        make: Returns another value, with another state.
     """
     for path in _some(stored):
         _restored_alone(stored, {"part": make()}, path)
@@ -191,9 +191,9 @@ def each_object_is_restored_alone(stored: Stored, make: Callable[[], object]) ->
 def each_object_that_is_not_there_is_missing(
     stored: Stored, make: Callable[[], object], optional: Selection
 ) -> None:
-    """Check that an object that is not stored is reported as missing, or that a problem says why.
+    """Check that an object that is not stored is reported as missing, or as a problem.
 
-    Also right is a restored value without the object, as an optimizer drops state that the
+    A restored value without the object is right too: an optimizer drops state that the
     checkpoint lacks.
 
     Args:
@@ -209,17 +209,17 @@ def each_object_that_is_not_there_is_missing(
             placement = shortened.plan(state)
         if placement.problems or path in placement.missing:
             continue
-        with finding(f"a restore from a checkpoint without {shown}, which is not said to miss it"):
+        with finding(f"a restore from a checkpoint without {shown}, not reported as missing"):
             shortened.complete(placement, piece_bytes=PIECE_BYTES)
             after = store(state, providers=stored.providers).data
         assert path not in after, (
-            f"a checkpoint without {shown} is not noticed: what `place` looks for and does not "
-            "find stands in `missing`, and so does what `context.place` says is"
+            f"a checkpoint without {shown} is not noticed: put what `place` does not find "
+            "into `missing`, with what `context.place` reports"
         )
 
 
 def _without(stored: Stored, path: ObjectPath) -> Stored:
-    """Return the same checkpoint without one object, and without those tied to it."""
+    """Return the same checkpoint without one object and those tied to it."""
     tree = stored.tree
     gone = {path, *(tied for tied, target in tree.aliases.items() if target == path)}
     return replace(
@@ -247,26 +247,26 @@ def _restored_alone(stored: Stored, target: dict[str, Any], path: ObjectPath) ->
         placing = Placing(providers, stored.tree, lambda p: p == path, allow_pickle=False)
         placement = placing.place_tree(target)
     if placement.problems:
-        return  # the provider says that the value is restored whole or not at all
-    _only(placement.missing, path, "says that {other} is missing")
-    assert not placement.missing, f"{shown} is stored and selected, but is said to be missing"
+        return  # the provider restores the value whole or not at all
+    _only(placement.missing, path, "reports {other} as missing")
+    assert not placement.missing, f"{shown} is stored and selected, but reported as missing"
     _only([t.path for t in placement.targets], path, "has a target for {other}")
     _only(placement.values, path, "uses {other}")
-    with finding(f"restoring {shown} alone (a child that is not selected may have no `finish`)"):
+    with finding(f"restoring {shown} alone (an unselected child may have no `finish`)"):
         stored.complete(placement, piece_bytes=PIECE_BYTES)
         after = store(target, providers=providers).data
     assert after.get(path) == stored.data[path], f"{shown} alone was selected, but not restored"
     for other, data in before.items():
         assert other == path or after.get(other) == data, (
-            f"only {shown} was selected, but {show_path(other)} changed: nothing else is touched"
+            f"only {shown} was selected, but {show_path(other)} changed: touch nothing else"
         )
 
 
 def _only(paths: list[ObjectPath], path: ObjectPath, what: str) -> None:
     for other in paths:
-        said = what.format(other=show_path(other))
+        problem = what.format(other=show_path(other))
         assert other == path, (
-            f"only {show_path(path)} was selected, but place {said}: ask `context.selected`, or "
+            f"only {show_path(path)} was selected, but place {problem}: ask `context.selected`, or "
             "leave the child to `context.place`"
         )
 
@@ -282,14 +282,14 @@ def _loaded_alone(stored: Stored, path: ObjectPath) -> None:
 def describing_copies_no_tensor(value: object, providers: Providers) -> None:
     """Check that two descriptions name the same memory, and leave the value's tensors alone."""
     if not has_buffers(value):
-        return  # such a value hands out copies of its state, as random generators do
+        return  # such a value hands out copies of its state, like random generators
     state = {"part": value}
     before = [(id(t), t.data_ptr()) for t in _plain(value)]
-    # Both are kept: a second copy may lie where the first, freed one lay.
+    # Both are kept: a second copy may reuse the address of a freed first one.
     first = describe_tree(state, providers=providers, allow_pickle=False)
     second = describe_tree(state, providers=providers, allow_pickle=False)
     after = [(id(t), t.data_ptr()) for t in _plain(value)]
-    assert after == before, "describe replaces tensors of the value: it must change nothing"
+    assert after == before, "describe replaces tensors of the value, but must change nothing"
     for one, other in zip(first.entries, second.entries, strict=True):
         if not isinstance(one, StateObject) or not isinstance(other, StateObject):
             continue
@@ -301,8 +301,8 @@ def describing_copies_no_tensor(value: object, providers: Providers) -> None:
         )
         assert same, (
             f"{show_path(one.path)}: two descriptions name two memories, so describe copies the "
-            "tensor: describe the live one (core copies it, when it is captured). If it is the "
-            "value itself that gives out copies, pass `copies=True`"
+            "tensor: describe the live one (core copies it at the capture). If the "
+            "value itself hands out copies, pass `copies=True`"
         )
 
 
@@ -312,10 +312,10 @@ def describing_after_a_change_sees_it(
     equal: Callable[[Any, Any], bool],
     providers: Providers,
 ) -> None:
-    """Check that a description after a change shows the change, and no memory of an earlier one."""
+    """Check that a description after a change shows the changed value and its memory."""
     value: Any = make()
-    # Held until the later one is made: otherwise the later one may lie at the same address, and a
-    # provider that caches by address would pass.
+    # Held until the later one is made: at the same address, a provider that caches by address
+    # would pass.
     earlier = store({"part": value}, providers=providers)
     changed = change(value)
     value = value if changed is None else changed
@@ -324,16 +324,16 @@ def describing_after_a_change_sees_it(
     again = {"part": make()}
     placement = stored.plan(again)
     if placement.missing or placement.problems:
-        return  # the change is one that does not fit a fresh value, such as another shape
+        return  # the changed value does not fit a fresh one, for example in shape
     stored.complete(placement, piece_bytes=PIECE_BYTES)
     assert equal(again["part"], value), (
-        "after a change of a value that was described before, its description still is that of "
-        "earlier: describe the live memory, and remember nothing between calls"
+        "after a described value changes, its next description still shows the old state: "
+        "describe the live memory, and remember nothing between calls"
     )
 
 
 def dtypes_that_numpy_lacks_come_back(make: Callable[[], object], providers: Providers) -> None:
-    """Check that floating tensors of such a dtype are stored and restored, or are refused."""
+    """Check that float tensors of such a dtype are stored and restored, or refused."""
     torch = sys.modules.get("torch")
     if torch is None:
         return
@@ -346,7 +346,7 @@ def dtypes_that_numpy_lacks_come_back(make: Callable[[], object], providers: Pro
             try:
                 stored = store({"part": value}, providers=providers)
             except UnsupportedStateError:
-                continue  # refused, with a message that says what to do instead
+                continue  # refused, with a message that names a remedy
         _comes_back(stored, value, target, what)
 
 
@@ -355,14 +355,14 @@ def _comes_back(stored: Stored, value: object, target: object, what: str) -> Non
     with finding(f"restoring {what}"):
         placement = stored.plan(state)
         wrong = [*placement.missing, *placement.problems]
-        assert not wrong, f"{what} does not fit into another one of the same dtype: {wrong}"
+        assert not wrong, f"{what} does not fit another one of the same dtype: {wrong}"
         stored.complete(placement, piece_bytes=PIECE_BYTES)
         again = store(state, providers=stored.providers)
     for path, data in stored.data.items():
         assert again.data.get(path) == data, (
-            f"{show_path(path)} of {what} comes back changed, as its stored bytes show (not "
-            "`equal`, which may not know such tensors): what one value is stored as must not vary, "
-            "as that of a pickle does; describe its parts one by one"
+            f"{show_path(path)} of {what} comes back changed: its stored bytes differ (not "
+            "`equal`, which may not know such tensors). One value must always be stored as the "
+            "same bytes; a pickle varies, so describe its parts one by one"
         )
     described = {
         entry.source.memory.storage
@@ -370,8 +370,8 @@ def _comes_back(stored: Stored, value: object, target: object, what: str) -> Non
         if isinstance(entry, StateObject) and entry.source.memory is not None
     }
     for one, other in zip(_plain(value), _plain(state["part"]), strict=True):
-        stands = one.untyped_storage().data_ptr() in described
-        assert not stands or _raw(one) == _raw(other), (
+        is_stored = one.untyped_storage().data_ptr() in described
+        assert not is_stored or _raw(one) == _raw(other), (
             f"{what}: a {one.dtype} tensor of shape {list(one.shape)} comes back changed"
         )
     with finding(f"loading {what}"):
@@ -390,12 +390,12 @@ def _plain(value: object) -> list[Any]:
 def _retype(value: object, dtype: Any, seed: int) -> bool:
     """Give every floating tensor in `value` that dtype, and bytes that depend on the seed."""
     torch: Any = sys.modules["torch"]
-    found = [t for t in _plain(value) if t.is_floating_point() and t.device.type == "cpu"]
-    for number, tensor in enumerate(found):
+    floats = [t for t in _plain(value) if t.is_floating_point() and t.device.type == "cpu"]
+    for number, tensor in enumerate(floats):
         size = tensor.numel() * dtype.itemsize
         data = (torch.arange(size) + seed + 7 * number).remainder(251).to(torch.uint8)
         tensor.data = data.view(dtype).reshape(tensor.shape)
-    return bool(found)
+    return bool(floats)
 
 
 def _raw(tensor: Any) -> bytes:
@@ -420,7 +420,7 @@ def has_buffers(value: object, /) -> bool:
 
 
 def _objects(root: object) -> Iterator[object]:
-    seen: dict[int, object] = {}  # keeps the objects, since the id of a freed one is used again
+    seen: dict[int, object] = {}  # keeps the objects: the id of a freed object may be reused
     waiting = [root]
     while waiting and len(seen) < _MOST_VISITED:
         value = waiting.pop()
@@ -443,6 +443,6 @@ def _parts(value: Any) -> Iterable[object]:
             if name not in ("__dict__", "__weakref__") and hasattr(value, name):
                 yield getattr(value, name)
     torch: Any = sys.modules.get("torch")
-    tensor: Any = value  # the type checker takes `value` for one of the containers above
+    tensor: Any = value  # the type checker takes `value` for a container
     if torch is not None and isinstance(value, torch.Tensor) and tensor.is_leaf:
         yield tensor.grad

@@ -356,7 +356,7 @@ def test_a_broken_ring_resolves_no_buffer_that_the_kernel_still_fills(needs_urin
 )
 def test_forbidden_ring_says_why(value, says, tmp_path, monkeypatch):
     monkeypatch.setenv(ring_module.DISABLE_VARIABLE, value)
-    with pytest.raises(CapabilityError, match=f"io_uring_queue_init says {says}"):
+    with pytest.raises(CapabilityError, match=f"io_uring_queue_init: {says}"):
         UringBackend(UringConfig(path=str(tmp_path)))
 
 

@@ -446,16 +446,16 @@ def claim(priority, others=None):
 # -- the mutants ---------------------------------------------------------------------------------
 
 # fmt: off
-broken("for version 2 of the contract", "OtherVersion", api_version=2)
+broken("version 2 of the contract", "OtherVersion", api_version=2)
 broken("needs a name", "Nameless", name="")
 broken("versions count from 1", "VersionZero", version=0)
 broken("forms is a tuple", "OneFormAsText", forms="good-mean")
 broken("forms are unique", "TakesOurForm", forms=(*Good.forms, "tensor"))
-broken("which it cannot know", "ClaimsEverything", Ring, claims=claim(60, 1))
+broken("an unknown type", "ClaimsEverything", Ring, claims=claim(60, 1))
 broken("good-mean", "FormIsNotDeclared", forms=("good-ring",))
 
 broken("nothing is described", "DescribesNothing", mean=lambda *_: iter(()))
-broken("comes after what is below it", "NodeComesLast", mean=node_last)
+broken("comes after its children", "NodeComesLast", mean=node_last)
 broken("outside its part", "LeavesItsPart", mean=outside)
 broken("'part', 'count'", "ForgetsAChild", mean=without_count)
 broken("describing changes the state", "CountsDescriptions",
@@ -466,7 +466,7 @@ broken("other nodes", "NodesChange", mean=counting("node"))
 broken("size and spec differ", "SpecIsTooLarge", Ring,
        spec=lambda self, value: TensorSpec("int16", 2, (len(value.data),)))
 
-broken("a view goes with an address", "AddressWithoutView", Ring, source=addressed(None))
+broken("view and address go together", "AddressWithoutView", Ring, source=addressed(None))
 broken("view and copy_out differ", "ViewOfTheWrongEnd", Ring,
        source=addressed(lambda self: memoryview(bytes(reversed(self.value.data)))))
 broken("the view must be flat", "ViewWithSteps", Ring,
@@ -496,21 +496,21 @@ broken("not equal", "ExpectsAnOrder", Ring, sink={"copy_in": in_order})
 broken("not equal", "FillsACopy", Ring, sink={
     "__init__": lambda self, value: Good.Sink.__init__(self, copy.deepcopy(value))})
 
-broken("load gives another state", "LoadsWithoutTheCount",
+broken("load gives a state that was not stored", "LoadsWithoutTheCount",
        rebuild=rebuilt(lambda mean: with_count(mean, 0)))
-broken("load gives another state than was stored", "LoadsTheCountOfANewOne",
+broken("load gives a state that was not stored", "LoadsTheCountOfANewOne",
        rebuild=rebuilt(lambda mean: with_count(mean, Mean().count)))
 
 broken(r"claims\(Mean\) .* returned '40', which is of type str: return an int", "ClaimsInWords",
        claims=claim("40"))
 broken(r"claims\(Stranger\) .* returned False, .* bool", "ClaimsYesOrNo", claims=claim(40, False))
-broken("parameters gives 0 for a name: it is a str", "NumbersItsParameters",
+broken("parameters gives the name 0: it must be a str", "NumbersItsParameters",
        parameters=lambda self, value, /: enumerate([value.total]))
-broken("claimed_memory gives 'cpu': it is a MemoryKey", "ClaimsADevice", Ring,
+broken("claimed_memory gives 'cpu': give a MemoryKey", "ClaimsADevice", Ring,
        claimed_memory=lambda self, value, /: ["cpu"])
-broken(r"unsteady_memory gives 4096: it is \(device, storage\)", "NamesAnAddress", Ring,
+broken(r"unsteady_memory gives 4096: give \(device, storage\)", "NamesAnAddress", Ring,
        unsteady_memory=lambda self, value, /: [4096])
-broken("left_out gives 0 for a name: it is a str", "NumbersWhatItLeavesOut", Ring,
+broken("left_out gives the name 0: it must be a str", "NumbersWhatItLeavesOut", Ring,
        left_out=lambda self, value, /: [(0, value)])
 broken("provider 'good' .* describe yields the path part/total twice", "DescribesTwice",
        mean=described_twice)
@@ -525,7 +525,7 @@ broken("part: two descriptions name two memories, so describe copies", "CopiesIt
        ring=lambda self, value, path: Good.ring(self, copy.deepcopy(value), path))
 broken("describe replaces tensors of the value", "ReplacesItsTensor",
        mean=before(lambda value: setattr(value, "total", value.total.clone())))
-MUTANTS["RemembersACopy"] = "its description still is that of earlier", Mean, RemembersACopy
+MUTANTS["RemembersACopy"] = "its next description still shows the old state", Mean, RemembersACopy
 broken("describing a value with tensors of bfloat16, .*unsupported ScalarType BFloat16",
        "AsksNumpy", mean=described_by_numpy)
 broken("float8_e4m3fn.* comes back changed", "RoundsOnTheWay", place_mean=finished(rounded))
@@ -543,7 +543,7 @@ broken("only part/total was selected, but part/count changed", "TakesTheCountAlo
        place_mean=placed(reset_count))
 broken("part/total alone was selected, but not restored", "AllOrNothing",
        place_mean=placed(all_or_nothing))
-broken("only part/count was selected, but place says that part/total is missing",
+broken("only part/count was selected, but place reports part/total as missing",
        "NeverAsksWhatIsSelected", place_mean=placed(add_missing))
 broken("a checkpoint without part/count is not noticed", "DropsWhatItsValueLacks",
        place_mean=placed(drop_missing))
@@ -583,7 +583,7 @@ def refuses(*_):
 
 
 SLIPS = {
-    "`change` is a int: give a function": {"change": 3},
+    "`change` is a int: pass a function": {"change": 3},
     "`change` returned a int for a Mean: return the changed value": {"change": lambda mean: 3},
     "`equal` returned a NoneType: return True or False": {"equal": lambda a, b: None},
     "`equal` returned a Tensor: return True or False": {"equal": lambda a, b: a.total == b.total},

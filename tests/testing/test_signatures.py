@@ -42,7 +42,7 @@ def test_each_suite_finds_a_method_that_core_cannot_call():
         check_declarations(NarrowCodec(NarrowCodec.Config()))
     with pytest.raises(AssertionError, match=r"NarrowProvider\.describe\(self, value, path, /\)"):
         declarations_are_sane(random.Random(0), StaticProviders([NarrowProvider()]))
-    with pytest.raises(AssertionError, match=r"NarrowBackend\.url is a method: .* a property"):
+    with pytest.raises(AssertionError, match=r"NarrowBackend\.url is a method, .* a property"):
         its_methods_take_the_arguments_of_the_contract(
             lambda root: NarrowBackend(MemoryConfig(name=root))
         )
@@ -55,12 +55,12 @@ def open_without_options(cls, config, /):
 @pytest.mark.parametrize(
     ("name", "member", "complaint"),
     [
-        ("stat", {}, r"Odd\.stat is no method"),
+        ("stat", {}, r"Odd\.stat is not a method"),
         ("list", lambda self: [], r"Odd\.list\(self\) cannot be called"),
         (
             "open",
             classmethod(open_without_options),
-            r"Odd\.open\(config, /\) cannot be called as the contract has it, \(config, /",
+            r"Odd\.open\(config, /\) cannot be called by the contract, \(config, /",
         ),
         ("read", lambda self, *arguments: None, None),
     ],

@@ -35,12 +35,12 @@ _AGAIN = _BUSY | {
     "RequestTimeoutException",
     "OperationAborted",
     "ConditionalRequestConflict",
-    "BadDigest",  # bytes were changed or lost on their way
+    "BadDigest",  # bytes were changed or lost in transit
     "IncompleteBody",
 }
 _AGAIN_STATUS = {408, 429}
 _HINTS = {
-    "NoSuchBucket": "create the bucket, or mend the URL",
+    "NoSuchBucket": "create the bucket, or fix the URL",
     "InvalidAccessKeyId": "check the credentials (AWS_ACCESS_KEY_ID, AWS_PROFILE, options.key)",
     "SignatureDoesNotMatch": "check the secret key, and the clock of this machine",
     "RequestTimeTooSkewed": "set the clock of this machine",
@@ -64,7 +64,7 @@ _CREDENTIALS = (
     "UnauthorizedSSOTokenError",
     "RefreshWithMFAUnsupportedError",
 )
-# Of those, the errors of an agent or a metadata service, which may work the next time.
+# Of these, the errors of an agent or a metadata service: a retry may succeed.
 _CREDENTIALS_AGAIN = ("CredentialRetrievalError", "MetadataRetrievalError")
 _TIMEOUTS = ("ConnectTimeoutError", "ReadTimeoutError")
 _NETWORK = (
@@ -140,14 +140,16 @@ def storage_error(
         return StorageTimeoutError(f"{where}: no answer in time; is the store reachable?")
     if _is_network(error):
         if not isinstance(error, BrokenAnswerError):
-            text = f"no whole answer came ({text})"
-        return StorageError(f"{where}: {text}; look whether the store is reachable, and try again")
+            text = f"no complete answer ({text})"
+        return StorageError(f"{where}: {text}; check that the store is reachable, and try again")
     return StorageError(f"{where}: {type(error).__name__}: {text}")
 
 
 def _answered(error: Exception, where: str, scrub: Scrubber) -> StorageError:
     code = show_text(code_of(error))
-    said = show_text(scrub(str(getattr(error, "response", {}).get("Error", {}).get("Message", ""))))
+    reason = show_text(
+        scrub(str(getattr(error, "response", {}).get("Error", {}).get("Message", "")))
+    )
     kind: type[StorageError] = StorageError
     if code in _MISSING:
         kind, text = BlobNotFoundError, "it does not exist"
@@ -158,28 +160,28 @@ def _answered(error: Exception, where: str, scrub: Scrubber) -> StorageError:
     elif code in _EXPIRED:
         text = (
             f"the credentials have expired ({code}); renew them (aws sso login, or new AWS_* "
-            "variables) and go on with a new process, or use a role that renews by itself"
+            "variables) and restart the process, or use a role that renews automatically"
         )
     elif code in _FULL:
-        kind, text = StorageFullError, f"{said or code}; make room or raise the quota"
+        kind, text = StorageFullError, f"{reason or code}; make room or raise the quota"
     elif code in _BUSY:
         text = f"the store asks to slow down ({code}); lower `parallel`, or raise `retry_total_s`"
     else:
         hint = _HINTS.get(code.removeprefix("HTTP "))
-        text = f"{said or 'it gives no reason'} ({code})" + (f"; {hint}" if hint else "")
+        text = f"{reason or 'it gives no reason'} ({code})" + (f"; {hint}" if hint else "")
     return kind(f"{where}: {text}")
 
 
 def _is_timeout(error: BaseException) -> bool:
     """Return whether the store took too long.
 
-    A store that stops reading a body shows only in the cause.
+    If a store stops reading a body, only the cause shows it.
     """
-    found: BaseException | None = error
-    while found is not None:
-        if isinstance(found, TimeoutError) or _named(found, _TIMEOUTS):
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, TimeoutError) or _named(cause, _TIMEOUTS):
             return True
-        found = found.__cause__ or found.__context__
+        cause = cause.__cause__ or cause.__context__
     return False
 
 

@@ -61,7 +61,7 @@ _MARKERS = {
 class S3Store(Store):
     """Keeps blobs as objects below a prefix; renames and caches nothing.
 
-    A forked child must not use its parent's.
+    A forked child must not use its parent's store.
     """
 
     def __init__(self, config: FsspecConfig) -> None:
@@ -74,8 +74,8 @@ class S3Store(Store):
             options = S3Options.model_validate(config.options)
         except ValidationError as error:
             # Only names and reasons: a value may be a secret.
-            found = sorted({(str(p["loc"][0]), p["msg"]) for p in error.errors() if p["loc"]})
-            bad = ", ".join(f"{name} ({why})" for name, why in found)
+            problems = sorted({(str(p["loc"][0]), p["msg"]) for p in error.errors() if p["loc"]})
+            bad = ", ".join(f"{name} ({why})" for name, why in problems)
             known = ", ".join(S3Options.model_fields)
             msg = f"{config.shown_url}: options for S3 are {known}; wrong: {bad}"
             raise ConfigError(msg) from None
@@ -90,7 +90,7 @@ class S3Store(Store):
     def find_capabilities(self) -> Capabilities:
         exclusive, notes = self._conditional_puts()
         return Capabilities(
-            # Raw frames have whole pages to themselves in any case; more would gain nothing.
+            # Raw frames fill whole pages anyway; a larger alignment would gain nothing.
             offset_alignment=PAGE_BYTES,
             preferred_io_bytes=self.config.part_bytes,
             preferred_parallel=self.config.parallel,
@@ -185,7 +185,7 @@ class S3Store(Store):
             self._delete_batch(list(dict.fromkeys(names[at : at + _DELETE_AT_ONCE])))
 
     def sweep(self, before_s: float) -> None:
-        """Abort uploads that were begun, and got their last part, before `before_s`."""
+        """Abort uploads that began, and got their last part, before `before_s`."""
         skip = len(self.prefix)
         for page in self.pages("list_multipart_uploads", "sweep", Prefix=self.prefix):
             for upload in page.get("Uploads", ()):
@@ -217,7 +217,7 @@ class S3Store(Store):
         """Run one operation of botocore, which must be safe to repeat, and return its answer.
 
         An answer without all of `needs` is cut off, or comes from a gateway, so it counts as a
-        failed attempt: botocore accepts any XML, and takes what is missing for empty.
+        failed attempt: botocore accepts any XML, and reads missing fields as empty.
 
         Args:
             operation: The method of botocore's client.
@@ -233,7 +233,7 @@ class S3Store(Store):
             parameters["Key"] = self.prefix + name
 
         def attempt() -> dict[str, Any]:
-            # A new stream for each attempt: the last attempt may have read a part of its own.
+            # A new stream for each attempt: the last attempt may have read part of its stream.
             sent = {} if body is None else _body(body)
             answer: dict[str, Any] = request(Bucket=self.bucket, **parameters, **sent)
             _check_whole(answer, needs)
@@ -260,14 +260,14 @@ class S3Store(Store):
             marker = tuple(page[field] for field in _MARKERS[operation].values())
             if marker in seen:
                 msg = (
-                    f"{place(what, '', self.url)}: the store names the same next page a second "
-                    "time; the listing would never end"
+                    f"{place(what, '', self.url)}: the store names the same next page twice; the "
+                    "listing would never end"
                 )
                 raise StorageError(msg)
             seen.add(marker)
 
     def abort_upload(self, what: str, name: str, upload_id: str) -> None:
-        """Delete a multipart upload; it is no error if it is gone already."""
+        """Delete a multipart upload; raises nothing if it no longer exists."""
         with suppress(BlobNotFoundError):
             self.call("abort_multipart_upload", what, name, UploadId=upload_id)
 
@@ -285,9 +285,9 @@ class S3Store(Store):
             return self._retry.run(attempt, transient=is_transient, stop=stop)
 
     def _check_range(self, span: Span, answer: dict[str, Any]) -> None:
-        told = str(answer.get("ContentRange", ""))  # bytes 0-99/1000
-        size = told.rpartition("/")[2]
-        # First, since a blob that is cut off is damage, and another attempt would not help.
+        header = str(answer.get("ContentRange", ""))  # bytes 0-99/1000
+        size = header.rpartition("/")[2]
+        # First, since a truncated blob is damaged, and another attempt would not help.
         if size.isdigit() and int(size) < span.stop:
             msg = (
                 f"cannot read bytes {span.start} to {span.stop} of {span.name} on {self.url}: "
@@ -297,9 +297,9 @@ class S3Store(Store):
         expected = f"bytes {span.start}-{span.stop - 1}/"
         # An answer in chunks has no length in its head.
         length = int(answer.get("ContentLength", span.stop - span.start))
-        if not told.startswith(expected) or length != span.stop - span.start:
+        if not header.startswith(expected) or length != span.stop - span.start:
             holds = f"{length} bytes" if "ContentLength" in answer else "no length"
-            msg = f"requested {expected[:-1]}, but the answer holds {holds} ({told or 'all'})"
+            msg = f"requested {expected[:-1]}, but the answer holds {holds} ({header or 'all'})"
             raise BrokenAnswerError(msg)
 
     def _delete_batch(self, names: Sequence[str]) -> None:
@@ -357,7 +357,7 @@ def _body(views: Sequence[memoryview]) -> dict[str, Any]:
 
 def _check_whole(answer: dict[str, Any], needs: Collection[str]) -> None:
     missing = [name for name in needs if name not in answer]
-    # http.client takes any end of a connection for the end of the head.
+    # To http.client, any end of a connection ends the head.
     if str(answer.get("ETag", "")).count('"') == 1:
         missing.append("the end of its ETag")
     if missing:
@@ -368,7 +368,7 @@ def _check_whole(answer: dict[str, Any], needs: Collection[str]) -> None:
 def _fill(body: Any, target: memoryview) -> None:
     at = 0
     while at < target.nbytes:
-        # In small pieces: urllib3 copies each from memory of its own, which it reuses only then.
+        # In small pieces: urllib3 copies each from its own memory, which it reuses only then.
         count = body.readinto(target[at : at + _PIECE_BYTES])
         if not count:
             msg = f"the answer ended {target.nbytes - at} bytes early"

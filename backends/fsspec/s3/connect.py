@@ -1,6 +1,6 @@
 """The client of botocore, and the transport of its requests.
 
-botocore finds credentials, signs, speaks HTTP and understands the answers. Its requests go through
+botocore finds credentials, signs, speaks HTTP and parses the answers. Its requests go through
 `Transport`, which adds the rules that its HTTP session lacks.
 """
 
@@ -75,13 +75,13 @@ def connect(config: FsspecConfig, options: S3Options) -> tuple[Any, Transport]:
 
 
 class Transport:
-    """Sends requests by the HTTP session of botocore, with rules that it lacks. Thread-safe.
+    """Sends requests by botocore's HTTP session, with rules that it lacks. Thread-safe.
 
     * An answer that is not streamed is complete and has a limited length, or it is an error.
       Otherwise a store could fill the memory of this process.
     * Bodies are sent without `Expect: 100-continue`, which would cost one more round trip.
-    * A connection that was idle for long is not used again: firewalls forget such connections, and
-      then drop packets without an answer.
+    * A connection that was idle for long is not reused: firewalls forget such connections, and then
+      drop packets without an answer.
 
     Args:
         config: The number of requests in flight, and the time that the store may take to continue.
@@ -107,7 +107,7 @@ class Transport:
             # To connect, and to read. The first also limits how long a piece of a body may take.
             timeout=(config.timeout_s, config.timeout_s),
             max_pool_connections=config.parallel + 4,
-            # Otherwise a body waits for up to 40 ms until the store has acknowledged its head.
+            # Otherwise a body waits for up to 40 ms until the store acknowledges its head.
             socket_options=[(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)],
         )
         self._clock = clock
@@ -138,7 +138,7 @@ class Transport:
         return answer
 
     def close(self) -> None:
-        """Close the idle connections; each of the others is closed once its answer is read."""
+        """Close the idle connections; the others close once their answers are read."""
         self._session.close()
 
     def _close_idle(self) -> None:
@@ -195,7 +195,7 @@ class Views(io.RawIOBase):
 
 
 def _check_head(request: Any, answer: Any) -> None:
-    """Refuse heads that http.client accepts, although the body cannot be understood."""
+    """Refuse heads that http.client accepts, although they leave the body unclear."""
     if answer.status_code < _OK:  # the final answer is still to come
         msg = f"a provisional answer ({answer.status_code}), which was not requested"
         raise BrokenAnswerError(msg)
@@ -206,14 +206,14 @@ def _check_head(request: Any, answer: Any) -> None:
             raise BrokenAnswerError(msg)
     body = request.body
     if isinstance(body, Views) and body.tell() < len(body) and answer.status_code < _REDIRECT:
-        msg = "the answer says that a body is stored, but it was not sent to its end"
+        msg = "the answer reports success, but the body was not sent to its end"
         raise BrokenAnswerError(msg)
 
 
 def _check_region(answer: Any) -> None:
-    """Refuse a redirect to no region: botocore asks for the region of the bucket again and again.
+    """Refuse a redirect without a region, which makes botocore ask for the region repeatedly.
 
-    It asks by the same operation that is redirected, until Python's stack is full.
+    It asks by the redirected operation itself, until Python's stack is full.
     """
     redirects = _REDIRECT <= answer.status_code < _REFUSED
     if redirects and "x-amz-bucket-region" not in answer.headers:
@@ -226,7 +226,7 @@ def _is_chunked(coding: str) -> bool:
 
 
 def _text(raw: Any) -> Any:
-    """Read all of an answer, up to the limit; return it in the form from which botocore reads."""
+    """Read a whole answer, up to the limit; return it in the form that botocore reads."""
     from urllib3 import HTTPResponse  # noqa: PLC0415 - comes with botocore
 
     text = io.BytesIO()

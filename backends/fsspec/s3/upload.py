@@ -1,6 +1,6 @@
 """Writes one blob of S3: cuts it into parts by offset, and uploads them while later ones fill.
 
-A part refers to the caller's memory as long as that is lent; what is left of it is then copied.
+A part refers to the caller's memory while that is lent; bytes not yet sent are then copied.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ if TYPE_CHECKING:
 
 
 try:
-    from isal.isal_zlib import crc32  # some six times as fast
+    from isal.isal_zlib import crc32  # about six times as fast
 except ImportError:
     from zlib import crc32
 
-# A part with gaps is kept for batches that overtook each other; at most so many are kept.
+# The most parts with gaps that are kept for batches that overtook each other.
 _OPEN_PARTS = 3
 _PART_UNIT = 1 << 20
-# A request takes two milliseconds of CPU; sixteen such parts are what core has in flight at once.
+# A request takes two milliseconds of CPU; core has sixteen such parts in flight at once.
 _MOST_BYTES = 16 << 20
 _PARTS = 32
-_LENT_BYTES = 1 << 20  # less is copied, which costs less than a call to send it
+_LENT_BYTES = 1 << 20  # less is copied, which is cheaper than a call to send it
 
 _ZEROS = memoryview(bytes(1 << 20))
 
@@ -52,7 +52,7 @@ _ZEROS = memoryview(bytes(1 << 20))
 def part_bytes_for(size_hint: int | None, least: int) -> int:
     """Return the size of the parts of a blob: few requests, but enough to upload in parallel.
 
-    A blob of `size_hint` bytes has at most `MAX_PARTS` of them.
+    A blob of `size_hint` bytes has at most `MAX_PARTS` parts.
     """
     size = size_hint or 0
     wanted = min(size // _PARTS, _MOST_BYTES)
@@ -63,13 +63,13 @@ def part_bytes_for(size_hint: int | None, least: int) -> int:
 class S3Writer(StoreWriter):
     """Stores a blob by a multipart upload, or by one put if it fits into one part.
 
-    Part `n` holds bytes `[n * part_bytes, (n + 1) * part_bytes)`, in whatever order they are
-    written, so a part that is uploaded again replaces itself. Large pieces of a batch are uploaded
-    from the caller's memory, small ones are copied; so is the first batch's share of a part that
-    two batches have in common. Three parts with gaps are kept for batches that overtook each
-    other; a later write into a part that is uploaded already fails.
+    Part `n` holds bytes `[n * part_bytes, (n + 1) * part_bytes)`, written in any order, so a
+    repeated upload of a part replaces it. Large pieces of a batch are uploaded from the caller's
+    memory. Small ones are copied, and so are the first batch's bytes of a part that two batches
+    share. Three parts with gaps are kept for batches that overtook each other; a later write into
+    an uploaded part fails.
 
-    A blob can be cut at the end of any part, but not inside one that is uploaded already.
+    A blob can be cut at the end of any part, but not inside an uploaded one.
 
     Args:
         store: The bucket.
@@ -112,7 +112,7 @@ class S3Writer(StoreWriter):
         """Return whether a part can be uploaded: no further byte of it can come.
 
         If the last page of a part is not full, the blob may end there, until a later part shows
-        that it does not. Uploaded in full length, such a part could no longer be cut.
+        that it does not. After an upload in full length, such a part cannot be cut.
         """
         if part.taken < self._part_bytes:
             return False
@@ -151,8 +151,8 @@ class S3Writer(StoreWriter):
     def _check_part(self, index: int, offset: int) -> None:
         if index in self._sent or offset < 0:
             msg = (
-                f"{self._where('write')}: offset {offset} comes too late, its part is uploaded "
-                "already; offsets must ascend from call to call"
+                f"{self._where('write')}: offset {offset} comes too late: its part is already "
+                "uploaded; offsets must ascend from call to call"
             )
             raise StorageError(msg)
         if index >= MAX_PARTS:
@@ -164,7 +164,7 @@ class S3Writer(StoreWriter):
 
     def _send(self, part: Part, size: int, batch: Batch | None = None) -> None:
         """Upload a part in the background; a batch whose memory it uses ends only afterwards."""
-        assert batch is not None or not part.lent  # what `seal` uploads was copied
+        assert batch is not None or not part.lent  # `seal` uploads only copies
         lender = batch if part.lent else None
         views, memory = part.views(size), part.memory
         if lender is not None:
@@ -179,7 +179,7 @@ class S3Writer(StoreWriter):
                 lender.release(error)
 
         def done(sent: Future[dict[str, Any]]) -> None:
-            error = StorageError("given up") if sent.cancelled() else sent.exception()
+            error = StorageError("aborted") if sent.cancelled() else sent.exception()
             if error is not None:
                 self._die(error)
             release(error)
@@ -188,7 +188,7 @@ class S3Writer(StoreWriter):
             upload_id = self._begin_upload().result()
             sent = self._uploads.submit(partial(self._upload_part, part.index, views, upload_id))
         except BaseException:
-            release(None)  # the error is raised into the batch by the lane
+            release(None)  # the lane raises the error into the batch
             raise
         self._sent[part.index] = sent
         sent.add_done_callback(done)
@@ -209,14 +209,14 @@ class S3Writer(StoreWriter):
             )
             self._give(part)
             self._abort_upload()  # the size hint announced more than one part
-        self._drop_open()  # the rest lies after the end
+        self._drop_open()  # the rest is after the end
 
     def _finish_parts(self, count: int, length: int) -> None:
         last = length - (count - 1) * self._part_bytes
         if not count or (last < self._part_bytes and count - 1 in self._sent):
             msg = (
-                f"{self._where('seal')}: it cannot be cut to {length} bytes, since the part of "
-                "that offset is uploaded already"
+                f"{self._where('seal')}: it cannot be cut to {length} bytes, since the part at "
+                "that offset is already uploaded"
             )
             raise StorageError(msg)
         for index in range(count):
@@ -234,7 +234,7 @@ class S3Writer(StoreWriter):
             )
         except StorageError as error:
             # The answer may have been lost after the store completed the upload. Then the upload is
-            # gone, so a retry fails, but the blob is there, under a name of this writer alone.
+            # gone, so a retry fails, but the blob exists, under a name that only this writer uses.
             try:
                 size = self._store.stat(self.name).size_bytes
             except BlobNotFoundError:
@@ -277,7 +277,7 @@ class S3Writer(StoreWriter):
     def _upload_part(
         self, index: int, views: Sequence[memoryview], upload_id: str
     ) -> dict[str, Any]:
-        """Upload one part; return the entry that names it when the upload is completed."""
+        """Upload one part; return its entry for the completion of the upload."""
         checksum: dict[str, Any] = {}
         if self._checksums:
             crc = 0
@@ -298,7 +298,7 @@ class S3Writer(StoreWriter):
         return {"PartNumber": index + 1, "ETag": answer["ETag"], **checksum}
 
     def _abort_upload(self) -> None:
-        """Delete what the upload has stored, once no part is in flight."""
+        """Delete the upload's stored parts, once no part is in flight."""
         for part in self._sent.values():
             part.cancel()
         # A part that arrives after the abort would stay stored, and cost money. Besides, the caller
@@ -320,8 +320,8 @@ class Part:
         index: The number of the part in the blob, from 0.
         size_bytes: The size of every part.
         lent: Pieces of the caller's memory, each with its offset in the part; none overlap.
-        memory: Memory for a whole part, once something is copied.
-        copied: Start and stop of what was copied, ascending.
+        memory: Memory for a whole part, once a piece is copied.
+        copied: Start and stop of each copied range, ascending.
         taken: The bytes that no later request writes.
         stop: The offset after the last byte that was written.
     """
@@ -348,23 +348,23 @@ class Part:
         self.stop = max(self.stop, at + source.nbytes)
 
     def own(self, *, memory: PartMemory) -> None:
-        """Copy all that is lent."""
+        """Copy all lent pieces."""
         lent, self.lent = self.lent, []
         for at, source in lent:
             self.put(at, source, memory=memory)
 
     def views(self, length: int) -> tuple[memoryview, ...]:
-        """Return the first `length` bytes; those that were never written are zero."""
-        found: list[memoryview] = []
+        """Return the first `length` bytes; bytes never written are zero."""
+        views: list[memoryview] = []
         at = 0
         for start, source in sorted(self.lent, key=itemgetter(0)):
             if start >= length:
                 break
-            found += self._between(at, start)
-            found.append(source[: length - start])
+            views += self._between(at, start)
+            views.append(source[: length - start])
             at = start + source.nbytes
-        found += self._between(at, length)
-        return tuple(found)
+        views += self._between(at, length)
+        return tuple(views)
 
     def _between(self, start: int, stop: int) -> Iterator[memoryview]:
         """Yield the bytes of a range in which nothing is lent."""
@@ -382,7 +382,7 @@ class Part:
 
 
 class PartMemory:
-    """Memory for parts, reused; bounds what is in flight."""
+    """Reusable memory for parts; bounds the bytes in flight."""
 
     def __init__(self, budget_bytes: int) -> None:
         self._budget = budget_bytes
@@ -401,7 +401,7 @@ class PartMemory:
     def send(self, memory: memoryview) -> None:
         """Wait until there is room for `memory`, then count it as in flight."""
         with self._changed:
-            # A part larger than the budget is let through alone; else it would wait for ever.
+            # A part larger than the budget goes through alone; else it would wait forever.
             while self._in_flight and self._in_flight + memory.nbytes > self._budget:
                 self._changed.wait()
             self._in_flight += memory.nbytes

@@ -98,7 +98,7 @@ def test_an_endless_http_response_is_abandoned(opened, status, what):
             "range": lambda: backend.read([ReadRequest("b", 0, memoryview(bytearray(500)))]),
             "listing": lambda: backend.list("commits/"),
         }
-        with pytest.raises(StorageError, match=r"sends more than the [\d,]+ bytes"):
+        with pytest.raises(StorageError, match=r"sends more than the [\d,]+ requested bytes"):
             calls[what]()
     assert sum(sent) < most_bytes + (50 << 20)  # bytes in flight when the connection was closed
 
@@ -123,7 +123,9 @@ def test_option_headers_are_not_sent_to_another_origin(opened, headers):
         with ScriptedServer(lead) as server:
             backend = opened(f"{server.url}/run", options={"headers": headers} if headers else {})
             if headers:
-                with pytest.raises(StorageError, match=r"leads to 127\.0\.0\.1, which would get"):
+                with pytest.raises(
+                    StorageError, match=r"redirects to 127\.0\.0\.1, which would get"
+                ):
                     backend.read_record("r", limit_bytes=10)
             else:
                 assert backend.read_record("r", limit_bytes=10) == b"abc"
@@ -247,7 +249,7 @@ def test_blob_kept_only_in_part_by_a_file_system_is_not_sealed(odd, monkeypatch)
     [
         (OSError(28, "No space left"), StorageFullError, "make room or raise the quota"),
         (PermissionError("nope"), StorageError, "check credentials and permissions"),
-        (ConnectionResetError("reset"), StorageError, "look whether the store is reachable"),
+        (ConnectionResetError("reset"), StorageError, "check that the store is reachable"),
         (NotImplementedError(), CapabilityError, "this kind of store cannot do that"),
         (RuntimeError("boom"), StorageError, "RuntimeError: boom"),
     ],
@@ -385,6 +387,6 @@ def test_a_server_without_ranges_is_read_right(tmp_path, web, monkeypatch):
     monkeypatch.setattr(RangeHandler, "do_GET", http.server.SimpleHTTPRequestHandler.do_GET)
     with (
         penstock.Checkpointer(f"{web}/run") as ckpt,
-        pytest.raises(StorageError, match="does not serve ranges"),
+        pytest.raises(StorageError, match="does not serve byte ranges"),
     ):
         ckpt.verify(step=1)

@@ -59,9 +59,9 @@ def check_forks(backend):
         assert [info.name for info in backend.list("before")] == ["before.raw"]
         backend.publish("from-child.json", b"child")
         put(backend, "from-child.raw", b"x" * (2 * PART))
-        with pytest.raises(StorageError, match="begun in another process"):
+        with pytest.raises(StorageError, match="belongs to another process"):
             unfinished.write([WriteRequest(PART, (memoryview(b"child"),))])
-        with pytest.raises(StorageError, match="begun in another process"):
+        with pytest.raises(StorageError, match="belongs to another process"):
             unfinished.seal(6)
         unfinished.abort()
         backend.close()

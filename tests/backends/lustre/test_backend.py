@@ -239,13 +239,13 @@ def test_a_failed_write_names_the_full_ost(open_lustre, lfs, tmp_path):
     backend.fails_at = 2 * 16 * MIB + 5
     with pytest.raises(StorageFullError) as caught:
         writer.write([WriteRequest(0, (memoryview(bytes(64 * MIB)),))])
-    assert f"lie on OST {osts[2]} (OST{osts[2]:04x}) with 0.0 MB free" in str(caught.value)
+    assert f"are on OST {osts[2]} (OST{osts[2]:04x}) with 0.0 MB free" in str(caught.value)
     assert "of 8 OSTs" in str(caught.value)
     writer.abort()
 
 
 def test_a_url_names_no_program(tmp_path):
-    with pytest.raises(ConfigError, match="lfs names a program that would be run"):
+    with pytest.raises(ConfigError, match="lfs names a program to run"):
         LustreBackend.from_url(f"lustre://{tmp_path}", {"lfs": "/any/program"})
 
 
@@ -272,7 +272,7 @@ def test_other_failures_name_the_ost_without_querying_space(open_lustre, lfs, tm
     writer = backend.create(BLOB, size_hint=GIB)
     backend.fails_at, backend.number = 0, errno.EIO
     asked = len(lfs.calls("df"))
-    with pytest.raises(StorageError, match=r"EIO.*the bytes lie on OST \d \(OST000\d\)$"):
+    with pytest.raises(StorageError, match=r"EIO.*the bytes are on OST \d \(OST000\d\)$"):
         writer.write([WriteRequest(0, (memoryview(bytes(MIB)),))])
     assert len(lfs.calls("df")) == asked
     writer.abort()

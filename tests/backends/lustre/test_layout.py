@@ -58,7 +58,7 @@ def test_non_layouts_are_refused():
         (b"\x00\x00\xd1\x0b" + bytes(60), "unknown kind"),
         (plain([1], magic=0x0BD20BD0), "unknown kind 0x0bd20bd0"),  # JOIN_V1
         (plain([1, 2])[:-1], "2 stripes, but only 1"),
-        (plain([1])[:20], "end before"),
+        (plain([1])[:20], "too few for"),
         (plain([1], pool=b"pool")[:40], "pool"),
         (plain([1, 2], size=0), "no bytes"),
         (composite((1, INIT, 0, EOF, plain([1])))[:100], "in 136 of 100 bytes"),

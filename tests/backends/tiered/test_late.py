@@ -153,4 +153,4 @@ def test_invalid_tiers_fail_at_once(error):
 
 def test_absent_tier_is_logged(at_once, caplog):
     Places("far").tiered().close()
-    assert "going on without it until it can be: far does not answer" in caplog.text
+    assert "continuing without it for now: far does not answer" in caplog.text

@@ -197,5 +197,5 @@ def test_a_file_is_no_empty_run(kind, tmp_path):
         raise
     with ckpt:
         for use in (ckpt.latest, ckpt.steps, ckpt.load):
-            with pytest.raises(StorageError, match="a file or a link stands"):
+            with pytest.raises(StorageError, match="a file or a link is where"):
                 use()
