@@ -255,7 +255,7 @@ class Checkpointer:
             called=called,
         )
         job = self._saver.job
-        if job is not None and job.handle is handle:
+        if job is not None and job.handle is handle and self._may_log():
             self._recorder.begin_after_save(job.uid, handle.step, state, job.handle.committed)
         return handle
 
@@ -278,11 +278,18 @@ class Checkpointer:
             Whether the step will be logged.
 
         Raises:
-            ConfigError: The step is not above the last one.
+            ConfigError: The step is not above the last one; or the run has several ranks or tiers,
+                whose steps cannot be logged yet.
             UnsupportedStateError: Something in the tree cannot be stored; names its path.
         """
         self._check_may_save()
+        if not self._may_log():
+            msg = "log is for one process and one place: several ranks, or tiers, cannot log yet"
+            raise ConfigError(msg)
         return self._recorder.log(state, step)
+
+    def _may_log(self) -> bool:
+        return self._drains is None and self._ranks.place() is None
 
     def check(
         self,
@@ -433,6 +440,10 @@ class Checkpointer:
         whole: bool,
     ) -> RestoreReport:
         """Restore a checkpoint, and replay the log that leads from it to `step`."""
+        if not self._may_log():
+            report = restore(step)
+            self._saver.restored_from = report.step
+            return report
         base, wanted = step, None
         if step != "latest" and (number := valid_step(step)) not in (
             steps := self._catalog.steps()
@@ -552,8 +563,8 @@ class Checkpointer:
         """
         self._check_open()
         newest = self._catalog.latest()
-        if newest is None:
-            return None
+        if newest is None or not self._may_log():
+            return newest
         return self._log_of(newest).latest() or newest
 
     def info(self, step: int | str = "latest") -> CheckpointInfo:
@@ -663,7 +674,8 @@ class Checkpointer:
         self._check_open()
         self.wait()  # a save in flight would commit a step that is about to be deleted
         gone = self._catalog.rewind(valid_step(step))
-        self._recorder.forget(self._catalog.record(valid_step(step)).uid)
+        if self._may_log():
+            self._recorder.forget(self._catalog.record(valid_step(step)).uid)
         if gone:
             self._events.emit(DeleteEvent("deleted", tuple(gone), "rewind"))
         return gone
@@ -813,7 +825,7 @@ class Checkpointer:
         try:
             yield
         except CheckpointNotFoundError as error:
-            if isinstance(step, int):
+            if isinstance(step, int) and self._may_log():
                 base = max((s for s in self._catalog.steps() if s < step), default=None)
                 if base is not None and step in self._log_of(base).steps:
                     error.add_note(

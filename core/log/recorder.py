@@ -336,11 +336,12 @@ class _Writing:
 
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:
-            if not self._recorder.ended:
-                try:
-                    self._append(*work)
-                except Exception as error:  # noqa: BLE001 - recorded: training continues
-                    self._recorder.end(str(error))
+            try:
+                self._append(*work)
+            except Exception as error:  # noqa: BLE001 - recorded: training continues
+                for writer in work[1]:
+                    writer.end()  # a later entry would follow a gap
+                self._recorder.end(str(error))
             del work
             self._queue.task_done()
 

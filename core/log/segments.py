@@ -168,16 +168,23 @@ class SegmentWriter:
         self._writer: BlobWriter | None = None
         self._end = 0
         self._unsynced = 0
+        self._ended = False
+
+    def end(self) -> None:
+        """Append nothing more."""
+        self._ended = True
 
     def append(self, step: int, files: Mapping[str, bytes], *, sync_every: int) -> int:
         """Append an entry; every `sync_every`-th call makes all of them durable.
 
         Returns:
-            The bytes that it takes.
+            The bytes that it takes; 0 after `end`.
 
         Raises:
             StorageError: The log ends before this entry.
         """
+        if self._ended:
+            return 0
         header, buffers = encode_entry(
             files, base=self._base, rank=self._rank, world_size=self._world_size, step=step,
             previous=self._previous,
@@ -194,7 +201,7 @@ class SegmentWriter:
 
     def sync(self) -> None:
         """Make all entries durable."""
-        if self._writer is None or not self._unsynced:
+        if self._writer is None or not self._unsynced or self._ended:
             return
         if self._appends and self._end < _SEGMENT_BYTES:
             self._writer.sync(self._end)
@@ -205,7 +212,7 @@ class SegmentWriter:
 
     def close(self) -> None:
         """Make all entries durable, and seal the segment."""
-        if self._writer is not None:
+        if self._writer is not None and not self._ended:
             self._writer.seal(self._end)
             self._writer, self._unsynced = None, 0
 

@@ -43,6 +43,7 @@ from penstock.core.cli.output.render import (
 )
 from penstock.core.cli.output.runs_on_disk import named_root, run_around, runs_below, tiers_quiet
 from penstock.core.errors import ConfigError, DamagedError, StorageError
+from penstock.core.log.segments import StoredLog
 from penstock.core.storage.open import open_backend
 from penstock.core.suggest import nearest
 from penstock.core.tiers.whereabouts import pending
@@ -111,7 +112,7 @@ def ls(
     """List the checkpoints of a run: step, generation, age, sizes, ratio, state, metrics.
 
     The state is `ok`, or `damaged` where the commit record cannot be read; `penstock verify`
-    checks the data. Reads one small record for each checkpoint.
+    checks the data. Reads one small record for each checkpoint, and the log of the newest.
 
     STORED is the size of the blobs, including the gaps that direct I/O needs; RATIO is RAW over
     STORED. `penstock show` counts the objects without gaps.
@@ -137,8 +138,10 @@ def ls(
         records = [one.record for one in listed if one.record is not None]
         kept = kept_for_borrowers(backend, records)
         check_metrics(wanted, [one.notes.metadata for one in shown if one.notes])
+        newest = records[-1].uid if shown and shown[-1].record in records[-1:] else None
+        logged = None if newest is None or tiered else StoredLog(backend, newest, 0).latest()
         if as_json:
-            found: dict[str, Any] = {"url": backend.url}
+            found: dict[str, Any] = {"url": backend.url, "logged": logged}
             found["checkpoints"] = [_as_json(one, tiered=tiered) for one in shown]
             found["unrecorded"] = waiting
             found["kept"] = [
@@ -160,6 +163,8 @@ def ls(
     for one in shown:
         if one.error:
             print_line(f"step {one.step}: {one.error}", style="red")
+    if logged is not None:
+        print_line(f"step {logged} is logged: a restore replays steps {shown[-1].step} to {logged}")
     _print_unrecorded(waiting)
     _print_kept(kept, url)
     if metadata:

@@ -1,13 +1,18 @@
 """A logged step is restored to the same bits, however the step was made."""
 
+import importlib
 import itertools
 import random
+import threading
 
 import pytest
 import torch
+from tests.core.cli.command import caller
 from tests.integration.log.trainings import KINDS, WAYS, Training, equal
 
 import penstock
+from penstock.backends.posix import PosixBackend, PosixConfig
+from penstock.testing.faults import Fault, FaultyBackend
 
 QUICK = {("AdamW fused", way) for way in WAYS} | {(kind, "plain") for kind in KINDS}
 LAST = 9
@@ -87,6 +92,90 @@ def test_other_engine_ends_the_restore_at_the_base(tmp_path, monkeypatch, caplog
     assert (report.step, report.replayed_steps) == (3, 0)
     assert "the log cannot be replayed to step 9, so step 3 is restored" in caplog.text
     assert training.step(4) == losses[4]
+
+
+def test_other_kernel_is_found_by_the_digest(tmp_path, monkeypatch, caplog):
+    save_and_log(tmp_path, Training())
+    module = importlib.import_module("torch.optim.adam")
+    step = module.adam
+
+    def other_kernel(params, *arguments, **options):
+        step(params, *arguments, **options)
+        params[0].mul_(1.0001)
+
+    monkeypatch.setattr(module, "adam", other_kernel)
+    training = Training(seed=5)
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        assert ckpt.restore(training.state).step == 3
+    assert "has other bits after a logged step" in caplog.text
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip"])
+def test_damaged_entry_ends_the_replay_before_it(tmp_path, damage):
+    losses = save_and_log(tmp_path, Training())
+    (segment,) = tmp_path.rglob("*.log")
+    data = bytearray(segment.read_bytes())
+    data[len(data) // 2] ^= 1
+    segment.write_bytes(data[: len(data) // 2] if damage == "cut" else data)
+    training = Training(seed=5)
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        first = ckpt.restore(training.state).step
+        assert 3 < first < LAST
+        for step in range(first + 1, LAST + 1):
+            assert training.step(step) == losses[step]
+            assert ckpt.log(training.state, step)
+        assert ckpt.latest() == LAST
+
+
+def test_failed_save_does_not_end_the_log(tmp_path):
+    store = FaultyBackend(PosixBackend(PosixConfig(path=str(tmp_path))))
+    training = Training()
+    with penstock.Checkpointer(store) as ckpt:
+        ckpt.save(training.state, 0, mode="blocking")
+        commit = Fault("publish", match="commits/00000003", error=penstock.StorageError("gone"))
+        commit.until = threading.Event()
+        store.add(commit)
+        for step in range(1, 7):
+            training.step(step)
+            if step == 3:
+                handle = ckpt.save(training.state, step)
+            else:
+                assert ckpt.log(training.state, step)
+            if step == 4:
+                commit.until.set()
+                assert handle.committed.exception() is not None
+        assert (ckpt.steps(), ckpt.latest()) == ([0], 6)
+        bits = training.bits()
+        other = Training(seed=5)
+        assert ckpt.restore(other.state).step == 6
+    assert equal(bits, other.bits())
+
+
+def test_part_of_a_state_is_restored_from_the_checkpoint(tmp_path, caplog):
+    save_and_log(tmp_path, Training())
+    training = Training(seed=5)
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        assert ckpt.restore({"model": training.model}).step == 3
+        assert "optimizer, whose steps are logged, is not in the state" in caplog.text
+        assert ckpt.restore(training.state, include="model/**").step == 3
+        with pytest.raises(penstock.CheckpointNotFoundError) as raised:
+            ckpt.load(5)
+        assert "Step 5 is logged: restore(state, 5) replays it." in raised.value.__notes__[0]
+
+
+def test_rewind_deletes_the_log(tmp_path):
+    training = Training()
+    save_and_log(tmp_path, training)
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        ckpt.rewind(3)
+        assert ckpt.latest() == 3
+        assert not [*tmp_path.rglob("*.log")]
+
+
+def test_ls_shows_the_logged_step(tmp_path, capsys, monkeypatch):
+    save_and_log(tmp_path, Training())
+    done = caller(capsys, monkeypatch)("ls", tmp_path)
+    assert "step 9 is logged: a restore replays steps 3 to 9" in done.out
 
 
 def test_entry_holds_buffers_and_frozen_parameters_that_change(tmp_path):
