@@ -16,7 +16,7 @@ from penstock.core.config.model import load_config
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.core.format.segment import FIRST, log_prefix
 from penstock.core.log.segments import SegmentWriter
-from penstock.core.log.steps import NotLoggedError, Step, StepWatch, digest_of, stored_step
+from penstock.core.log.steps import LoggedStep, NotLoggedError, StepWatch, digest_of, stored_step
 from penstock.core.save.job import SaveJob
 from penstock.core.save.manifest import ManifestWriter
 from penstock.core.save.pending import Pending
@@ -79,7 +79,7 @@ class _Entry:
     step: int
     rest: Sequence[StateObject | Node]
     providers: Mapping[str, int]
-    steps: Sequence[tuple[str, Step]]
+    steps: Sequence[tuple[str, LoggedStep]]
 
 
 @dataclass(eq=False, slots=True)
@@ -392,7 +392,7 @@ class _Writing:
             backend.close()
 
 
-def _shares_memory(step: Step, description: Description) -> bool:
+def _shares_memory(step: LoggedStep, description: Description) -> bool:
     """Return whether an optimizer outside the state has changed something in it."""
     memories = (e.source.memory for e in description.entries if isinstance(e, StateObject))
     inside = {memory.storage for memory in memories if memory is not None}

@@ -38,7 +38,7 @@ class NotLoggedError(PenstockError):
 
 
 @dataclass(slots=True)
-class Step:
+class LoggedStep:
     """One step of an optimizer.
 
     Attributes:
@@ -87,7 +87,7 @@ class StepWatch:
             the memory would be held for nothing.
     """
 
-    steps: list[Step] = field(default_factory=list)
+    steps: list[LoggedStep] = field(default_factory=list)
     trouble: str = ""
     keeps: bool = False
     _after: dict[int, list[tuple[int, int]]] = field(default_factory=dict)  # by optimizer
@@ -143,7 +143,7 @@ class StepWatch:
             for group in optimizer.param_groups
         ]
         found_inf = getattr(optimizer, "found_inf", None)
-        step = Step(optimizer, grads, (), options, found_inf is not None and bool(found_inf))
+        step = LoggedStep(optimizer, grads, (), options, found_inf is not None and bool(found_inf))
         if any(grad.is_sparse for grad in step.tensors()):
             self.trouble = "a gradient is sparse"
             return
@@ -214,7 +214,7 @@ def _after_step(optimizer: Optimizer, *_: object) -> None:
 # -- entries ---------------------------------------------------------------------------------------
 
 
-def stored_step(step: Step, path: str) -> dict[str, Any]:
+def stored_step(step: LoggedStep, path: str) -> dict[str, Any]:
     """Return a step as a tree to save: the gradients of one dtype are one flat tensor.
 
     Raises:

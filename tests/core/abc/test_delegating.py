@@ -61,6 +61,7 @@ def test_each_call_runs_the_hook_once_and_reaches_the_inner_backend(store):
     writer = store.create("blob", size_hint=3)
     writer.write([WriteRequest(0, (memoryview(b"a"),))])
     store.submit_write(writer, [WriteRequest(1, (memoryview(b"bc"),))]).result(60)
+    writer.sync(3)
     writer.seal(3)
     store.read([ReadRequest("blob", 0, memoryview(target))])
     store.submit_read([ReadRequest("blob", 0, memoryview(later))]).result(60)
