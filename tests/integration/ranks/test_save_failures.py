@@ -407,7 +407,9 @@ def test_a_rank_that_alone_is_busy_joins_once_idle():
         done = threading.Event()
         if rank:
             first.committed.add_done_callback(lambda _: done.wait(0.5))
-        first.committed.wait(300)
+            first.committed.wait(300)
+        else:
+            ckpt.wait(300)
         began = time.monotonic()
         report = ckpt.save(state_of(rank), 2).result(300)
         return report.step, time.monotonic() - began < TIMEOUT_S / 2
