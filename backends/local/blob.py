@@ -102,6 +102,7 @@ class FileWriter(BlobWriter):
     def sync(self, length: int, /) -> None:
         """Sync as the contract says; folders are synced the first time."""
         self._make_durable("sync", length, _State.OPEN)
+        self._ahead.end()  # a killed process would leave the reserved space
 
     def _make_durable(self, what: str, length: int, then: _State) -> None:
         ours, outcome = False, _State.DEAD
@@ -227,6 +228,11 @@ class SpaceAhead:
         self._hint = size_hint or 0
         self._reserved = 0
         self._lock = threading.Lock()  # guards `_reserved` and `_window`
+
+    def end(self) -> None:
+        """Reserve nothing from now on."""
+        with self._lock:
+            self._window = 0
 
     def reach(self, fd: int, stop: int) -> None:
         """Reserve all space below `stop`."""

@@ -190,7 +190,7 @@ class SegmentWriter:
             previous=self._previous,
         )  # fmt: skip
         if self._writer is None:
-            self._writer, self._end = self._create(), 0
+            self._writer, self._end = self._create(header.stored_bytes), 0
         self._writer.write([WriteRequest(self._end, tuple(map(memoryview, buffers)))])
         self._end += header.stored_bytes
         self._previous = header.digest
@@ -216,10 +216,11 @@ class SegmentWriter:
             self._writer.seal(self._end)
             self._writer, self._unsynced = None, 0
 
-    def _create(self) -> BlobWriter:
+    def _create(self, size_hint: int) -> BlobWriter:
         number = len(self._backend.list(log_prefix(self._base, self._rank)))
         while True:
             try:
-                return self._backend.create(segment_name(self._base, self._rank, number))
+                name = segment_name(self._base, self._rank, number)
+                return self._backend.create(name, size_hint=size_hint)
             except BlobExistsError:  # another process logs, too; the later segment counts
                 number += 1

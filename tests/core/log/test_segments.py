@@ -7,6 +7,7 @@ from itertools import takewhile
 import pytest
 from tests.integration.support import memory
 
+from penstock.backends.posix import PosixBackend, PosixConfig
 from penstock.core.abc import DelegatingBackend
 from penstock.core.errors import FormatError, StorageError
 from penstock.core.format.segment import HEADER_BYTES, segment_name
@@ -127,6 +128,14 @@ def test_later_process_continues_after_the_entry_that_it_replayed():
     ] * 3
     append(first, 5)  # it was not killed after all: its segment no longer counts
     assert StoredLog(backend, UID, 0).entries[2].segment == segment_name(UID, 0, 1)
+
+
+def test_segment_of_a_killed_process_takes_no_more_space_than_its_entries(tmp_path):
+    log = writer(PosixBackend(PosixConfig(path=str(tmp_path))))
+    append(log, 1, 2, 3)
+    (segment,) = tmp_path.rglob("*.log")
+    assert segment.stat().st_blocks * 512 < 100_000
+    log.close()
 
 
 def test_segment_of_another_log_is_refused():
