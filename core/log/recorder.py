@@ -16,7 +16,17 @@ from penstock.core.config.model import load_config
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.core.format.segment import FIRST, log_prefix
 from penstock.core.log.segments import SegmentWriter
-from penstock.core.log.steps import LoggedStep, NotLoggedError, StepWatch, digest_of, stored_step
+from penstock.core.log.steps import (
+    LoggedStep,
+    NotLoggedError,
+    StepWatch,
+    digest_of,
+    has_only,
+    options_of,
+    parameters_of,
+    storages_of,
+    stored_step,
+)
 from penstock.core.save.job import SaveJob
 from penstock.core.save.manifest import ManifestWriter
 from penstock.core.save.pending import Pending
@@ -31,7 +41,7 @@ from penstock.core.tree.paths import show_path
 from penstock.core.types import Kind, Role, valid_step
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from penstock.core.abc import Backend, Node, PendingCopy
     from penstock.core.concurrency.workers import Workers
@@ -43,8 +53,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock")
 
-STATE, STEPS = "state", "steps"
-"""The keys of an entry: what no optimizer changes, and the steps."""
+STATE, STEPS, OPTIONS = "state", "steps", "options"
+"""The keys of an entry: what no optimizer changes; the steps; the options of all groups now."""
 
 _DIGEST_EVERY = 64  # entries; the first has one, so that a wrong engine shows at the first replay
 
@@ -80,6 +90,7 @@ class _Entry:
     rest: Sequence[StateObject | Node]
     providers: Mapping[str, int]
     steps: Sequence[tuple[str, LoggedStep]]
+    options: Mapping[str, Any]
 
 
 @dataclass(eq=False, slots=True)
@@ -247,15 +258,15 @@ class Recorder:
             if self._logged % _DIGEST_EVERY == 0:
                 step.digest = digest_of(step.optimizer)
         self._logged += 1
+        optimizers = optimizers_of(state, self._registry)
         known = Known(self._known)
         description = describe_tree(
-            {STATE: state},
+            {STATE: _without_claimed(state, optimizers)},
             providers=self._registry.providers,
             allow_pickle=self._config.allow_pickle,
             known=known,
         )
         self._known = known
-        optimizers = optimizers_of(state, self._registry)
         paths = {id(optimizer): path for path, optimizer in optimizers.items()}
         named = []
         for step in steps:
@@ -266,17 +277,21 @@ class Recorder:
                     raise NotLoggedError(msg)
                 continue
             named.append((path, step))
-        return _Entry(number, self._rest(description), dict(description.providers_used), named)
+        options = {path: options_of(optimizer) for path, optimizer in optimizers.items()}
+        claimed = storages_of(optimizers.values())
+        rest = self._rest(description, claimed)
+        return _Entry(number, rest, dict(description.providers_used), named, options)
 
-    def _rest(self, description: Description) -> list[StateObject | Node]:
+    def _rest(self, description: Description, claimed: Collection[int]) -> list[StateObject | Node]:
         """Return what no optimizer changes, with copies of its bytes."""
         rest: list[StateObject | Node] = []
         for entry in description.entries:
             if not isinstance(entry, StateObject) or entry.kind is Kind.VALUE:
                 rest.append(entry)
-            elif entry.path in description.deferrable or entry.same_as is not None:
-                continue
-            else:
+            elif entry.same_as is None:
+                memory = entry.source.memory
+                if memory is not None and memory.storage in claimed:
+                    continue
                 now = entry.source.memory, entry.source.version()
                 # Operations such as batch norm change buffers, and leave their version.
                 if entry.role is Role.PARAMETER and now[1] is not None:
@@ -292,6 +307,20 @@ def optimizers_of(state: Mapping[str, Any], registry: Registry) -> dict[str, Any
     scan = Scan(registry.providers)
     scan.is_container(state, ())
     return {show_path(f.path): f.value for f in scan.found if f.provider.name == "optimizer"}
+
+
+def _without_claimed(state: Mapping[str, Any], optimizers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state without optimizers, and modules that have nothing but their parameters.
+
+    Describing these takes most of the time, and an entry has nothing of them.
+    """
+    own = {*map(id, optimizers.values())}
+    stepped = {id(p) for optimizer in optimizers.values() for p in parameters_of(optimizer)}
+    return {
+        key: value
+        for key, value in state.items()
+        if id(value) not in own and not has_only(value, stepped)
+    }
 
 
 class _Writing:
@@ -354,7 +383,7 @@ class _Writing:
         """Save an entry in memory; return its files."""
         steps = [stored_step(step, path) for path, step in entry.steps]
         description = describe_tree(
-            {STEPS: steps},
+            {STEPS: steps, OPTIONS: entry.options},
             providers=self._registry.providers,
             allow_pickle=self._config.allow_pickle,
         )

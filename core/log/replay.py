@@ -9,8 +9,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from penstock.core.log.recorder import STATE, STEPS, optimizers_of
-from penstock.core.log.steps import NotLoggedError, take_again
+from penstock.core.log.recorder import OPTIONS, STATE, STEPS, optimizers_of
+from penstock.core.log.steps import NotLoggedError, set_options, take_again
 from penstock.core.reader import Reader
 from penstock.core.reporting.events import EventStream
 from penstock.core.storage.time_limited import TimeLimitedBackend
@@ -64,13 +64,16 @@ class Replayer:
         optimizers = optimizers_of(state, self.registry)
         for entry in entries:
             reader = self._reader(entry.open(self.backend))
-            logged = reader.load(include=[f"{STEPS}/**"])
+            logged = reader.load(include=[f"{STEPS}/**", f"{OPTIONS}/**"])
             for step in logged.get(STEPS, ()):
                 optimizer = optimizers.get(step["optimizer"])
                 if optimizer is None:
                     msg = f"{step['optimizer']}, whose steps are logged, is not in the state"
                     raise NotLoggedError(msg)
                 take_again(optimizer, step)
+            for path, options in logged.get(OPTIONS, {}).items():
+                if path in optimizers:
+                    set_options(optimizers[path], options)
             report = reader.restore({STATE: state}, include=[f"{STATE}/**"], strict=False)
             if report.mismatched:
                 msg = f"the log has another shape of {report.mismatched[0].path}"

@@ -20,7 +20,7 @@ import xxhash
 from penstock.core.errors import PenstockError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     import torch
     from torch.optim import Optimizer
@@ -138,10 +138,7 @@ class StepWatch:
         grads: list[list[Any]] = [
             [p.grad for p in group["params"]] for group in optimizer.param_groups
         ]
-        options = [
-            {key: value for key, value in group.items() if key not in {"params", "param_names"}}
-            for group in optimizer.param_groups
-        ]
+        options = options_of(optimizer)
         found_inf = getattr(optimizer, "found_inf", None)
         step = LoggedStep(optimizer, grads, (), options, found_inf is not None and bool(found_inf))
         if any(grad.is_sparse for grad in step.tensors()):
@@ -152,6 +149,57 @@ class StepWatch:
             step.grads = [[g if g is None else ref(g) for g in group] for group in grads]
         self.steps.append(step)
         self._after[id(optimizer)] = _marks(optimizer)
+
+
+def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the options of each group, without its parameters."""
+    return [
+        {key: value for key, value in group.items() if key not in {"params", "param_names"}}
+        for group in optimizer.param_groups
+    ]
+
+
+def set_options(optimizer: Optimizer, options: Sequence[Mapping[str, Any]]) -> None:
+    """Set the options of each group; tensors in place, since schedulers may hold them."""
+    import torch  # noqa: PLC0415 - as below
+
+    for group, stored in zip(optimizer.param_groups, options, strict=True):
+        for key, value in stored.items():
+            if isinstance(group.get(key), torch.Tensor) and isinstance(value, torch.Tensor):
+                group[key].copy_(value)
+            else:
+                group[key] = value
+
+
+def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """Yield the parameters of all groups."""
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def storages_of(optimizers: Iterable[Optimizer]) -> set[int]:
+    """Return the addresses of the memory that these optimizers change."""
+    tensors = (tensor for optimizer in optimizers for tensor in _tensors(optimizer))
+    return {_local(tensor).untyped_storage().data_ptr() for tensor in tensors}
+
+
+def has_only(value: object, parameters: Collection[int]) -> bool:
+    """Return whether a value is a module whose state is parameters with these ids, and no more."""
+    import torch  # noqa: PLC0415 - as below
+
+    if not isinstance(value, torch.nn.Module):
+        return False
+    plain = torch.nn.Module
+    return (
+        all(id(p) in parameters for p in value.parameters())
+        and next(value.buffers(), None) is None
+        and all(
+            type(module).get_extra_state is plain.get_extra_state
+            and type(module).state_dict is plain.state_dict
+            and not module._state_dict_hooks  # noqa: SLF001 - they may add anything
+            and not module._state_dict_pre_hooks  # noqa: SLF001
+            for module in value.modules()
+        )
+    )
 
 
 def _obstacle(optimizer: Optimizer) -> str:
