@@ -39,7 +39,7 @@ A guard is a line without which a promise to a user breaks. A guard that can be 
 test that fails is not tested: `tools/break_guards.py` removes one at a time, in a copy of the
 sources, and runs tests until one fails. This page is built from `tools/guards.toml`.
 
-*Ends at:* guards that nobody thought of; [mutations](mutations.md) need no list.
+*Limits:* guards that nobody thought of; [mutations](mutations.md) need no list.
 """
 
 
