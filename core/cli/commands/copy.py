@@ -81,10 +81,10 @@ class Copied:
 def wanted_rules(
     codecs: Sequence[str] | None, file: str | None, *, raw: bool
 ) -> dict[str, Any] | None:
-    """Return the configuration for these options: `rules`, maybe `deltas`; None for no encoding.
+    """Return the configuration for these options: `rules`, maybe `deltas`; None without any.
 
     Raises:
-        ConfigError: The file cannot be read, or has no rules; or a codec needs options, or
+        ConfigError: The file cannot be read or has no rules; or a codec needs options or
             another codec after it.
         PluginError: A codec is not installed.
     """
@@ -404,7 +404,7 @@ def _print(copied: Copied, *, latest: bool) -> None:
     kept = f" ({size_text(copied.bytes_kept)} were there)" if copied.bytes_kept else ""
     what = "copied" if copied.verbatim else "encoded again"
     print_line(
-        f"{name} is {what}: {copied.objects} objects, {size_text(needed)}{kept} "
+        f"{name} is {what}: {counted(copied.objects, 'object')}, {size_text(needed)}{kept} "
         f"in {copied.seconds:.1f} s",
         style="green",
     )
