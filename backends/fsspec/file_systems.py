@@ -202,7 +202,7 @@ class FileStore(Store):
                 raise
             msg = (
                 f"{place('publish', name, self.url)}: unknown outcome. The name is taken, perhaps "
-                "by this very record after a lost answer: read it to learn whose it is"
+                "by this record, if its answer was lost: read it to find out"
             )
             raise StorageError(msg) from error
 
