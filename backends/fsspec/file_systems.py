@@ -362,8 +362,8 @@ class FileStore(Store):
             return
         if not _LISTING.search(self._fs.cat_file(folder)):
             msg = (
-                "the server answers, but not with a page that lists files: does a gateway answer "
-                "for it? It must show folders as pages of links."
+                "the server answers, but not with a page that lists files: is it behind a "
+                "gateway? It must show folders as pages of links."
             )
             raise RefusedAnswerError(msg)
 

@@ -253,7 +253,7 @@ class Placing(Rebuilding):
     def _targets_of_all(
         self, children: Sequence[tuple[Any, ObjectPath, Any]]
     ) -> list[Target] | None:
-        """Return the targets of children of one type if its provider plans them all at once."""
+        """Return the targets of children of one type, or None if its provider plans them singly."""
         kinds = {type(child) for *_, child in children}
         if len(kinds) != 1 or PerRank in kinds:
             return None

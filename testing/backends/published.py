@@ -472,8 +472,8 @@ def what_a_crash_leaves_is_listed_and_can_be_deleted(open_root: OpenRoot) -> Non
             except BlobExistsError as error:
                 msg = (
                     "a crash left an unfinished blob whose name is still taken, but list does not "
-                    "give it: list unfinished blobs under their own names, else prune never "
-                    "learns of them and they fill the store"
+                    "return it: list unfinished blobs by name, else prune never finds them and "
+                    "they fill the store"
                 )
                 raise AssertionError(msg) from error
         backend.delete([name])
