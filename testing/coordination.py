@@ -10,8 +10,8 @@ check_coordination(open_member)                                # all, or with py
 def test_coordination(check): check(open_member)
 ```
 
-All members may live in one process, as long as each has an instance of its own. Ranks in processes
-of their own are for the implementation's tests.
+All members may live in one process, as long as each has a separate instance. Ranks in separate
+processes are for the implementation's tests.
 """
 
 # ruff: noqa: D103 - checks explain themselves by their names
@@ -261,7 +261,7 @@ COORDINATION_CHECKS: tuple[CoordinationCheck, ...] = (
 
 
 def check_coordination(open_member: OpenMember, /) -> None:
-    """Run all checks, each on jobs of its own.
+    """Run all checks, each on separate jobs.
 
     Args:
         open_member: Opens the view that a rank has of the job of that name; a job that was not

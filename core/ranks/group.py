@@ -209,7 +209,7 @@ class RankGroup:
             members: Their numbers in the job, in order; empty if they are the whole job.
             name: The name under which they meet, if any.
             timing: How long to wait, and the clock that counts the silence of others; None: the
-                timing in force.
+                current timing.
         """
         self.writer_bytes = writer_bytes
         self.place = RankPlace(rank, world_size, host or socket.gethostname(), tuple(members))

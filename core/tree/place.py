@@ -336,7 +336,7 @@ class Placing(Rebuilding):
         return any(path[: len(own)] == own for own in self._own)
 
     def _place_by_nature(self, value: PerRank, path: ObjectPath) -> Placement:
-        """Plan the restore of a value that differs between ranks by nature, without a marker."""
+        """Plan the restore of a value that always differs between ranks, without a marker."""
         result = self._place_per_rank(value, path)
         finish: Any = result.finish
         if finish is not None:

@@ -40,7 +40,7 @@ both as a skip, with the reason.
 
 
 def check_backend(open_root: OpenRoot, /) -> tuple[str, ...]:
-    """Run all checks, each on roots of its own.
+    """Run all checks, each on separate roots.
 
     Args:
         open_root: Opens the root of that name, which has to be empty the first time.

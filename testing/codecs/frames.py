@@ -241,7 +241,7 @@ def _typed_chunks(codec: Codec) -> Iterator[tuple[bytes, CodecContext]]:
 def check_output(codec: Codec) -> None:
     """Check that `output` is a valid answer, is true of what `encode` makes, and never changes.
 
-    A reader asks an instance of its own, which has seen no chunk.
+    A reader asks a separate instance, which has seen no chunk.
     """
     stored = json.loads(json.dumps(codec.config.model_dump(mode="json")))
     reader = type(codec)(codec.Config.model_validate(stored))

@@ -397,7 +397,7 @@ def _print(copied: Copied, *, latest: bool) -> None:
         print_line(f"{name} is not copied: {copied.error or ''}", style="bold red")
         return
     if copied.state == "there":
-        print_line(f"{name} is there already", style="green")
+        print_line(f"{name} is already there", style="green")
         return
     # All blobs that it needs: borrowed ones are copied too, or are there already.
     needed = copied.bytes_copied + copied.bytes_kept
