@@ -40,7 +40,7 @@ class FsspecConfig(PluginConfig):
             of the fsspec file system. Credentials are better left to the environment.
         part_bytes: The smallest part of an upload, and the largest piece of a read. Blobs of more
             than 10,000 parts get larger ones.
-        parallel: Maximum number of requests in flight.
+        parallel: Maximum requests in flight.
         buffer_bytes: The memory for parts that are copied and in flight; data that covers a whole
             part is not copied.
         merge_gap_bytes: Ranges with a gap of at most this size are read in one request.

@@ -558,7 +558,7 @@ def _bounded_response() -> type[ClientResponse]:
                 if size > limit:
                     msg = (
                         f"{self.url.host} sends more than the {limit:,} requested bytes: it does "
-                        "not serve byte ranges, or is no store; copy the run, or use another store"
+                        "not serve byte ranges or is not a store; copy the run or use another store"
                     )
                     raise RefusedAnswerError(msg)
                 pieces.append(piece)
