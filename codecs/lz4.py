@@ -89,13 +89,13 @@ class Lz4Codec(Codec):
         for start in range(0, target.nbytes, PIECE_BYTES):
             piece = target[start : start + PIECE_BYTES]
             if at + _HEAD.size > source.nbytes:
-                msg = f"lz4: a frame of {source.nbytes} bytes is cut off"
+                msg = f"lz4: a frame of {source.nbytes} bytes is truncated"
                 raise CodecError(msg)
             (length,) = _HEAD.unpack_from(source, at)
             block = source[at + _HEAD.size : at + _HEAD.size + length]
             at += _HEAD.size + length
             if at > source.nbytes:
-                msg = f"lz4: a frame of {source.nbytes} bytes is cut off"
+                msg = f"lz4: a frame of {source.nbytes} bytes is truncated"
                 raise CodecError(msg)
             _decode_block(block, piece)
         if at != source.nbytes:

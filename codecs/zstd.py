@@ -157,7 +157,7 @@ def _check_frame(source: memoryview, raw_length: int) -> None:
 
     Raises:
         CodecError: The frame has another content size, a dictionary or a window that the chunk
-            does not need; or it is cut off, or bytes follow it.
+            does not need; or it is truncated, or bytes follow it.
         ZstdError: `source` does not begin with a frame.
     """
     parameters = zstandard.get_frame_parameters(source)
@@ -179,7 +179,7 @@ def _check_frame(source: memoryview, raw_length: int) -> None:
         raise CodecError(msg)
     end = _frame_end(source, parameters)
     if end > source.nbytes:
-        msg = f"zstd: a frame of {source.nbytes} bytes is cut off"
+        msg = f"zstd: a frame of {source.nbytes} bytes is truncated"
         raise CodecError(msg)
     if end < source.nbytes:
         msg = (
@@ -190,7 +190,7 @@ def _check_frame(source: memoryview, raw_length: int) -> None:
 
 
 def _frame_end(source: memoryview, parameters: zstandard.FrameParameters) -> int:
-    """Return the end of the frame, by its block headers; beyond `source` if it is cut off.
+    """Return the end of the frame, by its block headers; beyond `source` if it is truncated.
 
     The library's reader does not report how much of its input it used, so it accepts bytes after
     the frame. 16 MiB have 130 to 260 blocks, which take less than 0.1 ms.

@@ -189,7 +189,7 @@ def _place_sharded(placed: Placement, value: Any, path: ObjectPath, context: Pla
         state = _with(build(), path, made, above, used)
         if len(used) < len(made):  # else its code would load unwritten memory
             first = next(here for here in made if here not in used)
-            msg = f"{show_path(first)} is at another place in the checkpoint than in the state"
+            msg = f"{show_path(first)} has a different path in the checkpoint than in the state"
             raise RestoreError(msg)
         return state
 

@@ -39,7 +39,7 @@ A guard is a line that keeps a promise to the user. If no test fails without it,
 `tools/break_guards.py` removes one guard at a time, in a copy of the sources, and runs tests until
 one fails. This page is built from `tools/guards.toml`.
 
-*Ends at:* guards that nobody thought of; [mutations](mutations.md) need no list.
+*Limits:* guards that nobody thought of; [mutations](mutations.md) need no list.
 """
 
 

@@ -40,12 +40,12 @@ class FsspecConfig(PluginConfig):
             of the fsspec file system. Credentials are better left to the environment.
         part_bytes: The smallest part of an upload, and the largest piece of a read. Blobs of more
             than 10,000 parts get larger ones.
-        parallel: The most requests in flight.
+        parallel: Maximum requests in flight.
         buffer_bytes: The memory for parts that are copied and in flight; data that covers a whole
             part is not copied.
         merge_gap_bytes: Ranges with a gap of at most this size are read in one request.
         timeout_s: The seconds that a store may take to connect, or to send or take more bytes.
-        attempts: The most attempts of an operation that is safe to repeat.
+        attempts: Maximum attempts of an operation that is safe to repeat.
         retry_total_s: The seconds after which no further attempt begins. If this is not above
             `timeout_s`, an attempt that times out is the last one.
         conditional_put: Whether the store itself decides which of two publishers was first

@@ -202,7 +202,7 @@ class FileStore(Store):
                 raise
             msg = (
                 f"{place('publish', name, self.url)}: unknown outcome. The name is taken, perhaps "
-                "by this very record after a lost answer: read it to learn whose it is"
+                "by this record, if its answer was lost: read it to find out"
             )
             raise StorageError(msg) from error
 
@@ -362,8 +362,8 @@ class FileStore(Store):
             return
         if not _LISTING.search(self._fs.cat_file(folder)):
             msg = (
-                "the server answers, but not with a page that lists files: does a gateway answer "
-                "for it? It must show folders as pages of links."
+                "the server answers, but not with a page that lists files: is it behind a "
+                "gateway? It must show folders as pages of links."
             )
             raise RefusedAnswerError(msg)
 
@@ -558,7 +558,7 @@ def _bounded_response() -> type[ClientResponse]:
                 if size > limit:
                     msg = (
                         f"{self.url.host} sends more than the {limit:,} requested bytes: it does "
-                        "not serve byte ranges, or is no store; copy the run, or use another store"
+                        "not serve byte ranges or is not a store; copy the run or use another store"
                     )
                     raise RefusedAnswerError(msg)
                 pieces.append(piece)

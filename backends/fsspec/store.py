@@ -170,7 +170,7 @@ class Retry:
     retrying all at once; after Brooker, "Exponential Backoff And Jitter", AWS 2015.
 
     Attributes:
-        attempts: The most attempts.
+        attempts: Maximum attempts.
         total_s: The time after the first attempt at which the last one may begin.
         random: Draws the pauses from the system: forked ranks must not draw the same pauses.
         timing: The bounds of the pauses between attempts.
@@ -252,7 +252,7 @@ def plan_spans(requests: Sequence[ReadRequest], *, piece_bytes: int, gap_bytes: 
 
     Args:
         requests: The reads, in any order; they may overlap.
-        piece_bytes: The most bytes of a span.
+        piece_bytes: Maximum bytes of a span.
         gap_bytes: The longest gap that is read too. All gaps of a span together are at most this
             plus a twentieth of its wanted bytes, so many small reads far apart do not become one
             read of nearly the whole blob.

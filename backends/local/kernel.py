@@ -106,7 +106,7 @@ def file_system_type(fd: int) -> int:
 
 
 def memory_file_system(fd: int) -> str | None:
-    """Return the file system's name if it keeps files in memory; it may accept O_DIRECT anyway."""
+    """Return the name of an in-memory file system, else None; it may accept O_DIRECT anyway."""
     try:
         return _MEMORY_FILE_SYSTEMS.get(file_system_type(fd))
     except OSError:

@@ -29,7 +29,7 @@ class LustreConfig(LocalConfig):
         allocate_bytes: As in every file backend. Off by default: not every Lustre supports it, and
             its gain there is not measured.
         engine: The engine that moves bytes; `auto` uses io_uring if it can.
-        parallel: The most requests in flight. Only short requests reach this number, since a save
+        parallel: Maximum requests in flight. Only short requests reach this number, since a save
             has 256 MiB in flight.
         stripe_count: The number of OSTs of a blob. `auto` chooses it for each blob, -1 uses all
             OSTs, 0 the file system's default; `inherit` leaves the whole layout to the folder's

@@ -435,4 +435,4 @@ def read_head(frame: Bytes, raw_length: int) -> tuple[FrameLayout, int]:
 
 def cut_off(frame: Bytes) -> CodecError:
     """Return the error of a frame that ends too early."""
-    return CodecError(f"floatsplit: a frame of {frame.size} bytes is cut off")
+    return CodecError(f"floatsplit: a frame of {frame.size} bytes is truncated")

@@ -139,7 +139,7 @@ def _encode_sparse(plane: Bytes, out: Bytes) -> int | None:
 
 def _decode_sparse(source: Bytes, plane: Bytes) -> None:
     if source.size < _MAP_LENGTH.size:
-        msg = f"floatsplit: a plane of {plane.size} bytes is cut off"
+        msg = f"floatsplit: a plane of {plane.size} bytes is truncated"
         raise CodecError(msg)
     (length,) = _MAP_LENGTH.unpack_from(source.data)
     stored = source[_MAP_LENGTH.size :]

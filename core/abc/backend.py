@@ -257,8 +257,8 @@ class Backend(ABC):
     def read_record(self, name: str, /, *, limit_bytes: int) -> bytes:
         """Return a whole small record, as one publisher wrote it.
 
-        The default is right where a record that is replaced keeps its length or cannot be
-        replaced between `stat` and `read`; other stores override it with one read.
+        The default is right if a replaced record keeps its length, or no record can be replaced
+        between `stat` and `read`; other stores override it with one read.
 
         Raises:
             FormatError: The record is larger than `limit_bytes`.

@@ -165,7 +165,7 @@ class ByteSource(ABC):
         return False
 
     def locate(self) -> int | None:
-        """Return the first element's address now: 0 once freed or too small, None if fixed."""
+        """Return the current address of element 0: 0 if freed or too small, None if fixed."""
         return None
 
     @classmethod

@@ -426,7 +426,7 @@ class StateProvider(ABC):
         Only for values that are memory to fill in place: the result is the targets of the selected
         values, in order. Core calls it for the children of a container (there may be fifty
         thousand) if the class that has `place`, or a subclass of it, overrides this, and the values
-        do not differ between ranks by nature.
+        do not always differ between ranks.
 
         Returns:
             The targets; None: core calls `place` for each value.
@@ -455,7 +455,7 @@ class StateProvider(ABC):
         """Plan building a value of one of `forms` with no template; `finish()` returns it."""
 
     def on_other_ranks(self, kind: type, /) -> Literal["error", "keep"] | None:
-        """Return whether values of a claimed type differ between ranks by nature.
+        """Return whether values of a claimed type always differ between ranks.
 
         Core then stores the value of each rank, like a `penstock.PerRank`.
 

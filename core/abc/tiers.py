@@ -210,8 +210,8 @@ def misplaced_roots(
         places = [ids.index(known[number].root) for number in order]
         if places != sorted(places):
             msg = (
-                f"{' and '.join(shown[n] for n in order)} are swapped: so far they were used in "
-                f"the opposite order, and nothing was changed. {_ACCEPT}"
+                f"{' and '.join(shown[n] for n in order)} are swapped: until now they were used "
+                f"in the opposite order. Nothing was changed. {_ACCEPT}"
             )
             raise ConfigError(msg)
     unread = len(tiers) - len(found)

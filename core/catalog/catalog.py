@@ -345,7 +345,7 @@ class Catalog:
 
         Args:
             rules: The rules.
-            protect: The steps to keep in any case.
+            protect: The steps that are always kept.
 
         Returns:
             The deleted steps, ascending. The newest whole step is never among them. Blobs that a

@@ -208,7 +208,7 @@ def read_borrowed(backend: Backend, record: CommitRecord) -> tuple[BlobRecord, .
         try:
             backend.read([ReadRequest(index.name, start, memoryview(data))])
         except (BlobNotFoundError, BlobTruncatedError) as error:
-            msg = f"{index.name} on {backend.url} is missing, or was cut off"
+            msg = f"{index.name} on {backend.url} is missing or truncated"
             raise FormatError(msg, [index.name]) from error
         return decode_borrowed(bytes(data), record)
 

@@ -36,7 +36,7 @@ class Pool:
         stuck_s: A thread whose task takes longer counts as stuck, and another may take its place:
             calls that never return must not use up the pool.
         timing: The clock, and how often the pool looks for stuck threads (`poll_s`); None uses
-            the timing in force.
+            the current timing.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """The clocks, and the lengths of all waits that users cannot configure.
 
-A `Timing` is passed down: the code that opens a run, or runs a command, takes the timing in force,
-and everything below gets it as an argument. A test puts its own timing in force
-(`timing_in_force`) instead of patching constants.
+A `Timing` is passed down: the code that opens a run, or runs a command, takes the current timing,
+and everything below gets it as an argument. A test sets its own timing (`timing_in_force`) instead
+of patching constants.
 """
 
 from __future__ import annotations
@@ -236,13 +236,13 @@ _in_force = [Timing()]
 
 
 def current_timing() -> Timing:
-    """Return the timing in force, for code that opens a run, a store or a command."""
+    """Return the current timing, for code that opens a run, a store or a command."""
     return _in_force[-1]
 
 
 @contextmanager
 def timing_in_force(timing: Timing) -> Iterator[Timing]:
-    """Put `timing` in force, in all threads, for all runs and stores opened in the block.
+    """Use `timing` in all threads, for all runs and stores opened in the block.
 
     For tests.
     """

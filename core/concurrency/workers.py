@@ -36,7 +36,7 @@ class Workers:
 
     Args:
         count: The threads of the pool.
-        timing: The waits of the code that uses these threads; None uses the timing in force.
+        timing: The waits of the code that uses these threads; None uses the current timing.
     """
 
     def __init__(self, count: int, timing: Timing | None = None) -> None:

@@ -269,11 +269,11 @@ class BlobSites:
             lease.check_age()
 
     def remove(self) -> None:
-        """Delete all leases, the checkpoint's own last; only free a lease that was found.
+        """Delete all leases, the checkpoint's own last; release those that must stay.
 
-        A found lease belongs to a copy of the checkpoint with that uid, or of one that borrows from
-        it. That copy may have left more than blobs, which no copy touches without a lease. A lease
-        over orphans is only freed too: without it all of them would count as durable.
+        A found lease stays. It belongs to a copy of that uid, or of a checkpoint that borrows from
+        it, and that copy may have left more than blobs, which no copy touches without a lease. A
+        lease over orphans stays too: without it all of them would count as durable.
         """
         for uid, lease in reversed(self._leases.items()):
             if uid != self._record.uid and (lease.found or uid in self._unsure):

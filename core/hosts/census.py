@@ -126,7 +126,7 @@ class Census:
             self._group.coordination.post(_apart_key(ranks), b"-")
 
     def are_apart(self, ranks: Sequence[int]) -> bool:
-        """Return whether a rank of a set has reported that they cannot read together.
+        """Return whether a rank of the set has reported that they cannot read together.
 
         Checks rarely, since ranks that meet need no store.
         """

@@ -240,7 +240,7 @@ class HostNeeds:
         return ByteRange(*map(int, self.components[component, 3:]))
 
     def evenly(self, components: Sequence[int], load: npt.NDArray[np.int64]) -> list[int]:
-        """Return the reader of each component; one member reads neighbors, and all read evenly.
+        """Return the reader of each component; neighbors share one, and all read evenly.
 
         Args:
             components: The components, in stored order.

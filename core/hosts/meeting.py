@@ -289,7 +289,7 @@ def _plan_in(fd: int) -> ReadPlan:
     while at < size:
         read = os.preadv(fd, [memoryview(data)[at:]], at)
         if not read:
-            msg = "the plan of another rank was cut off"
+            msg = "the plan of another rank was truncated"
             raise ValueError(msg)
         at += read
     return ReadPlan.decode(memoryview(data))

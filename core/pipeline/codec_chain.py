@@ -190,7 +190,7 @@ class CodecChain:
             # none, so its output buffer never holds the input of the next link.
             into = target if last else _scratch.take(bound, len(used) % 2)
             if into.nbytes < bound:
-                msg = f"codec {codec.name} may need {bound} bytes of output, has {into.nbytes}"
+                msg = f"codec {codec.name} may need {bound} bytes of output, but has {into.nbytes}"
                 raise CodecError(msg)
             seen = context_for(codec, seen, codec.version)
             length = encode_link(codec, source, into, seen)

@@ -385,7 +385,7 @@ class Exchange:
         return True
 
     def _take(self, peer: Peer, piece: int, at: int) -> bool:
-        """Place one piece; return whether the other process keeps the protocol."""
+        """Place one piece; return whether the other process follows the protocol."""
         share = peer.awaited.pop(piece, None)
         if share is None or at + share.span.length > len(peer.window):
             if share is not None:

@@ -318,7 +318,7 @@ class _Touching:
 
 
 def _populate(address: int, length: int) -> bool:
-    """Give pages their memory; False: memory is short, or the kernel is older than 5.14."""
+    """Allocate pages; return False if memory is short or the kernel is older than 5.14."""
     return not _libc.madvise(address, length, _MADV_POPULATE_WRITE)
 
 

@@ -595,7 +595,7 @@ class FrameWriter:
 
 
 def _ranges(chain: CodecChain, chunk: Chunk) -> list[ByteRange]:
-    """Return the places of a chunk's pieces whose errors a lossy chain must report."""
+    """Return the ranges whose errors a lossy chain must report: the chunk's pieces."""
     if chain.lossless:
         return []
     return [ByteRange(p.at, p.at + p.stop - p.start) for p in chunk.pieces]

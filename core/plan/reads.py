@@ -251,9 +251,9 @@ def _uses_of(
     base: int,
     wanted: Sequence[ByteRange] | None = None,
 ) -> Iterable[_UseOfShard]:
-    """Return the uses of a shard, or of its ascending `wanted` bytes.
+    """Return a use of each chunk of a shard, or of its ascending `wanted` bytes.
 
-    The shard's first byte would go to `base` of the sink, which may be negative.
+    `base` is the place of the shard's first byte in the sink; it may be negative.
     """
     if wanted is not None:
         return _uses_of_ranges(record, shard, sink, base, wanted)

@@ -214,7 +214,7 @@ class Registry:
         try:
             options = validated(cls.Config, config, what=f"stored options of codec {name!r}")
         except ConfigError as error:
-            msg = f"{error}\n  {whence} cannot read what was written with these options"
+            msg = f"{error}\n  {whence} cannot read data written with these options"
             raise PluginError(msg) from error
         return cast("Codec", self._create("codec", name, cls, options))
 

@@ -71,7 +71,7 @@ class ToldDrains:
             self._run_on()
 
     def close(self) -> None:
-        """Wait until the last post is sent, at most for the time-out; then post no more."""
+        """Wait until the last post is sent, at most for the time-out, then stop posting."""
         with self._changed:
             self._changed.wait_for(lambda: not (self._outbox and self._running), self._timeout_s)
             self._closed = True

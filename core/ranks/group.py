@@ -209,7 +209,7 @@ class RankGroup:
             members: Their numbers in the job, in order; empty if they are the whole job.
             name: The name under which they meet, if any.
             timing: How long to wait, and the clock that counts the silence of others; None: the
-                timing in force.
+                current timing.
         """
         self.writer_bytes = writer_bytes
         self.place = RankPlace(rank, world_size, host or socket.gethostname(), tuple(members))
@@ -315,9 +315,8 @@ class RankGroup:
     def close(self, error: BaseException | None = None) -> None:
         """Close the coordination; on rank 0 after the others know how the last round ended.
 
-        Waits for them at most as long as a rank may stand still. Reports to them that this rank has
-        closed, so that no rank waits for it. No thread of this group is left on return, unless the
-        store hangs. Idempotent.
+        Waits for them at most `timeout_s`. Reports that this rank has closed, so that no rank waits
+        for it. No thread of this group is left on return, unless the store hangs. Idempotent.
 
         Args:
             error: Why this rank closes, for the messages of the others; None if nothing went wrong.
@@ -338,7 +337,7 @@ class RankGroup:
             self._send(self._take_seats_of_lost)
         if self.place.rank:
             self._parting.leave()
-            with suppress(CoordinationError):  # rank 0 then waits as long as a rank may stand still
+            with suppress(CoordinationError):  # rank 0 then waits for `timeout_s`
                 self._parting.post()
         else:
             self._parting.wait(self.lost, deadline, self.timing.rank_left_poll_s)
@@ -511,7 +510,7 @@ class RanksOfJob:
         if found is not None and self._saves_alone:
             msg = (
                 f"the checkpointer of {self._url} has saved before torch.distributed was "
-                "initialised, as one process: make a new checkpointer for the ranks"
+                "initialized, as one process: make a new checkpointer for the ranks"
             )
             raise ConfigError(msg)
 

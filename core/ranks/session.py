@@ -111,8 +111,8 @@ class RankSession(Generic[R]):
     def finish(self) -> bool:
         """Wait until the others can read all they need from this rank; return whether they can.
 
-        Waits for the end of the thread, at most as long as a rank may stand still. After that this
-        rank no longer needs the store of the job for this round.
+        Waits at most `timeout_s` for the thread to end. After that this rank no longer needs the
+        store of the job for this round.
         """
         if self._thread is None:
             return True

@@ -293,7 +293,7 @@ def missing_job() -> str:
 
 def _remedy(promise: str) -> str:
     return (
-        f"{promise}, and torch.distributed is not initialised, so this rank cannot find the others "
+        f"{promise}, and torch.distributed is not initialized, so this rank cannot find the others "
         "to save with: call torch.distributed.init_process_group(...) first, or open the "
         "checkpointer with ranks='alone' and a separate root for each process"
     )

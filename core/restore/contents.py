@@ -388,8 +388,8 @@ def check_length(frame: Frame, chain: CodecChain, blob: str) -> None:
     bound = chain.max_encoded_size(frame.raw_length)
     if frame.length > bound:
         msg = (
-            f"the frame at {blob}:{frame.offset} is recorded with {frame.length} bytes, but its "
-            f"codecs make at most {bound} of {frame.raw_length}"
+            f"the frame at {blob}:{frame.offset} has a recorded length of {frame.length} bytes, "
+            f"but its codecs make at most {bound} of {frame.raw_length}"
         )
         raise FormatError(msg, [blob])
 

@@ -60,7 +60,7 @@ class Inspector:
         lost = [name for name, length in lengths.items() if sizes.get(name) != length]
         if lost:
             more = f" and {len(lost) - 1} more" if lost[1:] else ""
-            self._warn(backend, record, f"missing or cut off: {lost[0]}{more}")
+            self._warn(backend, record, f"missing or truncated: {lost[0]}{more}")
         return not lost
 
     def _read(self, backend: Backend, record: CommitRecord) -> Mapping[str, int] | None:

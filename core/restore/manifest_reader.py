@@ -350,7 +350,7 @@ class ManifestReader:
         if length > _UNCHECKED_BYTES and offset + length > (size := self._size(name, backend)):
             msg = (
                 f"{name} on {backend.url} has {size} bytes, but {offset + length} are "
-                "recorded: it was cut off"
+                "recorded: it is truncated"
             )
             raise FormatError(msg, [name])
         data = bytearray(length)

@@ -288,7 +288,7 @@ class Finish:
     def arrive(self) -> None:
         """Report to the other ranks that this rank takes part.
 
-        Waits until the state's devices are idle, since they have lines that ranks compare.
+        Waits until the state's devices are idle: ranks compare samples of their memory.
 
         Raises:
             SaveAbortedError: The save was given up; nothing is reported.
@@ -319,7 +319,7 @@ class Finish:
         self._agreement.moved(self.bytes_done, self.request.plan.raw_bytes)
 
     def check_ranks(self) -> None:
-        """Raise if another rank has failed; for threads other than the save thread, too.
+        """Raise if another rank has failed; any thread may call this.
 
         Raises:
             PenstockError: The save is given up.

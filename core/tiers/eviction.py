@@ -182,7 +182,7 @@ def _check_data(backend: Backend, record: CommitRecord) -> None:
     """Compare the names and lengths of a copy with its manifest.
 
     Raises:
-        FormatError: Data is missing, or cut off.
+        FormatError: Data is missing or truncated.
         CheckpointGoneError: The copy was deleted meanwhile.
     """
     if has_all_data(backend, record):

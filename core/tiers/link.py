@@ -560,7 +560,7 @@ class TierCopier:
         """
         if not is_whole(self._target.backend, record):
             url = self._target.backend.url
-            msg = f"this process does not see what another one copies to {url}"
+            msg = f"this process does not see the other process's copies at {url}"
             raise UnsuitableError(msg)
 
     def _run(

@@ -121,7 +121,7 @@ class TierRoots:
         except FormatError as error:
             raise StorageError(str(error)) from error
         if number not in self._known:
-            msg = f"the root record of {backend.url} could not be written yet"
+            msg = f"the root record of {backend.url} is not written yet"
             raise StorageError(msg)
         if record is None or record.root != self._known[number]:
             msg = (

@@ -135,7 +135,7 @@ class ProcessCopy:
 
     def _started(self, writer: Connection) -> subprocess.Popen[bytes]:
         if not sys.executable or getattr(sys, "frozen", False):
-            msg = "a process for it cannot be started: the path of Python is not known"
+            msg = "a copying process cannot start: the path of Python is unknown"
             raise UnsuitableError(msg)
         folder = self._setup.folder
         try:
@@ -149,7 +149,7 @@ class ProcessCopy:
                 start_new_session=True,  # Ctrl-C reaches only the trainer, which ends the process
             )
         except (OSError, ValueError) as error:
-            msg = f"a process for it cannot be started: {error}"
+            msg = f"a copying process cannot start: {error}"
             raise UnsuitableError(msg) from error
         log.debug("process %d copies", process.pid)
         # "" means the working directory; if that is gone, the process is in another one.
@@ -212,7 +212,7 @@ class ProcessCopy:
             msg = "the copy was given up; copy again to continue it"
             return SaveAbortedError(msg)
         if not self._began:
-            return UnsuitableError(f"a process for it does not start: {why}")
+            return UnsuitableError(f"a copying process did not start: {why}")
         return kind(f"{why}; blobs that it sealed are not copied again")
 
     def _end(self, process: subprocess.Popen[bytes]) -> int:

@@ -1,7 +1,4 @@
-"""The casts of a restore with `cast=`: which ones exist, and the sink that does them.
-
-Elements of one float dtype go into a sink for another.
-"""
+"""The casts between float dtypes of a restore with `cast=`, and the sink that does them."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def path_hashes(paths: Sequence[ObjectPath]) -> list[int]:
 
 
 def paths_above(paths: Iterable[ObjectPath]) -> set[ObjectPath]:
-    """Return all paths that have one of `paths` below them, the root included."""
+    """Return all ancestors of `paths`, the root included."""
     above = {path[:-1] for path in paths}
     for path in list(above):
         parent = path[:-1]

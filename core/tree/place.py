@@ -253,7 +253,7 @@ class Placing(Rebuilding):
     def _targets_of_all(
         self, children: Sequence[tuple[Any, ObjectPath, Any]]
     ) -> list[Target] | None:
-        """Return the targets of children of one type if its provider plans them all at once."""
+        """Return the targets of children of one type, or None if its provider plans them singly."""
         kinds = {type(child) for *_, child in children}
         if len(kinds) != 1 or PerRank in kinds:
             return None
@@ -336,7 +336,7 @@ class Placing(Rebuilding):
         return any(path[: len(own)] == own for own in self._own)
 
     def _place_by_nature(self, value: PerRank, path: ObjectPath) -> Placement:
-        """Plan the restore of a value that differs between ranks by nature, without a marker."""
+        """Plan the restore of a value that always differs between ranks, without a marker."""
         result = self._place_per_rank(value, path)
         finish: Any = result.finish
         if finish is not None:

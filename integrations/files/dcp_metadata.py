@@ -66,12 +66,12 @@ Entry = StoredTensor | StoredBlob
 
 
 def read_metadata(folder: Path) -> list[tuple[str, tuple[str | int, ...], Entry]]:
-    """Return the name, path and place of each object; a number in a path is a place in a list.
+    """Return the name, path and place of each object; a number in a path is a list index.
 
     Raises:
         FormatError: The metadata is damaged, or does not cover a tensor.
-        UnsupportedStateError: It names classes that are not DCP's, or its files were transformed;
-            names them.
+        UnsupportedStateError: It has classes that are not DCP's, or transformed files; names
+            them.
     """
     path = folder / ".metadata"
     if not any(folder.glob("*.metadata")):

@@ -57,13 +57,13 @@ class SourceFile:
 
 
 def read_soon(file: int, start: int, nbytes: int) -> None:
-    """Let the system read from byte `start` on, while the `nbytes` before it are saved."""
+    """Start reading at byte `start` in the kernel, while the `nbytes` before it are saved."""
     if nbytes >= _LEAST_BYTES:
         os.posix_fadvise(file, start, _AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
 
 
 def page_in_soon(address: int, nbytes: int) -> None:
-    """Let the system read mapped bytes from an address on, while `nbytes` before it are saved.
+    """Start paging in at `address` in the kernel, while the `nbytes` before it are saved.
 
     Without it, reads of a mapped file wait for each step of 128 KiB.
     """

@@ -351,8 +351,8 @@ def samplers_of(loop: Any) -> list[Any]:
 def drawing_samplers(loop: Any) -> list[tuple[Any, Any]]:
     """Return the samplers whose order comes from random numbers that no loader stores.
 
-    They are torch's samplers, and those that Lightning wraps for several ranks. Each comes with its
-    holder in the wrapper, or None.
+    Torch's own samplers come with None; those that Lightning wraps for several ranks come with the
+    object that holds them.
     """
     pairs = []
     for sampler in samplers_of(loop):
@@ -365,7 +365,7 @@ def drawing_samplers(loop: Any) -> list[tuple[Any, Any]]:
 
 
 def order_state(loop: Any) -> dict[str, Any] | None:
-    """Return what the order of samples will be drawn from, if it is not in a loader's state."""
+    """Return the random state that orders the samples, if no loader's state has it."""
     if not drawing_samplers(loop):
         return None
     return {"random": torch.get_rng_state(), "generators": generator_states(loop)}

@@ -221,7 +221,7 @@ class ModulePlacer:
         return live_state(self._module)
 
     def _is_live(self, name: str) -> bool:
-        """Return whether the state dict shows the same object twice: then the module holds it.
+        """Return whether two state dicts have the same object: then the module holds it.
 
         A state-dict hook makes a new object at each call; a restore into it would be lost.
         """

@@ -514,7 +514,7 @@ def _address_of(data: memoryview) -> int:
 
 
 class ShardSink(TensorSink):
-    """The sink of a local tensor, the part of a distributed one that this rank holds."""
+    """The sink of this rank's part of a distributed tensor."""
 
     __slots__ = ("_whole",)
 

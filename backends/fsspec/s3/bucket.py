@@ -319,7 +319,7 @@ class S3Store(Store):
                 return
         key, name = next(iter(left.items()))
         msg = (
-            f"{place('delete', name, self.url)}: {failed.get(key, 'the answer does not name it')} "
+            f"{place('delete', name, self.url)}: {failed.get(key, 'no result in the answer')} "
             f"({len(left)} of a batch could not be deleted)"
         )
         raise StorageError(msg)

@@ -81,10 +81,10 @@ class Copied:
 def wanted_rules(
     codecs: Sequence[str] | None, file: str | None, *, raw: bool
 ) -> dict[str, Any] | None:
-    """Return the configuration for these options: `rules`, maybe `deltas`; None for no encoding.
+    """Return the configuration for these options: `rules`, maybe `deltas`; None without any.
 
     Raises:
-        ConfigError: The file cannot be read, or has no rules; or a codec needs options, or
+        ConfigError: The file cannot be read or has no rules; or a codec needs options or
             another codec after it.
         PluginError: A codec is not installed.
     """
@@ -397,14 +397,14 @@ def _print(copied: Copied, *, latest: bool) -> None:
         print_line(f"{name} is not copied: {copied.error or ''}", style="bold red")
         return
     if copied.state == "there":
-        print_line(f"{name} is there already", style="green")
+        print_line(f"{name} is already there", style="green")
         return
     # All blobs that it needs: borrowed ones are copied too, or are there already.
     needed = copied.bytes_copied + copied.bytes_kept
     kept = f" ({size_text(copied.bytes_kept)} were there)" if copied.bytes_kept else ""
     what = "copied" if copied.verbatim else "encoded again"
     print_line(
-        f"{name} is {what}: {copied.objects} objects, {size_text(needed)}{kept} "
+        f"{name} is {what}: {counted(copied.objects, 'object')}, {size_text(needed)}{kept} "
         f"in {copied.seconds:.1f} s",
         style="green",
     )

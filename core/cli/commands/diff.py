@@ -29,7 +29,7 @@ from penstock.core.reporting.progress import ProgressBar
 from penstock.core.restore.checkpoint import Checkpoint
 from penstock.core.storage.open import open_backend
 from penstock.core.tree.select import Selection
-from penstock.core.units import size_text
+from penstock.core.units import counted, size_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -157,7 +157,7 @@ def _print(
             )
     read = f", {size_text(found.bytes_read)} read"
     if found.same:
-        print_line(f"nothing differs in {found.compared} objects{read}", style="green")
+        print_line(f"nothing differs in {counted(found.compared, 'object')}{read}", style="green")
         return
     print_line("")
     print_table([*_columns(norms=norms)], found.changes)

@@ -43,7 +43,7 @@ from penstock.core.format.records import CommitRecord
 from penstock.core.pipeline.staging import container_memory, machine_memory
 from penstock.core.plugins.registry import default_registry
 from penstock.core.storage.open import open_backend
-from penstock.core.units import size_text
+from penstock.core.units import counted, size_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -544,15 +544,16 @@ def _leftovers(backend: Backend, root: Path | None) -> Check:
     }
     parts = []
     if waiting:
-        lack = "only their commit record" if survey.records else "a commit record, as all do"
-        parts.append(f"{len(waiting)} saves that lack {lack}")
+        lack = " missing only a commit record" if survey.records else ", but no commit record"
+        parts.append(f"{counted(len(waiting), 'save')}{lack}")
     if report.uids:
-        parts.append(f"{len(report.uids)} broken saves ({size_text(report.size_bytes)})")
+        parts.append(f"{counted(len(report.uids), 'broken save')} ({size_text(report.size_bytes)})")
     if young:
-        parts.append(f"{young} uncommitted saves, under way or broken less than a day ago")
+        text = counted(young, "uncommitted save")
+        parts.append(f"{text}, under way or broken less than a day ago")
     if files:
         oldest = age_text(time.time() - min(status.st_mtime for status in files))
-        parts.append(f"{len(files)} temporary files, the oldest from {oldest} ago")
+        parts.append(f"{counted(len(files), 'temporary file')}, the oldest from {oldest} ago")
     found = "; ".join(parts) or "none"
     if waiting:  # may be checkpoints whose records will be copied: advise no deletion
         return Check("leftovers", "warn", found, _UNRECORDED, values)

@@ -124,7 +124,7 @@ def report(
     """
     place = Path(out)
     if place.exists() and not overwrite:
-        msg = f"{out} is there already; --overwrite replaces it"
+        msg = f"{out} already exists; --overwrite replaces it"
         raise ConfigError(msg)
     plotly_html()  # fail early: plotly is often missing, and reading a run takes time
     facts = gather(url, step, events or [])

@@ -392,7 +392,7 @@ def _print_sum(record: CommitRecord, shown: list[Shown]) -> None:
     whole = total("", [one.as_sum() for one in shown])
     raw, stored = size_text(whole.bytes_raw), size_text(whole.bytes_stored)
     ratio = ratio_text(whole.bytes_raw, whole.bytes_stored)
-    text = f"{len(shown)} of {record.objects} objects, {raw}, {stored} stored ({ratio})"
+    text = f"{len(shown)} of {counted(record.objects, 'object')}, {raw}, {stored} stored ({ratio})"
     if whole.bytes_borrowed:
         text += f", {size_text(whole.bytes_borrowed)} borrowed"
     blobs = size_text(record.bytes_stored)

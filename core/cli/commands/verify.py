@@ -170,9 +170,10 @@ def _print(report: VerifyReport, url: str, listed_uids: Collection[str]) -> None
 
 
 def _print_verdict(report: VerifyReport, url: str, listed_uids: Collection[str]) -> None:
-    looked = f"{report.objects} objects, {size_text(report.bytes_read)} read"
+    looked = f"{counted(report.objects, 'object')}, {size_text(report.bytes_read)} read"
     if report.deep:
-        looked = f"{report.frames} frames of {looked}"
+        looked = f"{counted(report.frames, 'frame')} of {looked}"
+    found = f"{counted(len(report.damaged), 'problem')} found"
     if report.not_decoded:  # no damage, but not everything was checked: the command exits with 1
         whole = "stored bytes are whole; " if report.ok else ""
         print_line(
@@ -195,13 +196,11 @@ def _print_verdict(report: VerifyReport, url: str, listed_uids: Collection[str])
         _print_repair(repair)
     if report.ok:
         print_line(
-            f"step {report.step} is whole now: {len(report.damaged)} found, and repaired; {looked}",
-            style="green",
+            f"step {report.step} is whole now: {found} and repaired; {looked}", style="green"
         )
         return
-    print_line(
-        f"step {report.step} is damaged: {len(report.damaged)} found; {looked}", style="bold red"
-    )
+    looked = f"; {looked}" if report.objects else ""
+    print_line(f"step {report.step} is damaged: {found}{looked}", style="bold red")
     if report.links:
         links = listed([*map(str, report.links)])
         above = all(link.uid in listed_uids for link in report.links)

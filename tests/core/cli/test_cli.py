@@ -220,7 +220,7 @@ def test_a_run_is_not_copied_onto_itself(penstock, tmp_path):
         assert ": give another place to copy to" in done.stderr
     anew = penstock("copy", root, root, "--codec", "zstd", "--overwrite")
     assert "step 1, the latest, is encoded again" in anew.stdout
-    assert "1 objects" in anew.stdout
+    assert "1 object, " in anew.stdout
     assert penstock("copy", root, tmp_path / "run2").returncode == 0
 
 
@@ -395,7 +395,7 @@ def test_verify_names_damaged_objects_and_exits_with_1(penstock, damaged_run):
     assert (done.returncode, done.stderr) == (1, "")
     assert re.search(r"^checksum .* does not match\n    \S", done.stdout, re.MULTILINE)
     assert re.search(r"^    model/weight$", done.stdout, re.MULTILINE)
-    assert re.search(r"step 8 is damaged: \d+ found", done.stdout)
+    assert re.search(r"step 8 is damaged: \d+ problems? found", done.stdout)
     found = json.loads(penstock("verify", damaged_run, "--json").stdout)
     (report,) = found["reports"]
     assert (found["ok"], report["ok"]) == (False, False)

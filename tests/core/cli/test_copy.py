@@ -70,7 +70,7 @@ def test_one_step_or_all_are_copied(call, run, target):
     assert call("copy", run, target, "--step", "2").code == 0
     done = call("copy", run, target, "--step", "all")
     assert done.code == 0
-    assert done.out.splitlines()[1] == "step 2 is there already"
+    assert done.out.splitlines()[1] == "step 2 is already there"
     assert done.out.splitlines()[-1] == "2 checkpoints copied, 1 already there, 0 failed"
     assert records(target) == records(run)
 
@@ -128,7 +128,7 @@ def test_other_checkpoint_stays_unless_replace_is_given(call, run, target):
     with open_run(target) as ckpt, open_run(run) as original:
         assert ckpt.info().uid == original.info().uid
         assert ckpt.verify().ok
-    assert call("copy", run, target, "--overwrite").out.endswith("is there already\n")
+    assert call("copy", run, target, "--overwrite").out.endswith("is already there\n")
     assert call("copy", run, target, "--overwrite", "--raw").code == 0
     assert list(records(target)) == ["00000030-4.json"]
 
@@ -165,7 +165,7 @@ def test_second_copy_does_nothing(call, run, target):
     call("copy", run, target)
     before, listed = tree_of(target), records(target)
     done = call("copy", run, target)
-    assert (done.code, done.out) == (0, "step 30, the latest, is there already\n")
+    assert (done.code, done.out) == (0, "step 30, the latest, is already there\n")
     commit = target / "commits" / "00000030-0.json"  # confirmed: the same bytes once more
     assert tree_of(target).keys() == before.keys()
     assert {k: v for k, v in tree_of(target).items() if k != commit} == {

@@ -219,7 +219,7 @@ def test_a_run_copied_data_first_loses_nothing_to_prune(call, run, tmp_path):
     assert "3 attempts to save (step 1, 2, 3) lack only the commit record" in printed
     assert sorted(call("ls", target, "--json").json["unrecorded"].values()) == [1, 2, 3]
     doctor = call("doctor", target, "--no-probe").out
-    assert "3 saves that lack a commit record, as all do" in doctor
+    assert "3 saves, but no commit record" in doctor
     assert "copy the files of its folder `commits`" in doctor
     assert "penstock prune" not in printed + doctor
     # The first record has arrived, the others are in flight.

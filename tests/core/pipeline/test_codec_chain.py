@@ -460,7 +460,7 @@ def test_a_lossy_codec_with_one_that_needs_a_base_is_refused_in_any_order():
 def test_output_smaller_than_the_bound_is_refused_before_encoding():
     codec = _Recording()
     chain = CodecChain([codec])
-    with pytest.raises(CodecError, match="may need 11 bytes of output, has 10"):
+    with pytest.raises(CodecError, match="may need 11 bytes of output, but has 10"):
         chain.encode(memoryview(bytes(10)), memoryview(bytearray(10)), context=_context(10))
     assert codec.contexts == []
 

@@ -313,7 +313,7 @@ def test_versions_before_the_oldest_readable_one_are_refused(plugin_site):
     [
         ("acme", 2, {}, "written by version 2 of codec 'acme', but acme-codecs 1.0 has version 1"),
         ("gone", 1, {}, "no codec called 'gone' is installed"),
-        ("acme", 1, {"speed": 1}, "acme-codecs 1.0 cannot read what was written with these"),
+        ("acme", 1, {"speed": 1}, "acme-codecs 1.0 cannot read data written with these"),
     ],
 )
 def test_unavailable_recorded_codec_is_refused(plugin_site, name, version, config, complaint):

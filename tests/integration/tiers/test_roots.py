@@ -89,7 +89,7 @@ def test_roots_know_each_other_and_reading_writes_nothing(folders):
 def test_swapped_tiers_are_refused(folders):
     right = folders.fast, folders.durable
     folders.fast, folders.durable = folders.durable, folders.fast
-    with pytest.raises(ConfigError, match=r"are swapped.*nothing was changed"):
+    with pytest.raises(ConfigError, match=r"are swapped.*Nothing was changed"):
         opened(folders)
     save(folders, 2, roots="accept")  # unless on purpose
     save(folders, 3)

@@ -215,7 +215,7 @@ def test_unconfirmed_deletions_are_not_assumed(at):
 
 def test_login_page_does_not_confirm_a_deletion(at):
     page = answering_all(lambda _: ok("<html></html>"))
-    message = "cannot delete a on .*: the answer does not name it"
+    message = "cannot delete a on .*: no result in the answer"
     with ScriptedServer(page) as server, pytest.raises(StorageError, match=message):
         at(server.url).delete(["a"])
 
@@ -223,7 +223,7 @@ def test_login_page_does_not_confirm_a_deletion(at):
 @pytest.mark.parametrize("entry", ["Error", "Deleted"])
 def test_an_entry_without_a_name_does_not_confirm_a_deletion(at, entry):
     text = f"<DeleteResult><{entry}><Code>InternalError</Code></{entry}></DeleteResult>"
-    message = "cannot delete a on .*: the answer does not name it"
+    message = "cannot delete a on .*: no result in the answer"
     with (
         ScriptedServer(answering_all(lambda _: ok(text))) as server,
         pytest.raises(StorageError, match=message),
