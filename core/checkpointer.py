@@ -45,13 +45,14 @@ from penstock.core.tiers.drains import Drains
 from penstock.core.types import show_value, valid_step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
     from types import TracebackType
 
     from penstock.core.catalog.prune import PruneReport
     from penstock.core.config.model import CheckpointerOptions
     from penstock.core.config.plugin_choice import BackendConfig
+    from penstock.core.log.segments import StoredEntry
     from penstock.core.plugins.registry import Registry
     from penstock.core.reporting.events import Event
     from penstock.core.reporting.reports import (
@@ -289,7 +290,10 @@ class Checkpointer:
         return self._recorder.log(state, step)
 
     def _may_log(self) -> bool:
-        return self._drains is None and self._ranks.place() is None
+        try:
+            return self._drains is None and self._ranks.place() is None
+        except ConfigError:  # several ranks that do not find each other
+            return False
 
     def check(
         self,
@@ -444,23 +448,25 @@ class Checkpointer:
             report = restore(step)
             self._saver.restored_from = report.step
             return report
-        base, wanted = step, None
-        if step != "latest" and (number := valid_step(step)) not in (
-            steps := self._catalog.steps()
-        ):
-            base, wanted = max((s for s in steps if s < number), default=number), number
-        report = restore(base)
+        entries: Sequence[StoredEntry] = ()
+        try:
+            report = restore(step)
+        except CheckpointGoneError:
+            raise
+        except CheckpointNotFoundError:
+            base = self._logged_after(step)
+            if base is None:
+                raise
+            entries = self._log_of(self._catalog.record(base).uid).whole(up_to=valid_step(step))
+            if not entries or entries[-1].header.step != step:
+                raise
+            report = restore(base)
+        else:
+            if step == "latest" and not report.fell_back_from:
+                entries = self._log_of(report.uid).whole()
         self._saver.restored_from = report.step
-        record = self._catalog.record(report.step)
-        if (step != "latest" and wanted is None) or report.fell_back_from:
-            self._recorder.begin_after_restore(record.uid, report.step, state)
-            return report
-        entries = self._log_of(report.step).whole(up_to=wanted)
-        if wanted is not None and (not entries or entries[-1].header.step != wanted):
-            msg = f"step {wanted} on {self._backend.url} is neither saved nor logged"
-            raise CheckpointNotFoundError(msg)
         if not entries:
-            self._recorder.begin_after_restore(record.uid, report.step, state)
+            self._recorder.begin_after_restore(report.uid, report.step, state)
             return report
         replayer = Replayer(self._backend.inner, self._config, self._registry, self._workers)
         try:
@@ -470,10 +476,10 @@ class Checkpointer:
                 "the log cannot be replayed to step %d, so step %d is restored: %s",
                 entries[-1].header.step, report.step, str(error),
             )  # fmt: skip
-            self._recorder.begin_after_restore(record.uid, report.step, state)
+            self._recorder.begin_after_restore(report.uid, report.step, state)
             return restore(report.step) if whole else report
         last = entries[-1].header
-        self._recorder.begin_after_restore(record.uid, last.step, state, previous=last.digest)
+        self._recorder.begin_after_restore(report.uid, last.step, state, previous=last.digest)
         times = {**report.seconds, "replay": seconds}
         return replace(report, step=last.step, replayed_steps=len(entries), seconds=times)
 
@@ -565,7 +571,7 @@ class Checkpointer:
         newest = self._catalog.latest()
         if newest is None or not self._may_log():
             return newest
-        return self._log_of(newest).latest() or newest
+        return self._log_of(self._catalog.record(newest).uid).latest() or newest
 
     def info(self, step: int | str = "latest") -> CheckpointInfo:
         """Return the facts from the commit record of `step`, and the notes on it."""
@@ -825,19 +831,27 @@ class Checkpointer:
         try:
             yield
         except CheckpointNotFoundError as error:
-            if isinstance(step, int) and self._may_log():
-                base = max((s for s in self._catalog.steps() if s < step), default=None)
-                if base is not None and step in self._log_of(base).steps:
-                    error.add_note(
-                        f"Step {step} is logged: restore(state, {step}) replays it. To read it "
-                        f"without a template, save it then; step {base} is saved."
-                    )
+            base = self._logged_after(step)
+            if base is not None:
+                error.add_note(
+                    f"Step {step} is logged: restore(state, {step}) replays it. To read it without "
+                    f"a template, save it then; step {base} is saved."
+                )
             raise
 
-    def _log_of(self, step: int) -> StoredLog:
+    def _logged_after(self, step: int | str) -> int | None:
+        """Return the saved step whose log has `step`; None if there is none."""
+        if not isinstance(step, int) or not self._may_log():
+            return None
+        base = max((s for s in self._catalog.steps() if s < step), default=None)
+        if base is None or step not in self._log_of(self._catalog.record(base).uid).steps:
+            return None
+        return base
+
+    def _log_of(self, uid: str) -> StoredLog:
         """Return the log that continues a saved step."""
         self._recorder.flush()
-        return StoredLog(self._backend.inner, self._catalog.record(step).uid, 0)
+        return StoredLog(self._backend.inner, uid, 0)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -254,7 +254,6 @@ class Recorder:
         finally:
             self._watch.clear()
         for step in steps:
-            step.keep()
             if self._logged % _DIGEST_EVERY == 0:
                 step.digest = digest_of(step.optimizer)
         self._logged += 1

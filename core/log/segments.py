@@ -164,7 +164,6 @@ class SegmentWriter:
         self._rank = rank
         self._world_size = world_size
         self._previous = previous
-        self._appends = backend.capabilities.appends
         self._writer: BlobWriter | None = None
         self._end = 0
         self._unsynced = 0
@@ -203,7 +202,7 @@ class SegmentWriter:
         """Make all entries durable."""
         if self._writer is None or not self._unsynced or self._ended:
             return
-        if self._appends and self._end < _SEGMENT_BYTES:
+        if self._backend.capabilities.appends and self._end < _SEGMENT_BYTES:
             self._writer.sync(self._end)
         else:
             self._writer.seal(self._end)

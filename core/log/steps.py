@@ -42,6 +42,7 @@ class LoggedStep:
     """One step of an optimizer.
 
     Attributes:
+        key: The id of the optimizer.
         optimizer: The optimizer.
         grads: The gradient of each parameter of each group; None: it had none.
         versions: The version of each gradient at the step.
@@ -50,7 +51,8 @@ class LoggedStep:
         digest: The digest of the optimizer's parameters and state after the step; empty: not taken.
     """
 
-    optimizer: Optimizer
+    key: int
+    optimizer: Any
     grads: Sequence[Sequence[Any]]
     versions: Sequence[int]
     options: Sequence[Mapping[str, Any]]
@@ -58,13 +60,15 @@ class LoggedStep:
     digest: str = ""
 
     def keep(self) -> None:
-        """Hold the gradients, if they were not held since the step.
+        """Hold the optimizer and the gradients, if they were not held since the step.
 
         Raises:
             NotLoggedError: One is gone.
         """
+        if isinstance(self.optimizer, ref):
+            self.optimizer = self.optimizer()
         self.grads = [[g() if isinstance(g, ref) else g for g in group] for group in self.grads]
-        if len([*self.tensors()]) != len(self.versions):
+        if self.optimizer is None or len([*self.tensors()]) != len(self.versions):
             msg = (
                 "this is the first call of log, and the gradients are gone: the first call must "
                 "come before zero_grad"
@@ -83,8 +87,8 @@ class StepWatch:
     Attributes:
         steps: The steps, in order.
         trouble: Why these steps cannot be logged.
-        keeps: Whether to keep the gradients alive. Not before the first call of `log`: without it
-            the memory would be held for nothing.
+        keeps: Whether to keep optimizers and gradients alive. Not before the first call of `log`:
+            without it the memory would be held for nothing.
     """
 
     steps: list[LoggedStep] = field(default_factory=list)
@@ -111,6 +115,7 @@ class StepWatch:
             NotLoggedError: The steps cannot be logged.
         """
         for step in self.steps:
+            step.keep()
             self.before(step.optimizer)
         if self.trouble:
             raise NotLoggedError(self.trouble)
@@ -129,7 +134,7 @@ class StepWatch:
 
     def after(self, optimizer: Optimizer) -> None:
         """Note a step."""
-        if not self.trouble and any(step.optimizer is optimizer for step in self.steps):
+        if not self.trouble and any(step.key == id(optimizer) for step in self.steps):
             self.trouble = f"{type(optimizer).__name__} stepped twice without a call of log"
         self.trouble = self.trouble or _obstacle(optimizer)
         if self.trouble:
@@ -140,12 +145,14 @@ class StepWatch:
         ]
         options = options_of(optimizer)
         found_inf = getattr(optimizer, "found_inf", None)
-        step = LoggedStep(optimizer, grads, (), options, found_inf is not None and bool(found_inf))
+        skipped = found_inf is not None and bool(found_inf)
+        step = LoggedStep(id(optimizer), optimizer, grads, (), options, skipped)
         if any(grad.is_sparse for grad in step.tensors()):
             self.trouble = "a gradient is sparse"
             return
         step.versions = [*map(_version, step.tensors())]
         if not self.keeps:
+            step.optimizer = ref(optimizer)
             step.grads = [[g if g is None else ref(g) for g in group] for group in grads]
         self.steps.append(step)
         self._after[id(optimizer)] = _marks(optimizer)

@@ -240,6 +240,7 @@ class RestoreReport(HtmlTable):
         rescued: Blobs, records and sections of records that were damaged or missing in one tier,
             each with the tier whose copy was read instead. The bad copy is replaced in the
             background.
+        uid: The uid of the restored checkpoint.
         replayed_steps: The logged steps that were replayed onto a checkpoint.
         seconds: `plan`, `read`, `place`, `total`, and `replay` if steps were replayed.
     """
@@ -259,6 +260,7 @@ class RestoreReport(HtmlTable):
     fell_back_from: tuple[int, ...] = ()
     rescued: tuple[tuple[str, str], ...] = ()
     replayed_steps: int = 0
+    uid: str = ""
     mismatched: tuple[Mismatch, ...] = ()
     cast: tuple[Cast, ...] = ()
     bytes_shared: int = 0

@@ -314,6 +314,7 @@ def _report(
     now = time.monotonic()
     return RestoreReport(
         step=checkpoint.step,
+        uid=checkpoint.contents.record.uid,
         restored=tuple(show_paths([*order])),
         missing=(),
         unexpected=(),

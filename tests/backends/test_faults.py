@@ -20,11 +20,13 @@ def every_operation(backend):
     backend.publish("record", b"12345")
     backend.create("w").abort()
     writer, doomed = backend.create("writing"), backend.create("doomed")
+    growing = backend.create("growing")
     target = memoryview(bytearray(5))
     return [
         lambda: backend.create("new"),
         lambda: writer.write([REQUEST]),
         lambda: writer.seal(5),
+        lambda: growing.sync(5),
         doomed.abort,
         lambda: backend.read([ReadRequest("record", 0, target)]),
         lambda: backend.publish("other", b"x"),

@@ -78,7 +78,7 @@ def test_step_that_is_neither_saved_nor_logged_is_an_error(tmp_path):
     save_and_log(tmp_path, Training())
     with (
         penstock.Checkpointer(tmp_path) as ckpt,
-        pytest.raises(penstock.CheckpointNotFoundError, match="neither saved nor logged"),
+        pytest.raises(penstock.CheckpointNotFoundError, match="no checkpoint of step 10"),
     ):
         ckpt.restore(Training().state, LAST + 1)
 
