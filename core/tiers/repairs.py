@@ -366,7 +366,7 @@ def verify_and_repair(
     if repairs is None or not checkpoint.backend.tiers:
         msg = (
             f"{checkpoint.backend.url} is one place: a repair needs another copy. Name the run "
-            "with all its tiers, or copy a good checkpoint there"
+            "with all its tiers, or delete the step there and copy a good one"
         )
         raise ConfigError(msg)
     began = time.monotonic()
