@@ -78,9 +78,9 @@ def _storages(optimizer: Optimizer) -> Iterator[int]:
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            yield _address(parameter)
+            yield address_of(parameter)
     for tensor in _tensors(optimizer.state):
-        address = _address(tensor)
+        address = address_of(tensor)
         if address:
             yield address
 
@@ -93,7 +93,8 @@ def _tensors(state: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(item)
 
 
-def _address(tensor: torch.Tensor) -> int:
+def address_of(tensor: torch.Tensor) -> int:
+    """Return the address of a tensor's storage; 0 for a subclass without its own memory."""
     try:
         return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):  # a tensor subclass that wraps others
